@@ -38,8 +38,7 @@ from vecgym.records import runfile
 from vecgym.records.columns import MEASURED
 from vecgym.records.runfile import checkpoints_in
 from vecgym.runs import multiprocess
-from vecgym.runs.checkpoint import FORM, Checkpointer
-from vecgym.runs.identity import settings_of
+from vecgym.runs.checkpoint import FORM, Checkpointer, settings_of
 from vecgym.runs.recorder import Recorder
 from vecgym.strategy import (
     AveragingCommunicator,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from vecgym.runs.identity import settings_of
+from vecgym.runs.checkpoint import settings_of
 
 
 class Callable:

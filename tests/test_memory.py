@@ -21,8 +21,7 @@ from vecgym.engine import Engine, Local, Plan
 from vecgym.engine.simulation import Simulation
 from vecgym.models import GPT, Classifier
 from vecgym.runs import memory
-from vecgym.runs.footprint import Live, stepping
-from vecgym.runs.memory import Part, memory_limit
+from vecgym.runs.memory import Live, Part, memory_limit, stepping
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,

@@ -14,9 +14,8 @@ from tests.models import make_model
 from vecgym import Trainer, sweep
 from vecgym.runs.memory import MemoryOptions, estimate_memory
 from vecgym.runs.optimize import optimize_schedule
-from vecgym.runs.options import FitOptions
+from vecgym.runs.options import FitOptions, JvpOptions, RolloutOptions, ScheduleOptions
 from vecgym.runs.rollout import rollout, rollout_jvp
-from vecgym.runs.rollout_options import JvpOptions, RolloutOptions, ScheduleOptions
 from vecgym.runs.verification import VerifyOptions, verify
 from vecgym.strategy import AllReduceStrategy
 from vecgym.sweeps.run import SweepOptions

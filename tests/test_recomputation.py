@@ -16,7 +16,7 @@ from vecgym import Trainer, VecgymWarning
 from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local, Plan
-from vecgym.runs.footprint import passing
+from vecgym.runs.memory import passing
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
 
 pytestmark = pytest.mark.skipif(not STACKS_CHECKPOINTS, reason="this torch's checkpoint() cannot run under vmap")

@@ -956,7 +956,7 @@ def test_files_that_are_no_results_of_a_sweep(kept_file: Path, tmp_path: Path) -
 def test_results_of_another_form_are_named(kept_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "sweep.pt"
     runfile.write(path, {**runfile.read(kept_file), "sweep": {"chunks": [], "curves": {0: {}}}})
-    with pytest.raises(ValueError, match=r"sweep\.pt is not what .*KeyError"):
+    with pytest.raises(ValueError, match=r"sweep\.pt is not what .*Curve.* missing 4"):
         kept(path)
 
 

@@ -43,7 +43,7 @@ class GPT(nn.Module):
     https://github.com/karpathy/nanoGPT.
     """
 
-    loss_metrics: ClassVar[dict[str, Any]] = {"perplexity": torch.exp}  # e^loss: see `vecgym.runs.evaluation.evaluate`
+    loss_metrics: ClassVar[dict[str, Any]] = {"perplexity": torch.exp}  # e^loss: see `vecgym.runs.evaluation`
 
     def __init__(
         self,

@@ -438,17 +438,14 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.data.Partition": {"indices": lambda: (torch.tensor([0, 1]), torch.tensor([2])), "labels": lambda: None},
     "vecgym.data.num_steps": {"batches": lambda: data.Batches(examples(), K, 2)},
     "vecgym.data.EvalBatches": {"num_nodes": lambda: K},
-    "vecgym.runs.evaluation.evaluate": {"engine": engine, "state": lambda: simulation().init(),
-                                 "batches": lambda: data.EvalBatches(examples(4), 2, None, K)},
-    **{f"vecgym.runs.evaluation.{name}": {
+    "vecgym.runs.evaluation.evaluated_columns": {
         "engine": engine, "state": lambda: simulation().init(),
-        "sets": lambda: [data.EvalBatches(examples(4), 2, None, K)]}
-       for name in ("evaluate_each", "evaluated_columns")},
+        "sets": lambda: [data.EvalBatches(examples(4), 2, None, K)]},
     "vecgym.runs.evaluation.among": {"members": lambda: [0]},
     **{f"vecgym.{name}.result": {"state": lambda: simulation().init()} for name in
        ("engine.simulation.Simulation", "strategy.Strategy")},
     "vecgym.runs.evaluation.averages": {"num_configs": lambda: 1},
-    "vecgym.runs.evaluation.consensus_distances": {"num_configs": lambda: 1},
+    "vecgym.runs.evaluation.distances_of": {"num_configs": lambda: 1},
     "vecgym.runs.evaluation.everyone": {"x": lambda: torch.ones(K)},
     "vecgym.runs.multiprocess.run": {"function": lambda: work},
     "vecgym.engine.ModelFacts": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = str(Path(__file__).parent.parent)
 
@@ -77,6 +78,9 @@ class DivergenceError(ArithmeticError):
             f"up to {there}. Lower the learning rate, set max_norm=1.0, or go on with "
             'on_divergence="warn" or "ignore".'
         )
+
+    def __reduce__(self) -> tuple[type[DivergenceError], tuple[Any, ...]]:
+        return DivergenceError, (self.step, self.nodes, self.loss, self.told)  # for other processes
 
 
 class ModelError(ValueError, TypeError):

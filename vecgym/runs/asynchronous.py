@@ -68,7 +68,7 @@ class AsyncRun(Run[M]):
         assert isinstance(self.simulation, AsyncSimulation)
         self.state, updated = self.simulation.update(self.state, part)
         step, plan, computed = self.state.step, self.plan, updated.computed
-        self.recorder.update(
+        self.recorder.step(
             step, updated.metrics, epoch=plan.epoch(step, self.train), seen=plan.seen(step, self.train),
             fetch=evaluated, **plan.columns(step),
             nodes_per_call=sum(computed) / len(computed) if computed else None,

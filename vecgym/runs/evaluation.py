@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,71 +23,6 @@ from vecgym.engine import Engine
 from vecgym.engine.plan import batches_at_once
 from vecgym.engine.state import Result, State
 from vecgym.runs.memory import peak_bytes
-
-
-class Evaluation(NamedTuple):
-    """Means over the validation examples.
-
-    >>> accuracy = (0.75, torch.tensor([0.5, 1.0]))
-    >>> evaluation = Evaluation(average=0.5, nodes=torch.tensor([1.0, 2.0]), more={"accuracy": accuracy})
-    >>> columns = evaluation.columns
-    >>> columns["val_loss_local"], columns["val_accuracy"], columns["val_accuracy_local"]
-    (1.5, 0.75, 0.75)
-    """
-
-    average: float  # loss of the averaged model ("global")
-    nodes: Tensor  # [K]: loss of each node's own model ("local")
-    more: dict[str, tuple[float, Tensor]]  # the same two of each metric that the model offers
-    members: Sequence[int] | None = None  # the nodes over which local means are; None: all
-
-    @property
-    def columns(self) -> dict[str, Any]:
-        """The columns of the history."""
-
-        def local(each: Tensor) -> float:
-            return float((each if self.members is None else each[list(self.members)]).mean())
-
-        columns = {"val_loss": self.average, "val_loss_local": local(self.nodes), "val_losses": self.nodes.numpy()}
-        for name, (average, each) in self.more.items():
-            columns |= {f"val_{name}": average, f"val_{name}_local": local(each)}
-        return columns
-
-
-@torch.no_grad()
-def evaluate(engine: Engine, state: State, batches: EvalBatches, comm: Collectives) -> Evaluation:
-    """Evaluate in eval mode, without changing the state or any random state.
-
-    Measured are the loss; the metrics that the model's `val_metrics(batch)` returns, each a mean over the examples (see
-    `Engine.measures`); and the functions of the mean loss in the model's attribute `loss_metrics`, a dict such as
-    `{"perplexity": torch.exp}`.
-
-    >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.models import Line
-    >>> state = State(0, {"w": torch.tensor([1.0, 3.0])}, {}, {}, {}, node_steps=torch.zeros(2))
-    >>> batches = EvalBatches(torch.tensor([2.0, 2.0]), batch_size=2)
-    >>> evaluate(Engine(Line()), state, batches, StackedCollectives(2))
-    Evaluation(average=0.0, nodes=tensor([1., 1.], dtype=torch.float64), more={}, members=None)
-    """
-    return evaluate_each(engine, state, [batches], comm)[0]
-
-
-@torch.no_grad()
-def evaluate_each(engine: Engine, state: State, sets: Sequence[EvalBatches], comm: Collectives) -> list[Evaluation]:
-    """Evaluate C configurations, each on its own one of `sets`, in as few calls as for one.
-
-    Their nodes are those of `comm`, one configuration after the other; if C > 1, all of them are in this process.
-
-    >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.models import Line
-    >>> params = {"w": torch.tensor([1.0, 3.0, 4.0, 6.0])}  # two configurations of two nodes
-    >>> state = State(0, params, {}, {}, {}, node_steps=torch.zeros(4))
-    >>> batches = EvalBatches(torch.tensor([2.0, 2.0]), batch_size=2)
-    >>> [each.average for each in evaluate_each(Engine(Line()), state, [batches] * 2, StackedCollectives(4))]
-    [0.0, 9.0]
-    """
-    measured, sizes = _measured(engine, state, sets, comm, Result(state.params))
-    return _evaluations(fetched(measured), sizes, sets, comm, engine)
-
 
 MAX_JOINED_BYTES = 2**25  # of batches that are evaluated in one call
 
@@ -150,10 +85,11 @@ def _joined(batches: Sequence[Piece]) -> tuple[Any, Any, bool]:
     return joined, joined if for_means[0] is for_nodes[0] else join(for_nodes), own_batches
 
 
-def _evaluations(
-    measured: Measured, sizes: Sequence[int], sets: Sequence[EvalBatches], comm: Collectives, engine: Engine
-) -> list[Evaluation]:
-    """Average over the examples, on the host, and over the nodes of all processes."""
+def _columns_of_each(
+    measured: Measured, sizes: Sequence[int], sets: Sequence[EvalBatches], comm: Collectives, engine: Engine,
+    members: Sequence[int] | None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return the columns of each configuration: means over the examples, on the host, of the nodes of all processes."""
     C, num_local, count = len(sets), len(comm.node_ids), sum(sizes)
     parts: list[dict[str, tuple[float, Tensor]]] = [{} for _ in sets]
     for name, batches in measured.items():
@@ -164,18 +100,23 @@ def _evaluations(
         each = everyone(nodes.expanded(each, num_local) / count, comm, engine.device)
         for part, average_here, each_here in zip(parts, mean.view(C, -1), each.view(C, -1)):
             part[name] = float(average_here.mean() / count), each_here
-    return [_evaluation(part, engine.model) for part in parts]
+    return [_columns(part, engine.model, members) for part in parts]
 
 
-def _evaluation(measured: dict[str, tuple[float, Tensor]], model: nn.Module) -> Evaluation:
-    """Add the functions of the mean loss that the model offers."""
-    loss, losses = measured.pop("loss")
+def _columns(
+    measured: dict[str, tuple[float, Tensor]], model: nn.Module, members: Sequence[int] | None
+) -> dict[str, Any]:
+    """Return the columns of means over the examples, by name: of the averaged model, and of each node's own, `[K]`."""
+    loss, losses = measured["loss"]
     for name, function in loss_metrics(model).items():
         measured[name] = float(function(torch.tensor(loss, dtype=torch.float64))), function(losses)
-    for name in ("loss_local", "losses"):
-        if name in measured:
+    columns: dict[str, Any] = {"val_loss": loss, "val_loss_local": None, "val_losses": losses.numpy()}  # in this order
+    for name, (average, each) in measured.items():
+        if name in ("loss_local", "losses"):
             raise ValueError(f"the model offers a metric called {name!r}, which is a column already: rename it.")
-    return Evaluation(loss, losses, measured)
+        local = float((each if members is None else each[list(members)]).mean())
+        columns |= {f"val_{name}": average, f"val_{name}_local": local}
+    return columns
 
 
 def _batches(sets: Sequence[EvalBatches], num_local: int) -> Iterator[Piece]:
@@ -206,21 +147,15 @@ def averages(values: Tree, num_configs: int, comm: Collectives, members: Sequenc
     return tree.map(lambda x: x if len(x) in (1, num_configs) else nodes.means(x, num_configs), values)
 
 
-def consensus_distances(
-    params: Tree, num_configs: int, comm: Collectives, members: Sequence[int] | None = None
-) -> list[float]:
-    """Return the `consensus_distance` of the nodes of each of C configurations.
-
-    >>> from vecgym.collectives import StackedCollectives
-    >>> consensus_distances({"w": torch.tensor([1.0, 3.0, 4.0, 4.0])}, 2, StackedCollectives(4))
-    [1.0, 0.0]
-    """
-    return list(map(float, fetched(_distances_of(params, num_configs, comm, members))))
-
-
-def _distances_of(
+def distances_of(
     params: Tree, num_configs: int, comm: Collectives, members: Sequence[int] | None = None
 ) -> list[Tensor]:
+    """Return the `distance_of` the nodes of each of C configurations, where the parameters are.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> distances_of({"w": torch.tensor([1.0, 3.0, 4.0, 4.0])}, 2, StackedCollectives(4))
+    [tensor(1.), tensor(0.)]
+    """
     if num_configs == 1:
         return [distance_of(params, comm, members)]
     parts = zip(*[x.chunk(num_configs) for x in params.values()])
@@ -230,26 +165,34 @@ def _distances_of(
 def evaluated_columns(
     engine: Engine, state: State, sets: Sequence[EvalBatches | None], comm: Collectives, result: Result | None = None
 ) -> list[dict[str, Any]]:
-    """Return the columns that an evaluation adds to the history of each of C configurations.
+    """Return the columns that an evaluation adds to the history of each of C configurations, in the calls of one.
+
+    Measured in eval mode, without changing the state or any random state, are the loss; the metrics that the model's
+    `val_metrics(batch)` returns, each a mean over the examples (see `Engine.measures`); and the functions of the mean
+    loss in the model's attribute `loss_metrics`, a dict such as `{"perplexity": torch.exp}`.
 
     Args:
+        sets: the validation batches of each configuration. Their nodes are those of `comm`, one configuration after the
+            other; if C > 1, all of them are in this process.
         result: what the run's model is the mean of; None: of all nodes' parameters.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.models import Line
-    >>> state = State(1, {"w": torch.tensor([1.0, 3.0])}, {}, {}, {}, node_steps=torch.ones(2))
-    >>> [columns] = evaluated_columns(Engine(Line()), state, [None], StackedCollectives(2))
-    >>> columns["consensus_distance"]
-    1.0
+    >>> params = {"w": torch.tensor([1.0, 3.0, 4.0, 6.0])}  # two configurations of two nodes
+    >>> state = State(1, params, {}, {}, {}, node_steps=torch.ones(4))
+    >>> batches = EvalBatches(torch.tensor([2.0, 2.0]), batch_size=2)
+    >>> each = evaluated_columns(Engine(Line()), state, [batches] * 2, StackedCollectives(4))
+    >>> [(columns["val_loss"], columns["val_loss_local"], columns["consensus_distance"]) for columns in each]
+    [(0.0, 1.0, 1.0), (9.0, 10.0, 1.0)]
     """
     chosen, result = [batches for batches in sets if batches is not None], result or Result(state.params)
     with torch.no_grad():
         measured, sizes = _measured(engine, state, chosen, comm, result) if chosen else ({}, [])
-        distances = _distances_of(state.params, len(sets), comm, result.members) if state.step > 0 else []
+        distances = distances_of(state.params, len(sets), comm, result.members) if state.step > 0 else []
         measured, distances = fetched((measured, distances))
-        evaluations = _evaluations(measured, sizes, chosen, comm, engine) if chosen else []
-    each: list[dict[str, Any]]
-    each = [one._replace(members=result.members).columns for one in evaluations] or [{} for _ in sets]
+        each: list[dict[str, Any]] = [{} for _ in sets]
+        if chosen:
+            each = _columns_of_each(measured, sizes, chosen, comm, engine, result.members)
     for columns, distance in zip(each, distances):
         columns["consensus_distance"] = float(distance)
     memory = peak_bytes(engine.device)

@@ -1,7 +1,9 @@
-"""Run one function in W processes on this machine, which are started for it and ended together.
+"""Processes: run one function in W of them on this machine, and keep those of a run in step.
 
 `run(function, num_processes, args)` calls `function(link, *args)` in each process, within a process group of
-torch.distributed, and returns what they return. Whatever goes wrong in one of them ends all, with one error.
+torch.distributed, and returns what they return. They are started for it and ended together: whatever goes wrong in one
+of them ends all, with one error. A `Session` is what the processes of a training tell one another besides what the
+strategy exchanges, however they were started.
 
 How they are started. On Linux without a GPU they are *forked*: each begins as a copy of this process, in milliseconds,
 and has everything that is defined here, including a notebook's cells. Nothing is pickled. Each uses one thread within
@@ -16,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -28,20 +29,27 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from multiprocessing import connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import start_processes
+from torch import Tensor
 
+from vecgym.collectives import Collectives, StackedCollectives
+from vecgym.collectives.distributed import DistributedCollectives
+from vecgym.collectives.wire import Wire
+from vecgym.core import tree
 from vecgym.core.errors import Damaged, ProcessError, VecgymWarning, warn
-from vecgym.runs.interrupts import interrupts
+from vecgym.engine import ModelFacts
+from vecgym.engine.simulation import Metrics
+from vecgym.records.runfile import plain
+from vecgym.runs.evaluation import everyone
+from vecgym.runs.options import TIMEOUT_S, FitOptions, resolve_device
 
 __all__ = ["Link", "check_alone", "choose_start_method", "joined", "run"]
 
-TIMEOUT_S = 600.0  # without any progress in any process
 GRACE_S = 2.0  # to wait after a first error, for others that may tell more, such as who caused it
 POLL_S = 0.1
 # Errors in what was given: raised here as they were raised there.
@@ -52,14 +60,13 @@ class _Shared(NamedTuple):
     """What all processes of a run are given.
 
     Attributes:
-        pipes: for each process the parent's end and its own.
         beats: of each process, in memory that all share: see `Link.beat`.
         listener: to which they connect, to find one another.
         num_threads: of each process.
         call: the function and its arguments; for a new interpreter as bytes.
     """
 
-    pipes: list[tuple[Any, Any]]
+    num_processes: int
     beats: Any
     listener: socket.socket
     device: str
@@ -83,11 +90,10 @@ class Link:
     [None]
     """
 
-    def __init__(self, rank: int, shared: _Shared) -> None:
-        self.rank = rank
-        self.num_processes = len(shared.pipes)
+    def __init__(self, rank: int, pipe: Any, shared: _Shared) -> None:
+        self.rank, self.num_processes = rank, shared.num_processes
         self.interrupted: list[int] = []
-        self.pipe = shared.pipes[rank][1]
+        self.pipe = pipe
         self._beats = shared.beats
         self._lock = threading.Lock()
 
@@ -153,21 +159,18 @@ def run(
     context: Any = multiprocessing.get_context(method)
     call: Any = (function, tuple(args))
     threads = 1 if method == "fork" else max(1, torch.get_num_threads() // num_processes)
-    pipes = [context.Pipe() for _ in range(num_processes)]
     # The port is free, and no other machine reaches it.
     with socket.create_server(("127.0.0.1", 0)) as listener, interrupts() as interrupted:
         shared = _Shared(
-            pipes, context.RawArray("q", num_processes), listener, str(device), timeout_s, threads,
+            num_processes, context.RawArray("q", num_processes), listener, str(device), timeout_s, threads,
             call if method == "fork" else _pickled(call),
         )  # fmt: skip
         children = _Children(shared, on_message, num_nodes)
         try:
-            children.start(method)
+            children.start(context)
             return children.wait(interrupted)
         finally:
             children.end()
-            for pipe in itertools.chain(*pipes):
-                pipe.close()  # which ends those that were started before the start of another one failed
 
 
 def choose_start_method(device: torch.device | str = "cpu") -> str:
@@ -223,16 +226,18 @@ class _Children:
         self.on_message = on_message
         self.num_nodes = num_nodes
         self.processes: list[Any] = []
-        self.pipes = {rank: mine for rank, (mine, _) in enumerate(shared.pipes)}  # those that may bring something
+        self.pipes: dict[int, Any] = {}  # those that may bring something
         self.began = False  # a message has come
         self.results: dict[int, Any] = {}
         self.errors: dict[int, tuple[float, str, str, str]] = {}  # when, the class, the message, the traceback
 
-    def start(self, method: str) -> None:
-        started = start_processes(_main, (self.shared,), len(self.pipes), join=False, start_method=method)
-        self.processes = started.processes
-        for _, theirs in self.shared.pipes:
-            theirs.close()
+    def start(self, context: Any) -> None:
+        for rank in range(self.shared.num_processes):
+            self.pipes[rank], theirs = context.Pipe()
+            process = context.Process(target=_main, args=(rank, theirs, self.shared))
+            process.start()
+            self.processes.append(process)
+            theirs.close()  # so that reading from it ends where the process does
 
     def end(self) -> None:
         """Leave no process behind, whatever state it is in."""
@@ -253,7 +258,9 @@ class _Children:
                 if not self.began:
                     raise KeyboardInterrupt
                 told, quiet = True, 0
-                self._pass_on()
+                for pipe in self.pipes.values():
+                    with contextlib.suppress(OSError):
+                        pipe.send_bytes(b"Ctrl-C")
             if ended - self.results.keys() or quiet * POLL_S > self.shared.timeout_s:
                 raise self._failure()
         return [self.results[rank] for rank in range(len(self.processes))]
@@ -284,12 +291,6 @@ class _Children:
             warn(text, VecgymWarning if ours else UserWarning)
         else:
             (self.results if kind == "return" else self.errors)[rank] = value
-
-    def _pass_on(self) -> None:
-        """Tell the processes of a Ctrl-C."""
-        for pipe in self.pipes.values():
-            with contextlib.suppress(OSError):
-                pipe.send_bytes(b"Ctrl-C")
 
     def _failure(self) -> Exception:
         """Choose one error, of a process that has ended, or else of one that hangs, once all that they sent is here."""
@@ -330,9 +331,9 @@ class _Children:
 # ----------------------------------------------------------------------------------------------- the child's side
 
 
-def _main(rank: int, shared: _Shared) -> None:
+def _main(rank: int, pipe: Any, shared: _Shared) -> None:
     """Run the function in a new process, and report what it returns or raises."""
-    link = Link(rank, shared)
+    link = Link(rank, pipe, shared)
     try:
         _settle(link, shared)
         function, args = pickle.loads(shared.call) if isinstance(shared.call, bytes) else shared.call
@@ -349,11 +350,8 @@ def _main(rank: int, shared: _Shared) -> None:
 
 
 def _settle(link: Link, shared: _Shared) -> None:
-    """Set up the signals, pipes, threads and warnings of a new process."""
+    """Set up the signals, threads and warnings of a new process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all processes: the parent passes it on
-    for pipe in itertools.chain(*shared.pipes):
-        if pipe is not link.pipe:
-            pipe.close()  # so that those who read from one see when the process at its other end has ended
     threading.Thread(target=_follow_parent, args=(link,), daemon=True).start()
     torch.set_num_threads(shared.num_threads)
     warnings.simplefilter("ignore" if link.rank else "default")
@@ -404,6 +402,31 @@ def loopback() -> str:
     """
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if name in ("lo", "lo0")), names[0] if names else "lo")
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """Collect Ctrl-C instead of raising it in the middle of a step; a second one raises at once.
+
+    Yields a list that is empty until the first Ctrl-C. It stays empty where no handler can be set: outside the main
+    thread, and in a sub-interpreter.
+    """
+    seen: list[int] = []
+
+    def handler(signum: int, frame: Any) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(signum)
+
+    try:
+        before = signal.signal(signal.SIGINT, handler)
+    except ValueError:
+        yield seen
+        return
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # ------------------------------------------------------------------------------------------------- under torchrun
@@ -457,3 +480,177 @@ def joined(device: torch.device) -> Iterator[torch.device]:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------------ keeping them in step
+
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def joined_nodes(
+    options: FitOptions, watch: Callable[[], None] = lambda: None
+) -> Iterator[tuple[Collectives, torch.device]]:
+    """Yield the collectives and the device of the nodes in this process: all nodes, or its part if "distributed".
+
+    Args:
+        watch: see `Wire`.
+    """
+    device = resolve_device(options.device)
+    with torch_set(threads=1) if options.exact else contextlib.nullcontext():
+        if options.backend == "stacked":
+            yield StackedCollectives(options.num_nodes), device
+            return
+        with joined(device) as device, contextlib.closing(Wire(watch=watch)) as wire:
+            yield DistributedCollectives(options.num_nodes, wire, exact=options.exact), device
+            wire.finish()
+
+
+class Session:
+    """Keep the processes of a run in step; with one process, nothing is exchanged."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self.comm = comm
+        self.wire = comm.wire if isinstance(comm, DistributedCollectives) else None
+        self.num_processes = self.wire.num_processes if self.wire is not None else 1
+        self.rank = self.wire.rank if self.wire is not None else 0
+        self._interrupted = False
+
+    def largest(self, count: int) -> int:
+        return max(self.each(count))
+
+    def smallest(self, count: int) -> int:
+        return min(self.each(count))
+
+    def joined(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Return the numbers of all nodes, given one for each node here."""
+        return tuple(count for part in self.each(list(counts)) for count in part)
+
+    def facts(self, facts: ModelFacts) -> ModelFacts:
+        """Return what the first process knows of the model: which parameters are trained, say."""
+        known = {name: vars(facts)[name] for name in ("unused", "mutated", "random", "written")}
+        return replace(facts, **self.first(lambda: known))
+
+    def observed(self, metrics: Metrics, interrupted: list[int]) -> Metrics:
+        """Return the losses of all nodes; interrupts travel with them, so that all stop after the same step.
+
+        Where nodes may be absent, so do the rates of those present.
+        """
+        if self.num_processes == 1:
+            return metrics
+        losses, own_rates = metrics.losses, metrics.num_present is not None
+        columns = [losses, torch.full_like(losses, float(bool(interrupted)))]
+        columns += [torch.as_tensor(metrics.lr, device=losses.device)] if own_rates else []
+        of_all = everyone(torch.stack([x.double() for x in columns], 1), self.comm, losses.device)  # [K, 2 or 3]
+        self._interrupted = bool(of_all[:, 1].any())
+        lr: Any = metrics.lr
+        if own_rates:
+            rates = of_all[:, 2][~of_all[:, 2].isnan()]
+            lr = float(rates[0]) if bool((rates == rates[0]).all()) else rates
+        return metrics._replace(losses=of_all[:, 0].to(losses.dtype), lr=lr)
+
+    def stop(self, interrupted: list[int]) -> bool:
+        """Return whether the run ends after this step."""
+        return bool(interrupted) if self.num_processes == 1 else self._interrupted
+
+    def each(self, value: Any) -> list[Any]:
+        """Return every process's value, in the order of their ranks."""
+        return [value] if self.wire is None else self.wire.all_gather_object(value)
+
+    def first(self, find: Callable[[], T]) -> T:
+        """Return in all processes what the first one finds; raise its error in all of them."""
+        if self.wire is None:
+            return find()
+        outcome: tuple[Any, Exception | None] = None, None
+        if self.rank == 0:
+            try:
+                outcome = find(), None
+            except (OSError, ValueError, TypeError) as error:
+                outcome = None, error
+        value, failure = self.wire.broadcast_object(outcome)
+        if failure is not None:
+            raise failure
+        return value
+
+    def gathered(self, values: Any) -> Any:
+        """Gather nested values of the nodes from all processes, on the CPU of the first; elsewhere return None.
+
+        A value that is the same on every node is `[1, *]`, as it would be in one process. A value that a process
+        lacks, because none of its nodes has trained yet, is 0 there.
+        """
+        if self.wire is None or self.num_processes == 1:
+            return plain(values, "state")
+        leaves = dict(tree.flatten(values))
+        paths = dict.fromkeys(path for process in self.each(list(leaves)) for path in process)
+        gathered = {}
+        for path in paths:
+            parts = self.each(plain(leaves.get(path), f"state{tree.path_name(path)}"))
+            if self.rank == 0:
+                gathered[path] = _joined_rows(parts, len(self.comm.node_ids))
+        return tree.unflatten(gathered) if self.rank == 0 else None
+
+    def rows_here(self, values: Any) -> Any:
+        """Return the rows of the nodes here, given nested values of all nodes."""
+        if self.num_processes == 1:
+            return values
+        first, last, K = int(self.comm.node_ids[0]), int(self.comm.node_ids[-1]) + 1, self.comm.num_nodes
+        return tree.map_leaves(lambda x: x[first:last] if x.dim() > 0 and len(x) == K > 1 else x, values)
+
+
+def _joined_rows(parts: Sequence[Any], num_local: int) -> Any:
+    """Join the values of all processes: tensors `[1 or L, *]` to `[1 or K, *]`; of anything else return the first.
+
+    A process that lacks the value gives None.
+    """
+    first = next((x for x in parts if x is not None), None)
+    if not isinstance(first, Tensor) or first.dim() == 0 or len(first) not in (1, num_local):
+        return first
+    if num_local > 1 and all(x is not None and len(x) == 1 for x in parts):
+        return first
+    present = [torch.zeros_like(first[:1]) if x is None else x for x in parts]
+    rows = torch.cat([x.expand(num_local, *first.shape[1:]) for x in present])  # [K, *]
+    return rows[:1].clone() if num_local == 1 and _rows_equal(rows) else rows
+
+
+def _rows_equal(x: Tensor) -> bool:
+    """Whether all rows have the same bits: 0 is not -0."""
+    if x.numel() == 0:
+        return True
+    rows = x.contiguous().view(-1).view(torch.uint8).view(len(x), -1)
+    return bool((rows == rows[:1]).all())
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {  # of torch, on which bits depend
+    "threads": (torch.get_num_threads, torch.set_num_threads),  # within operations: sums depend on how many share them
+    "dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "matmul": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "deterministic": (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1]),
+    ),
+}
+
+
+def torch_settings() -> dict[str, Any]:
+    """Return torch's settings in this process, by name."""
+    return {name: get() for name, (get, _) in SETTINGS.items()}
+
+
+@contextlib.contextmanager
+def torch_set(**settings: Any) -> Iterator[None]:
+    """Compute with other settings of torch.
+
+    >>> with torch_set(dtype=torch.float64):
+    ...     torch.zeros(()).dtype
+    torch.float64
+    """
+    before = torch_settings()
+    changed = [name for name, value in settings.items() if value != before[name]]
+    try:
+        for name in changed:
+            SETTINGS[name][1](settings[name])
+        yield
+    finally:
+        for name in changed:
+            SETTINGS[name][1](before[name])

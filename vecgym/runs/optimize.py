@@ -14,10 +14,9 @@ from vecgym.collectives.topology import check_doubly_stochastic
 from vecgym.core import check
 from vecgym.core.options import function_of
 from vecgym.records.optimized import OptimizedSchedule
+from vecgym.runs.options import ScheduleOptions
 from vecgym.runs.rollout import Outcome, as_steps, prepared, rollout
-from vecgym.runs.rollout_options import ScheduleOptions
 
-BUDGETS = ("H", "budget_bytes", "budget_seconds")
 MIN_STEP = 1e-3  # of the largest change of a weight; smaller steps are not tried
 
 
@@ -194,7 +193,8 @@ def _swapped(problem: _Problem, schedule: Tensor, loss: float) -> Tensor:
 
 def _affordable(problem: _Problem, num_steps: int) -> int:
     """Return the number of exchanges that the budget allows."""
-    H, budget_bytes, budget_seconds = (vars(problem.options)[name] for name in BUDGETS)
+    options = problem.options
+    H, budget_bytes, budget_seconds = options.H, options.budget_bytes, options.budget_seconds
     if [H, budget_bytes, budget_seconds].count(None) != 2:
         raise ValueError(
             f"H={H!r}, budget_bytes={budget_bytes!r} and budget_seconds={budget_seconds!r}: give one of them, the "

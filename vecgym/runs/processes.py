@@ -22,11 +22,10 @@ from vecgym.engine import hooks
 from vecgym.records.history import History
 from vecgym.records.loggers import Logger
 from vecgym.runs import multiprocess
-from vecgym.runs.multiprocess import Link
+from vecgym.runs.multiprocess import Link, joined_nodes
 from vecgym.runs.options import FitOptions, resolve_device
 from vecgym.runs.recorder import Loggers, advance
 from vecgym.runs.run import Run, Task
-from vecgym.runs.session import joined_nodes
 
 M = TypeVar("M", bound=nn.Module)
 WAY_OUT = 'give backend="stacked", or backend="distributed" under torchrun, where each process builds the model itself'
@@ -46,7 +45,7 @@ class ProcessesRun(Generic[M]):
         self.ledger = Ledger()
         self.state = None
         self.nodes: Nodes[M] | None = None
-        self._loggers = Loggers(options.loggers, options.log_interval)
+        self._loggers = Loggers(options.logger, options.log_interval)
 
     def loop(self) -> None:
         """Train, and fetch the final state of all nodes."""
@@ -68,8 +67,7 @@ class ProcessesRun(Generic[M]):
         params, buffers, result = (_joined([part[kind] for part in parts]) for kind in ("params", "buffers", "result"))
         self.nodes = Nodes(copy.deepcopy(self.task.model), options.num_nodes, params, buffers, members, result)
         if ended is not None:
-            error, args = ended
-            raise error(*args)
+            raise ended
 
     def average(self) -> M:
         """Return a copy of the model with the mean of the nodes that are there."""
@@ -93,17 +91,15 @@ class ProcessesRun(Generic[M]):
 
 def _run_part(link: Link, task: Task, options: FitOptions) -> dict[str, Any]:
     """Run the part of one process, and return the final state of its nodes."""
-    ended: tuple[type[BaseException], tuple[Any, ...]] | None = None
+    ended: BaseException | None = None
     options = replace(options, logger=_Relay(link))
     with joined_nodes(options, link.beat) as (comm, device):
         run: Run[nn.Module] = Run(task, options, comm, device)
         run.interrupts = lambda: nullcontext(link.interrupted)
         try:
             run.loop()
-        except DivergenceError as error:
-            ended = DivergenceError, (error.step, error.nodes, error.loss, error.told)
-        except KeyboardInterrupt as error:
-            ended = KeyboardInterrupt, error.args
+        except (DivergenceError, KeyboardInterrupt) as error:
+            ended = error
     assert run.nodes is not None
     final = {"params": run.nodes.params, "buffers": run.nodes.buffers, "result": run.nodes.result or {}}
     return {

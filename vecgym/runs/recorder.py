@@ -20,12 +20,12 @@ from vecgym.collectives.ledger import Ledger, readable_bytes
 from vecgym.core.devices import fetched, on_host
 from vecgym.core.errors import DivergenceError, warn
 from vecgym.data import Batches
-from vecgym.engine.simulation import Metrics, State
+from vecgym.engine.simulation import Metrics
 from vecgym.records.columns import START
 from vecgym.records.history import History
 from vecgym.records.loggers import Logger, as_loggers
 from vecgym.records.rows import Row
-from vecgym.runs.options import FitOptions, asynchronous
+from vecgym.runs.options import FitOptions
 
 
 class StepRows:
@@ -42,18 +42,7 @@ class StepRows:
         self.examples = 0
         self.seconds = 0.0
 
-    def of_step(self, step: int, metrics: Metrics, num_bytes: tuple[float, float, float, float], seconds: float) -> Row:
-        """Return the row after `step` steps.
-
-        Args:
-            num_bytes: sent in this step, sent in all, received in all, handed to collectives in all.
-            seconds: since the start.
-        """
-        row = self.begun(step, metrics, num_bytes, seconds)
-        add_losses(row, metrics.losses, metrics.active)
-        return row
-
-    def begun(
+    def of_step(
         self,
         step: int,
         metrics: Metrics,
@@ -62,9 +51,11 @@ class StepRows:
         epoch: float | None = None,
         seen: int | None = None,
     ) -> Row:
-        """Return the same with None in place of the losses, which may still be on a device; see `add_losses`.
+        """Return the row after `step` steps, with None in place of the losses, which may still be on a device.
 
         Args:
+            num_bytes: sent in this step, sent in all, received in all, handed to collectives in all.
+            seconds: since the start.
             epoch, seen: passes over the data so far, and examples seen in this step, where not all nodes took a step.
         """
         seen = self._seen(self.data.width(step - 1), metrics) if seen is None else seen
@@ -145,7 +136,7 @@ class Recorder:
         self._bar = bar
         self._start = time.perf_counter() - self._seconds
         network, compute = self._options.network, self._options.compute
-        if network is not None and isinstance(compute, Compute) and not asynchronous(self._options.strategy):
+        if network is not None and isinstance(compute, Compute) and not self._options.strategy.asynchronous:
             self.clock = RunningClock(network, compute, self.ledger)
 
     def state(self) -> dict[str, Any]:
@@ -159,44 +150,32 @@ class Recorder:
         self._rows.examples = state["examples"]
         self._seconds = self._rows.seconds = state["seconds"]
 
-    def step(self, state: State, metrics: Metrics, fetch: bool = False) -> None:
-        """Begin the row of a step.
+    def step(
+        self, step: int, metrics: Metrics, fetch: bool = False, epoch: float | None = None, seen: int | None = None,
+        **columns: Any,
+    ) -> None:  # fmt: skip
+        """Begin the row of a step, or of an update of a server.
 
         Args:
             fetch: whether its losses are needed now.
+            epoch, seen: see `StepRows.of_step`.
+            columns: more of them.
 
         Raises:
             DivergenceError: see `on_divergence`.
         """
-        row = self._counted(state.step, metrics)
-        if self.clock is not None:
-            row["sim_seconds"], row["sim_utilization"] = self.clock.step(
-                metrics.transfers, self._computing(state.step)
-            )  # fmt: skip
-        self._begin(row, metrics, fetch)
-
-    def update(self, step: int, metrics: Metrics, epoch: float, seen: int, fetch: bool, **columns: Any) -> None:
-        """Begin the row of an update of a server, with more columns; as `step` does that of a step of all nodes."""
-        row = self._counted(step, metrics, epoch, seen)
-        row.update(columns)
-        self._begin(row, metrics, fetch)
-
-    def _counted(self, step: int, metrics: Metrics, epoch: float | None = None, seen: int | None = None) -> Row:
-        """Count what was sent; return the row of a step."""
         if not self._unread:
             self._hand_on()
-        self.ledger.add(step - 1, metrics.transfers, self._computing(step))
+        computing = None if self.computing is None else self.computing(step - 1)
+        self.ledger.add(step - 1, metrics.transfers, computing)
         counts = self.ledger.step_bytes, *self.ledger.totals
-        return self._rows.begun(step, metrics, counts, time.perf_counter() - self._start, epoch, seen)
-
-    def _computing(self, step: int) -> Tensor | None:
-        return None if self.computing is None else self.computing(step - 1)
-
-    def _begin(self, row: Row, metrics: Metrics, fetch: bool) -> None:
-        """Begin a row, whose losses may be on a device."""
+        row = self._rows.of_step(step, metrics, counts, time.perf_counter() - self._start, epoch, seen)
+        if self.clock is not None:
+            row["sim_seconds"], row["sim_utilization"] = self.clock.step(metrics.transfers, computing)
+        row.update(columns)
         self._open.append(row)
         self._unread.append((row, metrics.losses, metrics.active))
-        due = fetch or on_host(metrics.losses) or row["step"] % self.interval == 0
+        due = fetch or on_host(metrics.losses) or step % self.interval == 0
         read = self._fetch() if due else []
         if self._bar is not None:
             advance(self._bar, row)

@@ -34,8 +34,8 @@ from vecgym.engine.simulation import Simulation, State
 from vecgym.engine.state import Result
 from vecgym.optim.formulas import root
 from vecgym.optim.per_node import PerNodeRule
+from vecgym.runs.options import JvpOptions, RolloutOptions
 from vecgym.runs.present import at_own_counts, check_rollout, presence_of
-from vecgym.runs.rollout_options import JvpOptions, RolloutOptions
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import EventDriven
 

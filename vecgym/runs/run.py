@@ -23,11 +23,10 @@ from vecgym.records.history import History
 from vecgym.runs.checkpoint import Checkpointer
 from vecgym.runs.evaluation import average, correlation, distance_of, evaluated_columns
 from vecgym.runs.fitting import fitting_sizes
-from vecgym.runs.interrupts import interrupts
+from vecgym.runs.multiprocess import Session, interrupts
 from vecgym.runs.options import FitOptions
 from vecgym.runs.present import own_batch, presence_of, simulation_of
 from vecgym.runs.recorder import Loggers, Recorder
-from vecgym.runs.session import Session
 from vecgym.strategy.described import described
 
 M = TypeVar("M", bound=nn.Module)
@@ -90,7 +89,7 @@ class Run(Generic[M]):
             self.ledger.routes = options.network.routes
         self.history = History({**self._settings(), **memory})
         self.progress = options.progress and session.rank == 0
-        loggers = Loggers(options.loggers if session.rank == 0 else [], options.log_interval)
+        loggers = Loggers(options.logger if session.rank == 0 else None, options.log_interval)
         self.recorder = Recorder(self.history, self.ledger, self.train, options, loggers, limits)
         if (presence := self.simulation.presence) is not None:
             self.recorder.computing = presence.computing
@@ -151,7 +150,7 @@ class Run(Generic[M]):
         batch, own = part
         observe = self._observe if evaluated else None
         self.state, metrics = self.simulation.step(self.state, batch, observe=observe, limits=own)
-        self.recorder.step(self.state, self.session.observed(metrics, interrupted), fetch=evaluated)
+        self.recorder.step(self.state.step, self.session.observed(metrics, interrupted), fetch=evaluated)
         if is_due(self.state.step, self.options.correlation_interval):
             members = self.simulation.members(self.state.step - 1)
             self.recorder.add(correlation=correlation(self.state.params, self.comm, members))

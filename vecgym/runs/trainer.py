@@ -21,11 +21,10 @@ from vecgym.engine.simulation import State
 from vecgym.records import runfile
 from vecgym.records.history import History
 from vecgym.runs.asynchronous import AsyncRun
-from vecgym.runs.multiprocess import check_alone
+from vecgym.runs.multiprocess import check_alone, joined_nodes
 from vecgym.runs.options import FitOptions
 from vecgym.runs.processes import ProcessesRun
 from vecgym.runs.run import Run, Task
-from vecgym.runs.session import joined_nodes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

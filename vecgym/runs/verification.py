@@ -171,11 +171,8 @@ def verify(options: VerifyOptions) -> Report:
 
 def _verify_in_process(link: multiprocess.Link, options: VerifyOptions) -> list[Check]:
     torch.set_num_threads(1)
-    case = Case(
-        options.strategy, copy.deepcopy(options.model).to("cpu", options.dtype), options.dataset, options.num_nodes,
-        options.steps, options.batch_size, options.seed, options.engine, availability=options.availability,
-        compute=options.compute,
-    )  # fmt: skip
+    given = {name: value for name, value in vars(options).items() if name in Case._fields}
+    case = Case(**{**given, "model": copy.deepcopy(options.model).to("cpu", options.dtype)})
     wire = Wire(watch=link.beat)
     wire.announce = wire.agree  # where processes call other collectives, torch.distributed would wait, or mix them up
     [exact], [native] = (compare(case, [wire], exact=exact) for exact in (True, False))

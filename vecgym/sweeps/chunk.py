@@ -13,13 +13,13 @@ import torch
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import Transfer, bytes_of
 from vecgym.core import nodes
-from vecgym.core.devices import placed_as
+from vecgym.core.devices import fetched, placed_as
 from vecgym.core.tree import Tree
 from vecgym.data.batches import chosen_batches, places
 from vecgym.engine import Engine
 from vecgym.engine.presence import Presence
 from vecgym.engine.simulation import Metrics, Simulation, State
-from vecgym.runs.evaluation import consensus_distances, evaluated_columns
+from vecgym.runs.evaluation import distances_of, evaluated_columns
 from vecgym.runs.present import own_batch
 from vecgym.strategy.per_rank import as_strategy
 from vecgym.sweeps.configurations import Configuration
@@ -102,7 +102,8 @@ class Chunk:
 
         def measure(params: Tree) -> None:
             members = self.simulation.members(self.state.step)
-            distances.extend(consensus_distances(params, len(self.configs), self.simulation.comm, members))
+            each = distances_of(params, len(self.configs), self.simulation.comm, members)
+            distances.extend(map(float, fetched(each)))
 
         with self.merged.recording() as transfers:
             batch, limits = (chosen_batches(batches, self._which), None) if self.presence is None else batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -18,16 +18,14 @@ from vecgym.collectives.base import payload_bytes
 from vecgym.core import check, tree
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import Engine, hooks
-from vecgym.engine.events import Stop
 from vecgym.engine.presence import Presence
 from vecgym.records.rows import label
 from vecgym.runs.async_plan import AsyncPlan, stop_of
-from vecgym.runs.options import check_compute, check_left_out, checked
+from vecgym.runs.options import check_clocks, check_compute, check_left_out, checked
 from vecgym.runs.present import presence_of
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven, check_synchronous
-from vecgym.sweeps.axes import Point
-from vecgym.sweeps.clocks import check_clock, clocks
+from vecgym.sweeps.axes import Point, check_clock, clocks
 from vecgym.sweeps.options import SweepOptions
 
 OF_UPDATES = ("max_updates", "max_seconds")  # settings of asynchronous runs alone
@@ -45,37 +43,6 @@ class Data:
         self._made: dict[tuple[Any, ...], Any] = {}
         self._unused: list[tuple[nn.Module, frozenset[str]]] = []
 
-    def train(self, settings: Mapping[str, Any]) -> Batches:
-        """Return the training batches of a configuration with these settings."""
-        given = {name: settings[name] for name in ("num_nodes", "batch_size", "seed", "shuffle")}
-        return self._once(Batches, self.options.train_dataset, given)
-
-    def val(self, settings: Mapping[str, Any]) -> EvalBatches | None:
-        """Return the validation batches of a configuration with these settings, if there are any."""
-        if self.options.val_dataset is None or self.options.val_size == 0:
-            return None
-        given = {name: settings[name] for name in ("num_nodes", "seed")}
-        given |= {"batch_size": settings["minibatch_size"] or settings["batch_size"], "val_size": self.options.val_size}
-        return self._once(EvalBatches, self.options.val_dataset, given)
-
-    def plan(self, config: Configuration, strategy: EventDriven) -> AsyncPlan:
-        """Return the events of a configuration; those whose times and rules agree share them."""
-        assert config.compute is not None
-        trained = {n: p for n, p in config.model.named_parameters() if p.requires_grad and n not in config.unused}
-        sizes = {name: payload_bytes(p.detach()[None]) for name, p in trained.items()}
-        nominal = config.compute.seconds.expand(config.num_nodes).tolist()
-        key: Any = ("events of its own", config.index)
-        if isinstance(strategy, AsyncStrategy):
-            key = (
-                strategy.steps_of_rounds(nominal), strategy.buffer, strategy.max_wait, strategy.grace,
-                tuple(sizes.items()), id(config.compute), id(config.network), config.stop,
-            )  # fmt: skip
-        if key not in self._made:
-            seed = config.settings["seed"]
-            given = (strategy, config.num_nodes, config.compute, config.network, sizes, seed, config.stop)
-            self._made[key] = AsyncPlan.of(*given)
-        return self._made[key]
-
     def unused(self, config: Configuration) -> frozenset[str]:
         """Return the parameters that have no influence on the loss; models that are built alike share what is found."""
         for model, found in self._unused:
@@ -86,13 +53,16 @@ class Data:
         self._unused.append((config.model, engine.facts.unused))
         return engine.facts.unused
 
-    def _once(self, kind: Any, dataset: Any, given: dict[str, Any]) -> Any:
-        key = (kind, *given.values())
+    def batches(self, kind: Any, dataset: Any, **given: Any) -> Any:
+        """Return the batches of a kind, of a dataset with these settings."""
+        options = self.options
+        more = {"device": options.device, "dataloader_kwargs": options.dataloader_kwargs}
+        return self.once((kind, *given.values()), lambda: kind(dataset, **given, **more))
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """Return what `make` gives, and the same for the same key."""
         if key not in self._made:
-            options = self.options
-            self._made[key] = kind(
-                dataset, **given, device=options.device, dataloader_kwargs=options.dataloader_kwargs
-            )  # fmt: skip
+            self._made[key] = make()
         return self._made[key]
 
 
@@ -132,11 +102,19 @@ class Configuration:
 
     @cached_property
     def train(self) -> Batches:
-        return self.data.train(self.settings)
+        given = {name: self.settings[name] for name in ("num_nodes", "batch_size", "seed", "shuffle")}
+        return self.data.batches(Batches, self.data.options.train_dataset, **given)
 
     @cached_property
     def val(self) -> EvalBatches | None:
-        return self.data.val(self.settings)
+        options, settings = self.data.options, self.settings
+        if options.val_dataset is None or options.val_size == 0:
+            return None
+        size = settings["minibatch_size"] or settings["batch_size"]
+        return self.data.batches(
+            EvalBatches, options.val_dataset, num_nodes=self.num_nodes, seed=settings["seed"], batch_size=size,
+            val_size=options.val_size,
+        )  # fmt: skip
 
     @property
     def unused(self) -> frozenset[str]:
@@ -154,23 +132,29 @@ class Configuration:
 
     @cached_property
     def plan(self) -> AsyncPlan | None:
-        """The events of an asynchronous run; None: it is not one."""
-        if not isinstance(self.strategy, EventDriven):
+        """The events of an asynchronous run, shared by those whose times and rules agree; None: it is not one."""
+        strategy, compute, network = self.strategy, self.compute, self.network
+        if not isinstance(strategy, EventDriven):
             return None
-        return self.data.plan(self, self.strategy)
-
-    @property
-    def stop(self) -> Stop:
-        """When an asynchronous run ends."""
+        assert compute is not None
+        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad and n not in self.unused}
+        sizes = {name: payload_bytes(p.detach()[None]) for name, p in trained.items()}
         of_run = {name: self.settings[name] for name in (*OF_UPDATES, "max_steps")}
-        return stop_of(self._steps_of_epochs, self.num_nodes, **of_run)
+        stop = stop_of(self._steps_of_epochs, self.num_nodes, **of_run)
+        key: Any = ("events of its own", self.index)
+        if isinstance(strategy, AsyncStrategy):
+            rounds = strategy.steps_of_rounds(compute.seconds.expand(self.num_nodes).tolist())
+            key = (
+                rounds, strategy.buffer, strategy.max_wait, strategy.grace, tuple(sizes.items()), id(compute),
+                id(network), stop,
+            )  # fmt: skip
+        given = (strategy, self.num_nodes, compute, network, sizes, self.settings["seed"], stop)
+        return self.data.once(key, lambda: AsyncPlan.of(*given))
 
     def check(self, options: SweepOptions) -> None:
         """Raise a ValueError if the strategy cannot work for this run."""
         K, strategy = self.num_nodes, self.strategy
-        for clock in (self.network, self.compute):
-            if clock is not None:
-                clock.check(K)
+        check_clocks(K, self.network, self.compute)
         if isinstance(strategy, EventDriven):
             check_compute(strategy, self.compute)
             check_left_out(strategy, "compile", options.compile, False)

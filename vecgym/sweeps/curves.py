@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -72,55 +72,40 @@ class Curve:
         updates = config.plan is not None
         if 0 in evaluations or updates:
             history.append({**START, **({"sim_seconds": 0.0} if updates else {}), **evaluations.get(0, {})})
-        for row in self._updates(config, rows) if updates else self._steps(config, rows):
+        for row in self._rows(config, rows):
             history.append({**row, **evaluations.get(row["step"], {})})
         return history
 
-    def _steps(self, config: Configuration, rows: StepRows) -> Iterator[Row]:
-        """Yield the rows of steps of all nodes, without their evaluations."""
-        presence = config.presence()
+    def _rows(self, config: Configuration, rows: StepRows) -> Iterator[Row]:
+        """Yield the rows of steps of all nodes, or of updates of a server, without their evaluations."""
+        plan, presence = config.plan, config.presence()
         comm, examples = StackedCollectives(config.num_nodes), tuple(config.train.shard_sizes)
-        sent, total = self.columns["bytes"].tolist(), self.totals.tolist()
-        lrs, seconds = self.columns["lr"].tolist(), self.columns["seconds"].tolist()
+        sent, lrs, seconds = (self.columns[name].tolist() for name in ("bytes", "lr", "seconds"))
+        total = self.totals.tolist()
         for t, (losses, active) in enumerate(zip(self.columns["train_losses"], self.columns["active"])):
-            ctx = Context(comm, step=t, max_steps=config.num_steps, seed=config.settings["seed"], num_examples=examples)
             trained = None if bool(active.all()) else active.nonzero().flatten().tolist()
-            metrics = Metrics(losses, lrs[t], trained, config.strategy.outer_learning_rate(ctx))
-            if presence is not None:
-                there, never = int(presence.row(t).sum()), presence.never_present(t)
-                metrics = metrics._replace(num_present=there, num_never_present=never)
-            yield rows.of_step(t + 1, metrics, (sent[t][0], *total[t]), seconds[t])
-
-    def _updates(self, config: Configuration, rows: StepRows) -> Iterator[Row]:
-        """Yield the rows of updates of a server."""
-        plan, train = config.plan, config.train
-        assert plan is not None
-        sent, total, seconds = self.columns["bytes"].tolist(), self.totals.tolist(), self.columns["seconds"].tolist()
-        lr = self.columns["lr"].tolist()
-        outer_lr, per_call = (
-            [None if np.isnan(x) else x for x in self.columns[name].tolist()] for name in ("outer_lr", "nodes_per_call")
-        )
-        for t, (losses, active) in enumerate(zip(self.columns["train_losses"], self.columns["active"])):
-            trained = active.nonzero().flatten()
-            metrics = Metrics(losses, lr[t], trained.tolist(), outer_lr[t])
-            epoch, seen = plan.epoch(t + 1, train), plan.seen(t + 1, train)
-            row = rows.begun(t + 1, metrics, (sent[t][0], *total[t]), seconds[t], epoch, seen)
-            row.update(plan.columns(t + 1), nodes_per_call=per_call[t])
-            add_losses(row, losses, trained.tolist())
+            metrics, num_bytes = Metrics(losses, lrs[t], trained), (sent[t][0], *total[t])
+            if plan is None:
+                ctx = Context(
+                    comm, step=t, max_steps=config.num_steps, seed=config.settings["seed"], num_examples=examples
+                )
+                metrics = metrics._replace(outer_lr=config.strategy.outer_learning_rate(ctx))
+                if presence is not None:
+                    there, never = int(presence.row(t).sum()), presence.never_present(t)
+                    metrics = metrics._replace(num_present=there, num_never_present=never)
+                row = rows.of_step(t + 1, metrics, num_bytes, seconds[t])
+            else:
+                outer_lr, per_call = (float(self.columns[name][t]) for name in ("outer_lr", "nodes_per_call"))
+                metrics = metrics._replace(outer_lr=None if np.isnan(outer_lr) else outer_lr)
+                epoch, seen = plan.epoch(t + 1, config.train), plan.seen(t + 1, config.train)
+                row = rows.of_step(t + 1, metrics, num_bytes, seconds[t], epoch, seen)
+                row.update(plan.columns(t + 1), nodes_per_call=None if np.isnan(per_call) else per_call)
+            add_losses(row, losses, trained)
             yield row
 
     def state(self) -> dict[str, Any]:
-        """Return the same as plain values, for a file."""
-        return {name: getattr(self, name) for name in SAVED}
-
-    @classmethod
-    def of(cls, state: dict[str, Any]) -> Curve:
-        """Invert `state`."""
-        state = {"ledger": None, **state}  # older files have none
-        return cls(*[state[name] for name in SAVED])
-
-
-SAVED = ("status", "columns", "evaluations", "average", "ledger")
+        """Return the same as plain values, for a file: `Curve(**state)` inverts it."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
 
 
 class Observed:
@@ -128,17 +113,13 @@ class Observed:
 
     def __init__(self, num_steps: int, num_configs: int, num_nodes: int, updates: bool = False) -> None:
         shape = (num_steps, num_configs)
-        self.arrays = {
-            "train_losses": np.full((*shape, num_nodes), np.nan),
-            "active": np.ones((*shape, num_nodes), dtype=bool),
-            "bytes": np.zeros((*shape, 3)),
-            "seconds": np.full(shape, np.nan),
-        }
+        three, one = ["bytes"], ["seconds", "lr"]  # numbers of each step
         if updates:
-            self.arrays["totals"] = np.zeros((*shape, 3))
-            self.arrays |= {name: np.full(shape, np.nan) for name in ("nodes_per_call", "lr", "outer_lr")}
-        else:
-            self.arrays["lr"] = np.full(shape, np.nan)
+            three, one = [*three, "totals"], [*one, "nodes_per_call", "outer_lr"]
+        self.arrays = {
+            "train_losses": np.full((*shape, num_nodes), np.nan), "active": np.ones((*shape, num_nodes), dtype=bool),
+            **{name: np.zeros((*shape, 3)) for name in three}, **{name: np.full(shape, np.nan) for name in one},
+        }  # fmt: skip
         self.evaluations: list[dict[int, dict[str, Any]]] = [{} for _ in range(num_configs)]  # step -> columns
 
     def put(self, t: int, **values: Any) -> None:

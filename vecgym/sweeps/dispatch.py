@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from torch import nn
 from vecgym.core.errors import VecgymWarning, warn
 from vecgym.engine import hooks
 from vecgym.records.rows import counted, label
-from vecgym.runs.interrupts import interrupts
+from vecgym.runs.multiprocess import interrupts, torch_set, torch_settings
 from vecgym.runs.options import resolve_device
 from vecgym.sweeps.configurations import Configuration, Data
 from vecgym.sweeps.curves import PARTIAL, Curve
@@ -73,26 +73,20 @@ class Dispatch:
         """
         try:
             for work in self.works:
-                self._submit(work)
+                try:
+                    job = self.executor.submit(train, self.sweep, self.shared, self._sent(_bare(work)))
+                except Exception as error:  # it cannot be pickled; a broken or closed executor
+                    _raise(error, work)
+                self.waiting[job] = work
             while self.waiting and self.complete and not interrupted:
-                self._receive(ASK_EVERY_S)
+                wait(self.waiting, ASK_EVERY_S, FIRST_COMPLETED)
+                for work, failure in self._returned():
+                    _raise(failure, work)
         finally:
             _ended.add(self.sweep)
             if self.waiting:
                 self._stop()
         return self.complete
-
-    def _submit(self, work: Work) -> None:
-        try:
-            self.waiting[self.executor.submit(train, self.sweep, self.shared, self._sent(_bare(work)))] = work
-        except Exception as error:  # it cannot be pickled; a broken or closed executor
-            _raise(error, work)
-
-    def _receive(self, seconds: float) -> None:
-        """Wait for the next jobs, and record them; raise the error of the first that has one."""
-        wait(self.waiting, seconds, FIRST_COMPLETED)
-        for work, error in self._returned():
-            _raise(error, work)
 
     def _stop(self) -> None:
         """Cancel what has not begun, and record what else comes in a while."""
@@ -114,7 +108,7 @@ class Dispatch:
                 yield work, error
 
     def _record(self, work: Work, found: dict[str, Any]) -> None:
-        found["curves"] = {index: Curve.of(state) for index, state in found["curves"].items()}
+        found["curves"] = {index: Curve(**state) for index, state in found["curves"].items()}
         self.record(work, found)
         ended = [found["curves"][i].status for i in work.indices if i in found["curves"]]
         if len(ended) < len(work.indices) or PARTIAL in ended:  # Ctrl-C came to the worker
@@ -140,7 +134,7 @@ def _check(options: SweepOptions, configs: Sequence[Configuration]) -> None:
         )
 
 
-def _raise(error: BaseException, work: Work) -> None:
+def _raise(error: BaseException, work: Work) -> NoReturn:
     """Raise an error of a job, or of the executor, with the configurations of the stack."""
     points = [
         f"{config.index} ({', '.join(f'{name}={label(value)}' for name, value in config.point.items())})"
@@ -189,7 +183,7 @@ def _train(sweep: str, shared: tuple[SweepOptions, dict[str, Any]], work: Work, 
     data = Data(options)  # made here: a `Data` holds batches
     configs = [replace(config, data=data) for config in work.configs]
     with (
-        _as_in(settings), torch.enable_grad(), interrupts() as interrupted,
+        torch_set(**settings), torch.enable_grad(), interrupts() as interrupted,
         contextlib.closing(prepared_engine(configs, options)) as engine,
     ):  # fmt: skip
         stack = Stack(replace(work, configs=configs), options, engine, curves)
@@ -207,7 +201,7 @@ def _shared(options: SweepOptions) -> tuple[SweepOptions, dict[str, Any]]:
     """Return what all jobs of a sweep carry: options, and settings of torch."""
     bare = replace(options, model=nn.Module(), strategy=None, grid={}, resume=None, executor=None, network=None,
                    compute=None)  # fmt: skip
-    return bare, {name: get() for name, (get, _) in SETTINGS.items()}
+    return bare, torch_settings()
 
 
 def _bare(work: Work) -> Work:
@@ -236,29 +230,3 @@ def _can_be_sent(error: Exception) -> bool:
     except Exception:  # whatever the user's class does
         return False
     return type(again) is type(error) and str(again) == str(error)
-
-
-SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {  # on which bits depend
-    "threads": (torch.get_num_threads, torch.set_num_threads),
-    "dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "matmul": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "deterministic": (
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1]),
-    ),
-}
-
-
-@contextlib.contextmanager
-def _as_in(settings: dict[str, Any]) -> Iterator[None]:
-    """Compute with the settings of the process that calls `sweep`."""
-    before = {name: get() for name, (get, _) in SETTINGS.items()}
-    try:
-        for name, value in settings.items():
-            if value != before[name]:
-                SETTINGS[name][1](value)
-        yield
-    finally:
-        for name, value in before.items():
-            if value != settings[name]:
-                SETTINGS[name][1](value)

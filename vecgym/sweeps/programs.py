@@ -10,8 +10,7 @@ from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import tree
 from vecgym.records.rows import counted
-from vecgym.runs.footprint import passing
-from vecgym.runs.memory import available_bytes
+from vecgym.runs.memory import available_bytes, passing
 from vecgym.runs.options import resolve_device
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.asynchronous import AsyncStrategy

@@ -8,8 +8,7 @@ from vecgym.runs import multiprocess
 from vecgym.sweeps.axes import checked_axes, count_points, points
 from vecgym.sweeps.configurations import check_axes, make_configurations
 from vecgym.sweeps.options import SweepOptions
-from vecgym.sweeps.priced import Prices
-from vecgym.sweeps.result import SweepResult
+from vecgym.sweeps.result import Prices, SweepResult
 from vecgym.sweeps.runner import Runner
 from vecgym.sweeps.saving import ResultsFile
 

@@ -11,7 +11,7 @@ import torch
 from tqdm.auto import tqdm
 
 from vecgym.engine import Engine
-from vecgym.runs.interrupts import interrupts
+from vecgym.runs.multiprocess import interrupts
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.curves import PARTIAL, PENDING, Curve
 from vecgym.sweeps.dispatch import Dispatch
@@ -129,6 +129,6 @@ class Runner:
         """Continue from what `state` has returned."""
         for program, chunks in zip(self.programs, state["chunks"]):
             program.chunks = chunks
-        self.curves = {index: Curve.of(saved) for index, saved in state["curves"].items()}
+        self.curves = {index: Curve(**saved) for index, saved in state["curves"].items()}
         partial = state["partial"]  # in older files one, or None
         self._partials = partial if isinstance(partial, list) else [] if partial is None else [partial]

@@ -11,24 +11,11 @@ from vecgym.core.errors import warn
 from vecgym.core.files import write_atomically
 from vecgym.engine import Engine, hooks
 from vecgym.records import runfile
-from vecgym.runs.identity import (
-    FIRST_BATCH,
-    VERSION,
-    check_noted,
-    differences,
-    digest,
-    eval_loss,
-    learning_rates,
-    of_model,
-    same_loss,
-    sampled,
-    settings_of,
-)
+from vecgym.runs import checkpoint
 from vecgym.strategy import Strategy
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.runner import Runner
 
-MISSING = "nothing"
 RANDOM = "random"
 SAMPLES = 8  # steps at which learning rates are compared
 Columns = dict[str, list[Any]]  # of all configurations: name -> [one value], if all have it, or a value each
@@ -66,12 +53,12 @@ class ResultsFile:
         saved = runfile.read(self.path)
         if "sweep" not in saved:
             raise ValueError(f"{self.path} holds no sweep, but another run of vecgym's: give resume another path.")
-        check_noted(saved.get("identity", {}), self.path)
-        differing = differences(saved["identity"], self.sweep)
+        checkpoint.check_noted(saved.get("identity", {}), self.path)
+        differing = checkpoint.differences(saved["identity"], self.sweep)
         if not differing:
-            differing = differences(*_first_differences(saved["rows"], self.rows))
+            differing = checkpoint.differences(*_first_differences(saved["rows"], self.rows))
         if not differing:
-            differing = differences(saved["computed"], self.computed, _same)
+            differing = checkpoint.differences(saved["computed"], self.computed, _same)
         if self.runner.options.keep_models and not saved["keep_models"]:
             differing.append("keep_models: saved False, given True")
         if differing:
@@ -109,9 +96,9 @@ def _shared(runner: Runner) -> dict[str, Any]:
     models: dict[str, Any] = {}
     for name, config in _models(runner):
         trained = [n for n, p in config.model.named_parameters() if p.requires_grad]
-        models |= of_model(config.model, trained, name)
+        models |= checkpoint.of_model(config.model, trained, name)
     return {
-        "description": VERSION,
+        "description": checkpoint.VERSION,
         "axes": ", ".join(runner.axes),
         "number of configurations": len(runner.configs),
         "val_size": options.val_size,
@@ -119,7 +106,7 @@ def _shared(runner: Runner) -> dict[str, Any]:
         **models,
         **_data(options.train_dataset, "training data"),
         **_data(options.val_dataset, "validation data"),
-        **settings_of((options.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
+        **checkpoint.settings_of((options.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
     }
 
 
@@ -135,7 +122,7 @@ def _of_rows(configs: list[Configuration]) -> Columns:
     first = {id(config.model): config.index for config in reversed(configs)}
     rows = [_of_row(config, first[id(config.model)]) for config in configs]
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name, MISSING) for row in rows] for name in names}
+    columns = {name: [row.get(name, checkpoint.NOTHING) for row in rows] for name in names}
     return {name: values[:1] if len(set(map(repr, values))) == 1 else values for name, values in columns.items()}
 
 
@@ -144,22 +131,24 @@ def _of_row(config: Configuration, model: int) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for axis, value in config.point.items():
         if not isinstance(value, Strategy):
-            values |= settings_of(value, f"grid[{axis!r}]")
+            values |= checkpoint.settings_of(value, f"grid[{axis!r}]")
     settings = {name: value for name, value in config.shown.items() if name not in config.point}
     values |= {**settings, "number of steps": config.num_steps, "the row with the same model": model}
     for name in ("network", "compute"):
         if config.strategy.asynchronous or getattr(config, name) is not None:
-            values |= settings_of(getattr(config, name), name)
+            values |= checkpoint.settings_of(getattr(config, name), name)
     if (availability := config.settings["availability"]) is not None:
-        values |= settings_of(availability, "availability")
-    rates = learning_rates(config.strategy, config.num_nodes, config.num_steps, sampled(config.num_steps, SAMPLES))
-    values |= {f"learning rate of step {step}": ", ".join(f"{lr:.9g}" for lr in each) for step, each in rates.items()}
-    return {**values, **settings_of(config.strategy, "strategy")}
+        values |= checkpoint.settings_of(availability, "availability")
+    steps = checkpoint.sampled(config.num_steps, SAMPLES)
+    rates = checkpoint.learning_rates(config.strategy, config.num_nodes, config.num_steps, steps)
+    return {**values, **checkpoint.in_words(rates), **checkpoint.settings_of(config.strategy, "strategy")}
 
 
 def _data(data: Any, name: str) -> dict[str, Any]:
     """Describe a dataset by its class and length, or what makes it."""
-    return {name: f"{type(data).__name__} of {len(data)}"} if hasattr(data, "__len__") else settings_of(data, name)
+    if hasattr(data, "__len__"):
+        return {name: f"{type(data).__name__} of {len(data)}"}
+    return checkpoint.settings_of(data, name)
 
 
 def _computed(runner: Runner) -> dict[str, Any]:
@@ -167,12 +156,12 @@ def _computed(runner: Runner) -> dict[str, Any]:
     found: dict[str, Any] = {}
     first = {config.num_nodes: config for config in reversed(runner.configs)}
     for num_nodes, config in sorted(first.items()):
-        found[f"{FIRST_BATCH} of {num_nodes} nodes"] = _checksum(*(config.train.batch(0) for _ in range(2)))
+        found[f"{checkpoint.FIRST_BATCH} of {num_nodes} nodes"] = _checksum(*(config.train.batch(0) for _ in range(2)))
         if config.val is not None:
             read = (next(iter(config.val))[0] for _ in range(2))
             found[f"first batch of the validation data of {num_nodes} nodes"] = _checksum(*read)
     for name, config in _models(runner):
-        if not found[f"{FIRST_BATCH} of {config.num_nodes} nodes"].startswith(RANDOM):
+        if not found[f"{checkpoint.FIRST_BATCH} of {config.num_nodes} nodes"].startswith(RANDOM):
             found[f"loss of the initial {name}"] = _initial_loss(config, runner.options.device)
     return found
 
@@ -180,17 +169,18 @@ def _computed(runner: Runner) -> dict[str, Any]:
 def _initial_loss(config: Configuration, device: Any) -> float:
     engine = Engine(hooks.copied(config.model).to(device))
     params, buffers = ({name: x[None] for name, x in each.items()} for each in (engine.params, engine.buffers))
-    return eval_loss(engine, params, buffers, tree.map_leaves(lambda x: x[:1], config.train.batch(0)))
+    return checkpoint.eval_loss(engine, params, buffers, tree.map_leaves(lambda x: x[:1], config.train.batch(0)))
 
 
 def _same(saved: Any, given: Any) -> bool:
-    return same_loss(saved, given) if isinstance(saved, float) and isinstance(given, float) else saved == given
+    is_loss = isinstance(saved, float) and isinstance(given, float)
+    return checkpoint.same_loss(saved, given) if is_loss else saved == given
 
 
 def _checksum(once: Any, again: Any) -> str:
     """Return a checksum of what was read twice; if it is random, its form."""
-    if digest(once) == digest(again):
-        return f"checksum {digest(once)}"
+    if checkpoint.digest(once) == checkpoint.digest(again):
+        return f"checksum {checkpoint.digest(once)}"
     return f"{RANDOM}, {[list(x.shape) for x in tree.leaves(once)]}"
 
 
@@ -198,7 +188,7 @@ def _first_differences(saved: Columns, given: Columns) -> tuple[dict[str, Any], 
     """Return the values of each column in the first row in which they differ, saved and given, by the name to show."""
     differing: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for name in dict.fromkeys([*saved, *given]):
-        a, b = saved.get(name, [MISSING]), given.get(name, [MISSING])
+        a, b = saved.get(name, [checkpoint.NOTHING]), given.get(name, [checkpoint.NOTHING])
         number = max(len(a), len(b))
         for row, (x, y) in enumerate(zip(a * (number // len(a)), b * (number // len(b)))):
             if repr(x) != repr(y):
