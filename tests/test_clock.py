@@ -835,6 +835,7 @@ def test_exchanges_in_part_lead_from_none_to_all() -> None:
         (lambda: price(ddp(1, 3), Network([1e9, 1e9]), Compute(1.0)), "the network has 2 nodes and the run 3"),
         (lambda: price(ddp(1, 3), Network(1e9), Compute([1.0, 1.0])), "seconds for 2 nodes and the run has 3"),
         (lambda: price([*ddp(1, 3), *ddp(1, 2)], Network(1e9), Compute(1.0)), r"runs of \[2, 3\] nodes"),
+        (lambda: price([[Transfer("avg", 1, 2)]], Network(1e9), Compute(1.0)), "operation='avg' is not known"),
     ],
 )
 def test_wrong_values_are_refused(make: Callable[[], Any], message: str) -> None:

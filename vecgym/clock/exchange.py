@@ -12,6 +12,7 @@ D_(k-1))) with D the running sum of d.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -139,7 +140,8 @@ class Meeting:
         for group in self.groups:
             team = self.routes.team(tuple(node for node in group if node < self.num_nodes))
             if team not in found:
-                teams = (team, team.without_latency) if self.pairs else (team,)
+                carried = replace(team, latency=torch.zeros_like(team.latency))  # what the link is busy with
+                teams = (team, carried) if self.pairs else (team,)
                 found[team] = torch.stack([self.routes.seconds(operation, each, sizes) for each in teams])
             rows.append(found[team])
         both = torch.stack(rows, -2)  # alone, and of pairs what the link carries: [1 or 2, G, M]

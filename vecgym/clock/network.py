@@ -118,7 +118,6 @@ class Network:
         >>> Network(8e9, 0.5).seconds("all_gather", 1e9, num_nodes=3)
         3.0
         """
-        check.choice("operation", operation, MEETINGS)
         size = torch.tensor([check.number("payload_bytes", payload_bytes, "[0, inf)")], dtype=torch.float64)
         n = check.integer("num_nodes", num_nodes)
         routes = Routes(self, n if self.num_nodes is None else self.num_nodes)
@@ -187,12 +186,6 @@ class Network:
         return f"Network({', '.join(parts)})"
 
 
-MEETINGS = (
-    "mean", "sum", "all_gather", "reduce_scatter", "broadcast",
-    "server_mean", "server_sum", "server_gather", "server_send",
-)  # fmt: skip
-
-
 class Routes:
     """A network of K nodes, and what collectives take on it, remembered.
 
@@ -240,25 +233,20 @@ class Routes:
         latency, pace = self.links(at[:, None], at[None, :])
         for matrix in (latency, pace):
             matrix.fill_diagonal_(0)
-        team = Team(latency, pace, self.up[at], self.down[at], self.server_pace)
-        team.by_pair = self.pace is not None
-        if self.lags is not None:
-            team.server_latency = float(self.lags[at].max())
-        elif self.latency is not None:
-            team.server_latency = float(_largest_apart(self.latency)[at].max())
-        return team
+        to_server = self.lags if self.latency is None else _largest_apart(self.latency)
+        assert to_server is not None
+        return Team(
+            latency, pace, self.up[at], self.down[at], server_latency=float(to_server[at].max()),
+            server_pace=self.server_pace, by_pair=self.pace is not None,
+        )  # fmt: skip
 
     def seconds(self, operation: str, team: Team, size: Tensor) -> Tensor:
         """How long a collective of a team takes, for payloads of so many bytes, `[M]`."""
-        if operation in ("mean", "sum"):
-            return cost.all_reduce_seconds(self.network.all_reduce, team, size)
-        if operation == "all_gather":
-            return cost.all_gather_seconds(self.network.all_gather, team, size)
-        if operation == "broadcast":
-            return cost.broadcast_seconds(self.network.all_reduce, team, size)
-        if operation == "reduce_scatter":
-            return cost.reduce_scatter_seconds(team, size)
-        return cost.server_seconds(team, size, up=operation != "server_send", down=operation != "server_gather")
+        forms = cost.FORMS[check.choice("operation", operation, cost.FORMS)]
+        if team.n == 1 and not operation.startswith("server"):
+            return torch.zeros_like(size)
+        algorithm = self.network.all_gather if operation == "all_gather" else self.network.all_reduce
+        return forms[algorithm](team, size)
 
 
 def _numbers(name: str, value: Any, parse: Any, dims: int) -> Tensor:
