@@ -152,11 +152,7 @@ def wires_of(network: Network, num_nodes: int, sizes: Sequence[float]) -> Wires:
     ([1e-06], [1.0])
     """
     routes = Routes(network, num_nodes)
-    lags = routes.lags
-    if lags is None:
-        assert routes.latency is not None
-        lags = routes.latency.amax(1)
-    lags = lags * len(bucketed(sizes, network.bucket_bytes))
+    lags = routes.lags * len(bucketed(sizes, network.bucket_bytes))
     return Wires(sum(sizes), routes.up.tolist(), routes.down.tolist(), lags.tolist(), routes.server_pace)
 
 
