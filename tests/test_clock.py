@@ -23,7 +23,6 @@ from vecgym.clock.clock import Clock
 from vecgym.clock.cost import ring_order
 from vecgym.clock.network import Routes
 from vecgym.clock.plan import Planner
-from vecgym.clock.trace import bars
 from vecgym.collectives import base as collectives
 from vecgym.collectives.distributed import buckets
 from vecgym.collectives.ledger import Ledger, Transfer
@@ -230,7 +229,7 @@ def test_nobody_begins_a_round_before_the_server_has_ended_the_last(server_optim
     network = Network(320_000, A)  # a second each way
     timeline = price(ledger, network, Compute(step_s, overlap=False))
     assert_near(timeline.seconds, rounds * (H * step_s + 2 * (A + 1)))
-    senders = {bar.node for bar in bars(timeline, last=H) if bar.kind == "send"}
+    senders = {bar.node for bar in timeline.bars(last=H) if bar.kind == "send"}
     assert senders == set(next(iter(ledger)).transfer.who.up)  # type: ignore[union-attr]
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vecgym.clock.compute import BLOCK, Compute
 from vecgym.clock.network import Network, Routes
-from vecgym.clock.timeline import PerNode
-from vecgym.clock.trace import Bar, plot_timeline, save_trace
-from vecgym.clock.units import readable_time
+from vecgym.clock.timeline import PerNode, Recorded
+from vecgym.clock.trace import Bar
 from vecgym.collectives.base import bucketed
 from vecgym.core import check
 from vecgym.engine.events import Arrival, Event, Restart, Rules, StepSeconds, Update
@@ -26,10 +24,6 @@ from vecgym.strategy.ad_psgd import ADPSGDStrategy, Neighbours
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven
 from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.halos import HALoSStrategy
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 def rules_of(
@@ -156,8 +150,8 @@ def wires_of(network: Network, num_nodes: int, sizes: Sequence[float]) -> Wires:
     return Wires(sum(sizes), routes.up.tolist(), routes.down.tolist(), lags.tolist(), routes.server_pace)
 
 
-@dataclass(frozen=True)
-class AsyncTimeline:
+@dataclass(frozen=True, repr=False)
+class AsyncTimeline(Recorded):
     """What every node did when in an asynchronous run.
 
     The order of its events depends on the network and the compute times, so it is not priced on others: train again.
@@ -189,18 +183,9 @@ class AsyncTimeline:
     (tensor([2., 4., 6., 6.], dtype=torch.float64), 2, 4)
     """
 
-    seconds: float
-    utilization: float
     update_seconds: Tensor
-    per_node: PerNode
     events: Sequence[Event]
     network: Network | None
-    compute: Compute
-
-    @property
-    def num_nodes(self) -> int:
-        """K."""
-        return len(self.per_node.computed)
 
     @property
     def num_steps(self) -> int:
@@ -209,46 +194,29 @@ class AsyncTimeline:
 
     def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:
         """What every node did in the updates from `first` to before `last`, for figures and traces."""
-        first = min(check.integer("first", first, 0, "the first update, counted from 0"), self.num_steps)
-        last = self.num_steps if last is None else min(check.integer("last", last, 0), self.num_steps)
-        begin = float(self.update_seconds[first - 1]) if first > 0 else 0.0
-        end = float(self.update_seconds[last - 1]) if last > 0 else 0.0
+        first, last = self._within(first, last)
+        times = [0.0, *self.update_seconds.tolist()]
         found: list[Bar] = []
         idle = [0.0] * self.num_nodes  # since when each node has waited
         version = 0
         for event in self.events:
             if isinstance(event, Update):
                 version = event.version
-            elif isinstance(event, Arrival) and event.end > begin and event.begin < end:
-                if event.begin > idle[event.node]:
-                    name = f"waits for version {event.version}"
-                    found.append(Bar(event.node, "wait", version, idle[event.node], event.begin, name))
-                found += _round_bars(event, version)
-            if isinstance(event, Arrival):
-                idle[event.node] = event.end
+            if not isinstance(event, Arrival):
+                continue
+            node, begin, end = event.node, event.begin, event.end
+            if end > times[first] and begin < times[last]:
+                if begin > idle[node]:
+                    found.append(Bar(node, "wait", version, idle[node], begin, f"waits for version {event.version}"))
+                steps = f"round {event.round}, {event.num_steps} steps from version {event.version}"
+                found.append(Bar(node, "round", version, begin, end, steps))
+                if event.time > end:
+                    found.append(Bar(node, "send", version, end, event.time, f"movement of round {event.round}"))
+            idle[node] = end
         return found
 
-    def plot(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        first: int = 0,
-        last: int | None = None,
-        axes: Axes | None = None,
-        title: str | None = None,
-    ) -> Figure:
-        """Draw what every node did when; see `vecgym.clock.trace.plot_timeline`."""
-        return plot_timeline(self, path, first=first, last=last, axes=axes, title=title)
-
-    def save_trace(self, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
-        """Write a trace for https://ui.perfetto.dev and chrome://tracing."""
-        save_trace(self, path, first, last)
-
     def __repr__(self) -> str:
-        return (
-            f"AsyncTimeline({self.num_steps} updates by {self.num_nodes} nodes: {readable_time(self.seconds)}, "
-            f"{100 * self.utilization:.1f} % computing)"
-        )
+        return self._shown("updates by")
 
 
 def timeline_of(
@@ -273,18 +241,8 @@ def timeline_of(
                     total[node] += took
     used = float((computed / end).mean()) if end > 0 else 1.0
     per_node = PerNode(computed, end - computed, sent, received)
-    return AsyncTimeline(end, used, torch.tensor(times, dtype=torch.float64), per_node, events, network, compute)
-
-
-def _round_bars(event: Arrival, version: int) -> list[Bar]:
-    """The computing of a round, its upload, and so on."""
-    steps = f"round {event.round}, {event.num_steps} steps from version {event.version}"
-    bars = [
-        Bar(event.node, "round", version, event.begin, event.end, steps),
-    ]
-    if event.time > event.end:
-        bars.append(Bar(event.node, "send", version, event.end, event.time, f"movement of round {event.round}"))
-    return bars
+    ends = torch.tensor(times, dtype=torch.float64)
+    return AsyncTimeline(end, used, per_node, compute, ends, events, network)
 
 
 def _computed(events: Sequence[Event], rules: Rules, seconds: StepSeconds, end: float) -> list[float]:

@@ -93,6 +93,7 @@ class Clock:
         compute.check(num_nodes)
         self.num_nodes, self.overlap = num_nodes, compute.overlap
         self._planner = Planner(Routes(network, num_nodes), Layers.of(sizes, compute), compute.overlap)
+        self._plans: dict[tuple[Transfer, ...], tuple[Plan, ...]] = {}
         self.step = 0
         zero = torch.zeros(num_nodes, dtype=torch.float64)
         self.begin, self.computed, self.sent, self.received = zero, zero, zero, zero
@@ -102,7 +103,10 @@ class Clock:
 
     def plans(self, transfers: Sequence[Transfer]) -> tuple[Plan, ...]:
         """The messages of these transfers: made once for all steps that have the same."""
-        return self._planner.plans(transfers)
+        key = tuple(transfers)
+        if key not in self._plans:
+            self._plans[key] = self._planner.plans(key)
+        return self._plans[key]
 
     @property
     def ends(self) -> Tensor:
@@ -250,7 +254,6 @@ class RunningClock:
     def __init__(self, network: Network, compute: Compute, ledger: Ledger) -> None:
         assert ledger.num_nodes is not None
         self.compute, self._clock = compute, Clock(network, compute, ledger.num_nodes, ledger.sizes)
-        self._plans: dict[tuple[Transfer, ...], tuple[Plan, ...]] = {}
         self._drawn: Tensor | None = None
         kinds, steps = ledger.by_step()
         computing = ledger.computing()
@@ -259,11 +262,9 @@ class RunningClock:
 
     def step(self, transfers: Sequence[Transfer], computing: Tensor | None = None) -> tuple[float, float]:
         """Make a step in which some nodes compute, bool `[K]`, None: all; return seconds and utilization so far."""
-        clock, key = self._clock, tuple(transfers)
-        if key not in self._plans:
-            self._plans[key] = clock.plans(key)
+        clock = self._clock
         seconds = self._seconds(clock.step)
-        clock.advance(seconds if computing is None else seconds.where(computing, 0.0), self._plans[key])
+        clock.advance(seconds if computing is None else seconds.where(computing, 0.0), clock.plans(transfers))
         ends = clock.ends
         used = (clock.computed / ends).where(ends > 0, 1.0)
         return float(ends.max()), float(used.mean())

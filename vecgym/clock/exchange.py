@@ -52,6 +52,9 @@ class Exchange(Protocol):
     def seconds_of(self, amount: Tensor) -> Tensor:
         """How long each node's link is taken by one message, `[K]`."""
 
+    def met_by(self, node: int) -> Sequence[int]:
+        """The nodes that a node waits for."""
+
 
 def queued(ready: Tensor, took: Tensor, free: Tensor) -> Tensor:
     """The ends of M messages in a queue, one after the other, `[..., M]`.
@@ -168,6 +171,10 @@ class Meeting:
         alone = amount[0] if self.pairs else amount
         return torch.cat([alone, alone.new_zeros(1)])[self.group[:-1]]
 
+    def met_by(self, node: int) -> Sequence[int]:
+        group = int(self.heard[node])
+        return [i for i in self.groups[group] if i < self.num_nodes] if group < len(self.groups) else []
+
 
 class Mesh:
     """Messages from node to node, over the links of a graph.
@@ -229,6 +236,9 @@ class Mesh:
     def seconds_of(self, amount: Tensor) -> Tensor:
         """How long each node's link is taken by the messages of such a size, `[K]`."""
         return torch.maximum(self.tx, self.rx) * amount
+
+    def met_by(self, node: int) -> Sequence[int]:
+        return sorted({j for j, i in zip(self.senders, self.receivers) if i == node})
 
 
 def _padded(rows: Tensor, values: tuple[Tensor, Tensor, Tensor], num_rows: int) -> tuple[Tensor, Tensor, Tensor]:

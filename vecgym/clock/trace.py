@@ -8,21 +8,22 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from vecgym.clock.clock import Need, Record, Sent
-from vecgym.clock.exchange import NEVER, Meeting, Mesh
+from vecgym.clock.exchange import NEVER
 from vecgym.clock.plan import Part
 from vecgym.clock.units import readable_time
-from vecgym.collectives.ledger import Transfer
 from vecgym.core import check, files
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from vecgym.clock.timeline import Recorded
 
 LEAST = 1e-12  # of the time that has passed: shorter waits are rounding
 KINDS = {  # what a legend says, and which of the colours is taken
@@ -34,28 +35,6 @@ KINDS = {  # what a legend says, and which of the colours is taken
 }
 MAX_NODES = 16
 MAX_STEPS = 12  # shown when nothing is said
-
-
-class Recorded(Protocol):
-    """What figures and traces take: a `Timeline` or an `AsyncTimeline`."""
-
-    @property
-    def seconds(self) -> Any: ...
-    @property
-    def utilization(self) -> Any: ...
-    @property
-    def num_nodes(self) -> int: ...
-    @property
-    def num_steps(self) -> int: ...
-    def bars(self, first: int = 0, last: int | None = None) -> list[Bar]: ...
-
-
-class Priced(Protocol):
-    """What `bars` takes: a `Timeline`."""
-
-    @property
-    def transfers(self) -> list[Transfer]: ...
-    def records(self, first: int = 0, last: int | None = None) -> list[Record]: ...
 
 
 class Bar(NamedTuple):
@@ -79,29 +58,27 @@ class Bar(NamedTuple):
     waits_for: int | None = None
 
 
-def bars(timeline: Priced, first: int = 0, last: int | None = None) -> list[Bar]:
-    """What every node did in the steps from `first` to before `last`.
+def bars(records: Sequence[Record], first: int = 0) -> list[Bar]:
+    """What every node did in the steps from `first` on; those before it say for whom nodes waited then.
 
     A wait is shown before the forward pass, where nearly all of it is; a message from when its node's link was taken.
 
     >>> from vecgym.clock import Compute, Network, price
     >>> from vecgym.collectives.ledger import Transfer
     >>> step = [Transfer("mean", payload_bytes=10**9, num_nodes=2)]
-    >>> for bar in bars(price([step] * 2, Network("8 Gbit/s"), Compute([1.0, 3.0])), first=1)[:3]:
+    >>> for bar in bars(price([step] * 2, Network("8 Gbit/s"), Compute([1.0, 3.0])).records(), first=1)[:3]:
     ...     print(bar.node, bar.kind, round(bar.begin, 2), round(bar.end, 2), bar.name)
     0 wait 1.0 4.0 waits for node 1
     0 forward 4.0 4.33 forward 1
     0 backward 4.33 5.0 backward 1
     """
-    first = check.integer("first", first, 0, "the first step, counted from 0")
-    before = max(0, first - _longest_lag(timeline))
-    records = timeline.records(before, last)
     known = {record.step: record for record in records}
     found: list[Bar] = []
-    for record in records[first - before :]:
-        found += _computing(record, known)
-        for sent in record.sent:
-            found += _sending(record.step, sent)
+    for record in records:
+        if record.step >= first:
+            found += _computing(record, known)
+            for sent in record.sent:
+                found += _sending(record.step, sent)
     return found
 
 
@@ -125,11 +102,6 @@ def save_trace(timeline: Recorded, path: str | os.PathLike[str], first: int = 0,
         )  # fmt: skip
     with files.write_atomically(check.path("path", path), "w") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
-
-
-def _longest_lag(timeline: Priced) -> int:
-    lags = [kind.lag for kind in timeline.transfers]
-    return 1 + max((lag if isinstance(lag, int) else max(lag) for lag in lags), default=0)
 
 
 def _computing(record: Record, known: dict[int, Record]) -> Iterator[Bar]:
@@ -158,20 +130,11 @@ def _blocked_by(node: int, record: Record, known: dict[int, Record]) -> int | No
     q, _ = sent.plan.order[need.place]
     exchange = sent.plan.parts[q].exchange
     ready = sent.ready[:, 0]  # of the first message: if the link was never empty after it, it decided
-    others = _others(exchange, node)
+    others = exchange.met_by(node)
     if not others:
         return None
     last = max(others, key=lambda i: float(ready[i]))
     return last if last != node and float(ready[last]) > float(ready[node]) else None
-
-
-def _others(exchange: object, node: int) -> list[int]:
-    """The nodes that `node` meets."""
-    if isinstance(exchange, Meeting):
-        group = int(exchange.heard[node])
-        return [i for i in exchange.groups[group] if i < exchange.num_nodes] if group < len(exchange.groups) else []
-    assert isinstance(exchange, Mesh)
-    return sorted({j for j, i in zip(exchange.senders, exchange.receivers) if i == node})
 
 
 def _sending(step: int, sent: Sent) -> Iterator[Bar]:
@@ -224,7 +187,7 @@ def plot_timeline(
     from matplotlib.axes import Axes
     from matplotlib.patches import Patch
 
-    from vecgym.plot.style import COLOURS, NotebookFigure, check_shared, done, finish
+    from vecgym.plot.style import COLOURS, check_shared, done, finish, new_figure
 
     check_shared(path=path, title=title)
     first = check.integer("first", first, 0, "the first step, counted from 0")
@@ -236,8 +199,7 @@ def plot_timeline(
     shown = min(timeline.num_nodes, MAX_NODES)
     figure = None
     if axes is None:
-        figure = NotebookFigure(figsize=(9, 1.3 + 0.45 * shown), dpi=120, layout="constrained")
-        axes = figure.subplots()
+        figure, (axes,) = new_figure(9, 1.3 + 0.45 * shown)
     found = [bar for bar in timeline.bars(first, last) if bar.node < shown]
     begin, end = min(bar.begin for bar in found), max(bar.end for bar in found)
     for bar in found:
@@ -290,11 +252,10 @@ def plot_networks(
     """
     from matplotlib.ticker import EngFormatter
 
-    from vecgym.plot.style import COLOURS, NotebookFigure, check_shared, done, finish
+    from vecgym.plot.style import COLOURS, check_shared, done, finish, new_figure
 
     check_shared(path=path, title=title)
-    figure = NotebookFigure(figsize=(9, 3.8), dpi=120, layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = new_figure(9, 3.8, columns=2)
     for (latency, row), colour in zip(timelines.items(), itertools.cycle(COLOURS)):
         label = f"latency {readable_time(latency)}"
         left.plot(list(row), [float(t.seconds) for t in row.values()], "o-", color=colour, label=label)
