@@ -21,8 +21,8 @@ from vecgym.clock import Compute, Network, Timeline, price, required_bandwidth
 from vecgym.clock.asynchronous import rules_of
 from vecgym.clock.clock import Clock
 from vecgym.clock.cost import ring_order
+from vecgym.clock.messages import Planner
 from vecgym.clock.network import Routes
-from vecgym.clock.plan import Planner
 from vecgym.collectives import base as collectives
 from vecgym.collectives.distributed import buckets
 from vecgym.collectives.ledger import Ledger, Transfer

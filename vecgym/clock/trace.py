@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from vecgym.clock.clock import Need, Record, Sent
-from vecgym.clock.exchange import NEVER
-from vecgym.clock.plan import Part
+from vecgym.clock.messages import NEVER, Part
 from vecgym.clock.units import readable_time
 from vecgym.core import check, files
 
