@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vecgym.clock import trace
 from vecgym.clock.compute import BLOCK, Compute
 from vecgym.clock.network import Network, Routes
-from vecgym.clock.timeline import PerNode, Recorded
-from vecgym.clock.trace import Bar
+from vecgym.clock.trace import Bar, PerNode, Recorded
 from vecgym.collectives.base import bucketed
 from vecgym.core import check
 from vecgym.engine.events import Arrival, Event, Restart, Rules, StepSeconds, Update
@@ -186,6 +186,9 @@ class AsyncTimeline(Recorded):
     update_seconds: Tensor
     events: Sequence[Event]
     network: Network | None
+
+    plot = trace.plot_timeline  # methods: they take a timeline first
+    save_trace = trace.save_trace
 
     @property
     def num_steps(self) -> int:

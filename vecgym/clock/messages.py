@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,25 +42,6 @@ class Passed(NamedTuple):
     arrival: Tensor
     up: Tensor
     down: Tensor
-
-
-class Exchange(Protocol):
-    """How messages of one transfer, or several of the same form, pass."""
-
-    def amounts(self, operation: str, sizes: Tensor) -> Tensor:
-        """What each message of so many bytes, `[M]`, takes of the links, `[..., M]`."""
-
-    def run(self, ready: Tensor, amounts: Tensor, up: Tensor, down: Tensor) -> Passed:
-        """Send messages that are ready at each node at `[K, M]`, in this order, over links taken until `[K + 1]`."""
-
-    def busy(self, amounts: Tensor) -> tuple[Tensor, Tensor]:
-        """How long each node's link is taken, up and down, `[K]`."""
-
-    def seconds_of(self, amount: Tensor) -> Tensor:
-        """How long each node's link is taken by one message, `[K]`."""
-
-    def met_by(self, node: int) -> Sequence[int]:
-        """The nodes that a node waits for."""
 
 
 def queued(ready: Tensor, took: Tensor, free: Tensor) -> Tensor:
@@ -145,6 +126,7 @@ class Meeting:
         self.everyone = len(self.groups) == 1 and heard == [0] * K
 
     def amounts(self, operation: str, sizes: Tensor) -> Tensor:
+        """What each message of so many bytes, `[M]`, takes of the links, `[..., M]`."""
         found: dict[Team, Tensor] = {}  # groups of equal size on equal links take equally long
         rows = []
         for group in self.groups:
@@ -158,6 +140,7 @@ class Meeting:
         return both if self.pairs else both[0]
 
     def run(self, ready: Tensor, amounts: Tensor, up: Tensor, down: Tensor) -> Passed:
+        """Send messages that are ready at each node at `[K, M]`, in this order, over links taken until `[K + 1]`."""
         there = torch.cat([ready, ready.new_full((1, ready.shape[1]), NEVER)])
         taken = torch.maximum(up, down)
         first, free = there[self.members].amax(1), taken[self.members].amax(1)
@@ -168,6 +151,7 @@ class Meeting:
         return Passed(arrival, torch.maximum(up, held), torch.maximum(down, held))
 
     def busy(self, amounts: Tensor) -> tuple[Tensor, Tensor]:
+        """How long each node's link is taken by messages, up and down, `[K]`."""
         alone = amounts.sum(-1)
         seconds = torch.maximum(alone[0] / 2, alone[1]) if self.pairs else alone
         total = torch.cat([seconds, seconds.new_zeros(1)])[self.group[: self.num_nodes]]
@@ -179,6 +163,7 @@ class Meeting:
         return torch.cat([alone, alone.new_zeros(1)])[self.group[:-1]]
 
     def met_by(self, node: int) -> Sequence[int]:
+        """The nodes that a node waits for."""
         group = int(self.heard[node])
         return [i for i in self.groups[group] if i < self.num_nodes] if group < len(self.groups) else []
 
@@ -188,6 +173,8 @@ class Mesh:
 
     A node's messages to its neighbours go side by side: over one link, of B bytes a second, d of them take d S / B, and
     all are there when the last is; over a link for each pair, each takes its own time. Its next ones leave then.
+
+    Its methods are those of `Meeting`.
 
     Args:
         routes: of the network.
@@ -261,6 +248,9 @@ def _padded(rows: Tensor, values: tuple[Tensor, Tensor, Tensor], num_rows: int) 
         table[rows[order], place] = x[order]
         found.append(table)
     return found[0], found[1], found[2]
+
+
+Exchange = Meeting | Mesh
 
 
 class Part(NamedTuple):

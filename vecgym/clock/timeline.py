@@ -2,118 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from vecgym.clock import trace
 from vecgym.clock.clock import Clock, Record
 from vecgym.clock.compute import Compute
 from vecgym.clock.network import Network
-from vecgym.clock.trace import Bar, bars, plot_timeline, save_trace
-from vecgym.clock.units import readable_time
+from vecgym.clock.trace import Bar, PerNode, Recorded
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.core import check
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
-@dataclass(frozen=True)
-class PerNode:
-    """Where the seconds of each node went, `[K]`.
-
-    >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]], Network(8e9), Compute([1.0, 3.0]))
-    >>> timeline.per_node.waited, timeline.per_node.sent
-    (tensor([3., 1.], dtype=torch.float64), tensor([1., 1.], dtype=torch.float64))
-
-    Attributes:
-        computed: in forward and backward passes and optimizer steps.
-        waited: for others, or for its link.
-        sent, received: that its link was taken, up and down; much of it beside computing. A collective takes both.
-    """
-
-    computed: Tensor
-    waited: Tensor
-    sent: Tensor
-    received: Tensor
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """What every node did when, in a run of any kind.
-
-    Attributes:
-        seconds: that the run took.
-        utilization: computed / (computed + waited), the mean over the nodes.
-        per_node: where the seconds of each node went.
-        compute: how long nodes compute.
-    """
-
-    seconds: Any
-    utilization: Any
-    per_node: PerNode
-    compute: Compute
-
-    @property
-    def num_nodes(self) -> int:
-        """K."""
-        return len(self.per_node.computed)
-
-    @property
-    def num_steps(self) -> int:
-        """T: steps, or updates."""
-        raise NotImplementedError
-
-    def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:
-        """What every node did in the steps from `first` to before `last`, for figures and traces."""
-        raise NotImplementedError
-
-    def plot(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        first: int = 0,
-        last: int | None = None,
-        axes: Axes | None = None,
-        title: str | None = None,
-    ) -> Figure:
-        """Draw what every node did when, and for whom it waited; see `vecgym.clock.trace.plot_timeline`.
-
-        >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 3, Network(8e9), Compute(1.0))
-        >>> timeline.plot().axes[0].get_xlabel()
-        'seconds'
-        """
-        return plot_timeline(self, path, first=first, last=last, axes=axes, title=title)
-
-    def save_trace(self, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
-        """Write a trace of the steps from `first` to before `last`, for https://ui.perfetto.dev and chrome://tracing.
-
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 3, Network(8e9), Compute(1.0))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     timeline.save_trace(Path(folder, "run.json"))
-        ...     Path(folder, "run.json").read_text()[:16]
-        '{"traceEvents": '
-        """
-        save_trace(self, path, first, last)
-
-    def _within(self, first: int, last: int | None) -> tuple[int, int]:
-        """Check `first` and `last`, and return them, at most `num_steps`."""
-        end = self.num_steps if last is None else check.integer("last", last, 0)
-        first = check.integer("first", first, 0, "the first step, or update, counted from 0")
-        return min(first, self.num_steps), min(end, self.num_steps)
-
-    def _shown(self, what: str) -> str:
-        return (
-            f"{type(self).__name__}({self.num_steps} {what} {self.num_nodes} nodes: "
-            f"{readable_time(float(self.seconds))}, {100 * float(self.utilization):.1f} % computing)"
-        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -145,6 +46,9 @@ class Timeline(Recorded):
     network: Network
     _run: Priced = field(compare=False)
 
+    plot = trace.plot_timeline  # methods: they take a timeline first
+    save_trace = trace.save_trace
+
     @property
     def num_steps(self) -> int:
         """T."""
@@ -164,7 +68,7 @@ class Timeline(Recorded):
         """
         first, last = self._within(first, last)
         lags = [kind.lag if isinstance(kind.lag, int) else max(kind.lag) for kind in self._run.kinds]
-        return bars(self.records(max(0, first - 1 - max(lags, default=0)), last), first)
+        return trace.bars(self.records(max(0, first - 1 - max(lags, default=0)), last), first)
 
     def records(self, first: int = 0, last: int | None = None) -> list[Record]:
         """What the nodes did in the steps from `first` to before `last`, for figures and traces.
@@ -212,39 +116,37 @@ def price(
     >>> price(trainer.ledger, Network("1 Gbit/s", latency="50 ms"), Compute(0.4))
     Timeline(5 steps of 4 nodes: 3.5 s, 57.1 % computing)
     """
-    return Priced(transfers, network, compute, num_nodes, sizes).timeline()
+    check.instance("network", network, Network, "a Network, such as Network(1e9, 0.05)")
+    check.instance("compute", compute, Compute, "a Compute, such as Compute(0.4)")
+    if num_nodes is not None:
+        check.integer("num_nodes", num_nodes)
+    computing = None
+    if isinstance(transfers, Ledger):
+        if transfers.asynchronous:
+            raise ValueError(
+                "the ledger is of an asynchronous run, whose order of events depends on the network: see "
+                "trainer.timeline(), or train again, fit(network=, compute=)."
+            )
+        num_nodes, sizes = num_nodes or transfers.num_nodes, sizes or transfers.sizes
+        kinds, steps = transfers.by_step()
+        computing = transfers.computing()
+    else:
+        kinds, steps = _numbered(transfers)
+    K = _num_nodes(kinds, network, compute, num_nodes)
+    return Priced(network, compute, K, sizes or {}, kinds, steps, computing).timeline()
 
 
+@dataclass(frozen=True)
 class Priced:
-    """A run and what it is priced for."""
+    """A run and what it is priced for: the different transfers, which each step has, and who computes in it."""
 
-    def __init__(
-        self,
-        transfers: Ledger | Sequence[Sequence[Transfer]],
-        network: Network,
-        compute: Compute,
-        num_nodes: int | None,
-        sizes: Mapping[str, float] | None,
-    ) -> None:
-        self.network: Network = check.instance("network", network, Network, "a Network, such as Network(1e9, 0.05)")
-        self.compute: Compute = check.instance("compute", compute, Compute, "a Compute, such as Compute(0.4)")
-        if isinstance(transfers, Ledger):
-            if transfers.asynchronous:
-                raise ValueError(
-                    "the ledger is of an asynchronous run, whose order of events depends on the network: see "
-                    "trainer.timeline(), or train again, fit(network=, compute=)."
-                )
-            num_nodes, sizes = num_nodes or transfers.num_nodes, sizes or transfers.sizes
-            self.kinds, self.steps = transfers.by_step()
-            self._computing = transfers.computing()
-        else:
-            check.instance("transfers", transfers, (list, tuple), "a Ledger, or for each step a list of Transfers")
-            self.kinds, self.steps = _numbered(transfers)
-            self._computing = None
-        if num_nodes is not None:
-            check.integer("num_nodes", num_nodes)
-        self.sizes = sizes or {}
-        self.num_nodes = _num_nodes(self.kinds, network, compute, num_nodes)
+    network: Network
+    compute: Compute
+    num_nodes: int
+    sizes: Mapping[str, float]
+    kinds: list[Transfer]
+    steps: list[tuple[int, ...]]
+    computing: Tensor | None
 
     def timeline(self) -> Timeline:
         """Go through all steps."""
@@ -272,8 +174,8 @@ class Priced:
     def _begun(self, num_steps: int) -> tuple[Clock, Tensor]:
         """A clock at the beginning, and for how long each node computes in each of the first steps, `[T, K]`."""
         found = self.compute.of_steps(num_steps, self.num_nodes)
-        if self._computing is not None:  # not while it is absent
-            found = found.where(self._computing[:num_steps], 0.0)
+        if self.computing is not None:  # not while it is absent
+            found = found.where(self.computing[:num_steps], 0.0)
         return Clock(self.network, self.compute, self.num_nodes, self.sizes), found
 
     def _ends(self, clock: Clock, computed: Tensor) -> Iterator[Tensor]:
@@ -306,14 +208,14 @@ class Priced:
 
 def _numbered(transfers: Sequence[Sequence[Transfer]]) -> tuple[list[Transfer], list[tuple[int, ...]]]:
     """The different transfers, and which each step has. One whose weight is a tensor is different from all others."""
+    give = "a Ledger, or for each step a list of Transfers"
     kinds: list[Transfer] = []
     known: dict[object, int] = {}
     steps = []
-    for step in transfers:
-        check.instance("transfers", step, (list, tuple), "a Ledger, or for each step a list of Transfers")
+    for step in check.instance("transfers", transfers, (list, tuple), give):
         made = []
-        for transfer in step:
-            check.instance("transfers", transfer, Transfer, "a Ledger, or for each step a list of Transfers")
+        for transfer in check.instance("transfers", step, (list, tuple), give):
+            check.instance("transfers", transfer, Transfer, give)
             key = id(transfer) if isinstance(transfer.weight, Tensor) else transfer
             made.append(known.setdefault(key, len(kinds)))
             if made[-1] == len(kinds):
@@ -331,4 +233,4 @@ def _num_nodes(kinds: list[Transfer], network: Network, compute: Compute, given:
     if num_nodes is None:
         raise ValueError("nothing was sent, and nothing says how many nodes there are: give num_nodes.")
     network.check(num_nodes)
-    return check.integer("num_nodes", num_nodes)
+    return num_nodes

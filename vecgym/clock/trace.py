@@ -9,11 +9,14 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from vecgym.clock.clock import Need, Record, Sent
+from vecgym.clock.compute import Compute
 from vecgym.clock.messages import NEVER, Part
 from vecgym.clock.units import readable_time
 from vecgym.core import check, files
@@ -21,8 +24,6 @@ from vecgym.core import check, files
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from vecgym.clock.timeline import Recorded
 
 LEAST = 1e-12  # of the time that has passed: shorter waits are rounding
 KINDS = {  # what a legend says, and which of the colours is taken
@@ -55,6 +56,71 @@ class Bar(NamedTuple):
     end: float
     name: str
     waits_for: int | None = None
+
+
+@dataclass(frozen=True)
+class PerNode:
+    """Where the seconds of each node went, `[K]`.
+
+    >>> from vecgym.clock import Compute, Network, price
+    >>> from vecgym.collectives.ledger import Transfer
+    >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]], Network(8e9), Compute([1.0, 3.0]))
+    >>> timeline.per_node.waited, timeline.per_node.sent
+    (tensor([3., 1.], dtype=torch.float64), tensor([1., 1.], dtype=torch.float64))
+
+    Attributes:
+        computed: in forward and backward passes and optimizer steps.
+        waited: for others, or for its link.
+        sent, received: that its link was taken, up and down; much of it beside computing. A collective takes both.
+    """
+
+    computed: Tensor
+    waited: Tensor
+    sent: Tensor
+    received: Tensor
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What every node did when, in a run of any kind.
+
+    Attributes:
+        seconds: that the run took.
+        utilization: computed / (computed + waited), the mean over the nodes.
+        per_node: where the seconds of each node went.
+        compute: how long nodes compute.
+    """
+
+    seconds: Any
+    utilization: Any
+    per_node: PerNode
+    compute: Compute
+
+    @property
+    def num_nodes(self) -> int:
+        """K."""
+        return len(self.per_node.computed)
+
+    @property
+    def num_steps(self) -> int:
+        """T: steps, or updates."""
+        raise NotImplementedError
+
+    def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:
+        """What every node did in the steps from `first` to before `last`, for figures and traces."""
+        raise NotImplementedError
+
+    def _within(self, first: int, last: int | None) -> tuple[int, int]:
+        """Check `first` and `last`, and return them, at most `num_steps`."""
+        end = self.num_steps if last is None else check.integer("last", last, 0)
+        first = check.integer("first", first, 0, "the first step, or update, counted from 0")
+        return min(first, self.num_steps), min(end, self.num_steps)
+
+    def _shown(self, what: str) -> str:
+        return (
+            f"{type(self).__name__}({self.num_steps} {what} {self.num_nodes} nodes: "
+            f"{readable_time(float(self.seconds))}, {100 * float(self.utilization):.1f} % computing)"
+        )
 
 
 def bars(records: Sequence[Record], first: int = 0) -> list[Bar]:
