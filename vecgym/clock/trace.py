@@ -254,7 +254,7 @@ def plot_timeline(
 
     from vecgym.plot.style import COLOURS, check_shared, done, finish, new_figure
 
-    check_shared(path=path, title=title)
+    check_shared(path, title)
     first = check.integer("first", first, 0, "the first step, counted from 0")
     last = min(timeline.num_steps, first + MAX_STEPS) if last is None else check.integer("last", last)
     if not first < min(last, timeline.num_steps):
@@ -319,7 +319,7 @@ def plot_networks(
 
     from vecgym.plot.style import COLOURS, check_shared, done, finish, new_figure
 
-    check_shared(path=path, title=title)
+    check_shared(path, title)
     figure, (left, right) = new_figure(9, 3.8, columns=2)
     for (latency, row), colour in zip(timelines.items(), itertools.cycle(COLOURS)):
         label = f"latency {readable_time(latency)}"
