@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,17 +47,14 @@ def rules_of(
         return _of_fragments(strategy, nominal, network, sizes), seconds
     if isinstance(strategy, HALoSStrategy):
         return _of_regions(strategy, strategy.steps_of_rounds(nominal), network, own), seconds
+    wires = None if network is None else wires_of(network, num_nodes, own)
     if isinstance(strategy, ADPSGDStrategy):
-        wires = None if network is None else wires_of(network, num_nodes, own)
         neighbour = Neighbours(strategy.weights(num_nodes), seed)
         first = strategy.mix == "before"
         return PairRules((1,) * num_nodes, num_nodes, wires=wires, neighbour=neighbour, average_first=first), seconds
     assert isinstance(strategy, AsyncStrategy)
-    rules = Rules(
-        strategy.steps_of_rounds(nominal), strategy.buffer, strategy.max_wait, strategy.grace,
-        None if network is None else wires_of(network, num_nodes, own),
-    )  # fmt: skip
-    return rules, seconds
+    steps = strategy.steps_of_rounds(nominal)
+    return Rules(steps, strategy.buffer, strategy.max_wait, strategy.grace, wires), seconds
 
 
 def _of_fragments(
@@ -125,15 +123,13 @@ def step_seconds_of(compute: Compute, num_nodes: int) -> StepSeconds:
     nominal = compute.seconds.expand(num_nodes).tolist()
     if compute.sigma == 0:
         return lambda node, step: nominal[node]
-    drawn: dict[tuple[int, int], list[float]] = {}
 
-    def seconds(node: int, step: int) -> float:
-        block, place = divmod(step, BLOCK)
-        if (node, block) not in drawn:
-            drawn[node, block] = (compute.sigma * compute.drawn(node, block)).exp().tolist()
-        return nominal[node] * drawn[node, block][place]
+    @functools.cache
+    def factors(node: int, block: int) -> list[float]:
+        drawn: list[float] = (compute.sigma * compute.drawn(node, block)).exp().tolist()
+        return drawn
 
-    return seconds
+    return lambda node, step: nominal[node] * factors(node, step // BLOCK)[step % BLOCK]
 
 
 def wires_of(network: Network, num_nodes: int, sizes: Sequence[float]) -> Wires:

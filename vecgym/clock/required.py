@@ -146,9 +146,8 @@ overlap, Compute(overlap=True).'
 
     def on(self, bandwidth: float) -> Timeline:
         """Return the run where every link has this bandwidth."""
-        return price(
-            self.transfers, Network(bandwidth, self.latency, **self.options), self.compute, sizes=self.sizes
-        )  # fmt: skip
+        network = Network(bandwidth, self.latency, **self.options)
+        return price(self.transfers, network, self.compute, sizes=self.sizes)
 
     def reached(self, bandwidth: float = math.inf) -> bool:
         """Return whether nodes compute for that part of their time."""
@@ -175,11 +174,9 @@ overlap, Compute(overlap=True).'
         if left <= 0:
             used = 100 * float(free.utilization)
             return f"{said}nodes wait for the slowest, and compute for {used:.3g} % of the time without any network."
-        took, helps = total - alone, "; ".join(self._helps(math.ceil((total - alone) / left)))
-        said += (
-            f"the latency of {readable_time(self.latency)} alone takes {readable_time(took)} of {readable_time(total)}"
-        )
-        return f"{said}. What would help: {helps}."
+        helps = "; ".join(self._helps(math.ceil((total - alone) / left)))
+        takes = f"{readable_time(total - alone)} of {readable_time(total)}"
+        return f"{said}the latency of {readable_time(self.latency)} alone takes {takes}. What would help: {helps}."
 
     def _helps(self, rarer: int) -> Iterator[str]:
         """What would make some bandwidth enough, each by itself."""
