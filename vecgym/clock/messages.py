@@ -118,12 +118,11 @@ class Meeting:
         self.group = torch.full((K + 1,), len(self.groups))  # of each node and the server; G: of none
         for g, group in enumerate(self.groups):
             self.group[list(group)] = g
-        heard = self.group[:K].tolist()
+        self.heard = self.group[:K]
         if receivers is not None:
-            takes = set(receivers)
-            heard = [0 if node in takes else 1 for node in range(K)]
-        self.heard = torch.tensor(heard)
-        self.everyone = len(self.groups) == 1 and heard == [0] * K
+            self.heard = torch.ones(K, dtype=torch.long)
+            self.heard[list(receivers)] = 0
+        self.everyone = len(self.groups) == 1 and not bool(self.heard.any())
 
     def amounts(self, operation: str, sizes: Tensor) -> Tensor:
         """What each message of so many bytes, `[M]`, takes of the links, `[..., M]`."""
