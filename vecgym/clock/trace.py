@@ -148,7 +148,20 @@ def bars(records: Sequence[Record], first: int = 0) -> list[Bar]:
 
 
 def save_trace(timeline: Recorded, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
-    """Write a trace for https://ui.perfetto.dev and chrome://tracing: a process for each node, with two threads."""
+    """Write a trace of the steps from `first` to before `last`, for https://ui.perfetto.dev and chrome://tracing.
+
+    Each node is a process, with two threads: it computes, and its link is taken.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from vecgym.clock import Compute, Network, price
+    >>> from vecgym.collectives.ledger import Transfer
+    >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 3, Network(8e9), Compute(1.0))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     timeline.save_trace(Path(folder, "run.json"))
+    ...     Path(folder, "run.json").read_text()[:16]
+    '{"traceEvents": '
+    """
     events: list[dict[str, object]] = []
     for node in range(timeline.num_nodes):
         events.append({"ph": "M", "pid": node, "name": "process_name", "args": {"name": f"node {node}"}})
