@@ -21,9 +21,8 @@ from vecgym.clock import Compute, Network, Timeline, price, required_bandwidth
 from vecgym.clock.asynchronous import rules_of
 from vecgym.clock.clock import Clock
 from vecgym.clock.cost import ring_order
+from vecgym.clock.messages import Planner
 from vecgym.clock.network import Routes
-from vecgym.clock.plan import Planner
-from vecgym.clock.trace import bars
 from vecgym.collectives import base as collectives
 from vecgym.collectives.distributed import buckets
 from vecgym.collectives.ledger import Ledger, Transfer
@@ -230,7 +229,7 @@ def test_nobody_begins_a_round_before_the_server_has_ended_the_last(server_optim
     network = Network(320_000, A)  # a second each way
     timeline = price(ledger, network, Compute(step_s, overlap=False))
     assert_near(timeline.seconds, rounds * (H * step_s + 2 * (A + 1)))
-    senders = {bar.node for bar in bars(timeline, last=H) if bar.kind == "send"}
+    senders = {bar.node for bar in timeline.bars(last=H) if bar.kind == "send"}
     assert senders == set(next(iter(ledger)).transfer.who.up)  # type: ignore[union-attr]
 
 
@@ -835,6 +834,7 @@ def test_exchanges_in_part_lead_from_none_to_all() -> None:
         (lambda: price(ddp(1, 3), Network([1e9, 1e9]), Compute(1.0)), "the network has 2 nodes and the run 3"),
         (lambda: price(ddp(1, 3), Network(1e9), Compute([1.0, 1.0])), "seconds for 2 nodes and the run has 3"),
         (lambda: price([*ddp(1, 3), *ddp(1, 2)], Network(1e9), Compute(1.0)), r"runs of \[2, 3\] nodes"),
+        (lambda: price([[Transfer("avg", 1, 2)]], Network(1e9), Compute(1.0)), "operation='avg' is not known"),
     ],
 )
 def test_wrong_values_are_refused(make: Callable[[], Any], message: str) -> None:

@@ -30,6 +30,7 @@ from vecgym.runs import multiprocess
 from vecgym.simulation import Every, Lockstep, Mark, Part, Rows, RunFacts, State
 from vecgym.simulation.simulation import Batches
 from vecgym.simulation.state import put_back
+from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy
 
 K, T = 5, 12
 F64 = torch.float64
@@ -234,12 +235,14 @@ def reading(batches: list[Any]) -> Any:
     return read
 
 
-def kernel_of(algorithm: Any, dtype: torch.dtype = F64, presence: Any = None) -> tuple[kernel.Simulation, list[Any]]:
-    batches = stacked(make_batches("MLP", T, K, batch_size=4, dtype=dtype))
+def kernel_of(
+    algorithm: Any, dtype: torch.dtype = F64, presence: Any = None, num_nodes: int = K
+) -> tuple[kernel.Simulation, list[Any]]:
+    batches = stacked(make_batches("MLP", T, num_nodes, batch_size=4, dtype=dtype))
     engine = Engine(make_model("MLP", dtype=dtype), node_threads=1)
     engine.prepare(batches[0])
-    run = RunFacts(K, T, presence=presence)
-    return kernel.Simulation(engine, algorithm, run, StackedCollectives(K), reading(batches)), batches
+    run = RunFacts(num_nodes, T, presence=presence)
+    return kernel.Simulation(engine, algorithm, run, StackedCollectives(num_nodes), reading(batches)), batches
 
 
 def test_an_algorithm_is_its_handlers() -> None:
@@ -361,6 +364,45 @@ def test_every_strategy_on_both(name: str, rejoin: Any, monkeypatch: pytest.Monk
     losses = torch.stack(old.losses), torch.stack(new.losses)
     torch.testing.assert_close(*losses, rtol=tolerance, atol=tolerance, equal_nan=True)
     assert list(old.simulation.comm.ledger) == list(new.simulation.comm.ledger)
+
+
+@pytest.mark.parametrize("rejoin", [None, "own", "shared"])
+@pytest.mark.parametrize("make", [
+    lambda **inner: DiLoCoStrategy("adamw", H=3, **inner),
+    lambda **inner: AllReduceStrategy("adamw", **inner),
+    lambda **inner: FedAvgStrategy("sgd", H=3, participation=0.6, **inner),
+], ids=["diloco", "allreduce", "fedavg"])  # fmt: skip
+def test_schedules_and_random_models_on_both(make: Any, rejoin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates and dropout go by each node's own count with absences, and by the step without."""
+    model, batches = make_model("Dropout", dtype=F64), stacked(make_batches("Dropout", 7, 4, batch_size=4, dtype=F64))
+    table = torch.tensor(
+        [[1, 1, 1, 1], [1, 0, 1, 0], [0, 1, 1, 0], [1, 1, 0, 1], [1, 0, 0, 1], [1, 1, 1, 1], [0, 0, 1, 1]]
+    )
+    availability = None if rejoin is None else Trace(table.bool(), rejoin=rejoin)
+    runs = []
+    for way in (Simulation, OnTheKernel):
+        strategy = make(lr=0.1, lr_scheduler=lambda step: 0.5**step, max_norm=0.5)
+        given = strategy, batches, availability
+        runs.append(OnEither(way, *given, model=model, engine="loop", monkeypatch=monkeypatch).run(7))
+    old, new = runs
+    for x, y in zip(old.state.params.values(), new.state.params.values()):
+        torch.testing.assert_close(x.expand_as(y), y, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(torch.stack(old.losses), torch.stack(new.losses), rtol=1e-12, atol=0, equal_nan=True)
+    for a, b in zip(old.metrics, new.metrics):
+        assert torch.equal(torch.as_tensor(a.lr), torch.as_tensor(b.lr))
+
+
+def test_one_node_shares_nothing_with_what_is_shared() -> None:
+    """Of one node, its own parameters and those that all share are tensors of the same shape, and not the same."""
+    simulation, _ = kernel_of(Scaffold(0.05, 3), num_nodes=1)
+    state = simulation.init()
+    assert len({x.data_ptr() for x in tree.leaves([state.own, state.shared])}) == len(
+        list(tree.leaves([state.own, state.shared]))
+    )
+    after = kernel.run(simulation, state, stop=lambda state: state.tick == 2)
+    name = next(iter(simulation.engine.params))
+    assert torch.equal(after.shared["start"][name][0], simulation.engine.params[name])
+    assert not torch.equal(after.own["params"][name], after.shared["start"][name])
 
 
 def ticks_in_a_process(link: multiprocess.Link, name: str) -> dict[str, Tensor]:

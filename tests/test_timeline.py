@@ -19,7 +19,6 @@ from vecgym import OptimizedSchedule, Trainer, dry_run, optimize_schedule
 from vecgym.cli import main
 from vecgym.clock import Compute, Network, price, required_bandwidth
 from vecgym.clock.required import Question, Schedules, spread
-from vecgym.clock.trace import bars
 from vecgym.clock.units import bits_per_second, seconds
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.collectives.topology import Links
@@ -37,7 +36,7 @@ def test_the_bars_of_a_node_follow_one_another_and_add_up() -> None:
         timeline = price(
             steps, random_network(seed, K), random_compute(seed, K, seed % 2 > 0), sizes=sizes, num_nodes=K
         )
-        found = bars(timeline)
+        found = timeline.bars()
         for node in range(K):
             own = [bar for bar in found if bar.node == node and bar.kind != "send"]
             for before, after in itertools.pairwise(own):
@@ -51,13 +50,13 @@ def test_the_bars_of_a_node_follow_one_another_and_add_up() -> None:
 
 
 def test_who_waits_for_whom() -> None:
-    found = bars(price([STEP] * 3, Network("100 Gbit/s"), Compute([1.0, 1.0, 3.0]), sizes=SIZES))
+    found = price([STEP] * 3, Network("100 Gbit/s"), Compute([1.0, 1.0, 3.0]), sizes=SIZES).bars()
     assert {bar.waits_for for bar in found if bar.kind == "wait" and bar.node < 2} == {2}
     ring = Links.of(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]))
     gossip = [Transfer("mix", 10**8, 3, ring, tensors=tuple(SIZES))]
-    found = bars(price([gossip] * 2, Network("100 Gbit/s"), Compute([1.0, 1.0, 3.0]), sizes=SIZES))
+    found = price([gossip] * 2, Network("100 Gbit/s"), Compute([1.0, 1.0, 3.0]), sizes=SIZES).bars()
     assert {bar.node: bar.waits_for for bar in found if bar.kind == "wait" and bar.step == 1} == {0: 2, 1: None}
-    slow = bars(price([STEP] * 3, Network("1 Gbit/s"), Compute(1.0), sizes=SIZES))
+    slow = price([STEP] * 3, Network("1 Gbit/s"), Compute(1.0), sizes=SIZES).bars()
     assert {bar.waits_for for bar in slow if bar.kind == "wait"} == {None}
 
 

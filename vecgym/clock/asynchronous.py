@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from vecgym.clock import trace
 from vecgym.clock.compute import BLOCK, Compute
 from vecgym.clock.network import Network, Routes
-from vecgym.clock.timeline import PerNode
-from vecgym.clock.trace import Bar, plot_timeline, save_trace
-from vecgym.clock.units import readable_time
+from vecgym.clock.trace import Bar, PerNode, Recorded
 from vecgym.collectives.base import bucketed
 from vecgym.core import check
 from vecgym.engine.events import Arrival, Event, Restart, Rules, StepSeconds, Update
@@ -26,10 +25,6 @@ from vecgym.strategy.ad_psgd import ADPSGDStrategy, Neighbours
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven
 from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.halos import HALoSStrategy
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 def rules_of(
@@ -52,17 +47,14 @@ def rules_of(
         return _of_fragments(strategy, nominal, network, sizes), seconds
     if isinstance(strategy, HALoSStrategy):
         return _of_regions(strategy, strategy.steps_of_rounds(nominal), network, own), seconds
+    wires = None if network is None else wires_of(network, num_nodes, own)
     if isinstance(strategy, ADPSGDStrategy):
-        wires = None if network is None else wires_of(network, num_nodes, own)
         neighbour = Neighbours(strategy.weights(num_nodes), seed)
         first = strategy.mix == "before"
         return PairRules((1,) * num_nodes, num_nodes, wires=wires, neighbour=neighbour, average_first=first), seconds
     assert isinstance(strategy, AsyncStrategy)
-    rules = Rules(
-        strategy.steps_of_rounds(nominal), strategy.buffer, strategy.max_wait, strategy.grace,
-        None if network is None else wires_of(network, num_nodes, own),
-    )  # fmt: skip
-    return rules, seconds
+    steps = strategy.steps_of_rounds(nominal)
+    return Rules(steps, strategy.buffer, strategy.max_wait, strategy.grace, wires), seconds
 
 
 def _of_fragments(
@@ -131,15 +123,13 @@ def step_seconds_of(compute: Compute, num_nodes: int) -> StepSeconds:
     nominal = compute.seconds.expand(num_nodes).tolist()
     if compute.sigma == 0:
         return lambda node, step: nominal[node]
-    drawn: dict[tuple[int, int], list[float]] = {}
 
-    def seconds(node: int, step: int) -> float:
-        block, place = divmod(step, BLOCK)
-        if (node, block) not in drawn:
-            drawn[node, block] = (compute.sigma * compute.drawn(node, block)).exp().tolist()
-        return nominal[node] * drawn[node, block][place]
+    @functools.cache
+    def factors(node: int, block: int) -> list[float]:
+        drawn: list[float] = (compute.sigma * compute.drawn(node, block)).exp().tolist()
+        return drawn
 
-    return seconds
+    return lambda node, step: nominal[node] * factors(node, step // BLOCK)[step % BLOCK]
 
 
 def wires_of(network: Network, num_nodes: int, sizes: Sequence[float]) -> Wires:
@@ -152,16 +142,12 @@ def wires_of(network: Network, num_nodes: int, sizes: Sequence[float]) -> Wires:
     ([1e-06], [1.0])
     """
     routes = Routes(network, num_nodes)
-    lags = routes.lags
-    if lags is None:
-        assert routes.latency is not None
-        lags = routes.latency.amax(1)
-    lags = lags * len(bucketed(sizes, network.bucket_bytes))
+    lags = routes.lags * len(bucketed(sizes, network.bucket_bytes))
     return Wires(sum(sizes), routes.up.tolist(), routes.down.tolist(), lags.tolist(), routes.server_pace)
 
 
-@dataclass(frozen=True)
-class AsyncTimeline:
+@dataclass(frozen=True, repr=False)
+class AsyncTimeline(Recorded):
     """What every node did when in an asynchronous run.
 
     The order of its events depends on the network and the compute times, so it is not priced on others: train again.
@@ -193,18 +179,12 @@ class AsyncTimeline:
     (tensor([2., 4., 6., 6.], dtype=torch.float64), 2, 4)
     """
 
-    seconds: float
-    utilization: float
     update_seconds: Tensor
-    per_node: PerNode
     events: Sequence[Event]
     network: Network | None
-    compute: Compute
 
-    @property
-    def num_nodes(self) -> int:
-        """K."""
-        return len(self.per_node.computed)
+    plot = trace.plot_timeline  # methods: they take a timeline first
+    save_trace = trace.save_trace
 
     @property
     def num_steps(self) -> int:
@@ -213,46 +193,29 @@ class AsyncTimeline:
 
     def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:
         """What every node did in the updates from `first` to before `last`, for figures and traces."""
-        first = min(check.integer("first", first, 0, "the first update, counted from 0"), self.num_steps)
-        last = self.num_steps if last is None else min(check.integer("last", last, 0), self.num_steps)
-        begin = float(self.update_seconds[first - 1]) if first > 0 else 0.0
-        end = float(self.update_seconds[last - 1]) if last > 0 else 0.0
+        first, last = self._within(first, last)
+        times = [0.0, *self.update_seconds.tolist()]
         found: list[Bar] = []
         idle = [0.0] * self.num_nodes  # since when each node has waited
         version = 0
         for event in self.events:
             if isinstance(event, Update):
                 version = event.version
-            elif isinstance(event, Arrival) and event.end > begin and event.begin < end:
-                if event.begin > idle[event.node]:
-                    name = f"waits for version {event.version}"
-                    found.append(Bar(event.node, "wait", version, idle[event.node], event.begin, name))
-                found += _round_bars(event, version)
-            if isinstance(event, Arrival):
-                idle[event.node] = event.end
+            if not isinstance(event, Arrival):
+                continue
+            node, begin, end = event.node, event.begin, event.end
+            if end > times[first] and begin < times[last]:
+                if begin > idle[node]:
+                    found.append(Bar(node, "wait", version, idle[node], begin, f"waits for version {event.version}"))
+                steps = f"round {event.round}, {event.num_steps} steps from version {event.version}"
+                found.append(Bar(node, "round", version, begin, end, steps))
+                if event.time > end:
+                    found.append(Bar(node, "send", version, end, event.time, f"movement of round {event.round}"))
+            idle[node] = end
         return found
 
-    def plot(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        first: int = 0,
-        last: int | None = None,
-        axes: Axes | None = None,
-        title: str | None = None,
-    ) -> Figure:
-        """Draw what every node did when; see `vecgym.clock.trace.plot_timeline`."""
-        return plot_timeline(self, path, first=first, last=last, axes=axes, title=title)
-
-    def save_trace(self, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
-        """Write a trace for https://ui.perfetto.dev and chrome://tracing."""
-        save_trace(self, path, first, last)
-
     def __repr__(self) -> str:
-        return (
-            f"AsyncTimeline({self.num_steps} updates by {self.num_nodes} nodes: {readable_time(self.seconds)}, "
-            f"{100 * self.utilization:.1f} % computing)"
-        )
+        return self._shown("updates by")
 
 
 def timeline_of(
@@ -277,18 +240,8 @@ def timeline_of(
                     total[node] += took
     used = float((computed / end).mean()) if end > 0 else 1.0
     per_node = PerNode(computed, end - computed, sent, received)
-    return AsyncTimeline(end, used, torch.tensor(times, dtype=torch.float64), per_node, events, network, compute)
-
-
-def _round_bars(event: Arrival, version: int) -> list[Bar]:
-    """The computing of a round, its upload, and so on."""
-    steps = f"round {event.round}, {event.num_steps} steps from version {event.version}"
-    bars = [
-        Bar(event.node, "round", version, event.begin, event.end, steps),
-    ]
-    if event.time > event.end:
-        bars.append(Bar(event.node, "send", version, event.end, event.time, f"movement of round {event.round}"))
-    return bars
+    ends = torch.tensor(times, dtype=torch.float64)
+    return AsyncTimeline(end, used, per_node, compute, ends, events, network)
 
 
 def _computed(events: Sequence[Event], rules: Rules, seconds: StepSeconds, end: float) -> list[float]:

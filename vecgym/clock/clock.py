@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,9 +9,8 @@ import torch
 from torch import Tensor
 
 from vecgym.clock.compute import BLOCK, FORWARD, Compute
-from vecgym.clock.exchange import NEVER, Passed
+from vecgym.clock.messages import NEVER, Passed, Plan, Planner
 from vecgym.clock.network import Network, Routes
-from vecgym.clock.plan import Layers, Plan, Planner
 from vecgym.collectives.ledger import Ledger, Transfer
 
 ROUNDING = 2e-15  # relative
@@ -91,8 +89,9 @@ class Clock:
 
     def __init__(self, network: Network, compute: Compute, num_nodes: int, sizes: Mapping[str, float]) -> None:
         compute.check(num_nodes)
-        self.num_nodes, self.overlap = num_nodes, compute.overlap
-        self._planner = Planner(Routes(network, num_nodes), Layers.of(sizes, compute), compute.overlap)
+        self.num_nodes = num_nodes
+        self._planner = Planner(Routes(network, num_nodes), sizes, compute)
+        self._plans: dict[tuple[Transfer, ...], tuple[Plan, ...]] = {}
         self.step = 0
         zero = torch.zeros(num_nodes, dtype=torch.float64)
         self.begin, self.computed, self.sent, self.received = zero, zero, zero, zero
@@ -102,7 +101,10 @@ class Clock:
 
     def plans(self, transfers: Sequence[Transfer]) -> tuple[Plan, ...]:
         """The messages of these transfers: made once for all steps that have the same."""
-        return self._planner.plans(transfers)
+        key = tuple(transfers)
+        if key not in self._plans:
+            self._plans[key] = self._planner.plans(key)
+        return self._plans[key]
 
     @property
     def ends(self) -> Tensor:
@@ -205,8 +207,8 @@ class Clock:
         ready = forward[:, None] + took[:, None] * plan.done  # [K, M]
         before = self._up, self._down
         arrival, up, down = self._pass(plan, ready)
-        if not plan.whole:
-            w = plan.weight
+        w = plan.weight
+        if isinstance(w, Tensor) or w != 1:
             up, down = (old + w * (new - old) for old, new in zip(before, (up, down)))
             there = arrival > NEVER
             arrival = torch.where(there, ready + w * (arrival.where(there, ready) - ready), NEVER)
@@ -219,18 +221,13 @@ class Clock:
         return Sent(plan, ready, *before, arrival)
 
     def _pass(self, plan: Plan, ready: Tensor) -> Passed:
-        """Messages that pass alike, and follow one another, in one call."""
-        if plan.exchange is not None:
-            return plan.exchange.run(ready, plan.amounts, self._up, self._down)
         up, down, arrivals = self._up, self._down, []
-        alike = itertools.groupby(enumerate(plan.order), lambda entry: id(plan.parts[entry[1][0]].exchange))
-        for _, entries in alike:
-            places, messages = zip(*entries)
-            exchange = plan.parts[messages[0][0]].exchange
-            amounts = torch.stack([plan.parts[q].amounts[..., m] for q, m in messages], -1)
-            arrival, up, down = exchange.run(ready[:, list(places)], amounts, up, down)
-            arrivals.append(arrival.expand(self.num_nodes, -1))
-        return Passed(torch.cat(arrivals, 1), up, down)
+        for exchange, places, amounts in plan.runs:
+            arrival, up, down = exchange.run(ready[:, places], amounts, up, down)
+            arrivals.append(arrival)
+        if len(arrivals) == 1:  # at all nodes at once, perhaps
+            return Passed(arrivals[0], up, down)
+        return Passed(torch.cat([x.expand(self.num_nodes, -1) for x in arrivals], 1), up, down)
 
 
 class RunningClock:
@@ -250,7 +247,6 @@ class RunningClock:
     def __init__(self, network: Network, compute: Compute, ledger: Ledger) -> None:
         assert ledger.num_nodes is not None
         self.compute, self._clock = compute, Clock(network, compute, ledger.num_nodes, ledger.sizes)
-        self._plans: dict[tuple[Transfer, ...], tuple[Plan, ...]] = {}
         self._drawn: Tensor | None = None
         kinds, steps = ledger.by_step()
         computing = ledger.computing()
@@ -259,11 +255,9 @@ class RunningClock:
 
     def step(self, transfers: Sequence[Transfer], computing: Tensor | None = None) -> tuple[float, float]:
         """Make a step in which some nodes compute, bool `[K]`, None: all; return seconds and utilization so far."""
-        clock, key = self._clock, tuple(transfers)
-        if key not in self._plans:
-            self._plans[key] = clock.plans(key)
+        clock = self._clock
         seconds = self._seconds(clock.step)
-        clock.advance(seconds if computing is None else seconds.where(computing, 0.0), self._plans[key])
+        clock.advance(seconds if computing is None else seconds.where(computing, 0.0), clock.plans(transfers))
         ends = clock.ends
         used = (clock.computed / ends).where(ends > 0, 1.0)
         return float(ends.max()), float(used.mean())

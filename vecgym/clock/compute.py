@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vecgym.clock.units import readable_time, seconds
+from vecgym.clock.units import numbers, readable_span, readable_time, seconds
 from vecgym.core import check, rng
 from vecgym.core.errors import warn
 from vecgym.records.history import History
@@ -93,7 +93,7 @@ class Compute:
             flop = sum(_checked_shares(flop, "flop").values())
         flop = check.number("flop", flop, "(0, inf)", "floating point operations of a step of one node")
         utilization = check.number("utilization", utilization, "(0, 1]", "the part of peak_flops that is reached")
-        peak = _per_node("peak_flops", peak_flops, least="(0, inf)")
+        peak = _per_node("peak_flops", peak_flops, "(0, inf)")
         return cls(flop / (utilization * peak), **options)
 
     @classmethod
@@ -182,29 +182,21 @@ class Compute:
         return values / values.sum()
 
     def __repr__(self) -> str:
-        shown = readable_time
-        low, high = (float(x) for x in (self.seconds.min(), self.seconds.max()))
-        what = shown(low) if low == high else f"{shown(low)} to {shown(high)}"
-        parts = [what if self.seconds.dim() == 0 else f"[{len(self.seconds)}] of {what}"]
+        parts = [readable_span(self.seconds, readable_time)]
         parts += [f"sigma={self.sigma:g}", f"seed={self.seed}"] if self.sigma else []
         parts += [] if self.overlap else ["overlap=False"]
         parts += [] if self.shares is None else [f"shares of {len(self.shares)} parameters"]
         return f"Compute({', '.join(parts)})"
 
 
-def _per_node(name: str, value: Any, least: str = "[0, inf)") -> Tensor:
+def _per_node(name: str, value: Any, within: str = "[0, inf)") -> Tensor:
     """A number or `[K]`, float64."""
-    if isinstance(value, str):
-        value = seconds(name, value)
-    plain = check.has_values(name, value).tolist() if hasattr(value, "tolist") else value
     what = "seconds of a step, a number or [K]" if name == "seconds" else "a number or [K]"
-    if isinstance(plain, (list, tuple)) and plain:
-        return torch.tensor([_one(name, x, least, what) for x in plain], dtype=torch.float64)
-    return torch.tensor(_one(name, plain, least, what), dtype=torch.float64)
 
+    def parse(name: str, x: Any) -> float:
+        return seconds(name, x) if isinstance(x, str) else check.number(name, x, within, what)
 
-def _one(name: str, value: Any, within: str, what: str) -> float:
-    return seconds(name, value) if isinstance(value, str) else float(check.number(name, value, within, what))
+    return numbers(name, value, parse)
 
 
 def _checked_shares(shares: Any, name: str = "shares") -> dict[str, float]:

@@ -35,75 +35,64 @@ the nodes. A payload of fewer than n k values takes less.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 GLOO_SEGMENT = 2**20  # bytes, at most
+Pairs = list[tuple[int, int]]  # senders and receivers
 
 
+@dataclass(eq=False)
 class Team:
     """The participants of a collective, by their links: x bytes from i to j take `latency[i, j] + x * pace[i, j]`.
 
     Args:
-        latency, pace: `[n, n]`, seconds, and seconds a byte.
+        latency, pace: `[n, n]`, seconds, and seconds a byte; 0 on the diagonal.
         up, down: seconds a byte of each one's link to a server, and back, `[n]`.
+        server_latency: seconds, of the slowest way to the server.
         server_pace: seconds a byte of the server's own link.
-
-    Attributes:
         by_pair: whether each pair has a link of its own, so that what a node sends to several goes side by side.
 
-    >>> team = Team.alike(4, latency=0.5, pace=1e-9)
-    >>> all_reduce_seconds("ring", team, torch.tensor([8e9]))  # 6 * 0.5 s, and 1.5 * 8 s
+    >>> from vecgym.clock.network import Network, Routes
+    >>> team = Routes(Network(8e9, latency=0.5), 4).team((0, 1, 2, 3))
+    >>> ALL_REDUCE["ring"](team, torch.tensor([8e9]))  # 6 * 0.5 s, and 1.5 * 8 s
     tensor([15.], dtype=torch.float64)
+    >>> team.ring(torch.tensor([0.0, 8e9]))
+    tensor([0.5000, 8.5000], dtype=torch.float64)
     """
 
-    def __init__(self, latency: Tensor, pace: Tensor, up: Tensor, down: Tensor, server_pace: float = 0.0) -> None:
-        self.latency, self.pace, self.up, self.down = latency, pace, up, down
-        self.server_pace = server_pace
-        self.n = len(up)
-        self.by_pair = False
-        self._ring: list[tuple[int, int]] = []
+    latency: Tensor
+    pace: Tensor
+    up: Tensor
+    down: Tensor
+    server_latency: float
+    server_pace: float
+    by_pair: bool
+    _ring: Pairs = field(default_factory=list)
 
-    @classmethod
-    def alike(cls, num_nodes: int, latency: float, pace: float, server_pace: float = 0.0) -> Team:
-        """Participants whose links are all alike."""
-        lags, paces = (torch.full((num_nodes, num_nodes), x, dtype=torch.float64) for x in (latency, pace))
-        for matrix in (lags, paces):
-            matrix.fill_diagonal_(0)
-        nodes = torch.full((num_nodes,), pace, dtype=torch.float64)
-        return cls(lags, paces, nodes, nodes, server_pace)
-
-    @cached_property
-    def without_latency(self) -> Team:
-        """The same participants, whose messages take only what their bytes do."""
-        found = Team(torch.zeros_like(self.latency), self.pace, self.up, self.down, self.server_pace)
-        found.server_latency = 0.0
-        return found
+    @property
+    def n(self) -> int:
+        """How many they are."""
+        return len(self.up)
 
     def ring(self, size: Tensor) -> Tensor:
-        """The seconds of messages of so many bytes, `[M]`, over the slowest link of the ring.
-
-        >>> team = Team.alike(2, latency=0.5, pace=1e-9)
-        >>> team.ring(torch.tensor([0.0, 8e9]))
-        tensor([0.5000, 8.5000], dtype=torch.float64)
-        """
+        """The seconds of messages of so many bytes, `[M]`, over the slowest link of the ring."""
         if not self._ring:
             order = ring_order(self.latency + size.median() * self.pace)
             self._ring = list(zip(order.tolist(), order.roll(-1).tolist()))
         return self.round(self._ring, size)
 
-    @cached_property
-    def server_latency(self) -> float:
-        """Of the slowest way to the server."""
-        return float(self.latency.max())
-
-    def round(self, pairs: list[tuple[int, int]], size: Tensor) -> Tensor:
+    def round(self, pairs: Pairs, size: Tensor) -> Tensor:
         """The seconds of messages of so many bytes, `[M]`, over all of these links at once."""
         senders, receivers = map(list, zip(*pairs))
         return (self.latency[senders, receivers] + size[:, None] * self.pace[senders, receivers]).amax(1)
+
+    def rounds(self, rounds: list[tuple[Pairs, float]], size: Tensor) -> Tensor:
+        """The seconds of one round after the other: over which links, and how many times `size` goes over each."""
+        return sum((self.round(pairs, times * size) for pairs, times in rounds), torch.zeros_like(size))
 
     def to_server(self, size: Tensor, paces: Tensor) -> Tensor:
         """The seconds until each participant's message is at the server, or the server's at each."""
@@ -155,7 +144,25 @@ def _nearest_neighbours(cost: Tensor) -> Tensor:
     return rings[int(_around(cost, rings).amax(1).argmin())]
 
 
-# ------------------------------------------------------------------------------------------------------ all-reduce
+Form = Callable[[Team, Tensor], Tensor]  # the seconds of messages of so many bytes, [M]
+
+
+def _tree(n: int, whole: bool = False) -> list[tuple[Pairs, float]]:
+    """The rounds of a binomial tree towards node 0: who has the values of 2^k nodes hands on their sum, or all."""
+    rounds: list[tuple[Pairs, float]] = []
+    for k in range((n - 1).bit_length()):
+        pairs = [(i, i - 2**k) for i in range(2**k, n, 2 ** (k + 1))]
+        rounds.append((pairs, min(2**k, n - 2**k) if whole else 1))
+    return rounds
+
+
+def _from_root(n: int, times: int = 1) -> list[tuple[Pairs, float]]:
+    """The rounds of the same tree from node 0 on."""
+    return [([(j, i) for i, j in pairs], times) for pairs, _ in _tree(n)]
+
+
+def _tree_broadcast(team: Team, size: Tensor) -> Tensor:
+    return team.rounds(_from_root(team.n), size)
 
 
 def _ring_all_reduce(team: Team, size: Tensor) -> Tensor:
@@ -165,38 +172,16 @@ def _ring_all_reduce(team: Team, size: Tensor) -> Tensor:
 def _halving_doubling(team: Team, size: Tensor) -> Tensor:
     """Reduce-scatter with partners at distance 1, 2, 4 ..., and back; who is left over joins before, leaves after."""
     core = 2 ** (team.n.bit_length() - 1)
-    total = torch.zeros_like(size)
-    for k in range(core.bit_length() - 1):
-        pairs = [(i, i ^ 2**k) for i in range(core)]
-        total = total + 2 * team.round(pairs, size / 2 ** (k + 1))
+    halves = [([(i, i ^ 2**k) for i in range(core)], 0.5 ** (k + 1)) for k in range(core.bit_length() - 1)]
+    total = 2 * team.rounds(halves, size)
     if team.n > core:
         total = total + team.round([(i, i - core) for i in range(core, team.n)], size)
         total = total + team.round([(i - core, i) for i in range(core, team.n)], size)
     return total
 
 
-def _tree_rounds(n: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """(k, pairs) of a binomial tree towards node 0: in round k, who has 2^k values sends them on."""
-    for k in range((n - 1).bit_length()):
-        yield k, [(i, i - 2**k) for i in range(2**k, n, 2 ** (k + 1))]
-
-
-def _tree_broadcast(team: Team, size: Tensor) -> Tensor:
-    total = torch.zeros_like(size)
-    for _, pairs in _tree_rounds(team.n):
-        total = total + team.round([(j, i) for i, j in pairs], size)
-    return total
-
-
 def _tree_all_reduce(team: Team, size: Tensor) -> Tensor:
-    total = _tree_broadcast(team, size)
-    for _, pairs in _tree_rounds(team.n):
-        total = total + team.round(pairs, size)
-    return total
-
-
-def _server_all_reduce(team: Team, size: Tensor) -> Tensor:
-    return team.to_server(size, team.up) + team.to_server(size, team.down)
+    return team.rounds(_from_root(team.n) + _tree(team.n), size)
 
 
 def _gloo_all_reduce(team: Team, size: Tensor) -> Tensor:
@@ -209,9 +194,6 @@ def _gloo_all_reduce(team: Team, size: Tensor) -> Tensor:
     took, asked = took.amax(1), asked.amax(1)
     later = (team.n - 1) * segments - 1
     return 2 * (asked + later.div(2, rounding_mode="floor") * torch.maximum(asked, 2 * took) + later % 2 * took)
-
-
-# ------------------------------------------------------------------------------------------------------ all-gather
 
 
 def _ring_all_gather(team: Team, size: Tensor) -> Tensor:
@@ -227,25 +209,12 @@ def _direct_all_gather(team: Team, size: Tensor) -> Tensor:
 
 def _bruck(team: Team, size: Tensor) -> Tensor:
     """In round k each passes on all that it has, at most what is missing, to the node 2^k before it."""
-    total = torch.zeros_like(size)
-    for k in range((team.n - 1).bit_length()):
-        pairs = [(i, (i - 2**k) % team.n) for i in range(team.n)]
-        total = total + team.round(pairs, size * min(2**k, team.n - 2**k))
-    return total
+    n, ks = team.n, range((team.n - 1).bit_length())
+    return team.rounds([([(i, (i - 2**k) % n) for i in range(n)], min(2**k, n - 2**k)) for k in ks], size)
 
 
 def _tree_all_gather(team: Team, size: Tensor) -> Tensor:
-    total = _tree_broadcast(team, size * team.n)
-    for k, pairs in _tree_rounds(team.n):
-        total = total + team.round(pairs, size * min(2**k, team.n - 2**k))
-    return total
-
-
-def _server_all_gather(team: Team, size: Tensor) -> Tensor:
-    return team.to_server(size, team.up) + team.to_server(size * (team.n - 1), team.down)
-
-
-# ------------------------------------------------------------------------------------------------------- broadcast
+    return team.rounds(_from_root(team.n, times=team.n) + _tree(team.n, whole=True), size)
 
 
 def _chain_broadcast(team: Team, size: Tensor) -> Tensor:
@@ -253,19 +222,15 @@ def _chain_broadcast(team: Team, size: Tensor) -> Tensor:
     return (team.n - 2) * team.ring(torch.zeros_like(size)) + whole
 
 
-def _server_broadcast(team: Team, size: Tensor) -> Tensor:
-    return team.to_server(size, team.up[:1]) + team.to_server(size, team.down[1:])
+def _server(team: Team, size: Tensor) -> Tensor:
+    return team.to_server(size, team.up) + team.to_server(size, team.down)
 
-
-# ---------------------------------------------------------------------------------------------------- the tables
-
-Form = Callable[[Team, Tensor], Tensor]  # the seconds of messages of so many bytes, [M]
 
 ALL_REDUCE: dict[str, Form] = {
     "ring": _ring_all_reduce,
     "halving_doubling": _halving_doubling,
     "tree": _tree_all_reduce,
-    "server": _server_all_reduce,
+    "server": _server,
     "gloo": _gloo_all_reduce,
 }
 ALL_GATHER: dict[str, Form] = {
@@ -273,44 +238,24 @@ ALL_GATHER: dict[str, Form] = {
     "direct": _direct_all_gather,
     "halving_doubling": _bruck,
     "tree": _tree_all_gather,
-    "server": _server_all_gather,
+    "server": lambda team, size: team.to_server(size, team.up) + team.to_server(size * (team.n - 1), team.down),
 }
 BROADCAST: dict[str, Form] = {
     "ring": _chain_broadcast,
     "halving_doubling": _tree_broadcast,
     "tree": _tree_broadcast,
-    "server": _server_broadcast,
+    "server": lambda team, size: team.to_server(size, team.up[:1]) + team.to_server(size, team.down[1:]),
     "gloo": _tree_broadcast,
 }
-
-
-def all_reduce_seconds(algorithm: str, team: Team, size: Tensor) -> Tensor:
-    """The seconds of a mean or a sum of payloads of so many bytes, `[M]`."""
-    return _of(ALL_REDUCE[algorithm], team, size)
-
-
-def all_gather_seconds(algorithm: str, team: Team, size: Tensor) -> Tensor:
-    """The seconds until everyone has everyone's payload of so many bytes, `[M]`."""
-    return _of(ALL_GATHER[algorithm], team, size)
-
-
-def broadcast_seconds(algorithm: str, team: Team, size: Tensor) -> Tensor:
-    """The seconds until everyone has what the first participant sends."""
-    return _of(BROADCAST[algorithm], team, size)
-
-
-def reduce_scatter_seconds(team: Team, size: Tensor) -> Tensor:
-    """The seconds until each participant has its part of the sum: half a ring all-reduce."""
-    return _of(ALL_REDUCE["ring"], team, size) / 2
-
-
-def server_seconds(team: Team, size: Tensor, up: bool = True, down: bool = True) -> Tensor:
-    """The seconds until the server has the participants' payloads, and until they have what it sends."""
-    total = torch.zeros_like(size)
-    for there, paces in ((up, team.up), (down, team.down)):
-        total = total + team.to_server(size, paces) if there else total
-    return total
-
-
-def _of(form: Form, team: Team, size: Tensor) -> Tensor:
-    return form(team, size) if team.n > 1 else torch.zeros_like(size)
+# The seconds of each collective, operation -> algorithm -> form; one participant has nothing to send to others.
+FORMS: dict[str, dict[str, Form]] = {
+    "mean": ALL_REDUCE,
+    "sum": ALL_REDUCE,
+    "all_gather": ALL_GATHER,
+    "reduce_scatter": dict.fromkeys(ALL_REDUCE, lambda team, size: _ring_all_reduce(team, size) / 2),
+    "broadcast": BROADCAST,
+    "server_mean": dict.fromkeys(ALL_REDUCE, _server),
+    "server_sum": dict.fromkeys(ALL_REDUCE, _server),
+    "server_gather": dict.fromkeys(ALL_REDUCE, lambda team, size: team.to_server(size, team.up)),
+    "server_send": dict.fromkeys(ALL_REDUCE, lambda team, size: team.to_server(size, team.down)),
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from vecgym.clock import cost
 from vecgym.clock.cost import Team
-from vecgym.clock.units import bits_per_second, readable_bandwidth, readable_time
+from vecgym.clock.units import bits_per_second, numbers, readable_bandwidth, readable_span, readable_time
 from vecgym.clock.units import latency as seconds
 from vecgym.collectives.base import BUCKET_BYTES
 from vecgym.core import check
@@ -64,16 +65,15 @@ class Network:
         all_reduce: str = "ring",
         all_gather: str = "ring",
         bucket_bytes: float = BUCKET_BYTES,
-        server_bandwidth: Any = float("inf"),
+        server_bandwidth: Any = math.inf,
     ) -> None:
         if (bandwidth is None) == (up is None and down is None) or (up is None) != (down is None):
             raise ValueError("give bandwidth, in bits per second, or both up and down.")
-        self.bandwidth = None if bandwidth is None else _numbers("bandwidth", bandwidth, bits_per_second, dims=2)
-        self.up, self.down = (
-            None if x is None else _numbers(name, x, bits_per_second, dims=1)
-            for name, x in (("up", up), ("down", down))
+        self.bandwidth, self.up, self.down = (
+            None if x is None else numbers(name, x, bits_per_second, dims, diagonal=math.inf)
+            for name, x, dims in (("bandwidth", bandwidth, 2), ("up", up, 1), ("down", down, 1))
         )
-        self.latency = _numbers("latency", latency, seconds, dims=2)
+        self.latency = numbers("latency", latency, seconds, dims=2)
         self.all_reduce = check.choice("all_reduce", all_reduce, tuple(cost.ALL_REDUCE))
         self.all_gather = check.choice("all_gather", all_gather, tuple(cost.ALL_GATHER))
         self.bucket_bytes = check.number("bucket_bytes", bucket_bytes, "[0, inf]", BUCKET)
@@ -118,7 +118,6 @@ class Network:
         >>> Network(8e9, 0.5).seconds("all_gather", 1e9, num_nodes=3)
         3.0
         """
-        check.choice("operation", operation, MEETINGS)
         size = torch.tensor([check.number("payload_bytes", payload_bytes, "[0, inf)")], dtype=torch.float64)
         n = check.integer("num_nodes", num_nodes)
         routes = Routes(self, n if self.num_nodes is None else self.num_nodes)
@@ -145,8 +144,8 @@ class Network:
         known = 2**31 if self.num_nodes is None else self.num_nodes
         at = torch.tensor([check.index("members", node, known) for node in members], dtype=torch.long)
         found = copy.copy(self)
-        for name, x in (("bandwidth", self.bandwidth), ("up", self.up), ("down", self.down), ("latency", self.latency)):
-            if x is not None and x.dim() > 0:
+        for name, x in self._given().items():
+            if x.dim() > 0:
                 setattr(found, name, x[at] if x.dim() == 1 else x[at[:, None], at])
         found.num_nodes = found._size()
         return found
@@ -165,32 +164,31 @@ class Network:
                 f"or [{num_nodes}]."
             )
 
+    def _given(self) -> dict[str, Tensor]:
+        links = {"bandwidth": self.bandwidth, "up": self.up, "down": self.down, "latency": self.latency}
+        return {name: x for name, x in links.items() if x is not None}
+
     def _size(self) -> int | None:
-        given = {"bandwidth": self.bandwidth, "up": self.up, "down": self.down, "latency": self.latency}
-        sizes = {name: len(x) for name, x in given.items() if x is not None and x.dim() > 0}
+        sizes = {name: len(x) for name, x in self._given().items() if x.dim() > 0}
         if len(set(sizes.values())) > 1:
             said = ", ".join(f"{name} of {size} nodes" for name, size in sizes.items())
             raise ValueError(f"{said}: give all of them for the same number of nodes.")
         return next(iter(sizes.values()), None)
 
     def __repr__(self) -> str:
-        parts = [] if self.bandwidth is None else [_shown(self.bandwidth, readable_bandwidth)]
-        parts += [f"{name}={_shown(x, readable_bandwidth)}" for name, x in (("up", self.up), ("down", self.down))
-                  if x is not None]  # fmt: skip
-        parts += [f"latency={_shown(self.latency, readable_time)}"] if bool((self.latency > 0).any()) else []
+        parts = [
+            ("" if name == "bandwidth" else f"{name}=") + readable_span(x, readable_bandwidth)
+            for name, x in self._given().items()
+            if name != "latency"
+        ]
+        parts += [f"latency={readable_span(self.latency, readable_time)}"] if bool((self.latency > 0).any()) else []
         parts += [f"{name}={x!r}" for name, x in (("all_reduce", self.all_reduce), ("all_gather", self.all_gather))
                   if x != "ring"]  # fmt: skip
         if self.bucket_bytes != BUCKET_BYTES:
             parts.append(f"bucket_bytes={self.bucket_bytes:g}")
-        if self.server_bandwidth != float("inf"):
+        if self.server_bandwidth != math.inf:
             parts.append(f"server_bandwidth={readable_bandwidth(self.server_bandwidth)}")
         return f"Network({', '.join(parts)})"
-
-
-MEETINGS = (
-    "mean", "sum", "all_gather", "reduce_scatter", "broadcast",
-    "server_mean", "server_sum", "server_gather", "server_send",
-)  # fmt: skip
 
 
 class Routes:
@@ -198,24 +196,24 @@ class Routes:
 
     Attributes:
         up, down: seconds a byte of each node's link, `[K]`.
-        lags: seconds of latency of each node's link, `[K]`; None where each pair has its own.
-        latency, pace: of each pair, `[K, K]`; None where they follow from the nodes'.
+        lags: seconds of latency of each node's link, `[K]`.
+        latency, pace: of each pair, `[K, K]`; None where they follow from the nodes'. If not, the above are those of
+            a node's slowest pair.
     """
 
     def __init__(self, network: Network, num_nodes: int) -> None:
         network.check(num_nodes)
         self.network, self.num_nodes = network, num_nodes
         given = network.bandwidth
-        self.pace = None if given is None or given.dim() < 2 else _pace(given)
         self.latency = network.latency if network.latency.dim() == 2 else None
-        self.lags = None if self.latency is not None else network.latency.expand(num_nodes)
+        self.lags = network.latency.expand(num_nodes) if self.latency is None else self.latency.amax(1)
+        self.pace = None if given is None or given.dim() < 2 else BITS_PER_BYTE / given
         if self.pace is None:
             ends = (given, given) if given is not None else (network.up, network.down)
-            self.up, self.down = (_pace(x).expand(num_nodes) for x in ends if x is not None)
+            self.up, self.down = ((BITS_PER_BYTE / x).expand(num_nodes) for x in ends if x is not None)
         else:
-            self.up, self.down = (_largest_apart(x) for x in (self.pace, self.pace.T))
+            self.up, self.down = self.pace.amax(1), self.pace.amax(0)  # of the slowest pair; the diagonal is 0
         self.server_pace = BITS_PER_BYTE / network.server_bandwidth
-        self._alike = network.num_nodes is None
         self._teams: dict[object, Team] = {}
 
     def links(self, senders: Tensor, receivers: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,7 +221,6 @@ class Routes:
         if self.latency is not None:
             latency = self.latency[senders, receivers]
         else:
-            assert self.lags is not None
             latency = torch.maximum(self.lags[senders], self.lags[receivers])
         if self.pace is not None:
             return latency, self.pace[senders, receivers]
@@ -231,85 +228,28 @@ class Routes:
 
     def team(self, members: tuple[int, ...]) -> Team:
         """These nodes as participants of a collective."""
-        key: object = len(members) if self._alike else members
+        key: object = len(members) if self.network.num_nodes is None else members
         if key not in self._teams:
-            self._teams[key] = self._team(torch.tensor(members))
+            at = torch.tensor(members)
+            latency, pace = self.links(at[:, None], at[None, :])
+            for matrix in (latency, pace):
+                matrix.fill_diagonal_(0)
+            self._teams[key] = Team(
+                latency, pace, self.up[at], self.down[at], server_latency=float(self.lags[at].max()),
+                server_pace=self.server_pace, by_pair=self.pace is not None,
+            )  # fmt: skip
         return self._teams[key]
-
-    def _team(self, at: Tensor) -> Team:
-        latency, pace = self.links(at[:, None], at[None, :])
-        for matrix in (latency, pace):
-            matrix.fill_diagonal_(0)
-        team = Team(latency, pace, self.up[at], self.down[at], self.server_pace)
-        team.by_pair = self.pace is not None
-        if self.lags is not None:
-            team.server_latency = float(self.lags[at].max())
-        elif self.latency is not None:
-            team.server_latency = float(_largest_apart(self.latency)[at].max())
-        return team
 
     def seconds(self, operation: str, team: Team, size: Tensor) -> Tensor:
         """How long a collective of a team takes, for payloads of so many bytes, `[M]`."""
-        if operation in ("mean", "sum"):
-            return cost.all_reduce_seconds(self.network.all_reduce, team, size)
-        if operation == "all_gather":
-            return cost.all_gather_seconds(self.network.all_gather, team, size)
-        if operation == "broadcast":
-            return cost.broadcast_seconds(self.network.all_reduce, team, size)
-        if operation == "reduce_scatter":
-            return cost.reduce_scatter_seconds(team, size)
-        return cost.server_seconds(team, size, up=operation != "server_send", down=operation != "server_gather")
-
-
-def _numbers(name: str, value: Any, parse: Any, dims: int) -> Tensor:
-    """A number, or `[K]`, or `[K, K]` of them, texts too, as float64."""
-    if isinstance(value, (str, float, int)) and not isinstance(value, bool):
-        return torch.tensor(parse(name, value), dtype=torch.float64)
-    shapes = "a number" if dims == 0 else "a number or [K]" if dims == 1 else "a number, [K] or [K, K]"
-    plain = check.has_values(name, value).tolist() if hasattr(value, "tolist") else value
-    try:
-        found = torch.tensor(_parsed(name, plain, parse), dtype=torch.float64)
-    except TypeError as error:
-        raise TypeError(f"{name} is {check.kind_of(value)}; give {shapes}.") from error
-    square = found.dim() < 2 or found.shape[0] == found.shape[1]
-    if found.dim() > dims or found.numel() == 0 or not square:
-        raise ValueError(f"{name} has shape {list(found.shape)}; give {shapes}.")
-    return found
-
-
-def _parsed(name: str, value: Any, parse: Any) -> Any:
-    """Every number in nested lists; the diagonal of a matrix, which nothing crosses, may be anything."""
-    if not isinstance(value, (list, tuple)):
-        return parse(name, value)
-    if value and all(isinstance(row, (list, tuple)) for row in value):
-        if len({len(row) for row in value}) > 1:
-            raise ValueError(f"{name} has rows of {sorted({len(row) for row in value})} numbers; give [K, K].")
-        own = 0.0 if name == "latency" else float("inf")
-        return [[own if i == j else parse(name, x) for j, x in enumerate(row)] for i, row in enumerate(value)]
-    return [parse(name, x) for x in value]
+        forms = cost.FORMS[check.choice("operation", operation, cost.FORMS)]
+        if team.n == 1 and not operation.startswith("server"):
+            return torch.zeros_like(size)
+        algorithm = self.network.all_gather if operation == "all_gather" else self.network.all_reduce
+        return forms[algorithm](team, size)
 
 
 def _pair(name: str, pair: Any) -> tuple[float, float]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"{name}={pair!r} must be a pair (bandwidth, latency), such as (1e9, 0.05).")
     return bits_per_second(name, pair[0]), seconds(name, pair[1])
-
-
-def _pace(bandwidth: Tensor) -> Tensor:
-    """Seconds a byte."""
-    return BITS_PER_BYTE / bandwidth
-
-
-def _largest_apart(matrix: Tensor) -> Tensor:
-    """The largest entry of each row off the diagonal; 0 if there is none."""
-    eye = torch.eye(len(matrix), dtype=torch.bool)
-    return matrix.masked_fill(eye, 0.0).amax(1)
-
-
-def _shown(x: Tensor, readable: Any) -> str:
-    if x.dim() == 0:
-        return str(readable(float(x)))
-    apart = x if x.dim() == 1 or len(x) == 1 else x[~torch.eye(len(x), dtype=torch.bool)]
-    low, high = (float(y) for y in (apart.min(), apart.max()))
-    span = readable(low) if low == high else f"{readable(low)} to {readable(high)}"
-    return f"{list(x.shape)} of {span}"

@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from vecgym.clock import trace
 from vecgym.clock.clock import Clock, Record
 from vecgym.clock.compute import Compute
 from vecgym.clock.network import Network
-from vecgym.clock.plan import Plan
-from vecgym.clock.trace import Bar, bars, plot_timeline, save_trace
-from vecgym.clock.units import readable_time
+from vecgym.clock.trace import Bar, PerNode, Recorded
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.core import check
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
-
-@dataclass(frozen=True)
-class PerNode:
-    """Where the seconds of each node went, `[K]`.
-
-    >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]], Network(8e9), Compute([1.0, 3.0]))
-    >>> timeline.per_node.waited, timeline.per_node.sent
-    (tensor([3., 1.], dtype=torch.float64), tensor([1., 1.], dtype=torch.float64))
-
-    Attributes:
-        computed: in forward and backward passes and optimizer steps.
-        waited: for others, or for its link.
-        sent, received: that its link was taken, up and down; much of it beside computing. A collective takes both.
-    """
-
-    computed: Tensor
-    waited: Tensor
-    sent: Tensor
-    received: Tensor
-
-
-@dataclass(frozen=True)
-class Timeline:
+@dataclass(frozen=True, repr=False)
+class Timeline(Recorded):
     """When the steps of a run ended on a network.
 
     Attributes:
@@ -67,19 +41,13 @@ class Timeline:
     (tensor([1., 2., 4., 5., 6., 8.], dtype=torch.float64), tensor([2., 2.], dtype=torch.float64))
     """
 
-    seconds: Any
-    utilization: Any
     step_seconds: Tensor
     step_utilization: Tensor
-    per_node: PerNode
     network: Network
-    compute: Compute
-    _run: Any = field(repr=False, compare=False)
+    _run: Priced = field(compare=False)
 
-    @property
-    def num_nodes(self) -> int:
-        """K."""
-        return len(self.per_node.computed)
+    plot = trace.plot_timeline  # methods: they take a timeline first
+    save_trace = trace.save_trace
 
     @property
     def num_steps(self) -> int:
@@ -91,28 +59,6 @@ class Timeline:
         """The different transfers of the run."""
         return list(self._run.kinds)
 
-    def plot(self, path: str | os.PathLike[str] | None = None, **options: Any) -> Figure:
-        """Draw what every node did when, and for whom it waited; see `vecgym.clock.trace.plot_timeline`.
-
-        >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 3, Network(8e9), Compute(1.0))
-        >>> timeline.plot().axes[0].get_xlabel()
-        'seconds'
-        """
-        return plot_timeline(self, path, **options)
-
-    def save_trace(self, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
-        """Write a trace of the steps from `first` to before `last`, for https://ui.perfetto.dev and chrome://tracing.
-
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 3, Network(8e9), Compute(1.0))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     timeline.save_trace(Path(folder, "run.json"))
-        ...     Path(folder, "run.json").read_text()[:16]
-        '{"traceEvents": '
-        """
-        save_trace(self, path, first, last)
-
     def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:
         """What every node did in the steps from `first` to before `last`, as bars; see `vecgym.clock.trace.bars`.
 
@@ -120,7 +66,9 @@ class Timeline:
         >>> [bar.kind for bar in timeline.bars(last=1)]
         ['forward', 'backward', 'forward', 'backward', 'send', 'send']
         """
-        return bars(self, first, last)
+        first, last = self._within(first, last)
+        lags = [kind.lag if isinstance(kind.lag, int) else max(kind.lag) for kind in self._run.kinds]
+        return trace.bars(self.records(max(0, first - 1 - max(lags, default=0)), last), first)
 
     def records(self, first: int = 0, last: int | None = None) -> list[Record]:
         """What the nodes did in the steps from `first` to before `last`, for figures and traces.
@@ -129,15 +77,10 @@ class Timeline:
         >>> [float(record.end[0]) for record in timeline.records(1)]
         [3.0, 5.0]
         """
-        first = check.integer("first", first, 0, "the first step, counted from 0")
-        last = self.num_steps if last is None else min(check.integer("last", last, 0), self.num_steps)
-        return self._run.records(first, last)
+        return self._run.records(*self._within(first, last))
 
     def __repr__(self) -> str:
-        return (
-            f"Timeline({self.num_steps} steps of {self.num_nodes} nodes: {readable_time(float(self.seconds))}, "
-            f"{100 * float(self.utilization):.1f} % computing)"
-        )
+        return self._shown("steps of")
 
 
 def price(
@@ -173,85 +116,74 @@ def price(
     >>> price(trainer.ledger, Network("1 Gbit/s", latency="50 ms"), Compute(0.4))
     Timeline(5 steps of 4 nodes: 3.5 s, 57.1 % computing)
     """
-    run = Priced(transfers, network, compute, num_nodes=num_nodes, sizes=sizes)
-    return run.timeline()
+    check.instance("network", network, Network, "a Network, such as Network(1e9, 0.05)")
+    check.instance("compute", compute, Compute, "a Compute, such as Compute(0.4)")
+    if num_nodes is not None:
+        check.integer("num_nodes", num_nodes)
+    computing = None
+    if isinstance(transfers, Ledger):
+        if transfers.asynchronous:
+            raise ValueError(
+                "the ledger is of an asynchronous run, whose order of events depends on the network: see "
+                "trainer.timeline(), or train again, fit(network=, compute=)."
+            )
+        num_nodes, sizes = num_nodes or transfers.num_nodes, sizes or transfers.sizes
+        kinds, steps = transfers.by_step()
+        computing = transfers.computing()
+    else:
+        kinds, steps = _numbered(transfers)
+    K = _num_nodes(kinds, network, compute, num_nodes)
+    return Priced(network, compute, K, sizes or {}, kinds, steps, computing).timeline()
 
 
+@dataclass(frozen=True)
 class Priced:
-    """A run and what it is priced for."""
+    """A run and what it is priced for: the different transfers, which each step has, and who computes in it."""
 
-    def __init__(
-        self,
-        transfers: Ledger | Sequence[Sequence[Transfer]],
-        network: Network,
-        compute: Compute,
-        num_nodes: int | None = None,
-        sizes: Mapping[str, float] | None = None,
-    ) -> None:
-        self.network: Network = check.instance("network", network, Network, "a Network, such as Network(1e9, 0.05)")
-        self.compute: Compute = check.instance("compute", compute, Compute, "a Compute, such as Compute(0.4)")
-        if isinstance(transfers, Ledger):
-            if transfers.asynchronous:
-                raise ValueError(
-                    "the ledger is of an asynchronous run, whose order of events depends on the network: see "
-                    "trainer.timeline(), or train again, fit(network=, compute=)."
-                )
-            num_nodes, sizes = num_nodes or transfers.num_nodes, sizes or transfers.sizes
-            self.kinds, self.steps = transfers.by_step()
-            self._computing = transfers.computing()
-        else:
-            check.instance("transfers", transfers, (list, tuple), "a Ledger, or for each step a list of Transfers")
-            self.kinds, self.steps = _numbered(transfers)
-            self._computing = None
-        if num_nodes is not None:
-            check.integer("num_nodes", num_nodes)
-        self.sizes = sizes or {}
-        self.num_nodes = _num_nodes(self.kinds, network, compute, num_nodes)
-
-    def clock(self) -> Clock:
-        """A clock at the beginning of the run."""
-        return Clock(self.network, self.compute, self.num_nodes, self.sizes)
+    network: Network
+    compute: Compute
+    num_nodes: int
+    sizes: Mapping[str, float]
+    kinds: list[Transfer]
+    steps: list[tuple[int, ...]]
+    computing: Tensor | None
 
     def timeline(self) -> Timeline:
         """Go through all steps."""
-        clock = self.clock()
-        computed = self._computed(len(self.steps))
-        found = list(self._ends(clock, computed))
-        ends = torch.cat(found) if found else computed.new_zeros(0, self.num_nodes)  # [T, K]
+        clock, computed = self._begun(len(self.steps))
+        ends = torch.cat([computed[:0], *self._ends(clock, computed)])  # [T, K]
         used = torch.where(ends > 0, computed.cumsum(0) / ends, 1.0).mean(1)
         step_seconds = ends.amax(1)
-        final = ends[-1] if len(ends) else computed.new_zeros(self.num_nodes)
-        per_node = PerNode(clock.computed, final - clock.computed, clock.sent, clock.received)
-        total = (step_seconds[-1], used[-1]) if len(ends) else (torch.tensor(0.0), torch.tensor(1.0))
+        total = (step_seconds[-1], used[-1]) if len(ends) else (0.0, 1.0)
         seconds, utilization = total if ends.requires_grad else map(float, total)
         return Timeline(
-            seconds, utilization, step_seconds, used, per_node, self.network, self.compute, self
+            seconds, utilization, PerNode(clock.computed, clock.ends - clock.computed, clock.sent, clock.received),
+            self.compute, step_seconds, used, self.network, self,
         )  # fmt: skip
 
     def records(self, first: int, last: int) -> list[Record]:
         """What the nodes did in these steps."""
-        clock = self.clock()
-        computed = self._computed(last)
+        clock, computed = self._begun(last)
         for _ in self._ends(clock, computed[:first]):
             pass
         clock.records = []
-        plans: dict[tuple[int, ...], tuple[Plan, ...]] = {}
         for step in range(first, last):
-            clock.advance(computed[step], self._plans(clock, plans, step))
+            clock.advance(computed[step], clock.plans(self._transfers(step)))
         return clock.records
 
-    def _computed(self, num_steps: int) -> Tensor:
-        """For how long each node computes in each of the first steps, `[T, K]`: none while it is absent."""
+    def _begun(self, num_steps: int) -> tuple[Clock, Tensor]:
+        """A clock at the beginning, and for how long each node computes in each of the first steps, `[T, K]`."""
         found = self.compute.of_steps(num_steps, self.num_nodes)
-        return found if self._computing is None else found.where(self._computing[:num_steps], 0.0)
+        if self.computing is not None:  # not while it is absent
+            found = found.where(self.computing[:num_steps], 0.0)
+        return Clock(self.network, self.compute, self.num_nodes, self.sizes), found
 
     def _ends(self, clock: Clock, computed: Tensor) -> Iterator[Tensor]:
         """When each node ended each step, `[n, K]` at a time: between exchanges nothing happens."""
-        plans: dict[tuple[int, ...], tuple[Plan, ...]] = {}
         while clock.step < len(computed):
             step = clock.step
             alike = self._alike(step, len(computed))
-            planned = self._plans(clock, plans, step)
+            planned = clock.plans(self._transfers(step))
             if planned:
                 yield clock.repeat(computed[step : step + alike], planned)
                 continue
@@ -270,28 +202,24 @@ class Priced:
             last += 1
         return last - step
 
-    def _plans(self, clock: Clock, made: dict[tuple[int, ...], tuple[Plan, ...]], step: int) -> tuple[Plan, ...]:
-        kinds = self.steps[step]
-        if kinds not in made:
-            made[kinds] = clock.plans([self.kinds[kind] for kind in kinds])
-        return made[kinds]
+    def _transfers(self, step: int) -> list[Transfer]:
+        return [self.kinds[kind] for kind in self.steps[step]]
 
 
 def _numbered(transfers: Sequence[Sequence[Transfer]]) -> tuple[list[Transfer], list[tuple[int, ...]]]:
     """The different transfers, and which each step has. One whose weight is a tensor is different from all others."""
+    give = "a Ledger, or for each step a list of Transfers"
     kinds: list[Transfer] = []
     known: dict[object, int] = {}
     steps = []
-    for step in transfers:
-        check.instance("transfers", step, (list, tuple), "a Ledger, or for each step a list of Transfers")
+    for step in check.instance("transfers", transfers, (list, tuple), give):
         made = []
-        for transfer in step:
-            check.instance("transfers", transfer, Transfer, "a Ledger, or for each step a list of Transfers")
+        for transfer in check.instance("transfers", step, (list, tuple), give):
+            check.instance("transfers", transfer, Transfer, give)
             key = id(transfer) if isinstance(transfer.weight, Tensor) else transfer
-            if key not in known:
-                known[key] = len(kinds)
+            made.append(known.setdefault(key, len(kinds)))
+            if made[-1] == len(kinds):
                 kinds.append(transfer)
-            made.append(known[key])
         steps.append(tuple(made))
     return kinds, steps
 
@@ -305,4 +233,4 @@ def _num_nodes(kinds: list[Transfer], network: Network, compute: Compute, given:
     if num_nodes is None:
         raise ValueError("nothing was sent, and nothing says how many nodes there are: give num_nodes.")
     network.check(num_nodes)
-    return check.integer("num_nodes", num_nodes)
+    return num_nodes

@@ -8,16 +8,17 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from vecgym.clock.clock import Need, Record, Sent
-from vecgym.clock.exchange import NEVER, Meeting, Mesh
-from vecgym.clock.plan import Part
+from vecgym.clock.compute import Compute
+from vecgym.clock.messages import NEVER, Part
 from vecgym.clock.units import readable_time
-from vecgym.collectives.ledger import Transfer
 from vecgym.core import check, files
 
 if TYPE_CHECKING:
@@ -34,28 +35,6 @@ KINDS = {  # what a legend says, and which of the colours is taken
 }
 MAX_NODES = 16
 MAX_STEPS = 12  # shown when nothing is said
-
-
-class Recorded(Protocol):
-    """What figures and traces take: a `Timeline` or an `AsyncTimeline`."""
-
-    @property
-    def seconds(self) -> Any: ...
-    @property
-    def utilization(self) -> Any: ...
-    @property
-    def num_nodes(self) -> int: ...
-    @property
-    def num_steps(self) -> int: ...
-    def bars(self, first: int = 0, last: int | None = None) -> list[Bar]: ...
-
-
-class Priced(Protocol):
-    """What `bars` takes: a `Timeline`."""
-
-    @property
-    def transfers(self) -> list[Transfer]: ...
-    def records(self, first: int = 0, last: int | None = None) -> list[Record]: ...
 
 
 class Bar(NamedTuple):
@@ -79,34 +58,110 @@ class Bar(NamedTuple):
     waits_for: int | None = None
 
 
-def bars(timeline: Priced, first: int = 0, last: int | None = None) -> list[Bar]:
-    """What every node did in the steps from `first` to before `last`.
+@dataclass(frozen=True)
+class PerNode:
+    """Where the seconds of each node went, `[K]`.
+
+    >>> from vecgym.clock import Compute, Network, price
+    >>> from vecgym.collectives.ledger import Transfer
+    >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]], Network(8e9), Compute([1.0, 3.0]))
+    >>> timeline.per_node.waited, timeline.per_node.sent
+    (tensor([3., 1.], dtype=torch.float64), tensor([1., 1.], dtype=torch.float64))
+
+    Attributes:
+        computed: in forward and backward passes and optimizer steps.
+        waited: for others, or for its link.
+        sent, received: that its link was taken, up and down; much of it beside computing. A collective takes both.
+    """
+
+    computed: Tensor
+    waited: Tensor
+    sent: Tensor
+    received: Tensor
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What every node did when, in a run of any kind.
+
+    Attributes:
+        seconds: that the run took.
+        utilization: computed / (computed + waited), the mean over the nodes.
+        per_node: where the seconds of each node went.
+        compute: how long nodes compute.
+    """
+
+    seconds: Any
+    utilization: Any
+    per_node: PerNode
+    compute: Compute
+
+    @property
+    def num_nodes(self) -> int:
+        """K."""
+        return len(self.per_node.computed)
+
+    @property
+    def num_steps(self) -> int:
+        """T: steps, or updates."""
+        raise NotImplementedError
+
+    def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:
+        """What every node did in the steps from `first` to before `last`, for figures and traces."""
+        raise NotImplementedError
+
+    def _within(self, first: int, last: int | None) -> tuple[int, int]:
+        """Check `first` and `last`, and return them, at most `num_steps`."""
+        end = self.num_steps if last is None else check.integer("last", last, 0)
+        first = check.integer("first", first, 0, "the first step, or update, counted from 0")
+        return min(first, self.num_steps), min(end, self.num_steps)
+
+    def _shown(self, what: str) -> str:
+        return (
+            f"{type(self).__name__}({self.num_steps} {what} {self.num_nodes} nodes: "
+            f"{readable_time(float(self.seconds))}, {100 * float(self.utilization):.1f} % computing)"
+        )
+
+
+def bars(records: Sequence[Record], first: int = 0) -> list[Bar]:
+    """What every node did in the steps from `first` on; those before it say for whom nodes waited then.
 
     A wait is shown before the forward pass, where nearly all of it is; a message from when its node's link was taken.
 
     >>> from vecgym.clock import Compute, Network, price
     >>> from vecgym.collectives.ledger import Transfer
     >>> step = [Transfer("mean", payload_bytes=10**9, num_nodes=2)]
-    >>> for bar in bars(price([step] * 2, Network("8 Gbit/s"), Compute([1.0, 3.0])), first=1)[:3]:
+    >>> for bar in bars(price([step] * 2, Network("8 Gbit/s"), Compute([1.0, 3.0])).records(), first=1)[:3]:
     ...     print(bar.node, bar.kind, round(bar.begin, 2), round(bar.end, 2), bar.name)
     0 wait 1.0 4.0 waits for node 1
     0 forward 4.0 4.33 forward 1
     0 backward 4.33 5.0 backward 1
     """
-    first = check.integer("first", first, 0, "the first step, counted from 0")
-    before = max(0, first - _longest_lag(timeline))
-    records = timeline.records(before, last)
     known = {record.step: record for record in records}
     found: list[Bar] = []
-    for record in records[first - before :]:
-        found += _computing(record, known)
-        for sent in record.sent:
-            found += _sending(record.step, sent)
+    for record in records:
+        if record.step >= first:
+            found += _computing(record, known)
+            for sent in record.sent:
+                found += _sending(record.step, sent)
     return found
 
 
 def save_trace(timeline: Recorded, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
-    """Write a trace for https://ui.perfetto.dev and chrome://tracing: a process for each node, with two threads."""
+    """Write a trace of the steps from `first` to before `last`, for https://ui.perfetto.dev and chrome://tracing.
+
+    Each node is a process, with two threads: it computes, and its link is taken.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from vecgym.clock import Compute, Network, price
+    >>> from vecgym.collectives.ledger import Transfer
+    >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 3, Network(8e9), Compute(1.0))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     timeline.save_trace(Path(folder, "run.json"))
+    ...     Path(folder, "run.json").read_text()[:16]
+    '{"traceEvents": '
+    """
     events: list[dict[str, object]] = []
     for node in range(timeline.num_nodes):
         events.append({"ph": "M", "pid": node, "name": "process_name", "args": {"name": f"node {node}"}})
@@ -125,11 +180,6 @@ def save_trace(timeline: Recorded, path: str | os.PathLike[str], first: int = 0,
         )  # fmt: skip
     with files.write_atomically(check.path("path", path), "w") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
-
-
-def _longest_lag(timeline: Priced) -> int:
-    lags = [kind.lag for kind in timeline.transfers]
-    return 1 + max((lag if isinstance(lag, int) else max(lag) for lag in lags), default=0)
 
 
 def _computing(record: Record, known: dict[int, Record]) -> Iterator[Bar]:
@@ -158,20 +208,11 @@ def _blocked_by(node: int, record: Record, known: dict[int, Record]) -> int | No
     q, _ = sent.plan.order[need.place]
     exchange = sent.plan.parts[q].exchange
     ready = sent.ready[:, 0]  # of the first message: if the link was never empty after it, it decided
-    others = _others(exchange, node)
+    others = exchange.met_by(node)
     if not others:
         return None
     last = max(others, key=lambda i: float(ready[i]))
     return last if last != node and float(ready[last]) > float(ready[node]) else None
-
-
-def _others(exchange: object, node: int) -> list[int]:
-    """The nodes that `node` meets."""
-    if isinstance(exchange, Meeting):
-        group = int(exchange.heard[node])
-        return [i for i in exchange.groups[group] if i < exchange.num_nodes] if group < len(exchange.groups) else []
-    assert isinstance(exchange, Mesh)
-    return sorted({j for j, i in zip(exchange.senders, exchange.receivers) if i == node})
 
 
 def _sending(step: int, sent: Sent) -> Iterator[Bar]:
@@ -224,9 +265,9 @@ def plot_timeline(
     from matplotlib.axes import Axes
     from matplotlib.patches import Patch
 
-    from vecgym.plot.style import COLOURS, NotebookFigure, check_shared, done, finish
+    from vecgym.plot.style import COLOURS, check_shared, done, finish, new_figure
 
-    check_shared(path=path, title=title)
+    check_shared(path, title)
     first = check.integer("first", first, 0, "the first step, counted from 0")
     last = min(timeline.num_steps, first + MAX_STEPS) if last is None else check.integer("last", last)
     if not first < min(last, timeline.num_steps):
@@ -236,8 +277,7 @@ def plot_timeline(
     shown = min(timeline.num_nodes, MAX_NODES)
     figure = None
     if axes is None:
-        figure = NotebookFigure(figsize=(9, 1.3 + 0.45 * shown), dpi=120, layout="constrained")
-        axes = figure.subplots()
+        figure, (axes,) = new_figure(9, 1.3 + 0.45 * shown)
     found = [bar for bar in timeline.bars(first, last) if bar.node < shown]
     begin, end = min(bar.begin for bar in found), max(bar.end for bar in found)
     for bar in found:
@@ -290,11 +330,10 @@ def plot_networks(
     """
     from matplotlib.ticker import EngFormatter
 
-    from vecgym.plot.style import COLOURS, NotebookFigure, check_shared, done, finish
+    from vecgym.plot.style import COLOURS, check_shared, done, finish, new_figure
 
-    check_shared(path=path, title=title)
-    figure = NotebookFigure(figsize=(9, 3.8), dpi=120, layout="constrained")
-    left, right = figure.subplots(1, 2)
+    check_shared(path, title)
+    figure, (left, right) = new_figure(9, 3.8, columns=2)
     for (latency, row), colour in zip(timelines.items(), itertools.cycle(COLOURS)):
         label = f"latency {readable_time(latency)}"
         left.plot(list(row), [float(t.seconds) for t in row.values()], "o-", color=colour, label=label)

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from vecgym.core import check
 
 PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 BINARY = {"Ki": 2.0**10, "ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
-PARTS_OF_A_SECOND = {
-    "ns": 1e9,
-    "us": 1e6,
-    "µs": 1e6,
-    "μs": 1e6,
-    "ms": 1e3,
-    "s": 1.0,
-    "min": 1 / 60,
-    "h": 1 / 3600,
-}
+PARTS_OF_A_SECOND = {"ns": 1e9, "us": 1e6, "µs": 1e6, "μs": 1e6, "ms": 1e3, "s": 1.0, "min": 1 / 60, "h": 1 / 3600}
 
 _NUMBER = r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*"
 _BANDWIDTH = re.compile(_NUMBER + r"([kKMGT]i?|)(bit|bits|b|B|byte|bytes)(?:/s|ps)\s*")
 _TIME = re.compile(_NUMBER + f"({'|'.join(PARTS_OF_A_SECOND)})\\s*")
 
 
-def bits_per_second(name: str, value: Any, what: str = "bits per second") -> float:
+def bits_per_second(name: str, value: Any) -> float:
     """`value` if it is a number > 0, or the number of a text such as "1 Gbit/s" (bits) or "100 MB/s" (bytes).
 
     k, M, G and T stand for powers of 1000, Ki, Mi, Gi and Ti of 1024.
@@ -45,19 +40,19 @@ def bits_per_second(name: str, value: Any, what: str = "bits per second") -> flo
         found = _BANDWIDTH.fullmatch(value)
         if found is None or float(found[1]) == 0:
             raise ValueError(
-                f"{name}={value!r} is not a bandwidth: give {what} as a number > 0, or as a text such as "
+                f"{name}={value!r} is not a bandwidth: give bits per second as a number > 0, or as a text such as "
                 '"1 Gbit/s" or "100 MB/s" (b and bit: bits, B: bytes).'
             )
         bits = 8.0 if found[3] in ("B", "byte", "bytes") else 1.0
         return float(found[1]) * {**PREFIXES, **BINARY}[found[2]] * bits
-    return float(check.number(name, value, "(0, inf]", f'{what}, or a text such as "1 Gbit/s"'))
+    return check.number(name, value, "(0, inf]", 'bits per second, or a text such as "1 Gbit/s"')
 
 
 LONGEST_LATENCY = 10.0  # seconds: what is more is a number of milliseconds
 
 
-def seconds(name: str, value: Any, what: str = "seconds", within: str = "[0, inf)") -> float:
-    """`value` if it is a number in an interval, or the number of a text with its unit, such as "50 ms".
+def seconds(name: str, value: Any) -> float:
+    """`value` if it is a number >= 0, or the number of a text with its unit, such as "50 ms".
 
     Raises:
         ValueError: for anything else.
@@ -69,11 +64,11 @@ def seconds(name: str, value: Any, what: str = "seconds", within: str = "[0, inf
         found = _TIME.fullmatch(value)
         if found is None:
             raise ValueError(
-                f"{name}={value!r} is not a time: give {what} as a number, or as a text with its unit, such as "
+                f"{name}={value!r} is not a time: give seconds as a number, or as a text with its unit, such as "
                 '"50 ms" or "0.4 s".'
             )
         value = float(found[1]) / PARTS_OF_A_SECOND[found[2]]
-    return float(check.number(name, value, within, f'{what}, or a text such as "50 ms"'))
+    return check.number(name, value, "[0, inf)", 'seconds, or a text such as "50 ms"')
 
 
 def latency(name: str, value: Any) -> float:
@@ -95,6 +90,35 @@ def latency(name: str, value: Any) -> float:
             f"{name}={value!r} is {readable_time(found)} for every message; give at most {LONGEST_LATENCY:g} s. Are "
             f'milliseconds meant? Give "{found:g} ms".'
         )
+    return found
+
+
+def numbers(name: str, value: Any, parse: Callable[[str, Any], float], dims: int = 1, diagonal: float = 0.0) -> Tensor:
+    """A number, `[K]` or, with `dims=2`, `[K, K]` of them, as float64.
+
+    Args:
+        parse: reads one of them.
+        diagonal: of a matrix; what is given there, where nothing crosses, may be anything.
+
+    Raises:
+        ValueError: for anything else.
+
+    >>> numbers("latency", ["50 ms", 0.1], latency)
+    tensor([0.0500, 0.1000], dtype=torch.float64)
+    """
+    plain = check.has_values(name, value).tolist() if hasattr(value, "tolist") else value
+    if not isinstance(plain, (list, tuple)):
+        return torch.tensor(parse(name, plain), dtype=torch.float64)
+    if plain and all(isinstance(row, (list, tuple)) for row in plain):
+        if len({len(row) for row in plain}) > 1:
+            raise ValueError(f"{name} has rows of {sorted({len(row) for row in plain})} numbers; give [K, K].")
+        plain = [[diagonal if i == j else parse(name, x) for j, x in enumerate(row)] for i, row in enumerate(plain)]
+    else:
+        plain = [parse(name, x) for x in plain]
+    found = torch.tensor(plain, dtype=torch.float64)
+    if not 0 < found.dim() <= dims or found.numel() == 0 or len(set(found.shape)) > 1:
+        shapes = "a number or [K]" if dims == 1 else "a number, [K] or [K, K]"
+        raise ValueError(f"{name} has shape {list(found.shape)}; give {shapes}.")
     return found
 
 
@@ -123,3 +147,15 @@ def readable_time(value: float) -> str:
         if value < limit:
             return f"{value / unit:.3g} {name}"
     return f"{value / 3600:.3g} h" if value < 48 * 3600 else f"{value / 86400:.3g} days"
+
+
+def readable_span(values: Tensor, readable: Callable[[float], str]) -> str:
+    """A number, or the shape of several, the lowest and the highest; of a matrix, off the diagonal.
+
+    >>> readable_span(torch.tensor(2.0), readable_time), readable_span(torch.tensor([0.5, 2.0]), readable_time)
+    ('2 s', '[2] of 500 ms to 2 s')
+    """
+    apart = values[~torch.eye(len(values), dtype=torch.bool)] if values.dim() == 2 and len(values) > 1 else values
+    low, high = float(apart.min()), float(apart.max())
+    span = readable(low) if low == high else f"{readable(low)} to {readable(high)}"
+    return span if values.dim() == 0 else f"{list(values.shape)} of {span}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -54,8 +55,7 @@ def plot_comparison(
     >>> [axes.get_xlabel() for axes in figure.axes]
     ['optimizer steps', 'bytes sent per node']
     """
-    style.check_shared(path=path, title=title, window=window)
-    _check(histories)
+    _check(histories, path, title, window)
     figure, (by_step, by_bytes) = style.new_figure(11, 4.6, columns=2, sharey=True)
     for (name, history), look in zip(histories.items(), style.line_styles(list(histories))):
         _draw_losses(by_step, name, history, "step", look, window)
@@ -89,8 +89,7 @@ def plot_history(
     >>> plot_history(run).axes[0].get_xlabel()
     'optimizer steps'
     """
-    style.check_shared(path=path, title=title, window=window)
-    _check({"history": history})
+    _check({"history": history}, path, title, window)
     figure, (axes,) = style.new_figure(7, 4.4)
     (colour, other), window = style.COLOURS[:2], window or default_window(history)
     steps, losses = history.series("train_loss")
@@ -144,8 +143,7 @@ def plot_runs(
     >>> [axes.get_xlabel() for axes in plot_runs({"diloco": run}, x="seconds").axes]
     ['seconds of simulation', 'seconds of simulation']
     """
-    style.check_shared(path=path, title=title, window=window)
-    _check(histories)
+    _check(histories, path, title, window)
     column = X_AXES[check.choice("x", x, X_AXES)]
     apart = {n: h for n, h in histories.items() if "consensus_distance" in h.columns}
     figure, panels = style.new_figure(11 if apart else 7, 4.6, columns=2 if apart else 1, sharex=True)
@@ -269,7 +267,9 @@ def _legend(axes: Axes, names: list[str], spread: str = "") -> None:
         axes.legend(handles=handles, frameon=False)
 
 
-def _check(histories: Mapping[str, History]) -> None:
+def _check(histories: Mapping[str, History], path: Any, title: Any, window: Any) -> None:
+    style.check_shared(path, title)
+    check.optional_integer("window", window, what="steps to average over")
     check.instance("histories", histories, Mapping, 'a dict: {"name": trainer.history, ...}')
     if not histories:
         raise ValueError('there is no history to plot; give histories={"name": trainer.history, ...}.')

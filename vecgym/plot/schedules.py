@@ -41,7 +41,7 @@ def plot_sensitivity(
     >>> plot_sensitivity([-0.5, 0.1, -0.2], schedule=[0, 0, 1]).axes[0].get_ylabel()
     'd final loss / d weight of the exchange'
     """
-    style.check_shared(path=path, title=title)
+    style.check_shared(path, title)
     slope = style.vector("gradient", gradient)
     figure, (axes,) = style.new_figure(9, 3.8)
     steps = np.arange(1, len(slope) + 1)
@@ -80,7 +80,7 @@ def plot_schedule(
     >>> [axes.get_xlabel() for axes in plot_schedule(found).axes]
     ['optimizer steps', 'accepted steps of the descent']
     """
-    style.check_shared(path=path, title=title)
+    style.check_shared(path, title)
     check.instance("found", found, OptimizedSchedule, "what optimize_schedule returned")
     if found.schedule.ndim == 1:
         names = "optimized, rounded", "every H"
@@ -117,7 +117,7 @@ def plot_partition(
     >>> sorted(heights)  # each node has one of the two classes
     [0, 0, 0, 0, 3, 3, 3, 3]
     """
-    style.check_shared(path=path, title=title)
+    style.check_shared(path, title)
     check.instance("partition", partition, Partition, "a Partition such as partition_iid(labels, 8)")
     nodes, each = range(partition.num_nodes), np.array(partition.sizes)[:, None]
     labels: Sequence[int | str] = ["examples"]

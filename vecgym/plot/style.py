@@ -83,20 +83,15 @@ def draw_band(axes: Axes, x: Any, low: Any, high: Any, colour: str, **settings: 
 
 def span(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the lowest and the highest finite entry of each row; nan where there is none."""
-    there = np.isfinite(values)
-    low = np.where(there, values, np.inf).min(axis=1)
-    high = np.where(there, values, -np.inf).max(axis=1)
-    some = there.any(axis=1)
-    return np.where(some, low, np.nan), np.where(some, high, np.nan)
+    finite = np.where(np.isfinite(values), values, np.nan)
+    return np.fmin.reduce(finite, axis=1), np.fmax.reduce(finite, axis=1)
 
 
-def check_shared(path: Any, title: Any, window: Any = None, best: Any = False) -> None:
-    """Check the arguments that several figures take, before anything is drawn."""
+def check_shared(path: Any, title: Any) -> None:
+    """Check the arguments that all figures take, before anything is drawn."""
     if path is not None:
         check.path("path", path)
     check.instance("title", title, (str, type(None)), "a str, or None")
-    check.optional_integer("window", window, what="steps to average over")
-    check.flag("best", best)
 
 
 def scale_bytes(axes: Axes, sent: Sequence[float], *, logarithmic: bool = True) -> None:
@@ -143,6 +138,4 @@ def every_few(number: int) -> list[int]:
     >>> every_few(3), len(every_few(200)), every_few(200)[-1]
     ([0, 1, 2], 16, 199)
     """
-    if number <= MAX_LEGEND:
-        return list(range(number))
-    return [round(i * (number - 1) / (MAX_LEGEND - 1)) for i in range(MAX_LEGEND)]
+    return [round(i) for i in np.linspace(0, number - 1, min(number, MAX_LEGEND))]

@@ -72,10 +72,11 @@ def plot_axis(
     >>> [[round(float(v), 3) for v in line.get_ydata()] for line in plot_axis(rows, "lr").axes[0].lines]
     [[0.6, 0.7]]
     """
-    style.check_shared(path=path, title=title, best=best)
+    style.check_shared(path, title)
+    check.flag("best", best)
     drawn = _drawn(rows, y, over, "y", x=x, hue=hue)
     figure, (axes,) = style.new_figure(7, 4.4)
-    places = _places(axes, [row[x] for row in drawn.finite])
+    places = _places(axes, drawn.finite, x)
     values = _values(drawn.finite, hue)
     for value, look in zip(values, style.line_styles(values)):
         mine = [row for row in drawn.rows if hue is None or row[hue] == value]
@@ -133,7 +134,8 @@ def plot_heatmap(
     >>> plot_heatmap(rows, "lr", "H").axes[0].images[0].get_array().tolist()
     [[0.1, 0.2], [0.5, 1.0]]
     """
-    style.check_shared(path=path, title=title, best=best)
+    style.check_shared(path, title)
+    check.flag("best", best)
     drawn = _drawn(rows, value, over, "value", x=x, y=y)
     columns, lines = _values(drawn.rows, x), _values(drawn.rows, y)
     cells = np.full((len(lines), len(columns)), np.nan)
@@ -182,7 +184,7 @@ def plot_pareto(
     >>> [round(float(v), 2) for v in plot_pareto(rows).axes[0].lines[0].get_ydata()]
     [1.4, 1.2, 1.1]
     """
-    style.check_shared(path=path, title=title)
+    style.check_shared(path, title)
     drawn = _drawn(rows, y, over, "y", x=x, hue=hue)
     whole = _whole(drawn.rows, drawn)
     if not whole:
@@ -266,9 +268,9 @@ def _values(rows: Rows, name: str | None) -> list[Any]:
     return sorted(found) if all(map(check.is_number, found)) else found
 
 
-def _places(axes: Axes, values: list[Any]) -> dict[Any, float]:
+def _places(axes: Axes, rows: Rows, name: str) -> dict[Any, float]:
     """Return where each value is drawn."""
-    found = _values([{"x": value} for value in values], "x")
+    found = _values(rows, name)
     if not all(map(check.is_number, found)):
         axes.set_xticks(range(len(found)), [_shown(v) for v in found])
         return {v: float(i) for i, v in enumerate(found)}
