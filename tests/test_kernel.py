@@ -392,17 +392,22 @@ def test_schedules_and_random_models_on_both(make: Any, rejoin: Any, monkeypatch
         assert torch.equal(torch.as_tensor(a.lr), torch.as_tensor(b.lr))
 
 
-def test_one_node_shares_nothing_with_what_is_shared() -> None:
-    """Of one node, its own parameters and those that all share are tensors of the same shape, and not the same."""
-    simulation, _ = kernel_of(Scaffold(0.05, 3), num_nodes=1)
-    state = simulation.init()
-    assert len({x.data_ptr() for x in tree.leaves([state.own, state.shared])}) == len(
-        list(tree.leaves([state.own, state.shared]))
-    )
-    after = kernel.run(simulation, state, stop=lambda state: state.tick == 2)
-    name = next(iter(simulation.engine.params))
-    assert torch.equal(after.shared["start"][name][0], simulation.engine.params[name])
-    assert not torch.equal(after.own["params"][name], after.shared["start"][name])
+class Began(Scaffold):
+    """The same, and each node keeps what it began with."""
+
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
+        own, shared = super().init(run, params)
+        return {**own, "began": params}, shared
+
+
+def test_names_of_one_node_share_no_memory() -> None:
+    """Of one node, what is given under several names has its shape already, and is copied all the same."""
+    simulation, _ = kernel_of(Began(0.05, 3), num_nodes=1)
+    after = kernel.run(simulation, simulation.init(), stop=lambda state: state.tick == 2)
+    for name, p in simulation.engine.params.items():
+        assert torch.equal(after.shared["start"][name][0], p)
+        assert torch.equal(after.own["began"][name][0], p)
+        assert not torch.equal(after.own["params"][name][0], p)
 
 
 def ticks_in_a_process(link: multiprocess.Link, name: str) -> dict[str, Tensor]:
