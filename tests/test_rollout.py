@@ -716,6 +716,24 @@ def test_second_derivatives(segments: int | None) -> None:
         assert_close(found[i], (gradient(THREE + step) - gradient(THREE - step)) / 2e-5, 1e-6)
 
 
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("inner", ["adam", "adamw"])
+def test_second_derivatives_of_one_node(inner: str, num_nodes: int) -> None:
+    """The state of one node has its full shape in the first step, in which only the rate is a variable."""
+    model = make_model("MLP", dtype=F64)
+    batches = stacked(make_batches("MLP", 3, num_nodes, batch_size=4, dtype=F64))
+
+    def loss(rate: Tensor) -> Tensor:
+        strategy, at_end = Strategy(inner, lr=rate), make_batches("MLP", 1, 1, batch_size=8, dtype=F64)[0][0]
+        return vecgym.rollout(model, strategy, batches, num_nodes=num_nodes, eval_batch=at_end).loss
+
+    rate, h = torch.tensor(0.01, dtype=F64, requires_grad=True), 1e-6
+    [slope] = torch.autograd.grad(loss(rate), rate, create_graph=True)
+    [found] = torch.autograd.grad(slope, rate)
+    by = [torch.autograd.grad(loss(at), at)[0] for at in (rate.detach() + d for d in (h, -h)) if at.requires_grad_()]
+    torch.testing.assert_close(found, (by[0] - by[1]) / (2 * h), rtol=1e-5, atol=1e-6)
+
+
 def test_transforms_look_at_the_model_by_themselves() -> None:
     """Without an engine prepared outside, and by the batches, too."""
     model, batches, eval_batch, _ = setting()

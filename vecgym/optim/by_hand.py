@@ -126,7 +126,9 @@ def _by_the_formula(inputs: list[Any], needed: Any, by: Any) -> tuple[Tensor | N
     inputs = [x.view_as(x) if isinstance(x, Tensor) else x for x in inputs]
     p, g, m, v, w1, b2, w2, c2, a, eps = inputs
     new_m, new_v = adam_moments(g, m, v, w1, b2, w2)
-    outputs = [(out, x) for out, x in zip((adam_moved(p, new_m, new_v, c2, a, eps), new_m, new_v), by) if x is not None]
+    after = adam_moved(p, new_m, new_v, c2, a, eps), new_m, new_v
+    # In a first step only the rate may be a variable: then the moments depend on none.
+    outputs = [(out, x) for out, x in zip(after, by) if x is not None and out.requires_grad]
     wanted = [x for x, is_wanted in zip(inputs, needed) if is_wanted]
     outs, grads = zip(*outputs)
     found = torch.autograd.grad(outs, wanted, grads, create_graph=True, allow_unused=True)

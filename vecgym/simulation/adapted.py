@@ -71,10 +71,11 @@ class Adapted:
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         ctx = Context(StackedCollectives(run.num_nodes), max_steps=run.num_steps, seed=run.seed, lr=0.0)
         optimizer, modules = self.strategy.init(params, ctx)
-        presence = run.presence
-        apart = isinstance(presence, Presence) and presence.rejoin == "own" and min(presence.counts) < run.num_nodes
-        together = exchanges_gradients(self.strategy) and not apart
-        known = stored_once(self.strategy, params, run.num_nodes, run.num_steps, run.seed, trained=together)
+        absent = isinstance(run.presence, Presence) and min(run.presence.counts) < run.num_nodes
+        apart = absent and run.presence is not None and run.presence.rejoin == "own"
+        together, known = exchanges_gradients(self.strategy) and not apart, None
+        if together or absent:
+            known = stored_once(self.strategy, params, run.num_nodes, run.num_steps, run.seed, trained=together)
         self._once = None if known is None else known.modules
         self._counts = "step" in optimizer
         trained = {"params": params, "optimizer": {slot: x for slot, x in optimizer.items() if slot != "step"}}
@@ -113,7 +114,10 @@ class Adapted:
         self._store_again(part, shared)
         grads = strategy.local_gradients(grads, part.params, of_rows, ctx)
         if not resting or strategy.exchanges_where_some_rest:
-            grads, changed = strategy.exchange_gradients(grads, modules, ctx)
+            given = grads
+            grads, changed = strategy.exchange_gradients(given, modules, ctx)
+            if part.inplace:  # the optimizer may write to the gradients, which a module may keep
+                changed = nodes.unshared(changed, modules, (given, grads))
             self._keep(part, changed, modules)
         self._optimize(part, grads, ctx)
         assert part.losses is not None
