@@ -116,9 +116,10 @@ class Adapted:
         if not resting or strategy.exchanges_where_some_rest:
             given = grads
             grads, changed = strategy.exchange_gradients(given, modules, ctx)
-            if part.inplace:  # the optimizer may write to the gradients, which a module may keep
-                changed = nodes.unshared(changed, modules, (given, grads))
-            self._keep(part, changed, modules)
+            if changed is not modules:
+                if part.inplace:  # the optimizer may write to the gradients, which a module may keep
+                    changed = nodes.unshared(changed, modules, (given, grads))
+                self._keep(part, changed, modules)
         self._optimize(part, grads, ctx)
         assert part.losses is not None
         part.report(part.losses)
@@ -209,9 +210,9 @@ class Adapted:
         held = part.home["optimizer"]
         if not self._counts:
             return held
-        counts = sorted(set(ctx.node_steps.tolist()))
-        one = part.home is part.shared or len(counts) == 1
-        each = [part.tick if part.home is part.shared else counts[0]] if one else ctx.node_steps.tolist()
+        each = [part.tick] if part.home is part.shared else ctx.node_steps.tolist()
+        if each.count(each[0]) == len(each):
+            each = each[:1]
         return {"step": torch.tensor(each), **held}
 
     def _keep_optimizer(self, part: Part, new: dict[str, Any]) -> None:

@@ -120,9 +120,9 @@ def _put(rows: Rows, whole: Any, new: Any, taken: Any, pure: bool, moves: list[M
         return new
     if not isinstance(whole, Tensor) or whole.shape[1:] != new.shape[1:] or whole.dtype != new.dtype:
         return _begun(rows, new)
-    if rows.index is None and len(new) not in (1, len(whole)):
+    if rows.index is None and new.shape[0] not in (1, whole.shape[0]):
         return new.clone()
-    wide = new.expand(taken.shape)
+    wide = new if new.shape == taken.shape else new.expand(taken.shape)
     if pure:
         index = _numbers(rows)
         return wide if index is None else whole.index_copy(0, placed(index, wide.device), wide)
