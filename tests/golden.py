@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,113 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         yield f"processes {name}", lambda n=name, s=settings: fitted(n, "MLP", "float64", **s)  # type: ignore[misc]
 
 
+class Each:
+    """Short runs of one strategy in every way in which there are runs; see `tests.fuzz.strategies.KINDS`."""
+
+    K, STEPS = 4, 6
+    WAYS = ("fit", "absent", "rejoining", "resumed", "sweep", "rollout", "processes")
+
+    def __init__(self, name: str) -> None:
+        import torch
+
+        from tests import fitting
+        from tests.fuzz.strategies import ASYNCHRONOUS
+        from tests.models import make_model
+        from vecgym.clock import Compute
+
+        self.name, self.late = name, name in ASYNCHRONOUS
+        self.data = fitting.dataset("MLP", 48, dtype=torch.float64)
+        self.val = torch.utils.data.Subset(self.data, range(8))
+        self.model = make_model("MLP", dtype=torch.float64)
+        self.options: dict[str, Any] = {"batch_size": 4, "progress": False, "device": "cpu"}
+        self.options["max_updates" if self.late else "max_steps"] = self.STEPS
+        if self.late:
+            self.options["compute"] = Compute([1.0, 1.3, 1.9, 2.7])
+
+    def strategy(self) -> Any:
+        from tests.fuzz.strategies import make
+
+        return make(self.name, H=2, p=0.3, inner_optim="adamw", lr=0.01, warmup_steps=2)
+
+    def run(self, way: str) -> dict[str, Any]:
+        """What a run leaves; of one that is refused, that it is."""
+        try:
+            found: dict[str, Any] = getattr(self, way)()
+        except ValueError as error:
+            return {
+                "losses": f"refused: {type(error).__name__}",
+                "params": "",
+                "bytes": 0.0,
+                "last_loss": 0.0,
+                "norms": [],
+            }
+        return found
+
+    def fit(self, **settings: Any) -> dict[str, Any]:
+        import torch
+
+        from vecgym import Trainer
+
+        trainer = Trainer(self.model, self.data, self.val)
+        average = trainer.fit(self.strategy(), self.K, val_interval=3, **{**self.options, **settings})
+        losses = [torch.as_tensor(x) for x in trainer.history.series("train_losses")[1]]
+        losses += [torch.tensor(x, dtype=torch.float64) for x in trainer.history.series("val_loss")[1]]
+        values = {**trainer.nodes.params, **{f"{name} of all": p.detach() for name, p in average.named_parameters()}}
+        return trace(losses, values, trainer.ledger.total_bytes)
+
+    def absent(self, rejoin: Any = "own") -> dict[str, Any]:
+        import torch
+
+        from vecgym.availability import Trace
+
+        there = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 1], [1, 1, 0, 1], [1, 1, 1, 0]])
+        return self.fit(availability=Trace(there.bool(), rejoin=rejoin))
+
+    def rejoining(self) -> dict[str, Any]:
+        return self.absent("shared")
+
+    def resumed(self) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            self.fit(save_dir=folder, checkpoint_interval=3)
+            return self.fit(resume=Path(folder) / "step-000000003.pt")
+
+    def processes(self) -> dict[str, Any]:
+        return self.fit(backend="processes", num_processes=2, exact=True)
+
+    def sweep(self) -> dict[str, Any]:
+        import torch
+
+        from vecgym import sweep
+
+        result = sweep(
+            self.model, self.data, self.val, strategy=self.strategy, grid={"seed": [0, 1]}, num_nodes=self.K,
+            **self.options,
+        )  # fmt: skip
+        runs = [result.history(i) for i in range(2)]
+        losses = [torch.as_tensor(x) for run in runs for x in run.series("train_losses")[1]]
+        losses += [torch.tensor(run.last("val_loss"), dtype=torch.float64) for run in runs]
+        return trace(losses, {}, sum(run.last("bytes_total") for run in runs))
+
+    def rollout(self) -> dict[str, Any]:
+        from vecgym import rollout
+        from vecgym.data import Batches
+
+        given = {"compute": self.options["compute"], "max_updates": 3} if self.late else {"num_examples": (5, 2, 3, 2)}
+        count = 12 if self.late else 4
+        batches = list(Batches(self.data, self.K, 4).iterate(0, count))
+        outcome = rollout(self.model, self.strategy(), batches, num_nodes=self.K, eval_batch=self.data[:8], **given)
+        return trace([outcome.losses, outcome.loss], outcome.params, float(outcome.bytes.sum()))
+
+
+def every_strategy() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Every strategy in every way."""
+    from tests.fuzz.strategies import KINDS
+
+    for name in KINDS:
+        for way in Each.WAYS:
+            yield f"{way} {name}", lambda n=name, w=way: Each(n).run(w)  # type: ignore[misc]
+
+
 def trace(losses: list[Any], values: dict[str, Any], num_bytes: float) -> dict[str, Any]:
     """The bits of a run as hashes, and numbers that tell how far another run is from it."""
     return {
@@ -147,8 +256,9 @@ def main() -> None:
     import warnings
 
     warnings.simplefilter("ignore")
-    found = {"computed_by": computed_by(), "traces": {name: make() for name, make in cases()}}
-    text = json.dumps(found, indent=1)
+    traces = {name: make() for name, make in itertools.chain(cases(), every_strategy())}
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(trace)}" for name, trace in traces.items())
+    text = f'{{\n "computed_by": {json.dumps(computed_by())},\n "traces": {{\n{lines}\n }}\n}}'
     if args.write:
         FILE.write_text(text + "\n")
     else:
