@@ -169,16 +169,16 @@ amount of text goes into every row.
 | one node | 1 | 12 | 1.769 | 0 | - |
 | AllReduce | 4 | 3 | 1.769 | 9.65 GB | 1 x |
 | FedAvg, H=50 | 4 | 3 | 1.958 | 193 MB | 50 x |
-| DiLoCo, H=50 | 4 | 3 | 1.876 | 193 MB | 50 x |
+| DiLoCo, H=50 | 4 | 3 | 1.877 | 193 MB | 50 x |
 | SPARTA, p=0.005 | 4 | 3 | 1.979 | 48.3 MB | 200 x |
-| SPARTA + DiLoCo, p=0.005, H=50 | 4 | 3 | 1.869 | 241 MB | 40 x |
-| DeMo | 4 | 3 | 1.818 | 511 MB | 18.9 x |
+| SPARTA + DiLoCo, p=0.005, H=50 | 4 | 3 | 1.868 | 241 MB | 40 x |
+| DeMo | 4 | 3 | 1.814 | 511 MB | 18.9 x |
 
-![Losses of the seven runs, left against optimizer steps, right against bytes sent; one node and AllReduce coincide, and the first steps are cut off](../../notebooks/figures/shakespeare.png)
+![Losses of the seven runs, left against optimizer steps, right against bytes sent; one node and AllReduce coincide](../../notebooks/figures/shakespeare.png)
 
-*Sent* is what a node's link carries: DeMo's code goes to each of the three others. On the right of the figure its curve is
-drawn by its payload, a third of that. This is one seed, and only DeMo's learning rate was tuned. The markers in the figure are evaluations during the runs,
-always on the same 96 windows of the validation part, which is why they differ from the table.
+*Sent* is what a node's link carries: DeMo's code goes to each of the three others. This is one seed, and only DeMo's
+learning rate was tuned. The markers in the figure are evaluations during the runs, always on the same 96 windows of the
+validation part, which is why they differ from the table.
 `python benchmarks/shakespeare.py --text FILE` prints the table and draws the figure in about half an hour on one core.
 
 ## The field's algorithms on the same text
