@@ -64,8 +64,10 @@ def test_a_timetable_says_what_a_loop_would_do(seed: int) -> None:
             expected.append(("agree", there, [made[node] for node in there]))
         if step >= 2 and (step - 2) % 3 == 2:
             late = [node for node in there if table[step - 2, node]]
-            expected.append(("write", late, [made[node] for node in late]))
-        expected.append(("some", training, [made[node] for node in training]))
+            if late:
+                expected.append(("write", late, [made[node] for node in late]))
+        if training:
+            expected.append(("some", training, [made[node] for node in training]))
         found = [
             (event.what, *map(list, zip(*event.each(K)))) if event.rows != () else (event.what, [], [])
             for event in events
@@ -100,6 +102,33 @@ def test_those_who_return_are_told_before_they_train() -> None:
     presence = Presence(Trace([[True, False], [True, True], [True, True]], rejoin="shared"), Facts(2, 3, 42))
     whats = [[event.what for event in events] for events in Lockstep(RunFacts(2, 3, presence=presence)).ticks()]
     assert whats == [["train"], ["rejoin", "train"], ["train"]]
+
+
+def test_those_who_write_late_are_some_of_those_who_agreed() -> None:
+    presence = Presence(Trace([[True, True, True], [False, True, True]]), Facts(3, 2, 42))
+    first_two = lambda step, rows: list(rows)[:2]  # noqa: E731
+    marks = Mark("agree", who=first_two), Mark("write", lag=1, who=first_two)
+    whole = list(Lockstep(RunFacts(3, 2, presence=presence), *marks).ticks())
+    assert [(event.what, event.rows) for event in whole[0]] == [("train", None), ("agree", (0, 1))]
+    assert [(event.what, event.rows) for event in whole[1][1:]] == [("agree", (1, 2)), ("write", (1,))]
+
+
+def test_counts_are_kept_for_who_reads_ahead() -> None:
+    """Asking for two steps in turn does not count from the beginning again."""
+    asked: list[int] = []
+
+    def turns(step: int, rows: Any) -> Any:
+        asked.append(step)
+        return rows[step % 2 :]
+
+    table = Lockstep(RunFacts(4, 400), trains=turns)
+    for step in range(1, 400):
+        assert table.made(step)[0] == (step + 1) // 2
+        table.made(max(0, step - 50))
+    assert len(asked) < 500
+    counts = table.made(7)
+    counts[0] = 99
+    assert table.made(7)[0] != 99
 
 
 # ---------------------------------------------------------------------------------------------------------- the rows
@@ -160,6 +189,22 @@ def test_a_name_may_go() -> None:
     assert "message" not in rows
     put_back([rows], pure=False)
     assert whole == {}
+
+
+def test_what_some_rows_cannot_be_given_is_refused() -> None:
+    whole = {"w": torch.arange(4), "p": {"a": torch.zeros(4), "b": torch.ones(4)}}
+    for new in (torch.tensor([0.5, 0.5]), torch.zeros(2, 1, dtype=torch.long), torch.zeros(3, dtype=torch.long)):
+        rows = Rows(whole, slice(0, 2), 4)
+        rows["w"] = new
+        with pytest.raises(ValueError, match="these rows need the same form"):
+            put_back([rows], pure=False)
+    rows = Rows(whole, slice(0, 2), 4)
+    rows["p"] = {"a": torch.ones(2)}
+    put_back([rows], pure=False)
+    assert whole["p"]["a"].tolist() == [1, 1, 0, 0]  # type: ignore[index]
+    assert whole["p"]["b"].tolist() == [1, 1, 1, 1]  # type: ignore[index]
+    with pytest.raises(KeyError, match=r"there is no 'v' here; there are \['p', 'w'\]"):
+        rows["v"]
 
 
 # -------------------------------------------------------------------------------------------- an algorithm of one's own
@@ -317,6 +362,76 @@ def test_who_reads_what_is_known_beforehand() -> None:
     assert [rows for rows, _ in ahead] == [row.nonzero().flatten().tolist() for row in table]
     counts = (table.long().cumsum(0) - table.long())[table].tolist()
     assert list(itertools.chain(*([n] * len(rows) if isinstance(n, int) else n for rows, n in ahead))) == counts
+
+
+class Reads(Scaffold):
+    """Handlers that read another number of batches than their event says."""
+
+    def __init__(self, count: int, who: Any = None, when: Any = 3) -> None:
+        super().__init__(0.05, 3)
+        self.count, self.who, self.when = count, who, when
+
+    def timetable(self, run: RunFacts) -> Lockstep:
+        return Lockstep(run, Mark("meet", self.when), Mark("odd", 100), trains=self.who)
+
+    def train(self, part: Part) -> None:
+        for _ in range(self.count):
+            part.gradients()
+
+
+@pytest.mark.parametrize(("algorithm", "said"), [
+    (Reads(0), "'train' in tick 0 reads 0 batches, and its event says reads=1"),
+    (Reads(2), "'train' in tick 0 reads 2 batches, and its event says reads=1"),
+    (Reads(1, who=lambda step, rows: [2, 7]), r"names \[7\], which are not among \[0, 1, 2, 3, 4\]"),
+])  # fmt: skip
+def test_mistakes_of_an_algorithm_are_named(algorithm: Any, said: str) -> None:
+    simulation, _ = kernel_of(algorithm)
+    with pytest.raises(ValueError, match=said):
+        kernel.run(simulation, simulation.init())
+
+
+def test_a_handler_that_is_missing_and_rows_that_are_none() -> None:
+    simulation, _ = kernel_of(Scaffold(0.05, 3))
+    tick = lambda event: simulation.tick(simulation.init(), [event], iter(()))  # noqa: E731
+    with pytest.raises(TypeError, match="Scaffold has no method 'odd', which its timetable names"):
+        tick(kernel.Event("odd"))
+    for rows in ((3, 1), (0, 0), (0, K)):
+        with pytest.raises(ValueError, match="must be in ascending order, from 0 to 4"):
+            tick(kernel.Event("meet", rows))
+    with pytest.raises(ValueError, match="H=0 must be an integer >= 1"):
+        Every(0)
+
+
+def test_several_batches_of_an_event_have_masks_of_their_own() -> None:
+    """With the same batch twice, the losses of a model with dropout differ, and are those of the next step."""
+    losses: list[Tensor] = []
+
+    class Twice(Scaffold):
+        def timetable(self, run: RunFacts) -> Any:
+            return type(
+                "Table",
+                (),
+                {"length": 1, "max_steps": 2, "ticks": lambda self, start=0: iter([[kernel.Event("train", reads=2)]])},
+            )()
+
+        def train(self, part: Part) -> None:
+            for _ in range(2):
+                part.gradients()
+                assert part.losses is not None
+                losses.append(part.losses.clone())
+
+    batch = stacked(make_batches("Dropout", 1, 2, batch_size=4, dtype=F64))[0]
+    engine = Engine(make_model("Dropout", dtype=F64), engine="loop", node_threads=1)
+    engine.prepare(batch)
+    simulation = kernel.Simulation(
+        engine, Twice(0.05, 3), RunFacts(2), StackedCollectives(2), lambda requests: ((batch, None) for _ in requests)
+    )
+    kernel.run(simulation, simulation.init())
+    own = {name: p[None] for name, p in engine.params.items()}
+    for step in range(2):
+        expected = engine.gradients(own, {}, batch, seed=42, step=step, node_ids=[0, 1]).losses
+        assert torch.equal(losses[step], expected)
+    assert not torch.equal(*losses)
 
 
 # ------------------------------------------------------------------------------------- old strategies, on both of them

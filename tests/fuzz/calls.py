@@ -92,7 +92,9 @@ UNCALLED = {
     "vecgym.optim.Muon": "torch's own, where it has one",
     "vecgym.plot.NotebookFigure": "matplotlib's own arguments",
 }  # fmt: skip
-INSIDE = ("vecgym.strategy.per_rank", "vecgym.strategy.federated_averaging")  # they have an __all__, and are not public
+INSIDE = (  # they have an __all__, and are not public; of the kernel, as long as no run is made by it
+    "vecgym.strategy.per_rank", "vecgym.strategy.federated_averaging", "vecgym.simulation",
+)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ small objects

@@ -51,6 +51,8 @@ class Adapted:
 
     def timetable(self, run: RunFacts) -> Lockstep:
         presence = run.presence
+        if hasattr(self, "_run"):
+            raise ValueError("an Adapted belongs to the simulation that it was given to first: make another one.")
         if isinstance(presence, Presence):
             check_presence(presence, self.strategy)
             if presence.server:

@@ -1,9 +1,9 @@
-"""The loop: of every kind of run."""
+"""The loop of every kind of run."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from vecgym.simulation.simulation import Row, Simulation
 from vecgym.simulation.state import State
@@ -18,16 +18,21 @@ def run(
     """Go through the timetable from the state's tick to its end, or until `stop`; return the last state.
 
     Args:
-        state: is given up, unless `pure`.
+        state: must not be used afterwards, unless `pure`.
         listeners: called after each tick with the state and what was measured.
-        pure: derivatives can be taken through the run.
+        pure: derivatives can be taken through the run. In the state that it leaves, names may share memory: only a pure
+            run can go on from it.
     """
     ticks, ahead = itertools.tee(simulation.timetable.ticks(state.tick))
     batches = simulation.read(simulation.requests(ahead))
-    for events in ticks:
-        state, row = simulation.tick(state, events, batches, pure=pure)
-        for listener in listeners:
-            listener(state, row)
-        if stop is not None and stop(state):
-            break
+    try:
+        for events in ticks:
+            state, row = simulation.tick(state, events, batches, pure=pure)
+            for listener in listeners:
+                listener(state, row)
+            if stop is not None and stop(state):
+                break
+    finally:
+        if isinstance(batches, Generator):
+            batches.close()
     return state

@@ -85,6 +85,7 @@ class Part:
         self.made = self.counts if event.made is None else self._here(event.made)
         self.losses: Tensor | None = None
         self.memo = draft.memo
+        self._num_read = 0
 
     @property
     def tick(self) -> int:
@@ -93,7 +94,7 @@ class Part:
 
     @property
     def inplace(self) -> bool:
-        """Whether tensors that were taken may be written to; not under differentiation."""
+        """Whether tensors that were taken may be written to, if they are assigned; not under differentiation."""
         return not self._draft.pure
 
     @property
@@ -109,9 +110,12 @@ class Part:
     def gradients(self, at: Tree | None = None, mean: bool = False) -> Tree:
         """Compute the gradients of these rows on their next batches, at their parameters or elsewhere.
 
+        The next call may overwrite them: clone what must last longer.
+
         Args:
             at: other parameters, `[1 or rows, *]`.
-            mean: only the mean of the gradients is needed, `[1, *]`.
+            mean: only the mean of the gradients is used. Of nodes that share their parameters it may be computed
+                alone, `[1, *]`.
         """
         local = self.simulation.gradients(self, self.params if at is None else at, mean)
         self.losses = local.losses
@@ -119,16 +123,39 @@ class Part:
 
     def report(self, losses: Tensor) -> None:
         """Give the losses of these rows to the tick's row of the history."""
-        self._draft.reports.append((self.rows, losses.clone() if losses._is_view() else losses))
+        self._draft.reports.append((self.rows, losses.clone()))
 
     def generator(self, purpose: str, *ids: int) -> torch.Generator:
-        """Return a generator keyed by the run's seed, the purpose and the ids: the same in every process."""
+        """Return a generator keyed by the run's seed, the purpose and the ids: the same in every process.
+
+        With `part.tick` among the ids it draws anew in every tick.
+        """
         return rng.generator(self.simulation.run.seed, purpose, *ids)
 
     def next_batch(self) -> tuple[Any, list[int] | None]:
         """Return the batch that these rows read next, and of each how many examples are its own; None: all."""
-        batch, limits = next(self._draft.batches)
-        return batch, limits
+        self.check_reads(self._num_read + 1)
+        found = next(self._draft.batches, None)
+        if found is None:
+            raise ValueError(f"there is no batch for {self.event.what!r} in tick {self.tick}: `read` gives too few.")
+        self._num_read += 1
+        return found
+
+    @property
+    def read_at(self) -> int | list[int]:
+        """At which of their own counts these rows read next."""
+        return (
+            self.counts + self._num_read if isinstance(self.counts, int) else [n + self._num_read for n in self.counts]
+        )
+
+    def check_reads(self, count: int) -> None:
+        """Raise a ValueError if these rows read more batches than their event says, or have read fewer."""
+        reads = self.event.reads if self.rows else 0
+        if count > reads or (count == self._num_read < reads):
+            raise ValueError(
+                f"{self.event.what!r} in tick {self.tick} reads {count} batches, and its event says reads={reads}: who "
+                "reads what is known beforehand."
+            )
 
     def put(self) -> None:
         """Write what was assigned into the state of the tick."""
@@ -215,7 +242,7 @@ class Simulation:
         """Handle the events of a tick, one after the other.
 
         Args:
-            state: is given up, unless `pure`.
+            state: must not be used afterwards, unless `pure`.
             before: called before each event.
         """
         draft = Draft(state.tick, dict(state.own), dict(state.shared), batches, pure)
@@ -232,29 +259,37 @@ class Simulation:
         """Take the event's rows, let its method change them, and put them back."""
         part = Part(self, draft, event)
         part.comm.step = draft.tick
-        getattr(self.algorithm, event.what)(part)
+        handler = getattr(self.algorithm, event.what, None)
+        if handler is None:
+            raise TypeError(f"{type(self.algorithm).__name__} has no method {event.what!r}, which its timetable names.")
+        handler(part)
+        part.check_reads(part._num_read)
         part.put()
 
     def gradients(self, part: Part, params: Tree, mean: bool) -> Local:
         """Compute the gradients of some rows on their next batches: the one place that asks the engine for them."""
-        shared: Tree = part.shared["buffers"]
+        if not part.rows:
+            return Local(tree.map(lambda p: p[:0], params), next(iter(params.values())).new_empty(0), {})
+        step, shared = part.read_at, part.shared["buffers"]
         buffers, (batch, limits) = {**shared, **part.own["buffers"]}, part.next_batch()
-        whole = len(self.here) == self.run.num_nodes
+        alike = len(self.here) == self.run.num_nodes and all(len(p) == 1 for p in params.values())
         if self.engine.written:  # each node writes to its own
             params = nodes.widened(params, len(part.rows))
         local = self.engine.gradients(
-            params, buffers, batch, seed=self.run.seed, step=part.counts, node_ids=part.rows, limits=limits,
-            minibatch_size=self.minibatch_size, mean=mean and part.inplace and whole, differentiable=not part.inplace,
+            params, buffers, batch, seed=self.run.seed, step=step, node_ids=part.rows, limits=limits,
+            minibatch_size=self.minibatch_size, mean=mean and part.inplace and alike, differentiable=not part.inplace,
         )  # fmt: skip
         if self.engine.written:
-            part.params = params
+            part.params = {**part.params, **{name: params[name] for name in self.engine.written}}
         if changed := {name: x for name, x in local.buffers.items() if name not in shared}:
             part.own["buffers"] = changed
         return local
 
     def _place(self, rows: tuple[int, ...] | None) -> Place:
         K = self.run.num_nodes
-        comm = self.comm if rows is None or len(rows) in (0, K) else self.comm.among(rows)
+        if rows is not None and not (rows == tuple(sorted(set(rows))) and set(rows) <= set(range(K))):
+            raise ValueError(f"the rows {rows} of an event must be in ascending order, from 0 to {K - 1}.")
+        comm = self.comm if rows is None or len(rows) == K else self.comm.among(rows)
         here = [row for row in (range(K) if rows is None else rows) if row in self.here]
         return Place(here, _index([row - self.here.start for row in here], len(self.here)), comm)
 
@@ -268,7 +303,7 @@ class Simulation:
         sums = reports[0][1].new_zeros(len(self.here))
         times = torch.zeros_like(sums)
         for rows, losses in reports:
-            index = torch.tensor([row - self.here.start for row in rows], device=sums.device)
+            index = torch.tensor([row - self.here.start for row in rows], dtype=torch.long, device=sums.device)
             sums, times = sums.index_add(0, index, losses), times.index_add(0, index, torch.ones_like(losses))
         return sums / times  # 0 / 0 is nan
 

@@ -45,7 +45,9 @@ class Move(NamedTuple):
 class Rows:
     """Some rows of what is stored by name. All rows, and rows in a row, are views; others are copied when asked for.
 
-    What is assigned is put back by `put_back`; what is deleted goes. A name that is new is 0 on the other rows.
+    What is assigned is put back by `put_back`; what is deleted goes. A name that is new is 0 on the other rows. What is
+    taken may be written to, but only what is assigned is kept. A tree that is assigned to all rows takes the place of
+    the old one; of some rows, leaves that it does not name stay.
 
     Args:
         whole: the trees `[rows, *]` by name; names are put into it.
@@ -69,6 +71,8 @@ class Rows:
         return self.assigned.get(name, self.whole.get(name)) is not None
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(f"there is no {name!r} here; there are {sorted({*self.whole, *self.assigned})}")
         return self.assigned[name] if name in self.assigned else self.taken(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -115,10 +119,15 @@ def _put(rows: Rows, whole: Any, new: Any, taken: Any, pure: bool, moves: list[M
         return whole
     if isinstance(new, dict):
         whole, taken = whole or {}, taken or {}
-        return {name: _put(rows, whole.get(name), x, taken.get(name), pure, moves) for name, x in new.items()}
+        stay = {} if rows.index is None else whole
+        return {**stay, **{n: _put(rows, whole.get(n), x, taken.get(n), pure, moves) for n, x in new.items()}}
     if not isinstance(new, Tensor):
         return new
-    if not isinstance(whole, Tensor) or whole.shape[1:] != new.shape[1:] or whole.dtype != new.dtype:
+    same = isinstance(whole, Tensor) and whole.shape[1:] == new.shape[1:] and whole.dtype == new.dtype
+    if whole is not None and rows.index is not None and not (same and new.shape[0] in (1, taken.shape[0])):
+        held = f"{tree.form(taken)}" if isinstance(taken, Tensor) else f"a {type(taken).__name__}"
+        raise ValueError(f"{tree.form(new)} was assigned in place of {held}: these rows need the same form, or [1, *].")
+    if not same:
         return _begun(rows, new)
     if rows.index is None and new.shape[0] not in (1, whole.shape[0]):
         return new.clone()

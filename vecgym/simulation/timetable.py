@@ -18,7 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-Who = Callable[[int, Sequence[int]], "Sequence[int] | None"]  # (step, nodes that are there) -> those meant; None: all
+from vecgym.core import check
+
+# (step, nodes that are there) -> some of these; None: all of them
+Who = Callable[[int, Sequence[int]], "Sequence[int] | None"]
+KEPT_COUNTS = 128  # steps of which it is remembered how often each node has trained before: reading runs ahead
 
 
 class Event(NamedTuple):
@@ -59,7 +63,8 @@ class When(Protocol):
         """Count the times that it was due before."""
 
 
-class Every(NamedTuple):
+@dataclass(frozen=True)
+class Every:
     """After every H steps.
 
     >>> [(step, Every(3).count(step)) for step in range(8) if Every(3).due(step)]
@@ -67,6 +72,9 @@ class Every(NamedTuple):
     """
 
     H: int = 1
+
+    def __post_init__(self) -> None:
+        check.integer("H", self.H, what="steps from one time to the next")
 
     def due(self, step: int) -> bool:
         return (step + 1) % self.H == 0
@@ -80,7 +88,7 @@ class Mark(NamedTuple):
 
     Attributes:
         what: the method of the algorithm that handles it.
-        when: it is due.
+        when: when it is due; a number: every so many steps.
         lag: so many steps later it happens, to those who are there then and were there when it was due.
         who: which of those who were there; None: all of them.
         of: what it is about, such as a fragment.
@@ -90,7 +98,7 @@ class Mark(NamedTuple):
     """
 
     what: str
-    when: When = Every()
+    when: When | int = Every()
     lag: int = 0
     who: Who | None = None
     of: Any = None
@@ -180,7 +188,7 @@ class Lockstep:
 
     Args:
         marks: in the order in which they happen within a tick.
-        trains: which of those who are there.
+        trains: which of those who are there train; None: all of them.
         train: the method; another name than "train" where nodes exchange something before the optimizer's step.
 
     >>> half = Lockstep(RunFacts(num_nodes=4, num_steps=3), trains=lambda step, rows: rows[step % 2 :: 2])
@@ -192,9 +200,10 @@ class Lockstep:
     """
 
     def __init__(self, run: RunFacts, *marks: Mark, trains: Who | None = None, train: str = "train") -> None:
-        self.run, self.marks, self.trains, self.train = run, marks, trains, train
+        self.run, self.trains, self.train = run, trains, train
+        self.marks = [mark._replace(when=Every(x) if isinstance(x := mark.when, int) else x) for mark in marks]
         self.length = self.max_steps = run.num_steps
-        self._step, self._made = 0, [0] * run.num_nodes
+        self._made = {0: [0] * run.num_nodes}  # by step
 
     def ticks(self, start: int = 0) -> Iterator[list[Event]]:
         return map(self.events, range(start, self.length))
@@ -209,11 +218,13 @@ class Lockstep:
         if training != ():
             found.append(Event(self.train, training, counts, 1, made=made))
         for mark in self.marks:
-            begun = step - mark.lag
-            if begun >= 0 and mark.when.due(begun):
-                rows = self._chosen(mark.who, begun, _both(there, self.run.there(begun)) if mark.lag else there)
-                due = Due(mark.when.count(begun), begun, mark.of)
-                found.append(Event(mark.what, rows, self._counts(step, rows)[0], info=due))
+            begun, when = step - mark.lag, mark.when
+            assert not isinstance(when, int)
+            if begun >= 0 and when.due(begun):
+                rows = _both(self._chosen(mark.who, begun, self.run.there(begun)), there)
+                if rows != ():
+                    due = Due(when.count(begun), begun, mark.of)
+                    found.append(Event(mark.what, rows, self._counts(step, rows)[0], info=due))
         return found
 
     def training(self, step: int) -> tuple[int, ...] | None:
@@ -224,14 +235,17 @@ class Lockstep:
 
     def made(self, step: int) -> list[int]:
         """Count the steps that each node has trained before this one."""
-        if step < self._step:
-            self._step, self._made = 0, [0] * self.run.num_nodes
-        for before in range(self._step, step):
-            training = self.training(before)
-            for node in range(self.run.num_nodes) if training is None else training:
-                self._made[node] += 1
-        self._step = step
-        return self._made
+        if step not in self._made:
+            begin = max((before for before in self._made if before < step), default=0)
+            counts = list(self._made.get(begin, [0] * self.run.num_nodes))
+            for before in range(begin, step):
+                training = self.training(before)
+                for node in range(self.run.num_nodes) if training is None else training:
+                    counts[node] += 1
+                self._made[before + 1] = list(counts)
+                if len(self._made) > KEPT_COUNTS:
+                    del self._made[next(iter(self._made))]
+        return list(self._made[step])
 
     def _counts(self, step: int, rows: tuple[int, ...] | None) -> tuple[Any, Any]:
         """Return what these rows go by, and where it is another number, the steps that they have made."""
@@ -242,8 +256,15 @@ class Lockstep:
         return (step, made) if self.run.presence is None else (made, None)
 
     def _chosen(self, who: Who | None, step: int, rows: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        found = None if who is None else who(step, range(self.run.num_nodes) if rows is None else rows)
-        return rows if found is None or len(found) == self.run.num_nodes else tuple(found)
+        if who is None:
+            return rows
+        there = range(self.run.num_nodes) if rows is None else rows
+        found = who(step, there)
+        if found is None or len(found) == self.run.num_nodes:
+            return rows
+        if strangers := set(found).difference(there):
+            raise ValueError(f"step {step}: {who!r} names {sorted(strangers)}, which are not among {list(there)}.")
+        return tuple(sorted(set(found)))
 
 
 def _both(a: tuple[int, ...] | None, b: Iterable[int] | None) -> tuple[int, ...] | None:
