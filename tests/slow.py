@@ -36,7 +36,7 @@ SLOW = [
     ("test_checkpoint", "made_by_hand", "no .*|.* of another type"),
     ("test_cli", "as_a_program", ""),
     ("test_clock", "naive_simulation", "[2-9]-.*"),
-    ("test_cli", "threads_wait", "1000000.0-environment[23].*"),
+    ("test_cli", "threads_wait", "1000000.0-environment[34].*"),
     ("test_codecs", "mean_of_many|without_chance|fed_back", ".*(heavy tails|one of many|equal).*"),
     ("test_compiled", "traced", "(CNN|DictBatch|Dropout|WithFrozen|Quadratic)"),
     ("test_compiled", "a_fit|a_sweep", "|strategy1"),

@@ -358,6 +358,7 @@ def test_help_imports_nothing_heavy():
     ("load", "environment", "seen"),
     [
         (0.0, {}, "{'GOMP_SPINCOUNT': '10000'}\n{}\n"),
+        (-1.0, {}, "{'GOMP_SPINCOUNT': '10000'}\n{}\n"),
         (1e6, {}, "{'OMP_WAIT_POLICY': 'PASSIVE'}\n{}\n"),
         (1e6, {"OMP_WAIT_POLICY": "ACTIVE"}, "{'OMP_WAIT_POLICY': 'ACTIVE'}\n{}\n"),
         (1e6, {"GOMP_SPINCOUNT": "9"}, "{'GOMP_SPINCOUNT': '9'}\n{}\n"),
@@ -367,7 +368,12 @@ def test_threads_wait_for_a_short_time_or_sleep_unless_the_user_says_otherwise(l
     """vecgym says so before torch, which reads it once, is loaded; and not any more afterwards."""
     code = f"""if True:
         import importlib, os
-        os.getloadavg = lambda: ({load}, 0.0, 0.0)
+        def told():
+            if {load} < 0:
+                raise OSError("unobtainable")
+            return {load}, 0.0, 0.0
+
+        os.getloadavg = told
         import vecgym
         said = lambda: {{name: x for name, x in os.environ.items() if name in {WAITING}}}
         print(said())

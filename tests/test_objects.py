@@ -159,3 +159,20 @@ def test_a_block_with_random_states_of_its_own(seed: int | None) -> None:
             raise KeyError  # however the block ends
         assert (inside == [first]) == (seed is None)
         assert drawn() == first
+
+
+seen = torch.tensor(0.0)
+weight = torch.tensor(1.0)
+rate = torch.tensor(0.5)
+
+
+def counts(module: Any) -> Any:
+    """Sets a global, and has an attribute by the name of another."""
+    global seen
+    seen = seen + module.weight
+    return [rate * n for n in range(2)]
+
+
+def test_globals_that_a_function_reads() -> None:
+    """Not those that it sets, nor attributes of the same name."""
+    assert [x for x in reachable(counts) if isinstance(x, torch.Tensor)] == [rate]

@@ -1332,3 +1332,26 @@ def test_adams_step_by_hand_is_the_formula(
     assert "AdamStep" not in type(theirs[0].grad_fn).__name__
     assert all(torch.equal(a, b) for a, b in zip(ours[:3], theirs[:3]))
     torch.testing.assert_close(ours[3:], theirs[3:], rtol=1e-11, atol=1e-11)
+
+
+def test_forward_mode_through_one_optimizer_a_node_is_refused_also_without_gradients():
+    """`no_grad` ends backward mode alone: a tangent would be lost without a word."""
+    rule = OptimSpec(torch.optim.ASGD, lr=0.1).rule()
+    params = {"w": torch.ones(2, 3)}
+    with torch.autograd.forward_ad.dual_level(), torch.no_grad():
+        grads = {"w": torch.autograd.forward_ad.make_dual(torch.ones(2, 3), torch.ones(2, 3))}
+        with pytest.raises(ValueError, match="cannot be differentiated"):
+            rule.update(params, grads, rule.init(params), inplace=False)
+    with torch.no_grad():  # a tensor that requires grad is as any other there
+        rule.update(params, {"w": torch.ones(2, 3, requires_grad=True)}, rule.init(params), inplace=False)
+
+
+def test_moments_of_a_first_step_do_not_depend_on_its_rate():
+    """Nor do second derivatives fail where nothing else is a variable."""
+    rule, params = OptimSpec("adam").rule(), {"w": torch.ones(1, 3)}
+    rate = torch.tensor(0.1, requires_grad=True)
+    _, state = rule.update(params, {"w": torch.ones(1, 3)}, rule.init(params), lr=rate, inplace=False)
+    total = state["exp_avg"]["w"].sum() + state["exp_avg_sq"]["w"].sum()
+    for again in (False, True):
+        [slope] = torch.autograd.grad(total, rate, create_graph=again, retain_graph=True, allow_unused=True)
+        assert slope is None or slope == 0

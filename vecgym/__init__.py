@@ -165,7 +165,12 @@ def __dir__() -> list[str]:
 # when other programs want the same cores. Spinning for a thirtieth of that is as fast on an idle machine; on a busy one
 # they sleep. torch reads this when it is loaded; `vecgym.engine.plan.settle_threads` is for where that was before.
 if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
-    if hasattr(os, "getloadavg") and os.getloadavg()[0] >= (os.cpu_count() or 1) / 2:
+    try:
+        busy = os.getloadavg()[0] >= (os.cpu_count() or 1) / 2
+    except (AttributeError, OSError):  # not on Windows, nor in every container
+        busy = False
+    if busy or sys.platform != "linux":  # others than GNU's OpenMP know sleeping alone
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     else:
         os.environ["GOMP_SPINCOUNT"] = "10000"
+    del busy

@@ -87,10 +87,10 @@ def run(args: argparse.Namespace) -> int:
             runs[name] = trainer.history
     except (KeyboardInterrupt, DivergenceError):
         print(f"\n{name} stopped early; what was recorded of it is in {args.output / name}", file=sys.stderr)
-        raise
-    finally:
         if runs:
             _report(runs, allreduce_bytes(args.num_nodes, num_params, args.steps), args)
+        raise
+    _report(runs, allreduce_bytes(args.num_nodes, num_params, args.steps), args)
     return 0
 
 

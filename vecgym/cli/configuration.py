@@ -71,6 +71,10 @@ def read_configuration(
     passed = {key: value for key, value in args.set if key in parameters or takes_all}
     replaced = {key: value for key, value in args.set if key not in passed}
     where = f"{path}:{function.__name__}"
+    try:
+        inspect.signature(function).bind(**passed)
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}") from None
     found = function(**passed)
     if alone is not None and isinstance(found, alone[1]):
         found = {alone[0]: found}

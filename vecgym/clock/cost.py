@@ -71,7 +71,7 @@ class Team:
     server_latency: float
     server_pace: float
     by_pair: bool
-    _ring: Pairs = field(default_factory=list)
+    _ring: Pairs = field(default_factory=list, init=False)
 
     @property
     def n(self) -> int:

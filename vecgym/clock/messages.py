@@ -131,7 +131,8 @@ class Meeting:
         for group in self.groups:
             team = self.routes.team(tuple(node for node in group if node < self.num_nodes))
             if team not in found:
-                carried = replace(team, latency=torch.zeros_like(team.latency))  # what the link is busy with
+                # What the link is busy with.
+                carried = replace(team, latency=torch.zeros_like(team.latency), server_latency=0.0)
                 teams = (team, carried) if self.pairs else (team,)
                 found[team] = torch.stack([self.routes.seconds(operation, each, sizes) for each in teams])
             rows.append(found[team])

@@ -7,6 +7,7 @@ that it reads.
 from __future__ import annotations
 
 import copy
+import dis
 import enum
 import functools
 import random
@@ -36,18 +37,21 @@ def _closed_over(f: types.FunctionType) -> dict[str, Any]:
 
 def _global_tensors(f: types.FunctionType) -> dict[str, Tensor]:
     """Return the tensors among the globals that a function, and those in it, name."""
-    return {name: x for name in _names_in(f.__code__) if isinstance(x := f.__globals__.get(name), Tensor)}
+    return {name: x for name in _globals_read(f.__code__) if isinstance(x := f.__globals__.get(name), Tensor)}
 
 
 @functools.cache
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names of globals and attributes in code, and in the functions in it; `inspect` goes by them as well.
+def _globals_read(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals that code, and the functions in it, read, without those that it sets.
 
-    >>> sorted(_names_in((lambda: [torch.ones(n) for n in range(2)]).__code__))
-    ['ones', 'range', 'torch']
+    >>> sorted(_globals_read((lambda: [torch.ones(n) for n in range(2)]).__code__))
+    ['range', 'torch']
     """
+    done = [(i.opname, i.argval) for i in dis.get_instructions(code)]
+    read = {name for what, name in done if what in ("LOAD_GLOBAL", "LOAD_NAME")}
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(code.co_names).union(*map(_names_in, inner))
+    written = {name for what, name in done if what in ("STORE_GLOBAL", "DELETE_GLOBAL")}
+    return frozenset(read.union(*map(_globals_read, inner)) - written)
 
 
 # ----------------------------------------------------------------------------------------------- visit and replace

@@ -132,14 +132,14 @@ Under torchrun, 64 nodes of the MLP on W processes that share the two cores, in 
 
 ## On a busy machine
 
-By default, OpenMP's threads wait for one another in a busy loop of 3 ms. When other programs want the same cores, that
-keeps the cores from the very threads that they wait for. `import vecgym` therefore shortens the loop to 0.1 ms
-(`GOMP_SPINCOUNT=10000`), and where the machine is busy already, the threads sleep at once (`OMP_WAIT_POLICY=PASSIVE`).
-If your environment says how threads wait (`OMP_WAIT_POLICY`, `GOMP_SPINCOUNT` or `KMP_BLOCKTIME`), it stays so. torch
-reads it when it is imported. Where you import torch first, a run on a busy machine starts a few idle threads instead:
-GNU's OpenMP, which torch has on Linux, hardly spins in a process that has more threads than there are cores. How
-threads wait changes no bit. How many there are does, so vecgym never changes their number by itself: on a busy machine
-it warns, once, that `torch.set_num_threads(1)` may be faster.
+On Linux, torch's threads (GNU's OpenMP) wait for one another in a busy loop of 3 ms by default. When other programs
+want the same cores, that keeps the cores from the very threads that they wait for. `import vecgym` therefore shortens
+the loop to 0.1 ms (`GOMP_SPINCOUNT=10000`); where the machine is busy already, and on macOS and Windows, they sleep at
+once (`OMP_WAIT_POLICY=PASSIVE`). If your environment says how threads wait (`OMP_WAIT_POLICY`, `GOMP_SPINCOUNT` or
+`KMP_BLOCKTIME`), it stays so. torch reads it when it is imported. Where you import torch first, a run on a busy machine
+starts a few idle threads instead: GNU's OpenMP hardly spins in a process that has more threads than there are cores.
+How threads wait changes no bit. How many there are does, so vecgym never changes their number by itself: on a busy
+machine it warns, once, that `torch.set_num_threads(1)` may be faster.
 
 A step with two threads, in ms, alone and next to two programs that keep both cores busy. Half of the cores is then a
 fair share, and twice the time a fair price:

@@ -129,6 +129,8 @@ def _by_the_formula(inputs: list[Any], needed: Any, by: Any) -> tuple[Tensor | N
     after = adam_moved(p, new_m, new_v, c2, a, eps), new_m, new_v
     # In a first step only the rate may be a variable: then the moments depend on none.
     outputs = [(out, x) for out, x in zip(after, by) if x is not None and out.requires_grad]
+    if not outputs:
+        return (None,) * len(inputs)
     wanted = [x for x, is_wanted in zip(inputs, needed) if is_wanted]
     outs, grads = zip(*outputs)
     found = torch.autograd.grad(outs, wanted, grads, create_graph=True, allow_unused=True)

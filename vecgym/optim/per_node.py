@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from vecgym.core.tree import Tree, differentiated, leaves, map_leaves
+from vecgym.core.tree import Tree, leaves, map_leaves
 from vecgym.optim.elementwise import OptState, Spec, check_names, count_nodes
 from vecgym.optim.formulas import stacked_names
 
@@ -86,7 +87,7 @@ class PerNodeRule:
         check_names(params, grads)
         settings = [lr, list(self.spec.kwargs.values())]
         tensors = leaves(settings if inplace else [settings, params, grads, state])
-        if any(differentiated(x if torch.is_grad_enabled() else x.detach()) for x in tensors):
+        if any(_differentiated(x) for x in tensors):
             raise ValueError(
                 f"{self.spec.cls.__name__} has no pure body and cannot be differentiated: use one of"
                 f" {stacked_names()}, or detach what requires grad"
@@ -230,3 +231,10 @@ def _stack_numbers(values: list[Any]) -> Tensor:
 def _spread(tree: Any, num_nodes: int) -> Any:
     """Give every tensor `num_nodes` nodes, in contiguous storage of its own."""
     return map_leaves(lambda x: x.expand(num_nodes, *x.shape[1:]).contiguous(), tree)
+
+
+def _differentiated(x: Tensor) -> bool:
+    """Whether an update by `x` would have to be differentiated now; `no_grad` ends backward mode alone."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    return torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None

@@ -15,7 +15,6 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -235,7 +234,8 @@ class Estimator:
         self.num_local = num_nodes if num_local is None else num_local
         self.P = tree.num_bytes(engine.params)
         self.complete = True  # whether the strategy's steps could be taken
-        self._pass, self._keeping = cache(self._pass), cache(self._keeping)  # type: ignore[method-assign]
+        self._passed: dict[tuple[Any, ...], Passing] = {}  # no cache of methods, which would keep the model alive
+        self._kept: dict[tuple[Any, ...], tuple[dict[str, Part], bool]] = {}
 
     def parts(self, plan: Plan, minibatch_size: int | None) -> dict[str, Part]:
         """Return the rows of the table."""
@@ -244,7 +244,10 @@ class Estimator:
         in_parts = plan.engine == "loop" or at_a_time < nodes
         most = at_a_time // plan.node_threads  # in one call
         seen = None if self.batch is None else self._pass(plan.engine, min(most, 3), minibatch_size)
-        parts, mean = self._keeping(frozenset() if seen is None or in_parts else seen.strided, in_parts)
+        asked = frozenset() if seen is None or in_parts else seen.strided, in_parts
+        if asked not in self._kept:
+            self._kept[asked] = self._keeping(*asked)
+        parts, mean = self._kept[asked]
         # Parts of the nodes write into storage that lasts; parts of the batch are added up beside it.
         whole = self.P if mean else self.P * nodes
         gradients = Part(0, whole) if mean else Part((2 if cut and in_parts else 1) * self.P, 0, nodes)
@@ -260,10 +263,13 @@ class Estimator:
             found["activations"] = Part(*divmod(max(0, peak - gradients.total_bytes), at_a_time), at_a_time)
         return {**found, "exchange": exchange}
 
-    def _pass(self, engine: str, most: int, minibatch_size: int | None) -> Passing:
-        self.engine.use(Plan(engine))
-        mean = self.strategy.mean_gradient and self.num_local == self.num_nodes
-        return passing(self.engine, _examples(self.batch, minibatch_size), most, mean)
+    def _pass(self, *asked: Any) -> Passing:
+        if asked not in self._passed:
+            engine, most, minibatch_size = asked
+            self.engine.use(Plan(engine))
+            mean = self.strategy.mean_gradient and self.num_local == self.num_nodes
+            self._passed[asked] = passing(self.engine, _examples(self.batch, minibatch_size), most, mean)
+        return self._passed[asked]
 
     def _keeping(self, strided: frozenset[str], in_parts: bool) -> tuple[dict[str, Part], bool]:
         """Return what is kept from step to step and what an exchange takes; and whether gradients are of the mean."""

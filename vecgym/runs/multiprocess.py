@@ -171,6 +171,8 @@ def run(
             return children.wait(interrupted)
         finally:
             children.end()
+            for pipe in children.pipes.values():
+                pipe.close()
 
 
 def choose_start_method(device: torch.device | str = "cpu") -> str:
@@ -232,9 +234,11 @@ class _Children:
         self.errors: dict[int, tuple[float, str, str, str]] = {}  # when, the class, the message, the traceback
 
     def start(self, context: Any) -> None:
+        forked = context.get_start_method() == "fork"
         for rank in range(self.shared.num_processes):
             self.pipes[rank], theirs = context.Pipe()
-            process = context.Process(target=_main, args=(rank, theirs, self.shared))
+            inherited = list(self.pipes.values()) if forked else []
+            process = context.Process(target=_main, args=(rank, theirs, inherited, self.shared))
             process.start()
             self.processes.append(process)
             theirs.close()  # so that reading from it ends where the process does
@@ -331,8 +335,10 @@ class _Children:
 # ----------------------------------------------------------------------------------------------- the child's side
 
 
-def _main(rank: int, pipe: Any, shared: _Shared) -> None:
+def _main(rank: int, pipe: Any, inherited: list[Any], shared: _Shared) -> None:
     """Run the function in a new process, and report what it returns or raises."""
+    for end in inherited:  # so that each pipe ends where the process at its other end does
+        end.close()
     link = Link(rank, pipe, shared)
     try:
         _settle(link, shared)
@@ -645,7 +651,7 @@ def torch_set(**settings: Any) -> Iterator[None]:
     ...     torch.zeros(()).dtype
     torch.float64
     """
-    before = torch_settings()
+    before = {name: SETTINGS[name][0]() for name in settings}  # of others torch may refuse to tell
     changed = [name for name, value in settings.items() if value != before[name]]
     try:
         for name in changed:
