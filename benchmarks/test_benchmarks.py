@@ -300,7 +300,7 @@ def test_busy(tmp_path: Path) -> None:
     table, result = run_quick("busy.py", tmp_path, "--load", "1")
     assert "| tiny, K = 8 | ms per step alone | busy | ratio |" in table
     assert "beside: 1 busy processes" in table
-    assert len(result["settings"]) == 5
+    assert len(result["settings"]) == 6
     assert all(row["alone_s"] > 0 < row["busy_s"] for row in result["settings"].values())
 
 
