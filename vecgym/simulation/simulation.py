@@ -134,26 +134,25 @@ class Part:
 
     def next_batch(self) -> tuple[Any, list[int] | None]:
         """Return the batch that these rows read next, and of each how many examples are its own; None: all."""
-        self.check_reads(self._num_read + 1)
+        self._num_read += 1
+        self.check_reads(at_end=False)
         found = next(self._draft.batches, None)
         if found is None:
             raise ValueError(f"there is no batch for {self.event.what!r} in tick {self.tick}: `read` gives too few.")
-        self._num_read += 1
         return found
 
     @property
     def read_at(self) -> int | list[int]:
         """At which of their own counts these rows read next."""
-        return (
-            self.counts + self._num_read if isinstance(self.counts, int) else [n + self._num_read for n in self.counts]
-        )
+        counts, done = self.counts, self._num_read
+        return counts + done if isinstance(counts, int) else [count + done for count in counts]
 
-    def check_reads(self, count: int) -> None:
-        """Raise a ValueError if these rows read more batches than their event says, or have read fewer."""
-        reads = self.event.reads if self.rows else 0
-        if count > reads or (count == self._num_read < reads):
+    def check_reads(self, *, at_end: bool) -> None:
+        """Raise a ValueError if these rows have read more batches than their event says; at its end also if fewer."""
+        done, reads = self._num_read, self.event.reads if self.rows else 0
+        if done > reads or (at_end and done < reads):
             raise ValueError(
-                f"{self.event.what!r} in tick {self.tick} reads {count} batches, and its event says reads={reads}: who "
+                f"{self.event.what!r} in tick {self.tick} reads {done} batches, and its event says reads={reads}: who "
                 "reads what is known beforehand."
             )
 
@@ -263,7 +262,7 @@ class Simulation:
         if handler is None:
             raise TypeError(f"{type(self.algorithm).__name__} has no method {event.what!r}, which its timetable names.")
         handler(part)
-        part.check_reads(part._num_read)
+        part.check_reads(at_end=True)
         part.put()
 
     def gradients(self, part: Part, params: Tree, mean: bool) -> Local:
