@@ -14,11 +14,6 @@ from tests.slow import is_slow
 
 torch.set_num_threads(1)
 
-if os.environ.get("VECGYM_KERNEL"):  # every run takes its steps on the kernel of `vecgym.simulation`
-    from tests.kernel import on_the_kernel
-
-    on_the_kernel()
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the slow ones, before pytest leaves out what `-m` says."""

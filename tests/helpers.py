@@ -17,7 +17,9 @@ from vecgym.collectives.topology import Groups
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
-from vecgym.engine.simulation import Simulation, State
+from vecgym.engine.state import State as Stepped
+from vecgym.simulation import Simulation, State
+from vecgym.simulation.adapted import simulation_of
 from vecgym.strategy import Strategy
 
 # Activation checkpointing under vmap needs a torch whose checkpoint() keeps its arguments without an autograd.Function.
@@ -71,6 +73,7 @@ class Recording(StackedCollectives):
 class Run:
     """What a run of `Simulation` leaves behind, for each of its K nodes."""
 
+    simulation: Simulation
     losses: Tensor  # [steps, K]
     state: State
     params: Tree  # [K, *]
@@ -100,7 +103,7 @@ def simulation(
     threads = None if compile else node_threads
     local = Engine(model, engine=engine, chunk_size=chunk_size, node_threads=threads, compile=compile)
     local.prepare(batches[0], mean=strategy.mean_gradient)
-    return Simulation(
+    return simulation_of(
         model,
         strategy,
         comm or Recording(next(iter(tree.leaves(batches[0]))).shape[0]),
@@ -125,7 +128,8 @@ def run(
     """Train on `batches`, `[K, B, ...]` each, from `state` or from the beginning; see `simulation`."""
     sim = simulation(model, strategy, batches, **settings)
     try:
-        return advance(sim, sim.init() if state is None else state, batches, differentiable=differentiable)
+        first = sim.init()
+        return advance(sim, first if state is None else state, batches, differentiable=differentiable)
     finally:
         sim.engine.close()
 
@@ -137,13 +141,20 @@ def advance(sim: Simulation, state: State, batches: Sequence[Any], *, differenti
     losses, active, groups = [], [], []
     for batch in batches:
         drawn.clear()
-        state, metrics = sim.step(state, batch, differentiable=differentiable)
-        sim.comm.ledger.add(state.step - 1, metrics.transfers)
-        losses.append(metrics.losses)
-        active.append(None if metrics.active is None else tuple(metrics.active))
+        state, row = sim.step(state, batch, pure=differentiable)
+        sim.comm.ledger.add(state.tick - 1, row.transfers)
+        losses.append(row.losses)
+        active.append(None if row.active is None else tuple(row.active))
         groups.append(tuple(tuple(island) for island in drawn[-1]) if drawn else None)
-    params, buffers = nodes.expand(state.params, sim.num_local), nodes.expand(state.buffers, sim.num_local)
-    return Run(torch.stack(losses), state, params, buffers, sim.comm, active, groups)
+    params, buffers = nodes.expand(state.params, len(sim.here)), nodes.expand(state.buffers, len(sim.here))
+    return Run(sim, torch.stack(losses), state, params, buffers, sim.comm, active, groups)
+
+
+def known(run: Any) -> Stepped:
+    """The state of a `Run`, or of a `Trainer`'s, as the hooks of a strategy know it, counts and all."""
+    simulation = run.simulation if isinstance(run, Run) else run.run.simulation
+    found: Stepped = simulation.algorithm.as_hooks_know(run.state, simulation.here)
+    return found
 
 
 # ------------------------------------------------------------------------------------------ comparing

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers import run
+from tests.helpers import known, run
 from vecgym.collectives import StackedCollectives
 from vecgym.engine.asynchronous import updates_of
 from vecgym.engine.events import Delivered, Stop, schedule
@@ -176,7 +176,7 @@ def test_gpa_with_weight_decay_is_that_of_its_authors() -> None:
         found = run(Given(shapes), strategy, batches[: int(steps)])
         same(found.params, theirs, 1e-5)
     ctx = Context(StackedCollectives(1))
-    same(strategy.average(found.params, found.state.optimizer, ctx), AUTHORS["gpa"]["x"], 1e-5)
+    same(strategy.average(found.params, known(found).optimizer, ctx), AUTHORS["gpa"]["x"], 1e-5)
     paper = run(Given(shapes), GPAStrategy(adamw, mu_x=0.9, mu_y=0.7), batches)
     assert max((paper.params[name] - x).abs().max() for name, x in found.params.items()) > 0.01
 

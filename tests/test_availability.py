@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.cards import CARDS
 from tests.fitting import dataset, fit
-from tests.helpers import assert_same_bits, difference, flat, reordered, simulation, stacked
+from tests.helpers import assert_same_bits, flat, reordered, simulation, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.test_properties import STRATEGIES
@@ -31,7 +30,8 @@ from vecgym.core import rng
 from vecgym.engine.attendance import Both
 from vecgym.engine.availability import Availability, Deadline, Dropout, Facts, LocalSteps, Sampled, Trace
 from vecgym.engine.presence import Presence
-from vecgym.engine.simulation import Simulation, State
+from vecgym.engine.state import State
+from vecgym.simulation.adapted import simulation_of
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -81,7 +81,7 @@ class Taken:
 
     def __init__(
         self, strategy: Strategy, batches: Sequence[Any], availability: Availability | None, *, model: nn.Module,
-        engine: str = "vmap", seed: int = 42, keys: Any = None, own_time: bool = False, examples: Any = None,
+        engine: str = "vmap", seed: int = 42, examples: Any = None,
     ) -> None:  # fmt: skip
         self.batches = batches
         num_nodes = len(batches[0][0])
@@ -89,14 +89,20 @@ class Taken:
         presence = None
         if availability is not None:
             presence = Presence(availability, Facts(num_nodes, len(batches), seed))
-        self.simulation = Simulation(
+        self.simulation = simulation_of(
             model, strategy, base.comm, engine=base.engine, max_steps=len(batches), seed=seed, presence=presence,
-            keys=keys, own_time=own_time, num_examples=examples,
+            num_examples=examples,
         )  # fmt: skip
-        self.state = self.simulation.init()
+        self.held = self.simulation.init()
         self.losses: list[Tensor] = []
-        self.metrics: list[Any] = []
+        self.rows: list[Any] = []
         self.states: list[State] = []
+
+    @property
+    def state(self) -> State:
+        """As hooks know it."""
+        found: State = self.simulation.algorithm.as_hooks_know(self.held, self.simulation.here)
+        return found
 
     def run(self, steps: int = STEPS, keep: bool = False) -> Taken:
         for _ in range(steps):
@@ -105,10 +111,10 @@ class Taken:
                 torch.stack([self.batches[count][leaf][node] for node, count in enumerate(counts)])
                 for leaf in range(len(self.batches[0]))
             )
-            self.state, metrics = self.simulation.step(self.state, batch)
-            self.simulation.comm.ledger.add(self.state.step - 1, metrics.transfers)
-            self.losses.append(metrics.losses)
-            self.metrics.append(metrics)
+            self.held, row = self.simulation.step(self.held, batch)
+            self.simulation.comm.ledger.add(self.held.tick - 1, row.transfers)
+            self.losses.append(row.losses)
+            self.rows.append(row)
             if keep:
                 self.states.append(copy.deepcopy(self.state))
         return self
@@ -146,42 +152,28 @@ def test_the_rate_is_that_of_the_step_whoever_is_there(model: nn.Module) -> None
     few = Trace(torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1], [1, 0, 1, 0], [1, 1, 0, 1], [1, 1, 1, 1]]).bool())
     strategy = Strategy("sgd", lr=1.0, lr_scheduler=lambda step: 0.5**step)
     run = Taken(strategy, batches_of(4, steps=5), few, model=model).run(5)
-    rates = [torch.as_tensor(metrics.lr).tolist() for metrics in run.metrics]
-    assert [metrics.num_present for metrics in run.metrics] == [4, 3, 2, 3, 4]
+    rates = [torch.as_tensor(row.columns["lr"]).tolist() for row in run.rows]
     assert rates == [1.0, 0.5, [0.5, 0.25], 0.25, 0.125]
 
 
-@pytest.mark.parametrize("way", ["taken out", "all at once"])
 @pytest.mark.parametrize("rejoin", ["own", "shared"])
 @pytest.mark.parametrize("name", MADE)
-def test_nodes_that_are_never_there_are_as_if_they_were_not(
-    name: str, rejoin: Any, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run of nodes 0, 2 and 3 alone, with these ids as the keys of their random numbers.
-
-    To the bit where the rows of those present are taken out. Where all train and the others are put back, an optimizer
-    rounds the last values of a tensor, which fill no vector register, in another way.
-    """
-    monkeypatch.setattr("vecgym.engine.simulation.MOST", 2.0 if way == "taken out" else 0.0)
-    dtype = torch.float32 if way == "taken out" else F64
-    model, batches, examples = make_model("MLP", dtype=dtype), batches_of(dtype=dtype), (3, 1, 4, 1, 5)
+def test_nodes_that_are_never_there_are_as_if_they_were_not(name: str, rejoin: Any) -> None:
+    """The run of nodes 0, 2 and 3 alone, to the bit."""
+    model, batches, examples = make_model("MLP"), batches_of(), (3, 1, 4, 1, 5)
     members = [0, 2, 3, 4] if name in EVEN else [0, 2, 3]
     table = torch.zeros(STEPS, K, dtype=torch.bool)
     table[:, members] = True
     some = Taken(MADE[name](), batches, Trace(table, rejoin=rejoin), model=model, examples=examples).run()
     fewer = Taken(
-        MADE[name](), reordered(batches, members), None, model=model, keys=[(42, node) for node in members],
-        examples=tuple(examples[i] for i in members),
+        MADE[name](), reordered(batches, members), None, model=model, examples=tuple(examples[i] for i in members)
     )  # fmt: skip
     fewer.simulation.comm.members = tuple(members)  # the ids by which codes draw
     fewer.run()
     there, alone = rows_of(some.state, members, K), rows_of(fewer.state, range(len(members)), len(members))
     losses = {"losses": torch.stack(some.losses)[:, members]}, {"losses": torch.stack(fewer.losses)}
     for a, b in ((there, alone), losses):
-        if way == "taken out":
-            assert_same_bits(a, b)
-        else:
-            assert difference(a, b) < 1e-10
+        assert_same_bits(a, b)
     sent, by_fewer = (x.simulation.comm.ledger.total_bytes for x in (some, fewer))
     assert sent * K == pytest.approx(by_fewer * len(members))
 
@@ -202,7 +194,7 @@ def test_the_absent_keep_all_they_have(name: str, model: nn.Module) -> None:
                 old, new = (flat(getattr(state, kind)) for state in (before, after))
                 for key, x in old.items():
                     assert torch.equal(x[node if len(x) > 1 else 0], new[key][node if len(new[key]) > 1 else 0]), key
-    assert [metrics.num_present for metrics in taken.metrics] == table.sum(1).tolist()
+    assert [len(row.events[-1].each(K)) for row in taken.rows] == table.sum(1).tolist()
 
 
 def test_the_residual_of_the_absent_is_kept(model: nn.Module) -> None:
@@ -470,7 +462,7 @@ def test_participation_and_sampled_send_the_same(name: str, fraction: float, mod
         (PARTICIPATION[name](fraction), None), (PARTICIPATION[name](1.0), Sampled(fraction, H)),
     ):  # fmt: skip
         taken = Taken(strategy, batches_of(10, 12, F64), availability, model=make_model("MLP", dtype=F64),
-                      own_time=True, examples=tuple(range(1, 11))).run(12)  # fmt: skip
+                      examples=tuple(range(1, 11))).run(12)  # fmt: skip
         ledger = taken.simulation.comm.ledger
         found.append((torch.stack(taken.losses), ledger.total_bytes, ledger.total_received_bytes))
     (a, *sent), (b, *again) = found
@@ -570,7 +562,7 @@ def test_sampled_is_participation(model: nn.Module) -> None:
         (FedAvgStrategy("sgd", H=H, participation=0.6, lr=0.1), None),
         (FedAvgStrategy("sgd", H=H, lr=0.1), Sampled(0.6, H)),
     ):
-        taken = Taken(strategy, batches, availability, model=model, own_time=True).run(9)
+        taken = Taken(strategy, batches, availability, model=model).run(9)
         losses.append(torch.stack(taken.losses))
     assert torch.equal(losses[0].isnan(), losses[1].isnan())
     assert losses[0].isnan().any()
@@ -597,7 +589,7 @@ def test_local_steps_wait_for_the_exchange(model: nn.Module) -> None:
     for name, p in common.parameters(models[0]).items():
         torch.testing.assert_close(taken.state.params[name][0], p.detach(), rtol=1e-12, atol=1e-12)
     assert taken.state.node_steps.tolist() == counts == [2, 4, 6]
-    assert [m.num_present for m in taken.metrics] == [3] * 6
+    assert [row.events[-1].rows for row in taken.rows] == [None] * 6
 
 
 def test_epochs_of_shards_of_unequal_size() -> None:
@@ -627,7 +619,7 @@ def test_neighbours_give_a_copy(model: nn.Module) -> None:
         )  # fmt: skip
         params = {name: torch.arange(4.0).view(4, *[1] * (p.dim() - 1)).expand(4, *p.shape[1:]).clone()
                   for name, p in taken.state.params.items()}  # fmt: skip
-        taken.state = replace(taken.state, params=params)
+        taken.held.own["params"].update(params)
         taken.run(3)
     found = {float(p[2].flatten()[0]) for p in taken.state.params.values()}
     assert len(found) == 1

@@ -26,20 +26,20 @@ from torch import Tensor, nn
 import vecgym
 from tests.fitting import dataset, fit, same, same_run
 from tests.fuzz.common import time_limit
-from tests.helpers import assert_same_bits
+from tests.helpers import assert_same_bits, known
 from tests.models import make_model
 from tests.test_properties import NAMES, STEPS, make
 from vecgym import CSVLogger, DivergenceError, Logger, TensorBoardLogger, Trainer, VecgymWarning
 from vecgym.core import files, tree
 from vecgym.core.errors import ProcessError
 from vecgym.core.files import PARTIAL, write_atomically
-from vecgym.engine.simulation import Simulation
 from vecgym.records import runfile
 from vecgym.records.columns import MEASURED
 from vecgym.records.runfile import checkpoints_in
 from vecgym.runs import multiprocess
 from vecgym.runs.checkpoint import FORM, Checkpointer, settings_of
 from vecgym.runs.recorder import Recorder
+from vecgym.simulation import Simulation
 from vecgym.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
@@ -215,9 +215,9 @@ def test_the_state_of_a_module_may_be_anything_plain(tmp_path: Path) -> None:
     for settings in ({}, BACKENDS["2 processes"]):
         resumed = train(tmp_path / "2", strategy=strategy, resume=at(tmp_path, 4), exact=True, **settings)
         assert same_run(resumed, whole)
-        held = runfile.read(at(tmp_path / "2", STEPS))["state"]["strategy"]["0"]
-        for found in (held, resumed.state.strategy["0"] if resumed.state else held):
-            assert repr(found) == repr(whole.state.strategy["0"])
+        held = runfile.read(at(tmp_path / "2", STEPS))["state"]["shared"]["modules"]["0"]
+        for found in (held, known(resumed).strategy["0"] if resumed.state else held):
+            assert repr(found) == repr(known(whole).strategy["0"])
         shutil.rmtree(tmp_path / "2")
 
 
@@ -433,12 +433,12 @@ HANDMADE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "nodes of another number": lambda held: held["models"].update(
         params={name: x.expand(K, *x.shape[1:])[:3].clone() for name, x in held["models"]["params"].items()}
     ),
-    "no state of the optimizer": lambda held: held["state"].update(optimizer={}),
-    "an optimizer's state of another shape": lambda held: held["state"].update(
-        optimizer=tree.map_leaves(lambda x: torch.ones(1, 7, 7), held["state"]["optimizer"])
+    "no state of the optimizer": lambda held: held["state"]["own"].update(optimizer={}),
+    "an optimizer's state of another shape": lambda held: held["state"]["own"].update(
+        optimizer=tree.map_leaves(lambda x: torch.ones(1, 7, 7), held["state"]["own"]["optimizer"])
     ),
-    "an optimizer's state of another dtype": lambda held: held["state"].update(
-        optimizer=tree.map_leaves(Tensor.double, held["state"]["optimizer"])
+    "an optimizer's state of another dtype": lambda held: held["state"]["own"].update(
+        optimizer=tree.map_leaves(Tensor.double, held["state"]["own"]["optimizer"])
     ),
     "no random states": lambda held: {**held, "random": []},
     "random states of another kind": lambda held: {**held, "random": [{"torch": "x", "numpy": 3, "python": None}]},
@@ -732,7 +732,7 @@ def test_two_runs_in_one_process(locks: bool, tmp_path: Path, monkeypatch: pytes
     assert {path.name for path in tmp_path.iterdir()} == {at(tmp_path, step).name for step in (0, 2)}
 
 
-PARTS = [(Simulation, "init"), (Checkpointer, "_make_run_id"), (Simulation, "step"), (Recorder, "start")]
+PARTS = [(Simulation, "init"), (Checkpointer, "_make_run_id"), (Simulation, "tick"), (Recorder, "start")]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from tests.helpers import assert_close, assert_same_bits, difference, run, saved, stacked
+from tests.helpers import assert_close, assert_same_bits, difference, known, run, saved, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.reference import compression as reference
@@ -366,7 +366,7 @@ def test_momentum_correction_equals_its_twin(decay: float, masking: bool, num_no
     assert_close(ours.losses, theirs.losses, 1e-10, "losses")
     for kept, held in (("residual", naive.residuals), ("momentum", naive.momenta)):
         expected = {name: torch.stack(of_nodes) for name, of_nodes in held.items()}
-        assert_close(ours.state.strategy["0"][kept], expected, 1e-10, kept)
+        assert_close(known(ours).strategy["0"][kept], expected, 1e-10, kept)
 
 
 def test_momentum_of_all_that_is_sent_is_the_optimizers() -> None:
@@ -422,7 +422,7 @@ def test_ef21_equals_its_twin(name: str, num_nodes: int) -> None:
     theirs = reference.allreduce(start, data(num_nodes), num_nodes, naive, inner=INNER)
     assert_close(ours.losses, theirs.losses, 1e-10, "losses")
     expected = {name: torch.stack(of_nodes) for name, of_nodes in naive.residuals.items()}
-    assert_close(ours.state.strategy["0"]["estimate"], expected, 1e-10, "estimates")
+    assert_close(known(ours).strategy["0"]["estimate"], expected, 1e-10, "estimates")
 
 
 def test_ef21_of_movements_equals_its_twin() -> None:
@@ -436,7 +436,7 @@ def test_ef21_of_movements_equals_its_twin() -> None:
 @pytest.mark.parametrize("codec", [TopK(0.1), "sign", "stat4", "qsgd", "natural", "powersgd"], ids=str)
 def test_what_all_know_is_the_mean_of_the_estimates(codec: Any) -> None:
     start = make_model("MLP", dtype=DOUBLE)
-    state = run(start, of(EF21(Mean(), codec)), stacked(data())[:9]).state.strategy["0"]
+    state = known(run(start, of(EF21(Mean(), codec)), stacked(data())[:9])).strategy["0"]
     mean = tree.map(lambda h: h.mean(0, keepdim=True), state["estimate"])
     assert_close(state["average"], mean, 1e-13)
     assert {len(h) for h in state["estimate"].values()} == {K}

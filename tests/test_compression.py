@@ -18,6 +18,7 @@ from tests.helpers import (
     assert_close,
     assert_same_bits,
     difference,
+    known,
     reordered,
     rows,
     run,
@@ -468,14 +469,14 @@ def test_compressed_exchanges_equal_their_twins(case: str, method: str, num_node
     theirs = CASES[case].twin(start, data, num_nodes, average, inner=CASES[case].inner)
     assert_close(ours.losses, theirs.losses, TOLERANCE, "losses")
     assert_close(ours.params, stacks(theirs), TOLERANCE, "params")
-    state = ours.state.strategy["0"].get("average", {}) if case == "diloco" else ours.state.strategy["0"]
+    state = known(ours).strategy["0"].get("average", {}) if case == "diloco" else known(ours).strategy["0"]
     assert ("residual" in state) == error_feedback
     if error_feedback:
         residuals = {name: torch.stack(of_nodes) for name, of_nodes in average.residuals.items()}
         assert_close(state["residual"], residuals, TOLERANCE, "residual")
         assert max(float(x.abs().max()) for x in residuals.values()) > 1e-4
     if case == "diloco":
-        outer = ours.state.strategy["0"]["params"]
+        outer = known(ours).strategy["0"]["params"]
         assert_close(outer, {name: x[None] for name, x in theirs.outer.items()}, TOLERANCE, "outer")
 
 
@@ -491,7 +492,7 @@ def test_topk_sparse_averaging_equals_its_twin(num_nodes: int, bits: int | None)
     assert_close(ours.losses, theirs.losses, TOLERANCE, "losses")
     assert_close(ours.params, stacks(theirs), TOLERANCE, "params")
     last = {name: torch.stack([of_node[name] for of_node in theirs.residuals]) for name in ours.params}
-    assert_close(ours.state.strategy["0"]["last"], last, TOLERANCE, "last")
+    assert_close(known(ours).strategy["0"]["last"], last, TOLERANCE, "last")
 
 
 # --------------------------------------------------------------------------------------------- the wrapper
@@ -537,7 +538,7 @@ def test_sending_everything_is_not_compressing(case: str) -> None:
             ours = run(start, CommunicateOptimizeStrategy([module], OptimSpec(cls, **options)), data)
             assert_close(ours.params, plain.params, 1e-12, repr(module))
             if error_feedback:
-                state = ours.state.strategy["0"]
+                state = known(ours).strategy["0"]
                 residual = (state["average"] if case == "diloco" else state)["residual"]
                 assert max(float(x.abs().max()) for x in residual.values()) < 1e-15
 
@@ -694,7 +695,7 @@ def test_a_run_can_be_differentiated(case: str, method: str) -> None:
     initial = {name: p.detach()[None].clone().requires_grad_() for name, p in start.named_parameters()}
     state = sim.init(initial)
     for batch in data:
-        state, metrics = sim.step(state, batch, differentiable=True)
+        state, metrics = sim.step(state, batch, pure=True)
     slopes = torch.autograd.grad(metrics.losses.mean(), list(initial.values()))
     assert all(bool(slope.isfinite().all()) for slope in slopes)
     assert max(float(slope.abs().max()) for slope in slopes) > 1e-6

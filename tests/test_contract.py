@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.fitting import dataset, fit, params
-from tests.helpers import assert_close, run, stacked
+from tests.helpers import assert_close, known, run, stacked
 from tests.models import make_batches, make_model
 from vecgym import sweep
 from vecgym.collectives import StackedCollectives
@@ -244,7 +244,7 @@ def test_a_state_may_hold_plain_values() -> None:
         return params, {"count": state["count"] + 1, "of": {3: "a text"}}
 
     result = trained(Mine(init=lambda params, ctx: {"count": 0, "of": {}}, exchange_parameters=own))
-    assert result.state.strategy["0"] == {"count": STEPS, "of": {3: "a text"}}
+    assert known(result).strategy["0"] == {"count": STEPS, "of": {3: "a text"}}
 
 
 def test_with_participation_local_gradients_are_of_those_who_train() -> None:

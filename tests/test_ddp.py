@@ -33,6 +33,7 @@ def differences(link: multiprocess.Link, given: Case) -> list[float]:
     """
     wire = Wire()
     form, strategy = Form(given, DistributedCollectives(K, wire), exact=False), given.strategy
+    batches = given.batches(form.comm.node_ids)
     ddp = nn.parallel.DistributedDataParallel(copy.deepcopy(given.model), broadcast_buffers=False)
     optimizer = strategy.inner_optim.build(ddp.module)
     base_lr, found = optimizer.defaults["lr"], []
@@ -43,7 +44,7 @@ def differences(link: multiprocess.Link, given: Case) -> list[float]:
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("given_lr", group["lr"]) * (lr / base_lr)
             optimizer.zero_grad()
-            batch = given.converted(form.batches.batch(step))
+            batch = given.converted(batches.batch(step))
             ddp(tree.map_leaves(lambda x: x.flatten(0, 1), batch)).backward()
             if strategy.max_norm is not None:
                 nn.utils.clip_grad_norm_(ddp.module.parameters(), float(strategy.max_norm))

@@ -21,8 +21,8 @@ from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.engine.batching_rules import TwiceDifferentiable
-from vecgym.engine.simulation import Simulation
 from vecgym.optim import OptimSpec
+from vecgym.simulation.adapted import simulation_of
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -65,10 +65,10 @@ class Unroll:
 
     def __call__(self, *hyper: Any, differentiable: bool = True) -> Tensor:
         comm = StackedCollectives(K)
-        sim = Simulation(self.model, self.strategy(*hyper), comm, engine=self.engine, max_steps=STEPS)
+        sim = simulation_of(self.model, self.strategy(*hyper), comm, engine=self.engine, max_steps=STEPS)
         state = sim.init()
         for batch in self.batches:
-            state, _ = sim.step(state, batch, differentiable=differentiable)
+            state, _ = sim.step(state, batch, pure=differentiable)
         average = {**nodes.mean(state.params), **nodes.mean(state.buffers)}
         with TwiceDifferentiable(), sdpa_kernel(SDPBackend.MATH):
             return functional_call(self.evaluated, average, (self.held_out,))
@@ -137,14 +137,14 @@ def test_second_derivatives_equal_differences_of_first(model: str, inner: str) -
 def test_derivatives_by_the_initial_parameters() -> None:
     """State is explicit: a run can be differentiated in where it starts from, too."""
     f = unroll("MLP", "adamw")
-    sim = Simulation(f.model, f.strategy(*f.values), StackedCollectives(K), engine=f.engine, max_steps=STEPS)
+    sim = simulation_of(f.model, f.strategy(*f.values), StackedCollectives(K), engine=f.engine, max_steps=STEPS)
     initial = {name: p.detach()[None].clone().requires_grad_() for name, p in f.model.named_parameters()}
 
     def final(params: Tree) -> Tensor:
         state = sim.init(params)
         for batch in f.batches:
-            state, metrics = sim.step(state, batch, differentiable=True)
-        return metrics.losses.sum()
+            state, row = sim.step(state, batch, pure=True)
+        return row.losses.sum()
 
     gradient = torch.autograd.grad(final(initial), list(initial.values()))
     towards = {
@@ -335,5 +335,5 @@ def test_an_own_module_continues_from_a_saved_state() -> None:
     first = run(model, quantised(0.1), batches[:3], max_steps=7)
     engine = Engine(model)
     engine.prepare(batches[0])
-    sim = Simulation(model, quantised(0.1), StackedCollectives(K), engine=engine, max_steps=7)
+    sim = simulation_of(model, quantised(0.1), StackedCollectives(K), engine=engine, max_steps=7)
     assert_same_bits(advance(sim, first.state, batches[3:]).state, whole.state)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 
 from tests.fitting import fit, same_run
-from tests.helpers import Run, assert_close, assert_same_bits, difference, flat, run, stacked
+from tests.helpers import Run, assert_close, assert_same_bits, difference, flat, known, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common, optimizers
 from tests.reference.common import Result
@@ -79,7 +79,7 @@ def same_as_twin(ours: Run, theirs: Result) -> None:
     params = [common.parameters(m) for m in theirs.models]
     assert_close(ours.params, each(params), TWIN, "params")
     assert_close(ours.buffers, each([dict(m.named_buffers()) for m in theirs.models]), TWIN, "buffers")
-    for slot, values in ours.state.optimizer.items():
+    for slot, values in known(ours).optimizer.items():
         if slot != "step":
             expected = [{n: o.state[x][slot] for n, x in p.items()} for o, p in zip(theirs.optimizers, params)]
             assert_close(nodes.expand(values, len(params)), each(expected), TWIN, slot)
@@ -122,7 +122,7 @@ def test_noloco_equals_its_twin(model: str, group_size: int, engine: str) -> Non
         momentum=0.4, gamma=0.8, inner=(AdamW, {"lr": 0.01}), max_norm=0.3, schedule=warm,
     )  # fmt: skip
     same_as_twin(ours, theirs)
-    assert_close(ours.state.strategy["0"], {"params": each(phi), "momentum": each(delta)}, TWIN, "outer")
+    assert_close(known(ours).strategy["0"], {"params": each(phi), "momentum": each(delta)}, TWIN, "outer")
     of_exchanges = [groups for step, groups in enumerate(drawn) if (step + 1) % 4 == 0]
     sizes = {2: [1, 2, 2], 3: [2, 3]}[group_size]
     assert all(groups is not None and sorted(map(len, groups)) == sizes for groups in of_exchanges)
@@ -159,10 +159,10 @@ def test_the_mean_of_nolocos_nodes_is_a_heavy_ball_on_their_mean_movement() -> N
 
 def test_noloco_keeps_two_copies_for_each_node_and_sends_two() -> None:
     ours = trained(NoLoCoStrategy("adamw", 4, lr=0.01), num_nodes=4, steps=8)
-    assert kept_bytes(ours.state.strategy, 4) == (2 * model_bytes(), 0)
+    assert kept_bytes(known(ours).strategy, 4) == (2 * model_bytes(), 0)
     assert ours.comm.ledger.total_bytes == 2 * 2 * model_bytes()  # two exchanges, in pairs
     together = trained(NoLoCoStrategy("adamw", 4, 4, lr=0.01), num_nodes=4, steps=8)
-    assert kept_bytes(together.state.strategy, 4) == (0, 2 * model_bytes())
+    assert kept_bytes(known(together).strategy, 4) == (0, 2 * model_bytes())
 
 
 # -------------------------------------------------------------------------------------------- Local Adam and DES-LOC
@@ -198,8 +198,8 @@ def test_a_local_optimizer_that_is_linear_and_averaged_at_every_step_is_ddp() ->
 def test_local_adam_keeps_what_adam_keeps() -> None:
     for strategy, exchanges in ((LocalAdamStrategy("adam", 4), 3 * 2), (DESLOCStrategy("adam", 2, 4), 4 + 2 + 0)):
         ours = trained(strategy, num_nodes=4, steps=8 + 1)  # one step after the last exchange
-        assert kept_bytes(ours.state.strategy, 4) == (0, 0)
-        moments = {slot: x for slot, x in ours.state.optimizer.items() if slot != "step"}
+        assert kept_bytes(known(ours).strategy, 4) == (0, 0)
+        moments = {slot: x for slot, x in known(ours).optimizer.items() if slot != "step"}
         assert kept_bytes(moments, 4) == (2 * model_bytes(), 0)
         assert ours.comm.ledger.total_bytes == exchanges * 2 * 3 / 4 * model_bytes()
 
@@ -227,7 +227,7 @@ def test_muloco_equals_its_twin(muon: Any, make: Any, model: str, engine: str) -
     )  # fmt: skip
     assert_close(ours.losses, theirs.losses, TWIN, "losses")
     assert_close(ours.params, each([common.parameters(m) for m in theirs.models]), TWIN, "params")
-    assert_close({n: x[0] for n, x in ours.state.strategy["0"]["params"].items()}, theirs.outer, TWIN, "outer")
+    assert_close({n: x[0] for n, x in known(ours).strategy["0"]["params"].items()}, theirs.outer, TWIN, "outer")
 
 
 def test_muloco_is_diloco_with_muon_and_without_matrices_with_adamw() -> None:
@@ -252,10 +252,10 @@ def test_muloco_keeps_one_moment_of_a_matrix_and_two_of_all_else() -> None:
     ours = trained(MuLoCoStrategy(H=4), num_nodes=4, steps=9)
     params = common.parameters(make_model("MLP", dtype=F64))
     matrices = 8 * sum(p.numel() for p in params.values() if p.dim() == 2)
-    assert kept_bytes(ours.state.strategy["0"]["params"], 4) == (0, model_bytes())
-    outer = {slot: x for slot, x in ours.state.strategy["0"]["optimizer"].items() if slot != "step"}
+    assert kept_bytes(known(ours).strategy["0"]["params"], 4) == (0, model_bytes())
+    outer = {slot: x for slot, x in known(ours).strategy["0"]["optimizer"].items() if slot != "step"}
     assert kept_bytes(outer, 4) == (0, model_bytes())
-    inner = {slot: x for slot, x in ours.state.optimizer.items() if slot != "step"}
+    inner = {slot: x for slot, x in known(ours).optimizer.items() if slot != "step"}
     assert kept_bytes(inner, 4) == (matrices + 2 * (model_bytes() - matrices), 0)
 
 
@@ -297,8 +297,8 @@ def test_gpa_equals_its_twin(num_nodes: int, decay: Any, model: str, engine: str
     )  # fmt: skip
     assert_close(ours.losses, theirs.losses, TWIN, "losses")
     assert_close(ours.params, each([common.parameters(m) for m in theirs.models]), TWIN, "y")
-    assert_close({name: value[0] for name, value in ours.state.optimizer["z"].items()}, z, TWIN, "z")
-    found = strategy.average(ours.state.params, ours.state.optimizer, Context(ours.comm))
+    assert_close({name: value[0] for name, value in known(ours).optimizer["z"].items()}, z, TWIN, "z")
+    found = strategy.average(ours.state.params, known(ours).optimizer, Context(ours.comm))
     assert_close({name: value[0] for name, value in found.items()}, x, TWIN, "x")
 
 
@@ -332,8 +332,8 @@ def test_gpa_whose_average_forgets_at_once_is_ddp() -> None:
 
 def test_gpa_keeps_one_copy_more_than_ddp_and_once_for_all() -> None:
     ours, ddp = (trained(s, num_nodes=4, steps=3) for s in (GPAStrategy("adam"), AllReduceStrategy("adam")))
-    own, once = kept_bytes(ours.state.optimizer, 4)
-    assert (own, once) == (0, kept_bytes(ddp.state.optimizer, 4)[1] + model_bytes())
+    own, once = kept_bytes(known(ours).optimizer, 4)
+    assert (own, once) == (0, kept_bytes(known(ddp).optimizer, 4)[1] + model_bytes())
     assert kept_bytes(ours.state.params, 4) == (0, model_bytes())
     assert ours.comm.ledger.total_bytes == ddp.comm.ledger.total_bytes == 3 * 1.5 * model_bytes()
 
@@ -359,7 +359,7 @@ def test_palsgd_equals_its_twin(model: str, engine: str) -> None:
         max_norm=0.3, factor=warm,
     )  # fmt: skip
     same_as_twin(ours, theirs)
-    assert_close({n: x[0] for n, x in ours.state.strategy["0"]["params"].items()}, theirs.outer, TWIN, "outer")
+    assert_close({n: x[0] for n, x in known(ours).strategy["0"]["params"].items()}, theirs.outer, TWIN, "outer")
 
 
 def test_palsgd_draws_each_node_by_itself_as_often_as_p_says() -> None:
@@ -389,8 +389,8 @@ def test_a_pull_of_0_only_leaves_gradients_out() -> None:
 
 def test_palsgd_keeps_and_sends_what_diloco_does() -> None:
     ours = trained(PALSGDStrategy("adamw", 0.3, 4, lr=0.01), num_nodes=4, steps=9)
-    outer = {slot: x for slot, x in ours.state.strategy["0"]["optimizer"].items() if slot != "step"}
-    assert kept_bytes({"params": ours.state.strategy["0"]["params"], **outer}, 4) == (0, 2 * model_bytes())
+    outer = {slot: x for slot, x in known(ours).strategy["0"]["optimizer"].items() if slot != "step"}
+    assert kept_bytes({"params": known(ours).strategy["0"]["params"], **outer}, 4) == (0, 2 * model_bytes())
     assert ours.comm.ledger.total_bytes == 2 * 1.5 * model_bytes()
 
 
@@ -434,9 +434,9 @@ def test_a_corrected_delay_does_nothing_to_equal_nodes() -> None:
 
 def test_a_corrected_delay_keeps_a_value_for_each_node_and_an_index_once() -> None:
     ours = trained(SPARTAStrategy(1.0, "sgd", delay=2, correct_delay=True, lr=0.1), num_nodes=4, steps=5)
-    assert kept_bytes(ours.state.strategy["0"]["queue"], 4) == (2 * model_bytes(), 2 * model_bytes())  # 8-byte indices
+    assert kept_bytes(known(ours).strategy["0"]["queue"], 4) == (2 * model_bytes(), 2 * model_bytes())  # 8-byte indices
     late = trained(SPARTAStrategy(1.0, "sgd", delay=2, lr=0.1), num_nodes=4, steps=5)
-    assert kept_bytes(late.state.strategy["0"]["queue"], 4) == (0, 4 * model_bytes())
+    assert kept_bytes(known(late).strategy["0"]["queue"], 4) == (0, 4 * model_bytes())
     assert ours.comm.ledger.total_bytes == late.comm.ledger.total_bytes == 5 * 1.5 * model_bytes()
 
 
@@ -488,8 +488,8 @@ def test_a_movement_of_nothing_stays_nothing() -> None:
 def test_a_correction_keeps_nothing() -> None:
     for correction, more in (("heloco", 0), ("median_norm", 3 * 8 * len(make_model("MLP").state_dict()))):
         ours = trained(DiLoCoStrategy("adamw", H=4, lr=0.01, correction=correction), num_nodes=4, steps=9)
-        outer = {slot: x for slot, x in ours.state.strategy["0"]["optimizer"].items() if slot != "step"}
-        assert kept_bytes({"params": ours.state.strategy["0"]["params"], **outer}, 4) == (0, 2 * model_bytes())
+        outer = {slot: x for slot, x in known(ours).strategy["0"]["optimizer"].items() if slot != "step"}
+        assert kept_bytes({"params": known(ours).strategy["0"]["params"], **outer}, 4) == (0, 2 * model_bytes())
         assert ours.comm.ledger.total_bytes == 2 * (1.5 * model_bytes() + more)
 
 

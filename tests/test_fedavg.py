@@ -15,7 +15,8 @@ from vecgym import OptimSpec
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.topology import random_islands
 from vecgym.engine import Engine
-from vecgym.engine.simulation import Simulation, State
+from vecgym.engine.state import State
+from vecgym.simulation.adapted import simulation_of
 from vecgym.strategy import FedAvgStrategy, ServerOptimizer
 from vecgym.strategy.average import Weighting, participants
 from vecgym.strategy.base import Context
@@ -29,15 +30,15 @@ def simulate(
 ) -> tuple[State, StackedCollectives]:
     model, batches = make_model("MLP", dtype=torch.float64), make_batches("MLP", STEPS, num_nodes, dtype=torch.float64)
     comm = StackedCollectives(num_nodes)
-    simulation = Simulation(
+    simulation = simulation_of(
         model, strategy, comm, engine=Engine(model, engine=engine), max_steps=STEPS, num_examples=num_examples
     )
     simulation.engine.prepare(stack(batches[0]))
     state = simulation.init()
     for batch in batches:
-        state, metrics = simulation.step(state, stack(batch))
-        simulation.comm.ledger.add(state.step - 1, metrics.transfers)
-    return state, comm
+        state, row = simulation.step(state, stack(batch))
+        simulation.comm.ledger.add(state.tick - 1, row.transfers)
+    return simulation.algorithm.as_hooks_know(state, simulation.here), comm
 
 
 def server_twin(
@@ -145,12 +146,13 @@ def test_nodes_that_rest_hold_the_servers_parameters() -> None:
         for sent in (comm.ledger.total_bytes, comm.ledger.total_received_bytes):  # up, and down
             assert sent == pytest.approx(payload * 2 / 5 * (STEPS // H), rel=1e-12)
     model, batches = make_model("MLP", dtype=torch.float64), make_batches("MLP", H + 1, 5, dtype=torch.float64)
-    simulation = Simulation(model, FedAvgStrategy(SGD, H=H, participation=0.4), StackedCollectives(5), max_steps=STEPS)
+    strategy = FedAvgStrategy(SGD, H=H, participation=0.4)
+    simulation = simulation_of(model, strategy, StackedCollectives(5), max_steps=STEPS)
     simulation.engine.prepare(stack(batches[0]))
-    state, seen = simulation.init(), []
+    held, seen = simulation.init(), []
     for batch in batches:
-        state, _ = simulation.step(state, stack(batch))
-        seen.append({name: x.expand(5, *x.shape[1:]).clone() for name, x in state.params.items()})
+        held, _ = simulation.step(held, stack(batch))
+        seen.append({name: x.expand(5, *x.shape[1:]).clone() for name, x in held.params.items()})
     for name, theta in seen[H - 1].items():
         assert torch.equal(theta, theta[:1].expand_as(theta))
         moved = [i for i in range(5) if not torch.equal(seen[H][name][i], theta[0])]
@@ -189,7 +191,7 @@ def test_weights_by_examples_within_islands() -> None:
     states = {}
     for size, weighting in ((None, "none"), (2, "examples")):
         strategy = FedAvgStrategy(SGD, H=2 if size is None else 1, island_size=size, weighting="examples")
-        simulation = Simulation(model, strategy, StackedCollectives(5), num_examples=examples, max_steps=2)
+        simulation = simulation_of(model, strategy, StackedCollectives(5), num_examples=examples, max_steps=2)
         simulation.engine.prepare(stack(batches[0]))
         states[weighting], _ = simulation.step(simulation.init(), stack(batches[0]))
     for name, before in states["none"].params.items():

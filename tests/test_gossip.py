@@ -19,6 +19,7 @@ from tests.helpers import (
     assert_close,
     assert_same_bits,
     difference,
+    known,
     reordered,
     rows,
     run,
@@ -37,7 +38,7 @@ from vecgym.collectives.topology import Mixing
 from vecgym.core import rng
 from vecgym.core.errors import VecgymWarning
 from vecgym.core.tree import Tree
-from vecgym.engine.simulation import Simulation
+from vecgym.simulation.adapted import simulation_of
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -158,7 +159,7 @@ def compare(case: str, model: str, num_nodes: int, engine: str, inner: str = "mo
     assert_close(ours.params, {name: torch.stack([p[name] for p in params]) for name in params[0]}, 1e-10, "params")
     assert_close(ours.buffers, {name: torch.stack([b[name] for b in buffers]) for name in buffers[0]}, 1e-10)
     for i, (p, optimizer) in enumerate(zip(params, theirs.optimizers)):
-        for slot, values in ours.state.optimizer.items():
+        for slot, values in known(ours).optimizer.items():
             if slot != "step":
                 expected = {name: optimizer.state[p[name]][slot] for name in p}
                 assert_close({n: x[i] for n, x in values.items()}, expected, 1e-10, f"{slot} of node {i}")
@@ -737,4 +738,5 @@ def test_numbers_that_float32_rounds_stay_what_they_are() -> None:
 
 def test_the_state_is_empty() -> None:
     start = make_model("MLP")
-    assert Simulation(start, GossipStrategy(), StackedCollectives(4)).init().strategy == {"0": {}}
+    state = simulation_of(start, GossipStrategy(), StackedCollectives(4)).init()
+    assert state.shared["modules"] == {"0": {}}

@@ -16,8 +16,8 @@ from tests.helpers import assert_close, difference, joined, reordered, run, simu
 from tests.models import Quadratic, make_batches, make_model
 from tests.reference.common import copy_model, parameters
 from vecgym.collectives import StackedCollectives
-from vecgym.engine.simulation import Simulation
 from vecgym.optim import OptimSpec
+from vecgym.simulation.adapted import simulation_of
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, Strategy
 
 TOLERANCE = 1e-11
@@ -194,8 +194,8 @@ def test_11_diloco_on_a_homogeneous_quadratic_is_a_linear_map(eta: float, mu: fl
         for batch in batches:
             state, _ = sim.step(state, batch)
         expected = round_matrix(eta, mu, D) @ expected
-        assert_close(state.params["x"], expected[:1], 1e-12, "theta")
-        outer_state = state.strategy["0"]
+        assert_close(state.params["x"], expected[:1].expand(K, -1), 1e-12, "theta")
+        outer_state = state.shared["modules"]["0"]
         assert_close(outer_state["params"]["x"], expected[:1], 1e-12, "outer theta")
         if mu > 0:
             assert_close(outer_state["optimizer"]["momentum_buffer"]["x"], expected[1:], 1e-12, "m")
@@ -227,11 +227,11 @@ def unrolled(model: nn.Module, batches: list[Any], eta: Tensor, mu: Tensor, gamm
     """theta `[dim]` after some rounds, differentiable in the hyperparameters."""
     spec = OptimSpec(SGD, lr=eta, momentum=mu, nesterov=True)
     strategy = DiLoCoStrategy(OptimSpec(SGD, lr=gamma), spec, H=H)
-    sim = Simulation(model, strategy, StackedCollectives(K), max_steps=rounds * H)
+    sim = simulation_of(model, strategy, StackedCollectives(K), max_steps=rounds * H)
     state = sim.init()
     for _ in range(rounds):
         for batch in batches:
-            state, _ = sim.step(state, batch, differentiable=True)
+            state, _ = sim.step(state, batch, pure=True)
     return state.params["x"][0]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers import stacked
-from tests.kernel import OnTheKernel
 from tests.models import make_batches, make_model
-from tests.test_availability import EVEN, MADE, Taken, batches_of
+from tests.test_availability import MADE, batches_of
 from vecgym import simulation as kernel
 from vecgym.availability import Trace
 from vecgym.collectives import StackedCollectives
@@ -25,12 +23,11 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.engine.availability import Facts, LocalSteps
 from vecgym.engine.presence import Presence
-from vecgym.engine.simulation import Simulation
 from vecgym.runs import multiprocess
 from vecgym.simulation import Every, Lockstep, Mark, Part, Rows, RunFacts, State
+from vecgym.simulation.adapted import simulation_of
 from vecgym.simulation.simulation import Batches
 from vecgym.simulation.state import put_back
-from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy
 
 K, T = 5, 12
 F64 = torch.float64
@@ -434,79 +431,6 @@ def test_several_batches_of_an_event_have_masks_of_their_own() -> None:
     assert not torch.equal(*losses)
 
 
-# ------------------------------------------------------------------------------------- old strategies, on both of them
-
-
-class OnEither(Taken):
-    """A run of the old simulation or of the kernel."""
-
-    def __init__(self, way: type[Simulation], *args: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-        monkeypatch.setattr("tests.test_availability.Simulation", way)
-        super().__init__(*args, **options)
-        assert type(self.simulation) is way
-
-
-@pytest.mark.parametrize("rejoin", [None, "own", "shared"])
-@pytest.mark.parametrize("name", MADE)
-def test_every_strategy_on_both(name: str, rejoin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits, losses and transfers, with and without absent nodes; what one refuses the other does, too.
-
-    But for two: nodes that exchange gradients, and whose parameters are the same until one is absent, are stored once
-    by the old one, and the mean of their gradients is computed in another way.
-    """
-    tolerance = 1e-12 if (name, rejoin) in (("allreduce", "own"), ("gpa", "own")) else 0.0
-    count = 6 if name in EVEN else 5
-    batches, model = batches_of(count, dtype=F64), make_model("MLP", dtype=F64)
-    table = torch.rand(len(batches), count, generator=torch.Generator().manual_seed(8)) < 0.6
-    table[:, 1] |= ~table.any(1)
-    availability = None if rejoin is None else Trace(table, rejoin=rejoin)
-    examples = (3, 1, 4, 1, 5, 9)[:count]
-
-    def on(way: type[Simulation]) -> Taken:
-        given = MADE[name](), batches, availability
-        return OnEither(way, *given, model=model, examples=examples, monkeypatch=monkeypatch).run()
-
-    try:
-        old = on(Simulation)
-    except ValueError as error:
-        assert availability is not None
-        with pytest.raises(ValueError, match=re.escape(str(error))):
-            on(OnTheKernel)
-        return
-    new = on(OnTheKernel)
-    for x, y in zip(old.state.params.values(), new.state.params.values()):
-        torch.testing.assert_close(x.expand_as(y), y, rtol=tolerance, atol=tolerance)
-    losses = torch.stack(old.losses), torch.stack(new.losses)
-    torch.testing.assert_close(*losses, rtol=tolerance, atol=tolerance, equal_nan=True)
-    assert list(old.simulation.comm.ledger) == list(new.simulation.comm.ledger)
-
-
-@pytest.mark.parametrize("rejoin", [None, "own", "shared"])
-@pytest.mark.parametrize("make", [
-    lambda **inner: DiLoCoStrategy("adamw", H=3, **inner),
-    lambda **inner: AllReduceStrategy("adamw", **inner),
-    lambda **inner: FedAvgStrategy("sgd", H=3, participation=0.6, **inner),
-], ids=["diloco", "allreduce", "fedavg"])  # fmt: skip
-def test_schedules_and_random_models_on_both(make: Any, rejoin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates and dropout go by each node's own count with absences, and by the step without."""
-    model, batches = make_model("Dropout", dtype=F64), stacked(make_batches("Dropout", 7, 4, batch_size=4, dtype=F64))
-    table = torch.tensor(
-        [[1, 1, 1, 1], [1, 0, 1, 0], [0, 1, 1, 0], [1, 1, 0, 1], [1, 0, 0, 1], [1, 1, 1, 1], [0, 0, 1, 1]]
-    )
-    availability = None if rejoin is None else Trace(table.bool(), rejoin=rejoin)
-    runs = []
-    for way in (Simulation, OnTheKernel):
-        strategy = make(lr=0.1, lr_scheduler=lambda step: 0.5**step, max_norm=0.5)
-        given = strategy, batches, availability
-        runs.append(OnEither(way, *given, model=model, engine="loop", monkeypatch=monkeypatch).run(7))
-    old, new = runs
-    for x, y in zip(old.state.params.values(), new.state.params.values()):
-        torch.testing.assert_close(x.expand_as(y), y, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(torch.stack(old.losses), torch.stack(new.losses), rtol=1e-12, atol=0, equal_nan=True)
-    for a, b in zip(old.metrics, new.metrics):
-        assert torch.equal(torch.as_tensor(a.lr), torch.as_tensor(b.lr))
-
-
 class Began(Scaffold):
     """The same, and each node keeps what it began with."""
 
@@ -536,7 +460,7 @@ def on_kernel(name: str, comm: Any) -> dict[str, Tensor]:
     ids = comm.node_ids
     engine = Engine(model, engine="loop", node_threads=1)
     engine.prepare(tree.map_leaves(lambda x: x[ids], batches[0]))
-    simulation = OnTheKernel(
+    simulation = simulation_of(
         model, MADE[name](), comm, engine=engine, max_steps=len(batches), num_examples=(3, 1, 4, 1, 5, 9)
     )
     state = simulation.init()

@@ -12,16 +12,19 @@ from torch import Tensor, nn
 import vecgym
 import vecgym.runs.fitting as fitting
 from tests.fitting import alone, dataset, fit, params, same_run
+from tests.helpers import known
 from tests.models import make_model
 from vecgym import MemoryEstimate, Trainer, estimate_memory
 from vecgym.collectives import StackedCollectives
 from vecgym.core import tree
 from vecgym.core.nodes import squared_consensus_distance
 from vecgym.engine import Engine, Local, Plan
-from vecgym.engine.simulation import Simulation
 from vecgym.models import GPT, Classifier
 from vecgym.runs import memory
 from vecgym.runs.memory import Live, Part, memory_limit, stepping
+from vecgym.simulation import Event
+from vecgym.simulation.adapted import simulation_of
+from vecgym.simulation.simulation import Draft
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
@@ -62,8 +65,8 @@ def test_what_lasts_is_what_a_run_holds(name: str) -> None:
     assert trainer.state is not None
     found = {n: part.total_bytes for n, part in estimate.parts.items()}
     assert found["parameters"] == tree.num_bytes(trainer.state.params)
-    assert within(found["optimizer"], tree.num_bytes(trainer.state.optimizer))
-    assert within(found["strategy"], tree.num_bytes(trainer.state.strategy))
+    assert within(found["optimizer"], tree.num_bytes(known(trainer).optimizer))
+    assert within(found["strategy"], tree.num_bytes(known(trainer).strategy))
     assert found["batch"] == K * 4 * (64 * 4 + 8)
 
 
@@ -147,24 +150,27 @@ def networks() -> dict[str, tuple[nn.Module, Any]]:
     }
 
 
+def observe(event: Event, draft: Draft) -> None:
+    """As a run does before an evaluation."""
+    if not event.reads:
+        squared_consensus_distance(draft.params)
+
+
 def held_in_steps(model: nn.Module, strategy: Any, num_nodes: int, one: Any, **cut: Any) -> int:
     """The most bytes of tensors in five steps of all nodes, with their batch."""
     minibatch_size = cut.pop("minibatch_size", None)
     batch = tree.map_leaves(lambda x: torch.stack([x] * num_nodes), one)
     engine = Engine(model, node_threads=1, **cut)
     engine.prepare(batch)
-    simulation = Simulation(
+    simulation = simulation_of(
         model, strategy, StackedCollectives(num_nodes), engine=engine, max_steps=6, minibatch_size=minibatch_size
     )
-
-    def observe(params: Any) -> None:  # as a run does before an evaluation
-        squared_consensus_distance(params)
 
     known = [batch, *engine.params.values(), *engine.frozen.values(), *engine.buffers.values()]
     with Live(known) as live:
         state = simulation.init()
         for _ in range(5):
-            state, _ = simulation.step(state, batch, observe=observe)
+            state, _ = simulation.step(state, batch, before=observe)
     return live.peak + tree.num_bytes(batch)
 
 
@@ -184,6 +190,7 @@ class Noise:
     """An engine whose gradients are noise; it has trained nothing."""
 
     written: frozenset[str] = frozenset()
+    facts = None
 
     def __init__(self, params: dict[str, Tensor]) -> None:
         self.params, self.buffers, self.rows = params, dict[str, Tensor](), 1
@@ -205,19 +212,18 @@ def test_steps_without_values_take_what_steps_with_values_take(name: str) -> Non
     params = {n: torch.randn(shape) for n, shape in {"a": (64, 50), "b": (64,), "c": (300, 64), "d": (5,)}.items()}
     seen = stepping(strategy, params, K, steps)
     engine, batch = cast(Any, Noise(params)), torch.zeros(K, 1)
-    simulation = Simulation(
+    simulation = simulation_of(
         nn.Module(), strategy, StackedCollectives(K), engine=engine, max_steps=steps, num_examples=(1,) * K
     )
     with torch.no_grad(), Live([params, batch]) as live:
         state = simulation.init()
         for _ in range(seen.state.step):
-            state, _ = simulation.step(state, batch, observe=lambda p: (squared_consensus_distance(p), None)[1])
+            state, _ = simulation.step(state, batch, before=observe)
     taken = max(0, live.peak - live.now - engine.rows * tree.num_bytes(params))
     assert seen.complete
     assert seen.rows == engine.rows
-    for kind in ("params", "optimizer", "strategy"):
-        found, expected = ([x.shape for x in tree.leaves(getattr(s, kind))] for s in (seen.state, state))
-        assert found == expected
+    found, expected = ([x.shape for x in tree.leaves([s.own, s.shared])] for s in (seen.state, state))
+    assert found == expected
     assert within(seen.temporary_bytes, taken, 0.5 if name in BY_VALUES else 0.001)
 
 

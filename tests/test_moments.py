@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.fitting import dataset, fit, params
-from tests.helpers import assert_close, difference, run, stacked
+from tests.helpers import assert_close, difference, known, run, stacked
 from tests.models import make_batches, make_model
 from vecgym import sweep
 from vecgym.collectives import StackedCollectives
@@ -75,7 +75,7 @@ def test_an_optimizer_of_each_node_has_moments_too() -> None:
     modules = AveragingCommunicator(H=3), Moments(every=2)
     mine, native = trained(*modules, inner=Own), trained(*modules, inner="adam")
     assert_close(mine.params, native.params, 1e-12)
-    assert_close(mine.state.optimizer["tensors"]["exp_avg"], native.state.optimizer["exp_avg"], 1e-12)
+    assert_close(known(mine).optimizer["tensors"]["exp_avg"], known(native).optimizer["exp_avg"], 1e-12)
 
 
 def test_a_run_that_is_differentiated_gives_the_same() -> None:
@@ -105,7 +105,7 @@ def test_all_that_is_together_alike_stays_stored_once() -> None:
     plain = run(make_model("MLP", dtype=torch.float64), strategy, batches)
     both = CommunicateOptimizeStrategy([*strategy.communication_modules, Moments()], "adamw", lr=0.01)
     found = run(make_model("MLP", dtype=torch.float64), both, batches)
-    assert {x.shape[0] for x in found.state.optimizer["exp_avg"].values()} == {1}
+    assert {x.shape[0] for x in known(found).optimizer["exp_avg"].values()} == {1}
     assert_close(found.params, plain.params, 1e-14)
 
 
@@ -183,7 +183,7 @@ def test_any_average_will_do() -> None:
     assert set(state.strategy["0"]) == {"exp_avg", "exp_avg_sq"}
     assert_close(state, trained(coded, differentiable=True).state, 1e-10)
     half = trained(Moments(every=SyncWeight([0, 0, 0, 0, 0, 0.5]))).state.optimizer["exp_avg"]
-    none, whole = (trained(*m).state.optimizer["exp_avg"] for m in ([], [Moments(every=6)]))
+    none, whole = (known(trained(*m)).optimizer["exp_avg"] for m in ([], [Moments(every=6)]))
     assert_close(half, {n: (x + whole[n]) / 2 for n, x in none.items()}, 1e-12)
 
 
@@ -251,7 +251,7 @@ def test_modules_are_told_who_trains_and_how_often_each_has() -> None:
         assert active == expected
         assert node_steps == counts.tolist()
         counts[list(expected or [])] += 1
-    assert result.state.node_steps.tolist() == counts.tolist() == result.state.optimizer["step"].tolist()
+    assert known(result).node_steps.tolist() == counts.tolist() == known(result).optimizer["step"].tolist()
     assert len(set(counts.tolist())) > 1
 
 
@@ -289,8 +289,8 @@ def test_steps_of_nodes_go_on_after_a_resume(tmp_path: Path) -> None:
     assert torch.equal(params(resumed), params(whole))
     assert resumed.state is not None
     assert whole.state is not None
-    assert resumed.state.node_steps.tolist() == whole.state.node_steps.tolist()
-    assert len(set(whole.state.node_steps.tolist())) > 1
+    assert known(resumed).node_steps.tolist() == known(whole).node_steps.tolist()
+    assert len(set(known(whole).node_steps.tolist())) > 1
 
 
 def test_steps_of_nodes_are_counted_the_same_in_sweeps() -> None:

@@ -36,9 +36,10 @@ from vecgym.compress import (
 from vecgym.compress.dct import strongest
 from vecgym.core import devices, tree
 from vecgym.engine import Engine
-from vecgym.engine.simulation import Simulation, State
 from vecgym.runs.options import FitOptions
 from vecgym.runs.run import Run, Task
+from vecgym.simulation import Simulation, State
+from vecgym.simulation.adapted import simulation_of
 from vecgym.strategy import (
     EF21,
     AveragingCommunicator,
@@ -125,15 +126,14 @@ def steps_of(
     if batches is None:
         each = make_batches(str(model), steps=STEPS, num_nodes=K)
         batches = [tree.map_leaves(lambda *xs: torch.stack(xs).to(device), *of_nodes) for of_nodes in each]
-    simulation = Simulation(
+    simulation = simulation_of(
         module, strategy, StackedCollectives(K), engine=Engine(module, engine=engine), max_steps=STEPS,
         num_examples=(5, 6, 7, 8), **options,
     )  # fmt: skip
     names = [name for name, _ in module.named_buffers()]
     simulation.engine._stateless.learn(False, names if changed is None else changed)
     state = simulation.init()
-    slots = {name: x for name, x in state.optimizer.items() if name != "step"}  # a count, on the host
-    with waits((state.params, state.buffers, slots, batches)) as block:
+    with waits((state.params, state.buffers, state.home["optimizer"], batches)) as block:
         for batch in batches:
             state, _ = simulation.step(state, batch)
     return block, state
@@ -308,7 +308,9 @@ def run_on_meta(strategy: Strategy, monkeypatch: pytest.MonkeyPatch, **options: 
     module = make_model("MLP").to("meta")
     run.engine = Engine(module)
     run.engine._stateless.learn(False, [])
-    run.simulation = Simulation(module, strategy, run.comm, engine=run.engine, max_steps=12, num_examples=(16,) * K)
+    run.simulation = simulation_of(
+        module, strategy, run.comm, engine=run.engine, max_steps=12, num_examples=(16,) * K, read=run.train.read
+    )
     run.state = run.simulation.init()
     for batches in (run.train, run.val):
         assert batches is not None
@@ -477,14 +479,14 @@ def test_a_resumed_run_has_the_rows_of_one_that_was_not_interrupted(
 
 def at_step(step: int, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Do something while the step after `step` steps is taken."""
-    take = Simulation.step
+    take = Simulation.tick
 
     def acting(self: Simulation, state: State, *args: Any, **kwargs: Any) -> Any:
-        if state.step == step:
+        if state.tick == step:
             act()
         return take(self, state, *args, **kwargs)
 
-    monkeypatch.setattr(Simulation, "step", acting)
+    monkeypatch.setattr(Simulation, "tick", acting)
 
 
 def break_down() -> None:

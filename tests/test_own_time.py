@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from tests.models import make_data, make_model
-from vecgym.collectives import StackedCollectives
-from vecgym.core import nodes, tree
+from tests.helpers import stacked
+from tests.models import make_batches, make_model
+from tests.test_availability import Taken
+from vecgym.core import tree
 from vecgym.data import Batches
-from vecgym.engine import Engine
-from vecgym.engine.simulation import Simulation, State
+from vecgym.engine.availability import Trace
 from vecgym.strategy import Strategy
 
 F64 = torch.float64
@@ -62,27 +62,16 @@ def test_each_node_reads_the_batch_of_its_own_step(kind: str) -> None:
     {"inner_optim": "sgd", "lr": torch.tensor([0.1, 0.2, 0.3])},
 ])  # fmt: skip
 def test_nodes_at_different_times_do_what_each_does_alone(settings: dict[str, Any]) -> None:
-    """Three nodes with 0, 5 and 2 steps behind them; the same node by itself, with all others at its own count."""
-    model: nn.Module = make_model("MLP", dtype=F64)
-    x, y = make_data("MLP", 12, 0, F64)
-    assert isinstance(x, Tensor)
-    assert isinstance(y, Tensor)
-    batch = (x.view(3, 4, -1), y.view(3, 4, *y.shape[1:]))
-    counts = torch.tensor([0, 5, 2])
-
-    def step(node_steps: Tensor, own_time: bool) -> State:
-        simulation = Simulation(
-            model, Strategy(**settings), StackedCollectives(3), engine=Engine(model), max_steps=12, own_time=own_time
-        )
-        start = simulation.init()
-        wide = {name: p.repeat_interleave(3, 0) for name, p in start.params.items()}
-        optimizer = {**start.optimizer, "step": node_steps.clone()}
-        at = int(node_steps[0])
-        return simulation.step(State(at, wide, start.buffers, optimizer, start.strategy, node_steps), batch)[0]
-
-    together = step(counts, own_time=True)
-    for node, count in enumerate(counts.tolist()):
-        alone = step(torch.full((3,), count), own_time=False)
-        for name, p in together.params.items():
-            torch.testing.assert_close(p[node], alone.params[name][node], rtol=1e-12, atol=1e-14)
-    assert nodes.consensus_distance(together.params) > 0
+    """Nodes that are absent now and then, against the same nodes as they were after as many steps without absences."""
+    model, T = make_model("MLP", dtype=F64), 12
+    batches = stacked(make_batches("MLP", T, 3, batch_size=4, dtype=F64))
+    table = torch.rand(T, 3, generator=torch.Generator().manual_seed(5)) < 0.6
+    table[:, 1] |= ~table.any(1)
+    there = Taken(Strategy(**settings), batches, Trace(table), model=model).run(T)
+    always = Taken(Strategy(**settings), batches, None, model=model).run(T, keep=True)
+    counts = table.sum(0).tolist()
+    assert len(set(counts)) == 3
+    for node, count in enumerate(counts):
+        for name, p in there.state.params.items():
+            expected = always.states[count - 1].params[name][node]
+            torch.testing.assert_close(p[node], expected, rtol=1e-12, atol=1e-14)

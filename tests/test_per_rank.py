@@ -16,7 +16,7 @@ from tests.models import make_batches, make_model
 from vecgym import OptimSpec, Trainer
 from vecgym.collectives import StackedCollectives
 from vecgym.engine import Engine
-from vecgym.engine.simulation import Simulation
+from vecgym.simulation.adapted import simulation_of
 from vecgym.strategy import AllReduceStrategy, Context, DiLoCoStrategy, RankStrategy, Strategy
 from vecgym.strategy.per_rank import all_gather, all_reduce, as_strategy, broadcast
 
@@ -68,13 +68,13 @@ class MyDiLoCo(RankStrategy):
 def run(strategy: Strategy, num_nodes: int, name: str = "MLP") -> tuple[dict[str, Tensor], StackedCollectives, Any]:
     model, batches = make_model(name, dtype=torch.float64), make_batches(name, STEPS, num_nodes, dtype=torch.float64)
     comm = StackedCollectives(num_nodes)
-    simulation = Simulation(model, strategy, comm, engine=Engine(model), max_steps=STEPS)
+    simulation = simulation_of(model, strategy, comm, engine=Engine(model), max_steps=STEPS)
     simulation.engine.prepare(stack(batches[0]))
     state, rates = simulation.init(), []
     for batch in batches:
-        state, metrics = simulation.step(state, stack(batch))
-        comm.ledger.add(state.step - 1, metrics.transfers)
-        rates.append(float(metrics.lr))
+        state, row = simulation.step(state, stack(batch))
+        comm.ledger.add(state.tick - 1, row.transfers)
+        rates.append(float(row.columns["lr"]))
     return {n: p.expand(num_nodes, *p.shape[1:]) for n, p in state.params.items()}, comm, rates
 
 
@@ -275,6 +275,6 @@ def test_a_strategy_without_a_step_stays_as_it_is() -> None:
 
 def test_it_cannot_be_differentiated() -> None:
     model, batches = make_model("MLP"), make_batches("MLP", 1, 2)
-    simulation = Simulation(model, MyDDP(), StackedCollectives(2))
+    simulation = simulation_of(model, MyDDP(), StackedCollectives(2))
     with pytest.raises(ValueError, match="CommunicationModule"):
-        simulation.step(simulation.init(), stack(batches[0]), differentiable=True)
+        simulation.step(simulation.init(), stack(batches[0]), pure=True)

@@ -26,11 +26,11 @@ from vecgym.collectives.topology import ring
 from vecgym.core import nodes, tree
 from vecgym.data import Batches
 from vecgym.engine import Engine, EngineName
-from vecgym.engine.simulation import Simulation
 from vecgym.optim import OptimSpec
 from vecgym.records.optimized import OptimizedSchedule
 from vecgym.runs.optimize import optimize_schedule, project_to_budget
 from vecgym.runs.rollout import Outcome, rollout, rollout_jvp
+from vecgym.simulation.adapted import simulation_of
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -107,7 +107,7 @@ def trained_loss(strategy: Strategy, params: Any = None, batches: Any = None) ->
     """The same loss by the step that overwrites its state: another code than that of the rollout."""
     model, own, eval_batch, engine = setting()
     comm = StackedCollectives(K)
-    sim = Simulation(model, strategy, comm, engine=engine, max_steps=T, num_examples=(5, 2, 3))
+    sim = simulation_of(model, strategy, comm, engine=engine, max_steps=T, num_examples=(5, 2, 3))
     state = sim.init(params)
     for batch in own if batches is None else batches:
         state, _ = sim.step(state, batch)

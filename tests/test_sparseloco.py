@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
-from tests.helpers import assert_close, difference, run, stacked
+from tests.helpers import assert_close, difference, known, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.reference.sparseloco import payload, sparseloco
@@ -45,7 +45,7 @@ def test_it_equals_its_twin(k: int, chunk: int, bits: int | None, model: str, av
     assert_close(found.losses, theirs.losses, 1e-10, "losses")
     params = [common.parameters(m) for m in theirs.models]
     assert_close(found.params, {name: torch.stack([p[name] for p in params]) for name in params[0]}, 1e-10, "params")
-    kept = found.state.strategy["0"]
+    kept = known(found).strategy["0"]
     assert_close(kept["params"], {name: x[None] for name, x in theirs.outer.items()}, 1e-10, "outer")
     residuals = {name: torch.stack([of_node[name] for of_node in theirs.residuals]) for name in params[0]}
     assert_close(kept["average"]["residual"], residuals, 1e-10, "residual")

@@ -28,6 +28,7 @@ from tests.helpers import (
     assert_close,
     assert_same_bits,
     difference,
+    known,
     reordered,
     rows,
     run,
@@ -152,11 +153,11 @@ def compare(ours: Run, theirs: Result) -> None:
     buffers = [dict(m.named_buffers()) for m in theirs.models]
     assert_close(ours.buffers, {name: torch.stack([b[name] for b in buffers]) for name in buffers[0]}, TOLERANCE)
     for i, (p, optimizer) in enumerate(zip(params, theirs.optimizers)):
-        held = {s: {n: x[i] for n, x in v.items()} for s, v in ours.state.optimizer.items() if s != "step"}
+        held = {s: {n: x[i] for n, x in v.items()} for s, v in known(ours).optimizer.items() if s != "step"}
         expected = {s: {n: optimizer.state[p[n]][s] for n in p} for s in held}
         assert_close(held, expected, TOLERANCE, f"inner optimizer of node {i}")
     if theirs.outer:
-        outer = ours.state.strategy["1"]["params"]
+        outer = known(ours).strategy["1"]["params"]
         assert_close({name: x[0] for name, x in outer.items()}, theirs.outer, TOLERANCE, "outer parameters")
 
 
@@ -185,7 +186,7 @@ def check_sparta(selector: str, delay: int, model: str, num_nodes: int, engine: 
     compare(ours, twin(selector, delay, model, num_nodes))
     expected = masks(selector, model).drawn
     assert all(same(recorded.drawn[step], expected[step]) for step in range(STEPS))
-    assert set(ours.state.strategy["0"].get("queue", {})) == {str(slot) for slot in range(delay)}
+    assert set(known(ours).strategy["0"].get("queue", {})) == {str(slot) for slot in range(delay)}
 
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
@@ -622,7 +623,7 @@ def test_the_pure_step_equals_the_one_in_place_and_changes_nothing(name: str) ->
     state = sim.init()
     for batch in batches:
         before = saved(state)
-        new, _ = sim.step(state, batch, differentiable=True)
+        new, _ = sim.step(state, batch, pure=True)
         assert_same_bits(state, before)
         state = new
     assert_close(state.params, inplace.state.params, 1e-12)
@@ -962,7 +963,7 @@ def test_delayed_averaging_by_hand(d: int, H: int, sparse: bool, differentiable:
             due[step + d] = theta.mean(0, keepdim=True) - theta
         theta = theta + due.pop(step, torch.zeros(()))
     torch.testing.assert_close(ours.params["x"], theta, rtol=1e-12, atol=1e-12)
-    waiting = {int(slot): x["x"].shape for slot, x in ours.state.strategy["0"]["queue"].items() if x["x"].numel()}
+    waiting = {int(slot): x["x"].shape for slot, x in known(ours).strategy["0"]["queue"].items() if x["x"].numel()}
     assert waiting == {t % d: x.shape for t, x in due.items()}
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from tests.helpers import Run, assert_close, assert_same_bits, difference, flat, run, stacked
+from tests.helpers import Run, assert_close, assert_same_bits, difference, flat, known, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference.streaming import by_module, e3m0, streaming
 from vecgym.clock import Compute, Network, price
@@ -67,7 +67,7 @@ def test_one_fragment_without_delay_and_alpha_is_diloco_bit_for_bit(differentiab
     )
     assert_same_bits(ours.params, diloco.params)
     assert torch.equal(ours.losses, diloco.losses)
-    assert_same_bits(ours.state.strategy["0"]["0"], diloco.state.strategy["0"])
+    assert_same_bits(known(ours).strategy["0"]["0"], known(diloco).strategy["0"])
     assert list(ours.comm.ledger) == list(diloco.comm.ledger)
 
 
@@ -78,7 +78,7 @@ def test_alpha_1_is_no_influence_bit_for_bit(delay: Any, alpha: Any) -> None:
     ours = go(StreamingDiLoCoStrategy("adamw", H=3, num_fragments=2, delay=delay, alpha=alpha, lr=0.01))
     assert_same_bits(ours.params, alone.params)
     assert ours.comm.ledger.total_bytes > 0
-    outer = [part["params"] for part in ours.state.strategy["0"].values()]
+    outer = [part["params"] for part in known(ours).strategy["0"].values()]
     assert difference(outer[0], {name: p[None] for name, p in setup()[0].named_parameters() if name in outer[0]}) > 1e-4
 
 
@@ -98,9 +98,9 @@ def test_a_node_with_a_longer_delay_follows_later() -> None:
     for name in alone[0]:
         assert torch.equal(runs[0].params[name][3], alone[0][name][3])
         assert not torch.equal(runs[0].params[name][0], alone[0][name][0])
-        assert torch.equal(runs[1].params[name][3], runs[1].state.strategy["0"]["0"]["params"][name][0])
-    same = go(make(delay=1), steps=8).state.strategy
-    assert_same_bits(runs[1].state.strategy["0"]["0"]["params"], same["0"]["0"]["params"])
+        assert torch.equal(runs[1].params[name][3], known(runs[1]).strategy["0"]["0"]["params"][name][0])
+    same = known(go(make(delay=1), steps=8)).strategy
+    assert_same_bits(known(runs[1]).strategy["0"]["0"]["params"], same["0"]["0"]["params"])
 
 
 def test_eager_with_one_node_is_diloco_bit_for_bit() -> None:
@@ -349,7 +349,7 @@ def test_the_result_of_an_eager_exchange_is_used_a_round_later() -> None:
 
 def kept(strategy: Strategy, steps: int) -> tuple[int, int]:
     """(values kept once, values kept for each node) in the strategy's state, but for the counts of steps."""
-    found = [x for name, x in flat(go(strategy, "GPT", K, steps).state.strategy).items() if ".step" not in name]
+    found = [x for name, x in flat(known(go(strategy, "GPT", K, steps)).strategy).items() if ".step" not in name]
     once = sum(x.numel() for x in found if len(x) == 1)
     return once, sum(x[0].numel() for x in found if len(x) > 1)
 

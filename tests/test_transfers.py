@@ -45,8 +45,8 @@ def batches(num_nodes: int, steps: int = 4) -> list[torch.Tensor]:
 def test_a_pure_step_taken_twice_sends_the_same_and_counts_nothing_itself() -> None:
     sim = simulation(Line(), DiLoCoStrategy("sgd", H=1, lr=0.1), batches(4))
     state = sim.init()
-    _, first = sim.step(state, batches(4)[0], differentiable=True)
-    _, second = sim.step(state, batches(4)[0], differentiable=True)
+    _, first = sim.step(state, batches(4)[0], pure=True)
+    _, second = sim.step(state, batches(4)[0], pure=True)
     assert first.transfers == second.transfers
     assert [t.operation for t in first.transfers] == ["mean"]
     assert (first.transfers[0].sent_bytes, first.transfers[0].tensors) == (24.0, ("w",))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
-from tests.helpers import NEEDS_LOOP, Run, assert_close, run, stacked
+from tests.helpers import NEEDS_LOOP, Run, assert_close, known, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.reference.allreduce import allreduce
@@ -218,12 +218,12 @@ def check(case: str, model: str, num_nodes: int, **settings: Any) -> Run:
     buffers = [dict(m.named_buffers()) for m in theirs.models]
     assert_close(ours.buffers, {name: torch.stack([b[name] for b in buffers]) for name in buffers[0]}, TOLERANCE)
     for i, (p, optimizer) in enumerate(zip(params, theirs.optimizers)):
-        held = {slot: {name: node(x, i) for name, x in values.items()} for slot, values in slots(ours.state.optimizer)}
+        held = {slot: {name: node(x, i) for name, x in values.items()} for slot, values in slots(known(ours).optimizer)}
         expected = {slot: {name: optimizer.state[p[name]][slot] for name in p} for slot in held}
         assert_close(held, expected, TOLERANCE, f"inner optimizer of node {i}")
     if theirs.outer:
         assert theirs.outer_optimizer is not None
-        outer = ours.state.strategy["0"]
+        outer = known(ours).strategy["0"]
         assert_close({name: x[0] for name, x in outer["params"].items()}, theirs.outer, TOLERANCE, "outer parameters")
         held = {slot: {name: x[0] for name, x in values.items()} for slot, values in slots(outer["optimizer"])}
         state = theirs.outer_optimizer.state

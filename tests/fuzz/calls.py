@@ -34,11 +34,14 @@ from vecgym.compress.codecs import Draw
 from vecgym.core import rng
 from vecgym.engine import Engine, ModelFacts, Plan, availability
 from vecgym.engine.availability import Dropout, Facts
-from vecgym.engine.simulation import Simulation
+from vecgym.engine.simulation import Simulation as Stack
+from vecgym.engine.state import State as Stepped
 from vecgym.records import loggers
 from vecgym.records.history import History
 from vecgym.runs import memory
 from vecgym.runs.verification import Check, Difference
+from vecgym.simulation import Simulation
+from vecgym.simulation.adapted import simulation_of
 from vecgym.strategy import (
     AsyncStrategy,
     AveragingCommunicator,
@@ -238,8 +241,18 @@ def engine() -> Engine:
     return made
 
 
+def stack() -> Stack:
+    return Stack(Line(), strategy(), StackedCollectives(K), engine=engine(), max_steps=STEPS)
+
+
 def simulation() -> Simulation:
-    return Simulation(Line(), strategy(), StackedCollectives(K), engine=engine(), max_steps=STEPS)
+    return simulation_of(Line(), strategy(), StackedCollectives(K), engine=engine(), max_steps=STEPS)
+
+
+def known() -> Stepped:
+    made = simulation()
+    found: Stepped = made.algorithm.as_hooks_know(made.init(), made.here)
+    return found
 
 
 def partition() -> data.Partition:
@@ -444,8 +457,8 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
         "engine": engine, "state": lambda: simulation().init(),
         "sets": lambda: [data.EvalBatches(examples(4), 2, None, K)]},
     "vecgym.runs.evaluation.among": {"members": lambda: [0]},
-    **{f"vecgym.{name}.result": {"state": lambda: simulation().init()} for name in
-       ("engine.simulation.Simulation", "strategy.Strategy")},
+    "vecgym.engine.simulation.Simulation.result": {"state": lambda: stack().init()},
+    "vecgym.strategy.Strategy.result": {"state": known},
     "vecgym.runs.evaluation.averages": {"num_configs": lambda: 1},
     "vecgym.runs.evaluation.distances_of": {"num_configs": lambda: 1},
     "vecgym.runs.evaluation.everyone": {"x": lambda: torch.ones(K)},
@@ -508,7 +521,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
         "optimizer": dict, "strategy": dict, "node_steps": lambda: torch.zeros(K)},
     "vecgym.engine.simulation.exchange_moments": {"optimizer": dict, "modules": dict},
     "vecgym.engine.simulation.Simulation": {"params": lambda: None},
-    "vecgym.engine.simulation.Simulation.step": {"state": lambda: simulation().init()},
+    "vecgym.engine.simulation.Simulation.step": {"state": lambda: stack().init()},
     "vecgym.strategy.compressed": {},
     "vecgym.strategy.GossipCommunicator.mixing": {},
     **{f"vecgym.strategy.{name}": {"codec": lambda: "int8"} for name in ("Compressed", "EF21")},
@@ -689,7 +702,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.compress.RandomK": lambda: compress.RandomK(0.5),
     "vecgym.data.Partition": partition,
     "vecgym.engine.Engine": engine,
-    "vecgym.engine.simulation.Simulation": simulation,
+    "vecgym.engine.simulation.Simulation": stack,
     "vecgym.runs.verification.Check": check,
     "vecgym.compat.diloco_sim.DilocoSimulator": simulator,
     "vecgym.compat.diloco_sim.DilocoSimulatorConfig": config,

@@ -102,6 +102,22 @@ class Collectives(ABC):
         """Return the values of all nodes, `[L, *] -> [K, *]`: to look at a run from outside. It leaves no entry."""
         return x
 
+    def fetched(self, x: Tree, sources: Sequence[int], receivers: Sequence[int]) -> Tree:
+        """Return what those of some nodes that are here get, each from its source: `[1 or L, *] -> [n, *]`.
+
+        It leaves no entry.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> StackedCollectives(3).fetched({"w": torch.tensor([1.0, 3.0, 5.0])}, sources=[2, 2], receivers=[0, 1])
+        {'w': tensor([5., 5.])}
+        """
+        order = torch.arange(self.num_nodes)
+        order[list(receivers)] = torch.tensor(list(sources))
+        among = set(receivers)
+        here = torch.tensor([i for i, node in enumerate(self.node_ids.tolist()) if node in among], dtype=torch.long)
+        moved = self._apply(x, lambda comm, y: comm._permute(y, order))
+        return {name: y[placed(here, y.device)] if len(y) > 1 else y for name, y in moved.items()}
+
     # What a backend implements, for one tensor.
 
     @abstractmethod

@@ -12,7 +12,9 @@ from torch import Tensor
 from vecgym.collectives.base import Collectives
 from vecgym.collectives.ledger import Ledger
 from vecgym.collectives.topology import Groups, Mixing
+from vecgym.core import nodes
 from vecgym.core.devices import placed
+from vecgym.core.tree import Tree
 
 CACHED_ELEMENTS = 1 << 17  # of a block of columns that is mixed at a time: 0.5 MiB in float32
 
@@ -48,6 +50,10 @@ class StackedCollectives(Collectives):
         some = StackedCollectives(len(members), ledger=self.ledger)
         some._count_among(self, members)
         return some
+
+    def fetched(self, x: Tree, sources: Sequence[int], receivers: Sequence[int]) -> Tree:
+        found: Tree = nodes.take_rows(x, torch.tensor(list(sources)))
+        return found
 
     def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
         if x.shape[0] == 1:  # the same on every node: K equal terms, or those of one group

@@ -25,6 +25,7 @@ Random numbers that a dataset or `collate_fn` draws from the global generators o
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Protocol
@@ -37,7 +38,7 @@ from vecgym.core import check, rng, tree
 from vecgym.core.devices import placed
 from vecgym.data.checks import checked_node_ids, is_factory
 from vecgym.data.collate import Batch
-from vecgym.data.source import Source
+from vecgym.data.source import Request, Source
 
 KEPT_PLACES = 2**20  # of the orders of epochs, beyond those that are in use
 CACHE_BYTES = 256 * 2**20  # an evaluation set up to this size stays in memory once it was read
@@ -189,8 +190,49 @@ class Batches:
                 [5, 5]]), [2, 1]), (tensor([[4]]), [1]))
         """
         rows = range(len(self.node_ids)) if rows is None else rows
+        indices, limits = self._located(steps, rows, self.limits)
+        return self._source.read(steps, indices, rows), limits
+
+    def read(
+        self, requests: Iterable[tuple[Sequence[int], int | Sequence[int]]], shard_sizes: tuple[int, ...] | None = None
+    ) -> Iterator[tuple[Batch, list[int] | None]]:
+        """Yield the batch of each request, and how many examples of each row are its own; with workers if asked for.
+
+        Args:
+            requests: nodes here, ascending, and which of its own batches each of them reads: one number for all of
+                these, or one for each.
+            shard_sizes: of all nodes of the run, where some are in other processes.
+
+        >>> batches = Batches(torch.arange(6), num_nodes=2, batch_size=2, shuffle=False)
+        >>> list(batches.read([([0, 1], 0), ([0, 1], [0, 1]), ([1], 1)]))[1:]
+        [(tensor([[0, 2],
+                [5, 5]]), [2, 1]), (tensor([[5]]), [1])]
+        """
+        of_all = self.limits if shard_sizes is None else self.limits_of(shard_sizes)
+        own = of_all if of_all is None or shard_sizes is None else tuple(of_all[node] for node in self.node_ids)
+        places = {node: row for row, node in enumerate(self.node_ids)}
+        limits: deque[list[int] | None] = deque()  # of the batches that workers have been asked for
+
+        def located() -> Iterator[Request]:
+            for nodes, counts in requests:
+                if isinstance(counts, int) and len(nodes) == len(self.node_ids):
+                    limits.append(None if own is None else list(own))
+                    yield self._request(counts)
+                else:
+                    rows = [places[node] for node in nodes]
+                    steps = [counts] * len(rows) if isinstance(counts, int) else counts
+                    indices, of_rows = self._located(steps, rows, own)
+                    limits.append(of_rows)
+                    yield steps, indices, rows
+
+        return ((batch, limits.popleft()) for batch in self._source.stream(located()))
+
+    def _located(
+        self, steps: Sequence[int], rows: Sequence[int], own: Sequence[int] | None
+    ) -> tuple[Tensor, list[int]]:  # fmt: skip
+        """Return which examples some nodes read, each at a step of its own, `[n, B]`, and how many are its own."""
         widths = [self.width(step) for step in steps]
-        own = self.limits or [self.batch_size] * len(self.node_ids)
+        own = own or [self.batch_size] * len(self.node_ids)
         limits = [min(width, own[row]) for width, row in zip(widths, rows)]
         epochs = [step // self.steps_per_epoch for step in steps]
         first = [step % self.steps_per_epoch * self.batch_size for step in steps]
@@ -201,7 +243,7 @@ class Batches:
         chosen = [orders[e][row, a : a + width] for e, row, a, width in zip(epochs, rows, first, widths)]
         if min(widths) < max(widths):
             chosen = [x.repeat(-(-max(widths) // len(x)))[: max(widths)] for x in chosen]
-        return self._source.read_rows(steps, rows, torch.stack(chosen)), limits
+        return torch.stack(chosen), limits
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Yield the batches of the steps `start` up to `stop`, without end if None; with workers if asked for.

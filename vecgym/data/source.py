@@ -19,6 +19,9 @@ from vecgym.data.checks import check_dataset, check_examples, is_factory, split_
 from vecgym.data.collate import Batch, as_list, as_tensor, check_shapes, explain, fold, map_together
 from vecgym.data.windows import TokenWindows
 
+Steps = int | Sequence[int]  # one for all nodes, or one for each
+Request = tuple[Steps, Tensor] | tuple[Steps, Tensor, Sequence[int]]  # which examples; of which nodes, if not of all
+
 
 class Source:
     """The datasets of the nodes here, and how the examples of a step are read from them."""
@@ -57,30 +60,22 @@ class Source:
             order = torch.stack([row if at is None else at[row] for at, row in zip(self._positions, order)])
         return placed(order, next((x.device for x in _tensors(self._reader.datasets[0])), "cpu"))
 
-    def read(self, step: int, indices: Tensor) -> Batch:
-        """Read the batch of a step."""
-        return self._placed(self._reader(step, indices))
+    def read(self, step: Steps, indices: Tensor, rows: Sequence[int] | None = None) -> Batch:
+        """Read the batch of a step; or of some nodes, by their places among those here, each at a step of its own."""
+        return self._placed(self._reader.read(step, indices, rows))
 
-    def read_rows(self, steps: Sequence[int], rows: Sequence[int], indices: Tensor) -> Batch:
-        """Read the batch of some nodes, by their places among those here, each at a step of its own."""
-        if self._reader.gathers:
-            return self._placed(self._reader.of(rows)(0, indices))
-        # Random numbers that a dataset draws go by the step: node by node.
-        each = [self._reader.of([row])(step, index) for step, row, index in zip(steps, rows, indices.split(1))]
-        return self._placed(nodes.join_rows(each))
-
-    def stream(self, requests: Iterable[tuple[int, Tensor]]) -> Iterator[Batch]:
+    def stream(self, requests: Iterable[Request]) -> Iterator[Batch]:
         """Yield one batch per request, in order; workers read ahead if there are any."""
         if not (self._loader_kwargs.get("num_workers") or self._loader_kwargs.get("pin_memory")):
             return (self.read(*request) for request in requests)
         # numpy: a tensor would reach the workers through shared memory, one file descriptor each
-        orders = ((step, indices.numpy(force=True)) for step, indices in requests)
+        orders = ((step, indices.numpy(force=True), *rows) for step, indices, *rows in requests)
         return (self._placed(carried.batch) for carried in self._loader(orders))
 
     def _placed(self, batch: Batch) -> Batch:
         return tree.map_leaves(lambda x: placed(x, self.device), batch)
 
-    def _loader(self, orders: Iterable[tuple[int, np.ndarray]]) -> DataLoader[_Carried]:
+    def _loader(self, orders: Iterable[tuple[Any, ...]]) -> DataLoader[_Carried]:
         return DataLoader(
             self._reader,
             batch_size=None,  # one item is the batch of all nodes
@@ -93,7 +88,7 @@ class Source:
 
 @dataclass(frozen=True)
 class _Reader(Dataset["_Carried"]):
-    """`(step, indices [L, B])` -> a tree of `[L, B, ...]`; as the DataLoader's dataset, of which workers get a copy."""
+    """A `Request` -> a tree of `[L, B, ...]`; as the DataLoader's dataset, of which workers get a copy."""
 
     datasets: tuple[Any, ...]  # one per node, or a single one that all nodes read
     node_ids: tuple[int, ...]
@@ -108,9 +103,21 @@ class _Reader(Dataset["_Carried"]):
         datasets = self.datasets if len(self.datasets) == 1 else tuple(self.datasets[row] for row in rows)
         return replace(self, datasets=datasets, node_ids=tuple(self.node_ids[row] for row in rows))
 
-    def __getitem__(self, request: tuple[int, np.ndarray]) -> _Carried:
-        step, indices = request
-        return _Carried(self(step, torch.from_numpy(indices)))
+    def __getitem__(self, request: tuple[Any, ...]) -> _Carried:
+        step, indices, *rows = request
+        return _Carried(self.read(step, torch.from_numpy(indices), *rows))
+
+    def read(self, step: Steps, indices: Tensor, rows: Sequence[int] | None = None) -> Batch:
+        if rows is None:
+            assert isinstance(step, int)
+            return self(step, indices)
+        if self.gathers:
+            return self.of(rows)(0, indices)
+        # Random numbers that a dataset draws go by the step: node by node.
+        steps = [step] * len(rows) if isinstance(step, int) else step
+        each = [self.of([row])(own, index) for own, row, index in zip(steps, rows, indices.split(1))]
+        joined: Batch = nodes.join_rows(each)
+        return joined
 
     def __call__(self, step: int, indices: Tensor) -> Batch:
         with contextlib.nullcontext() if self.gathers else rng.private():

@@ -34,8 +34,8 @@ Data and random numbers always go by a node's own count.
 ...     strategy, num_nodes=4, max_steps=3, batch_size=2, device="cpu", progress=False,
 ...     availability=vecgym.availability.Trace([[True] * 4, [True, True, False, True], [True] * 4], rejoin="shared")
 ... )
->>> trainer.history["num_present"], trainer.state.node_steps
-([4, 3, 4], tensor([3, 3, 2, 3]))
+>>> trainer.history["num_present"], trainer.run.simulation.timetable.made(3)  # steps that each node has done
+([4, 3, 4], [3, 3, 2, 3])
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ have no values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,3 +107,28 @@ def _place(path: Path) -> Path:
     """Return the path without which slot of a queue it is: what is in one may be in each, also in one not used yet."""
     at = [key for _, key in path].index(QUEUE) + 1 if (dict, QUEUE) in path else len(path)
     return path[:at] + path[at + 1 :]
+
+
+def replaced(
+    new: Any, old: Any, once: Callable[[Path, Tensor, Tensor | None], bool],
+    put: Callable[[Tensor, Tensor | None], Tensor], taken: Any = None, path: Path = (), waits: bool = False,
+) -> Any:  # fmt: skip
+    """Return nested values in which what is stored once is the new one, and else `put(new, old)`.
+
+    In a queue, what was in a place that is used again is no longer due: those who did not take part have nothing in it.
+    The other places are left as they are: they hold what was `taken`, the new values before the step.
+
+    >>> new, old = {"mean": torch.tensor([9.0]), "own": torch.tensor([1.0])}, {"mean": torch.tensor([5.0])}
+    >>> replaced(new, old, lambda path, x, old: path[-1][1] == "mean", lambda x, old: torch.stack([x[0], 0 * x[0]]))
+    {'mean': tensor([9.]), 'own': tensor([1., 0.])}
+    """
+    if isinstance(new, dict):
+        held, was = (x if isinstance(x, dict) else {} for x in (old, taken))
+        return {
+            key: replaced(x, held.get(key), once, put, was.get(key), (*path, (dict, key)), waits or key == QUEUE)
+            for key, x in new.items()
+        }
+    if waits and new is taken:
+        return old
+    before = None if waits else old
+    return new if not isinstance(new, Tensor) or once(path, new, before) else put(new, before)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vecgym.collectives import Collectives
-from vecgym.collectives.base import payload_bytes
-from vecgym.collectives.ledger import Transfer
 from vecgym.collectives.topology import Links
-from vecgym.core import nodes, rng, tree
+from vecgym.core import nodes, rng
 from vecgym.core.tree import Tree
 from vecgym.engine.presence import Presence
-from vecgym.engine.state import State
 from vecgym.strategy import Gradients, Mean, ServerMean, Strategy
 from vecgym.strategy.average import Around
 from vecgym.strategy.communication import Wrapper
@@ -43,28 +39,33 @@ class Shared(NamedTuple):
         return [name for name in params if name not in self.outer and name not in self.agreed and name not in once]
 
 
-def rejoined(state: State, presence: Presence, shared: Shared, comm: Collectives, inplace: bool) -> State:
-    """Return the state before the step that it is at, with the parameters of those that return.
+def sent(
+    params: Tree, presence: Presence, shared: Shared, comm: Collectives, step: int, once: Sequence[str]
+) -> Tree:  # fmt: skip
+    """Return the parameters that those who return here begin a step with, `[1 or n, *]`, and record what is sent.
 
-    What they are sent is recorded.
+    Args:
+        params: of the nodes here, `[1 or L, *]`.
+        once: the names of those that all nodes share.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.engine.availability import Facts, Trace
+    >>> presence = Presence(Trace([[True, True, False], [True] * 3], rejoin="shared"), Facts(3, 2, seed=0))
+    >>> sent({"w": torch.tensor([1.0, 3.0, 9.0])}, presence, Shared({}, set()), StackedCollectives(3), 1, once=[])
+    {'w': tensor([2.])}
     """
-    back = presence.returning(state.step)
-    if not back or presence.rejoin == "own":
-        return state
-    sources = sources_of(back, presence, state.step)
-    given = nodes.take_rows(state.params, torch.tensor(sources))
+    back = presence.returning(step)
+    sources, known = sources_of(back, presence, step), Tree()
     if presence.rejoin == "shared":
-        once = [name for name, x in state.params.items() if len(x) == 1]
-        wide = {name: state.params[name] for name in shared.apart(state.params, once)}
-        given |= shared.outer | _mean(wide, _ids(presence.row(state.step - 1)), comm)
-    for names, among, counted in messages(list(given), shared, back, presence, state.step):
+        wide = {name: params[name] for name in shared.apart(params, once)}
+        known = shared.outer | _mean(wide, _ids(presence.row(step - 1)), comm)
+    for names, among, counted in messages(list(params), shared, back, presence, step):
         if counted:
-            links = Links.of(torch.tensor([sources[back.index(node)] for node in among]), torch.tensor(among))
-            payload = payload_bytes({name: state.params[name] for name in names})
-            comm.ledger.record(Transfer("permute", payload, comm.run_nodes, links, tensors=tuple(names)))
-    own = {name: x for name, x in given.items() if len(state.params[name]) > 1}
-    put = nodes.put_rows(state.params, torch.tensor(back), own, len(state.node_steps), inplace)
-    return replace(state, params={**state.params, **put})
+            senders = [sources[back.index(node)] for node in among]
+            links = Links.of(torch.tensor(senders), torch.tensor(among))
+            comm._announce("permute", {name: params[name] for name in names}, links)
+    rest = {name: x for name, x in params.items() if name not in known}
+    return {**known, **(comm.fetched(rest, sources, back) if rest else {})}
 
 
 def messages(
@@ -139,12 +140,16 @@ def _server_mean(average: Any) -> Any:
 
 
 def _mean(wide: Tree, members: list[int], comm: Collectives) -> Tree:
-    """Average over some nodes, `[1, *]`: of equal ones exactly their value."""
-    if wide and len(members) > 1:
-        record = Transfer("mean", payload_bytes(wide), comm.run_nodes, (tuple(members),), tensors=tuple(wide))
-        comm.ledger.record(record)
-    rows = nodes.take_rows(wide, torch.tensor(members))
-    return tree.map(lambda x: nodes.means(x, 1), rows)
+    """Average over some nodes, `[1, *]`: of equal ones exactly their value. Of one node it is not sent so."""
+    if not wide or len(members) == 1:
+        return {}
+    some, there = comm.among(members), set(members)
+    some.step = comm.step
+    some._announce("mean", wide)
+    here = [i for i, node in enumerate(comm.node_ids.tolist()) if node in there]
+    rows = nodes.take_rows(wide, torch.tensor(here or [0]))
+    found = some._apply(rows, lambda among, x: among._sum(x, None, True) if among.native else nodes.means(x, 1))
+    return {name: x[:1] for name, x in found.items()}
 
 
 def _ids(there: Tensor) -> list[int]:

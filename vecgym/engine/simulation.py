@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,25 +10,19 @@ from torch import Tensor, nn
 
 from vecgym.collectives import Collectives
 from vecgym.collectives.base import payload_bytes
-from vecgym.core import nodes, tree
+from vecgym.core import nodes
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
-from vecgym.engine.exchanges import agreed, exchange_moments, own_storage, per_node_or_once
-from vecgym.engine.once import StoredOnce, stored_once
-from vecgym.engine.presence import Presence, check_presence, exchanges_gradients, exchanges_moments, missed
-from vecgym.engine.returning import Shared, rejoined, through_server
-from vecgym.engine.rows import once_among, put, taken
+from vecgym.engine.exchanges import exchange_moments, own_storage, per_node_or_once
+from vecgym.engine.presence import exchanges_gradients
 from vecgym.engine.state import Metrics, Result, State
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.inner import row_by_row
 from vecgym.strategy.per_rank import as_strategy
 
-__all__ = ["MAX_PARTS", "Metrics", "Simulation", "State", "exchange_moments"]
-
-MOST = 0.75  # of the nodes present: the others may train too, which is undone
-MAX_PARTS = 64  # sets of nodes whose simulation is kept
+__all__ = ["Metrics", "Simulation", "State", "exchange_moments"]
 
 
 class Simulation:
@@ -55,10 +45,8 @@ class Simulation:
     tensor([0.4096, 1.6384, 3.6864, 6.5536])
     >>> state.params["w"]  # the nodes have just averaged: 2.5 (1 - 0.8^3) on each
     tensor([1.2200, 1.2200, 1.2200, 1.2200])
-    >>> simulation.length, simulation.beside, simulation.stored_once.params
-    (3, True, frozenset())
-    >>> simulation.result(state).params["w"], simulation.result(state).members  # their mean is the run's model
-    (tensor([1.2200, 1.2200, 1.2200, 1.2200]), None)
+    >>> simulation.length, simulation.result(state).params["w"]  # their mean is the run's model
+    (3, tensor([1.2200, 1.2200, 1.2200, 1.2200]))
     >>> simulation.close()
     """
 
@@ -79,7 +67,6 @@ class Simulation:
         exact: bool = False,
         keys: Sequence[tuple[int, int]] | None = None,
         own_time: bool = False,
-        presence: Presence | None = None,
     ) -> None:
         """With `exact`, the bits of a node's own work do not depend on which other nodes are in this process.
 
@@ -90,7 +77,7 @@ class Simulation:
         and the ids of `comm`.
 
         With `own_time`, learning rates and the model's random numbers go by the number of steps that each node has done
-        itself. With a `presence` they do, and only those present take part in a step.
+        itself.
         """
         if not self.asynchronous:
             check_synchronous(strategy)
@@ -99,7 +86,7 @@ class Simulation:
         self.comm = comm
         self.max_steps, self.seed, self.num_examples, self.exact = max_steps, seed, num_examples, exact
         self.minibatch_size = minibatch_size
-        self.presence, self.own_time = presence, own_time or presence is not None
+        self.own_time = own_time
         self.limits = limits  # of each of the K nodes, the most examples of a batch that are its own; None: all are
         self.num_local = len(comm.node_ids)  # L
         self._node_ids: list[int] = comm.node_ids.tolist()
@@ -107,13 +94,6 @@ class Simulation:
             zip(*[(seed, node) for node in self._node_ids] if keys is None else keys)
         )
         self._rows = None if self.num_local >= comm.num_nodes else comm.node_ids
-        self._parts: dict[tuple[int, ...], Simulation] = {}  # of those present, by their ids
-        self._one_rate = False  # what is trained is stored once, at one rate
-        if presence is not None:
-            check_presence(presence, self.strategy)
-            if presence.server:
-                self.strategy = through_server(self.strategy)
-            self._one_rate = self._trains_once and self.stored_once is not None and bool(self.stored_once.params)
 
     def init(self, params: Tree | None = None) -> State:
         """Return the state before the first step: the model's own parameters on every node, stored once.
@@ -122,7 +102,7 @@ class Simulation:
             params: other initial parameters, `[1 or L, *]`.
         """
         if params is None:
-            params = tree.map(torch.clone, self._params)
+            params = {name: p.detach()[None].clone() for name, p in self.engine.params.items()}
         buffers = {name: b[None].clone() for name, b in self.engine.buffers.items()}
         node_steps = torch.zeros(self.num_local, dtype=torch.long)
         self.comm.ledger.announce(self.comm.num_nodes, {name: payload_bytes(p) for name, p in params.items()})
@@ -134,34 +114,9 @@ class Simulation:
         """How many times the state of a whole run advances."""
         return self.max_steps
 
-    @cached_property
-    def stored_once(self) -> StoredOnce | None:
-        """What the strategy stores once for all nodes; None: it is not known beforehand."""
-        K, T = self.comm.num_nodes, self.max_steps
-        return stored_once(self.strategy, self._params, K, T, self.seed, trained=self._trains_once)
-
-    @property
-    def _params(self) -> Tree:
-        """The model's own, `[1, *]`."""
-        return {name: p.detach()[None] for name, p in self.engine.params.items()}
-
-    @property
-    def _trains_once(self) -> bool:
-        """Whether nodes that return take what the others have, who exchange gradients."""
-        return self.presence is not None and self.presence.rejoin != "own" and exchanges_gradients(self.strategy)
-
-    @property
-    def beside(self) -> bool:
-        """Whether nodes that are absent may train beside the others, which is undone, and is faster."""
-        return not (self.exact or self.engine.written or exchanges_gradients(self.strategy))
-
     def result(self, state: State) -> Result:
         """Return what the run's model is the mean of: the one rule for all that is evaluated, returned and saved."""
-        return Result(self.strategy.result(state), self.members(state.step - 1))
-
-    def members(self, step: int) -> tuple[int, ...] | None:
-        """Return the nodes that are there in a step; None: all, as before the first."""
-        return None if self.presence is None or step < 0 else self.presence.present(step)
+        return Result(self.strategy.result(state))
 
     def close(self) -> None:
         """End the threads of the engine and of the strategy; a later step starts them again."""
@@ -170,7 +125,7 @@ class Simulation:
 
     def step(
         self, state: State, batch: Any, *, differentiable: bool = False,
-        observe: Callable[[Tree], None] | None = None, limits: Sequence[int] | None = None,
+        observe: Callable[[Tree], None] | None = None,
     ) -> tuple[State, Metrics]:  # fmt: skip
         """Take one optimizer step on every node.
 
@@ -178,147 +133,22 @@ class Simulation:
 
         Args:
             state: is given up, unless `differentiable`.
-            batch: leaves `[L, B, ...]`; with a presence perhaps `[n, B, ...]`, those of the n nodes present.
+            batch: leaves `[L, B, ...]`.
             observe: called with the parameters, `[1 or L, *]`, after the optimizer's step and before their exchange. It
                 must not change them.
-            limits: of each row of the batch, how many of its examples are the node's own; None: those of the run.
         """
         observe, inplace = observe or (lambda params: None), not differentiable
         self.comm.step = state.step
         with self.comm.ledger.recording() as transfers:
-            if self.presence is None:
-                ctx = self._context(state.step, state.node_steps, inplace)
-                state, metrics = self._step(state, batch, ctx, observe)
-            else:
-                never = self.presence.never_present(state.step)
-                state, metrics = self._step_of_present(self.presence, state, batch, limits, inplace, observe)
-                metrics = metrics._replace(num_never_present=never)
+            ctx = self._context(state.step, state.node_steps, inplace)
+            state, metrics = self._step(state, batch, ctx, observe)
         return state, metrics._replace(transfers=tuple(transfers))
 
-    def _step_of_present(
-        self, presence: Presence, state: State, batch: Any, limits: Sequence[int] | None, inplace: bool,
-        observe: Callable[[Tree], None],
-    ) -> tuple[State, Metrics]:  # fmt: skip
-        """Take the step with those present, as if there were no others."""
-        state = rejoined(state, presence, self._shared(presence, state), self.comm, inplace)
-        ids, training = presence.present(state.step), presence.training(state.step)
-        part = copy.copy(self if ids is None else self._part(ids))
-        part.strategy = self.strategy  # of a copy of this simulation it may be another one
-        part.comm.step = state.step
-        part.limits = self.limits if limits is None else tuple(limits)
-        if ids is None:
-            ctx = part._context(state.step, state.node_steps, inplace)
-            state, metrics = part._step(state, batch, ctx, observe, training)
-            return state, metrics._replace(num_present=part.num_local)
-        rows = torch.tensor(ids)
-        if next(tree.leaves(batch)).shape[0] == self.num_local:
-            if inplace and training is None and part._fast_beside(state, rows, self.num_local):
-                return self._step_beside(part, ids, state, batch, observe)
-            batch = nodes.take_rows(batch, rows)
-            part.limits = None if part.limits is None else tuple(part.limits[i] for i in ids)
-        of_part = taken(self.strategy, state, rows, alike=inplace)
-        training = None if training is None else tuple(ids.index(node) for node in training)
-        ctx = part._context(state.step, of_part.node_steps, inplace)
-
-        def seen(params: Tree) -> None:
-            now = replace(of_part, params=params)
-            observe(put(state, rows, of_part, now, self._one_rate, inplace=False).params)
-
-        after, metrics = part._step(of_part, batch, ctx, seen, training)
-        active = ids if metrics.active is None else [ids[i] for i in metrics.active]
-        index = placed(rows, metrics.losses.device)
-        losses = metrics.losses.new_full((self.num_local,), torch.nan).index_copy(0, index, metrics.losses)
-        state = put(state, rows, of_part, after, self._one_rate, inplace, self.stored_once)
-        lr = ctx.own(metrics.lr)
-        return state, metrics._replace(losses=losses, active=list(active), lr=lr, num_present=len(ids))
-
-    def _shared(self, presence: Presence, state: State) -> Shared:
-        """Return what those share that were there in the step before, where somebody returns who takes it."""
-        step, outer, same = state.step, Tree(), set[str]()
-        if presence.rejoin == "shared" and presence.returning(step):
-            outer = self.strategy.outer_parameters(state.strategy)
-            if presence.server or len(outer) < len(state.params):
-                like = {name: torch.empty_like(p, device="meta") for name, p in self._params.items()}
-                same = agreed(self.strategy, like, self.comm.num_nodes, step - 1, self.max_steps, self.seed)
-        return Shared(outer, same)
-
-    def _fast_beside(self, state: State, rows: Tensor, num_nodes: int) -> bool:
-        """Whether to let the absent train too, which is undone, is faster than to take these rows out."""
-        many = self.beside and len(rows) >= MOST * num_nodes
-        return many and self.strategy.active_nodes(self._context(state.step, state.node_steps[rows], True)) is None
-
-    def _step_beside(
-        self, part: Simulation, ids: tuple[int, ...], state: State, batch: Any, observe: Callable[[Tree], None]
-    ) -> tuple[State, Metrics]:
-        """Take the step with all nodes, give the absent back what they had, and let the others exchange."""
-        rows, strategy, K = torch.tensor(ids), self.strategy, self.num_local
-        absent = torch.ones(K, dtype=torch.bool).index_fill(0, rows, False).nonzero().flatten()
-        before, ctx = taken(strategy, state, absent, alike=False), self._context(state.step, state.node_steps, True)
-        # What those present share is stored once, as it would be without the others: the same bits.
-        shared = tree.map(lambda p: once_among(p, rows), state.params)
-        numbers = tree.map_leaves(lambda x: once_among(x, rows) if x.dim() == 1 else x, state.optimizer)
-        local = self._gradients_beside(part, ids, replace(state, params=shared), batch, ctx)
-        params, optimizer = self._optimize(shared, local.grads, numbers, ctx)
-        params, buffers = (
-            nodes.put_rows(new, absent, old, K, inplace=True)
-            for new, old in ((params, before.params), (local.buffers, before.buffers))
-        )
-        optimizer = strategy.put_rows(optimizer, absent, before.optimizer, K, inplace=True)
-        observe(params)
-        ctx = part._context(state.step, state.node_steps[rows], True)
-        node_steps = state.node_steps.index_add(0, rows, torch.ones_like(rows))
-        state = State(state.step, params, buffers, optimizer, state.strategy, node_steps)
-        if strategy.idle(ctx):
-            state = replace(state, step=state.step + 1)
-        else:
-            of_part = taken(strategy, state, rows, alike=False, optimizer=exchanges_moments(strategy))
-            after = part._exchanged(of_part, of_part.strategy, ctx)
-            state = put(state, rows, of_part, after, False, inplace=True, known=self.stored_once)
-        losses = local.losses.index_fill(0, placed(absent, local.losses.device), torch.nan)
-        metrics = part._metrics(losses, ctx)
-        return state, metrics._replace(active=list(ids), lr=ctx.own(metrics.lr), num_present=len(ids))
-
-    def _gradients_beside(
-        self, part: Simulation, ids: tuple[int, ...], state: State, batch: Any, ctx: Context
-    ) -> Local:  # fmt: skip
-        """Compute the gradients of all nodes; where those present share parameters, theirs, and 0 for the others."""
-        rows, whole = torch.tensor(ids), copy.copy(self)
-        whole.limits = part.limits
-        if all(len(p) > 1 for p in state.params.values()):
-            return whole._gradients(state.params, state.buffers, batch, range(self.num_local), state.strategy, ctx)
-        few, here = copy.copy(part), taken(self.strategy, state, rows, alike=False, optimizer=False)
-        few.limits = None if part.limits is None else tuple(part.limits[i] for i in ids)
-        own = few._context(state.step, here.node_steps, inplace=True)
-        batch = nodes.take_rows(batch, rows)
-        local = few._gradients(here.params, here.buffers, batch, range(len(ids)), here.strategy, own)
-        return Local(
-            nodes.put_rows({}, rows, local.grads, self.num_local, inplace=True),
-            nodes.put_rows({}, rows, {"": local.losses}, self.num_local, inplace=True)[""],
-            nodes.put_rows(state.buffers, rows, local.buffers, self.num_local, inplace=True),
-        )
-
-    def _part(self, ids: tuple[int, ...]) -> Simulation:
-        """Return the simulation of some of the nodes; the last ones are kept."""
-        if ids not in self._parts:
-            while len(self._parts) >= MAX_PARTS:
-                self._parts.pop(next(iter(self._parts)))
-            part = self._parts[ids] = copy.copy(self)
-            part.comm, part.num_local, part._node_ids = self.comm.among(ids), len(ids), list(range(len(ids)))
-            part._keys = tuple(tuple(values[i] for i in ids) for values in self._keys)
-            part._rows = torch.tensor(ids)
-            part.num_examples, part.limits = (
-                None if values is None else tuple(values[i] for i in ids) for values in (self.num_examples, self.limits)
-            )
-        return self._parts[ids]
-
     def _step(
-        self, state: State, batch: Any, ctx: Context, observe: Callable[[Tree], None],
-        training: Sequence[int] | None = None,
+        self, state: State, batch: Any, ctx: Context, observe: Callable[[Tree], None]
     ) -> tuple[State, Metrics]:  # fmt: skip
-        """Take the step of all nodes, of which only those in `training` train; None: all."""
+        """Take the step of all nodes."""
         active = self.strategy.active_nodes(ctx)
-        if training is not None:
-            active = sorted(set(training).intersection(training if active is None else active))
         if active is not None:
             return self._partial_step(state, batch, active, ctx.replace(active=tuple(active)), observe)
 
@@ -446,13 +276,10 @@ class Simulation:
         return {name: once(name, x, len(before[name])) for name, x in params.items()}
 
     def _context(self, step: int, node_steps: Tensor, inplace: bool) -> Context:
-        presence = self.presence
-        absences = presence is not None and min(presence.counts) < presence.run.num_nodes
         ctx = Context(
             self.comm, step=step, node_steps=node_steps, max_steps=self.max_steps, seed=self.seed, inplace=inplace,
             differentiable=not inplace, num_examples=self.num_examples, rows=self._rows, exact=self.exact,
-            own_time=self.own_time and not self._one_rate,
-            missed=functools.partial(missed, presence, self._rows) if presence is not None and absences else None,
+            own_time=self.own_time,
         )  # fmt: skip
         # A strategy written for one rank has its learning rate from the step itself.
         return ctx.replace(lr=self.strategy.lr(ctx)) if self.strategy.pure else ctx

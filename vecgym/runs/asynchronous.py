@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch import nn
@@ -12,9 +11,7 @@ from vecgym.collectives.base import payload_bytes
 from vecgym.core import nodes
 from vecgym.core.nodes import Nodes
 from vecgym.engine.asynchronous import AsyncSimulation
-from vecgym.engine.events import Event
 from vecgym.engine.kinds import simulation_of
-from vecgym.engine.simulation import Simulation
 from vecgym.runs.async_plan import AsyncPlan, stop_of
 from vecgym.runs.evaluation import evaluated_columns
 from vecgym.runs.run import Run
@@ -35,7 +32,7 @@ class AsyncRun(Run[M]):
 
     unit = "update"
 
-    def _simulation(self, num_examples: tuple[int, ...], limits: tuple[int, ...] | None) -> Simulation:
+    def _simulation(self, num_examples: tuple[int, ...]) -> Any:
         options, strategy, K = self.options, self.options.strategy, self.options.num_nodes
         assert isinstance(strategy, EventDriven)
         assert isinstance(options.compute, Compute)
@@ -59,19 +56,22 @@ class AsyncRun(Run[M]):
         self.recorder.add(sim_seconds=0.0)
         self.evaluate()
 
-    def _parts(self) -> Iterator[list[Event]]:
-        """Yield the events of each update."""
-        return iter(self.plan.updates[self.state.step :])
-
-    def _advance(self, part: list[Event], evaluated: bool, interrupted: list[int]) -> None:
-        """Let the server make an update, and record it."""
+    def _go(self, interrupted: list[int]) -> None:
         assert isinstance(self.simulation, AsyncSimulation)
-        self.state, updated = self.simulation.update(self.state, part)
-        step, plan, computed = self.state.step, self.plan, updated.computed
+        for events in self.plan.updates[self.state.step :]:
+            state, updated = self.simulation.update(self.state, events)
+            self._after(interrupted, state, updated)
+            if self._stopped(interrupted, state):
+                break
+
+    def _measure(self, params: Any, tick: int) -> None:
+        return  # all are measured with the server's parameters
+
+    def _record(self, row: Any, interrupted: list[int], evaluated: bool) -> None:
+        step, plan, computed = self.state.step, self.plan, row.computed
         self.recorder.step(
-            step, updated.metrics, epoch=plan.epoch(step, self.train), seen=plan.seen(step, self.train),
-            fetch=evaluated, **plan.columns(step),
-            nodes_per_call=sum(computed) / len(computed) if computed else None,
+            step, row.metrics, epoch=plan.epoch(step, self.train), seen=plan.seen(step, self.train), fetch=evaluated,
+            **plan.columns(step), nodes_per_call=sum(computed) / len(computed) if computed else None,
         )  # fmt: skip
 
     def _evaluates(self, step: int) -> bool:

@@ -27,6 +27,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -46,12 +47,12 @@ from vecgym.core.rng import GlobalStates
 from vecgym.core.tree import Tree
 from vecgym.data import Batches
 from vecgym.engine import Engine
-from vecgym.engine.simulation import Simulation, State
 from vecgym.records import runfile
 from vecgym.records.runfile import checkpoints_in, step_of
 from vecgym.runs.multiprocess import Session
 from vecgym.runs.options import FitOptions
 from vecgym.runs.recorder import Recorder
+from vecgym.simulation import Simulation, State
 from vecgym.strategy import Context, Strategy
 
 NAME = "step-{:09d}.pt"
@@ -62,7 +63,7 @@ FORM: dict[str, Any] = {
     "arithmetic": dict,
     "learning_rates": dict,
     "loss": float,
-    "state": {"optimizer": object, "strategy": object},
+    "state": {"own": dict, "shared": dict},
     "ranks": object,
     "ledger": {"kinds": list, "kind_of_entry": Tensor, "step_of_entry": Tensor, "total_bytes": int | float},
     "recorder": {"examples": int, "seconds": int | float},
@@ -86,10 +87,10 @@ class Snapshots:
 
     def take(self, state: State) -> dict[str, Any] | None:
         """Return everything that evolves, for a file; None except in the first process. All processes call this."""
-        names, result = ("params", "buffers", "optimizer", "strategy"), self.simulation.result(state)
+        result = self.simulation.result(state)
         own = None if result.params is state.params else result.params
-        everyone = self.session.gathered({"result": own, **{name: vars(state)[name] for name in names}})
-        node_steps = torch.tensor(self.session.joined(state.node_steps.tolist()))
+        kept = {"params": state.params, "buffers": state.buffers, "result": own, **_without_models(state)}
+        everyone = self.session.gathered(kept)
         random_states = self.session.each(GlobalStates.now().packed())
         if everyone is None:
             return None
@@ -98,8 +99,8 @@ class Snapshots:
         saved = Nodes(self.engine.model, num_nodes, params, buffers, result.members, own)
         return {
             **runfile.record(saved, state.step, self.recorder.history),
-            "state": {**everyone, "node_steps": node_steps},
-            "ranks": self.simulation.strategy.hidden_state(),
+            "state": everyone,
+            "ranks": self.simulation.algorithm.hidden_state(),
             "ledger": self.recorder.ledger.state(),
             "recorder": self.recorder.state(),
             "random": random_states,
@@ -112,20 +113,22 @@ class Snapshots:
         expected = {"params": {**template.params, **self._frozen()}, "buffers": template.buffers}
         _check_alike({kind: models[kind] for kind in expected}, expected, comm.num_nodes)
         trained = {name: models["params"][name] for name in template.params}
-        values = runfile.restored({"params": trained, "buffers": models["buffers"], **contents["state"]})
-        placed = placed_as(self.session.rows_here(values), vars(template), self.engine.device)
+        saved = runfile.restored({"models": {"params": trained, "buffers": models["buffers"]}, **contents["state"]})
+        saved = placed_as(self.session.rows_here(saved), vars(template), self.engine.device)
+        state = _with_models(saved, template, len(comm.node_ids))
         # At its start an optimizer may hold less. Its "numbers" are Python's, and may become floats.
-        started = {slot: x for slot, x in template.optimizer.items() if slot != "numbers"}
-        _check_alike({"optimizer": placed["optimizer"]}, {"optimizer": started}, len(comm.node_ids), more=True)
+        optimizer, started = (x.home.get("optimizer", {}) for x in (state, template))
+        started = {slot: x for slot, x in started.items() if slot != "numbers"}
+        _check_alike({"optimizer": optimizer}, {"optimizer": started}, len(comm.node_ids), more=True)
         self.random_states(contents)
         rows = runfile.unpacked_rows(contents["rows"])
         self.recorder.ledger.load(contents["ledger"])
         if contents["ranks"] is not None:
-            self.simulation.strategy.load_hidden_state(runfile.restored(contents["ranks"]))
+            self.simulation.algorithm.load_hidden_state(runfile.restored(contents["ranks"]))
         for name, p in frozen.items():
             p.copy_(models["params"][name][0])
         self.recorder.load(contents["recorder"], rows)
-        return State(contents["step"], **placed)
+        return replace(state, tick=contents["step"])
 
     def random_states(self, contents: Mapping[str, Any]) -> GlobalStates:
         """Return those of the global random generators; they are set just before the first step."""
@@ -310,6 +313,25 @@ class Checkpointer:
                 path.unlink()
 
 
+def _without_models(state: State) -> dict[str, Any]:
+    """Return the two trees without parameters and buffers, which a file has in a place of their own."""
+    of_models = ("params", "buffers")
+    return {
+        name: {held: x for held, x in values.items() if held not in of_models}
+        for name, values in (("own", state.own), ("shared", state.shared))
+    }
+
+
+def _with_models(saved: dict[str, Any], template: State, num_rows: int) -> State:
+    """Return a state of these trees, with parameters and buffers where the template has them."""
+    models, own, shared = saved["models"], dict(saved["own"]), dict(saved["shared"])
+    (shared if template.home is template.shared else own)["params"] = models["params"]
+    for trees, held in ((own, template.own), (shared, template.shared)):
+        trees["buffers"] = {name: models["buffers"][name] for name in held["buffers"]}
+    own = tree.map_leaves(lambda x: x if len(x) == num_rows else x.repeat_interleave(num_rows, 0), own)
+    return State(0, own, shared)
+
+
 def _check_alike(values: Any, template: Any, num_nodes: int, *, more: bool = False) -> None:
     """Raise an error unless all tensors have the names, dtypes and shapes of the template's, with 1 row or all."""
     if wrong := runfile.difference(runfile.form(values, num_nodes), runfile.form(template, num_nodes), more=more):
@@ -319,7 +341,7 @@ def _check_alike(values: Any, template: Any, num_nodes: int, *, more: bool = Fal
 # ------------------------------------------------------------------------------------ what makes a run itself
 
 
-VERSION = 5  # of the description of a run; earlier ones say something else
+VERSION = 6  # of the description of a run; earlier ones say something else
 NOTHING = "nothing"
 SHOWN = 6  # differences in a message
 SAMPLES = 64  # steps at which learning rates are compared
@@ -346,11 +368,11 @@ class Identity:
     def __init__(self, options: FitOptions, simulation: Simulation, train: Batches, session: Session) -> None:
         self.strategy = options.strategy  # as the user gave it
         self.simulation, self.session = simulation, session
-        self.length = simulation.length
+        self.length = simulation.timetable.length
         self.counted = "updates" if options.strategy.asynchronous else "steps"
         first = train.batch(0)
         self.batch = tree.map_leaves(lambda x: x[:1].clone(), first)  # of node 0, in the first process
-        rows = ([x[i] for x in tree.leaves(first)] for i in range(simulation.num_local))
+        rows = ([x[i] for x in tree.leaves(first)] for i in range(len(simulation.here)))
         self.required = _required(options, simulation, train)
         self.arithmetic = {
             **_arithmetic(options, simulation, session),
@@ -362,7 +384,7 @@ class Identity:
         return {
             "identity": self.required,
             "arithmetic": self.arithmetic,
-            "learning_rates": self._learning_rates(sampled(self.simulation.max_steps, SAMPLES)),
+            "learning_rates": self._learning_rates(sampled(self.simulation.timetable.max_steps, SAMPLES)),
             "loss": self._loss(state),
         }
 
@@ -411,11 +433,11 @@ class Identity:
 
     def _different_rates(self, saved: Mapping[int, list[float]]) -> list[str]:
         """Return, as a line, the first difference between the learning rates of the saved run and of this one."""
-        given = self._learning_rates(step for step in saved if step < self.simulation.max_steps)
+        given = self._learning_rates(step for step in saved if step < self.simulation.timetable.max_steps)
         return differences(in_words({step: saved[step] for step in given}), in_words(given))[:1]
 
     def _learning_rates(self, steps: Iterable[int]) -> dict[int, list[float]]:
-        return learning_rates(self.strategy, self.simulation.comm.num_nodes, self.simulation.max_steps, steps)
+        return learning_rates(self.strategy, self.simulation.comm.num_nodes, self.simulation.timetable.max_steps, steps)
 
 
 def another_run(path: Path, differing: list[str]) -> ValueError:
@@ -438,7 +460,7 @@ def _required(options: FitOptions, simulation: Simulation, train: Batches) -> di
         **{name: getattr(options, name) for name in settings},
         **settings_of(options.strategy, "strategy"),
         **of_model(simulation.engine.model, simulation.engine.params),
-        "examples of each node": str(list(simulation.num_examples or ())),
+        "examples of each node": str(list(simulation.run.num_examples or ())),
         "steps per epoch": train.steps_per_epoch,
         **dict(item for name, value in given.items() for item in settings_of(value, name).items()),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from vecgym.data import EvalBatches
 from vecgym.data.batches import chosen_batches, places
 from vecgym.engine import Engine
 from vecgym.engine.plan import batches_at_once
-from vecgym.engine.state import Result, State
+from vecgym.engine.state import Result
 from vecgym.runs.memory import peak_bytes
 
 MAX_JOINED_BYTES = 2**25  # of batches that are evaluated in one call
@@ -30,8 +30,21 @@ Piece = tuple[Any, Any, bool, int]  # see `_batches`
 Measured = dict[str, list[tuple[Tensor, Tensor]]]  # by name, for each batch: of the averaged models, and of the nodes
 
 
+class Measurable(Protocol):
+    """A state of a run: steps done, and each node's model, `[1 or L, *]`."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def params(self) -> Tree: ...
+
+    @property
+    def buffers(self) -> Tree: ...
+
+
 def _measured(
-    engine: Engine, state: State, sets: Sequence[EvalBatches], comm: Collectives, result: Result
+    engine: Engine, state: Measurable, sets: Sequence[EvalBatches], comm: Collectives, result: Result
 ) -> tuple[Measured, list[int]]:
     """Measure all batches, where the model is: `[C or L]` and `[1 or L]` each; and count their examples."""
     C, num_local = len(sets), len(comm.node_ids)
@@ -163,7 +176,11 @@ def distances_of(
 
 
 def evaluated_columns(
-    engine: Engine, state: State, sets: Sequence[EvalBatches | None], comm: Collectives, result: Result | None = None
+    engine: Engine,
+    state: Measurable,
+    sets: Sequence[EvalBatches | None],
+    comm: Collectives,
+    result: Result | None = None,
 ) -> list[dict[str, Any]]:
     """Return the columns that an evaluation adds to the history of each of C configurations, in the calls of one.
 
@@ -178,8 +195,9 @@ def evaluated_columns(
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.models import Line
+    >>> from vecgym.simulation import State
     >>> params = {"w": torch.tensor([1.0, 3.0, 4.0, 6.0])}  # two configurations of two nodes
-    >>> state = State(1, params, {}, {}, {}, node_steps=torch.ones(4))
+    >>> state = State(1, own={"params": params, "buffers": {}}, shared={"buffers": {}})
     >>> batches = EvalBatches(torch.tensor([2.0, 2.0]), batch_size=2)
     >>> each = evaluated_columns(Engine(Line()), state, [batches] * 2, StackedCollectives(4))
     >>> [(columns["val_loss"], columns["val_loss_local"], columns["consensus_distance"]) for columns in each]

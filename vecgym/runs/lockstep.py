@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from vecgym.collectives.wire import Disagreement, Wire
 from vecgym.core import tree
 from vecgym.data import Batches
 from vecgym.engine import Engine
-from vecgym.engine.simulation import Simulation, State
-from vecgym.runs.present import own_batch, presence_of, simulation_of
+from vecgym.runs.present import presence_of
+from vecgym.simulation import Simulation, State
+from vecgym.simulation.adapted import simulation_of
+from vecgym.simulation.simulation import Request
 from vecgym.strategy import Strategy
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative, if torch.distributed adds up
@@ -145,10 +148,14 @@ class Case(NamedTuple):
         with torch.enable_grad():
             engine.prepare(self.converted(self.batches([0]).batch(0)))
         num_examples = self.num_examples or tuple(self.batches().shard_sizes)
-        presence = presence_of(self, self.steps, num_examples)
-        return simulation_of(presence, comm)(
+        batches = self.batches(comm.node_ids)
+
+        def read(requests: Iterator[Request]) -> Iterator[tuple[Any, list[int] | None]]:
+            return ((self.converted(batch), limits) for batch, limits in batches.read(requests))
+
+        return simulation_of(
             self.model, self.strategy, comm, engine=engine, max_steps=self.steps, seed=self.seed,
-            num_examples=num_examples, exact=exact, presence=presence,
+            num_examples=num_examples, exact=exact, presence=presence_of(self, self.steps, num_examples), read=read,
         )  # fmt: skip
 
     def batches(self, node_ids: Any = None) -> Batches:
@@ -197,19 +204,22 @@ class Form:
     def __init__(self, case: Case, comm: Any, exact: bool) -> None:
         self.case = case
         self.comm = comm
-        self.simulation, self.batches = case.simulation(comm, exact), case.batches(comm.node_ids)
+        self.simulation = case.simulation(comm, exact)
         self.state: State = self.simulation.init()
         self.losses = torch.empty(0)
+        ticks, ahead = itertools.tee(self.simulation.timetable.ticks())
+        self._ticks, self._batches = ticks, self.simulation.read(self.simulation.requests(ahead))
 
     def step(self, step: int) -> None:
-        presence, limits = self.simulation.presence, None
-        if presence is None:
-            batch = self.batches.batch(step)
-        else:
-            batch, limits = own_batch(self.batches, presence, self.state, self.simulation.beside)
-        self.state, metrics = self.simulation.step(self.state, self.case.converted(batch), limits=limits)
-        self.comm.ledger.add(step, metrics.transfers)
-        self.losses = metrics.losses
+        self.state, row = self.simulation.tick(self.state, next(self._ticks), self._batches)
+        self.comm.ledger.add(step, row.transfers)
+        self.losses = row.losses
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All that a step computes, by kind."""
+        known = self.simulation.algorithm.as_hooks_know(self.state, self.simulation.here)
+        return {**vars(known), "losses": self.losses}
 
     def step_as_part(self, step: int) -> None:
         """Take a step in one of several processes, after the stacked form has taken it."""
@@ -270,7 +280,7 @@ def first_of(findings: Sequence[Finding | None]) -> Finding | None:
 
 def _all_gaps(stacked: Form, form: Form) -> Iterator[Gap]:
     """Yield the gaps of everything that a step computes."""
-    a, b = ({**vars(f.state), "losses": f.losses} for f in (stacked, form))
+    a, b = stacked.values, form.values
     sizes = {name: float(p.nan_to_num().abs().max()) for name, p in stacked.state.params.items() if p.numel()}
     for kind in KINDS:
         yield from gaps(kind, a[kind], b[kind], form.comm, sizes)

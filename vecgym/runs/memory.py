@@ -33,9 +33,11 @@ from vecgym.data import Batches
 from vecgym.engine import Engine, EngineName, Local, Plan, choose_plan
 from vecgym.engine.contract import check_model
 from vecgym.engine.plan import MAX_FLOP_IN_STACK, check_engine
-from vecgym.engine.simulation import Simulation, State
 from vecgym.records.rows import aligned
 from vecgym.runs.options import Chosen, Count, Flag, OptionalCount, check_parts, check_strategy
+from vecgym.simulation import Event, State
+from vecgym.simulation.adapted import simulation_of
+from vecgym.simulation.simulation import Draft
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.communication import innermost
@@ -282,7 +284,8 @@ class Estimator:
             seen = stepping(self.strategy, self.engine.params, K, self.max_steps, strided, in_parts)
             self.complete, mean = seen.complete, seen.rows == 1 < K
             state = seen.state
-            values = {"parameters": state.params, "optimizer": state.optimizer, "strategy": state.strategy}
+            kept = {"optimizer": state.home["optimizer"], "strategy": state.shared["modules"]}
+            values = {"parameters": state.params, **kept}
             parts = {name: part_of(x, K) for name, x in values.items()}
             # Whole copies of all nodes' parameters are each node's; the rest is taken once.
             copies = seen.temporary_bytes // max(1, K * P)
@@ -524,7 +527,7 @@ def stepping(
 
     >>> from vecgym.strategy import DiLoCoStrategy
     >>> seen = stepping(DiLoCoStrategy("sgd", H=500), {"w": torch.empty(10**9, device="meta")}, 8, max_steps=1000)
-    >>> seen.state.params["w"].shape, seen.state.strategy["0"]["params"]["w"].nbytes, seen.temporary_bytes > 0
+    >>> seen.state.params["w"].shape, seen.state.shared["modules"]["0"]["params"]["w"].nbytes, seen.temporary_bytes > 0
     (torch.Size([8, 1000000000]), 4000000000, True)
     """
     with FakeTensorMode(allow_non_fake_inputs=True):  # on the CPU, so that its ways are taken
@@ -532,7 +535,7 @@ def stepping(
         batch = torch.empty(num_nodes, 1)
     engine = _Shapes(params, strided, lasting)
     # Weights by examples, if the strategy asks for them, change no size.
-    simulation = Simulation(
+    simulation = simulation_of(
         nn.Module(), strategy, StackedCollectives(num_nodes), engine=cast(Engine, engine), max_steps=max_steps,
         num_examples=(1,) * num_nodes,
     )  # fmt: skip
@@ -540,11 +543,9 @@ def stepping(
         state = simulation.init()
         try:
             for step in _telling_steps(strategy, num_nodes, max_steps):
-                state, _ = simulation.step(replace(state, step=step), batch, observe=_distance)
+                state, _ = simulation.step(replace(state, tick=step), batch, before=_distance)
         except Exception:  # whatever a strategy does with tensors that have no values
-            wide = {name: p[None].repeat(num_nodes, *[1] * p.dim()) for name, p in params.items()}
-            kept = replace(simulation.init(), params=wide, optimizer=strategy.inner_optim.rule().init(wide))
-            return Stepping(kept, num_nodes, 0, complete=False)
+            return Stepping(simulation.init(), num_nodes, 0, complete=False)
     gradients = 0 if lasting else engine.rows * tree.num_bytes(params)  # those that last are still there
     return Stepping(state, engine.rows, max(0, live.peak - live.now - gradients))
 
@@ -565,6 +566,7 @@ class _Shapes:
     """Stands in for an engine: its gradients have no values, and are laid out as the model's are."""
 
     written: frozenset[str] = frozenset()
+    facts = None
 
     def __init__(self, params: Tree, strided: frozenset[str], lasting: bool) -> None:
         self.params, self.buffers, self.rows = params, Tree(), 1
@@ -584,9 +586,10 @@ class _Shapes:
         return self.params[name].new_empty(shape)
 
 
-def _distance(params: Tree) -> None:
+def _distance(event: Event, draft: Draft) -> None:
     """Take what a run takes at an evaluation: the distance of the nodes before their exchange, beside the gradients."""
-    squared_consensus_distance(params)
+    if not event.reads:
+        squared_consensus_distance(draft.params)
 
 
 def _telling_steps(strategy: Strategy, num_nodes: int, max_steps: int) -> list[int]:

@@ -7,8 +7,8 @@ follows that gradient.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,13 +29,14 @@ from vecgym.engine import Engine, EngineName
 from vecgym.engine.asynchronous import updates_of
 from vecgym.engine.contract import check_differentiable
 from vecgym.engine.events import Arrival, Event, Stop, schedule
-from vecgym.engine.kinds import simulation_of
-from vecgym.engine.simulation import Simulation, State
+from vecgym.engine.kinds import simulation_of as asynchronous_simulation_of
 from vecgym.engine.state import Result
 from vecgym.optim.formulas import root
 from vecgym.optim.per_node import PerNodeRule
 from vecgym.runs.options import JvpOptions, RolloutOptions
-from vecgym.runs.present import at_own_counts, check_rollout, presence_of
+from vecgym.runs.present import check_rollout, presence_of
+from vecgym.simulation import Row, Simulation, State, run
+from vecgym.simulation.adapted import simulation_of
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import EventDriven
 
@@ -120,14 +121,13 @@ def rollout(options: RolloutOptions) -> Outcome:
         state, record, result = _run_async(options, engine, initial, steps)
         return _evaluated(state, record, result, engine, options, inputs)
     with readable():
-        simulation = Simulation(
+        simulation = simulation_of(
             options.model, strategy, StackedCollectives(num_nodes), engine=engine, max_steps=len(steps),
-            seed=options.seed, num_examples=options.num_examples, presence=presence,
+            seed=options.seed, num_examples=options.num_examples, presence=presence, read=partial(batches_at, steps),
         )  # fmt: skip
         state = simulation.init(initial)
-    steps = steps if presence is None else at_own_counts(steps, presence)
     if segments is None:
-        state, record = _run(simulation, state, steps)
+        state, record = _run(simulation, state, len(steps))
     else:
         state, record = _run_in_segments(simulation, state, steps, segments)
     return _evaluated(state, record, simulation.result(state), engine, options, inputs)
@@ -171,7 +171,7 @@ def rollout_jvp(options: JvpOptions) -> tuple[Outcome, Outcome]:
 
 
 def _evaluated(
-    state: State, record: Record, result: Result, engine: Engine, options: RolloutOptions, inputs: list[Tensor]
+    state: Any, record: Record, result: Result, engine: Engine, options: RolloutOptions, inputs: list[Tensor]
 ) -> Outcome:
     params, buffers = (nodes.mean(values, result.members) for values in (result.params, state.buffers))
     loss = engine.loss(params, buffers, options.eval_batch)
@@ -280,7 +280,7 @@ def _check_differentiable(strategy: Strategy, inputs: list[Tensor], segments: in
 
 def _run_async(
     options: RolloutOptions, engine: Engine, initial: Tree | None, steps: Sequence[Any]
-) -> tuple[State, Record, Result]:
+) -> tuple[Any, Record, Result]:
     """Make the updates for which there are batches; node i takes row i of batch t as its own step t."""
     strategy, K = options.strategy, options.num_nodes
     assert isinstance(strategy, EventDriven)
@@ -303,7 +303,7 @@ def _run_async(
         return tree.map_leaves(lambda *rows: torch.stack(rows), *wide), sizes
 
     with readable():
-        simulation = simulation_of(strategy)(
+        simulation = asynchronous_simulation_of(strategy)(
             options.model, strategy, read, [event for part in updates for event in part], K, engine=engine,
             seed=options.seed, num_examples=options.num_examples,
         )  # fmt: skip
@@ -332,29 +332,58 @@ def _with_batches(updates: list[list[Event]], num_batches: int) -> list[list[Eve
 # ------------------------------------------------------------------------- the steps, stored or computed again
 
 
-def _run(simulation: Simulation, state: State, batches: Sequence[Any]) -> tuple[State, Record]:
-    """Take the steps one after the other, storing everything for the backward pass."""
+def batches_at(
+    steps: Sequence[Any], requests: Iterable[tuple[Sequence[int], Any]]
+) -> Iterator[tuple[Any, list[int] | None]]:  # fmt: skip
+    """Yield what some nodes read, each the row of a batch `[K, B, ...]` at a step of its own.
+
+    Raises:
+        ValueError: for batches of different shapes.
+
+    >>> steps = [torch.tensor([[1], [2]]), torch.tensor([[3], [4]])]
+    >>> [batch for batch, _ in batches_at(steps, [([0, 1], 1), ([0, 1], [1, 0])])]
+    [tensor([[3],
+            [4]]), tensor([[3],
+            [2]])]
+    """
+    for rows, counts in requests:
+        if isinstance(counts, int):
+            whole = steps[counts]
+            everyone = len(rows) == len(next(tree.leaves(whole)))
+            yield whole if everyone else nodes.take_rows(whole, torch.tensor(rows)), None
+            continue
+        own = [tree.map_leaves(lambda x: x[row], steps[n]) for row, n in zip(rows, counts)]  # noqa: B023
+        if len({tuple(x.shape for x in tree.leaves(each)) for each in own}) > 1:
+            raise ValueError(
+                "availability: the batches have different shapes, and nodes that were absent are at another one than "
+                "the rest: give batches of one shape."
+            )
+        yield tree.map_leaves(lambda *each: torch.stack(each), *own), None
+
+
+def _run(simulation: Simulation, state: State, until: int) -> tuple[State, Record]:
+    """Take the steps up to one, storing everything for the backward pass."""
     losses, distances, sent = [], [], []
-    for batch in batches:
-        with readable():
-            state, metrics = simulation.step(state, batch, differentiable=True)
-        losses.append(metrics.losses)
-        members = simulation.members(state.step - 1)
+
+    def record(state: State, row: Row) -> None:
+        losses.append(row.losses)
+        members = simulation.members(state.tick - 1)
         params = state.params if members is None else nodes.take_rows(state.params, torch.tensor(members), copy=False)
         distances.append(root(nodes.squared_consensus_distance(params)))
-        step_bytes = sum(transfer.sent_bytes for transfer in metrics.transfers)
+        step_bytes = sum(transfer.sent_bytes for transfer in row.transfers)
         sent.append(torch.as_tensor(step_bytes, dtype=torch.float64))
+
+    with readable():
+        state = run(simulation, state, [record], pure=True, stop=lambda state: state.tick == until)
     return state, (torch.stack(losses), torch.stack(distances), torch.stack(sent))
 
 
-def _run_in_segments(
-    simulation: Simulation, state: State, batches: Sequence[Any], segments: int
-) -> tuple[State, Record]:
+def _run_in_segments(simulation: Simulation, state: State, steps: Sequence[Any], segments: int) -> tuple[State, Record]:
     """Take the steps in `segments` parts, storing only the states between them."""
-    size = -(-len(batches) // segments)
+    size = -(-len(steps) // segments)
     records = []
-    for start in range(0, len(batches), size):
-        part = _Part(simulation, state, batches[start : start + size])
+    for start in range(0, len(steps), size):
+        part = _Part(simulation, state, steps, min(start + size, len(steps)))
         state, record = part.result(_Recomputed.apply(part, *part.tensors))
         records.append(record)
     losses, distances, sent = (torch.cat(parts) for parts in zip(*records))
@@ -368,10 +397,12 @@ class _Part:
     Its outputs are the tensors of the state after it and of the record.
     """
 
-    def __init__(self, simulation: Simulation, state: State, batches: Sequence[Any]) -> None:
-        self.simulation = simulation
-        self.step = state.step
-        self.reads = simulation.strategy, list(batches)
+    def __init__(self, simulation: Simulation, state: State, steps: Sequence[Any], until: int) -> None:
+        self.simulation, self.until = simulation, until
+        self.step = state.tick
+        first = state.tick if simulation.run.presence is None else 0  # a node that was absent reads earlier ones
+        own = [step if first <= t < until else None for t, step in enumerate(steps)]
+        self.reads = simulation.algorithm.strategy, own
         self.outside = _differentiable_tensors(self.reads)
         held, self._before = _flatten(_trees(state))
         self.tensors = [*held, *self.outside]
@@ -379,16 +410,16 @@ class _Part:
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         new = {id(x): value for x, value in zip(self.outside, tensors[len(tensors) - len(self.outside) :])}
-        simulation = copy.copy(self.simulation)
-        simulation.strategy, batches = replaced(self.reads, new)
-        state, record = _run(simulation, State(self.step, **_filled(self._before, tensors)), batches)
+        strategy, steps = replaced(self.reads, new)
+        simulation = self.simulation.of(self.simulation.algorithm.of(strategy), partial(batches_at, steps))
+        state, record = _run(simulation, State(self.step, **_filled(self._before, tensors)), self.until)
         outputs, self._after = _flatten({"state": _trees(state), "record": dict(enumerate(record))})
         return outputs
 
     def result(self, tensors: Sequence[Tensor]) -> tuple[State, Record]:
         """Rebuild the state and the record from the tensors that a call returned."""
         after = _filled(self._after, tensors)
-        return State(self.step + len(self.reads[1]), **after["state"]), tuple(after["record"].values())
+        return State(self.until, **after["state"]), tuple(after["record"].values())
 
 
 class _Recomputed(torch.autograd.Function):
@@ -463,7 +494,7 @@ def _check_all_found(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None
 
 
 def _trees(state: State) -> dict[str, Any]:
-    return {name: x for name, x in vars(state).items() if name != "step"}
+    return {"own": state.own, "shared": state.shared}
 
 
 class _Slot(int):

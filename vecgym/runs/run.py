@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from vecgym.collectives import Collectives
@@ -18,15 +19,19 @@ from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import Engine, hooks
-from vecgym.engine.simulation import Simulation
+from vecgym.engine.presence import Presence
+from vecgym.engine.state import Metrics
 from vecgym.records.history import History
 from vecgym.runs.checkpoint import Checkpointer
 from vecgym.runs.evaluation import average, correlation, distance_of, evaluated_columns
 from vecgym.runs.fitting import fitting_sizes
 from vecgym.runs.multiprocess import Session, interrupts
 from vecgym.runs.options import FitOptions
-from vecgym.runs.present import own_batch, presence_of, simulation_of
+from vecgym.runs.present import presence_of
 from vecgym.runs.recorder import Loggers, Recorder
+from vecgym.simulation import Event, Row, Simulation, State, run
+from vecgym.simulation.adapted import simulation_of
+from vecgym.simulation.simulation import Draft
 from vecgym.strategy.described import described
 
 M = TypeVar("M", bound=nn.Module)
@@ -82,19 +87,20 @@ class Run(Generic[M]):
         self.val = _validation_batches(task.val_dataset, self.options, session, device)
 
         num_examples = session.joined(self.train.shard_sizes)
-        limits = self.train.limits_of(num_examples)
-        self.simulation = self._simulation(num_examples, limits)
+        self.presence: Presence | None = None
+        self.simulation = self._simulation(num_examples)
         self.ledger = self.simulation.comm.ledger
         if options.network is not None:
             self.ledger.routes = options.network.routes
         self.history = History({**self._settings(), **memory})
         self.progress = options.progress and session.rank == 0
         loggers = Loggers(options.logger if session.rank == 0 else None, options.log_interval)
+        limits = self.train.limits_of(num_examples)
         self.recorder = Recorder(self.history, self.ledger, self.train, options, loggers, limits)
-        if (presence := self.simulation.presence) is not None:
-            self.recorder.computing = presence.computing
+        if self.presence is not None:
+            self.recorder.computing = self.presence.computing
             if session.rank == 0:
-                presence.tell()
+                self.presence.tell()
         if after_step is not None:
             self.recorder.interval = 1
         self.checkpoints = Checkpointer(self.options, self.simulation, self.recorder, session)
@@ -103,10 +109,10 @@ class Run(Generic[M]):
         with self.checkpoints.kept():
             self.state = self.checkpoints.resumed or self.simulation.init()
         self.nodes: Nodes[M] | None = None
-        self._distance_before = torch.zeros(())  # of the nodes, before the exchange of an evaluated step
+        self._distance_before: Tensor | None = None  # of the nodes, before the exchange of an evaluated step
 
     def loop(self) -> None:
-        """Train: for each batch take a step, record, evaluate, log, save a checkpoint, and stop if interrupted."""
+        """Train: after each step record, evaluate, log, save a checkpoint, and stop if interrupted."""
         recorder, checkpoints = self.recorder, self.checkpoints
         progress = tqdm(total=self.num_steps, initial=self.state.step, disable=not self.progress, unit=self.unit)
         try:
@@ -117,20 +123,7 @@ class Run(Generic[M]):
                     self._begin()
                     self._tell()
                     checkpoints.save_if_due(self.state, last=False)
-                for part in self._parts():
-                    step = self.state.step + 1
-                    last = step == self.num_steps
-                    evaluated = last or self._evaluates(step)
-
-                    self._advance(part, evaluated, interrupted)
-                    if evaluated:
-                        self.evaluate()
-                    self._tell()
-
-                    stop = self.session.stop(interrupted)
-                    checkpoints.save_if_due(self.state, last=last or stop)
-                    if stop:
-                        break
+                self._go(interrupted)
                 recorder.flush()
                 if self.session.stop(interrupted):
                     how = checkpoints.how_to_resume()
@@ -145,38 +138,67 @@ class Run(Generic[M]):
         """Record what there is before the first step."""
         self.evaluate()
 
-    def _advance(self, part: Any, evaluated: bool, interrupted: list[int]) -> None:
-        """Take a step, and record it."""
-        batch, own = part
-        observe = self._observe if evaluated else None
-        self.state, metrics = self.simulation.step(self.state, batch, observe=observe, limits=own)
-        self.recorder.step(self.state.step, self.session.observed(metrics, interrupted), fetch=evaluated)
+    def _go(self, interrupted: list[int]) -> None:
+        stopped = functools.partial(self._stopped, interrupted)
+        after = functools.partial(self._after, interrupted)
+        run(self.simulation, self.state, [after], before=self._observe, stop=stopped)
+
+    def _after(self, interrupted: list[int], state: State, row: Row) -> None:
+        """Record a step, and what is measured after it."""
+        evaluated = self._is_evaluated(state.step)
+        if evaluated and self._distance_before is None:
+            self._measure(state.params, state.step - 1)
+        self.state = state
+        self._record(row, interrupted, evaluated)
+        if evaluated:
+            self.evaluate()
+        self._tell()
+
+    def _stopped(self, interrupted: list[int], state: State) -> bool:
+        """Save a checkpoint if one is due; return whether the run ends after this step."""
+        stop = self.session.stop(interrupted)
+        self.checkpoints.save_if_due(state, last=stop or state.step == self.num_steps)
+        return stop
+
+    def _record(self, row: Row, interrupted: list[int], evaluated: bool) -> None:
+        metrics = self.session.observed(self._metrics(row), interrupted)
+        self.recorder.step(self.state.step, metrics, fetch=evaluated)
         if is_due(self.state.step, self.options.correlation_interval):
             members = self.simulation.members(self.state.step - 1)
             self.recorder.add(correlation=correlation(self.state.params, self.comm, members))
-        if evaluated:
+        if self._distance_before is not None:
             self.recorder.add(consensus_distance_before=float(fetched(self._distance_before)))
+        self._distance_before = None
+
+    def _metrics(self, row: Row) -> Metrics:
+        lr, step, presence = row.columns["lr"], row.tick - 1, self.presence
+        found = Metrics(row.losses, lr, row.active, row.columns["outer_lr"], row.transfers)
+        if presence is None:
+            return found
+        there = self.simulation.place(presence.present(step))
+        if self.session.num_processes > 1:  # nan where a node is absent
+            rates = torch.full((len(self.comm.node_ids),), torch.nan, dtype=torch.float64)
+            own = torch.as_tensor(lr, dtype=torch.float64).detach().cpu()
+            at = [row - self.simulation.here.start for row in there.rows]
+            rates[at] = own if own.dim() == 0 else own[: len(at)]
+            found = found._replace(lr=rates)
+        return found._replace(num_present=there.comm.num_nodes, num_never_present=presence.never_present(step))
+
+    def _is_evaluated(self, step: int) -> bool:
+        """Whether the nodes are evaluated after this step."""
+        return step == self.num_steps or self._evaluates(step)
 
     def _evaluates(self, step: int) -> bool:
-        """Whether the nodes are evaluated after this step, which is not the last."""
+        """Whether they are after this one, which is not the last."""
         return is_due(step, self.options.val_interval)
 
-    def _parts(self) -> Iterator[Any]:
-        """Yield what each step takes: its batch, and how many examples are each node's own, where that changes."""
-        presence = self.simulation.presence
-        if presence is None:
-            yield from ((batch, None) for batch in self.train.iterate(self.state.step, self.num_steps))
-            return
-        while self.state.step < self.num_steps:
-            yield own_batch(self.train, presence, self.state, self.simulation.beside)
-
-    def _simulation(self, num_examples: tuple[int, ...], limits: tuple[int, ...] | None) -> Simulation:
+    def _simulation(self, num_examples: tuple[int, ...]) -> Simulation:
         options = self.options
-        presence = presence_of(options, self.num_steps, num_examples)
-        return simulation_of(presence, self.comm)(
+        self.presence = presence_of(options, self.num_steps, num_examples)
+        return simulation_of(
             self.model, options.strategy, self.comm, engine=self.engine, max_steps=self.num_steps, seed=options.seed,
-            minibatch_size=options.minibatch_size, num_examples=num_examples, limits=limits, exact=options.exact,
-            presence=presence,
+            minibatch_size=options.minibatch_size, num_examples=num_examples, exact=options.exact,
+            presence=self.presence, read=functools.partial(self.train.read, shard_sizes=num_examples),
         )  # fmt: skip
 
     def evaluate(self) -> None:
@@ -192,8 +214,14 @@ class Run(Generic[M]):
         values = {**self._all_params(), **result.params, **self.state.buffers}
         return nodes.fill(self.model, average(values, self.comm, result.members))
 
-    def _observe(self, params: Tree) -> None:
-        self._distance_before = distance_of(params, self.comm, self.simulation.members(self.state.step))
+    def _observe(self, event: Event, draft: Draft) -> None:
+        """Measure how far the nodes are apart, before the first thing that happens after they have trained."""
+        prepares = event.reads or event.what == "rejoin"
+        if not prepares and self._distance_before is None and self._is_evaluated(draft.tick + 1):
+            self._measure(draft.params, draft.tick)
+
+    def _measure(self, params: Tree, tick: int) -> None:
+        self._distance_before = distance_of(params, self.comm, self.simulation.members(tick))
 
     def _tell(self) -> None:
         if self.after_step is not None:

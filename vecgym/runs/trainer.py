@@ -17,7 +17,6 @@ from vecgym.core.nodes import Nodes
 from vecgym.core.options import takes
 from vecgym.data.checks import check_dataset
 from vecgym.engine.contract import check_model, counting_memory
-from vecgym.engine.simulation import State
 from vecgym.records import runfile
 from vecgym.records.history import History
 from vecgym.runs.asynchronous import AsyncRun
@@ -25,6 +24,7 @@ from vecgym.runs.multiprocess import check_alone, joined_nodes
 from vecgym.runs.options import FitOptions
 from vecgym.runs.processes import ProcessesRun
 from vecgym.runs.run import Run, Task
+from vecgym.simulation import State
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

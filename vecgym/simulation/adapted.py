@@ -2,27 +2,84 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from vecgym.collectives import StackedCollectives
+from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.core import nodes
 from vecgym.core.tree import Path, Tree
+from vecgym.engine import Engine
 from vecgym.engine.exchanges import agreed, exchange_moments
-from vecgym.engine.once import stored_once
+from vecgym.engine.once import replaced, stored_once
 from vecgym.engine.presence import Presence, check_presence, exchanges_gradients, missed
-from vecgym.engine.returning import Shared, rejoined, through_server
-from vecgym.engine.rows import replaced
+from vecgym.engine.returning import Shared, sent, through_server
 from vecgym.engine.state import State as Stepped
-from vecgym.simulation.simulation import Part
+from vecgym.simulation.simulation import Batches, Part, Request, Simulation
+from vecgym.simulation.state import State
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts
 from vecgym.strategy import Context, Strategy
+from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.base import lets_rest
 from vecgym.strategy.inner import row_by_row
+from vecgym.strategy.per_rank import as_strategy
+
+
+def nothing_to_read(requests: Iterator[Request]) -> Batches:
+    """Give no batch: who takes single steps gives each its own.
+
+    >>> list(nothing_to_read(iter([([0, 1], 0)])))
+    []
+    """
+    return iter(())
+
+
+def simulation_of(
+    model: nn.Module, strategy: Strategy, comm: Collectives, *, engine: Engine | None = None, max_steps: int = 1,
+    seed: int = 42, minibatch_size: int | None = None, num_examples: tuple[int, ...] | None = None, exact: bool = False,
+    presence: Presence | None = None, read: Callable[[Iterator[Request]], Batches] = nothing_to_read,
+) -> Simulation:  # fmt: skip
+    """Return the training of a model by a strategy on the nodes of `comm`: all nodes, or those of this process.
+
+    Args:
+        engine: prepared, of the model; one of its own when not given.
+        max_steps: of the run.
+        minibatch_size: examples at a time.
+        num_examples: of each node's shard, `[K]`; None where not known.
+        exact: the bits of a node's own work do not depend on which other nodes are in this process: each has a
+            gradient and an optimizer step of its own. The engine must compute node by node too.
+        presence: who is there in which steps; None: all, always.
+        read: a stream of requests -> a stream of batches; see `Simulation`.
+
+    Example: three steps of four nodes.
+
+    >>> from vecgym.strategy import FedAvgStrategy
+    >>> from vecgym.models import Line
+    >>> strategy = FedAvgStrategy("sgd", H=3, lr=0.1)
+    >>> simulation = simulation_of(Line(), strategy, StackedCollectives(4), max_steps=3)
+    >>> state = simulation.init()
+    >>> for _ in range(3):
+    ...     state, row = simulation.step(state, torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+    >>> row.losses
+    tensor([0.4096, 1.6384, 3.6864, 6.5536])
+    >>> state.params["w"]  # the nodes have just averaged: 2.5 (1 - 0.8^3) on each
+    tensor([1.2200, 1.2200, 1.2200, 1.2200])
+    >>> simulation.result(state).params["w"], simulation.result(state).members  # their mean is the run's model
+    (tensor([1.2200, 1.2200, 1.2200, 1.2200]), None)
+    >>> simulation.close()
+    """
+    check_synchronous(strategy)
+    ids: list[int] = comm.node_ids.tolist()
+    run = RunFacts(comm.num_nodes, max_steps, seed, presence, num_examples)
+    adapted = Adapted(as_strategy(strategy, model), exact=exact, apart=len(ids) < comm.num_nodes)
+    return Simulation(
+        Engine(model) if engine is None else engine, adapted, run, comm, read, here=range(ids[0], ids[-1] + 1),
+        minibatch_size=minibatch_size,
+    )  # fmt: skip
 
 
 class Adapted:
@@ -32,8 +89,12 @@ class Adapted:
     shared where all nodes store them once, as they do under AllReduce. How many steps a node has made is in the
     timetable, so the optimizer's state holds no count.
 
+    A process none of whose nodes are there makes the same calls as the others, with a row that nobody reads, and keeps
+    what all get alike.
+
     Args:
         exact: the bits of a node's own work do not depend on which other nodes are in this process.
+        apart: the nodes are in several processes.
 
     >>> from vecgym.strategy import AllReduceStrategy
     >>> adapted = Adapted(AllReduceStrategy("sgd", lr=0.1))
@@ -44,8 +105,8 @@ class Adapted:
     ([], ['modules', 'optimizer', 'params'])
     """
 
-    def __init__(self, strategy: Strategy, *, exact: bool = False) -> None:
-        self.strategy, self.exact = strategy, exact
+    def __init__(self, strategy: Strategy, *, exact: bool = False, apart: bool = False) -> None:
+        self.strategy, self.exact, self.apart = strategy, exact, apart
 
     # ------------------------------------------------------------------------------------------------- before the run
 
@@ -74,16 +135,56 @@ class Adapted:
         ctx = Context(StackedCollectives(run.num_nodes), max_steps=run.num_steps, seed=run.seed, lr=0.0)
         optimizer, modules = self.strategy.init(params, ctx)
         absent = isinstance(run.presence, Presence) and min(run.presence.counts) < run.num_nodes
-        apart = absent and run.presence is not None and run.presence.rejoin == "own"
-        together, known = exchanges_gradients(self.strategy) and not apart, None
+        parted = absent and run.presence is not None and run.presence.rejoin == "own"
+        together, known = exchanges_gradients(self.strategy) and not parted, None
         if together or absent:
             known = stored_once(self.strategy, params, run.num_nodes, run.num_steps, run.seed, trained=together)
+        if absent and known is None and self.apart:
+            raise ValueError(
+                f"availability in several processes: {self.strategy!r} looks at the values of what it exchanges, so "
+                "that it is not known beforehand what all nodes store once. Leave availability out, or give "
+                'backend="stacked".'
+            )
         self._once = None if known is None else known.modules
         self._counts = "step" in optimizer
         trained = {"params": params, "optimizer": {slot: x for slot, x in optimizer.items() if slot != "step"}}
-        if known is not None and known.params:
+        if known is not None and known.params and all(len(p) == 1 for p in params.values()):
             return {}, {**trained, "modules": modules}
         return trained, {"modules": modules}
+
+    def of(self, strategy: Strategy) -> Adapted:
+        """Return the same for a strategy with other numbers.
+
+        >>> from vecgym.strategy import FedAvgStrategy
+        >>> Adapted(FedAvgStrategy("sgd", lr=0.1)).of(FedAvgStrategy("sgd", lr=0.2)).strategy.inner_optim.lr
+        0.2
+        """
+        twin = copy.copy(self)
+        twin.strategy = strategy
+        return twin
+
+    def result(self, state: State, here: range) -> Tree:
+        """Return the parameters whose mean is the run's model; see `Strategy.result`."""
+        return self.strategy.result(self.as_hooks_know(state, here))
+
+    def as_hooks_know(self, state: State, here: range) -> Stepped:
+        """Return the state in the form that `Strategy.result` is told; `here`: the rows of this process."""
+        each = torch.tensor(self._timetable.made(state.tick)[here.start : here.stop])
+        counts = each[:1] if state.home is state.shared or bool((each == each[0]).all()) else each
+        optimizer = {"step": counts, **state.home["optimizer"]} if self._counts else state.home["optimizer"]
+        return Stepped(state.tick, state.params, state.buffers, optimizer, state.shared["modules"], each)
+
+    def hidden_state(self) -> Any:
+        """Return what evolves outside of the state, for a file: of strategies written for one rank."""
+        return self.strategy.hidden_state()
+
+    def load_hidden_state(self, state: Any) -> None:
+        """Restore what `hidden_state` has returned, after `init`."""
+        self.strategy.load_hidden_state(state)
+
+    def close(self) -> None:
+        """End the strategy's threads."""
+        self.strategy.close()
 
     # ------------------------------------------------------------------------------------------------------- handlers
 
@@ -91,30 +192,30 @@ class Adapted:
         """Send parameters to those who return."""
         run, step, presence, strategy = self._run, part.tick, self._run.presence, self.strategy
         assert isinstance(presence, Presence)
-        modules, params, K = part.shared["modules"], part.params, run.num_nodes
+        params, shared = part.params, part.home is part.shared
         outer, same = Tree(), set[str]()
         if presence.rejoin == "shared":
-            outer = strategy.outer_parameters(modules)
+            outer = strategy.outer_parameters(part.shared["modules"])
             if presence.server or len(outer) < len(params):
                 like = {name: torch.empty_like(p[:1], device="meta") for name, p in params.items()}
-                same = agreed(strategy, like, K, step - 1, run.num_steps, run.seed)
-        state = Stepped(step, params, {}, {}, modules, node_steps=torch.zeros(K))
-        part.params = rejoined(state, presence, Shared(outer, same), part.comm, inplace=False).params
+                same = agreed(strategy, like, run.num_nodes, step - 1, run.num_steps, run.seed)
+        begin = sent(params, presence, Shared(outer, same), part.comm, step, once=list(params) if shared else [])
+        back = [i for i, row in enumerate(part.rows) if row in set(part.event.info)]
+        if back and not shared:
+            part.params = nodes.put_rows(params, torch.tensor(back), begin, len(part.rows), part.inplace)
 
     def train(self, part: Part) -> None:
         """Let each node take a step, those who do not rest."""
         strategy, ctx, modules = self.strategy, self._context(part), self._modules(part)
-        resting, shared = ctx.active is not None, part.home is part.shared
-        of_rows = modules
+        resting, of_rows = ctx.active is not None, modules
         if resting:
             if not part.rows:
                 return
-            training = [i for i, row in enumerate(self._rows(part)) if row in set(part.rows)]
+            training = [i for i, row in enumerate(self._there(part)) if row in set(part.rows)]
             ctx = ctx.of_rows(torch.tensor(training))
             of_rows = strategy.take_rows(part.shared["modules"], self._places(part, part.rows))
-        grads = part.gradients(mean=strategy.mean_gradient and shared and not self.exact)
-        self._store_again(part, shared)
-        grads = strategy.local_gradients(grads, part.params, of_rows, ctx)
+        grads = self._gradients(part)
+        grads = strategy.local_gradients(grads, self._held(part, "params"), of_rows, ctx)
         if not resting or strategy.exchanges_where_some_rest:
             given = grads
             grads, changed = strategy.exchange_gradients(given, modules, ctx)
@@ -129,23 +230,36 @@ class Adapted:
     def exchange(self, part: Part) -> None:
         """Exchange moments, then parameters."""
         strategy, ctx = self.strategy, self._context(part)
+        lr = strategy.lr(ctx) if ctx.lr is None else ctx.lr
+        part.report(lr=ctx.own(lr), outer_lr=strategy.outer_learning_rate(ctx))
         if strategy.idle(ctx):
             return
-        modules = self._modules(part)
-        optimizer, changed = exchange_moments(strategy, self._counted(part, ctx), part.params, modules, ctx)
-        self._keep_optimizer(part, optimizer)
-        part.params, changed = strategy.exchange_parameters(part.params, changed, ctx)
+        modules, params = self._modules(part), self._held(part, "params")
+        optimizer, changed = exchange_moments(strategy, self._counted(part, ctx), params, modules, ctx)
+        params, changed = strategy.exchange_parameters(params, changed, ctx)
+        self._put(part, params, optimizer)
         self._keep(part, changed, modules)
 
+    def _gradients(self, part: Part) -> Tree:
+        strategy, shared = self.strategy, part.home is part.shared
+        grads = part.gradients(mean=strategy.mean_gradient and shared and not self.exact)
+        if not part.rows:
+            return {name: torch.zeros_like(p) for name, p in self._held(part, "params").items()}
+        if shared and part.simulation.engine.written:
+            self._store_again(part)
+        return grads
+
     def _optimize(self, part: Part, grads: Tree, ctx: Context) -> None:
-        strategy, params, held = self.strategy, part.params, self._counted(part, ctx)
+        strategy = self.strategy
+        if self._looks_on(part):
+            return
+        params, held = part.params, self._counted(part, ctx)
         if self.exact and strategy.pure:
             told = lambda i: ctx if i is None else ctx.of_rows(torch.tensor([i]))  # noqa: E731
             new, held = row_by_row(lambda i, p, g, s: strategy.optimize(p, g, s, told(i)), params, grads, held)
         else:
             new, held = strategy.optimize(params, grads, held, ctx)
-        part.params = new
-        self._keep_optimizer(part, held)
+        self._put(part, new, held)
 
     # ------------------------------------------------------------------------------ what hooks are told, and give back
 
@@ -157,14 +271,14 @@ class Adapted:
         return found
 
     def _new_context(self, part: Part) -> Context:
-        run, presence, step, simulation = self._run, self._run.presence, part.tick, part.simulation
+        run, presence, step = self._run, self._run.presence, part.tick
         there, training = run.there(step), self._timetable.training(step)
-        comm = simulation.place(there).comm
+        comm = part.simulation.place(there).comm
         comm.step = step
-        rows = self._rows(part)
-        ids = torch.tensor(rows) if len(rows) < run.num_nodes else None
-        made = self._timetable.made(step) if self._timetable.trains or presence else [step] * run.num_nodes
+        rows = self._there(part) or [part.simulation.here.start]
+        made = self._timetable.made(step)
         nodes_there = range(run.num_nodes) if there is None else there
+        ids = comm.ids if len(rows) < run.num_nodes else None
         ctx = Context(
             comm, step=step, node_steps=torch.tensor([made[row] for row in rows]), max_steps=run.num_steps,
             seed=run.seed, inplace=part.inplace, differentiable=not part.inplace, rows=ids, exact=self.exact,
@@ -176,26 +290,38 @@ class Adapted:
             ctx = ctx.replace(active=tuple(i for i, node in enumerate(nodes_there) if node in set(training)))
         return ctx.replace(lr=self.strategy.lr(ctx)) if self.strategy.pure else ctx
 
-    def _rows(self, part: Part) -> list[int]:
+    def _there(self, part: Part) -> list[int]:
         """Return the nodes here that are there."""
         return part.simulation.place(self._run.there(part.tick)).rows
+
+    def _looks_on(self, part: Part) -> bool:
+        """Whether none of the nodes that have parameters of their own is here."""
+        return part.home is part.own and not part.rows
+
+    def _held(self, part: Part, name: str) -> Tree:
+        """Return parameters or optimizer of the event's rows; where none is here, a row that nobody reads."""
+        held: Tree = part.own.first(name) if self._looks_on(part) else part.home[name]
+        return held
 
     def _places(self, part: Part, rows: Sequence[int]) -> Tensor:
         return torch.tensor([row - part.simulation.here.start for row in rows], dtype=torch.long)
 
     def _modules(self, part: Part) -> Any:
         """Return the modules' states of the nodes here that are there."""
-        modules, rows = part.shared["modules"], self._rows(part)
+        modules, rows = part.shared["modules"], self._there(part)
         whole = len(rows) == len(part.simulation.here)
-        return modules if whole else self.strategy.take_rows(modules, self._places(part, rows))
+        places = self._places(part, rows or [part.simulation.here.start])
+        return modules if whole else self.strategy.take_rows(modules, places)
 
     def _keep(self, part: Part, new: Any, before: Any) -> None:
         """Put the modules' states among those of the nodes that are absent."""
-        old, rows, num_rows = part.shared["modules"], self._rows(part), len(part.simulation.here)
+        old, rows, num_rows = part.shared["modules"], self._there(part), len(part.simulation.here)
         if len(rows) < num_rows:
             places, once = self._places(part, rows), self._once
 
             def put(x: Tensor, was: Tensor | None) -> Tensor:
+                if not rows:
+                    return torch.zeros_like(x).repeat_interleave(num_rows, 0) if was is None else was
                 found: Tensor = nodes.put_rows({} if was is None else {"": was}, places, {"": x}, num_rows, False)[""]
                 return found
 
@@ -209,7 +335,7 @@ class Adapted:
 
     def _counted(self, part: Part, ctx: Context) -> dict[str, Any]:
         """Return the optimizer's state with the steps that its rows have made."""
-        held = part.home["optimizer"]
+        held = self._held(part, "optimizer")
         if not self._counts:
             return held
         each = [part.tick] if part.home is part.shared else ctx.node_steps.tolist()
@@ -217,17 +343,19 @@ class Adapted:
             each = each[:1]
         return {"step": torch.tensor(each), **held}
 
-    def _keep_optimizer(self, part: Part, new: dict[str, Any]) -> None:
-        part.home["optimizer"] = {slot: x for slot, x in new.items() if slot != "step"}
+    def _put(self, part: Part, params: Tree, optimizer: dict[str, Any]) -> None:
+        if not self._looks_on(part):
+            part.params = params
+            part.home["optimizer"] = {slot: x for slot, x in optimizer.items() if slot != "step"}
 
-    def _store_again(self, part: Part, shared: bool) -> None:
+    def _store_again(self, part: Part) -> None:
         """Store once what the forward passes of nodes that share parameters have written, each to its own."""
-        if not shared or not part.simulation.engine.written:
-            return
         for name, x in part.params.items():
-            if not torch.allclose(x, x[:1], 0, 0, equal_nan=True):
+            if len(x) < self._run.num_nodes or not torch.allclose(x, x[:1], 0, 0, equal_nan=True):
                 raise ValueError(
-                    f"the model's forward writes to its parameter {name!r}, on each node what its own batch says, and "
-                    "the nodes exchange gradients: theirs would drift apart. Take a strategy that exchanges parameters."
+                    f"the model's forward writes to its parameter {name!r}, on each node what its own batch says. "
+                    f"{self.strategy!r} exchanges gradients, for which all nodes must have the same parameters: theirs "
+                    "would drift apart, as they do in DDP. Take a strategy that exchanges parameters (DiLoCo, FedAvg), "
+                    "or write nothing that depends on the batch."
                 )
         part.params = {name: x[:1] for name, x in part.params.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Generator, Sequence
 
-from vecgym.simulation.simulation import Row, Simulation
+from vecgym.simulation.simulation import Before, Row, Simulation
 from vecgym.simulation.state import State
 
 Listener = Callable[[State, Row], None]
@@ -13,7 +13,7 @@ Listener = Callable[[State, Row], None]
 
 def run(
     simulation: Simulation, state: State, listeners: Sequence[Listener] = (), *, pure: bool = False,
-    stop: Callable[[State], bool] | None = None,
+    before: Before | None = None, stop: Callable[[State], bool] | None = None,
 ) -> State:  # fmt: skip
     """Go through the timetable from the state's tick to its end, or until `stop`; return the last state.
 
@@ -22,12 +22,13 @@ def run(
         listeners: called after each tick with the state and what was measured.
         pure: derivatives can be taken through the run. In the state that it leaves, names may share memory: only a pure
             run can go on from it.
+        before: called before each event; see `Simulation.tick`.
     """
     ticks, ahead = itertools.tee(simulation.timetable.ticks(state.tick))
     batches = simulation.read(simulation.requests(ahead))
     try:
         for events in ticks:
-            state, row = simulation.tick(state, events, batches, pure=pure)
+            state, row = simulation.tick(state, events, batches, pure=pure, before=before)
             for listener in listeners:
                 listener(state, row)
             if stop is not None and stop(state):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +17,13 @@ from vecgym.collectives.ledger import Transfer
 from vecgym.core import nodes, rng, tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
+from vecgym.engine.state import Result
 from vecgym.simulation.state import Index, Rows, State, put_back
 from vecgym.simulation.timetable import Event, RunFacts, Timetable
 
 Request = tuple[list[int], "int | list[int]"]  # rows here, and which of their own batches each of them reads
 Batches = Iterator[tuple[Any, "list[int] | None"]]  # a batch, and of each row how many examples are its own
+Before = Callable[["Event", "Draft"], None]
 KEPT_PLACES = 64  # sets of rows whose collectives are kept
 
 
@@ -44,7 +47,19 @@ class Draft:
     batches: Batches
     pure: bool
     reports: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    columns: dict[str, Any] = field(default_factory=dict)
     memo: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def home(self) -> dict[str, Any]:
+        """The one of the two trees in which parameters and optimizer are."""
+        return self.shared if "params" in self.shared else self.own
+
+    @property
+    def params(self) -> Tree:
+        """The parameters, `[1 or rows, *]`."""
+        params: Tree = self.home["params"]
+        return params
 
 
 class Place(NamedTuple):
@@ -121,9 +136,11 @@ class Part:
         self.losses = local.losses
         return local.grads
 
-    def report(self, losses: Tensor) -> None:
-        """Give the losses of these rows to the tick's row of the history."""
-        self._draft.reports.append((self.rows, losses.clone()))
+    def report(self, losses: Tensor | None = None, **columns: Any) -> None:
+        """Give the losses of these rows, and what else was measured, to the tick's row of the history."""
+        if losses is not None:
+            self._draft.reports.append((self.rows, losses.clone()))
+        self._draft.columns.update(columns)
 
     def generator(self, purpose: str, *ids: int) -> torch.Generator:
         """Return a generator keyed by the run's seed, the purpose and the ids: the same in every process.
@@ -176,18 +193,34 @@ class Row(NamedTuple):
     Attributes:
         tick: counted from 1.
         losses: of the rows here, nan where a node did not train.
+        columns: what else handlers have reported.
     """
 
     tick: int
     losses: Tensor
     transfers: tuple[Transfer, ...]
     events: Sequence[Event]
+    columns: dict[str, Any]
+
+    @property
+    def active(self) -> list[int] | None:
+        """The nodes that have trained, in all processes; None: all.
+
+        >>> Row(1, torch.zeros(3), (), [Event("train", (0, 2), reads=1)], {}).active
+        [0, 2]
+        """
+        rows = [event.rows for event in self.events if event.reads]
+        return None if None in rows else sorted({row for some in rows for row in some or ()})
 
 
 class Simulation:
     """K nodes that an algorithm trains, or those of them that are in this process.
 
     Args:
+        engine: computes gradients.
+        algorithm: settings, a timetable, and handlers.
+        run: what is known of the run beforehand.
+        comm: the collectives of all nodes.
         read: a stream of requests -> a stream of batches. Who reads what is known beforehand, so that workers can read
             ahead in every kind of run.
         here: the rows of this process, in a row; None: all.
@@ -195,7 +228,7 @@ class Simulation:
     """
 
     def __init__(
-        self, engine: Engine, algorithm: Algorithm, run: RunFacts, comm: Collectives,
+        self, engine: Engine, algorithm: Any, run: RunFacts, comm: Collectives,
         read: Callable[[Iterator[Request]], Batches], *, here: range | None = None, minibatch_size: int | None = None,
     ) -> None:  # fmt: skip
         self.engine, self.algorithm, self.run, self.comm, self.read = engine, algorithm, run, comm, read
@@ -203,6 +236,12 @@ class Simulation:
         self.minibatch_size = minibatch_size
         self.timetable = algorithm.timetable(run)
         self.place = functools.lru_cache(KEPT_PLACES)(self._place)
+
+    def of(self, algorithm: Algorithm, read: Callable[[Iterator[Request]], Batches]) -> Simulation:
+        """Return the same run of an algorithm with other numbers, on other data."""
+        twin = copy.copy(self)
+        twin.algorithm, twin.read = algorithm, read
+        return twin
 
     def init(self, params: Tree | None = None) -> State:
         """Return the state before the first tick, from the model's own parameters or from others, `[1, *]`."""
@@ -220,6 +259,47 @@ class Simulation:
             tree.map_leaves(torch.clone, {"buffers": buffers[False], **shared}),
         )
 
+    def result(self, state: State) -> Result:
+        """Return what the run's model is the mean of: the one rule for all that is evaluated, returned and saved."""
+        found = getattr(self.algorithm, "result", None)
+        return Result(state.params if found is None else found(state, self.here), self.members(state.tick - 1))
+
+    def members(self, tick: int) -> tuple[int, ...] | None:
+        """Return the nodes that are there in a tick; None: all, as before the first."""
+        return None if tick < 0 else self.run.there(tick)
+
+    def close(self) -> None:
+        """End the threads of the engine and of the algorithm; a later tick starts them again."""
+        self.engine.close()
+        if hasattr(self.algorithm, "close"):
+            self.algorithm.close()
+
+    def step(
+        self, state: State, batch: Any, *, limits: list[int] | None = None, pure: bool = False,
+        before: Before | None = None,
+    ) -> tuple[State, Row]:  # fmt: skip
+        """Handle the next tick's events, with one batch: to take single steps by hand.
+
+        Args:
+            state: must not be used afterwards, unless `pure`.
+            batch: of all nodes here, `[L, B, ...]`, also of those that do not train.
+            limits: how many examples of each are its own; None: all.
+            before: see `tick`.
+        """
+        events = next(iter(self.timetable.ticks(state.tick)), None)
+        if events is None:
+            raise ValueError(f"the run has {self.timetable.length} ticks, and all are done: give it more steps.")
+        return self.tick(state, events, self._rows_of(batch, limits, events), pure=pure, before=before)
+
+    def _rows_of(self, batch: Any, limits: list[int] | None, events: Sequence[Event]) -> Batches:
+        for rows, _ in self.requests(iter([events])):
+            at = [row - self.here.start for row in rows]
+            if len(at) == len(self.here):
+                yield batch, limits
+            else:
+                own = None if limits is None else [limits[i] for i in at]
+                yield nodes.take_rows(batch, torch.tensor(at)) if len(self.here) > 1 else batch, own
+
     def _rows_here(self, x: Tensor) -> Tensor:
         wide = x[self.here.start : self.here.stop] if len(x) > 1 else x.expand(len(self.here), *x.shape[1:])
         return wide.clone(memory_format=torch.contiguous_format)
@@ -236,7 +316,7 @@ class Simulation:
 
     def tick(
         self, state: State, events: Sequence[Event], batches: Batches, *, pure: bool = False,
-        before: Callable[[Event, Draft], None] | None = None,
+        before: Before | None = None,
     ) -> tuple[State, Row]:  # fmt: skip
         """Handle the events of a tick, one after the other.
 
@@ -251,7 +331,7 @@ class Simulation:
                 if before is not None:
                     before(event, draft)
                 self.handle(draft, event)
-        row = Row(state.tick + 1, self._losses(draft), tuple(transfers), events)
+        row = Row(state.tick + 1, self._losses(draft), tuple(transfers), events, draft.columns)
         return State(state.tick + 1, draft.own, draft.shared), row
 
     def handle(self, draft: Draft, event: Event) -> None:
@@ -271,13 +351,15 @@ class Simulation:
             return Local(tree.map(lambda p: p[:0], params), next(iter(params.values())).new_empty(0), {})
         step, shared = part.read_at, part.shared["buffers"]
         buffers, (batch, limits) = {**shared, **part.own["buffers"]}, part.next_batch()
-        alike = len(self.here) == self.run.num_nodes and all(len(p) == 1 for p in params.values())
+        mean = mean and part.inplace and all(len(p) == 1 for p in params.values())
         if self.engine.written:  # each node writes to its own
             params = nodes.widened(params, len(part.rows))
         local = self.engine.gradients(
             params, buffers, batch, seed=self.run.seed, step=step, node_ids=part.rows, limits=limits,
-            minibatch_size=self.minibatch_size, mean=mean and part.inplace and alike, differentiable=not part.inplace,
+            minibatch_size=self.minibatch_size, mean=mean, differentiable=not part.inplace,
         )  # fmt: skip
+        if mean and len(self.here) < self.run.num_nodes:  # it is averaged with that of other processes, as each one's
+            local = local._replace(grads=nodes.expand(local.grads, len(part.rows)))
         if self.engine.written:
             part.params = {**part.params, **{name: params[name] for name in self.engine.written}}
         if changed := {name: x for name, x in local.buffers.items() if name not in shared}:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vecgym.core import tree
+from vecgym.core import nodes, tree
 from vecgym.core.devices import placed
+from vecgym.core.tree import Tree
 
 Index = slice | Tensor | None  # some of the rows; None: all of them
 
@@ -32,6 +33,31 @@ class State:
     tick: int
     own: dict[str, Any]
     shared: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Steps done, of all nodes together: ticks."""
+        return self.tick
+
+    @property
+    def home(self) -> dict[str, Any]:
+        """The one of the two in which parameters and optimizer are.
+
+        >>> State(0, own={}, shared={"params": {}, "optimizer": {}}).home
+        {'params': {}, 'optimizer': {}}
+        """
+        return self.shared if "params" in self.shared else self.own
+
+    @property
+    def params(self) -> Tree:
+        """The parameters, `[1 or rows, *]`."""
+        params: Tree = self.home["params"]
+        return params
+
+    @property
+    def buffers(self) -> Tree:
+        """The model's buffers, `[1 or rows, *]`: those that change are each node's own."""
+        return {**self.own["buffers"], **self.shared["buffers"]}
 
 
 class Move(NamedTuple):
@@ -81,6 +107,10 @@ class Rows:
     def __delitem__(self, name: str) -> None:
         self.assigned[name] = None
 
+    def first(self, name: str) -> Any:
+        """Return a copy of the first of all rows, `[1, *]`: where a form is wanted and none of the rows is here."""
+        return tree.map_leaves(lambda x: x[:1].clone(), self.whole[name])
+
     def taken(self, name: str) -> Any:
         """Return a tree as it was when the event began."""
         if name not in self._taken:
@@ -106,8 +136,8 @@ def put_back(parts: list[Rows], *, pure: bool) -> None:
                 rows.whole.pop(name, None)
             else:
                 rows.whole[name] = _put(rows, rows.whole.get(name), new, rows.taken(name), pure, moves)
-    targets = {move.target.untyped_storage().data_ptr() for move in moves}
-    sources = [x.clone() if x.untyped_storage().data_ptr() in targets else x for _, x, _ in moves]
+    targets = {nodes.place(move.target) for move in moves}
+    sources = [x.clone() if nodes.place(x) in targets else x for _, x, _ in moves]
     for (target, _, index), source in zip(moves, sources):
         target.copy_(source) if index is None else target.index_copy_(0, placed(index, target.device), source)
 

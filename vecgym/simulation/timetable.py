@@ -235,6 +235,8 @@ class Lockstep:
 
     def made(self, step: int) -> list[int]:
         """Count the steps that each node has trained before this one."""
+        if self.trains is None and self.run.presence is None:
+            return [step] * self.run.num_nodes
         if step not in self._made:
             begin = max((before for before in self._made if before < step), default=0)
             counts = list(self._made.get(begin, [0] * self.run.num_nodes))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vecgym.collectives.ledger import bytes_of
+from vecgym.core.tree import Tree
 from vecgym.engine.asynchronous import AsyncSimulation, Updated
 from vecgym.engine.events import Event
 from vecgym.engine.kinds import simulation_of
@@ -24,20 +25,20 @@ class AsyncChunk(Chunk):
     """One asynchronous configuration; see `Chunk`. Its steps are updates of the server."""
 
     simulation: AsyncSimulation
-    presence = None
 
     def _observed(self, num_nodes: int) -> Observed:
         return Observed(self.num_steps, len(self.configs), num_nodes, updates=True)
 
-    def _begin(self, num_elements: int) -> AsyncSimulation:
+    def _begin(self, params: Tree) -> None:
         (config,) = self.configs
         assert isinstance(config.strategy, EventDriven)
         assert config.plan is not None
-        return simulation_of(config.strategy)(
+        self.simulation = simulation_of(config.strategy)(
             self.engine.model, config.strategy, self._read, config.plan.events, config.num_nodes, engine=self.engine,
             seed=config.settings["seed"], minibatch_size=config.settings["minibatch_size"],
             num_examples=tuple(config.train.shard_sizes),
         )  # fmt: skip
+        self.state = self.simulation.init(params)
 
     def _read(self, here: Sequence[int], steps: Sequence[int]) -> tuple[Any, list[int]]:
         return self.configs[0].train.at(steps, here)

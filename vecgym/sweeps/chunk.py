@@ -11,16 +11,13 @@ import numpy as np
 import torch
 
 from vecgym.collectives import StackedCollectives
-from vecgym.collectives.ledger import Transfer, bytes_of
 from vecgym.core import nodes
 from vecgym.core.devices import fetched, placed_as
 from vecgym.core.tree import Tree
 from vecgym.data.batches import chosen_batches, places
 from vecgym.engine import Engine
-from vecgym.engine.presence import Presence
-from vecgym.engine.simulation import Metrics, Simulation, State
+from vecgym.engine.simulation import Simulation, State
 from vecgym.runs.evaluation import distances_of, evaluated_columns
-from vecgym.runs.present import own_batch
 from vecgym.strategy.per_rank import as_strategy
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.curves import Curve, Observed
@@ -48,47 +45,32 @@ class Chunk:
         self._start, self._before = 0.0, 0.0  # the clock at the start, and the seconds before that
         models = [dict(config.model.named_parameters()) for config in configs]
         params = {name: torch.stack([m[name].detach().to(engine.device) for m in models]) for name in engine.params}
-        self.simulation = self._begin(configs[0].num_nodes * sum(p[0].numel() for p in params.values()))
-        self.state = self.simulation.init(params)
+        self._begin(params)
 
     def _observed(self, num_nodes: int) -> Observed:
         return Observed(self.num_steps, len(self.configs), num_nodes)
 
-    def _begin(self, num_elements: int) -> Simulation:
-        """Return the simulation of all configurations, whose nodes have so many parameters together."""
+    def _begin(self, params: Tree) -> None:
+        """Make the simulation of all configurations, and its state with these parameters, `[C, *]`."""
+        num_elements = self.configs[0].num_nodes * sum(p[0].numel() for p in params.values())
         self.merged = merged = Merged([self._member(config) for config in self.configs], num_elements)
-        self.presence = self.configs[0].presence()
-        if self.presence is not None:
-            self.presence.tell()
-            return self._alone(self.configs[0], merged.members[0], self.presence)
         limits = [c.train.limits or [c.train.batch_size] * c.num_nodes for c in self.configs]
-        return Simulation(
+        self.simulation: Any = Simulation(
             self.engine.model, merged, StackedCollectives(merged.num_rows), engine=self.engine,
             max_steps=self.num_steps, minibatch_size=self.configs[0].settings["minibatch_size"],
             limits=tuple(limit for each in limits for limit in each),
             keys=[(config.settings["seed"], node) for config in self.configs for node in range(config.num_nodes)],
         )  # fmt: skip
+        self.state: Any = self.simulation.init(params)
 
     def _member(self, config: Configuration) -> Member:
         strategy = as_strategy(config.strategy, copy.deepcopy(config.model).to(self.engine.device))
         comm = StackedCollectives(config.num_nodes)
         return Member(strategy, config.settings["seed"], comm, tuple(config.train.shard_sizes))
 
-    def _alone(self, config: Configuration, member: Member, presence: Presence) -> Simulation:
-        """Build the simulation of one configuration in which nodes may be absent."""
-        return Simulation(
-            self.engine.model, member.strategy, member.comm, engine=self.engine, max_steps=self.num_steps,
-            seed=config.settings["seed"], minibatch_size=config.settings["minibatch_size"],
-            num_examples=member.num_examples, limits=config.train.limits_of(config.train.shard_sizes),
-            presence=presence,
-        )  # fmt: skip
-
     def batches(self) -> Iterator[Sequence[Any]]:
         """Start the clock, and return the distinct batches of each remaining step; see `step`."""
         self._start = time.perf_counter() - self._before
-        if self.presence is not None:
-            train, left = self.configs[0].train, range(self.state.step, self.num_steps)
-            return (own_batch(train, self.presence, self.state, self.simulation.beside) for _ in left)
         return zip(*[source.iterate(self.state.step, self.num_steps) for source in self._sources])
 
     def step(self, batches: Sequence[Any], measured: bool) -> list[int]:
@@ -101,24 +83,19 @@ class Chunk:
         distances: list[float] = []
 
         def measure(params: Tree) -> None:
-            members = self.simulation.members(self.state.step)
-            each = distances_of(params, len(self.configs), self.simulation.comm, members)
+            each = distances_of(params, len(self.configs), self.simulation.comm)
             distances.extend(map(float, fetched(each)))
 
         with self.merged.recording() as transfers:
-            batch, limits = (chosen_batches(batches, self._which), None) if self.presence is None else batches
-            observe = measure if measured else None
-            self.state, metrics = self.simulation.step(self.state, batch, observe=observe, limits=limits)
-        if self.presence is not None:
-            step = self.state.step - 1
-            self.simulation.comm.ledger.add(step, metrics.transfers, self.presence.computing(step))
+            batch, observe = chosen_batches(batches, self._which), measure if measured else None
+            self.state, metrics = self.simulation.step(self.state, batch, observe=observe)
         losses = metrics.losses.cpu().double().view(len(self.configs), -1).numpy()  # [C, K]
         active: np.ndarray = np.full(losses.shape, metrics.active is None)
         if metrics.active is not None:
             active.flat[metrics.active] = True
         self.observed.put(
-            self.state.step - 1, train_losses=losses, active=active, lr=self._rates(metrics),
-            bytes=self._num_bytes(transfers, metrics), seconds=time.perf_counter() - self._start,
+            self.state.step - 1, train_losses=losses, active=active, lr=self.merged.rates(),
+            bytes=self.merged.num_bytes(transfers), seconds=time.perf_counter() - self._start,
         )  # fmt: skip
         diverged = self._diverged(losses, active)
         for c in self.left if distances else []:
@@ -131,14 +108,6 @@ class Chunk:
         diverged = [c for c in self.left if not finite[c]]
         self.left = [c for c in self.left if finite[c]]
         return diverged
-
-    def _rates(self, metrics: Metrics) -> list[float]:
-        if self.presence is None:
-            return self.merged.rates()
-        return [float(torch.as_tensor(metrics.lr, dtype=torch.float64).mean())]
-
-    def _num_bytes(self, transfers: Sequence[list[Transfer]], metrics: Metrics) -> list[tuple[float, float, float]]:
-        return [bytes_of(metrics.transfers)] if self.presence is not None else self.merged.num_bytes(transfers)
 
     def evaluate(self) -> None:
         """Add columns to the rows of the present step."""
@@ -159,9 +128,7 @@ class Chunk:
             values = {**result.params, **self.state.buffers}
             own = {n: x if len(x) == 1 else x.chunk(len(self.configs))[c] for n, x in values.items()}
             average = {n: x.detach().to("cpu", copy=True) for n, x in nodes.mean(own, result.members).items()}
-        curve = self.observed.curve(c, self.state.step, status, average)
-        curve.ledger = None if self.presence is None else self.simulation.comm.ledger.state()
-        return curve
+        return self.observed.curve(c, self.state.step, status, average)
 
     @property
     def can_be_saved(self) -> bool:
@@ -171,12 +138,12 @@ class Chunk:
     def load(self, state: dict[str, Any], curves: dict[int, Curve]) -> None:
         """Continue from a saved state, and from what those that are left had recorded up to it, by their places."""
         self.left = list(curves)
-        placed = placed_as(state, vars(self.state), self.engine.device)
-        self.state = State(**{**placed, "node_steps": state["node_steps"]})
+        self._load_state(state, curves[self.left[0]])
         for c, curve in curves.items():
             self.observed.load(c, curve)
-        first = curves[self.left[0]]
-        if self.presence is not None and first.ledger is not None:
-            self.simulation.comm.ledger.load(first.ledger)
         if self.state.step > 0:
-            self._before = float(first.columns["seconds"][-1])
+            self._before = float(curves[self.left[0]].columns["seconds"][-1])
+
+    def _load_state(self, state: dict[str, Any], first: Curve) -> None:
+        placed = placed_as(state, vars(self.state), self.engine.device)
+        self.state = State(**{**placed, "node_steps": state["node_steps"]})

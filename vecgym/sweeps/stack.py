@@ -8,6 +8,7 @@ from typing import Any
 
 from vecgym.core import nodes
 from vecgym.engine import Engine, hooks
+from vecgym.sweeps.alone import Alone
 from vecgym.sweeps.asynchronous import AsyncChunk
 from vecgym.sweeps.chunk import Chunk
 from vecgym.sweeps.configurations import Configuration
@@ -37,7 +38,7 @@ class Work:
     @property
     def steps_done(self) -> int:
         """Steps of all configurations, in the part that was done before."""
-        return 0 if self.partial is None else self.partial["state"]["step"] * len(self.partial["left"])
+        return 0 if self.partial is None else self.partial["steps"] * len(self.partial["left"])
 
 
 class Stack:
@@ -102,13 +103,15 @@ class Stack:
         left = [begun[c] for c in chunk.left]
         for c, index in zip(chunk.left, left):
             self.curves[index] = chunk.curve(c, PARTIAL)
-        partial = {"begun": begun, "left": left, "state": vars(chunk.state)}
+        partial = {"begun": begun, "left": left, "steps": chunk.state.step, "state": vars(chunk.state)}
         self.partial = partial if chunk.can_be_saved else None
 
 
 def chunk_of(configs: list[Configuration], engine: Engine) -> Chunk:
     """Return what trains these configurations."""
-    return (AsyncChunk if configs[0].strategy.asynchronous else Chunk)(configs, engine)
+    if configs[0].strategy.asynchronous:
+        return AsyncChunk(configs, engine)
+    return (Chunk if configs[0].settings["availability"] is None else Alone)(configs, engine)
 
 
 def prepared_engine(configs: list[Configuration], options: SweepOptions) -> Engine:
