@@ -17,6 +17,7 @@ from vecgym.collectives.topology import Groups
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
+from vecgym.engine.simulation import Simulation as Stack
 from vecgym.engine.state import State as Stepped
 from vecgym.simulation import Simulation, State
 from vecgym.simulation.adapted import simulation_of
@@ -103,7 +104,9 @@ def simulation(
     threads = None if compile else node_threads
     local = Engine(model, engine=engine, chunk_size=chunk_size, node_threads=threads, compile=compile)
     local.prepare(batches[0], mean=strategy.mean_gradient)
-    return simulation_of(
+    several = comm is not None and comm.num_configs > 1
+    make: Any = Stack if several else simulation_of
+    found: Simulation = make(
         model,
         strategy,
         comm or Recording(next(iter(tree.leaves(batches[0]))).shape[0]),
@@ -114,6 +117,7 @@ def simulation(
         num_examples=num_examples,
         exact=exact,
     )
+    return found
 
 
 def run(
@@ -141,17 +145,21 @@ def advance(sim: Simulation, state: State, batches: Sequence[Any], *, differenti
     losses, active, groups = [], [], []
     for batch in batches:
         drawn.clear()
-        state, row = sim.step(state, batch, pure=differentiable)
-        sim.comm.ledger.add(state.tick - 1, row.transfers)
+        how: dict[str, Any] = {"differentiable" if isinstance(sim, Stack) else "pure": differentiable}
+        state, row = sim.step(state, batch, **how)
+        sim.comm.ledger.add(state.step - 1, row.transfers)
         losses.append(row.losses)
         active.append(None if row.active is None else tuple(row.active))
         groups.append(tuple(tuple(island) for island in drawn[-1]) if drawn else None)
-    params, buffers = nodes.expand(state.params, len(sim.here)), nodes.expand(state.buffers, len(sim.here))
+    num_rows = len(sim.comm.node_ids)
+    params, buffers = nodes.expand(state.params, num_rows), nodes.expand(state.buffers, num_rows)
     return Run(sim, torch.stack(losses), state, params, buffers, sim.comm, active, groups)
 
 
 def known(run: Any) -> Stepped:
     """The state of a `Run`, or of a `Trainer`'s, as the hooks of a strategy know it, counts and all."""
+    if isinstance(run.state, Stepped):
+        return run.state
     simulation = run.simulation if isinstance(run, Run) else run.run.simulation
     found: Stepped = simulation.algorithm.as_hooks_know(run.state, simulation.here)
     return found
@@ -165,6 +173,8 @@ def flat(values: Any, path: str = "") -> dict[str, Tensor]:
     if isinstance(values, Tensor):
         return {path: values}
     if isinstance(values, State):
+        values = {"own": values.own, "shared": values.shared}
+    if isinstance(values, Stepped):
         values = {name: getattr(values, name) for name in ("params", "buffers", "optimizer", "strategy")}
     assert isinstance(values, Mapping), f"{path} is a {type(values).__name__}"
     found: dict[str, Tensor] = {}

@@ -336,4 +336,5 @@ def test_an_own_module_continues_from_a_saved_state() -> None:
     engine = Engine(model)
     engine.prepare(batches[0])
     sim = simulation_of(model, quantised(0.1), StackedCollectives(K), engine=engine, max_steps=7)
+    sim.init()
     assert_same_bits(advance(sim, first.state, batches[3:]).state, whole.state)

@@ -17,9 +17,9 @@ from tests.fuzz import Case, Failure, Refusal, asynchronous, configurations, odd
 from vecgym.collectives import StackedCollectives, base, ledger
 from vecgym.collectives.ledger import Ledger
 from vecgym.core import tree
+from vecgym.engine import Engine
 from vecgym.engine.wires import Links
 from vecgym.simulation import Simulation
-from vecgym.simulation.adapted import Adapted
 from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator, HeLoCo, average, fedopt
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of settings without effect: many are drawn
@@ -261,7 +261,7 @@ def forgetful(patch: pytest.MonkeyPatch) -> None:
 
 
 def together(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Adapted, "_store_again", lambda self, part: None)
+    patch.setattr(Engine, "written", frozenset())
 
 
 ABSENT = {"availability": 0.5, "max_steps": 7}

@@ -627,7 +627,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(name: str) -> None:
     whole = run(start, GossipStrategy(name, every=2), batches)
     sim = simulation(start, GossipStrategy(name, every=2), batches)
     middle = saved(advance(sim, sim.init(), batches[:5]).state)
-    rest = run(start, GossipStrategy(name, every=2), batches[5:], state=middle)
+    rest = run(start, GossipStrategy(name, every=2), batches[5:], state=middle, max_steps=len(batches))
     assert_same_bits(rest.state, whole.state)
 
 

@@ -187,7 +187,7 @@ D = 1 - (1 - GAMMA * A) ** H
 def test_11_diloco_on_a_homogeneous_quadratic_is_a_linear_map(eta: float, mu: float) -> None:
     """(theta, m) <- [[1 - eta d (1 + mu), -eta mu^2], [d, mu]] (theta, m), each coordinate by itself."""
     model, batches = quadratic(A, torch.zeros(K, 4, dtype=torch.float64), H)
-    sim = simulation(model, DiLoCoStrategy("sgd", outer(eta, mu), H=H, lr=GAMMA), batches)
+    sim = simulation(model, DiLoCoStrategy("sgd", outer(eta, mu), H=H, lr=GAMMA), batches, max_steps=1000)
     state = sim.init()
     expected = torch.stack([model.x.detach(), torch.zeros(4, dtype=torch.float64)])  # [2, dim]
     for _ in range(10):
@@ -208,7 +208,9 @@ def test_11_diloco_is_stable_iff_eta_d_is_below_the_bound(mu: float) -> None:
     sizes = {}
     for factor in (0.99, 1.01):
         model, batches = quadratic(A, torch.zeros(2, 3, dtype=torch.float64), H)
-        sim = simulation(model, DiLoCoStrategy("sgd", outer(factor * bound, mu), H=H, lr=GAMMA), batches)
+        sim = simulation(
+            model, DiLoCoStrategy("sgd", outer(factor * bound, mu), H=H, lr=GAMMA), batches, max_steps=1000
+        )
         state = sim.init()
         size = []
         for _ in range(100):

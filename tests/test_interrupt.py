@@ -55,6 +55,8 @@ def interrupted(strategy: str = "FedAvg", logger: Logger | None = None, **settin
 def stopped_after(steps: int, strategy: str) -> Trainer:
     """The same schedule of `STEPS` steps, stopped from outside: by an error in the data after so many steps."""
 
+    each = 8 if "participation" in strategy else 12  # examples of those who train in a step
+
     class Stop(Exception):
         pass
 
@@ -68,7 +70,7 @@ def stopped_after(steps: int, strategy: str) -> Trainer:
 
         def __getitem__(self, index: int) -> Any:
             self.reads += 1
-            if self.reads > 12 * (steps + 1):  # 3 nodes of 4 examples a step, and one batch to look at the model
+            if self.reads > 12 + each * steps:  # one batch to look at the model, and those of who trains in a step
                 raise Stop
             return self.data[index]
 

@@ -55,8 +55,8 @@ def spread(values: dict[str, Tensor]) -> float:
 
 def test_only_the_slots_that_are_asked_for_are_averaged() -> None:
     state = trained(Moments(slots="exp_avg")).state
-    assert spread(state.optimizer["exp_avg"]) == 0
-    assert spread(state.optimizer["exp_avg_sq"]) > 0
+    assert spread(state.home["optimizer"]["exp_avg"]) == 0
+    assert spread(state.home["optimizer"]["exp_avg_sq"]) > 0
     assert spread(state.params) > 0
 
 
@@ -95,7 +95,7 @@ class Keeper(CommunicationModule):
 
 
 def test_a_module_may_keep_what_it_was_given_and_what_it_returned() -> None:
-    donated, pure = trained(Keeper()).state, trained(Keeper(), differentiable=True).state
+    donated, pure = known(trained(Keeper())), known(trained(Keeper(), differentiable=True))
     assert_close(donated.strategy, pure.strategy, 1e-12)
 
 
@@ -176,13 +176,13 @@ def test_slots_are_names(slots: Any) -> None:
 
 def test_any_average_will_do() -> None:
     """Islands, a median, codes with a residual for each slot; and in part, with a weight for each step."""
-    median = trained(Moments(Robust("median"))).state
+    median = known(trained(Moments(Robust("median"))))
     assert spread(median.optimizer["exp_avg"]) == 0
     coded = Moments(Compressed(Mean(), "int8"), slots=["exp_avg", "exp_avg_sq"], every=2)
-    state = trained(coded).state
+    state = known(trained(coded))
     assert set(state.strategy["0"]) == {"exp_avg", "exp_avg_sq"}
-    assert_close(state, trained(coded, differentiable=True).state, 1e-10)
-    half = trained(Moments(every=SyncWeight([0, 0, 0, 0, 0, 0.5]))).state.optimizer["exp_avg"]
+    assert_close(state, known(trained(coded, differentiable=True)), 1e-10)
+    half = known(trained(Moments(every=SyncWeight([0, 0, 0, 0, 0, 0.5])))).optimizer["exp_avg"]
     none, whole = (known(trained(*m)).optimizer["exp_avg"] for m in ([], [Moments(every=6)]))
     assert_close(half, {n: (x + whole[n]) / 2 for n, x in none.items()}, 1e-12)
 

@@ -119,7 +119,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 def steps_of(
     strategy: Strategy, waits: Callable[[Any], Waits], device: str = "cpu", model: str | nn.Module = "MLP",
-    batches: Any = None, engine: str = "vmap", changed: Any = None, **options: Any,
+    batches: Any = None, engine: str = "vmap", changed: Any = None, limits: Any = None, **options: Any,
 ) -> tuple[Waits, State]:  # fmt: skip
     """Take whole steps, all of them within `waits`."""
     module = (make_model(model) if isinstance(model, str) else model).to(device)
@@ -135,7 +135,7 @@ def steps_of(
     state = simulation.init()
     with waits((state.params, state.buffers, state.home["optimizer"], batches)) as block:
         for batch in batches:
-            state, _ = simulation.step(state, batch)
+            state, _ = simulation.step(state, batch, limits=limits)
     return block, state
 
 
@@ -195,7 +195,7 @@ def test_no_model_waits(model: str, engine: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"minibatch_size": 2}, {"limits": (1, 2, 2, 4)}, {"exact": True}],
+    [{"minibatch_size": 2}, {"limits": [1, 2, 2, 4]}, {"exact": True}],
     ids=lambda options: next(iter(options)),
 )
 def test_no_option_waits(options: dict[str, Any]) -> None:
@@ -209,7 +209,7 @@ def test_a_buffer_that_nobody_changes_is_not_compared_and_stays_stored_once() ->
     module.register_buffer("constant", torch.ones(3))
     each = make_batches("MLP", steps=STEPS, num_nodes=K)
     batches = [tree.map_leaves(lambda *xs: torch.stack(xs).to("meta"), *of_nodes) for of_nodes in each]
-    for limits in (None, (1, 2, 2, 4)):
+    for limits in (None, [1, 2, 2, 4]):
         strategy = STRATEGIES["FedAvg participation"]()
         waits, state = steps_of(strategy, on_meta, "meta", module, batches, changed=[], limits=limits)
         assert waits.found == []

@@ -1416,7 +1416,7 @@ def test_the_first_state_is_the_models() -> None:
     start, batches = setup()
     sim = simulation(start, make("fedavg"), batches)
     own = {name: p.detach()[None] for name, p in start.named_parameters()}
-    assert_same_bits(sim.init().params, {name: p.expand(K, *p.shape[1:]) for name, p in own.items()})
+    assert_same_bits(sim.init().params, own)
     other = {name: torch.randn(K, *p.shape, dtype=p.dtype) for name, p in start.named_parameters()}
     before = {name: p.clone() for name, p in other.items()}
     result: Run = advance(sim, sim.init(other), batches[:H])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import assert_close, assert_same_bits, run, simulation
+from tests.helpers import assert_close, assert_same_bits, known, run, simulation
 from vecgym import Trainer
 from vecgym.collectives import StackedCollectives
 from vecgym.core import tree
@@ -129,7 +129,7 @@ def test_what_a_module_keeps_is_never_overwritten(what: str, engine: str, num_no
         donating = run(Line(), strategy, given, engine=engine)
         pure = run(Line(), strategy, given, engine=engine, differentiable=True)
         for name in ("params", "strategy"):
-            ours, theirs = ({name: getattr(result.state, name)} for result in (donating, pure))
+            ours, theirs = ({name: getattr(known(result), name)} for result in (donating, pure))
             assert_close(ours, theirs, 1e-12)
 
 

@@ -63,7 +63,7 @@ FORM: dict[str, Any] = {
     "arithmetic": dict,
     "learning_rates": dict,
     "loss": float,
-    "state": {"own": dict, "shared": dict},
+    "state": {"own": dict, "shared": dict, "home": str},
     "ranks": object,
     "ledger": {"kinds": list, "kind_of_entry": Tensor, "step_of_entry": Tensor, "total_bytes": int | float},
     "recorder": {"examples": int, "seconds": int | float},
@@ -99,7 +99,7 @@ class Snapshots:
         saved = Nodes(self.engine.model, num_nodes, params, buffers, result.members, own)
         return {
             **runfile.record(saved, state.step, self.recorder.history),
-            "state": everyone,
+            "state": {**everyone, "home": "shared" if state.home is state.shared else "own"},
             "ranks": self.simulation.algorithm.hidden_state(),
             "ledger": self.recorder.ledger.state(),
             "recorder": self.recorder.state(),
@@ -111,6 +111,7 @@ class Snapshots:
         comm, frozen = self.simulation.comm, self.engine.frozen
         models = contents["models"]
         expected = {"params": {**template.params, **self._frozen()}, "buffers": template.buffers}
+        expected = tree.map_leaves(lambda x: x[:1], expected)  # of as many nodes as are in this process
         _check_alike({kind: models[kind] for kind in expected}, expected, comm.num_nodes)
         trained = {name: models["params"][name] for name in template.params}
         saved = runfile.restored({"models": {"params": trained, "buffers": models["buffers"]}, **contents["state"]})
@@ -323,9 +324,9 @@ def _without_models(state: State) -> dict[str, Any]:
 
 
 def _with_models(saved: dict[str, Any], template: State, num_rows: int) -> State:
-    """Return a state of these trees, with parameters and buffers where the template has them."""
+    """Return a state of these trees, with the parameters where they were, and buffers where the template has them."""
     models, own, shared = saved["models"], dict(saved["own"]), dict(saved["shared"])
-    (shared if template.home is template.shared else own)["params"] = models["params"]
+    (shared if saved["home"] == "shared" else own)["params"] = models["params"]
     for trees, held in ((own, template.own), (shared, template.shared)):
         trees["buffers"] = {name: models["buffers"][name] for name in held["buffers"]}
     own = tree.map_leaves(lambda x: x if len(x) == num_rows else x.repeat_interleave(num_rows, 0), own)

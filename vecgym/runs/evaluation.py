@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ Piece = tuple[Any, Any, bool, int]  # see `_batches`
 Measured = dict[str, list[tuple[Tensor, Tensor]]]  # by name, for each batch: of the averaged models, and of the nodes
 
 
-class Measurable(Protocol):
+class _Measurable(Protocol):
     """A state of a run: steps done, and each node's model, `[1 or L, *]`."""
 
     @property
@@ -43,8 +43,16 @@ class Measurable(Protocol):
     def buffers(self) -> Tree: ...
 
 
+class _Begun(NamedTuple):
+    """The model that all nodes begin with, `[1, *]`."""
+
+    params: Tree
+    buffers: Tree
+    step: int = 0
+
+
 def _measured(
-    engine: Engine, state: Measurable, sets: Sequence[EvalBatches], comm: Collectives, result: Result
+    engine: Engine, state: _Measurable, sets: Sequence[EvalBatches], comm: Collectives, result: Result
 ) -> tuple[Measured, list[int]]:
     """Measure all batches, where the model is: `[C or L]` and `[1 or L]` each; and count their examples."""
     C, num_local = len(sets), len(comm.node_ids)
@@ -177,7 +185,7 @@ def distances_of(
 
 def evaluated_columns(
     engine: Engine,
-    state: Measurable,
+    state: _Measurable,
     sets: Sequence[EvalBatches | None],
     comm: Collectives,
     result: Result | None = None,
@@ -204,6 +212,9 @@ def evaluated_columns(
     [(0.0, 1.0, 1.0), (9.0, 10.0, 1.0)]
     """
     chosen, result = [batches for batches in sets if batches is not None], result or Result(state.params)
+    if state.step == 0 and len(sets) == 1 and result.params is state.params:  # all nodes begin with the same
+        params, buffers = (tree.map(lambda x: x[:1], values) for values in (state.params, state.buffers))
+        state, result = _Begun(params, buffers), result._replace(params=params)
     with torch.no_grad():
         measured, sizes = _measured(engine, state, chosen, comm, result) if chosen else ({}, [])
         distances = distances_of(state.params, len(sets), comm, result.members) if state.step > 0 else []

@@ -545,7 +545,10 @@ def stepping(
             for step in _telling_steps(strategy, num_nodes, max_steps):
                 state, _ = simulation.step(replace(state, tick=step), batch, before=_distance)
         except Exception:  # whatever a strategy does with tensors that have no values
-            return Stepping(simulation.init(), num_nodes, 0, complete=False)
+            wide = {name: p[None].repeat(num_nodes, *[1] * p.dim()) for name, p in params.items()}
+            own = {"params": wide, "optimizer": strategy.inner_optim.rule().init(wide), "buffers": {}}
+            kept = State(0, own, {"modules": simulation.init().shared["modules"], "buffers": {}})
+            return Stepping(kept, num_nodes, 0, complete=False)
     gradients = 0 if lasting else engine.rows * tree.num_bytes(params)  # those that last are still there
     return Stepping(state, engine.rows, max(0, live.peak - live.now - gradients))
 

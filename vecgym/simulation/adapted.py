@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vecgym.collectives import Collectives, StackedCollectives
-from vecgym.core import nodes
+from vecgym.core import nodes, tree
 from vecgym.core.tree import Path, Tree
 from vecgym.engine import Engine
 from vecgym.engine.exchanges import agreed, exchange_moments
@@ -75,7 +75,7 @@ def simulation_of(
     check_synchronous(strategy)
     ids: list[int] = comm.node_ids.tolist()
     run = RunFacts(comm.num_nodes, max_steps, seed, presence, num_examples)
-    adapted = Adapted(as_strategy(strategy, model), exact=exact, apart=len(ids) < comm.num_nodes)
+    adapted = Adapted(as_strategy(strategy, model), comm, exact=exact)
     return Simulation(
         Engine(model) if engine is None else engine, adapted, run, comm, read, here=range(ids[0], ids[-1] + 1),
         minibatch_size=minibatch_size,
@@ -85,16 +85,16 @@ def simulation_of(
 class Adapted:
     """A strategy with today's hooks: a gradient and an optimizer step for those who train, then what is exchanged.
 
-    Modules keep their states as they like, `[1 or K, *]`, in `shared["modules"]`. Parameters and optimizer are
-    shared where all nodes store them once, as they do under AllReduce. How many steps a node has made is in the
+    Modules keep their states as they like, `[1 or K, *]`, in `shared["modules"]`. Parameters and optimizer are shared
+    until the nodes differ; under AllReduce they never do. How many steps a node has made is in the
     timetable, so the optimizer's state holds no count.
 
     A process none of whose nodes are there makes the same calls as the others, with a row that nobody reads, and keeps
     what all get alike.
 
     Args:
+        comm: of all nodes; None: all are in this process.
         exact: the bits of a node's own work do not depend on which other nodes are in this process.
-        apart: the nodes are in several processes.
 
     >>> from vecgym.strategy import AllReduceStrategy
     >>> adapted = Adapted(AllReduceStrategy("sgd", lr=0.1))
@@ -105,8 +105,9 @@ class Adapted:
     ([], ['modules', 'optimizer', 'params'])
     """
 
-    def __init__(self, strategy: Strategy, *, exact: bool = False, apart: bool = False) -> None:
-        self.strategy, self.exact, self.apart = strategy, exact, apart
+    def __init__(self, strategy: Strategy, comm: Collectives | None = None, *, exact: bool = False) -> None:
+        self.strategy, self.comm, self.exact = strategy, comm, exact
+        self.apart = comm is not None and len(comm.node_ids) < comm.num_nodes
 
     # ------------------------------------------------------------------------------------------------- before the run
 
@@ -120,6 +121,7 @@ class Adapted:
                 self.strategy = through_server(self.strategy)
         resting = type(self.strategy).active_nodes is not Strategy.active_nodes
         resting |= any(map(lets_rest, self.strategy.communication_modules))
+        self._exchanges_gradients = exchanges_gradients(self.strategy)
         self._timetable = Lockstep(run, Mark("exchange"), trains=self._active if resting else None)
         self._run = run
         return self._timetable
@@ -132,12 +134,17 @@ class Adapted:
         return None if places is None else [rows[i] for i in places]
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
-        ctx = Context(StackedCollectives(run.num_nodes), max_steps=run.num_steps, seed=run.seed, lr=0.0)
+        comm = StackedCollectives(run.num_nodes) if self.comm is None else self.comm
+        ctx = Context(
+            comm, max_steps=run.num_steps, seed=run.seed, num_examples=run.num_examples, exact=self.exact,
+            rows=comm.node_ids if self.apart else None,
+        )  # fmt: skip
+        ctx = ctx.replace(lr=self.strategy.lr(ctx)) if self.strategy.pure else ctx
         optimizer, modules = self.strategy.init(params, ctx)
         absent = isinstance(run.presence, Presence) and min(run.presence.counts) < run.num_nodes
         parted = absent and run.presence is not None and run.presence.rejoin == "own"
-        together, known = exchanges_gradients(self.strategy) and not parted, None
-        if together or absent:
+        together, known = self._exchanges_gradients and not parted, None
+        if absent or (self.apart and together):
             known = stored_once(self.strategy, params, run.num_nodes, run.num_steps, run.seed, trained=together)
         if absent and known is None and self.apart:
             raise ValueError(
@@ -148,7 +155,8 @@ class Adapted:
         self._once = None if known is None else known.modules
         self._counts = "step" in optimizer
         trained = {"params": params, "optimizer": {slot: x for slot, x in optimizer.items() if slot != "step"}}
-        if known is not None and known.params and all(len(p) == 1 for p in params.values()):
+        shared = bool(known.params) if known else not (self.apart or self._timetable.trains or absent)
+        if shared and all(len(p) == 1 for p in params.values()):
             return {}, {**trained, "modules": modules}
         return trained, {"modules": modules}
 
@@ -170,7 +178,9 @@ class Adapted:
     def as_hooks_know(self, state: State, here: range) -> Stepped:
         """Return the state in the form that `Strategy.result` is told; `here`: the rows of this process."""
         each = torch.tensor(self._timetable.made(state.tick)[here.start : here.stop])
-        counts = each[:1] if state.home is state.shared or bool((each == each[0]).all()) else each
+        counts = each[:1] if bool((each == each[0]).all()) else each
+        if state.home is state.shared:
+            counts = torch.tensor([state.tick])
         optimizer = {"step": counts, **state.home["optimizer"]} if self._counts else state.home["optimizer"]
         return Stepped(state.tick, state.params, state.buffers, optimizer, state.shared["modules"], each)
 
@@ -245,7 +255,7 @@ class Adapted:
         grads = part.gradients(mean=strategy.mean_gradient and shared and not self.exact)
         if not part.rows:
             return {name: torch.zeros_like(p) for name, p in self._held(part, "params").items()}
-        if shared and part.simulation.engine.written:
+        if shared and part.simulation.engine.written and self._exchanges_gradients:
             self._store_again(part)
         return grads
 
@@ -344,9 +354,14 @@ class Adapted:
         return {"step": torch.tensor(each), **held}
 
     def _put(self, part: Part, params: Tree, optimizer: dict[str, Any]) -> None:
-        if not self._looks_on(part):
-            part.params = params
-            part.home["optimizer"] = {slot: x for slot, x in optimizer.items() if slot != "step"}
+        if self._looks_on(part):
+            return
+        optimizer = {slot: x for slot, x in optimizer.items() if slot != "step"}
+        if part.home is part.shared and any(len(x) > 1 for x in tree.leaves([params, optimizer])):
+            del part.shared["params"], part.shared["optimizer"]  # from here on each node has its own
+            part.home = part.own
+        part.params = params
+        part.home["optimizer"] = optimizer
 
     def _store_again(self, part: Part) -> None:
         """Store once what the forward passes of nodes that share parameters have written, each to its own."""

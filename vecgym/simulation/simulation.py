@@ -15,6 +15,7 @@ from vecgym.collectives import Collectives
 from vecgym.collectives.base import payload_bytes
 from vecgym.collectives.ledger import Transfer
 from vecgym.core import nodes, rng, tree
+from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
 from vecgym.engine.state import Result
@@ -384,7 +385,8 @@ class Simulation:
         sums = reports[0][1].new_zeros(len(self.here))
         times = torch.zeros_like(sums)
         for rows, losses in reports:
-            index = torch.tensor([row - self.here.start for row in rows], dtype=torch.long, device=sums.device)
+            places = torch.tensor([row - self.here.start for row in rows], dtype=torch.long)
+            index = placed(places, sums.device)
             sums, times = sums.index_add(0, index, losses), times.index_add(0, index, torch.ones_like(losses))
         return sums / times  # 0 / 0 is nan
 
