@@ -190,7 +190,6 @@ class Noise:
     """An engine whose gradients are noise; it has trained nothing."""
 
     written: frozenset[str] = frozenset()
-    facts = None
 
     def __init__(self, params: dict[str, Tensor]) -> None:
         self.params, self.buffers, self.rows = params, dict[str, Tensor](), 1

@@ -161,6 +161,10 @@ class Engine:
         """The parameters that the model's forward changes: `gradients` does so in the storage that it is given."""
         return self._stateless.written
 
+    def changes(self, name: str) -> bool:
+        """Whether training changes a buffer, as far as it is known."""
+        return self._stateless.changes(name)
+
     def close(self) -> None:
         """End the node threads, which start with the first gradients."""
         if self._pool is not None:

@@ -89,11 +89,14 @@ class Snapshots:
         """Return everything that evolves, for a file; None except in the first process. All processes call this."""
         result = self.simulation.result(state)
         own = None if result.params is state.params else result.params
-        kept = {"params": state.params, "buffers": state.buffers, "result": own, **_without_models(state)}
+        models = {"params": state.params, "buffers": state.buffers}
+        models = models if state.tick else tree.map_leaves(lambda x: x[:1], models)  # all nodes begin with the same
+        kept = {**models, "result": own, **_without_models(state)}
         everyone = self.session.gathered(kept)
         random_states = self.session.each(GlobalStates.now().packed())
         if everyone is None:
             return None
+        everyone["own"] = _widened(everyone.get("own", {}), self.simulation.comm.num_nodes)
         params = {**everyone.pop("params"), **self._frozen()}
         buffers, own, num_nodes = everyone.pop("buffers"), everyone.pop("result"), self.simulation.comm.num_nodes
         saved = Nodes(self.engine.model, num_nodes, params, buffers, result.members, own)
@@ -329,8 +332,15 @@ def _with_models(saved: dict[str, Any], template: State, num_rows: int) -> State
     (shared if saved["home"] == "shared" else own)["params"] = models["params"]
     for trees, held in ((own, template.own), (shared, template.shared)):
         trees["buffers"] = {name: models["buffers"][name] for name in held["buffers"]}
-    own = tree.map_leaves(lambda x: x if len(x) == num_rows else x.repeat_interleave(num_rows, 0), own)
-    return State(0, own, shared)
+    return State(0, _widened(own, num_rows), shared)
+
+
+def _widened(own: dict[str, Any], num_rows: int) -> dict[str, Any]:
+    """Return what is each node's own with a row for each, also where all are equal."""
+    found: dict[str, Any] = tree.map_leaves(
+        lambda x: x if len(x) == num_rows else x.repeat_interleave(num_rows, 0), own
+    )
+    return found
 
 
 def _check_alike(values: Any, template: Any, num_nodes: int, *, more: bool = False) -> None:

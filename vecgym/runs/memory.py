@@ -569,7 +569,6 @@ class _Shapes:
     """Stands in for an engine: its gradients have no values, and are laid out as the model's are."""
 
     written: frozenset[str] = frozenset()
-    facts = None
 
     def __init__(self, params: Tree, strided: frozenset[str], lasting: bool) -> None:
         self.params, self.buffers, self.rows = params, Tree(), 1

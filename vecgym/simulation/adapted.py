@@ -326,12 +326,13 @@ class Adapted:
     def _keep(self, part: Part, new: Any, before: Any) -> None:
         """Put the modules' states among those of the nodes that are absent."""
         old, rows, num_rows = part.shared["modules"], self._there(part), len(part.simulation.here)
-        if len(rows) < num_rows:
+        if self._run.there(part.tick) is not None:
             places, once = self._places(part, rows), self._once
 
             def put(x: Tensor, was: Tensor | None) -> Tensor:
                 if not rows:
-                    return torch.zeros_like(x).repeat_interleave(num_rows, 0) if was is None else was
+                    held = torch.zeros_like(x) if was is None else was
+                    return held if len(held) == num_rows else held.repeat_interleave(num_rows, 0)
                 found: Tensor = nodes.put_rows({} if was is None else {"": was}, places, {"": x}, num_rows, False)[""]
                 return found
 

@@ -250,10 +250,9 @@ class Simulation:
             params = {name: p.detach()[None].clone() for name, p in self.engine.params.items()}
         self.comm.ledger.announce(self.run.num_nodes, {name: payload_bytes(p) for name, p in params.items()})
         own, shared = self.algorithm.init(self.run, params)
-        changed = self.engine.buffers if self.engine.facts is None else self.engine.facts.mutated
         buffers: list[Tree] = [{}, {}]
         for name, b in self.engine.buffers.items():
-            buffers[name in changed][name] = b[None]
+            buffers[self.engine.changes(name)][name] = b[None]
         return State(
             0,
             tree.map_leaves(self._rows_here, {"buffers": buffers[True], **own}),
