@@ -117,7 +117,7 @@ class Part:
             mean: only the mean of the gradients is used. Of nodes that share their parameters it may be computed
                 alone, `[1, *]`.
         """
-        local = self.simulation.gradients(self, self.params if at is None else at, mean)
+        local = self.simulation.gradients(self, at, mean)
         self.losses = local.losses
         return local.grads
 
@@ -265,8 +265,9 @@ class Simulation:
         part.check_reads(at_end=True)
         part.put()
 
-    def gradients(self, part: Part, params: Tree, mean: bool) -> Local:
+    def gradients(self, part: Part, at: Tree | None, mean: bool) -> Local:
         """Compute the gradients of some rows on their next batches: the one place that asks the engine for them."""
+        params = part.params if at is None else at
         if not part.rows:
             return Local(tree.map(lambda p: p[:0], params), next(iter(params.values())).new_empty(0), {})
         step, shared = part.read_at, part.shared["buffers"]
@@ -278,7 +279,7 @@ class Simulation:
             params, buffers, batch, seed=self.run.seed, step=step, node_ids=part.rows, limits=limits,
             minibatch_size=self.minibatch_size, mean=mean and part.inplace and alike, differentiable=not part.inplace,
         )  # fmt: skip
-        if self.engine.written:
+        if self.engine.written and at is None:
             part.params = {**part.params, **{name: params[name] for name in self.engine.written}}
         if changed := {name: x for name, x in local.buffers.items() if name not in shared}:
             part.own["buffers"] = changed
@@ -304,7 +305,7 @@ class Simulation:
         for rows, losses in reports:
             index = torch.tensor([row - self.here.start for row in rows], dtype=torch.long, device=sums.device)
             sums, times = sums.index_add(0, index, losses), times.index_add(0, index, torch.ones_like(losses))
-        return sums / times  # 0 / 0 is nan
+        return (sums / times).masked_fill(times == 0, torch.nan)  # 0 / 0 is another nan on some processors
 
 
 def _index(rows: list[int], size: int) -> Index:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vecgym.core import tree
 from vecgym.core.devices import placed
+from vecgym.core.tree import Tree
 
 Index = slice | Tensor | None  # some of the rows; None: all of them
 
@@ -32,6 +33,21 @@ class State:
     tick: int
     own: dict[str, Any]
     shared: dict[str, Any]
+
+    @property
+    def params(self) -> Tree:
+        """The parameters, wherever they are; of an algorithm with a server, the server's, `[1, *]`."""
+        found: Tree = (self.shared if "params" in self.shared else self.own)["params"]
+        return found
+
+    @property
+    def buffers(self) -> Tree:
+        """The buffers: those that training changes are the nodes' own."""
+        return {**self.shared.get("buffers", {}), **self.own.get("buffers", {})}
+
+    @property
+    def step(self) -> int:
+        return self.tick
 
 
 class Move(NamedTuple):
