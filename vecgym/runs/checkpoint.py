@@ -52,17 +52,19 @@ from vecgym.records.runfile import checkpoints_in, step_of
 from vecgym.runs.multiprocess import Session
 from vecgym.runs.options import FitOptions
 from vecgym.runs.recorder import Recorder
+from vecgym.simulation.state import State as Scheduled
 from vecgym.strategy import Context, Strategy
 
 NAME = "step-{:09d}.pt"
 LOCK = ".run.lock"  # there while a run goes on
+NAMED = ("params", "buffers", "optimizer")  # of a state of the kernel, what a file holds by these names
 FORM: dict[str, Any] = {
     **runfile.FORM,
     "identity": dict,
     "arithmetic": dict,
     "learning_rates": dict,
     "loss": float,
-    "state": {"optimizer": object, "strategy": object},
+    "state": {"optimizer": object},
     "ranks": object,
     "ledger": {"kinds": list, "kind_of_entry": Tensor, "step_of_entry": Tensor, "total_bytes": int | float},
     "recorder": {"examples": int, "seconds": int | float},
@@ -78,18 +80,21 @@ class Snapshots:
         session: of the run.
     """
 
-    def __init__(self, simulation: Simulation, recorder: Recorder, session: Session) -> None:
+    def __init__(self, simulation: Any, recorder: Recorder, session: Session) -> None:
         self.simulation = simulation
         self.recorder = recorder
         self.session = session
         self.engine = simulation.engine
 
-    def take(self, state: State) -> dict[str, Any] | None:
+    def take(self, state: State | Scheduled) -> dict[str, Any] | None:
         """Return everything that evolves, for a file; None except in the first process. All processes call this."""
-        names, result = ("params", "buffers", "optimizer", "strategy"), self.simulation.result(state)
+        result = self.simulation.result(state)
         own = None if result.params is state.params else result.params
-        everyone = self.session.gathered({"result": own, **{name: vars(state)[name] for name in names}})
-        node_steps = torch.tensor(self.session.joined(state.node_steps.tolist()))
+        everyone = self.session.gathered({"result": own, **_trees_of(state)})
+        if isinstance(state, State):
+            counts: dict[str, Any] = {"node_steps": torch.tensor(self.session.joined(state.node_steps.tolist()))}
+        else:  # counts are the timetable's; a longer run has another one
+            counts = {"pending": list(self.simulation.timetable.pending(state.step))}
         random_states = self.session.each(GlobalStates.now().packed())
         if everyone is None:
             return None
@@ -98,14 +103,14 @@ class Snapshots:
         saved = Nodes(self.engine.model, num_nodes, params, buffers, result.members, own)
         return {
             **runfile.record(saved, state.step, self.recorder.history),
-            "state": {**everyone, "node_steps": node_steps},
+            "state": {**everyone, **counts},
             "ranks": self.simulation.strategy.hidden_state(),
             "ledger": self.recorder.ledger.state(),
             "recorder": self.recorder.state(),
             "random": random_states,
         }
 
-    def restore(self, contents: Mapping[str, Any], template: State) -> State:
+    def restore(self, contents: Mapping[str, Any], template: State | Scheduled) -> State | Scheduled:
         """Resume from a snapshot: restore everything but the random generators, which are set last."""
         comm, frozen = self.simulation.comm, self.engine.frozen
         models = contents["models"]
@@ -113,9 +118,10 @@ class Snapshots:
         _check_alike({kind: models[kind] for kind in expected}, expected, comm.num_nodes)
         trained = {name: models["params"][name] for name in template.params}
         values = runfile.restored({"params": trained, "buffers": models["buffers"], **contents["state"]})
-        placed = placed_as(self.session.rows_here(values), vars(template), self.engine.device)
+        trees = vars(template) if isinstance(template, State) else _trees_of(template)
+        placed = placed_as(self.session.rows_here(values), trees, self.engine.device)
         # At its start an optimizer may hold less. Its "numbers" are Python's, and may become floats.
-        started = {slot: x for slot, x in template.optimizer.items() if slot != "numbers"}
+        started = {slot: x for slot, x in trees["optimizer"].items() if slot != "numbers"}
         _check_alike({"optimizer": placed["optimizer"]}, {"optimizer": started}, len(comm.node_ids), more=True)
         self.random_states(contents)
         rows = runfile.unpacked_rows(contents["rows"])
@@ -125,7 +131,10 @@ class Snapshots:
         for name, p in frozen.items():
             p.copy_(models["params"][name][0])
         self.recorder.load(contents["recorder"], rows)
-        return State(contents["step"], **placed)
+        if isinstance(template, State):
+            return State(contents["step"], **placed)
+        self.simulation.timetable.resume(contents["step"], placed["pending"])
+        return _state_of(contents["step"], placed, template, comm.num_nodes)
 
     def random_states(self, contents: Mapping[str, Any]) -> GlobalStates:
         """Return those of the global random generators; they are set just before the first step."""
@@ -134,6 +143,29 @@ class Snapshots:
 
     def _frozen(self) -> dict[str, Tensor]:
         return {name: p[None] for name, p in self.engine.frozen.items()}
+
+
+def _trees_of(state: State | Scheduled) -> dict[str, Any]:
+    """Return what a state holds by name: `params`, `buffers`, `optimizer`, and the rest."""
+    if isinstance(state, State):
+        return {name: vars(state)[name] for name in ("params", "buffers", "optimizer", "strategy")}
+    own, shared = ({name: x for name, x in trees.items() if name not in NAMED} for trees in (state.own, state.shared))
+    optimizer = {**state.own, **state.shared}["optimizer"]
+    return {"params": state.params, "buffers": state.buffers, "optimizer": optimizer, "own": own, "shared": shared}
+
+
+def _state_of(step: int, trees: dict[str, Any], template: Scheduled, num_nodes: int) -> Scheduled:
+    """Invert `_trees_of`; what is each node's own has a row for each again."""
+
+    def filled(home: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+        found = {name: trees[name] for name in NAMED if name in home}
+        if "buffers" in found:
+            found["buffers"] = {name: trees["buffers"][name] for name in home["buffers"]}
+        return {**found, **rest}
+
+    wide = lambda x: x.repeat_interleave(num_nodes // len(x), 0)  # noqa: E731
+    own = tree.map_leaves(wide, filled(template.own, trees["own"]))
+    return Scheduled(step, own, filled(template.shared, trees["shared"]))
 
 
 class Checkpointer:
@@ -155,7 +187,7 @@ class Checkpointer:
         self.session = session
         self.last: Path | None = None
         self.run_id: str | None = None
-        self.resumed: State | None = None
+        self.resumed: Any = None
         self._contents: dict[str, Any] | None = None  # of the checkpoint that the run resumes from
         self._lock = None if self.folder is None else Lock(self.folder / LOCK)
         if self.folder is None and options.resume is False:
@@ -213,9 +245,9 @@ class Checkpointer:
         """Return the end of a message that says where an interrupted run can be resumed."""
         return "" if self.last is None else f"; resume=True goes on from {self.last}"
 
-    def _load(self) -> State | None:
+    def _load(self) -> State | Scheduled | None:
         """Restore the newest checkpoint that all processes can; None: the folder has none."""
-        template: State | None = None
+        template: State | Scheduled | None = None
         paths = self.session.first(self._candidates)
         for path in paths:
             state, wrong = None, ""
@@ -387,7 +419,7 @@ class Identity:
                 + "\n  ".join(changed)
             )
 
-    def check_loss(self, contents: Mapping[str, Any], state: State, path: Path) -> None:
+    def check_loss(self, contents: Mapping[str, Any], state: State | Scheduled, path: Path) -> None:
         """Raise a ValueError if the model, with the parameters of a file, does not have the file's loss.
 
         Nothing is known of other data; on another device a model may draw other random numbers, and a warning says so.
@@ -404,7 +436,7 @@ class Identity:
             raise another_run(path, [line])
         warn(f"{path} may be of another run:\n  {line}")
 
-    def _loss(self, state: State) -> float:
+    def _loss(self, state: State | Scheduled) -> float:
         first = {name: x[:1] for name, x in {**state.params, **state.buffers}.items()}
         params = {name: first.pop(name) for name in state.params}
         return eval_loss(self.simulation.engine, params, first, self.batch)
