@@ -62,8 +62,6 @@ class Simulation:
     >>> simulation.close()
     """
 
-    asynchronous = False  # see `vecgym.engine.asynchronous`
-
     def __init__(
         self,
         model: nn.Module,
@@ -92,8 +90,7 @@ class Simulation:
         With `own_time`, learning rates and the model's random numbers go by the number of steps that each node has done
         itself. With a `presence` they do, and only those present take part in a step.
         """
-        if not self.asynchronous:
-            check_synchronous(strategy)
+        check_synchronous(strategy)
         self.engine = Engine(model) if engine is None else engine
         self.strategy = as_strategy(strategy, model)
         self.comm = comm

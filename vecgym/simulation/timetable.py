@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from vecgym.core import check
+from vecgym.simulation.events import Schedule
 
 # (step, nodes that are there) -> some of these; None: all of them
 Who = Callable[[int, Sequence[int]], "Sequence[int] | None"]
@@ -156,7 +157,7 @@ class RunFacts:
     seed: int = 42
     presence: Attendance | None = None
     num_examples: tuple[int, ...] | None = None
-    schedule: Any = None  # a `vecgym.simulation.events.Schedule`
+    schedule: Schedule | None = None
 
     def there(self, step: int) -> tuple[int, ...] | None:
         """Return the nodes that are there in a step; None: all.

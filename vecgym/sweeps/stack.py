@@ -37,7 +37,10 @@ class Work:
     @property
     def steps_done(self) -> int:
         """Steps of all configurations, in the part that was done before."""
-        return 0 if self.partial is None else self.partial["state"]["step"] * len(self.partial["left"])
+        if self.partial is None:
+            return 0
+        state = self.partial["state"]  # of a simulation of all nodes, or of the kernel
+        return state["step" if "step" in state else "tick"] * len(self.partial["left"])
 
 
 class Stack:
