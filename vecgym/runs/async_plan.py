@@ -90,7 +90,7 @@ class Updates(Simulation):
         read, minibatch_size: see `vecgym.simulation.Simulation`.
     """
 
-    algorithm: Any
+    timetable: Any  # `vecgym.simulation.scheduled.Scheduled`
     presence = None
 
     def __init__(
@@ -110,11 +110,6 @@ class Updates(Simulation):
     def result(self, state: State) -> Result:
         """Return what the run's model is the mean of."""
         return Result(self.strategy.result(state))
-
-    def columns(self, tick: int) -> dict[str, Any]:
-        """Return what the history says of an update besides its losses."""
-        found: dict[str, Any] = self.timetable.columns(tick)  # type: ignore[attr-defined]
-        return found
 
     def metrics(self, row: Row) -> Metrics:
         """Return what was measured of an update: a node's loss is the mean over its round, nan without one."""

@@ -70,7 +70,7 @@ class AsyncRun(Run[M]):
         step, plan = self.state.step, self.plan
         self.recorder.step(
             step, self._updates.metrics(row), epoch=plan.epoch(step, self.train), seen=plan.seen(step, self.train),
-            fetch=evaluated, **self._updates.columns(step),
+            fetch=evaluated, **self._updates.timetable.columns(step),
         )  # fmt: skip
 
     def _evaluates(self, step: int) -> bool:

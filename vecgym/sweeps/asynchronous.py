@@ -59,7 +59,7 @@ class AsyncChunk(Chunk):
         losses = row.losses.cpu().double()[None].numpy()
         active: np.ndarray = np.zeros(losses.shape, dtype=bool)
         active[:, metrics.active] = True
-        per_call = self.simulation.columns(row.tick)["nodes_per_call"]
+        per_call = self.simulation.timetable.columns(row.tick)["nodes_per_call"]
         self.observed.put(
             row.tick - 1, train_losses=losses, active=active, bytes=bytes_of(row.transfers),
             totals=ledger.totals, seconds=time.perf_counter() - self._start,
