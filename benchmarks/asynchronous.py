@@ -144,7 +144,7 @@ def fit(case: Case, together: bool) -> Callable[[], dict[str, float]]:
 
 def events_per_second() -> float:
     """Of the scheduler alone: K = 64, each arrival an update."""
-    from vecgym.engine.events import Rules, Stop, schedule
+    from vecgym.simulation.events import Rules, Stop, schedule
 
     per_step = seconds_of_nodes(CASES["MLP 32-64-10, K=64, s=0.5"])
     start = time.perf_counter()

@@ -36,7 +36,7 @@ from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.collectives.wire import Wire
 from vecgym.core import tree
 from vecgym.engine import Engine
-from vecgym.engine.simulation import Simulation
+from vecgym.simulation.adapted import simulation_of
 from vecgym.runs import multiprocess
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 
@@ -64,7 +64,7 @@ def train(
         model = workload.model().to(device)
         engine = Engine(model)
         engine.prepare(batch)
-        simulation = Simulation(model, strategy, comm, engine=engine)
+        simulation = simulation_of(model, strategy, comm, engine=engine, max_steps=10**6)
         state, _ = simulation.step(simulation.init(), batch)
         wait()
         if kind == "diloco":

@@ -42,7 +42,7 @@ def serve_steps(name: str, steps: int, threads: int, node_threads: int) -> None:
     """In a process of its own: blocks of steps."""
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
-    from vecgym.engine.simulation import Simulation
+    from vecgym.simulation.adapted import simulation_of
     from vecgym.strategy import DiLoCoStrategy
 
     torch.set_num_threads(threads)
@@ -51,7 +51,7 @@ def serve_steps(name: str, steps: int, threads: int, node_threads: int) -> None:
     engine = Engine(workload.model(), node_threads=node_threads)
     engine.prepare(batch)
     strategy = DiLoCoStrategy("adamw", H=H, lr=1e-3)
-    simulation = Simulation(workload.model(), strategy, StackedCollectives(8), engine=engine)
+    simulation = simulation_of(workload.model(), strategy, StackedCollectives(8), engine=engine, max_steps=10**6)
     state = simulation.init()
 
     def work() -> None:

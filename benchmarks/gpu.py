@@ -56,14 +56,14 @@ def bare(workload: Workload, device: str, half: bool, alternative: str) -> Calla
     """vecgym's own step."""
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
-    from vecgym.engine.simulation import Simulation
+    from vecgym.simulation.adapted import simulation_of
     from vecgym.strategy import DiLoCoStrategy
 
     model = workload.model().to(device)
     engine = Engine(model, autocast=half, compile=alternative == "compiled")
     engine.prepare(tuple(x.to(device) for x in workload.batch(workload.num_nodes)))
     strategy = DiLoCoStrategy("adamw", H=H, lr=LR)
-    simulation = Simulation(model, strategy, StackedCollectives(workload.num_nodes), engine=engine)
+    simulation = simulation_of(model, strategy, StackedCollectives(workload.num_nodes), engine=engine, max_steps=10**6)
     state = simulation.init()
 
     def step(batch: Batch) -> None:

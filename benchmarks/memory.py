@@ -67,18 +67,19 @@ def make_strategy(name: str) -> Any:
     return made[name]()
 
 
-def observe(params: Any) -> None:
+def observe(event: Any, draft: Any) -> None:
     """What a run does in a step that an evaluation follows."""
     from vecgym.core.nodes import squared_consensus_distance
 
-    squared_consensus_distance(params)
+    if not event.reads:
+        squared_consensus_distance(draft.params)
 
 
 def take_steps(name: str, strategy: str, num_nodes: int, chunk_size: int | None, device: torch.device) -> int:
     """The peak of three steps."""
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
-    from vecgym.engine.simulation import Simulation
+    from vecgym.simulation.adapted import simulation_of
 
     workload = WORKLOADS[name]
     model, (x, y) = workload.model().to(device), workload.batch(num_nodes)
@@ -87,10 +88,10 @@ def take_steps(name: str, strategy: str, num_nodes: int, chunk_size: int | None,
     engine = Engine(model, chunk_size=chunk_size)
     engine.prepare(batch, mean=strategy == "allreduce")
     comm = StackedCollectives(num_nodes)
-    simulation = Simulation(model, make_strategy(strategy), comm, engine=engine, max_steps=4)
+    simulation = simulation_of(model, make_strategy(strategy), comm, engine=engine, max_steps=4)
     state = simulation.init()
     for _ in range(3):
-        state, _ = simulation.step(state, batch, observe=observe)
+        state, _ = simulation.step(state, batch, before=observe)
     engine.close()
     return peak.bytes()
 

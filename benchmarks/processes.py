@@ -147,7 +147,7 @@ def run_vecgym(name: str, num_nodes: int, blocks: int, threads: int) -> Result:
     """The same in this process."""
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
-    from vecgym.engine.simulation import Simulation
+    from vecgym.simulation.adapted import simulation_of
     from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 
     torch.set_num_threads(threads)
@@ -157,7 +157,7 @@ def run_vecgym(name: str, num_nodes: int, blocks: int, threads: int) -> Result:
     def stepper(strategy: Strategy) -> tuple[Engine, Callable[[], None]]:
         engine = Engine(workload.model())
         engine.prepare(batch)
-        simulation = Simulation(workload.model(), strategy, StackedCollectives(num_nodes), engine=engine)
+        simulation = simulation_of(workload.model(), strategy, StackedCollectives(num_nodes), engine=engine, max_steps=10**6)
         state = simulation.init()
 
         def step() -> None:

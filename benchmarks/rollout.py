@@ -51,7 +51,7 @@ def serve_mode(name: str, inner: str, num_steps: int, mode: str) -> None:
     from vecgym import rollout, rollout_jvp
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
-    from vecgym.engine.simulation import Simulation
+    from vecgym.simulation.adapted import simulation_of
     from vecgym.strategy import DiLoCoStrategy
 
     workload = WORKLOADS[name]
@@ -66,7 +66,7 @@ def serve_mode(name: str, inner: str, num_steps: int, mode: str) -> None:
         return DiLoCoStrategy(inner, H=min(H, num_steps), lr=lr, outer_lr=outer_lr)
 
     def plain(batches: list[Any], segments: int | None) -> float:
-        simulation = Simulation(model, strategy(RATES[inner]), StackedCollectives(NUM_NODES), engine=engine)
+        simulation = simulation_of(model, strategy(RATES[inner]), StackedCollectives(NUM_NODES), engine=engine, max_steps=10**6)
         state = simulation.init()
         start = time.perf_counter()
         for batch in batches:

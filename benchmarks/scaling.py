@@ -53,7 +53,7 @@ def measure_here(name: str, strategy_name: str, num_nodes: int, threads: int, re
     from vecgym import estimate_memory
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
-    from vecgym.engine.simulation import Simulation
+    from vecgym.simulation.adapted import simulation_of
     from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
 
     def make_strategy() -> Any:
@@ -64,7 +64,7 @@ def measure_here(name: str, strategy_name: str, num_nodes: int, threads: int, re
         peak = Peak(torch.device("cpu"))
         engine = Engine(model)
         engine.prepare(batch, mean=strategy_name == "allreduce")
-        simulation = Simulation(model, make_strategy(), StackedCollectives(num_nodes), engine=engine)
+        simulation = simulation_of(model, make_strategy(), StackedCollectives(num_nodes), engine=engine, max_steps=10**6)
         state = simulation.init()
         wall, cpu = [], []
         for _ in range(blocks):
@@ -73,7 +73,7 @@ def measure_here(name: str, strategy_name: str, num_nodes: int, threads: int, re
                 state, _ = simulation.step(state, batch)
             wall.append((time.perf_counter() - start[0]) / H)
             cpu.append((time.process_time() - start[1]) / H)
-        state, _ = simulation.step(state, batch, observe=observe)  # the peak of a run that evaluates; not timed
+        state, _ = simulation.step(state, batch, before=observe)  # the peak of a run that evaluates; not timed
         engine.close()
         return wall, cpu, peak.bytes() + sum(x.nbytes for x in batch)
 

@@ -9,7 +9,7 @@ that of the medians over the rounds. A turn is a block of H = 20 steps, which ho
   nothing), without validation; fit allreduce: with `AllReduceStrategy`; with `--compile`, fit compiled: with
   `compile=True`. Timed from the first multiple of H steps to the last, so that what it costs to start is not counted.
 - fit short epochs: with a dataset of four steps an epoch, where the others have 20.
-- bare, bare allreduce: `Simulation.step` alone. With `--engines`, also each engine with 1 and with all threads.
+- bare, bare allreduce: the simulation's step alone. With `--engines`, also each engine with 1 and with all threads.
 - beside: the loop in a process where a vecgym engine with its node threads is alive and idle.
 - floor: what the processor needs at least for K separate models (for AllReduce: one): the larger of arithmetic / rate
   of a large matrix product, and bytes / bandwidth of a copy, both measured as one of the alternatives.
@@ -81,17 +81,17 @@ def make_strategy(name: str, H: int) -> Any:
 
 
 class Bare:
-    """vecgym's own step, `Simulation.step`."""
+    """vecgym's own step, `simulation_of(...).step`."""
 
     def __init__(self, workload: Workload, num_nodes: int, strategy: Any, **engine: Any) -> None:
         from vecgym.collectives import StackedCollectives
         from vecgym.engine import Engine
-        from vecgym.engine.simulation import Simulation
+        from vecgym.simulation.adapted import simulation_of
 
         model = workload.model()
         self.engine = Engine(model, **engine)
         self.plan = self.engine.prepare(workload.batch(num_nodes), mean=strategy.mean_gradient)
-        self.simulation = Simulation(model, strategy, StackedCollectives(num_nodes), engine=self.engine)
+        self.simulation = simulation_of(model, strategy, StackedCollectives(num_nodes), engine=self.engine, max_steps=10**6)
         self.state = self.simulation.init()
 
     def __call__(self, batch: Batch) -> None:
@@ -101,7 +101,7 @@ class Bare:
         """What all that evolves takes, including DiLoCo's outer parameters."""
         from vecgym.core import tree
 
-        return tree.num_bytes([self.state.params, self.state.buffers, self.state.optimizer, self.state.strategy])
+        return tree.num_bytes([self.state.own, self.state.shared])
 
 
 def serve_bare(

@@ -31,7 +31,8 @@ from vecgym.collectives import StackedCollectives
 from vecgym.compress.dct import grid
 from vecgym.core import tree
 from vecgym.engine import Engine
-from vecgym.engine.simulation import Simulation, State
+from vecgym.simulation import State
+from vecgym.simulation.adapted import simulation_of
 from vecgym.strategy import DiLoCoStrategy, GossipStrategy, SPARTAStrategy, Strategy
 from vecgym.strategy.catalogue import CATALOGUE
 
@@ -61,7 +62,7 @@ class Timed:
         self.seconds = dict.fromkeys(("gradients", "optimizer"), 0.0)
         self._watch(self.engine, "gradients", "gradients")
         self._watch(strategy, "optimize", "optimizer")
-        self.simulation = Simulation(model, strategy, self.comm, engine=self.engine, max_steps=10**6)
+        self.simulation = simulation_of(model, strategy, self.comm, engine=self.engine, max_steps=10**6)
         self.state: State = self.simulation.init()
 
     def _watch(self, owner: Any, method: str, what: str) -> None:
@@ -81,8 +82,8 @@ class Timed:
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         start = time.perf_counter()
         for batch in batches:
-            self.state, metrics = self.simulation.step(self.state, batch)
-            self.comm.ledger.add(self.state.step - 1, metrics.transfers)
+            self.state, row = self.simulation.step(self.state, batch)
+            self.comm.ledger.add(self.state.step - 1, row.transfers)
         whole = time.perf_counter() - start
         found = {**self.seconds, "exchange": whole - sum(self.seconds.values()), "step": whole}
         return {
@@ -93,7 +94,8 @@ class Timed:
 
     def state_bytes(self) -> dict[str, int]:
         """What evolves, beyond a model's buffers."""
-        parts = {"params": self.state.params, "optimizer": self.state.optimizer, "strategy": self.state.strategy}
+        home, modules = self.state.home, self.state.shared["modules"]
+        parts = {"params": home["params"], "optimizer": home["optimizer"], "strategy": modules}
         return {name: tree.num_bytes(values) for name, values in parts.items()}
 
 

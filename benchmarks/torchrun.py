@@ -36,13 +36,13 @@ def stepper(name: str, kind: str, comm: Any) -> Callable[[], None]:
     from workloads import WORKLOADS
 
     from vecgym.core import tree
-    from vecgym.engine.simulation import Simulation
+    from vecgym.simulation.adapted import simulation_of
     from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
 
     workload = WORKLOADS[name]
     strategy = AllReduceStrategy("adamw", lr=1e-3) if kind == "allreduce" else DiLoCoStrategy("adamw", H=H, lr=1e-3)
     batch = tree.map_leaves(lambda x: x[comm.node_ids], workload.batch(comm.num_nodes))
-    simulation = Simulation(workload.model(), strategy, comm)
+    simulation = simulation_of(workload.model(), strategy, comm, max_steps=10**6)
     simulation.engine.prepare(batch)
     state = simulation.init()
 

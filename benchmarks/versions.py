@@ -31,10 +31,11 @@ def serve_steps(name: str, strategy_name: str, quick: bool) -> None:
     from vecgym import strategy as strategies
     from vecgym.collectives import StackedCollectives
 
+    make: Any
     try:
-        from vecgym.engine.simulation import Simulation
-    except ImportError:  # 0.1
-        from vecgym.simulate import Simulation  # type: ignore[no-redef]
+        from vecgym.simulation.adapted import simulation_of as make
+    except ImportError:  # before the kernel
+        from vecgym.engine.simulation import Simulation as make
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     workload = WORKLOADS[name]
@@ -43,7 +44,7 @@ def serve_steps(name: str, strategy_name: str, quick: bool) -> None:
         strategy: Any = strategies.DiLoCoStrategy("adamw", H=BLOCK, lr=1e-3)
     else:
         strategy = strategies.AllReduceStrategy("adamw", lr=1e-3)
-    simulation = Simulation(workload.model(), strategy, StackedCollectives(num_nodes))
+    simulation = make(workload.model(), strategy, StackedCollectives(num_nodes), max_steps=10**6)
     batches = [workload.batch(num_nodes, seed) for seed in range(BLOCK)]
     simulation.engine.prepare(batches[0])
     state = simulation.init()

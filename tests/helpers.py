@@ -161,7 +161,7 @@ def known(run: Any) -> Stepped:
     if isinstance(run.state, Stepped):
         return run.state
     simulation = run.simulation if isinstance(run, Run) else run.run.simulation
-    found: Stepped = simulation.algorithm.as_hooks_know(run.state, simulation.here)
+    found: Stepped = simulation.algorithm.as_hooks_know(run.state)
     return found
 
 

@@ -100,11 +100,15 @@ def own_docstring(value: Any) -> str:
 
 
 def public_methods(cls: type) -> Iterator[tuple[str, str]]:
-    """The public methods and properties that a class defines, with their docstrings, or those of what they override."""
+    """The public methods and properties that a class defines, with their docstrings, or those of what they override.
+
+    Not those that take a `vecgym.simulation.Part`: events call them, and a run of the strategy is their example.
+    """
     for name, value in vars(cls).items():
         plain = next((getattr(value, inner) for inner in ("fget", "func", "__func__") if hasattr(value, inner)), value)
         is_own = inspect.isroutine(plain) and getattr(plain, "__module__", "").startswith("vecgym")
-        if not name.startswith("_") and is_own:
+        is_handler = inspect.isfunction(plain) and list(inspect.signature(plain).parameters)[1:2] == ["part"]
+        if not name.startswith("_") and is_own and not is_handler:
             yield name, inspect.getdoc(getattr(cls, name)) or ""
 
 

@@ -25,24 +25,8 @@ from vecgym.clock import AsyncTimeline, Compute, Network
 from vecgym.collectives.ledger import Entry
 from vecgym.collectives.topology import Links
 from vecgym.data import Batches
-from vecgym.engine.events import (
-    Arrival,
-    Averaged,
-    Closed,
-    Delivered,
-    Forgotten,
-    Merged,
-    Restart,
-    Stop,
-    Update,
-    Uploaded,
-    schedule,
-)
-from vecgym.engine.fragments import FragmentRules
-from vecgym.engine.pairs import PairRules
-from vecgym.engine.regions import RegionRules
-from vecgym.engine.wires import Wires
 from vecgym.runs import multiprocess
+from vecgym.simulation.events import Arrival, Restart, Stop, Update, Wires, schedule
 from vecgym.strategy import (
     ADPSGDStrategy,
     AsyncStrategy,
@@ -58,7 +42,9 @@ from vecgym.strategy import (
     Server,
     Strategy,
 )
-from vecgym.strategy.ad_psgd import Neighbours
+from vecgym.strategy.ad_psgd import Averaged, Neighbours, PairRules
+from vecgym.strategy.decoupled import Closed, Forgotten, FragmentRules, Merged, Uploaded
+from vecgym.strategy.halos import Delivered, RegionRules
 
 Halos: Any = HALoSStrategy  # any, since some tests give what they do not take
 InPairs: Any = ADPSGDStrategy
@@ -169,7 +155,7 @@ def test_halos_is_its_twin(case: int) -> None:
     assert largest_gap({name: x[0] for name, x in server_of(trainer).items()}, expected[-1].params) < 1e-10
     assert trainer.state is not None
     for r, theta in enumerate(locals_):
-        found = trainer.state.strategy["regions"][str(r)]["params"]
+        found = trainer.state.shared["regions"][str(r)]["params"]
         assert largest_gap({name: x[0] for name, x in found.items()}, theta) < 1e-10
 
 
@@ -204,7 +190,7 @@ def test_regions_that_never_listen_are_apart() -> None:
                 max_updates=20, **options)  # fmt: skip
     expected = fit(AsyncStrategy("adamw", OuterOptimizer(lr=0.1), **settings), max_updates=20, **options)
     assert found.state is not None
-    assert largest_gap(found.state.strategy["regions"]["0"]["params"], server_of(expected)) < 1e-14
+    assert largest_gap(found.state.shared["regions"]["0"]["params"], server_of(expected)) < 1e-14
 
 
 def test_a_region_that_follows_is_one_server() -> None:

@@ -27,7 +27,7 @@ from vecgym import (
 )
 from vecgym.clock import AsyncTimeline, Compute, Network, price
 from vecgym.data import Batches
-from vecgym.engine.events import Arrival
+from vecgym.simulation.events import Arrival
 from vecgym.strategy import (
     AsyncStrategy,
     DelayedNesterov,

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from tests.helpers import known, run
 from vecgym.collectives import StackedCollectives
-from vecgym.engine.asynchronous import updates_of
-from vecgym.engine.events import Delivered, Stop, schedule
-from vecgym.engine.halos import HALoSSimulation
-from vecgym.engine.regions import RegionRules
+from vecgym.engine import Engine
+from vecgym.simulation import RunFacts, Simulation
+from vecgym.simulation.events import Schedule, Stop, schedule, updates_of
 from vecgym.strategy import Context, GPAStrategy, HALoSStrategy, HeLoCo, MuLoCoStrategy, OptimSpec, OuterOptimizer
 from vecgym.strategy.corrections import median_norm
+from vecgym.strategy.halos import Delivered, RegionRules
 
 F64 = torch.float64
 AUTHORS: dict[str, Any] = json.loads(Path(__file__).with_name("authors.json").read_text())
@@ -105,16 +105,18 @@ def test_halos_is_that_of_its_authors() -> None:
     rules = RegionRules(steps, 3, regions=strategy.regions_of(4))
     events = schedule(rules, lambda node, step: 1 / speeds[node], Stop(updates=14))
     wanted = torch.tensor([[node + 1.0, -(float(node) ** 2)] for node in range(4)], dtype=F64)
-    read = lambda nodes, steps: (wanted[list(nodes), None], [1] * len(nodes))  # noqa: E731
-    simulation = HALoSSimulation(Towards(), strategy, read, events, num_nodes=4)
-    state = simulation.init()
+    read = lambda requests: ((wanted[rows, None], None) for rows, _ in requests)  # noqa: E731
+    facts = RunFacts(4, schedule=Schedule(rules, updates_of(events)))
+    simulation = Simulation(Engine(Towards()), strategy, facts, StackedCollectives(4), read)
+    batches = read(simulation.requests(simulation.timetable.ticks()))
+    state, ticks = simulation.init(), simulation.timetable.ticks()
     for part, theirs in zip(updates_of(events), AUTHORS["halos"], strict=True):
-        state, _ = simulation.update(state, part)
+        state, _ = simulation.tick(state, next(ticks), batches)
         assert part[-1].time == pytest.approx(theirs["time"], abs=1e-3)
         sent = [event.region for event in part if isinstance(event, Delivered)]
         assert sent == [theirs["region"]]
         assert state.params["w"][0].tolist() == pytest.approx(theirs["params"], rel=1e-9)
-        region = state.strategy["regions"][str(theirs["region"])]  # before the reply
+        region = state.shared["regions"][str(theirs["region"])]  # before the reply
         assert region["params"]["w"][0].tolist() == pytest.approx(theirs["regions"][theirs["region"]], rel=1e-9)
 
 

@@ -101,7 +101,7 @@ class Taken:
     @property
     def state(self) -> State:
         """As hooks know it."""
-        found: State = self.simulation.algorithm.as_hooks_know(self.held, self.simulation.here)
+        found: State = self.simulation.algorithm.as_hooks_know(self.held)
         return found
 
     def run(self, steps: int = STEPS, keep: bool = False) -> Taken:

@@ -18,7 +18,7 @@ from torch import nn
 from tests.reference import clock as twin
 from vecgym import dry_run
 from vecgym.clock import Compute, Network, Timeline, price, required_bandwidth
-from vecgym.clock.asynchronous import rules_of
+from vecgym.clock.asynchronous import TimesOf
 from vecgym.clock.clock import Clock
 from vecgym.clock.cost import ring_order
 from vecgym.clock.messages import Planner
@@ -27,7 +27,7 @@ from vecgym.collectives import base as collectives
 from vecgym.collectives.distributed import buckets
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.collectives.topology import Links, Server
-from vecgym.engine.events import Stop, Update, schedule
+from vecgym.simulation.events import Stop, Update, schedule
 from vecgym.strategy import (
     ADPSGDStrategy,
     AllReduceStrategy,
@@ -445,7 +445,8 @@ def test_asynchronous_movements_and_fragments_go_in_messages_too(bucket_bytes: f
     network, compute = Network(1e9, 0.01, bucket_bytes=bucket_bytes), Compute(0.5, overlap=False)
     whole = len(twin.buckets(dict(enumerate(sizes.values())), bucket_bytes, bucket_bytes))
     assert whole == {0: 90, 1e6: 30, 25 * 2**20: 2, math.inf: 1}[bucket_bytes]
-    rules, seconds = rules_of(AsyncStrategy(H=1), 1, compute, network, sizes, seed=0)
+    times = TimesOf(1, compute, network, sizes, seed=0)
+    rules, seconds = AsyncStrategy(H=1).rules(times), times.seconds
     events = schedule(rules, seconds, Stop(updates=3))
     updates = [event.time for event in events if isinstance(event, Update)]
     served = [Transfer("server_mean", sum(sizes.values()), 1, Server((0,), (0,)), tensors=tuple(sizes))]
@@ -453,11 +454,11 @@ def test_asynchronous_movements_and_fragments_go_in_messages_too(bucket_bytes: f
     assert_near(timeline.step_seconds[0], 0.5 + 2 * (whole * 0.01 + 0.288))
     assert_near([b - a for a, b in itertools.pairwise(updates)], [timeline.step_seconds[0]] * 2)
     strategy = DecoupledDiLoCoStrategy(H=3, fragments=[[f"layer{i + 3 * j}" for j in range(30)] for i in range(3)])
-    rules, seconds = rules_of(strategy, 1, compute, network, sizes, seed=0)
+    rules = strategy.rules(times)
     first = next(event for event in schedule(rules, seconds, Stop(updates=1)) if isinstance(event, Update))
     part = len(twin.buckets(dict.fromkeys(range(30), 400000.0), bucket_bytes, bucket_bytes))
     assert_near(first.time, 0.5 + part * 0.01 + 0.096)
-    pairs, _ = rules_of(ADPSGDStrategy("sgd", lr=0.1), 2, compute, network, sizes, seed=0)
+    pairs = ADPSGDStrategy("sgd", lr=0.1).rules(TimesOf(2, compute, network, sizes, seed=0))
     assert pairs.wires is not None
     assert_near(pairs.wires.latency, [whole * 0.01] * 2)
 

@@ -8,8 +8,8 @@ from collections import defaultdict
 
 import pytest
 
-from vecgym.engine.events import Arrival, Event, Restart, Rules, Stop, Update, schedule
-from vecgym.engine.wires import Wires
+from vecgym.simulation.events import Arrival, Restart, Rules, Stop, Update, Wires, schedule
+from vecgym.simulation.events import Happening as Event
 
 
 def of(events: list[Event], kind: type) -> list:

@@ -38,7 +38,7 @@ def simulate(
     for batch in batches:
         state, row = simulation.step(state, stack(batch))
         simulation.comm.ledger.add(state.tick - 1, row.transfers)
-    return simulation.algorithm.as_hooks_know(state, simulation.here), comm
+    return simulation.algorithm.as_hooks_know(state), comm
 
 
 def server_twin(

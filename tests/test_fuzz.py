@@ -18,8 +18,8 @@ from vecgym.collectives import StackedCollectives, base, ledger
 from vecgym.collectives.ledger import Ledger
 from vecgym.core import tree
 from vecgym.engine import Engine
-from vecgym.engine.wires import Links
 from vecgym.simulation import Simulation
+from vecgym.simulation.events import Links
 from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator, HeLoCo, average, fedopt
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of settings without effect: many are drawn

@@ -141,7 +141,8 @@ def test_figures_are_described_and_small() -> None:
 def test_the_floors_are_those_that_are_tested() -> None:
     section = README.split("\n## Architecture\n")[1].split("\n## ")[0]
     rows = re.findall(r"^ ?(\d+) \| ([a-z_ ]+) \| ", section, re.MULTILINE)
-    floors = [set(names.split()) for names in FLOORS if names != "__main__"]
+    floors = [{name for name in names.split() if "." not in name} for names in FLOORS if names != "__main__"]
+    floors = [names for names in floors if names]  # single modules have no row
     assert [int(floor) for floor, _ in rows] == list(reversed(range(len(floors))))
     assert [set(names.split()) for _, names in reversed(rows)] == floors
 

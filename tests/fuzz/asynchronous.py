@@ -504,7 +504,7 @@ def losses_of(version: loop.Version, num_nodes: int) -> list[float]:
 
 def arrivals(trainer: Any) -> list[float]:
     """The node and the time of each arrival, one after the other."""
-    from vecgym.engine.events import Arrival
+    from vecgym.simulation.events import Arrival
 
     found = [(event.node, event.time) for event in trainer.timeline().events if isinstance(event, Arrival)]
     return [x for pair in found for x in pair]

@@ -251,7 +251,7 @@ def simulation() -> Simulation:
 
 def known() -> Stepped:
     made = simulation()
-    found: Stepped = made.algorithm.as_hooks_know(made.init(), made.here)
+    found: Stepped = made.algorithm.as_hooks_know(made.init())
     return found
 
 

@@ -16,102 +16,67 @@ from vecgym.clock.network import Network, Routes
 from vecgym.clock.trace import Bar, PerNode, Recorded
 from vecgym.collectives.base import bucketed
 from vecgym.core import check
-from vecgym.engine.events import Arrival, Event, Restart, Rules, StepSeconds, Update
-from vecgym.engine.fragments import FragmentRules
-from vecgym.engine.pairs import PairRules
-from vecgym.engine.regions import RegionRules
-from vecgym.engine.wires import Wires
-from vecgym.strategy.ad_psgd import ADPSGDStrategy, Neighbours
-from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven
-from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
-from vecgym.strategy.halos import HALoSStrategy
+from vecgym.simulation.events import Arrival, Happening, Restart, Rules, StepSeconds, Update, Wires
 
 
-def rules_of(
-    strategy: EventDriven, num_nodes: int, compute: Compute, network: Network | None,
-    sizes: Mapping[str, int], seed: int,
-) -> tuple[Rules, StepSeconds]:  # fmt: skip
-    """Return the rules of a run, and how long each step of each node takes.
+@dataclass(frozen=True)
+class TimesOf:
+    """How long everything takes on these nodes and links; see `vecgym.simulation.events.Times`.
 
-    Args:
-        sizes: bytes of each parameter, by name.
-        seed: of the run, by which neighbours are drawn.
-
-    >>> rules, seconds = rules_of(AsyncStrategy(H=4, dylu=True), 2, Compute([1.0, 2.0]), None, sizes={"w": 8}, seed=0)
-    >>> rules.num_steps, seconds(1, 0)
-    ((4, 2), 2.0)
+    >>> times = TimesOf(2, Compute([1.0, 2.0]), None, sizes={"w": 8}, seed=0)
+    >>> times.nominal, times.seconds(1, 0), times.wires(), times.num_messages([8])
+    ([1.0, 2.0], 2.0, None, 1)
     """
-    nominal = compute.seconds.expand(num_nodes).tolist()
-    seconds, own = step_seconds_of(compute, num_nodes), list(sizes.values())
-    if isinstance(strategy, DecoupledDiLoCoStrategy):
-        return _of_fragments(strategy, nominal, network, sizes), seconds
-    if isinstance(strategy, HALoSStrategy):
-        return _of_regions(strategy, strategy.steps_of_rounds(nominal), network, own), seconds
-    wires = None if network is None else wires_of(network, num_nodes, own)
-    if isinstance(strategy, ADPSGDStrategy):
-        neighbour = Neighbours(strategy.weights(num_nodes), seed)
-        first = strategy.mix == "before"
-        return PairRules((1,) * num_nodes, num_nodes, wires=wires, neighbour=neighbour, average_first=first), seconds
-    assert isinstance(strategy, AsyncStrategy)
-    steps = strategy.steps_of_rounds(nominal)
-    return Rules(steps, strategy.buffer, strategy.max_wait, strategy.grace, wires), seconds
 
+    num_nodes: int
+    compute: Compute
+    network: Network | None
+    sizes: Mapping[str, int]
+    seed: int
 
-def _of_fragments(
-    strategy: DecoupledDiLoCoStrategy, nominal: Sequence[float], network: Network | None, sizes: Mapping[str, int]
-) -> FragmentRules:
-    K, num_bytes = len(nominal), sum(sizes.values())
-    fragments = [[sizes[name] for name in sizes if name in names] for names in strategy.fragments_of(sizes)]
-    shares = [sum(own) / num_bytes for own in fragments]
-    wires = None if network is None else wires_of(network, K, [num_bytes])
-    messages = [1 if network is None else len(bucketed(own, network.bucket_bytes)) for own in fragments]
-    step = sum(nominal) / K if strategy.step_seconds is None else strategy.step_seconds
-    return FragmentRules(
-        (1,) * K, wires=wires, H=strategy.H, shares=tuple(shares), messages=tuple(messages),
-        quorum=strategy.quorum or K, overlap=strategy.overlap, gamma=strategy.grace, nominal=step,
-        sync=strategy.sync_seconds, tokens=tuple(strategy.tokens_of(K)),
-    )  # fmt: skip
+    @property
+    def nominal(self) -> list[float]:
+        found: list[float] = self.compute.seconds.expand(self.num_nodes).tolist()
+        return found
 
+    @property
+    def seconds(self) -> StepSeconds:
+        """How long each step of each node takes."""
+        return step_seconds_of(self.compute, self.num_nodes)
 
-def _of_regions(
-    strategy: HALoSStrategy, num_steps: tuple[int, ...], network: Network | None, sizes: Sequence[float]
-) -> RegionRules:
-    regions = strategy.regions_of(len(num_steps))
-    between = _between(strategy.between, len(regions))
-    return RegionRules(
-        num_steps, strategy.local_updates, regions=regions,
-        wires=None if network is None else _wires_within(network, regions, sizes),
-        between=None if between is None else wires_of(between, len(regions), sizes),
-    )  # fmt: skip
+    def wires(self, sizes: Sequence[int] | None = None) -> Wires | None:
+        if self.network is None:
+            return None
+        return wires_of(self.network, self.num_nodes, list(self.sizes.values()) if sizes is None else sizes)
 
+    def wires_within(self, regions: Sequence[Sequence[int]]) -> Wires | None:
+        if self.network is None:
+            return None
+        self.network.check(self.num_nodes)
+        found, sizes = wires_of(self.network, self.num_nodes, list(self.sizes.values())), list(self.sizes.values())
+        up, down, latency = list(found.up), list(found.down), list(found.latency)
+        for members in regions:
+            own = wires_of(self.network.within(members), len(members), sizes)
+            for i, node in enumerate(members):
+                up[node], down[node], latency[node] = own.up[i], own.down[i], own.latency[i]
+        return Wires(found.num_bytes, up, down, latency, found.server)
 
-def _between(given: Any, num_regions: int) -> Network | None:
-    """Return the network of the regions' servers."""
-    if given is None:
-        return None
-    if isinstance(given, (tuple, list)) and len(given) == 2:
-        given = Network(*given)
-    check.instance("between", given, Network, "a vecgym.clock.Network, or a pair such as (1e9, 0.05)")
-    if given.num_nodes not in (None, num_regions):
-        raise ValueError(
-            f"between is a network of {given.num_nodes} and there are {num_regions} regions: give one bandwidth and "
-            f"one latency, or [{num_regions}]."
-        )
-    found: Network = given
-    return found
+    def wires_between(self, network: Any, num_regions: int) -> Wires | None:
+        """Return the links between the regions' servers and the global one, on a `Network` or a pair that makes one."""
+        if network is None:
+            return None
+        if isinstance(network, (tuple, list)) and len(network) == 2:
+            network = Network(*network)
+        check.instance("between", network, Network, "a vecgym.clock.Network, or a pair such as (1e9, 0.05)")
+        if network.num_nodes not in (None, num_regions):
+            raise ValueError(
+                f"between is a network of {network.num_nodes} and there are {num_regions} regions: give one bandwidth "
+                f"and one latency, or [{num_regions}]."
+            )
+        return wires_of(network, num_regions, list(self.sizes.values()))
 
-
-def _wires_within(network: Network, regions: Sequence[Sequence[int]], sizes: Sequence[float]) -> Wires:
-    """Return the links between the nodes and the servers of their regions."""
-    K = sum(map(len, regions))
-    network.check(K)
-    found = wires_of(network, K, sizes)
-    up, down, latency = list(found.up), list(found.down), list(found.latency)
-    for members in regions:
-        own = wires_of(network.within(members), len(members), sizes)
-        for i, node in enumerate(members):
-            up[node], down[node], latency[node] = own.up[i], own.down[i], own.latency[i]
-    return Wires(found.num_bytes, up, down, latency, found.server)
+    def num_messages(self, sizes: Sequence[int]) -> int:
+        return 1 if self.network is None else len(bucketed(sizes, self.network.bucket_bytes))
 
 
 def step_seconds_of(compute: Compute, num_nodes: int) -> StepSeconds:
@@ -157,7 +122,7 @@ class AsyncTimeline(Recorded):
         utilization: computed / seconds, the mean over the nodes.
         update_seconds: of each update, `[T]`.
         per_node: where the seconds of each node went.
-        events: arrivals, updates and restarts, in order; see `vecgym.engine.events`.
+        events: arrivals, updates and restarts, in order; see `vecgym.simulation.events`.
         network, compute: what it is for; without a network messages take no time.
 
     >>> from vecgym import Trainer
@@ -180,7 +145,7 @@ class AsyncTimeline(Recorded):
     """
 
     update_seconds: Tensor
-    events: Sequence[Event]
+    events: Sequence[Happening]
     network: Network | None
 
     plot = trace.plot_timeline  # methods: they take a timeline first
@@ -219,11 +184,11 @@ class AsyncTimeline(Recorded):
 
 
 def timeline_of(
-    events: Sequence[Event], rules: Rules, seconds: StepSeconds, network: Network | None, compute: Compute
+    events: Sequence[Happening], rules: Rules, seconds: StepSeconds, network: Network | None, compute: Compute
 ) -> AsyncTimeline:
     """Return the timeline of a run with these events.
 
-    >>> from vecgym.engine.events import Stop, schedule
+    >>> from vecgym.simulation.events import Stop, schedule
     >>> rules, seconds = Rules((1, 1)), lambda node, step: [1.0, 3.0][node]
     >>> timeline_of(schedule(rules, seconds, Stop(updates=2)), rules, seconds, None, Compute([1.0, 3.0])).bars()[0].kind
     'round'
@@ -244,7 +209,7 @@ def timeline_of(
     return AsyncTimeline(end, used, per_node, compute, ends, events, network)
 
 
-def _computed(events: Sequence[Event], rules: Rules, seconds: StepSeconds, end: float) -> list[float]:
+def _computed(events: Sequence[Happening], rules: Rules, seconds: StepSeconds, end: float) -> list[float]:
     """How long each node has computed by the end, in rounds that have arrived and in those under way."""
     K = len(rules.num_steps)
     found, begins, steps = [0.0] * K, [0.0] * K, [0] * K

@@ -50,8 +50,6 @@ class Simulation:
     >>> simulation.close()
     """
 
-    asynchronous = False  # see `vecgym.engine.asynchronous`
-
     def __init__(
         self,
         model: nn.Module,
@@ -79,8 +77,7 @@ class Simulation:
         With `own_time`, learning rates and the model's random numbers go by the number of steps that each node has done
         itself.
         """
-        if not self.asynchronous:
-            check_synchronous(strategy)
+        check_synchronous(strategy)
         self.engine = Engine(model) if engine is None else engine
         self.strategy = as_strategy(strategy, model)
         self.comm = comm

@@ -120,6 +120,7 @@ Dropout masks depend on which nodes share a call, so a model with dropout is rep
 
 One process: real processes (`backend=`, `exact=True`), `verify`, `dry_run`, `estimate_memory` and `compile=True` are
 for synchronous strategies, and say so. An asynchronous run is not priced on other networks afterwards, since these
-would change the order of its events: train again. Memory: 2 more copies of the parameters per node than a
-synchronous run has, where the round began and what it moved.
+would change the order of its events: train again. Memory: one more copy of the parameters per node than a synchronous
+run has, with which its round began, or for `DecoupledDiLoCoStrategy` what it merged last; two more for
+`ADPSGDStrategy`, with which the step began and the gradient there.
 """

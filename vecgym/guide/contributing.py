@@ -30,10 +30,13 @@ and to which rows, in plain Python, before the first gradient. An *algorithm* ha
 | `state` | `State`: what is each node's `own` and what is `shared`; `Rows`, and how they are put back |
 | `simulation` | `Part`, all that a handler sees; `Simulation`, which takes, calls, puts, and asks the engine for gradients |
 | `run` | the loop |
+| `events` | when nodes meet a server that does not wait: `Rules`, messages on links, one agenda for all of it |
+| `scheduled` | `Scheduled`, `Waves`: such events as timetables, with `train` where a result is first needed |
 | `adapted` | today's strategies, whose hooks become two handlers, `train` and `exchange` |
 
 Absent nodes are rows that an event does not have; a node that rests is one that `train` does not have; what is late is
-an event later in the timetable. Nothing else knows of them. `fit`, sweeps and rollouts still take the steps of
+an event later in the timetable. Nothing else knows of them. Asynchronous strategies are algorithms of the kernel, each
+in one file: its settings, its rules, its handlers. The steps of all others `fit`, sweeps and rollouts still take by
 `vecgym.engine.simulation`. `tests/kernel.py` puts the kernel in its place: `tests/test_kernel.py` runs every strategy on
 both, to the bit, and `VECGYM_KERNEL=1 pytest` runs the whole suite on the kernel.
 
@@ -42,6 +45,7 @@ both, to the bit, and `VECGYM_KERNEL=1 pytest` runs the whole suite on the kerne
 | what | where | its tests |
 |---|---|---|
 | a strategy | see `vecgym.guide.writing_a_strategy` | |
+| an asynchronous strategy | a file of `vecgym/strategy`: an `EventDriven` with `rules(times)`, `init(run, params)` and a method for each kind of event | `MADE` in `tests/test_scheduled.py`; a twin, as `tests/reference/asynchronous.py` |
 | a codec | a `Codec` in `vecgym/compress`, its name in `METHODS` | `CODECS` in `tests/test_compression.py`, its bound in `tests/test_codecs.py`, its distortion in `benchmarks/compression.py` |
 | a topology | a function K → matrix in `vecgym/collectives/topology.py`, its name in `FIXED` of `vecgym/strategy/gossip.py` | `tests/test_topology.py`, `CASES` in `tests/test_gossip.py` |
 | a selector of coordinates | a `Selector` in `vecgym/strategy/selectors.py` | `SELECTORS` in `tests/test_sparta.py` |

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-from vecgym.clock.asynchronous import AsyncTimeline, rules_of, timeline_of
+import torch
+
+from vecgym.clock.asynchronous import AsyncTimeline, TimesOf, timeline_of
 from vecgym.clock.compute import Compute
 from vecgym.clock.network import Network
+from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches
-from vecgym.engine.asynchronous import total_steps, updates_of
-from vecgym.engine.events import Arrival, Closed, Delivered, Event, Rules, Stop, arrivals_of, schedule, trained_in
+from vecgym.engine import Engine
+from vecgym.engine.state import Metrics
+from vecgym.simulation import Row, RunFacts, Simulation
+from vecgym.simulation.events import Arrival, Schedule, Stop, schedule, updates_of
 from vecgym.strategy.asynchronous import EventDriven
+from vecgym.strategy.communication import Context
 
 
 @dataclass(frozen=True, eq=False)
-class AsyncPlan:
-    """The events of an asynchronous run, and what follows from them alone.
-
-    Attributes:
-        rules: how the nodes and the server work together.
-        updates: the events of each update of the server.
-        timeline: what every node does when.
+class AsyncPlan(Schedule):
+    """The schedule of an asynchronous run, and what every node does when.
 
     >>> from vecgym.strategy import AsyncStrategy
     >>> plan = AsyncPlan.of(AsyncStrategy(H=2), 2, Compute([1.0, 3.0]), None, {"w": 4}, seed=0, stop=Stop(updates=3))
@@ -31,8 +31,6 @@ class AsyncPlan:
     (3, 6, 6.0, 0.0)
     """
 
-    rules: Rules
-    updates: list[list[Event]]
     timeline: AsyncTimeline
 
     @classmethod
@@ -49,44 +47,14 @@ class AsyncPlan:
         Raises:
             ValueError: for a run that ends before its first update.
         """
-        rules, seconds = rules_of(strategy, num_nodes, compute, network, sizes, seed)
+        times = TimesOf(num_nodes, compute, network, sizes, seed)
+        rules, seconds = strategy.rules(times), times.seconds
         events = schedule(rules, seconds, stop)
         if not events:
             raise ValueError(
                 f"max_seconds={stop.seconds} ends the run before the first update of the server: give more."
             )
         return cls(rules, updates_of(events), timeline_of(events, rules, seconds, network, compute))
-
-    @property
-    def events(self) -> list[Event]:
-        """All of them, in order."""
-        return [event for part in self.updates for event in part]
-
-    @cached_property
-    def max_steps(self) -> int:
-        """The most steps that a node makes."""
-        return max(1, *total_steps(self.events, len(self.rules.num_steps)))
-
-    def arrivals(self, update: int) -> list[Arrival]:
-        """Return those in an update, counted from 1."""
-        return list(arrivals_of(self.updates[update - 1]))
-
-    @cached_property
-    def local_steps(self) -> list[int]:
-        """The local steps in the first updates, from none to all of them."""
-        totals = [0]
-        for update in range(1, len(self.updates) + 1):
-            totals.append(totals[-1] + sum(part.num_steps for part in trained_in(self.updates[update - 1])))
-        return totals
-
-    def columns(self, update: int) -> dict[str, Any]:
-        """Return what the history says of an update, besides its losses; see `vecgym.records.columns`."""
-        stale = [arrival.staleness for arrival in self.arrivals(update)]
-        return {
-            "sim_seconds": float(self.timeline.update_seconds[update - 1]), "version": update,
-            "num_arrived": len(stale), "staleness": sum(stale) / len(stale), "staleness_max": max(stale),
-            "local_steps_total": self.local_steps[update], **_columns_of(self.updates[update - 1]),
-        }  # fmt: skip
 
     def epoch(self, update: int, data: Batches) -> float:
         """Return the passes over the data up to an update, the mean over the nodes."""
@@ -97,19 +65,9 @@ class AsyncPlan:
         own = data.limits or [data.batch_size] * data.num_nodes
         return sum(
             min(own[arrival.node], data.width(step))
-            for arrival in trained_in(self.updates[update - 1])
+            for arrival in self.rules.trained(self.updates[update - 1])
             for step in range(arrival.first_step, arrival.first_step + arrival.num_steps)
         )
-
-
-def _columns_of(events: Sequence[Event]) -> dict[str, Any]:
-    """Return the columns of an update that only some strategies have."""
-    for event in events:
-        if isinstance(event, Delivered):
-            return {"region": event.region, "region_staleness": event.staleness}
-        if isinstance(event, Closed):
-            return {"fragment": event.fragment}
-    return {}
 
 
 def stop_of(
@@ -122,3 +80,40 @@ def stop_of(
     """
     given = max_updates is not None or max_seconds is not None
     return Stop(max_updates, max_seconds, None if given and max_steps is None else num_steps * num_nodes)
+
+
+class Updates(Simulation):
+    """The asynchronous training of one model, with what a run asks of it.
+
+    Args:
+        schedule: all that happens.
+        read, minibatch_size: see `vecgym.simulation.Simulation`.
+    """
+
+    timetable: Any  # `vecgym.simulation.scheduled.Scheduled`
+
+    def __init__(
+        self, engine: Engine, strategy: EventDriven, schedule: Schedule, read: Any, *, seed: int,
+        num_examples: tuple[int, ...] | None = None, minibatch_size: int | None = None,
+    ) -> None:  # fmt: skip
+        K = len(schedule.rules.num_steps)
+        run = RunFacts(K, len(schedule.updates), seed, num_examples=num_examples, schedule=schedule)
+        super().__init__(engine, strategy, run, StackedCollectives(K), read, minibatch_size=minibatch_size)
+        self.comm.ledger.asynchronous = True
+        self.strategy, self.schedule = strategy, schedule
+        strategy.inner_optim.check_steps(K, self.timetable.max_steps, "inner optimizer")
+        strategy.check_updates(K, self.timetable.length)
+
+    def metrics(self, row: Row) -> Metrics:
+        """Return what was measured of an update: a node's loss is the mean over its round, nan without one."""
+        arrivals, K = self.schedule.arrivals(row.tick), self.run.num_nodes
+        outer_lr = self.strategy.server_rate(self.schedule.updates[row.tick - 1], K)
+        active = sorted({arrival.node for arrival in arrivals})
+        return Metrics(row.losses, self._rates(arrivals), active, outer_lr, row.transfers)
+
+    def _rates(self, arrivals: Sequence[Arrival]) -> Any:
+        """Return the inner learning rates of the last steps of some arrivals: a number, or one for each."""
+        last = torch.tensor([arrival.first_step + arrival.num_steps - 1 for arrival in arrivals])
+        ids = torch.tensor([arrival.node for arrival in arrivals])
+        ctx = Context(self.comm, node_steps=last, max_steps=self.timetable.max_steps, rows=ids, own_time=True)
+        return ctx.own(self.strategy.lr(ctx))

@@ -10,11 +10,11 @@ from vecgym.clock.compute import Compute
 from vecgym.collectives.base import payload_bytes
 from vecgym.core import nodes
 from vecgym.core.nodes import Nodes
-from vecgym.engine.asynchronous import AsyncSimulation
-from vecgym.engine.kinds import simulation_of
-from vecgym.runs.async_plan import AsyncPlan, stop_of
+from vecgym.core.tree import Tree
+from vecgym.runs.async_plan import AsyncPlan, Updates, stop_of
 from vecgym.runs.evaluation import evaluated_columns
 from vecgym.runs.run import Run
+from vecgym.simulation import Row
 from vecgym.strategy.asynchronous import EventDriven
 
 M = TypeVar("M", bound=nn.Module)
@@ -41,37 +41,28 @@ class AsyncRun(Run[M]):
         self.plan = AsyncPlan.of(strategy, K, options.compute, options.network, sizes, options.seed, stop)
         self.timeline = self.plan.timeline
         self.num_steps = len(self.plan.updates)
-        simulation = simulation_of(strategy)(
-            self.model, strategy, self._read, self.plan.events, K, engine=self.engine, seed=options.seed,
-            minibatch_size=options.minibatch_size, num_examples=num_examples,
+        return Updates(
+            self.engine, strategy, self.plan, self.train.read, seed=options.seed, num_examples=num_examples,
+            minibatch_size=options.minibatch_size,
         )  # fmt: skip
-        strategy.inner_optim.check_steps(K, simulation.max_steps, "inner optimizer")
-        strategy.check_updates(K, self.num_steps)
-        return simulation
-
-    def _read(self, here: Any, steps: Any) -> tuple[Any, list[int]]:
-        return self.train.at(steps, here)
 
     def _begin(self) -> None:
         self.recorder.add(sim_seconds=0.0)
         self.evaluate()
 
-    def _go(self, interrupted: list[int]) -> None:
-        assert isinstance(self.simulation, AsyncSimulation)
-        for events in self.plan.updates[self.state.step :]:
-            state, updated = self.simulation.update(self.state, events)
-            self._after(interrupted, state, updated)
-            if self._stopped(interrupted, state):
-                break
+    @property
+    def _updates(self) -> Updates:
+        assert isinstance(self.simulation, Updates)
+        return self.simulation
 
-    def _measure(self, params: Any, tick: int) -> None:
+    def _measure(self, params: Tree, tick: int) -> None:
         return  # all are measured with the server's parameters
 
-    def _record(self, row: Any, interrupted: list[int], evaluated: bool) -> None:
-        step, plan, computed = self.state.step, self.plan, row.computed
+    def _record(self, row: Row, interrupted: list[int], evaluated: bool) -> None:
+        step, plan = row.tick, self.plan
         self.recorder.step(
-            step, row.metrics, epoch=plan.epoch(step, self.train), seen=plan.seen(step, self.train), fetch=evaluated,
-            **plan.columns(step), nodes_per_call=sum(computed) / len(computed) if computed else None,
+            step, self._updates.metrics(row), epoch=plan.epoch(step, self.train), seen=plan.seen(step, self.train),
+            fetch=evaluated, **self._updates.timetable.columns(step),
         )  # fmt: skip
 
     def _evaluates(self, step: int) -> bool:
@@ -84,37 +75,32 @@ class AsyncRun(Run[M]):
 
     def evaluate(self) -> None:
         """Record the validation loss of the server's model; without one, of the mean of the nodes and of each."""
-        assert isinstance(self.simulation, AsyncSimulation)
         result = self.simulation.result(self.state)
         (columns,) = evaluated_columns(self.engine, self.state, [self.val], self.simulation.comm, result)
-        if self.simulation.server is None:
-            columns.pop("consensus_distance_before", None)
-            self.recorder.add(**columns)
-        elif shown := of_server(columns):
+        if shown := shown_of(self.options.strategy, self.options.num_nodes, columns):
             self.recorder.add(**shown)
 
     def _final_nodes(self) -> Nodes[M]:
-        """Return the parameters from which each node's present round began; without a server, the nodes' own.
-
-        The run's model is the server's all the same.
-        """
-        assert isinstance(self.simulation, AsyncSimulation)
-        if self.simulation.server is None:
-            return super()._final_nodes()
-        starts = self.state.strategy["starts"]
-        params = {name: starts.get(name, x) for name, x in self._all_params().items()}
-        K = self.options.num_nodes
-        result = nodes.expand(self.simulation.result(self.state).params, K)
-        return Nodes(self.model, K, nodes.expand(params, K), nodes.expand(self.state.buffers, K), result=result)
+        """Return what the strategy says is the nodes' own; the run's model is the server's all the same."""
+        K, strategy, state = self.options.num_nodes, self._updates.strategy, self.state
+        params: Tree = {**self._all_params(), **strategy.own_parameters(state)}
+        result = self.simulation.result(state).params
+        of_nodes = result is strategy.own_parameters(state)
+        expanded = nodes.expand(params, K), nodes.expand(state.buffers, K)
+        return Nodes(self.model, K, *expanded, result=None if of_nodes else nodes.expand(result, K))
 
 
 OF_NODES = ("val_losses", "consensus_distance", "consensus_distance_before")
 
 
-def of_server(columns: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what an evaluation says of each node: all are measured with the server's parameters.
+def shown_of(strategy: Any, num_nodes: int, columns: dict[str, Any]) -> dict[str, Any]:
+    """Return what is shown of an evaluation: with a server nothing of each node, since all have its parameters.
 
-    >>> of_server({"val_loss": 1.0, "val_loss_local": 1.0, "val_losses": [1.0, 1.0]})
-    {'val_loss': 1.0}
+    >>> from vecgym.strategy import ADPSGDStrategy, AsyncStrategy
+    >>> columns = {"val_loss": 1.0, "val_loss_local": 1.0, "val_losses": [1.0, 1.0], "consensus_distance_before": 0.0}
+    >>> shown_of(AsyncStrategy(), 2, columns), list(shown_of(ADPSGDStrategy(), 2, columns))
+    ({'val_loss': 1.0}, ['val_loss', 'val_loss_local', 'val_losses'])
     """
+    if strategy.server_of(num_nodes) is None:
+        return {name: x for name, x in columns.items() if name != "consensus_distance_before"}
     return {name: x for name, x in columns.items() if not name.endswith("_local") and name not in OF_NODES}

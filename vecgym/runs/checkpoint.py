@@ -102,7 +102,7 @@ class Snapshots:
         saved = Nodes(self.engine.model, num_nodes, params, buffers, result.members, own)
         return {
             **runfile.record(saved, state.step, self.recorder.history),
-            "state": {**everyone, "home": "shared" if state.home is state.shared else "own"},
+            "state": {**everyone, "home": "shared" if state.home is state.shared else "own", **self._pending(state)},
             "ranks": self.simulation.algorithm.hidden_state(),
             "ledger": self.recorder.ledger.state(),
             "recorder": self.recorder.state(),
@@ -132,12 +132,19 @@ class Snapshots:
         for name, p in frozen.items():
             p.copy_(models["params"][name][0])
         self.recorder.load(contents["recorder"], rows)
+        if "pending" in saved:
+            self.simulation.timetable.resume(contents["step"], saved["pending"])
         return replace(state, tick=contents["step"])
 
     def random_states(self, contents: Mapping[str, Any]) -> GlobalStates:
         """Return those of the global random generators; they are set just before the first step."""
         states, rank = contents["random"], self.session.rank
         return GlobalStates.unpacked(states[rank] if len(states) == self.session.num_processes else states[0])
+
+    def _pending(self, state: State) -> dict[str, list[int]]:
+        """Return who has begun and is not computed: a longer run has another timetable, from here on."""
+        timetable = self.simulation.timetable
+        return {"pending": list(timetable.pending(state.tick))} if hasattr(timetable, "pending") else {}
 
     def _frozen(self) -> dict[str, Tensor]:
         return {name: p[None] for name, p in self.engine.frozen.items()}

@@ -218,7 +218,7 @@ class Form:
     @property
     def values(self) -> dict[str, Any]:
         """All that a step computes, by kind."""
-        known = self.simulation.algorithm.as_hooks_know(self.state, self.simulation.here)
+        known = self.simulation.algorithm.as_hooks_know(self.state)
         return {**vars(known), "losses": self.losses}
 
     def step_as_part(self, step: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.func import jvp, vjp
 
-from vecgym.clock.asynchronous import rules_of
+from vecgym.clock.asynchronous import TimesOf
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.base import payload_bytes
 from vecgym.core import check, nodes, tree
@@ -26,17 +26,16 @@ from vecgym.core.options import function_of
 from vecgym.core.transforms import readable
 from vecgym.core.tree import Tree, differentiated
 from vecgym.engine import Engine, EngineName
-from vecgym.engine.asynchronous import updates_of
 from vecgym.engine.contract import check_differentiable
-from vecgym.engine.events import Arrival, Event, Stop, schedule
-from vecgym.engine.kinds import simulation_of as asynchronous_simulation_of
 from vecgym.engine.state import Result
 from vecgym.optim.formulas import root
 from vecgym.optim.per_node import PerNodeRule
+from vecgym.runs.async_plan import Updates
 from vecgym.runs.options import JvpOptions, RolloutOptions
 from vecgym.runs.present import check_rollout, presence_of
 from vecgym.simulation import Row, Simulation, State, run
 from vecgym.simulation.adapted import simulation_of
+from vecgym.simulation.events import Arrival, Happening, Schedule, Stop, schedule, updates_of
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import EventDriven
 
@@ -280,47 +279,50 @@ def _check_differentiable(strategy: Strategy, inputs: list[Tensor], segments: in
 
 def _run_async(
     options: RolloutOptions, engine: Engine, initial: Tree | None, steps: Sequence[Any]
-) -> tuple[Any, Record, Result]:
+) -> tuple[State, Record, Result]:
     """Make the updates for which there are batches; node i takes row i of batch t as its own step t."""
     strategy, K = options.strategy, options.num_nodes
     assert isinstance(strategy, EventDriven)
     assert options.compute is not None
     sizes = {name: payload_bytes(p[None]) for name, p in engine.params.items()}
-    rules, seconds = rules_of(strategy, K, options.compute, options.network, sizes, options.seed)
+    times = TimesOf(K, options.compute, options.network, sizes, options.seed)
+    rules, seconds = strategy.rules(times), times.seconds
     most = K * len(steps) if options.max_updates is None else options.max_updates
     updates = _with_batches(updates_of(schedule(rules, seconds, Stop(updates=most))), len(steps))
     if not updates:
         raise ValueError(
             f"{len(steps)} batches are too few for a first update, of rounds of {max(rules.num_steps)} steps."
         )
+    losses, sent = [], []
 
-    def read(here: Sequence[int], counts: Sequence[int]) -> tuple[Any, list[int]]:
-        batches = [tree.map_leaves(lambda x: x[node], steps[count]) for node, count in zip(here, counts)]  # noqa: B023
-        sizes = [len(next(tree.leaves(batch))) for batch in batches]
-        # The examples of a smaller batch fill the first places, and repeat.
-        places = [torch.arange(max(sizes)) % size for size in sizes]
-        wide = [tree.map_leaves(lambda x: x[placed(at, x.device)], b) for b, at in zip(batches, places)]  # noqa: B023
-        return tree.map_leaves(lambda *rows: torch.stack(rows), *wide), sizes
+    def record(state: State, row: Row) -> None:
+        losses.append(row.losses)
+        sent.append(sum(transfer.sent_bytes for transfer in row.transfers))
 
     with readable():
-        simulation = asynchronous_simulation_of(strategy)(
-            options.model, strategy, read, [event for part in updates for event in part], K, engine=engine,
-            seed=options.seed, num_examples=options.num_examples,
+        simulation = Updates(
+            engine, strategy, Schedule(rules, updates), partial(_at_own_steps, steps), seed=options.seed,
+            num_examples=options.num_examples,
         )  # fmt: skip
-        strategy.inner_optim.check_steps(K, simulation.max_steps, "inner optimizer")
-        strategy.check_updates(K, len(updates))
-        state = simulation.init(initial)
-    losses, sent = [], []
-    for events in updates:
-        with readable():
-            state, updated = simulation.update(state, events, differentiable=True)
-        losses.append(updated.metrics.losses)
-        sent.append(sum(transfer.sent_bytes for transfer in updated.metrics.transfers))
-    record = torch.stack(losses), losses[0].new_zeros(len(updates)), torch.tensor(sent, dtype=torch.float64)
-    return state, record, simulation.result(state)
+        state = run(simulation, simulation.init(initial), [record], pure=True)
+    of_all = torch.stack(losses), losses[0].new_zeros(len(updates)), torch.tensor(sent, dtype=torch.float64)
+    return state, of_all, simulation.result(state)
 
 
-def _with_batches(updates: list[list[Event]], num_batches: int) -> list[list[Event]]:
+def _at_own_steps(
+    steps: Sequence[Any], requests: Iterator[tuple[list[int], int | list[int]]]
+) -> Iterator[tuple[Any, list[int]]]:
+    """Yield the batches of nodes at their own steps; the examples of a smaller one fill the first, and repeat."""
+    for rows, counts in requests:
+        each = [counts] * len(rows) if isinstance(counts, int) else counts
+        batches = [tree.map_leaves(lambda x: x[node], steps[count]) for node, count in zip(rows, each)]  # noqa: B023
+        sizes = [len(next(tree.leaves(batch))) for batch in batches]
+        places = [torch.arange(max(sizes)) % size for size in sizes]
+        wide = [tree.map_leaves(lambda x: x[placed(at, x.device)], b) for b, at in zip(batches, places)]  # noqa: B023
+        yield tree.map_leaves(lambda *rows: torch.stack(rows), *wide), sizes
+
+
+def _with_batches(updates: list[list[Happening]], num_batches: int) -> list[list[Happening]]:
     """Return the updates before the first in which a node needs more batches than there are."""
     for number, events in enumerate(updates):
         arrivals = (event for event in events if isinstance(event, Arrival))

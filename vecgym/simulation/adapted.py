@@ -108,6 +108,7 @@ class Adapted:
     def __init__(self, strategy: Strategy, comm: Collectives | None = None, *, exact: bool = False) -> None:
         self.strategy, self.comm, self.exact = strategy, comm, exact
         self.apart = comm is not None and len(comm.node_ids) < comm.num_nodes
+        self.here: list[int] | None = None if comm is None else comm.node_ids.tolist()
 
     # ------------------------------------------------------------------------------------------------- before the run
 
@@ -171,13 +172,14 @@ class Adapted:
         twin.strategy = strategy
         return twin
 
-    def result(self, state: State, here: range) -> Tree:
+    def result(self, state: State) -> Tree:
         """Return the parameters whose mean is the run's model; see `Strategy.result`."""
-        return self.strategy.result(self.as_hooks_know(state, here))
+        return self.strategy.result(self.as_hooks_know(state))
 
-    def as_hooks_know(self, state: State, here: range) -> Stepped:
-        """Return the state in the form that `Strategy.result` is told; `here`: the rows of this process."""
-        each = torch.tensor(self._timetable.made(state.tick)[here.start : here.stop])
+    def as_hooks_know(self, state: State) -> Stepped:
+        """Return the state in the form that `Strategy.result` is told."""
+        made = self._timetable.made(state.tick)
+        each = torch.tensor(made if self.here is None else [made[node] for node in self.here])
         counts = each[:1] if bool((each == each[0]).all()) else each
         if state.home is state.shared:
             counts = torch.tensor([state.tick])

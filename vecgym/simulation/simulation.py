@@ -133,7 +133,7 @@ class Part:
             mean: only the mean of the gradients is used. Of nodes that share their parameters it may be computed
                 alone, `[1, *]`.
         """
-        local = self.simulation.gradients(self, self.params if at is None else at, mean)
+        local = self.simulation.gradients(self, at, mean)
         self.losses = local.losses
         return local.grads
 
@@ -262,7 +262,7 @@ class Simulation:
     def result(self, state: State) -> Result:
         """Return what the run's model is the mean of: the one rule for all that is evaluated, returned and saved."""
         found = getattr(self.algorithm, "result", None)
-        return Result(state.params if found is None else found(state, self.here), self.members(state.tick - 1))
+        return Result(state.params if found is None else found(state), self.members(state.tick - 1))
 
     def members(self, tick: int) -> tuple[int, ...] | None:
         """Return the nodes that are there in a tick; None: all, as before the first."""
@@ -345,8 +345,9 @@ class Simulation:
         part.check_reads(at_end=True)
         part.put()
 
-    def gradients(self, part: Part, params: Tree, mean: bool) -> Local:
+    def gradients(self, part: Part, at: Tree | None, mean: bool) -> Local:
         """Compute the gradients of some rows on their next batches: the one place that asks the engine for them."""
+        params = part.params if at is None else at
         if not part.rows:
             return Local(tree.map(lambda p: p[:0], params), next(iter(params.values())).new_empty(0), {})
         step, shared = part.read_at, part.shared["buffers"]
@@ -360,7 +361,7 @@ class Simulation:
         )  # fmt: skip
         if mean and len(self.here) < self.run.num_nodes:  # it is averaged with that of other processes, as each one's
             local = local._replace(grads=nodes.expand(local.grads, len(part.rows)))
-        if self.engine.written:
+        if self.engine.written and at is None:
             part.params = {**part.params, **{name: params[name] for name in self.engine.written}}
         if changed := {name: x for name, x in local.buffers.items() if name not in shared}:
             part.own["buffers"] = changed
@@ -387,7 +388,7 @@ class Simulation:
             places = torch.tensor([row - self.here.start for row in rows], dtype=torch.long)
             index = placed(places, sums.device)
             sums, times = sums.index_add(0, index, losses), times.index_add(0, index, torch.ones_like(losses))
-        return sums / times  # 0 / 0 is nan
+        return (sums / times).masked_fill(times == 0, torch.nan)  # 0 / 0 is another nan on some processors
 
 
 def _index(rows: list[int], size: int) -> Index:

@@ -41,7 +41,7 @@ class State:
 
     @property
     def home(self) -> dict[str, Any]:
-        """The one of the two in which parameters and optimizer are.
+        """The one of the two in which the parameters are.
 
         >>> State(0, own={}, shared={"params": {}, "optimizer": {}}).home
         {'params': {}, 'optimizer': {}}
@@ -50,14 +50,14 @@ class State:
 
     @property
     def params(self) -> Tree:
-        """The parameters, `[1 or rows, *]`."""
+        """The parameters, `[1 or rows, *]`; of an algorithm with a server, the server's."""
         params: Tree = self.home["params"]
         return params
 
     @property
     def buffers(self) -> Tree:
         """The model's buffers, `[1 or rows, *]`: those that change are each node's own."""
-        return {**self.own["buffers"], **self.shared["buffers"]}
+        return {**self.shared.get("buffers", {}), **self.own.get("buffers", {})}
 
 
 class Move(NamedTuple):

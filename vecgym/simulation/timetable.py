@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from vecgym.core import check
+from vecgym.simulation.events import Schedule
 
 # (step, nodes that are there) -> some of these; None: all of them
 Who = Callable[[int, Sequence[int]], "Sequence[int] | None"]
@@ -145,6 +146,7 @@ class RunFacts:
     Attributes:
         presence: who is there in which steps; None: all, always.
         num_examples: of each node's shard, `[K]`; None where not known.
+        schedule: all that happens, where nodes do not wait for one another.
 
     >>> RunFacts(num_nodes=4, num_steps=10).presence is None
     True
@@ -155,6 +157,7 @@ class RunFacts:
     seed: int = 42
     presence: Attendance | None = None
     num_examples: tuple[int, ...] | None = None
+    schedule: Schedule | None = None
 
     def there(self, step: int) -> tuple[int, ...] | None:
         """Return the nodes that are there in a step; None: all.

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from vecgym.core import check, rng
+from vecgym.collectives.topology import Links as Messages
+from vecgym.core import check, rng, tree
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
+from vecgym.simulation.events import Arrival, Happening, Links, Restart, Rules, StepSeconds, Times, Wires
+from vecgym.simulation.simulation import Part
+from vecgym.simulation.state import State
+from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import EventDriven
 from vecgym.strategy.gossip import FIXED
 from vecgym.strategy.inner import InnerOptions, takes_options
@@ -109,6 +116,48 @@ class ADPSGDStrategy(EventDriven):
             )
         return self.topology
 
+    def rules(self, times: Times) -> PairRules:
+        K = len(times.nominal)
+        neighbour, first = Neighbours(self.weights(K), times.seed), self.mix == "before"
+        return PairRules((1,) * K, K, wires=times.wires(), neighbour=neighbour, average_first=first)
+
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:  # type: ignore[override]
+        """Return what each node has: `params`, `start`, with which its present step began, and `grads` there."""
+        own, shared = super().init(run, params)
+        return {**own, "params": params, "start": params, "grads": tree.map(torch.zeros_like, params)}, shared
+
+    def own_parameters(self, state: State) -> Tree:
+        params: Tree = state.own["params"]
+        return params
+
+    def train(self, part: Part) -> None:
+        """Compute gradients of where steps began."""
+        if written := part.simulation.engine.written:
+            raise ValueError(
+                f"the model's forward writes to its parameter {min(written)!r}: in AD-PSGD a node's parameters change "
+                "while its gradient is computed, so that it is not known which."
+            )
+        part.own["grads"] = part.gradients(at=part.own["start"])
+        part.own["loss"] = part.losses
+
+    def arrive(self, part: Part) -> None:
+        """Apply the gradient of where the step began to what the node's parameters are by now."""
+        part.params = self.optimized(part, part.params, part.own["grads"], part.counts)
+        part.report(part.own["loss"])
+
+    def average(self, part: Part) -> None:
+        """Give both nodes their mean."""
+        part.params = tree.map(lambda x: (x[:1] + x[1:]) / 2, part.params)
+        pair = torch.tensor([part.event.info.node, part.event.info.neighbour])
+        self.send(part, "average", Messages.of(pair, pair.flip(0)))
+
+    def restart(self, part: Part) -> None:
+        """Let nodes begin from their own present parameters."""
+        part.own["start"] = part.params
+
+    def update(self, part: Part) -> None:
+        """There is no server: an update is a number of steps."""
+
 
 class Neighbours:
     """With whom each node averages after each of its steps: a function of (node, its own count of steps).
@@ -137,6 +186,86 @@ class Neighbours:
             generator = rng.generator(self.seed, "neighbour", node, block)
             self.drawn[node, block] = torch.rand(BLOCK, generator=generator, dtype=torch.float64).tolist()
         return others[min(bisect.bisect_right(sums, self.drawn[node, block][place] * sums[-1]), len(others) - 1)]
+
+
+class Averaged(NamedTuple):
+    """A node that ends a step averages with another."""
+
+    time: float
+    node: int
+    neighbour: int
+
+    @property
+    def what(self) -> str:
+        return "average"
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return (min(self[1:]), max(self[1:]))
+
+
+def _itself(node: int, step: int) -> int:
+    return node
+
+
+@dataclass(frozen=True)
+class PairRules(Rules):
+    """How nodes work that end each step with an average; `num_steps` is 1 for each, and `buffer` the steps of a row.
+
+    The staleness of an `Arrival` counts the averages that have changed the node's parameters since it began.
+
+    Attributes:
+        neighbour: (node, its own count of steps) -> with whom it averages; itself: with nobody.
+        average_first: whether a node averages before its step.
+
+    >>> from vecgym.simulation.events import Stop, schedule
+    >>> rules = PairRules(num_steps=(1, 1), buffer=2, neighbour=lambda node, step: 1 - node)
+    >>> for event in schedule(rules, lambda node, step: [1.0, 1.5][node], Stop(updates=1)):
+    ...     print(event)
+    Arrival(time=1.0, node=0, round=0, version=0, staleness=0, first_step=0, num_steps=1, begin=0.0, end=1.0)
+    Averaged(time=1.0, node=0, neighbour=1)
+    Restart(time=1.0, nodes=(0,), version=0, begins=(1.0,))
+    Arrival(time=1.5, node=1, round=0, version=0, staleness=1, first_step=0, num_steps=1, begin=0.0, end=1.5)
+    Averaged(time=1.5, node=1, neighbour=0)
+    Update(time=1.5, version=1, num_arrivals=2)
+    """
+
+    neighbour: Callable[[int, int], int] = _itself
+    average_first: bool = False
+
+    def arrives(self, links: Links, node: int, end: float, first_step: int) -> float:
+        """Let a node and its neighbour send each other their parameters."""
+        other = self.neighbour(node, first_step)
+        return end if other == node else links.swap(node, other, end)
+
+    def begins(self, links: Links, node: int, time: float) -> float:
+        return time
+
+    def taken(self, event: Happening, wires: Wires) -> tuple[dict[int, float], dict[int, float]]:
+        if not isinstance(event, Averaged):
+            return {}, {}
+        pair = dict.fromkeys((event.node, event.neighbour), wires.swapping(event.node, event.neighbour))
+        return pair, pair
+
+    def events(self, step_seconds: StepSeconds) -> Iterator[Happening]:
+        changed = [0] * len(self.num_steps)
+        for event in super().events(step_seconds):
+            if isinstance(event, Restart):
+                for node in event.nodes:
+                    changed[node] = 0
+            if isinstance(event, Arrival):
+                yield from self._ended(event, changed)
+            else:
+                yield event
+
+    def _ended(self, event: Arrival, changed: list[int]) -> list[Happening]:
+        other = self.neighbour(event.node, event.first_step)
+        step = event._replace(staleness=changed[event.node])
+        if other == event.node:
+            return [step]
+        changed[other] += 1
+        average = Averaged(event.time, event.node, other)
+        return [average, step] if self.average_first else [step, average]
 
 
 def _topology(given: Any) -> str | Tensor:

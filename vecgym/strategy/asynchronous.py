@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 
-from vecgym.core import check
+from vecgym.collectives.ledger import Transfer
+from vecgym.collectives.topology import Links
+from vecgym.collectives.topology import Server as ServerLinks
+from vecgym.core import check, tree
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
+from vecgym.simulation.events import Arrival, Grace, Happening, Rules, Times, Update
+from vecgym.simulation.scheduled import Scheduled
+from vecgym.simulation.simulation import Part
+from vecgym.simulation.state import State
+from vecgym.simulation.timetable import RunFacts, Timetable
 from vecgym.strategy.base import Context, Strategy, check_interval
-from vecgym.strategy.inner import InnerOptions, StepOptions, takes_options
+from vecgym.strategy.inner import InnerOptions, StepOptions, row_by_row, takes_options
 from vecgym.strategy.modules import DEFAULT_H
 from vecgym.strategy.servers import OuterOptimizer, Server, Staleness, StalenessName, staleness_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Grace = Literal["full", "until_last"]
-
 
 class EventDriven(Strategy):
     """The base of strategies whose nodes do not wait for one another: what is next depends on times.
+
+    One that is an algorithm of `vecgym.simulation`: its `rules` say what happens when, and it has a method for each
+    kind of event. Where there is a server, its parameters are `shared["params"]`.
 
     Attributes:
         H: local steps of a round.
@@ -33,6 +43,54 @@ class EventDriven(Strategy):
     asynchronous = True
     H: int
     together: bool
+
+    def rules(self, times: Times) -> Rules:
+        """Return how nodes and server work together in a run that takes these times."""
+        raise NotImplementedError
+
+    def timetable(self, run: RunFacts) -> Timetable:
+        """Return the timetable of a run whose schedule is known."""
+        return Scheduled(run.schedule, together=self.together)
+
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:  # type: ignore[override]
+        """Return what each node has of its own, and what all have together."""
+        optimizer = self._rule.init(params)
+        return {"optimizer": {slot: x for slot, x in optimizer.items() if slot != "step"}}, {}
+
+    def own_parameters(self, state: State) -> Tree:
+        """Return the nodes' own parameters, `[K, *]`."""
+        raise NotImplementedError
+
+    def server_rate(self, events: Sequence[Happening], num_nodes: int) -> float | Tensor | None:
+        """Return the learning rate of the update in which these events end; None: there is none."""
+        server, update = self.server_of(num_nodes), events[-1]
+        return server.lr(update.version - 1) if server is not None and isinstance(update, Update) else None
+
+    def optimized(self, part: Part, params: Tree, grads: Tree, counts: int | list[int]) -> Tree:
+        """Take the inner optimizer's step of these rows, which have made so many before; return their parameters."""
+        simulation, each = part.simulation, [counts] * len(part.rows) if isinstance(counts, int) else counts
+        ctx = Context(
+            simulation.comm, node_steps=torch.tensor(each), max_steps=simulation.timetable.max_steps,
+            seed=simulation.run.seed, inplace=part.inplace, differentiable=not part.inplace,
+            rows=torch.tensor(part.rows), own_time=True,
+        )  # fmt: skip
+        ctx = ctx.replace(lr=self.lr(ctx))
+        state = {"step": ctx.node_steps, **part.own["optimizer"]}
+        if simulation.engine.plan.engine == "loop":  # promises bits that do not depend on who trains beside a node
+            ctx = ctx.replace(exact=True)
+            told = lambda i: ctx if i is None else ctx.of_rows(torch.tensor([i]))  # noqa: E731
+            new, state = row_by_row(lambda i, p, g, s: self.optimize(p, g, s, told(i)), params, grads, state)
+        else:
+            new, state = self.optimize(params, grads, state, ctx)
+        part.own["optimizer"] = {slot: x for slot, x in state.items() if slot != "step"}
+        return new
+
+    def send(self, part: Part, operation: str, who: ServerLinks | Links, names: Sequence[str] | None = None) -> None:
+        """Record a message of all parameters, or of some."""
+        sizes = part.comm.ledger.sizes
+        names = tuple(sizes) if names is None else tuple(names)
+        payload, K = sum(sizes[name] for name in names), part.simulation.run.num_nodes
+        part.comm.ledger.record(Transfer(operation, payload, K, who, tensors=names))
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
         """Raise a ValueError: there is no step of all nodes, of which the question could be asked."""
@@ -66,7 +124,50 @@ class EventDriven(Strategy):
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
-class AsyncStrategy(EventDriven):
+class Rounds(EventDriven):
+    """The base of strategies whose nodes train in rounds: from what a server sends them they make a number of steps.
+
+    A node's own: `start`, with which its present round began; `local`, what it has trained of that since; `loss`, the
+    sum over the steps of the round.
+    """
+
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:  # type: ignore[override]
+        own, shared = super().init(run, params)
+        return {**own, "start": params, "local": params}, shared
+
+    def own_parameters(self, state: State) -> Tree:
+        """Return the parameters from which each node's present round began."""
+        params: Tree = state.own["start"]
+        return params
+
+    def train(self, part: Part) -> None:
+        """Make the steps of a round, or the rest of it where others have fewer."""
+        params = part.own["local"]
+        loss = part.own["loss"] if part.event.info else None
+        for _ in range(part.event.reads):
+            counts = part.read_at
+            params = self.optimized(part, params, part.gradients(at=params), counts)
+            loss = part.losses if loss is None else loss + part.losses
+        part.own["local"], part.own["loss"] = params, loss
+
+    def arrived(self, part: Part) -> Tree:
+        """Return what a round has moved, `[1, *]`, which is now at its server."""
+        self.send(part, "server_gather", ServerLinks(up=tuple(part.rows), down=()))
+        return tree.map(torch.sub, part.own["start"], part.own["local"])
+
+    def round_loss(self, part: Part) -> Tensor:
+        """Return the mean loss over the steps of a round, `[1]`."""
+        loss: Tensor = part.own["loss"] / part.event.info.num_steps
+        return loss
+
+    def begin_from(self, part: Part, params: Tree) -> None:
+        """Let nodes begin their next rounds from what a server sends, `[1, *]`."""
+        part.own["start"] = part.own["local"] = params
+        for node in part.rows:
+            self.send(part, "server_send", ServerLinks(up=(), down=(node,)))
+
+
+class AsyncStrategy(Rounds):
     """Every node trains in rounds of its own; a server takes each movement when it arrives.
 
     Node i begins a round from the server's parameters of version v, makes H_i steps of its inner optimizer, and sends
@@ -172,6 +273,35 @@ class AsyncStrategy(EventDriven):
         # A share that is whole but for rounding is whole.
         return tuple(max(1, int(self.H * (fastest / s if s > 0 else 1.0) + 1e-9)) for s in step_seconds)
 
+    def rules(self, times: Times) -> Rules:
+        steps = self.steps_of_rounds(times.nominal)
+        return Rules(steps, self.buffer, self.max_wait, self.grace, times.wires())
+
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:  # type: ignore[override]
+        own, _ = super().init(run, params)
+        return own, {"params": params, "server": self.server_of(run.num_nodes).init(params)}
+
+    def arrive(self, part: Part) -> None:
+        """Take a movement: as the server corrects it, and weighted."""
+        arrival: Arrival = part.event.info
+        part.report(self.round_loss(part))
+        moved = self.server_of(part.simulation.run.num_nodes).correct(self.arrived(part), part.shared["server"])
+        moved = weighted(moved, self.weight(arrival.staleness))
+        part.memo.setdefault("moved", {})[arrival.node, arrival.round] = moved
+
+    def update(self, part: Part) -> None:
+        """Let the server make an update of the mean of what has arrived since the last one."""
+        moved = [part.memo["moved"][key] for key in sorted(part.memo["moved"])]
+        mean = moved[0] if len(moved) == 1 else tree.map(lambda *each: torch.stack(each, 1).mean(1), *moved)
+        part.shared["params"], part.shared["server"] = self.server_of(part.simulation.run.num_nodes).update(
+            part.shared["params"], mean, part.shared["server"], part.event.info.version - 1, inplace=part.inplace
+        )
+
+    def restart(self, part: Part) -> None:
+        """Send nodes what they begin with."""
+        server = self.server_of(part.simulation.run.num_nodes)
+        self.begin_from(part, server.start(part.shared["params"], part.shared["server"]))
+
 
 def check_synchronous(strategy: Strategy) -> None:
     """Raise a ValueError for a strategy without steps of all nodes.
@@ -192,6 +322,17 @@ run it.
 MOST = 10**6
 SERVERS = "a server such as OuterOptimizer(lr=0.1), DelayedNesterov(lr=0.1) or FedBuff(buffer=10)"
 ARRIVALS = "arrivals of which the server makes an update"
+
+
+def weighted(movement: Tree, weight: Any) -> Tree:
+    """Return a movement times its weight; as it is where that is 1.
+
+    >>> weighted({"w": torch.tensor([3.0])}, 2.0)
+    {'w': tensor([6.])}
+    """
+    if isinstance(weight, (int, float)) and weight == 1:
+        return movement
+    return tree.map(lambda x: weight * x, movement)
 
 
 def agreed(name: str, given: Any, default: Any, of_server: Any) -> Any:

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from vecgym.core import check
+from vecgym.collectives.base import payload_bytes
+from vecgym.collectives.topology import Server as Sides
+from vecgym.core import check, nodes
+from vecgym.core.devices import placed
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
+from vecgym.simulation.events import (
+    Agenda,
+    Arrival,
+    Happening,
+    Links,
+    Restart,
+    Rules,
+    StepSeconds,
+    Times,
+    Update,
+    Wires,
+)
+from vecgym.simulation.scheduled import Waves
+from vecgym.simulation.simulation import Part
+from vecgym.simulation.state import State
+from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import EventDriven, countable
 from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.servers import OuterOptimizer, Server, one_number
@@ -153,6 +174,100 @@ class DecoupledDiLoCoStrategy(EventDriven):
             filled[smallest] += sizes[name]
         return tuple(tuple(part) for part in parts)
 
+    def rules(self, times: Times) -> FragmentRules:
+        K, sizes, num_bytes = len(times.nominal), times.sizes, sum(times.sizes.values())
+        fragments = [[sizes[name] for name in sizes if name in names] for names in self.fragments_of(sizes)]
+        step = sum(times.nominal) / K if self.step_seconds is None else self.step_seconds
+        return FragmentRules(
+            (1,) * K, wires=times.wires([num_bytes]), H=self.H, shares=tuple(sum(own) / num_bytes for own in fragments),
+            messages=tuple(times.num_messages(own) for own in fragments), quorum=self.quorum or K,
+            overlap=self.overlap, gamma=self.grace, nominal=step, sync=self.sync_seconds,
+            tokens=tuple(self.tokens_of(K)),
+        )  # fmt: skip
+
+    def timetable(self, run: RunFacts) -> Waves:
+        return Waves(run.schedule, together=self.together)
+
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:  # type: ignore[override]
+        """Return what each node has, `local` and what it has merged last, `base`; and what the server has.
+
+        A node has besides, from its first step on, its losses since it merged each fragment, `[K, F]`. The server has
+        for each fragment a state of its own, and besides, as long as they are needed, "sent i.p.n", the message n of
+        node i of fragment p, and "version p.v".
+        """
+        own, _ = super().init(run, params)
+        fragments = self.fragments_of({name: payload_bytes(p[:1]) for name, p in params.items()})
+        server = {str(p): self.server.init({name: params[name] for name in x}) for p, x in enumerate(fragments)}
+        return {**own, "local": params, "base": params}, {"params": params, "server": server}
+
+    def own_parameters(self, state: State) -> Tree:
+        params: Tree = state.own["local"]
+        return params
+
+    def server_rate(self, events: Sequence[Happening], num_nodes: int) -> float | Tensor | None:
+        return self.server.lr(next(event.version for event in events if isinstance(event, Closed)))
+
+    def train(self, part: Part) -> None:
+        params, counts = part.own["local"], part.read_at
+        part.own["local"] = self.optimized(part, params, part.gradients(at=params), counts)
+        assert part.losses is not None
+        losses = part.losses[:, None].expand(-1, len(part.shared["server"]))
+        part.own["loss"] = part.own["loss"] + losses if "loss" in part.own else losses
+
+    def upload(self, part: Part) -> None:
+        """Send what a node has moved of a fragment since it merged it."""
+        event, own = part.event.info, part.own
+        names = self._names(part)
+        movement = {name: own["base"][name] - own["local"][name] for name in names}
+        loss = own["loss"][:, event.fragment] / event.num_steps
+        label = f"sent {event.node}.{event.fragment}.{event.number}"
+        part.shared[label] = {"movement": movement, "loss": loss}
+        part.memo.setdefault("uploads", []).append((event, names))
+
+    def merge(self, part: Part) -> None:
+        """Let a node take over a version of a fragment, as far as it does."""
+        event, a, local = part.event.info, self.alpha, part.own["local"]
+        version = part.shared[f"version {event.fragment}.{event.version}"]
+        part.own["local"] = {**local, **{name: a * local[name] + (1 - a) * z for name, z in version.items()}}
+        part.own["base"] = {**part.own["base"], **version}
+        at = placed(torch.tensor([event.fragment]), part.own["loss"].device)
+        part.own["loss"] = part.own["loss"].index_fill(1, at, 0.0)
+
+    def settle(self, part: Part) -> None:
+        """Let the server make a version of a fragment."""
+        event, p, shared = part.event.info, str(part.event.info.fragment), part.shared
+        labels = [f"sent {arrival.node}.{p}.{arrival.round}" for arrival in event.arrivals]
+        messages = [shared[label] for label in labels]
+        together = nodes.join_rows([message["movement"] for message in messages])
+        how = {name: "mean" if name in self.plain else self.merging for name in together}
+        movement = {name: merged(x, event.weights, how[name]) for name, x in together.items()}
+        params, state = self.server.update(
+            {name: shared["params"][name] for name in movement}, movement, shared["server"][p], event.version,
+            inplace=part.inplace,
+        )  # fmt: skip
+        shared["params"] = {**shared["params"], **params}
+        shared["server"] = {**shared["server"], p: state}
+        shared[f"version {p}.{event.version + 1}"] = params
+        part.report(torch.cat([message["loss"] for message in messages]))
+        for label in labels:
+            del shared[label]
+        for upload, names in sorted(part.memo.get("uploads", [])):  # in the order of time
+            self.send(part, "server_gather", Sides(up=(upload.node,), down=()), names)
+        for node in range(part.simulation.run.num_nodes):
+            self.send(part, "server_send", Sides(up=(), down=(node,)), self._names(part))
+
+    def forget(self, part: Part) -> None:
+        """Let go of what nobody needs."""
+        event = part.event.info
+        if event.message is None:
+            del part.shared[f"version {event.fragment}.{event.version}"]
+        else:
+            del part.shared[f"sent {event.message[0]}.{event.fragment}.{event.message[1]}"]
+
+    def _names(self, part: Part) -> tuple[str, ...]:
+        """Return the parameters in the fragment of an event."""
+        return self.fragments_of(part.comm.ledger.sizes)[part.event.info.fragment]
+
 
 def merged(v: Tensor, weights: Sequence[float], merging: Merging) -> Tensor:
     """Merge one tensor's movements, `[n, *]` -> `[1, *]`.
@@ -205,3 +320,253 @@ def _names(name: str, given: Any) -> tuple[str, ...]:
     if not isinstance(given, (list, tuple)) or not all(isinstance(x, str) for x in given):
         raise TypeError(f"{name}: {given!r} must be a list of names of parameters.")
     return tuple(given)
+
+
+# ---------------------------------------------------------------------------------------------- what happens when
+
+
+class Uploaded(NamedTuple):
+    """A node sends what it has moved of a fragment, in so many steps."""
+
+    time: float
+    node: int
+    fragment: int
+    number: int
+    num_steps: int
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return (self.node,)
+
+    @property
+    def what(self) -> str:
+        return "upload"
+
+
+class Merged(NamedTuple):
+    """A node merges a version of a fragment of the server's, before its next step."""
+
+    time: float
+    node: int
+    fragment: int
+    version: int
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return (self.node,)
+
+    @property
+    def what(self) -> str:
+        return "merge"
+
+
+class Closed(NamedTuple):
+    """The server makes a version of a fragment, whose version it was, of these movements with these weights."""
+
+    time: float
+    fragment: int
+    version: int
+    arrivals: tuple[Arrival, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(arrival.node for arrival in self.arrivals)
+
+    @property
+    def what(self) -> str:
+        return "settle"
+
+
+class Forgotten(NamedTuple):
+    """Nobody needs a version of a fragment any more, or a message of it, (node, number), which has come too late."""
+
+    time: float
+    fragment: int
+    version: int | None
+    message: tuple[int, int] | None
+
+    @property
+    def what(self) -> str:
+        return "forget"
+
+
+ENDED, DELIVERED, CLOSES, RECEIVED, BEGINS = range(5)  # in their order at one time
+
+
+@dataclass(frozen=True)
+class FragmentRules(Rules):
+    """How learners and the server of fragments work together; `num_steps` is 1 for each.
+
+    Every step of a node is an `Arrival` at its end and a `Restart` at its begin. At one time: ends of steps, messages
+    at the server (both by node, then fragment), fragments that close, what the server sends at the nodes, begins of
+    steps.
+
+    Attributes:
+        H: steps between two messages of a fragment.
+        shares: of each fragment, of the bytes of all.
+        messages: in which each fragment is sent, one after the other; (): one.
+        quorum: messages of which an update may be made.
+        overlap: steps after its message before which a node does not merge what it gets.
+        gamma: the grace; and `nominal`, the seconds of a step, and `sync`: see
+            `vecgym.strategy.DecoupledDiLoCoStrategy`.
+        tokens: of a step of each node.
+
+    >>> from vecgym.simulation.events import Stop, schedule
+    >>> rules = FragmentRules(num_steps=(1, 1), H=1, shares=(1.0,), quorum=1, tokens=(1.0, 1.0))
+    >>> events = schedule(rules, lambda node, step: [1.0, 4.0][node], Stop(updates=2))
+    >>> [type(event).__name__ for event in events]
+    ['Arrival', 'Uploaded', 'Closed', 'Update', 'Merged', 'Restart', 'Arrival', 'Uploaded', 'Closed', 'Update']
+    """
+
+    H: int = 1
+    shares: tuple[float, ...] = ()
+    messages: tuple[int, ...] = ()
+    quorum: int = 1
+    overlap: int = 0
+    gamma: float = 0.0
+    nominal: float = 0.0
+    sync: float = 0.0
+    tokens: tuple[float, ...] = ()
+
+    def events(self, step_seconds: StepSeconds) -> Iterator[Happening]:
+        return _Run(self, step_seconds).events()
+
+    def arrivals(self, events: Sequence[Happening]) -> tuple[Arrival, ...]:
+        return next(event.arrivals for event in events if isinstance(event, Closed))
+
+    def trained(self, events: Sequence[Happening]) -> tuple[Arrival, ...]:
+        return tuple(event for event in events if isinstance(event, Arrival))  # fragments share their steps
+
+    def columns(self, events: Sequence[Happening]) -> dict[str, Any]:
+        return {"fragment": next(event.fragment for event in events if isinstance(event, Closed))}
+
+    def taken(self, event: Happening, wires: Wires) -> tuple[dict[int, float], dict[int, float]]:
+        if isinstance(event, Uploaded):
+            return {event.node: wires.sending(event.node, self.shares[event.fragment])}, {}
+        if isinstance(event, Closed):
+            share = self.shares[event.fragment]
+            return {}, {node: wires.receiving(node, share) for node in range(len(self.num_steps))}
+        return {}, {}
+
+    def offset(self, fragment: int) -> int:
+        """Return after which own steps, modulo H, a node sends a fragment."""
+        return (fragment + 1) * self.H // len(self.shares) % self.H
+
+
+@dataclass
+class _Copy:
+    """What a node knows of a fragment."""
+
+    version: int = 0
+    merged_at: int = 0  # own step
+    sent_at: int | None = None  # own step, if it has sent since it merged
+    number: int = 0  # messages so far
+    way: list[Arrival] = field(default_factory=list)  # messages under way, oldest first
+    coming: list[int] = field(default_factory=list)  # versions under way, oldest first
+    arrived: int | None = None  # a version that is not merged yet
+
+
+@dataclass
+class _Fragment:
+    """The server's side of a fragment."""
+
+    version: int = 0
+    messages: dict[int, Arrival] = field(default_factory=dict)  # by node
+    users: dict[int, int] = field(default_factory=dict)  # version -> nodes that may still merge it
+
+
+class _Run(Agenda):
+    """Nodes and the server of fragments; `who` is a node or a fragment, `what` a fragment or its version."""
+
+    def __init__(self, rules: FragmentRules, step_seconds: StepSeconds) -> None:
+        super().__init__()
+        self.rules, self.step_seconds = rules, step_seconds
+        K, F = len(rules.num_steps), len(rules.shares)
+        self.links = Links(rules.wires or Wires.none(K), K)
+        self.copies = [[_Copy() for _ in range(F)] for _ in range(K)]
+        self.fragments = [_Fragment() for _ in range(F)]
+        self.version = 0
+        self.steps, self.begins = [0] * K, [0.0] * K
+        for node in range(K):
+            self._begin(node, 0.0)
+
+    def handlers(self) -> list[Callable[[float, int, int], Iterable[Happening]]]:
+        return [self._ended, self._delivered, self._closes, self._received, self._begins]
+
+    def _more_latency(self, node: int, p: int) -> float:
+        """Return how much later a fragment of several messages is there than one of a single message."""
+        messages = self.rules.messages
+        return (messages[p] - 1) * self.links.wires.latency[node] if messages else 0.0
+
+    def _begin(self, node: int, time: float) -> None:
+        self.begins[node] = time
+        self.push(time + self.step_seconds(node, self.steps[node]), ENDED, node)
+
+    def _ended(self, time: float, node: int, _: int) -> Iterator[Happening]:
+        step, begin = self.steps[node], self.begins[node]
+        yield Arrival(time, node, step, 0, 0, step, 1, begin, time)
+        self.steps[node] += 1
+        for p, copy in enumerate(self.copies[node]):
+            if self.steps[node] % self.rules.H == self.rules.offset(p) and copy.sent_at is None:
+                first, count = copy.merged_at, self.steps[node] - copy.merged_at
+                copy.way.append(Arrival(time, node, copy.number, copy.version, 0, first, count, begin, time))
+                copy.sent_at = self.steps[node]
+                there = self.links.up(node, time, self.rules.shares[p]) + self._more_latency(node, p)
+                self.push(there, DELIVERED, node, p)
+                yield Uploaded(time, node, p, copy.number, count)
+                copy.number += 1
+        self.push(time, BEGINS, node)
+
+    def _delivered(self, time: float, node: int, p: int) -> list[Happening]:
+        message, fragment, rules = self.copies[node][p].way.pop(0)._replace(time=time), self.fragments[p], self.rules
+        if message.version != fragment.version:  # too late
+            return [Forgotten(time, p, None, (node, message.round))]
+        fragment.messages[node] = message
+        if len(fragment.messages) == rules.quorum:
+            wait = time - min(other.time for other in fragment.messages.values())
+            grace = rules.gamma * max(0.0, rules.overlap * rules.nominal - wait - rules.sync)
+            self.push(time + grace, CLOSES, p, fragment.version)
+        if len(fragment.messages) == len(rules.num_steps):
+            self.push(time, CLOSES, p, fragment.version)
+        return []
+
+    def _closes(self, time: float, p: int, version: int) -> list[Happening]:
+        fragment, rules = self.fragments[p], self.rules
+        if version != fragment.version:  # it has been closed already
+            return []
+        arrivals = tuple(fragment.messages[node] for node in sorted(fragment.messages))
+        weights = tuple((x.num_steps * rules.tokens[x.node]) ** 2 / x.num_steps for x in arrivals)
+        fragment.version, fragment.messages = version + 1, {}
+        fragment.users[version + 1] = len(rules.num_steps)
+        self.version += 1
+        for node in range(len(rules.num_steps)):
+            self.copies[node][p].coming.append(version + 1)
+            there = self.links.down(node, time, rules.shares[p]) + self._more_latency(node, p)
+            self.push(there, RECEIVED, node, p)
+        return [Closed(time, p, version, arrivals, weights), Update(time, self.version, len(arrivals))]
+
+    def _received(self, time: float, node: int, p: int) -> list[Happening]:
+        copy = self.copies[node][p]
+        older, copy.arrived = copy.arrived, copy.coming.pop(0)
+        return [] if older is None else self._released(time, p, older)
+
+    def _begins(self, time: float, node: int, _: int) -> Iterator[Happening]:
+        for p, copy in enumerate(self.copies[node]):
+            waited = copy.sent_at is None or self.steps[node] - copy.sent_at >= self.rules.overlap
+            if copy.arrived is not None and waited:
+                yield Merged(time, node, p, copy.arrived)
+                yield from self._released(time, p, copy.arrived)
+                copy.version, copy.merged_at = copy.arrived, self.steps[node]
+                copy.arrived = copy.sent_at = None
+        yield Restart(time, (node,), self.version, (time,))
+        self._begin(node, time)
+
+    def _released(self, time: float, p: int, version: int) -> list[Happening]:
+        """A node will not merge a version, any more."""
+        users = self.fragments[p].users
+        users[version] -= 1
+        if users[version]:
+            return []
+        del users[version]
+        return [Forgotten(time, p, version, None)]

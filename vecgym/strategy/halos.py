@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vecgym.core import check
+from vecgym.collectives.topology import Links as Messages
+from vecgym.core import check, tree
+from vecgym.core.devices import placed
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.strategy.asynchronous import EventDriven, agreed, countable, counts_of
+from vecgym.simulation.events import (
+    Agenda,
+    Arrival,
+    Begun,
+    Happening,
+    Links,
+    Restart,
+    Rules,
+    StepSeconds,
+    Times,
+    Update,
+    Wires,
+)
+from vecgym.simulation.simulation import Part
+from vecgym.simulation.timetable import RunFacts
+from vecgym.strategy.asynchronous import Rounds, agreed, countable, counts_of, weighted
 from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.servers import DelayedNesterov, Server, Staleness, StalenessName, one_number, staleness_weight
 
@@ -20,7 +39,7 @@ if TYPE_CHECKING:
 Regions = tuple[tuple[int, ...], ...]
 
 
-class HALoSStrategy(EventDriven):
+class HALoSStrategy(Rounds):
     """Nodes send to the server of their region, regions to a global server, and nobody waits.
 
     A node trains in rounds as in `AsyncStrategy`, with its region's server in place of the one server: of each movement
@@ -159,6 +178,118 @@ class HALoSStrategy(EventDriven):
         # A share that is whole but for rounding is whole: -(-x // 1) is the ceiling.
         return tuple(max(1, int(-(-(self.H * (fastest / s if s > 0 else 1.0) - 1e-9) // 1))) for s in step_seconds)
 
+    def rules(self, times: Times) -> RegionRules:
+        steps, regions = self.steps_of_rounds(times.nominal), self.regions_of(len(times.nominal))
+        between = times.wires_between(self.between, len(regions))
+        wires = times.wires_within(regions)
+        return RegionRules(steps, self.local_updates, regions=regions, wires=wires, between=between)
+
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:  # type: ignore[override]
+        """Return what all have: the global server's, and of each region its server's, and what it `collects`.
+
+        That is the movement since its last message and, of each node, the sum of the losses of the rounds in it and
+        their `count`, `[1, K]`. There are besides, while they are under way, "sent r.n", what region r has collected
+        for its message n, and "reply r.n".
+        """
+        own, _ = super().init(run, params)
+        regions = {
+            str(r): {
+                "params": params,
+                "server": self.local_server.of(len(members)).init(params),
+                "collects": _nothing(params, run.num_nodes),
+            }
+            for r, members in enumerate(self.regions_of(run.num_nodes))
+        }
+        server = self.server_of(run.num_nodes).init(params)
+        return own, {"params": params, "server": server, "regions": regions}
+
+    def region_of(self, node: int, num_nodes: int) -> tuple[str, Server]:
+        """Return the name of a node's region, and its server.
+
+        >>> HALoSStrategy(regions=2).region_of(3, num_nodes=5)[0]
+        '1'
+        """
+        r, members = next((r, x) for r, x in enumerate(self.regions_of(num_nodes)) if node in x)
+        return str(r), self.local_server.of(len(members))
+
+    def arrive(self, part: Part) -> None:
+        """Let the region's server make a version of a movement."""
+        arrival, K = part.event.info, part.simulation.run.num_nodes
+        name, server = self.region_of(arrival.node, K)
+        region = part.shared["regions"][name]
+        movement = server.correct(self.arrived(part), region["server"])
+        movement = weighted(movement, self.weight(arrival.staleness))
+        before, count = region["params"], arrival.version + arrival.staleness
+        params, state = server.update(before, movement, region["server"], count)
+        collects, at = region["collects"], torch.tensor([arrival.node])
+        loss = self.round_loss(part)[None]
+        collects = {
+            "movement": tree.map(lambda x, old, new: x + (old - new), collects["movement"], before, params),
+            "losses": collects["losses"].to(loss.dtype).index_add(1, placed(at, loss.device), loss),
+            "count": collects["count"].index_add(1, placed(at, loss.device), torch.ones_like(collects["count"][:, :1])),
+        }
+        _put(part, name, params=params, server=state, collects=collects)
+
+    def restart(self, part: Part) -> None:
+        """Let a node begin from what its region's server sends of its present parameters."""
+        name, server = self.region_of(part.rows[0], part.simulation.run.num_nodes)
+        region = part.shared["regions"][name]
+        self.begin_from(part, server.start(region["params"], region["server"]))
+
+    def depart(self, part: Part) -> None:
+        """Put what a region has collected on its way."""
+        name = str(part.event.info.region)
+        part.shared[f"sent {_label(part)}"] = part.shared["regions"][name]["collects"]
+        _put(part, name, collects=_nothing(part.shared["params"], part.simulation.run.num_nodes))
+        self._between(part, "region_send")
+
+    def deliver(self, part: Part) -> None:
+        """Take a region's message."""
+        part.memo["message"] = part.shared[f"sent {_label(part)}"], part.event.info
+        del part.shared[f"sent {_label(part)}"]
+
+    def update(self, part: Part) -> None:
+        """Let the global server make a version of the message, and put the reply on its way."""
+        message, delivered = part.memo["message"]
+        server, state = self.server_of(part.simulation.run.num_nodes), part.shared["server"]
+        movement = weighted(server.correct(message["movement"], state), self.region_weight(delivered.staleness))
+        params, state = server.update(
+            part.shared["params"], movement, state, part.event.info.version - 1, inplace=part.inplace
+        )
+        part.shared["params"], part.shared["server"] = params, state
+        part.shared[f"reply {delivered.region}.{delivered.number}"] = server.start(params, state)
+        part.report((message["losses"] / message["count"])[0])  # nan where none has arrived
+
+    def reply(self, part: Part) -> None:
+        """Let a region go to the global server's parameters, as far as it does."""
+        name, a = str(part.event.info.region), self.alpha
+        params, reply = part.shared["regions"][name]["params"], part.shared[f"reply {_label(part)}"]
+        _put(part, name, params=tree.map(lambda x, z: (1 - a) * x + a * z, params, reply))
+        del part.shared[f"reply {_label(part)}"]
+        self._between(part, "region_reply")
+
+    def _between(self, part: Part, operation: str) -> None:
+        """Record a message between a region's server and the global one, which have the ids after the nodes'."""
+        K = part.simulation.run.num_nodes
+        region, center = torch.tensor([K + part.event.info.region]), torch.tensor([K + len(self.regions_of(K))])
+        ends = (region, center) if operation == "region_send" else (center, region)
+        self.send(part, operation, Messages.of(*ends))
+
+
+def _nothing(params: Tree, num_nodes: int) -> dict[str, Any]:
+    """Return what a region that has just sent has collected."""
+    none = next(iter(params.values())).new_zeros(1, num_nodes)
+    return {"movement": tree.map(torch.zeros_like, params), "losses": none, "count": none.clone()}
+
+
+def _put(part: Part, name: str, **changed: Any) -> None:
+    regions = part.shared["regions"]
+    part.shared["regions"] = {**regions, name: {**regions[name], **changed}}
+
+
+def _label(part: Part) -> str:
+    return f"{part.event.info.region}.{part.event.info.number}"
+
 
 def _regions(given: Any) -> int | Regions:
     if isinstance(given, int) and not isinstance(given, bool):
@@ -181,3 +312,191 @@ def _of_each_message(name: str, given: Server | None, default: Server) -> Server
             "DelayedNesterov, whose momentum waits."
         )
     return found
+
+
+# ---------------------------------------------------------------------------------------------- what happens when
+
+
+class Sent(NamedTuple):
+    """A region's server has collected what it sends to the global one.
+
+    Attributes:
+        time: when that is so.
+        region, number: whose message, and its how many-th, from 0.
+    """
+
+    time: float
+    region: int
+    number: int
+
+    @property
+    def what(self) -> str:
+        return "depart"
+
+
+class Delivered(NamedTuple):
+    """A region's message is at the global server, which makes its next version of it.
+
+    Attributes:
+        staleness: how many versions the global server is ahead of the one that the region had when it sent.
+        arrivals: of the movements in the message.
+    """
+
+    time: float
+    region: int
+    number: int
+    staleness: int
+    arrivals: tuple[Arrival, ...]
+
+    @property
+    def what(self) -> str:
+        return "deliver"
+
+
+class Replied(NamedTuple):
+    """The global server's reply to a region's message is at the region's server."""
+
+    time: float
+    region: int
+    number: int
+
+    @property
+    def what(self) -> str:
+        return "reply"
+
+
+ENDED, ARRIVES, BEGINS, LEAVES, DELIVERED, REPLIED = range(6)  # in their order at one time
+
+
+@dataclass(frozen=True)
+class RegionRules(Rules):
+    """How nodes, the servers of regions and a global one work together.
+
+    A node's movement goes to the server of its region, which makes a version of it, and of every `buffer` of them sends
+    a message to the global server, which makes a version of that, an `Update`, and replies.
+
+    At one time: ends of rounds, arrivals, begins of rounds (all three by node), messages that leave the regions,
+    arrivals at the global server, replies (all three by region). So a node whose arrival makes its region send begins
+    its next round before the reply, as in the paper's code, also where messages between servers take no time.
+
+    Attributes:
+        buffer: arrivals at a region's server of which it sends a message.
+        wires: of each node and its region's server; each of these has a link of its own.
+        regions: the nodes of each.
+        between: of each region's server and the global one; None: messages take no time.
+
+    >>> from vecgym.simulation.events import Stop, schedule
+    >>> rules = RegionRules(num_steps=(1, 1), buffer=2, regions=((0,), (1,)))
+    >>> for event in schedule(rules, lambda node, step: [1.0, 4.0][node], Stop(updates=1)):
+    ...     print(event if not isinstance(event, Delivered) else event._replace(arrivals=()))
+    Arrival(time=1.0, node=0, round=0, version=0, staleness=0, first_step=0, num_steps=1, begin=0.0, end=1.0)
+    Restart(time=1.0, nodes=(0,), version=1, begins=(1.0,))
+    Arrival(time=2.0, node=0, round=1, version=1, staleness=0, first_step=1, num_steps=1, begin=1.0, end=2.0)
+    Sent(time=2.0, region=0, number=0)
+    Restart(time=2.0, nodes=(0,), version=2, begins=(2.0,))
+    Delivered(time=2.0, region=0, number=0, staleness=0, arrivals=())
+    Update(time=2.0, version=1, num_arrivals=2)
+    """
+
+    regions: tuple[tuple[int, ...], ...] = ()
+    between: Wires | None = None
+
+    def events(self, step_seconds: StepSeconds) -> Iterator[Happening]:
+        return _Run(self, step_seconds).events()
+
+    def arrivals(self, events: Sequence[Happening]) -> tuple[Arrival, ...]:
+        return next(event.arrivals for event in events if isinstance(event, Delivered))
+
+    def columns(self, events: Sequence[Happening]) -> dict[str, Any]:
+        delivered = next(event for event in events if isinstance(event, Delivered))
+        return {"region": delivered.region, "region_staleness": delivered.staleness}
+
+
+class _Message(NamedTuple):
+    number: int
+    version: int  # of the global server, that the region has had last
+    arrivals: tuple[Arrival, ...]
+
+
+@dataclass
+class _Region:
+    links: Links
+    version: int = 0
+    of_global: int = 0  # the version that it has had last
+    arrivals: list[Arrival] = field(default_factory=list)  # since the last message
+    number: int = 0  # messages so far
+    leaving: list[_Message] = field(default_factory=list)  # on their way, oldest first
+    returning: list[tuple[int, int]] = field(default_factory=list)  # (number, version) of replies on their way
+
+
+class _Run(Agenda):
+    """Nodes, regions' servers and a global one; `who` is a node or a region."""
+
+    def __init__(self, rules: RegionRules, step_seconds: StepSeconds) -> None:
+        super().__init__()
+        self.rules, self.step_seconds = rules, step_seconds
+        K, R = len(rules.num_steps), len(rules.regions)
+        self.regions = [_Region(Links(rules.wires or Wires.none(K), K)) for _ in range(R)]
+        self.region_of = {node: r for r, members in enumerate(rules.regions) for node in members}
+        self.between = Links(rules.between or Wires.none(R), R)
+        self.version = 0
+        self.rounds, self.steps = [0] * K, [0] * K
+        self.began = [Begun(0.0, 0.0, 0)] * K
+        for node in range(K):
+            self._begin(node, 0.0)
+
+    def handlers(self) -> list[Callable[[float, int, int], Iterable[Happening]]]:
+        return [self._ended, self._arrives, self._begins, self._leaves, self._delivered, self._replied]
+
+    def _ended(self, time: float, node: int, _: int) -> Iterable[Happening]:
+        self.push(self.regions[self.region_of[node]].links.up(node, time), ARRIVES, node)
+        return []
+
+    def _arrives(self, time: float, node: int, _: int) -> Iterable[Happening]:
+        r, begun, count = self.region_of[node], self.began[node], self.rules.num_steps[node]
+        region = self.regions[r]
+        arrival = Arrival(
+            time, node, self.rounds[node], begun.version, region.version - begun.version, self.steps[node] - count,
+            count, begun.begin, begun.end,
+        )  # fmt: skip
+        self.rounds[node] += 1
+        region.version += 1
+        region.arrivals.append(arrival)
+        self.push(time, BEGINS, node)
+        if len(region.arrivals) < self.rules.buffer:
+            return [arrival]
+        region.leaving.append(_Message(region.number, region.of_global, tuple(region.arrivals)))
+        region.arrivals, region.number = [], region.number + 1
+        self.push(time, LEAVES, r)
+        return [arrival, Sent(time, r, region.number - 1)]
+
+    def _leaves(self, time: float, r: int, _: int) -> Iterable[Happening]:
+        self.push(self.between.up(r, time), DELIVERED, r)
+        return []
+
+    def _delivered(self, time: float, r: int, _: int) -> Iterable[Happening]:
+        message = self.regions[r].leaving.pop(0)
+        staleness = self.version - message.version
+        self.version += 1
+        self.regions[r].returning.append((message.number, self.version))
+        self.push(self.between.down(r, time), REPLIED, r)
+        return [
+            Delivered(time, r, message.number, staleness, message.arrivals),
+            Update(time, self.version, len(message.arrivals)),
+        ]
+
+    def _replied(self, time: float, r: int, _: int) -> Iterable[Happening]:
+        number, self.regions[r].of_global = self.regions[r].returning.pop(0)
+        return [Replied(time, r, number)]
+
+    def _begins(self, time: float, node: int, _: int) -> Iterable[Happening]:
+        region = self.regions[self.region_of[node]]
+        begin = region.links.down(node, time)
+        self._begin(node, begin)
+        return [Restart(time, (node,), region.version, (begin,))]
+
+    def _begin(self, node: int, begin: float) -> None:
+        end = begin + self.rules.seconds_of_round(node, self.steps[node], self.step_seconds)
+        self.steps[node] += self.rules.num_steps[node]
+        self.began[node] = Begun(begin, end, self.regions[self.region_of[node]].version)
+        self.push(end, ENDED, node)

@@ -126,14 +126,15 @@ class OuterOptimizer(Server):
         self.outer_optim.check_steps(1, num_updates, "server's optimizer")
 
     def init(self, params: Tree) -> State:
-        return dict(self._rule.init(params))
+        return {slot: x for slot, x in self._rule.init(params).items() if slot != "step"}  # `update` is the count
 
     def update(
         self, params: Tree, movement: Tree, state: State, update: int, inplace: bool = False
     ) -> tuple[Tree, State]:
         now = self.outer_optim.at(update)
         rule = self._rule if now is self.outer_optim else now.rule()
-        return rule.update(params, movement, state, inplace=inplace)
+        params, new = rule.update(params, movement, {"step": torch.tensor([update]), **state}, inplace=inplace)
+        return params, {slot: x for slot, x in new.items() if slot != "step"}
 
     def lr(self, update: int) -> float | Tensor | None:
         return self.outer_optim.at(update).hyper.get("lr")

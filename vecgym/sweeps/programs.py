@@ -12,8 +12,9 @@ from vecgym.core import tree
 from vecgym.records.rows import counted
 from vecgym.runs.memory import available_bytes, passing
 from vecgym.runs.options import resolve_device
+from vecgym.simulation import RunFacts
 from vecgym.strategy import Context, Strategy
-from vecgym.strategy.asynchronous import AsyncStrategy
+from vecgym.strategy.asynchronous import EventDriven
 from vecgym.sweeps.configurations import Configuration, alike, examined
 from vecgym.sweeps.options import SweepOptions
 from vecgym.sweeps.parts import exchange_key, optimizer_key
@@ -150,12 +151,12 @@ def _costs(config: Configuration) -> tuple[int, int]:
     passing_bytes = passing(engine, tree.map_leaves(lambda x: x[0], batch), most=1, mean=False).peak(1)
     assert engine.facts is not None
     params = {name: p.detach()[None].clone() for name, p in engine.params.items()}
-    ctx = Context(StackedCollectives(config.num_nodes), max_steps=config.num_steps, seed=config.settings["seed"])
-    optimizer, modules = config.strategy.init(params, ctx)
-    of_node = tree.num_bytes(params) + tree.num_bytes(optimizer) + passing_bytes + tree.num_bytes(batch)
+    if isinstance(config.strategy, EventDriven):
+        own, shared = config.strategy.init(RunFacts(config.num_nodes), params)
+    else:
+        ctx = Context(StackedCollectives(config.num_nodes), max_steps=config.num_steps, seed=config.settings["seed"])
+        own, shared = config.strategy.init(params, ctx)
+    of_node = tree.num_bytes(params) + tree.num_bytes(own) + passing_bytes + tree.num_bytes(batch)
     recorded = config.num_steps * (9 * config.num_nodes + 32)
-    if isinstance(config.strategy, AsyncStrategy):  # where rounds begin, what they have moved, what the server keeps
-        of_node += 2 * tree.num_bytes(params)
-        modules = {"server": config.strategy.server.of(config.num_nodes).init(params)}
-    total = config.num_nodes * of_node + tree.num_bytes(modules) + recorded
+    total = config.num_nodes * of_node + tree.num_bytes(shared) + recorded
     return total, config.num_nodes * engine.facts.flop

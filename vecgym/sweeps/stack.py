@@ -8,8 +8,7 @@ from typing import Any
 
 from vecgym.core import nodes
 from vecgym.engine import Engine, hooks
-from vecgym.sweeps.alone import Alone
-from vecgym.sweeps.asynchronous import AsyncChunk
+from vecgym.sweeps.alone import Alone, AsyncChunk
 from vecgym.sweeps.chunk import Chunk
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.curves import DIVERGED, FINISHED, PARTIAL, Curve

@@ -1,0 +1,549 @@
+"""When nodes meet a server that does not wait for all of them: events without any tensors.
+
+Nodes differ in speed, and none waits for all others. Which of them meets which version of the server's parameters
+depends on times alone, never on a number that is trained, so the order of events is known before the first gradient.
+
+A node begins a *round* from the server's parameters, makes its local steps, and sends its movement. The server takes
+arrivals in the order of time, ties by node; of every `buffer` of them it makes one update, a new *version*. Who has
+arrived begins again at once, or waits up to `max_wait` seconds for others; see `Rules`.
+
+>>> events = schedule(Rules(num_steps=(2, 2), max_wait=0.0), lambda node, step: [1.0, 2.5][node], Stop(updates=3))
+>>> for event in events:
+...     print(event)
+Arrival(time=2.0, node=0, round=0, version=0, staleness=0, first_step=0, num_steps=2, begin=0.0, end=2.0)
+Update(time=2.0, version=1, num_arrivals=1)
+Restart(time=2.0, nodes=(0,), version=1, begins=(2.0,))
+Arrival(time=4.0, node=0, round=1, version=1, staleness=0, first_step=2, num_steps=2, begin=2.0, end=4.0)
+Update(time=4.0, version=2, num_arrivals=1)
+Restart(time=4.0, nodes=(0,), version=2, begins=(4.0,))
+Arrival(time=5.0, node=1, round=0, version=0, staleness=2, first_step=0, num_steps=2, begin=0.0, end=5.0)
+Update(time=5.0, version=3, num_arrivals=1)
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import math
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Protocol
+
+Grace = Literal["full", "until_last"]
+StepSeconds = Callable[[int, int], float]  # (node, its own count of steps) -> seconds of that step
+
+
+class Happening(Protocol):
+    """Something that happens in an asynchronous run. One that is about some nodes names them in `rows`."""
+
+    @property
+    def time(self) -> float:
+        """In simulated seconds."""
+
+
+class Arrival(NamedTuple):
+    """The movement of a round is at the server.
+
+    Attributes:
+        time: of the arrival.
+        node, round: whose, and its how many-th, from 0.
+        version: of the server's parameters from which the round began.
+        staleness: how many versions the server is ahead of that.
+        first_step, num_steps: the node's own count of steps at its begin, and how many it made.
+        begin, end: of its computing.
+    """
+
+    time: float
+    node: int
+    round: int
+    version: int
+    staleness: int
+    first_step: int
+    num_steps: int
+    begin: float
+    end: float
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return (self.node,)
+
+
+class Update(NamedTuple):
+    """The server makes a new version of the last arrivals."""
+
+    time: float
+    version: int
+    num_arrivals: int
+
+
+class Restart(NamedTuple):
+    """Nodes are sent the server's parameters, and begin their next rounds when they have them."""
+
+    time: float
+    nodes: tuple[int, ...]
+    version: int
+    begins: tuple[float, ...]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return self.nodes
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The links between the nodes and a server: each end serves one message at a time in each direction.
+
+    Each end is taken for its own time, the message's bytes times its own seconds a byte, from when the message is ready
+    and that end is free: who sends slowly holds up nobody else. The message is there a latency after the later of both.
+
+    Attributes:
+        num_bytes: of a message, up and down.
+        up, down: seconds a byte of each node's link.
+        latency: seconds, of each node's.
+        server: seconds a byte of the server's link.
+    """
+
+    num_bytes: float
+    up: Sequence[float]
+    down: Sequence[float]
+    latency: Sequence[float]
+    server: float = 0.0
+
+    def sending(self, node: int, share: float = 1.0) -> float:
+        """Return how long a node's link is taken by a message, or a share of it, up."""
+        return share * self.num_bytes * self.up[node]
+
+    def receiving(self, node: int, share: float = 1.0) -> float:
+        """Return how long it is, down."""
+        return share * self.num_bytes * self.down[node]
+
+    def serving(self, share: float = 1.0) -> float:
+        """Return how long the server's is, in either direction."""
+        return share * self.num_bytes * self.server
+
+    def swapping(self, node: int, other: int) -> float:
+        """Return how long the links of two nodes are when they swap messages: as long as the slowest end needs."""
+        return max(*map(self.sending, (node, other)), *map(self.receiving, (node, other)))
+
+    @classmethod
+    def none(cls, num_nodes: int) -> Wires:
+        """Links on which messages take no time."""
+        none = (0.0,) * num_nodes
+        return cls(0.0, none, none, none)
+
+
+@dataclass
+class Links:
+    """Until when each end of the wires is taken."""
+
+    wires: Wires
+    num_nodes: int
+    node_up: MutableMapping[int, float] = field(init=False)
+    node_down: MutableMapping[int, float] = field(init=False)
+    server_in: float = 0.0
+    server_out: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.node_up, self.node_down = (dict.fromkeys(range(self.num_nodes), 0.0) for _ in range(2))
+
+    def ahead(self) -> Links:
+        """Return links on which messages can be tried: what these send leaves the links themselves as they are.
+
+        >>> links = Links(Wires(1.0, up=[2.0], down=[1.0], latency=[0.0]), num_nodes=1)
+        >>> links.ahead().up(0, ready=0.0), links.up(0, ready=0.0)
+        (2.0, 2.0)
+        """
+        tried = copy.copy(self)
+        tried.node_up, tried.node_down = ChainMap({}, self.node_up), ChainMap({}, self.node_down)
+        return tried
+
+    def up(self, node: int, ready: float, share: float = 1.0) -> float:
+        """Send a movement, or a share of it; return when it is at the server."""
+        wires = self.wires
+        self.node_up[node] = max(ready, self.node_up[node]) + wires.sending(node, share)
+        self.server_in = max(ready, self.server_in) + wires.serving(share)
+        return max(self.node_up[node], self.server_in) + wires.latency[node]
+
+    def swap(self, node: int, other: int, ready: float) -> float:
+        """Let two nodes send each other a message of `num_bytes`; return when both are there.
+
+        Both directions go at once, at the pace of the slowest of the four ends, when all of these are free.
+
+        >>> Links(Wires(1.0, up=[2.0, 1.0], down=[1.0, 3.0], latency=[0.5, 0.1]), num_nodes=2).swap(0, 1, ready=1.0)
+        4.5
+        """
+        wires, ends = self.wires, (self.node_up, self.node_down)
+        end = max(ready, *(taken[i] for taken in ends for i in (node, other))) + wires.swapping(node, other)
+        for taken in ends:
+            taken[node] = taken[other] = end
+        return end + max(wires.latency[node], wires.latency[other])
+
+    def down(self, node: int, ready: float, share: float = 1.0) -> float:
+        """Send the server's parameters, or a share of them; return when they are at the node."""
+        wires = self.wires
+        self.node_down[node] = max(ready, self.node_down[node]) + wires.receiving(node, share)
+        self.server_out = max(ready, self.server_out) + wires.serving(share)
+        return max(self.node_down[node], self.server_out) + wires.latency[node]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How the nodes and the server work together.
+
+    Attributes:
+        num_steps: local steps of each node's rounds.
+        buffer: arrivals of which the server makes one update.
+        max_wait: the first to arrive when nobody waits opens a window of so many seconds. Who arrives in it waits, and
+            all of them begin again together when it closes.
+        grace: when it closes: "full": when its time is over, or all nodes wait; "until_last": with the last arrival in
+            it, known in hindsight, so that nobody waits in vain.
+        wires: None: messages take no time.
+    """
+
+    num_steps: tuple[int, ...]
+    buffer: int = 1
+    max_wait: float = 0.0
+    grace: Grace = "full"
+    wires: Wires | None = None
+
+    def events(self, step_seconds: StepSeconds) -> Iterator[Happening]:
+        """Yield what happens, without an end."""
+        return _Rounds(self, step_seconds).events()
+
+    def arrivals(self, events: Sequence[Happening]) -> tuple[Arrival, ...]:
+        """Return the arrivals of which an update is made; `events`: all after the update before, up to it."""
+        return tuple(event for event in events if isinstance(event, Arrival))
+
+    def trained(self, events: Sequence[Happening]) -> tuple[Arrival, ...]:
+        """Return the arrivals whose local steps are counted with an update: each step once."""
+        return self.arrivals(events)
+
+    def columns(self, events: Sequence[Happening]) -> dict[str, Any]:
+        """Return what the history says of an update besides what it says of each."""
+        return {}
+
+    def taken(self, event: Happening, wires: Wires) -> tuple[dict[int, float], dict[int, float]]:
+        """Return for how long the messages of an event take nodes' links, up and down: seconds by node."""
+        if isinstance(event, Arrival):
+            return {event.node: wires.sending(event.node)}, {}
+        return {}, {node: wires.receiving(node) for node in event.nodes} if isinstance(event, Restart) else {}
+
+    def arrives(self, links: Links, node: int, end: float, first_step: int) -> float:
+        """Send what a node's round has moved; return when it is there."""
+        return links.up(node, end)
+
+    def begins(self, links: Links, node: int, time: float) -> float:
+        """Send what a node's next round begins with; return when it is there."""
+        return links.down(node, time)
+
+    def seconds_of_round(self, node: int, first_step: int, step_seconds: StepSeconds) -> float:
+        """Return how long a round takes, summed from left to right."""
+        took = 0.0
+        for step in range(first_step, first_step + self.num_steps[node]):
+            took += step_seconds(node, step)
+        return took
+
+
+class Times(Protocol):
+    """How long everything takes in a run: `vecgym.clock.asynchronous.TimesOf` a network says it."""
+
+    @property
+    def nominal(self) -> list[float]:
+        """The seconds that a step of each node takes."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of each parameter, by name."""
+
+    @property
+    def seed(self) -> int:
+        """That of the run."""
+
+    def wires(self, sizes: Sequence[int] | None = None) -> Wires | None:
+        """Return the links between the nodes and a server, for messages of these tensors; None: they take no time."""
+
+    def wires_within(self, regions: Sequence[Sequence[int]]) -> Wires | None:
+        """Return those between the nodes and the servers of their regions."""
+
+    def wires_between(self, network: Any, num_regions: int) -> Wires | None:
+        """Return those between the servers of regions and a global one, on a network of their own."""
+
+    def num_messages(self, sizes: Sequence[int]) -> int:
+        """Count the messages in which tensors are sent, one after the other."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """When a run ends: with the first of these that comes true; at least one is given.
+
+    Attributes:
+        updates: versions that the server makes.
+        seconds: simulated; an update after that is not made.
+        steps: local steps in the updates, of all nodes together.
+    """
+
+    updates: int | None = None
+    seconds: float | None = None
+    steps: int | None = None
+
+
+def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Happening]:
+    """Return all events of a run in their order, up to its last update.
+
+    Raises:
+        ValueError: where time does not go on, so that a run of `Stop(seconds=...)` would never end; and for a run of
+            more events than can be planned.
+    """
+    events: list[Happening] = []
+    last, steps, version = 0, 0, 0  # the place after the last update; the steps of the rounds in it; its version
+    since = (0.0, 0)
+    for event in rules.events(step_seconds):
+        if stop.seconds is not None and event.time > stop.seconds:
+            break
+        events.append(event)
+        if isinstance(event, Update):
+            steps += sum(arrival.num_steps for arrival in rules.trained(events[last:]))
+            last, version = len(events), event.version
+            if version == stop.updates or (stop.steps is not None and steps >= stop.steps):
+                break
+        since = _moving(since, event, len(events), rules)
+        if len(events) == SOME:
+            _check_end(stop, Stop(version, event.time, steps))
+    return events[:last]
+
+
+def _moving(since: tuple[float, int], event: Happening, count: int, rules: Rules) -> tuple[float, int]:
+    """Return when time went on last, and at which event."""
+    time, place = since
+    if event.time > time:
+        return event.time, count
+    if count - place > 1000 * (len(rules.num_steps) + rules.buffer):
+        raise ValueError(
+            f"{count - place} events at {time} s: rounds that take no time never end. Give compute= positive seconds."
+        )
+    return since
+
+
+SOME, MOST = 4096, 10**7  # events
+
+
+def _check_end(stop: Stop, now: Stop) -> None:
+    """Raise a ValueError if the end is further than can be planned, given where `SOME` events have led."""
+    ends = {name: (end, getattr(now, name)) for name, end in vars(stop).items() if end is not None}
+    rounds = min(end / reached if reached else 1.0 for end, reached in ends.values())
+    if SOME * rounds > MOST:
+        told = ", ".join(f"{end:.3g} {name}" for name, (end, _) in ends.items())
+        raise ValueError(
+            f"a run of {told} has {SOME * rounds:.1g} events, of which the first {SOME} take {now.seconds:.3g} s: its "
+            f"order is planned beforehand, of at most {MOST:.0e} events. Give fewer, or longer steps in compute=."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """All that happens in an asynchronous run.
+
+    Attributes:
+        rules: how the nodes and the server work together.
+        updates: the events of each update of the server: all up to it, since the one before.
+
+    >>> events = schedule(Rules((2, 2)), lambda node, step: 1.0 + node, Stop(updates=3))
+    >>> found = Schedule(Rules((2, 2)), updates_of(events))
+    >>> found.total_steps, found.local_steps, found.columns(3)["sim_seconds"]
+    ([4, 2], [0, 2, 4, 6], 4.0)
+    """
+
+    rules: Rules
+    updates: list[list[Happening]]
+
+    @property
+    def events(self) -> list[Happening]:
+        """All of them, in order."""
+        return [event for part in self.updates for event in part]
+
+    @cached_property
+    def total_steps(self) -> list[int]:
+        """How many steps of each node arrive."""
+        totals = [0] * len(self.rules.num_steps)
+        for event in self.events:
+            if isinstance(event, Arrival):
+                totals[event.node] = event.first_step + event.num_steps
+        return totals
+
+    @cached_property
+    def max_steps(self) -> int:
+        """The most steps that a node makes."""
+        return max(1, *self.total_steps)
+
+    def arrivals(self, update: int) -> list[Arrival]:
+        """Return those in an update, counted from 1."""
+        return list(self.rules.arrivals(self.updates[update - 1]))
+
+    @cached_property
+    def local_steps(self) -> list[int]:
+        """The local steps in the first updates, from none to all of them."""
+        totals = [0]
+        for events in self.updates:
+            totals.append(totals[-1] + sum(arrival.num_steps for arrival in self.rules.trained(events)))
+        return totals
+
+    def columns(self, update: int) -> dict[str, Any]:
+        """Return what the history says of an update, besides its losses; see `vecgym.records.columns`."""
+        events, stale = self.updates[update - 1], [arrival.staleness for arrival in self.arrivals(update)]
+        return {
+            "sim_seconds": float(events[-1].time), "version": update, "num_arrived": len(stale),
+            "staleness": sum(stale) / len(stale), "staleness_max": max(stale),
+            "local_steps_total": self.local_steps[update], **self.rules.columns(events),
+        }  # fmt: skip
+
+
+def updates_of(events: Sequence[Happening]) -> list[list[Happening]]:
+    """Split events into those of each update: all up to it, since the one before.
+
+    >>> [len(part) for part in updates_of(schedule(Rules((1, 1)), lambda node, step: 1.0 + node, Stop(updates=3)))]
+    [2, 3, 2]
+    """
+    parts: list[list[Happening]] = [[]]
+    for event in events:
+        parts[-1].append(event)
+        if isinstance(event, Update):
+            parts.append([])
+    return parts[:-1]
+
+
+class Agenda:
+    """What is to come, in the order of time: a heap of (time, kind, who, what), with a handler for each kind.
+
+    Among what happens at one time, kinds come in their order, then nodes, regions or fragments in theirs.
+
+    >>> class Ticks(Agenda):
+    ...     def handlers(self):
+    ...         return [self.tick]
+    ...
+    ...     def tick(self, time, who, what):
+    ...         self.push(time + 1.0, 0, who)
+    ...         return [(time, who)]
+    >>> ticks = Ticks()
+    >>> ticks.push(0.5, 0, 7)
+    >>> events = ticks.events()
+    >>> next(events), next(events)
+    ((0.5, 7), (1.5, 7))
+    """
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[float, int, int, int]] = []
+
+    def handlers(self) -> Sequence[Callable[[float, int, int], Iterable[Happening]]]:
+        """Return what is called with (time, who, what), by kind."""
+        raise NotImplementedError
+
+    def push(self, time: float, kind: int, who: int, what: int = 0) -> None:
+        heapq.heappush(self.queue, (time, kind, who, what))
+
+    def events(self) -> Iterator[Happening]:
+        handlers = self.handlers()
+        while True:
+            time, kind, who, what = heapq.heappop(self.queue)
+            yield from handlers[kind](time, who, what)
+
+
+class Begun(NamedTuple):
+    """A round under way."""
+
+    begin: float
+    end: float
+    version: int
+
+
+MOVES, CLOSES = range(2)  # in their order at one time
+ENDS, ARRIVES = range(2)  # of a round
+
+
+class _Rounds(Agenda):
+    """Nodes that train in rounds, a server, and the window in which those who have arrived wait."""
+
+    def __init__(self, rules: Rules, step_seconds: StepSeconds) -> None:
+        super().__init__()
+        self.rules, self.step_seconds = rules, step_seconds
+        K = len(rules.num_steps)
+        self.version = 0
+        self.rounds = [0] * K
+        self.steps = [0] * K  # done by each node
+        self.began = [Begun(0.0, 0.0, 0)] * K
+        self.links = Links(rules.wires, K) if rules.wires is not None else None
+        self.waiting: list[int] = []
+        self.window, self.closes = 0, math.inf  # its number, and when it closes
+        self.buffered = 0
+        for node in range(K):
+            self._begin(node, 0.0)
+
+    def handlers(self) -> list[Callable[[float, int, int], Iterable[Happening]]]:
+        return [self._moves, self._closes]
+
+    def _moves(self, time: float, node: int, what: int) -> Iterable[Happening]:
+        if what == ENDS:
+            self.push(self._sent(self.links, node, time), MOVES, node, ARRIVES)
+            return ()
+        return self._arrives(time, node)
+
+    def _sent(self, links: Links | None, node: int, end: float) -> float:
+        """Send what a round has moved, and return when it is there."""
+        first_step = self.steps[node] - self.rules.num_steps[node]
+        return end if links is None else self.rules.arrives(links, node, end, first_step)
+
+    def _arrives(self, time: float, node: int) -> Iterator[Happening]:
+        if not self.waiting:
+            self.window, self.closes = self.window + 1, time + self.rules.max_wait
+            self.push(self.closes, CLOSES, self.window)
+        self.waiting.append(node)
+        begun, count = self.began[node], self.rules.num_steps[node]
+        staleness = self.version - begun.version
+        first = self.steps[node] - count
+        yield Arrival(
+            time, node, self.rounds[node], begun.version, staleness, first, count, begun.begin, begun.end
+        )  # fmt: skip
+        self.rounds[node] += 1
+        self.buffered += 1
+        if self.buffered == self.rules.buffer:
+            self.version += 1
+            yield Update(time, self.version, self.buffered)
+            self.buffered = 0
+        if len(self.waiting) == len(self.rounds) or (
+            self.rules.grace == "until_last" and self._following() > self.closes
+        ):
+            yield from self._closes(time, self.window, 0)
+
+    def _following(self) -> float:
+        """Return when the next arrival is if those who wait go on waiting.
+
+        Nothing is sent: if they do begin again now, what they send may come first.
+        """
+        queue, links = self.queue[:], None if self.links is None else self.links.ahead()
+        while queue:
+            time, kind, node, what = heapq.heappop(queue)
+            if kind == CLOSES and node == self.window:
+                return math.inf
+            if kind == MOVES and what == ARRIVES:
+                return time
+            if kind == MOVES:
+                heapq.heappush(queue, (self._sent(links, node, time), MOVES, node, ARRIVES))
+        return math.inf
+
+    def _closes(self, time: float, window: int, _: int) -> Iterator[Happening]:
+        """Let those who wait begin again."""
+        if window != self.window or not self.waiting:  # it has closed before
+            return
+        nodes, links, rules = tuple(sorted(self.waiting)), self.links, self.rules
+        self.waiting = []
+        begins = tuple(time if links is None else rules.begins(links, node, time) for node in nodes)
+        for node, begin in zip(nodes, begins):
+            self._begin(node, begin)
+        yield Restart(time, nodes, self.version, begins)
+
+    def _begin(self, node: int, begin: float) -> None:
+        end = begin + self.rules.seconds_of_round(node, self.steps[node], self.step_seconds)
+        self.steps[node] += self.rules.num_steps[node]
+        self.began[node] = Begun(begin, end, self.version)
+        self.push(end, MOVES, node, ENDS)
