@@ -773,10 +773,11 @@ def test_who_returns_merges_what_has_come_in_the_meantime() -> None:
     (LocalSteps([1, 2, 2, 2], H=2), "wait for nobody"),
     (lambda step: [] if step == 7 else [0, 1], "no node is there in step 7"),
     (Trace([[True] * K] * 5), "the trace has 5 steps of 4 nodes"),
+    (away(0, 5, 10**9), "no update in the last 100000 events"),
 ])  # fmt: skip
 def test_what_absences_cannot_be_is_said(availability: Any, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
-        fit(more("decoupled"), availability=availability, compute=Compute(1.0), max_seconds=30.0)
+        fit(more("decoupled", quorum=K), availability=availability, compute=Compute(1.0), max_updates=30)
 
 
 def test_a_run_with_absences_resumes(tmp_path: pathlib.Path) -> None:

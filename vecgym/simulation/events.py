@@ -344,7 +344,7 @@ def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Happen
 
     Raises:
         ValueError: where time does not go on, so that a run of `Stop(seconds=...)` would never end; and for a run of
-            more events than can be planned.
+            more events than can be planned, or in which absent nodes are waited for without an end.
     """
     events: list[Happening] = []
     last, steps, version = 0, 0, 0  # the place after the last update; the steps of the rounds in it; its version
@@ -359,6 +359,11 @@ def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Happen
             if version == stop.updates or (stop.steps is not None and steps >= stop.steps):
                 break
         since = _moving(since, event, len(events), rules)
+        if rules.absences is not None and len(events) - last > STALLED:
+            raise ValueError(
+                f"no update in the last {STALLED} events, up to {event.time:.3g} s: the server waits for nodes that "
+                "are absent. Give another availability, or a smaller quorum or buffer."
+            )
         if len(events) == SOME:
             _check_end(stop, Stop(version, event.time, steps))
     return events[:last]
@@ -377,6 +382,7 @@ def _moving(since: tuple[float, int], event: Happening, count: int, rules: Rules
 
 
 SOME, MOST = 4096, 10**7  # events
+STALLED = 10**5  # events
 
 
 def _check_end(stop: Stop, now: Stop) -> None:
