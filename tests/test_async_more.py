@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 import random
+import re
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +20,9 @@ from tests.reference import ad_psgd as ad_psgd_twin
 from tests.reference import asynchronous as twin
 from tests.reference import decoupled as decoupled_twin
 from tests.reference import halos as halos_twin
-from tests.test_asynchronous import F64, SGD, B, K, data, fit, largest_gap, server_of
+from tests.test_asynchronous import F64, SGD, B, K, absences_of, data, fit, largest_gap, server_of
 from vecgym import Logger, ProcessError, Trainer, rollout
+from vecgym.availability import Dropout, LocalSteps, Sampled, Trace
 from vecgym.clock import AsyncTimeline, Compute, Network
 from vecgym.collectives.ledger import Entry
 from vecgym.collectives.topology import Links
@@ -98,13 +100,16 @@ def servers_of(rng: random.Random) -> tuple[Server, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("case", range(12))
-def test_halos_is_its_twin(case: int) -> None:
+@pytest.mark.parametrize("absent", [False, True])
+def test_halos_is_its_twin(case: int, absent: bool) -> None:
     rng = random.Random(f"halos {case}")
     regions = rng.choice([[[0, 1], [2, 3]], [[3, 1], [0], [2]], [[0, 1, 2, 3]], [[2], [0, 1, 3]]])
     R = len(regions)
     (local, make_local), (central, make_central) = servers_of(rng), servers_of(rng)
     inner, other_inner = inner_of(rng)
     compute, median, seconds = compute_of(rng, case)
+    given, begins = absences_of(case, median)
+    there = given if absent else {}
     linked, far = rng.random() < 0.5, rng.random() < 0.7
     network = Network([8 / p for p in PACES], latency=LATENCY, server_bandwidth=8 * 2.0**17)
     between = Network([8 / p for p in PACES[:R]], latency=[4.0, 0.0, 2.0][:R])
@@ -121,7 +126,7 @@ def test_halos_is_its_twin(case: int) -> None:
     )  # fmt: skip
     updates = 200 // every
     trainer = fit(
-        strategy, compute=compute, network=network if linked else None, max_updates=updates, val_interval=None
+        strategy, compute=compute, network=network if linked else None, max_updates=updates, val_interval=None, **there,
     )  # fmt: skip
     expected, locals_ = halos_twin.halos(
         make_model("MLP", dtype=F64), batch_of(Batches(data(), K, B, seed=3)), regions, num_updates=updates,
@@ -129,7 +134,7 @@ def test_halos_is_its_twin(case: int) -> None:
         global_server=make_central(), local_updates=every, merge=a, staleness_function=staleness, max_norm=1.0,
         network=twin.Network(num_bytes(), PACES, PACES, 2.0**-17, LATENCY) if linked else None,
         global_network=twin.Network(num_bytes(), PACES[:R], PACES[:R], 0.0, [4.0, 0.0, 2.0][:R]) if far else None,
-        schedule=scheduled,
+        schedule=scheduled, begins=begins if absent else None,
     )  # fmt: skip
 
     rows = trainer.history.rows[1:]
@@ -153,9 +158,9 @@ def test_halos_is_its_twin(case: int) -> None:
             mean = sum(losses) / len(losses)
             assert row["train_losses"][node] == pytest.approx(mean, rel=1e-9, nan_ok=True)
     assert largest_gap({name: x[0] for name, x in server_of(trainer).items()}, expected[-1].params) < 1e-10
-    assert trainer.state is not None
+    state: Any = trainer.state
     for r, theta in enumerate(locals_):
-        found = trainer.state.shared["regions"][str(r)]["params"]
+        found = state.shared["regions"][str(r)]["params"]
         assert largest_gap({name: x[0] for name, x in found.items()}, theta) < 1e-10
 
 
@@ -189,8 +194,8 @@ def test_regions_that_never_listen_are_apart() -> None:
     found = fit(Halos("adamw", 1, OuterOptimizer(lr=0.1), local_updates=1, alpha=0.0, dylu=False, **settings),
                 max_updates=20, **options)  # fmt: skip
     expected = fit(AsyncStrategy("adamw", OuterOptimizer(lr=0.1), **settings), max_updates=20, **options)
-    assert found.state is not None
-    assert largest_gap(found.state.shared["regions"]["0"]["params"], server_of(expected)) < 1e-14
+    state: Any = found.state
+    assert largest_gap(state.shared["regions"]["0"]["params"], server_of(expected)) < 1e-14
 
 
 def test_a_region_that_follows_is_one_server() -> None:
@@ -287,21 +292,24 @@ def test_a_matrix_of_links_is_looked_at_within_regions() -> None:
 
 @pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("case", range(8))
-def test_ad_psgd_is_its_twin(case: int, linked: bool) -> None:
+@pytest.mark.parametrize("absent", [False, True])
+def test_ad_psgd_is_its_twin(case: int, linked: bool, absent: bool) -> None:
     rng = random.Random(f"ad_psgd {case}")
     inner, other_inner = inner_of(rng)
-    compute, _, seconds = compute_of(rng, case)
+    compute, median, seconds = compute_of(rng, case)
+    given, begins = absences_of(case, median)
+    there = given if absent else {}
     topology = rng.choice(["complete", "ring", torch.tensor([[0, 2, 1, 0], [1, 0, 0, 1], [3, 0, 0, 0], [0, 0, 0, 0]])])
     mix: Any = rng.choice(["after", "before"])
     scheduled = (lambda step: 0.98**step) if rng.random() < 0.5 else None
     strategy = InPairs(inner, topology, mix=mix, lr_scheduler=scheduled, max_norm=1.0)
     network = Network([8 / p for p in PACES], latency=LATENCY) if linked else None
     swap = ad_psgd_twin.Swap([pace * num_bytes() for pace in PACES], LATENCY)
-    trainer = fit(strategy, compute=compute, network=network, max_updates=50, val_interval=10)
+    trainer = fit(strategy, compute=compute, network=network, max_updates=50, val_interval=10, **there)
     expected, models = ad_psgd_twin.ad_psgd(
         make_model("MLP", dtype=F64), batch_of(Batches(data(), K, B, seed=3)), K, total_steps=50 * K,
         neighbour=Neighbours(strategy.weights(K), seed=3), step_seconds=seconds, mix=mix, inner=other_inner,
-        max_norm=1.0, schedule=scheduled, swap=swap if linked else None,
+        max_norm=1.0, schedule=scheduled, swap=swap if linked else None, begins=begins if absent else None,
     )  # fmt: skip
     timeline = trainer.timeline()
     assert isinstance(timeline, AsyncTimeline)
@@ -403,10 +411,13 @@ def test_derivatives_of_ad_psgd() -> None:
 
 
 @pytest.mark.parametrize("case", range(10))
-def test_decoupled_is_its_twin(case: int) -> None:
+@pytest.mark.parametrize("absent", [False, True])
+def test_decoupled_is_its_twin(case: int, absent: bool) -> None:
     rng, updates = random.Random(f"decoupled {case}"), 200 if case < 2 else 40
     inner, other_inner = inner_of(rng)
     compute, median, seconds = compute_of(rng, case)
+    given, begins = absences_of(case, median)
+    there = given if absent else {}
     names = [name for name, _ in make_model("MLP", dtype=F64).named_parameters()]
     fragments = rng.choice([[names], [names[:1], names[1:]], [[name] for name in names[::-1]]])
     tokens = rng.choice([1.0, [1.0, 2.0, 3.0, 0.5]])
@@ -424,13 +435,13 @@ def test_decoupled_is_its_twin(case: int) -> None:
         step_seconds=step, sync_seconds=0.1, tokens=tokens, lr_scheduler=scheduled, max_norm=1.0, **settings,
     )  # fmt: skip
     trainer = fit(
-        strategy, compute=compute, network=network if linked else None, max_updates=updates, val_interval=None
+        strategy, compute=compute, network=network if linked else None, max_updates=updates, val_interval=None, **there,
     )  # fmt: skip
     expected = decoupled_twin.decoupled(
         make_model("MLP", dtype=F64), batch_of(Batches(data(), K, B, seed=3)), K, num_updates=updates,
         fragments=fragments, step_seconds=seconds, tau=overlap, gamma=gamma, step=step or sum(median) / K, sync=0.1,
         tokens_per_step=tokens if isinstance(tokens, list) else None, inner=other_inner,
-        outer=(torch.optim.SGD, outer), max_norm=1.0, schedule=scheduled, **settings,
+        outer=(torch.optim.SGD, outer), max_norm=1.0, schedule=scheduled, begins=begins if absent else None, **settings,
         network=twin.Network(num_bytes(), PACES, PACES, 2.0**-17, LATENCY) if linked else None,
     )  # fmt: skip
     rows, timeline = trainer.history.rows[1:], trainer.timeline()
@@ -705,3 +716,76 @@ def test_wrong_settings(make: Callable[[], Any], match: str) -> None:
 def test_wrong_options(make: Callable[[], Strategy], options: dict[str, Any], match: str) -> None:
     with pytest.raises((ValueError, TypeError), match=match):
         fit(make(), **{"max_steps": 4, **options})
+
+
+# --------------------------------------------------------------------------------------------------------- absences
+
+
+def away(node: int, first: int, last: int) -> Callable[[int], list[int]]:
+    """A node is absent from a step to before another."""
+    return lambda step: [other for other in range(K) if other != node or not first <= step < last]
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, "async"])
+def test_who_is_absent_begins_nothing(name: str) -> None:
+    """Steps of a second; node 2 is away from 3 to 11, and computes that much less, and what it began before it ends."""
+    options: dict[str, Any] = {"compute": Compute(1.0), "max_seconds": 24.0}
+    found, usual = fit(more(name), availability=away(2, 3, 11), **options), fit(more(name), **options)
+    timeline, before = found.timeline(), usual.timeline()
+    assert isinstance(timeline, AsyncTimeline)
+    end = timeline.seconds
+    assert timeline.per_node.computed.tolist() == pytest.approx([end, end, end - 8.0, end])
+    assert before.per_node.computed.tolist() == pytest.approx([before.seconds] * K)
+    of_node = [event for event in timeline.events if isinstance(event, Arrival) and event.node == 2]
+    assert not [event for event in of_node if 3 <= event.begin < 11]
+    others = [[(e.node, e.first_step, e.end) for e in x.events if isinstance(e, Arrival) and e.node != 2]
+              for x in (timeline, before)]  # fmt: skip
+    if name != "halos":  # whose run may end with another message
+        assert others[0] == others[1][: len(others[0])]
+    assert largest_gap(server_of(found), server_of(usual)) > 1e-6
+
+
+def test_decoupled_goes_on_without_who_is_absent() -> None:
+    """A quorum of all waits for it, one of three does not: the goodput that the algorithm is for."""
+    given: dict[str, Any] = {"compute": Compute(1.0), "availability": away(2, 4, 40), "max_seconds": 44.0}
+    updates = [fit(more("decoupled", fragments=1, quorum=quorum), **given).history.last("step") for quorum in (3, 4)]
+    assert updates[0] >= 3 * updates[1]
+
+
+def test_who_returns_merges_what_has_come_in_the_meantime() -> None:
+    """The newest version, before its first step."""
+    found = fit(more("decoupled", fragments=1, quorum=2, overlap=0), compute=Compute(1.0), availability=away(2, 4, 20),
+                max_seconds=30.0)  # fmt: skip
+    timeline = found.timeline()
+    assert isinstance(timeline, AsyncTimeline)
+    own = [event for event in timeline.events if getattr(event, "node", None) == 2 or
+           (isinstance(event, Restart) and event.nodes == (2,))]  # fmt: skip
+    back = next(i for i, event in enumerate(own) if isinstance(event, Restart) and event.time >= 20)
+    merge = own[back - 1]
+    assert isinstance(merge, Merged)
+    versions = [event.version + 1 for event in timeline.events if isinstance(event, Closed) and event.time <= 20]
+    assert (own[back].time, merge.time, merge.version) == (20.0, 20.0, versions[-1])
+
+
+@pytest.mark.parametrize(("availability", "said"), [
+    (Sampled(0.5, 2), "go on with what they have when they return"),
+    (Trace([[True] * K] * 90, rejoin="neighbour"), 'with rejoin="own"'),
+    (LocalSteps([1, 2, 2, 2], H=2), "wait for nobody"),
+    (lambda step: [] if step == 7 else [0, 1], "no node is there in step 7"),
+    (Trace([[True] * K] * 5), "the trace has 5 steps of 4 nodes"),
+    (away(0, 5, 10**9), "no update in the last 100000 events"),
+])  # fmt: skip
+def test_what_absences_cannot_be_is_said(availability: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        fit(more("decoupled", quorum=K), availability=availability, compute=Compute(1.0), max_updates=30)
+
+
+def test_a_run_with_absences_resumes(tmp_path: pathlib.Path) -> None:
+    """With the same, to the bit; with others it is another run."""
+    given: dict[str, Any] = {"compute": Compute([1.0, 1.3, 2.0, 0.7]), "save_dir": tmp_path / "a", "max_updates": 9}
+    whole = fit(more("decoupled"), availability=Dropout(0.4, 3), checkpoint_interval=1, keep_checkpoints=99, **given)
+    given |= {"resume": tmp_path / "a" / "step-000000004.pt"}
+    again = fit(more("decoupled"), availability=Dropout(0.4, 3), **{**given, "save_dir": tmp_path / "b"})
+    assert largest_gap(server_of(whole), server_of(again)) == 0
+    with pytest.raises(ValueError, match="availability"):
+        fit(more("decoupled"), availability=Dropout(0.3, 3), **{**given, "save_dir": tmp_path / "c"})

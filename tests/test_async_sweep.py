@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 from tests.models import make_data, make_model
 from vecgym import DivergenceError, SweepResult, Trainer, VecgymWarning, sweep
 from vecgym.clock import Compute, Network
-from vecgym.engine.availability import Sampled
+from vecgym.engine.availability import Dropout, Sampled
 from vecgym.models import Classifier
 from vecgym.records.columns import MEASURED
 from vecgym.strategy import (
@@ -101,6 +101,15 @@ class Follow(Server):
 
 
 # ----------------------------------------------------------------------------------------------------- single runs
+
+
+def test_configurations_in_which_nodes_are_absent_are_their_fits() -> None:
+    """Each by itself, drawn by its seed and on its nodes."""
+    result = run(grid={"seed": [0, 1]}, availability=Dropout(0.4, 3))
+    assert result.history(0)["sim_seconds"] != result.history(1)["sim_seconds"]
+    for index in range(2):
+        check_row(result, index)
+
 
 SERVERS: dict[str, Callable[[float], Any]] = {
     "outer": lambda lr: AsyncStrategy("adamw", OuterOptimizer(lr=0.3), H=2, lr=lr),
@@ -405,7 +414,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_updates": 0}, ValueError, "max_updates=0 must be an integer >= 1"),
     ({"max_seconds": 0.1}, ValueError, "max_seconds=0.1 ends the run before the first update"),
     ({"max_seconds": -1.0}, ValueError, "max_seconds=-1.0 must be"),
-    ({"availability": Sampled(0.5, 2)}, ValueError, "is not there for AsyncStrategy: leave it out"),
+    ({"availability": Sampled(0.5, 2)}, ValueError, "go on with what they have when they return"),
     ({"compile": True}, ValueError, "compile=True is not there for AsyncStrategy"),
     ({"strategy": DiLoCoStrategy(), "grid": {"seed": [0]}, "compute": None}, ValueError,
      "max_updates is of asynchronous runs, and DiLoCoStrategy takes steps of all nodes"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pathlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -108,15 +108,34 @@ def heloco(rng: random.Random) -> tuple[Server, Any, dict[str, Any]]:
     return HeLoCo(0.2, 0.9), twin.HeLoCo(0.2, 0.9, K, buffer), {"buffer": buffer}
 
 
+def absences_of(case: int, median: Sequence[float]) -> tuple[dict[str, Any], Callable[[int, float], float]]:
+    """Nodes that come and go, one of them for long: options of `fit`, and what a twin takes."""
+    rng, seconds = random.Random(f"absent {case}"), sum(median) / K
+    table = [[rng.random() < 0.7 for _ in range(K)] for _ in range(400)]
+    table = [[there and not (node == 1 and 10 <= t < 30) for node, there in enumerate(x)] for t, x in enumerate(table)]
+    table = [row if any(row) else [True] * K for row in table]
+
+    def begins(node: int, time: float) -> float:
+        interval = int(time / seconds + 1e-9)
+        while interval < len(table) and not table[interval][node]:
+            interval += 1
+            time = interval * seconds
+        return time
+
+    return {"availability": lambda step: table[step] if step < len(table) else [True] * K}, begins
+
+
 @pytest.mark.parametrize("make", [outer_sgd, outer_adam, delayed_nesterov, fedbuff, heloco])
 @pytest.mark.parametrize("case", range(6))
-def test_twins(make: Make, case: int) -> None:
+@pytest.mark.parametrize("absent", [False, True])
+def test_twins(make: Make, case: int, absent: bool) -> None:
     rng = random.Random(f"{make.__name__} {case}")
     server, other, settings = make(rng)
     inner: Any = rng.choice([("sgd", torch.optim.SGD, {"lr": 0.05}), ("adamw", torch.optim.AdamW, {"lr": 0.01})])
     median = [rng.choice([0.5, 1.0, 1.0, 2.5]) for _ in range(K)]
     compute = Compute.lognormal(median, sigma=0.4, seed=case) if rng.random() < 0.5 else Compute(median)
     seconds = compute.of_steps(2000, K).tolist()
+    given, begins = absences_of(case, median)
     pace = [2.0 ** rng.choice([-16, -13]) for _ in range(K)]  # the same from bandwidths, to the last bit
     network = Network([8 / p for p in pace], latency=[0.1, 0.0, 0.3, 0.2], server_bandwidth=8 * 2.0**17)
     linked = rng.random() < 0.5
@@ -134,7 +153,8 @@ def test_twins(make: Make, case: int) -> None:
     )  # fmt: skip
     updates = 200 // getattr(other, "buffer", 1)
     trainer = fit(
-        strategy, compute=compute, network=network if linked else None, max_updates=updates, val_interval=None
+        strategy, compute=compute, network=network if linked else None, max_updates=updates, val_interval=None,
+        **given if absent else {},
     )  # fmt: skip
 
     batches = Batches(data(), K, B, seed=3)
@@ -143,7 +163,7 @@ def test_twins(make: Make, case: int) -> None:
     expected = twin.asynchronous(
         model, lambda node, step: [x[node] for x in batches[step]], K, num_updates=updates, server=other,
         num_steps=steps, step_seconds=lambda node, step: seconds[step][node], inner=(inner[1], inner[2]),
-        staleness_function=staleness, max_norm=1.0, schedule=schedule, **window,
+        staleness_function=staleness, max_norm=1.0, schedule=schedule, begins=begins if absent else None, **window,
         network=twin.Network(num_bytes, pace, pace, 2.0**-17, [0.1, 0.0, 0.3, 0.2]) if linked else None,
     )  # fmt: skip
 

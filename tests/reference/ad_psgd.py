@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from tests.reference import common
-from tests.reference.asynchronous import Params, clone
+from tests.reference.asynchronous import Begins, Params, clone
 from tests.reference.common import Batch, OptimizerSpec, Schedule
 
 
@@ -77,11 +77,13 @@ def ad_psgd(
     max_norm: float | None = None,
     schedule: Schedule | None = None,
     swap: Swap | None = None,
+    begins: Begins | None = None,
 ) -> tuple[list[Step], list[nn.Module]]:
     """Run until all nodes together have ended `total_steps` steps."""
     models = common.copy_model(model, num_nodes)
     optimizers = common.make_optimizers(models, inner)
     own_step = [0] * num_nodes
+    met = list(range(num_nodes))  # with whom each averages
     losses = [0.0] * num_nodes
     computed: list[tuple[float, int]] = []  # gradients that will be there
     ends: list[tuple[float, int]] = []  # steps that will be over
@@ -91,18 +93,21 @@ def ad_psgd(
         """The gradient lies in .grad until the step ends: averages change the parameters only."""
         losses[i] = float(common.backward(models[i], batch(i, own_step[i])))
         common.clip(models[i], max_norm)
-        heapq.heappush(computed, (time + step_seconds(i, own_step[i]), i))
+        begun = time if begins is None else begins(i, time)
+        heapq.heappush(computed, (begun + step_seconds(i, own_step[i]), i))
 
     def first_end(until: float = math.inf) -> float:
         """The next time at which a step is over; of exchanges only those that begin up to a time are made."""
         while computed and computed[0][0] <= until and (not ends or computed[0] <= ends[0]):
             ready, i = heapq.heappop(computed)
-            j = neighbour(i, own_step[i])
+            j = met[i] = neighbour(i, own_step[i])
+            if begins is not None and begins(j, ready) > ready:  # it is absent
+                j = met[i] = i
             heapq.heappush(ends, (ready if swap is None or j == i else swap(i, j, ready), i))
         return ends[0][0] if ends else math.inf
 
     def end(i: int, time: float) -> None:
-        j = neighbour(i, own_step[i])
+        j = met[i]
         common.set_rate(optimizers[i], schedule, own_step[i])
         if mix == "after":
             optimizers[i].step()

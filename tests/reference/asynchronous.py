@@ -333,6 +333,21 @@ def round_seconds(step_seconds: Callable[[int, int], float], node: int, own_step
     return seconds
 
 
+Begins = Callable[[int, float], float]  # (node, time) -> when a step begins that would begin then
+
+
+def round_end(
+    step_seconds: Callable[[int, int], float], begins: Begins | None, node: int, own_step: int, num_steps: int,
+    time: float,
+) -> float:  # fmt: skip
+    """When a round ends that begins at `time`. `begins`: nodes that are absent begin no step before they are back."""
+    if begins is None:
+        return time + round_seconds(step_seconds, node, own_step, num_steps)
+    for step in range(own_step, own_step + num_steps):
+        time = begins(node, time) + step_seconds(node, step)
+    return time
+
+
 def dylu(H: int, seconds: Sequence[float]) -> list[int]:
     """Local steps in inverse proportion to the seconds per step, at least 1; the fastest node takes H.
 
@@ -405,6 +420,7 @@ def asynchronous(
     network: Network | None = None,
     max_norm: float | None = None,
     schedule: Schedule | None = None,
+    begins: Begins | None = None,
 ) -> list[Update]:
     """Run until the server has taken `num_updates` updates. `server` starts afresh: give each run its own."""
     nodes = make_nodes(model, num_nodes, inner)
@@ -419,7 +435,7 @@ def asynchronous(
         nodes[i].version = version
         batches = [batch(i, step) for step in range(first, first + num_steps[i])]
         train_round(nodes[i], server.sent(), batches, max_norm, schedule)
-        queue.push(time + round_seconds(step_seconds, i, first, num_steps[i]), END, i)
+        queue.push(round_end(step_seconds, begins, i, first, num_steps[i], time), END, i)
 
     for i in range(num_nodes):
         begin(i, 0.0)

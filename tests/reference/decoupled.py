@@ -50,7 +50,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.reference import common
-from tests.reference.asynchronous import Arrival, Links, Network, Node, Params, Update, clone, make_nodes
+from tests.reference.asynchronous import Arrival, Begins, Links, Network, Node, Params, Update, clone, make_nodes
 from tests.reference.common import Batch, OptimizerSpec, Schedule
 
 END, DELIVERED, CLOSE, RECEIVED, BEGIN = range(5)  # in their order at one time
@@ -146,6 +146,7 @@ def decoupled(
     network: Network | None = None,
     max_norm: float | None = None,
     schedule: Schedule | None = None,
+    begins: Begins | None = None,
 ) -> list[FragmentUpdate]:
     """Run until the server has taken `num_updates` updates of fragments."""
     learners = make_nodes(model, num_nodes, inner)
@@ -223,8 +224,16 @@ def decoupled(
             copies[i][p].coming.append((fragment.version, {name: Theta[name].clone() for name in fragment.names}))
             heapq.heappush(events, (links.download(i, time, fragment.share), RECEIVED, i, p))
 
+    def begin_or_wait(i: int, time: float) -> None:
+        """A learner that is absent merges and begins when it is back."""
+        later = time if begins is None else begins(i, time)
+        if later > time:
+            heapq.heappush(events, (later, BEGIN, i, 0))
+        else:
+            begin(i, time)
+
     for i in range(num_nodes):
-        begin(i, 0.0)
+        begin_or_wait(i, 0.0)
     while len(updates) < num_updates:
         now, kind, who, what = heapq.heappop(events)
         if kind == END:
@@ -237,6 +246,6 @@ def decoupled(
         elif kind == RECEIVED:
             copies[who][what].arrived = copies[who][what].coming.pop(0)
         elif kind == BEGIN:
-            begin(who, now)
+            begin_or_wait(who, now)
 
     return updates

@@ -46,6 +46,7 @@ from torch import nn
 from tests.reference import common
 from tests.reference.asynchronous import (
     Arrival,
+    Begins,
     DelayedNesterov,
     Links,
     Network,
@@ -55,7 +56,7 @@ from tests.reference.asynchronous import (
     Update,
     clone,
     make_nodes,
-    round_seconds,
+    round_end,
     staleness_weight,
     train_round,
     write,
@@ -127,6 +128,7 @@ def halos(
     global_network: Network | None = None,
     max_norm: float | None = None,
     schedule: Schedule | None = None,
+    begins: Begins | None = None,
 ) -> tuple[list[GlobalUpdate], list[Params]]:
     """Run until the global server has taken `num_updates` updates; return them, and the local servers' parameters."""
     region_of = {node: r for r, members in enumerate(regions) for node in members}
@@ -146,7 +148,7 @@ def halos(
         nodes[i].version = region.version
         batches = [batch(i, step) for step in range(first, first + num_steps[i])]
         train_round(nodes[i], region.server.sent(), batches, max_norm, schedule)
-        heapq.heappush(events, (time + round_seconds(step_seconds, i, first, num_steps[i]), END, i))
+        heapq.heappush(events, (round_end(step_seconds, begins, i, first, num_steps[i], time), END, i))
 
     def receive(i: int, time: float, region: Region) -> None:
         """Node i's movement has arrived at its local server."""

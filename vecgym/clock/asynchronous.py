@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from vecgym.clock.network import Network, Routes
 from vecgym.clock.trace import Bar, PerNode, Recorded
 from vecgym.collectives.base import bucketed
 from vecgym.core import check
-from vecgym.simulation.events import Arrival, Happening, Restart, Rules, StepSeconds, Update, Wires
+from vecgym.engine.attendance import Availability, Facts
+from vecgym.simulation.events import Absences, Arrival, Happening, Restart, Rules, StepSeconds, Update, Wires
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,13 @@ class TimesOf:
     network: Network | None
     sizes: Mapping[str, int]
     seed: int
+    availability: Availability | None = None
+
+    @cached_property
+    def absences(self) -> Absences | None:
+        """When nodes are not there: row t of an availability's table is of the t-th step, the mean over the nodes."""
+        given = self.availability
+        return None if given is None else absences_of(given, self.nominal, self.compute, self.seed)
 
     @property
     def nominal(self) -> list[float]:
@@ -97,6 +106,52 @@ def step_seconds_of(compute: Compute, num_nodes: int) -> StepSeconds:
     return lambda node, step: nominal[node] * factors(node, step // BLOCK)[step % BLOCK]
 
 
+def absences_of(availability: Availability, nominal: Sequence[float], compute: Compute, seed: int) -> Absences:
+    """Return when the nodes of an asynchronous run are not there, looked at as far as its time goes.
+
+    Raises:
+        ValueError: for one that says what nodes that return take from others, or who only exchanges; and for a time in
+            which nobody is there.
+
+    >>> from vecgym.engine.availability import Trace
+    >>> found = absences_of(Trace([[True, False], [True, True]]), [1.0, 2.0], Compute([1.0, 2.0]), seed=0)
+    >>> found.seconds, found.is_there(1, 1.0), found.begins(1, 1.0)
+    (1.5, False, 1.5)
+    """
+    facts = Facts(len(nominal), BLOCK, seed, compute)
+    if availability.rejoin != "own" or availability.training(facts) is not None:
+        raise ValueError(
+            f"availability={availability!r}: nodes of an asynchronous strategy go on with what they have when they "
+            'return, and wait for nobody: give Dropout, Trace or a function of the step, with rejoin="own".'
+        )
+    seconds, rows = sum(nominal) / len(nominal), list[list[bool]]()
+    if seconds <= 0:
+        raise ValueError("availability goes by steps, and these take no time: give compute= positive seconds.")
+
+    def there(node: int, interval: int) -> bool:
+        if interval >= len(rows):
+            rows.extend(_table(availability, facts, len(rows), interval).tolist())
+        if not any(rows[interval]):
+            raise ValueError(
+                f"availability={availability!r}: no node is there in step {interval} (counted from 0), of "
+                f"{seconds:.4g} s each. At least one must be."
+            )
+        return rows[interval][node]
+
+    return Absences(seconds, there)
+
+
+def _table(availability: Availability, facts: Facts, first: int, interval: int) -> Tensor:
+    """Return who is there from `first` on up to an interval, and further if it is known."""
+    further = facts._replace(num_steps=max(BLOCK, 2 * interval + 2))
+    try:
+        availability.check(further)
+    except ValueError:  # a trace that ends
+        further = facts._replace(num_steps=interval + 1)
+        availability.check(further)
+    return availability.present(further)(first, further.num_steps)
+
+
 def wires_of(network: Network, num_nodes: int, sizes: Sequence[float]) -> Wires:
     """Return the links between the nodes and a server, for all tensors of so many bytes.
 
@@ -124,6 +179,7 @@ class AsyncTimeline(Recorded):
         per_node: where the seconds of each node went.
         events: arrivals, updates and restarts, in order; see `vecgym.simulation.events`.
         network, compute: what it is for; without a network messages take no time.
+        absences: whether nodes may be absent.
 
     >>> from vecgym import Trainer
     >>> from vecgym.models import Line
@@ -147,6 +203,7 @@ class AsyncTimeline(Recorded):
     update_seconds: Tensor
     events: Sequence[Happening]
     network: Network | None
+    absences: bool = False
 
     plot = trace.plot_timeline  # methods: they take a timeline first
     save_trace = trace.save_trace
@@ -171,7 +228,8 @@ class AsyncTimeline(Recorded):
             node, begin, end = event.node, event.begin, event.end
             if end > times[first] and begin < times[last]:
                 if begin > idle[node]:
-                    found.append(Bar(node, "wait", version, idle[node], begin, f"waits for version {event.version}"))
+                    why = "waits, or is absent" if self.absences else f"waits for version {event.version}"
+                    found.append(Bar(node, "wait", version, idle[node], begin, why))
                 steps = f"round {event.round}, {event.num_steps} steps from version {event.version}"
                 found.append(Bar(node, "round", version, begin, end, steps))
                 if event.time > end:
@@ -206,7 +264,7 @@ def timeline_of(
     used = float((computed / end).mean()) if end > 0 else 1.0
     per_node = PerNode(computed, end - computed, sent, received)
     ends = torch.tensor(times, dtype=torch.float64)
-    return AsyncTimeline(end, used, per_node, compute, ends, events, network)
+    return AsyncTimeline(end, used, per_node, compute, ends, events, network, rules.absences is not None)
 
 
 def _computed(events: Sequence[Happening], rules: Rules, seconds: StepSeconds, end: float) -> list[float]:
@@ -215,13 +273,15 @@ def _computed(events: Sequence[Happening], rules: Rules, seconds: StepSeconds, e
     found, begins, steps = [0.0] * K, [0.0] * K, [0] * K
     for event in events:
         if isinstance(event, Arrival):
-            found[event.node] += event.end - event.begin
+            took = event.end - event.begin
+            if rules.absences is not None:
+                took = rules.computed(event.node, event.begin, event.first_step, event.end, seconds)
+            found[event.node] += took
             begins[event.node], steps[event.node] = float("inf"), event.first_step + event.num_steps
         elif isinstance(event, Restart):
             for node, begin in zip(event.nodes, event.begins):
                 begins[node] = begin
     for node in range(K):
         if begins[node] < end:
-            whole = sum(seconds(node, steps[node] + i) for i in range(rules.num_steps[node]))
-            found[node] += min(whole, end - begins[node])
+            found[node] += rules.computed(node, begins[node], steps[node], end, seconds)
     return found

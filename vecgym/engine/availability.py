@@ -26,6 +26,9 @@ Whose count a learning rate goes by is whose state it trains, and so is an optim
 
 Data and random numbers always go by a node's own count.
 
+In an asynchronous run, whose nodes do not take steps together, row t is for an interval of simulated time, as long as a
+step takes, the mean over the nodes. Who is absent begins no step, and goes on with its own when it is back: "own".
+
 >>> import vecgym
 >>> from vecgym.models import Line
 >>> from vecgym.strategy import AllReduceStrategy

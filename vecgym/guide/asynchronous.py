@@ -61,8 +61,27 @@ An update at every arrival with momentum adds up: rates that suit DiLoCo are abo
 
 All that follows is true of them as well.
 
-Each has its rules, and how it deviates from its paper, in its docstring. `fit(availability=...)`, for nodes that fail, come back or are not waited for, belongs to synchronous strategies: see
-`vecgym.guide.strategies`.
+Each has its rules, and how it deviates from its paper, in its docstring.
+
+## Nodes that fail and come back
+
+`fit(availability=...)` says who is there, as for synchronous strategies (`vecgym.guide.strategies`). Its step t is the
+t-th interval of simulated time, as long as a step of a node takes on average. A node begins no step while it is absent;
+one that it has begun before it ends. Back again, it goes on with what it has: in `AsyncStrategy` and `HALoSStrategy` with
+its round, in `DecoupledDiLoCoStrategy` after it has merged what the server has sent it. In `ADPSGDStrategy` nobody
+averages with a node that is absent. Hence `rejoin="own"`. Without node 0 a quorum of all stands still, and one of three
+does not:
+
+>>> from vecgym.strategy import DecoupledDiLoCoStrategy
+>>> failing = Trainer(Line(), torch.ones(64))
+>>> for quorum in (4, 3):
+...     model = failing.fit(
+...         DecoupledDiLoCoStrategy("sgd", quorum=quorum, H=2, lr=0.05), 4, max_seconds=20, compute=Compute(1.0),
+...         availability=lambda step: [1, 2, 3] if 4 <= step < 20 else [0, 1, 2, 3], device="cpu", progress=False,
+...     )
+...     print(quorum, failing.history.last("version"))
+4 1
+3 5
 
 ## How long, and what is recorded
 

@@ -14,8 +14,14 @@ from vecgym.clock.network import Network
 from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches
 from vecgym.engine import Engine
+<<<<<<< HEAD
 from vecgym.engine.state import Metrics
 from vecgym.simulation import Row, RunFacts, Simulation
+=======
+from vecgym.engine.attendance import Availability
+from vecgym.engine.state import Metrics, Result
+from vecgym.simulation import Row, RunFacts, Simulation, State
+>>>>>>> async30
 from vecgym.simulation.events import Arrival, Schedule, Stop, schedule, updates_of
 from vecgym.strategy.asynchronous import EventDriven
 from vecgym.strategy.communication import Context
@@ -36,18 +42,19 @@ class AsyncPlan(Schedule):
     @classmethod
     def of(
         cls, strategy: EventDriven, num_nodes: int, compute: Compute, network: Network | None, sizes: Mapping[str, int],
-        seed: int, stop: Stop,
+        seed: int, stop: Stop, availability: Availability | None = None,
     ) -> AsyncPlan:  # fmt: skip
         """Return the plan of a run.
 
         Args:
             sizes: the bytes of each parameter.
             seed: of the run.
+            availability: who is there when; None: all, always.
 
         Raises:
             ValueError: for a run that ends before its first update.
         """
-        times = TimesOf(num_nodes, compute, network, sizes, seed)
+        times = TimesOf(num_nodes, compute, network, sizes, seed, availability)
         rules, seconds = strategy.rules(times), times.seconds
         events = schedule(rules, seconds, stop)
         if not events:

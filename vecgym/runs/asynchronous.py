@@ -11,6 +11,7 @@ from vecgym.collectives.base import payload_bytes
 from vecgym.core import nodes
 from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
+from vecgym.engine.attendance import Availability
 from vecgym.runs.async_plan import AsyncPlan, Updates, stop_of
 from vecgym.runs.evaluation import evaluated_columns
 from vecgym.runs.run import Run
@@ -38,7 +39,10 @@ class AsyncRun(Run[M]):
         assert isinstance(options.compute, Compute)
         sizes = {name: payload_bytes(p[None]) for name, p in self.engine.params.items()}
         stop = stop_of(self.num_steps, K, options.max_updates, options.max_seconds, options.max_steps)
-        self.plan = AsyncPlan.of(strategy, K, options.compute, options.network, sizes, options.seed, stop)
+        assert options.availability is None or isinstance(options.availability, Availability)
+        self.plan = AsyncPlan.of(
+            strategy, K, options.compute, options.network, sizes, options.seed, stop, options.availability
+        )
         self.timeline = self.plan.timeline
         self.num_steps = len(self.plan.updates)
         return Updates(

@@ -381,7 +381,8 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
             no time.
         compute: how long the nodes compute on that network, a `vecgym.clock.Compute`.
         availability: who is present in which steps: `vecgym.availability.Dropout(0.1)` and others, or a function of the
-            step that returns the ids of those present. The others neither train nor exchange. None: all, always.
+            step that returns the ids of those present. The others neither train nor exchange. None: all, always. Of an
+            asynchronous run a step is an interval of simulated time, as long as a step takes, the mean over the nodes.
         max_updates: of an asynchronous run: updates of the server, in place of `max_steps`, which are local steps then,
             the mean over the nodes. Whichever is reached first ends the run; `val_interval`, `log_interval` and
             `checkpoint_interval` count updates.
@@ -440,7 +441,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
                 )
             return
         check_compute(self.strategy, self.compute)
-        refused = {"availability": None, "backend": "stacked", "exact": False, "compile": False,
+        refused = {"backend": "stacked", "exact": False, "compile": False,
                    "correlation_interval": None, "max_memory_usage": None}  # fmt: skip
         for option, value in refused.items():
             check_left_out(self.strategy, option, vars(self)[option], value)

@@ -189,6 +189,39 @@ class Links:
 
 
 @dataclass(frozen=True)
+class Absences:
+    """Nodes that are not always there. One that is absent when it would begin a step begins it when it is back.
+
+    Attributes:
+        seconds: of an interval, in which a node is there or is not.
+        there: (node, interval) -> whether it is.
+
+    >>> absences = Absences(seconds=2.0, there=lambda node, interval: interval != 1)
+    >>> absences.begins(node=0, time=1.5), absences.begins(node=0, time=2.5)
+    (1.5, 4.0)
+    """
+
+    seconds: float
+    there: Callable[[int, int], bool]
+
+    def is_there(self, node: int, time: float) -> bool:
+        """Whether a node is there at a time.
+
+        >>> Absences(2.0, lambda node, interval: interval != 1).is_there(0, 3.9)
+        False
+        """
+        return self.there(node, self._interval(time))
+
+    def begins(self, node: int, time: float) -> float:
+        """Return the time if the node is there then, and else when it may be again: at the interval's end."""
+        interval = self._interval(time)
+        return time if self.there(node, interval) else (interval + 1) * self.seconds
+
+    def _interval(self, time: float) -> int:
+        return int(time / self.seconds * (1 + 1e-12) + 1e-9)  # an interval's end is in the next one, rounded or not
+
+
+@dataclass(frozen=True)
 class Rules:
     """How the nodes and the server work together.
 
@@ -200,6 +233,7 @@ class Rules:
         grace: when it closes: "full": when its time is over, or all nodes wait; "until_last": with the last arrival in
             it, known in hindsight, so that nobody waits in vain.
         wires: None: messages take no time.
+        absences: None: all nodes are always there.
     """
 
     num_steps: tuple[int, ...]
@@ -207,6 +241,7 @@ class Rules:
     max_wait: float = 0.0
     grace: Grace = "full"
     wires: Wires | None = None
+    absences: Absences | None = None
 
     def events(self, step_seconds: StepSeconds) -> Iterator[Happening]:
         """Yield what happens, without an end."""
@@ -238,6 +273,17 @@ class Rules:
         """Send what a node's next round begins with; return when it is there."""
         return links.down(node, time)
 
+    def computed(self, node: int, begin: float, first_step: int, end: float, step_seconds: StepSeconds) -> float:
+        """Return how long a node has computed up to an end, in the round that it has begun."""
+        time, took = begin, 0.0
+        for step in range(first_step, first_step + self.num_steps[node]):
+            while self.absences is not None and time < end and (back := self.absences.begins(node, time)) > time:
+                time = back
+            seconds = step_seconds(node, step)
+            took += max(0.0, min(seconds, end - time))
+            time += seconds
+        return took
+
     def seconds_of_round(self, node: int, first_step: int, step_seconds: StepSeconds) -> float:
         """Return how long a round takes, summed from left to right."""
         took = 0.0
@@ -260,6 +306,10 @@ class Times(Protocol):
     @property
     def seed(self) -> int:
         """That of the run."""
+
+    @property
+    def absences(self) -> Absences | None:
+        """When nodes are not there; None: they always are."""
 
     def wires(self, sizes: Sequence[int] | None = None) -> Wires | None:
         """Return the links between the nodes and a server, for messages of these tensors; None: they take no time."""
@@ -294,7 +344,7 @@ def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Happen
 
     Raises:
         ValueError: where time does not go on, so that a run of `Stop(seconds=...)` would never end; and for a run of
-            more events than can be planned.
+            more events than can be planned, or in which absent nodes are waited for without an end.
     """
     events: list[Happening] = []
     last, steps, version = 0, 0, 0  # the place after the last update; the steps of the rounds in it; its version
@@ -309,6 +359,11 @@ def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Happen
             if version == stop.updates or (stop.steps is not None and steps >= stop.steps):
                 break
         since = _moving(since, event, len(events), rules)
+        if rules.absences is not None and len(events) - last > STALLED:
+            raise ValueError(
+                f"no update in the last {STALLED} events, up to {event.time:.3g} s: the server waits for nodes that "
+                "are absent. Give another availability, or a smaller quorum or buffer."
+            )
         if len(events) == SOME:
             _check_end(stop, Stop(version, event.time, steps))
     return events[:last]
@@ -327,6 +382,7 @@ def _moving(since: tuple[float, int], event: Happening, count: int, rules: Rules
 
 
 SOME, MOST = 4096, 10**7  # events
+STALLED = 10**5  # events
 
 
 def _check_end(stop: Stop, now: Stop) -> None:
@@ -413,6 +469,9 @@ def updates_of(events: Sequence[Happening]) -> list[list[Happening]]:
     return parts[:-1]
 
 
+Entry = tuple[float, int, int, int]  # of an agenda: (time, kind, who, what)
+
+
 class Agenda:
     """What is to come, in the order of time: a heap of (time, kind, who, what), with a handler for each kind.
 
@@ -433,7 +492,7 @@ class Agenda:
     """
 
     def __init__(self) -> None:
-        self.queue: list[tuple[float, int, int, int]] = []
+        self.queue: list[Entry] = []
 
     def handlers(self) -> Sequence[Callable[[float, int, int], Iterable[Happening]]]:
         """Return what is called with (time, who, what), by kind."""
@@ -457,30 +516,88 @@ class Begun(NamedTuple):
     version: int
 
 
-MOVES, CLOSES = range(2)  # in their order at one time
-ENDS, ARRIVES = range(2)  # of a round
+STEPS = 0  # the first kind on the agenda of nodes that train in rounds
 
 
-class _Rounds(Agenda):
-    """Nodes that train in rounds, a server, and the window in which those who have arrived wait."""
+class Training(Agenda):
+    """An agenda of nodes that train in rounds. One that may be absent takes its steps one by one, where it is there."""
 
     def __init__(self, rules: Rules, step_seconds: StepSeconds) -> None:
         super().__init__()
         self.rules, self.step_seconds = rules, step_seconds
         K = len(rules.num_steps)
-        self.version = 0
         self.rounds = [0] * K
-        self.steps = [0] * K  # done by each node
+        self.steps = [0] * K  # of each node, those of the present round too
         self.began = [Begun(0.0, 0.0, 0)] * K
+
+    def ends(self, time: float, node: int) -> Entry:
+        """Return the entry of the end of a node's round."""
+        raise NotImplementedError
+
+    def begin(self, node: int, time: float, version: int) -> None:
+        """Let a node begin a round from a version."""
+        first = self.steps[node]
+        self.steps[node] += self.rules.num_steps[node]
+        self.began[node] = Begun(time, time, version)
+        if self.rules.absences is not None:
+            self.push(time, STEPS, node)
+            return
+        end = time + self.rules.seconds_of_round(node, first, self.step_seconds)
+        self.began[node] = Begun(time, end, version)
+        self.push(*self.ends(end, node))
+
+    def step(self, time: float, node: int, done: int) -> Iterable[Happening]:
+        """Let a node begin its next step, end its round, or wait until it is back."""
+        self.push(*self.next_step(time, node, done))
+        begun = self.began[node]
+        self.began[node] = begun._replace(begin=begun.begin if done else time, end=time)
+        return ()
+
+    def next_step(self, time: float, node: int, done: int) -> Entry:
+        """Return the entry of what a node does that has done so many steps of its round."""
+        count, absences = self.rules.num_steps[node], self.rules.absences
+        assert absences is not None
+        if done == count:
+            return self.ends(time, node)
+        if (back := absences.begins(node, time)) > time:
+            return back, STEPS, node, done
+        return time + self.step_seconds(node, self.steps[node] - count + done), STEPS, node, done + 1
+
+    def arrival(self, time: float, node: int, version: int) -> Arrival:
+        """Return the arrival of a node's round at a server, whose version it is."""
+        begun, count = self.began[node], self.rules.num_steps[node]
+        self.rounds[node] += 1
+        return Arrival(
+            time, node, self.rounds[node] - 1, begun.version, version - begun.version, self.steps[node] - count, count,
+            begun.begin, begun.end,
+        )  # fmt: skip
+
+
+MOVES, CLOSES = range(STEPS + 1, STEPS + 3)  # in their order at one time
+ENDS, ARRIVES = range(2)  # of a round
+
+
+class _Rounds(Training):
+    """Nodes that train in rounds, a server, and the window in which those who have arrived wait."""
+
+    rules: Rules
+
+    def __init__(self, rules: Rules, step_seconds: StepSeconds) -> None:
+        super().__init__(rules, step_seconds)
+        K = len(rules.num_steps)
+        self.version = 0
         self.links = Links(rules.wires, K) if rules.wires is not None else None
         self.waiting: list[int] = []
         self.window, self.closes = 0, math.inf  # its number, and when it closes
         self.buffered = 0
         for node in range(K):
-            self._begin(node, 0.0)
+            self.begin(node, 0.0, 0)
+
+    def ends(self, time: float, node: int) -> Entry:
+        return time, MOVES, node, ENDS
 
     def handlers(self) -> list[Callable[[float, int, int], Iterable[Happening]]]:
-        return [self._moves, self._closes]
+        return [self.step, self._moves, self._closes]
 
     def _moves(self, time: float, node: int, what: int) -> Iterable[Happening]:
         if what == ENDS:
@@ -498,13 +615,7 @@ class _Rounds(Agenda):
             self.window, self.closes = self.window + 1, time + self.rules.max_wait
             self.push(self.closes, CLOSES, self.window)
         self.waiting.append(node)
-        begun, count = self.began[node], self.rules.num_steps[node]
-        staleness = self.version - begun.version
-        first = self.steps[node] - count
-        yield Arrival(
-            time, node, self.rounds[node], begun.version, staleness, first, count, begun.begin, begun.end
-        )  # fmt: skip
-        self.rounds[node] += 1
+        yield self.arrival(time, node, self.version)
         self.buffered += 1
         if self.buffered == self.rules.buffer:
             self.version += 1
@@ -527,7 +638,9 @@ class _Rounds(Agenda):
                 return math.inf
             if kind == MOVES and what == ARRIVES:
                 return time
-            if kind == MOVES:
+            if kind == STEPS:
+                heapq.heappush(queue, self.next_step(time, node, what))
+            elif kind == MOVES:
                 heapq.heappush(queue, (self._sent(links, node, time), MOVES, node, ARRIVES))
         return math.inf
 
@@ -539,11 +652,5 @@ class _Rounds(Agenda):
         self.waiting = []
         begins = tuple(time if links is None else rules.begins(links, node, time) for node in nodes)
         for node, begin in zip(nodes, begins):
-            self._begin(node, begin)
+            self.begin(node, begin, self.version)
         yield Restart(time, nodes, self.version, begins)
-
-    def _begin(self, node: int, begin: float) -> None:
-        end = begin + self.rules.seconds_of_round(node, self.steps[node], self.step_seconds)
-        self.steps[node] += self.rules.num_steps[node]
-        self.began[node] = Begun(begin, end, self.version)
-        self.push(end, MOVES, node, ENDS)

@@ -119,7 +119,9 @@ class ADPSGDStrategy(EventDriven):
     def rules(self, times: Times) -> PairRules:
         K = len(times.nominal)
         neighbour, first = Neighbours(self.weights(K), times.seed), self.mix == "before"
-        return PairRules((1,) * K, K, wires=times.wires(), neighbour=neighbour, average_first=first)
+        return PairRules(
+            (1,) * K, K, wires=times.wires(), absences=times.absences, neighbour=neighbour, average_first=first
+        )
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:  # type: ignore[override]
         """Return what each node has: `params`, `start`, with which its present step began, and `grads` there."""
@@ -233,9 +235,14 @@ class PairRules(Rules):
     neighbour: Callable[[int, int], int] = _itself
     average_first: bool = False
 
+    def partner(self, node: int, step: int, time: float) -> int:
+        """Return with whom a node averages that ends a step at a time: itself, if its neighbour is absent."""
+        other = self.neighbour(node, step)
+        return other if self.absences is None or self.absences.is_there(other, time) else node
+
     def arrives(self, links: Links, node: int, end: float, first_step: int) -> float:
         """Let a node and its neighbour send each other their parameters."""
-        other = self.neighbour(node, first_step)
+        other = self.partner(node, first_step, end)
         return end if other == node else links.swap(node, other, end)
 
     def begins(self, links: Links, node: int, time: float) -> float:
@@ -259,7 +266,7 @@ class PairRules(Rules):
                 yield event
 
     def _ended(self, event: Arrival, changed: list[int]) -> list[Happening]:
-        other = self.neighbour(event.node, event.first_step)
+        other = self.partner(event.node, event.first_step, event.end)
         step = event._replace(staleness=changed[event.node])
         if other == event.node:
             return [step]

@@ -275,7 +275,7 @@ class AsyncStrategy(Rounds):
 
     def rules(self, times: Times) -> Rules:
         steps = self.steps_of_rounds(times.nominal)
-        return Rules(steps, self.buffer, self.max_wait, self.grace, times.wires())
+        return Rules(steps, self.buffer, self.max_wait, self.grace, times.wires(), times.absences)
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:  # type: ignore[override]
         own, _ = super().init(run, params)

@@ -179,7 +179,8 @@ class DecoupledDiLoCoStrategy(EventDriven):
         fragments = [[sizes[name] for name in sizes if name in names] for names in self.fragments_of(sizes)]
         step = sum(times.nominal) / K if self.step_seconds is None else self.step_seconds
         return FragmentRules(
-            (1,) * K, wires=times.wires([num_bytes]), H=self.H, shares=tuple(sum(own) / num_bytes for own in fragments),
+            (1,) * K, wires=times.wires([num_bytes]), absences=times.absences, H=self.H,
+            shares=tuple(sum(own) / num_bytes for own in fragments),
             messages=tuple(times.num_messages(own) for own in fragments), quorum=self.quorum or K,
             overlap=self.overlap, gamma=self.grace, nominal=step, sync=self.sync_seconds,
             tokens=tuple(self.tokens_of(K)),
@@ -489,7 +490,10 @@ class _Run(Agenda):
         self.version = 0
         self.steps, self.begins = [0] * K, [0.0] * K
         for node in range(K):
-            self._begin(node, 0.0)
+            if rules.absences is None or rules.absences.is_there(node, 0.0):
+                self._begin(node, 0.0)
+            else:
+                self.push(0.0, BEGINS, node)
 
     def handlers(self) -> list[Callable[[float, int, int], Iterable[Happening]]]:
         return [self._ended, self._delivered, self._closes, self._received, self._begins]
@@ -552,6 +556,10 @@ class _Run(Agenda):
         return [] if older is None else self._released(time, p, older)
 
     def _begins(self, time: float, node: int, _: int) -> Iterator[Happening]:
+        absences = self.rules.absences
+        if absences is not None and (back := absences.begins(node, time)) > time:
+            self.push(back, BEGINS, node)
+            return
         for p, copy in enumerate(self.copies[node]):
             waited = copy.sent_at is None or self.steps[node] - copy.sent_at >= self.rules.overlap
             if copy.arrived is not None and waited:

@@ -15,15 +15,16 @@ from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.simulation.events import (
-    Agenda,
+    STEPS,
     Arrival,
-    Begun,
+    Entry,
     Happening,
     Links,
     Restart,
     Rules,
     StepSeconds,
     Times,
+    Training,
     Update,
     Wires,
 )
@@ -182,7 +183,9 @@ class HALoSStrategy(Rounds):
         steps, regions = self.steps_of_rounds(times.nominal), self.regions_of(len(times.nominal))
         between = times.wires_between(self.between, len(regions))
         wires = times.wires_within(regions)
-        return RegionRules(steps, self.local_updates, regions=regions, wires=wires, between=between)
+        return RegionRules(
+            steps, self.local_updates, regions=regions, wires=wires, between=between, absences=times.absences
+        )
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:  # type: ignore[override]
         """Return what all have: the global server's, and of each region its server's, and what it `collects`.
@@ -365,7 +368,7 @@ class Replied(NamedTuple):
         return "reply"
 
 
-ENDED, ARRIVES, BEGINS, LEAVES, DELIVERED, REPLIED = range(6)  # in their order at one time
+ENDED, ARRIVES, BEGINS, LEAVES, DELIVERED, REPLIED = range(STEPS + 1, STEPS + 7)  # in their order at one time
 
 
 @dataclass(frozen=True)
@@ -429,37 +432,33 @@ class _Region:
     returning: list[tuple[int, int]] = field(default_factory=list)  # (number, version) of replies on their way
 
 
-class _Run(Agenda):
+class _Run(Training):
     """Nodes, regions' servers and a global one; `who` is a node or a region."""
 
     def __init__(self, rules: RegionRules, step_seconds: StepSeconds) -> None:
-        super().__init__()
-        self.rules, self.step_seconds = rules, step_seconds
+        super().__init__(rules, step_seconds)
         K, R = len(rules.num_steps), len(rules.regions)
         self.regions = [_Region(Links(rules.wires or Wires.none(K), K)) for _ in range(R)]
         self.region_of = {node: r for r, members in enumerate(rules.regions) for node in members}
         self.between = Links(rules.between or Wires.none(R), R)
         self.version = 0
-        self.rounds, self.steps = [0] * K, [0] * K
-        self.began = [Begun(0.0, 0.0, 0)] * K
         for node in range(K):
-            self._begin(node, 0.0)
+            self.begin(node, 0.0, 0)
+
+    def ends(self, time: float, node: int) -> Entry:
+        return time, ENDED, node, 0
 
     def handlers(self) -> list[Callable[[float, int, int], Iterable[Happening]]]:
-        return [self._ended, self._arrives, self._begins, self._leaves, self._delivered, self._replied]
+        return [self.step, self._ended, self._arrives, self._begins, self._leaves, self._delivered, self._replied]
 
     def _ended(self, time: float, node: int, _: int) -> Iterable[Happening]:
         self.push(self.regions[self.region_of[node]].links.up(node, time), ARRIVES, node)
         return []
 
     def _arrives(self, time: float, node: int, _: int) -> Iterable[Happening]:
-        r, begun, count = self.region_of[node], self.began[node], self.rules.num_steps[node]
+        r = self.region_of[node]
         region = self.regions[r]
-        arrival = Arrival(
-            time, node, self.rounds[node], begun.version, region.version - begun.version, self.steps[node] - count,
-            count, begun.begin, begun.end,
-        )  # fmt: skip
-        self.rounds[node] += 1
+        arrival = self.arrival(time, node, region.version)
         region.version += 1
         region.arrivals.append(arrival)
         self.push(time, BEGINS, node)
@@ -492,11 +491,5 @@ class _Run(Agenda):
     def _begins(self, time: float, node: int, _: int) -> Iterable[Happening]:
         region = self.regions[self.region_of[node]]
         begin = region.links.down(node, time)
-        self._begin(node, begin)
+        self.begin(node, begin, region.version)
         return [Restart(time, (node,), region.version, (begin,))]
-
-    def _begin(self, node: int, begin: float) -> None:
-        end = begin + self.rules.seconds_of_round(node, self.steps[node], self.step_seconds)
-        self.steps[node] += self.rules.num_steps[node]
-        self.began[node] = Begun(begin, end, self.regions[self.region_of[node]].version)
-        self.push(end, ENDED, node)

@@ -95,7 +95,9 @@ class Configuration:
         return plain if availability is None else {**plain, "availability": repr(availability)}
 
     def presence(self) -> Presence | None:
-        """Return who is present when; None: all, always."""
+        """Return who is present in which steps; None: all, always, or there are no steps of all nodes."""
+        if self.strategy.asynchronous:
+            return None
         given = {name: self.settings[name] for name in ("availability", "num_nodes", "seed", "batch_size")}
         given["compute"] = self.compute
         return presence_of(SimpleNamespace(**given), self.num_steps, tuple(self.train.shard_sizes))
@@ -142,13 +144,14 @@ class Configuration:
         of_run = {name: self.settings[name] for name in (*OF_UPDATES, "max_steps")}
         stop = stop_of(self._steps_of_epochs, self.num_nodes, **of_run)
         key: Any = ("events of its own", self.index)
-        if isinstance(strategy, AsyncStrategy):
+        availability = self.settings["availability"]
+        if isinstance(strategy, AsyncStrategy) and availability is None:
             rounds = strategy.steps_of_rounds(compute.seconds.expand(self.num_nodes).tolist())
             key = (
                 rounds, strategy.buffer, strategy.max_wait, strategy.grace, tuple(sizes.items()), id(compute),
                 id(network), stop,
             )  # fmt: skip
-        given = (strategy, self.num_nodes, compute, network, sizes, self.settings["seed"], stop)
+        given = (strategy, self.num_nodes, compute, network, sizes, self.settings["seed"], stop, availability)
         return self.data.once(key, lambda: AsyncPlan.of(*given))
 
     def check(self, options: SweepOptions) -> None:
@@ -158,7 +161,6 @@ class Configuration:
         if isinstance(strategy, EventDriven):
             check_compute(strategy, self.compute)
             check_left_out(strategy, "compile", options.compile, False)
-            check_left_out(strategy, "availability", self.settings["availability"], None)
         else:
             check_synchronous(strategy)
             self.presence()
