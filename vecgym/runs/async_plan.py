@@ -14,14 +14,9 @@ from vecgym.clock.network import Network
 from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches
 from vecgym.engine import Engine
-<<<<<<< HEAD
+from vecgym.engine.attendance import Availability
 from vecgym.engine.state import Metrics
 from vecgym.simulation import Row, RunFacts, Simulation
-=======
-from vecgym.engine.attendance import Availability
-from vecgym.engine.state import Metrics, Result
-from vecgym.simulation import Row, RunFacts, Simulation, State
->>>>>>> async30
 from vecgym.simulation.events import Arrival, Schedule, Stop, schedule, updates_of
 from vecgym.strategy.asynchronous import EventDriven
 from vecgym.strategy.communication import Context
