@@ -459,6 +459,10 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.runs.evaluation.among": {"members": lambda: [0]},
     "vecgym.engine.simulation.Simulation.result": {"state": lambda: stack().init()},
     "vecgym.strategy.Strategy.result": {"state": known},
+    **{f"vecgym.collectives.{name}.fetched": {"sources": lambda: [1], "receivers": lambda: [0]}
+       for name in ("Collectives", "StackedCollectives")},
+    "vecgym.data.Batches.read": {"requests": lambda: [([0, 1], 0)], "shard_sizes": lambda: None},
+    "vecgym.runs.rollout.batches_at": {"steps": lambda: steps(), "requests": lambda: [([0, 1], 0)]},
     "vecgym.runs.evaluation.averages": {"num_configs": lambda: 1},
     "vecgym.runs.evaluation.distances_of": {"num_configs": lambda: 1},
     "vecgym.runs.evaluation.everyone": {"x": lambda: torch.ones(K)},
@@ -781,6 +785,12 @@ def _takes_arguments(value: Any) -> bool:
     return True
 
 
+def _is_of_the_kernel(method: Any) -> bool:
+    """Whether this is a handler of an algorithm, or what the kernel asks it before a run."""
+    names = list(inspect.signature(method).parameters)[1:2] if inspect.isfunction(method) else []
+    return names in (["part"], ["run"], ["times"], ["events"]) or getattr(method, "__name__", "") == "own_parameters"
+
+
 def _methods(owner: str, cls: Any) -> list[Target]:
     """The public methods that a class defines."""
     if not inspect.isclass(cls):
@@ -788,6 +798,8 @@ def _methods(owner: str, cls: Any) -> list[Target]:
     found = []
     for name, value in vars(cls).items():
         inner = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+        if getattr(cls, "asynchronous", False) and _is_of_the_kernel(inner):
+            continue
         if not name.startswith("_") and inspect.isfunction(inner) and inner.__module__.startswith("vecgym"):
             bound = inner is not value
             found.append(Target(f"{owner}.{name}", owner, getattr(cls, name), bound))

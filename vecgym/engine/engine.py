@@ -162,7 +162,11 @@ class Engine:
         return self._stateless.written
 
     def changes(self, name: str) -> bool:
-        """Whether training changes a buffer, as far as it is known."""
+        """Whether training changes a buffer, as far as it is known.
+
+        >>> Engine(nn.BatchNorm1d(3)).changes("running_mean")
+        True
+        """
         return self._stateless.changes(name)
 
     def close(self) -> None:

@@ -6,18 +6,17 @@ README.md has a picture of the floors on which the packages stand, and names the
 
 - **The node dimension comes first**, and size 1 means "the same on every node". Hence AllReduce keeps one copy of
   parameters and optimizer state for all nodes and computes one gradient, and DiLoCo keeps one outer copy.
-- **State is explicit.** What evolves is a tree of tensors that `init` returns and `step` takes and gives back. `step`
-  may overwrite the state that it is given, unless it runs with `differentiable=True`: then it is a pure function, and
-  gradients with respect to learning rates, momenta or anything else flow through whole runs.
+- **State is explicit.** What evolves is a tree of tensors that `init` returns and a tick takes and gives back. A tick
+  may overwrite the state that it is given, unless it runs with `pure=True`: then it is a pure function, and gradients with respect to learning rates, momenta or anything else flow through whole runs.
 - **What was sent is a value, too.** A step returns its `Transfer`s, and the ledger of a run is made of them.
 - **Only `vecgym/engine/` calls `vmap`.** Strategies are tensor operations on `[K, *]` trees and a `comm` object. That
   is what lets one source run stacked, distributed, swept and differentiated.
 
 ## The kernel: a timetable and handlers
 
-`vecgym.simulation` is where the library is going: one loop for every kind of run. A *timetable* says what happens when,
-and to which rows, in plain Python, before the first gradient. An *algorithm* has a method for each kind of event. An
-*event* takes its rows out of the state, its method changes them, and they are put back:
+`vecgym.simulation` is one loop for every kind of run. A *timetable* says what happens when, and to which rows, in plain
+Python, before the first gradient. An *algorithm* has a method for each kind of event. An *event* takes its rows out of
+the state, its method changes them, and they are put back:
 
 >>> from vecgym.simulation import Every, Lockstep, Mark, RunFacts
 >>> timetable = Lockstep(RunFacts(num_nodes=4, num_steps=4), Mark("meet", Every(2)))
@@ -35,10 +34,13 @@ and to which rows, in plain Python, before the first gradient. An *algorithm* ha
 | `adapted` | today's strategies, whose hooks become two handlers, `train` and `exchange` |
 
 Absent nodes are rows that an event does not have; a node that rests is one that `train` does not have; what is late is
-an event later in the timetable. Nothing else knows of them. Asynchronous strategies are algorithms of the kernel, each
-in one file: its settings, its rules, its handlers. The steps of all others `fit`, sweeps and rollouts still take by
-`vecgym.engine.simulation`. `tests/kernel.py` puts the kernel in its place: `tests/test_kernel.py` runs every strategy on
-both, to the bit, and `VECGYM_KERNEL=1 pytest` runs the whole suite on the kernel.
+an event later in the timetable. Nothing else knows of them. `fit`, `rollout` and estimates of memory are this loop with
+different listeners; `verify` goes through two timetables in step. Since it is known beforehand who reads what, workers
+read ahead in every kind of run.
+
+Asynchronous strategies are algorithms of the kernel, each in one file: its settings, its rules, its handlers. All other
+strategies have hooks, and `adapted.simulation_of(model, strategy, comm)` makes algorithms of them. The configurations of
+a sweep that are trained together still take their steps by `vecgym.engine.simulation`.
 
 ## Where to add what
 

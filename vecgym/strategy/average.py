@@ -381,7 +381,7 @@ def node_weights(weighting: str, ctx: Context) -> tuple[float, ...] | None:
         return None
     if ctx.num_examples is None:
         raise ValueError(
-            'weighting="examples" needs the number of examples of each node: Simulation(num_examples=...).'
+            'weighting="examples" needs the number of examples of each node: simulation_of(num_examples=...).'
         )
     return tuple(float(n) for n in ctx.num_examples)
 

@@ -291,7 +291,9 @@ class OuterStep(Exchange):
         return params, state
 
     def idle(self, ctx: Context) -> bool:
-        return self.delay == 0 and not any(self._time_of(p).due(ctx.step) for p in range(self.fragments))
+        many = isinstance(self.when, Rounds) and self.fragments > self.when.H  # some fragment exchanges in any step
+        num_times = self.fragments if isinstance(self.when, Rounds) else 1
+        return not self.delay and not many and not any(self._time_of(p).due(ctx.step) for p in range(num_times))
 
     def outer_parameters(self, state: State) -> Tree:
         parts = [state] if "params" in state else state.values()

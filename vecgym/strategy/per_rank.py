@@ -38,7 +38,7 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     `op` is "sum" or "mean", or "max", "min" or "product", for which every node gets all values.
 
     >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.engine.simulation import Simulation
+    >>> from vecgym.simulation.adapted import simulation_of
     >>> from vecgym.models import Line
     >>> class DDP(RankStrategy):
     ...     def step(self):
@@ -46,7 +46,7 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     ...             all_reduce(p.grad, op="mean")
     ...         self.optim.step()
     ...         super().step()
-    >>> simulation = Simulation(Line(), DDP("sgd", lr=0.5), StackedCollectives(2))
+    >>> simulation = simulation_of(Line(), DDP("sgd", lr=0.5), StackedCollectives(2))
     >>> state, _ = simulation.step(simulation.init(), torch.tensor([[1.0], [3.0]]))
     >>> state.params["w"]
     tensor([2., 2.])
@@ -72,7 +72,7 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
     """Replace `tensor` by that of node `src`, in place, and return it.
 
     >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.engine.simulation import Simulation
+    >>> from vecgym.simulation.adapted import simulation_of
     >>> from vecgym.models import Line
     >>> class OfNodeOne(RankStrategy):
     ...     def step(self):
@@ -80,7 +80,7 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
     ...         for p in self.model.parameters():
     ...             broadcast(p, src=1)
     ...         super().step()
-    >>> simulation = Simulation(Line(), OfNodeOne("sgd", lr=0.5), StackedCollectives(2))
+    >>> simulation = simulation_of(Line(), OfNodeOne("sgd", lr=0.5), StackedCollectives(2))
     >>> state, _ = simulation.step(simulation.init(), torch.tensor([[1.0], [3.0]]))
     >>> state.params["w"]
     tensor([3., 3.])
@@ -95,7 +95,7 @@ def all_gather(tensor: Tensor) -> Tensor:
     """Return every node's tensor, `[K, *]`.
 
     >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.engine.simulation import Simulation
+    >>> from vecgym.simulation.adapted import simulation_of
     >>> from vecgym.models import Line
     >>> class Median(RankStrategy):
     ...     def step(self):
@@ -103,7 +103,7 @@ def all_gather(tensor: Tensor) -> Tensor:
     ...             p.grad = all_gather(p.grad).median(0).values  # [K, *] -> [*]
     ...         self.optim.step()
     ...         super().step()
-    >>> simulation = Simulation(Line(), Median("sgd", lr=0.5), StackedCollectives(3))
+    >>> simulation = simulation_of(Line(), Median("sgd", lr=0.5), StackedCollectives(3))
     >>> state, _ = simulation.step(simulation.init(), torch.tensor([[1.0], [3.0], [50.0]]))
     >>> state.params["w"]
     tensor([3., 3., 3.])
