@@ -718,6 +718,18 @@ def test_wrong_options(make: Callable[[], Strategy], options: dict[str, Any], ma
         fit(make(), **{"max_steps": 4, **options})
 
 
+@pytest.mark.parametrize("name", [*STRATEGIES, "async"])
+def test_only_nodes_without_a_server_begin_with_parameters_of_their_own(name: str) -> None:
+    model, batches = make_model("MLP", dtype=F64), list(Batches(data(), K, B).iterate(0, 12))
+    given = {name: torch.stack([p.detach()] * K) for name, p in model.named_parameters()}
+    options: dict[str, Any] = {"num_nodes": K, "eval_batch": data()[:B], "compute": Compute(1.0), "max_updates": 1}
+    if name == "ad_psgd":
+        assert math.isfinite(float(rollout(model, more(name), batches, params=given, **options).loss))
+    else:
+        with pytest.raises(ValueError, match=r"begin with the server's: give \[1, \*\]"):
+            rollout(model, more(name), batches, params=given, **options)
+
+
 # --------------------------------------------------------------------------------------------------------- absences
 
 

@@ -284,6 +284,10 @@ def _run_async(
     strategy, K = options.strategy, options.num_nodes
     assert isinstance(strategy, EventDriven)
     assert options.compute is not None
+    if strategy.server_of(K) is not None and any(len(p) > 1 for p in (initial or {}).values()):
+        raise ValueError(
+            f"params are those of each node, and all of {type(strategy).__name__} begin with the server's: give [1, *]."
+        )
     sizes = {name: payload_bytes(p[None]) for name, p in engine.params.items()}
     times = TimesOf(K, options.compute, options.network, sizes, options.seed)
     rules, seconds = strategy.rules(times), times.seconds
