@@ -36,8 +36,8 @@ from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.collectives.wire import Wire
 from vecgym.core import tree
 from vecgym.engine import Engine
-from vecgym.simulation.adapted import simulation_of
 from vecgym.runs import multiprocess
+from vecgym.simulation.adapted import simulation_of
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 
 H = 20

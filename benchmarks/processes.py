@@ -157,7 +157,9 @@ def run_vecgym(name: str, num_nodes: int, blocks: int, threads: int) -> Result:
     def stepper(strategy: Strategy) -> tuple[Engine, Callable[[], None]]:
         engine = Engine(workload.model())
         engine.prepare(batch)
-        simulation = simulation_of(workload.model(), strategy, StackedCollectives(num_nodes), engine=engine, max_steps=10**6)
+        simulation = simulation_of(
+            workload.model(), strategy, StackedCollectives(num_nodes), engine=engine, max_steps=10**6
+        )
         state = simulation.init()
 
         def step() -> None:

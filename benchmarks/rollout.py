@@ -66,7 +66,9 @@ def serve_mode(name: str, inner: str, num_steps: int, mode: str) -> None:
         return DiLoCoStrategy(inner, H=min(H, num_steps), lr=lr, outer_lr=outer_lr)
 
     def plain(batches: list[Any], segments: int | None) -> float:
-        simulation = simulation_of(model, strategy(RATES[inner]), StackedCollectives(NUM_NODES), engine=engine, max_steps=10**6)
+        simulation = simulation_of(
+            model, strategy(RATES[inner]), StackedCollectives(NUM_NODES), engine=engine, max_steps=10**6
+        )
         state = simulation.init()
         start = time.perf_counter()
         for batch in batches:

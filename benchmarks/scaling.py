@@ -64,7 +64,9 @@ def measure_here(name: str, strategy_name: str, num_nodes: int, threads: int, re
         peak = Peak(torch.device("cpu"))
         engine = Engine(model)
         engine.prepare(batch, mean=strategy_name == "allreduce")
-        simulation = simulation_of(model, make_strategy(), StackedCollectives(num_nodes), engine=engine, max_steps=10**6)
+        simulation = simulation_of(
+            model, make_strategy(), StackedCollectives(num_nodes), engine=engine, max_steps=10**6
+        )
         state = simulation.init()
         wall, cpu = [], []
         for _ in range(blocks):

@@ -91,7 +91,9 @@ class Bare:
         model = workload.model()
         self.engine = Engine(model, **engine)
         self.plan = self.engine.prepare(workload.batch(num_nodes), mean=strategy.mean_gradient)
-        self.simulation = simulation_of(model, strategy, StackedCollectives(num_nodes), engine=self.engine, max_steps=10**6)
+        self.simulation = simulation_of(
+            model, strategy, StackedCollectives(num_nodes), engine=self.engine, max_steps=10**6
+        )
         self.state = self.simulation.init()
 
     def __call__(self, batch: Batch) -> None:
