@@ -17,11 +17,11 @@ from vecgym.collectives.topology import Groups
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
-from vecgym.engine.simulation import Simulation as Stack
-from vecgym.engine.state import State as Stepped
 from vecgym.simulation import Simulation, State
 from vecgym.simulation.adapted import simulation_of
+from vecgym.simulation.state import HookState
 from vecgym.strategy import Strategy
+from vecgym.sweeps.merged import Simulation as Stack
 
 # Activation checkpointing under vmap needs a torch whose checkpoint() keeps its arguments without an autograd.Function.
 STACKS_CHECKPOINTS = hasattr(_CheckpointFrame, "save_inputs")
@@ -156,12 +156,12 @@ def advance(sim: Simulation, state: State, batches: Sequence[Any], *, differenti
     return Run(sim, torch.stack(losses), state, params, buffers, sim.comm, active, groups)
 
 
-def known(run: Any) -> Stepped:
+def known(run: Any) -> HookState:
     """The state of a `Run`, or of a `Trainer`'s, as the hooks of a strategy know it, counts and all."""
-    if isinstance(run.state, Stepped):
+    if isinstance(run.state, HookState):
         return run.state
     simulation = run.simulation if isinstance(run, Run) else run.run.simulation
-    found: Stepped = simulation.algorithm.as_hooks_know(run.state)
+    found: HookState = simulation.algorithm.as_hooks_know(run.state)
     return found
 
 
@@ -174,7 +174,7 @@ def flat(values: Any, path: str = "") -> dict[str, Tensor]:
         return {path: values}
     if isinstance(values, State):
         values = {"own": values.own, "shared": values.shared}
-    if isinstance(values, Stepped):
+    if isinstance(values, HookState):
         values = {name: getattr(values, name) for name in ("params", "buffers", "optimizer", "strategy")}
     assert isinstance(values, Mapping), f"{path} is a {type(values).__name__}"
     found: dict[str, Tensor] = {}

@@ -21,9 +21,9 @@ from vecgym.clock import Compute
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.collectives.wire import Wire
-from vecgym.engine.availability import Deadline, Dropout, LocalSteps, Sampled, Trace
 from vecgym.runs import multiprocess
 from vecgym.runs.lockstep import Case, Check
+from vecgym.simulation.availability import Deadline, Dropout, LocalSteps, Sampled, Trace
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,

@@ -27,11 +27,10 @@ from vecgym.collectives import topology as graphs
 from vecgym.collectives.topology import Links, exponential
 from vecgym.compress import TopK
 from vecgym.core import rng
-from vecgym.engine.attendance import Both
-from vecgym.engine.availability import Availability, Deadline, Dropout, Facts, LocalSteps, Sampled, Trace
-from vecgym.engine.presence import Presence
-from vecgym.engine.state import State
 from vecgym.simulation.adapted import simulation_of
+from vecgym.simulation.availability import Availability, Both, Deadline, Dropout, Facts, LocalSteps, Sampled, Trace
+from vecgym.simulation.presence import Presence
+from vecgym.simulation.state import HookState
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -96,12 +95,12 @@ class Taken:
         self.held = self.simulation.init()
         self.losses: list[Tensor] = []
         self.rows: list[Any] = []
-        self.states: list[State] = []
+        self.states: list[HookState] = []
 
     @property
-    def state(self) -> State:
+    def state(self) -> HookState:
         """As hooks know it."""
-        found: State = self.simulation.algorithm.as_hooks_know(self.held)
+        found: HookState = self.simulation.algorithm.as_hooks_know(self.held)
         return found
 
     def run(self, steps: int = STEPS, keep: bool = False) -> Taken:
@@ -120,7 +119,7 @@ class Taken:
         return self
 
 
-def rows_of(state: State, members: Sequence[int], num_nodes: int) -> dict[str, Tensor]:
+def rows_of(state: HookState, members: Sequence[int], num_nodes: int) -> dict[str, Tensor]:
     """The rows of some nodes of everything in the state; what is stored once, or equal on them, once."""
     found = {}
     for name, x in flat(state).items():

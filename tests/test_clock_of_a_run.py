@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from vecgym import CSVLogger, Trainer
 from vecgym.clock import Compute, Network, price
 from vecgym.collectives.ledger import Ledger
-from vecgym.engine.availability import Availability, Deadline, Dropout, Facts, LocalSteps, Sampled, Trace
-from vecgym.engine.presence import Presence
 from vecgym.records.loggers import read_csv
+from vecgym.simulation.availability import Availability, Deadline, Dropout, Facts, LocalSteps, Sampled, Trace
+from vecgym.simulation.presence import Presence
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, SPARTAStrategy, Strategy
 
 NETWORK, COMPUTE = Network("1 kbit/s", "10 ms"), Compute.lognormal(0.4, 0.3)

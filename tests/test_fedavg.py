@@ -15,8 +15,8 @@ from vecgym import OptimSpec
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.topology import random_islands
 from vecgym.engine import Engine
-from vecgym.engine.state import State
 from vecgym.simulation.adapted import simulation_of
+from vecgym.simulation.state import HookState
 from vecgym.strategy import FedAvgStrategy, ServerOptimizer
 from vecgym.strategy.average import Weighting, participants
 from vecgym.strategy.base import Context
@@ -27,7 +27,7 @@ SGD = OptimSpec(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 def simulate(
     strategy: FedAvgStrategy, num_nodes: int, engine: str = "vmap", num_examples: tuple[int, ...] | None = None
-) -> tuple[State, StackedCollectives]:
+) -> tuple[HookState, StackedCollectives]:
     model, batches = make_model("MLP", dtype=torch.float64), make_batches("MLP", STEPS, num_nodes, dtype=torch.float64)
     comm = StackedCollectives(num_nodes)
     simulation = simulation_of(
@@ -255,7 +255,7 @@ def test_second_moment_starts_at_tau_squared() -> None:
     assert slots["second_moment"]["w"].tolist() == [[pytest.approx(0.01)] * 2]
 
 
-def compare(state: State, expected: list[dict[str, Tensor]]) -> None:
+def compare(state: HookState, expected: list[dict[str, Tensor]]) -> None:
     for i, values in enumerate(expected):
         for name, value in values.items():
             held = state.params[name].expand(len(expected), *value.shape)

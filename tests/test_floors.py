@@ -23,8 +23,7 @@ FLOORS = [
     "engine",
     "simulation",
     "strategy",
-    "engine.exchanges engine.once engine.presence engine.returning engine.simulation",
-    "simulation.adapted",
+    "simulation.adapted simulation.exchanges simulation.returning",
     "availability records",
     "logger plot",
     "clock",
@@ -120,9 +119,10 @@ def test_the_check_can_fail() -> None:
     assert wrong_imports("runs", "from vecgym.unheard_of import x") == ["unheard_of"]
     assert wrong_imports("strategy", "from vecgym.strategy.base import Strategy\nfrom vecgym.core import tree") == []
     assert wrong_imports("data", "from vecgym.collectives import Collectives") == ["collectives"], "on one floor"
-    assert wrong_imports("strategy.halos", "from vecgym.engine.simulation import State") == ["engine.simulation"]
-    assert wrong_imports("engine.engine", "from vecgym.engine import simulation") == ["engine.simulation"]
-    assert wrong_imports("engine.engine", "from vecgym.engine import plan") == []
+    above = "simulation.adapted"
+    assert wrong_imports("strategy.halos", "from vecgym.simulation.adapted import simulation_of") == [above]
+    assert wrong_imports("simulation.run", "from vecgym.simulation import adapted") == [above]
+    assert wrong_imports("simulation.run", "from vecgym.simulation import state") == []
 
 
 def test_the_check_of_circles_can_fail() -> None:

@@ -21,11 +21,11 @@ from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
-from vecgym.engine.availability import Facts, LocalSteps
-from vecgym.engine.presence import Presence
 from vecgym.runs import multiprocess
 from vecgym.simulation import Every, Lockstep, Mark, Part, Rows, RunFacts, State
 from vecgym.simulation.adapted import simulation_of
+from vecgym.simulation.availability import Facts, LocalSteps
+from vecgym.simulation.presence import Presence
 from vecgym.simulation.simulation import Batches
 from vecgym.simulation.state import put_back
 

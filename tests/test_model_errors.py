@@ -17,8 +17,8 @@ from tests.fitting import alone, dataset, fit
 from vecgym import OptimSpec, Trainer, VecgymWarning
 from vecgym.clock import Compute
 from vecgym.engine import Engine
-from vecgym.engine.availability import Trace
 from vecgym.runs.rollout import rollout
+from vecgym.simulation.availability import Trace
 from vecgym.strategy import (
     ADPSGDStrategy,
     AllReduceStrategy,

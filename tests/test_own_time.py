@@ -15,7 +15,7 @@ from tests.models import make_batches, make_model
 from tests.test_availability import Taken
 from vecgym.core import tree
 from vecgym.data import Batches
-from vecgym.engine.availability import Trace
+from vecgym.simulation.availability import Trace
 from vecgym.strategy import Strategy
 
 F64 = torch.float64

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import vecgym
 from vecgym import Trainer
 from vecgym.clock import Compute, Network
-from vecgym.engine.availability import Deadline, Dropout
 from vecgym.models import Line
+from vecgym.simulation.availability import Deadline, Dropout
 from vecgym.strategy import AsyncStrategy, DecoupledDiLoCoStrategy, DiLoCoStrategy
 from vecgym.sweeps.alone import Alone
 

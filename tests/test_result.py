@@ -19,8 +19,8 @@ from tests.models import make_model
 from vecgym import sweep
 from vecgym.clock import Compute
 from vecgym.core.tree import Tree
-from vecgym.engine.availability import Dropout, Trace
 from vecgym.models import Line
+from vecgym.simulation.availability import Dropout, Trace
 from vecgym.strategy import (
     ADPSGDStrategy,
     AllReduceStrategy,

@@ -44,7 +44,7 @@ from tests.reference.sparta_diloco import sparta_diloco
 from vecgym import Trainer
 from vecgym.collectives import StackedCollectives
 from vecgym.core.errors import VecgymWarning
-from vecgym.engine.availability import Trace
+from vecgym.simulation.availability import Trace
 from vecgym.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,

@@ -23,8 +23,8 @@ from vecgym.clock.units import bits_per_second, seconds
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.collectives.topology import Links
 from vecgym.core.errors import VecgymWarning
-from vecgym.engine.availability import Dropout
 from vecgym.models import Line
+from vecgym.simulation.availability import Dropout
 from vecgym.strategy import DiLoCoStrategy
 
 SIZES = {f"layer{i}": 10**8 for i in range(4)}

@@ -33,15 +33,14 @@ from vecgym.compat import diloco_sim, exogym
 from vecgym.compress.codecs import Draw
 from vecgym.core import rng
 from vecgym.engine import Engine, ModelFacts, Plan, availability
-from vecgym.engine.availability import Dropout, Facts
-from vecgym.engine.simulation import Simulation as Stack
-from vecgym.engine.state import State as Stepped
 from vecgym.records import loggers
 from vecgym.records.history import History
 from vecgym.runs import memory
 from vecgym.runs.verification import Check, Difference
 from vecgym.simulation import Simulation
 from vecgym.simulation.adapted import simulation_of
+from vecgym.simulation.availability import Dropout, Facts
+from vecgym.simulation.state import HookState
 from vecgym.strategy import (
     AsyncStrategy,
     AveragingCommunicator,
@@ -61,6 +60,7 @@ from vecgym.strategy import (
     Sparse,
     Strategy,
 )
+from vecgym.sweeps.merged import Simulation as Stack
 
 K, STEPS, DIM = 2, 2, 3
 
@@ -249,9 +249,9 @@ def simulation() -> Simulation:
     return simulation_of(Line(), strategy(), StackedCollectives(K), engine=engine(), max_steps=STEPS)
 
 
-def known() -> Stepped:
+def known() -> HookState:
     made = simulation()
-    found: Stepped = made.algorithm.as_hooks_know(made.init())
+    found: HookState = made.algorithm.as_hooks_know(made.init())
     return found
 
 
@@ -457,7 +457,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
         "engine": engine, "state": lambda: simulation().init(),
         "sets": lambda: [data.EvalBatches(examples(4), 2, None, K)]},
     "vecgym.runs.evaluation.among": {"members": lambda: [0]},
-    "vecgym.engine.simulation.Simulation.result": {"state": lambda: stack().init()},
+    "vecgym.sweeps.merged.Simulation.result": {"state": lambda: stack().init()},
     "vecgym.strategy.Strategy.result": {"state": known},
     **{f"vecgym.collectives.{name}.fetched": {"sources": lambda: [1], "receivers": lambda: [0]}
        for name in ("Collectives", "StackedCollectives")},
@@ -521,11 +521,11 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.optim.schedule.lambda_cosine": {},
     "vecgym.optim.schedule.check_schedule": {"name": lambda: "cosine"},
     "vecgym.optim.schedule.make_schedule": {"name": lambda: "cosine"},
-    "vecgym.engine.simulation.State": {
+    "vecgym.sweeps.merged.State": {
         "optimizer": dict, "strategy": dict, "node_steps": lambda: torch.zeros(K)},
-    "vecgym.engine.simulation.exchange_moments": {"optimizer": dict, "modules": dict},
-    "vecgym.engine.simulation.Simulation": {"params": lambda: None},
-    "vecgym.engine.simulation.Simulation.step": {"state": lambda: stack().init()},
+    "vecgym.sweeps.merged.exchange_moments": {"optimizer": dict, "modules": dict},
+    "vecgym.sweeps.merged.Simulation": {"params": lambda: None},
+    "vecgym.sweeps.merged.Simulation.step": {"state": lambda: stack().init()},
     "vecgym.strategy.compressed": {},
     "vecgym.strategy.GossipCommunicator.mixing": {},
     **{f"vecgym.strategy.{name}": {"codec": lambda: "int8"} for name in ("Compressed", "EF21")},
@@ -594,13 +594,13 @@ _AVAILABLE: dict[str, dict[str, Callable[[], Any]]] = {
     "Availability": {},
 }
 for _name, _given in _AVAILABLE.items():
-    VALUES_OF[f"vecgym.engine.availability.{_name}"] = _given
+    VALUES_OF[f"vecgym.simulation.availability.{_name}"] = _given
     for _method in ("check", "present", "training"):
         if _method in vars(getattr(availability, _name)):
-            VALUES_OF[f"vecgym.engine.availability.{_name}.{_method}"] = _FACTS
+            VALUES_OF[f"vecgym.simulation.availability.{_name}.{_method}"] = _FACTS
 VALUES_OF |= {
     "vecgym.strategy.Context.by_count": {"of_step": lambda: lambda step: 0.1},
-    "vecgym.engine.availability.as_availability": {"value": lambda: Dropout(0.1)},
+    "vecgym.simulation.availability.as_availability": {"value": lambda: Dropout(0.1)},
     "vecgym.collectives.Collectives.among": {"members": lambda: [0]},
     "vecgym.collectives.StackedCollectives.among": {"members": lambda: [0]},
     "vecgym.strategy.EF21.check_present": {"counts": lambda: [K]},
@@ -697,7 +697,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.History": history,
     "vecgym.clock.Timeline": lambda: price([[transfer()]], Network(1e9), Compute(0.4)),
     "vecgym.Saved": saved,
-    "vecgym.engine.availability.Availability": lambda: Dropout(0.1),
+    "vecgym.simulation.availability.Availability": lambda: Dropout(0.1),
     "vecgym.SweepResult": lambda: copy.copy(_swept()),
     "vecgym.CSVLogger": started,
     "vecgym.collectives.Collectives": lambda: StackedCollectives(K),
@@ -706,7 +706,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.compress.RandomK": lambda: compress.RandomK(0.5),
     "vecgym.data.Partition": partition,
     "vecgym.engine.Engine": engine,
-    "vecgym.engine.simulation.Simulation": stack,
+    "vecgym.sweeps.merged.Simulation": stack,
     "vecgym.runs.verification.Check": check,
     "vecgym.compat.diloco_sim.DilocoSimulator": simulator,
     "vecgym.compat.diloco_sim.DilocoSimulatorConfig": config,
@@ -855,7 +855,7 @@ def good_arguments(target: Target) -> dict[str, Any]:
 # Arguments with a default that a call needs too, or that make it short.
 ALSO: dict[str, tuple[str, ...]] = {
     "vecgym.Trainer.fit": tuple(SETTINGS),
-    "vecgym.engine.availability.LocalSteps": ("steps",),
+    "vecgym.simulation.availability.LocalSteps": ("steps",),
     "vecgym.sweep": (*SETTINGS, "strategy", "num_nodes"),
     "vecgym.compat.exogym.Trainer.fit": ("max_steps", "batch_size", "strategy", "num_nodes"),
     "vecgym.optimize_schedule": ("H", "iterations"),

@@ -35,8 +35,8 @@ from tests.fuzz.place import a_new_folder
 from tests.fuzz.settings import SMOOTH, Settings, optimizer, simpler, some
 from vecgym import DivergenceError, OptimSpec, Trainer, dry_run, sweep
 from vecgym.clock import Compute, Network, price
-from vecgym.engine.availability import Trace
 from vecgym.records.columns import MEASURED
+from vecgym.simulation.availability import Trace
 
 NAME = "relations"
 TOLERANCE = 1e-9

@@ -17,7 +17,7 @@ from vecgym.clock.network import Network, Routes
 from vecgym.clock.trace import Bar, PerNode, Recorded
 from vecgym.collectives.base import bucketed
 from vecgym.core import check
-from vecgym.engine.attendance import Availability, Facts
+from vecgym.simulation.availability import Availability, Facts
 from vecgym.simulation.events import Absences, Arrival, Happening, Restart, Rules, StepSeconds, Update, Wires
 
 
@@ -113,7 +113,7 @@ def absences_of(availability: Availability, nominal: Sequence[float], compute: C
         ValueError: for one that says what nodes that return take from others, or who only exchanges; and for a time in
             which nobody is there.
 
-    >>> from vecgym.engine.availability import Trace
+    >>> from vecgym.simulation.availability import Trace
     >>> found = absences_of(Trace([[True, False], [True, True]]), [1.0, 2.0], Compute([1.0, 2.0]), seed=0)
     >>> found.seconds, found.is_there(1, 1.0), found.begins(1, 1.0)
     (1.5, False, 1.5)

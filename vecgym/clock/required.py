@@ -21,7 +21,7 @@ from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.collectives.stacked import Announced
 from vecgym.core import check
 from vecgym.core.errors import warn
-from vecgym.engine.exchanges import exchanges
+from vecgym.simulation.exchanges import exchanges
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.per_rank import as_strategy

@@ -2,12 +2,10 @@
 
 Engine:     Engine, its settings (check_settings, EngineName, ENGINES), what it sees of a model (ModelFacts), how it
             computes (Plan, choose_plan) and what it gives (Local)
-Presence:   availability, which nodes take part in which steps
-Backends:   vecgym.engine.backend.Backend is the protocol of `vmap` and `loop`, of `compiled`, which compile=True adds,
-            and of `graph`; another one is a file and a name in BACKENDS
+Backends:   vecgym.engine.backend.Backend is the protocol of `vmap` and `loop` and of `compiled`, which compile=True
+            adds; another one is a file and a name in BACKENDS
 """
 
-from vecgym.engine import availability
 from vecgym.engine.backend import Local
 from vecgym.engine.engine import Engine
 from vecgym.engine.observe import ModelFacts
@@ -21,7 +19,6 @@ __all__ = [
     "Local",
     "ModelFacts",
     "Plan",
-    "availability",
     "check_settings",
     "choose_plan",
 ]

@@ -23,9 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vecgym.core import tree
 from vecgym.core.nodes import expand
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import Keys, Local, Part, apart, settle
+from vecgym.engine.backend import Keys, Local, Part, apart, settle, sizes_of
 from vecgym.engine.contract import cause
-from vecgym.engine.minibatches import sizes_of
 from vecgym.engine.stateless import StatelessModel
 from vecgym.engine.vmap import Vmap
 

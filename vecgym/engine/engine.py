@@ -28,10 +28,20 @@ from vecgym.core.errors import warn
 from vecgym.core.transforms import outside, plain
 from vecgym.core.tree import Tree
 from vecgym.engine import contract, hooks
-from vecgym.engine.backend import Backend, Keys, Local, Part, rows, stacked, unstacked
+from vecgym.engine.backend import (
+    Backend,
+    Keys,
+    Local,
+    Part,
+    by_batch_size,
+    in_minibatches,
+    rows,
+    sizes_of,
+    stacked,
+    unstacked,
+)
 from vecgym.engine.batching_rules import TwiceDifferentiable
 from vecgym.engine.compiled import Compiled
-from vecgym.engine.minibatches import by_batch_size, in_minibatches, sizes_of
 from vecgym.engine.observe import ModelFacts, examine
 from vecgym.engine.plan import (
     BACKENDS,

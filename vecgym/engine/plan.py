@@ -20,9 +20,9 @@ import torch
 from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.engine.backend import Backend
-from vecgym.engine.layouts import ChannelsLast
 from vecgym.engine.loop import Loop
 from vecgym.engine.observe import ModelFacts
+from vecgym.engine.stateless import ChannelsLast
 from vecgym.engine.vmap import Vmap
 
 EngineName = Literal["auto", "vmap", "loop"]

@@ -26,12 +26,14 @@ the state, its method changes them, and they are put back:
 | module | holds |
 |---|---|
 | `timetable` | `Event`, `Mark`, `Lockstep`: who trains, who meets, who returns, and at which of their own counts |
+| `availability`, `presence` | who is there in which steps, as a rule and as a table |
+| `events` | when nodes meet a server that does not wait: `Rules`, messages on links, one agenda for all of it |
+| `scheduled` | `Scheduled`, `Waves`: such events as timetables, with `train` where a result is first needed |
 | `state` | `State`: what is each node's `own` and what is `shared`; `Rows`, and how they are put back |
 | `simulation` | `Part`, all that a handler sees; `Simulation`, which takes, calls, puts, and asks the engine for gradients |
 | `run` | the loop |
-| `events` | when nodes meet a server that does not wait: `Rules`, messages on links, one agenda for all of it |
-| `scheduled` | `Scheduled`, `Waves`: such events as timetables, with `train` where a result is first needed |
-| `adapted` | today's strategies, whose hooks become two handlers, `train` and `exchange` |
+| `adapted` | strategies of communication modules, whose hooks become handlers: `rejoin`, `train`, `exchange` |
+| `exchanges`, `returning` | what the hooks keep once for all nodes; what nodes that return begin with |
 
 Absent nodes are rows that an event does not have; a node that rests is one that `train` does not have; what is late is
 an event later in the timetable. Nothing else knows of them. `fit`, `rollout` and estimates of memory are this loop with
@@ -40,7 +42,7 @@ read ahead in every kind of run.
 
 Asynchronous strategies are algorithms of the kernel, each in one file: its settings, its rules, its handlers. All other
 strategies have hooks, and `adapted.simulation_of(model, strategy, comm)` makes algorithms of them. The configurations of
-a sweep that are trained together still take their steps by `vecgym.engine.simulation`.
+a sweep that are trained together still take their steps by `vecgym.sweeps.merged`.
 
 ## Where to add what
 

@@ -14,10 +14,10 @@ from vecgym.clock.network import Network
 from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches
 from vecgym.engine import Engine
-from vecgym.engine.attendance import Availability
-from vecgym.engine.state import Metrics
 from vecgym.simulation import Row, RunFacts, Simulation
+from vecgym.simulation.availability import Availability
 from vecgym.simulation.events import Arrival, Schedule, Stop, schedule, updates_of
+from vecgym.simulation.state import Metrics
 from vecgym.strategy.asynchronous import EventDriven
 from vecgym.strategy.communication import Context
 

@@ -11,11 +11,11 @@ from vecgym.collectives.base import payload_bytes
 from vecgym.core import nodes
 from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
-from vecgym.engine.attendance import Availability
 from vecgym.runs.async_plan import AsyncPlan, Updates, stop_of
 from vecgym.runs.evaluation import evaluated_columns
 from vecgym.runs.run import Run
 from vecgym.simulation import Row
+from vecgym.simulation.availability import Availability
 from vecgym.strategy.asynchronous import EventDriven
 
 M = TypeVar("M", bound=nn.Module)

@@ -21,8 +21,8 @@ from vecgym.data import EvalBatches
 from vecgym.data.batches import chosen_batches, places
 from vecgym.engine import Engine
 from vecgym.engine.plan import batches_at_once
-from vecgym.engine.state import Result
 from vecgym.runs.memory import peak_bytes
+from vecgym.simulation.state import Result
 
 MAX_JOINED_BYTES = 2**25  # of batches that are evaluated in one call
 

@@ -43,10 +43,10 @@ from vecgym.collectives.wire import Wire
 from vecgym.core import tree
 from vecgym.core.errors import Damaged, ProcessError, VecgymWarning, warn
 from vecgym.engine import ModelFacts
-from vecgym.engine.simulation import Metrics
 from vecgym.records.runfile import plain
 from vecgym.runs.evaluation import everyone
 from vecgym.runs.options import TIMEOUT_S, FitOptions, resolve_device
+from vecgym.simulation.state import Metrics
 
 __all__ = ["Link", "check_alone", "choose_start_method", "joined", "run"]
 

@@ -22,9 +22,9 @@ from vecgym.core import check, tree
 from vecgym.core.options import Options, checks_of
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, EngineName
-from vecgym.engine.availability import Availability, as_availability
 from vecgym.engine.plan import check_engine, check_settings
 from vecgym.records.loggers import Logger, as_loggers
+from vecgym.simulation.availability import Availability, as_availability
 from vecgym.strategy import Strategy
 from vecgym.strategy.per_rank import as_strategy
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vecgym.engine.availability import Facts
-from vecgym.engine.presence import Presence
+from vecgym.simulation.availability import Facts
+from vecgym.simulation.presence import Presence
 from vecgym.strategy import Strategy
 from vecgym.strategy.base import lets_rest
 

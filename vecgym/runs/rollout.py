@@ -27,7 +27,6 @@ from vecgym.core.transforms import readable
 from vecgym.core.tree import Tree, differentiated
 from vecgym.engine import Engine, EngineName
 from vecgym.engine.contract import check_differentiable
-from vecgym.engine.state import Result
 from vecgym.optim.formulas import root
 from vecgym.optim.per_node import PerNodeRule
 from vecgym.runs.async_plan import Updates
@@ -36,6 +35,7 @@ from vecgym.runs.present import check_rollout, presence_of
 from vecgym.simulation import Row, Simulation, State, run
 from vecgym.simulation.adapted import simulation_of
 from vecgym.simulation.events import Arrival, Happening, Schedule, Stop, schedule, updates_of
+from vecgym.simulation.state import Result
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import EventDriven
 

@@ -19,8 +19,6 @@ from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import Engine, hooks
-from vecgym.engine.presence import Presence
-from vecgym.engine.state import Metrics
 from vecgym.records.history import History
 from vecgym.runs.checkpoint import Checkpointer
 from vecgym.runs.evaluation import average, correlation, distance_of, evaluated_columns
@@ -31,7 +29,9 @@ from vecgym.runs.present import presence_of
 from vecgym.runs.recorder import Loggers, Recorder
 from vecgym.simulation import Event, Row, Simulation, State, run
 from vecgym.simulation.adapted import simulation_of
+from vecgym.simulation.presence import Presence
 from vecgym.simulation.simulation import Draft
+from vecgym.simulation.state import Metrics
 from vecgym.strategy.described import described
 
 M = TypeVar("M", bound=nn.Module)

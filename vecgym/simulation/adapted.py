@@ -14,13 +14,11 @@ from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Path, Tree
 from vecgym.engine import Engine
-from vecgym.engine.exchanges import agreed, exchange_moments
-from vecgym.engine.once import replaced, stored_once
-from vecgym.engine.presence import Presence, check_presence, exchanges_gradients, missed
-from vecgym.engine.returning import Shared, sent, through_server
-from vecgym.engine.state import State as Stepped
+from vecgym.simulation.exchanges import agreed, exchange_moments, exchanges_gradients, replaced, stored_once
+from vecgym.simulation.presence import Presence, missed
+from vecgym.simulation.returning import Shared, check_presence, sent, through_server
 from vecgym.simulation.simulation import Batches, Part, Request, Simulation
-from vecgym.simulation.state import State
+from vecgym.simulation.state import HookState, State
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.asynchronous import check_synchronous
@@ -176,7 +174,7 @@ class Adapted:
         """Return the parameters whose mean is the run's model; see `Strategy.result`."""
         return self.strategy.result(self.as_hooks_know(state))
 
-    def as_hooks_know(self, state: State) -> Stepped:
+    def as_hooks_know(self, state: State) -> HookState:
         """Return the state in the form that `Strategy.result` is told."""
         made = self._timetable.made(state.tick)
         each = torch.tensor(made if self.here is None else [made[node] for node in self.here])
@@ -184,7 +182,7 @@ class Adapted:
         if state.home is state.shared:
             counts = torch.tensor([state.tick])
         optimizer = {"step": counts, **state.home["optimizer"]} if self._counts else state.home["optimizer"]
-        return Stepped(state.tick, state.params, state.buffers, optimizer, state.shared["modules"], each)
+        return HookState(state.tick, state.params, state.buffers, optimizer, state.shared["modules"], each)
 
     def hidden_state(self) -> Any:
         """Return what evolves outside of the state, for a file: of strategies written for one rank."""

@@ -18,8 +18,7 @@ from vecgym.core import nodes, rng, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
-from vecgym.engine.state import Result
-from vecgym.simulation.state import Index, Rows, State, put_back
+from vecgym.simulation.state import Index, Result, Rows, State, put_back
 from vecgym.simulation.timetable import Event, RunFacts, Timetable
 
 Request = tuple[list[int], "int | list[int]"]  # rows here, and which of their own batches each of them reads

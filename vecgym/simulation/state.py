@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vecgym.collectives.ledger import Transfer
 from vecgym.core import nodes, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
@@ -181,3 +182,69 @@ def _begun(rows: Rows, new: Tensor) -> Tensor:
 def _numbers(rows: Rows) -> Tensor | None:
     """Return the numbers of the rows; None: all."""
     return torch.arange(rows.size)[rows.index] if isinstance(rows.index, slice) else rows.index
+
+
+@dataclass(frozen=True)
+class HookState:
+    """All that evolves in a run, as the hooks of a strategy know it.
+
+    A node dimension of size 1 means "the same on every node". Where the L nodes are those of C configurations,
+    parameters may be `[C, *]`: one row for L / C nodes each.
+
+    Attributes:
+        step: optimizer steps done.
+        params: trainable parameters, `[1 or L, *]`.
+        buffers: `[1 or L, *]`.
+        optimizer: the inner optimizer's state.
+        strategy: the communication modules' states.
+        node_steps: optimizer steps that each node has done, `[L]`.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.simulation.adapted import simulation_of
+    >>> from vecgym.strategy import DiLoCoStrategy
+    >>> simulation = simulation_of(nn.Linear(2, 1), DiLoCoStrategy("sgd", lr=0.1), StackedCollectives(4))
+    >>> state = simulation.algorithm.as_hooks_know(simulation.init())
+    >>> state.step, state.params["weight"].shape, state.strategy["0"]["params"]["bias"].shape
+    (0, torch.Size([1, 1, 2]), torch.Size([1, 1]))
+    """
+
+    step: int
+    params: Tree
+    buffers: Tree
+    optimizer: dict[str, Any]
+    strategy: dict[str, Any]
+    node_steps: Tensor
+
+
+class Result(NamedTuple):
+    """The run's model: the mean of parameters, and of buffers, over the nodes that are its members.
+
+    Attributes:
+        params: `[1 or L, *]`; see `vecgym.strategy.Strategy.result`.
+        members: the nodes that were there in the last step, ascending; None: all.
+
+    >>> Result({}).members is None
+    True
+    """
+
+    params: Tree
+    members: tuple[int, ...] | None = None
+
+
+class Metrics(NamedTuple):
+    """The measurements of a step.
+
+    >>> import torch
+    >>> Metrics(losses=torch.tensor([1.0, 3.0]), lr=0.1).losses.mean()
+    tensor(2.)
+    """
+
+    losses: Tensor  # [L], before the update; nan where a node did not train
+    lr: float | Tensor
+    active: list[int] | None = None  # the nodes that trained; None: all
+    outer_lr: float | Tensor | None = None  # of the strategy's other optimizer, if it has one
+    transfers: tuple[Transfer, ...] = ()  # what was sent in the step, in order
+    num_present: int | None = None  # nodes that were there, where some may be absent
+    num_never_present: int | None = None  # nodes that have not been there in any step so far

@@ -123,7 +123,7 @@ class Due(NamedTuple):
 
 
 class Attendance(Protocol):
-    """Who is there in which steps: what a `vecgym.engine.presence.Presence` says."""
+    """Who is there in which steps: what a `vecgym.simulation.presence.Presence` says."""
 
     def present(self, step: int) -> tuple[int, ...] | None:
         """Return the nodes that are there; None: all."""

@@ -219,11 +219,11 @@ class Strategy:
         """Return the parameters `[1 or L, *]` whose mean over the nodes that are there is the run's model.
 
         That model is evaluated, returned by `fit`, and saved. Override this where it is not the mean of what the nodes
-        train: `state` is a `vecgym.engine.state.State`, whose `strategy` holds the modules' states under "0", "1", ...
-        Of an asynchronous strategy `state.params` are the server's.
+        train: `state` is a `vecgym.simulation.state.HookState`; in its `strategy` are the modules' states, under "0",
+        "1", ... Of an asynchronous strategy `state.params` are the server's.
 
-        >>> from vecgym.engine.state import State
-        >>> Strategy("sgd").result(State(0, {"w": torch.zeros(1)}, {}, {}, {}, node_steps=torch.zeros(2)))
+        >>> from vecgym.simulation.state import HookState
+        >>> Strategy("sgd").result(HookState(0, {"w": torch.zeros(1)}, {}, {}, {}, node_steps=torch.zeros(2)))
         {'w': tensor([0.])}
         """
         params: Tree = state.params

@@ -16,12 +16,11 @@ from vecgym.core.devices import fetched, placed_as
 from vecgym.core.tree import Tree
 from vecgym.data.batches import chosen_batches, places
 from vecgym.engine import Engine
-from vecgym.engine.simulation import Simulation, State
 from vecgym.runs.evaluation import distances_of, evaluated_columns
 from vecgym.strategy.per_rank import as_strategy
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.curves import Curve, Observed
-from vecgym.sweeps.merged import Merged
+from vecgym.sweeps.merged import Merged, Simulation, State
 from vecgym.sweeps.parts import Member
 
 

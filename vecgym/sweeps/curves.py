@@ -12,7 +12,6 @@ from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
 from vecgym.core.tree import Tree
-from vecgym.engine.simulation import Metrics
 from vecgym.records import runfile
 from vecgym.records.columns import START
 from vecgym.records.history import History
@@ -20,6 +19,7 @@ from vecgym.records.rows import Row
 from vecgym.runs.recorder import StepRows, add_losses
 from vecgym.strategy import Context
 from vecgym.sweeps.configurations import Configuration
+from vecgym.sweeps.merged import Metrics
 
 PENDING, PARTIAL, FINISHED, DIVERGED = "pending", "interrupted", "finished", "diverged"
 # What a result shows of a configuration that has recorded nothing, besides its point.

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from vecgym.core.errors import warn
-from vecgym.engine.attendance import Availability, Facts
-from vecgym.strategy import Strategy
-from vecgym.strategy.communication import overrides
+from vecgym.simulation.availability import Availability, Facts
 
 BLOCK = 1024  # steps looked at together
 
@@ -18,7 +16,7 @@ class Presence:
 
     Attributes:
         availability: it.
-        rejoin: see `vecgym.engine.availability`.
+        rejoin: see `vecgym.simulation.availability`.
         server: whether what the nodes share goes through a server.
         counts: how many nodes are present in the steps of the run.
         waits: whether some of those present may not train.
@@ -26,7 +24,7 @@ class Presence:
     Raises:
         ValueError: for a step in which nobody is present.
 
-    >>> from vecgym.engine.availability import Trace
+    >>> from vecgym.simulation.availability import Trace
     >>> presence = Presence(Trace([[True, False, True], [True, True, True]]), Facts(3, 2, seed=0))
     >>> presence.present(0), presence.present(1), presence.returning(1), presence.training(0)
     ((0, 2), None, (1,), None)
@@ -76,7 +74,7 @@ class Presence:
     def row(self, step: int) -> Tensor:
         """Return who is present, bool `[K]`.
 
-        >>> from vecgym.engine.availability import Trace
+        >>> from vecgym.simulation.availability import Trace
         >>> Presence(Trace([[True, False]]), Facts(2, 1, seed=0)).row(0)
         tensor([ True, False])
         """
@@ -85,7 +83,7 @@ class Presence:
     def never_present(self, step: int) -> int:
         """Count the nodes that are not there in this step, nor in any before it.
 
-        >>> from vecgym.engine.availability import Trace
+        >>> from vecgym.simulation.availability import Trace
         >>> presence = Presence(Trace([[True, False, False], [True, False, True]]), Facts(3, 2, seed=0))
         >>> presence.never_present(0), presence.never_present(1)
         (2, 1)
@@ -104,7 +102,7 @@ class Presence:
     def computing(self, step: int) -> Tensor:
         """Return who trains, bool `[K]`: all that are present, or fewer.
 
-        >>> from vecgym.engine.availability import LocalSteps
+        >>> from vecgym.simulation.availability import LocalSteps
         >>> Presence(LocalSteps([1, 2], H=2), Facts(2, 2, seed=0)).computing(1)
         tensor([False,  True])
         """
@@ -128,53 +126,8 @@ class Presence:
         return table
 
 
-def check_presence(presence: Presence, strategy: Strategy) -> None:
-    """Raise a ValueError for a strategy whose nodes cannot be absent, or cannot wait for others.
-
-    >>> from vecgym.engine.availability import Facts, LocalSteps
-    >>> from vecgym.strategy import FedAvgStrategy
-    >>> check_presence(Presence(LocalSteps([1, 2], H=2), Facts(2, 2, seed=0)), FedAvgStrategy("sgd", H=2, lr=0.1))
-    """
-    what = f"availability={presence.availability!r}"
-    if not strategy.pure:
-        raise ValueError(
-            f"{what}: this strategy is written for one rank, and all of its ranks must take part in every step. Leave "
-            "availability out, or write the strategy as a CommunicationModule."
-        )
-    if presence.waits and exchanges_gradients(strategy):
-        raise ValueError(
-            f"{what} lets nodes wait for the others, and {strategy!r} exchanges gradients in every step: take a "
-            "strategy that exchanges parameters every H steps."
-        )
-    strategy.check_present(sorted(presence.counts), presence.run.num_nodes)
-
-
 def missed(presence: Presence, rows: Tensor | None, step: int) -> Tensor | None:
     """Return which nodes, those in `rows` or all, were absent in a step; None: none was."""
     absent = ~presence.row(step)
     absent = absent if rows is None else absent[rows]
     return absent if bool(absent.any()) else None
-
-
-def exchanges_gradients(strategy: Strategy) -> bool:
-    """Whether the nodes exchange gradients.
-
-    >>> from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
-    >>> exchanges_gradients(AllReduceStrategy("sgd", lr=0.1)), exchanges_gradients(DiLoCoStrategy("sgd", lr=0.1))
-    (True, False)
-    """
-    if members := getattr(strategy, "members", None):  # those of a sweep, stacked
-        return any(exchanges_gradients(member.strategy) for member in members)
-    own = type(strategy).exchange_gradients is not Strategy.exchange_gradients
-    return own or any(overrides(module, "exchange_gradients") for module in strategy.communication_modules)
-
-
-def exchanges_moments(strategy: Strategy) -> bool:
-    """Whether the nodes exchange what their optimizers keep.
-
-    >>> from vecgym.strategy import CommunicateOptimizeStrategy, Moments
-    >>> exchanges_moments(CommunicateOptimizeStrategy([Moments()], "adamw")), exchanges_moments(Strategy("adamw"))
-    (True, False)
-    """
-    own = type(strategy).exchange_moments is not Strategy.exchange_moments
-    return own or any(overrides(module, "exchange_moments") for module in strategy.communication_modules)

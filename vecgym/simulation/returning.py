@@ -1,4 +1,4 @@
-"""What nodes that return begin with, and who sends it; see `vecgym.engine.availability`."""
+"""What nodes that return begin with, and who sends it; see `vecgym.simulation.availability`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from vecgym.collectives import Collectives
 from vecgym.collectives.topology import Links
 from vecgym.core import nodes, rng
 from vecgym.core.tree import Tree
-from vecgym.engine.presence import Presence
+from vecgym.simulation.exchanges import exchanges_gradients
+from vecgym.simulation.presence import Presence
 from vecgym.strategy import Gradients, Mean, ServerMean, Strategy
 from vecgym.strategy.average import Around
 from vecgym.strategy.communication import Wrapper
@@ -49,7 +50,7 @@ def sent(
         once: the names of those that all nodes share.
 
     >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.engine.availability import Facts, Trace
+    >>> from vecgym.simulation.availability import Facts, Trace
     >>> presence = Presence(Trace([[True, True, False], [True] * 3], rejoin="shared"), Facts(3, 2, seed=0))
     >>> sent({"w": torch.tensor([1.0, 3.0, 9.0])}, presence, Shared({}, set()), StackedCollectives(3), 1, once=[])
     {'w': tensor([2.])}
@@ -76,7 +77,7 @@ def messages(
     What a server sends after an exchange is for those who are there next: as many of them as have left need nothing
     besides.
 
-    >>> from vecgym.engine.availability import Facts, Sampled
+    >>> from vecgym.simulation.availability import Facts, Sampled
     >>> presence = Presence(Sampled(0.5, H=1), Facts(num_nodes=4, num_steps=2, seed=42))
     >>> presence.present(0), presence.present(1)
     ((1, 2), (0, 2))
@@ -94,7 +95,7 @@ def messages(
 def sources_of(back: Sequence[int], presence: Presence, step: int) -> list[int]:
     """Return the node that sends parameters to each of those that return: with "shared" one, else one drawn for each.
 
-    >>> from vecgym.engine.availability import Facts, Trace
+    >>> from vecgym.simulation.availability import Facts, Trace
     >>> presence = Presence(Trace([[False, True, True], [True, True, True]], rejoin="shared"), Facts(3, 2, seed=0))
     >>> sources_of([0], presence, step=1)
     [1]
@@ -155,3 +156,24 @@ def _mean(wide: Tree, members: list[int], comm: Collectives) -> Tree:
 def _ids(there: Tensor) -> list[int]:
     found: list[int] = there.nonzero().flatten().tolist()
     return found
+
+
+def check_presence(presence: Presence, strategy: Strategy) -> None:
+    """Raise a ValueError for a strategy whose nodes cannot be absent, or cannot wait for others.
+
+    >>> from vecgym.simulation.availability import Facts, LocalSteps
+    >>> from vecgym.strategy import FedAvgStrategy
+    >>> check_presence(Presence(LocalSteps([1, 2], H=2), Facts(2, 2, seed=0)), FedAvgStrategy("sgd", H=2, lr=0.1))
+    """
+    what = f"availability={presence.availability!r}"
+    if not strategy.pure:
+        raise ValueError(
+            f"{what}: this strategy is written for one rank, and all of its ranks must take part in every step. Leave "
+            "availability out, or write the strategy as a CommunicationModule."
+        )
+    if presence.waits and exchanges_gradients(strategy):
+        raise ValueError(
+            f"{what} lets nodes wait for the others, and {strategy!r} exchanges gradients in every step: take a "
+            "strategy that exchanges parameters every H steps."
+        )
+    strategy.check_present(sorted(presence.counts), presence.run.num_nodes)
