@@ -1,6 +1,6 @@
 """The bytes that a process must hand to torch.distributed, derived from payloads and participants alone.
 
-`accounted` is `vecgym.runs.lockstep.compare` that fails at the first collective before which these are other bytes than
+`accounted` is `vecgym.runs.verification.compare`, which fails at the first collective before which these bytes are not
 those that the wire has counted.
 """
 
@@ -16,7 +16,7 @@ from vecgym.collectives.base import T, payload_bytes
 from vecgym.collectives.distributed import DistributedCollectives, tensors_text
 from vecgym.collectives.topology import Links
 from vecgym.collectives.wire import Wire
-from vecgym.runs.lockstep import Case, Check, compare
+from vecgym.runs.verification import Case, Check, compare
 
 
 def accounted(case: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:

@@ -22,7 +22,7 @@ from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.collectives.wire import Wire
 from vecgym.runs import multiprocess
-from vecgym.runs.lockstep import Case, Check
+from vecgym.runs.verification import Case, Check
 from vecgym.simulation.availability import Deadline, Dropout, LocalSteps, Sampled, Trace
 from vecgym.strategy import (
     AllReduceStrategy,

@@ -19,13 +19,13 @@ FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PAC
 MAX_UNITS = 19  # modules and packages directly in vecgym; two, `logger` and `availability`, only show what is elsewhere
 MAX_FUNCTION = 40  # lines, without its docstring
 MAX_PARAMETERS = 8
-MAX_CODE_LINES = 23_950  # of the whole package
-MAX_MODULES = 193  # that hold code
+MAX_CODE_LINES = 23_898  # of the whole package
+MAX_MODULES = 188  # that hold code
 # Modules in a package, and floors: modules in the longest chain of imports inside it. What is above that is named.
 MAX_MODULES_IN_A_PACKAGE = 12
 MAX_FLOORS_IN_A_PACKAGE = 6
-MORE_MODULES = {"strategy": 46, "runs": 17, "sweeps": 16}
-MORE_FLOORS = {"strategy": 12, "engine": 7, "runs": 8, "sweeps": 11, "clock": 7}
+MORE_MODULES = {"strategy": 46, "runs": 14, "sweeps": 14}
+MORE_FLOORS = {"strategy": 12, "engine": 7, "runs": 8, "sweeps": 9, "clock": 7}
 
 NO_CODE = (
     tokenize.COMMENT,

@@ -15,7 +15,7 @@ from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.collectives.wire import Wire
 from vecgym.core import tree
 from vecgym.runs import multiprocess
-from vecgym.runs.lockstep import Case, Form, gaps
+from vecgym.runs.verification import Case, Form, gaps
 from vecgym.strategy import AllReduceStrategy, Context
 
 K = 4

@@ -24,7 +24,7 @@ from vecgym.collectives.distributed import DistributedCollectives, buckets, chec
 from vecgym.collectives.ledger import Ledger
 from vecgym.collectives.wire import Wire
 from vecgym.runs import multiprocess
-from vecgym.runs.lockstep import Case
+from vecgym.runs.verification import Case
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     CommunicationModule,

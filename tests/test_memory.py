@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import vecgym
-import vecgym.runs.fitting as fitting
+import vecgym.runs.memory as fitting
 from tests.fitting import alone, dataset, fit, params, same_run
 from tests.helpers import known
 from tests.models import make_model

@@ -74,8 +74,8 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.average import Weighting
-from vecgym.sweeps.axes import points
 from vecgym.sweeps.chunk import Chunk
+from vecgym.sweeps.options import points
 from vecgym.sweeps.stack import prepared_engine
 
 K = 4

@@ -21,8 +21,7 @@ from vecgym.collectives.wire import Wire
 from vecgym.core import tree
 from vecgym.core.errors import ProcessError
 from vecgym.runs import multiprocess
-from vecgym.runs.lockstep import BOUNDS, RULES, Case, Finding, first_of, gaps
-from vecgym.runs.verification import ORDER_OF_SUMS, Report, verify
+from vecgym.runs.verification import BOUNDS, ORDER_OF_SUMS, RULES, Case, Finding, Report, first_of, gaps, verify
 from vecgym.strategy import CommunicateOptimizeStrategy, CommunicationModule, FedAvgStrategy
 
 K = 4

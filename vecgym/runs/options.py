@@ -24,8 +24,10 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine, EngineName
 from vecgym.engine.plan import check_engine, check_settings
 from vecgym.records.loggers import Logger, as_loggers
-from vecgym.simulation.availability import Availability, as_availability
+from vecgym.simulation.availability import Availability, Facts, as_availability
+from vecgym.simulation.presence import Presence
 from vecgym.strategy import Strategy
+from vecgym.strategy.base import lets_rest
 from vecgym.strategy.per_rank import as_strategy
 
 
@@ -285,7 +287,7 @@ class Computation(EngineOptions):
     Args:
         autocast: mixed precision in the forward passes.
         max_memory_usage: a part of the device's memory, such as 0.8: `chunk_size`, and then `minibatch_size` unless
-            it is given, are chosen so that the run fits; see `vecgym.runs.fitting.fitting_sizes`. Measured on CUDA,
+            it is given, are chosen so that the run fits; see `vecgym.runs.memory.fitting_sizes`. Measured on CUDA,
             estimated elsewhere; the result is in `history.settings["memory"]`.
 
     >>> Computation(engine="loop", node_threads=2).chunk_size is None
@@ -666,3 +668,34 @@ class ScheduleOptions(DifferentiableRun):
                 f"budget_seconds={self.budget_seconds!r} and availability={self.availability!r}: what nodes that may "
                 "be absent send is not known before they train. Give H or budget_bytes, or leave availability out."
             )
+
+
+def presence_of(options: Any, num_steps: int, num_examples: tuple[int, ...] | None) -> Presence | None:
+    """Return who is present when in a run with these options, looked at for all steps; None: all, always.
+
+    >>> from types import SimpleNamespace
+    >>> presence_of(SimpleNamespace(availability=None), 10, None) is None
+    True
+    """
+    if options.availability is None:
+        return None
+    batch_size = getattr(options, "batch_size", None)
+    facts = Facts(options.num_nodes, num_steps, options.seed, options.compute, num_examples, batch_size)
+    return Presence(options.availability, facts)
+
+
+def check_rollout(availability: Any, strategy: Strategy) -> None:
+    """Raise a ValueError for a rollout in which it is not known beforehand who takes which batch.
+
+    >>> check_rollout(None, Strategy("sgd", lr=0.1))
+    """
+    if availability is None:
+        return
+    if strategy.asynchronous:
+        raise ValueError(f"availability is not there for {type(strategy).__name__}: leave it out.")
+    modules = strategy.communication_modules
+    if any(map(lets_rest, modules)):
+        raise ValueError(
+            f"availability={availability!r} and {strategy!r} both say who sits out: in a rollout give one, such "
+            "as availability=Sampled(0.5, H) in place of participation=0.5."
+        )

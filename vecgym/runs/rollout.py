@@ -30,8 +30,7 @@ from vecgym.engine.contract import check_differentiable
 from vecgym.optim.formulas import root
 from vecgym.optim.per_node import PerNodeRule
 from vecgym.runs.async_plan import Updates
-from vecgym.runs.options import JvpOptions, RolloutOptions
-from vecgym.runs.present import check_rollout, presence_of
+from vecgym.runs.options import JvpOptions, RolloutOptions, check_rollout, presence_of
 from vecgym.simulation import Row, Simulation, State, run
 from vecgym.simulation.adapted import simulation_of
 from vecgym.simulation.events import Arrival, Happening, Schedule, Stop, schedule, updates_of

@@ -22,10 +22,9 @@ from vecgym.engine import Engine, hooks
 from vecgym.records.history import History
 from vecgym.runs.checkpoint import Checkpointer
 from vecgym.runs.evaluation import average, correlation, distance_of, evaluated_columns
-from vecgym.runs.fitting import fitting_sizes
+from vecgym.runs.memory import fitting_sizes
 from vecgym.runs.multiprocess import Session, interrupts
-from vecgym.runs.options import FitOptions
-from vecgym.runs.present import presence_of
+from vecgym.runs.options import FitOptions, presence_of
 from vecgym.runs.recorder import Loggers, Recorder
 from vecgym.simulation import Event, Row, Simulation, State, run
 from vecgym.simulation.adapted import simulation_of

@@ -7,28 +7,359 @@ difference after every step, of parameters, buffers, losses, optimizer state, st
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vecgym.clock import Compute
-from vecgym.collectives.distributed import check_divides
-from vecgym.collectives.wire import Wire
-from vecgym.core import check
+from vecgym.collectives import Collectives, StackedCollectives
+from vecgym.collectives.distributed import DistributedCollectives, check_divides
+from vecgym.collectives.ledger import Entry
+from vecgym.collectives.wire import Disagreement, Wire
+from vecgym.core import check, tree
 from vecgym.core.options import Options, function_of
-from vecgym.engine import hooks
+from vecgym.data import Batches
+from vecgym.engine import Engine, hooks
 from vecgym.engine.plan import check_engine
 from vecgym.records.rows import aligned, counted
 from vecgym.runs import multiprocess
-from vecgym.runs.lockstep import BOUNDS, Case, Check, Difference, Finding, compare
-from vecgym.runs.options import Count, Present, Seconds, Seed, check_strategy
+from vecgym.runs.options import Count, Present, Seconds, Seed, check_strategy, presence_of
+from vecgym.simulation import Simulation, State
+from vecgym.simulation.adapted import simulation_of
+from vecgym.simulation.simulation import Request
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.catalogue import CATALOGUE
+
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative, if torch.distributed adds up
+
+# In the order in which a step computes them: the first that differs is closest to the cause.
+KINDS = ("losses", "buffers", "optimizer", "params", "strategy")
+
+# Rules of the contract, in the words of `vecgym.guide.writing_a_strategy`.
+RULES = {
+    "comm": "Other nodes only through `ctx.comm`",
+    "self": "what evolves in the state; nothing is assigned after `__init__`",
+    "own": "A hyperparameter of each node, `[K]`, through `ctx.own(value)`",
+    "random": "Random numbers from `ctx.generator(purpose, *ids)`, with the step among the ids",
+    "exact": "With `ctx.exact`, work node by node where that changes bits",
+}
+
+
+class Difference(NamedTuple):
+    """The largest differences between the two forms after one step; inf where their shapes or names differ.
+
+    Each is relative to the largest value of its tensor; the state of a strategy, to that of the parameter it belongs
+    to, where this is larger (`gaps`).
+
+    >>> difference = Difference(3, 1e-16, 0, losses=2e-16, optimizer=0, strategy=0, ledger_bytes=0)
+    >>> difference.largest, difference.within(1e-12)
+    (2e-16, True)
+    """
+
+    step: int
+    params: float
+    buffers: float
+    losses: float
+    optimizer: float
+    strategy: float
+    ledger_bytes: float  # between the two ledgers
+
+    @property
+    def largest(self) -> float:
+        """The largest of the numbers, without the bytes."""
+        return max(self.params, self.buffers, self.losses, self.optimizer, self.strategy)
+
+    def within(self, bound: float) -> bool:
+        """Whether all numbers are within the bound, and the ledgers agree: nan never is."""
+        return self.largest <= bound and self.ledger_bytes == 0
+
+
+class Finding(NamedTuple):
+    """The first thing that differs, and which rule to read.
+
+    Attributes:
+        kind: "losses", "buffers", "optimizer", "params", "strategy" or "ledger".
+        tensor: the first that differs; of a ledger, what either form called.
+        node: the first whose value differs.
+        gap: the relative difference; inf: in name or shape.
+        rule: of the contract in `vecgym.guide.writing_a_strategy`, one or several.
+
+    >>> print(Finding(3, "params", "net.0.weight", node=2, gap=0.25, rule=RULES["comm"]))
+    step 3, params net.0.weight of node 2: differs by 0.25. Read: Other nodes only through `ctx.comm`.
+    """
+
+    step: int
+    kind: str
+    tensor: str
+    node: int
+    gap: float
+    rule: str
+
+    def __str__(self) -> str:
+        how = {math.inf: "has another name, shape or count"}.get(self.gap, f"differs by {self.gap:.2g}")
+        what = " ".join(filter(None, (self.kind, self.tensor)))
+        return f"step {self.step}, {what} of node {self.node}: {how}. Read: {self.rule}."
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: its name and bound, a `Difference` for each step, and a `finding` if it fails.
+
+    >>> equal = Difference(0, 0, 0, 0, 0, 0, ledger_bytes=0)
+    >>> check = Check("native", bound=1e-12, rows=(equal, equal._replace(step=1, params=1e-3)))
+    >>> check.passed, check.first_failure.step, check.worst("params"), check.worst("losses")
+    (False, 1, 0.001, 0)
+    """
+
+    name: str
+    bound: float
+    rows: tuple[Difference, ...]
+    finding: Finding | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether every step is within the bound, and the ledgers agree."""
+        return self.first_failure is None
+
+    @property
+    def first_failure(self) -> Difference | None:
+        """The first step that is not within the bound."""
+        return next((row for row in self.rows if not row.within(self.bound)), None)
+
+    def worst(self, column: str) -> float:
+        """The largest difference of one column over all steps."""
+        return max(getattr(row, column) for row in self.rows)
+
+
+class Case(NamedTuple):
+    """The run that is made in both forms."""
+
+    strategy: Strategy
+    model: nn.Module
+    dataset: Any
+    num_nodes: int
+    steps: int
+    batch_size: int = 4
+    seed: int = 42
+    engine: str = "loop"
+    num_examples: tuple[int, ...] | None = None
+    availability: Any = None
+    compute: Any = None
+
+    def simulation(self, comm: Collectives, exact: bool) -> Simulation:
+        """Return the training of the nodes of `comm`."""
+        chunk_size = 1 if exact and self.engine == "vmap" else None
+        engine = Engine(self.model, engine=self.engine, chunk_size=chunk_size, node_threads=1)
+        # Every process inspects the model on the same batch of node 0, with the same result.
+        with torch.enable_grad():
+            engine.prepare(self.converted(self.batches([0]).batch(0)))
+        num_examples = self.num_examples or tuple(self.batches().shard_sizes)
+        batches = self.batches(comm.node_ids)
+
+        def read(requests: Iterator[Request]) -> Iterator[tuple[Any, list[int] | None]]:
+            return ((self.converted(batch), limits) for batch, limits in batches.read(requests))
+
+        return simulation_of(
+            self.model, self.strategy, comm, engine=engine, max_steps=self.steps, seed=self.seed,
+            num_examples=num_examples, exact=exact, presence=presence_of(self, self.steps, num_examples), read=read,
+        )  # fmt: skip
+
+    def batches(self, node_ids: Any = None) -> Batches:
+        """Return the batches of these nodes; None: of all."""
+        return Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed, node_ids=node_ids)
+
+    def converted(self, batch: Any) -> Any:
+        """Return a batch in the model's precision."""
+        dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+        return tree.map_leaves(lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
+
+
+def compare(
+    case: Case, wires: Sequence[Wire], *, exact: bool,
+    collectives: Callable[..., DistributedCollectives] = DistributedCollectives,
+) -> list[Check]:  # fmt: skip
+    """Step the stacked form and, in the processes of each wire, the distributed form; return a `Check` for each wire.
+
+    Every process of every wire calls this, and must belong to all the wires that it gives.
+    """
+    stacked = Form(case, StackedCollectives(case.num_nodes), exact)
+    forms = [Form(case, collectives(case.num_nodes, wire, exact=exact), exact) for wire in wires]
+    rounding = BOUNDS[next(iter(case.model.parameters())).dtype]
+    comparisons = [_Comparison(form, 0.0 if exact else rounding, rounding) for form in forms]
+    with torch.enable_grad():
+        for step in range(case.steps):
+            stacked.step(step)
+            for form, comparison in zip(forms, comparisons):
+                form.step_as_part(step)
+                comparison.add(step, stacked)
+    checks = []
+    for comparison, wire in zip(comparisons, wires):
+        wire.agree(f"nothing more, after {case.steps} steps")
+        everyone = wire.all_gather_object(([tuple(row) for row in comparison.rows], comparison.finding))
+        rows = over_processes([rows for rows, _ in everyone])
+        name, finding = "exact" if exact else "native", first_of([finding for _, finding in everyone])
+        checks.append(Check(name, comparison.bound, rows, finding))
+    for form in (stacked, *forms):
+        form.simulation.close()
+    return checks
+
+
+class Form:
+    """One of the two forms, and its state so far."""
+
+    def __init__(self, case: Case, comm: Any, exact: bool) -> None:
+        self.case = case
+        self.comm = comm
+        self.simulation = case.simulation(comm, exact)
+        self.state: State = self.simulation.init()
+        self.losses = torch.empty(0)
+        ticks, ahead = itertools.tee(self.simulation.timetable.ticks())
+        self._ticks, self._batches = ticks, self.simulation.read(self.simulation.requests(ahead))
+
+    def step(self, step: int) -> None:
+        self.state, row = self.simulation.tick(self.state, next(self._ticks), self._batches)
+        self.comm.ledger.add(step, row.transfers)
+        self.losses = row.losses
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All that a step computes, by kind."""
+        known = self.simulation.algorithm.as_hooks_know(self.state)
+        return {**vars(known), "losses": self.losses}
+
+    def step_as_part(self, step: int) -> None:
+        """Take a step in one of several processes, after the stacked form has taken it."""
+        try:
+            self.step(step)
+        except Disagreement:
+            raise
+        except (RuntimeError, IndexError) as error:
+            raise RuntimeError(
+                f"step {step}: the strategy works with all {self.case.num_nodes} nodes in one process and fails with "
+                f"the {self.comm.num_local} of this one: {error}. The contract: {RULES['own']}; {RULES['comm']}."
+            ) from error
+
+
+class _Comparison:
+    """Compare a distributed form with the stacked one: a row for each step, and the first difference."""
+
+    def __init__(self, form: Form, bound: float, rounding: float) -> None:
+        self.form, self.bound, self.rounding = form, bound, rounding
+        self.rows: list[Difference] = []
+        self.finding: Finding | None = None
+
+    def add(self, step: int, stacked: Form) -> None:
+        found = list(_all_gaps(stacked, self.form))
+        largest = {kind: max((gap.largest for gap in found if gap.kind == kind), default=0.0) for kind in KINDS}
+        entries, entries_here = ([e for e in f.comm.ledger if e.step == step] for f in (stacked, self.form))
+        bytes_apart = abs(stacked.comm.ledger.total_bytes - self.form.comm.ledger.total_bytes)
+        row = Difference(step, **largest, ledger_bytes=bytes_apart if entries == entries_here else math.inf)
+        self.rows.append(row)
+        if self.finding is None and not row.within(self.bound):
+            gap = next((gap for gap in found if not gap.largest <= self.bound), None)
+            if gap is None:
+                calls = f"{_calls(entries)} with all in one process, {_calls(entries_here)} with a part of them,"
+                gap = Gap("ledger", calls, None)
+            self.finding = self._finding(step, gap)
+
+    def _finding(self, step: int, gap: Gap) -> Finding:
+        nodes = self.form.comm.node_ids.tolist()
+        each = [] if gap.rows is None or len(gap.rows) < len(nodes) else gap.rows.tolist()
+        node = next((node for node, x in zip(nodes, each) if not x <= self.bound), nodes[0])
+        if gap.kind == "ledger":
+            rules = [RULES["comm"]]
+        elif gap.largest == math.inf:
+            rules = [RULES["own"], RULES["comm"]]
+        elif gap.largest <= self.rounding:  # in exact mode
+            rules = [RULES["exact"]]
+        else:
+            rules = [RULES["comm"], RULES["random"], RULES["self"]]
+        return Finding(step, gap.kind, gap.tensor, node, gap.largest, "; ".join(rules))
+
+
+def first_of(findings: Sequence[Finding | None]) -> Finding | None:
+    """Return that of the first step, then of what a step computes first, then of the first node."""
+    order = (*KINDS, "ledger")
+    found = [finding for finding in findings if finding is not None]
+    return min(found, key=lambda f: (f.step, order.index(f.kind), f.node), default=None)
+
+
+def _all_gaps(stacked: Form, form: Form) -> Iterator[Gap]:
+    """Yield the gaps of everything that a step computes."""
+    a, b = stacked.values, form.values
+    sizes = {name: float(p.nan_to_num().abs().max()) for name, p in stacked.state.params.items() if p.numel()}
+    for kind in KINDS:
+        yield from gaps(kind, a[kind], b[kind], form.comm, sizes)
+
+
+class Gap(NamedTuple):
+    """The distance of one tensor in a process from that of the stacked form.
+
+    >>> Gap("params", "weight", torch.tensor([0.0, 0.3])).largest
+    0.30000001192092896
+    """
+
+    kind: str
+    tensor: str
+    rows: Tensor | None  # of each node here, relative; None: names or shapes differ
+
+    @property
+    def largest(self) -> float:
+        """inf where names or shapes differ."""
+        return math.inf if self.rows is None else float(self.rows.max()) if len(self.rows) else 0.0
+
+
+def gaps(
+    kind: str, a: Any, b: Any, comm: Collectives, sizes: Mapping[str, float], path: tuple[str, ...] = ()
+) -> Iterator[Gap]:
+    """Yield the gaps between nested values of all nodes and those of the nodes here, relative to their largest values.
+
+    The state of a strategy is made of parameters, often as a difference of two that are nearly equal (a residual, a
+    movement). However small it is, it has their rounding errors. So its gap is relative to the largest value of the
+    parameter of the same name, or else of all parameters, where that is larger.
+
+    Args:
+        sizes: the largest value of each parameter.
+    """
+    if isinstance(a, dict):
+        if not isinstance(b, dict) or a.keys() != b.keys():
+            yield Gap(kind, ".".join(path), None)
+            return
+        for key in a:
+            yield from gaps(kind, a[key], b[key], comm, sizes, (*path, str(key)))
+        return
+    a, b = torch.atleast_1d(a, b)
+    if len(a) == comm.num_nodes:
+        a = a[comm.node_ids]
+    if a.shape[1:] != b.shape[1:] or not {len(a), len(b)} <= {1, len(comm.node_ids)}:
+        yield Gap(kind, ".".join(path), None)
+        return
+    x, y = torch.broadcast_tensors(a.detach().double(), b.detach().double())
+    if x.numel() == 0:
+        return
+    distance = torch.where(x.isnan() & y.isnan(), 0.0, (x - y).abs()).nan_to_num(nan=math.inf)
+    distance = distance.reshape(len(x), -1).amax(1)
+    scale = float(x.nan_to_num().abs().max())
+    if kind == "strategy":
+        scale = max(scale, sizes.get(path[-1], max(sizes.values(), default=0.0)))
+    yield Gap(kind, ".".join(path), distance / scale if scale > 0 else distance)
+
+
+def _calls(entries: Sequence[Entry]) -> str:
+    return ", ".join(f"{e.operation} of {e.payload_bytes} bytes" for e in entries) or "nothing"
+
+
+def over_processes(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[Difference, ...]:
+    """Return the largest differences of all processes."""
+    return tuple(Difference(*map(max, zip(*values))) for values in zip(*everyone))
+
 
 __all__ = ["STRATEGIES", "Check", "Difference", "Finding", "Report", "verify"]
 

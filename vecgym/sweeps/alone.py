@@ -24,8 +24,7 @@ from vecgym.simulation import Event, State
 from vecgym.simulation.adapted import simulation_of
 from vecgym.simulation.simulation import Draft
 from vecgym.strategy.asynchronous import EventDriven
-from vecgym.sweeps.chunk import Chunk
-from vecgym.sweeps.curves import Curve, Observed
+from vecgym.sweeps.chunk import Chunk, Curve, Observed
 
 
 class Alone(Chunk):

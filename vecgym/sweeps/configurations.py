@@ -20,13 +20,11 @@ from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import Engine, hooks
 from vecgym.records.rows import label
 from vecgym.runs.async_plan import AsyncPlan, stop_of
-from vecgym.runs.options import check_clocks, check_compute, check_left_out, checked
-from vecgym.runs.present import presence_of
+from vecgym.runs.options import check_clocks, check_compute, check_left_out, checked, presence_of
 from vecgym.simulation.presence import Presence
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven, check_synchronous
-from vecgym.sweeps.axes import Point, check_clock, clocks
-from vecgym.sweeps.options import SweepOptions
+from vecgym.sweeps.options import Point, SweepOptions, check_clock, clocks
 
 OF_UPDATES = ("max_updates", "max_seconds")  # settings of asynchronous runs alone
 SETTINGS = (

@@ -28,8 +28,8 @@ from vecgym.engine import hooks
 from vecgym.records.rows import counted, label
 from vecgym.runs.multiprocess import interrupts, torch_set, torch_settings
 from vecgym.runs.options import resolve_device
+from vecgym.sweeps.chunk import PARTIAL, Curve
 from vecgym.sweeps.configurations import Configuration, Data
-from vecgym.sweeps.curves import PARTIAL, Curve
 from vecgym.sweeps.options import SweepOptions
 from vecgym.sweeps.stack import Stack, Work, prepared_engine
 

@@ -15,9 +15,9 @@ from vecgym.core import check, nodes
 from vecgym.core.files import write_atomically
 from vecgym.records.history import History
 from vecgym.records.rows import Row, averaged, chosen, counted, data_frame, label, labelled
-from vecgym.sweeps.axes import Point, check_clock, clocks
-from vecgym.sweeps.configurations import Configuration
-from vecgym.sweeps.curves import FINISHED, NOTHING, PARTIAL, PENDING, Curve
+from vecgym.sweeps.chunk import FINISHED, NOTHING, PARTIAL, PENDING, Curve
+from vecgym.sweeps.configurations import Configuration, Point
+from vecgym.sweeps.options import check_clock, clocks
 from vecgym.sweeps.programs import explain
 from vecgym.sweeps.runner import Runner
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from vecgym.core.errors import warn
 from vecgym.core.options import function_of
 from vecgym.runs import multiprocess
-from vecgym.sweeps.axes import checked_axes, count_points, points
 from vecgym.sweeps.configurations import check_axes, make_configurations
-from vecgym.sweeps.options import SweepOptions
+from vecgym.sweeps.options import SweepOptions, checked_axes, count_points, points
 from vecgym.sweeps.result import Prices, SweepResult
 from vecgym.sweeps.runner import Runner
 from vecgym.sweeps.saving import ResultsFile

@@ -12,8 +12,8 @@ from tqdm.auto import tqdm
 
 from vecgym.engine import Engine
 from vecgym.runs.multiprocess import interrupts
+from vecgym.sweeps.chunk import PARTIAL, PENDING, Curve
 from vecgym.sweeps.configurations import Configuration
-from vecgym.sweeps.curves import PARTIAL, PENDING, Curve
 from vecgym.sweeps.dispatch import Dispatch
 from vecgym.sweeps.options import SweepOptions
 from vecgym.sweeps.programs import make_programs

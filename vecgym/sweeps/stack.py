@@ -9,9 +9,8 @@ from typing import Any
 from vecgym.core import nodes
 from vecgym.engine import Engine, hooks
 from vecgym.sweeps.alone import Alone, AsyncChunk
-from vecgym.sweeps.chunk import Chunk
+from vecgym.sweeps.chunk import DIVERGED, FINISHED, PARTIAL, Chunk, Curve
 from vecgym.sweeps.configurations import Configuration
-from vecgym.sweeps.curves import DIVERGED, FINISHED, PARTIAL, Curve
 from vecgym.sweeps.options import SweepOptions
 
 
