@@ -21,7 +21,7 @@ from vecgym.simulation import Simulation, State
 from vecgym.simulation.adapted import simulation_of
 from vecgym.simulation.state import HookState
 from vecgym.strategy import Strategy
-from vecgym.sweeps.merged import Simulation as Stack
+from vecgym.sweeps.merged import StackSimulation as Stack
 
 # Activation checkpointing under vmap needs a torch whose checkpoint() keeps its arguments without an autograd.Function.
 STACKS_CHECKPOINTS = hasattr(_CheckpointFrame, "save_inputs")

@@ -45,7 +45,7 @@ MANY_PARAMETERS = {
     "engine/engine.py:Engine.gradients",
     "optim/optimizers.py:FullPrecisionMuon.__init__",
     "simulation/adapted.py:simulation_of",
-    "sweeps/merged.py:Simulation.__init__",
+    "sweeps/merged.py:StackSimulation.__init__",
 }
 
 

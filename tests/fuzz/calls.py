@@ -60,7 +60,7 @@ from vecgym.strategy import (
     Sparse,
     Strategy,
 )
-from vecgym.sweeps.merged import Simulation as Stack
+from vecgym.sweeps.merged import StackSimulation as Stack
 
 K, STEPS, DIM = 2, 2, 3
 
@@ -457,7 +457,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
         "engine": engine, "state": lambda: simulation().init(),
         "sets": lambda: [data.EvalBatches(examples(4), 2, None, K)]},
     "vecgym.runs.evaluation.among": {"members": lambda: [0]},
-    "vecgym.sweeps.merged.Simulation.result": {"state": lambda: stack().init()},
+    "vecgym.sweeps.merged.StackSimulation.result": {"state": lambda: stack().init()},
     "vecgym.strategy.Strategy.result": {"state": known},
     **{f"vecgym.collectives.{name}.fetched": {"sources": lambda: [1], "receivers": lambda: [0]}
        for name in ("Collectives", "StackedCollectives")},
@@ -524,8 +524,8 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.sweeps.merged.State": {
         "optimizer": dict, "strategy": dict, "node_steps": lambda: torch.zeros(K)},
     "vecgym.sweeps.merged.exchange_moments": {"optimizer": dict, "modules": dict},
-    "vecgym.sweeps.merged.Simulation": {"params": lambda: None},
-    "vecgym.sweeps.merged.Simulation.step": {"state": lambda: stack().init()},
+    "vecgym.sweeps.merged.StackSimulation": {"params": lambda: None},
+    "vecgym.sweeps.merged.StackSimulation.step": {"state": lambda: stack().init()},
     "vecgym.strategy.compressed": {},
     "vecgym.strategy.GossipCommunicator.mixing": {},
     **{f"vecgym.strategy.{name}": {"codec": lambda: "int8"} for name in ("Compressed", "EF21")},
@@ -706,7 +706,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.compress.RandomK": lambda: compress.RandomK(0.5),
     "vecgym.data.Partition": partition,
     "vecgym.engine.Engine": engine,
-    "vecgym.sweeps.merged.Simulation": stack,
+    "vecgym.sweeps.merged.StackSimulation": stack,
     "vecgym.runs.verification.Check": check,
     "vecgym.compat.diloco_sim.DilocoSimulator": simulator,
     "vecgym.compat.diloco_sim.DilocoSimulatorConfig": config,

@@ -124,7 +124,7 @@ class EventDriven(Strategy):
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
-class Rounds(EventDriven):
+class InRounds(EventDriven):
     """The base of strategies whose nodes train in rounds: from what a server sends them they make a number of steps.
 
     A node's own: `start`, with which its present round began; `local`, what it has trained of that since; `loss`, the
@@ -167,7 +167,7 @@ class Rounds(EventDriven):
             self.send(part, "server_send", ServerLinks(up=(), down=(node,)))
 
 
-class AsyncStrategy(Rounds):
+class AsyncStrategy(InRounds):
     """Every node trains in rounds of its own; a server takes each movement when it arrives.
 
     Node i begins a round from the server's parameters of version v, makes H_i steps of its inner optimizer, and sends

@@ -162,7 +162,7 @@ class Reduction(Average):
         return self.keeping(ctx)
 
 
-class Sampled(Reduction):
+class OfParticipants(Reduction):
     """An average of all nodes, or of a sample of them.
 
     Args:
@@ -194,7 +194,7 @@ class Sampled(Reduction):
         return node_weights(self.weighting, ctx)
 
 
-class Mean(Sampled):
+class Mean(OfParticipants):
     """The mean over all nodes, over islands of nodes, or over those that take part.
 
     x_i <- sum_k w_k x_k / sum_k w_k over the nodes k of i's island. A node that takes no part keeps its own.
@@ -266,7 +266,7 @@ class Mean(Sampled):
         return {name: codec.average(received[name], x, shares) for name, x in like.items()}
 
 
-class ServerMean(Sampled):
+class ServerMean(OfParticipants):
     """The mean of what the nodes that take part send to a server, which sends it to all: `[L, *]` -> `[1, *]`.
 
     Bytes sent per participant: those of the values up, and as many down from the server.

@@ -45,7 +45,7 @@ class Knobs(NamedTuple):
     inner: Mapping[str, Any] = {}
 
 
-class Row(NamedTuple):
+class Item(NamedTuple):
     """A strategy.
 
     Attributes:
@@ -96,40 +96,42 @@ def _sparseloco(knobs: Knobs) -> Strategy:
     return SparseLoCoStrategy(H=knobs.H, k=max(1, round(64 * knobs.p)), chunk=8, **knobs.inner)
 
 
-CATALOGUE: dict[str, Row] = {
-    "independent": Row(lambda knobs: Strategy(**knobs.inner)),
-    "allreduce": Row(lambda knobs: AllReduceStrategy(**knobs.inner), compared=True),
-    "gpa": Row(lambda knobs: GPAStrategy(mu_x=0.9 ** (1 / knobs.H), **knobs.inner), compared=True),
-    "fedavg": Row(lambda knobs: FedAvgStrategy(H=knobs.H, **knobs.inner), compared=True),
-    "fedavg-islands": Row(lambda knobs: FedAvgStrategy(H=knobs.H, island_size=2, **knobs.inner)),
-    "fedavg-participation": Row(lambda knobs: FedAvgStrategy(H=knobs.H, participation=0.6, **knobs.inner)),
-    "fedavg-server": Row(
+CATALOGUE: dict[str, Item] = {
+    "independent": Item(lambda knobs: Strategy(**knobs.inner)),
+    "allreduce": Item(lambda knobs: AllReduceStrategy(**knobs.inner), compared=True),
+    "gpa": Item(lambda knobs: GPAStrategy(mu_x=0.9 ** (1 / knobs.H), **knobs.inner), compared=True),
+    "fedavg": Item(lambda knobs: FedAvgStrategy(H=knobs.H, **knobs.inner), compared=True),
+    "fedavg-islands": Item(lambda knobs: FedAvgStrategy(H=knobs.H, island_size=2, **knobs.inner)),
+    "fedavg-participation": Item(lambda knobs: FedAvgStrategy(H=knobs.H, participation=0.6, **knobs.inner)),
+    "fedavg-server": Item(
         lambda knobs: FedAvgStrategy(
             H=knobs.H, server_optim="adam", server_lr=0.05, server_betas=(0.8, 0.9), server_tau=0.01, **knobs.inner
         )
     ),
-    "local-adam": Row(lambda knobs: LocalAdamStrategy(H=knobs.H, **knobs.inner)),
-    "des-loc": Row(lambda knobs: DESLOCStrategy(H=knobs.H, Hu=knobs.H + 1, Hv=knobs.H + 2, **knobs.inner)),
-    "diloco": Row(lambda knobs: DiLoCoStrategy(H=knobs.H, outer_optim=knobs.outer_optim, **knobs.inner), compared=True),
-    "streaming": Row(_streaming),
-    "streaming-4-bits": Row(lambda knobs: _streaming(knobs, bits=4)),
-    "eager": Row(lambda knobs: EagerDiLoCoStrategy(H=knobs.H, outer_optim=knobs.outer_optim, **knobs.inner)),
-    "diloco-topk": Row(
+    "local-adam": Item(lambda knobs: LocalAdamStrategy(H=knobs.H, **knobs.inner)),
+    "des-loc": Item(lambda knobs: DESLOCStrategy(H=knobs.H, Hu=knobs.H + 1, Hv=knobs.H + 2, **knobs.inner)),
+    "diloco": Item(
+        lambda knobs: DiLoCoStrategy(H=knobs.H, outer_optim=knobs.outer_optim, **knobs.inner), compared=True
+    ),
+    "streaming": Item(_streaming),
+    "streaming-4-bits": Item(lambda knobs: _streaming(knobs, bits=4)),
+    "eager": Item(lambda knobs: EagerDiLoCoStrategy(H=knobs.H, outer_optim=knobs.outer_optim, **knobs.inner)),
+    "diloco-topk": Item(
         lambda knobs: DiLoCoStrategy(H=knobs.H, outer_optim=knobs.outer_optim, compression=TopK(knobs.p), **knobs.inner)
     ),
-    "sparseloco": Row(_sparseloco),
-    "muloco": Row(_muloco, compared=True),
-    "palsgd": Row(
+    "sparseloco": Item(_sparseloco),
+    "muloco": Item(_muloco, compared=True),
+    "palsgd": Item(
         lambda knobs: PALSGDStrategy(p=0.3, H=knobs.H, outer_optim=knobs.outer_optim, **knobs.inner), compared=True
     ),
-    "noloco": Row(lambda knobs: NoLoCoStrategy(H=knobs.H, **knobs.inner), compared=True),
-    "sparta": Row(lambda knobs: SPARTAStrategy(knobs.p, **knobs.inner), compared=True),
-    "loscar": Row(lambda knobs: SPARTAStrategy(knobs.p, delay=2, correct_delay=True, **knobs.inner)),
-    "sparta-diloco": Row(
+    "noloco": Item(lambda knobs: NoLoCoStrategy(H=knobs.H, **knobs.inner), compared=True),
+    "sparta": Item(lambda knobs: SPARTAStrategy(knobs.p, **knobs.inner), compared=True),
+    "loscar": Item(lambda knobs: SPARTAStrategy(knobs.p, delay=2, correct_delay=True, **knobs.inner)),
+    "sparta-diloco": Item(
         lambda knobs: SPARTADiLoCoStrategy(knobs.p, 1, knobs.H, outer_optim=knobs.outer_optim, **knobs.inner),
         compared=True,
     ),
-    "gossip": Row(lambda knobs: GossipStrategy("ring", **knobs.inner), compared=True),
-    "gossip-matching": Row(lambda knobs: GossipStrategy("random_matching", **knobs.inner)),
-    "demo": Row(_demo, compared=True),
+    "gossip": Item(lambda knobs: GossipStrategy("ring", **knobs.inner), compared=True),
+    "gossip-matching": Item(lambda knobs: GossipStrategy("random_matching", **knobs.inner)),
+    "demo": Item(_demo, compared=True),
 }

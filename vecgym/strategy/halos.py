@@ -30,7 +30,7 @@ from vecgym.simulation.events import (
 )
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
-from vecgym.strategy.asynchronous import Rounds, agreed, countable, counts_of, weighted
+from vecgym.strategy.asynchronous import InRounds, agreed, countable, counts_of, weighted
 from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.servers import DelayedNesterov, Server, Staleness, StalenessName, one_number, staleness_weight
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Regions = tuple[tuple[int, ...], ...]
 
 
-class HALoSStrategy(Rounds):
+class HALoSStrategy(InRounds):
     """Nodes send to the server of their region, regions to a global server, and nobody waits.
 
     A node trains in rounds as in `AsyncStrategy`, with its region's server in place of the one server: of each movement
@@ -320,7 +320,7 @@ def _of_each_message(name: str, given: Server | None, default: Server) -> Server
 # ---------------------------------------------------------------------------------------------- what happens when
 
 
-class Sent(NamedTuple):
+class Departed(NamedTuple):
     """A region's server has collected what it sends to the global one.
 
     Attributes:
@@ -395,7 +395,7 @@ class RegionRules(Rules):
     Arrival(time=1.0, node=0, round=0, version=0, staleness=0, first_step=0, num_steps=1, begin=0.0, end=1.0)
     Restart(time=1.0, nodes=(0,), version=1, begins=(1.0,))
     Arrival(time=2.0, node=0, round=1, version=1, staleness=0, first_step=1, num_steps=1, begin=1.0, end=2.0)
-    Sent(time=2.0, region=0, number=0)
+    Departed(time=2.0, region=0, number=0)
     Restart(time=2.0, nodes=(0,), version=2, begins=(2.0,))
     Delivered(time=2.0, region=0, number=0, staleness=0, arrivals=())
     Update(time=2.0, version=1, num_arrivals=2)
@@ -467,7 +467,7 @@ class _Run(Training):
         region.leaving.append(_Message(region.number, region.of_global, tuple(region.arrivals)))
         region.arrivals, region.number = [], region.number + 1
         self.push(time, LEAVES, r)
-        return [arrival, Sent(time, r, region.number - 1)]
+        return [arrival, Departed(time, r, region.number - 1)]
 
     def _leaves(self, time: float, r: int, _: int) -> Iterable[Happening]:
         self.push(self.between.up(r, time), DELIVERED, r)

@@ -16,7 +16,7 @@ from vecgym.core.rng import GlobalStates
 _here = threading.local()  # .node and .meeting of the thread
 
 
-class Meeting:
+class RankMeeting:
     """Where the nodes' threads meet. One runs at a time, node 0 first; at a meeting the last to come computes for all.
 
     Args:
@@ -101,7 +101,7 @@ class _AnotherFailed(Exception):
     """Ends a thread that has nothing to wait for any more."""
 
 
-def run_ranks(work: Callable[[int], None], meeting: Meeting, threads: Executor) -> None:
+def run_ranks(work: Callable[[int], None], meeting: RankMeeting, threads: Executor) -> None:
     """Run `work(node)` for all nodes, a thread each, taking turns; the first error of a node is raised here.
 
     The global random states are afterwards what they were.
@@ -131,7 +131,7 @@ def run_ranks(work: Callable[[int], None], meeting: Meeting, threads: Executor) 
             raise RuntimeError(f"node {node}: {type(error).__name__}: {error}") from error
 
 
-def here() -> tuple[Meeting, int]:
+def here() -> tuple[RankMeeting, int]:
     """Return the meeting and the node of the thread that asks."""
     if not is_rank():
         raise RuntimeError("all_reduce, broadcast and all_gather of a rank work inside Strategy.step() only.")

@@ -29,7 +29,7 @@ from vecgym.optim import OptimSpec
 from vecgym.optim.schedule import make_schedule
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.communication import Context, State
-from vecgym.strategy.meeting import Meeting, here, is_rank, run_ranks
+from vecgym.strategy.meeting import RankMeeting, here, is_rank, run_ranks
 
 
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
@@ -267,7 +267,7 @@ class _Ranks(Strategy):
         """Run `work(node)` for all nodes, on threads that stay until `close`."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(ctx.comm.num_nodes, "vecgym-rank")
-        run_ranks(work, Meeting(ctx.comm, self._states), self._threads)
+        run_ranks(work, RankMeeting(ctx.comm, self._states), self._threads)
 
     def close(self) -> None:
         if self._threads is not None:
@@ -323,8 +323,8 @@ class _Ranks(Strategy):
 
 
 __all__ = [
-    "Meeting",
     "OptimSpec",
+    "RankMeeting",
     "RankStrategy",
     "all_gather",
     "all_reduce",

@@ -18,7 +18,7 @@ from vecgym.core.tree import Tree, differentiated
 from vecgym.strategy.base import Context, State, check_interval
 
 QUEUE = "queue"  # what a module calls the state of its `Late`: values that wait for a step
-Exchange = Callable[[Tree, State, Context], tuple[Tree, State]]
+Exchanging = Callable[[Tree, State, Context], tuple[Tree, State]]
 
 
 class When(ABC):
@@ -49,7 +49,7 @@ class When(ABC):
         """Whether anything is exchanged after this step, counted from 0."""
 
     @abstractmethod
-    def exchange(self, exchange: Exchange, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+    def exchange(self, exchange: Exchanging, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """Make the exchange if this step has one."""
 
     def count(self, step: int) -> int:
@@ -90,7 +90,7 @@ class Rounds(When):
     def count(self, step: int) -> int:
         return step // self.H if self.usual else max(0, (step + self.H - self.offset) // self.H)
 
-    def exchange(self, exchange: Exchange, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+    def exchange(self, exchange: Exchanging, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         return exchange(params, state, ctx) if self.due(ctx.step) else (params, state)
 
     @property
@@ -153,7 +153,7 @@ class RoundsOf(When):
     def count(self, step: int) -> int:
         return bisect_right(self._ends(step), step)
 
-    def exchange(self, exchange: Exchange, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+    def exchange(self, exchange: Exchanging, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         return exchange(params, state, ctx) if self.due(ctx.step) else (params, state)
 
     def check(self, max_steps: int, who: object = "the module") -> None:
@@ -306,7 +306,7 @@ class SyncWeight(When):
     def due(self, step: int) -> bool:
         return self.differentiated or bool(self.weights[step] != 0)
 
-    def exchange(self, exchange: Exchange, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+    def exchange(self, exchange: Exchanging, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """Make the exchange of this step, as far as the weight says.
 
         >>> from vecgym.collectives import StackedCollectives

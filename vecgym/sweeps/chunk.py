@@ -24,10 +24,11 @@ from vecgym.records.history import History
 from vecgym.records.rows import Row
 from vecgym.runs.evaluation import distances_of, evaluated_columns
 from vecgym.runs.recorder import StepRows, add_losses
+from vecgym.simulation.state import HookState, Metrics
 from vecgym.strategy import Context
 from vecgym.strategy.per_rank import as_strategy
 from vecgym.sweeps.configurations import Configuration
-from vecgym.sweeps.merged import Merged, Metrics, Simulation, State
+from vecgym.sweeps.merged import Merged, StackSimulation
 from vecgym.sweeps.parts import Member
 
 PENDING, PARTIAL, FINISHED, DIVERGED = "pending", "interrupted", "finished", "diverged"
@@ -182,7 +183,7 @@ class Chunk:
         num_elements = self.configs[0].num_nodes * sum(p[0].numel() for p in params.values())
         self.merged = merged = Merged([self._member(config) for config in self.configs], num_elements)
         limits = [c.train.limits or [c.train.batch_size] * c.num_nodes for c in self.configs]
-        self.simulation: Any = Simulation(
+        self.simulation: Any = StackSimulation(
             self.engine.model, merged, StackedCollectives(merged.num_rows), engine=self.engine,
             max_steps=self.num_steps, minibatch_size=self.configs[0].settings["minibatch_size"],
             limits=tuple(limit for each in limits for limit in each),
@@ -273,4 +274,4 @@ class Chunk:
 
     def _load_state(self, state: dict[str, Any], first: Curve) -> None:
         placed = placed_as(state, vars(self.state), self.engine.device)
-        self.state = State(**{**placed, "node_steps": state["node_steps"]})
+        self.state = HookState(**{**placed, "node_steps": state["node_steps"]})

@@ -38,7 +38,7 @@ from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.base import State
 from vecgym.strategy.inner import row_by_row
 from vecgym.strategy.per_rank import as_strategy
-from vecgym.sweeps.parts import Exchange, Member, Optimizer, exchange_key, neighbours, optimizer_key
+from vecgym.sweeps.parts import JointExchange, JointOptimizer, Member, exchange_key, neighbours, optimizer_key
 
 
 class Merged(Strategy):
@@ -52,7 +52,7 @@ class Merged(Strategy):
 
     >>> from torch import nn
     >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.sweeps.merged import Simulation
+    >>> from vecgym.sweeps.merged import StackSimulation
     >>> from vecgym.strategy import FedAvgStrategy
     >>> class Line(nn.Module):
     ...     def __init__(self):
@@ -61,7 +61,7 @@ class Merged(Strategy):
     ...     def forward(self, x):
     ...         return (self.w - x).square().mean()
     >>> merged = Merged([Member(FedAvgStrategy("sgd", lr=lr), 0, StackedCollectives(3)) for lr in (0.1, 0.5)])
-    >>> simulation = Simulation(Line(), merged, StackedCollectives(2 * 3))
+    >>> simulation = StackSimulation(Line(), merged, StackedCollectives(2 * 3))
     >>> state, metrics = simulation.step(simulation.init({"w": torch.zeros(2)}), torch.ones(2 * 3, 1))
     >>> state.params["w"], metrics.losses.shape
     (tensor([0.2000, 0.2000, 0.2000, 1.0000, 1.0000, 1.0000]), torch.Size([6]))
@@ -74,8 +74,8 @@ class Merged(Strategy):
         self.num_rows = len(members) * self.num_nodes
         optimizers = self._parts([optimizer_key(member.strategy) for member in members])
         exchanges = self._parts([exchange_key(member.strategy, num_elements) for member in members])
-        self.optimizers = [Optimizer(f"optimizer {i}", *part) for i, part in enumerate(optimizers)]
-        self.exchanges = [Exchange(f"exchange {i}", *part) for i, part in enumerate(exchanges)]
+        self.optimizers = [JointOptimizer(f"optimizer {i}", *part) for i, part in enumerate(optimizers)]
+        self.exchanges = [JointExchange(f"exchange {i}", *part) for i, part in enumerate(exchanges)]
         self._adds = any(exchange.adds for exchange in self.exchanges)
         self.exchanges_where_some_rest = any(exchange.exchanges_gradients for exchange in self.exchanges)
         self._last_contexts: tuple[Context | None, Any] = (None, None)
@@ -329,7 +329,7 @@ def _mean(lr: float | Tensor) -> float:
     return float(lr.double().mean()) if isinstance(lr, Tensor) else float(lr)
 
 
-class Simulation:
+class StackSimulation:
     """The training of one model by `strategy` on the nodes of `comm`: all nodes, or those of this process.
 
     `step` is a pure function of the state and the batch when `differentiable`. Otherwise it takes the state over
@@ -341,7 +341,7 @@ class Simulation:
     >>> from vecgym.strategy import FedAvgStrategy
     >>> from vecgym.models import Line
     >>> strategy = FedAvgStrategy("sgd", H=3, lr=0.1)
-    >>> simulation = Simulation(Line(), strategy, StackedCollectives(4), max_steps=3)
+    >>> simulation = StackSimulation(Line(), strategy, StackedCollectives(4), max_steps=3)
     >>> state = simulation.init()
     >>> for _ in range(3):
     ...     state, metrics = simulation.step(state, torch.tensor([[1.0], [2.0], [3.0], [4.0]]))

@@ -61,7 +61,7 @@ class Member:
 Contexts = Callable[[int], Context]  # the context of configuration c, made when it is asked for: most never are
 
 
-class Part:
+class Neighbours:
     """Neighbouring members that do something in one call.
 
     Attributes:
@@ -92,7 +92,7 @@ class Part:
         return tree.map_leaves(lambda x: x.repeat_interleave(self.num_nodes, 0) if len(x) == self.size else x, state)
 
 
-class Exchange(Part):
+class JointExchange(Neighbours):
     """Members whose nodes exchange in one call: one, or several that are alike and exchange their parameters only."""
 
     def __init__(self, name: str, start: int, members: Sequence[Member]) -> None:
@@ -113,7 +113,7 @@ class Exchange(Part):
         return first if self.size == 1 else first.replace(comm=self.comm)
 
 
-class Optimizer(Part):
+class JointOptimizer(Neighbours):
     """Members whose inner optimizers are one update, with a number for each row where theirs differ."""
 
     def __init__(self, name: str, start: int, members: Sequence[Member]) -> None:
