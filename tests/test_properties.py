@@ -1247,7 +1247,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "matrices that are none": (
         lambda: run(setup()[0], MuLoCoStrategy(H=1, matrices=lambda name, p: True), setup()[1]),
         ValueError,
-        "Muon takes matrices, and parameter",
+        "Muon takes matrices, but parameter",
     ),
     "Muon's kind": (lambda: MuLoCoStrategy(muon="keller"), ValueError, "muon='keller'"),  # type: ignore[arg-type]
     "Muon's rate": (lambda: MuLoCoStrategy(lr=0.0), ValueError, "Muon's, which must be positive"),
