@@ -70,11 +70,11 @@ class AccountedCollectives(DistributedCollectives):
             return self._rows_gathered()
         if operation == "broadcast":
             source = who[0][0]
-            return int(self._is_here(source))
+            return int(self._holds(source))
         if isinstance(who, Links):  # once for each other process that takes a node's value
-            pairs = [(sender, receiver) for sender, receiver in who.pairs if self._is_here(sender)]
-            return len({(s, self.process_of(r)) for s, r in pairs if not self._is_here(r)})
+            pairs = [(sender, receiver) for sender, receiver in who.pairs if self._holds(sender)]
+            return len({(s, self.process_of(r)) for s, r in pairs if not self._holds(r)})
         if isinstance(who, tuple) and operation in ("mean", "sum"):  # once for each island with members elsewhere
-            here = [[self._is_here(node) for node in island] for island in who]
+            here = [[self._holds(node) for node in island] for island in who]
             return sum(any(members) and not all(members) for members in here)
         return 0 if self._alone else 1

@@ -713,11 +713,11 @@ def test_out_of_memory_says_how_much_and_for_how_many_nodes() -> None:
 # ------------------------------------------------------------------------------------- what a message must name
 
 NAMED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "inner": (lambda: FedAvgStrategy(cast("Any", 3)), TypeError, "inner_optim is of type int, none of the three"),
+    "inner": (lambda: FedAvgStrategy(cast("Any", 3)), TypeError, "inner_optim is of type int; give a name"),
     "outer": (
         lambda: DiLoCoStrategy("sgd", cast("Any", 3)),
         TypeError,
-        "outer_optim is of type int, none of the three",
+        "outer_optim is of type int; give a name",
     ),
     "outer name": (
         lambda: DiLoCoStrategy("sgd", "sdg"),

@@ -499,13 +499,13 @@ def test_read_text(tmp_path):
         (b"", "is empty"),
         (b" \n" * 2000, "is empty"),
         (b"abc" * 2000 + b"\xff", "is not UTF-8 text: byte 6000"),
-        (b"abc\0" * 2000, "it has null characters"),
+        (b"abc\0" * 2000, "it contains null characters"),
         (b"abc", "has 3 characters; at least 1000 are needed"),
     ]:
         file.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             read_text(file)
-    with pytest.raises(ValueError, match="is no file, but a folder"):
+    with pytest.raises(ValueError, match="is not a file, but a folder"):
         read_text(tmp_path)
 
 

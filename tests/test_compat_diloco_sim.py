@@ -475,7 +475,7 @@ def test_scripts_run_unmodified(monkeypatch: pytest.MonkeyPatch, plain: Tensor) 
 
 def test_another_diloco_sim_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "diloco_sim", type(sys)("diloco_sim"))
-    with pytest.raises(ImportError, match="imported already"):
+    with pytest.raises(ImportError, match="already been imported"):
         diloco_sim.install()
 
 

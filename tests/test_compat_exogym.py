@@ -356,7 +356,7 @@ def test_calls_of_torch_distributed_inside_a_strategy() -> None:
         (lambda: DiLoCoStrategy(SGD, p=0.05), "p=0.05 has no effect"),
         (lambda: Trainer(make_model("MLP"), dataset("MLP"), None, start_port=15000), "start_port=15000 has no effect"),
         (lambda: fit(SimpleReduceStrategy(SGD), devices=[0]), "devices=.* has no effect"),
-        (lambda: fit(SimpleReduceStrategy(SGD), batch_size=5, minibatch_size=2), "leave 4 examples a step"),
+        (lambda: fit(SimpleReduceStrategy(SGD), batch_size=5, minibatch_size=2), "use only 4 examples per step"),
     ],
 )
 def test_an_option_without_effect_warns(make: Callable[[], Any], message: str) -> None:
@@ -502,7 +502,7 @@ def test_an_installed_exogym_is_not_hidden_in_silence(tmp_path: Path, monkeypatc
     compat.uninstall()
     assert importlib.import_module("exogym").real
     try:
-        with pytest.raises(ImportError, match="imported already"):
+        with pytest.raises(ImportError, match="already been imported"):
             compat.install()
     finally:
         del sys.modules["exogym"]

@@ -923,7 +923,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "did you mean 'fraction'",
     ),
     "option of sign": (lambda: make_codec("sign", k=1), TypeError, "no argument 'k'. It has: none"),
-    "options of a codec": (lambda: make_codec(Sign(), k=1), TypeError, "has its options already"),
+    "options of a codec": (lambda: make_codec(Sign(), k=1), TypeError, "already has its options"),
     "no module": (lambda: compressed("diloco", "topk"), TypeError, "takes a CommunicationModule"),  # type: ignore[arg-type]
     "a strategy": (lambda: compressed(AllReduceStrategy(), "topk"), TypeError, "AllReduceStrategy"),  # type: ignore[arg-type]
     "unbiased with feedback": (

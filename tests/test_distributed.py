@@ -235,7 +235,7 @@ def test_bytes_handed_over_are_the_ledgers_payload_with_a_node_per_process() -> 
 
 def refusals(link: multiprocess.Link) -> list[str]:
     comm = DistributedCollectives(K)
-    with pytest.raises(RuntimeError, match="derivatives do not cross") as grad:
+    with pytest.raises(RuntimeError, match="gradients do not cross") as grad:
         comm.mean(torch.ones(2, 3, requires_grad=True))
     with pytest.raises(ValueError, match="must divide") as divide:
         DistributedCollectives(3)

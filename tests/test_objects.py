@@ -83,7 +83,7 @@ def test_what_cannot_be_made_again_is_refused() -> None:
     for made in (torch.optim.SGD([parameter], lr=0.1), torch.Generator(), max, Holder()):
         one, two = Holder(), Holder()
         one.made = made
-        with pytest.raises(ValueError, match=r"self\.made of the saved object was made while it worked"):
+        with pytest.raises(ValueError, match=r"self\.made of the saved object was created while it ran"):
             restore(two, state_of(one, {}), {})
 
 
@@ -117,7 +117,7 @@ def test_the_parameters_of_an_optimizer_and_the_dtypes_of_its_state() -> None:
 def test_a_tensor_that_two_places_came_to_share_is_not_torn_apart() -> None:
     one, two = WithOptimizer(1.0), WithOptimizer(2.0)
     one.last = one.parameter  # met before the optimizer, in which the new one has another tensor
-    with pytest.raises(ValueError, match=r"self\.last of the saved object was made while it worked"):
+    with pytest.raises(ValueError, match=r"self\.last of the saved object was created while it ran"):
         restore(two, state_of(one, {}), {})
 
 

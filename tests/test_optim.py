@@ -668,7 +668,7 @@ def test_groups_of_small_per_node_runs_are_stepped_once_each():
 def test_parameter_group_mistakes():
     with pytest.raises(TypeError, match="param_groups=3 must be a function"):
         OptimSpec("sgd", param_groups=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="gave None; a dict"):
+    with pytest.raises(TypeError, match="returned None; return a dict"):
         OptimSpec("sgd", param_groups=lambda n, p: None).rule().init(draw(0))  # type: ignore
     with pytest.raises(TypeError, match="did you mean 'weight_decay'"):
         OptimSpec("sgd", param_groups=lambda n, p: {"weight_deca": 0}).rule().init(draw(0))
@@ -1028,7 +1028,7 @@ def test_muon_refuses_numbers_of_newton_schulz_steps_that_torch_refuses(ns_steps
 
 
 def test_muon_refuses_what_is_no_matrix_and_says_what_to_do():
-    with pytest.raises(ValueError, match=r"Muon takes matrices, and parameter 'conv' .*\[2, 3, 2, 2\].*param_groups"):
+    with pytest.raises(ValueError, match=r"Muon takes matrices, but parameter 'conv' .*\[2, 3, 2, 2\].*param_groups"):
         OptimSpec("muon").rule().init(draw(0))
     with pytest.raises(ValueError, match=r"Adafactor.*does not run stacked"):
         OptimSpec("muon", param_groups=lambda n, p: {"optim": "adafactor"}).rule().init(draw(0))
@@ -1160,9 +1160,9 @@ def test_mistakes_at_update():
     for inplace in (True, False):
         with pytest.raises(ValueError, match=r"no 'exp_avg'.*rule.init"):
             rule.update(params, gradient(0), sgd_state, inplace=inplace)
-        with pytest.raises(ValueError, match=r"do not fit: \[2, 3\]"):
+        with pytest.raises(ValueError, match=r"do not match: \[2, 3\]"):
             rule.update(params, gradient(0, num_nodes=2), state, inplace=inplace)
-        with pytest.raises(ValueError, match=r"do not fit: \[2, 3\]"):
+        with pytest.raises(ValueError, match=r"do not match: \[2, 3\]"):
             rule.update(params, gradient(0), state, lr=torch.tensor([0.1, 0.2]), inplace=inplace)
     with pytest.raises(ValueError, match="view_as_real"):
         rule.init({"w": torch.zeros(1, 2, dtype=torch.complex64)})

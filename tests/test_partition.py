@@ -253,9 +253,9 @@ def test_labels_are_found_in_datasets() -> None:
         (lambda: Partition((torch.tensor([0, 1]), torch.tensor([1]))), "each of 0 to 2 once"),
         (lambda: Partition((torch.tensor([0]), torch.tensor([]))), r"nodes \[1\] have no example"),
         (lambda: Partition((torch.tensor([0]),), labels=EVEN), "2000 labels for 1 examples"),
-        (lambda: partition_iid(torch.zeros(8, 2), 4).counts, "the partition knows no labels"),
-        (lambda: partition_iid(EVEN, 4).datasets(EVEN[:-1]), "dataset has 1999 examples and the partition 2000"),
-        (lambda: Batches(partition_iid(EVEN, 4).datasets(EVEN), 5, 2), "num_nodes=5, .* in 4 parts"),
+        (lambda: partition_iid(torch.zeros(8, 2), 4).counts, "the partition has no labels"),
+        (lambda: partition_iid(EVEN, 4).datasets(EVEN[:-1]), "dataset has 1999 examples, but the partition has 2000"),
+        (lambda: Batches(partition_iid(EVEN, 4).datasets(EVEN), 5, 2), "num_nodes=5, .* partitioned for 4 nodes"),
     ],
 )
 def test_mistakes_are_explained(call: Callable[[], Any], message: str) -> None:

@@ -1247,7 +1247,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "matrices that are none": (
         lambda: run(setup()[0], MuLoCoStrategy(H=1, matrices=lambda name, p: True), setup()[1]),
         ValueError,
-        "Muon takes matrices, and parameter",
+        "Muon takes matrices, but parameter",
     ),
     "Muon's kind": (lambda: MuLoCoStrategy(muon="keller"), ValueError, "muon='keller'"),  # type: ignore[arg-type]
     "Muon's rate": (lambda: MuLoCoStrategy(lr=0.0), ValueError, "Muon's, which must be positive"),
@@ -1257,14 +1257,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "mu_x of other nodes": (
         lambda: GPAStrategy(mu_x=torch.full((3,), 0.5)).check(5, 10),
         ValueError,
-        r"mu_x has shape \[3\] and the run num_nodes=5",
+        r"mu_x has shape \[3\], but the run has num_nodes=5",
     ),
     "p": (lambda: PALSGDStrategy(p=1.0), ValueError, r"p=1.0 must be a number in \[0, 1\)"),
     "pull": (lambda: PALSGDStrategy(pull=-0.5), ValueError, "pull=-0.5"),
     "pull of other nodes": (
         lambda: PALSGDStrategy(H=2, pull=torch.ones(3)).check(5, 10),
         ValueError,
-        r"pull has shape \[3\] and the run num_nodes=5",
+        r"pull has shape \[3\], but the run has num_nodes=5",
     ),
     "a correction of no delay": (
         lambda: SPARTAStrategy(0.1, correct_delay=True),
@@ -1300,7 +1300,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "gamma of other nodes": (
         lambda: NoLoCoStrategy(gamma=torch.ones(3)).check(5, 100),
         ValueError,
-        r"gamma has shape \[3\] and the run num_nodes=5",
+        r"gamma has shape \[3\], but the run has num_nodes=5",
     ),
     "a momentum of 1": (lambda: NoLoCoStrategy(momentum=1.0), ValueError, "momentum=1.0"),
     "H of a function": (lambda: FedAvgStrategy(H=lambda step: 0).check(5, 10), ValueError, r"H\(0\)=0 must be"),
@@ -1364,12 +1364,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "max_norm of other nodes": (
         lambda: Strategy(max_norm=torch.ones(3)).check(5, 10),
         ValueError,
-        r"max_norm has shape \[3\] and the run num_nodes=5: give a number, or \[5\]",
+        r"max_norm has shape \[3\], but the run has num_nodes=5: give a number, or \[5\]",
     ),
     "lr of other nodes": (
         lambda: AllReduceStrategy("sgd", lr=torch.ones(3)).check(5, 10),
         ValueError,
-        r"lr of the inner optimizer has shape \[3\] and the run num_nodes=5",
+        r"lr of the inner optimizer has shape \[3\], but the run has num_nodes=5",
     ),
     "outer lr of other nodes": (
         lambda: DiLoCoStrategy("sgd", H=2, outer_lr=torch.ones(3)).check(5, 10),
@@ -1379,7 +1379,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "proximal_mu of other nodes": (
         lambda: FedAvgStrategy(proximal_mu=torch.ones(3)).check(5, 10),
         ValueError,
-        r"proximal_mu has shape \[3\] and the run num_nodes=5",
+        r"proximal_mu has shape \[3\], but the run has num_nodes=5",
     ),
     "never an exchange": (lambda: FedAvgStrategy(H=11).check(5, 10), vecgym.VecgymWarning, "never exchange"),
 }

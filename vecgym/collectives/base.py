@@ -1,4 +1,4 @@
-"""The collectives: how strategies communicate between nodes, whatever carries the tensors."""
+"""The collectives: how strategies communicate between nodes, independent of the backend that moves the tensors."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from vecgym.core.tree import Tree
 
 T = TypeVar("T", Tensor, Tree)
 
-BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel: large messages, and little memory for them
-FIRST_BUCKET_BYTES = 2**20  # of gradients: sending begins soon after the backward pass
+BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel: large messages that take little memory
+FIRST_BUCKET_BYTES = 2**20  # of gradients, so that sending starts early in the backward pass
 
 
 class Collectives(ABC):
     """Operations on tensors `[L, *]`, or trees of them, of the L nodes that this process holds.
 
-    A node dimension of size 1 may come in, meaning "the same on every node", and comes out whenever the
-    result is the same on every node. All operations are differentiable. A result is a tensor of its own, never `x` or a
-    view of it, unless `inplace` allows that. Each call records one `Transfer`, whatever the values are.
+    An argument may have a node dimension of size 1, meaning "the same on every node", and a result has it whenever
+    it is the same on every node. All operations are differentiable. A result is a new tensor, never `x` or a view of
+    it, unless `inplace` allows that. Each call records one `Transfer`, whatever the values are.
 
     Attributes:
-        num_nodes: K, the nodes that take part.
-        node_ids: the nodes in this process, `[L]`, counted among those that take part.
+        num_nodes: K, the number of participating nodes.
+        node_ids: the nodes in this process, `[L]`, numbered among the participants.
         ledger: the record of what was sent.
-        members: the ids in the run of those that take part, ascending; None: all of the run's nodes.
+        members: the run's ids of the participants, ascending; None: all of the run's nodes.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> comm, x = StackedCollectives(4), torch.tensor([1.0, 2.0, 3.0, 6.0])
@@ -47,7 +47,7 @@ class Collectives(ABC):
     (tensor([3.]), tensor([1., 2., 3., 6.]), 10)
     >>> comm.ids, comm.among([0, 3]).ids, comm.among([0, 3]).num_nodes, comm.among([0, 3]).run_nodes
     (tensor([0, 1, 2, 3]), tensor([0, 3]), 2, 4)
-    >>> votes = comm.server_gather(x, participants=[0, 1, 3])  # the median of what reaches a server, sent to all
+    >>> votes = comm.server_gather(x, participants=[0, 1, 3])  # a server computes the median and sends it to all
     >>> comm.server_send(votes.median(1).values), comm.server_sum(x, participants=[0, 3])
     (tensor([2.]), tensor([7.]))
     """
@@ -56,29 +56,29 @@ class Collectives(ABC):
     node_ids: Tensor
     ledger: Ledger
 
-    # Whether results differ from those of one process in the last bits, since other hands add up.
+    # Whether results differ from those of one process in the last bits, because torch.distributed reduces.
     native: bool = False
-    # Whether values have shapes and nothing in them: only what is sent counts.
+    # Whether tensors have shapes but no values: only the transfers are recorded.
     shapes_only: bool = False
     step = 0  # of the run, for errors
     members: tuple[int, ...] | None = None
-    _run_nodes: int | None = None  # of the run, where these are some of them
+    _run_nodes: int | None = None  # the number of nodes of the run, if only some participate
 
     @property
     def ids(self) -> Tensor:
-        """The ids in the run of the nodes in this process, `[L]`, by which random numbers and their like are keyed."""
+        """The run's ids of the nodes in this process, `[L]`, for example to key random numbers."""
         return self.node_ids if self.members is None else torch.tensor(self.members, dtype=torch.long)[self.node_ids]
 
     @property
     def run_nodes(self) -> int:
-        """The number of nodes of the run, of which `num_nodes` take part."""
+        """The number of nodes of the run, of which `num_nodes` participate."""
         return self._run_nodes or self.num_nodes
 
     def among(self, members: Sequence[int]) -> Collectives:
-        """Return the collectives of some of the nodes, which are numbered from 0 in them.
+        """Return the collectives of some of the nodes, renumbered from 0.
 
         Args:
-            members: their ids here, ascending. What they send is recorded with their ids in the run.
+            members: the ids of these nodes, ascending. Transfers are recorded with the run's ids.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> comm = StackedCollectives(4)
@@ -89,23 +89,23 @@ class Collectives(ABC):
         (((0, 2, 3),), 3, 4)
         """
         raise ValueError(
-            f"{type(self).__name__} has no collectives of some of its nodes: where nodes may be absent, or messages "
-            "lost, all nodes must be in one process."
+            f"{type(self).__name__} does not support collectives of some of its nodes: if nodes may be absent, or "
+            "messages lost, all nodes must be in one process."
         )
 
-    def _count_among(self, whole: Collectives, members: Sequence[int]) -> None:
-        """Say that these are the nodes `members` of `whole`."""
-        within = range(whole.num_nodes) if whole.members is None else whole.members
-        self.members, self._run_nodes = tuple(within[i] for i in members), whole.run_nodes
+    def _count_among(self, parent: Collectives, members: Sequence[int]) -> None:
+        """Mark these as the collectives of the nodes `members` of `parent`."""
+        within = range(parent.num_nodes) if parent.members is None else parent.members
+        self.members, self._run_nodes = tuple(within[i] for i in members), parent.run_nodes
 
     def everyone(self, x: Tree) -> Tree:
-        """Return the values of all nodes, `[L, *] -> [K, *]`: to look at a run from outside. It leaves no entry."""
+        """Return the values of all nodes, `[L, *] -> [K, *]`, to observe a run. The ledger does not record it."""
         return x
 
     def fetched(self, x: Tree, sources: Sequence[int], receivers: Sequence[int]) -> Tree:
-        """Return what those of some nodes that are here get, each from its source: `[1 or L, *] -> [n, *]`.
+        """Return the values that the receivers in this process get from their sources: `[1 or L, *] -> [n, *]`.
 
-        It leaves no entry.
+        The ledger does not record it.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> StackedCollectives(3).fetched({"w": torch.tensor([1.0, 3.0, 5.0])}, sources=[2, 2], receivers=[0, 1])
@@ -113,12 +113,12 @@ class Collectives(ABC):
         """
         order = torch.arange(self.num_nodes)
         order[list(receivers)] = torch.tensor(list(sources))
-        among = set(receivers)
-        here = torch.tensor([i for i, node in enumerate(self.node_ids.tolist()) if node in among], dtype=torch.long)
+        receiving = set(receivers)
+        rows = torch.tensor([i for i, node in enumerate(self.node_ids.tolist()) if node in receiving], dtype=torch.long)
         moved = self._apply(x, lambda comm, y: comm._permute(y, order))
-        return {name: y[placed(here, y.device)] if len(y) > 1 else y for name, y in moved.items()}
+        return {name: y[placed(rows, y.device)] if len(y) > 1 else y for name, y in moved.items()}
 
-    # What a backend implements, for one tensor.
+    # Implemented by a backend, for one tensor.
 
     @abstractmethod
     def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor: ...
@@ -136,23 +136,23 @@ class Collectives(ABC):
     def _mix(self, x: Tensor, weights: Tensor) -> Tensor: ...
 
     def _mix_inplace(self, x: Tensor, mixing: Mixing) -> Tensor:
-        """Do `_mix` where `x` may be overwritten; override it where that is faster."""
+        """Do `_mix` and possibly overwrite `x`; override it if that is faster."""
         return self._mix(x, mixing.weights)
 
     def _apply(self, x: T, operation: Callable[[Collectives, Tensor], Tensor]) -> T:
-        """Apply an operation to every tensor of `x`. A backend that sends them may join them first."""
+        """Apply an operation to every tensor of `x`. A backend that sends them may concatenate them first."""
         return map_tensors(x, lambda y: operation(self, y))
 
-    # What strategies call.
+    # Called by strategies.
 
     def mean(
         self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None, *, inplace: bool = False
     ) -> T:
-        """Average over all nodes, `[L, *] -> [1, *]`; over each group of node ids, `[L, *] -> [L, *]`.
+        """Average over all nodes, `[L, *] -> [1, *]`, or over each group of node ids, `[L, *] -> [L, *]`.
 
         Groups are disjoint; a node in no group keeps its own value and sends nothing. With `weights`, one number
-        >= 0 for each of the K nodes: sum_i w_i x_i / sum_i w_i, over all nodes or over each group. With `inplace`, `x`
-        may be overwritten or come back as the result.
+        >= 0 per node, `[K]`: sum_i w_i x_i / sum_i w_i, over all nodes or over each group. With `inplace`, `x` may be
+        overwritten or returned as the result.
         """
         self._announce("mean", x, check_groups(groups, self.num_nodes))
         if weights is not None:
@@ -165,27 +165,27 @@ class Collectives(ABC):
         return self._reduced(x, groups, average=False)
 
     def server_mean(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
-        """Average, with weights, what the participants send to a server, for every node: `[L, *] -> [1, *]`.
+        """Average the participants' values on a server, with weights, for every node: `[L, *] -> [1, *]`.
 
-        Each participant sends its value up once, and gets the average back.
+        Each participant sends its value to the server once, and receives the average.
         """
         self._announce("server_mean", x, self._server(participants, participants))
         if weights is not None or len(participants) < self.num_nodes:
-            x = self._scaled(x, _shares(self._chosen(participants, weights), None, self.num_nodes))
+            x = self._scaled(x, _shares(self._participant_weights(participants, weights), None, self.num_nodes))
         return self._reduced(x, None, average=True)
 
     def server_sum(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
-        """Sum w_i x_i over the participants at a server, for every node: `[L, *] -> [1, *]`; not normalised.
+        """Sum w_i x_i over the participants on a server, for every node: `[L, *] -> [1, *]`; not normalised.
 
-        Each participant sends its value up once, and gets the sum back.
+        Each participant sends its value to the server once, and receives the sum.
         """
         self._announce("server_sum", x, self._server(participants, participants))
         if weights is not None or len(participants) < self.num_nodes:
-            x = self._scaled(x, _checked_weights(self._chosen(participants, weights), self.num_nodes))
+            x = self._scaled(x, _checked_weights(self._participant_weights(participants, weights), self.num_nodes))
         return self._reduced(x, None, average=False)
 
     def server_gather(self, x: T, participants: Sequence[int] | None = None) -> T:
-        """Gather what the participants (default: all) send to a server: `[L, *] -> [1, n, *]`, in their order.
+        """Gather the values of the participants (default: all) on a server: `[L, *] -> [1, n, *]`, in their order.
 
         The server may then compute anything, such as a median; `server_send` sends the result to the nodes.
         """
@@ -195,15 +195,15 @@ class Collectives(ABC):
         return map_tensors(gathered, lambda y: y[:, senders])
 
     def server_send(self, x: T, to: Sequence[int] | None = None) -> T:
-        """Send a server's value `[1, *]` to the nodes `to` (all, if not given); it is `[1, *]` here too."""
+        """Send a server's value `[1, *]` to the nodes `to` (default: all), and return it."""
         self._announce("server_send", x, self._server([], self._nodes(to)))
         return x
 
     def all_gather(self, x: T, *, inplace: bool = False, readers: Groups | Links | None = None) -> T:
         """Give every node all values: `[L, *] -> [1, K, *]`. With `inplace`, the result may be a view of `x`.
 
-        Where a node then reads those of its group only, or of those that `readers` links to it, give that: only these
-        are counted as sent.
+        If a node then reads only the values of its group, or of the nodes linked to it, pass these as `readers`: only
+        they are counted as sent.
         """
         who = readers if isinstance(readers, Links) else check_groups(readers, self.num_nodes)
         self._announce("all_gather", x, who)
@@ -218,13 +218,13 @@ class Collectives(ABC):
         return self._own_storage(self._apply(x, lambda comm, y: comm._broadcast(y, src)), x)
 
     def permute(self, x: T, source: Sequence[int] | Tensor) -> T:
-        """Node i receives the value of node `source[i]`: `[L, *] -> [L, *]`; `source` is a permutation."""
+        """Give node i the value of node `source[i]`: `[L, *] -> [L, *]`; `source` is a permutation."""
         order = torch.as_tensor(source, dtype=torch.long)
         nodes = torch.arange(self.num_nodes)
         if order.shape != nodes.shape or not torch.equal(order.sort().values, nodes):
             raise ValueError(
                 f"source={order.tolist()} must be a permutation of 0..{self.num_nodes - 1}: "
-                "one source for each node, and each node sends once."
+                "one source per node, and each node sends once."
             )
         moved = order != nodes
         self._announce("permute", x, Links.of(order[moved], nodes[moved]))
@@ -233,8 +233,8 @@ class Collectives(ABC):
     def mix(self, x: T, weights: Tensor | Mixing, inplace: bool = False) -> T:
         """Mix, x_i <- sum_j W_ij x_j with `weights` W `[K, K]`: `[L, *] -> [L, *]`.
 
-        Node j sends to each i != j with W_ij != 0. A `Mixing` is a matrix analysed beforehand, for many exchanges.
-        With `inplace`, `x` may be overwritten, and no derivatives are taken.
+        Node j sends to each i != j with W_ij != 0. A `Mixing` is a matrix analysed once for many exchanges. With
+        `inplace`, `x` may be overwritten, and the result is not differentiable.
         """
         matrix = weights.weights if isinstance(weights, Mixing) else weights
         if matrix.shape != (self.num_nodes, self.num_nodes):
@@ -258,22 +258,22 @@ class Collectives(ABC):
     def _reduced(self, x: T, groups: Groups | None, average: bool, inplace: bool = False) -> T:
         return self._own_storage(self._apply(x, lambda comm, y: comm._sum(y, groups, average)), x, inplace)
 
-    def _nodes(self, given: Sequence[int] | None) -> list[int]:
-        return [int(node) for node in (range(self.num_nodes) if given is None else given)]
+    def _nodes(self, nodes: Sequence[int] | None) -> list[int]:
+        return [int(node) for node in (range(self.num_nodes) if nodes is None else nodes)]
 
     def _server(self, up: Sequence[int], down: Sequence[int]) -> Server:
         for members in (up, down):
             check_groups([members], self.num_nodes)
         return Server(tuple(map(int, up)), tuple(map(int, down)))
 
-    def _chosen(self, participants: Sequence[int], weights: Sequence[float] | None) -> list[float]:
-        """Return each node's weight, `[K]`: 0 where it does not take part."""
-        chosen = set(participants)
-        given = [1.0] * self.num_nodes if weights is None else weights
-        return [float(w) if i in chosen else 0.0 for i, w in enumerate(given)]
+    def _participant_weights(self, participants: Sequence[int], weights: Sequence[float] | None) -> list[float]:
+        """Return each node's weight, `[K]`, 0 if it does not participate."""
+        members = set(participants)
+        weights = [1.0] * self.num_nodes if weights is None else weights
+        return [float(w) if i in members else 0.0 for i, w in enumerate(weights)]
 
     def _own_storage(self, result: T, x: T, inplace: bool = False) -> T:
-        """Clone a result where it is `x` or a view of it: what is later done to `x` must not reach it."""
+        """Clone a result that is `x` or a view of it, so that later writes to `x` do not change it."""
         if inplace:
             return result
         if isinstance(result, Tensor):
@@ -282,12 +282,12 @@ class Collectives(ABC):
 
     def _scaled(self, x: T, factors: Tensor) -> T:
         """Multiply each node's value by its factor `[K]`."""
-        mine = factors[self.node_ids]
-        return map_tensors(x, lambda y: y * tree.per_node(placed(mine, y.device), y))
+        local = factors[self.node_ids]
+        return map_tensors(x, lambda y: y * tree.per_node(placed(local, y.device), y))
 
 
 def renamed(who: Islands | Links | Server | None, members: Sequence[int]) -> Islands | Links | Server:
-    """Return who takes part by the ids `members` in place of 0, 1, ...; None: all of these.
+    """Return the participants with the ids `members` in place of 0, 1, ...; None: all members.
 
     >>> renamed(((0, 2),), [1, 5, 7]), renamed(None, [1, 5, 7])
     (((1, 7),), ((1, 5, 7),))
@@ -313,10 +313,10 @@ def payload_bytes(x: Tensor | Tree) -> int:
 
 
 def bucketed(sizes: Sequence[float], bucket_bytes: float, gradients: bool = False) -> list[list[int]]:
-    """Join tensors of so many bytes into messages: from the last, whose gradient is the first to be there, on.
+    """Group tensors of these sizes in bytes into messages, starting with the last, whose gradient is ready first.
 
-    A message is complete with the tensor that takes it to `bucket_bytes` or beyond; of gradients the first at 1 MiB. So
-    does torch's DistributedDataParallel. 0: a message for each tensor; `math.inf`: one for all.
+    A message is complete with the tensor that takes it to `bucket_bytes` or beyond; the first one of gradients at
+    1 MiB, as in torch's DistributedDataParallel. 0: a message per tensor; `math.inf`: one message.
 
     >>> bucketed([40, 30, 20, 10], bucket_bytes=30), bucketed([40, 30, 20, 10], 0)
     ([[3, 2], [1], [0]], [[3], [2], [1], [0]])
@@ -324,19 +324,19 @@ def bucketed(sizes: Sequence[float], bucket_bytes: float, gradients: bool = Fals
     ([[3, 2, 1, 0]], [[4], [3, 2, 1, 0]])
     """
     first = min(bucket_bytes, FIRST_BUCKET_BYTES) if gradients and bucket_bytes < math.inf else bucket_bytes
-    found: list[list[int]] = []
+    buckets: list[list[int]] = []
     left = 0.0
     for i in reversed(range(len(sizes))):
         if left <= 0:
-            left = bucket_bytes if found else first
-            found.append([])
-        found[-1].append(i)
+            left = bucket_bytes if buckets else first
+            buckets.append([])
+        buckets[-1].append(i)
         left -= sizes[i]
-    return found
+    return buckets
 
 
 def check_groups(groups: Groups | None, num_nodes: int) -> Islands | None:
-    """Return disjoint groups of node ids as tuples; a ValueError for anything else. None: all nodes."""
+    """Return disjoint groups of node ids as tuples, or raise a ValueError. None: all nodes."""
     if groups is None:
         return None
     islands = tuple(tuple(map(int, group)) for group in groups)
@@ -350,22 +350,22 @@ def check_groups(groups: Groups | None, num_nodes: int) -> Islands | None:
 
 def _shares(weights: Sequence[float], groups: Groups | None, num_nodes: int) -> Tensor:
     """Return the factors `[K]`, float64, that turn an average over a group into the weighted average."""
-    given = _checked_weights(weights, num_nodes)
+    checked = _checked_weights(weights, num_nodes)
     factors = torch.ones(num_nodes, dtype=torch.float64)
     for members in map(list, [range(num_nodes)] if groups is None else groups):
-        total = given[members].sum()
+        total = checked[members].sum()
         if total <= 0:
             raise ValueError(f"the weights of nodes {members} are all 0: nothing to average.")
-        factors[members] = given[members] * len(members) / total
+        factors[members] = checked[members] * len(members) / total
     return factors
 
 
 def _checked_weights(weights: Sequence[float], num_nodes: int) -> Tensor:
     """Return the weights `[K]` in float64."""
-    given = torch.as_tensor(weights, dtype=torch.float64)
-    if given.shape != (num_nodes,) or not bool((given >= 0).all()):
-        raise ValueError(f"weights={given.tolist()} must be {num_nodes} numbers >= 0, one for each node.")
-    return given
+    tensor = torch.as_tensor(weights, dtype=torch.float64)
+    if tensor.shape != (num_nodes,) or not bool((tensor >= 0).all()):
+        raise ValueError(f"weights={tensor.tolist()} must be {num_nodes} numbers >= 0, one per node.")
+    return tensor
 
 
 def _apart_from(x: Tensor, result: Tensor) -> Tensor:

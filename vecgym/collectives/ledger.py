@@ -1,11 +1,11 @@
-"""What was sent: every collective of a run as a value, with its bytes. No time is in it.
+"""The record of communication: every collective of a run as a value, with its bytes, but without times.
 
-A `Transfer` says which operation, how many bytes, between whom, and when the result is used. A training step returns
-its transfers; the `Ledger` of a run is made of them.
+A `Transfer` holds the operation, its bytes, its participants, and when the result is used. A training step returns
+its transfers, and the `Ledger` of a run collects them.
 
 There are two counts. `payload_bytes` is what one node hands to an operation: what papers report. `sent_bytes` and
-`received_bytes` are what then passes over a node's link, with what it forwards for others. A payload of b bytes makes
-each of n participants send and receive, on average,
+`received_bytes` are what passes over a node's link, including what it forwards for others. With a payload of b bytes
+each of n participants sends and receives, on average,
 
 | operation                   | sends                                      | receives       |
 |-----------------------------|--------------------------------------------|----------------|
@@ -18,10 +18,10 @@ each of n participants send and receive, on average,
 | `server_gather`             | b (up to the server)                       | nothing        |
 | `server_send`               | nothing                                    | b              |
 
-Without a server all that is sent is received. The first three rows hold for every algorithm in which nodes pass values
-on (a ring, halving and doubling, a tree) or send them to each other directly, but for an all-gather over a tree, which
-sends more. Through a server or a store, the `route` "server", a mean is b up and b down, and an all-gather b up and
-(n - 1) b down. A `vecgym.clock.Network` says by which route, `all_reduce=` and `all_gather=`.
+Without a server everything that is sent is received. The first three rows hold for every algorithm in which nodes
+forward values (a ring, halving and doubling, a tree) or send them to each other directly, except an all-gather over a
+tree, which sends more. Through a server or a store, the `route` "server", a mean is b up and b down, and an all-gather
+b up and (n - 1) b down. A `vecgym.clock.Network` sets the routes: `all_reduce=` and `all_gather=`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch import Tensor
 from vecgym.collectives.topology import Islands, Links, Server, plain_who, who_of
 
 TOTALS = ("total_bytes", "total_received_bytes", "total_payload_bytes")
-Lag = int | tuple[int, ...]  # of all nodes, or of each
+Lag = int | tuple[int, ...]  # of all nodes, or one per node
 
 
 class Transfer(NamedTuple):
@@ -46,15 +46,16 @@ class Transfer(NamedTuple):
 
     Attributes:
         operation: the name of the collective.
-        payload_bytes: what one participant hands to it.
-        num_nodes: K, all nodes of the run.
-        who: `None`: all nodes; groups of node ids, each by itself (of a `broadcast`, the source first); the `Links` of
-            messages from node to node; or a `Server`.
-        lag: steps after this one until the result is used; 0: in this step. Of K numbers, those of each node.
-        tensors: the names of the tensors that it carries, where they have names.
-        weight: how often it counts: less than 1 where a relaxed schedule makes an exchange in part.
-        gradients: whether it is sent while gradients are exchanged, each as soon as it is there.
-        route: "ring" stands for all ways from node to node; "tree"; or "server", through a server that is no node.
+        payload_bytes: the bytes that one participant hands to it.
+        num_nodes: K, the number of nodes of the run.
+        who: the participants: None for all nodes; groups of node ids, each exchanging among itself (the source of a
+            `broadcast` first); the `Links` of messages from node to node; or a `Server`.
+        lag: the number of steps until the result is used, 0 for this step; or one number per node, K of them.
+        tensors: the names of the tensors that it carries, if they have names.
+        weight: how often it counts, less than 1 if a relaxed schedule makes an exchange in part.
+        gradients: whether it exchanges gradients, each of which is sent as soon as it is ready.
+        route: "ring", which stands for all routes from node to node; "tree"; or "server", through a server that is not
+            a node.
 
     >>> transfer = Transfer("all_gather", payload_bytes=400, num_nodes=4)
     >>> transfer.sent_bytes, transfer.received_bytes, transfer.num_participants  # per node, averaged over all 4
@@ -75,24 +76,24 @@ class Transfer(NamedTuple):
 
     @property
     def per_node(self) -> tuple[Any, Any, Any]:
-        """Bytes that a node sends, receives and hands over, averaged over all nodes; tensors where `weight` is one."""
+        """Bytes that a node sends, receives and hands over, averaged over all nodes; tensors if `weight` is one."""
         counts = _counts(self)[:3]
         sent, received, handed = (self.payload_bytes * n / self.num_nodes * self.weight for n in counts)
         return sent, received, handed
 
     @property
     def sent_bytes(self) -> Any:
-        """Bytes that a node sends, averaged over all nodes; a tensor where `weight` is one."""
+        """Bytes that a node sends, averaged over all nodes; a tensor if `weight` is one."""
         return self.per_node[0]
 
     @property
     def received_bytes(self) -> Any:
-        """Bytes that a node receives, averaged over all nodes; a tensor where `weight` is one."""
+        """Bytes that a node receives, averaged over all nodes; a tensor if `weight` is one."""
         return self.per_node[1]
 
     @property
     def num_participants(self) -> int:
-        """How many nodes take part."""
+        """The number of participating nodes."""
         return _counts(self)[3]
 
 
@@ -108,17 +109,17 @@ def _later(lag: Lag, more: Lag) -> Lag:
 
 
 def bytes_of(transfers: Iterable[Transfer]) -> tuple[float, float, float]:
-    """Return what a node sends, receives and hands over in several transfers, averaged over all nodes.
+    """Return the bytes that a node sends, receives and hands over in several transfers, averaged over all nodes.
 
     >>> bytes_of([Transfer("all_gather", payload_bytes=400, num_nodes=4)] * 2)
     (2400.0, 2400.0, 800.0)
     """
-    sent, received, handed = (float(sum(x)) for x in zip((0.0, 0.0, 0.0), *(each.per_node for each in transfers)))
+    sent, received, handed = (float(sum(x)) for x in zip((0.0, 0.0, 0.0), *(t.per_node for t in transfers)))
     return sent, received, handed
 
 
 def _counts(transfer: Transfer) -> tuple[int, int, int, int]:
-    """Return how many payloads all nodes together send, receive and hand over, and how many nodes take part."""
+    """Return the number of payloads that all nodes together send, receive and hand over, and of participants."""
     K, who, operation = transfer.num_nodes, transfer.who, transfer.operation
     if isinstance(who, Server):
         return len(who.up), len(who.down), len(who.up), len({*who.up, *who.down})
@@ -134,8 +135,8 @@ def _counts(transfer: Transfer) -> tuple[int, int, int, int]:
 
 
 def _passed(operation: str, n: int, route: str) -> int:
-    """Return how many payloads n participants receive together."""
-    if operation == "all_gather":  # over a binomial tree, what a node collects from those below goes up first
+    """Return the number of payloads that n participants receive together."""
+    if operation == "all_gather":  # over a binomial tree, each node first sends what it has collected to its parent
         collected = sum(min(i & -i, n - i) for i in range(1, n)) if route == "tree" else 0
         return n * (n - 1) + collected
     if operation == "broadcast":
@@ -144,7 +145,7 @@ def _passed(operation: str, n: int, route: str) -> int:
 
 
 class Entry(NamedTuple):
-    """One collective of a run, with its bytes per node, averaged over all nodes; the payload is a participant's.
+    """One collective of a run, with its bytes per node, averaged over all nodes; the payload is per participant.
 
     >>> ledger = Ledger()
     >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
@@ -163,17 +164,17 @@ class Entry(NamedTuple):
 
 
 class Ledger:
-    """The list of collectives of a run, stored compactly (12 bytes an entry; most are alike).
+    """The list of collectives of a run, stored compactly: 12 bytes per entry, since most transfers are equal.
 
     Attributes:
-        num_nodes, sizes: see `announce`; None, and empty, before.
-        gradients: whether gradients are exchanged at present; see `of_gradients`.
-        asynchronous: whether its steps are updates of a server that does not wait, in an order that depends on time.
-        num_steps: steps begun, with those in which nothing was sent.
-        step_bytes, total_bytes, total_received_bytes: what a node's link has carried, on average: sent in the present
-            step, sent, and received.
-        total_payload_bytes: what a node has handed to collectives, on average: the count of papers.
-        routes: {operation: route} of what is recorded from now on, where a network says so; see `Transfer`.
+        num_nodes, sizes: set by `announce`; None and empty before.
+        gradients: whether gradients are being exchanged; see `of_gradients`.
+        asynchronous: whether steps are updates of a server that does not wait, in an order that depends on time.
+        num_steps: the number of steps begun, including those in which nothing was sent.
+        step_bytes, total_bytes, total_received_bytes: the bytes on a node's link, on average: sent in the current step,
+            sent in total, and received in total.
+        total_payload_bytes: the bytes that a node has handed to collectives, on average: the count of papers.
+        routes: {operation: route} of transfers recorded from now on, as set by a network; see `Transfer`.
 
     >>> ledger = Ledger()
     >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
@@ -194,7 +195,7 @@ class Ledger:
         self._steps_per_unit = 1
         self.gradients = False
         self._recording: list[Transfer] | None = None
-        self._computing: dict[int, bytes] = {}  # step -> who computed in it, as bits, where that is not all
+        self._computing: dict[int, bytes] = {}  # step -> the nodes that computed, as bits, unless all did
         self.num_nodes: int | None = None
         self.sizes: dict[str, int] = {}
         self.asynchronous = False
@@ -207,11 +208,11 @@ class Ledger:
 
     @property
     def totals(self) -> tuple[float, float, float]:
-        """What a node has sent, received and handed over in all, on average."""
+        """The bytes that a node has sent, received and handed over in total, on average."""
         return self.total_bytes, self.total_received_bytes, self.total_payload_bytes
 
     def announce(self, num_nodes: int, sizes: Mapping[str, int]) -> None:
-        """Say what runs: on K nodes, the trainable parameters of a node, {name: bytes}, in the model's order.
+        """Set K and the sizes of a node's trainable parameters, {name: bytes}, in the model's order.
 
         >>> ledger = Ledger()
         >>> ledger.announce(4, {"weight": 400, "bias": 40})
@@ -221,7 +222,7 @@ class Ledger:
         self.num_nodes, self.sizes = num_nodes, dict(sizes)
 
     def add(self, step: int, transfers: Iterable[Transfer], computing: Tensor | None = None) -> None:
-        """Add the transfers that `step` returned, and who computed in it, bool `[K]`; None: all.
+        """Add the transfers that `step` returned, and the nodes that computed in it, bool `[K]`; None: all.
 
         >>> ledger = Ledger()
         >>> ledger.add(7, [Transfer("mean", payload_bytes=400, num_nodes=4)])
@@ -235,7 +236,7 @@ class Ledger:
             self._append(transfer)
 
     def begin_step(self, step: int) -> None:
-        """Count what is recorded from now on for `step`; `step_bytes` restarts at 0.
+        """Assign what is recorded from now on to `step`, and reset `step_bytes` to 0.
 
         >>> ledger = Ledger()
         >>> ledger.begin_step(7)
@@ -248,7 +249,7 @@ class Ledger:
         self.step_bytes = 0.0
 
     def record(self, transfer: Transfer) -> None:
-        """Add one collective to the present step; inside `recording`, to that list instead."""
+        """Add one collective to the current step; inside `recording`, to its list instead."""
         if transfer.operation in self.routes:
             transfer = transfer._replace(route=self.routes[transfer.operation])
         if self._lag:
@@ -278,7 +279,7 @@ class Ledger:
         self.total_payload_bytes += handed
 
     def routed(self, routes: Mapping[str, str]) -> Ledger:
-        """Return the same collectives as other routes carry them, such as `Network(...).routes`; see `Transfer`.
+        """Return a ledger of the same collectives over other routes, such as `Network(...).routes`; see `Transfer`.
 
         >>> ledger = Ledger()
         >>> ledger.record(Transfer("all_gather", payload_bytes=400, num_nodes=4))
@@ -286,17 +287,17 @@ class Ledger:
         >>> ledger.total_bytes, stored.total_bytes, stored.total_received_bytes
         (1200.0, 400.0, 1200.0)
         """
-        found, kinds = Ledger(), [kind._replace(route=routes.get(kind.operation, "ring")) for kind in self._kinds]
+        ledger, kinds = Ledger(), [kind._replace(route=routes.get(kind.operation, "ring")) for kind in self._kinds]
         for step, kind in zip(self._step_of_entry, self._kind_of_entry):
-            found._step = step
-            found._append(kinds[kind])
-        found.num_nodes, found.sizes, found.routes = self.num_nodes, dict(self.sizes), dict(routes)
-        found.num_steps, found.asynchronous = self.num_steps, self.asynchronous
-        return found
+            ledger._step = step
+            ledger._append(kinds[kind])
+        ledger.num_nodes, ledger.sizes, ledger.routes = self.num_nodes, dict(self.sizes), dict(routes)
+        ledger.num_steps, ledger.asynchronous = self.num_steps, self.asynchronous
+        return ledger
 
     @contextmanager
     def recording(self) -> Iterator[list[Transfer]]:
-        """Collect what is recorded in a block in a list, and leave the ledger as it is.
+        """Collect the transfers of a block in a list, and leave the ledger unchanged.
 
         >>> ledger = Ledger()
         >>> with ledger.recording() as transfers:
@@ -309,9 +310,9 @@ class Ledger:
             yield transfers
 
     def weighted(self, weight: float | Tensor) -> AbstractContextManager[None]:
-        """Count what is sent in a block `weight` times.
+        """Count the transfers of a block `weight` times.
 
-        With a tensor, the bytes of these transfers are tensors too, and can be differentiated by it.
+        If `weight` is a tensor, so are the bytes of these transfers, which are differentiable with respect to it.
 
         >>> ledger = Ledger()
         >>> with ledger.weighted(0.25):
@@ -322,7 +323,7 @@ class Ledger:
         return self._marking(_weight=weight if self._weight is None else self._weight * weight)
 
     def lagging(self, steps: Lag) -> AbstractContextManager[None]:
-        """Mark what is sent in a block as used `steps` steps later, or so many by each node.
+        """Mark the transfers of a block as used `steps` steps later, one number for all nodes or one per node.
 
         >>> ledger = Ledger()
         >>> with ledger.lagging(3):
@@ -335,7 +336,7 @@ class Ledger:
         return self._marking(_lag=_later(self._lag, more))
 
     def stretched(self, steps: int) -> AbstractContextManager[None]:
-        """Count the lags of a block in units of `steps` steps, as something does that acts at every so many only.
+        """Count the lags of a block in units of `steps` steps, for what acts only every `steps` steps.
 
         >>> ledger = Ledger()
         >>> with ledger.stretched(10), ledger.lagging(3):
@@ -346,7 +347,7 @@ class Ledger:
         return self._marking(_steps_per_unit=self._steps_per_unit * steps)
 
     def of_gradients(self) -> AbstractContextManager[None]:
-        """Mark what is sent in a block as an exchange of gradients.
+        """Mark the transfers of a block as an exchange of gradients.
 
         >>> ledger = Ledger()
         >>> with ledger.of_gradients():
@@ -367,7 +368,7 @@ class Ledger:
             vars(self).update(before)
 
     def state(self) -> dict[str, Any]:
-        """Return its contents as tensors and plain values, for a file.
+        """Return the contents as tensors and plain values, for a file.
 
         >>> ledger = Ledger()
         >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
@@ -387,7 +388,7 @@ class Ledger:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Replace its contents by those of `state`.
+        """Replace the contents with those of `state`.
 
         >>> ledger, other = Ledger(), Ledger()
         >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
@@ -397,9 +398,9 @@ class Ledger:
         """
         self._kinds = {
             Transfer(
-                name, size, K, who_of(who), lag if isinstance(lag, int) else tuple(lag), of and tuple(of), *rest
+                name, size, K, who_of(who), lag if isinstance(lag, int) else tuple(lag), names and tuple(names), *rest
             ): i
-            for i, (name, size, K, who, lag, of, *rest) in enumerate(state["kinds"])
+            for i, (name, size, K, who, lag, names, *rest) in enumerate(state["kinds"])
         }
         self._per_node = [kind.per_node for kind in self._kinds]
         self._kind_of_entry = array("i", state["kind_of_entry"].tolist())
@@ -409,7 +410,7 @@ class Ledger:
         self.asynchronous = state.get("asynchronous", False)
         self._computing = {step: bytes(bits) for step, bits in state.get("computing", {}).items()}
         totals = [state[name] for name in TOTALS if name in state]
-        if len(totals) < len(TOTALS):  # a file of before, which counted an all-gather once
+        if len(totals) < len(TOTALS):  # an older file, which counted an all-gather once
             of_entries = [self._per_node[kind] for kind in self._kind_of_entry]
             totals = [float(sum(x)) for x in zip((0.0, 0.0, 0.0), *of_entries)]
         self.total_bytes, self.total_received_bytes, self.total_payload_bytes = totals
@@ -425,7 +426,7 @@ class Ledger:
             yield Entry(step, *entries[kind])
 
     def by_step(self) -> tuple[list[Transfer], list[tuple[int, ...]]]:
-        """The different transfers, and for each step the places of those that were made, in order.
+        """Return the distinct transfers, and for each step the indices of its transfers, in order.
 
         >>> ledger = Ledger()
         >>> ledger.add(1, [Transfer("mean", payload_bytes=400, num_nodes=4)] * 2)
@@ -439,7 +440,7 @@ class Ledger:
         return list(self._kinds), steps
 
     def computing(self) -> Tensor | None:
-        """Return who computed in each step, bool `[T, K]`; None: all, always.
+        """Return the nodes that computed in each step, bool `[T, K]`; None: all nodes in all steps.
 
         >>> ledger = Ledger()
         >>> ledger.announce(2, {})
@@ -451,13 +452,13 @@ class Ledger:
         if not self._computing:
             return None
         assert self.num_nodes is not None
-        found = torch.ones(self.num_steps, self.num_nodes, dtype=torch.bool)
+        computed = torch.ones(self.num_steps, self.num_nodes, dtype=torch.bool)
         bits = np.frombuffer(b"".join(self._computing.values()), dtype=np.uint8).reshape(len(self._computing), -1)
-        found[list(self._computing)] = torch.from_numpy(np.unpackbits(bits, axis=1, count=self.num_nodes) != 0)
-        return found
+        computed[list(self._computing)] = torch.from_numpy(np.unpackbits(bits, axis=1, count=self.num_nodes) != 0)
+        return computed
 
     def summary(self) -> dict[str, tuple[int, float]]:
-        """Return operation -> (number of calls, bytes sent per node in all).
+        """Return operation -> (number of calls, bytes sent per node in total).
 
         >>> ledger = Ledger()
         >>> ledger.add(0, [Transfer("mean", payload_bytes=400, num_nodes=4)] * 2)
@@ -475,7 +476,7 @@ class Ledger:
 
 
 def readable_bytes(num_bytes: float) -> str:
-    """Show a number of bytes to a person.
+    """Format a number of bytes for reading.
 
     >>> readable_bytes(1234567)
     '1.23 MB'

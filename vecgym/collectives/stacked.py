@@ -16,7 +16,7 @@ from vecgym.core import nodes
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 
-CACHED_ELEMENTS = 1 << 17  # of a block of columns that is mixed at a time: 0.5 MiB in float32
+CACHED_ELEMENTS = 1 << 17  # of a block of columns that is mixed at once: 0.5 MiB in float32
 
 
 class StackedCollectives(Collectives):
@@ -24,7 +24,7 @@ class StackedCollectives(Collectives):
 
     With `num_configs` = C > 1 the tensors hold C independent configurations of K nodes each, `[C * K, *]`, and
     every collective stays within its configuration: results that would be `[1, *]` are `[C * K, *]`, equal
-    inside a configuration.
+    within a configuration.
 
     >>> comm = StackedCollectives(2)
     >>> comm.mean(torch.tensor([[1.0], [3.0]]))
@@ -46,17 +46,17 @@ class StackedCollectives(Collectives):
 
     def among(self, members: Sequence[int]) -> StackedCollectives:
         if self.num_configs > 1:
-            raise ValueError("some of the nodes of several configurations: take them of each configuration by itself.")
-        some = StackedCollectives(len(members), ledger=self.ledger)
-        some._count_among(self, members)
-        return some
+            raise ValueError("among() does not support several configurations: call it for each configuration.")
+        subset = StackedCollectives(len(members), ledger=self.ledger)
+        subset._count_among(self, members)
+        return subset
 
     def fetched(self, x: Tree, sources: Sequence[int], receivers: Sequence[int]) -> Tree:
-        found: Tree = nodes.take_rows(x, torch.tensor(list(sources)))
-        return found
+        rows: Tree = nodes.take_rows(x, torch.tensor(list(sources)))
+        return rows
 
     def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
-        if x.shape[0] == 1:  # the same on every node: K equal terms, or those of one group
+        if x.shape[0] == 1:  # the same on every node: K equal terms, or those of a group
             return x if average or self.num_nodes == 1 else self._replicated_sum(x, groups)
         y = self._by_config(x)  # [C, K, *]
         if groups is None:
@@ -88,8 +88,8 @@ class StackedCollectives(Collectives):
         if x.shape[0] == 1:
             return x
         y = self._by_config(x)
-        chosen = y[:, src : src + 1]
-        return chosen[0] if self.num_configs == 1 else chosen.expand_as(y).reshape(x.shape)
+        source = y[:, src : src + 1]
+        return source[0] if self.num_configs == 1 else source.expand_as(y).reshape(x.shape)
 
     def _permute(self, x: Tensor, source: Tensor) -> Tensor:
         if x.shape[0] == 1:
@@ -105,7 +105,7 @@ class StackedCollectives(Collectives):
     def _mix_inplace(self, x: Tensor, mixing: Mixing) -> Tensor:
         if len(x) != len(self.node_ids) or not x.is_contiguous() or x.numel() == 0:
             return self._mix(x, mixing.weights)
-        # A mix treats every column by itself: on a CPU, a few at a time stay in its cache and save passes over memory.
+        # Columns are mixed independently: on a CPU, a block of columns stays in its cache and saves passes over memory.
         on_cpu = x.device.type == "cpu"
         sparse = on_cpu and mixing.sparse and x.is_floating_point()
         combine = self._gather_neighbours(mixing, x) if sparse else self._product(mixing, x)
@@ -115,7 +115,7 @@ class StackedCollectives(Collectives):
         return x
 
     def _product(self, mixing: Mixing, like: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the function `[C * K, P]` -> its product with the full matrix."""
+        """Return the function from `[C * K, P]` to its product with the full matrix."""
         weights = placed(mixing.weights, like.device, like.dtype)
         if self.num_configs == 1:
             return lambda part: weights @ part
@@ -123,7 +123,7 @@ class StackedCollectives(Collectives):
         return lambda part: torch.bmm(batch, self._by_config(part)).flatten(0, 1)
 
     def _gather_neighbours(self, mixing: Mixing, like: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the function `[C * K, P]` -> the weighted sums of the rows that each node hears."""
+        """Return the function from `[C * K, P]` to the weighted sums of the rows that each node receives."""
         configs = torch.arange(self.num_configs)[:, None]
         sources = (placed(mixing.sources, like.device) + configs * self.num_nodes).flatten()
         starts = (placed(mixing.starts, like.device) + configs * len(mixing.sources)).flatten()
@@ -138,7 +138,7 @@ class StackedCollectives(Collectives):
 
 
 class Announced(StackedCollectives):
-    """Collectives that say what they send, and give back tensors of the right shape: no values are needed for that.
+    """Collectives that record what they send and return tensors of the right shape, without computing values.
 
     >>> comm = Announced(4)
     >>> comm.mean(torch.empty(4, 3, device="meta")).shape, comm.ledger
@@ -163,4 +163,4 @@ class Announced(StackedCollectives):
         return self._expanded(x)
 
     def _own_storage(self, result: Any, x: Any, inplace: bool = False) -> Any:
-        return result  # nothing is ever written into it
+        return result  # it is never written to

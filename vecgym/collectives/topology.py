@@ -1,7 +1,7 @@
-"""Who talks to whom: partitions of the nodes into islands, and mixing matrices.
+"""Communication topologies: partitions of the nodes into islands, and mixing matrices.
 
-A mixing matrix is `[K, K]`, float64; W_ij is the weight of node j's value at node i. All those made here are doubly
-stochastic: nonnegative, every row and every column sums to 1, so that mixing preserves the mean of the nodes.
+A mixing matrix is `[K, K]`, float64; W_ij is the weight of node j's value at node i. All matrices made here are doubly
+stochastic: nonnegative, with rows and columns that sum to 1, so that mixing preserves the mean of the nodes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Islands = tuple[tuple[int, ...], ...]
 
 
 class Links(NamedTuple):
-    """Who sends to whom: one message for each pair of a sender and a receiver.
+    """Messages between nodes: one for each pair of a sender and a receiver.
 
-    The node ids are kept as bytes (int32), which hash and compare fast: a run has the same links at most steps.
+    The node ids are stored as bytes (int32), which hash and compare fast: a run has the same links in most steps.
 
     >>> links = Links.of(torch.tensor([0, 1]), torch.tensor([1, 2]))
     >>> len(links.senders), links.pairs
@@ -37,7 +37,7 @@ class Links(NamedTuple):
 
     @classmethod
     def of(cls, senders: Tensor, receivers: Tensor) -> Links:
-        """Message i goes from node `senders[i]` to node `receivers[i]`."""
+        """Create links whose message i goes from node `senders[i]` to node `receivers[i]`."""
         with readable():
             return cls(*(array("i", x.tolist()).tobytes() for x in (senders, receivers)))
 
@@ -66,7 +66,7 @@ class Links(NamedTuple):
 
 
 class Server(NamedTuple):
-    """Messages to a server, from the nodes `up`, and from it, to the nodes `down`.
+    """Messages to a server from the nodes `up`, and from it to the nodes `down`.
 
     >>> Server(up=(0, 3), down=(0, 3)).up
     (0, 3)
@@ -77,7 +77,7 @@ class Server(NamedTuple):
 
 
 def plain_who(who: Islands | Links | Server | None) -> Any:
-    """As values that `torch.load(weights_only=True)` reads.
+    """Convert participants to values that `torch.load(weights_only=True)` reads.
 
     >>> plain_who(((0, 1), (2,)))
     ['groups', [0, 1], [2]]
@@ -103,15 +103,15 @@ def who_of(plain: Any) -> Islands | Links | Server | None:
     return None if kind is None else tuple(map(tuple, parts))
 
 
-SUM_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}  # of the rows and columns of a user's matrix
+SUM_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}  # of the row and column sums of a user's matrix
 
 # --------------------------------------------------------------------------------------------- islands
 
 
 def random_islands(nodes: Sequence[int], island_size: int, generator: torch.Generator) -> list[list[int]]:
-    """Shuffle `nodes` into islands of `island_size`; a remainder forms one last, smaller island.
+    """Shuffle `nodes` into islands of `island_size`; the remainder forms a last, smaller island.
 
-    The members of each island are in ascending order, so that a reduction over them has one fixed order.
+    The members of each island are in ascending order, so that a reduction over them has a fixed order.
 
     >>> islands = random_islands(range(10), 4, torch.Generator().manual_seed(0))
     >>> [len(island) for island in islands], sorted(sum(islands, []))
@@ -134,7 +134,7 @@ def sample_nodes(num_nodes: int, count: int, generator: torch.Generator) -> list
 
 
 def complete(num_nodes: int) -> Tensor:
-    """Connect every node with every other: W = 11^T / K, so that one exchange is the average.
+    """Connect every node with every other: W = 11^T / K, so that one exchange yields the average.
 
     >>> complete(2)
     tensor([[0.5000, 0.5000],
@@ -157,13 +157,13 @@ def ring(num_nodes: int) -> Tensor:
 
 
 def torus(num_nodes: int) -> Tensor:
-    """Connect each node with its 4 neighbours on a grid a x b = K, closed at its edges and as square as possible: 1/5.
+    """Connect each node with its 4 neighbours on a periodic grid a x b = K, as square as possible, weights 1/5.
 
-    Node i is in row i // b, column i % b. Eigenvalues: 1/5 + 2/5 cos(2 pi k / a) + 2/5 cos(2 pi l / b). Where a = 2,
-    the neighbours above and below are one node, of weight 2/5.
+    Node i is in row i // b, column i % b. Eigenvalues: 1/5 + 2/5 cos(2 pi k / a) + 2/5 cos(2 pi l / b). If a = 2,
+    the neighbours above and below are the same node, with weight 2/5.
 
     Raises:
-        ValueError: for a prime K, which has no grid with a, b >= 2.
+        ValueError: if K is prime: there is no grid with a, b >= 2.
 
     >>> torus(6)[0]  # 2 x 3
     tensor([0.2000, 0.2000, 0.2000, 0.4000, 0.0000, 0.0000], dtype=torch.float64)
@@ -175,7 +175,7 @@ def torus(num_nodes: int) -> Tensor:
     if a is None:
         near = [n for n in range(max(4, num_nodes - 2), num_nodes + 3) if not _is_prime(n)]
         raise ValueError(
-            f'topology="torus" arranges the nodes in a x b = K with a, b >= 2, and K={num_nodes} is prime: give '
+            f'topology="torus" arranges the nodes in a x b = K with a, b >= 2, but K={num_nodes} is prime: give '
             f'num_nodes={" or ".join(map(str, near))}, or topology="ring".'
         )
     rows, columns = _cycle(a), _cycle(num_nodes // a)
@@ -193,7 +193,7 @@ def ceil_log2(num_nodes: int) -> int:
 
 
 def exponential(num_nodes: int) -> Tensor:
-    """Let each node hear the nodes 1, 2, 4, 8, ... after it: m = ceil(log2 K) of them, weights 1 / (1 + m).
+    """Connect each node with the nodes 1, 2, 4, 8, ... after it: m = ceil(log2 K) of them, weights 1 / (1 + m).
 
     Spectral gap: 2 / (1 + m) for even K.
 
@@ -205,7 +205,7 @@ def exponential(num_nodes: int) -> Tensor:
 
 
 def one_peer_exponential(num_nodes: int, round: int) -> Tensor:
-    """Let each node hear one other, the one 2^k after it, k = `round` mod ceil(log2 K); weights 1/2.
+    """Connect each node with the node 2^k after it, k = `round` mod ceil(log2 K); weights 1/2.
 
     When K is a power of two, the product over any log2 K successive rounds is exactly the average.
 
@@ -221,10 +221,10 @@ def one_peer_exponential(num_nodes: int, round: int) -> Tensor:
 def random_matching(num_nodes: int, generator: torch.Generator) -> Tensor:
     """Draw pairs of nodes uniformly among all perfect matchings; weights 1/2.
 
-    The squared distance to the mean shrinks to (K - 2) / (2 (K - 1)) of what it was, on average.
+    The squared distance to the mean shrinks by the factor (K - 2) / (2 (K - 1)), on average.
 
     Raises:
-        ValueError: for an odd K > 1: one node would be left.
+        ValueError: if K > 1 is odd: one node would be left over.
 
     >>> random_matching(2, torch.Generator().manual_seed(0))
     tensor([[0.5000, 0.5000],
@@ -234,7 +234,7 @@ def random_matching(num_nodes: int, generator: torch.Generator) -> Tensor:
         return complete(1)
     if num_nodes % 2 == 1:
         raise ValueError(
-            f'topology="random_matching" pairs the nodes, and K={num_nodes} is odd: give num_nodes={num_nodes - 1} or '
+            f'topology="random_matching" pairs the nodes, but K={num_nodes} is odd: give num_nodes={num_nodes - 1} or '
             f'{num_nodes + 1}, or topology="one_peer_exponential", which also sends to one node.'
         )
     order = torch.randperm(num_nodes, generator=generator)
@@ -247,13 +247,13 @@ def random_matching(num_nodes: int, generator: torch.Generator) -> Tensor:
 def metropolis_weights(adjacency: Tensor | Sequence[Sequence[float]]) -> Tensor:
     """Return the Metropolis-Hastings weights of any undirected graph: symmetric, hence doubly stochastic.
 
-    W_ij = 1 / (1 + max(d_i, d_j)) for neighbours, with d_i the number of neighbours of i; W_ii is the rest.
+    W_ij = 1 / (1 + max(d_i, d_j)) for neighbours, with d_i the number of neighbours of i; W_ii is the remainder.
 
     Args:
-        adjacency: `[K, K]`, symmetric; i and j are neighbours where it is not 0. The diagonal does not count.
+        adjacency: `[K, K]`, symmetric; i and j are neighbours where it is not 0. The diagonal is ignored.
 
     Raises:
-        ValueError: for what is not square or not symmetric.
+        ValueError: if the matrix is not square or not symmetric.
 
     >>> metropolis_weights([[0, 1, 0], [1, 0, 1], [0, 1, 0]])  # a path of three nodes
     tensor([[0.6667, 0.3333, 0.0000],
@@ -266,8 +266,8 @@ def metropolis_weights(adjacency: Tensor | Sequence[Sequence[float]]) -> Tensor:
         raise TypeError(f"adjacency is {check.kind_of(adjacency)}; give a matrix of numbers, [K, K].") from error
     if links.dim() != 2 or links.shape[0] != links.shape[1] or not torch.equal(links, links.T):
         raise ValueError(
-            f"adjacency, of shape {list(links.shape)}, must be [K, K] and symmetric: a link joins two nodes both ways. "
-            "(adjacency + adjacency.T) makes a square one symmetric."
+            f"adjacency, of shape {list(links.shape)}, must be [K, K] and symmetric: links are undirected. "
+            "(adjacency + adjacency.T) makes a square matrix symmetric."
         )
     links = links & ~torch.eye(len(links), dtype=torch.bool, device=links.device)
     degree = links.sum(1)
@@ -283,21 +283,23 @@ def check_doubly_stochastic(weights: Tensor, name: str = "weights") -> None:
     >>> check_doubly_stochastic(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
     Traceback (most recent call last):
     ...
-    ValueError: weights: column 0 sums to 1.5, not to 1; mixing must be doubly stochastic. For a graph take \
+    ValueError: weights: column 0 sums to 1.5, not to 1; mixing must be doubly stochastic. For a graph use \
 vecgym.collectives.topology.metropolis_weights(adjacency); for a positive matrix divide rows and columns by their \
-sums, in turn, until both are 1 (Sinkhorn).
+sums, alternately, until all sums are 1 (Sinkhorn).
     """
-    check.instance("name", name, str, "what messages call the matrix, a str")
+    check.instance("name", name, str, "the name of the matrix in messages, a str")
     if not isinstance(weights, Tensor):
         raise TypeError(f"{name} is {check.kind_of(weights)}; a mixing matrix is a tensor [K, K].")
     if weights.dim() != 2 or weights.shape[0] != weights.shape[1] or len(weights) == 0:
         raise ValueError(f"{name} has shape {list(weights.shape)}; a mixing matrix is square, [K, K].")
     if not weights.is_floating_point():
-        raise ValueError(f"{name} has dtype {weights.dtype}; a mixing matrix is of floating point: {name}.double().")
+        raise ValueError(
+            f"{name} has dtype {weights.dtype}; a mixing matrix has a floating-point dtype: {name}.double()."
+        )
     exact = weights.detach().double()
     fix = (
-        "mixing must be doubly stochastic. For a graph take vecgym.collectives.topology.metropolis_weights(adjacency); "
-        "for a positive matrix divide rows and columns by their sums, in turn, until both are 1 (Sinkhorn)."
+        "mixing must be doubly stochastic. For a graph use vecgym.collectives.topology.metropolis_weights(adjacency); "
+        "for a positive matrix divide rows and columns by their sums, alternately, until all sums are 1 (Sinkhorn)."
     )
     if not bool((exact >= 0).all()):  # nan too
         i, j = (~(exact >= 0)).nonzero()[0].tolist()
@@ -310,16 +312,16 @@ sums, in turn, until both are 1 (Sinkhorn).
 
 
 def second_eigenvalue(weights: Tensor) -> float:
-    """Return the second largest absolute value among the eigenvalues of a mixing matrix; 0 for a single node.
+    """Return the second largest absolute eigenvalue of a mixing matrix; 0 for a single node.
 
     One exchange shrinks the nodes' distance to their mean at least by this factor if W commutes with its transpose,
-    as all the matrices made here do; on the eigenvector, by exactly this.
+    as all matrices made here do; in the direction of the eigenvector exactly by this factor.
 
     >>> round(second_eigenvalue(ring(4)), 6)
     0.333333
     """
     check_doubly_stochastic(weights)
-    # Without the mean, whose eigenvalue is 1: what is left of the complete graph is exactly 0.
+    # Remove the mean, whose eigenvalue is 1: the rest of the complete graph is exactly 0.
     rest = weights.detach().double().cpu() - complete(len(weights))
     eigenvalues = torch.linalg.eigvalsh if torch.equal(rest, rest.T) else torch.linalg.eigvals
     return float(eigenvalues(rest).abs().max())
@@ -334,21 +336,21 @@ def spectral_gap(weights: Tensor) -> float:
     return 1.0 - second_eigenvalue(weights)
 
 
-# A product with the whole matrix runs at the speed of BLAS; one that gathers the rows of the nonzero entries is slower
-# for each entry. Measured, they break even at one entry in 16 to 20.
+# A dense product runs at the speed of BLAS; gathering the rows of the nonzero entries is slower per entry. Measured,
+# they break even at one nonzero entry in 16 to 20.
 SPARSE_DENSITY = 1 / 16
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """A mixing matrix and where it is not 0, found once for any number of exchanges.
+    """A mixing matrix and its nonzero entries, analysed once for any number of exchanges.
 
     Attributes:
         weights: `[K, K]`.
-        sources: the columns of the nonzero entries, row after row.
-        values: these entries, cut off from any derivatives.
-        starts: where each row starts in `sources`, `[K]`.
-        links: who sends to whom: the nonzero entries off the diagonal.
+        sources: the columns of the nonzero entries, row by row.
+        values: these entries, detached.
+        starts: the start of each row in `sources`, `[K]`.
+        links: the messages, one for each nonzero entry off the diagonal.
 
     >>> mixing = Mixing.of(ring(4))
     >>> mixing.sources.tolist(), mixing.starts.tolist(), len(mixing.links.senders)
@@ -373,7 +375,7 @@ class Mixing:
 
     @property
     def sparse(self) -> bool:
-        """Whether gathering the neighbours is faster than a product with the whole matrix.
+        """Whether gathering the neighbours is faster than a dense product.
 
         >>> Mixing.of(ring(64)).sparse, Mixing.of(complete(64)).sparse
         (True, False)
@@ -382,7 +384,7 @@ class Mixing:
 
 
 def _circulant(num_nodes: int, offsets: Sequence[int]) -> Tensor:
-    """Let each node hear, with equal weights, the nodes at these distances after it."""
+    """Connect each node, with equal weights, with the nodes at these offsets after it."""
     weights = torch.zeros(num_nodes, num_nodes, dtype=torch.float64)
     nodes = torch.arange(num_nodes)
     for offset in offsets:
@@ -391,7 +393,7 @@ def _circulant(num_nodes: int, offsets: Sequence[int]) -> Tensor:
 
 
 def _cycle(num_nodes: int) -> Tensor:
-    """Count how often each node is the next or the previous one: once each, or with two nodes twice."""
+    """Return how often each node is the next or previous one of another: once, or twice with two nodes."""
     eye = torch.eye(num_nodes, dtype=torch.float64)
     return eye.roll(1, 0) + eye.roll(-1, 0)
 

@@ -1,4 +1,4 @@
-"""What crosses between processes: tensors handed to `torch.distributed`, and how many bytes of them."""
+"""Communication between processes: tensors handed to `torch.distributed`, and their bytes."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MAX_SUBGROUPS = 64  # process groups kept for islands: each holds connections between all of its processes
+MAX_SUBGROUPS = 64  # cached process groups of islands: each holds connections between all of its processes
 
 
 class Disagreement(RuntimeError):
-    """Processes do not make the same calls."""
+    """The processes do not make the same calls."""
 
 
 class Wire:
-    """Everything that is handed to torch.distributed, and how many bytes of it.
+    """The calls of torch.distributed, and the bytes handed to them.
 
     Args:
-        process_group: of torch.distributed; None: the default one, which must exist.
+        process_group: a process group of torch.distributed; None: the default group, which must exist.
         watch: called before and after this process waits for others.
 
     Attributes:
-        rank, num_processes: of this process in the group, and W.
-        announce: called with a line that says what follows, before the nodes exchange something.
-        handed_bytes: bytes of tensors that this process has handed over to be sent or reduced, however often a link
-            then carries them: of an all-reduce the
-            tensor, of an all-gather this process's part, of a broadcast the tensor at its source only, of an exchange
-            the parts for other processes.
+        rank, num_processes: the rank of this process in the group, and W.
+        announce: called with a line that describes the next exchange between nodes, before it starts.
+        handed_bytes: bytes of the tensors that this process has handed over to be sent or reduced, however often a
+            link then carries them: the tensor of an all-reduce, this process's part of an all-gather, the tensor of a
+            broadcast at its source only, and the parts of an exchange for other processes.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class Wire:
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
-                "there is no process group. Start the script with torchrun, or take "
+                "there is no process group. Start the script with torchrun, or use "
                 'trainer.fit(..., backend="processes", num_processes=W), which starts the processes itself.'
             )
         self._group: dist.ProcessGroup | None = process_group or dist.group.WORLD
@@ -55,50 +54,50 @@ class Wire:
     @property
     def group(self) -> dist.ProcessGroup:
         if self._group is None:
-            raise RuntimeError("this run has ended, and so has the exchange between its processes.")
+            raise RuntimeError("this run has ended: its processes can no longer communicate.")
         return self._group
 
     def subgroup(self, ranks: Sequence[int]) -> Any:
-        """Return the process group of these ranks. All processes call it, in the same order; the last ones are kept."""
+        """Return the process group of these ranks, cached. All processes must call it, in the same order."""
         key = tuple(ranks)
         if len(key) == self.num_processes:
             return self.group
         if len(key) == 1:
             return None
         if key in self._subgroups:
-            self._subgroups[key] = self._subgroups.pop(key)  # now the one used last
+            self._subgroups[key] = self._subgroups.pop(key)  # move it to the end: most recently used
             return self._subgroups[key]
         if self.num_processes < dist.get_world_size():
-            raise RuntimeError("islands need a wire between all processes: torch.distributed makes their groups.")
+            raise RuntimeError("islands need a wire with all processes: torch.distributed creates their groups.")
         self._subgroups[key] = self._call(lambda: dist.new_group(list(key)))
-        if len(self._subgroups) > MAX_SUBGROUPS:  # all have met in new_group: no process uses another group now
+        if len(self._subgroups) > MAX_SUBGROUPS:  # all processes were in new_group: none uses another group now
             self._destroy_subgroups(1)
         return self._subgroups[key]
 
     def _destroy_subgroups(self, count: int | None = None) -> None:
-        """Destroy the process groups of islands, which no process uses now; `count`: those used longest ago."""
+        """Destroy the `count` least recently used process groups of islands (default: all); none may be in use."""
         for key in list(self._subgroups)[:count]:
             group = self._subgroups.pop(key)
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
 
     def finish(self) -> None:
-        """Destroy the process groups of islands, once all processes have come here."""
+        """Wait for all processes, and destroy the process groups of islands."""
         if self._subgroups:
             self._call(lambda: dist.barrier(self.group))
         self._destroy_subgroups()
 
     def close(self) -> None:
-        """Let go of all process groups; nothing can be exchanged after that.
+        """Release all process groups; nothing can be exchanged afterwards.
 
-        Torch ends the threads of a destroyed group when nobody holds it any more. Threads that outlive the interpreter
-        abort the process at its exit.
+        Torch ends the threads of a destroyed group when the last reference to it is gone. Threads that outlive the
+        interpreter abort the process at exit.
         """
         self._subgroups.clear()
         self._group = None
 
     def all_reduce(self, x: Tensor, group: Any = None) -> Tensor:
-        """Sum the tensors of all processes, or of those of a subgroup; `x` may be overwritten."""
+        """Sum the tensors of all processes, or of a subgroup; `x` may be overwritten."""
         group = group or self.group
         if dist.get_world_size(group) == 1 or x.numel() == 0:
             return x
@@ -108,7 +107,7 @@ class Wire:
         return carried.to(x.device)
 
     def all_gather(self, x: Tensor, group: Any = None) -> Tensor:
-        """Gather the rows of all processes, or of a subgroup, in the order of their ranks: `[L, n] -> [W L, n]`."""
+        """Gather the rows of all processes, or of a subgroup, in order of rank: `[L, n] -> [W L, n]`."""
         group = group or self.group
         num_processes = dist.get_world_size(group)
         if num_processes == 1 or x.numel() == 0:
@@ -121,7 +120,7 @@ class Wire:
         return gathered.to(x.device).view(x.dtype).view(-1, *x.shape[1:])
 
     def tell(self, x: Tensor, source: int, to: Sequence[int]) -> Tensor:
-        """Give the processes `to` the tensor of the process `source`; theirs only has its shape. Not counted."""
+        """Send the tensor of the process `source` to the processes `to`, whose `x` gives the shape. Not counted."""
         before = self.handed_bytes
         sent = dict.fromkeys(to, x) if self.rank == source else {}
         received = self.exchange(sent, {source: x} if self.rank in to else {})
@@ -129,7 +128,7 @@ class Wire:
         return received.get(source, x)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """Give every process the tensor of the process `src`; those of the others only have its shape."""
+        """Send the tensor of the process `src` to every process; in the others `x` only gives the shape."""
         if self.num_processes == 1 or x.numel() == 0:
             return x
         carried = self._staged(_as_bytes(x).clone())
@@ -139,7 +138,7 @@ class Wire:
         return _from_bytes(carried, x)
 
     def exchange(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Send a tensor to each rank in `sent`; receive one from each in `received`, of the shape given there."""
+        """Send a tensor to each rank in `sent`; receive one from each rank in `received`, of the shape given there."""
         outgoing = {rank: self._staged(_as_bytes(x)) for rank, x in sent.items() if x.numel()}
         incoming = {rank: self._staged(torch.empty_like(_as_bytes(x))) for rank, x in received.items() if x.numel()}
         for x in outgoing.values():
@@ -151,30 +150,30 @@ class Wire:
         return {rank: _from_bytes(incoming[rank], x) if x.numel() else x for rank, x in received.items()}
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return the first process's value: numbers, strings, and lists and dicts of them. Not counted."""
+        """Return the value of the first process: numbers, strings, and lists and dicts of them. Not counted."""
         values = [value]
         if self.num_processes > 1:
             self._call(lambda: dist.broadcast_object_list(values, src=self.ranks[0], group=self.group))
         return values[0]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every process's value, in the order of their ranks. Not counted."""
+        """Return the values of all processes, in order of rank. Not counted."""
         values = [value] * self.num_processes
         if self.num_processes > 1:
             self._call(lambda: dist.all_gather_object(values, value, group=self.group))
         return values
 
     def agree(self, text: str) -> None:
-        """Raise a `Disagreement`, which says who says what, unless all processes say the same. Not counted."""
+        """Raise a `Disagreement`, which shows every process's text, unless all are equal. Not counted."""
         if self.num_processes == 1:
             return
         number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
         numbers = [torch.empty(1, dtype=torch.int64) for _ in range(self.num_processes)]
         self._call(lambda: dist.all_gather(numbers, torch.tensor([number]), group=self.group))
         if any(int(other) != number for other in numbers):
-            said = "; ".join(f"process {rank}: {words}" for rank, words in enumerate(self.all_gather_object(text)))
+            texts = "; ".join(f"process {rank}: {other}" for rank, other in enumerate(self.all_gather_object(text)))
             raise Disagreement(
-                f"the processes do not make the same calls of ctx.comm. {said}. Fix: every process calls the same "
+                f"the processes do not make the same calls of ctx.comm. {texts}. Fix: every process calls the same "
                 "operations in the same order, whichever nodes it holds and whatever their values are."
             )
 
@@ -188,15 +187,15 @@ class Wire:
         return result
 
     def _staged(self, x: Tensor) -> Tensor:
-        """Move `x` to where the group's backend can read it: gloo reads the CPU's memory only."""
+        """Move `x` to where the group's backend can read it: gloo only reads the CPU's memory."""
         return x.cpu() if x.device.type != "cpu" and dist.get_backend(self.group) == "gloo" else x
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """View a tensor as uint8 `[bytes]`: backends do not know every type."""
+    """View a tensor as uint8 `[bytes]`: backends do not support every dtype."""
     return x.contiguous().view(-1).view(torch.uint8)
 
 
 def _from_bytes(carried: Tensor, like: Tensor) -> Tensor:
-    """Invert `_as_bytes` for a tensor of the form of `like`, on its device."""
+    """Invert `_as_bytes` for a tensor with the shape and dtype of `like`, on its device."""
     return carried.to(like.device).view(like.dtype).view(like.shape)

@@ -1,10 +1,10 @@
-"""The interfaces of other simulators, on vecgym."""
+"""The interfaces of other simulators, implemented with vecgym."""
 
 import math
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), or infinity where a float cannot hold it.
+    """Return exp(loss), or infinity if it overflows.
 
     >>> perplexity(0.0), perplexity(1e4)
     (1.0, inf)

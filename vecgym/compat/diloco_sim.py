@@ -4,23 +4,23 @@ After `install()`, an unmodified script can `from diloco_sim import DilocoSimula
 
 Timing is the original's. Before each local step except the first, in this order: SPARTA every `sparta_interval` steps,
 the outer step every `diloco_interval`, evaluation every `eval_interval` (also before the first), a checkpoint every
-`ckpt_interval` outer steps. Nothing is exchanged after the last step. Where its document and its code differ, this
-follows the document. The differences from its code:
+`ckpt_interval` outer steps. Nothing is exchanged after the last step. Where the original's documentation and code
+differ, this follows the documentation. The differences from its code:
 
 | diloco-sim | here |
 |---|---|
-| the outer optimizer gets no gradients, so that only the nodes' mean is taken (FedAvg) | the outer step; \
+| the outer optimizer gets no gradients, so only the nodes' mean is taken (FedAvg) | the outer step; \
 `outer_optimizer_kwargs={"lr": 1.0}` gives the mean |
 | SPARTA's delayed values go through one queue for all tensors, and end up in the wrong ones | one queue per tensor |
 | masks and initial models are drawn without the script's seed, which the processes never see; dropout is the same on \
 all nodes | one `seed`; the model is built in the script's process, where `torch.manual_seed` has an effect |
-| every epoch has the same order; examples that do not divide by the nodes are dropped | a new order in each epoch, \
-the first one that of the original; some examples are repeated so that all nodes have as many |
-| `max_minibatch_size`: gradients of the parts are added up, which enlarges the step; the last part's loss is \
+| every epoch has the same order; examples left over when dealing to the nodes are dropped | a new order in each \
+epoch, the first one that of the original; some examples are repeated so that all nodes have equally many |
+| `max_minibatch_size`: gradients of the parts are summed, which enlarges the step; the last part's loss is \
 reported | their mean; the largest divisor of `batch_size` up to it |
-| `eval_iters` are examples (400), shuffled anew | batches (50), the same examples each time |
-| node 1 evaluates the average on training batches, which are then lost to training; without `eval_dataset` node 0 \
-too | both on `eval_dataset`, or without it on the first training examples, which are still trained on |
+| `eval_iters` are examples (400), reshuffled | batches (50), the same examples each time |
+| node 1 evaluates the average on training batches, which are then lost to training; without `eval_dataset` so does \
+node 0 | both on `eval_dataset`, or without it on the first training examples, which are still trained on |
 | the reported losses are those of node 0 | means over the nodes |
 | `cosine_anneal` needs `max_local_step` | anneals over the steps of the run |
 | `ckpt_interval` counts local steps; files need wandb, one per node: SAVE_DIR/PROJECT/RUN/NODE/STEP.pt | outer steps; \
@@ -28,7 +28,7 @@ the average: SAVE_DIR/STEP.pt |
 | `load_model` fails; `model_path` is not read | the nodes start from that file |
 | `corr_interval` needs `save_dir`, and logs only to wandb | column "correlation" of `history` |
 | wandb is required, and every node starts a run | only with `wandb_project`; one run |
-| `train_loss_hook` and `eval_loss_hook` are only in the document | called, in the script's process |
+| `train_loss_hook` and `eval_loss_hook` are only documented | called, in the script's process |
 | `devices`: the nodes' GPUs in turn; `port` | the first of `devices`; no port: other values warn |
 """
 
@@ -63,7 +63,7 @@ PORT = 12355  # the original's default
 
 @dataclass(frozen=True)
 class TrainStats:
-    """What `train_loss_hook` is given after a local step: the mean of the nodes' losses, and exp of it.
+    """The argument of `train_loss_hook` after a local step: the mean of the nodes' losses, and its exp.
 
     >>> TrainStats(loss=0.0, perplexity=1.0)
     TrainStats(loss=0.0, perplexity=1.0)
@@ -75,7 +75,7 @@ class TrainStats:
 
 @dataclass(frozen=True)
 class EvalStats:
-    """What `eval_loss_hook` is given: with `glob` of the average of the nodes, else the mean of their own losses.
+    """The argument of `eval_loss_hook`: with `glob` the loss of the nodes' average, else the mean of their own losses.
 
     >>> EvalStats(loss=0.0, perplexity=1.0, glob=True).glob
     True
@@ -91,7 +91,7 @@ CountFrom0 = Annotated[int, partial(check.integer, least=0)]
 MaxNorm = Annotated[float | None, partial(optional_number, within="(0, inf]", what="the norm of a node's gradient")]
 File = Annotated[str | os.PathLike[str] | None, lambda name, value: value if value is None else check.path(name, value)]
 
-# What may be None, where 0 means None, as in the original.
+# Arguments for which 0 means None, as in the original.
 OR_0 = ("ckpt_interval", "corr_interval", "max_local_step", "max_minibatch_size", "max_norm")
 FUNCTIONS = {
     "loss_fn": "(output, y) -> loss, such as F.cross_entropy",
@@ -105,15 +105,15 @@ class DilocoSimulatorConfig:
     """Every argument of diloco-sim, with its default.
 
     Args:
-        model_cls: a subclass of `nn.Module` that maps a batch of inputs x to what `loss_fn` takes.
-        model_kwargs: its arguments.
+        model_cls: a subclass of `nn.Module` that maps a batch of inputs x to the first argument of `loss_fn`.
+        model_kwargs: the arguments of `model_cls`.
         loss_fn: (output, y) -> scalar mean loss of the batch.
         train_dataset: a dataset of (x, y).
         optimizer_kwargs: the inner optimizer's arguments.
         optimizer_cls: the inner optimizer.
         batch_size: examples per node and local step.
         eval_dataset: a dataset of (x, y); None: the first training examples.
-        ckpt_interval: outer steps between checkpoints; one is written at the end in any case.
+        ckpt_interval: outer steps between checkpoints; the last one is always written at the end.
         corr_interval: local steps between measurements of the nodes' correlation; None: never.
         eval_iters: batches per evaluation.
         eval_interval: local steps between evaluations.
@@ -127,20 +127,20 @@ class DilocoSimulatorConfig:
         num_nodes: K.
         diloco_interval: local steps between outer steps.
         outer_optimizer_cls, outer_optimizer_kwargs: the outer optimizer.
-        max_local_step: the most local steps, however many `num_epochs` would give.
+        max_local_step: the maximum number of local steps, even if `num_epochs` has more.
         wandb_project, wandb_name: log to Weights & Biases.
-        max_minibatch_size: the most examples in one pass; gradients are accumulated over the parts of a batch.
+        max_minibatch_size: the maximum number of examples per pass; gradients are accumulated over a batch.
         port: has no effect.
-        devices: indices of GPUs; the first is used. An empty list: the CPU; None: the best device present.
+        devices: indices of GPUs; the first is used. An empty list: the CPU; None: the best available device.
         max_norm: clip each node's gradient to this 2-norm.
-        async_sparta_delay: how many sparse exchanges later the averaged values are written.
+        async_sparta_delay: the number of sparse exchanges after which the averaged values are written.
         train_loss_hook: called with `TrainStats` after each local step.
         eval_loss_hook: called with `EvalStats` after each evaluation, for the nodes' own models, then their average.
-        seed: of data order, masks and dropout. Not in the original.
+        seed: the seed of data order, masks and dropout. Not in the original.
         progress: show a progress bar. Not in the original.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot work.
+        TypeError, ValueError: for invalid arguments.
 
     >>> config = DilocoSimulatorConfig(
     ...     model_cls=nn.Linear, model_kwargs={"in_features": 2, "out_features": 1}, loss_fn=nn.functional.mse_loss,
@@ -154,7 +154,7 @@ class DilocoSimulatorConfig:
 
     model_cls: type[nn.Module]
     model_kwargs: Keywords = field(default_factory=dict)
-    loss_fn: Callable[..., Tensor] | None = None  # this and train_dataset are needed, in the original's order
+    loss_fn: Callable[..., Tensor] | None = None  # this and train_dataset are required, in the original's order
     train_dataset: Any = None
     optimizer_kwargs: Keywords = field(default_factory=lambda: {"lr": 0.001})
     optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW
@@ -193,30 +193,30 @@ class DilocoSimulatorConfig:
         for name in OR_0:
             if check.is_number(vars(self)[name]) and vars(self)[name] == 0:
                 setattr(self, name, None)
-        own: Any = type(self)
-        for name, passed in checks_of(own).items():
-            setattr(self, name, passed(name, getattr(self, name)))
+        cls: Any = type(self)
+        for name, checked in checks_of(cls).items():
+            setattr(self, name, checked(name, getattr(self, name)))
         if self.ckpt_interval is not None and self.save_dir is None:
             raise ValueError(f"ckpt_interval={self.ckpt_interval} needs a directory: give save_dir='checkpoints'.")
         if self.num_local_steps < 1:
             raise ValueError(
                 f"train_dataset has {len(self.train_dataset)} examples, too few for one step of num_nodes="
-                f"{self.num_nodes} with batch_size={self.batch_size}: fewer nodes, or smaller batches."
+                f"{self.num_nodes} with batch_size={self.batch_size}: use fewer nodes, or smaller batches."
             )
-        self.strategy()  # has checks of its own, of the optimizers among them
+        self.strategy()  # makes further checks, for example of the optimizers
 
     def _check_task(self) -> None:
-        """Raise a TypeError for what is no model, dataset, function or list of GPUs."""
+        """Raise a TypeError unless the model, dataset, functions and list of GPUs are valid."""
         if not (isinstance(self.model_cls, type) and issubclass(self.model_cls, nn.Module)):
-            given = check.kind_of(self.model_cls)
-            raise TypeError(f"model_cls is {given}; give a subclass of nn.Module, not an object of it.")
+            kind = check.kind_of(self.model_cls)
+            raise TypeError(f"model_cls is {kind}; give a subclass of nn.Module, not an instance of one.")
         if not isinstance(self.train_dataset, Sized):
-            given = "missing" if self.train_dataset is None else f"{check.kind_of(self.train_dataset)}, without length"
-            raise TypeError(f"train_dataset is {given}: give a dataset of (x, y).")
-        for name, what in FUNCTIONS.items():
+            kind = "missing" if self.train_dataset is None else f"{check.kind_of(self.train_dataset)}, without length"
+            raise TypeError(f"train_dataset is {kind}: give a dataset of (x, y).")
+        for name, signature in FUNCTIONS.items():
             value = getattr(self, name)
             if not callable(value) and (value is not None or name == "loss_fn"):
-                raise TypeError(f"{name}={value!r}: give a function {what}.")
+                raise TypeError(f"{name}={value!r}: give a function {signature}.")
         if self.devices is not None:
             for index in check.instance("devices", self.devices, (list, tuple), "a list of GPUs' indices"):
                 check.integer("devices", index, 0)
@@ -228,7 +228,7 @@ class DilocoSimulatorConfig:
         return steps if self.max_local_step is None else min(steps, self.max_local_step)
 
     def strategy(self) -> native.CommunicateOptimizeStrategy:
-        """The strategy that these arguments describe."""
+        """Return the strategy that these arguments describe."""
         every, delay = self.sparta_interval, self.async_sparta_delay * self.sparta_interval
         outer_optim = OptimSpec(self.outer_optimizer_cls, **self.outer_optimizer_kwargs)
         modules: list[native.CommunicationModule] = []
@@ -244,10 +244,10 @@ class DilocoSimulatorConfig:
 
 
 class BeforeSteps(native.CommunicationModule):
-    """Exchange before each step, not after the one before it.
+    """Exchange before each step, not after the previous one.
 
-    This differs only at the two ends of a run: nothing follows the last step, and sparse values that are exchanged
-    before the first, when all nodes are equal, are written when their delay is over.
+    This differs only at the start and end of a run: nothing follows the last step, and sparse values exchanged before
+    the first step, when all nodes are equal, are written after their delay.
     """
 
     def __init__(self, module: native.CommunicationModule, name: str, interval: int) -> None:
@@ -257,14 +257,14 @@ class BeforeSteps(native.CommunicationModule):
     def check(self, num_nodes: int, max_steps: int) -> None:
         name, interval = self._interval
         if interval >= max_steps:
-            warn(f"{name}={interval} in a run of {max_steps} steps: it never exchanges anything.")
+            warn(f"{name}={interval} in a run of {max_steps} steps: nothing is ever exchanged.")
         else:
             self.module.check(num_nodes, max_steps - 1)
 
     def init(self, params: Tree, ctx: native.Context) -> dict[str, Any]:
         state = self.module.init(params, ctx)
         if not isinstance(self.module, native.SparseCommunicator):
-            return state  # the outer step needs a local one before it
+            return state  # the outer step needs a local step first
         return self.module.exchange_parameters(params, state, ctx.replace(step=-1))[1]
 
     def exchange_parameters(
@@ -284,12 +284,12 @@ class DilocoSimulator(Trainer[nn.Module]):
     Attributes:
         config: the arguments.
         max_local_step: the local steps of the run.
-        local_step: how many of them are done.
-        master_model: what the nodes start from; after `train`, their average.
-        history, ledger, nodes, state: of the run; see `vecgym.Trainer`.
+        local_step: the number of local steps done.
+        master_model: the nodes' initial model; after `train`, their average.
+        history, ledger, nodes, state: those of the run; see `vecgym.Trainer`.
 
     Raises:
-        TypeError: for an unknown keyword, and for a subclass that overrides a method that only the original has.
+        TypeError: for an unknown keyword, or if a subclass overrides a method that only the original has.
 
     >>> class Line(nn.Module):
     ...     def __init__(self):
@@ -315,10 +315,10 @@ class DilocoSimulator(Trainer[nn.Module]):
                 raise TypeError("model_cls is missing: give a config, or model_cls=a subclass of nn.Module.")
             config = DilocoSimulatorConfig(**arguments)
         elif arguments:
-            raise TypeError(f"give a config or keywords, not both: {', '.join(arguments)} can be in the config.")
+            raise TypeError(f"give a config or keywords, not both: {', '.join(arguments)} can be set in the config.")
         give = "a DilocoSimulatorConfig, or its arguments as keywords"
         check.instance("config", config, DilocoSimulatorConfig, give)
-        self.config = replace(config)  # checked once more: its fields may have been set
+        self.config = replace(config)  # check again: its fields may have been set
         self.max_local_step = config.num_local_steps
         self.local_step = 0
         self.master_model = config.model_cls(**config.model_kwargs)
@@ -333,7 +333,7 @@ class DilocoSimulator(Trainer[nn.Module]):
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: for a damaged file, or another model's; the message names it.
+            ValueError: if the file is damaged or of another model; the message names it.
 
         >>> import tempfile
         >>> x = torch.ones(64, 1)
@@ -352,15 +352,15 @@ class DilocoSimulator(Trainer[nn.Module]):
         if not file.exists():
             raise FileNotFoundError(f"there is no file {file}.")
         if not is_regular(file):
-            raise ValueError(f"{file} is no file, but a folder, a pipe, a socket or a device.")
+            raise ValueError(f"{file} is not a file, but a folder, a pipe, a socket or a device.")
         try:
             self.master_model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-        except Exception as error:  # damage shows in many ways
+        except Exception as error:  # damage raises many kinds of errors
             reason = " ".join(str(error).split())[:400] or type(error).__name__
             raise ValueError(f"{file} is damaged, or holds no state_dict of this model: {reason}") from error
 
     def train(self) -> nn.Module:
-        """Train, and return the average of the nodes (the original returns nothing)."""
+        """Train, and return the nodes' average (the original returns nothing)."""
         config = self.config
         self.model = _WithLoss(self.master_model, config.loss_fn)
         logger = WandbLogger(config.wandb_project, config.wandb_name) if config.wandb_project else None
@@ -381,38 +381,38 @@ class DilocoSimulator(Trainer[nn.Module]):
         return self
 
     def after_step(self, row: dict[str, Any]) -> None:
-        """Call hooks and save as the original does between two local steps; row 0 is before the first."""
+        """Call hooks and save checkpoints between local steps, as in the original; row 0 is before the first step."""
         config, self.local_step = self.config, row["step"]
         if "train_loss" in row and config.train_loss_hook is not None:
             config.train_loss_hook(TrainStats(row["train_loss"], perplexity(row["train_loss"])))
         if self.local_step == self.max_local_step:
             return
         if "val_loss" in row and config.eval_loss_hook is not None:
-            own, average = row["val_loss_local"], row["val_loss"]
-            config.eval_loss_hook(EvalStats(own, perplexity(own), glob=False))
+            local, average = row["val_loss_local"], row["val_loss"]
+            config.eval_loss_hook(EvalStats(local, perplexity(local), glob=False))
             if config.num_nodes > 1:
                 config.eval_loss_hook(EvalStats(average, perplexity(average), glob=True))
-        between = (config.ckpt_interval or 0) * config.diloco_interval
-        if between and self.local_step > 0 and self.local_step % between == 0:
+        interval = (config.ckpt_interval or 0) * config.diloco_interval
+        if interval and self.local_step > 0 and self.local_step % interval == 0:
             run: Any = self.run
             self._save(run.average().model)
 
     def _save(self, model: nn.Module) -> None:
-        """Write its `state_dict`; the file appears whole or not at all."""
+        """Save the `state_dict`; the file appears complete or not at all."""
         assert self.config.save_dir is not None
         with write_atomically(Path(self.config.save_dir) / f"{self.local_step}.pt") as file:
             torch.save(model.state_dict(), file)
 
 
 class _WithLoss(nn.Module):
-    """The model and `loss_fn` as vecgym's kind of model, which maps a batch to its loss."""
+    """The model and `loss_fn` as a model that maps a batch to its loss, as vecgym expects."""
 
     loss_metrics: ClassVar[dict[str, Any]] = {"perplexity": torch.exp}
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         super().__init__()
         self.model = model
-        self._loss_fn = (loss_fn,)  # in a tuple: a loss that is a module is not trained
+        self._loss_fn = (loss_fn,)  # in a tuple, so that a loss that is a module is not trained
 
     def forward(self, batch: Any) -> Tensor:
         x, y = batch
@@ -423,7 +423,7 @@ def _check_overridden(cls: type) -> None:
     for name in ("_train", "_train_loop", "_train_step", "_outer_step", "_get_batch", "_evaluate", "_eval_model"):
         if hasattr(cls, name):
             raise TypeError(
-                f"{cls.__name__}.{name} would never be called: vecgym steps all nodes at once. "
+                f"{cls.__name__}.{name} would never be called: vecgym trains all nodes at once. "
                 "Use train_loss_hook and eval_loss_hook, or a strategy of vecgym."
             )
 
@@ -432,7 +432,7 @@ def _warn_without_effect(config: DilocoSimulatorConfig) -> None:
     if config.port != PORT:
         warn(f"port={config.port} has no effect: all nodes are in this process.")
     if config.devices is not None and len(config.devices) > 1:
-        warn(f"devices={config.devices}: all nodes are on the first of them.")
+        warn(f"devices={config.devices}: all nodes use the first one.")
     for name, default in (("sparta_interval", 1), ("async_sparta_delay", 0)):
         if config.p_sparta == 0 and getattr(config, name) != default:
             warn(f"{name}={getattr(config, name)} has no effect without p_sparta: give p_sparta=0.005.")
@@ -445,10 +445,10 @@ def _device(devices: list[int] | None) -> str | None:
 
 
 def _minibatch_size(config: DilocoSimulatorConfig) -> int | None:
-    most = config.max_minibatch_size
-    if most is None or most >= config.batch_size:
+    limit = config.max_minibatch_size
+    if limit is None or limit >= config.batch_size:
         return None
-    return max(n for n in range(1, most + 1) if config.batch_size % n == 0)
+    return max(n for n in range(1, limit + 1) if config.batch_size % n == 0)
 
 
 # The modules of the original, and the names in them.
@@ -463,14 +463,14 @@ _MODULES: dict[str, tuple[type, ...]] = {
 def install() -> None:
     """Make `import diloco_sim` find vecgym's classes in this process.
 
-    Warns if a real diloco_sim is installed, which stays hidden.
+    Warns if a real diloco_sim is installed, which is then hidden.
 
     Raises:
-        ImportError: if another diloco_sim has been imported already.
+        ImportError: if another diloco_sim has already been imported.
 
     >>> install()
-    >>> from diloco_sim import DilocoSimulator as found
-    >>> found is DilocoSimulator
+    >>> from diloco_sim import DilocoSimulator as imported
+    >>> imported is DilocoSimulator
     True
     """
     imports.install({path: {cls.__name__: cls for cls in classes} for path, classes in _MODULES.items()})

@@ -1,4 +1,4 @@
-"""Let scripts import another package's names, with nothing installed under that name."""
+"""Let scripts import another package's names although that package is not installed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from vecgym.core.errors import warn
 
 
 class StandIn(ModuleType):
-    """A module of another package, made of vecgym's classes.
+    """A module of another package that contains vecgym's classes.
 
     Args:
-        path: its full name.
+        path: the full name of the module.
         contents: name -> value.
-        absent: name -> why it is not there.
+        absent: name -> why it is not available.
     """
 
     def __init__(self, path: str, contents: Mapping[str, Any], absent: Mapping[str, str]) -> None:
-        super().__init__(path, f"{path}, made of vecgym's classes.")
+        super().__init__(path, f"{path}, with vecgym's classes.")
         self.__path__: list[str] = []  # a package, whose only modules are those in sys.modules
         self.__spec__ = importlib.machinery.ModuleSpec(path, None, origin=__file__, is_package=True)
         self.__all__ = list(contents)
@@ -31,17 +31,17 @@ class StandIn(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name in self._absent:
-            raise ImportError(f"{self.__name__}.{name} is not there: {self._absent[name]}.")
+            raise ImportError(f"{self.__name__}.{name} is not available: {self._absent[name]}.")
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
 def install(modules: Mapping[str, Mapping[str, Any]], absent: Mapping[str, str] | None = None) -> None:
-    """Make `import` find stand-ins: path -> contents, the package first and each before its modules.
+    """Make `import` find stand-ins: path -> contents, each package before its modules.
 
-    Warns of a real package, which they hide.
+    Warns if they hide a real package.
 
     Raises:
-        ImportError: where the real package has been imported already: its classes may be in use.
+        ImportError: if the real package has already been imported, since its classes may be in use.
     """
     package = next(iter(modules))
     present = sys.modules.get(package)
@@ -49,11 +49,11 @@ def install(modules: Mapping[str, Mapping[str, Any]], absent: Mapping[str, str] 
         return
     if present is not None:
         raise ImportError(
-            f"{package} is imported already, from {getattr(present, '__file__', 'somewhere')}: call install() before "
-            "anything imports it."
+            f"{package} has already been imported from {getattr(present, '__file__', 'somewhere')}: call install() "
+            "before anything imports it."
         )
     if (real := importlib.util.find_spec(package)) is not None:
-        warn(f"the {package} that is installed in {real.origin} is hidden: `import {package}` finds vecgym's classes.")
+        warn(f"the {package} installed in {real.origin} is hidden: `import {package}` finds vecgym's classes.")
     for path, contents in modules.items():
         sys.modules[path] = StandIn(path, contents, absent or {})
         parent, _, name = path.rpartition(".")

@@ -1,10 +1,10 @@
-"""What is sent instead of a whole tensor, and its bytes.
+"""Compression of what nodes send, and its bytes.
 
-Codes:      Codec, the base; TopK, ChunkedTopK, RandomK; Quantise, StatQuantise, E3M0, floats of four bits; QSGD,
-            Natural, Ternary, Sign; Chain, one after the other; PowerSGD, two averages; a Compressor is one of these
+Codecs:     Codec, the base; TopK, ChunkedTopK, RandomK; Quantise, StatQuantise, E3M0, four-bit floats; QSGD, Natural,
+            Ternary, Sign; Chain, two in sequence; PowerSGD, through two averages; a Compressor is one of these
 By name:    make_codec("topk"); check_fraction, check_bits
 
-What is known of the codes of n values; `benchmarks/compression.py` measures it:
+Properties of the codes of n values, measured by `benchmarks/compression.py`:
 
 | code                          | unbiased, E C(x) = x | squared error over squared norm, on average at most|
 |-------------------------------|----------------------|----------------------------------------------------|
@@ -19,8 +19,8 @@ What is known of the codes of n values; `benchmarks/compression.py` measures it:
 | `Natural`                     | yes                  | 1 / 8                                              |
 | `Sign`                        | no                   | 1 - (sum of the magnitudes)^2 / (n squared norm)   |
 
-Error feedback needs less than 1 (or, as `Quantise` and `Ternary` have it, errors below the largest value): otherwise
-residuals grow without end. Codes with an argument `unbiased` are by default that multiple of the unbiased one which is
+Error feedback needs less than 1 (or errors below the largest value, as with `Quantise` and `Ternary`): otherwise
+residuals grow without bound. Codes with an argument `unbiased` are by default the multiple of the unbiased code that is
 nearest to x in the mean square, and so *contractive*: always less than 1.
 """
 

@@ -1,9 +1,9 @@
-"""Lossy codes of tensors, for all nodes at once: what a node sends instead of a tensor, and how it is read.
+"""Lossy codes of tensors, for all nodes at once: what a node sends instead of a tensor, and how it is decoded.
 
 A `Codec` turns `[L, *shape]` into a code, a few tensors `[L, ...]` that every node sends to all others; its bytes
-are the bytes of these tensors. `PowerSGD` needs no such gathering: two averages suffice.
+are the bytes of these tensors. `PowerSGD` does not gather: it takes two averages.
 
-Bytes of the code of a tensor of n values of b bytes, a node's payload, which its link carries to each of the others:
+The bytes of the code of a tensor of n values of b bytes, a node's payload, which it sends to each other node:
 
 | method    | code                                        | bytes                    |
 |-----------|---------------------------------------------|--------------------------|
@@ -16,12 +16,12 @@ Bytes of the code of a tensor of n values of b bytes, a node's payload, which it
 | `qsgd`    | integers from -s to s, a scale per bucket   | ceil(n bits / 8) + 4, bits = ceil(log2(2 s + 1)) |
 | `natural` | sign and exponent                           | ceil(n / 8) + ceil(n e / 8), e = 8 (float32), 11 (float64) |
 | `ternary` | five values to a byte, one scale            | ceil(n / 5) + 4          |
-| `stat2`   | the number of a bin, the means of the bins  | ceil(n / 4) + 16; `stat4` and `stat8` likewise |
+| `stat2`   | index of a bin, the means of the bins       | ceil(n / 4) + 16; `stat4` and `stat8` likewise |
 | `chunktopk` | k values of each chunk, their places in it | k (b + bits / 8) per chunk, bits = 12 for 4096 |
 | `powersgd`| two matrices of r columns                   | r (rows + columns) b     |
 
-Those that round at random are in `stochastic`, and `powersgd` in a module of that name; the others are here. Indices of
-`topk` take 8 bytes in tensors of more than 2^31 values. The payload of `powersgd` goes through averages (ring
+Codecs that round at random are in `stochastic`, and `powersgd` in the module of that name; the others are here. Indices
+of `topk` take 8 bytes in tensors of more than 2^31 values. The payload of `powersgd` goes through averages (ring
 all-reduces), that of the others through an all-gather.
 """
 
@@ -46,7 +46,7 @@ Code = dict[str, Tensor]  # the parts of the code of one tensor, `[L, ...]` each
 Averaged = Literal["all", "senders"]
 
 DEFAULT_FRACTION = 0.01
-E3M0_LARGEST = 64  # 2^6: of the eight exponents one stands for zero
+E3M0_LARGEST = 64  # 2^6: one of the eight exponents stands for zero
 E3M0_SIGN = 8  # the fourth bit
 
 
@@ -55,14 +55,14 @@ class Draw(NamedTuple):
 
     Attributes:
         generator: ids -> a generator keyed by them.
-        node_ids: the global ids of the nodes held here, `[L]`.
+        node_ids: the global ids of the nodes in this process, `[L]`.
     """
 
     generator: Callable[..., torch.Generator]
     node_ids: Tensor
 
     def subset(self, n: int, m: int) -> Tensor:
-        """Draw m of n coordinates, each set of them equally likely, the same on every node: `[m]`."""
+        """Draw m of n coordinates uniformly, the same on every node: `[m]`."""
         return torch.randperm(n, generator=self.generator())[:m]
 
     def uniform(self, n: int, dtype: torch.dtype) -> Tensor:
@@ -77,11 +77,11 @@ class Draw(NamedTuple):
 
 
 class Codec(ABC):
-    """What a node sends instead of a tensor. Override `encode` and `decode`.
+    """A lossy code that a node sends instead of a tensor. Override `encode` and `decode`.
 
     Attributes:
-        shared: parts of the code that every node has without being sent them; they are `[1, ...]`.
-        contractive: whether error feedback works with it: False where C(x) may be further from x than 0 is.
+        shared: parts of the code, `[1, ...]`, that every node knows and that are not sent.
+        contractive: whether it works with error feedback; False if C(x) may be further from x than 0 is.
 
     >>> class Half(Codec):
     ...     def encode(self, x, draw=None):
@@ -106,18 +106,18 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, code: Code, like: Tensor) -> Tensor:
-        """Decode R rows of code to `[R, *shape]`; `like`, `[L, *shape]`, has shape and dtype."""
+        """Decode R rows of code to `[R, *shape]`; `like`, `[L, *shape]`, gives shape and dtype."""
 
     def num_values(self, n: int) -> int:
-        """Return how many of n values the code's part `values` holds, where that is a shorter tensor of the same kind.
+        """Return how many of n values the code's part `values` holds, if it is a shorter tensor of the same kind.
 
         >>> TopK(0.1).num_values(50), RandomK(0.2).num_values(50)
         (5, 10)
         """
-        raise TypeError(f"{self!r} sends no values that another codec could make shorter: TopK and RandomK do.")
+        raise TypeError(f"{self!r} sends no values that another codec can compress: TopK and RandomK do.")
 
     def num_values_of(self, like: Tensor) -> int:
-        """Return the same for a tensor `[L, *]`, of which a code may cut each dimension by itself.
+        """Return `num_values` for a tensor `[L, *]`, since a codec may cut each dimension separately.
 
         >>> TopK(0.1).num_values_of(torch.zeros(2, 5, 10))
         5
@@ -128,9 +128,9 @@ class Codec(ABC):
         """Average over the K senders, or return sum_k w_k decode(code_k): parts `[R, K, ...]` -> `[R, *shape]`.
 
         Args:
-            codes: of every sender; of the shared parts one, `[1, 1, ...]`.
-            like: has shape and dtype.
-            weights: `[1 or L, K]`; the result has L rows if they have.
+            codes: the codes of all senders; shared parts are `[1, 1, ...]`.
+            like: gives shape and dtype.
+            weights: `[1 or L, K]`; the result has as many rows.
         """
         rows, num_senders = next(y.shape[:2] for part, y in codes.items() if part not in self.shared)
         if rows == 1:
@@ -138,7 +138,7 @@ class Codec(ABC):
             if weights is None:
                 return decoded.mean(0, keepdim=True)
             return torch.tensordot(weights.to(decoded), decoded, 1)
-        # One sender after the other: all at once, each row its own, would take K times the memory of the result.
+        # One sender at a time: all at once would take K times the memory of the result.
         total = torch.zeros((), dtype=like.dtype, device=like.device)
         for k in range(num_senders):
             decoded = self.decode({part: y[:, min(k, y.shape[1] - 1)] for part, y in codes.items()}, like)
@@ -153,11 +153,11 @@ class Codec(ABC):
 class TopK(Codec):
     """The k values of largest magnitude of each tensor, with their indices; the others count as 0.
 
-    Of equal magnitudes the first are sent. Bytes: k (b + 4), with 32-bit indices.
+    Among equal magnitudes the first are sent. Bytes: k (b + 4), with 32-bit indices.
 
     Args:
-        fraction: k / n, in (0, 1]; 0.01 when neither is given. At least one value of a tensor is sent.
-        k: in its place, values per tensor, at most all.
+        fraction: k / n, in (0, 1]; 0.01 if neither is given. At least one value per tensor is sent.
+        k: values per tensor, at most all, instead of `fraction`.
 
     >>> code = TopK(k=1).encode(torch.tensor([[1.0, -3.0, 2.0]]))
     >>> code
@@ -168,13 +168,13 @@ class TopK(Codec):
 
     def __init__(self, fraction: float | None = None, k: int | None = None) -> None:
         if fraction is not None and k is not None:
-            raise ValueError(f"fraction={fraction!r} and k={k!r} both say how many values are sent: give one of them.")
-        given = DEFAULT_FRACTION if fraction is None and k is None else fraction
-        self.fraction = given if given is None else check_fraction("fraction", given)
-        self.k = check.optional_integer("k", k, what="the number of values sent of each tensor")
+            raise ValueError(f"fraction={fraction!r} and k={k!r} both set how many values are sent: give one of them.")
+        fraction = DEFAULT_FRACTION if fraction is None and k is None else fraction
+        self.fraction = fraction if fraction is None else check_fraction("fraction", fraction)
+        self.k = check.optional_integer("k", k, what="the number of values sent per tensor")
 
     def count(self, n: int) -> int:
-        """Return the number of values sent of a tensor of n.
+        """Return the number of values sent of a tensor of n values.
 
         >>> TopK(0.1).count(50), TopK(0.1).count(3), TopK(k=8).count(50)
         (5, 1, 8)
@@ -193,7 +193,7 @@ class TopK(Codec):
         return _shaped(values.new_zeros(len(values), size_of(like)).scatter(1, indices, values), like)
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Add up the few values that were sent, and nothing else."""
+        """Sum only the few values that were sent."""
         values, indices = codes["values"], codes["indices"].long()  # [R, K, k]
         values = values / values.shape[1] if weights is None else values * weights.to(values)[..., None]
         total = values.new_zeros(len(values), size_of(like))
@@ -207,9 +207,9 @@ class RandomK(Codec):
     The coordinates come from a seed that all nodes share and are not sent. Bytes: m b, m = max(1, round(fraction n)).
 
     Args:
-        fraction: of the values of each tensor, in (0, 1].
-        unbiased: multiply what is sent by n / m, so that its expectation is the tensor. Not with error feedback,
-            which sends later what was not sent, and would then diverge.
+        fraction: the fraction of the values of each tensor, in (0, 1].
+        unbiased: multiply the values sent by n / m, so that their expectation is the tensor. Do not combine it with
+            error feedback, which sends the omitted values later and would then diverge.
 
     >>> RandomK(fraction=0.1).encode(torch.ones(2, 30), Draw(torch.Generator, torch.arange(2)))["values"].shape
     torch.Size([2, 3])
@@ -241,26 +241,26 @@ class RandomK(Codec):
         return _shaped(flat, like)
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Decode the mean of what was sent, once: the coordinates are the same."""
+        """Decode the mean of the values sent, once, since all senders have the same coordinates."""
         values = codes["values"]  # [R, K, m]
         mean = values.mean(1) if weights is None else (weights.to(values)[:, None] @ values)[:, 0]
         return self.decode({"values": mean, "indices": codes["indices"][0]}, like)
 
 
 class ChunkedTopK(Codec):
-    """The k values of largest magnitude of each chunk, with their places in it; the others count as 0.
+    """The k values of largest magnitude of each chunk, with their indices in it; the others count as 0.
 
-    A matrix is cut into chunks of `chunk` x `chunk`, a vector into chunks of chunk^2 values, and a side that is no
-    multiple into parts of its largest divisor below. A tensor of more dimensions is folded into a matrix,
-    `[shape[0], rest]`. Of equal magnitudes the first are sent.
+    A matrix is cut into chunks of `chunk` x `chunk`, a vector into chunks of chunk^2 values, and a side that is not a
+    multiple into parts of its largest divisor below that. A tensor of more dimensions is reshaped to a matrix,
+    `[shape[0], rest]`. Among equal magnitudes the first are sent.
 
-    Bytes: k b per chunk, and k ceil(log2(values of a chunk)) / 8 for the places: 12 bits each in a chunk of 64 x 64.
+    Bytes: k b per chunk, and k ceil(log2(values of a chunk)) / 8 for the indices: 12 bits each in a chunk of 64 x 64.
 
     Args:
         k: values per chunk, at most all.
         chunk: the longest side of a chunk.
-        over: whom a mean of nodes counts at a coordinate: "all" of them, with a 0 from those that did not send it, or
-            only its "senders".
+        over: the nodes over which a coordinate is averaged: "all", with a 0 from those that did not send it, or only
+            its "senders".
 
     >>> x = torch.tensor([[[1.0, 5.0, 0.0, 2.0], [0.0, 3.0, 0.0, -4.0]]])  # two chunks of 2 x 2
     >>> codec = ChunkedTopK(k=1, chunk=2)
@@ -272,16 +272,16 @@ class ChunkedTopK(Codec):
              [ 0.,  0.,  0., -4.]]])
 
     Reference: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706. Deviation:
-    the places in a small chunk take fewer than 12 bits.
+    the indices into a small chunk take fewer than 12 bits.
     """
 
     def __init__(self, k: int = 64, chunk: int = 64, over: Averaged = "all") -> None:
-        self.k = check.integer("k", k, what="the number of values sent of each chunk")
+        self.k = check.integer("k", k, what="the number of values sent per chunk")
         self.chunk = check.integer("chunk", chunk, what="the longest side of a chunk, such as 64")
         self.over = check.choice("over", over, get_args(Averaged))
 
     def cut(self, like: Tensor) -> Grid:
-        """Return how a tensor `[L, *]` is cut.
+        """Return the grid of chunks of a tensor `[L, *]`.
 
         >>> ChunkedTopK().cut(torch.zeros(1, 128, 784)), ChunkedTopK().cut(torch.zeros(1, 8192))
         (Grid(rows=2, columns=14, height=64, width=56), Grid(rows=1, columns=2, height=1, width=4096))
@@ -309,7 +309,7 @@ class ChunkedTopK(Codec):
         return self._joined(total.scatter(1, self._where(code["places"], cut), values), like)
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Add up the few values that were sent, and divide by the weight of all, or of those who sent."""
+        """Sum only the few values that were sent, and divide by the weight of all nodes, or of their senders."""
         values, cut = codes["values"], self.cut(like)  # [R, K, m]
         rows, num_senders = values.shape[:2]
         at = self._where(codes["places"].flatten(0, 1), cut).view(rows, values[0].numel())
@@ -324,7 +324,7 @@ class ChunkedTopK(Codec):
         return self._joined(total, like)
 
     def _where(self, packed: Tensor, cut: Grid) -> Tensor:
-        """Return the places in all chunks together, `[R, bytes]` -> `[R, chunks k]`."""
+        """Return the indices into all chunks together, `[R, bytes]` -> `[R, chunks k]`."""
         k = min(self.k, cut.area)
         places = unpack(packed, bits_for(cut.area), cut.chunks * k).long().view(len(packed), cut.chunks, k)
         return (places + torch.arange(cut.chunks, device=packed.device)[:, None] * cut.area).flatten(1)
@@ -335,16 +335,16 @@ class ChunkedTopK(Codec):
 
 
 class Chain(Codec):
-    """Two codecs, one after the other: the values that the first sends of a tensor are coded once more by the second.
+    """Two codecs in sequence: the second encodes the values that the first sends.
 
-    Bytes: those of the first without its values, and those of the second for its values.
+    Bytes: those of the first without its values, plus those of the second for these values.
 
     Args:
         first: TopK or RandomK.
         second: any other codec.
 
     Raises:
-        TypeError: for a first codec that sends no values of its own, and what is no codec.
+        TypeError: if the first codec sends no values, or an argument is not a codec.
 
     >>> import torch
     >>> from vecgym.compress import Quantise, TopK
@@ -356,13 +356,13 @@ class Chain(Codec):
     tensor([[ 0., -3.,  0.,  3.]])
 
     Reference: top-k, then 2 bits: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv
-    2508.15706. Deviation: the k largest are those of a tensor, not of each of its chunks.
+    2508.15706. Deviation: the k largest values are those of a tensor, not of each chunk.
     """
 
     def __init__(self, first: Codec, second: Codec) -> None:
         for name, codec in {"first": first, "second": second}.items():
             check.instance(name, codec, Codec, "a codec such as TopK(0.01), Quantise(2)")
-        first.num_values(1)  # a TypeError where there are none
+        first.num_values(1)  # a TypeError if there are none
         self.first, self.second = first, second
 
     @property
@@ -385,8 +385,8 @@ class Chain(Codec):
         senders = next(y.shape[:2] for part, y in codes.items() if part not in self.shared)
         rows = {part: y.expand(*senders, *y.shape[2:]).flatten(0, 1) for part, y in codes.items()}
         values = self._read(rows, like)["values"].unflatten(0, senders)
-        kept = {part: y for part, y in codes.items() if not part.startswith("values ")}
-        return self.first.average({**kept, "values": values}, like, weights)
+        rest = {part: y for part, y in codes.items() if not part.startswith("values ")}
+        return self.first.average({**rest, "values": values}, like, weights)
 
     def _read(self, code: Code, like: Tensor) -> Code:
         """Return the code of the first codec, parts `[R, ...]`."""
@@ -396,15 +396,15 @@ class Chain(Codec):
 
 
 class Quantise(Codec):
-    """Integers of a few bits, and one scale for each tensor and node: x ~ scale q, scale = max |x| / (2^(bits-1) - 1).
+    """Integers of a few bits, and one scale per tensor and node: x ~ scale q, scale = max |x| / (2^(bits-1) - 1).
 
-    The scale is sent in float32 whatever the tensor's type. Bytes: ceil(n bits / 8) + 4, with two or four values to a
+    The scale is sent in float32 whatever the tensor's dtype. Bytes: ceil(n bits / 8) + 4, with two or four values per
     byte.
 
     Args:
-        bits: 8, 4 or 2; 2 are -1, 0 and 1.
-        stochastic: round up with the probability that makes the expectation exact, keyed by the node; else to the
-            nearest integer, ties to the even one.
+        bits: 8, 4 or 2; two bits encode -1, 0 and 1.
+        stochastic: round up with the probability that makes the expectation exact, keyed by the node; otherwise round
+            to the nearest integer, ties to even.
 
     >>> code = Quantise(8).encode(torch.tensor([[127.0, -20.4, 0.0]]))
     >>> code
@@ -435,8 +435,8 @@ class Quantise(Codec):
             level = (level + placed(drawn, x.device)).floor_()
         else:
             level.round_()
-        whole = level.clamp_(-self.limit, self.limit).to(torch.int8)  # the scale was rounded: 127.00001 is 127
-        values = whole if self.bits == 8 else pack(whole + (self.limit + 1), self.bits)
+        integers = level.clamp_(-self.limit, self.limit).to(torch.int8)  # the scale was rounded: 127.00001 is 127
+        values = integers if self.bits == 8 else pack(integers + (self.limit + 1), self.bits)
         return {"values": values, "scale": scale}
 
     def decode(self, code: Code, like: Tensor) -> Tensor:
@@ -453,7 +453,7 @@ class InFloat32(Codec):
 
 
 class WideQuantise(InFloat32, Quantise):
-    """`Quantise`, with averages that are summed in float32, or in the type of the values where that is wider.
+    """`Quantise` with averages summed in float32, or in the dtype of the values if that is wider.
 
     >>> WideQuantise(8).encode(torch.tensor([[127.0, -20.4]]))["values"]
     tensor([[127, -20]], dtype=torch.int8)
@@ -463,10 +463,10 @@ class WideQuantise(InFloat32, Quantise):
 class E3M0(InFloat32):
     """Four-bit floats with a sign, 3 bits of exponent and no mantissa: x ~ scale s, s in {0, +-1, +-2, +-4, ... +-64}.
 
-    scale = max |x| / 64, for each tensor and node, sent in float32. Values go to the nearest level, half-way ones to
-    the smaller. Averages are summed in float32, or in the type of the values where that is wider.
+    scale = max |x| / 64 per tensor and node, sent in float32. Values are rounded to the nearest level, ties to the
+    smaller one. Averages are summed in float32, or in the dtype of the values if that is wider.
 
-    Error: |x - C(x)| <= max(|x| / 3, max |x| / 128), and at most |x|. Bytes: ceil(n / 2) + 4, two values to a byte.
+    Error: |x - C(x)| <= max(|x| / 3, max |x| / 128), and at most |x|. Bytes: ceil(n / 2) + 4, two values per byte.
 
     >>> code = E3M0().encode(torch.tensor([[64.0, -20.0, 5.0, 0.4]]))
     >>> code
@@ -474,8 +474,8 @@ class E3M0(InFloat32):
     >>> E3M0().decode(code, like=torch.zeros(1, 4))
     tensor([[ 64., -16.,   4.,   0.]])
 
-    Reference: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512. The paper names
-    the format; a scale per tensor, and one of the eight exponents for zero, are our choice.
+    Reference: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512. The paper only
+    names the format; the scale per tensor and the exponent that stands for zero are our choice.
     """
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
@@ -496,17 +496,17 @@ class E3M0(InFloat32):
 
 
 class StatQuantise(Codec):
-    """The number of a bin for each value, and the mean of the values in each bin.
+    """The index of a bin for each value, and the mean of the values in each bin.
 
-    B = 2^bits bins of equal width w = sigmas std / B lie around the mean m of the tensor: x is in bin
-    round((x - m) / w) + B / 2, the first and the last being open to the outside. It is read as the mean of its bin, so
-    the mean of a tensor is kept, and a bin has no error but the spread in it: |x - C(x)|^2 <= |x|^2.
+    B = 2^bits bins of equal width w = sigmas std / B are centred on the mean m of the tensor: x is in bin
+    round((x - m) / w) + B / 2, the first and the last bin being unbounded. It is decoded to the mean of its bin, so the
+    mean of a tensor is preserved, and the only error is the spread within the bins: |x - C(x)|^2 <= |x|^2.
 
-    The means of the bins are sent in float32 whatever the tensor's type. Bytes: ceil(n bits / 8) + 4 * 2^bits.
+    The means of the bins are sent in float32 whatever the tensor's dtype. Bytes: ceil(n bits / 8) + 4 * 2^bits.
 
     Args:
         bits: 8, 4 or 2.
-        sigmas: the width of all bins together, in standard deviations: 6 reaches 3 to either side.
+        sigmas: the width of all bins together, in standard deviations: 6 covers 3 on either side.
 
     >>> x = torch.tensor([[-2.0, -2.2, 2.0, 2.4]])
     >>> code = StatQuantise(2).encode(x)
@@ -515,10 +515,10 @@ class StatQuantise(Codec):
     >>> StatQuantise(2).decode(code, like=x)
     tensor([[-2.1000, -2.1000,  2.2000,  2.2000]])
 
-    Reference: hivemind's uniform quantisation (github.com/learning-at-home/hivemind), in 8 bits as in OpenDiLoCo (arXiv
-    2407.07852), in 2 as in SparseLoCo (arXiv 2508.15706; github.com/tplr-ai/templar). No deviation from the latter's
-    code, which has 6 standard deviations in all. 6 to either side, sigmas=12, would put all but the largest values into
-    one bin of the four.
+    Reference: hivemind's uniform quantisation (github.com/learning-at-home/hivemind), with 8 bits as in OpenDiLoCo
+    (arXiv 2407.07852), with 2 as in SparseLoCo (arXiv 2508.15706; github.com/tplr-ai/templar). No deviation from the
+    latter's code, which covers 6 standard deviations in total. With 6 on either side, sigmas=12, all but the largest
+    values would be in one of the four bins.
     """
 
     def __init__(self, bits: int = 8, sigmas: float = 6.0) -> None:
@@ -542,9 +542,9 @@ class StatQuantise(Codec):
 
 
 class Sign(Codec):
-    """The sign of each value, and for each tensor and node their mean magnitude: x ~ mean|x| sign(x).
+    """The sign of each value, and the mean magnitude per tensor and node: x ~ mean|x| sign(x).
 
-    A 0 is sent as positive. The mean is sent in float32 whatever the tensor's type. Bytes: ceil(n / 8) + 4.
+    A 0 is sent as positive. The mean is sent in float32 whatever the tensor's dtype. Bytes: ceil(n / 8) + 4.
 
     >>> code = Sign().encode(torch.tensor([[1.0, -2.0, 3.0]]))
     >>> code
@@ -555,7 +555,7 @@ class Sign(Codec):
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         flat = x.reshape(len(x), size_of(x))
-        scale = flat.abs().mean(1) if flat.shape[1] else flat.sum(1)  # of nothing: 0
+        scale = flat.abs().mean(1) if flat.shape[1] else flat.sum(1)  # of an empty tensor: 0
         return {"values": pack(flat >= 0, 1), "scale": scale.float()}
 
     def decode(self, code: Code, like: Tensor) -> Tensor:
@@ -567,7 +567,7 @@ class Sign(Codec):
 
 
 def part_of(n: int, fraction: float) -> int:
-    """Return that fraction of n, rounded, and at least one.
+    """Return a fraction of n, rounded, and at least one.
 
     >>> part_of(1000, 0.0105), part_of(10, 0.01)
     (10, 1)
@@ -576,7 +576,7 @@ def part_of(n: int, fraction: float) -> int:
 
 
 def index_dtype(n: int) -> torch.dtype:
-    """Return the integer type in which indices into n values are sent."""
+    """Return the integer dtype of indices into n values."""
     return torch.int32 if n <= 2**31 else torch.int64
 
 
@@ -586,9 +586,9 @@ def check_fraction(name: str, value: Any) -> float:
     >>> check_fraction("fraction", 2)
     Traceback (most recent call last):
     ...
-    ValueError: fraction=2 must be a number in (0, 1]: the part of the values that is sent, such as 0.01.
+    ValueError: fraction=2 must be a number in (0, 1]: the fraction of the values that is sent, such as 0.01.
     """
-    return check.number(name, value, "(0, 1]", "the part of the values that is sent, such as 0.01")
+    return check.number(name, value, "(0, 1]", "the fraction of the values that is sent, such as 0.01")
 
 
 def check_bits(name: str, value: Any) -> int:
@@ -597,10 +597,10 @@ def check_bits(name: str, value: Any) -> int:
     >>> check_bits("quantization_bits", 16)
     Traceback (most recent call last):
     ...
-    ValueError: quantization_bits=16 is not possible: values are sent in 8, 4 or 2 bits.
+    ValueError: quantization_bits=16 must be 8, 4 or 2: the bits per value.
     """
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value not in (2, 4, 8):
-        raise ValueError(f"{name}={value!r} is not possible: values are sent in 8, 4 or 2 bits.")
+        raise ValueError(f"{name}={value!r} must be 8, 4 or 2: the bits per value.")
     return int(value)
 
 
@@ -610,27 +610,27 @@ def size_of(x: Tensor) -> int:
 
 
 def _shaped(flat: Tensor, like: Tensor) -> Tensor:
-    """Shape `[R, n]` as `[R, *shape]` of `like`, which may have no elements."""
+    """Reshape `[R, n]` to `[R, *shape]` of `like`, which may have no elements."""
     return flat.view(len(flat), *like.shape[1:])
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 for narrower types, and others as they are."""
+    """Return float32 for narrower dtypes, and others unchanged."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def never_zero(scale: Tensor) -> Tensor:
-    """Return a scale in float32 by which even a tensor of zeros can be divided; nan stays nan, and so does a code."""
+    """Return a scale in float32 that is never 0, so that a tensor can be divided by it; nan stays nan."""
     return scale.float().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _unit(flat: Tensor, levels: int) -> Tensor:
-    """Return the scale at which the largest magnitude of each row is so many units: `[L, n]` -> `[L]`."""
-    largest = torch.linalg.vector_norm(flat, math.inf, dim=1) if flat.shape[1] else flat.sum(1)  # of nothing: 0
+    """Return the scale at which the largest magnitude of each row is `levels`: `[L, n]` -> `[L]`."""
+    largest = torch.linalg.vector_norm(flat, math.inf, dim=1) if flat.shape[1] else flat.sum(1)  # of an empty tensor: 0
     return never_zero(largest / levels)
 
 
 def _needed(draw: Draw | None, codec: Codec) -> Draw:
     if draw is None:
-        raise ValueError(f"{codec!r} draws random numbers: encode(x, draw).")
+        raise ValueError(f"{codec!r} draws random numbers: call encode(x, draw).")
     return draw

@@ -1,7 +1,7 @@
 """The cosine transform of chunks of tensors, for all nodes at once, and its strongest coefficients.
 
 A `[L, *shape]` tensor is cut into chunks, `[L, chunks, height, width]`; each chunk is transformed by two matrix
-products; of its coefficients the k largest are kept, as (index, value) pairs.
+products; its k largest coefficients are sent as (index, value) pairs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INDEX_BYTES = 8  # torch indexes with int64
 
 
 class Grid(NamedTuple):
-    """How the tensor of one node is cut: `rows` x `columns` chunks of `height` x `width` elements.
+    """The chunks of one node's tensor: `rows` x `columns` chunks of `height` x `width` elements.
 
     >>> cut = Grid(rows=2, columns=14, height=64, width=56)
     >>> cut.chunks, cut.area
@@ -40,7 +40,7 @@ class Grid(NamedTuple):
 
     @property
     def area(self) -> int:
-        """The elements of a chunk."""
+        """The number of elements of a chunk."""
         return self.height * self.width
 
 
@@ -55,10 +55,10 @@ def chunk_size(n: int, limit: int) -> int:
 
 @functools.cache
 def grid(shape: tuple[int, ...], limit: int) -> Grid:
-    """Cut a tensor of one node into chunks with no side longer than `limit`.
+    """Cut one node's tensor into chunks with no side longer than `limit`.
 
-    A matrix has chunks of two dimensions. A vector is one row, a scalar a row of one; in a tensor of more
-    dimensions all but the first are folded into one.
+    A matrix has two-dimensional chunks. A vector is one row, a scalar a row of one element; in a tensor of more
+    dimensions all but the first are flattened.
 
     >>> grid((128, 784), limit=64)
     Grid(rows=2, columns=14, height=64, width=56)
@@ -81,7 +81,7 @@ def to_chunks(x: Tensor, cut: Grid) -> Tensor:
 
 
 def from_chunks(chunks: Tensor, cut: Grid, shape: Sequence[int]) -> Tensor:
-    """Join `[L, chunks, height, width]` to `[L, *shape]`, the inverse of `to_chunks`.
+    """Invert `to_chunks`: `[L, chunks, height, width]` -> `[L, *shape]`.
 
     >>> x, cut = torch.arange(8.0).view(1, 2, 4), grid((2, 4), limit=2)
     >>> from_chunks(to_chunks(x, cut), cut, (2, 4))
@@ -96,16 +96,16 @@ def from_chunks(chunks: Tensor, cut: Grid, shape: Sequence[int]) -> Tensor:
 def basis(n: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Tensor:
     """Return the orthonormal cosine basis, one vector per row, `[n, n]`.
 
-    C_kj = s_k cos(pi (j + 1/2) k / n) with s_0 = sqrt(1/n), s_k = sqrt(2/n) for k > 0. Where that cosine is 0, as in
-    the middle of an odd wave, C_kj is exactly 0, so that what is decoded there is 0 and not rounding noise, which
-    has a sign.
+    C_kj = s_k cos(pi (j + 1/2) k / n) with s_0 = sqrt(1/n), s_k = sqrt(2/n) for k > 0. Where the cosine is 0, as in
+    the middle of an odd wave, C_kj is exactly 0, so that the decoded value is 0 and not rounding noise, which has a
+    sign.
 
     >>> basis(3)
     tensor([[ 0.5774,  0.5774,  0.5774],
             [ 0.7071,  0.0000, -0.7071],
             [ 0.4082, -0.8165,  0.4082]], dtype=torch.float64)
     """
-    with torch.inference_mode(False):  # it outlives the call, and may be needed in a backward pass
+    with torch.inference_mode(False):  # it is cached, and may be needed in a backward pass
         k = torch.arange(n)[:, None]
         angle = (2 * k.T + 1) * k % (4 * n)  # in units of pi / (2 n)
         angle = torch.minimum(angle, 4 * n - angle)  # the cosine is even: 0 to pi
@@ -127,7 +127,7 @@ def dct(x: Tensor) -> Tensor:
 
 
 def accumulate_dct_(X: Tensor, x: Tensor, cut: Grid, decay: float) -> Tensor:
-    """Set X <- decay X + dct(to_chunks(x, cut)), in place and in fewer passes: `[S, chunks, area]` and `[S, *shape]`.
+    """Compute X <- decay X + dct(to_chunks(x, cut)) in place, in fewer passes: `[S, chunks, area]` and `[S, *shape]`.
 
     >>> X, x, cut = torch.ones(1, 2, 4), torch.ones(1, 2, 4), grid((2, 4), limit=2)
     >>> accumulate_dct_(X, x, cut, decay=0.5)
@@ -159,7 +159,7 @@ def _bases(x: Tensor) -> tuple[Tensor, Tensor]:
 def strongest(x: Tensor, k: int) -> Tensor:
     """Find the k largest magnitudes along the last dimension, `[..., n]` -> indices `[..., min(k, n)]`.
 
-    Of equal magnitudes the first are taken, on every device. The order among the indices is not specified.
+    Among equal magnitudes the first are selected, on every device. The order of the indices is not specified.
 
     >>> strongest(torch.tensor([1.0, -3.0, 2.0, 2.0]), 2)
     tensor([1, 2])
@@ -168,11 +168,11 @@ def strongest(x: Tensor, k: int) -> Tensor:
     if k >= n:
         return torch.arange(n, device=x.device).expand(*x.shape[:-1], n)
     magnitude = x.detach().abs()
-    # One more than needed: only where the last one in equals the first one out is there a choice.
+    # One more than needed: there is a tie only if the last value selected equals the first one not selected.
     values, indices = _largest(magnitude, k + 1)
     indices, last = indices[..., :k], values[..., k - 1]
     tied = last == values[..., k]
-    if not on_host(x):  # to look whether there are ties would wait for the device
+    if not on_host(x):  # checking for ties would wait for the device
         return torch.where(tied[..., None], _first_strongest(magnitude, last, k), indices)
     if tied.any():
         indices[tied] = _first_strongest(magnitude[tied], last[tied], k)
@@ -180,7 +180,7 @@ def strongest(x: Tensor, k: int) -> Tensor:
 
 
 def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Do as `x.topk(k)`, in half the time for long rows: the k largest are in the k groups of largest maximum."""
+    """Compute `x.topk(k)`, in half the time for long rows: the k largest are in the k groups of largest maximum."""
     n = x.shape[-1]
     size = chunk_size(n, 8)
     if size == 1 or n < 2 * size * k:
@@ -188,15 +188,15 @@ def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     members = torch.arange(n, device=x.device).view(size, -1)  # group j: j, j + n / size, j + 2 n / size, ...
     groups = x.unflatten(-1, members.shape).amax(-2).topk(k, sorted=False).indices
     candidates = members.T[groups].flatten(-2)
-    values, chosen = x.gather(-1, candidates).topk(k)
-    return values, candidates.gather(-1, chosen)
+    values, positions = x.gather(-1, candidates).topk(k)
+    return values, candidates.gather(-1, positions)
 
 
 def _first_strongest(magnitude: Tensor, last: Tensor, k: int) -> Tensor:
-    """Find all above `last` and the first ones equal to it: `[..., n]`, `[...]` -> indices `[..., k]`."""
+    """Find all values above `last` and the first ones equal to it: `[..., n]`, `[...]` -> indices `[..., k]`."""
     n = magnitude.shape[-1]
     above, equal = ~(magnitude <= last[..., None]), magnitude == last[..., None]  # nan is above
-    rank = 2 * n * above + n * equal - torch.arange(n, device=magnitude.device)  # no two alike
+    rank = 2 * n * above + n * equal - torch.arange(n, device=magnitude.device)  # all distinct
     return rank.topk(k).indices
 
 
@@ -212,7 +212,7 @@ def mean_of_senders(indices: Tensor, values: Tensor, n: int) -> Tensor:
     at = rearrange(indices, "l node chunk k -> l chunk (node k)")
     sent = rearrange(values, "l node chunk k -> l chunk (node k)")
     total = sent.new_zeros(*at.shape[:-1], n).scatter_add(-1, at, sent)
-    # Counted as integers: bfloat16 cannot count beyond 256.
+    # Count in integers: bfloat16 cannot count beyond 256.
     senders = at.new_zeros(total.shape, dtype=torch.int32).scatter_add_(-1, at, torch.ones_like(at, dtype=torch.int32))
     return total / senders.clamp_(min=1)
 

@@ -33,14 +33,16 @@ METHODS: dict[str, Callable[..., Compressor]] = {
 
 
 def make_codec(method: str | Compressor, **options: Any) -> Compressor:
-    """Make a codec from its name and options, or return the one given.
+    """Make a codec from its name and options, or return the codec itself.
 
     >>> make_codec("topk", fraction=0.1), make_codec("int4")
     (TopK(fraction=0.1, k=None), Quantise(bits=4, stochastic=False))
     """
     if isinstance(method, (Codec, PowerSGD)):
         if options:
-            raise TypeError(f"{method!r} has its options already; {', '.join(options)} go with a name: 'topk', say.")
+            raise TypeError(
+                f"{method!r} already has its options: give {', '.join(options)} with a name such as 'topk'."
+            )
         return method
     if not isinstance(method, str):
         raise TypeError(f"method={method!r} must be one of {', '.join(METHODS)}, or a codec such as TopK(0.01).")

@@ -1,15 +1,15 @@
-"""Small integers in bytes."""
+"""Pack small integers into bytes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-TRITS = 5  # to a byte: 3^5 = 243
+TRITS = 5  # per byte: 3^5 = 243
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """Pack integers of so many bits into bytes, the first in the lowest bits: `[L, n]` -> uint8 `[L, bytes]`.
+    """Pack integers of `bits` bits into bytes, the first in the lowest bits: `[L, n]` -> uint8 `[L, bytes]`.
 
     Rows of n values take ceil(n bits / 8) bytes.
 
@@ -19,7 +19,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
     tensor([[255,  31,   0]], dtype=torch.uint8)
     """
     values = values.to(torch.uint8 if bits <= 8 else torch.int32)
-    if 8 % bits:  # values that lie across bytes: bit by bit
+    if 8 % bits:  # values cross byte boundaries: bit by bit
         shifts = torch.arange(bits, dtype=values.dtype, device=values.device)
         return pack(((values[..., None] >> shifts) & 1).flatten(1), 1)
     to_byte = 8 // bits
@@ -43,7 +43,7 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
 
 
 def pack_trits(values: Tensor) -> Tensor:
-    """Pack 0, 1 and 2, five to a byte: uint8 `[L, n]` -> `[L, ceil(n / 5)]`.
+    """Pack values 0, 1 and 2, five per byte: uint8 `[L, n]` -> `[L, ceil(n / 5)]`.
 
     >>> pack_trits(torch.tensor([[2, 2, 2, 2, 2, 1]], dtype=torch.uint8))
     tensor([[242,   1]], dtype=torch.uint8)
@@ -64,7 +64,7 @@ def unpack_trits(packed: Tensor, n: int) -> Tensor:
 
 
 def bits_for(n: int) -> int:
-    """Return the bits of an integer from 0 to n - 1, at least one.
+    """Return the number of bits of an integer from 0 to n - 1, at least one.
 
     >>> bits_for(4096), bits_for(4097), bits_for(1)
     (12, 13, 1)

@@ -1,6 +1,6 @@
 """Codes that round at random, so that their expectation is the tensor: QSGD, TernGrad, natural compression.
 
-What is drawn is keyed by the run's seed, the step and the node: the same in every process, whoever else is there.
+Random numbers are keyed by the run's seed, the step and the node: they are the same in every process.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from vecgym.core.devices import placed
 class Levels(Codec):
     """x ~ scale q with integers |q| <= s, rounded up or down at random; the base of `QSGD` and `Ternary`.
 
-    With `unbiased` E[scale q] = x. Else the scale is multiplied by |x|^2 / E|scale q|^2 of its bucket: the multiple
-    that is nearest to x in the mean square. Its error is always less than |x|^2, which error feedback needs.
+    With `unbiased` E[scale q] = x. Otherwise the scale is multiplied by |x|^2 / E|scale q|^2 of its bucket: the
+    multiple nearest to x in the mean square. Its error is always less than |x|^2, as error feedback needs.
     """
 
     levels: int
@@ -31,7 +31,7 @@ class Levels(Codec):
 
     @abstractmethod
     def _scale(self, x: Tensor) -> Tensor:
-        """Return the distance of two levels in each bucket, `[L, buckets, size]` -> `[L, buckets]`."""
+        """Return the distance between levels in each bucket, `[L, buckets, size]` -> `[L, buckets]`."""
 
     def _pack(self, q: Tensor) -> Tensor:
         """Pack integers from 0 to 2 s: `[L, n]` -> `[L, bytes]`."""
@@ -41,10 +41,10 @@ class Levels(Codec):
         return unpack(packed, bits_for(2 * self.levels + 1), n)
 
     def _buckets(self, flat: Tensor) -> Tensor:
-        """Cut `[L, n]` into `[L, buckets, size]`, the last one filled up with zeros."""
+        """Cut `[L, n]` into `[L, buckets, size]`, and pad the last bucket with zeros."""
         n = flat.shape[1]
         size = max(1, n if self.bucket is None else min(n, self.bucket))
-        padded = F.pad(flat, (0, -n % size if n else 1))  # of nothing: one bucket of a zero
+        padded = F.pad(flat, (0, -n % size if n else 1))  # of an empty tensor: one bucket with a zero
         return padded.view(len(flat), padded.shape[1] // size, size)
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
@@ -75,14 +75,14 @@ class QSGD(Levels):
     q_j = floor(s x_j / |x| + u_j), u_j uniform in [0, 1): the expectation of |x| q / s is x, and its variance at most
     min(n / s^2, sqrt(n) / s) |x|^2 in a bucket of n values.
 
-    The scale is sent in float32 whatever the tensor's type. Bytes: ceil(n bits / 8) + 4 per bucket, with
+    The scale is sent in float32 whatever the tensor's dtype. Bytes: ceil(n bits / 8) + 4 per bucket, with
     bits = ceil(log2(2 s + 1)): 2 for s = 1, 3 for 3, 4 for 7, 8 for 127.
 
     Args:
         levels: s, at most 32767. s = sqrt(n) makes the variance at most |x|^2.
-        bucket: values that share a norm; None: all of a tensor.
-        unbiased: send these. Else q / (1 + w) in their place, with w = E|C(x) - x|^2 / |x|^2 of the bucket, which is
-            contractive: error feedback needs that.
+        bucket: the number of values that share a norm; None: all of a tensor.
+        unbiased: send the unbiased code. Otherwise send q / (1 + w), with w = E|C(x) - x|^2 / |x|^2 of the bucket,
+            which is contractive, as error feedback needs.
 
     >>> x, draw = torch.tensor([[3.0, 0.0, -4.0]]), Draw(lambda *ids: torch.Generator(), torch.arange(1))
     >>> codec = QSGD(levels=5, unbiased=True)
@@ -93,15 +93,15 @@ class QSGD(Levels):
     tensor([[ 3.,  0., -4.]])
 
     Reference: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", arXiv
-    1610.02132. Deviations: all levels take the same bits, where the paper has Elias codes, which are shorter where most
-    levels are 0; contractive by default.
+    1610.02132. Deviations: all levels take the same number of bits, while the paper uses Elias codes, which are shorter
+    if most levels are 0; contractive by default.
     """
 
     def __init__(self, levels: int = 7, bucket: int | None = None, unbiased: bool = False) -> None:
-        self.levels = check.integer("levels", levels, what="the levels above 0")
+        self.levels = check.integer("levels", levels, what="the number of levels above 0")
         if self.levels > 32767:
-            raise ValueError(f"levels={levels} must be at most 32767: each value takes 16 bits then.")
-        self.bucket = check.optional_integer("bucket", bucket, what="the values that share a norm; None: all")
+            raise ValueError(f"levels={levels} must be at most 32767, where each value takes 16 bits.")
+        self.bucket = check.optional_integer("bucket", bucket, what="the number of values that share a norm; None: all")
         self.unbiased = check.flag("unbiased", unbiased)
 
     @property
@@ -113,16 +113,16 @@ class QSGD(Levels):
 
 
 class Ternary(Levels):
-    """-1, 0 or 1 times the largest magnitude of the tensor: x ~ max|x| q, five values to a byte.
+    """-1, 0 or 1 times the largest magnitude of the tensor: x ~ max|x| q, five values per byte.
 
     q_j is sign(x_j) with probability |x_j| / max|x|, else 0: the expectation of max|x| q is x.
 
-    The scale is sent in float32 whatever the tensor's type. Bytes: ceil(n / 5) + 4.
+    The scale is sent in float32 whatever the tensor's dtype. Bytes: ceil(n / 5) + 4.
 
     Args:
-        unbiased: see `QSGD`. Error feedback works with both, since no error is larger than the largest value.
-        clip: limit |x_j| to so many standard deviations of the tensor first: 2.5 in the paper's experiments. A large
-            value then makes the others no coarser, and the expectation is the tensor that was clipped. None: no limit.
+        unbiased: see `QSGD`. Error feedback works with both, since no error exceeds the largest value.
+        clip: first clip |x_j| to this many standard deviations of the tensor, 2.5 in the paper's experiments. Outliers
+            then do not coarsen the other values, and the expectation is the clipped tensor. None: no clipping.
 
     >>> x, draw = torch.tensor([[2.0, 0.0, -2.0, 2.0]]), Draw(lambda *ids: torch.Generator(), torch.arange(1))
     >>> code = Ternary().encode(x, draw)
@@ -132,7 +132,7 @@ class Ternary(Levels):
     tensor([[ 2.,  0., -2.,  2.]])
 
     Reference: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", arXiv
-    1705.07878. Deviations: each node has a scale of its own, not the largest of all; contractive, and not clipped, by
+    1705.07878. Deviations: each node has its own scale, not the largest of all; contractive, and without clipping, by
     default.
     """
 
@@ -164,10 +164,10 @@ class Natural(Codec):
     """A sign and a power of two, rounded up or down at random: the expectation is the tensor.
 
     2^e <= |x| <= 2^(e+1) becomes 2^(e+1) with probability |x| / 2^e - 1, else 2^e. The variance is at most |x|^2 / 8.
-    What is smaller than all normal numbers becomes the smallest of these, or 0.
+    Subnormal numbers become the smallest normal number, or 0.
 
     Bytes: ceil(n / 8) + ceil(n e / 8), with an exponent of e = 8 bits for float32 and bfloat16, 11 for float64, 5 for
-    float16. What is not finite is read as nan.
+    float16. Values that are not finite are decoded to nan.
 
     >>> x, draw = torch.tensor([[4.0, -0.5, 0.0]]), Draw(lambda *ids: torch.Generator(), torch.arange(1))
     >>> code = Natural().encode(x, draw)
@@ -198,7 +198,7 @@ class Natural(Codec):
 
 
 def _fields(dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bits of mantissa and exponent."""
+    """Return the number of bits of mantissa and exponent."""
     info = torch.finfo(dtype)
     mantissa = -int(math.log2(info.eps))
     return mantissa, info.bits - 1 - mantissa

@@ -1,7 +1,7 @@
-"""Checks of arguments. Each returns the value, as a plain Python one, or says what was given and what is allowed.
+"""Checks of arguments. Each returns the value as a plain Python one, or says what was given and what is allowed.
 
-A number out of range, or not finite, or no number at all, is a `ValueError`; a flag that is neither True nor False and
-an unknown keyword are `TypeError`s.
+A value that is not a number, not finite or out of range raises a `ValueError`; a flag that is neither True nor False
+and an unknown keyword raise a `TypeError`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 
 
 def integer(name: str, value: Any, least: int = 1, what: str = "", otherwise: str = "") -> int:
-    """Return `value` as an int if it is an integer >= `least`, numpy's too; True and 2.0 are not.
+    """Return `value` as an int if it is an integer >= `least`, of Python or numpy; True and 2.0 are not integers.
 
     Args:
-        name: of the argument.
-        value: what was given.
-        least: the smallest that is allowed.
-        what: what the argument is, for the message.
-        otherwise: what else may be given, for the message.
+        name: the argument's name.
+        value: the argument's value.
+        least: the smallest value allowed.
+        what: what the argument means, for the message.
+        otherwise: what else is allowed, for the message.
 
     Raises:
         ValueError: otherwise.
@@ -41,11 +41,13 @@ def integer(name: str, value: Any, least: int = 1, what: str = "", otherwise: st
     """
     if is_integer(value) and least <= value < MOST:
         return int(value)
-    raise ValueError(f"{name}={_shown(value)} must be an integer >= {least}{_below(value)}{otherwise}{_about(what)}.")
+    raise ValueError(
+        f"{name}={_formatted(value)} must be an integer >= {least}{_below(value)}{otherwise}{_about(what)}."
+    )
 
 
 def optional_integer(name: str, value: Any, least: int = 1, what: str = "") -> int | None:
-    """Do the same as `integer`, and accept None.
+    """Check like `integer`, but allow None.
 
     >>> optional_integer("max_steps", None), optional_integer("max_steps", 3)
     (None, 3)
@@ -58,11 +60,11 @@ def optional_integer(name: str, value: Any, least: int = 1, what: str = "") -> i
 
 
 def seed(name: str, value: Any) -> int:
-    """Return `value` as an int if it is an integer of at most 63 bits, numpy's too.
+    """Return `value` as an int if it is a signed 64-bit integer, of Python or numpy.
 
     Raises:
-        TypeError: for what is no integer.
-        ValueError: for one that is too large.
+        TypeError: if it is not an integer.
+        ValueError: if it is out of range.
 
     >>> seed("seed", np.int64(3))
     3
@@ -79,13 +81,13 @@ def seed(name: str, value: Any) -> int:
 
 
 def number(name: str, value: Any, within: str = "(-inf, inf)", what: str = "") -> float:
-    """Return `value` if it is a number in an interval, numpy's too; True and tensors are not.
+    """Return `value` if it is a number in an interval, of Python or numpy; True and tensors are not numbers.
 
     Args:
-        name: of the argument.
-        value: what was given.
+        name: the argument's name.
+        value: the argument's value.
         within: the interval, in mathematical notation: "(0, 1]" is 0 < value <= 1, "[0, inf)" is 0 <= value < inf.
-        what: what the argument is, for the message.
+        what: what the argument means, for the message.
 
     Raises:
         ValueError: otherwise.
@@ -105,20 +107,20 @@ def number(name: str, value: Any, within: str = "(-inf, inf)", what: str = "") -
         if above and below:
             return plain
     names = {"(-inf, inf)": "a finite number", "(0, inf)": "a number > 0", "[0, inf)": "a number >= 0"}
-    raise ValueError(f"{name}={_shown(value)} must be {names.get(within, f'a number in {within}')}{_about(what)}.")
+    raise ValueError(f"{name}={_formatted(value)} must be {names.get(within, f'a number in {within}')}{_about(what)}.")
 
 
 def per_node(
     name: str, value: Any, within: str = "(-inf, inf)", what: str = "", num_nodes: int | None = None
 ) -> float | Tensor:
-    """Return `value` if it is a number in an interval, or a tensor `[]` or `[K]` of such numbers, one for each node.
+    """Return `value` if it is a number in an interval, or a tensor `[]` or `[K]` of such numbers, one per node.
 
     Args:
-        name: of the argument.
-        value: what was given. Of a tensor inside of a transform of `torch.func` only the shape is looked at.
+        name: the argument's name.
+        value: the argument's value. Inside a transform of `torch.func` only a tensor's shape is checked.
         within: the interval, as in `number`.
-        what: what the argument is, for the message.
-        num_nodes: K; None: not known yet.
+        what: what the argument means, for the message.
+        num_nodes: K, or None if it is not known yet.
 
     Raises:
         ValueError: otherwise.
@@ -128,15 +130,15 @@ def per_node(
     >>> per_node("max_norm", torch.ones(3), num_nodes=2)
     Traceback (most recent call last):
     ...
-    ValueError: max_norm has shape [3] and the run num_nodes=2: give a number, or [2], one for each node.
+    ValueError: max_norm has shape [3], but the run has num_nodes=2: give a number, or [2], one per node.
     """
     if not isinstance(value, Tensor):
         return number(name, value, within, what)
-    each = "K" if num_nodes is None else num_nodes
+    size = "K" if num_nodes is None else num_nodes
     if value.dim() > 1 or value.numel() == 0 or (num_nodes is not None and value.numel() not in (1, num_nodes)):
-        run = "" if num_nodes is None else f" and the run num_nodes={num_nodes}"
+        run = "" if num_nodes is None else f", but the run has num_nodes={num_nodes}"
         raise ValueError(
-            f"{name} has shape {list(value.shape)}{run}: give a number, or [{each}], one for each node{_about(what)}."
+            f"{name} has shape {list(value.shape)}{run}: give a number, or [{size}], one per node{_about(what)}."
         )
     has_values(name, value)
     if num_nodes is None and not torch._C._functorch.is_functorch_wrapped_tensor(value):
@@ -146,7 +148,7 @@ def per_node(
 
 
 def has_values(name: str, value: Any) -> Any:
-    """Return `value` unless it is a tensor on the device meta, of which there is no value.
+    """Return `value` unless it is a tensor on the device meta, which has no values.
 
     >>> has_values("seconds", torch.ones(2, device="meta"))
     Traceback (most recent call last):
@@ -159,7 +161,7 @@ def has_values(name: str, value: Any) -> Any:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return `value` if it is True or False, numpy's too. 0 and None are not; "no" would count as True.
+    """Return `value` if it is True or False, of Python or numpy. 0 and None are not; "no" would count as True.
 
     Raises:
         TypeError: otherwise.
@@ -178,10 +180,10 @@ def choice(name: str, value: Any, allowed: Iterable[str], otherwise: str = "") -
     """Return `value` if it is one of the names in `allowed`.
 
     Args:
-        name: of the argument.
-        value: what was given.
+        name: the argument's name.
+        value: the argument's value.
         allowed: the names.
-        otherwise: what may be given instead of a name, for the message: "a function, or None".
+        otherwise: what else is allowed, for the message, such as "a function, or None".
 
     Raises:
         ValueError: otherwise.
@@ -199,11 +201,11 @@ def choice(name: str, value: Any, allowed: Iterable[str], otherwise: str = "") -
 
 
 def index(name: str, value: Any, size: int) -> int:
-    """Return `value` if it is the index of one of `size` things; a negative one counts from the end.
+    """Return `value` if it is an index into `size` items; a negative one counts from the end.
 
     Raises:
-        TypeError: for what is no integer.
-        IndexError: for one that is out of range.
+        TypeError: if it is not an integer.
+        IndexError: if it is out of range.
 
     >>> index("node", -1, 4)
     -1
@@ -220,13 +222,13 @@ def index(name: str, value: Any, size: int) -> int:
 
 
 def instance(name: str, value: Any, kind: type | tuple[type, ...], give: str) -> Any:
-    """Return `value` if it is of a type.
+    """Return `value` if it is an instance of a type.
 
     Args:
-        name: of the argument.
-        value: what was given.
-        kind: the type, or several.
-        give: what to give, for the message.
+        name: the argument's name.
+        value: the argument's value.
+        kind: the type, or several of them.
+        give: what to give instead, for the message.
 
     Raises:
         TypeError: otherwise.
@@ -244,15 +246,15 @@ def instance(name: str, value: Any, kind: type | tuple[type, ...], give: str) ->
 
 
 def called(name: str, function: Any, *args: Any) -> Any:
-    """Call a function that the user has given.
+    """Call a user's function.
 
     Args:
-        name: of the argument that the function is.
+        name: the name of the argument that holds the function.
         function: the function.
-        args: what it is called with.
+        args: its arguments.
 
     Raises:
-        TypeError: for its own TypeErrors, such as that of a wrong number of arguments.
+        TypeError: if the call raises one, for example because of the number of arguments.
 
     >>> called("topology", lambda: 1, 3)
     Traceback (most recent call last):
@@ -262,39 +264,39 @@ def called(name: str, function: Any, *args: Any) -> Any:
     try:
         return function(*args)
     except TypeError as error:
-        shown = ", ".join(f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else repr(x) for x in args)
-        raise TypeError(f"{name}({shown}) fails: {error}") from error
+        arguments = ", ".join(f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else repr(x) for x in args)
+        raise TypeError(f"{name}({arguments}) fails: {error}") from error
 
 
-def column(name: str, value: Any, known: Iterable[str]) -> str:
+def column(name: str, value: Any, columns: Iterable[str]) -> str:
     """Return `value` if it is the name of a column.
 
     Args:
-        name: of the argument.
-        value: what was given.
-        known: the names of the columns.
+        name: the argument's name.
+        value: the argument's value.
+        columns: the names of the columns.
 
     Raises:
-        TypeError: for what is no text.
-        ValueError: for a column that is not there.
+        TypeError: if it is not a str.
+        ValueError: if there is no such column.
 
     >>> column("y", "val_los", ["train_loss", "val_loss"])
     Traceback (most recent call last):
     ...
     ValueError: y='val_los' is not a column; did you mean 'val_loss'? There are train_loss, val_loss.
     """
-    names = list(known)
+    names = list(columns)
     if instance(name, value, str, "the name of a column") not in names:
         raise ValueError(f"{name}={value!r} is not a column{did_you_mean(value, names)} There are {', '.join(names)}.")
     return value
 
 
 def path(name: str, value: Any) -> Path:
-    """Return `value` as a path, if it is a text or a path.
+    """Return `value` as a path if it is a str or a path.
 
     Raises:
-        TypeError: for anything else.
-        ValueError: for a text that no file can have as its name.
+        TypeError: if it is neither.
+        ValueError: if no file can have that name.
 
     >>> path("directory", "runs").name
     'runs'
@@ -306,52 +308,52 @@ def path(name: str, value: Any) -> Path:
     if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes):
         raise TypeError(f"{name}={value!r} must be a path: a str or a pathlib.Path.")
     if "\0" in os.fspath(value) or os.fspath(value) == "":
-        wrong = "has a null character" if value else "is empty"
-        raise ValueError(f"{name}={value!r} is no path: it {wrong}.")
+        wrong = "contains a null character" if value else "is empty"
+        raise ValueError(f"{name}={value!r} is not a path: it {wrong}.")
     return Path(value)
 
 
-def keywords(whose: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise an error unless all keywords given are known.
+def keywords(whose: str, keys: Iterable[str], allowed: Iterable[str]) -> None:
+    """Raise an error unless every key is an allowed keyword.
 
     Raises:
-        TypeError: otherwise.
+        TypeError: otherwise, naming the first key that is not.
 
     >>> keywords("fit()", ["max_step"], ["batch_size", "max_steps"])
     Traceback (most recent call last):
     ...
     TypeError: fit() has no argument 'max_step'; did you mean 'max_steps'? It has: batch_size, max_steps.
     """
-    names = list(known)
-    for key in given:
-        if key not in names:
-            has = ", ".join(names) or "none"
-            raise TypeError(f"{whose} has no argument {key!r}{did_you_mean(key, names)} It has: {has}.")
+    allowed_names = list(allowed)
+    for key in keys:
+        if key not in allowed_names:
+            has = ", ".join(allowed_names) or "none"
+            raise TypeError(f"{whose} has no argument {key!r}{did_you_mean(key, allowed_names)} It has: {has}.")
 
 
-def did_you_mean(value: Any, known: Iterable[str]) -> str:
-    """End a message's first sentence, with the known name that is closest to `value`, if one is close.
+def did_you_mean(value: Any, names: Iterable[str]) -> str:
+    """End a message's first sentence, suggesting the name closest to `value` if one is close.
 
     >>> did_you_mean("cosin", ["constant", "cosine"]), did_you_mean("x", ["cosine"])
     ("; did you mean 'cosine'?", '.')
     """
-    close = closest(value, known)
+    close = closest(value, names)
     return "." if close is None else f"; did you mean {close!r}?"
 
 
-def closest(value: Any, known: Iterable[str]) -> str | None:
-    """Return the known name that is closest to `value`, ignoring case, if one is close.
+def closest(value: Any, names: Iterable[str]) -> str | None:
+    """Return the name closest to `value`, ignoring case, if one is close.
 
     >>> closest("ADAMM", ["sgd", "adam"]), closest("x", ["sgd", "adam"])
     ('adam', None)
     """
-    lower = {str(name).lower(): str(name) for name in known}
+    lower = {str(name).lower(): str(name) for name in names}
     close = difflib.get_close_matches(str(value).lower(), lower, 1, cutoff=0.5)
     return lower[close[0]] if close else None
 
 
 def kind_of(value: Any) -> str:
-    """Say what a wrong argument is, for a message.
+    """Describe a wrong argument, for a message.
 
     >>> kind_of(3), kind_of(int)
     ('of type int', 'the class int')
@@ -360,7 +362,7 @@ def kind_of(value: Any) -> str:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether `value` is an integer, numpy's too; True is not.
+    """Whether `value` is an integer, of Python or numpy; True is not.
 
     >>> is_integer(3), is_integer(np.int64(3)), is_integer(True), is_integer(3.0)
     (True, True, False, False)
@@ -369,7 +371,7 @@ def is_integer(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a real number, numpy's too; True and tensors are not.
+    """Whether `value` is a real number, of Python or numpy; True and tensors are not.
 
     >>> is_number(0.5), is_number(float("nan")), is_number(True), is_number("0.5")
     (True, True, False, False)
@@ -378,7 +380,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether `value` is a number, and neither infinite nor nan.
+    """Whether `value` is a number that is neither infinite nor nan.
 
     >>> is_finite(0.5), is_finite(float("nan")), is_finite(None)
     (True, False, False)
@@ -386,11 +388,11 @@ def is_finite(value: Any) -> bool:
     return is_number(value) and math.isfinite(value)
 
 
-MOST = 2**63  # and more: what integers of torch, and of files, cannot hold
+MOST = 2**63  # the smallest integer that is too large for torch and for files
 
 
 def _plain(value: Any) -> Any:
-    """Return a number as Python's own; an integer that torch's cannot hold as a float."""
+    """Convert a number to a plain Python one; an integer too large for torch becomes a float."""
     value = value.item() if isinstance(value, np.generic) else value
     try:
         return float(value) if isinstance(value, int) and not -MOST <= value < MOST else value
@@ -398,8 +400,8 @@ def _plain(value: Any) -> Any:
         return math.inf if value > 0 else -math.inf
 
 
-def _shown(value: Any) -> str:
-    """Show a value, an integer of very many digits by its size."""
+def _formatted(value: Any) -> str:
+    """Format a value for a message; an integer too large for torch is rounded."""
     return f"{_plain(value):.3g}" if is_integer(value) and not -MOST <= value < MOST else repr(value)
 
 

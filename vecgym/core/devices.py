@@ -1,7 +1,7 @@
-"""A device runs behind the host, and nothing in a step may wait for it.
+"""Copies between host and device. A device runs asynchronously, and nothing in a step may wait for it.
 
-What reads a value on the host (`.item()`, `if x.any()`, `.cpu()`) waits until the device has done everything before,
-and so does a copy to the device that is not `non_blocking`. The few places of a run that must read values do so by
+Reading a value on the host (`.item()`, `if x.any()`, `.cpu()`) waits until the device has finished all earlier work,
+and so does a copy to the device that is not `non_blocking`. The few places of a run that must read values call
 `fetched`, once for many steps.
 """
 
@@ -16,7 +16,7 @@ from vecgym.core import tree
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether a value can be read without waiting: it is in the memory of the host.
+    """Whether a value can be read without waiting, because it is in the host's memory.
 
     >>> on_host(torch.ones(2)), on_host(torch.ones(2, device="meta"))
     (True, False)
@@ -25,18 +25,18 @@ def on_host(x: Tensor) -> bool:
 
 
 def placed(x: Tensor, device: torch.device | str | None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return `x` on a device; a copy from the host does not wait until the device has it.
+    """Return `x` on a device; a copy from the host does not wait for the device.
 
     >>> placed(torch.ones(2), "meta", torch.float64)
     tensor(..., device='meta', size=(2,), dtype=torch.float64)
     """
     device = x.device if device is None else torch.device(device)
-    # CUDA takes pageable memory over before the call returns. On MPS the copy would read it later.
+    # CUDA copies pageable memory to a buffer before the call returns; MPS would read it later.
     return x.to(device, x.dtype if dtype is None else dtype, non_blocking=on_host(x) and device.type != "mps")
 
 
 def fetched(values: Any) -> Any:
-    """Return nested values with all tensors on the host: this waits for the device, once for all of them.
+    """Return nested values with all tensors on the host. This waits for the device, once for all of them.
 
     >>> fetched({"loss": torch.ones(2)})
     {'loss': tensor([1., 1.])}
@@ -45,7 +45,7 @@ def fetched(values: Any) -> Any:
 
 
 def placed_as(values: Any, template: Any, device: torch.device) -> Any:
-    """Copy tensors from a file to where a run has them; `template` is the state at its start, which may hold less.
+    """Copy tensors from a file to the devices of a run; `template` is its initial state, which may hold fewer.
 
     >>> placed_as({"step": torch.tensor([3])}, {}, torch.device("cpu"))
     {'step': tensor([3])}

@@ -1,4 +1,4 @@
-"""The warning and the errors that are vecgym's own; all others are `ValueError` and `TypeError`."""
+"""vecgym's own warning and errors; all other errors are `ValueError` and `TypeError`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 
 class Damaged(ValueError):
-    """A file that is damaged, or not what vecgym has written; the message names it.
+    """A file is damaged, or was not written by vecgym; the message names it.
 
     >>> isinstance(Damaged("run.pt is damaged"), ValueError)
     True
@@ -19,10 +19,10 @@ class Damaged(ValueError):
 
 
 class VecgymWarning(UserWarning):
-    """A setting has no effect, or not the one that its name suggests.
+    """A setting has no effect, or not the effect that its name suggests.
 
     >>> with warnings.catch_warnings():
-    ...     warnings.simplefilter("error", VecgymWarning)  # where every setting must matter
+    ...     warnings.simplefilter("error", VecgymWarning)  # turn a setting without effect into an error
     ...     warn("H=100 is larger than the run's 10 steps.")
     Traceback (most recent call last):
     ...
@@ -31,7 +31,7 @@ class VecgymWarning(UserWarning):
 
 
 def warn(message: str, category: type[Warning] = VecgymWarning) -> None:
-    """Warn, pointing at the line outside of vecgym that led here, however deep inside it was noticed.
+    """Warn, pointing at the line outside of vecgym that led here, however deep the call.
 
     >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
@@ -46,14 +46,14 @@ def warn(message: str, category: type[Warning] = VecgymWarning) -> None:
 
 
 class DivergenceError(ArithmeticError):
-    """A node's loss became NaN or infinite; the trainer's history and nodes are kept.
+    """A node's loss became NaN or infinite. The trainer keeps its history and nodes.
 
     Attributes:
-        step: optimizer steps done when the loss was computed.
+        step: the number of optimizer steps done when the loss was computed.
         nodes: the ids of the nodes whose loss is not finite.
-        loss: that of the first of them.
-        told: the steps done when it was noticed, where that is later: losses on a device are fetched every
-            `log_interval` steps. None: at once.
+        loss: the loss of the first of these nodes.
+        told: the number of steps done when the loss was noticed, if that was later: losses on a device are fetched
+            every `log_interval` steps. None: it was noticed at once.
 
     >>> error = DivergenceError(step=12, nodes=[3], loss=float("nan"))
     >>> error.step, error.nodes, str(error).split(".")[0]
@@ -67,15 +67,15 @@ class DivergenceError(ArithmeticError):
         self.told = told
         which = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(map(str, nodes[:8]))}"
         more = f" and {len(nodes) - 8} more" if len(nodes) > 8 else ""
-        late, there = "", "there"
+        delay, end = "", "there"
         if told is not None:
-            late = (
+            delay = (
                 f", which was noticed after step {told} only: on a device losses are fetched every log_interval steps"
             )
-            there = f"step {told}"
+            end = f"step {told}"
         super().__init__(
-            f"the loss of {which}{more} is {loss} at step {step}{late}. trainer.history and trainer.nodes hold the run "
-            f"up to {there}. Lower the learning rate, set max_norm=1.0, or go on with "
+            f"the loss of {which}{more} is {loss} at step {step}{delay}. trainer.history and trainer.nodes hold the "
+            f"run up to {end}. Lower the learning rate, set max_norm=1.0, or continue with "
             'on_divergence="warn" or "ignore".'
         )
 
@@ -84,7 +84,7 @@ class DivergenceError(ArithmeticError):
 
 
 class ModelError(ValueError, TypeError):
-    """The model does not return what it must: a scalar loss, or a dict of scalar metrics.
+    """The model does not return a scalar loss or a dict of scalar metrics.
 
     >>> error = ModelError("the model returned a tuple, not a scalar tensor")
     >>> isinstance(error, ValueError), isinstance(error, TypeError)
@@ -93,12 +93,12 @@ class ModelError(ValueError, TypeError):
 
 
 class ProcessError(RuntimeError):
-    """A process of a run in several processes raised, died or hung; the others were ended.
+    """One of a run's processes raised an error, died or hung; the others were ended.
 
     Attributes:
-        rank: of the process.
-        nodes: what it held: "nodes 2-3".
-        traceback: where it was, as text; "" where that is not known.
+        rank: the rank of the process.
+        nodes: the nodes it simulated, such as "nodes 2-3".
+        traceback: the traceback of the process as text, or "" if it is not known.
 
     >>> error = ProcessError(rank=1, nodes="nodes 2-3", what="KeyError: 'x'", traceback="...")
     >>> error.rank, error.nodes, str(error).splitlines()[0]

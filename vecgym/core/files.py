@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, whatever happens while they are written."""
+"""Files that appear complete or not at all, whatever happens while they are written; and locks."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-PARTIAL = ".partial"  # the end of the name of a file that is being written
+PARTIAL = ".partial"  # the suffix of a file that is being written
 
 
 @contextmanager
 def write_atomically(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a file that replaces `path` when the block ends without an error; otherwise `path` stays as it was.
 
-    The contents go to a file next to it, which is on disk before it gets the name `path`, and so is the name. Missing
-    folders are created. A program that is killed meanwhile leaves the other file behind: the next one that writes
-    `path` removes it.
+    The contents go to a temporary file next to it, which is synced to disk and then renamed to `path`. Missing folders
+    are created. A program that is killed meanwhile leaves the temporary file behind: the next one that writes `path`
+    removes it.
 
     Args:
-        mode: "wb", or "w": UTF-8, line ends as they are written.
+        mode: "wb", or "w" for UTF-8 text, with line ends as written.
 
     Raises:
-        TypeError: for what is no path.
-        OSError: where the disk is full or cannot be written.
+        TypeError: if `path` is not a path.
+        OSError: if the disk is full or not writable.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +69,7 @@ def write_atomically(path: str | os.PathLike[str], mode: str = "wb") -> Iterator
 
 
 def remove_partial(folder: str | os.PathLike[str], pattern: str = "*") -> None:
-    """Remove what a killed program has left behind of files whose names match `pattern`.
+    """Remove the temporary files, of files whose names match `pattern`, that killed programs have left behind.
 
     A file that is still being written is locked, and stays; on Windows, without locks, it cannot be removed.
     """
@@ -82,7 +82,7 @@ def remove_partial(folder: str | os.PathLike[str], pattern: str = "*") -> None:
 
 
 def is_regular(path: str | os.PathLike[str]) -> bool:
-    """Whether this is a regular file, and no folder, pipe, socket or device: opening a pipe may block forever.
+    """Whether this is a regular file, not a folder, pipe, socket or device: opening a pipe may block forever.
 
     >>> is_regular("/dev/null"), is_regular(__file__), is_regular("no such file")
     (False, True, False)
@@ -94,9 +94,9 @@ def is_regular(path: str | os.PathLike[str]) -> bool:
 
 
 class Lock:
-    """A file that one process at a time holds: until it lets go, or ends in whatever way. It says who holds it.
+    """A lock file that one process at a time holds until it releases it or ends. The file names its holder.
 
-    Where the system or the file system has no locks, it counts whether the process that is named in it lives.
+    Where the system or the file system has no locks, the lock is held as long as the process named in the file lives.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -110,37 +110,37 @@ class Lock:
         self._descriptor: int | None = None
 
     def take(self) -> str | None:
-        """Take it and return None; or return who holds it."""
+        """Acquire the lock and return None, or return who holds it."""
         while self._descriptor is None:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-            taken = self._take(descriptor)
-            if taken and self._is_here(descriptor):  # else who held it has removed it meanwhile
+            locked = self._take(descriptor)
+            if locked and self._is_current(descriptor):  # otherwise its last holder has removed the file meanwhile
                 self._descriptor = descriptor
-                _held.add(self)
+                _acquired.add(self)
                 return None
             os.close(descriptor)
-            if not taken:
+            if not locked:
                 return self._holder()
         return None
 
     def release(self) -> None:
-        """Let go, if it is held."""
+        """Release the lock if it is held."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, 0)  # on Windows it cannot be removed, and then names nobody
+                os.ftruncate(self._descriptor, 0)  # on Windows it cannot be removed, but then it names nobody
                 self.path.unlink()
             self.forget()
 
     def forget(self) -> None:
-        """Close the file, and leave it where it is."""
+        """Close the file without removing it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None
-        _held.discard(self)
+        _acquired.discard(self)
 
     def _take(self, descriptor: int) -> bool:
-        """Lock the file, write into it who we are, and say whether it is ours."""
-        mine = f"{os.getpid()} {began(os.getpid())} {socket.gethostname()} {secrets.token_hex(4)}"
+        """Lock the file, write this process's identity into it, and return whether the lock is ours."""
+        identity = f"{os.getpid()} {began(os.getpid())} {socket.gethostname()} {secrets.token_hex(4)}"
         try:
             locks = fcntl is not None
             _lock(descriptor)
@@ -150,15 +150,15 @@ class Lock:
             locks = False
         if not locks and _lives(self._read()):
             return False
-        with contextlib.suppress(OSError):  # a full disk: then it has no name
+        with contextlib.suppress(OSError):  # a full disk: then the lock names nobody
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, mine.encode())
+            os.write(descriptor, identity.encode())
         if locks:
             return True
-        time.sleep(ASIDE_S)  # of several that find it free, the last to write has it
-        return self._read() == mine.split()
+        time.sleep(SETTLE_S)  # of several processes that find it free, the last to write holds it
+        return self._read() == identity.split()
 
-    def _is_here(self, descriptor: int) -> bool:
+    def _is_current(self, descriptor: int) -> bool:
         with contextlib.suppress(OSError):
             return os.path.samestat(os.fstat(descriptor), self.path.stat())
         return False
@@ -169,29 +169,29 @@ class Lock:
         return []
 
     def _holder(self) -> str:
-        for _ in range(20):  # it may not have written its name yet
-            if len(found := self._read()) > 2:
-                return f"process {found[0]} on {found[2]}" + ", which is this one" * (found[0] == str(os.getpid()))
-            time.sleep(ASIDE_S / 10)
+        for _ in range(20):  # the holder may not have written its identity yet
+            if len(holder := self._read()) > 2:
+                return f"process {holder[0]} on {holder[2]}" + ", which is this one" * (holder[0] == str(os.getpid()))
+            time.sleep(SETTLE_S / 10)
         return "another process"
 
 
-ASIDE_S = 0.2  # within which, without the system's locks, two that begin together see one another
-_held: set[Lock] = set()
+SETTLE_S = 0.2  # s, within which two processes that start together notice each other without the system's locks
+_acquired: set[Lock] = set()
 
 
-def _forget_all() -> None:
-    """Close, in a process that has been forked, the locks of its parent: they end with that."""
-    for lock in list(_held):
+def _forget_inherited() -> None:
+    """Close the locks of the parent in a process that was forked: they belong to the parent."""
+    for lock in list(_acquired):
         lock.forget()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+    os.register_at_fork(after_in_child=_forget_inherited)
 
 
 def began(pid: int) -> str | None:
-    """Say when a process of this machine began, in whatever unit, "?" where that is not told; None: there is none.
+    """Return when a process of this machine started, in any unit; "?" if that is unknown, None if it does not exist.
 
     >>> began(os.getpid()) == began(os.getpid()) != began(1), began(2**30)
     (True, None)
@@ -211,27 +211,27 @@ def began(pid: int) -> str | None:
     except (OSError, OverflowError):
         return None
     try:
-        told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # no Linux
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # not Linux
         return "?"
-    return None if told[0] == "Z" else told[19]
+    return None if fields[0] == "Z" else fields[19]  # state and starttime, see proc(5)
 
 
-def _lives(named: list[str]) -> bool:
-    """Whether a process that is named in a lock lives on this machine."""
-    here = len(named) > 2 and named[0].isdecimal() and named[2] == socket.gethostname()
-    return here and began(int(named[0])) == named[1]
+def _lives(holder: list[str]) -> bool:
+    """Whether the process named in a lock lives on this machine."""
+    local = len(holder) > 2 and holder[0].isdecimal() and holder[2] == socket.gethostname()
+    return local and began(int(holder[0])) == holder[1]
 
 
 def _lock(descriptor: int) -> None:
-    """Lock a file until it is closed, also by the end of the program; an OSError if another program holds the lock."""
+    """Lock a file until it is closed or the program ends; raise an OSError if another program holds the lock."""
     if fcntl is not None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Write a folder to disk: it holds the names of its files."""
-    if os.name == "nt":  # there a folder cannot be opened
+    """Sync a folder, which holds the names of its files, to disk."""
+    if os.name == "nt":  # Windows cannot open a folder
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -28,7 +28,7 @@ def expand(values: Tree, num_nodes: int) -> Tree:
 
 
 def expanded(x: Tensor, num_nodes: int) -> Tensor:
-    """Expand `[1 or L, *]` to `[L, *]` without a copy; and `[C, *]`, a row for L / C nodes each, with a copy.
+    """Expand `[1 or L, *]` to `[L, *]` without a copy; `[C, *]`, one row for every L / C nodes, is copied.
 
     >>> expanded(torch.tensor([1.0, 2.0]), 4)
     tensor([1., 1., 2., 2.])
@@ -38,7 +38,7 @@ def expanded(x: Tensor, num_nodes: int) -> Tensor:
 
 
 def widened(values: Tree, num_nodes: int) -> Tree:
-    """Expand `[1 or C or L, *]` to `[L, *]` in storage that can be written to; see `expanded`.
+    """Expand `[1 or C or L, *]` to `[L, *]` in writable storage; see `expanded`.
 
     >>> widened({"w": torch.tensor([1.0])}, 2)
     {'w': tensor([1., 1.])}
@@ -49,8 +49,8 @@ def widened(values: Tree, num_nodes: int) -> Tree:
 def mean(values: Tree, members: Sequence[int] | None = None) -> Tree:
     """Average over the node dimension, `[L, *]` -> `[*]`, or over the nodes `members`.
 
-    Integers and booleans are those of the first node. Computed relative to that node, so that the average of equal
-    nodes is exactly their value.
+    Integers and booleans are taken from the first node. The average is computed relative to that node, so that the
+    average of equal nodes is exactly their value.
 
     >>> values = {"w": torch.tensor([[1.0], [3.0], [5.0]]), "count": torch.tensor([4, 5, 6])}
     >>> mean(values), mean(values, members=[1, 2])
@@ -61,7 +61,7 @@ def mean(values: Tree, members: Sequence[int] | None = None) -> Tree:
 
 
 def means(x: Tensor, number: int) -> Tensor:
-    """Average `number` groups of equally many neighbours, `[L, *]` -> `[number, *]`; see `mean`.
+    """Average `number` groups of consecutive rows, all of one size: `[L, *]` -> `[number, *]`; see `mean`.
 
     >>> means(torch.tensor([1.0, 3.0, 10.0, 20.0]), 2)
     tensor([ 2., 15.])
@@ -73,7 +73,7 @@ def means(x: Tensor, number: int) -> Tensor:
 
 
 def consensus_distance(params: Tree) -> Tensor:
-    """Return the root mean square of the nodes' distances to their mean: sqrt(mean_i |theta_i - mean|^2).
+    """Return the root mean square distance of the nodes to their mean: sqrt(mean_i |theta_i - mean|^2).
 
     >>> consensus_distance({"w": torch.tensor([[1.0, 0.0], [-1.0, 0.0]])})
     tensor(1.)
@@ -88,8 +88,8 @@ def squared_consensus_distance(params: Tree) -> Tensor:
     tensor(4.)
     """
     # Relative to node 0, equal nodes are at exactly 0, and so is the distance.
-    seen = [x - x[:1] for x in params.values() if x.is_floating_point() and x.shape[0] > 1]
-    squares = [(x - x.mean(0, keepdim=True)).square().sum() / x.shape[0] for x in seen]
+    offsets = [x - x[:1] for x in params.values() if x.is_floating_point() and x.shape[0] > 1]
+    squares = [(x - x.mean(0, keepdim=True)).square().sum() / x.shape[0] for x in offsets]
     if not squares:
         return torch.zeros(())
     return torch.stack(squares).sum()
@@ -104,7 +104,7 @@ def correlation(params: Tree, num_nodes: int) -> float:
     wide = [x for x in params.values() if x.is_floating_point() and x.shape[0] > 1]
     if num_nodes == 1 or all(torch.equal(x, x[:1].expand_as(x)) for x in wide):
         return 1.0
-    # The vectors are long and need not be joined: means and Gram matrix add up over the tensors.
+    # The vectors are long and need not be concatenated: means and Gram matrix are sums over the tensors.
     values = [expanded(x, num_nodes).flatten(1).double() for x in params.values() if x.is_floating_point()]
     length = sum(x.shape[1] for x in values)
     center = torch.stack([x.sum(1) for x in values]).sum(0, keepdim=True).T / length  # [K, 1]
@@ -118,20 +118,20 @@ def correlation(params: Tree, num_nodes: int) -> float:
 class Nodes(Generic[M]):
     """The final state of all nodes, one stacked tensor `[K, *shape]` for each parameter and buffer.
 
-    A parameter that is the same on every node is stored once and shown expanded.
+    A parameter that is the same on every node is stored once and expanded.
 
     Attributes:
-        params, buffers: of every node.
-        members: the nodes whose mean is the run's model, those that were there; None: all.
-        result: parameters `[K, *]` whose mean that is, where it is not that of `params`: a server's, say.
+        params, buffers: the parameters and buffers of every node.
+        members: the available nodes, whose mean is the run's model; None: all.
+        result: parameters `[K, *]` whose mean is the run's model if it is not the mean of `params`, such as a server's.
 
     >>> weights = torch.tensor([[[1.0]], [[3.0]]])
-    >>> found = Nodes(nn.Linear(1, 1, bias=False), num_nodes=2, params={"weight": weights}, buffers={})
-    >>> found, len(found)
+    >>> nodes = Nodes(nn.Linear(1, 1, bias=False), num_nodes=2, params={"weight": weights}, buffers={})
+    >>> nodes, len(nodes)
     (Nodes(2 x Linear, 1 parameters each), 2)
-    >>> found.module(1).weight.item(), found.average().weight.item(), found.consensus_distance()
+    >>> nodes.module(1).weight.item(), nodes.average().weight.item(), nodes.consensus_distance()
     (3.0, 2.0, 1.0)
-    >>> found.averaged, Nodes(found.model, 2, {"weight": weights}, {}, members=[1]).averaged  # node 0 was not there
+    >>> nodes.averaged, Nodes(nodes.model, 2, {"weight": weights}, {}, members=[1]).averaged  # node 0 was absent
     ({'weight': tensor([[2.]])}, {'weight': tensor([[3.]])})
     """
 
@@ -189,7 +189,7 @@ def fill(model: M, values: Tree) -> M:
 
 
 def take_rows(values, rows: Tensor, copy: bool = True):
-    """Take the given rows of every `[L, *]` tensor of a nested tree; `[1, *]` is only copied, or not even that.
+    """Take rows of every `[L, *]` tensor of a nested tree; a `[1, *]` tensor is cloned if `copy`, else returned as is.
 
     >>> take_rows({"w": torch.tensor([1.0, 2.0, 3.0]), "step": torch.tensor([7])}, torch.tensor([0, 2]))
     {'w': tensor([1., 3.]), 'step': tensor([7])}
@@ -203,7 +203,7 @@ def take_rows(values, rows: Tensor, copy: bool = True):
 
 
 def join_rows(parts):
-    """Concatenate nested trees by their rows, such as one `[1, *]` of each node.
+    """Concatenate nested trees along their rows, such as one `[1, *]` tree per node.
 
     >>> join_rows([{"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0])}])
     {'w': tensor([1., 2.])}
@@ -212,10 +212,10 @@ def join_rows(parts):
 
 
 def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
-    """Replace the given rows of `values`, `[1 or L, *]`, by those of `new`: `[L, *]`.
+    """Replace rows of `values`, `[1 or L, *]`, with those of `new`, and return `[L, *]`.
 
-    A tensor that is `[1, *]` in both and did not change stays `[1, *]`: of one on a device, which is not read, that is
-    known where it is the same object. A tensor that is only in `new` is 0 elsewhere.
+    A tensor that is `[1, *]` in both and has not changed stays `[1, *]`. On a device, where values are not read, only
+    the same object counts as unchanged. A tensor that is only in `new` is 0 in the other rows.
 
     >>> put_rows({"w": torch.tensor([5.0])}, torch.tensor([1]), {"w": torch.tensor([9.0])}, 3, inplace=True)
     {'w': tensor([5., 9., 5.])}
@@ -223,7 +223,7 @@ def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
     rows_on = functools.cache(functools.partial(placed, rows))  # one copy for each device
 
     def put(x: Tensor, old: Tensor | None) -> Tensor:
-        if num_nodes == 1:  # all of it; `old` may be the same storage
+        if num_nodes == 1:  # all rows are new; `old` may share the storage
             return x
         if old is None:
             old = torch.zeros_like(x[:1])
@@ -240,7 +240,7 @@ def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
 
 
 def put_together(values: Any, rows: Tensor, new: Any, num_nodes: int, inplace: bool) -> Any:
-    """Do the same for what the nodes have together: a tensor that these agree on, `[1, *]`, is everyone's.
+    """Replace rows like `put_rows`, of state that the nodes share: a `[1, *]` tensor in `new` becomes every node's.
 
     >>> put_together({"w": torch.tensor([5.0])}, torch.tensor([0, 1]), {"w": torch.tensor([9.0])}, 3, inplace=True)
     {'w': tensor([9.])}
@@ -249,16 +249,16 @@ def put_together(values: Any, rows: Tensor, new: Any, num_nodes: int, inplace: b
     def put(x: Tensor, old: Tensor | None) -> Tensor:
         if len(x) == 1 and (len(rows) > 1 or old is None or len(old) == 1):
             return x
-        found: Tensor = put_rows({} if old is None else {"": old}, rows, {"": x}, num_nodes, inplace)[""]
-        return found
+        merged: Tensor = put_rows({} if old is None else {"": old}, rows, {"": x}, num_nodes, inplace)[""]
+        return merged
 
     return tree.map_leaves(put, new, values)
 
 
 def unshared(exchanged: dict[str, Any], before: dict[str, Any], overwritten: Sequence[Tree]) -> dict[str, Any]:
-    """Clone what the modules' states keep of memory that is overwritten later, that of parameters and gradients.
+    """Clone tensors of the modules' states that share memory with parameters or gradients, which is overwritten later.
 
-    The states `before` are known to be safe: a module that returned its own is not looked at.
+    The states `before` are known to be safe: a module that returned the same state is skipped.
 
     >>> params = {"w": torch.ones(2)}
     >>> unshared({"0": {"kept": params["w"][:1]}}, {}, [params])["0"]["kept"].data_ptr() == params["w"].data_ptr()
@@ -276,7 +276,7 @@ def unshared(exchanged: dict[str, Any], before: dict[str, Any], overwritten: Seq
 
 
 def place(x: Tensor) -> int:
-    """Return where the storage of a tensor is; of one without values, which it is.
+    """Return the address of a tensor's storage; without values, on the device meta, an id of the storage.
 
     >>> x, meta = torch.ones(3), [torch.empty(3, device="meta") for _ in range(2)]
     >>> place(x) == place(x[1:]), place(meta[0]) == place(meta[0][1:]), place(meta[0]) == place(meta[1])

@@ -1,7 +1,7 @@
-"""Python objects and everything that they hold: visit it, replace tensors in it, save its state and restore it.
+"""Python objects and everything they hold: visit it, replace tensors in it, save its state and restore it.
 
-An object holds what is in its attributes and containers; a function, what it closes over, its defaults, and the globals
-that it reads.
+An object holds what is in its attributes and containers; a function holds what it closes over, its defaults, and the
+globals that it reads.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _CONSTANTS = (
 
 
 def _closed_over(f: types.FunctionType) -> dict[str, Any]:
-    """Return the variables of outer functions that a function uses, by name; one that is not set yet is left out."""
+    """Return the variables that a function closes over, by name, without those that are not set yet."""
     cells = zip(f.__code__.co_freevars, f.__closure__ or ())
     return {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}  # equal: both are empty
 
 
 def _global_tensors(f: types.FunctionType) -> dict[str, Tensor]:
-    """Return the tensors among the globals that a function, and those in it, name."""
+    """Return the tensors among the globals that a function, and the functions in it, read."""
     return {name: x for name in _globals_read(f.__code__) if isinstance(x := f.__globals__.get(name), Tensor)}
 
 
 @functools.cache
 def _globals_read(code: types.CodeType) -> frozenset[str]:
-    """Return the names of globals that code, and the functions in it, read, without those that it sets.
+    """Return the names of the globals that code, and the functions in it, read, without those that it sets.
 
     >>> sorted(_globals_read((lambda: [torch.ones(n) for n in range(2)]).__code__))
     ['range', 'torch']
     """
-    done = [(i.opname, i.argval) for i in dis.get_instructions(code)]
-    read = {name for what, name in done if what in ("LOAD_GLOBAL", "LOAD_NAME")}
+    instructions = [(i.opname, i.argval) for i in dis.get_instructions(code)]
+    read = {name for op, name in instructions if op in ("LOAD_GLOBAL", "LOAD_NAME")}
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    written = {name for what, name in done if what in ("STORE_GLOBAL", "DELETE_GLOBAL")}
+    written = {name for op, name in instructions if op in ("STORE_GLOBAL", "DELETE_GLOBAL")}
     return frozenset(read.union(*map(_globals_read, inner)) - written)
 
 
@@ -58,26 +58,26 @@ def _globals_read(code: types.CodeType) -> frozenset[str]:
 
 
 def reachable(root: Any) -> Iterator[Any]:
-    """Visit every object that `root` holds, itself first. Of the globals that a function reads, only tensors.
+    """Visit `root` and then every object that it holds; of the globals that a function reads, only tensors.
 
     >>> lr = torch.tensor(0.5)
     >>> [x for x in reachable({"schedule": lambda step: lr * step}) if isinstance(x, Tensor)]
     [tensor(0.5000)]
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     todo = [root]
     while todo:
         x = todo.pop()
-        if id(x) not in seen and not _is_constant(x):
-            seen.add(id(x))
+        if id(x) not in visited and not _is_constant(x):
+            visited.add(id(x))
             yield x
             todo += reversed(_parts(x))
 
 
 def replaced(x: Any, new: dict[int, Any]) -> Any:
-    """Return a copy of an object that holds other tensors: `new` maps the id of a part to what takes its place.
+    """Return a copy of an object with other tensors: `new` maps the id of a part to its replacement.
 
-    Parts are what `reachable` visits; afterwards `new` has the copies, too.
+    Parts are what `reachable` visits; afterwards `new` also maps their ids to the copies.
 
     >>> lr = torch.tensor(0.5)
     >>> replaced(lambda step: lr * step, {id(lr): torch.tensor(0.1)})(2)
@@ -120,7 +120,7 @@ def _replaced_in_function(f: types.FunctionType, new: dict[int, Any]) -> types.F
 
 
 def _parts(x: Any) -> list[Any]:
-    """Return what an object holds directly."""
+    """Return the objects that an object holds directly."""
     if isinstance(x, (Tensor, torch.Generator)):
         return []
     if isinstance(x, dict):
@@ -153,41 +153,41 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] 
 GENERATORS = tuple(_GENERATORS)
 
 
-def state_of(x: Any, known: dict[int, str], where: str = "self") -> dict[str, Any]:
-    """Return what an object's attributes hold and may change while it works: nested dicts and lists for a file.
+def state_of(x: Any, names: dict[int, str], where: str = "self") -> dict[str, Any]:
+    """Return the state of an object, what its attributes hold and may change, as nested dicts and lists for a file.
 
-    That is: tensors, plain values, generators of random numbers and whatever has a `state_dict`, in lists, tuples,
-    dicts and objects; of a module the parameters and buffers, of an optimizer also the parameters. Classes, functions
-    and methods are taken to be the same in every object that is made by the same code.
+    The state consists of tensors, plain values, random number generators and whatever has a `state_dict`, in lists,
+    tuples, dicts and objects; for a module its parameters and buffers, for an optimizer also the parameters. Classes,
+    functions and methods are assumed to be the same in every object that the same code creates.
 
     Args:
-        known: id -> name, of what is kept elsewhere; what is met is added.
-        where: what `x` is called in errors.
+        names: id -> name of the objects that are saved elsewhere; those that `x` holds are added.
+        where: the name of `x` in errors.
 
     Raises:
-        TypeError: for something that cannot be saved, naming it: a lock, an iterator, an open file.
+        TypeError: for something that cannot be saved, such as a lock, an iterator or an open file; it is named.
 
     >>> class Counter:
     ...     def __init__(self):
-    ...         self.count, self.seen = 0, []
+    ...         self.count, self.values = 0, []
     >>> one, two = Counter(), Counter()
-    >>> one.count, one.seen = 3, [torch.ones(2)]
+    >>> one.count, one.values = 3, [torch.ones(2)]
     >>> restore(two, state_of(one, {}), {})
-    >>> two.count, two.seen
+    >>> two.count, two.values
     (3, [tensor([1., 1.])])
     """
-    known[id(x)] = where
-    return {name: _saved(y, known, f"{where}.{name}") for name, y in vars(x).items()}
+    names[id(x)] = where
+    return {name: _saved(y, names, f"{where}.{name}") for name, y in vars(x).items()}
 
 
-def _saved(x: Any, known: dict[int, str], where: str) -> Any:
+def _saved(x: Any, names: dict[int, str], where: str) -> Any:
     if type(x) in _PLAIN:
         return x
     if isinstance(x, _CONSTANTS):
         return {"is": "constant"}
-    if id(x) in known:
-        return {"is": "same", "as": known[id(x)]}
-    known[id(x)] = where
+    if id(x) in names:
+        return {"is": "same", "as": names[id(x)]}
+    names[id(x)] = where
     if isinstance(x, Tensor):
         grad = x.grad if x.is_leaf else None
         return {"is": "tensor", "value": x.detach().contiguous(), "grad": grad, "requires_grad": x.requires_grad}
@@ -195,101 +195,101 @@ def _saved(x: Any, known: dict[int, str], where: str) -> Any:
         if isinstance(x, kind):
             return {"is": "generator", "value": get(x)}
     if type(x) in (list, tuple):
-        return {"is": type(x).__name__, "items": [_saved(y, known, f"{where}[{i}]") for i, y in enumerate(x)]}
+        return {"is": type(x).__name__, "items": [_saved(y, names, f"{where}[{i}]") for i, y in enumerate(x)]}
     if isinstance(x, dict):
-        keys = [_saved_key(key, known, f"a key of {where}") for key in x]
-        return {"is": "dict", "keys": keys, "items": [_saved(y, known, f"{where}[{key!r}]") for key, y in x.items()]}
+        keys = [_saved_key(key, names, f"a key of {where}") for key in x]
+        return {"is": "dict", "keys": keys, "items": [_saved(y, names, f"{where}[{key!r}]") for key, y in x.items()]}
     if hasattr(x, "load_state_dict"):
-        tensors = [_saved(y, known, f"{where}'s tensor {i}") for i, y in enumerate(_tensors_of(x))]
+        tensors = [_saved(y, names, f"{where}'s tensor {i}") for i, y in enumerate(_tensors_of(x))]
         return {"is": "state_dict", "tensors": tensors, "value": {} if isinstance(x, nn.Module) else x.state_dict()}
     if hasattr(x, "__dict__") and not isinstance(x, enum.Enum):
-        return {"is": "object", "vars": state_of(x, known, where)}
+        return {"is": "object", "vars": state_of(x, names, where)}
     raise _refusal(x, where)
 
 
 def _tensors_of(x: Any) -> list[Tensor]:
-    """Return the tensors that a module or an optimizer works on, and that others may hold too."""
+    """Return the tensors of a module or an optimizer, which other objects may hold too."""
     if isinstance(x, nn.Module):
         return [*x.parameters(), *x.buffers()]
     return [p for group in x.param_groups for p in group["params"]] if isinstance(x, torch.optim.Optimizer) else []
 
 
-def _saved_key(key: Any, known: dict[int, str], where: str) -> Any:
-    """Save a key: a plain one, a tuple, or a tensor that has been met, such as a parameter of the model."""
-    if not isinstance(key, (*_PLAIN, tuple)) and not (isinstance(key, Tensor) and id(key) in known):
+def _saved_key(key: Any, names: dict[int, str], where: str) -> Any:
+    """Save a key of a dict: plain, a tuple, or a tensor that is already saved, such as a parameter of the model."""
+    if not isinstance(key, (*_PLAIN, tuple)) and not (isinstance(key, Tensor) and id(key) in names):
         raise _refusal(key, where)
-    return _saved(key, known, where)
+    return _saved(key, names, where)
 
 
 def _refusal(x: Any, where: str) -> TypeError:
     return TypeError(
         f"{where} is a {type(x).__name__}, which cannot be saved: allowed are tensors, numbers, strings, lists, dicts, "
-        "generators of random numbers, whatever has a state_dict, and objects of these. Or give the strategy a "
-        "state_dict() and a load_state_dict(state) of its own."
+        "random number generators, whatever has a state_dict, and objects of these. Or give the strategy its own "
+        "state_dict() and load_state_dict(state)."
     )
 
 
-def restore(x: Any, state: Mapping[str, Any], made: dict[Any, Any], where: str = "self") -> None:
-    """Fill an object, in place, with the `state_of` another one that the same code has made.
+def restore(x: Any, state: Mapping[str, Any], objects: dict[Any, Any], where: str = "self") -> None:
+    """Restore an object in place from the `state_of` another one that the same code has created.
 
-    What two places of the other object shared they share again.
+    Two attributes that held the same object hold the same object again.
 
     Args:
-        made: name and id -> object, of what is kept elsewhere; what is filled is added.
+        objects: name and id -> object, of what is saved elsewhere; restored objects are added.
 
     Raises:
-        ValueError: for an object that the saved one had and this one has nothing like.
+        ValueError: if the saved object held something that this one has no counterpart for.
     """
-    made[where] = made[id(x)] = x
+    objects[where] = objects[id(x)] = x
     values = vars(x)
     for name in values.keys() - state.keys():
         del values[name]
     for name, part in state.items():
-        values[name] = _restored(values.get(name), part, made, f"{where}.{name}")
+        values[name] = _restored(values.get(name), part, objects, f"{where}.{name}")
 
 
-def _restored(x: Any, state: Any, made: dict[Any, Any], where: str) -> Any:
-    """Return what belongs in the place of `x`: itself, filled, if it is of that kind."""
+def _restored(x: Any, state: Any, objects: dict[Any, Any], where: str) -> Any:
+    """Return what takes the place of `x`: `x` itself, restored in place, if it is of the saved kind."""
     if not isinstance(state, dict):
         return state
     kind = state["is"]
     if kind == "same":
-        y = made[state["as"]]
-        if isinstance(x, Tensor) and x is not y and made.get(f"new {state['as']}") is y:
+        y = objects[state["as"]]
+        if isinstance(x, Tensor) and x is not y and objects.get(f"new {state['as']}") is y:
             raise _missing(state["as"])  # something else may hold `x`
         return y
     if kind == "constant":
         if x is None:
             raise _missing(where)
         return x
-    x = None if id(x) in made else x  # what has another place already
+    x = None if id(x) in objects else x  # it already has another place
     if kind == "tensor":
         y = _filled(x, state)
         if y is not x:
-            made[f"new {where}"] = y
+            objects[f"new {where}"] = y
     elif kind in ("list", "tuple"):
-        y = _sequence(x, state, made, where)
+        y = _sequence(x, state, objects, where)
     elif kind == "dict":
-        y = _dict(x if isinstance(x, dict) else {}, state, made, where)
+        y = _dict(x if isinstance(x, dict) else {}, state, objects, where)
     else:
         y = x
-        _fill(x, state, made, where)
-    made[where] = made[id(y)] = y
+        _fill(x, state, objects, where)
+    objects[where] = objects[id(y)] = y
     return y
 
 
-def _sequence(x: Any, state: Mapping[str, Any], made: dict[Any, Any], where: str) -> Any:
+def _sequence(x: Any, state: Mapping[str, Any], objects: dict[Any, Any], where: str) -> Any:
     olds = [*(x if isinstance(x, (list, tuple)) else ()), *[None] * len(state["items"])]
-    y = made[where] = x if type(x) is list else []  # it may hold itself
-    items = [_restored(old, part, made, f"{where}[{i}]") for i, (old, part) in enumerate(zip(olds, state["items"]))]
+    y = objects[where] = x if type(x) is list else []  # it may hold itself
+    items = [_restored(old, part, objects, f"{where}[{i}]") for i, (old, part) in enumerate(zip(olds, state["items"]))]
     y[:] = items
     return tuple(items) if state["is"] == "tuple" else y
 
 
-def _dict(x: dict[Any, Any], state: Mapping[str, Any], made: dict[Any, Any], where: str) -> dict[Any, Any]:
-    made[where], before = x, dict(x)
-    keys = [_restored(None, key, made, f"a key of {where}") for key in state["keys"]]
-    items = [_restored(before.get(k), part, made, f"{where}[{k!r}]") for k, part in zip(keys, state["items"])]
+def _dict(x: dict[Any, Any], state: Mapping[str, Any], objects: dict[Any, Any], where: str) -> dict[Any, Any]:
+    objects[where], before = x, dict(x)
+    keys = [_restored(None, key, objects, f"a key of {where}") for key in state["keys"]]
+    items = [_restored(before.get(k), part, objects, f"{where}[{k!r}]") for k, part in zip(keys, state["items"])]
     x.clear()
     x.update(zip(keys, items))
     return x
@@ -306,37 +306,37 @@ def _filled(x: Any, state: Mapping[str, Any]) -> Tensor:
     return y
 
 
-def _fill(x: Any, state: Mapping[str, Any], made: dict[Any, Any], where: str) -> None:
-    """Fill an object of another kind, which must be there."""
+def _fill(x: Any, state: Mapping[str, Any], objects: dict[Any, Any], where: str) -> None:
+    """Restore an object of another kind in place; it must exist."""
     kind = state["is"]
     if kind == "generator" and isinstance(x, GENERATORS):
         next(put for cls, (_, put) in _GENERATORS.items() if isinstance(x, cls))(x, state["value"])
     elif kind == "state_dict" and hasattr(x, "load_state_dict"):
         tensors = _tensors_of(x)
         for i, (p, part) in enumerate(zip(tensors, state["tensors"])):
-            if _restored(p, part, made, f"{where}'s tensor {i}") is not p:
+            if _restored(p, part, objects, f"{where}'s tensor {i}") is not p:
                 raise _missing(f"{where}'s tensor {i}")
         if not isinstance(x, nn.Module):
             x.load_state_dict(state["value"])
         if isinstance(x, torch.optim.Optimizer):
             _keep_dtypes(x, tensors, state["value"]["state"])
     elif kind == "object" and hasattr(x, "__dict__"):
-        restore(x, state["vars"], made, where)
+        restore(x, state["vars"], objects, where)
     else:
         raise _missing(where)
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, params: list[Tensor], saved: Mapping[int, Any]) -> None:
-    """Put back what `load_state_dict` has cast to the dtype of its parameter."""
-    for i, own in saved.items():
-        held = optimizer.state[params[i]]
-        for name, y in own.items():
-            if isinstance(y, Tensor) and y.dtype != held[name].dtype:
-                held[name] = y.to(held[name].device)
+    """Restore the tensors that `load_state_dict` has cast to the dtype of their parameter."""
+    for i, entries in saved.items():
+        loaded = optimizer.state[params[i]]
+        for name, y in entries.items():
+            if isinstance(y, Tensor) and y.dtype != loaded[name].dtype:
+                loaded[name] = y.to(loaded[name].device)
 
 
 def _missing(where: str) -> ValueError:
     return ValueError(
-        f"{where} of the saved object was made while it worked, and this new one has nothing like it: make it at the "
-        "start, in _init_node."
+        f"{where} of the saved object was created while it ran, and the new object has no counterpart: create it at "
+        "the start, in _init_node."
     )

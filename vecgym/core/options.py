@@ -1,4 +1,4 @@
-"""Options as dataclasses whose types say how each is checked, and functions that take them by name."""
+"""Options as dataclasses whose annotations hold the checks, and functions that accept options by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, get_origin, 
 from vecgym.core import check
 
 P = ParamSpec("P")
-Given = TypeVar("Given")
+OptionsT = TypeVar("OptionsT")
 Owner = TypeVar("Owner")
 Result = TypeVar("Result")
 
@@ -36,24 +36,24 @@ class Options:
         self.settle(**{name: checks[name](name, value) for name, value in vars(self).items() if name in checks})
 
     def settle(self, **values: Any) -> None:
-        """Set fields while the object is made; from then on it is frozen."""
+        """Set fields while the object is created; afterwards it is frozen."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
 
 @functools.cache
 def checks_of(options: Any) -> dict[str, Callable[[str, Any], Any]]:
-    """Return the checks of a class of options by the names of its fields."""
+    """Return the checks of a class of options, by field name."""
     hints = get_type_hints(options, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
 
 
 def takes(
-    options: Callable[P, Given],
-) -> Callable[[Callable[[Owner, Given], Result]], Callable[Concatenate[Owner, P], Result]]:
+    options: Callable[P, OptionsT],
+) -> Callable[[Callable[[Owner, OptionsT], Result]], Callable[Concatenate[Owner, P], Result]]:
     """Let a method that takes an options object be called with the options by name.
 
-    Type checkers and `help` see all of them; `{arguments}` in its docstring becomes their documentation.
+    Type checkers and `help` see all options; `{arguments}` in the docstring is replaced with their documentation.
 
     >>> @dataclass(frozen=True)
     ... class Sizes(Options):
@@ -74,25 +74,25 @@ def takes(
     return functools.partial(_by_name, options, (owner,))
 
 
-def function_of(options: Callable[P, Given]) -> Callable[[Callable[[Given], Result]], Callable[P, Result]]:
-    """Do the same as `takes` for a function."""
+def function_of(options: Callable[P, OptionsT]) -> Callable[[Callable[[OptionsT], Result]], Callable[P, Result]]:
+    """Do for a function what `takes` does for a method."""
 
     return functools.partial(_by_name, options, ())
 
 
 def _by_name(options: Any, first: Sequence[inspect.Parameter], function: Callable[..., Any]) -> Any:
-    """Return a function that takes the options by name, after these parameters, and shows them to `help`."""
+    """Return a function that accepts the options by name after the `first` parameters, in its signature too."""
     signature, hints, name = inspect.signature(options), get_type_hints(options), function.__name__
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = args[len(first) :]
+        positional = args[len(first) :]
         check.keywords(f"{name}()", kwargs, signature.parameters)
         try:
-            signature.bind(*given, **kwargs)
+            signature.bind(*positional, **kwargs)
         except TypeError as error:
             raise TypeError(f"{name}(): {error}.") from None
-        return function(*args[: len(first)], options(*given, **kwargs))
+        return function(*args[: len(first)], options(*positional, **kwargs))
 
     annotated = [p.replace(annotation=inspect.formatannotation(hints[p.name])) for p in signature.parameters.values()]
     call.__signature__ = inspect.Signature([*first, *annotated])  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ def _by_name(options: Any, first: Sequence[inspect.Parameter], function: Callabl
 
 
 def _arguments(options: Any) -> str:
-    """Return what the docstrings of options say below "Args:", those that are inherited first."""
+    """Return what the docstrings of options say below "Args:", base classes first."""
     texts = [inspect.cleandoc(cls.__doc__ or "") for cls in reversed(options.__mro__)]
     matches = [re.search(r"^Args:\n(.*?)(\n\n|\Z)", text, re.DOTALL | re.MULTILINE) for text in texts]
     return "\n".join(match[1] for match in matches if match)

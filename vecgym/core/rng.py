@@ -1,8 +1,8 @@
-"""Random numbers keyed by what they are for: (seed, purpose, step, global node id, ...).
+"""Random numbers keyed by their purpose: (seed, purpose, step, global node id, ...).
 
 A key is a pure function of its parts, so nothing depends on the order in which nodes are visited, on how
-they are chunked, or on what was drawn before; and no global random state is read or changed. Code of the user's
-that draws from the global generators gets states of its own from `GlobalStates`.
+they are chunked, or on what was drawn before; no global random state is read or changed. User code that
+draws from the global generators gets its own states from `GlobalStates`.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class GlobalStates(NamedTuple):
 
     @classmethod
     def now(cls, accelerators: bool = True) -> GlobalStates:
-        """Return the present states; without those of the accelerators if nothing draws from them."""
+        """Return the current states; without those of the accelerators if nothing draws from them."""
         states = _accelerator_states() if accelerators else []
         return cls(torch.get_rng_state(), np.random.get_state(), random.getstate(), states)  # noqa: NPY002
 
     @classmethod
     def seeded(cls, seed: int) -> GlobalStates:
-        """Return the states after seeding all generators with `seed`; leave the generators as they are."""
+        """Return the states after seeding all generators with `seed`, and leave the generators unchanged."""
         before = cls.now()
         try:
             torch.manual_seed(seed)
@@ -95,7 +95,7 @@ class GlobalStates(NamedTuple):
 
     @classmethod
     def unpacked(cls, packed: dict[str, Any]) -> GlobalStates:
-        """Invert `packed`. What no generator can be set to raises the error of its `set_state`.
+        """Invert `packed`. An invalid state raises the error of the generator's `set_state`.
 
         >>> state = GlobalStates.seeded(0)
         >>> GlobalStates.unpacked(state.packed()).python == state.python
@@ -113,10 +113,10 @@ class GlobalStates(NamedTuple):
 
 @contextmanager
 def private(seed: int | None = None) -> Iterator[None]:
-    """Restore the CPU's global generators after a block in which a user's code may draw from them.
+    """Restore the CPU's global generators after a block in which user code may draw from them.
 
     Args:
-        seed: for all of them, within the block; None: they continue from their present states.
+        seed: the seed of all of them within the block; None: they continue from their current states.
 
     >>> with private(3):
     ...     x = torch.rand(2)

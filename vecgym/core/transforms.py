@@ -1,4 +1,4 @@
-"""Look through the transforms of `torch.func` at the values inside."""
+"""Read the values inside the transforms of `torch.func`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ T = TypeVar("T")
 
 
 def readable() -> contextlib.AbstractContextManager:
-    """Allow lists and arrays to be made of tensors within a block that may be inside a transform of `torch.func`.
+    """Allow tensors to be converted to lists and arrays within a block, even inside a transform of `torch.func`.
 
-    Outside of one that is allowed anyway, and the mode would cost a microsecond at every call of torch.
+    Outside of a transform that is always allowed, and the mode would cost a microsecond per call of torch.
     """
     inside = _functorch.peek_interpreter_stack() is not None
     return Readable() if inside else contextlib.nullcontext()
 
 
 class Readable(TorchFunctionMode):
-    """Make lists and arrays of the plain values of tensors."""
+    """Convert tensors to lists and arrays of their plain values."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.numpy):
@@ -33,7 +33,7 @@ class Readable(TorchFunctionMode):
 
 
 def plain(x: Tensor) -> Tensor:
-    """Return the bare values, without a transform's wrapper or a graph."""
+    """Return the plain values, without a transform's wrapper or a graph."""
     return _unwrapped(x).detach()
 
 

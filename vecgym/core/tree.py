@@ -1,7 +1,7 @@
 """Arithmetic on trees: `dict[str, Tensor]`, one entry per parameter or buffer.
 
 Every per-node tensor has the node dimension first, `[L, *shape]`. A node dimension of size 1 means
-"the same on every node"; broadcasting makes the two kinds mix.
+"the same on every node"; the two kinds mix by broadcasting.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 Tree = dict[str, Tensor]
-Path = tuple[tuple[type, Any], ...]  # to a leaf of nested values: (dict, key), (list, index) ...
+Path = tuple[tuple[type, Any], ...]  # the path to a leaf of nested values: (dict, key), (list, index) ...
 
 
 def map(fn: Callable[..., Tensor], *trees: Tree) -> Tree:
-    """Apply `fn` to the tensors of equal name of each tree.
+    """Apply `fn` to the tensors of the same name in all trees.
 
     >>> import torch
     >>> map(torch.add, {"w": torch.ones(1)}, {"w": torch.ones(1)})
@@ -30,7 +30,7 @@ def map(fn: Callable[..., Tensor], *trees: Tree) -> Tree:
 
 
 def flatten(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Visit the leaves of nested dicts, lists and tuples, in order, with the path to each; empty ones are leaves.
+    """Visit the leaves of nested dicts, lists and tuples in order, with their paths; empty containers are leaves.
 
     >>> [(path_name(path), x) for path, x in flatten({"a": 1, "b": [2, {"c": 3}]})]
     [("['a']", 1), ("['b'][0]", 2), ("['b'][1]['c']", 3)]
@@ -46,7 +46,7 @@ def flatten(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def unflatten(leaves: Mapping[Path, Any]) -> Any:
-    """Build the tree that has these leaves, in this order.
+    """Build the tree with these leaves, in this order.
 
     >>> unflatten(dict(flatten({"a": 1, "b": [2, {"c": 3}]})))
     {'a': 1, 'b': [2, {'c': 3}]}
@@ -81,11 +81,11 @@ def leaves(tree: object) -> Iterator[Tensor]:
 
 
 def map_leaves(fn: Callable[..., Any], tree: Any, *others: Any, kind: type = Tensor) -> Any:
-    """Apply `fn` to every tensor of nested dicts, lists and (named) tuples, and to what other trees have in its place.
+    """Apply `fn` to every tensor of nested dicts, lists and (named) tuples, and to its counterparts in other trees.
 
     Args:
-        fn: (leaf, *what is there in each of `others`, None if nothing is) -> anything.
-        kind: the type of the leaves; others stay as they are.
+        fn: (leaf, *its counterparts in `others`, None where there is none) -> anything.
+        kind: the type of the leaves; leaves of other types stay as they are.
 
     >>> import torch
     >>> map_leaves(lambda x: x + 1, {"a": torch.tensor(1), "b": (torch.tensor(2), "text")})
@@ -111,7 +111,7 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *others: Any, kind: type = Ten
 
 
 def _mapped(fn: Callable[..., Any], tree: Any, kind: type) -> Any:
-    """`map_leaves` of one tree, which is most of its calls."""
+    """Do `map_leaves` for a single tree, the most frequent case."""
     if isinstance(tree, kind):
         return fn(tree)
     if isinstance(tree, dict):
@@ -123,7 +123,7 @@ def _mapped(fn: Callable[..., Any], tree: Any, kind: type) -> Any:
 
 
 def _at(tree: Any, kind: Any, key: Any) -> Any:
-    """Return what a tree has at a key or index; None if it has nothing there."""
+    """Return the value of a tree at a key or index, or None if there is none."""
     if not isinstance(tree, kind):
         return None
     return tree.get(key) if isinstance(tree, dict) else tree[key] if key < len(tree) else None
@@ -134,7 +134,7 @@ def _sequence(kind: Any, values: Iterable[Any]) -> Any:
 
 
 def form(x: Any) -> str:
-    """Return the type and shape of a tensor or array in words.
+    """Describe the type and shape of a tensor or array.
 
     >>> import torch
     >>> form(torch.ones(2, 3))
@@ -144,9 +144,9 @@ def form(x: Any) -> str:
 
 
 def differentiated(x: object) -> bool:
-    """Whether derivatives by `x` may be taken: it requires grad, or is inside a transform of `torch.func`.
+    """Whether `x` may be differentiated: it requires grad, or is inside a transform of `torch.func`.
 
-    It does not depend on whether gradients are being recorded just now.
+    This does not depend on whether autograd is recording.
 
     >>> import torch
     >>> differentiated(torch.ones(1)), differentiated(torch.ones(1, requires_grad=True)), differentiated(1.0)
@@ -160,7 +160,7 @@ def differentiated(x: object) -> bool:
 
 
 def num_bytes(tree: object) -> int:
-    """Bytes that the tensors of a tree hold, an expanded dimension counted once.
+    """Return the bytes that the tensors of a tree occupy, counting an expanded dimension once.
 
     >>> import torch
     >>> num_bytes({"w": torch.ones(2, 3), "b": torch.ones(1).expand(100)})
@@ -172,7 +172,7 @@ def num_bytes(tree: object) -> int:
 
 
 def per_node(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """Shape one number per node, `[L]`, to multiply a `[L, *]` tensor; a single number stays as it is.
+    """Reshape one number per node, `[L]`, to multiply a `[L, *]` tensor; a single number stays as it is.
 
     >>> import torch
     >>> per_node(torch.ones(3), torch.ones(3, 4, 5)).shape

@@ -2,23 +2,23 @@
 
 `Batches` gives trees of `[L, B, ...]` for training, `EvalBatches` ordinary batches `[B, ...]` for evaluation.
 Nothing depends on which other nodes are in this process, on the number of workers, or on what was read
-before, so a run resumes at any step without reading the steps before it. `partition_dirichlet` and its like
-say which node holds which examples, where they are not simply dealt.
+before, so a run resumes at any step without reading the steps before it. The functions `partition_*` assign
+the examples to the nodes in other ways than dealing them in turn.
 
 Three ways to read, fastest first:
 
 1. `TensorDataset`, `TokenWindows`, a bare tensor, and `Subset`s of them: one gather for all nodes, no Python
    per example.
 2. A dataset with `__getitems__(indices)`: one call for all nodes. A returned `list` holds examples, which are
-   collated as `DataLoader` does; anything else (tensor, tuple, dict ...) is taken as the batch already, its
-   leaves `[len(indices), ...]`. The second form is vecgym's extension of the protocol.
+   collated as `DataLoader` does; anything else (tensor, tuple, dict ...) is the collated batch, with leaves
+   `[len(indices), ...]`. The second form is vecgym's extension of the protocol.
 3. Any other dataset: one `dataset[i]` per example, then `default_collate`.
 
-A custom `collate_fn` always gets the list of examples of one node's batch. Containers come out as
-`DataLoader` gives them (examples that are tuples make a list); any mapping comes out as a plain dict.
+A custom `collate_fn` always gets the list of examples of one node's batch. Containers are those that
+`DataLoader` returns (a list for examples that are tuples); any mapping becomes a plain dict.
 
 Random numbers that a dataset or `collate_fn` draws from the global generators of `random`, `numpy` and
-`torch` (CPU) are seeded by (seed, step, node), and the global states are put back afterwards. Only inside one
+`torch` (CPU) are seeded by (seed, step, node), and the global states are restored afterwards. Only inside one
 `__getitems__` call for several nodes does a draw depend on which nodes share the call.
 """
 
@@ -40,8 +40,8 @@ from vecgym.data.checks import checked_node_ids, is_factory
 from vecgym.data.collate import Batch
 from vecgym.data.source import Request, Source
 
-KEPT_PLACES = 2**20  # of the orders of epochs, beyond those that are in use
-CACHE_BYTES = 256 * 2**20  # an evaluation set up to this size stays in memory once it was read
+CACHED_INDICES = 2**20  # of the epochs' orders, beyond the epochs in use
+CACHE_BYTES = 256 * 2**20  # an evaluation set up to this size stays in memory after the first pass
 
 
 class Examples(Protocol):
@@ -70,27 +70,27 @@ class Batches:
 
     `dataset` is either one map-style dataset, dealt to the nodes exactly as `DistributedSampler(dataset,
     num_nodes, node, shuffle, seed)` with `set_epoch(epoch)` deals it, or a factory `(rank, num_nodes, train)
-    -> Dataset`, called once per node here; each node then reads its own whole dataset, shuffled by
+    -> Dataset`, called once per node in this process; each node then reads its own whole dataset, shuffled by
     `rng.key(seed, "data", epoch, node)`.
 
-    A batch is never larger than a node's shard: with `B` beyond the shards that one dataset is dealt into, a batch is
-    the whole shard of each node; a node of a factory that has fewer than `B` examples sees all of them in each step,
-    and its loss is their mean. They fill the first of the `B` places, and repeat up to the last; `limits` says how many
-    count. (A node with little data sees it more often.)
+    A batch is never larger than a node's shard. If `B` exceeds the shards of one dealt dataset, a batch is the whole
+    shard of each node. A node of a factory with fewer than `B` examples sees all of them in each step, and its loss
+    is their mean: they fill the first of the `B` places and repeat up to the last, and `limits` is the number that
+    counts. (A node with little data sees it more often.)
 
-    An epoch is `ceil(longest / B)` steps, `longest` being the longest shard. Shorter shards repeat cyclically
-    (in their shuffled order) up to it, as DistributedSampler pads. If `B` does not divide `longest`, the last
-    batch of an epoch is smaller, on all nodes alike; `dataloader_kwargs={"drop_last": True}` drops it.
+    An epoch is `ceil(longest / B)` steps, `longest` being the length of the longest shard. Shorter shards repeat
+    cyclically (in their shuffled order) up to it, as DistributedSampler pads. If `B` does not divide `longest`, the
+    last batch of an epoch is smaller on all nodes; `dataloader_kwargs={"drop_last": True}` drops it.
 
     Arguments: `num_nodes` K; `batch_size` B, examples per node and step; `node_ids` the global ids of the
-    nodes here (default all); `dataloader_kwargs` goes to `DataLoader` (workers, `collate_fn` ...), where a
-    worker makes the batch of all L nodes of a step; `device` where the leaves go (a `TensorDataset` that is
-    there already is gathered there); `agree` maps the longest shard in this process to the longest anywhere,
-    which only a run of several processes with a factory needs (a max all-reduce).
+    nodes in this process (default all); `dataloader_kwargs` goes to `DataLoader` (workers, `collate_fn` ...), where
+    a worker reads the batch of all L nodes of a step; `device` where the leaves go (a `TensorDataset` that is
+    already there is gathered there); `agree` maps the longest shard in this process to the longest of all
+    processes, which only a run of several processes with a factory needs (a max all-reduce).
 
-    Errors, all at construction: `TypeError` for what is not a map-style dataset and for unknown
+    Errors, all at construction: `TypeError` if the dataset is not map-style and for unknown
     `dataloader_kwargs`; `ValueError` for an empty dataset, `drop_last` that leaves no batch, and keys that
-    vecgym owns.
+    vecgym sets itself.
 
     >>> batches = Batches(torch.arange(8), num_nodes=2, batch_size=2, shuffle=False)
     >>> batches[0], batches.steps_per_epoch
@@ -122,22 +122,22 @@ class Batches:
         train = check.flag("train", train)
         self._source = Source(dataset, self.num_nodes, self.node_ids, train, self.seed, device, dataloader_kwargs, name)
         lengths, shared = self._source.lengths, self._source.shared
-        # Examples of each node here, before padding.
+        # Examples of each node in this process, before padding.
         dealt = tuple(len(range(node, lengths[0], self.num_nodes)) for node in self.node_ids)
         self.shard_sizes = dealt if shared else lengths
         longest = -(-lengths[0] // self.num_nodes) if shared else max(lengths)
-        self.epoch_length = _agreed(agree, longest, not shared)  # examples of each node in an epoch, with padding
+        self.epoch_length = _agreed(agree, longest, not shared)  # examples per node and epoch, with padding
         full, rest = divmod(self.epoch_length, self.batch_size)
         self.steps_per_epoch = full if self._source.drop_last else full + (rest > 0)
         if self.steps_per_epoch == 0:
             raise ValueError(
-                f"drop_last leaves no batch: batch_size={self.batch_size}, and {name} has at most {self.epoch_length} "
+                f"drop_last leaves no batch: batch_size={self.batch_size}, but {name} has at most {self.epoch_length} "
                 f"examples for each of {self.num_nodes} nodes. Fix: batch_size={self.epoch_length}, or no drop_last"
             )
         self._orders: dict[int, Tensor] = {}  # epoch -> [L, longest]
 
     def batch(self, step: int) -> Batch:
-        """Read the batch of any step >= 0, leaves `[L, B, ...]`; without workers.
+        """Read the batch of any step >= 0, with leaves `[L, B, ...]`, without workers.
 
         >>> Batches(torch.arange(8), num_nodes=2, batch_size=2, shuffle=False).batch(1)
         tensor([[4, 6],
@@ -149,7 +149,7 @@ class Batches:
 
     @property
     def limits(self) -> tuple[int, ...] | None:
-        """The most examples of a batch that are a node's own, for each node here; None: all always are.
+        """The most distinct examples in a batch of each node in this process; None: never fewer than B.
 
         >>> Batches(lambda rank, num_nodes, train: torch.arange(5 - 3 * rank), num_nodes=2, batch_size=4).limits
         (5, 2)
@@ -157,7 +157,7 @@ class Batches:
         return self.limits_of(self.shard_sizes)
 
     def limits_of(self, shard_sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the same for nodes with these shards, which may be in other processes.
+        """Return the `limits` of nodes with shards of these sizes, which may be in other processes.
 
         >>> Batches(lambda rank, num_nodes, train: torch.arange(5), num_nodes=2, batch_size=4).limits_of((5, 2))
         (5, 2)
@@ -165,7 +165,7 @@ class Batches:
         return None if self._source.shared or min(shard_sizes) >= self.batch_size else shard_sizes
 
     def width(self, step: int) -> int:
-        """Return B at a step: the last batch of an epoch may be smaller.
+        """Return the batch size at a step: the last batch of an epoch may be smaller.
 
         >>> [Batches(torch.arange(10), num_nodes=2, batch_size=3).width(step) for step in range(3)]
         [3, 2, 3]
@@ -173,16 +173,16 @@ class Batches:
         return min(self.batch_size, self.epoch_length - step % self.steps_per_epoch * self.batch_size)
 
     def at(self, steps: Sequence[int], rows: Sequence[int] | None = None) -> tuple[Batch, list[int]]:
-        """Read for each node the batch of a step of its own, leaves `[n, B, ...]`; without workers.
+        """Read a batch in which each node is at its own step, with leaves `[n, B, ...]`, without workers.
 
-        B is that of the largest; the examples of a smaller one fill the first of the B places, and repeat.
+        B is the size of the largest batch; the examples of a smaller one fill the first of the B places, and repeat.
 
         Args:
-            steps: of each node, all >= 0.
-            rows: which of the nodes here, by their places; None: all.
+            steps: the step of each node, >= 0.
+            rows: the rows of the nodes among those in this process; None: all.
 
         Returns:
-            The batch, and how many examples of each node are its own.
+            The batch, and the number of distinct examples of each node.
 
         >>> batches = Batches(torch.arange(6), num_nodes=2, batch_size=2, shuffle=False)
         >>> batches.at([0, 1]), batches.at([1], rows=[0])
@@ -196,57 +196,61 @@ class Batches:
     def read(
         self, requests: Iterable[tuple[Sequence[int], int | Sequence[int]]], shard_sizes: tuple[int, ...] | None = None
     ) -> Iterator[tuple[Batch, list[int] | None]]:
-        """Yield the batch of each request, and how many examples of each row are its own; with workers if asked for.
+        """Yield the batch of each request and the number of distinct examples in each row, with workers if set.
 
         Args:
-            requests: nodes here, ascending, and which of its own batches each of them reads: one number for all of
-                these, or one for each.
-            shard_sizes: of all nodes of the run, where some are in other processes.
+            requests: nodes in this process, ascending, and the number of the batch that they read: one for all of
+                them, or one per node.
+            shard_sizes: the shard sizes of all nodes of the run, if some are in other processes.
 
         >>> batches = Batches(torch.arange(6), num_nodes=2, batch_size=2, shuffle=False)
         >>> list(batches.read([([0, 1], 0), ([0, 1], [0, 1]), ([1], 1)]))[1:]
         [(tensor([[0, 2],
                 [5, 5]]), [2, 1]), (tensor([[5]]), [1])]
         """
-        of_all = self.limits if shard_sizes is None else self.limits_of(shard_sizes)
-        own = of_all if of_all is None or shard_sizes is None else tuple(of_all[node] for node in self.node_ids)
+        all_limits = self.limits if shard_sizes is None else self.limits_of(shard_sizes)
+        local_limits = (
+            all_limits
+            if all_limits is None or shard_sizes is None
+            else tuple(all_limits[node] for node in self.node_ids)
+        )
         places = {node: row for row, node in enumerate(self.node_ids)}
-        limits: deque[list[int] | None] = deque()  # of the batches that workers have been asked for
+        limits: deque[list[int] | None] = deque()  # of the batches requested from the workers
 
         def located() -> Iterator[Request]:
             for nodes, counts in requests:
                 if isinstance(counts, int) and len(nodes) == len(self.node_ids):
-                    limits.append(None if own is None else list(own))
+                    limits.append(None if local_limits is None else list(local_limits))
                     yield self._request(counts)
                 else:
                     rows = [places[node] for node in nodes]
                     steps = [counts] * len(rows) if isinstance(counts, int) else counts
-                    indices, of_rows = self._located(steps, rows, own)
-                    limits.append(of_rows)
+                    indices, row_limits = self._located(steps, rows, local_limits)
+                    limits.append(row_limits)
                     yield steps, indices, rows
 
         return ((batch, limits.popleft()) for batch in self._source.stream(located()))
 
     def _located(
-        self, steps: Sequence[int], rows: Sequence[int], own: Sequence[int] | None
+        self, steps: Sequence[int], rows: Sequence[int], local_limits: Sequence[int] | None
     ) -> tuple[Tensor, list[int]]:  # fmt: skip
-        """Return which examples some nodes read, each at a step of its own, `[n, B]`, and how many are its own."""
+        """Return the indices `[n, B]` that nodes read, each at its own step, and how many of them are distinct."""
         widths = [self.width(step) for step in steps]
-        own = own or [self.batch_size] * len(self.node_ids)
-        limits = [min(width, own[row]) for width, row in zip(widths, rows)]
+        local_limits = local_limits or [self.batch_size] * len(self.node_ids)
+        limits = [min(width, local_limits[row]) for width, row in zip(widths, rows)]
         epochs = [step // self.steps_per_epoch for step in steps]
         first = [step % self.steps_per_epoch * self.batch_size for step in steps]
         different = dict.fromkeys(epochs)
-        # Nodes at different times come back to an epoch: keep what is small.
-        spare = KEPT_PLACES // (self.epoch_length * len(self.node_ids))
+        # Nodes at different steps return to an epoch: cache the orders if they are small.
+        spare = CACHED_INDICES // (self.epoch_length * len(self.node_ids))
         orders = {epoch: self._order(epoch, keep=len(different) + spare) for epoch in different}
-        chosen = [orders[e][row, a : a + width] for e, row, a, width in zip(epochs, rows, first, widths)]
+        indices = [orders[e][row, a : a + width] for e, row, a, width in zip(epochs, rows, first, widths)]
         if min(widths) < max(widths):
-            chosen = [x.repeat(-(-max(widths) // len(x)))[: max(widths)] for x in chosen]
-        return torch.stack(chosen), limits
+            indices = [x.repeat(-(-max(widths) // len(x)))[: max(widths)] for x in indices]
+        return torch.stack(indices), limits
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """Yield the batches of the steps `start` up to `stop`, without end if None; with workers if asked for.
+        """Yield the batches of the steps from `start` to `stop`, endlessly if `stop` is None, with workers if set.
 
         >>> [x.tolist() for x in Batches(torch.arange(3), 1, 2, shuffle=False).iterate(1, 4)]
         [[[2]], [[0, 1]], [[2]]]
@@ -256,7 +260,7 @@ class Batches:
         return self._source.stream(map(self._request, steps))
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield all batches from step 0 on, without end."""
+        """Yield all batches from step 0 on, endlessly."""
         return self.iterate()
 
     def _request(self, step: int) -> tuple[int, Tensor]:
@@ -265,11 +269,11 @@ class Batches:
         return step, self._order(epoch)[:, first : first + self.batch_size]
 
     def _order(self, epoch: int, keep: int = 1) -> Tensor:
-        """Return which example of its dataset each node reads at each place of the epoch, `[L, epoch_length]`."""
+        """Return the examples that each node reads in an epoch, in order: indices `[L, epoch_length]`."""
         if epoch not in self._orders:
-            while len(self._orders) > keep:  # workers run ahead into the next epoch: keep two
+            while len(self._orders) > keep:  # workers read ahead into the next epoch: keep two
                 self._orders.pop(next(iter(self._orders)))
-            order = self._dealt(epoch) if self._source.shared else self._own(epoch)
+            order = self._dealt(epoch) if self._source.shared else self._separate(epoch)
             self._orders[epoch] = self._source.locate(order)
         return self._orders[epoch]
 
@@ -280,8 +284,8 @@ class Batches:
         rounds = order.repeat(-(-total // len(order)))[:total].view(self.epoch_length, self.num_nodes)
         return rounds.t().index_select(0, torch.tensor(self.node_ids))
 
-    def _own(self, epoch: int) -> Tensor:
-        """Put each node's own dataset into an order of its own."""
+    def _separate(self, epoch: int) -> Tensor:
+        """Order each node's own dataset independently."""
         rows, places = [], torch.arange(self.epoch_length)
         for node, length in zip(self.node_ids, self._source.lengths):
             order = self._shuffled(length, rng.generator(self.seed, "data", epoch, node))
@@ -293,7 +297,7 @@ class Batches:
 
 
 def _agreed(agree: Any, length: int, per_node: bool) -> int:
-    """Return a length of this process's shards, or of all processes' where the nodes have shards of their own."""
+    """Return the length of this process's shards, or of all processes' shards if the nodes have their own datasets."""
     if agree is not None and not callable(agree):
         raise TypeError(f"agree is {check.kind_of(agree)}; give a function of a shard's length, or None.")
     return length if agree is None or not per_node else int(check.called("agree", agree, length))
@@ -312,17 +316,18 @@ def num_steps(batches: Batches, num_epochs: int = 1, max_steps: int | None = Non
 
 
 class EvalBatches:
-    """The validation set in batches: an iterable of `(batch, number of examples)`, the same at every pass.
+    """The validation set in batches: an iterable of `(batch, number of examples)`, the same on every pass.
 
-    One dataset is the same for all nodes: leaves are `[B, ...]`, without a node dimension. A factory is
-    called as `factory(rank, num_nodes, False)` for each node here: leaves are `[L, B, ...]`, and the shortest
-    node's length is the number of examples of every node, so that each node's mean has the same weight.
+    One dataset is the same for all nodes: leaves are `[B, ...]`, without a node dimension. A factory is called
+    as `factory(rank, num_nodes, False)` for each node in this process: leaves are `[L, B, ...]`, and every node
+    reads as many examples as the node with the fewest has, so that each node's mean has the same weight.
 
-    Examples come in a fixed order that depends on the seed alone; `val_size` takes the first so many of it
-    (all when None or larger than the dataset). The last batch may be smaller: weight means by the number of
-    examples. Batches of up to `CACHE_BYTES` in all are kept after the first full pass; do not write into
-    them. `drop_last` among `dataloader_kwargs` is for training and has no effect here. `agree` maps the
-    shortest length in this process to the shortest anywhere (a min all-reduce). Errors as in `Batches`.
+    Examples come in a fixed order that depends on the seed alone; `val_size` is how many of them are read, from
+    the first on (all if None or larger than the dataset). The last batch may be smaller: weight means by the
+    number of examples. Batches of up to `CACHE_BYTES` in total are cached after the first full pass; do not
+    write into them. `drop_last` among `dataloader_kwargs` is for training and has no effect here. `agree` maps
+    the shortest length in this process to the shortest of all processes (a min all-reduce). Errors as in
+    `Batches`.
 
     >>> [(x.tolist(), count) for x, count in EvalBatches(torch.arange(3), 2, seed=1)]
     [([0, 2], 2), ([1], 1)]
@@ -366,15 +371,15 @@ class EvalBatches:
         if self._cache is not None:
             yield from self._cache
             return
-        kept, kept_bytes = [], 0
+        cache, num_bytes = [], 0
         for item in self._read():
-            kept_bytes += tree.num_bytes(item[0])
-            if kept_bytes <= CACHE_BYTES:
-                kept.append(item)
+            num_bytes += tree.num_bytes(item[0])
+            if num_bytes <= CACHE_BYTES:
+                cache.append(item)
             else:
-                kept.clear()
+                cache.clear()
             yield item
-        self._cache = kept if kept_bytes <= CACHE_BYTES else None
+        self._cache = cache if num_bytes <= CACHE_BYTES else None
 
     def _read(self) -> Iterator[tuple[Batch, int]]:
         parts = self._order.split(self.batch_size, dim=1)
@@ -383,7 +388,7 @@ class EvalBatches:
 
 
 def chosen_batches(batches: Sequence[Any], which: Sequence[int]) -> Any:
-    """Join the batch of each of C configurations, out of S different ones: `[K, B, ...]` -> `[C * K, B, ...]`.
+    """Concatenate the batches of C configurations, out of S distinct ones: `[K, B, ...]` -> `[C * K, B, ...]`.
 
     >>> chosen_batches([torch.tensor([[1]]), torch.tensor([[2]])], [0, 1, 1]).T
     tensor([[1, 2, 2]])
@@ -394,18 +399,18 @@ def chosen_batches(batches: Sequence[Any], which: Sequence[int]) -> Any:
         return tree.map_leaves(lambda x: x.repeat(len(which), *[1] * (x.dim() - 1)), batches[0])
     index = torch.tensor(which)
 
-    def chosen(*each: Tensor) -> Tensor:
-        return torch.stack(each)[placed(index, each[0].device)].flatten(0, 1)
+    def select(*leaves: Tensor) -> Tensor:
+        return torch.stack(leaves)[placed(index, leaves[0].device)].flatten(0, 1)
 
-    return tree.map_leaves(chosen, *batches)
+    return tree.map_leaves(select, *batches)
 
 
-def places(each: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """Return the distinct objects among these, and which of them each is.
+def places(objects: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """Return the distinct objects of a sequence, and the index of each object among them.
 
     >>> places(["a", "b", "a"])
     (['a', 'b'], [0, 1, 0])
     """
-    distinct = list({id(x): x for x in each}.values())
+    distinct = list({id(x): x for x in objects}.values())
     place = {id(x): i for i, x in enumerate(distinct)}
-    return distinct, [place[id(x)] for x in each]
+    return distinct, [place[id(x)] for x in objects]

@@ -17,7 +17,7 @@ from vecgym.core.errors import warn
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 Collate = Callable[[list[Any]], Any]  # the examples of one node -> its batch
 
-_FACTORY = "let a dataset factory (rank, num_nodes, train) -> Dataset say what each node reads"
+_FACTORY = "use a dataset factory (rank, num_nodes, train) -> Dataset to choose what each node reads"
 _OWNED_KEYS = {
     "dataset": "pass it as the first argument",
     "batch_size": "use the argument batch_size",
@@ -25,7 +25,7 @@ _OWNED_KEYS = {
     "sampler": _FACTORY,
     "batch_sampler": _FACTORY,
     "generator": "use the argument seed",
-    "in_order": "leave it out, batches always come in order",
+    "in_order": "omit it, batches always come in order",
 }
 _LOADER_KEYS = [key for key in inspect.signature(DataLoader).parameters if key not in _OWNED_KEYS]
 _LOADER_CHECKS: dict[str, Callable[[str, Any], Any]] = {
@@ -39,12 +39,12 @@ _LOADER_CHECKS: dict[str, Callable[[str, Any], Any]] = {
 def split_loader_kwargs(kwargs: Mapping[str, Any] | None) -> tuple[bool, Collate | None, dict[str, Any]]:
     """Return `drop_last` and `collate_fn`, which vecgym applies itself, and the keywords for the DataLoader."""
     give = "a dict such as {'num_workers': 2}"
-    given = {} if kwargs is None else dict(check.instance("dataloader_kwargs", kwargs, Mapping, give))
-    for key in given:
+    settings = {} if kwargs is None else dict(check.instance("dataloader_kwargs", kwargs, Mapping, give))
+    for key in settings:
         if key in _OWNED_KEYS:
             raise ValueError(f"dataloader_kwargs has {key!r}, which vecgym sets itself. Fix: {_OWNED_KEYS[key]}")
-    check.keywords("dataloader_kwargs", given, _LOADER_KEYS)
-    rest = {key: _LOADER_CHECKS[key](key, value) if key in _LOADER_CHECKS else value for key, value in given.items()}
+    check.keywords("dataloader_kwargs", settings, _LOADER_KEYS)
+    rest = {key: _LOADER_CHECKS[key](key, value) if key in _LOADER_CHECKS else value for key, value in settings.items()}
     if not rest.get("num_workers"):
         if rest.get("timeout"):
             raise ValueError(f"timeout={rest['timeout']} needs workers. Fix: num_workers=1 or more, or no timeout")
@@ -57,14 +57,14 @@ def split_loader_kwargs(kwargs: Mapping[str, Any] | None) -> tuple[bool, Collate
 
 
 def is_factory(dataset: Any) -> bool:
-    """Whether this is a function or a class that makes the nodes' datasets."""
-    if isinstance(dataset, nn.Module):  # it can be called, but with batches
+    """Whether `dataset` is a function or a class that creates the nodes' datasets."""
+    if isinstance(dataset, nn.Module):  # callable, but with batches
         return False
     return callable(dataset) and (isinstance(dataset, type) or not hasattr(dataset, "__getitem__"))
 
 
 def check_dataset(dataset: Any, name: str) -> None:
-    """Raise an error for what is neither a map-style dataset, of at least one example, nor a factory.
+    """Raise an error unless `dataset` is a map-style dataset of at least one example, or a factory.
 
     >>> check_dataset([], "train_dataset")
     Traceback (most recent call last):
@@ -76,19 +76,19 @@ def check_dataset(dataset: Any, name: str) -> None:
         return
     try:
         inspect.signature(dataset).bind(0, 1, True)
-    except ValueError:  # of a class written in C, which does not say what it takes
+    except ValueError:  # a class written in C has no signature
         pass
     except TypeError as error:
         raise TypeError(f"{name} is called as a factory (rank, num_nodes, train) -> Dataset: {error}") from None
 
 
 def check_examples(dataset: Any, name: str) -> None:
-    """Raise an error for what is no map-style dataset of at least one example."""
+    """Raise an error unless `dataset` is a map-style dataset of at least one example."""
     if isinstance(dataset, nn.Module):
         raise TypeError(f"{name} is {describe(dataset)}, a model. Fix: Trainer(model, train_dataset, val_dataset)")
     if isinstance(dataset, IterableDataset):
         raise TypeError(
-            f"{name} is {describe(dataset)}, an IterableDataset, without random access to deal to nodes. "
+            f"{name} is {describe(dataset)}, an IterableDataset, whose examples cannot be dealt to nodes. "
             f"Allowed: a map-style dataset. Fix: read it first, {name}=list(dataset)"
         )
     if isinstance(dataset, (Mapping, str, bytes)) or not hasattr(dataset, "__getitem__"):
@@ -101,19 +101,19 @@ def check_examples(dataset: Any, name: str) -> None:
         raise TypeError(f"{name} is {describe(dataset)}, without length. Fix: define __len__ in its class")
     try:
         is_empty = len(dataset) == 0
-    except TypeError as error:  # of a tensor without dimensions, or a class that says it has none
+    except TypeError as error:  # a tensor without dimensions, or a class whose __len__ raises
         raise TypeError(f"{name} is {describe(dataset)}, without length: {error}") from None
     if is_empty:
         raise ValueError(f"{name} is empty. Allowed: at least one example")
 
 
 def checked_node_ids(node_ids: Iterable[int] | None, num_nodes: int) -> tuple[int, ...]:
-    """Return the ids of the nodes here; None: all."""
+    """Return the ids of the nodes in this process; None: all."""
     if node_ids is None:
         return tuple(range(num_nodes))
-    given = node_ids.tolist() if isinstance(node_ids, Tensor) else node_ids
-    check.instance("node_ids", given, Iterable, "the ids of nodes, such as [0, 1]")
-    ids = tuple(check.integer("node_ids", node, 0) for node in given)
+    nodes = node_ids.tolist() if isinstance(node_ids, Tensor) else node_ids
+    check.instance("node_ids", nodes, Iterable, "the ids of nodes, such as [0, 1]")
+    ids = tuple(check.integer("node_ids", node, 0) for node in nodes)
     if not ids or len(set(ids)) < len(ids) or max(ids) >= num_nodes:
         raise ValueError(f"node_ids={ids}. Allowed: different ids from 0 to {num_nodes - 1}, at least one")
     return ids
@@ -129,7 +129,7 @@ def is_integers(x: Any) -> bool:
 
 
 def describe(value: Any) -> str:
-    """Say what a wrong value is, for a message."""
+    """Describe a wrong value, for a message."""
     if isinstance(value, Tensor):
         return f"a {value.dim()}-D tensor of {value.dtype}"
     inside = f" of {type(value[0]).__name__}" if isinstance(value, (list, tuple)) and value else ""

@@ -1,4 +1,4 @@
-"""Make one tensor of the examples of all nodes, with errors that name the leaf."""
+"""Collate the examples of all nodes into one tensor, with errors that name the leaf."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fold(leaf: Any, path: str, size: torch.Size) -> Tensor:
 
 
 def explain(leaves: list[Any], path: str) -> None:
-    """Raise the error that says why examples cannot be collated, if there is a plain reason."""
+    """Raise an error that explains why examples cannot be collated, if there is an obvious reason."""
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, np.ndarray, np.generic, numbers.Number, str, bytes)):
             raise _not_a_tensor(leaf, path)
@@ -39,18 +39,18 @@ def explain(leaves: list[Any], path: str) -> None:
 
 
 def check_shapes(shapes: Sequence[tuple[int, ...]], path: str, label: Callable[[int], str]) -> None:
-    """Raise a ValueError unless all shapes are equal; `label(i)` says what has shape i."""
+    """Raise a ValueError unless all shapes are equal; `label(i)` names what has shape i."""
     for i, shape in enumerate(shapes):
         if shape != shapes[0]:
             raise ValueError(
                 f"{path} has shape {tuple(shapes[0])} in {label(0)} and {tuple(shape)} in {label(i)}. "
-                "Allowed: one shape, since the batches of all nodes make one tensor [L, B, ...]. "
+                "Allowed: one shape, since the batches of all nodes form one tensor [L, B, ...]. "
                 'Fix: pad to a fixed shape, dataloader_kwargs={"collate_fn": one_that_pads}'
             )
 
 
 def as_tensor(leaf: Any, path: str) -> Tensor:
-    """Convert a leaf of a batch."""
+    """Convert a leaf of a batch to a tensor."""
     if isinstance(leaf, Tensor):
         return check.has_values(path, leaf)
     if isinstance(leaf, (np.ndarray, np.generic, numbers.Number)):
@@ -67,20 +67,20 @@ def _not_a_tensor(leaf: Any, path: str) -> TypeError:
 
 
 def as_list(examples: Any, count: int) -> list[Any]:
-    """Return the examples one by one, for a `collate_fn`, even if `__getitems__` returned a batch."""
+    """Return the examples as a list, for a `collate_fn`, even if `__getitems__` returned a batch."""
     if isinstance(examples, list):
         return examples
     return [tree.map_leaves(operator.itemgetter(i), examples) for i in range(count)]
 
 
 def map_together(fn: Callable[[list[Any], str], Any], trees: Sequence[Any], path: str = "batch") -> Any:
-    """Apply `fn(leaves, path)` to the corresponding leaves of trees of one form, and return a tree of that form."""
+    """Apply `fn(leaves, path)` to the corresponding leaves of trees of the same form, and return such a tree."""
     first = trees[0]
     forms = sorted({_outline(x) for x in trees})
     if len(forms) > 1:
         raise ValueError(
             f"{path} does not have the same form everywhere: {' and '.join(forms)}. Allowed: the same keys "
-            "and lengths in every example of every node. Fix: a collate_fn that makes them so"
+            "and lengths in every example of every node. Fix: a collate_fn that makes them the same"
         )
     if isinstance(first, Mapping):
         return {key: map_together(fn, [x[key] for x in trees], f"{path}[{key!r}]") for key in first}
@@ -93,7 +93,7 @@ def map_together(fn: Callable[[list[Any], str], Any], trees: Sequence[Any], path
 
 
 def _is_sequence(value: Any) -> bool:
-    # a list of strings is what default_collate makes of strings: one leaf, and a wrong one
+    # default_collate turns strings into a list: one leaf, which is not allowed
     return isinstance(value, (list, tuple)) and not (value and isinstance(value[0], (str, bytes)))
 
 

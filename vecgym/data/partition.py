@@ -1,7 +1,7 @@
-"""Which node holds which examples: one dataset cut into a shard for each node, alike or as unlike as real ones are.
+"""Partitions of one dataset into a shard per node, identically distributed or heterogeneous.
 
 A partition is a function of the labels (or the number of examples), the number of nodes and the seed alone.
-`vecgym.data` has everything here that is public.
+`vecgym.data` exports everything here that is public.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vecgym.core import check, rng
 from vecgym.data.checks import is_integers
 
 ALPHA = "the smaller, the more uneven"
-MAX_DRAWS = 1000  # of a partition, until every node has `min_size` examples
+MAX_DRAWS = 1000  # draws of a partition until every node has `min_size` examples
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +28,12 @@ class Partition:
     """Every example of a dataset on exactly one node.
 
     Args:
-        indices: of the examples of each node, K integer tensors `[n_k]`, none empty; together 0 to n - 1, each once.
-        labels: the class of each example, `[n]` integers; None where there are none.
+        indices: the indices of each node's examples, K integer tensors `[n_k]`, none empty; together they hold each
+            of 0 to n - 1 once.
+        labels: the class of each example, `[n]` integers, or None.
 
     Raises:
-        ValueError: for indices that do not hold every example once, an empty node, and labels of another length.
+        ValueError: if the indices do not hold every example once, a node is empty, or labels has another length.
 
     >>> partition = Partition((torch.tensor([0, 3]), torch.tensor([1, 2, 4])), labels=torch.tensor([7, 8, 8, 7, 8]))
     >>> partition
@@ -53,16 +54,16 @@ class Partition:
         places = torch.cat(self.indices).sort().values
         if not torch.equal(places, torch.arange(len(places))):
             raise ValueError(
-                f"indices are not each of 0 to {len(places) - 1} once: a partition puts every example on one node."
+                f"indices do not hold each of 0 to {len(places) - 1} once: a partition puts every example on one node."
             )
         if self.labels is not None and not is_integers(self.labels):
             raise TypeError(f"labels is {check.kind_of(self.labels)}; give a tensor of integers, [n], or None.")
         if self.labels is not None and len(self.labels) != len(places):
-            raise ValueError(f"there are {len(self.labels)} labels for {len(places)} examples: give one for each.")
+            raise ValueError(f"there are {len(self.labels)} labels for {len(places)} examples: give one per example.")
 
     @property
     def num_nodes(self) -> int:
-        """K.
+        """The number of nodes, K.
 
         >>> Partition((torch.tensor([0, 3]), torch.tensor([1, 2, 4]))).num_nodes
         2
@@ -71,7 +72,7 @@ class Partition:
 
     @property
     def num_examples(self) -> int:
-        """Of all nodes together.
+        """The number of examples of all nodes together, n.
 
         >>> Partition((torch.tensor([0, 3]), torch.tensor([1, 2, 4]))).num_examples
         5
@@ -80,25 +81,25 @@ class Partition:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of examples of each node, n_k: what `weighting="examples"` weighs by."""
-        return tuple(len(own) for own in self.indices)
+        """The number of examples of each node, n_k: the weights of `weighting="examples"`."""
+        return tuple(len(rows) for rows in self.indices)
 
     @cached_property
     def classes(self) -> tuple[int, ...]:
-        """The labels that there are, ascending."""
+        """The labels that occur, ascending."""
         return tuple(self._labels.unique().tolist())
 
     @cached_property
     def counts(self) -> Tensor:
-        """How many examples of each class each node has, `[K, classes]`."""
-        _, places = self._labels.unique(return_inverse=True)
-        return torch.stack([torch.bincount(places[own], minlength=len(self.classes)) for own in self.indices])
+        """The number of examples of each class on each node, `[K, classes]`."""
+        _, classes = self._labels.unique(return_inverse=True)
+        return torch.stack([torch.bincount(classes[rows], minlength=len(self.classes)) for rows in self.indices])
 
     def datasets(self, dataset: Any) -> Shards:
-        """Cut `dataset` into the nodes' shards: `Trainer`, `sweep` and `Batches` take the result in place of a dataset.
+        """Split `dataset` into the nodes' shards; pass the result to `Trainer`, `sweep` or `Batches` as the dataset.
 
         Raises:
-            ValueError: for a dataset of another length.
+            ValueError: if the dataset has another length.
 
         >>> from torch.utils.data import TensorDataset
         >>> x, y = torch.randn(6, 3), torch.tensor([0, 0, 0, 1, 1, 1])
@@ -112,15 +113,15 @@ class Partition:
             raise TypeError(f"dataset is {check.kind_of(dataset)}; give the one that was partitioned.") from None
         if size != self.num_examples:
             raise ValueError(
-                f"the dataset has {size} examples and the partition {self.num_examples}: "
-                "give the dataset that was partitioned, or make a partition of this one."
+                f"the dataset has {size} examples, but the partition has {self.num_examples}: "
+                "give the dataset that was partitioned, or partition this one."
             )
         return Shards(dataset, self)
 
     @property
     def _labels(self) -> Tensor:
         if self.labels is None:
-            raise ValueError("the partition knows no labels: make it of labels, such as partition_iid(labels, K).")
+            raise ValueError("the partition has no labels: create it from labels, such as partition_iid(labels, K).")
         return self.labels
 
     def __repr__(self) -> str:
@@ -141,23 +142,23 @@ class Shards:
     def __call__(self, rank: int, num_nodes: int, train: bool = True) -> Subset[Any]:
         if num_nodes != self.partition.num_nodes:
             raise ValueError(
-                f"num_nodes={num_nodes}, and the data is in {self.partition.num_nodes} parts. "
+                f"num_nodes={num_nodes}, but the data is partitioned for {self.partition.num_nodes} nodes. "
                 f"Fix: num_nodes={self.partition.num_nodes}, or a partition for {num_nodes} nodes."
             )
         return Subset(self.dataset, self.partition.indices[rank].tolist())
 
 
 def partition_iid(data: Any, num_nodes: int, *, seed: int = 42) -> Partition:
-    """Deal the examples at random, equally many to each node (one more to some, if K does not divide n).
+    """Deal the examples at random, equally many to each node (one more to some nodes if K does not divide n).
 
     Args:
-        data: the labels, `[n]` integers, or a dataset. Labels are found in `dataset.targets`, in a `TensorDataset`'s
-            last tensor, and in a `Subset` of these; here they may be missing.
+        data: the labels, `[n]` integers, or a dataset. Its labels are `dataset.targets`, a `TensorDataset`'s last
+            tensor, or those of the dataset below a `Subset`; here they are optional.
         num_nodes: K.
-        seed: of the partition.
+        seed: the seed of the partition.
 
     Raises:
-        TypeError, ValueError: for what has no length, and fewer examples than nodes.
+        TypeError, ValueError: if `data` has no length, or there are fewer examples than nodes.
 
     >>> partition_iid(torch.zeros(10, 3), num_nodes=4)
     Partition(4 nodes, 10 examples, 2 to 3 a node)
@@ -173,25 +174,25 @@ def partition_dirichlet(
     """Give each node its own mixture of the classes; the smaller alpha, the fewer classes a node has.
 
     Balanced: node k draws q_k ~ Dir(alpha p), with p the classes' shares in the data, and n / K examples from the
-    classes with probabilities q_k, without replacement. Classes that are used up leave the mixture, and a node whose
-    classes are all used up draws a new one of those left: the last nodes get what is there. Nodes draw in a random
-    order. Every node has floor(n / K) or ceil(n / K) examples.
+    classes with probabilities q_k, without replacement. Exhausted classes leave the mixture, and a node whose classes
+    are all exhausted draws a new mixture of the remaining ones: the last nodes get what is left. Nodes draw in a
+    random order. Every node has floor(n / K) or ceil(n / K) examples.
 
-    Not balanced: each class c is divided among the nodes in shares s_c ~ Dir(alpha 1_K): the sizes differ, too. Drawn
-    anew until every node has `min_size` examples.
+    Unbalanced: each class c is divided among the nodes in shares s_c ~ Dir(alpha 1_K), so the sizes differ, too. The
+    shares are redrawn until every node has `min_size` examples.
 
     Args:
-        data: labels or a dataset that has them; see `partition_iid`.
+        data: the labels, or a dataset that has labels; see `partition_iid`.
         num_nodes: K.
-        alpha: concentration, > 0. Dir(alpha p) has alpha for all classes together, Dir(alpha 1_K) has it for each
-            node: at one alpha the balanced form is the more uneven.
-        balanced: which of the two.
-        min_size: the fewest examples of a node, where not balanced.
-        seed: of the partition.
+        alpha: the concentration, > 0. In Dir(alpha p) alpha is the sum over all classes, in Dir(alpha 1_K) it is the
+            value of each node: at the same alpha the balanced form is more heterogeneous.
+        balanced: whether all nodes have the same number of examples.
+        min_size: the minimum number of examples per node of the unbalanced form.
+        seed: the seed of the partition.
 
     Raises:
-        TypeError, ValueError: for no labels, alpha <= 0, fewer examples than nodes, a `min_size` that was not reached
-            in 1000 draws.
+        TypeError, ValueError: if there are no labels, alpha <= 0, there are fewer examples than nodes, or `min_size`
+            is not reached in 1000 draws.
 
     >>> labels = torch.arange(10).repeat(100)
     >>> {size for size in partition_dirichlet(labels, num_nodes=20, alpha=0.1).sizes}
@@ -200,8 +201,8 @@ def partition_dirichlet(
     True
 
     References: balanced, Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
-    Classification", arXiv 1909.06335. Deviation: what happens when a class is used up, which the paper leaves open.
-    Not balanced, Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", arXiv 1905.12022;
+    Classification", arXiv 1909.06335. Deviation: what happens when a class is exhausted, which the paper leaves open.
+    Unbalanced, Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", arXiv 1905.12022;
     `min_size` as in Li et al., "Federated Learning on Non-IID Data Silos", arXiv 2102.02079.
     """
     check.flag("balanced", balanced)
@@ -223,18 +224,17 @@ def partition_dirichlet(
 def partition_shards(data: Any, num_nodes: int, shards_per_node: int = 2, *, seed: int = 42) -> Partition:
     """Give each node a few classes: sort the examples by label, cut K s equal shards, and deal s to each node.
 
-    With s = 2 and classes of one size, a node has two classes, or one, or a third and fourth where a shard reaches
-    over a boundary between classes. Shards, and so nodes, differ by at most one example each: every node has at least
-    s floor(n / (K s)).
+    With s = 2 and classes of equal size, a node has one or two classes, and up to four if its shards cross boundaries
+    between classes. The sizes of two shards differ by at most one: every node has at least s floor(n / (K s)) examples.
 
     Args:
-        data: labels or a dataset that has them; see `partition_iid`.
+        data: the labels, or a dataset that has labels; see `partition_iid`.
         num_nodes: K.
         shards_per_node: s.
-        seed: of the partition.
+        seed: the seed of the partition.
 
     Raises:
-        TypeError, ValueError: for no labels, s < 1, fewer examples than shards.
+        TypeError, ValueError: if there are no labels, s < 1, or there are fewer examples than shards.
 
     >>> partition = partition_shards(torch.arange(10).repeat(100), num_nodes=5)
     >>> partition.sizes, int((partition.counts > 0).sum(1).max())
@@ -248,46 +248,46 @@ def partition_shards(data: Any, num_nodes: int, shards_per_node: int = 2, *, see
     num_shards = num_nodes * check.integer("shards_per_node", shards_per_node)
     if num_shards > n:
         raise ValueError(
-            f"{num_nodes} nodes with shards_per_node={shards_per_node} need {num_shards} examples, one for each shard, "
-            f"and there are {n}: give fewer nodes, or shards_per_node <= {n // num_nodes}."
+            f"{num_nodes} nodes with shards_per_node={shards_per_node} need {num_shards} examples, one per shard, "
+            f"but there are {n}: give fewer nodes, or shards_per_node <= {n // num_nodes}."
         )
     generator = _generator(seed, "shards")
     shuffled = generator.permutation(n)
     by_label = shuffled[labels[shuffled].argsort(kind="stable")]
     shards = np.array_split(by_label, num_shards)
     dealt = generator.permutation(num_shards).reshape(num_nodes, -1)
-    return _partition([np.concatenate([shards[i] for i in own]) for own in dealt], labels)
+    return _partition([np.concatenate([shards[i] for i in row]) for row in dealt], labels)
 
 
 def partition_quantity_skew(data: Any, num_nodes: int, alpha: float, *, min_size: int = 1, seed: int = 42) -> Partition:
-    """Deal the examples at random, in unequal numbers: n_k = m + (n - K m) s_k, rounded, with s ~ Dir(alpha 1_K).
+    """Deal the examples at random in unequal numbers: n_k = m + (n - K m) s_k, rounded, with s ~ Dir(alpha 1_K).
 
     Every node has at least m = `min_size` examples. The mean of n_k is n / K, its variance
     (n - K m)^2 (K - 1) / (K^2 (K alpha + 1)).
 
     Args:
-        data: labels, or a dataset, with or without labels; see `partition_iid`.
+        data: the labels, or a dataset with or without labels; see `partition_iid`.
         num_nodes: K.
-        alpha: concentration, > 0; infinity would be equal sizes.
+        alpha: the concentration, > 0; equal sizes are the limit of infinite alpha.
         min_size: m.
-        seed: of the partition.
+        seed: the seed of the partition.
 
     Raises:
-        TypeError, ValueError: for alpha <= 0, fewer than K m examples.
+        TypeError, ValueError: if alpha <= 0, or there are fewer than K m examples.
 
     >>> sizes = partition_quantity_skew(torch.zeros(1000), num_nodes=4, alpha=1.0, min_size=20).sizes
     >>> sum(sizes), min(sizes) >= 20, len(set(sizes)) > 1
     (1000, True, True)
 
     Reference: Li et al., "Federated Learning on Non-IID Data Silos", arXiv 2102.02079. Deviation: there the shares are
-    drawn anew until every node has enough examples, which for many nodes never happens.
+    redrawn until every node has enough examples, which never happens with many nodes.
     """
     labels, n = _read(data, num_nodes)
     check.number("alpha", alpha, "(0, inf)", ALPHA)
     spare = n - num_nodes * check.integer("min_size", min_size)
     if spare < 0:
         raise ValueError(
-            f"{num_nodes} nodes with min_size={min_size} need {num_nodes * min_size} examples, and there are {n}: "
+            f"{num_nodes} nodes with min_size={min_size} need {num_nodes * min_size} examples, but there are {n}: "
             f"give fewer nodes, or min_size <= {n // num_nodes}."
         )
     generator = _generator(seed, "quantity skew")
@@ -296,17 +296,17 @@ def partition_quantity_skew(data: Any, num_nodes: int, alpha: float, *, min_size
 
 
 def _mixtures(generator: np.random.Generator, left: np.ndarray, num_nodes: int, alpha: float) -> np.ndarray:
-    """Draw how many examples of each class each node gets, `[K, classes]`, out of `left` `[classes]`."""
+    """Draw the number of examples of each class for each node, `[K, classes]`, out of `left`, `[classes]`."""
     prior, n = left / left.sum(), int(left.sum())
     counts = np.zeros((num_nodes, len(left)), dtype=np.int64)
     sizes = np.diff(np.arange(num_nodes + 1) * n // num_nodes)
     for node in generator.permutation(num_nodes):
         q = generator.dirichlet(alpha * prior)
         while (missing := sizes[node] - counts[node].sum()) > 0:
-            # A draw of a class that is used up is drawn again.
+            # Draws of an exhausted class are repeated.
             free = left - counts[node]
             weights = np.where(free > 0, q, 0.0)
-            if weights.sum() <= 0:  # all classes of the mixture are used up
+            if weights.sum() <= 0:  # all classes of the mixture are exhausted
                 weights[free > 0] = generator.dirichlet(alpha * prior[free > 0])
             drawn = generator.multinomial(missing, weights / weights.sum())
             counts[node] += np.minimum(drawn, free)
@@ -317,7 +317,7 @@ def _mixtures(generator: np.random.Generator, left: np.ndarray, num_nodes: int, 
 def _shares(
     generator: np.random.Generator, sizes: np.ndarray, num_nodes: int, alpha: float, min_size: int
 ) -> np.ndarray:
-    """Draw how many examples of each class, out of `sizes`, each node gets, `[K, classes]`."""
+    """Draw the number of examples of each class for each node, `[K, classes]`, out of `sizes`, `[classes]`."""
     for _ in range(MAX_DRAWS):
         shares = generator.dirichlet(np.full(num_nodes, float(alpha)), size=len(sizes))
         counts = np.stack([_rounded(size, of_class) for size, of_class in zip(sizes, shares)], axis=1)
@@ -330,7 +330,7 @@ def _shares(
 
 
 def _rounded(n: int, shares: np.ndarray) -> np.ndarray:
-    """Cut n into integers in these shares, each less than 1 from n times its share."""
+    """Split n into integers in these shares, each within 1 of n times its share."""
     cuts = np.rint(n * shares.cumsum()).astype(np.int64)
     cuts[-1] = n
     return np.diff(cuts, prepend=0)
@@ -342,7 +342,7 @@ def _checked_indices(indices: Any) -> tuple[Tensor, ...]:
     try:
         tensors = tuple(torch.as_tensor(x) for x in indices)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"indices holds what is no tensor of integers; give {give}.") from None
+        raise TypeError(f"indices holds something other than integer tensors; give {give}.") from None
     for node, x in enumerate(tensors):
         if x.numel() and not is_integers(x):
             raise TypeError(f"indices[{node}] is a tensor {x.dtype} {list(x.shape)}; give {give}.")
@@ -360,7 +360,7 @@ def _generator(seed: int, kind: str) -> np.random.Generator:
 
 def _read(data: Any, num_nodes: int) -> tuple[np.ndarray | None, int]:
     """Return (labels `[n]` or None, n)."""
-    if not hasattr(data, "__len__") or getattr(data, "ndim", 1) == 0:  # a tensor of no dimension has no length
+    if not hasattr(data, "__len__") or getattr(data, "ndim", 1) == 0:  # a tensor without dimensions has no length
         raise TypeError(f"data is {check.kind_of(data)}, without length: give the labels, or a map-style dataset.")
     n = len(data)
     if check.integer("num_nodes", num_nodes) > n:
@@ -372,7 +372,7 @@ def _read_labels(data: Any, num_nodes: int) -> np.ndarray:
     labels, _ = _read(data, num_nodes)
     if labels is None:
         raise TypeError(
-            f"no labels were found in a {type(data).__name__}: give them, 1-D integers, such as "
+            f"no labels were found in a {type(data).__name__}: give the labels as 1-D integers, such as "
             "torch.tensor([y for x, y in dataset])."
         )
     return labels

@@ -1,4 +1,4 @@
-"""Read the examples of a step from the datasets of the nodes, in the fastest way that each allows."""
+"""Read the examples of a step from the datasets of the nodes, in the fastest way each dataset supports."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from vecgym.data.checks import check_dataset, check_examples, is_factory, split_
 from vecgym.data.collate import Batch, as_list, as_tensor, check_shapes, explain, fold, map_together
 from vecgym.data.windows import TokenWindows
 
-Steps = int | Sequence[int]  # one for all nodes, or one for each
-Request = tuple[Steps, Tensor] | tuple[Steps, Tensor, Sequence[int]]  # which examples; of which nodes, if not of all
+Steps = int | Sequence[int]  # one for all nodes, or one per node
+Request = tuple[Steps, Tensor] | tuple[Steps, Tensor, Sequence[int]]  # (step, indices) or (step, indices, rows)
 
 
 class Source:
-    """The datasets of the nodes here, and how the examples of a step are read from them."""
+    """The datasets of the nodes in this process; reads the examples of a step from them."""
 
     def __init__(
         self, dataset: Any, num_nodes: int, node_ids: tuple[int, ...], train: bool, seed: int,
@@ -34,15 +34,15 @@ class Source:
         if not self.shared:
             check_dataset(dataset, name)
         datasets = [dataset] if self.shared else [dataset(node, num_nodes, train) for node in node_ids]
-        for node, own in zip(node_ids, datasets):
-            check_examples(own, name if self.shared else f"{name} of node {node}")
-        self.lengths = tuple(len(own) for own in datasets)
+        for node, examples in zip(node_ids, datasets):
+            check_examples(examples, name if self.shared else f"{name} of node {node}")
+        self.lengths = tuple(len(examples) for examples in datasets)
         self.device = device
         self.drop_last, collate_fn, self._loader_kwargs = split_loader_kwargs(dataloader_kwargs)
         bases, self._positions = zip(*map(_unwrap, datasets))
-        one = all(base is bases[0] for base in bases)
+        same = all(base is bases[0] for base in bases)
         self._reader = _Reader(
-            datasets=bases[:1] if one else bases,
+            datasets=bases[:1] if same else bases,
             node_ids=node_ids,
             collate_fn=collate_fn,
             gathers=collate_fn is None and all(_tensors(base) for base in bases),
@@ -50,10 +50,10 @@ class Source:
             purpose="train examples" if train else "eval examples",
             name=name,
         )
-        self._loader([])  # torch checks the values of dataloader_kwargs: now, not at the first step
+        self._loader([])  # so that torch checks the values of dataloader_kwargs now, not at the first step
 
     def locate(self, order: Tensor) -> Tensor:
-        """Translate places in the nodes' datasets, `[L, n]`, to places below their `Subset`s, on their device."""
+        """Map indices into the nodes' datasets, `[L, n]`, to indices below their `Subset`s, on the data's device."""
         if self.shared and self._positions[0] is not None:
             order = self._positions[0][order]
         elif not self.shared:
@@ -61,14 +61,14 @@ class Source:
         return placed(order, next((x.device for x in _tensors(self._reader.datasets[0])), "cpu"))
 
     def read(self, step: Steps, indices: Tensor, rows: Sequence[int] | None = None) -> Batch:
-        """Read the batch of a step; or of some nodes, by their places among those here, each at a step of its own."""
+        """Read the batch of a step, or that of the nodes at `rows`, each at its own step."""
         return self._placed(self._reader.read(step, indices, rows))
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Batch]:
-        """Yield one batch per request, in order; workers read ahead if there are any."""
+        """Yield one batch per request, in order; workers, if any, read ahead."""
         if not (self._loader_kwargs.get("num_workers") or self._loader_kwargs.get("pin_memory")):
             return (self.read(*request) for request in requests)
-        # numpy: a tensor would reach the workers through shared memory, one file descriptor each
+        # As numpy arrays: each tensor would reach the workers through shared memory, with its own file descriptor.
         orders = ((step, indices.numpy(force=True), *rows) for step, indices, *rows in requests)
         return (self._placed(carried.batch) for carried in self._loader(orders))
 
@@ -81,25 +81,25 @@ class Source:
             batch_size=None,  # one item is the batch of all nodes
             sampler=orders,
             collate_fn=_identity,
-            generator=rng.generator(self._reader.seed, "workers"),  # else torch draws from the global one
+            generator=rng.generator(self._reader.seed, "workers"),  # otherwise torch draws from the global generator
             **self._loader_kwargs,
         )
 
 
 @dataclass(frozen=True)
 class _Reader(Dataset["_Carried"]):
-    """A `Request` -> a tree of `[L, B, ...]`; as the DataLoader's dataset, of which workers get a copy."""
+    """Reads a `Request`: a tree of `[L, B, ...]`. It is the DataLoader's dataset, and workers get a copy."""
 
     datasets: tuple[Any, ...]  # one per node, or a single one that all nodes read
     node_ids: tuple[int, ...]
     collate_fn: Callable[[list[Any]], Any] | None
-    gathers: bool  # nothing but `_gather` is needed
+    gathers: bool  # all datasets can be read by `_gather`
     seed: int
     purpose: str
     name: str
 
     def of(self, rows: Sequence[int]) -> _Reader:
-        """Return the reader of some of the nodes, by their places."""
+        """Return a reader of the nodes at `rows`."""
         datasets = self.datasets if len(self.datasets) == 1 else tuple(self.datasets[row] for row in rows)
         return replace(self, datasets=datasets, node_ids=tuple(self.node_ids[row] for row in rows))
 
@@ -113,10 +113,10 @@ class _Reader(Dataset["_Carried"]):
             return self(step, indices)
         if self.gathers:
             return self.of(rows)(0, indices)
-        # Random numbers that a dataset draws go by the step: node by node.
+        # Node by node, since random numbers that a dataset draws are seeded by the step.
         steps = [step] * len(rows) if isinstance(step, int) else step
-        each = [self.of([row])(own, index) for own, row, index in zip(steps, rows, indices.split(1))]
-        joined: Batch = nodes.join_rows(each)
+        batches = [self.of([row])(step, index) for step, row, index in zip(steps, rows, indices.split(1))]
+        joined: Batch = nodes.join_rows(batches)
         return joined
 
     def __call__(self, step: int, indices: Tensor) -> Batch:
@@ -126,11 +126,11 @@ class _Reader(Dataset["_Carried"]):
                 return self._map(lambda leaves, path: fold(leaves[0], path, indices.shape), [batch])
             datasets = self.datasets if len(self.datasets) > 1 else self.datasets * len(self.node_ids)
             rows = zip(datasets, self.node_ids, indices.split(1))
-            each = [self._read(dataset, step, (node,), row) for dataset, node, row in rows]
-            return self._map(lambda leaves, path: self._stack(leaves, path, indices.shape[1:]), each)
+            batches = [self._read(dataset, step, (node,), row) for dataset, node, row in rows]
+            return self._map(lambda leaves, path: self._stack(leaves, path, indices.shape[1:]), batches)
 
     def _read(self, dataset: Any, step: int, nodes: tuple[int, ...], indices: Tensor) -> Batch:
-        """Read the examples `[l, B]` of `nodes` from one dataset, leaves `[l * B, ...]`."""
+        """Read the examples `[l, B]` of `nodes` from one dataset, with leaves `[l * B, ...]`."""
         if self.gathers:
             return _gather(dataset, indices.reshape(-1))
         examples = self._examples(dataset, step, nodes, indices)
@@ -160,13 +160,13 @@ class _Reader(Dataset["_Carried"]):
         try:
             return default_collate(examples)
         except (TypeError, RuntimeError, ValueError, KeyError):
-            self._map(explain, examples)  # raises an error that names the leaf, if it finds one
+            self._map(explain, examples)  # raises an error that names the leaf, if it finds the cause
             raise
 
     def _stack(self, leaves: list[Any], path: str, size: torch.Size) -> Tensor:
-        """Make one tensor of the nodes' `[B, ...]`; what a `collate_fn` returns may have any shape."""
-        read = as_tensor if self.collate_fn is not None else functools.partial(fold, size=size)
-        tensors = [read(leaf, path) for leaf in leaves]
+        """Stack the nodes' leaves `[B, ...]`; the leaves of a `collate_fn` may have any shape."""
+        convert = as_tensor if self.collate_fn is not None else functools.partial(fold, size=size)
+        tensors = [convert(leaf, path) for leaf in leaves]
         check_shapes([x.shape for x in tensors], path, lambda i: f"the batch of node {self.node_ids[i]}")
         return torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]  # no copy for one node
 
@@ -189,34 +189,34 @@ def _identity(carried: Any) -> Any:
 
 
 def _unwrap(dataset: Any) -> tuple[Any, Tensor | None]:
-    """Split a `Subset` into the dataset below it and the places there, so that one gather reads through it."""
+    """Split a `Subset` into the dataset below it and the indices there, so that one gather reads through it."""
     positions: Tensor | None = None
     while type(dataset) is Subset:
-        places = np.asarray(dataset.indices)
-        if places.ndim != 1 or places.dtype.kind not in "iu" or (places < 0).any():
-            break  # keys of another kind: the Subset itself knows what to do with them
-        inner = torch.from_numpy(places.astype(np.int64))
+        indices = np.asarray(dataset.indices)
+        if indices.ndim != 1 or indices.dtype.kind not in "iu" or (indices < 0).any():
+            break  # other keys, which only the Subset itself can look up
+        inner = torch.from_numpy(indices.astype(np.int64))
         positions = inner if positions is None else inner[positions]
         dataset = dataset.dataset
     return dataset, positions
 
 
 def _tensors(dataset: Any) -> Sequence[Tensor]:
-    """Return what `_gather` reads, if it returns exactly what `dataset[i]` and collating would; else nothing."""
-    if isinstance(dataset, TensorDataset):  # a subclass may read in its own way
+    """Return the tensors that `_gather` reads, if that equals reading and collating `dataset[i]`; otherwise none."""
+    if isinstance(dataset, TensorDataset):  # a subclass may override how it is read
         methods = ("__getitem__", "__getitems__")
-        own = any(getattr(type(dataset), name, None) is not getattr(TensorDataset, name, None) for name in methods)
-        return () if own else dataset.tensors
+        overrides = [getattr(type(dataset), name, None) is not getattr(TensorDataset, name, None) for name in methods]
+        return () if any(overrides) else dataset.tensors
     if type(dataset) is TokenWindows:
         return (dataset.tokens,)
     return (dataset,) if isinstance(dataset, Tensor) else ()
 
 
 def _gather(dataset: Any, index: Tensor) -> Batch:
-    """Gather the examples at `index` `[n]`, leaves `[n, ...]`."""
+    """Gather the examples at `index`, `[n]`, with leaves `[n, ...]`."""
     if isinstance(dataset, Tensor):
         return dataset.index_select(0, index)
     if isinstance(dataset, TokenWindows):
         return dataset.__getitems__(index)
-    # on CPU, index_select takes a third to a sixth of the time of x[index]
+    # On the CPU, index_select is three to six times as fast as x[index].
     return [x.index_select(0, placed(index, x.device)) for x in dataset.tensors]

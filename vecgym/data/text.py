@@ -1,4 +1,4 @@
-"""Text to train on: a file, or the Python standard library's own source, which needs no download."""
+"""Text to train on: a file, or the source of Python's standard library, which needs no download."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from vecgym.core import check
 from vecgym.core.files import is_regular
 
-# Modules that every Python from 3.10 to 3.13 has, chosen for how much of them is English: docstrings and comments.
+# Modules of every Python from 3.10 to 3.13 with much English text: docstrings and comments.
 MODULES = (
     "bisect", "codeop", "contextlib", "dataclasses", "difflib", "doctest", "fractions", "graphlib", "hashlib",
     "heapq", "ipaddress", "lzma", "numbers", "optparse", "pickletools", "random", "sched", "secrets", "shelve",
@@ -17,16 +17,16 @@ MODULES = (
 
 
 def standard_library_text(num_chars: int | None = 1_000_000) -> str:
-    """Return the source text of `MODULES`, one after the other: about a million characters of English and Python.
+    """Return the concatenated source text of `MODULES`: about a million characters of English and Python.
 
-    The text differs a little from one Python version to the next. A module that is not there is left out, and so
-    is the rare character outside ASCII, which would only make the vocabulary larger.
+    The text differs slightly between Python versions. Missing modules are skipped, and so are the rare characters
+    outside ASCII, which would only enlarge the vocabulary.
 
     Args:
-        num_chars: at most so many characters, from the start; None: all.
+        num_chars: the maximum number of characters, from the start; None: all.
 
     Raises:
-        ValueError: when no source text is installed.
+        ValueError: if no source text is installed.
 
     >>> print(standard_library_text(27))
     \"""Bisection algorithms.\"""
@@ -35,8 +35,8 @@ def standard_library_text(num_chars: int | None = 1_000_000) -> str:
     text = "\n".join(filter(None, map(_source, MODULES)))
     if not text:
         raise ValueError(
-            "the source text of Python's standard library is not installed here. Fix: train on a text of your "
-            "own, vecgym compare --text FILE"
+            "the source text of Python's standard library is not installed here. Fix: train on your own text, "
+            "vecgym compare --text FILE"
         )
     return text[:num_chars]
 
@@ -46,10 +46,10 @@ def read_text(path: str | os.PathLike[str], min_chars: int = 1000) -> str:
 
     Args:
         path: the file.
-        min_chars: fewer characters than that are refused.
+        min_chars: the minimum number of characters.
 
     Raises:
-        ValueError: for a file that is missing, unreadable, empty, not UTF-8 text, or too short.
+        ValueError: if the file is missing, unreadable, empty, not UTF-8 text, or too short.
 
     >>> read_text("no-such-file.txt")
     Traceback (most recent call last):
@@ -59,15 +59,15 @@ def read_text(path: str | os.PathLike[str], min_chars: int = 1000) -> str:
     check.integer("min_chars", min_chars, 0)
     file = check.path("path", path)
     if file.exists() and not is_regular(file):
-        raise ValueError(f"text file {path} is no file, but a folder, a pipe, a socket or a device.")
+        raise ValueError(f"text file {path} is not a file, but a folder, a pipe, a socket or a device.")
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"text file {path} cannot be read: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"text file {path} is not UTF-8 text: byte {error.start} is not. Give a plain text.") from None
+        raise ValueError(f"text file {path} is not UTF-8 text: byte {error.start} is not. Give plain text.") from None
     if "\0" in text:
-        raise ValueError(f"text file {path} is not text: it has null characters. Give a plain text.")
+        raise ValueError(f"text file {path} is not text: it contains null characters. Give plain text.")
     if not text.strip():
         raise ValueError(f"text file {path} is empty.")
     if len(text) < min_chars:
@@ -78,12 +78,12 @@ def read_text(path: str | os.PathLike[str], min_chars: int = 1000) -> str:
 def split_text(text: str, num_parts: int = 100, every: int = 10) -> tuple[str, str]:
     """Split a text for training and validation: every tenth of a hundred equal parts is for validation.
 
-    Parts from all over the text, instead of its end, make the two alike: here the end is another module.
+    Parts from all over the text, not just its end, make the two similar: the end may be about something else.
 
     Args:
         text: at least `num_parts` characters.
-        num_parts: how many parts to cut the text into.
-        every: which of them are for validation.
+        num_parts: the number of parts to cut the text into.
+        every: every how many parts one is for validation.
 
     >>> split_text("abcdefghij", num_parts=5, every=2)
     ('abefij', 'cdgh')

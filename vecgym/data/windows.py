@@ -17,7 +17,7 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
     """All windows of a text: item i is `(tokens[i:i+context], tokens[i+1:i+context+1])`.
 
     `tokens` is a 1-D integer tensor `[n]`; the length is `n - context`, the windows are int64. A whole batch
-    is two gathers from strided views. Errors: `ValueError` for a text shorter than `context + 1` tokens.
+    is two gathers from strided views. Errors: `ValueError` if the text is shorter than `context + 1` tokens.
 
     >>> TokenWindows(torch.arange(10), context=3)[4]
     (tensor([4, 5, 6]), tensor([5, 6, 7]))
@@ -52,9 +52,9 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def encode_text(text: str, vocabulary: str | None = None) -> tuple[Tensor, str]:
-    """Encode characters as tokens: int64 `[len(text)]`, and the vocabulary (default: the text's characters, sorted).
+    """Encode characters as tokens, int64 `[len(text)]`; also return the vocabulary (default: the sorted characters).
 
-    Errors: `ValueError` for an empty text or a character that a given vocabulary lacks.
+    Errors: `ValueError` for an empty text or a character that the vocabulary lacks.
 
     >>> encode_text("hello")
     (tensor([1, 0, 2, 2, 3]), 'ehlo')
@@ -63,21 +63,21 @@ def encode_text(text: str, vocabulary: str | None = None) -> tuple[Tensor, str]:
     check.instance("vocabulary", vocabulary, (str, type(None)), "a str of all characters, or None")
     if not text:
         raise ValueError("text is empty. Allowed: at least one character")
-    known = "".join(sorted(set(text))) if vocabulary is None else vocabulary
-    number = {character: i for i, character in enumerate(known)}
-    missing = sorted(set(text) - set(known))
+    characters = "".join(sorted(set(text))) if vocabulary is None else vocabulary
+    number = {character: i for i, character in enumerate(characters)}
+    missing = sorted(set(text) - set(characters))
     if missing:
         raise ValueError(
             f"text has characters that the vocabulary lacks: {missing[:10]}. "
-            "Fix: encode the whole text first, and split its tokens into training and validation"
+            "Fix: encode the whole text first, then split its tokens into training and validation"
         )
-    return torch.tensor([number[character] for character in text]), known
+    return torch.tensor([number[character] for character in text]), characters
 
 
 def decode_text(tokens: Tensor, vocabulary: str) -> str:
-    """Return the text of tokens `[n]`.
+    """Decode tokens `[n]` to text.
 
-    Errors: `TypeError` for what is no integer tensor `[n]`; `ValueError` for tokens that the vocabulary lacks.
+    Errors: `TypeError` unless `tokens` is an integer tensor `[n]`; `ValueError` for tokens the vocabulary lacks.
 
     >>> decode_text(torch.tensor([1, 0, 2, 2, 3]), "ehlo")
     'hello'
@@ -86,7 +86,7 @@ def decode_text(tokens: Tensor, vocabulary: str) -> str:
     _check_tokens(tokens)
     missing = sorted({token for token in tokens.tolist() if not 0 <= token < size})
     if missing:
-        raise ValueError(f"tokens has {missing[:10]}, and the vocabulary only 0 to {size - 1}")
+        raise ValueError(f"tokens has {missing[:10]}, but the vocabulary only has 0 to {size - 1}")
     return "".join(vocabulary[token] for token in tokens.tolist())
 
 

@@ -1,9 +1,9 @@
 """Optimizers on stacked tensors: every parameter is `[L, *shape]`, and L = 1 means the same on every node.
 
-Given:     OptimSpec, or what ensure_optim_spec makes one of: a name in OPTIMIZERS, or a torch.optim.Optimizer class
-Run:       a Rule, by rule_of: ElementwiseRule, all nodes in one call, for the classes in FORMULAS (ELEMENTWISE and
-           Muon's); PerNodeRule, one torch optimizer per node, for any other. What evolves is an OptState
-Classes:   Lion, Muon (torch's where it has one), FullPrecisionMuon, DionMuon, FedAdam, FedYogi, FedAdagrad: beyond
+Settings:  OptimSpec, or what ensure_optim_spec converts to one: a name in OPTIMIZERS or a torch.optim.Optimizer class
+Updates:   a Rule, by rule_of: ElementwiseRule, all nodes in one call, for the classes in FORMULAS (ELEMENTWISE and
+           Muon's); PerNodeRule, one torch optimizer per node, for any other. Their state is an OptState
+Classes:   Lion, Muon (torch's if it has one), FullPrecisionMuon, DionMuon, FedAdam, FedYogi, FedAdagrad: beyond
            torch.optim
 Clipping:  clip_grad_norm, check_max_norm
 """

@@ -1,7 +1,7 @@
-"""Adam's step with its backward pass written by hand, for gradients through whole runs.
+"""Adam's step with a hand-written backward pass, for gradients through whole runs.
 
-The formula leaves a tensor behind for each of its operations, and autograd walks through all of them. This keeps what
-is there anyway (the gradient, and the state before and after), and takes half the passes over memory.
+Autograd saves a tensor for each operation of the formula. This saves only what exists anyway (the gradient, and the
+state before and after), and takes half the passes over memory.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ Scalar = Any  # a number, or a tensor [] or [L, 1, ...]
 def adam_step(
     tensors: Sequence[Tensor], w1: Scalar, b2: Scalar, w2: Scalar, c2: Scalar, a: Scalar, eps: Scalar
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """m' = m + w1 (g - m);  v' = b2 v + w2 g^2;  p' = p - a m' / (sqrt(v') / c2 + eps).
+    """Compute m' = m + w1 (g - m);  v' = b2 v + w2 g^2;  p' = p - a m' / (sqrt(v') / c2 + eps).
 
-    In the formula's order of operations: the same bits. Where the gradient is itself differentiated, it is that of the
-    formula, operation by operation.
+    The order of operations is the formula's, and so are the bits. If the gradient is itself differentiated, it is
+    computed by the formula, operation by operation.
 
     Args:
-        tensors: p, g, m, v, for which `applies`.
+        tensors: p, g, m, v, for which `applies` is true.
 
     >>> g, zero = torch.tensor([2.0], requires_grad=True), torch.zeros(1)
     >>> p, m, v = adam_step([torch.tensor([1.0]), g, zero, zero], w1=0.5, b2=0.5, w2=0.5, c2=1.0, a=0.1, eps=0.0)
     >>> p.item(), torch.autograd.grad((p + m + v).sum(), g)[0]  # m' / sqrt(v') does not depend on g here
     (0.9292893409729004, tensor([2.5000]))
     """
-    found: tuple[Tensor, Tensor, Tensor] = _AdamStep.apply(*tensors, w1, b2, w2, c2, a, eps)
-    return found
+    updated: tuple[Tensor, Tensor, Tensor] = _AdamStep.apply(*tensors, w1, b2, w2, c2, a, eps)
+    return updated
 
 
 def adam_moments(g: Tensor, m: Tensor, v: Tensor, w1: Scalar, b2: Scalar, w2: Scalar) -> tuple[Tensor, Tensor]:
@@ -71,22 +71,22 @@ class _AdamStep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *by: Tensor | None) -> Any:
         p, g, m, v, new_m, new_v, *tensors = ctx.saved_tensors
-        held = iter(tensors)
-        scalars = [next(held) if x is None else x for x in ctx.numbers]
-        if torch.is_grad_enabled():  # this will be differentiated too
+        tensor_scalars = iter(tensors)
+        scalars = [next(tensor_scalars) if x is None else x for x in ctx.numbers]
+        if torch.is_grad_enabled():  # the backward pass will be differentiated, too
             return _by_the_formula([p, g, m, v, *scalars], ctx.needs_input_grad, by)
         return _slopes((g, m, v, new_m, new_v), scalars, ctx.needs_input_grad, by)
 
 
 def applies(tensors: list[Tensor]) -> bool:
-    """Whether the step of these can be taken by hand: of one shape, and outside of forward mode and of `torch.func`."""
+    """Whether `adam_step` supports these tensors: all of one shape, outside of forward mode and of `torch.func`."""
     plain = _functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
     return plain and torch.is_grad_enabled() and len({x.shape for x in tensors}) == 1
 
 
-def _slopes(kept: tuple[Tensor, ...], scalars: list[Scalar], needed: Any, by: Any) -> tuple[Tensor | None, ...]:
-    """Return the derivatives by p, g, m, v and the scalars, given those by p', m' and v'."""
-    g, m, v, new_m, new_v = kept
+def _slopes(saved: tuple[Tensor, ...], scalars: list[Scalar], needed: Any, by: Any) -> tuple[Tensor | None, ...]:
+    """Return the derivatives with respect to p, g, m, v and the scalars, given those with respect to p', m', v'."""
+    g, m, v, new_m, new_v = saved
     w1, b2, w2, c2, a, eps = scalars
     by_p, by_m, by_v = (torch.zeros_like(g) if x is None else x for x in by)
     root_v = new_v.sqrt()
@@ -110,29 +110,28 @@ def _slopes(kept: tuple[Tensor, ...], scalars: list[Scalar], needed: Any, by: An
         lambda: -over * new_m,
         lambda: by_denominator,
     )
-    for x, wanted, slope in zip(scalars, needed[4:], of_scalars):
-        slopes.append(slope().sum_to_size(_wide(x, g)).view_as(x).to(x.dtype) if wanted else None)
+    for x, is_needed, slope in zip(scalars, needed[4:], of_scalars):
+        slopes.append(slope().sum_to_size(_wide(x, g)).view_as(x).to(x.dtype) if is_needed else None)
     return tuple(slopes)
 
 
 def _wide(x: Tensor, like: Tensor) -> list[int]:
-    """Return the shape of x with a dimension for each of `like`."""
+    """Return the shape of x, with leading ones up to the dimensions of `like`."""
     return [1] * (like.dim() - x.dim()) + list(x.shape)
 
 
 @torch.enable_grad()
 def _by_the_formula(inputs: list[Any], needed: Any, by: Any) -> tuple[Tensor | None, ...]:
-    # Of their own, since one may depend on another, as g does on p: that is not a part of this step.
+    # Views, since one input may depend on another, as g does on p, which is not part of this step.
     inputs = [x.view_as(x) if isinstance(x, Tensor) else x for x in inputs]
     p, g, m, v, w1, b2, w2, c2, a, eps = inputs
     new_m, new_v = adam_moments(g, m, v, w1, b2, w2)
     after = adam_moved(p, new_m, new_v, c2, a, eps), new_m, new_v
-    # In a first step only the rate may be a variable: then the moments depend on none.
+    # In a first step perhaps only the learning rate requires grad: then the moments do not.
     outputs = [(out, x) for out, x in zip(after, by) if x is not None and out.requires_grad]
     if not outputs:
         return (None,) * len(inputs)
-    wanted = [x for x, is_wanted in zip(inputs, needed) if is_wanted]
+    variables = [x for x, is_needed in zip(inputs, needed) if is_needed]
     outs, grads = zip(*outputs)
-    found = torch.autograd.grad(outs, wanted, grads, create_graph=True, allow_unused=True)
-    slopes = iter(found)
-    return tuple(next(slopes) if is_wanted else None for is_wanted in needed)
+    slopes = iter(torch.autograd.grad(outs, variables, grads, create_graph=True, allow_unused=True))
+    return tuple(next(slopes) if is_needed else None for is_needed in needed)

@@ -14,20 +14,20 @@ from vecgym.optim.by_hand import root
 
 
 def check_max_norm(max_norm: float | Tensor) -> float | Tensor:
-    """Return `max_norm`; a ValueError unless it is positive (`[L]`: on every node).
+    """Return `max_norm`, or raise a ValueError unless it is positive (`[L]`: on every node).
 
     >>> check_max_norm(1.0)
     1.0
     """
-    what = "the largest norm of a node's gradient, such as 1.0; None, where it is allowed, does not clip"
+    what = "the largest norm of a node's gradient, such as 1.0; None, if allowed, does not clip"
     return check.per_node("max_norm", max_norm, "(0, inf]", what)
 
 
 def clip_grad_norm(grads: Tree, max_norm: float | Tensor, inplace: bool = True) -> tuple[Tree, Tensor]:
     """Scale each node's gradient to a norm of at most `max_norm`: g <- g min(1, max_norm / (||g|| + 1e-6)).
 
-    `grads`: `[1 or L, *shape]` per name, ||g|| the 2-norm over one node's whole tree; `max_norm`: a number,
-    `[]` or `[L]`. Returns the gradients and the norms before, `[1 or L]`. `inplace=True` may overwrite
+    `grads`: `[1 or L, *shape]` per name, with ||g|| the 2-norm over a node's whole tree; `max_norm`: a number,
+    `[]` or `[L]`. Returns the gradients, and the norms before clipping, `[1 or L]`. `inplace=True` may overwrite
     `grads`; `inplace=False` is pure and differentiable, with derivative 0 of the norm at 0.
 
     Errors: ValueError unless `max_norm` > 0.

@@ -1,7 +1,7 @@
-"""Rules with a formula on stacked tensors: one interface, two bodies that agree to the last bits in float64.
+"""Rules with a formula on stacked tensors: one interface, two implementations that agree to the last bits in float64.
 
-In place, a step is one call of a kernel on explicit state tensors, mostly torch's own functional one (fused where torch
-has that); the pure body (`formulas`) is for differentiation, and for many small configurations at once.
+In place, a step is one call of a kernel on explicit state tensors, usually torch's functional one (fused if torch has
+that); the pure body (`formulas`) is for differentiation, and for many small configurations at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OptState = dict[str, Any]  # {"step": int64 [1 or L], slot: Tree, ...}: nested d
 ParamGroups = Callable[[str, Tensor], dict[str, Any]]
 
 # Below this many values per run of equal nodes, one broadcast pure step is faster than a kernel call per run.
-# Measured on 2 cores with 4 to 64 runs: they meet at 12,000 values (AdamW) to 60,000 (SGD).
+# Measured on 2 cores with 4 to 64 runs: they break even at 12,000 values (AdamW) to 60,000 (SGD).
 _SMALL_RUN = 16384
 
 
@@ -50,7 +50,7 @@ class Spec(Protocol):
 
 
 class ElementwiseRule:
-    """An optimizer that has a formula, elementwise or of matrices, on trees of stacked parameters.
+    """An optimizer with a formula, elementwise or on matrices, applied to trees of stacked parameters.
 
     >>> from vecgym.optim import OptimSpec
     >>> rule = OptimSpec("sgd", lr=0.5).rule()
@@ -66,23 +66,23 @@ class ElementwiseRule:
         for option in ("differentiable", "capturable"):
             if spec.kwargs.get(option):
                 warn(
-                    f"{option}=True of {spec!r} has no effect: every update is explicit; drop it"
-                    " (inplace=False gives the differentiable body)"
+                    f"{option}=True of {spec!r} has no effect, since updates are explicit: omit it"
+                    " (inplace=False is differentiable)"
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is made again when it is needed, and holds functions that cannot be pickled."""
+        """Omit the groups, which hold functions that cannot be pickled and are recreated on demand."""
         return {**vars(self), "_groups_of": {}}
 
     def init(self, params: Tree) -> OptState:
-        """Return the first state: `{"step": [1], slot: {name: [1 or L, *shape]}}`.
+        """Return the initial state: `{"step": [1], slot: {name: [1 or L, *shape]}}`.
 
         Errors: ValueError for complex parameters.
         """
         for name, p in params.items():
             if not p.is_floating_point():
                 raise ValueError(
-                    f"parameter {name!r} is {p.dtype}; floating-point parameters only: hold a complex one as"
+                    f"parameter {name!r} is {p.dtype}; parameters must be floating-point: store a complex one as"
                     " torch.view_as_real(p)"
                 )
         state: OptState = {"step": torch.zeros(1, dtype=torch.int64)}
@@ -102,18 +102,18 @@ class ElementwiseRule:
     ) -> tuple[Tree, OptState]:
         """Take one step: `(params, grads, state) -> (params, state)`.
 
-        `params`, `grads`: `[1 or L, *shape]` per name; where one has size 1 and another L, the result has L.
+        `params`, `grads`: `[1 or L, *shape]` per name; if one has size 1 and another L, the result has L.
         `lr`: this step's learning rate, a number, `[]` or `[L]` (default: the spec's). Parameter groups with
-        a learning rate of their own keep its ratio to the spec's.
-        `inplace=True` may overwrite `params`, `grads` and `state`: use only what is returned. `inplace=False`
-        changes nothing given and is differentiable in everything, as often as wanted.
+        their own learning rate keep its ratio to the spec's.
+        `inplace=True` may overwrite `params`, `grads` and `state`: use only the returned values. `inplace=False`
+        leaves its arguments unchanged and is differentiable in all of them, any number of times.
 
-        Errors: ValueError when names or numbers of nodes do not fit, or when `inplace=True` and a
+        Errors: ValueError if names or numbers of nodes do not match, or if `inplace=True` and a
         hyperparameter requires grad.
         """
         check_names(params, grads)
         new_params = dict(params)
-        # A slot that these nodes do not use, but others, stays as it is: a momentum buffer where all of theirs is 0.
+        # A slot that only other nodes use stays as it is, such as a momentum buffer where these nodes' momentum is 0.
         new_state: OptState = {slot: dict(tree) for slot, tree in state.items() if slot != "step"}
         new_state["step"] = state["step"] + 1
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inplace):
@@ -133,45 +133,45 @@ class ElementwiseRule:
 
 
 class _Group:
-    """Parameters that share their hyperparameters, and what does not change from step to step."""
+    """Parameters with the same hyperparameters, and everything that does not change from step to step."""
 
     def __init__(self, spec: Spec, names: Sequence[str], base_lr: float | Tensor | None):
         self.spec = spec
         self.names = tuple(names)
-        self.base_lr = base_lr  # the rule's, where the group has a learning rate of its own
+        self.base_lr = base_lr  # the rule's, if the group has its own learning rate
         if spec.cls not in FORMULAS:
             raise ValueError(
-                f"param_groups gives optim={spec.cls.__name__!r}, which does not run stacked: allowed are "
+                f"param_groups returned optim={spec.cls.__name__!r}, which does not run stacked: allowed are "
                 f"{stacked_names()}"
             )
         self.formula = FORMULAS[spec.cls]
         self.kernel = self.formula.kernel or _functional(spec.cls)
         hyper = in_parts(spec.hyper)
-        # torch 2.6 tells Adam from AdamW by the class alone
+        # torch 2.6 distinguishes Adam and AdamW only by class
         hyper["decoupled_weight_decay"] = hyper.get("decoupled_weight_decay", self.formula.decoupled)
         hyper.setdefault("maximize", False)
         self.choice = (hyper.pop("fused", None), hyper.pop("foreach", None))
         self.constants = {key: value for key, value in hyper.items() if not isinstance(value, Tensor)}
-        # Read anew at every step: their values may be changed, and every step needs a graph of its own.
+        # Read again at every step: their values may change, and every step needs its own graph.
         self.tensors = {key: value for key, value in hyper.items() if isinstance(value, Tensor)}
         self.slots = [slot for slot in self.formula.slots if _used(hyper.get(OPTIONAL.get(slot, ""), True))]
-        taken = inspect.signature(self.kernel).parameters
-        self.keywords = [key for key in hyper if key in taken and key not in ("differentiable", "capturable")]
-        self.takes_fused, self.takes_steps = "fused" in taken, "state_steps" in taken
+        parameters = inspect.signature(self.kernel).parameters
+        self.keywords = [key for key in hyper if key in parameters and key not in ("differentiable", "capturable")]
+        self.takes_fused, self.takes_steps = "fused" in parameters, "state_steps" in parameters
 
     def check_shapes(self, params: Tree) -> None:
-        """Raise a ValueError for parameters that the rule cannot take."""
+        """Raise a ValueError for parameters that the rule does not support."""
         for name in self.names:
             shape = list(params[name].shape[1:])
             if self.formula.of_matrices and len(shape) != 2:
                 raise ValueError(
-                    f"{self.spec.cls.__name__} takes matrices, and parameter {name!r} has the shape {shape}: give "
-                    "the others another optimizer, such as param_groups=lambda name, p: "
+                    f"{self.spec.cls.__name__} takes matrices, but parameter {name!r} has the shape {shape}: use "
+                    "another optimizer for such parameters, param_groups=lambda name, p: "
                     '{} if p.dim() == 2 else {"optim": "adamw", "lr": 3e-4}'
                 )
 
     def start(self, slot: str, p: Tensor) -> Tensor:
-        """Return a slot before the first step, `[1 or L, *shape]`."""
+        """Return the initial value of a slot, `[1 or L, *shape]`."""
         if slot == NUMBER:
             return torch.ones(1, dtype=torch.float64)
         zeros = torch.zeros_like(p, memory_format=torch.contiguous_format, requires_grad=False)
@@ -188,11 +188,11 @@ class _Group:
         return SimpleNamespace(**{**self.constants, **tensors, "lr": _scalar(self._lr(lr))})
 
     def numbers(self, lr: float | Tensor | None) -> tuple[dict[str, Any], dict[str, list[float]]]:
-        """Return the hyperparameters that are one number, and those that are a list of L."""
+        """Return the hyperparameters that are single numbers, and those that are lists of L numbers."""
         for key, value in [*self.tensors.items(), ("lr", lr), ("lr", self.base_lr)]:
             if differentiated(value):
                 raise ValueError(
-                    f"{key} requires grad, and an update in place cannot be differentiated: use inplace=False"
+                    f"{key} requires grad, but an update in place cannot be differentiated: use inplace=False"
                 )
         numbers, columns = dict(self.constants), {}
         for key, value in {**self.tensors, "lr": self._lr(lr)}.items():
@@ -207,24 +207,24 @@ class _Group:
         return numbers, columns
 
     def step_pure(self, params: Tree, grads: Tree, state: OptState, lr: Any) -> tuple[Tree, dict[str, Tree]]:
-        """Take one step by the pure body: return the group's new parameters and slots."""
+        """Take one step with the pure body, and return the group's new parameters and slots."""
         t = state["step"] + 1
-        # [L] where nodes differ; a number that is not whole where steps were taken in part
+        # [L] if nodes differ; fractional if a relaxed schedule takes steps in part
         t = int(t) if t.numel() == 1 and not t.is_floating_point() else t.double()
         h = self.hyper(lr)
         counts = [x.numel() for x in (t, *vars(h).values()) if isinstance(x, Tensor)]
         new: Tree = {}
         new_slots: dict[str, Tree] = {slot: {} for slot in self.slots}
-        for name, (p, g, *held) in zip(self.names, self._rows(params, grads, state)):
-            count_nodes([*counts, *[value.shape[0] for value in (p, g, *held)]])
+        for name, (p, g, *values) in zip(self.names, self._rows(params, grads, state)):
+            count_nodes([*counts, *[value.shape[0] for value in (p, g, *values)]])
             x = functools.partial(_shaped, like=p)
-            new[name], slots = self.formula.body(p, -g if h.maximize else g, dict(zip(self.slots, held)), t, h, x)
+            new[name], slots = self.formula.body(p, -g if h.maximize else g, dict(zip(self.slots, values)), t, h, x)
             for slot in self.slots:
                 new_slots[slot][name] = slots[slot]
         return new, new_slots
 
     def step_in_place(self, params: Tree, grads: Tree, state: OptState, lr: Any) -> tuple[Tree, dict[str, Tree]]:
-        """Take one step by the kernel: in one call, or one per run of equal nodes where nodes differ."""
+        """Take one step with the kernel, in one call, or one per run of equal nodes if nodes differ."""
         numbers, columns = self.numbers(lr)
         if len(state["step"]) == 1:
             numbers["step"] = state["step"].item()
@@ -233,7 +233,7 @@ class _Group:
         runs = list(_runs(columns))
         rows = self._rows(params, grads, state)
         small = sum(max(x.numel() for x in row) for row in rows) < _SMALL_RUN * len(runs)
-        if len(runs) > 1 and (small or self.formula.of_matrices):  # products of matrices gain from being one call
+        if len(runs) > 1 and (small or self.formula.of_matrices):  # matrix products are faster in one call
             return self.step_pure(params, grads, state, lr)
         counts = {len(values) for values in columns.values()}
         lists = [list(column) for column in zip(*[_aligned(row, counts) for row in rows])]
@@ -250,13 +250,13 @@ class _Group:
             return [[tree[name] for tree in trees] for name in self.names]
         except KeyError as missing:
             raise ValueError(
-                f"the state has no {missing}, which {self.spec!r} needs: start with rule.init(params)"
+                f"the state has no {missing}, which {self.spec!r} needs: create it with rule.init(params)"
             ) from None
 
     def call(self, lists: list[list[Tensor]], numbers: dict[str, Any]) -> None:
-        """Call the kernel on contiguous tensors, in place; `numbers["step"]` steps were made before."""
-        params, grads, *held = lists
-        slots = dict(zip(self.slots, held))
+        """Call the kernel on contiguous tensors, in place, after `numbers["step"]` steps."""
+        params, grads, *values = lists
+        slots = dict(zip(self.slots, values))
         if self.formula.kernel is None:
             self._call_torch(params, grads, slots, numbers)
         else:
@@ -265,7 +265,7 @@ class _Group:
     def _call_torch(self, params: list[Tensor], grads: list[Tensor], slots: Lists, numbers: dict[str, Any]) -> None:
         t = int(numbers["step"]) + 1
         self.formula.prepare(slots, numbers, t)
-        products = slots.get(NUMBER, [])  # [run] each: torch wants one number
+        products = slots.get(NUMBER, [])  # [run] each, but torch takes one number
         if products:
             slots[NUMBER] = [product[:1] for product in products]
         fused, foreach = self.implementation(params[0])
@@ -286,13 +286,13 @@ class _Group:
             product[1:] = product[0].item()
 
     def implementation(self, p: Tensor) -> tuple[bool, bool]:
-        """Return (fused, foreach): as the spec says, else fused where torch has that kernel, else foreach."""
+        """Return (fused, foreach): the spec's choice, else fused if torch has that kernel, else foreach."""
         fused, foreach = self.choice
         if fused is None:
             name = self.spec.cls.__name__.lower()
             fused = not foreach and self.takes_fused and _has_fused(name, p.device.type, p.dtype)
         if foreach is None:
-            foreach = not fused  # on the CPU as fast as torch's plain loop or faster
+            foreach = not fused  # on the CPU at least as fast as torch's plain loop
         return fused, foreach
 
 
@@ -307,7 +307,7 @@ def _has_fused(name: str, device: str, dtype: torch.dtype) -> bool:
     if device == "mps" and dtype not in (torch.float32, torch.float16):
         return False
     if device == "cpu" and name == "sgd" and dtype in (torch.bfloat16, torch.float16):
-        return False  # torch's kernel leaves such parameters as they are
+        return False  # torch's kernel leaves such parameters unchanged
     key = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}.get(device)
     return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::_fused_{name}_", key)
 
@@ -319,42 +319,42 @@ def _used(option: Any) -> bool:
 
 
 def _scalar(value: Any) -> Any:
-    """Return a hyperparameter in float64 on the CPU, where it meets others as Python's numbers do."""
+    """Return a hyperparameter in float64 on the CPU, for arithmetic with others as with Python's numbers."""
     if not isinstance(value, Tensor):
         return value
     if value.dim() > 1:
         raise ValueError(
-            f"a setting of shape {list(value.shape)} has one value per step: take those of a step, spec.at(t)"
+            f"a setting of shape {list(value.shape)} has one value per step: select a step with spec.at(t)"
         )
     return (value.reshape(()) if value.numel() == 1 else value).cpu().double()
 
 
 def _shaped(value: Any, like: Tensor) -> Any:
-    """Shape a number, `[]` or `[L]`, to multiply `like`, `[1 or L, *shape]`."""
+    """Reshape a number, `[]` or `[L]`, to multiply `like`, `[1 or L, *shape]`."""
     value = per_node(value, like)
     return placed(value, like.device) if isinstance(value, Tensor) and value.dim() > 0 else value
 
 
 def check_names(params: Tree, grads: Tree) -> None:
-    """Raise a ValueError unless every parameter has a gradient and the reverse."""
+    """Raise a ValueError unless every parameter has a gradient and vice versa."""
     if params.keys() != grads.keys():
         odd = sorted(params.keys() ^ grads.keys())
-        raise ValueError(f"params and grads need the same names; only one of them has {odd}")
+        raise ValueError(f"params and grads must have the same names; only one of them has {odd}")
 
 
 def count_nodes(counts: Iterable[int]) -> int:
-    """Return L, from the number of nodes of each tensor and of each hyperparameter: 1 fits every L."""
+    """Return L, from the number of nodes of each tensor and hyperparameter: 1 matches every L."""
     several = set(counts) - {1}
     if len(several) > 1:
-        raise ValueError(f"numbers of nodes that do not fit: {sorted(several)}; each must be 1 or the same L")
+        raise ValueError(f"numbers of nodes do not match: {sorted(several)}; each must be 1 or the same L")
     return several.pop() if several else 1
 
 
 def _aligned(tensors: list[Tensor], counts: set[int]) -> list[Tensor]:
-    """Give the tensors of one parameter the same number of nodes, contiguous.
+    """Expand the tensors of one parameter to the same number of nodes, contiguous.
 
-    torch's fused CPU kernels ignore strides: a transposed gradient would go to the wrong elements without a
-    word, and an expanded one would be read out of bounds.
+    torch's fused CPU kernels ignore strides: a transposed gradient would silently go to the wrong elements, and an
+    expanded one would be read out of bounds.
     """
     counts = counts.union([x.size(0) for x in tensors])
     if len(counts) > 1:
@@ -364,7 +364,7 @@ def _aligned(tensors: list[Tensor], counts: set[int]) -> list[Tensor]:
 
 
 def _runs(columns: dict[str, list[float]]) -> Iterator[tuple[slice, dict[str, float]]]:
-    """Yield runs of neighbouring nodes with equal values, and these values."""
+    """Yield runs of consecutive nodes with equal values, and these values."""
     if not columns:
         yield slice(None), {}
         return

@@ -3,12 +3,12 @@
 A body is `body(p, g, s, t, h, x) -> (p, s)`:
 
 * `p`, `g`: one parameter and its gradient `[L or 1, *shape]`; `s`: its state, slot name -> tensor;
-* `t`: the number of this step, from 1: an int, or `[L]` where nodes have made different numbers of steps;
+* `t`: the number of this step, from 1: an int, or `[L]` if nodes have taken different numbers of steps;
 * `h`: the hyperparameters: numbers, or float64 tensors `[]` or `[L]` on the CPU;
-* `x`: shapes such a value `[L]` to multiply `p`. Arithmetic among hyperparameters comes first, in float64,
+* `x`: reshapes such a value `[L]` to multiply `p`. Arithmetic among hyperparameters comes first, in float64,
   and `x` last: `x(1 - h.beta2)`, not `1 - x(h.beta2)`, which would lose digits in float32.
 
-Everything is differentiable in `p`, `g`, `s` and every tensor in `h`, as often as wanted and in both modes.
+Everything is differentiable in `p`, `g`, `s` and every tensor in `h`, any number of times and in both modes.
 Square roots have derivative 0 at 0 (`root`): where a second moment is exactly 0 the gradient has always been
 0, the update is `0 / eps`, and the factor that multiplies the derivative of the root is 0 as well, so that 0
 is the limit and not only a convention.
@@ -36,9 +36,9 @@ Slots = dict[str, Tensor]
 class Formula:
     """One rule: its state, in the order in which torch's functional API takes it, and its pure body.
 
-    `prepare(slots, numbers, t)` adjusts the numbers or the state lists before the kernel makes step `t`.
-    `kernel(params, grads, slots, h)`: a step in place; None: torch's functional one. `fused`: what that does where
-    torch has a fused kernel.
+    `prepare(slots, numbers, t)` adjusts the numbers or the state lists before the kernel takes step `t`.
+    `kernel(params, grads, slots, h)` takes a step in place; None: torch's functional form. `fused` does so if torch has
+    a fused kernel.
     """
 
     slots: tuple[str, ...]
@@ -46,11 +46,11 @@ class Formula:
     prepare: Callable[[Lists, dict[str, Any], int], None] = lambda slots, numbers, t: None
     kernel: Callable[..., None] | None = None
     fused: Callable[..., None] | None = None
-    decoupled: bool = False  # weight decay shrinks the parameter, unless the hyperparameters say otherwise
+    decoupled: bool = False  # whether weight decay shrinks the parameter, unless set by a hyperparameter
     of_matrices: bool = False  # not elementwise: every parameter of a node must be a matrix
 
 
-# A slot that only exists when an option is on, and that option.
+# A slot that exists only if an option is on, and that option.
 OPTIONAL = {"momentum_buffer": "momentum", "max_exp_avg_sq": "amsgrad", "grad_avg": "centered"}
 # A slot with one number per node and parameter, [1 or L], which lives on the CPU in float64.
 NUMBER = "mu_product"
@@ -59,7 +59,7 @@ NUMBER = "mu_product"
 def _where(condition: bool | Tensor, yes: Scalar, no: Scalar) -> Scalar:
     if not isinstance(condition, Tensor):
         return yes if condition else no
-    if not isinstance(yes, Tensor):  # of two Python numbers torch makes the default type, float32
+    if not isinstance(yes, Tensor):  # torch converts Python numbers to the default dtype, float32
         yes = torch.tensor(yes, dtype=torch.float64)
     return torch.where(condition, yes, no)
 
@@ -69,7 +69,7 @@ def _lerp(m: Tensor, g: Tensor, weight: Scalar) -> Tensor:
 
 
 def _decay(p: Tensor, g: Tensor, h: Any, x: Callable) -> tuple[Tensor, Tensor]:
-    """Apply weight decay: lambda p joins the gradient, or (decoupled) p shrinks by itself."""
+    """Apply weight decay: add lambda p to the gradient, or (decoupled) shrink p."""
     if not isinstance(h.weight_decay, Tensor) and h.weight_decay == 0:
         return p, g
     if h.decoupled_weight_decay:
@@ -80,7 +80,7 @@ def _decay(p: Tensor, g: Tensor, h: Any, x: Callable) -> tuple[Tensor, Tensor]:
 def sgd(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
     """b <- mu b + (1 - tau) g;  p <- p - lr b  (Nesterov: p <- p - lr (g + mu b)).
 
-    The first buffer is g itself, not (1 - tau) g; and tau acts on no node whose mu is 0, which has no buffer.
+    The first buffer is g itself, not (1 - tau) g; and tau does not act on nodes whose mu is 0, which have no buffer.
     Sutskever et al. 2013, "On the importance of initialization and momentum", with lr outside of the buffer.
     """
     p, g = _decay(p, g, h, x)
@@ -208,8 +208,8 @@ def rprop(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tup
     sign = g * s["prev"]
     first = x(1.0 * (t == 1))
     eta = first * x(h.lr) + (1 - first) * s["step_size"]
-    one = torch.ones_like(eta)
-    eta = eta * torch.where(sign > 0, x(h.etaplus), torch.where(sign < 0, x(h.etaminus), one))
+    ones = torch.ones_like(eta)
+    eta = eta * torch.where(sign > 0, x(h.etaplus), torch.where(sign < 0, x(h.etaminus), ones))
     eta = torch.where(eta < x(h.step_size_min), x(h.step_size_min), eta)
     eta = torch.where(eta > x(h.step_size_max), x(h.step_size_max), eta)
     g = torch.where(sign < 0, 0.0, g)
@@ -247,7 +247,7 @@ def muon(
     """m <- mu m + (1 - mu) g;  u = mu m + (1 - mu) g (Nesterov), or m;  p <- (1 - lr wd) p - lr r NS(u).
 
     NS: Newton-Schulz iteration, roughly the orthogonal factor of u, see `optimizers.orthogonalised`; r: sqrt(max(1,
-    rows / columns)), or what `adjust_lr_fn` says. As `torch.optim.Muon`.
+    rows / columns)), or as set by `adjust_lr_fn`. The same as `torch.optim.Muon`.
     Jordan et al. 2024, kellerjordan.github.io/posts/muon.
     """
     p, u = _decay(p, g, h, x)
@@ -284,9 +284,9 @@ def _first_step_size(slots: Lists, numbers: dict[str, Any], t: int) -> None:
 
 
 def _fused_adam(params: list[Tensor], grads: list[Tensor], slots: Lists, h: dict[str, Any]) -> None:
-    """Take one step of Adam or AdamW by torch's fused kernel.
+    """Take one step of Adam or AdamW with torch's fused kernel.
 
-    `torch.optim`'s functional form calls it too, after it has sorted the tensors, which takes longer than a small step.
+    `torch.optim`'s functional form calls it after sorting the tensors, which takes longer than a small step.
     """
     kernel = torch._fused_adamw_ if h["decoupled_weight_decay"] else torch._fused_adam_
     count = torch.full((), h["step"] + 1.0, dtype=torch.float32, device=params[0].device)
@@ -298,7 +298,7 @@ def _fused_adam(params: list[Tensor], grads: list[Tensor], slots: Lists, h: dict
 
 
 def _fused_sgd(params: list[Tensor], grads: list[Tensor], slots: Lists, h: dict[str, Any]) -> None:
-    """Take one step of SGD by torch's fused kernel; see `_fused_adam`."""
+    """Take one step of SGD with torch's fused kernel; see `_fused_adam`."""
     torch._fused_sgd_(
         params, grads, [] if h["momentum"] == 0 else slots["momentum_buffer"], lr=h["lr"], momentum=h["momentum"],
         weight_decay=h["weight_decay"], dampening=h["dampening"], nesterov=bool(h["nesterov"]),
@@ -310,8 +310,8 @@ def _adaptive(moment: Moment) -> Formula:
     return Formula(("momentum", "second_moment"), adaptive(moment), kernel=optimizers.adaptive(moment))
 
 
-# The classes whose rule treats every element by itself, so that it is exact on stacked tensors. A subclass is
-# not its parent: it may have changed the rule.
+# The classes with an elementwise rule, which is exact on stacked tensors. Their subclasses are not included: they may
+# have changed the rule.
 _ADAM = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 ELEMENTWISE: dict[type[torch.optim.Optimizer], Formula] = {
     torch.optim.SGD: Formula(("momentum_buffer",), sgd, prepare=_undamped_first, fused=_fused_sgd),
@@ -337,7 +337,7 @@ _OF_MATRICES: dict[type[torch.optim.Optimizer], Formula] = {
     ),
     DionMuon: replace(_MUON, body=dion_muon, kernel=optimizers.dion_muon),
 }
-# All that run stacked.
+# All classes that run stacked.
 FORMULAS = {**ELEMENTWISE, **_OF_MATRICES}
 
 

@@ -1,7 +1,7 @@
-"""Optimizers that torch does not have, or not in every version, as ordinary ones of one model; and their steps.
+"""Optimizers that torch lacks, or has only in some versions, as ordinary optimizers of one model; and their steps.
 
-A step is in place. Its `params`, `grads` and each slot are lists with an entry for each parameter, `[L, *shape]` or, of
-one model, `[*shape]`; `h` holds the hyperparameters, as numbers.
+A step is in place. Its `params`, `grads` and each slot are lists with an entry per parameter, `[L, *shape]`, or
+`[*shape]` for a single model; `h` holds the hyperparameters as numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vecgym.core.transforms import plain
 from vecgym.core.tree import differentiated
 from vecgym.optim.by_hand import root
 
-Lists = dict[str, list[Tensor]]  # slot -> one for each parameter
+Lists = dict[str, list[Tensor]]  # slot -> one tensor per parameter
 Moment = Callable[[Any, Any, Any, Any], Any]
 Triple = tuple[Any, Any, Any]
 
@@ -32,11 +32,11 @@ PARTS = {
     "step_sizes": ("step_size_min", "step_size_max"),
     "ns_coefficients": ("a", "b", "c"),
 }
-# Slots that are not 0 before the first step: their value then, from the hyperparameters.
+# The initial values of slots that do not start at 0, from the hyperparameters.
 FIRST = {"sum": lambda h: h["initial_accumulator_value"], "second_moment": lambda h: h["tau"] ** 2}
 _ADJUSTMENTS = ("original", "match_rms_adamw", "spectral_unclamped")
 
-# The Newton-Schulz steps of github.com/microsoft/dion, each with coefficients of its own.
+# The coefficients of the Newton-Schulz steps of github.com/microsoft/dion.
 DION_TRIPLES: tuple[Triple, ...] = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -45,25 +45,25 @@ DION_TRIPLES: tuple[Triple, ...] = (
     (2.8366, -3.0525, 1.2012),
 )
 
-# Up to this many multiplications torch computes a product of two bfloat16 matrices by another kernel on the CPU, which
-# rounds differently from that of many products at once.
+# Up to this many multiplications torch multiplies two bfloat16 matrices on the CPU with another kernel, which rounds
+# differently from the batched one.
 _SMALL_PRODUCT = 16**3
 
 
 def in_parts(hyper: dict[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters with the parts of those that are tuples in their place.
+    """Return hyperparameters with tuples replaced by their parts.
 
     >>> in_parts({"lr": 0.1, "betas": (0.9, 0.99)})
     {'lr': 0.1, 'beta1': 0.9, 'beta2': 0.99}
     """
-    found = dict(hyper)
+    parts = dict(hyper)
     for name in PARTS.keys() & hyper.keys():
-        found.update(zip(PARTS[name], found.pop(name)))
-    return found
+        parts.update(zip(PARTS[name], parts.pop(name)))
+    return parts
 
 
 def lion(params: list[Tensor], grads: list[Tensor], slots: Lists, h: Any) -> None:
-    """Take one step of Lion; `vecgym.optim.formulas.lion` says what it computes."""
+    """Take one step of Lion; see `vecgym.optim.formulas.lion`."""
     if h.maximize:
         grads = list(torch._foreach_neg(grads))
     signs = torch._foreach_lerp(slots["exp_avg"], grads, 1 - h.beta1)
@@ -75,7 +75,7 @@ def lion(params: list[Tensor], grads: list[Tensor], slots: Lists, h: Any) -> Non
 
 
 def adaptive(moment: Moment) -> Callable[..., None]:
-    """Make the step of FedAdam and the like; `vecgym.optim.formulas.adaptive` says what it computes."""
+    """Make the step of FedAdam, FedYogi or FedAdagrad; see `vecgym.optim.formulas.adaptive`."""
 
     def step(params: list[Tensor], grads: list[Tensor], slots: Lists, h: Any) -> None:
         for p, g, m, v in zip(params, grads, slots["momentum"], slots["second_moment"]):
@@ -87,49 +87,49 @@ def adaptive(moment: Moment) -> Callable[..., None]:
 
 
 def adam_moment(v: Any, square: Any, beta: Any, rest: Any) -> Any:
-    """v <- beta v + (1 - beta) g^2, with `rest` = 1 - beta."""
+    """Return v <- beta v + (1 - beta) g^2, with `rest` = 1 - beta."""
     return beta * v + rest * square
 
 
 def yogi_moment(v: Any, square: Any, beta: Any, rest: Any) -> Any:
-    """v <- v - (1 - beta) g^2 sign(v - g^2)."""
+    """Return v <- v - (1 - beta) g^2 sign(v - g^2)."""
     return v - rest * square * torch.sign(v - square)
 
 
 def adagrad_moment(v: Any, square: Any, beta: Any, rest: Any) -> Any:
-    """v <- v + g^2."""
+    """Return v <- v + g^2."""
     return v + square
 
 
 def muon(params: list[Tensor], grads: list[Tensor], slots: Lists, h: Any, full_precision: bool = False) -> None:
-    """Take one step of Muon; `vecgym.optim.formulas.muon` says what it computes. Equal layers are taken together."""
+    """Take one step of Muon; see `vecgym.optim.formulas.muon`. Layers of the same shape are batched."""
     updates = list(grads)
     for i, buffer in enumerate(slots.get("momentum_buffer", [])):
         buffer.lerp_(grads[i], 1 - h.momentum)
         updates[i] = grads[i].lerp(buffer, h.momentum) if h.nesterov else buffer
     triples = [(h.a, h.b, h.c)] * check_num_steps(h.ns_steps)
     iterated = _smooth if full_precision else _newton_schulz
-    _go_along(params, updates, h, lambda u: iterated(u, triples, h.eps), h.adjust_lr_fn)
+    _step_along(params, updates, h, lambda u: iterated(u, triples, h.eps), h.adjust_lr_fn)
 
 
 def dion_muon(params: list[Tensor], grads: list[Tensor], slots: Lists, h: Any) -> None:
-    """Take one step of `DionMuon`; `vecgym.optim.formulas.dion_muon` says what it computes."""
+    """Take one step of `DionMuon`; see `vecgym.optim.formulas.dion_muon`."""
     updates = list(grads)
     for i, buffer in enumerate(slots.get("momentum_buffer", [])):
         updates[i] = buffer.mul_(h.momentum).add_(grads[i])
     iterated = _smooth if h.full_precision else _newton_schulz
-    _go_along(params, updates, h, lambda u: iterated(u, DION_TRIPLES, h.eps, True), "spectral_unclamped")
+    _step_along(params, updates, h, lambda u: iterated(u, DION_TRIPLES, h.eps, True), "spectral_unclamped")
 
 
-def _go_along(
+def _step_along(
     params: list[Tensor], updates: list[Tensor], h: Any, orthogonal: Callable[[Tensor], Tensor], adjust: str | None
 ) -> None:
-    """Go along the orthogonal factors of updates, those of layers of one shape in one call."""
+    """Step along the orthogonal factors of updates, in one call for layers of the same shape."""
     updates = [u.reshape(u.shape[:-2].numel(), *u.shape[-2:]) for u in updates]
-    alike: dict[tuple[int, ...], list[int]] = {}
+    by_shape: dict[tuple[int, ...], list[int]] = {}
     for i, update in enumerate(updates):
-        alike.setdefault(tuple(update.shape[1:]), []).append(i)
-    for shape, layers in alike.items():
+        by_shape.setdefault(tuple(update.shape[1:]), []).append(i)
+    for shape, layers in by_shape.items():
         joined = torch.cat([updates[i] for i in layers]) if len(layers) > 1 else updates[layers[0]]
         for i, update in zip(layers, orthogonal(joined).split([len(updates[i]) for i in layers])):
             params[i].mul_(1 - h.lr * h.weight_decay)
@@ -142,7 +142,7 @@ def full_precision_muon(params: list[Tensor], grads: list[Tensor], slots: Lists,
 
 
 def muon_lr_ratio(adjust_lr_fn: str | None, num_rows: int, num_columns: int) -> float:
-    """Return what a matrix's learning rate is multiplied by, as `torch.optim.Muon` does.
+    """Return the factor of a matrix's learning rate, as in `torch.optim.Muon`.
 
     >>> muon_lr_ratio("original", 8, 2), muon_lr_ratio("match_rms_adamw", 25, 4)
     (2.0, 1.0)
@@ -160,11 +160,11 @@ def orthogonalised(
 ) -> Tensor:
     """Run the Newton-Schulz iteration on each matrix of `[L, m, n]`, in bfloat16 as `torch.optim.Muon` does.
 
-    With X = u / max(|u|, eps), `steps` times X <- a X + (b A + c A A) X, A = X X^T: U V^T roughly, of u = U S V^T.
-    A setting may have a value for each node, `[L]`.
+    Start from X = u / max(|u|, eps), and repeat X <- a X + (b A + c A A) X, A = X X^T, `steps` times: roughly U V^T of
+    u = U S V^T. A setting may have one value per node, `[L]`.
 
-    Derivatives are those of the same polynomial in the precision of `u`: bfloat16 has 3 digits, and a derivative
-    through it would have none. With `full_precision` the values are, too.
+    Derivatives are those of the same polynomial in the precision of `u`: bfloat16 has 3 digits, and derivatives
+    through it would have none. With `full_precision` the values have that precision, too.
 
     >>> u = torch.tensor([[[2.0, 0.0], [0.0, 0.1]]])
     >>> singular = torch.linalg.svdvals(orthogonalised(u, (3.4445, -4.7750, 2.0315), eps=1e-7, steps=5))
@@ -174,11 +174,11 @@ def orthogonalised(
     settings = (*coefficients, eps, steps)
     counts = [len(x) for x in settings if isinstance(x, Tensor) and x.dim() == 1]
     if counts:
-        each = [[x[i] if isinstance(x, Tensor) and x.dim() == 1 else x for x in settings] for i in range(counts[0])]
+        rows = [[x[i] if isinstance(x, Tensor) and x.dim() == 1 else x for x in settings] for i in range(counts[0])]
         matrices = u.expand(counts[0], *u.shape[1:])
         return torch.cat([
             orthogonalised(m[None], (a, b, c), eps, steps, full_precision)
-            for m, (a, b, c, eps, steps) in zip(matrices, each)
+            for m, (a, b, c, eps, steps) in zip(matrices, rows)
         ])  # fmt: skip
     a, b, c, least, count = (plain(x).item() if isinstance(x, Tensor) else x for x in settings)
     count = check_num_steps(count)
@@ -192,9 +192,10 @@ def orthogonalised(
 
 
 def dion_orthogonalised(u: Tensor, eps: Any, full_precision: bool) -> Tensor:
-    """Run the iteration of `DionMuon` on each matrix of `[L, m, n]`; derivatives as those of `orthogonalised`.
+    """Run the iteration of `DionMuon` on each matrix of `[L, m, n]`, with derivatives as in `orthogonalised`.
 
-    With X = u / (|u| + eps), for each of five triples X <- a X + (b A + c A A) X, A = X X^T. eps: one, or `[L]`.
+    Start from X = u / (|u| + eps), and apply X <- a X + (b A + c A A) X, A = X X^T, for each of five triples. eps: a
+    number, or `[L]`.
 
     >>> u = torch.tensor([[[2.0, 0.0], [0.0, 0.1]]])
     >>> torch.linalg.svdvals(dion_orthogonalised(u, 1e-8, full_precision=True))
@@ -212,18 +213,18 @@ def dion_orthogonalised(u: Tensor, eps: Any, full_precision: bool) -> Tensor:
 
 
 def check_num_steps(value: Any) -> int:
-    """Return `value`, Newton-Schulz steps, if it is what `torch.optim.Muon` takes: 0 to 99.
+    """Return the number of Newton-Schulz steps if `torch.optim.Muon` allows it: 0 to 99.
 
-    >>> check_num_steps(5.0)  # in a stack they are floats
+    >>> check_num_steps(5.0)  # stacked settings are floats
     5
     >>> check_num_steps(100)
     Traceback (most recent call last):
     ...
-    ValueError: ns_steps=100 must be an integer from 0 to 99: Newton-Schulz steps, of which 5 are usual.
+    ValueError: ns_steps=100 must be an integer from 0 to 99: Newton-Schulz steps, usually 5.
     """
     if check.is_finite(value) and value == int(value) and 0 <= value < 100:
         return int(value)
-    raise ValueError(f"ns_steps={value!r} must be an integer from 0 to 99: Newton-Schulz steps, of which 5 are usual.")
+    raise ValueError(f"ns_steps={value!r} must be an integer from 0 to 99: Newton-Schulz steps, usually 5.")
 
 
 def _newton_schulz(u: Tensor, triples: Sequence[Triple], eps: Any, plus: bool = False) -> Tensor:
@@ -239,7 +240,7 @@ def _newton_schulz(u: Tensor, triples: Sequence[Triple], eps: Any, plus: bool = 
 
 
 def _product(left: Tensor, right: Tensor, add: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
-    """Return `beta add + alpha left right`, rounded once, each matrix as it is by itself."""
+    """Return `beta add + alpha left right`, rounded once, each matrix as if it were alone."""
     if left.device.type == "cpu" and left.shape[-2:].numel() * right.shape[-1] <= _SMALL_PRODUCT:
         pairs = zip(left, right)
         if add is None:
@@ -263,8 +264,8 @@ class KernelOptimizer(Optimizer):
     """An optimizer whose step is a kernel of vecgym.
 
     Attributes:
-        _kernel: the step in place.
-        _slots: what is kept of each parameter.
+        _kernel: the step, in place.
+        _slots: the names of the state tensors of each parameter.
     """
 
     _kernel: Callable[..., None]
@@ -275,11 +276,11 @@ class KernelOptimizer(Optimizer):
             super().__init__(params, defaults)
         except (TypeError, ValueError, KeyError) as error:
             kind = ValueError if isinstance(error, ValueError) else TypeError
-            raise kind(f"params must be what torch's optimizers take, such as model.parameters(): {error}") from error
+            raise kind(f"params must be as for torch's optimizers, such as model.parameters(): {error}") from error
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take one step; `closure` computes the loss again."""
+        """Take one step; `closure` recomputes the loss."""
         loss = _loss(closure)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -296,8 +297,8 @@ class Lion(KernelOptimizer):
     """The sign of a momentum: c = b1 m + (1 - b1) g;  p <- p - lr (sign(c) + wd p);  m <- b2 m + (1 - b2) g.
 
     Chen et al. 2023, "Symbolic discovery of optimization algorithms", arXiv 2302.06675, algorithm 2, with the defaults
-    of the authors' code. Steps are larger than AdamW's: the paper takes a learning rate 3 to 10 times smaller, and a
-    weight decay as many times larger.
+    of the authors' code. Steps are larger than AdamW's: the paper uses a learning rate 3 to 10 times smaller, and a
+    weight decay larger by the same factor.
 
     >>> p = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
     >>> p.grad = torch.tensor([0.3, -20.0])
@@ -341,7 +342,7 @@ class AdaptiveOptimizer(KernelOptimizer):
 class FedAdam(AdaptiveOptimizer):
     """A server's Adam: m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;  p <- p - lr m / (sqrt(v) + tau).
 
-    From v = tau^2, and without bias correction. With g = theta - mean_i theta_i it is the server's step in
+    It starts from v = tau^2, without bias correction. With g = theta - mean_i theta_i it is the server's step in
     `FedAvgStrategy(server_optim="adam")`.
 
     Reddi et al. 2021, "Adaptive Federated Optimization", arXiv 2003.00295, algorithm 2.
@@ -357,7 +358,7 @@ class FedAdam(AdaptiveOptimizer):
 
 
 class FedYogi(AdaptiveOptimizer):
-    """As `FedAdam`, with v <- v - (1 - b2) g^2 sign(v - g^2), which changes v by no more than g^2.
+    """`FedAdam` with v <- v - (1 - b2) g^2 sign(v - g^2), which changes v by at most g^2.
 
     >>> p = torch.nn.Parameter(torch.zeros(1))
     >>> p.grad = torch.tensor([1.0])
@@ -370,7 +371,7 @@ class FedYogi(AdaptiveOptimizer):
 
 
 class FedAdagrad(AdaptiveOptimizer):
-    """As `FedAdam`, with v <- v + g^2; b2 has no effect.
+    """`FedAdam` with v <- v + g^2; b2 has no effect.
 
     >>> p = torch.nn.Parameter(torch.zeros(1))
     >>> p.grad = torch.tensor([1.0])
@@ -383,10 +384,10 @@ class FedAdagrad(AdaptiveOptimizer):
 
 
 class FullPrecisionMuon(KernelOptimizer):
-    """`torch.optim.Muon`, whose Newton-Schulz iteration keeps the parameters' precision: torch's rounds it to bfloat16.
+    """`torch.optim.Muon` with the Newton-Schulz iteration in the parameters' precision, where torch rounds to bfloat16.
 
-    The arguments and defaults are torch's. On a processor without products in bfloat16 a step takes a tenth of the
-    time; the update differs from torch's by bfloat16's rounding, about a hundredth of it.
+    The arguments and defaults are torch's. On a processor without bfloat16 arithmetic a step takes a tenth of the
+    time; the update differs from torch's by the rounding to bfloat16, about 1 %.
 
     Jordan et al. 2024, kellerjordan.github.io/posts/muon.
 
@@ -424,10 +425,10 @@ class FullPrecisionMuon(KernelOptimizer):
 
 
 class DionMuon(KernelOptimizer):
-    """Muon as github.com/microsoft/dion has it, which the authors of MuLoCo use.
+    """Muon as in github.com/microsoft/dion, which the authors of MuLoCo use.
 
     m <- mu m + g;  p <- (1 - lr wd) p - lr sqrt(rows / columns) NS(m), with NS five Newton-Schulz steps, each with
-    coefficients of its own, in bfloat16 unless `full_precision`. `torch.optim.Muon` has Nesterov's momentum, the same
+    its own coefficients, in bfloat16 unless `full_precision`. `torch.optim.Muon` has Nesterov momentum, the same
     coefficients in each step, which leave singular values between 0.7 and 1.2, and a scale that is never below 1.
 
     >>> p = torch.nn.Parameter(torch.zeros(2, 8))
@@ -479,9 +480,9 @@ if hasattr(torch.optim, "Muon"):
 
 
 class Joined(Optimizer):
-    """Several optimizers as one: each has parameters of its own, and all step together.
+    """Several optimizers as one: each has its own parameters, and all step together.
 
-    Their groups and their state are seen, and may be changed, in this one.
+    This optimizer exposes the groups and state of all, which may be changed here.
 
     >>> w, b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
     >>> w.grad = b.grad = torch.ones(1)
@@ -499,7 +500,7 @@ class Joined(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take one step of each; `closure` computes the loss again."""
+        """Take one step of each; `closure` recomputes the loss."""
         loss = _loss(closure)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -509,7 +510,7 @@ class Joined(Optimizer):
 def _check_matrices(optimizer: Optimizer) -> None:
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p.dim() != 2:
-            raise ValueError(f"Muon takes matrices, and a parameter has the shape {list(p.shape)}")
+            raise ValueError(f"Muon takes matrices, but a parameter has the shape {list(p.shape)}")
 
 
 def _check_betas(betas: Any, within: str) -> None:
@@ -520,7 +521,7 @@ def _check_betas(betas: Any, within: str) -> None:
 
 
 def _loss(closure: Any) -> Any:
-    """Return the loss that a closure computes, with gradients; None without one."""
+    """Return the loss of a closure, computed with gradients; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():

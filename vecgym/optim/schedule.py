@@ -1,7 +1,6 @@
-"""Step -> learning-rate factor.
+"""Learning-rate schedules: functions step -> factor.
 
-A schedule is a function of the 0-based index of an optimizer step; its value multiplies the learning rate
-that the optimizer was given.
+A schedule is a function of the 0-based index of an optimizer step; its value multiplies the optimizer's learning rate.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def lambda_cosine(
 ) -> Schedule:
     """Warm up linearly from 0 over `warmup_steps`, then stay constant or, with `cosine_anneal`, follow a cosine.
 
-    t < w: f = t / w;  after that f = 1, or f = m + (1 - m) (1 + cos(pi (t - w) / (T - w))) / 2, which reaches
+    t < w: f = t / w;  then f = 1, or f = m + (1 - m) (1 + cos(pi (t - w) / (T - w))) / 2, which reaches
     m = `final_factor` at t = T = `max_steps`.
 
     >>> schedule = lambda_cosine(max_steps=100, warmup_steps=10, cosine_anneal=True)
@@ -49,7 +48,7 @@ def lambda_cosine(
 
 
 def check_schedule(name: str | Schedule | None, warmup_steps: int = 0, cosine_anneal: bool = False) -> None:
-    """Raise the error that `make_schedule` would, before the number of steps is known.
+    """Raise the same errors as `make_schedule`, before the number of steps is known.
 
     >>> check_schedule("cosin")
     Traceback (most recent call last):
@@ -68,17 +67,17 @@ def check_schedule(name: str | Schedule | None, warmup_steps: int = 0, cosine_an
         )
     if callable(name) and (warmup_steps or cosine_anneal):
         raise ValueError(
-            "warmup_steps and cosine_anneal have no effect with a function as lr_scheduler: "
-            'put the warm-up into the function, or use lr_scheduler="lambda_cosine".'
+            "warmup_steps and cosine_anneal have no effect if lr_scheduler is a function: "
+            'include the warm-up in the function, or use lr_scheduler="lambda_cosine".'
         )
 
 
 def make_schedule(
     name: str | Schedule | None, max_steps: int, warmup_steps: int = 0, cosine_anneal: bool = False
 ) -> Schedule:
-    """Make the schedule of a name, `"constant"`, `"cosine"` or `"lambda_cosine"`, of a function, or of None.
+    """Make a schedule from a name, `"constant"`, `"cosine"` or `"lambda_cosine"`, from a function, or from None.
 
-    Every named schedule begins with `warmup_steps`; `"cosine"` is `"lambda_cosine"` with `cosine_anneal=True`.
+    Every named schedule starts with `warmup_steps`; `"cosine"` is `"lambda_cosine"` with `cosine_anneal=True`.
 
     >>> make_schedule("cosine", max_steps=10)(10)
     0.1
@@ -90,7 +89,7 @@ def make_schedule(
 
 
 def _factor(value: Any, step: int) -> Any:
-    """Return what a user's schedule has returned if it is a number, or a tensor as in a differentiable run."""
+    """Return the value of a user's schedule if it is a number, or a tensor as in a differentiable run."""
     if isinstance(value, (numbers.Real, Tensor)):
         return value
     raise TypeError(

@@ -1,4 +1,4 @@
-"""Which optimizer, with which hyperparameters: a description that holds no parameters and no state."""
+"""Specifications of optimizers: a class and its hyperparameters, without parameters or state."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from vecgym.optim.per_node import PerNodeRule
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     cls.__name__.lower(): cls for cls in [*FORMULAS, getattr(torch.optim, "Adafactor", None)] if cls is not None
 }
-Key = tuple[Any, ...]  # of what can be merged
+Key = tuple[Any, ...]  # equal for specs that can be merged
 
 
 class OptimSpec:
     """An optimizer class with its hyperparameters.
 
     `optim`: a `torch.optim.Optimizer` class or one of the names `adam adamw sgd rmsprop adagrad nadam radam
-    adamax adadelta rprop lion muon fullprecisionmuon dionmuon fedadam fedyogi fedadagrad` (and `adafactor` where torch
+    adamax adadelta rprop lion muon fullprecisionmuon dionmuon fedadam fedyogi fedadagrad` (and `adafactor` if torch
     has it).
-    `kwargs`: what the class takes; a number may be a tensor, `[]`, `[N]` (one per node), `[T, 1]` (one per step) or
-    `[T, N]`, which may require grad. `param_groups(name, p)`: the hyperparameters that parameter `p` (of one node:
-    `p.dim()` is the model's) does not share, none of them one per step; a learning rate given there keeps its ratio to
-    the spec's under a schedule. A group may have another optimizer, by its name or class, and all of its
-    hyperparameters: `{"optim": "adamw", "lr": 3e-4}`; those of the spec are then not its own.
+    `kwargs`: the arguments of the class; a number may be a tensor, `[]`, `[N]` (one per node), `[T, 1]` (one per step)
+    or `[T, N]`, which may require grad. `param_groups(name, p)`: the hyperparameters of parameter `p` (of one node:
+    `p.dim()` is the model's) that differ from the spec's, none of them per step; a learning rate set there keeps its
+    ratio to the spec's under a schedule. A group may have another optimizer, by name or class, with its own
+    hyperparameters, `{"optim": "adamw", "lr": 3e-4}`; it then inherits none from the spec.
 
     Errors: ValueError for an unknown name or a value that the class refuses; TypeError for an unknown keyword
-    or a class that is no optimizer.
+    or a class that is not an optimizer.
 
     >>> OptimSpec("adamw", lr=3e-4)
     OptimSpec(AdamW, lr=0.0003)
@@ -63,7 +63,7 @@ class OptimSpec:
 
     @classmethod
     def from_string(cls, name: str, **kwargs: Any) -> OptimSpec:
-        """Make the spec of a named optimizer, upper or lower case.
+        """Make the spec of an optimizer from its name, in upper or lower case.
 
         >>> OptimSpec.from_string("SGD", lr=0.1)
         OptimSpec(SGD, lr=0.1)
@@ -100,9 +100,9 @@ class OptimSpec:
         >>> OptimSpec("sgd", lr=0.1).lr, OptimSpec("adamw").lr
         (0.1, 0.001)
         """
-        for given in (self.kwargs, self._defaults):
-            if "lr" in given:
-                return given["lr"]
+        for settings in (self.kwargs, self._defaults):
+            if "lr" in settings:
+                return settings["lr"]
         raise AttributeError(f"{self.cls.__name__} has no learning rate lr; it has {list(self.hyper)}")
 
     def lr_at(self, step: int) -> Any:
@@ -121,9 +121,9 @@ class OptimSpec:
     def build(self, model_or_params: nn.Module | Iterable[Any], node: int | None = None) -> Optimizer:
         """Build the ordinary torch optimizer of one model, or of an iterable of tensors or (name, tensor) pairs.
 
-        `node`: whose value to take where a hyperparameter has one per node.
+        `node`: the node whose value is used if a hyperparameter has one per node.
 
-        Errors: ValueError when a hyperparameter has one value per node and `node` is None, or when
+        Errors: ValueError if a hyperparameter has one value per node and `node` is None, or if
         `param_groups` is set and the parameters have no names.
         """
         pairs = list(model_or_params.named_parameters() if isinstance(model_or_params, nn.Module) else model_or_params)
@@ -132,24 +132,24 @@ class OptimSpec:
             return self.cls([p[1] if isinstance(p, tuple) else p for p in pairs], **kwargs)
         if not all(isinstance(p, tuple) for p in pairs):
             raise ValueError("param_groups needs names: give the model, or model.named_parameters()")
-        own: list[dict[str, Any]] = []
+        groups: list[dict[str, Any]] = []
         others: list[Optimizer] = []
         for options, members in _grouped(self.param_groups, pairs):
             if "optim" in options:
                 others.append(self._of_group(options).build(members, node))
             else:
-                own.append({"params": [p for _, p in members], **_numbers(options, node)})
-        optimizers = [*([self.cls(own, **kwargs)] if own else []), *others]
-        return optimizers[0] if own and not others else Joined(optimizers, {**self._defaults, **kwargs})
+                groups.append({"params": [p for _, p in members], **_numbers(options, node)})
+        optimizers = [*([self.cls(groups, **kwargs)] if groups else []), *others]
+        return optimizers[0] if groups and not others else Joined(optimizers, {**self._defaults, **kwargs})
 
     def _of_group(self, options: dict[str, Any]) -> OptimSpec:
-        """Return the spec of the parameters for which `param_groups` gives these options."""
+        """Return the spec of the parameters for which `param_groups` returns these options."""
         if "optim" not in options:
             return self.replace(param_groups=None, **options)
         return OptimSpec(options["optim"], **{key: value for key, value in options.items() if key != "optim"})
 
     def groups(self, params: Tree) -> Iterator[tuple[OptimSpec, list[str], Any]]:
-        """Yield the groups of stacked parameters: (spec, names, this spec's lr if the group has its own).
+        """Yield the groups of stacked parameters as (spec, names, this spec's lr if the group has its own).
 
         >>> spec = OptimSpec("adamw", param_groups=lambda name, p: {} if p.dim() >= 2 else {"weight_decay": 0.0})
         >>> for group, names, lr in spec.groups({"weight": torch.zeros(4, 2, 2), "bias": torch.zeros(4, 2)}):
@@ -165,13 +165,13 @@ class OptimSpec:
             has_own_lr = "lr" in options or "optim" in options
             if has_own_lr and not isinstance(self.lr, Tensor) and self.lr == 0:
                 raise ValueError(
-                    f"param_groups gives lr={spec.lr!r}, and a schedule keeps its ratio to the spec's,"
+                    f"param_groups returned lr={spec.lr!r}, but a schedule keeps its ratio to the spec's,"
                     " which is 0: give the spec a positive lr"
                 )
             yield spec, [name for name, _ in members], self.lr if has_own_lr else None
 
     def at(self, step: int) -> OptimSpec:
-        """Return the spec of one step, counted from 0: row `step` of what is `[T, 1]` or `[T, N]`, or itself.
+        """Return the spec of one step, counted from 0, with row `step` of every `[T, 1]` or `[T, N]` value.
 
         >>> OptimSpec("sgd", lr=torch.tensor([[0.1], [0.01]]), momentum=0.9).at(1)
         OptimSpec(SGD, lr=tensor(0.0100), momentum=0.9)
@@ -181,7 +181,7 @@ class OptimSpec:
         return self.replace(**map_leaves(lambda x: _at(x, step), self.kwargs))
 
     def at_each(self, by_count: Callable[[Callable[[int], Any]], Any]) -> OptimSpec:
-        """Return the spec of nodes that have done different numbers of steps; see `vecgym.strategy.Context.by_count`.
+        """Return the spec of nodes that have taken different numbers of steps; see `vecgym.strategy.Context.by_count`.
 
         >>> spec = OptimSpec("sgd", lr=torch.tensor([[0.1], [0.01]]))
         >>> spec.at_each(lambda of_step: torch.stack([of_step(1), of_step(0)])).lr
@@ -192,13 +192,13 @@ class OptimSpec:
         return self.replace(**map_leaves(lambda x: by_count(lambda step: _at(x, step)), self.kwargs))
 
     def mapped(self, function: Callable[[Tensor], Any]) -> OptimSpec:
-        """Apply `function` to every hyperparameter that is a tensor, those of `param_groups` too.
+        """Apply `function` to every hyperparameter that is a tensor, including those of `param_groups`.
 
         >>> OptimSpec("sgd", lr=torch.tensor([0.1, 0.2]), momentum=0.9).mapped(lambda x: x[1:])
         OptimSpec(SGD, lr=tensor([0.2000]), momentum=0.9)
         """
-        given = self.param_groups
-        groups = None if given is None else lambda name, p: map_leaves(function, given(name, p))
+        options = self.param_groups
+        groups = None if options is None else lambda name, p: map_leaves(function, options(name, p))
         return self.replace(**map_leaves(function, self.kwargs), param_groups=groups)
 
     def check_steps(self, num_nodes: int, num_steps: int, whose: str) -> None:
@@ -216,12 +216,12 @@ class OptimSpec:
                     check.per_node(f"{key} of the {whose}", x, num_nodes=num_nodes)
                 if x.dim() == 2 and (len(x) != num_steps or (x.shape[1] > 1 and x.shape[1] % num_nodes != 0)):
                     raise ValueError(
-                        f"{key} of the {whose} has shape {list(x.shape)}; one value for each of its {num_steps} steps "
-                        f"is [{num_steps}, 1], and for each node too [{num_steps}, {num_nodes}]."
+                        f"{key} of the {whose} has shape {list(x.shape)}; give [{num_steps}, 1], one value for each of "
+                        f"its {num_steps} steps, or [{num_steps}, {num_nodes}], one per step and node."
                     )
 
     def rule(self) -> Rule:
-        """Return the update on stacked tensors: by a formula where there is one, else one torch optimizer per node.
+        """Return the update on stacked tensors: a formula if there is one, else one torch optimizer per node.
 
         >>> type(OptimSpec("adamw").rule()).__name__, type(OptimSpec(torch.optim.ASGD).rule()).__name__
         ('ElementwiseRule', 'PerNodeRule')
@@ -233,7 +233,7 @@ Rule: TypeAlias = ElementwiseRule | PerNodeRule
 
 
 def rule_of(spec: OptimSpec) -> Rule:
-    """Return the update of a spec on stacked tensors, by its formula where it has one.
+    """Return the update of a spec on stacked tensors, by its formula if it has one.
 
     >>> type(rule_of(OptimSpec("lion"))).__name__
     'ElementwiseRule'
@@ -249,30 +249,30 @@ def ensure_optim_spec(
     argument: str = "optimizer",
     **kwargs: Any,
 ) -> OptimSpec:
-    """Make an `OptimSpec` of a name, a spec, a class or None (`default`), with `kwargs` (those not None) on top.
+    """Make an `OptimSpec` from a name, a spec, a class or None (`default`), updated with `kwargs` other than None.
 
-    Errors, which name the `argument`: TypeError for anything else; ValueError when a spec and `kwargs` give two values
-    of one setting.
+    Errors, which name the `argument`: TypeError for anything else; ValueError if a spec and `kwargs` set different
+    values of the same setting.
 
     >>> ensure_optim_spec("sgd", lr=0.1), ensure_optim_spec(None, default="adamw", lr=None)
     (OptimSpec(SGD, lr=0.1), OptimSpec(AdamW))
     """
-    check.instance("argument", argument, str, "the name of what was given")
-    chosen = default if optim is None else optim
-    given = {key: value for key, value in kwargs.items() if value is not None}
-    if not isinstance(chosen, OptimSpec):
-        return OptimSpec(_class(chosen, argument), **given)
-    for key in given.keys() & chosen.kwargs.keys() if optim is not None else ():
-        if not same_values(chosen.kwargs[key], given[key]):
+    check.instance("argument", argument, str, "the name of the argument")
+    spec = default if optim is None else optim
+    settings = {key: value for key, value in kwargs.items() if value is not None}
+    if not isinstance(spec, OptimSpec):
+        return OptimSpec(_class(spec, argument), **settings)
+    for key in settings.keys() & spec.kwargs.keys() if optim is not None else ():
+        if not same_values(spec.kwargs[key], settings[key]):
             raise ValueError(
-                f"{key} is given twice: {chosen!r} and {key}={given[key]!r}; give it once,"
+                f"{key} is given twice: {spec!r} and {key}={settings[key]!r}; give it once,"
                 f" in the OptimSpec or as {key}=..."
             )
-    return chosen.replace(**given)
+    return spec.replace(**settings)
 
 
 def merge_key(spec: OptimSpec) -> Key | None:
-    """Return a key: specs of equal key can be merged. None: this one cannot.
+    """Return a key that is equal for specs that can be merged, or None if this one cannot.
 
     >>> merge_key(OptimSpec("adam", lr=0.1)) == merge_key(OptimSpec("adam", lr=0.2, betas=(0.8, 0.9)))
     True
@@ -287,7 +287,7 @@ def merge_key(spec: OptimSpec) -> Key | None:
 
 
 def merged_spec(specs: Sequence[OptimSpec], counts: Sequence[int]) -> OptimSpec:
-    """Merge specs into one whose hyperparameters have a value for each row where the given ones differ.
+    """Merge specs into one, with one value per row for the hyperparameters that differ.
 
     >>> merged_spec([OptimSpec("sgd", lr=0.5, momentum=0.9), OptimSpec("sgd", lr=0.25, momentum=0.9)], [1, 2])
     OptimSpec(SGD, lr=tensor([0.5000, 0.2500, 0.2500], dtype=torch.float64), momentum=0.9)
@@ -298,7 +298,7 @@ def merged_spec(specs: Sequence[OptimSpec], counts: Sequence[int]) -> OptimSpec:
 
 
 def per_row(values: Sequence[Any], counts: Sequence[int]) -> Any:
-    """Repeat a value for each configuration to one for each row, `[sum of counts]`; equal ones stay as they are.
+    """Repeat each configuration's value for its rows, `[sum of counts]`; equal values stay one number.
 
     >>> per_row([(0.9, 0.5), (0.9, 0.25)], [1, 1])
     (0.9, tensor([0.5000, 0.2500], dtype=torch.float64))
@@ -341,13 +341,13 @@ def _class(optim: object, argument: str = "optimizer") -> type[Optimizer]:
     if isinstance(optim, Optimizer):
         hint = f"; an optimizer object belongs to one model: give its class, {type(optim).__name__}"
     raise TypeError(
-        f"{argument} is {check.kind_of(optim)}, none of the three forms: a name 'adamw', a class torch.optim.AdamW, "
+        f"{argument} is {check.kind_of(optim)}; give a name 'adamw', a class torch.optim.AdamW, "
         f"or OptimSpec(torch.optim.AdamW, lr=3e-4){hint}"
     )
 
 
 def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the class's defaults, once a dummy took the smallest and the largest of every value."""
+    """Return the class's defaults, after a dummy has accepted the smallest and the largest of every value."""
     parameters = list(inspect.signature(cls).parameters.values())[1:]  # the first is `params`
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     allowed = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -362,7 +362,7 @@ def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
         for key, value in values.items():
             _check_finite(key, value)
         try:
-            # two dimensions: what Muon asks for, and nobody minds
+            # two dimensions, which Muon requires and all others accept
             defaults = _dummy(cls)([nn.Parameter(torch.zeros(1, 1))], **values).defaults
         except TypeError as error:
             raise TypeError(f"{cls.__name__} refuses {values}: {error}") from error
@@ -377,25 +377,25 @@ def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_finite(key: str, value: Any) -> None:
-    """Refuse nan, which torch's own checks let through, and infinity but for Rprop's largest step."""
+    """Refuse nan, which torch's own checks accept, and infinity except for Rprop's largest step."""
     for x in value if isinstance(value, tuple) else [value]:
         if isinstance(x, float) and (math.isnan(x) or (math.isinf(x) and key != "step_sizes")):
             raise ValueError(f"{key}={value!r} must be finite.")
 
 
 def _check_kind(key: str, value: Any, default: Any) -> None:
-    """Require numbers where the default is one, and as many as it has, which torch does not check everywhere."""
+    """Require a number, or as many numbers as the default has, which torch does not check everywhere."""
     if isinstance(default, tuple):
         if not isinstance(value, tuple) or len(value) != len(default):
             raise ValueError(f"{key}={value!r} must be {len(default)} numbers, such as {default}.")
-        for x, usual in zip(value, default):
-            _check_kind(key, x, usual)
+        for x, part in zip(value, default):
+            _check_kind(key, x, part)
     elif check.is_number(default) and not check.is_number(value):
         raise ValueError(f"{key}={value!r} must be a number, such as {default}.")
 
 
 def _dummy(cls: type[Optimizer]) -> type[Optimizer]:
-    """Return the class without torch's `add_param_group`, which imports torch's compiler and takes a second."""
+    """Return the class without torch's `add_param_group`, which imports torch's compiler, for a second."""
     if cls.add_param_group is not Optimizer.add_param_group:
         return cls
 
@@ -414,7 +414,7 @@ def _extreme(key: str, value: Tensor, pick: Callable[[Tensor], Tensor]) -> Any:
     if value.device.type == "meta":
         raise ValueError(f"{key} is on the device meta, where tensors have no values: create it on the CPU")
     if value.is_complex():
-        raise ValueError(f"{key} is a tensor of complex numbers: give real ones")
+        raise ValueError(f"{key} is a tensor of complex numbers: give real numbers")
     return pick(value.detach()).item()
 
 
@@ -425,7 +425,7 @@ def _at(value: Any, step: int) -> Any:
 
 
 def _numbers(settings: dict[str, Any], node: int | None) -> dict[str, Any]:
-    """Return what a torch optimizer takes: numbers, those of one node."""
+    """Return the settings of one node as numbers, which a torch optimizer takes."""
     return {key: map_leaves(partial(_number, key, node=node), value) for key, value in settings.items()}
 
 
@@ -433,10 +433,10 @@ def _number(key: str, value: Tensor, node: int | None) -> Any:
     if value.numel() == 1:
         return value.item()
     if value.dim() == 2:
-        raise ValueError(f"{key} has one value per step, and a torch optimizer takes one: build spec.at(step)")
+        raise ValueError(f"{key} has one value per step, but a torch optimizer takes one: build spec.at(step)")
     if node is None:
         raise ValueError(
-            f"{key} has {value.numel()} values, one per node, and a torch optimizer takes one: say whose,"
+            f"{key} has {value.numel()} values, one per node, but a torch optimizer takes one: choose a node,"
             " spec.build(model, node=0)"
         )
     return value[node].item()
@@ -445,14 +445,14 @@ def _number(key: str, value: Tensor, node: int | None) -> Any:
 def _grouped(
     param_groups: ParamGroups, pairs: Iterable[tuple[str, Tensor]]
 ) -> list[tuple[dict[str, Any], list[tuple[str, Tensor]]]]:
-    """Return (options, its members) for every different answer of `param_groups`."""
+    """Return (options, members) for every distinct result of `param_groups`."""
     groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
     for name, p in pairs:
         options = check.called("param_groups", param_groups, name, p)
         if not isinstance(options, dict):
-            raise TypeError(f"param_groups({name!r}, p) gave {options!r}; a dict of hyperparameters is needed")
-        for known, members in groups:
-            if same_values(known, options):
+            raise TypeError(f"param_groups({name!r}, p) returned {options!r}; return a dict of hyperparameters")
+        for group_options, members in groups:
+            if same_values(group_options, options):
                 members.append((name, p))
                 break
         else:

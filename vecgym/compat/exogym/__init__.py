@@ -1,10 +1,10 @@
 """Run scripts written for EXO Gym.
 
 `install()` makes `import exogym...` find the classes of this package, under EXO Gym's module paths and with its
-argument names; `vecgym exogym script.py` does so for a script. EXO Gym's own strategies are translated to vecgym's,
+argument names; `vecgym exogym script.py` runs a script that way. EXO Gym's own strategies are translated to vecgym's,
 which train all nodes at once; a user's class, written for one rank, runs rank by rank.
 
-Reference: exo-explore/gym at 9fa323c. `vecgym.guide.compat` has a table of its quirks and of what becomes of each.
+Reference: exo-explore/gym at 9fa323c. `vecgym.guide.compat` lists its quirks and how each is handled.
 """
 
 from vecgym.compat.exogym.base import (

@@ -1,7 +1,7 @@
-"""The bases of EXO Gym's strategies: what one node does in a step, and one thing that it exchanges.
+"""The base classes of EXO Gym's strategies: a node's step, and its communication modules.
 
-Each class is written for one rank, and a user's classes derive from it. It also says what does the same for all nodes
-at once, `_vectorised`, which a run takes where a user's class overrides nothing of it (`vectorised`, `as_written`).
+Each class is written for one rank, and a user's classes derive from it. Its method `_vectorised` returns the equivalent
+for all nodes at once, which a run uses if a user's class overrides nothing (`vectorised`, `as_written`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from vecgym.runs.options import optional_number
 Spec = vecgym_optim.OptimSpec
 AnySpec = str | Spec | type[torch.optim.Optimizer] | None
 
-PACKAGE = __name__.rsplit(".", 1)[0]  # of the classes that are not a user's
+PACKAGE = __name__.rsplit(".", 1)[0]  # the package of the classes that are not a user's
 
-# EXO Gym's strategies store whatever they are given, and its examples give some options to all of them.
+# EXO Gym's strategies accept any option, and its examples pass some options to all strategies.
 WITHOUT_EFFECT = {
     "H": "this strategy exchanges at every step",
     "p": "EXO Gym never reads it; SPARTA's fraction is p_sparta",
@@ -40,8 +40,8 @@ WITHOUT_EFFECT = {
     **dict.fromkeys(("compression_decay", "compression_topk", "compression_chunk"), "this strategy is not DeMo"),
     "weight_decay": "give it to the OptimSpec",
     "max_norm": "this strategy does not clip",
-    "optim_spec": "this strategy has no optimizer of its own",
-    "communication_modules": "this strategy has modules of its own",
+    "optim_spec": "this strategy has its own optimizer",
+    "communication_modules": "this strategy has its own modules",
 }
 
 
@@ -49,14 +49,14 @@ WITHOUT_EFFECT = {
 
 
 class OptimSpec(Spec):
-    """`vecgym.OptimSpec`, with `cls` as the name of its first argument."""
+    """`vecgym.OptimSpec` whose first argument is named `cls`."""
 
     def __init__(self, cls: str | type[torch.optim.Optimizer] = torch.optim.AdamW, **kwargs: Any) -> None:
         super().__init__(cls, **kwargs)
 
 
 def ensure_optim_spec(optim: AnySpec, default: Spec | None = None, **kwargs: Any) -> Spec:
-    """Make an `OptimSpec` of a name, a spec, a class or None; `kwargs` override what a spec has."""
+    """Make an `OptimSpec` from a name, a spec, a class or None; `kwargs` override the settings of a spec."""
     if optim is None:
         return Spec(torch.optim.AdamW, **kwargs) if default is None else default
     if isinstance(optim, Spec):
@@ -65,17 +65,17 @@ def ensure_optim_spec(optim: AnySpec, default: Spec | None = None, **kwargs: Any
 
 
 def inner_spec(whose: str, optim_spec: AnySpec, options: dict[str, Any]) -> Spec:
-    """Return the inner optimizer asked for, under whichever of its names, and take these out of `options`."""
-    others = taken(options, "inner_optim", "inner_optim_spec")
-    rates = taken(options, "lr", "inner_lr")
-    given = [x for x in (optim_spec, *others.values()) if x is not None]
-    if len(given) > 1 or len(rates) > 1:
-        raise TypeError(f"{whose} got its inner optimizer or learning rate twice: {given}, {rates}.")
-    asked, lr = ensure_optim_spec(given[0] if given else None), next(iter(rates.values()), None)
-    return asked if lr is None else asked.replace(lr=lr)
+    """Return the inner optimizer, under any of its names, and remove these from `options`."""
+    others = pop_options(options, "inner_optim", "inner_optim_spec")
+    rates = pop_options(options, "lr", "inner_lr")
+    specs = [x for x in (optim_spec, *others.values()) if x is not None]
+    if len(specs) > 1 or len(rates) > 1:
+        raise TypeError(f"{whose} got its inner optimizer or learning rate twice: {specs}, {rates}.")
+    spec, lr = ensure_optim_spec(specs[0] if specs else None), next(iter(rates.values()), None)
+    return spec if lr is None else spec.replace(lr=lr)
 
 
-def taken(options: dict[str, Any], *names: str) -> dict[str, Any]:
+def pop_options(options: dict[str, Any], *names: str) -> dict[str, Any]:
     """Remove the named options, and return them."""
     return {name: options.pop(name) for name in names if name in options}
 
@@ -83,33 +83,33 @@ def taken(options: dict[str, Any], *names: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------- classes
 
 
-def warn_without_effect(whose: str, given: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Warn about each option given (not None) that has a reason to do nothing."""
-    for name, value in given.items():
+def warn_without_effect(whose: str, options: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Warn about each option that is not None and has a reason to have no effect."""
+    for name, value in options.items():
         if value is not None and name in reasons:
             warn(f"{whose}: {name}={value!r} has no effect: {reasons[name]}.")
 
 
 def as_written(x: Any) -> type | None:
-    """Return the class of EXO Gym that `x` behaves as; None: its own class overrides something of it, or is no such."""
-    own: set[str] = set()
+    """Return EXO Gym's class that `x` behaves as, or None if its class overrides a method of it or has no such base."""
+    methods: set[str] = set()
     for cls in type(x).__mro__:
         if cls.__module__.startswith(PACKAGE):
-            return None if any(hasattr(cls, name) for name in own) else cls
-        own |= {name for name, value in vars(cls).items() if callable(value) or isinstance(value, property)}
-        own -= {name for name in own if name.startswith("__")}
+            return None if any(hasattr(cls, name) for name in methods) else cls
+        methods |= {name for name, value in vars(cls).items() if callable(value) or isinstance(value, property)}
+        methods -= {name for name in methods if name.startswith("__")}
     return None
 
 
 class Strategy(ABC, LogModule):
-    """What one node does in a step. Subclasses override `step` and end it with `super().step()`.
+    """One node's step. Subclasses override `step` and end it with `super().step()`.
 
     Args:
         lr_scheduler: "lambda_cosine", "cosine" (the same with `cosine_anneal`), a class of
             `torch.optim.lr_scheduler`, or None.
         lr_scheduler_kwargs: `warmup_steps` (1), `cosine_anneal` (False), `max_steps`; for a class, its arguments.
-        options: of a user's class, become attributes. Of EXO Gym's own classes, one without effect warns, and an
-            unknown one is a TypeError.
+        options: those of a user's class become attributes. For EXO Gym's own classes, an option without effect warns,
+            and an unknown one raises a TypeError.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Strategy(ABC, LogModule):
     ) -> None:
         kwargs = dict(check.instance("lr_scheduler_kwargs", lr_scheduler_kwargs or {}, Mapping, "a dict"))
         if isinstance(lr_scheduler, str):
-            for name in ("warmup_steps", "cosine_anneal"):  # the documents give them here
+            for name in ("warmup_steps", "cosine_anneal"):  # the documentation passes them here
                 if name in options:
                     kwargs.setdefault(name, options.pop(name))
             check.choice("lr_scheduler", lr_scheduler, SCHEDULES, "a class of torch.optim.lr_scheduler, or None")
@@ -135,7 +135,7 @@ class Strategy(ABC, LogModule):
             setattr(self, name, value)
         self.scheduler: Any = None
         self.lr_callbacks: list[Callable[[float], None]] = []
-        self.max_steps = 1  # known when the run begins
+        self.max_steps = 1  # set when the run begins
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         """Start on a node; called once, with the node's own model."""
@@ -172,13 +172,13 @@ class Strategy(ABC, LogModule):
 
     @property
     def _form(self) -> dict[str, Any]:
-        """The form of the named schedule, in the words of `lambda_cosine`."""
-        given = self.lr_scheduler_kwargs
-        anneal = given.get("cosine_anneal", False) or self.lr_scheduler == "cosine"
-        return {"warmup_steps": given.get("warmup_steps", 1), "cosine_anneal": anneal}
+        """The arguments of `lambda_cosine` for the named schedule."""
+        kwargs = self.lr_scheduler_kwargs
+        anneal = kwargs.get("cosine_anneal", False) or self.lr_scheduler == "cosine"
+        return {"warmup_steps": kwargs.get("warmup_steps", 1), "cosine_anneal": anneal}
 
     def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy | None:
-        """Return what does the same for all nodes at once; None: this runs rank by rank."""
+        """Return the equivalent for all nodes at once, or None to run rank by rank."""
         return None
 
     def __config__(self, remove_keys: Sequence[str] | None = None) -> dict[str, Any]:
@@ -190,9 +190,11 @@ class OptimizingStrategy(Strategy):
     """A strategy with an inner optimizer, whose gradients may be clipped."""
 
     def __init__(self, optim_spec: AnySpec = None, max_norm: float | None = None, **options: Any) -> None:
-        """Take the inner optimizer, the norm to which each node clips its gradient, and every strategy's options."""
+        """Set the inner optimizer, the norm to which each node clips its gradient, and every strategy's options."""
         self.optim_spec = inner_spec(type(self).__name__, optim_spec, options)
-        self.max_norm = optional_number("max_norm", max_norm, "[0, inf]", "the norm of a node's gradient; 0: any")
+        self.max_norm = optional_number(
+            "max_norm", max_norm, "[0, inf]", "the norm of a node's gradient; 0: no clipping"
+        )
         super().__init__(**options)
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
@@ -206,19 +208,19 @@ class OptimizingStrategy(Strategy):
 
 
 class CommunicationModule(ABC):
-    """One thing that a node exchanges, after the optimizer's step."""
+    """One exchange of a node, after the optimizer's step."""
 
     strategy: Any = None  # the strategy that it belongs to
 
     @abstractmethod
     def communicate(self, model: nn.Module, rank: int, num_nodes: int, local_step: int) -> None:
-        """Exchange. `local_step`: optimizer steps before this one."""
+        """Exchange with the other nodes. `local_step`: the number of optimizer steps before this one."""
 
-    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:  # noqa: B027 - few have anything to do
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:  # noqa: B027 - few modules need it
         """Start on a node; called once, with the node's own model."""
 
     def _vectorised(self, num_nodes: int) -> native.CommunicationModule | None:
-        """Return what does the same for all nodes at once; None: this runs rank by rank."""
+        """Return the equivalent for all nodes at once, or None to run rank by rank."""
         return None
 
 
@@ -252,7 +254,7 @@ class CommunicateOptimizeStrategy(OptimizingStrategy):
         super().step()
 
     def _communicate(self) -> None:
-        """Exchange what is due in this step; override it for another timing."""
+        """Run the modules that are due in this step; override it for another timing."""
         for module in self.communication_modules:
             if self._is_due(module):
                 module.communicate(self.model, self.rank, self.num_nodes, self.local_step)
@@ -261,7 +263,7 @@ class CommunicateOptimizeStrategy(OptimizingStrategy):
         return True
 
     def _has(self, *classes: type) -> bool:
-        """Whether these are the modules: a user may have put in others than the constructor."""
+        """Whether the modules are of these classes: a user may have replaced the constructor's."""
         return [as_written(module) for module in self.communication_modules] == list(classes)
 
     def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy | None:
@@ -275,9 +277,9 @@ class CommunicateOptimizeStrategy(OptimizingStrategy):
 
 
 def vectorised(strategy: Strategy, num_nodes: int, max_steps: int | None) -> native.Strategy:
-    """Return vecgym's strategy for a run of `max_steps`; None: as many as the epochs have.
+    """Return vecgym's strategy for a run of `max_steps`, or of the steps of its epochs if None.
 
-    What cannot be written for all nodes at once, such as a user's own `step`, runs rank by rank.
+    A strategy without an equivalent for all nodes at once, such as one with a user's own `step`, runs rank by rank.
 
     >>> from vecgym.compat.exogym import DiLoCoStrategy
     >>> vectorised(DiLoCoStrategy(OptimSpec(lr=0.1), H=5), num_nodes=2, max_steps=10)
@@ -285,14 +287,14 @@ def vectorised(strategy: Strategy, num_nodes: int, max_steps: int | None) -> nat
 DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=5))
     """
     schedule = _schedule(strategy, max_steps)
-    found = None
+    equivalent = None
     if schedule is not None and as_written(strategy) is not None:
-        found = strategy._vectorised(num_nodes, max_norm=getattr(strategy, "max_norm", None) or None, **schedule)
-    return PerRank(strategy) if found is None else found
+        equivalent = strategy._vectorised(num_nodes, max_norm=getattr(strategy, "max_norm", None) or None, **schedule)
+    return PerRank(strategy) if equivalent is None else equivalent
 
 
 def _schedule(strategy: Strategy, max_steps: int | None) -> dict[str, Any] | None:
-    """Return the arguments of vecgym that give the same learning rates; None: there are none."""
+    """Return vecgym's arguments for the same learning rates, or None if there are none."""
     if strategy.lr_scheduler is None:
         return {}
     if not isinstance(strategy.lr_scheduler, str):
@@ -318,15 +320,15 @@ class PerRank(native.RankStrategy):
         self._left: dict[str, Any] = {}
 
     def step(self) -> None:
-        """Add this step's gradients to what `zero_grad` leaves of the last step's, then run the user's step."""
+        """Add this step's gradients to those that `zero_grad` has left of the last step, then run the user's step."""
         params = dict(self.model.named_parameters())
         fresh = {name: p.grad for name, p in params.items() if p.requires_grad}
         for name in fresh:
             params[name].grad = self._left.get(name)
         self.theirs.zero_grad()
         for name, grad in fresh.items():
-            kept = params[name].grad
-            params[name].grad = grad if kept is None or grad is None else kept.add_(grad)
+            previous = params[name].grad
+            params[name].grad = grad if previous is None or grad is None else previous.add_(grad)
         self.theirs.step()
         self._left = {name: p.grad for name, p in params.items()}
 

@@ -16,7 +16,7 @@ _OPS = {name: name.lower() for name in ("SUM", "MAX", "MIN", "PRODUCT")} | {"AVG
 
 
 class Done:
-    """The handle that `async_op=True` returns: of a collective that is already over."""
+    """The handle that `async_op=True` returns, of a completed collective."""
 
     def wait(self) -> bool:
         return True
@@ -26,23 +26,23 @@ class Done:
 
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Done | None:
-    """Replace `tensor` by its sum over all nodes, in place; `op` also AVG, MAX, MIN, PRODUCT."""
+    """Replace `tensor` with its sum over all nodes, in place; `op` may also be AVG, MAX, MIN or PRODUCT."""
     handle = _handle(group, async_op)
-    name = str(op).rsplit(".", 1)[-1]  # an enum's member, or an object that prints as one
+    name = str(op).rsplit(".", 1)[-1]  # an enum member, or an object that prints like one
     if name not in _OPS:
-        raise ValueError(f"op={op} is not simulated; allowed: {', '.join(_OPS)} of torch.distributed.ReduceOp.")
+        raise ValueError(f"op={op} is not supported; allowed: {', '.join(_OPS)} of torch.distributed.ReduceOp.")
     per_rank.all_reduce(tensor, _OPS[name])
     return handle
 
 
 def average_(tensor: Tensor, num_nodes: int) -> None:
-    """Replace `tensor` by its mean over all nodes, in place."""
+    """Replace `tensor` with its mean over all nodes, in place."""
     all_reduce(tensor)
     tensor.div_(num_nodes)
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: Any = None, async_op: bool = False) -> Done | None:
-    """Replace `tensor` by that of node `src`, in place."""
+    """Replace `tensor` with that of node `src`, in place."""
     handle = _handle(group, async_op)
     per_rank.broadcast(tensor, src)
     return handle
@@ -57,14 +57,14 @@ def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, asy
 
 
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: Any = None, device: Any = None) -> None:
-    """Replace what is in the list by what is in node `src`'s. Objects are not in the ledger."""
+    """Replace the objects in the list with those in node `src`'s. The ledger does not record objects."""
     _handle(group)
     meeting, node = per_rank.here()
     object_list[:] = meeting.share(node, f"broadcast_object_list from {src}", list(object_list))[src]
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-    """Write every node's object into the list. Objects are not in the ledger."""
+    """Write every node's object into the list. The ledger does not record objects."""
     _handle(group)
     meeting, node = per_rank.here()
     object_list[:] = meeting.share(node, "all_gather_object", obj)
@@ -78,13 +78,13 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int]
 
 
 def mps_compatible(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`: no backend is involved that could lack MPS."""
+    """Return `function` unchanged: no backend is involved that could lack MPS."""
     return function
 
 
 def _handle(group: Any, async_op: bool = False) -> Done | None:
     if group is not None and group is not getattr(dist.group, "WORLD", None):
-        raise ValueError("only the group of all nodes is simulated: leave group out.")
+        raise ValueError("only the group of all nodes is supported: omit group.")
     return Done() if async_op else None
 
 
@@ -100,10 +100,10 @@ _REPLACED: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def torch_distributed_calls() -> Iterator[None]:
-    """Redirect a node's calls of torch.distributed to this module; other threads' are left alone."""
+    """Redirect a node's calls of torch.distributed to this module; those of other threads are unchanged."""
     before = {name: getattr(dist, name) for name in _REPLACED}
-    for name, mine in _REPLACED.items():
-        setattr(dist, name, _for_nodes(mine, before[name]))
+    for name, replacement in _REPLACED.items():
+        setattr(dist, name, _for_nodes(replacement, before[name]))
     try:
         yield
     finally:
@@ -111,9 +111,9 @@ def torch_distributed_calls() -> Iterator[None]:
             setattr(dist, name, original)
 
 
-def _for_nodes(mine: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _for_nodes(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (mine if per_rank.is_rank() else original)(*args, **kwargs)
+        return (replacement if per_rank.is_rank() else original)(*args, **kwargs)
 
     return call

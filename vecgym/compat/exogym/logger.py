@@ -1,4 +1,4 @@
-"""Loggers that write as EXO Gym does: `logs/<run_name>/` with two tables, or a run of Weights & Biases."""
+"""Loggers in EXO Gym's format: `logs/<run_name>/` with two tables, or a run of Weights & Biases."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ TABLES = {
     "train": ("step", "examples_trained", "train_loss", "train_perplexity", "lr"),
     "validation": ("step", "local_loss", "local_perplexity", "global_loss", "global_perplexity"),
 }
-AXES = {"step": "step", "examples": "examples_trained"}  # of wandb -> the column
+AXES = {"step": "step", "examples": "examples_trained"}  # axis of wandb -> column
 
 
 class Logger(loggers.Logger):
-    """Translates rows into EXO Gym's tables; a subclass writes them.
+    """Translate rows into EXO Gym's tables; a subclass writes them.
 
-    `train` has a row after each step, which is counted from 0. In `validation`, `local_loss` is node 0's and
-    `global_loss` that of the average of the nodes.
+    `train` has a row for each step, counted from 0. In `validation`, `local_loss` is node 0's and `global_loss` that of
+    the nodes' average.
 
     Args:
-        config: settings of the run, in addition to those that the trainer knows.
-        run_name: None: the time at which it begins.
+        config: settings of the run, in addition to those of the trainer.
+        run_name: the name of the run; None: its start time.
     """
 
     def __init__(self, run_name: str | None = None, config: dict[str, Any] | None = None) -> None:
@@ -47,7 +47,7 @@ class Logger(loggers.Logger):
         self.write(table, values)
 
     def write(self, table: str, row: dict[str, Any]) -> None:
-        """Write a row of `TABLES[table]`, and the examples seen."""
+        """Write a row of `TABLES[table]`, and the number of examples trained on."""
 
 
 class CSVLogger(Logger):
@@ -73,10 +73,10 @@ class CSVLogger(Logger):
 
 
 class WandbLogger(Logger):
-    """The same columns in a run of the package `wandb`, which vecgym's logger begins, against steps or examples.
+    """The same columns in a run of the package `wandb`, started by vecgym's logger, against steps or examples.
 
     Raises:
-        ImportError: where that package is not installed.
+        ImportError: if that package is not installed.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class WandbLogger(Logger):
         self._wandb.start({**settings, **self.config})
 
     def write(self, table: str, row: dict[str, Any]) -> None:
-        shown = {column: row[column] for column in TABLES[table] if column not in AXES.values()}
-        self._wandb.run.log(shown, step=int(row[AXES[self.x_axis]]))
+        values = {column: row[column] for column in TABLES[table] if column not in AXES.values()}
+        self._wandb.run.log(values, step=int(row[AXES[self.x_axis]]))
 
     def finish(self) -> None:
         self._wandb.finish()

@@ -1,4 +1,4 @@
-"""EXO Gym's module paths, filled with this package's classes, and how a script finds them."""
+"""EXO Gym's module paths, filled with this package's classes, for scripts that import them."""
 
 from __future__ import annotations
 
@@ -53,28 +53,28 @@ NAMES = {
 _HOMES = (communicate, utils, base, strategies, trainer, logger)
 _MEMBERS = {name: value for home in _HOMES for name, value in vars(home).items()}
 CONTENTS = {path: {name: _MEMBERS[name] for name in names.split()} for path, names in NAMES.items()}
-# A path of the documents, which show vecgym's own loggers there.
+# A path from the documentation, with vecgym's own loggers.
 CONTENTS["exogym.logger"] = {name: getattr(loggers, name) for name in (*_LOGGERS.split(), "TensorBoardLogger")}
 
-# What EXO Gym has and these modules have not, and why.
+# Names of EXO Gym that these modules lack, and why.
 ABSENT = {
     "init_process_group_portsafe": "there are no processes",
     "find_minibatch_size_isolated": "nothing is probed",
     "CheckpointMixin": "EXO Gym's checkpoints cannot be written: use vecgym.Trainer's",
-    "CorrelationMixin": "give correlation_interval to fit()",
+    "CorrelationMixin": "pass correlation_interval to fit()",
 }
 
 
 def install(device: str | None = None) -> None:
     """Make `import exogym...` find vecgym's classes in this process. Calling it again only changes the device.
 
-    Warns if a real exogym is installed, which stays hidden until `uninstall()`.
+    Warns if a real exogym is installed, which is then hidden until `uninstall()`.
 
     Args:
-        device: that trainers use in place of the one that they are given; None: that.
+        device: a device that overrides those of the trainers; None: do not override.
 
     Raises:
-        ImportError: if the real one has been imported already, as its classes may be in use.
+        ImportError: if the real one has already been imported, since its classes may be in use.
 
     >>> install()
     >>> from exogym.strategy.diloco import DiLoCoStrategy
@@ -93,11 +93,11 @@ def uninstall() -> None:
 
 
 def run_script(path: str | os.PathLike[str], args: Sequence[str] = (), device: str | None = None) -> None:
-    """Run a script as `python path args` would, with vecgym's `exogym`. Its exceptions are passed on.
+    """Run a script like `python path args`, with vecgym's `exogym`. Its exceptions propagate.
 
     Args:
         path: the script; it imports from its own directory first.
-        args: its command line.
+        args: its command-line arguments.
         device: see `install`.
     """
     before = sys.argv, list(sys.path)

@@ -1,4 +1,4 @@
-"""EXO Gym's strategies, written for one rank, each with what does the same for all nodes at once (`_vectorised`)."""
+"""EXO Gym's strategies, written for one rank, each with its equivalent for all nodes at once (`_vectorised`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vecgym.compat.exogym.base import (
     OptimizingStrategy,
     Spec,
     as_written,
-    taken,
+    pop_options,
 )
 from vecgym.compat.exogym.communicate import all_gather, average_, broadcast, broadcast_object_list
 from vecgym.compress.dct import dct, from_chunks, grid, inverse_dct, mean_of_senders, strongest, to_chunks
@@ -56,7 +56,7 @@ class SimpleReduceStrategy(OptimizingStrategy):
 
 
 class DiLoCoCommunicator(CommunicationModule):
-    """Every H steps, node 0 takes a step of the outer optimizer on the nodes' mean movement, and sends the result."""
+    """Every H steps, node 0 takes an outer step on the nodes' mean movement and broadcasts the result."""
 
     master_model: nn.Module
     outer_optimizer: torch.optim.Optimizer
@@ -90,7 +90,7 @@ class DiLoCoCommunicator(CommunicationModule):
             outer.grad = outer.detach() - mean.detach().to(outer.device)
         self.outer_optimizer.step()
         for outer, p in pairs:
-            p.data = outer.detach().clone().to(p.device)  # without clone() it would be the outer parameter itself
+            p.data = outer.detach().clone().to(p.device)  # clone(), so that it is not the outer parameter itself
 
     def _vectorised(self, num_nodes: int) -> native.CommunicationModule:
         return native.DiLoCoCommunicator(self.outer_optim_spec, self.H)
@@ -102,7 +102,7 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
     def __init__(
         self, optim_spec: AnySpec = None, outer_optim_spec: AnySpec = None, H: int = 100, **options: Any
     ) -> None:
-        self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **taken(options, "outer_optim", "outer_lr"))
+        self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **pop_options(options, "outer_optim", "outer_lr"))
         self.H = self.diloco_comm.H
         super().__init__([self.diloco_comm], optim_spec, **options)
 
@@ -117,10 +117,10 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
 
 
 class AveragingCommunicator(CommunicationModule):
-    """The mean of the parameters over all nodes, or over random islands that node 0 draws and sends."""
+    """The mean of the parameters over all nodes, or over random islands that node 0 draws and broadcasts."""
 
     def __init__(self, island_size: int | None = None) -> None:
-        self.island_size = check.optional_integer("island_size", island_size, what="the nodes of an island")
+        self.island_size = check.optional_integer("island_size", island_size, what="the number of nodes of an island")
 
     def communicate(self, model: nn.Module, rank: int, num_nodes: int, local_step: int) -> None:
         if num_nodes == 1:
@@ -129,14 +129,14 @@ class AveragingCommunicator(CommunicationModule):
         self._average_models(model, members, num_nodes)
 
     def _islands(self, num_nodes: int) -> int | None:
-        """Return the nodes of an island, or None: all nodes are in one."""
+        """Return the number of nodes of an island, or None if all nodes form one."""
         return None if self.island_size is None or self.island_size >= num_nodes else self.island_size
 
     def _select_partners(self, rank: int, num_nodes: int) -> set[int]:
         """Return the nodes of this node's island."""
         order: list[int] = list(range(num_nodes))
         if rank == 0:
-            random.shuffle(order)  # from the node's own state: seeded here, not in EXO Gym
+            random.shuffle(order)  # from the node's own generator, which is seeded here but not in EXO Gym
         broadcast_object_list(order, src=0)
         size = self.island_size or num_nodes
         first = order.index(rank) // size * size
@@ -147,9 +147,9 @@ class AveragingCommunicator(CommunicationModule):
             if len(island_members) == num_nodes:
                 average_(p.data, num_nodes)
             else:
-                everyone = [torch.zeros_like(p.data) for _ in range(num_nodes)]
-                all_gather(everyone, p.data)
-                members = [everyone[i] for i in island_members]
+                gathered = [torch.zeros_like(p.data) for _ in range(num_nodes)]
+                all_gather(gathered, p.data)
+                members = [gathered[i] for i in island_members]
                 p.data = sum(members[1:], start=members[0]) / len(members)
 
     def _vectorised(self, num_nodes: int) -> native.CommunicationModule:
@@ -190,9 +190,9 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
 
 
 class IndexSelector:
-    """Chooses the coordinates of a tensor that are exchanged: here all of them. Node 0's choice counts."""
+    """Select the coordinates of a tensor that are exchanged: here all of them. Node 0's selection is used."""
 
-    vectorised: Any = None  # vecgym's selector of the same kind, for all nodes at once
+    vectorised: Any = None  # vecgym's equivalent selector, for all nodes at once
 
     def __init__(self, p: float) -> None:
         self.p = fraction("p", p)
@@ -208,7 +208,7 @@ class IndexSelector:
 
 
 class RandomIndexSelector(IndexSelector):
-    """Each coordinate with probability p."""
+    """Select each coordinate with probability p."""
 
     vectorised = native.RandomSelector
 
@@ -217,7 +217,7 @@ class RandomIndexSelector(IndexSelector):
 
 
 class ShuffledSequentialIndexSelector(IndexSelector):
-    """One random order of each tensor, cut into ceil(1/p) chunks that are taken in turn."""
+    """Select the ceil(1/p) chunks of one random order of each tensor, in turn."""
 
     vectorised = native.ShuffledSequentialSelector
 
@@ -233,7 +233,7 @@ class ShuffledSequentialIndexSelector(IndexSelector):
 
 
 class PartitionedIndexSelector(IndexSelector):
-    """A random partition of each tensor into ceil(1/p) parts, taken in turn; then another partition."""
+    """Select the ceil(1/p) parts of a random partition of each tensor, in turn; then draw another partition."""
 
     vectorised = native.PartitionedSelector
 
@@ -248,14 +248,14 @@ class PartitionedIndexSelector(IndexSelector):
 
 
 class SparseCommunicator(CommunicationModule):
-    """The mean of the coordinates that a selector draws on node 0, which sends the mask."""
+    """The mean of the coordinates that a selector draws on node 0, which broadcasts the mask."""
 
     def __init__(
         self, index_selector: IndexSelector | float | None = None, sparsification_rate: float | None = None
     ) -> None:
         rate = 0.01 if sparsification_rate is None else fraction("sparsification_rate", sparsification_rate)
-        given = rate if index_selector is None else index_selector
-        self.index_selector: Any = RandomIndexSelector(given) if isinstance(given, (int, float)) else given
+        selector = rate if index_selector is None else index_selector
+        self.index_selector: Any = RandomIndexSelector(selector) if isinstance(selector, (int, float)) else selector
         self.iteration = 0
 
     def communicate(self, model: nn.Module, rank: int, num_nodes: int, local_step: int) -> None:
@@ -263,9 +263,9 @@ class SparseCommunicator(CommunicationModule):
             if p.requires_grad and p.grad is not None:
                 mask = self.index_selector.get_indices(p, self.iteration)
                 broadcast(mask, src=0)
-                chosen = p.data[mask]
-                average_(chosen, num_nodes)
-                p.data.masked_scatter_(mask, chosen)
+                values = p.data[mask]
+                average_(values, num_nodes)
+                p.data.masked_scatter_(mask, values)
         self.iteration += 1
 
     def _selector(self) -> native.Selector | None:
@@ -278,7 +278,7 @@ class SparseCommunicator(CommunicationModule):
 
 
 class SPARTAStrategy(CommunicateOptimizeStrategy):
-    """After every step, the mean of a random part of the parameters."""
+    """After every step, the mean of a random subset of the parameters."""
 
     def __init__(
         self, optim_spec: AnySpec = None, p_sparta: float = 0.005, async_sparta_delay: int = 0, **options: Any
@@ -312,7 +312,7 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
         self.sparta_interval = interval("sparta_interval", sparta_interval)
         self.index_selector = RandomIndexSelector(p_sparta)
         self.sparse_comm = SparseCommunicator(self.index_selector)
-        self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **taken(options, "outer_optim", "outer_lr"))
+        self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **pop_options(options, "outer_optim", "outer_lr"))
         super().__init__([self.sparse_comm, self.diloco_comm], inner_optim_spec=inner_optim_spec, **options)
 
     def _is_due(self, module: CommunicationModule) -> bool:
@@ -336,8 +336,8 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
 class DeMoStrategy(OptimizingStrategy):
     """The k strongest cosine components of a local momentum, every step; the sign of their mean is the update.
 
-    The learning rate is that of `optim_spec`, and `max_norm` clips each node's gradient; EXO Gym reads neither, and
-    takes 0.001.
+    The learning rate is that of `optim_spec`, and `max_norm` clips each node's gradient; EXO Gym ignores both and
+    uses 0.001.
     """
 
     def __init__(
@@ -374,7 +374,7 @@ class DeMoStrategy(OptimizingStrategy):
         super().step()
 
     def _exchanged(self, name: str, x: Tensor) -> Tensor:
-        """Accumulate x, send the strongest components and keep the others; return the mean over their senders."""
+        """Accumulate x, send the strongest components, keep the others, and return the mean over the senders."""
         cut = grid(tuple(x.shape), self.compression_chunk)
         components = dct(to_chunks(x[None], cut)).flatten(2)
         if name in self._residuals:

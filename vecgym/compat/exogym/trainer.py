@@ -1,4 +1,4 @@
-"""EXO Gym's trainer: its arguments, vecgym's training."""
+"""EXO Gym's trainer, with its arguments and vecgym's training."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from vecgym.runs import options as vecgym_options
 from vecgym.runs import trainer as vecgym_trainer
 from vecgym.runs.options import Count, Flag, NumExamples, OptionalCount, Seed
 
-# Of `fit` and `Trainer`.
+# Arguments of `fit` and `Trainer`.
 WITHOUT_EFFECT = {
     **dict.fromkeys(("start_port", "port"), "there are no processes, and so no ports"),
-    "devices": "all nodes are on one device; give device='cuda:1', say",
+    "devices": "all nodes are on one device; use device, such as 'cuda:1'",
     "force_minibatch_recalculate": "nothing is probed: batches are computed whole unless minibatch_size is given",
 }
 
@@ -37,24 +37,24 @@ Axis = Annotated[str | None, lambda name, value: value if value is None else che
 
 @dataclass(frozen=True)
 class FitOptions(Options):
-    """What `Trainer.fit` takes: EXO Gym's arguments, and by name those of its `**kwargs`.
+    """The arguments of `Trainer.fit`: EXO Gym's, and those of its `**kwargs` by name.
 
     Args:
-        num_epochs, ...: as for `vecgym.Trainer.fit`, unless they are below.
-        checkpoint_interval: steps between checkpoints, in `save_dir/run_name`; None: there are none.
-        save_dir: see there.
-        run_name: None: the time.
-        wandb_project: log to Weights & Biases, else to `logs/<run_name>/` (`train.csv`, `validation.csv`).
+        num_epochs, ...: as in `vecgym.Trainer.fit`, unless listed below.
+        checkpoint_interval: steps between checkpoints, in `save_dir/run_name`; None: no checkpoints.
+        save_dir: the folder of checkpoints.
+        run_name: the name of the run; None: its start time.
+        wandb_project: log to Weights & Biases; None: to `logs/<run_name>/` (`train.csv`, `validation.csv`).
         log_x_axis: "step" or "examples", for Weights & Biases.
-        kwargs: anything; it is added to the logged settings.
+        kwargs: any value; it is added to the logged settings.
         logger, log_interval: vecgym's own loggers instead.
-        disable_logging: neither files nor a progress bar.
+        disable_logging: write no files and show no progress bar.
         gradient_accumulation, max_memory_usage: see `vecgym.Trainer.fit`.
-        start_port, port, devices, force_minibatch_recalculate: without effect, with a warning.
+        start_port, port, devices, force_minibatch_recalculate: no effect, with a warning.
     """
 
     num_epochs: Count = 1
-    strategy: Strategy = None  # type: ignore[assignment]  # this and num_nodes are needed, in EXO Gym's order
+    strategy: Strategy = None  # type: ignore[assignment]  # this and num_nodes are required, in EXO Gym's order
     num_nodes: Count = None  # type: ignore[assignment]
     max_steps: OptionalCount = None
     batch_size: Count = 16
@@ -85,7 +85,7 @@ class FitOptions(Options):
     force_minibatch_recalculate: Any = None
 
     def __post_init__(self) -> None:
-        check.instance("strategy", self.strategy, Strategy, "a strategy of exogym.strategy, or of a class made of one")
+        check.instance("strategy", self.strategy, Strategy, "a strategy of exogym.strategy, or of a subclass of one")
         if self.num_nodes is None:
             raise TypeError("fit() needs num_nodes=K.")
         super().__post_init__()
@@ -97,7 +97,7 @@ class FitOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(FitOptions):
-    """What EXO Gym gives to its processes. Nothing here takes it; it is there to be imported."""
+    """The settings that EXO Gym passes to its processes. It only exists to be imported."""
 
     model: nn.Module
     train_dataset: Any
@@ -106,35 +106,35 @@ class TrainConfig(FitOptions):
 
 
 class TrainNode:
-    """A process of EXO Gym's. Here are none; this class is there to be imported.
+    """A process of EXO Gym. There are none here: the class only exists to be imported.
 
     Raises:
-        TypeError: whenever one is made.
+        TypeError: always.
     """
 
     def __init__(self, config: TrainConfig) -> None:
         raise TypeError(
-            "there is no TrainNode: after fit(), trainer.nodes has the nodes, and nodes.module(i) is one's."
+            "there is no TrainNode: after fit(), trainer.nodes holds the nodes, and nodes.module(i) is node i's model."
         )
 
 
-_device: str | None = None  # that trainers use in place of their own
+_device: str | None = None  # overrides the trainers' devices
 
 
 def use_device(device: str | None) -> None:
-    """Set the device that trainers use in place of their own; see `install`."""
+    """Override the trainers' devices; see `install`."""
     global _device
     _device = check.instance("device", device, (str, type(None)), 'a device such as "cpu", or None')
 
 
 class Trainer(vecgym_trainer.Trainer[nn.Module]):
-    """Train one model on K simulated nodes, with the arguments of EXO Gym's trainer. All else is `vecgym.Trainer`'s.
+    """Train one model on K simulated nodes: a `vecgym.Trainer` with the arguments of EXO Gym's.
 
     Args:
         model: `model(batch)` returns the mean loss.
         train_dataset, val_dataset: datasets, or factories `(rank, num_nodes, train_dataset=...) -> Dataset`.
-        start_port, devices: without effect, with a warning.
-        device: "cpu", "cuda", "mps"; None or "": the best one present.
+        start_port, devices: no effect, with a warning.
+        device: "cpu", "cuda", "mps"; None or "": the best available one.
 
     >>> from vecgym.compat.exogym import OptimSpec, SimpleReduceStrategy
     >>> from vecgym.models import Line
@@ -168,20 +168,20 @@ class Trainer(vecgym_trainer.Trainer[nn.Module]):
             {arguments}
 
         Raises:
-            TypeError: for an unknown option, and for what is missing.
-            ValueError: for what cannot work.
+            TypeError: for an unknown or missing option.
+            ValueError: for an invalid value.
         """
         warn_without_effect("fit()", vars(options), WITHOUT_EFFECT)
-        asked = (_device, options.device, self.device)
+        devices = (_device, options.device, self.device)
         try:
-            device = vecgym_options.resolve_device(next((x for x in asked if x is not None and str(x)), None))
+            device = vecgym_options.resolve_device(next((x for x in devices if x is not None and str(x)), None))
         except ValueError as error:
-            raise ValueError(f"{error} A script as it stands: vecgym exogym --device cpu SCRIPT.") from None
+            raise ValueError(f"{error} For an unmodified script: vecgym exogym --device cpu SCRIPT.") from None
         options = replace(options, device=device, run_name=options.run_name or f"{datetime.now():%Y%m%d_%H%M%S}")
-        known = {field.name for field in fields(vecgym_options.FitOptions)}
+        shared = {field.name for field in fields(vecgym_options.FitOptions)}
         folder = None if options.checkpoint_interval is None else os.path.join(options.save_dir, str(options.run_name))
         arguments = {
-            **{name: value for name, value in vars(options).items() if name in known},
+            **{name: value for name, value in vars(options).items() if name in shared},
             **_sizes(options),
             "strategy": vectorised(options.strategy, options.num_nodes, options.max_steps),
             "logger": self._loggers(options),
@@ -218,12 +218,12 @@ class Trainer(vecgym_trainer.Trainer[nn.Module]):
 
 
 def _sizes(options: FitOptions) -> dict[str, Any]:
-    """Return the sizes of a batch and of its parts; as in EXO Gym, examples that fill no part are left out."""
+    """Return the sizes of a batch and of its parts; as in EXO Gym, examples that do not fill a part are dropped."""
     size, accumulation = options.batch_size, options.gradient_accumulation
     part = vecgym_options.accumulated(size, options.minibatch_size, accumulation)
     used = size if part is None else size - size % part
     if used < size:
-        warn(f"fit(): of batch_size={size}, minibatches of {part} leave {used} examples a step.")
+        warn(f"fit(): with batch_size={size}, minibatches of {part} use only {used} examples per step.")
     return {"batch_size": used, "minibatch_size": part, "gradient_accumulation": None}
 
 

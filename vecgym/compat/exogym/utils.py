@@ -12,7 +12,7 @@ from torch import nn
 
 from vecgym.runs.options import resolve_device
 
-MAX_ITEMS, MAX_KEYS = 10, 50  # of a sequence, and of a dict or object, that are shown
+MAX_ITEMS, MAX_KEYS = 10, 50  # described of a sequence, and of a dict or object
 
 
 class LogModule:
@@ -35,8 +35,8 @@ def extract_config(obj: Any, max_depth: int = 10, current_depth: int = 0) -> Any
         return type(obj).__name__
 
     def inside(values: dict[Any, Any]) -> dict[str, Any]:
-        shown = [(k, v) for k, v in values.items() if isinstance(k, str)][:MAX_KEYS]
-        return {k: extract_config(v, max_depth, current_depth + 1) for k, v in shown}
+        items = [(k, v) for k, v in values.items() if isinstance(k, str)][:MAX_KEYS]
+        return {k: extract_config(v, max_depth, current_depth + 1) for k, v in items}
 
     if isinstance(obj, (list, tuple)):
         return [extract_config(x, max_depth, current_depth + 1) for x in obj[:MAX_ITEMS]]
@@ -88,17 +88,17 @@ def safe_log_dict(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def print_dataset_size(dataset: Any) -> None:
-    """Print how large the dataset is as a file."""
+    """Print the size of the dataset as a file."""
     file = io.BytesIO()
     torch.save(dataset, file)
     print(f"Dataset size: {file.tell() // 2**20} MB")
 
 
 def get_device() -> str:
-    """Return the best device that is present: "cuda", else "mps", else "cpu"."""
+    """Return the best available device: "cuda", else "mps", else "cpu"."""
     return resolve_device(None).type
 
 
 def _count(model: nn.Module) -> int:
-    own = getattr(model, "get_num_params", None)
-    return int(own()) if callable(own) else sum(p.numel() for p in model.parameters())
+    count = getattr(model, "get_num_params", None)
+    return int(count()) if callable(count) else sum(p.numel() for p in model.parameters())
