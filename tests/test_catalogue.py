@@ -77,8 +77,8 @@ def test_its_twin_exists(name: str) -> None:
 
 def test_the_commands_know_it() -> None:
     assert list(STRATEGIES) == list(CATALOGUE)
-    assert compare.offered() == [name for name, row in CATALOGUE.items() if row.compared]
-    assert set(compare.STRATEGIES) <= set(compare.offered())
+    assert compare.strategy_names() == [name for name, row in CATALOGUE.items() if row.compared]
+    assert set(compare.STRATEGIES) <= set(compare.strategy_names())
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

@@ -483,7 +483,7 @@ def test_a_file_of_another_version_is_refused_in_words(
     version: int, saved_run: tuple[Path, Trainer], tmp_path: Path
 ) -> None:
     torch.save({**runfile.read(at(saved_run[0], 2)), "version": version}, tmp_path / "old.pt")
-    with pytest.raises(ValueError, match=rf"old\.pt has version {version}, and this vecgym reads version \d: use"):
+    with pytest.raises(ValueError, match=rf"old\.pt has version {version}, but this vecgym reads version \d: use"):
         vecgym.load(tmp_path / "old.pt")
 
 
@@ -501,9 +501,9 @@ def test_what_is_no_file_is_passed_over_and_never_opened(tmp_path: Path) -> None
     with time_limit(30.0):
         assert_same(train(tmp_path, resume=True), whole)
         for step in (96, 97, 98, 99):
-            with pytest.raises(ValueError, match=r"no file, but a folder, a pipe|no checkpoint in"):
+            with pytest.raises(ValueError, match=r"not a file, but a folder without|no checkpoint in"):
                 train(resume=at(tmp_path, step))
-            with pytest.raises(ValueError, match="no file, but a folder, a pipe"):
+            with pytest.raises(ValueError, match="not a file, but a folder without checkpoints, a pipe"):
                 vecgym.load(at(tmp_path, step))
 
 

@@ -192,7 +192,7 @@ def test_defaults_and_quick_fill_in_what_is_not_given(monkeypatch):
 
 
 def test_more_strategies_can_be_compared(text_file: Path, tmp_path: Path) -> None:
-    more = [name for name in compare.offered() if name not in compare.STRATEGIES]
+    more = [name for name in compare.strategy_names() if name not in compare.STRATEGIES]
     assert main(tiny(text_file, tmp_path, "--strategies", *more)) == 0
     sent = {name: float(read_history(tmp_path, name)[-1]["bytes_total"]) for name in more}
     assert sent["sparta"] < sent["sparta-diloco"] < sent["gossip"]
@@ -223,7 +223,7 @@ def test_interrupt_reports_what_has_finished(text_file, tmp_path, monkeypatch, c
     printed = capsys.readouterr()
     assert list(table_of(printed.out)) == ["allreduce", "fedavg"]
     assert (tmp_path / "comparison.png").exists()
-    assert printed.err == f"\ndiloco stopped early; what was recorded of it is in {tmp_path / 'diloco'}\nInterrupted.\n"
+    assert printed.err == f"\ndiloco stopped early; its history so far is in {tmp_path / 'diloco'}\nInterrupted.\n"
 
 
 def test_interrupt_before_anything_has_finished(text_file, tmp_path, monkeypatch, capsys):
@@ -245,7 +245,7 @@ def test_divergence_reports_what_has_finished(text_file, tmp_path, capsys, undra
     printed = capsys.readouterr()
     assert list(table_of(printed.out)) == ["allreduce", "fedavg"]
     early, error = printed.err.strip().splitlines()
-    assert early == f"diloco stopped early; what was recorded of it is in {tmp_path / 'diloco'}"
+    assert early == f"diloco stopped early; its history so far is in {tmp_path / 'diloco'}"
     assert error.startswith("vecgym compare: error: the loss of ")
     assert len(read_history(tmp_path, "diloco")) > 4
 
@@ -253,7 +253,7 @@ def test_divergence_reports_what_has_finished(text_file, tmp_path, capsys, undra
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--heads", "3"], "num_heads=3 must divide width=8: one of [1, 2, 4, 8]."),
+        (["--heads", "3"], "num_heads=3 must divide width=8: give one of [1, 2, 4, 8]."),
         (["--device", "abacus"], "device='abacus' is not a device; allowed here: "),
         (["--text", "no-such-file"], "text file no-such-file cannot be read: No such file or directory."),
         (["--context", "3000"], "too few for one window with context=3000"),

@@ -319,7 +319,7 @@ MODELS = {  # bytes of the parameters, in the model's order, and torch's message
 def sent(ledger: Ledger, network: Network) -> list[int]:
     """The bytes of each message, in order."""
     [plan] = Clock(network, Compute(1.0), ledger.num_nodes or 0, ledger.sizes).plans([next(iter(ledger)).transfer])
-    return [round(float(plan.parts[q].sizes[m])) for q, m in plan.order]
+    return [round(float(plan.transfers[q].sizes[m])) for q, m in plan.order]
 
 
 def of_sizes(sizes: Sequence[float], strategy: Strategy, num_steps: int = 1, num_nodes: int = 8) -> Ledger:
@@ -814,13 +814,13 @@ def test_exchanges_in_part_lead_from_none_to_all() -> None:
         (lambda: Network(1e9, bucket_bytes="25 MiB"), "bucket_bytes='25 MiB' must be a number in"),  # type: ignore
         (
             lambda: Network(1e9, "80"),
-            "latency='80' is not a time: give seconds as a number, or as a text with its unit",
+            "latency='80' is not a time: give seconds as a number, or as a text with a unit",
         ),
-        (lambda: Network(1e9, 80), 'latency=80 is 80 s for every message; give at most 10 s. .* Give "80 ms"'),
-        (lambda: Network(1e9, "11 s"), 'Give "11 ms"'),
+        (lambda: Network(1e9, 80), 'latency=80 is 80 s for every message; give at most 10 s. .* give "80 ms"'),
+        (lambda: Network(1e9, "11 s"), 'give "11 ms"'),
         (lambda: Network([1e9, 1e9], [[0, 20], [0.02, 0]]), 'latency=20 is 20 s for every message.*"20 ms"'),
         (lambda: Network.regions([4], (1e9, 0), (1e9, 50)), "between=50 is 50 s for every message"),
-        (lambda: required_bandwidth(ddp(1, 2), Compute(1.0), latency=80), 'Give "80 ms"'),
+        (lambda: required_bandwidth(ddp(1, 2), Compute(1.0), latency=80), 'give "80 ms"'),
         (lambda: Compute("0.4"), "seconds='0.4' is not a time"),
         (lambda: Network.regions([4, 0], (1e9, 0), (1e9, 0)), "nodes in a region"),
         (lambda: Network.regions([4, 4], [(1e9, 0)], (1e9, 0)), "1 pairs and there are 2 regions"),

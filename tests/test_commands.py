@@ -136,7 +136,7 @@ def test_run_shows_its_progress(config: str, undrawn: None, capsys: pytest.Captu
         (["experiment.py:nothing"], "returned a NoneType; it must return a dict of arguments by name."),
         (["experiment.py:fails"], "experiment.py:34: KeyError: 'model'"),
         (["experiment.py:refused"], "batch_size=0 must be an integer >= 1"),
-        (["experiment.py", "--set", "h=3"], "--set h=...: experiment.py:config takes H, lr, name, and what it returns"),
+        (["experiment.py", "--set", "h=3"], "--set h=...: experiment.py:config takes H, lr, name, and its result may"),
         (["experiment.py", "--set", "H=0"], "experiment.py:10: H=0 must be an integer >= 1"),
         (["experiment.py", "--set", "num_nodes=0"], "num_nodes=0 must be an integer >= 1"),
     ],

@@ -113,7 +113,7 @@ def test_a_strategy_for_one_rank_needs_values() -> None:
 
     with pytest.raises(TypeError, match="strategy is of type OneRank; give a Strategy"):
         dry_run(model(), OneRank(), 2, 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="looks at the values of what it exchanges"):
+    with pytest.raises(ValueError, match="depends on the values that it exchanges"):
         dry_run(model(), CommunicateOptimizeStrategy([Looks()], "sgd", lr=0.1), 2, 1)
     with pytest.raises(ValueError, match="num_nodes=0 must be an integer >= 1"):
         dry_run(model(), DiLoCoStrategy(H=1), 0, 1)

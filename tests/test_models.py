@@ -153,7 +153,7 @@ def test_generate_is_reproducible_and_changes_nothing():
         ({"vocab_size": 0}, "vocab_size=0 must be an integer >= 1"),
         ({"context": 2.5}, "context=2.5 must be"),
         ({"num_layers": True}, "num_layers=True must be"),
-        ({"num_heads": 3}, r"num_heads=3 must divide width=8: one of \[1, 2, 4, 8\]"),
+        ({"num_heads": 3}, r"num_heads=3 must divide width=8: give one of \[1, 2, 4, 8\]"),
         ({"dropout": 1.0}, "dropout=1.0 must be a number in"),
         ({"dropout": -0.1}, "dropout=-0.1 must be a number in"),
     ],
@@ -165,7 +165,7 @@ def test_constructor_refuses(changes, message):
 
 def test_calls_refuse():
     model = make_gpt()
-    with pytest.raises(ValueError, match="tokens has 7 positions, more than context=6"):
+    with pytest.raises(ValueError, match="tokens has 7 positions, but context=6: give at most 6"):
         model.logits(random_tokens(1, 7))
     with pytest.raises(ValueError, match=r"tokens has shape \[3\]"):
         model.generate(random_tokens(3), 1)

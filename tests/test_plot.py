@@ -257,7 +257,7 @@ def test_refuses_what_cannot_be_drawn(tmp_path):
         plot_comparison({})
     with pytest.raises(TypeError, match=r"histories\['run'\] is of type dict; give a History"):
         plot_comparison({"run": {}})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="the history of 'run' has no step"):
+    with pytest.raises(ValueError, match=r"histories\['run'\] has no step to plot: train"):
         plot_comparison({"run": History()})
     with pytest.raises(ValueError, match="has no step"):
         plot_history(History())

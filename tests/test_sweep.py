@@ -35,7 +35,7 @@ from vecgym.core import tree
 from vecgym.plot import pareto_front, plot_axis, plot_heatmap, plot_pareto
 from vecgym.records import runfile
 from vecgym.records.columns import MEASURED
-from vecgym.records.rows import averaged, chosen, labelled
+from vecgym.records.rows import averaged, labelled, select
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -1040,7 +1040,7 @@ def test_the_best_is_that_of_all_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.best(where={"lr": 0.2})["val_loss"] == 2.25
     with pytest.raises(ValueError, match="where='lrr' is not a column; did you mean 'lr'"):
         result.best(where={"lrr": 0.1})
-    with pytest.raises(ValueError, match="no row is left where lr is 7"):
+    with pytest.raises(ValueError, match="there is no row where lr is 7"):
         result.plot("lr", where={"lr": 7})
 
 
@@ -1050,7 +1050,7 @@ def test_rows_have_a_text_for_every_value() -> None:
     shown = [list(row.values()) for row in labelled(rows)]
     texts = ["list of 4 1", "list of 4 2", "Tensor [4, 4]"]
     assert shown == [[name, x] for name in ("FedAvgStrategy", "no_decay") for x in texts]
-    assert chosen(rows, {"f": no_decay, "x": PAIRS}) == [rows[4]]  # a function that is a value is no condition
+    assert select(rows, {"f": no_decay, "x": PAIRS}) == [rows[4]]  # a function that is a value is no condition
 
 
 def test_pandas() -> None:

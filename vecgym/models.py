@@ -1,4 +1,4 @@
-"""A small GPT, the model of `vecgym compare`; what makes a classifier of a network; a model of one parameter."""
+"""Models: a small GPT, as in `vecgym compare`; a classifier around any network; a model with one parameter."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from vecgym.core import check
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer as nanoGPT's: pre-norm blocks, GELU, learned positions, no biases.
+    """A decoder-only transformer as in nanoGPT: pre-norm blocks, GELU, learned positions, no biases.
 
     `model((tokens, targets))`, both int64 `[B, T]` with T <= `context`, is the mean cross-entropy in nats.
 
-    Parameters, with V = `vocab_size`, C = `width`: the embedding V C, which is also the head; positions
-    `context` C; per layer 12 C^2 of matrices (4 C^2 attention, 8 C^2 MLP) and 2 C of norms; the last norm C.
+    Number of parameters, with V = `vocab_size`, C = `width`: embedding V C, shared with the head; positions
+    `context` C; per layer 12 C^2 in matrices (4 C^2 attention, 8 C^2 MLP) and 2 C in norms; last norm C.
 
     Args:
         vocab_size: V, the number of different tokens.
-        context: the most tokens that the model sees at once.
-        num_layers: blocks of attention and MLP.
-        num_heads: attention heads; must divide `width`.
+        context: the maximal number of tokens in a sequence.
+        num_layers: the number of blocks of attention and MLP.
+        num_heads: the number of attention heads; must divide `width`.
         width: C, the size of a token's vector.
-        dropout: the probability to drop an entry, in [0, 1).
+        dropout: the probability of dropping an entry, in [0, 1).
 
     Raises:
-        ValueError: for sizes < 1, a width that the heads do not divide, a dropout outside [0, 1), and in a call
-            for more tokens than `context`.
+        ValueError: for sizes < 1, a width that num_heads does not divide, or a dropout outside [0, 1); in a call, for
+            more tokens than `context`.
 
     >>> model = GPT(vocab_size=65, context=32, num_layers=2, num_heads=4, width=64)
     >>> 65 * 64 + 32 * 64 + 2 * (12 * 64**2 + 2 * 64) + 64, sum(p.numel() for p in model.parameters())
@@ -60,9 +60,9 @@ class GPT(nn.Module):
         for name, size in sizes.items():
             check.integer(name, size)
         if width % num_heads != 0:
-            fits = [n for n in range(1, width + 1) if width % n == 0]
-            raise ValueError(f"num_heads={num_heads} must divide width={width}: one of {fits}.")
-        check.number("dropout", dropout, "[0, 1)", "the probability to drop an entry")
+            divisors = [n for n in range(1, width + 1) if width % n == 0]
+            raise ValueError(f"num_heads={num_heads} must divide width={width}: give one of {divisors}.")
+        check.number("dropout", dropout, "[0, 1)", "the probability of dropping an entry")
         self.vocab_size = vocab_size
         self.context = context
         self.tokens = nn.Embedding(vocab_size, width)
@@ -73,26 +73,26 @@ class GPT(nn.Module):
         self._initialize(num_layers, width)
 
     def _initialize(self, num_layers: int, width: int) -> None:
-        """N(0, 0.02) at GPT-2's width of 768, and as much larger as this model is narrower: x W then has the same size.
+        """Draw matrices from N(0, 0.02^2 * 768 / width), as GPT-2 at its width of 768, so that x W has the same scale.
 
-        The matrices whose outputs add up along the residual stream start smaller, so that the sum does not grow.
+        Matrices whose outputs add up along the residual stream start smaller, so that the sum does not grow.
         """
         std = 0.02 * math.sqrt(768 / width)
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                adds_up = name.endswith(("project.weight", "down.weight"))
-                nn.init.normal_(p, std=std / math.sqrt(2 * num_layers) if adds_up else std)
+                residual = name.endswith(("project.weight", "down.weight"))
+                nn.init.normal_(p, std=std / math.sqrt(2 * num_layers) if residual else std)
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The mean cross-entropy of the targets, in nats; batch = (tokens `[B, T]`, targets `[B, T]`)."""
+        """Return the mean cross-entropy of the targets, in nats; batch = (tokens `[B, T]`, targets `[B, T]`)."""
         tokens, targets = batch
         return F.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten())
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """The unnormalised log-probabilities of each next token: `[B, T]` -> `[B, T, V]`."""
+        """Return the logits of each next token: `[B, T]` -> `[B, T, V]`."""
         length = tokens.shape[1]
         if length > self.context:
-            raise ValueError(f"tokens has {length} positions, more than context={self.context}.")
+            raise ValueError(f"tokens has {length} positions, but context={self.context}: give at most {self.context}.")
         x = self.dropout(self.tokens(tokens) + self.positions.weight[:length])  # [B, T, C]
         for block in self.blocks:
             x = block(x)
@@ -107,14 +107,14 @@ class GPT(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continue each row of tokens by `num_tokens` samples, without dropout: `[B, T]` -> `[B, T + num_tokens]`.
+        """Append `num_tokens` samples to each row of tokens, without dropout: `[B, T]` -> `[B, T + num_tokens]`.
 
         Args:
-            tokens: int64 `[B, T]`, T >= 1; only the last `context` of them are looked at.
-            num_tokens: how many to add to each row.
-            temperature: divides the logits; 0: always the most likely token.
-            top_k: sample among the k most likely tokens only; None: among all.
-            generator: of the random numbers; None: torch's global one.
+            tokens: int64 `[B, T]`, T >= 1; only the last `context` of them are used.
+            num_tokens: the number of tokens to append to each row.
+            temperature: divides the logits; 0: take the most likely token.
+            top_k: sample from the k most likely tokens only; None: from all.
+            generator: of the random numbers; None: torch's global generator.
 
         >>> model = GPT(vocab_size=5, context=4, num_heads=1, width=8)
         >>> model.generate(torch.tensor([[1, 2]]), num_tokens=6).shape
@@ -128,7 +128,7 @@ class GPT(nn.Module):
             raise ValueError(f"tokens has shape {list(tokens.shape)}; it must be [B, T] with T >= 1.")
         check.integer("num_tokens", num_tokens, 0)
         check.number("temperature", temperature, "[0, inf)", "0 takes the most likely token")
-        check.optional_integer("top_k", top_k, what="None samples among all tokens")
+        check.optional_integer("top_k", top_k, what="None samples from all tokens")
         was_training = self.training
         self.eval()
         try:
@@ -141,10 +141,10 @@ class GPT(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A network with the loss of a classifier, which offers its accuracy in validation.
+    """A network with the loss of a classifier, which reports its accuracy in validation.
 
-    `model((inputs, targets))`, targets int64 `[B]`, is the mean cross-entropy in nats; `val_metrics` gives it with the
-    fraction of the examples whose largest output is the target's: the columns `val_accuracy`, `val_accuracy_local`.
+    `model((inputs, targets))`, targets int64 `[B]`, is the mean cross-entropy in nats. `val_metrics` adds the accuracy,
+    the fraction of the examples with the largest output at the target: columns `val_accuracy`, `val_accuracy_local`.
 
     Args:
         net: inputs `[B, ...]` -> outputs `[B, C]`, one for each of C classes.
@@ -159,12 +159,12 @@ class Classifier(nn.Module):
         self.net = net
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The mean cross-entropy, in nats."""
+        """Return the mean cross-entropy, in nats."""
         inputs, targets = batch
         return F.cross_entropy(self.net(inputs), targets)
 
     def val_metrics(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Loss and accuracy, means over the batch."""
+        """Return loss and accuracy, averaged over the batch."""
         inputs, targets = batch
         outputs = self.net(inputs)
         accuracy = (outputs.argmax(1) == targets).to(outputs.dtype).mean()
@@ -206,7 +206,7 @@ class _Attention(nn.Module):
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """One token per row: `[B, V]` -> `[B, 1]`."""
+    """Sample a token for each row: `[B, V]` -> `[B, 1]`."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None and top_k < logits.shape[-1]:
@@ -216,9 +216,9 @@ def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: to
 
 
 class Line(nn.Module):
-    """One parameter w, from 0: the loss is the mean of (w - x)^2, smallest where w is the mean of x.
+    """One parameter w, initially 0, with the loss mean((w - x)^2), whose minimum is at the mean of x.
 
-    A model whose training can be followed by hand, as the examples of this library do.
+    Its training can be followed by hand, so the examples of this library use it.
 
     >>> line = Line()
     >>> loss = line(torch.tensor([1.0, 3.0]))

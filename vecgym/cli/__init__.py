@@ -1,7 +1,7 @@
 """The command `vecgym`.
 
-A subcommand is a module here: `options(parser)` adds its options, `run(args)` runs it and returns the exit code;
-`COMMANDS` names it. torch is imported only when a command runs, so that help and usage errors come at once.
+Each subcommand is a module here, listed in `COMMANDS`: `options(parser)` adds its options, `run(args)` runs it and
+returns the exit code. torch is imported only when a command runs, so that help and usage errors appear at once.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from vecgym.cli import compare, exogym, info, plot, price, run, sweep, verify
 from vecgym.core.errors import DivergenceError, ProcessError
 
 COMMANDS = {
-    "compare": (compare, "train a small GPT with several strategies, and compare them"),
-    "run": (run, "train from a configuration: a function in a file"),
-    "sweep": (sweep, "run a sweep from a configuration"),
+    "compare": (compare, "train a small GPT with several strategies and compare them"),
+    "run": (run, "train as configured by a function in a file"),
+    "sweep": (sweep, "run a sweep as configured by a function in a file"),
     "plot": (plot, "draw logged runs"),
-    "price": (price, "tell how long a recorded run takes on your network"),
-    "verify": (verify, "check that strategies give the same numbers on real processes"),
+    "price": (price, "compute how long a recorded run takes on your network"),
+    "verify": (verify, "check that strategies compute the same on real processes"),
     "exogym": (exogym, "run a script written for EXO Gym"),
     "info": (info, "show versions, devices, threads and engines"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (None: the program's own) and return its exit code.
+    """Run the command line `argv` (None: that of the process) and return the exit code.
 
-    0: done; 1: an error, in one line on stderr, or with `--traceback` in full; 130: interrupted with Ctrl-C. As with
-    argparse, an invalid command line raises `SystemExit(2)`, and one that asks for help `SystemExit(0)`.
+    0: success; 1: an error, reported in one line on stderr, or in full with `--traceback`; 130: interrupted with
+    Ctrl-C. As usual with argparse, an invalid command line raises `SystemExit(2)`, and `--help` raises `SystemExit(0)`.
 
     >>> main(["info"])  # doctest: +ELLIPSIS
     vecgym      0.3.0
@@ -61,26 +61,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-# Their messages say everything, without the names of the classes.
-SAY_ALL = (ValueError, TypeError, OSError, ImportError, MemoryError, DivergenceError)
+# Errors whose messages suffice without the names of their classes.
+CLEAR_ERRORS = (ValueError, TypeError, OSError, ImportError, MemoryError, DivergenceError)
 
 
 def in_short(error: Exception) -> str:
-    """Describe an error without its traceback, but with the line of the user's code that it came through, if any.
+    """Describe an error without its traceback, but with the line of the user's code that caused it, if any.
 
     >>> in_short(KeyError("weight")), in_short(ValueError("H=0 must be an integer >= 1."))
     ("KeyError: 'weight' (--traceback shows where)", 'H=0 must be an integer >= 1.')
     """
     text = str(error).partition("\n\nThere:\n")[0]
     line = users_line(error)
-    if isinstance(error, SAY_ALL):
+    if isinstance(error, CLEAR_ERRORS):
         return f"{line}{text}"
     kind = "" if isinstance(error, ProcessError) else f"{type(error).__name__}: "
     return f"{line}{kind}{text} (--traceback shows where)"
 
 
 def users_line(error: BaseException) -> str:
-    """Return `FILE:LINE: ` of the last line in an error's traceback that is neither vecgym's, torch's nor Python's."""
+    """Return `FILE:LINE: ` of the last frame in a traceback that is not in vecgym, torch or Python's library."""
     if isinstance(error, ProcessError):
         places = re.findall(r'^ *File "(.+?)", line (\d+)', error.traceback, re.MULTILINE)
     else:
@@ -89,10 +89,10 @@ def users_line(error: BaseException) -> str:
         places.append((error.filename, error.lineno))
     paths = sysconfig.get_paths()
     installed = (str(Path(__file__).parent.parent), *(paths[kind] for kind in ("stdlib", "purelib", "platlib")))
-    own = [place for place in places if not place[0].startswith((*installed, "<"))]
-    if own:
-        return f"{own[-1][0]}:{own[-1][1]}: "
-    return users_line(error.__cause__) if error.__cause__ is not None and not isinstance(error, SAY_ALL) else ""
+    users = [place for place in places if not place[0].startswith((*installed, "<"))]
+    if users:
+        return f"{users[-1][0]}:{users[-1][1]}: "
+    return users_line(error.__cause__) if error.__cause__ is not None and not isinstance(error, CLEAR_ERRORS) else ""
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""`vecgym compare`: several strategies on the same small GPT."""
+"""`vecgym compare`: train the same small GPT with several strategies."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import vecgym
 from vecgym.cli.values import ENGINES, add_output, count, positive, table
 from vecgym.core.errors import DivergenceError
 
-STRATEGIES = ("allreduce", "fedavg", "diloco")  # unless others are asked for
+STRATEGIES = ("allreduce", "fedavg", "diloco")  # by default
 
-# Options by default, and with --quick.
+# Default options, and those of --quick.
 DEFAULTS: dict[str, Any] = {
     "steps": 700, "batch_size": 4, "context": 64, "width": 64, "layers": 2, "heads": 2, "H": 20, "lr": 6e-3,
     "outer_lr": 0.7, "outer_momentum": 0.6,
 }  # fmt: skip
 QUICK: dict[str, Any] = {**DEFAULTS, "steps": 200, "context": 32, "width": 32, "H": 10}
 
-NUM_EVALUATIONS = 10  # of a run, after the one at the start
+NUM_EVALUATIONS = 10  # of a run, besides the one at the start
 VAL_SIZE = 128  # windows of text per evaluation
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Train a small character-level GPT on 8 nodes with each strategy. Print the validation loss that each reaches and
-    the bytes that each node sends for it, and draw both as curves. By default this takes one to two minutes."""
+    """Train a small character-level GPT on 8 nodes with each strategy. Print the validation loss of each strategy and
+    the bytes that each node sends, and draw both as curves. By default this takes one to two minutes."""
     parser.epilog = "example: vecgym compare --text book.txt --strategies allreduce diloco --H 50"
 
     def add(option: str, kind: Callable[[str], Any], about: str) -> None:
         name = option.lstrip("-").replace("-", "_")
         default, quick = DEFAULTS[name], QUICK[name]
-        shown = f"{default:g}" if default == quick else f"{default:g}; with --quick {quick:g}"
-        parser.add_argument(option, type=kind, metavar="X" if kind is positive else "N", help=f"{about} ({shown})")
+        values = f"{default:g}" if default == quick else f"{default:g}; with --quick {quick:g}"
+        parser.add_argument(option, type=kind, metavar="X" if kind is positive else "N", help=f"{about} ({values})")
 
     parser.add_argument(
         "--text", metavar="FILE", help="UTF-8 text to train on (the source of Python's standard library)"
     )
     parser.add_argument(
         "--strategies", nargs="+", type=strategy_name, default=STRATEGIES, metavar="NAME",
-        help=f"what to compare ({' '.join(STRATEGIES)}); vecgym info lists all of them",
+        help=f"the strategies to compare ({' '.join(STRATEGIES)}); vecgym info lists all of them",
     )  # fmt: skip
     parser.add_argument("--num-nodes", type=count, default=8, metavar="N", help="K (8)")
     add("--steps", count, "optimizer steps of each node")
@@ -50,16 +50,16 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--layers", count, "transformer blocks")
     add("--heads", count, "attention heads; must divide the width")
     add("--H", count, "steps between exchanges of fedavg and diloco")
-    add("--lr", positive, "peak learning rate of AdamW, between a warm-up and a cosine decay")
+    add("--lr", positive, "peak learning rate of AdamW, with warm-up and cosine decay")
     add("--outer-lr", positive, "learning rate of diloco's outer optimizer, SGD with Nesterov momentum")
-    add("--outer-momentum", positive, "its momentum; the paper's 0.9 is for longer runs")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of initialisation and data order (0)")
-    parser.add_argument("--device", help="cpu, cuda or mps (the best one present)")
-    parser.add_argument("--engine", choices=ENGINES, default="auto", help="how the nodes are computed (auto)")
-    parser.add_argument("--compile", action="store_true", help="compile the gradients, which takes some seconds each")
+    add("--outer-momentum", positive, "its momentum; the paper's 0.9 suits longer runs")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of initialisation and data order (0)")
+    parser.add_argument("--device", help="cpu, cuda or mps (the best one available)")
+    parser.add_argument("--engine", choices=ENGINES, default="auto", help="how nodes are computed (auto)")
+    parser.add_argument("--compile", action="store_true", help="compile the gradients, which takes seconds per run")
     add_output(parser, "vecgym-runs/compare")
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps: a few seconds")
-    parser.add_argument("--no-progress", action="store_true", help="show no progress bars")
+    parser.add_argument("--no-progress", action="store_true", help="do not show progress bars")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             )  # fmt: skip
             runs[name] = trainer.history
     except (KeyboardInterrupt, DivergenceError):
-        print(f"\n{name} stopped early; what was recorded of it is in {args.output / name}", file=sys.stderr)
+        print(f"\n{name} stopped early; its history so far is in {args.output / name}", file=sys.stderr)
         if runs:
             _report(runs, allreduce_bytes(args.num_nodes, num_params, args.steps), args)
         raise
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def offered() -> list[str]:
+def strategy_names() -> list[str]:
     """Return the names of the strategies that can be compared."""
     from vecgym.strategy.catalogue import CATALOGUE
 
@@ -102,14 +102,14 @@ def offered() -> list[str]:
 
 
 def strategy_name(text: str) -> str:
-    """Parse the name of a strategy that is `offered`."""
-    if text not in (names := offered()):
+    """Parse one of `strategy_names`."""
+    if text not in (names := strategy_names()):
         raise argparse.ArgumentTypeError(f"{text!r} (choose from {', '.join(map(repr, names))})")
     return text
 
 
 def make_strategy(name: str, args: argparse.Namespace) -> vecgym.strategy.Strategy:
-    """Make a strategy; all have the same inner optimizer: AdamW with a warm-up and a cosine decay to a tenth."""
+    """Make a strategy. All have the same inner optimizer: AdamW with warm-up and cosine decay to a tenth."""
     from vecgym.strategy.catalogue import CATALOGUE
 
     return CATALOGUE[name].make(
@@ -124,7 +124,7 @@ def make_strategy(name: str, args: argparse.Namespace) -> vecgym.strategy.Strate
 
 
 def _trainer(args: argparse.Namespace) -> vecgym.Trainer[vecgym.models.GPT]:
-    """Return a trainer of the GPT, on windows of the text."""
+    """Return a trainer for the GPT on windows of the text."""
     from vecgym.core import rng
     from vecgym.data.text import read_text, split_text, standard_library_text
 
@@ -139,14 +139,14 @@ def _trainer(args: argparse.Namespace) -> vecgym.Trainer[vecgym.models.GPT]:
 def _report(runs: dict[str, vecgym.History], reference_bytes: float, args: argparse.Namespace) -> None:
     """Print the table, and draw the figure."""
     print(f"\n{comparison_table(runs, reference_bytes)}\n")
-    print("val loss: nats per character; sent: by each node, in total; less: than allreduce, with as many steps")
+    print("val loss: nats per character; sent: by each node in total; less: than allreduce with as many steps")
     figure, title = args.output / "comparison.png", f"A small GPT trained on {args.num_nodes} nodes, H = {args.H}"
     vecgym.plot.plot_comparison(runs, figure, title=title, loss_label="loss (nats per character)")
     print(f"Figure: {figure}\nHistories: {', '.join(str(args.output / name / 'history.csv') for name in runs)}")
 
 
 def comparison_table(runs: dict[str, vecgym.History], reference_bytes: float) -> str:
-    """Lay out one line per run; `reference_bytes` is what AllReduce sends per node.
+    """Format a table with a line per run; `reference_bytes` are those that AllReduce sends per node.
 
     >>> history = vecgym.History()
     >>> history.append({"val_loss": 2.0, "val_loss_local": 2.1, "bytes_total": 5e6, "seconds": 3.0})
@@ -166,7 +166,7 @@ def comparison_table(runs: dict[str, vecgym.History], reference_bytes: float) ->
 
 
 def allreduce_bytes(num_nodes: int, num_params: int, steps: int) -> float:
-    """Return the bytes that a node sends when a ring all-reduce averages float32 gradients at every step.
+    """Return the bytes that a node sends if a ring all-reduce averages float32 gradients at every step.
 
     >>> allreduce_bytes(num_nodes=8, num_params=1000, steps=10)
     70000.0

@@ -1,4 +1,4 @@
-"""Configurations: functions in a Python file, given on the command line as `FILE.py` or `FILE.py:function`."""
+"""Configurations: names in a Python file, specified as `FILE.py` or `FILE.py:function` on the command line."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def add_options(parser: argparse.ArgumentParser, optional: bool = False) -> None
     """Add CONFIG and --set."""
     parser.add_argument(
         "config", metavar="CONFIG.py[:function]", nargs="?" if optional else None,
-        help=f"the file, and the function in it ({DEFAULT_FUNCTION})",
+        help=f"a Python file, and the function in it ({DEFAULT_FUNCTION})",
     )  # fmt: skip
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", type=assignment,
-        help="pass an argument to the function, or else replace an item of what it returns",
+        help="an argument for the function or, if it has no such parameter, an item to replace in its result",
     )  # fmt: skip
 
 
@@ -33,12 +33,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG, --set, --output, --overwrite and --no-progress."""
     add_options(parser)
     add_output(parser, "vecgym-runs/NAME")
-    parser.add_argument("--overwrite", action="store_true", help="replace the results that are there")
-    parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing results")
+    parser.add_argument("--no-progress", action="store_true", help="do not show a progress bar")
 
 
 def assignment(text: str) -> tuple[str, Any]:
-    """Parse a key and a value in Python's notation; any other value is a string.
+    """Parse a key and a value, which is a Python literal or else a string.
 
     >>> assignment("lr=1e-3"), assignment("name=diloco"), assignment("betas=(0.9, 0.95)")
     (('lr', 0.001), ('name', 'diloco'), ('betas', (0.9, 0.95)))
@@ -55,58 +55,58 @@ def assignment(text: str) -> tuple[str, Any]:
 def read_configuration(
     args: argparse.Namespace, needed: tuple[str, ...], allowed: tuple[str, ...], alone: tuple[str, type] | None = None
 ) -> dict[str, Any]:
-    """Call the function of `args.config` with the settings of `args.set`, and return what it returns.
+    """Call the function of `args.config` with the settings of `args.set`, and return its result.
 
     Args:
-        needed, allowed: keys of the dict that it returns.
-        alone: the key and the class of the one item that it may return by itself instead.
+        needed, allowed: keys of the dict that the function returns.
+        alone: the key and the class of an item that the function may return instead of a dict.
 
     Raises:
-        ValueError: for a file or function that is not there, a dict that lacks what is `needed`, and a key that is not
-            `allowed`. Errors in the file are passed on.
+        ValueError: for a missing file or function, a missing key of `needed`, or a key that is not `allowed`. Errors
+            in the file propagate.
     """
     path, function = _function(args.config)
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    passed = {key: value for key, value in args.set if key in parameters or takes_all}
-    replaced = {key: value for key, value in args.set if key not in passed}
+    arguments = {key: value for key, value in args.set if key in parameters or takes_all}
+    items = {key: value for key, value in args.set if key not in arguments}
     where = f"{path}:{function.__name__}"
     try:
-        inspect.signature(function).bind(**passed)
+        inspect.signature(function).bind(**arguments)
     except TypeError as error:
         raise ValueError(f"{where}: {error}") from None
-    found = function(**passed)
-    if alone is not None and isinstance(found, alone[1]):
-        found = {alone[0]: found}
-    if not isinstance(found, dict):
+    config = function(**arguments)
+    if alone is not None and isinstance(config, alone[1]):
+        config = {alone[0]: config}
+    if not isinstance(config, dict):
         either = f"a {alone[1].__name__}, or " if alone is not None else ""
-        kind = type(found).__name__
+        kind = type(config).__name__
         raise ValueError(f"{where} returned a {kind}; it must return {either}a dict of arguments by name.")
-    if wrong := [key for key in replaced if key not in allowed]:
+    if wrong := [key for key in items if key not in allowed]:
         raise ValueError(
-            f"--set {wrong[0]}=...: {where} takes {', '.join(parameters) or 'no arguments'}, and what it returns may "
-            f"have {', '.join(allowed)}."
+            f"--set {wrong[0]}=...: {where} takes {', '.join(parameters) or 'no arguments'}, and its result may have "
+            f"{', '.join(allowed)}."
         )
-    if wrong := [key for key in found if key not in allowed]:
+    if wrong := [key for key in config if key not in allowed]:
         raise ValueError(f"{where} returned {wrong[0]!r}; allowed: {', '.join(allowed)}.")
-    found = {**found, **replaced, **({"progress": False} if getattr(args, "no_progress", False) else {})}
-    if missing := [key for key in needed if key not in found]:
+    config = {**config, **items, **({"progress": False} if getattr(args, "no_progress", False) else {})}
+    if missing := [key for key in needed if key not in config]:
         raise ValueError(f"{where} returned no {missing[0]!r}; it must return {', '.join(needed)}.")
-    return found
+    return config
 
 
-def output_of(args: argparse.Namespace, mark: str, goes_on: bool) -> Path:
-    """Return where the results go.
+def output_of(args: argparse.Namespace, mark: str, resumes: bool) -> Path:
+    """Return the folder of the results.
 
     Args:
-        mark: the file that shows that there are results already.
-        goes_on: resume from them.
+        mark: the file whose presence shows that there are results already.
+        resumes: whether the run resumes from them.
 
     Raises:
-        ValueError: if there are results that are neither to be replaced nor resumed from.
+        ValueError: if there are results that are neither replaced nor resumed from.
     """
     output = args.output or Path("vecgym-runs") / Path(args.config.rpartition(":")[0] or args.config).stem
-    if (output / mark).exists() and not (args.overwrite or goes_on):
+    if (output / mark).exists() and not (args.overwrite or resumes):
         raise ValueError(
             f"{output} holds the results of another run. Fix: give --output DIR, or --overwrite to replace them."
         )
@@ -120,16 +120,16 @@ def _function(text: str) -> tuple[Path, Callable[..., Any]]:
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"{file} is not a file; give a Python file, or FILE.py:function.")
-    module = _imported(path)
+    module = _import(path)
     function = getattr(module, name, None)
     if not callable(function):
-        own = [key for key, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
-        raise ValueError(f"{file} has no function {name!r}; it has {', '.join(own) or 'none'}. Give {file}:function.")
+        names = [key for key, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
+        raise ValueError(f"{file} has no function {name!r}; it has {', '.join(names) or 'none'}. Give {file}:function.")
     return path, function
 
 
-def _imported(path: Path) -> ModuleType:
-    """Import a file as a module; as for a script, its imports are looked up in its own folder first."""
+def _import(path: Path) -> ModuleType:
+    """Import a file as a module; as for a script, its own folder comes first on the path."""
     sys.path.insert(0, str(path.resolve().parent))
     name = path.stem if path.stem not in sys.modules else f"vecgym_config_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -1,4 +1,4 @@
-"""`vecgym info`: what matters for a run or a bug report."""
+"""`vecgym info`: the environment of a run, for bug reports."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 import platform
 
 import vecgym
-from vecgym.cli.compare import offered
+from vecgym.cli.compare import strategy_names
 from vecgym.cli.values import ENGINES
 
 OPTIONAL = ("wandb", "tensorboard", "torchvision", "scikit-learn")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Show what matters for a run or a bug report: versions, devices, threads, engines."""
+    """Show versions, devices, threads and engines, for a run or a bug report."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         "threads": f"{torch.get_num_threads()} of torch on the CPU",
         "engines": ", ".join(ENGINES),
         "extras": ", ".join(extras()) or "none",
-        "strategies": ", ".join(offered()),
+        "strategies": ", ".join(strategy_names()),
     }
     print("\n".join(f"{name:<12}{value}" for name, value in facts.items()))
     return 0
@@ -41,8 +41,8 @@ def extras() -> list[str]:
     """Return the optional packages that are installed, with their versions."""
     from importlib import metadata
 
-    found = []
+    versions = []
     for package in OPTIONAL:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found.append(f"{package} {metadata.version(package)}")
-    return found
+            versions.append(f"{package} {metadata.version(package)}")
+    return versions

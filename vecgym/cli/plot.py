@@ -1,4 +1,4 @@
-"""`vecgym plot`: a figure of runs that were logged."""
+"""`vecgym plot`: draw logged runs."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from vecgym.records.columns import X_AXES
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Draw one or several runs that a CSVLogger has written: losses with the nodes' spread, and how far the nodes are
-    apart. A directory without a run stands for the runs in its subdirectories, such as those of vecgym compare."""
+    """Draw one or several runs logged by a CSVLogger: losses with their spread over the nodes, and the consensus
+    distance. A directory without a run stands for the runs in its subdirectories, such as those of vecgym compare."""
     parser.epilog = "example: vecgym plot vecgym-runs/compare --x bytes --output comparison.png"
-    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="what CSVLogger was given")
+    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="the directory of a CSVLogger")
     parser.add_argument("--x", choices=X_AXES, default="step", help="the horizontal axis (step)")
     add_output(parser, "vecgym-runs/plot.png", "FILE")
-    parser.add_argument("--title", help="above the figure")
+    parser.add_argument("--title", help="a title above the figure")
 
 
 def run(args: argparse.Namespace) -> int:
     from vecgym.records.loggers import read_csv
 
     folders = [run for directory in args.directories for run in runs_in(directory)]
-    histories = {name: read_csv(folder) for name, folder in named(folders).items()}
+    histories = {name: read_csv(folder) for name, folder in by_name(folders).items()}
     vecgym.plot.plot_runs(histories, args.output, x=args.x, title=args.title)
     print(f"Figure: {args.output}")
     return 0
 
 
 def runs_in(directory: Path) -> list[Path]:
-    """Return the directory itself if it holds a run, else its subdirectories that do."""
+    """Return the directory if it holds a run, otherwise its subdirectories that do."""
     if (directory / "history.csv").is_file() or not directory.is_dir():
         return [directory]
     return sorted(path.parent for path in directory.glob("*/history.csv")) or [directory]
 
 
-def named(folders: list[Path]) -> dict[str, Path]:
-    """Name runs by the shortest ends of their paths that tell them apart.
+def by_name(folders: list[Path]) -> dict[str, Path]:
+    """Name runs by the shortest ends of their paths that distinguish them.
 
-    >>> list(named([Path("a/diloco"), Path("b/diloco")])), list(named([Path("a/x"), Path("a/y")]))
+    >>> list(by_name([Path("a/diloco"), Path("b/diloco")])), list(by_name([Path("a/x"), Path("a/y")]))
     (['a/diloco', 'b/diloco'], ['x', 'y'])
     """
     folders = list(dict.fromkeys(folder.resolve() if folder.name in ("", "..") else folder for folder in folders))
-    length, found = 0, dict[str, Path]()
-    while len(found) < len(folders):
+    length, runs = 0, dict[str, Path]()
+    while len(runs) < len(folders):
         length += 1
-        found = {"/".join(folder.parts[-length:]): folder for folder in folders}
-    return found
+        runs = {"/".join(folder.parts[-length:]): folder for folder in folders}
+    return runs

@@ -1,4 +1,4 @@
-"""What several commands share: values of options, and tables."""
+"""Shared by several commands: values of options, and tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-ENGINES = ("auto", "vmap", "loop")  # those of vecgym.engine, which would import torch
+ENGINES = ("auto", "vmap", "loop")  # as in vecgym.engine, whose import would import torch
 
 
 def _above_0(kind: Callable[[str], float], what: str) -> Callable[[str], float]:
@@ -28,14 +28,14 @@ positive = _above_0(float, "a number > 0")
 
 
 def add_output(parser: argparse.ArgumentParser, default: str, metavar: str = "DIR") -> None:
-    """Add --output, which is None if it is not given and its default depends on a NAME."""
+    """Add --output; its default is None if it depends on a NAME."""
     path = None if "NAME" in default else Path(default)
     about = f"where the results go ({default})"
     parser.add_argument("--output", type=Path, default=path, metavar=metavar, help=about)
 
 
 def table(rows: list[list[str]]) -> str:
-    """Lay out a table: the first column to the left, the others to the right.
+    """Format a table: the first column flush left, the others flush right.
 
     >>> print(table([["step", "4"], ["val_loss", "1.25"]]))
     step         4

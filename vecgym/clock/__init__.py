@@ -1,6 +1,7 @@
 """How long a run takes on your network: train once, price everywhere.
 
-A run's ledger says what was sent; a clock is a pure function of it, of the network and of the time that nodes compute:
+A run's ledger records what was sent. How long the run takes is a pure function of the ledger, the network and the
+compute times:
 
 >>> import torch
 >>> from vecgym import Trainer
@@ -12,7 +13,7 @@ A run's ledger says what was sent; a clock is a pure function of it, of the netw
 >>> price(trainer.ledger, Network("1 Gbit/s", latency="50 ms"), Compute(0.4))
 Timeline(10 steps of 4 nodes: 4.6 s, 87.0 % computing)
 
-`vecgym.guide.clock` says what overlaps with what; `vecgym.clock.cost` has the formulas.
+`vecgym.guide.clock` explains what overlaps with what; `vecgym.clock.cost` has the formulas.
 """
 
 from vecgym.clock.asynchronous import AsyncTimeline

@@ -1,4 +1,4 @@
-"""The time of asynchronous runs: when rounds end on these nodes and links, and what every node did when."""
+"""The timing of asynchronous runs: when rounds end on given nodes and links, and what every node did when."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from vecgym.clock import trace
 from vecgym.clock.compute import BLOCK, Compute
 from vecgym.clock.network import Network, Routes
-from vecgym.clock.trace import Bar, PerNode, Recorded
+from vecgym.clock.trace import Bar, PerNode, TimelineBase
 from vecgym.collectives.base import bucketed
 from vecgym.core import check
 from vecgym.simulation.availability import Availability, Facts
@@ -23,7 +23,7 @@ from vecgym.simulation.events import Absences, Arrival, Happening, Restart, Rule
 
 @dataclass(frozen=True)
 class TimesOf:
-    """How long everything takes on these nodes and links; see `vecgym.simulation.events.Times`.
+    """How long steps and messages take on given nodes and links; see `vecgym.simulation.events.Times`.
 
     >>> times = TimesOf(2, Compute([1.0, 2.0]), None, sizes={"w": 8}, seed=0)
     >>> times.nominal, times.seconds(1, 0), times.wires(), times.num_messages([8])
@@ -45,12 +45,12 @@ class TimesOf:
 
     @property
     def nominal(self) -> list[float]:
-        found: list[float] = self.compute.seconds.expand(self.num_nodes).tolist()
-        return found
+        seconds: list[float] = self.compute.seconds.expand(self.num_nodes).tolist()
+        return seconds
 
     @property
     def seconds(self) -> StepSeconds:
-        """How long each step of each node takes."""
+        """The seconds of each step of each node."""
         return step_seconds_of(self.compute, self.num_nodes)
 
     def wires(self, sizes: Sequence[int] | None = None) -> Wires | None:
@@ -62,16 +62,16 @@ class TimesOf:
         if self.network is None:
             return None
         self.network.check(self.num_nodes)
-        found, sizes = wires_of(self.network, self.num_nodes, list(self.sizes.values())), list(self.sizes.values())
-        up, down, latency = list(found.up), list(found.down), list(found.latency)
+        outside, sizes = wires_of(self.network, self.num_nodes, list(self.sizes.values())), list(self.sizes.values())
+        up, down, latency = list(outside.up), list(outside.down), list(outside.latency)
         for members in regions:
-            own = wires_of(self.network.within(members), len(members), sizes)
+            inside = wires_of(self.network.within(members), len(members), sizes)
             for i, node in enumerate(members):
-                up[node], down[node], latency[node] = own.up[i], own.down[i], own.latency[i]
-        return Wires(found.num_bytes, up, down, latency, found.server)
+                up[node], down[node], latency[node] = inside.up[i], inside.down[i], inside.latency[i]
+        return Wires(outside.num_bytes, up, down, latency, outside.server)
 
     def wires_between(self, network: Any, num_regions: int) -> Wires | None:
-        """Return the links between the regions' servers and the global one, on a `Network` or a pair that makes one."""
+        """Return the links from the regions' servers to the global one: a `Network`, or (bandwidth, latency)."""
         if network is None:
             return None
         if isinstance(network, (tuple, list)) and len(network) == 2:
@@ -79,8 +79,8 @@ class TimesOf:
         check.instance("between", network, Network, "a vecgym.clock.Network, or a pair such as (1e9, 0.05)")
         if network.num_nodes not in (None, num_regions):
             raise ValueError(
-                f"between is a network of {network.num_nodes} and there are {num_regions} regions: give one bandwidth "
-                f"and one latency, or [{num_regions}]."
+                f"between is a network of {network.num_nodes} nodes, but there are {num_regions} regions: give one "
+                f"bandwidth and one latency, or [{num_regions}]."
             )
         return wires_of(network, num_regions, list(self.sizes.values()))
 
@@ -89,7 +89,7 @@ class TimesOf:
 
 
 def step_seconds_of(compute: Compute, num_nodes: int) -> StepSeconds:
-    """Return how long each node takes for each of its own steps, as a function of plain numbers.
+    """Return the seconds of each step of a node, as a function (node, step) -> seconds.
 
     >>> step_seconds_of(Compute([0.5, 2.0]), num_nodes=2)(1, 7)
     2.0
@@ -100,8 +100,8 @@ def step_seconds_of(compute: Compute, num_nodes: int) -> StepSeconds:
 
     @functools.cache
     def factors(node: int, block: int) -> list[float]:
-        drawn: list[float] = (compute.sigma * compute.drawn(node, block)).exp().tolist()
-        return drawn
+        values: list[float] = (compute.sigma * compute.drawn(node, block)).exp().tolist()
+        return values
 
     return lambda node, step: nominal[node] * factors(node, step // BLOCK)[step % BLOCK]
 
@@ -153,9 +153,10 @@ def _table(availability: Availability, facts: Facts, first: int, interval: int) 
 
 
 def wires_of(network: Network, num_nodes: int, sizes: Sequence[float]) -> Wires:
-    """Return the links between the nodes and a server, for all tensors of so many bytes.
+    """Return the links between the nodes and a server, for messages that carry tensors of these sizes in bytes.
 
-    One message leaves when the one before it is there: so many latencies. With a matrix, a node's way is its slowest.
+    A message leaves once the previous one has arrived, so each adds a latency. With a matrix, a node uses its slowest
+    link.
 
     >>> network = Network("8 Mbit/s", latency=0.5, bucket_bytes=0)
     >>> wires_of(network, 1, [1000.0]).up, wires_of(network, 1, [300.0, 700.0]).latency
@@ -167,18 +168,19 @@ def wires_of(network: Network, num_nodes: int, sizes: Sequence[float]) -> Wires:
 
 
 @dataclass(frozen=True, repr=False)
-class AsyncTimeline(Recorded):
+class AsyncTimeline(TimelineBase):
     """What every node did when in an asynchronous run.
 
-    The order of its events depends on the network and the compute times, so it is not priced on others: train again.
+    The order of events depends on the network and the compute times, so the run cannot be priced on another network:
+    train again.
 
     Attributes:
-        seconds: of the last update.
-        utilization: computed / seconds, the mean over the nodes.
-        update_seconds: of each update, `[T]`.
-        per_node: where the seconds of each node went.
+        seconds: when the last update was made.
+        utilization: computed / seconds, averaged over the nodes.
+        update_seconds: when each update was made, `[T]`.
+        per_node: how each node spent its time.
         events: arrivals, updates and restarts, in order; see `vecgym.simulation.events`.
-        network, compute: what it is for; without a network messages take no time.
+        network, compute: of the run. Without a network, messages take no time.
         absences: whether nodes may be absent.
 
     >>> from vecgym import Trainer
@@ -205,20 +207,20 @@ class AsyncTimeline(Recorded):
     network: Network | None
     absences: bool = False
 
-    plot = trace.plot_timeline  # methods: they take a timeline first
+    plot = trace.plot_timeline  # as methods: their first argument is a timeline
     save_trace = trace.save_trace
 
     @property
     def num_steps(self) -> int:
-        """T, the updates."""
+        """T, the number of updates."""
         return len(self.update_seconds)
 
     def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:
-        """What every node did in the updates from `first` to before `last`, for figures and traces."""
+        """Return what every node did in the updates from `first` to before `last`, as bars."""
         first, last = self._within(first, last)
         times = [0.0, *self.update_seconds.tolist()]
-        found: list[Bar] = []
-        idle = [0.0] * self.num_nodes  # since when each node has waited
+        bars: list[Bar] = []
+        idle = [0.0] * self.num_nodes  # when each node became idle
         version = 0
         for event in self.events:
             if isinstance(event, Update):
@@ -229,22 +231,22 @@ class AsyncTimeline(Recorded):
             if end > times[first] and begin < times[last]:
                 if begin > idle[node]:
                     why = "waits, or is absent" if self.absences else f"waits for version {event.version}"
-                    found.append(Bar(node, "wait", version, idle[node], begin, why))
+                    bars.append(Bar(node, "wait", version, idle[node], begin, why))
                 steps = f"round {event.round}, {event.num_steps} steps from version {event.version}"
-                found.append(Bar(node, "round", version, begin, end, steps))
+                bars.append(Bar(node, "round", version, begin, end, steps))
                 if event.time > end:
-                    found.append(Bar(node, "send", version, end, event.time, f"movement of round {event.round}"))
+                    bars.append(Bar(node, "send", version, end, event.time, f"movement of round {event.round}"))
             idle[node] = end
-        return found
+        return bars
 
     def __repr__(self) -> str:
-        return self._shown("updates by")
+        return self._describe("updates by")
 
 
 def timeline_of(
     events: Sequence[Happening], rules: Rules, seconds: StepSeconds, network: Network | None, compute: Compute
 ) -> AsyncTimeline:
-    """Return the timeline of a run with these events.
+    """Return the timeline of a run from its events.
 
     >>> from vecgym.simulation.events import Stop, schedule
     >>> rules, seconds = Rules((1, 1)), lambda node, step: [1.0, 3.0][node]
@@ -258,30 +260,30 @@ def timeline_of(
     sent, received = torch.zeros(2, K, dtype=torch.float64)
     if rules.wires is not None:
         for event in events:
-            for total, taken in zip((sent, received), rules.taken(event, rules.wires)):
-                for node, took in taken.items():
-                    total[node] += took
-    used = float((computed / end).mean()) if end > 0 else 1.0
+            for total, busy in zip((sent, received), rules.taken(event, rules.wires)):
+                for node, link_seconds in busy.items():
+                    total[node] += link_seconds
+    utilization = float((computed / end).mean()) if end > 0 else 1.0
     per_node = PerNode(computed, end - computed, sent, received)
     ends = torch.tensor(times, dtype=torch.float64)
-    return AsyncTimeline(end, used, per_node, compute, ends, events, network, rules.absences is not None)
+    return AsyncTimeline(end, utilization, per_node, compute, ends, events, network, rules.absences is not None)
 
 
 def _computed(events: Sequence[Happening], rules: Rules, seconds: StepSeconds, end: float) -> list[float]:
-    """How long each node has computed by the end, in rounds that have arrived and in those under way."""
+    """Return how long each node has computed by the end, in rounds that have arrived and in those in progress."""
     K = len(rules.num_steps)
-    found, begins, steps = [0.0] * K, [0.0] * K, [0] * K
+    computed, begins, steps = [0.0] * K, [0.0] * K, [0] * K
     for event in events:
         if isinstance(event, Arrival):
-            took = event.end - event.begin
+            round_seconds = event.end - event.begin
             if rules.absences is not None:
-                took = rules.computed(event.node, event.begin, event.first_step, event.end, seconds)
-            found[event.node] += took
+                round_seconds = rules.computed(event.node, event.begin, event.first_step, event.end, seconds)
+            computed[event.node] += round_seconds
             begins[event.node], steps[event.node] = float("inf"), event.first_step + event.num_steps
         elif isinstance(event, Restart):
             for node, begin in zip(event.nodes, event.begins):
                 begins[node] = begin
     for node in range(K):
         if begins[node] < end:
-            found[node] += rules.computed(node, begins[node], steps[node], end, seconds)
-    return found
+            computed[node] += rules.computed(node, begins[node], steps[node], end, seconds)
+    return computed

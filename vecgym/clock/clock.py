@@ -1,4 +1,4 @@
-"""The clock of a run, or of one that is under way: when each node begins and ends each step, given what was sent."""
+"""The clock of a run, finished or in progress: when each node begins and ends each step, given what was sent."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ import torch
 from torch import Tensor
 
 from vecgym.clock.compute import BLOCK, FORWARD, Compute
-from vecgym.clock.messages import NEVER, Passed, Plan, Planner
+from vecgym.clock.messages import NEVER, MessagePlan, Passage, Planner
 from vecgym.clock.network import Network, Routes
 from vecgym.collectives.ledger import Ledger, Transfer
 
 ROUNDING = 2e-15  # relative
 
 
-class Sent(NamedTuple):
-    """The messages of a plan, as they passed in one step: for figures and traces.
+class Delivery(NamedTuple):
+    """The messages of a plan and their times in one step, for figures and traces.
 
     Attributes:
         plan: the messages.
-        ready: when each node was ready for each, `[K, M]`.
-        up, down: until when the links were taken before, `[K + 1]`.
-        arrival: when each was there, `[K or 1, M]`.
+        ready: when each node was ready for each message, `[K, M]`.
+        up, down: until when the links were busy beforehand, `[K + 1]`.
+        arrival: when each message arrived, `[K or 1, M]`.
     """
 
-    plan: Plan
+    plan: MessagePlan
     ready: Tensor
     up: Tensor
     down: Tensor
     arrival: Tensor
 
 
-class Record(NamedTuple):
+class StepRecord(NamedTuple):
     """What the nodes did in one step, `[K]` seconds each.
 
     Attributes:
         step: counted from 0.
-        begin: when they could begin, had everything been there.
+        begin: when they could have begun, had all messages arrived.
         forward: when the forward pass ended.
-        end: when the backward pass did.
-        seconds: that they computed.
-        needed: what had to be there before the forward pass.
-        sent: what left.
+        end: when the backward pass ended.
+        seconds: how long they computed.
+        needs: what the forward pass waited for.
+        deliveries: what was sent.
     """
 
     step: int
@@ -51,17 +51,17 @@ class Record(NamedTuple):
     forward: Tensor
     end: Tensor
     seconds: Tensor
-    needed: tuple[Need, ...]
-    sent: tuple[Sent, ...]
+    needs: tuple[Need, ...]
+    deliveries: tuple[Delivery, ...]
 
 
 class Need(NamedTuple):
-    """What a forward pass waits for: the last message of those that are needed then.
+    """What a forward pass waits for: the last of the messages that it needs.
 
     Attributes:
-        arrival: when it is there, `[K or 1]`.
-        rest: the part of the forward pass that needs it.
-        step, plan, place: in which step, in which of its plans, and as which message, it left.
+        arrival: when the message arrives, `[K or 1]`.
+        rest: the fraction of the forward pass that needs it.
+        step, plan, place: the step that sent it, the index of the plan in that step, and of the message in that plan.
     """
 
     arrival: Tensor
@@ -75,10 +75,10 @@ class Clock:
     """The times of K nodes, advanced step by step.
 
     Args:
-        network: the links.
-        compute: of the nodes.
+        network: the links between the nodes.
+        compute: the compute times of the nodes.
         num_nodes: K.
-        sizes: the bytes of each parameter, by name and in order.
+        sizes: the bytes of each parameter, by name, in the model's order.
 
     >>> from vecgym.collectives.ledger import Transfer
     >>> clock = Clock(Network(8e9), Compute(3.0), num_nodes=2, sizes={"w": 10**9})
@@ -91,16 +91,16 @@ class Clock:
         compute.check(num_nodes)
         self.num_nodes = num_nodes
         self._planner = Planner(Routes(network, num_nodes), sizes, compute)
-        self._plans: dict[tuple[Transfer, ...], tuple[Plan, ...]] = {}
+        self._plans: dict[tuple[Transfer, ...], tuple[MessagePlan, ...]] = {}
         self.step = 0
         zero = torch.zeros(num_nodes, dtype=torch.float64)
         self.begin, self.computed, self.sent, self.received = zero, zero, zero, zero
         self._up = self._down = torch.zeros(num_nodes + 1, dtype=torch.float64)
         self._due: dict[int, list[Need]] = {}
-        self.records: list[Record] | None = None
+        self.records: list[StepRecord] | None = None
 
-    def plans(self, transfers: Sequence[Transfer]) -> tuple[Plan, ...]:
-        """The messages of these transfers: made once for all steps that have the same."""
+    def plans(self, transfers: Sequence[Transfer]) -> tuple[MessagePlan, ...]:
+        """Return the messages of these transfers, computed once for all steps with the same transfers."""
         key = tuple(transfers)
         if key not in self._plans:
             self._plans[key] = self._planner.plans(key)
@@ -108,34 +108,34 @@ class Clock:
 
     @property
     def ends(self) -> Tensor:
-        """When each node had ended the last step, and had what the next one needs, `[K]`."""
-        found = self.begin
+        """When each node had ended the last step and received what the next one needs, `[K]`."""
+        ends = self.begin
         for need in self._due.get(self.step, ()):
-            found = torch.maximum(found, need.arrival)
-        return found
+            ends = torch.maximum(ends, need.arrival)
+        return ends
 
     @property
     def next_due(self) -> int | None:
-        """The next step whose forward pass needs something that was sent; None: no step does."""
+        """The next step whose forward pass waits for a message; None if there is none."""
         return min(self._due, default=None)
 
     def idle(self, seconds: Tensor) -> Tensor:
-        """Make steps without any messages, `[n, K]` seconds; when each node ended each, `[n, K]`."""
+        """Make steps of `[n, K]` seconds without messages; return when each node ended each step, `[n, K]`."""
         ends = self.begin + seconds.cumsum(0)
         self.begin, self.computed = ends[-1], self.computed + seconds.sum(0)
         self.step += len(seconds)
         return ends
 
-    def repeat(self, seconds: Tensor, plans: tuple[Plan, ...]) -> Tensor:
-        """Make steps that all send the same, `[n, K]` seconds; when each node ended each, with what it was sent.
+    def repeat(self, seconds: Tensor, plans: tuple[MessagePlan, ...]) -> Tensor:
+        """Make steps of `[n, K]` seconds that all send the same; return when each node ended each, messages included.
 
-        Times follow from one another by sums and maxima. So where a step has moved all of them by the same amount, the
-        next one, if nodes compute for as long, does so too: the rest is multiplied.
+        Times follow from one another by sums and maxima. So once a step has moved all of them by the same amount, each
+        further step of equal compute time moves them by that amount too, and the rest is a multiplication.
         """
-        alike = bool((seconds == seconds[0]).all())
+        steady = bool((seconds == seconds[0]).all())
         ends: list[Tensor] = []
         for row in seconds:
-            before = self._times() if alike else None
+            before = self._times() if steady else None
             self.advance(row, plans)
             ends.append(self.ends)
             step = None if before is None else self._moved(*before)
@@ -145,15 +145,15 @@ class Clock:
         return torch.vstack(ends)
 
     def _times(self) -> tuple[list[tuple[int, float]], Tensor]:
-        """All that later steps depend on: what is needed when, and the times of nodes, links and arrivals."""
+        """Return all that later steps depend on: what is needed when, and the times of nodes, links and arrivals."""
         due = [(step - self.step, need) for step, needs in sorted(self._due.items()) for need in needs]
         arrivals = [need.arrival.expand(self.num_nodes) for _, need in due]
         return [(steps, need.rest) for steps, need in due], torch.cat([self.begin, self._up, self._down, *arrivals])
 
     def _moved(self, form: list[tuple[int, float]], before: Tensor) -> float | None:
-        """By how much the last step has moved all times; None: not all by the same.
+        """Return by how much the last step moved all times; None if not all by the same amount.
 
-        A link that has not moved and was free before any node began is one that nobody uses.
+        A link whose time did not move and that was free before any node began is unused.
         """
         now, after = self._times()
         if now != form or after.requires_grad:
@@ -161,13 +161,13 @@ class Clock:
         step = float(after[0] - before[0])
         moved = (after - before - step).abs() <= ROUNDING * after[0]
         unused = (after == before) & (before <= before[: self.num_nodes].min())
-        unused[: self.num_nodes] = False  # a node that is never there stays where it is
+        unused[: self.num_nodes] = False  # the time of a node that is never present does not move
         return step if bool((moved | unused).all()) else None
 
-    def _multiply(self, count: int, step: float, seconds: Tensor, plans: tuple[Plan, ...]) -> Tensor:
-        """Make steps that each move all times by `step`; when each node ended each, `[count, K]`."""
+    def _multiply(self, count: int, step: float, seconds: Tensor, plans: tuple[MessagePlan, ...]) -> Tensor:
+        """Make steps that each move all times by `step`; return when each node ended each step, `[count, K]`."""
         ends = self.ends + step * torch.arange(1, count + 1, dtype=torch.float64)[:, None]
-        first = self.begin.min() - step  # what is earlier is of links that nobody uses
+        first = self.begin.min() - step  # earlier times are those of unused links
 
         def later(x: Tensor) -> Tensor:
             return torch.where(x > first, x + count * step, x)
@@ -183,59 +183,59 @@ class Clock:
             self.sent, self.received = (x + count * y for x, y in zip((self.sent, self.received), plan.busy))
         return ends
 
-    def advance(self, seconds: Tensor, plans: tuple[Plan, ...] = ()) -> None:
-        """Make one step in which the nodes compute for so many seconds, `[K]`, and send what is planned."""
-        needed = self._due.pop(self.step, [])
-        begin, forward = self.begin, self._forward(seconds, needed)
+    def advance(self, seconds: Tensor, plans: tuple[MessagePlan, ...] = ()) -> None:
+        """Make one step in which the nodes compute for `seconds`, `[K]`, and send the messages of `plans`."""
+        needs = self._due.pop(self.step, [])
+        begin, forward = self.begin, self._forward(seconds, needs)
         self.begin = forward + seconds * (1 - FORWARD)
         self.computed = self.computed + seconds
-        sent = tuple(self._send(i, plan, forward, seconds * (1 - FORWARD)) for i, plan in enumerate(plans))
+        deliveries = tuple(self._send(i, plan, forward, seconds * (1 - FORWARD)) for i, plan in enumerate(plans))
         if self.records is not None:
-            self.records.append(Record(self.step, begin, forward, self.begin, seconds, tuple(needed), sent))
+            self.records.append(StepRecord(self.step, begin, forward, self.begin, seconds, tuple(needs), deliveries))
         self.step += 1
 
-    def _forward(self, seconds: Tensor, needed: list[Need]) -> Tensor:
-        """When the forward pass ends: layer after layer, each as soon as what it needs is there."""
-        took = seconds * FORWARD
-        end = self.begin + took
-        for need in needed:
-            end = torch.maximum(end, need.arrival + took * need.rest)
+    def _forward(self, seconds: Tensor, needs: list[Need]) -> Tensor:
+        """Return when the forward pass ends: layer by layer, each begins once what it needs has arrived."""
+        forward_seconds = seconds * FORWARD
+        end = self.begin + forward_seconds
+        for need in needs:
+            end = torch.maximum(end, need.arrival + forward_seconds * need.rest)
         return end
 
-    def _send(self, which: int, plan: Plan, forward: Tensor, took: Tensor) -> Sent:
-        """Send the messages of a plan. What counts w times, 0 < w < 1, delays what it delays by that part of it."""
-        ready = forward[:, None] + took[:, None] * plan.done  # [K, M]
+    def _send(self, which: int, plan: MessagePlan, forward: Tensor, backward: Tensor) -> Delivery:
+        """Send the messages of a plan. A weight w in (0, 1) scales every delay that they cause by w."""
+        ready = forward[:, None] + backward[:, None] * plan.done  # [K, M]
         before = self._up, self._down
         arrival, up, down = self._pass(plan, ready)
         w = plan.weight
         if isinstance(w, Tensor) or w != 1:
             up, down = (old + w * (new - old) for old, new in zip(before, (up, down)))
-            there = arrival > NEVER
-            arrival = torch.where(there, ready + w * (arrival.where(there, ready) - ready), NEVER)
+            is_sent = arrival > NEVER
+            arrival = torch.where(is_sent, ready + w * (arrival.where(is_sent, ready) - ready), NEVER)
         self._up, self._down = up, down
         for lag, place, rest, nodes in plan.needs:
-            there = arrival[:, place] if nodes is None else arrival[:, place].where(nodes, NEVER)
-            need = Need(there, rest, self.step, which, place)
+            due = arrival[:, place] if nodes is None else arrival[:, place].where(nodes, NEVER)
+            need = Need(due, rest, self.step, which, place)
             self._due.setdefault(self.step + 1 + lag, []).append(need)
         self.sent, self.received = self.sent + plan.busy[0], self.received + plan.busy[1]
-        return Sent(plan, ready, *before, arrival)
+        return Delivery(plan, ready, *before, arrival)
 
-    def _pass(self, plan: Plan, ready: Tensor) -> Passed:
+    def _pass(self, plan: MessagePlan, ready: Tensor) -> Passage:
         up, down, arrivals = self._up, self._down, []
-        for exchange, places, amounts in plan.runs:
+        for exchange, places, amounts in plan.bursts:
             arrival, up, down = exchange.run(ready[:, places], amounts, up, down)
             arrivals.append(arrival)
-        if len(arrivals) == 1:  # at all nodes at once, perhaps
-            return Passed(arrivals[0], up, down)
-        return Passed(torch.cat([x.expand(self.num_nodes, -1) for x in arrivals], 1), up, down)
+        if len(arrivals) == 1:  # a column for all nodes, if it arrives everywhere at once
+            return Passage(arrivals[0], up, down)
+        return Passage(torch.cat([x.expand(self.num_nodes, -1) for x in arrivals], 1), up, down)
 
 
 class RunningClock:
-    """Says after each step how long the run has taken so far on a network, as `price` would at its end.
+    """Tell after each step how long the run has taken so far on a network, as `price` would at its end.
 
     Args:
         network, compute: see `price`.
-        ledger: of the run; steps that are in it already are made first, so a resumed run needs nothing else.
+        ledger: of the run. The steps already in it are replayed first, so that a resumed run needs nothing else.
 
     >>> ledger, step = Ledger(), [Transfer("mean", payload_bytes=10**9, num_nodes=2)]
     >>> ledger.announce(2, {"w": 10**9})
@@ -247,23 +247,23 @@ class RunningClock:
     def __init__(self, network: Network, compute: Compute, ledger: Ledger) -> None:
         assert ledger.num_nodes is not None
         self.compute, self._clock = compute, Clock(network, compute, ledger.num_nodes, ledger.sizes)
-        self._drawn: Tensor | None = None
+        self._step_seconds: Tensor | None = None
         kinds, steps = ledger.by_step()
         computing = ledger.computing()
         for i, step in enumerate(steps):
             self.step([kinds[kind] for kind in step], None if computing is None else computing[i])
 
     def step(self, transfers: Sequence[Transfer], computing: Tensor | None = None) -> tuple[float, float]:
-        """Make a step in which some nodes compute, bool `[K]`, None: all; return seconds and utilization so far."""
+        """Make a step; `computing`, bool `[K]`: which nodes compute, None: all. Return seconds and utilization."""
         clock = self._clock
         seconds = self._seconds(clock.step)
         clock.advance(seconds if computing is None else seconds.where(computing, 0.0), clock.plans(transfers))
         ends = clock.ends
-        used = (clock.computed / ends).where(ends > 0, 1.0)
-        return float(ends.max()), float(used.mean())
+        utilization = (clock.computed / ends).where(ends > 0, 1.0)
+        return float(ends.max()), float(utilization.mean())
 
     def _seconds(self, step: int) -> Tensor:
-        """What the nodes compute in a step, `[K]`, drawn for many steps at a time."""
-        if self._drawn is None or step >= len(self._drawn):
-            self._drawn = self.compute.of_steps((step // BLOCK + 1) * BLOCK, self._clock.num_nodes)
-        return self._drawn[step]
+        """Return how long the nodes compute in a step, `[K]`; times are drawn for many steps at once."""
+        if self._step_seconds is None or step >= len(self._step_seconds):
+            self._step_seconds = self.compute.of_steps((step // BLOCK + 1) * BLOCK, self._clock.num_nodes)
+        return self._step_seconds[step]

@@ -1,4 +1,4 @@
-"""How long the nodes compute: seconds of each step and node."""
+"""Compute times of the nodes: the seconds of each step of each node."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ FORWARD = 1 / 3  # of a step's time; the backward pass takes the rest
 
 
 class Compute:
-    """Seconds that a node takes for the forward and backward pass and the optimizer of a step.
+    """The seconds that a node takes for a step: forward pass, backward pass and optimizer.
 
     The forward pass takes a third of them, the backward pass two thirds, layer by layer in the order of the parameters.
 
     Args:
         seconds: of a step: a number (or a text such as "400 ms"), or `[K]`, one for each node.
-        overlap: whether nodes compute while they send. If not, everything is sent once the backward pass has ended, and
-            the next step begins when everything is there, also what is needed only later.
-        shares: how a step's time is shared among the parameters, in any unit: {name of a parameter: FLOP}, say.
-            Parameters that are not named take no time. None: by size.
+        overlap: whether nodes compute while they send. If not, everything is sent after the backward pass, and the next
+            step begins once everything has arrived, even what is needed only later.
+        shares: how a step's time is divided among the parameters, in any unit, such as {name of a parameter: FLOP}.
+            Parameters that are not named take no time. None: in proportion to their bytes.
 
     Raises:
-        ValueError, TypeError: saying what is allowed.
+        ValueError, TypeError: for values that are not allowed.
 
     >>> Compute(0.4), Compute([0.4, 0.4, 1.2]), Compute("400 ms", overlap=False)
     (Compute(400 ms), Compute([3] of 400 ms to 1.2 s), Compute(400 ms, overlap=False))
@@ -52,37 +52,38 @@ class Compute:
 
     @classmethod
     def lognormal(cls, median: Any, sigma: float, seed: int = 0, **options: Any) -> Compute:
-        """Drawn anew for each step and node: `median` * exp(sigma z) with z ~ N(0, 1).
+        """Draw the time of each step and node independently: `median` * exp(sigma z) with z ~ N(0, 1).
 
         The mean is exp(sigma^2 / 2) times the median. Step t of node i takes the same time in every run with this seed,
-        however long it is.
+        however many steps the run has.
 
         Args:
             median: seconds, a number or `[K]`.
-            sigma: of the logarithm: with 0.3, one step in six takes more than 1.35 times the median.
-            seed: of the draws.
+            sigma: standard deviation of the logarithm: with 0.3, one step in six exceeds 1.35 times the median.
+            seed: of the random numbers.
             options: `overlap`, `shares`.
 
         >>> Compute.lognormal(0.4, sigma=0.3).of_steps(2, num_nodes=2)
         tensor([[0.2706, 0.4371],
                 [0.7427, 0.5323]], dtype=torch.float64)
         """
-        made = cls(_per_node("median", median), **options)
-        made.sigma = check.number("sigma", sigma, "[0, 100]", "the standard deviation of the logarithm")
-        made.seed = check.seed("seed", seed)
-        return made
+        compute = cls(_per_node("median", median), **options)
+        compute.sigma = check.number("sigma", sigma, "[0, 100]", "the standard deviation of the logarithm")
+        compute.seed = check.seed("seed", seed)
+        return compute
 
     @classmethod
     def from_flop(
         cls, flop: float | Mapping[str, float], peak_flops: float, utilization: float = 0.4, **options: Any
     ) -> Compute:
-        """flop / (utilization * peak_flops) seconds.
+        """Compute the seconds of a step as flop / (utilization * peak_flops).
 
         Args:
-            flop: of a step of one node: about 6 N D for N parameters and D tokens, forward and backward. Or of each
-                parameter, {name: FLOP}: their sum counts, and they share the time accordingly.
-            peak_flops: floating point operations per second of the node, at most: a number or `[K]`.
-            utilization: the part of it that is reached, in (0, 1] ("MFU").
+            flop: floating point operations of a step of one node: about 6 N D for N parameters and D tokens, forward
+                and backward. Or those of each parameter, {name: FLOP}: the total time is that of their sum, and each
+                parameter takes its share.
+            peak_flops: peak floating point operations per second of a node: a number or `[K]`.
+            utilization: the fraction of the peak that is reached, in (0, 1] ("MFU").
             options: `overlap`, `shares`.
 
         >>> Compute.from_flop(6 * 1e9 * 2**20, peak_flops=989e12, utilization=0.4)  # 1 B parameters, 1 M tokens
@@ -92,18 +93,18 @@ class Compute:
             options = {"shares": flop, **options}
             flop = sum(_checked_shares(flop, "flop").values())
         flop = check.number("flop", flop, "(0, inf)", "floating point operations of a step of one node")
-        utilization = check.number("utilization", utilization, "(0, 1]", "the part of peak_flops that is reached")
+        utilization = check.number("utilization", utilization, "(0, 1]", "the fraction of peak_flops that is reached")
         peak = _per_node("peak_flops", peak_flops, "(0, inf)")
         return cls(flop / (utilization * peak), **options)
 
     @classmethod
     def measured(cls, history: Any, *, nodes_at_once: int | None = None, **options: Any) -> Compute:
-        """The median of what a step took on this machine, in a run that was recorded.
+        """Take the median seconds of a step from a run recorded on this machine.
 
         Args:
             history: of a `Trainer`, or a list of seconds, one for each step.
-            nodes_at_once: nodes that this machine computed at a time; a step of one took so many times less. When not
-                given, all nodes of the run, `history.settings["num_nodes"]`; for a list, 1.
+            nodes_at_once: how many nodes this machine computed at a time; the measured time is divided by it. Default:
+                all nodes of the run, `history.settings["num_nodes"]`; for a list, 1.
             options: `overlap`, `shares`.
 
         >>> Compute.measured([0.5, 0.4, 0.41])
@@ -111,25 +112,25 @@ class Compute:
         """
         if isinstance(history, (list, tuple, np.ndarray)):
             values = [check.number(f"history[{i}]", x, "[0, inf)", "seconds of a step") for i, x in enumerate(history)]
-            taken, nodes = np.array(values), 1
+            step_seconds, nodes = np.array(values), 1
         else:
             check.instance("history", history, History, "trainer.history, or a list of seconds")
             times = history["seconds"] if len(history) else []
-            taken = np.diff(np.asarray(times, dtype=np.float64))
+            step_seconds = np.diff(np.asarray(times, dtype=np.float64))
             nodes = history.settings.get("num_nodes", 1)
-        taken = taken[np.isfinite(taken)]
-        if len(taken) == 0:
-            raise ValueError("the history has no steps to measure: train at least two, or give Compute(seconds).")
+        step_seconds = step_seconds[np.isfinite(step_seconds)]
+        if len(step_seconds) == 0:
+            raise ValueError("the history has too few steps to measure: train at least two, or give Compute(seconds).")
         count = nodes if nodes_at_once is None else check.integer("nodes_at_once", nodes_at_once)
-        return cls(float(np.median(taken)) / count, **options)
+        return cls(float(np.median(step_seconds)) / count, **options)
 
     @property
     def num_nodes(self) -> int | None:
-        """K where it says something of each node; None: it is for any number of nodes."""
+        """K if there is a time for each node; None if it fits any number of nodes."""
         return len(self.seconds) if self.seconds.dim() else None
 
     def check(self, num_nodes: int) -> None:
-        """Raise a ValueError unless it is for that many nodes.
+        """Raise a ValueError unless it fits this number of nodes.
 
         >>> Compute([0.4, 1.2]).check(3)
         Traceback (most recent call last):
@@ -143,18 +144,18 @@ class Compute:
             )
 
     def of_steps(self, num_steps: int, num_nodes: int) -> Tensor:
-        """The seconds of each of the first steps and nodes, `[T, K]`."""
+        """Return the seconds of the first `num_steps` steps of each node, `[T, K]`."""
         num_steps, num_nodes = check.integer("num_steps", num_steps, 0), check.integer("num_nodes", num_nodes)
         self.check(num_nodes)
         steady = self.seconds.expand(num_steps, num_nodes)
         if self.sigma == 0 or num_steps == 0:
             return steady
         blocks = range((num_steps + BLOCK - 1) // BLOCK)
-        drawn = [torch.cat([self.drawn(node, block) for block in blocks])[:num_steps] for node in range(num_nodes)]
-        return steady * (self.sigma * torch.stack(drawn, 1)).exp()
+        draws = [torch.cat([self.drawn(node, block) for block in blocks])[:num_steps] for node in range(num_nodes)]
+        return steady * (self.sigma * torch.stack(draws, 1)).exp()
 
     def drawn(self, node: int, block: int) -> Tensor:
-        """The normal random numbers of 1024 steps of a node.
+        """Return the standard normal random numbers of a block of 1024 steps of a node.
 
         >>> Compute.lognormal(0.4, sigma=0.3).drawn(node=0, block=0).shape
         torch.Size([1024])
@@ -164,19 +165,19 @@ class Compute:
         return torch.randn(BLOCK, dtype=torch.float64, generator=generator)
 
     def shares_of(self, sizes: Mapping[str, float]) -> Tensor:
-        """The part of a step's time of each of these parameters, `[L]`, which sum to 1.
+        """Return the fraction of a step's time that each of these parameters takes, `[L]`, summing to 1.
 
         >>> Compute(1.0).shares_of({"a": 300, "b": 100}), Compute(1.0, shares={"b": 5}).shares_of({"a": 300, "b": 100})
         (tensor([0.7500, 0.2500], dtype=torch.float64), tensor([0., 1.], dtype=torch.float64))
         """
         check.instance("sizes", sizes, Mapping, "{name: bytes} of the parameters")
-        given = sizes if self.shares is None else {name: self.shares.get(name, 0.0) for name in sizes}
+        weights = sizes if self.shares is None else {name: self.shares.get(name, 0.0) for name in sizes}
         values = torch.tensor(
-            [check.number(f"sizes[{name!r}]", x, "[0, inf)") for name, x in given.items()], dtype=torch.float64
+            [check.number(f"sizes[{name!r}]", x, "[0, inf)") for name, x in weights.items()], dtype=torch.float64
         )
         if float(values.sum()) <= 0:
             if self.shares is not None:
-                warn(f"none of the parameters is in shares, which has {', '.join(list(self.shares)[:5])}: by size.")
+                warn(f"none of the parameters is in shares, which has {', '.join(list(self.shares)[:5])}: using sizes.")
                 return Compute(self.seconds).shares_of(sizes)
             values = torch.ones_like(values)
         return values / values.sum()
@@ -190,7 +191,7 @@ class Compute:
 
 
 def _per_node(name: str, value: Any, within: str = "[0, inf)") -> Tensor:
-    """A number or `[K]`, float64."""
+    """Parse a number or `[K]` as float64."""
     what = "seconds of a step, a number or [K]" if name == "seconds" else "a number or [K]"
 
     def parse(name: str, x: Any) -> float:

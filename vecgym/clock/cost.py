@@ -1,6 +1,6 @@
-"""How long one collective takes: closed forms, one table.
+"""The seconds of one collective, in closed form.
 
-With S bytes of payload, n participants, latency a and a bandwidth of B bytes a second:
+With S bytes of payload, n participants, latency a and a bandwidth of B bytes per second:
 
 | operation, algorithm                       | seconds                                                  |
 |--------------------------------------------|----------------------------------------------------------|
@@ -23,13 +23,13 @@ With S bytes of payload, n participants, latency a and a bandwidth of B bytes a 
 | `permute`                                  | a + S / B_ij                                             |
 | `mix`, d neighbours                        | one link for all: a + d S / B; one for each: a + max_j S / B_ij |
 
-Where links differ, each round takes as long as its slowest link. A ring goes from each node on to the nearest that is
-left, stretches of it turned round where that makes its slowest link faster: one order for each group of nodes, settled
-for the median of the messages that it first exchanges.
+Where links differ, each round takes as long as its slowest link. A ring is built from nearest neighbours and improved
+by 2-opt, which reverses a stretch of it where that makes its slowest link faster. Each group of nodes has one order,
+chosen for the median size of the first messages that it exchanges.
 
 "gloo" is the ring of `torch.distributed` on CPUs: its n chunks are sent in k = max(2, ceil(S / n / 1 MiB)) segments,
-s = S / (n k B) seconds each, m = (n - 1) k - 1 after the first in each of both phases. Two are under way at a time, and
-the sender waits until the receiver has asked for each, so that a latency counts twice. It goes around in the order of
+s = S / (n k B) seconds each, m = (n - 1) k - 1 after the first in each of both phases. Two are in flight at a time, and
+the sender waits until the receiver has requested each, so that a latency counts twice. The ring follows the order of
 the nodes. A payload of fewer than n k values takes less.
 """
 
@@ -47,14 +47,14 @@ Pairs = list[tuple[int, int]]  # senders and receivers
 
 @dataclass(eq=False)
 class Team:
-    """The participants of a collective, by their links: x bytes from i to j take `latency[i, j] + x * pace[i, j]`.
+    """The links between the participants of a collective: x bytes from i to j take `latency[i, j] + x * pace[i, j]`.
 
     Args:
-        latency, pace: `[n, n]`, seconds, and seconds a byte; 0 on the diagonal.
-        up, down: seconds a byte of each one's link to a server, and back, `[n]`.
-        server_latency: seconds, of the slowest way to the server.
-        server_pace: seconds a byte of the server's own link.
-        by_pair: whether each pair has a link of its own, so that what a node sends to several goes side by side.
+        latency, pace: `[n, n]`, seconds, and seconds per byte; 0 on the diagonal.
+        up, down: seconds per byte of each participant's link to a server, and back, `[n]`.
+        server_latency: the largest latency to the server, in seconds.
+        server_pace: seconds per byte of the server's own link.
+        by_pair: whether each pair has a link of its own, so that a node sends to several others in parallel.
 
     >>> from vecgym.clock.network import Network, Routes
     >>> team = Routes(Network(8e9, latency=0.5), 4).team((0, 1, 2, 3))
@@ -75,41 +75,41 @@ class Team:
 
     @property
     def n(self) -> int:
-        """How many they are."""
+        """The number of participants."""
         return len(self.up)
 
     def ring(self, size: Tensor) -> Tensor:
-        """The seconds of messages of so many bytes, `[M]`, over the slowest link of the ring."""
+        """Return the seconds of messages of these sizes, `[M]`, over the slowest link of the ring."""
         if not self._ring:
             order = ring_order(self.latency + size.median() * self.pace)
             self._ring = list(zip(order.tolist(), order.roll(-1).tolist()))
         return self.round(self._ring, size)
 
     def round(self, pairs: Pairs, size: Tensor) -> Tensor:
-        """The seconds of messages of so many bytes, `[M]`, over all of these links at once."""
+        """Return the seconds of messages of these sizes, `[M]`, over all of these links at once."""
         senders, receivers = map(list, zip(*pairs))
         return (self.latency[senders, receivers] + size[:, None] * self.pace[senders, receivers]).amax(1)
 
     def rounds(self, rounds: list[tuple[Pairs, float]], size: Tensor) -> Tensor:
-        """The seconds of one round after the other: over which links, and how many times `size` goes over each."""
+        """Return the seconds of successive rounds, each given by its links and how many times `size` they carry."""
         return sum((self.round(pairs, times * size) for pairs, times in rounds), torch.zeros_like(size))
 
     def to_server(self, size: Tensor, paces: Tensor) -> Tensor:
-        """The seconds until each participant's message is at the server, or the server's at each."""
+        """Return the seconds until all participants' messages reach the server, or the server's reach them."""
         return self.server_latency + size * max(float(paces.max()), len(paces) * self.server_pace)
 
 
 def ring_order(cost: Tensor) -> Tensor:
-    """An order of the nodes around a ring whose most expensive link is cheap: nearest neighbours, and then 2-opt.
+    """Order the nodes around a ring so that its most expensive link is cheap: nearest neighbours, then 2-opt.
 
-    Of the rings that go from a node on to the nearest that is left, the best; stretches of it are turned round as long
-    as that makes its most expensive link cheaper.
+    Start with the best of the n nearest-neighbour rings. Reverse stretches of it as long as that makes its most
+    expensive link cheaper.
 
     Args:
         cost: `[n, n]`, of the link from i to j.
 
     Returns:
-        `[n]`.
+        The nodes in the order of the ring, `[n]`.
 
     >>> ring_order(torch.tensor([[0.0, 9.0, 1.0], [1.0, 0.0, 9.0], [9.0, 1.0, 0.0]]))
     tensor([2, 1, 0])
@@ -128,36 +128,36 @@ def ring_order(cost: Tensor) -> Tensor:
 
 
 def _around(cost: Tensor, rings: Tensor) -> Tensor:
-    """What the links of rings cost, `[..., n]`."""
+    """Return the costs of the links of rings, `[..., n]`."""
     return cost[rings, rings.roll(-1, -1)]
 
 
 def _nearest_neighbours(cost: Tensor) -> Tensor:
     starts = torch.arange(len(cost))
-    nearest, left = starts, torch.ones_like(cost, dtype=torch.bool)
+    nearest, unvisited = starts, torch.ones_like(cost, dtype=torch.bool)
     steps = [starts]
     for _ in starts[1:]:
-        left[starts, nearest] = False
-        nearest = cost[nearest].masked_fill(~left, torch.inf).argmin(1)
+        unvisited[starts, nearest] = False
+        nearest = cost[nearest].masked_fill(~unvisited, torch.inf).argmin(1)
         steps.append(nearest)
     rings = torch.stack(steps, 1)
     return rings[int(_around(cost, rings).amax(1).argmin())]
 
 
-Form = Callable[[Team, Tensor], Tensor]  # the seconds of messages of so many bytes, [M]
+Formula = Callable[[Team, Tensor], Tensor]  # -> the seconds of messages of these sizes, [M]
 
 
-def _tree(n: int, whole: bool = False) -> list[tuple[Pairs, float]]:
-    """The rounds of a binomial tree towards node 0: who has the values of 2^k nodes hands on their sum, or all."""
+def _tree(n: int, values: bool = False) -> list[tuple[Pairs, float]]:
+    """Return the rounds of a binomial tree towards node 0: senders pass on their sum or, with `values`, all values."""
     rounds: list[tuple[Pairs, float]] = []
     for k in range((n - 1).bit_length()):
         pairs = [(i, i - 2**k) for i in range(2**k, n, 2 ** (k + 1))]
-        rounds.append((pairs, min(2**k, n - 2**k) if whole else 1))
+        rounds.append((pairs, min(2**k, n - 2**k) if values else 1))
     return rounds
 
 
 def _from_root(n: int, times: int = 1) -> list[tuple[Pairs, float]]:
-    """The rounds of the same tree from node 0 on."""
+    """Return the rounds of the same tree, from node 0 outwards."""
     return [([(j, i) for i, j in pairs], times) for pairs, _ in _tree(n)]
 
 
@@ -170,7 +170,7 @@ def _ring_all_reduce(team: Team, size: Tensor) -> Tensor:
 
 
 def _halving_doubling(team: Team, size: Tensor) -> Tensor:
-    """Reduce-scatter with partners at distance 1, 2, 4 ..., and back; who is left over joins before, leaves after."""
+    """Reduce-scatter with partners at distance 1, 2, 4 ..., then back; surplus nodes send before, receive after."""
     core = 2 ** (team.n.bit_length() - 1)
     halves = [([(i, i ^ 2**k) for i in range(core)], 0.5 ** (k + 1)) for k in range(core.bit_length() - 1)]
     total = 2 * team.rounds(halves, size)
@@ -185,15 +185,15 @@ def _tree_all_reduce(team: Team, size: Tensor) -> Tensor:
 
 
 def _gloo_all_reduce(team: Team, size: Tensor) -> Tensor:
-    """Reduce-scatter and all-gather: segment i leaves when its receiver has i - 2 and has asked, and i - 1 has left."""
+    """Reduce-scatter and all-gather: segment i leaves after i - 1, once its receiver has i - 2 and has requested i."""
     receivers = torch.arange(team.n)
     senders = receivers.roll(-1)
     segments = (size / (team.n * GLOO_SEGMENT)).ceil().clamp(min=2)  # of each chunk
-    took = size[:, None] / (team.n * segments[:, None]) * team.pace[senders, receivers]
-    asked = took + team.latency[senders, receivers] + team.latency[receivers, senders]
-    took, asked = took.amax(1), asked.amax(1)
+    carry = size[:, None] / (team.n * segments[:, None]) * team.pace[senders, receivers]
+    request = carry + team.latency[senders, receivers] + team.latency[receivers, senders]
+    carry, request = carry.amax(1), request.amax(1)
     later = (team.n - 1) * segments - 1
-    return 2 * (asked + later.div(2, rounding_mode="floor") * torch.maximum(asked, 2 * took) + later % 2 * took)
+    return 2 * (request + later.div(2, rounding_mode="floor") * torch.maximum(request, 2 * carry) + later % 2 * carry)
 
 
 def _ring_all_gather(team: Team, size: Tensor) -> Tensor:
@@ -201,24 +201,24 @@ def _ring_all_gather(team: Team, size: Tensor) -> Tensor:
 
 
 def _direct_all_gather(team: Team, size: Tensor) -> Tensor:
-    """Each sends to all others at once."""
+    """Every node sends to all others at once."""
     if team.by_pair:
         return team.round([(i, j) for i in range(team.n) for j in range(team.n) if i != j], size)
     return team.latency.max() + (team.n - 1) * size * torch.maximum(team.up, team.down).max()
 
 
 def _bruck(team: Team, size: Tensor) -> Tensor:
-    """In round k each passes on all that it has, at most what is missing, to the node 2^k before it."""
+    """In round k each node sends all that it has, or what is still missing, to the node 2^k before it."""
     n, ks = team.n, range((team.n - 1).bit_length())
     return team.rounds([([(i, (i - 2**k) % n) for i in range(n)], min(2**k, n - 2**k)) for k in ks], size)
 
 
 def _tree_all_gather(team: Team, size: Tensor) -> Tensor:
-    return team.rounds(_from_root(team.n, times=team.n) + _tree(team.n, whole=True), size)
+    return team.rounds(_from_root(team.n, times=team.n) + _tree(team.n, values=True), size)
 
 
 def _chain_broadcast(team: Team, size: Tensor) -> Tensor:
-    whole = team.ring(size)  # first, as it settles the order
+    whole = team.ring(size)  # first, since it determines the order of the ring
     return (team.n - 2) * team.ring(torch.zeros_like(size)) + whole
 
 
@@ -226,29 +226,29 @@ def _server(team: Team, size: Tensor) -> Tensor:
     return team.to_server(size, team.up) + team.to_server(size, team.down)
 
 
-ALL_REDUCE: dict[str, Form] = {
+ALL_REDUCE: dict[str, Formula] = {
     "ring": _ring_all_reduce,
     "halving_doubling": _halving_doubling,
     "tree": _tree_all_reduce,
     "server": _server,
     "gloo": _gloo_all_reduce,
 }
-ALL_GATHER: dict[str, Form] = {
+ALL_GATHER: dict[str, Formula] = {
     "ring": _ring_all_gather,
     "direct": _direct_all_gather,
     "halving_doubling": _bruck,
     "tree": _tree_all_gather,
     "server": lambda team, size: team.to_server(size, team.up) + team.to_server(size * (team.n - 1), team.down),
 }
-BROADCAST: dict[str, Form] = {
+BROADCAST: dict[str, Formula] = {
     "ring": _chain_broadcast,
     "halving_doubling": _tree_broadcast,
     "tree": _tree_broadcast,
     "server": lambda team, size: team.to_server(size, team.up[:1]) + team.to_server(size, team.down[1:]),
     "gloo": _tree_broadcast,
 }
-# The seconds of each collective, operation -> algorithm -> form; one participant has nothing to send to others.
-FORMS: dict[str, dict[str, Form]] = {
+# The seconds of each collective, operation -> algorithm -> formula, for two participants or more.
+FORMULAS: dict[str, dict[str, Formula]] = {
     "mean": ALL_REDUCE,
     "sum": ALL_REDUCE,
     "all_gather": ALL_GATHER,

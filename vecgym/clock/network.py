@@ -1,4 +1,4 @@
-"""The links between nodes: how much they carry, and how long a message is under way."""
+"""The links between nodes: their bandwidths and latencies."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from vecgym.collectives.base import BUCKET_BYTES
 from vecgym.core import check
 
 BITS_PER_BYTE = 8
-BUCKET = "bytes of a message; 0: one for each tensor, math.inf: one for each exchange"
+BUCKET = "bytes of a message; 0: one per tensor, math.inf: one per exchange"
 
 
 class Network:
-    """Bandwidths and latencies, and which algorithms carry the collectives.
+    """Bandwidths and latencies of the links, and the algorithms of the collectives.
 
-    Every node has one link, a queue in each direction. A message from node i to node j goes at the slower of i's way up
-    and j's way down, and is there a latency after it has left. With a matrix `[K, K]` each pair has a link of its own:
-    what a node sends to several others at once goes side by side.
+    Every node has one link, with a queue in each direction. A message from node i to node j is sent at the slower of
+    i's uplink and j's downlink, and arrives a latency after it has left. With a matrix `[K, K]`, each pair has a link
+    of its own, and a node sends to several others in parallel.
 
     Args:
         bandwidth: bits per second, or a text such as "1 Gbit/s" or "100 MB/s": one for all links; `[K]`, of each node's
             link, up and down; or `[K, K]`, from the node of the row to that of the column. `math.inf` is allowed.
-        latency: seconds that a message is under way, half of what a ping takes, at most 10, or a text with its unit,
-            such as "50 ms": one number; `[K]`, where of the two ends of a link the slower counts; or `[K, K]`.
-        up, down: `[K]` or a number, in place of `bandwidth`, where they differ.
-        all_reduce: how means and sums are taken: "ring", "halving_doubling", "tree", "server", or "gloo", as by
-            `torch.distributed` on CPUs; `vecgym.clock.cost` has the formulas. With a matrix, the ring takes a good
-            order, not always the best: nearest neighbours, then 2-opt, once for each group of nodes.
-        all_gather: likewise, but for "gloo"; or "direct", from each node to each at once. "server" is through a store,
-            as Templar's nodes do it: a payload of b bytes goes up once, and (n - 1) b come down, where in a ring, or
-            directly, (n - 1) b go up too. `routes` says so to the ledger of a run.
-        bucket_bytes: tensors of an exchange are joined into messages, from the last on, each complete with the tensor
-            that takes it to this size or beyond. 0: a message for each tensor, as EXO Gym, diloco-sim and torchft send
-            by themselves; `math.inf`: one for each exchange, the best case. See `vecgym.guide.clock`.
-        server_bandwidth: of a server's own link, if it may become too narrow. A node reaches the server over its own
-            link, with a matrix as it does the node that is hardest to reach.
+        latency: one-way latency, half of a ping's time: seconds, at most 10, or a text with a unit, such as "50 ms".
+            One number; `[K]`, where the larger of a link's two ends counts; or `[K, K]`.
+        up, down: the bandwidths of uplinks and downlinks, if they differ, in place of `bandwidth`: a number or `[K]`.
+        all_reduce: the algorithm of means and sums: "ring", "halving_doubling", "tree", "server", or "gloo", as in
+            `torch.distributed` on CPUs; `vecgym.clock.cost` has the formulas. With a matrix, the ring has a good order,
+            not always the best: nearest neighbours, then 2-opt, once for each group of nodes.
+        all_gather: likewise, except "gloo"; or "direct", where every node sends to all others at once. "server" goes
+            through a store, as in Templar: a payload of b bytes is uploaded once, and (n - 1) b are downloaded, where
+            in a ring, or directly, (n - 1) b are uploaded too. `routes` tells this to the ledger of a run.
+        bucket_bytes: tensors of an exchange are joined into messages, last tensor first; a message is complete once it
+            reaches this size. 0: a message per tensor, as EXO Gym, diloco-sim and torchft send by themselves;
+            `math.inf`: one per exchange, the best case. See `vecgym.guide.clock`.
+        server_bandwidth: of a server's own link, which may be the bottleneck. A node reaches the server over its own
+            link; with a matrix, as slowly as its slowest pair.
 
     Raises:
-        ValueError, TypeError: saying what is allowed.
+        ValueError, TypeError: for values that are not allowed.
 
     >>> Network(1e9, 0.05), Network(up="100 Mbit/s", down="1 Gbit/s")
     (Network(1 Gbit/s, latency=50 ms), Network(up=100 Mbit/s, down=1 Gbit/s))
@@ -82,12 +82,12 @@ class Network:
 
     @classmethod
     def regions(cls, sizes: Sequence[int], inside: Any, between: tuple[Any, Any], **options: Any) -> Network:
-        """Regions of nodes: fast links within each, slow ones from each to the others.
+        """Make a network of regions: fast links within each, slow ones between them.
 
         Args:
             sizes: nodes in each region; the first region has the first nodes.
             inside: (bandwidth, latency) of the links within a region, or a list of such pairs, one for each region.
-            between: (bandwidth, latency) of a link between nodes of two regions.
+            between: (bandwidth, latency) of a link between nodes of different regions.
             options: `all_reduce`, `all_gather`, `bucket_bytes`, `server_bandwidth`.
 
         >>> Network.regions([2, 1], inside=("400 Gbit/s", 1e-4), between=(1e9, 0.05)).latency.tolist()
@@ -107,12 +107,12 @@ class Network:
         return cls(bandwidth, latency, **options)
 
     def seconds(self, operation: str, payload_bytes: float, num_nodes: int) -> float:
-        """How long one collective of the first `num_nodes` nodes takes.
+        """Return the seconds of one collective among the first `num_nodes` nodes.
 
         Args:
-            operation: "mean", "sum", "all_gather", "reduce_scatter", "broadcast" (of the first), "server_mean",
+            operation: "mean", "sum", "all_gather", "reduce_scatter", "broadcast" (from the first), "server_mean",
                 "server_sum", "server_gather" or "server_send".
-            payload_bytes: what one participant hands to it.
+            payload_bytes: the payload of one participant.
             num_nodes: n.
 
         >>> Network(8e9, 0.5).seconds("all_gather", 1e9, num_nodes=3)
@@ -125,33 +125,33 @@ class Network:
 
     @property
     def routes(self) -> dict[str, str]:
-        """{operation: route} of what a node's link carries other bytes of than in a ring; see `Transfer`.
+        """{operation: route} of the collectives whose bytes on a node's link differ from a ring's; see `Transfer`.
 
         >>> Network(1e9, all_gather="server").routes
         {'all_gather': 'server'}
         """
         reduced = {"mean": self.all_reduce, "sum": self.all_reduce, "broadcast": self.all_reduce}
-        found = {name: route for name, route in reduced.items() if route == "server"}
-        return found | ({"all_gather": self.all_gather} if self.all_gather in ("server", "tree") else {})
+        routes = {name: route for name, route in reduced.items() if route == "server"}
+        return routes | ({"all_gather": self.all_gather} if self.all_gather in ("server", "tree") else {})
 
     def within(self, members: Sequence[int]) -> Network:
-        """Return the network of some of the nodes.
+        """Return the network between some of the nodes.
 
         >>> Network([1e9, 1e8, 1e7], 0.05).within([0, 2])
         Network([2] of 10 Mbit/s to 1 Gbit/s, latency=50 ms)
         """
         check.instance("members", members, (list, tuple, range), "the ids of nodes, such as [0, 2]")
-        known = 2**31 if self.num_nodes is None else self.num_nodes
-        at = torch.tensor([check.index("members", node, known) for node in members], dtype=torch.long)
-        found = copy.copy(self)
-        for name, x in self._given().items():
+        num_nodes = 2**31 if self.num_nodes is None else self.num_nodes
+        at = torch.tensor([check.index("members", node, num_nodes) for node in members], dtype=torch.long)
+        network = copy.copy(self)
+        for name, x in self._links().items():
             if x.dim() > 0:
-                setattr(found, name, x[at] if x.dim() == 1 else x[at[:, None], at])
-        found.num_nodes = found._size()
-        return found
+                setattr(network, name, x[at] if x.dim() == 1 else x[at[:, None], at])
+        network.num_nodes = network._size()
+        return network
 
     def check(self, num_nodes: int) -> None:
-        """Raise a ValueError unless it is a network of that many nodes.
+        """Raise a ValueError unless it fits this number of nodes.
 
         >>> Network([1e9, 1e8]).check(3)
         Traceback (most recent call last):
@@ -164,21 +164,21 @@ class Network:
                 f"or [{num_nodes}]."
             )
 
-    def _given(self) -> dict[str, Tensor]:
+    def _links(self) -> dict[str, Tensor]:
         links = {"bandwidth": self.bandwidth, "up": self.up, "down": self.down, "latency": self.latency}
         return {name: x for name, x in links.items() if x is not None}
 
     def _size(self) -> int | None:
-        sizes = {name: len(x) for name, x in self._given().items() if x.dim() > 0}
+        sizes = {name: len(x) for name, x in self._links().items() if x.dim() > 0}
         if len(set(sizes.values())) > 1:
-            said = ", ".join(f"{name} of {size} nodes" for name, size in sizes.items())
-            raise ValueError(f"{said}: give all of them for the same number of nodes.")
+            lengths = ", ".join(f"{name} of {size} nodes" for name, size in sizes.items())
+            raise ValueError(f"{lengths}: give all of them for the same number of nodes.")
         return next(iter(sizes.values()), None)
 
     def __repr__(self) -> str:
         parts = [
             ("" if name == "bandwidth" else f"{name}=") + readable_span(x, readable_bandwidth)
-            for name, x in self._given().items()
+            for name, x in self._links().items()
             if name != "latency"
         ]
         parts += [f"latency={readable_span(self.latency, readable_time)}"] if bool((self.latency > 0).any()) else []
@@ -192,24 +192,24 @@ class Network:
 
 
 class Routes:
-    """A network of K nodes, and what collectives take on it, remembered.
+    """A network of K nodes, and the seconds of collectives on it. Teams of nodes are computed once.
 
     Attributes:
-        up, down: seconds a byte of each node's link, `[K]`.
-        lags: seconds of latency of each node's link, `[K]`.
-        latency, pace: of each pair, `[K, K]`; None where they follow from the nodes'. If not, the above are those of
-            a node's slowest pair.
+        up, down: seconds per byte of each node's link, `[K]`.
+        lags: the latency of each node's link in seconds, `[K]`.
+        latency, pace: seconds, and seconds per byte, of each pair, `[K, K]`; None if they follow from those of the
+            nodes. Otherwise `up`, `down` and `lags` are those of a node's slowest pair.
     """
 
     def __init__(self, network: Network, num_nodes: int) -> None:
         network.check(num_nodes)
         self.network, self.num_nodes = network, num_nodes
-        given = network.bandwidth
+        bandwidth = network.bandwidth
         self.latency = network.latency if network.latency.dim() == 2 else None
         self.lags = network.latency.expand(num_nodes) if self.latency is None else self.latency.amax(1)
-        self.pace = None if given is None or given.dim() < 2 else BITS_PER_BYTE / given
+        self.pace = None if bandwidth is None or bandwidth.dim() < 2 else BITS_PER_BYTE / bandwidth
         if self.pace is None:
-            ends = (given, given) if given is not None else (network.up, network.down)
+            ends = (bandwidth, bandwidth) if bandwidth is not None else (network.up, network.down)
             self.up, self.down = ((BITS_PER_BYTE / x).expand(num_nodes) for x in ends if x is not None)
         else:
             self.up, self.down = self.pace.amax(1), self.pace.amax(0)  # of the slowest pair; the diagonal is 0
@@ -217,7 +217,7 @@ class Routes:
         self._teams: dict[object, Team] = {}
 
     def links(self, senders: Tensor, receivers: Tensor) -> tuple[Tensor, Tensor]:
-        """(latency, seconds a byte) of the link between each of these pairs."""
+        """Return (latency, seconds per byte) of the link between each of these pairs."""
         if self.latency is not None:
             latency = self.latency[senders, receivers]
         else:
@@ -227,7 +227,7 @@ class Routes:
         return latency, torch.maximum(self.up[senders], self.down[receivers])
 
     def team(self, members: tuple[int, ...]) -> Team:
-        """These nodes as participants of a collective."""
+        """Return these nodes as the participants of a collective."""
         key: object = len(members) if self.network.num_nodes is None else members
         if key not in self._teams:
             at = torch.tensor(members)
@@ -241,12 +241,12 @@ class Routes:
         return self._teams[key]
 
     def seconds(self, operation: str, team: Team, size: Tensor) -> Tensor:
-        """How long a collective of a team takes, for payloads of so many bytes, `[M]`."""
-        forms = cost.FORMS[check.choice("operation", operation, cost.FORMS)]
+        """Return the seconds of a collective of a team, for payloads of these sizes in bytes, `[M]`."""
+        formulas = cost.FORMULAS[check.choice("operation", operation, cost.FORMULAS)]
         if team.n == 1 and not operation.startswith("server"):
             return torch.zeros_like(size)
         algorithm = self.network.all_gather if operation == "all_gather" else self.network.all_reduce
-        return forms[algorithm](team, size)
+        return formulas[algorithm](team, size)
 
 
 def _pair(name: str, pair: Any) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What a run would send and need: dry runs, the bandwidth, and how often there is time to exchange."""
+"""What a run would send and need: dry runs, the required bandwidth, and how many exchanges fit into a time."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def dry_run(
     model: nn.Module, strategy: Strategy, num_nodes: int, max_steps: int, *, seed: int = 42,
     unused: Collection[str] = (),
 ) -> Ledger:  # fmt: skip
-    """The ledger of a run, from the exchanges alone: their tensors have shapes and no values.
+    """Return the ledger of a run without training: make the exchanges only, on tensors with shapes but no values.
 
-    It equals that of `Trainer.fit` with this `seed`. Nothing is computed and nothing stored, so the model may be of any
-    size, on the device "meta" too.
+    It equals the ledger of `Trainer.fit` with this `seed`. Nothing is computed or stored, so the model may have any
+    size, and may be on the device "meta".
 
     Args:
-        model: its trainable parameters are what nodes exchange.
-        strategy: must not look at the values of what it exchanges, as every strategy here; one that is written for one
-            rank cannot run dry.
+        model: nodes exchange its trainable parameters.
+        strategy: must not depend on the values that it exchanges; no built-in strategy does. A strategy written for one
+            rank is not supported.
         num_nodes: K.
-        max_steps: steps.
-        seed: of the run: which nodes meet, and which coordinates are drawn, depends on it.
-        unused: the names of parameters that have no influence on the loss: a run, which has seen that, leaves them out.
+        max_steps: the number of steps.
+        seed: of the run; it determines which nodes meet and which coordinates are drawn.
+        unused: names of parameters that do not influence the loss; a run detects and skips them.
 
     Raises:
-        ValueError, TypeError: for what no run would take, and for strategies that look at values.
+        ValueError, TypeError: for arguments that no run accepts, and for strategies that depend on values.
 
     >>> from vecgym.strategy import DiLoCoStrategy
     >>> with torch.device("meta"):
@@ -63,8 +63,8 @@ def dry_run(
     K, T = check.integer("num_nodes", num_nodes), check.integer("max_steps", max_steps)
     if not strategy.pure:
         raise ValueError(
-            f"{type(strategy).__name__} is written for one rank, and its step needs values: train a few steps, and "
-            "price trainer.ledger."
+            f"{type(strategy).__name__} is written for one rank, which a dry run does not support: its step needs "
+            "values. Train a few steps, and price trainer.ledger."
         )
     check_synchronous(strategy)
     strategy.check(K, T)
@@ -75,7 +75,7 @@ def dry_run(
         if p.requires_grad and name not in unused
     }
     comm.ledger.announce(K, {name: p.nbytes for name, p in params.items()})
-    wide = {name: p.expand(K, *p.shape[1:]) for name, p in params.items()}  # as of nodes that have moved apart
+    wide = {name: p.expand(K, *p.shape[1:]) for name, p in params.items()}  # as if the nodes had diverged
     try:
         for _ in exchanges(strategy, params, wide, comm, T, check.seed("seed", seed)):
             pass
@@ -83,8 +83,8 @@ def dry_run(
         if "meta" not in str(error):
             raise
         raise ValueError(
-            f"{strategy!r} looks at the values of what it exchanges, and in a dry run there are none: train a few "
-            "steps, and price trainer.ledger."
+            f"{strategy!r} depends on the values that it exchanges, and a dry run has none: train a few steps, and "
+            "price trainer.ledger."
         ) from error
     return comm.ledger
 
@@ -98,10 +98,10 @@ def required_bandwidth(
     sizes: Mapping[str, float] | None = None,
     **options: Any,
 ) -> float:
-    """The bandwidth of every node's link, in bit/s, at which nodes compute for that part of their time.
+    """Return the least bandwidth of every node's link, in bit/s, at which nodes compute for this fraction of the time.
 
-    The least one, to 0.01 %. `math.inf` where no bandwidth is enough, because of the latency or of stragglers: a
-    warning says which, and what would help.
+    It is accurate to 0.01 %. It is `math.inf` if no bandwidth is enough, because of the latency or of stragglers; a
+    warning tells which, and what would help.
 
     Args:
         transfers, compute, sizes: see `price`.
@@ -115,8 +115,8 @@ def required_bandwidth(
     >>> round(bandwidth / 1e9, 3)
     8.0
     """
-    wanted = check.number("utilization", utilization, "(0, 1)", "the part of the time in which nodes compute")
-    question = Question(transfers, compute, wanted, seconds("latency", latency), sizes, options)
+    check.number("utilization", utilization, "(0, 1)", "the fraction of the time in which nodes compute")
+    question = Question(transfers, compute, utilization, seconds("latency", latency), sizes, options)
     needed = question.bandwidth()
     if needed == math.inf:
         warn(question.why_none())
@@ -133,7 +133,7 @@ class Question:
     >>> question.bandwidth(), question.why_none()[:90]
     (inf, 'No bandwidth is enough for 80 % computing: the latency of 100 ms alone takes 4 s of 14 s. ')
     >>> question.why_none()[90:]
-    'What would help: exchanges 2 times as rare (H); one message an exchange, bucket_bytes=math.inf: 160 Gbit/s; \
+    'Possible remedies: 2 times fewer exchanges (H); one message per exchange, bucket_bytes=math.inf: 160 Gbit/s; \
 overlap, Compute(overlap=True).'
     """
 
@@ -145,16 +145,16 @@ overlap, Compute(overlap=True).'
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def on(self, bandwidth: float) -> Timeline:
-        """Return the run where every link has this bandwidth."""
+        """Price the run with this bandwidth on every link."""
         network = Network(bandwidth, self.latency, **self.options)
         return price(self.transfers, network, self.compute, sizes=self.sizes)
 
     def reached(self, bandwidth: float = math.inf) -> bool:
-        """Return whether nodes compute for that part of their time."""
+        """Return whether nodes compute for the required fraction of the time."""
         return float(self.on(bandwidth).utilization) >= self.utilization
 
     def bandwidth(self) -> float:
-        """Return the least bandwidth, in bit/s, to 0.01 %; `math.inf`: none is enough."""
+        """Return the least bandwidth, in bit/s, to 0.01 %; `math.inf` if none is enough."""
         if not self.reached():
             return math.inf
         if self.reached(LOWEST):
@@ -166,25 +166,25 @@ overlap, Compute(overlap=True).'
         return high
 
     def why_none(self) -> str:
-        """Say why no bandwidth is enough, and what would be."""
+        """Explain why no bandwidth is enough, and what would help."""
         best, free = self.on(math.inf), replace(self, latency=0.0).on(math.inf)
         total, alone = float(best.seconds), float(free.seconds)
-        said = f"No bandwidth is enough for {100 * self.utilization:g} % computing: "
-        left = alone * (float(free.utilization) / self.utilization - 1)  # seconds that messages may take
-        if left <= 0:
+        problem = f"No bandwidth is enough for {100 * self.utilization:g} % computing: "
+        slack = alone * (float(free.utilization) / self.utilization - 1)  # seconds that messages may take
+        if slack <= 0:
             used = 100 * float(free.utilization)
-            return f"{said}nodes wait for the slowest, and compute for {used:.3g} % of the time without any network."
-        helps = "; ".join(self._helps(math.ceil((total - alone) / left)))
-        takes = f"{readable_time(total - alone)} of {readable_time(total)}"
-        return f"{said}the latency of {readable_time(self.latency)} alone takes {takes}. What would help: {helps}."
+            return f"{problem}nodes wait for the slowest, and compute for {used:.3g} % of the time without any network."
+        remedies = "; ".join(self._remedies(math.ceil((total - alone) / slack)))
+        latency, lost = readable_time(self.latency), f"{readable_time(total - alone)} of {readable_time(total)}"
+        return f"{problem}the latency of {latency} alone takes {lost}. Possible remedies: {remedies}."
 
-    def _helps(self, rarer: int) -> Iterator[str]:
-        """What would make some bandwidth enough, each by itself."""
-        yield f"exchanges {rarer} times as rare (H)"
+    def _remedies(self, rarer: int) -> Iterator[str]:
+        """Yield the changes of which each one makes some bandwidth enough."""
+        yield f"{rarer} times fewer exchanges (H)"
         if self.options.get("bucket_bytes") != math.inf:
             needed = self._with(bucket_bytes=math.inf).bandwidth()
             figure = readable_bandwidth(needed) if needed < math.inf else "not enough by itself"
-            yield f"one message an exchange, bucket_bytes=math.inf: {figure}"
+            yield f"one message per exchange, bucket_bytes=math.inf: {figure}"
         for name in sorted(ALL_REDUCE.keys() - {"gloo", "server"}):
             if name != self.options.get("all_reduce", "ring") and self._with(all_reduce=name).reached():
                 yield f"all_reduce={name!r}"
@@ -199,7 +199,7 @@ overlap, Compute(overlap=True).'
 
 @dataclass(frozen=True)
 class Schedules:
-    """The seconds of runs that differ only in when their nodes exchange: dry runs, priced on one network.
+    """The seconds of runs that differ only in their schedules of exchanges: dry runs, priced on one network.
 
     Attributes:
         model, num_nodes, max_steps, unused: as for `vecgym.dry_run`.
@@ -230,26 +230,26 @@ class Schedules:
         return float(price(ledger, self.network, self.compute).seconds)
 
     def exchanges_within(self, budget_seconds: float) -> int:
-        """Return how many exchanges, spread evenly over the steps, there is time for.
+        """Return how many exchanges, spread evenly over the steps, fit into the time.
 
         Raises:
-            ValueError: where there is no time for a single one.
+            ValueError: if there is no time for a single exchange.
         """
-        low, high = 0, self.max_steps + 1  # there is time for `low` exchanges, not for `high`
+        low, high = 0, self.max_steps + 1  # `low` exchanges fit, `high` do not
         while high - low > 1:
             middle = (low + high) // 2
             fits = self.seconds(spread(self.max_steps, middle)) <= budget_seconds
             low, high = (middle, high) if fits else (low, middle)
         if low == 0:
             raise ValueError(
-                f"budget_seconds={budget_seconds!r} leaves no time for an exchange: a run with one takes "
+                f"budget_seconds={budget_seconds!r} leaves no time for an exchange: a run with one exchange takes "
                 f"{self.seconds(spread(self.max_steps, 1)):.4g} s."
             )
         return low
 
 
 def spread(num_steps: int, count: int) -> Tensor:
-    """Spread `count` exchanges evenly over the steps, the last at the end: every H steps if H divides.
+    """Spread `count` exchanges evenly over the steps, the last at the end: every H steps if H divides their number.
 
     >>> spread(6, 3).tolist()
     [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]

@@ -1,4 +1,4 @@
-"""What a run costs in seconds: computed from what it sent, on any network."""
+"""The seconds that a run takes on any network, computed from what it sent."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 
 from vecgym.clock import trace
-from vecgym.clock.clock import Clock, Record
+from vecgym.clock.clock import Clock, StepRecord
 from vecgym.clock.compute import Compute
 from vecgym.clock.network import Network
-from vecgym.clock.trace import Bar, PerNode, Recorded
+from vecgym.clock.trace import Bar, PerNode, TimelineBase
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.core import check
 
 
 @dataclass(frozen=True, repr=False)
-class Timeline(Recorded):
+class Timeline(TimelineBase):
     """When the steps of a run ended on a network.
 
     Attributes:
-        seconds: until every node had ended the last step and had what it was then sent. A tensor that can be
-            differentiated where the transfers' weights can.
-        utilization: computed / (computed + waited), the mean over the nodes.
+        seconds: until every node had ended the last step and received its messages. A differentiable tensor if the
+            transfers' weights are.
+        utilization: computed / (computed + waited), averaged over the nodes.
         step_seconds: when every node had ended each step, `[T]`.
-        step_utilization: `utilization` up to there, `[T]`.
-        per_node: where the seconds of each node went.
-        network, compute: what it was computed for.
+        step_utilization: `utilization` up to the end of each step, `[T]`.
+        per_node: how each node spent its time.
+        network, compute: as given to `price`.
 
     >>> from vecgym.collectives.ledger import Transfer
     >>> steps = [[], [], [Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 2
@@ -44,23 +44,23 @@ class Timeline(Recorded):
     step_seconds: Tensor
     step_utilization: Tensor
     network: Network
-    _run: Priced = field(compare=False)
+    _run: PricedRun = field(compare=False)
 
-    plot = trace.plot_timeline  # methods: they take a timeline first
+    plot = trace.plot_timeline  # as methods: their first argument is a timeline
     save_trace = trace.save_trace
 
     @property
     def num_steps(self) -> int:
-        """T."""
+        """T, the number of steps."""
         return len(self.step_seconds)
 
     @property
     def transfers(self) -> list[Transfer]:
-        """The different transfers of the run."""
+        """The distinct transfers of the run."""
         return list(self._run.kinds)
 
     def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:
-        """What every node did in the steps from `first` to before `last`, as bars; see `vecgym.clock.trace.bars`.
+        """Return what every node did in the steps from `first` to before `last`; see `vecgym.clock.trace.bars`.
 
         >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 3, Network(8e9), Compute(1.0))
         >>> [bar.kind for bar in timeline.bars(last=1)]
@@ -70,8 +70,8 @@ class Timeline(Recorded):
         lags = [kind.lag if isinstance(kind.lag, int) else max(kind.lag) for kind in self._run.kinds]
         return trace.bars(self.records(max(0, first - 1 - max(lags, default=0)), last), first)
 
-    def records(self, first: int = 0, last: int | None = None) -> list[Record]:
-        """What the nodes did in the steps from `first` to before `last`, for figures and traces.
+    def records(self, first: int = 0, last: int | None = None) -> list[StepRecord]:
+        """Return what the nodes did in the steps from `first` to before `last`, for figures and traces.
 
         >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 3, Network(8e9), Compute(1.0))
         >>> [float(record.end[0]) for record in timeline.records(1)]
@@ -80,7 +80,7 @@ class Timeline(Recorded):
         return self._run.records(*self._within(first, last))
 
     def __repr__(self) -> str:
-        return self._shown("steps of")
+        return self._describe("steps of")
 
 
 def price(
@@ -91,18 +91,18 @@ def price(
     num_nodes: int | None = None,
     sizes: Mapping[str, float] | None = None,
 ) -> Timeline:
-    """Say how long a run takes on a network: as often as you like, for nothing is trained again.
+    """Compute how long a run takes on a network. Nothing is trained, so price a run on as many networks as you like.
 
-    What overlaps: see `vecgym.guide.clock`.
+    `vecgym.guide.clock` explains what overlaps with what.
 
     Args:
-        transfers: the ledger of a run, `trainer.ledger` or `vecgym.dry_run(...)`, which knows who was absent; or the
-            transfers of each step.
+        transfers: the ledger of a run, `trainer.ledger` or `vecgym.dry_run(...)`, which also records absent nodes; or
+            the transfers of each step.
         network: the links between the nodes.
-        compute: how long they compute.
-        num_nodes: K; a ledger, and transfers, know it.
-        sizes: the bytes of each parameter, {name: bytes} in the model's order, of which one message each is sent; a
-            ledger knows them. Without, each transfer is one message at the end of the backward pass.
+        compute: how long the nodes compute.
+        num_nodes: K; only needed if neither the transfers nor the network nor the compute times determine it.
+        sizes: the bytes of each parameter, {name: bytes} in the model's order, which determine the messages; a ledger
+            contains them. Without them, each transfer is one message at the end of the backward pass.
 
     Raises:
         ValueError, TypeError: for a network or compute times of another number of nodes.
@@ -124,8 +124,8 @@ def price(
     if isinstance(transfers, Ledger):
         if transfers.asynchronous:
             raise ValueError(
-                "the ledger is of an asynchronous run, whose order of events depends on the network: see "
-                "trainer.timeline(), or train again, fit(network=, compute=)."
+                "price does not support asynchronous runs: their order of events depends on the network. Use "
+                "trainer.timeline(), or train again with fit(network=, compute=)."
             )
         num_nodes, sizes = num_nodes or transfers.num_nodes, sizes or transfers.sizes
         kinds, steps = transfers.by_step()
@@ -133,12 +133,12 @@ def price(
     else:
         kinds, steps = _numbered(transfers)
     K = _num_nodes(kinds, network, compute, num_nodes)
-    return Priced(network, compute, K, sizes or {}, kinds, steps, computing).timeline()
+    return PricedRun(network, compute, K, sizes or {}, kinds, steps, computing).timeline()
 
 
 @dataclass(frozen=True)
-class Priced:
-    """A run and what it is priced for: the different transfers, which each step has, and who computes in it."""
+class PricedRun:
+    """A run to be priced: its distinct transfers, those of each step, and which nodes compute in each step."""
 
     network: Network
     compute: Compute
@@ -149,21 +149,21 @@ class Priced:
     computing: Tensor | None
 
     def timeline(self) -> Timeline:
-        """Go through all steps."""
-        clock, computed = self._begun(len(self.steps))
+        """Advance the clock through all steps."""
+        clock, computed = self._start(len(self.steps))
         ends = torch.cat([computed[:0], *self._ends(clock, computed)])  # [T, K]
-        used = torch.where(ends > 0, computed.cumsum(0) / ends, 1.0).mean(1)
+        step_utilization = torch.where(ends > 0, computed.cumsum(0) / ends, 1.0).mean(1)
         step_seconds = ends.amax(1)
-        total = (step_seconds[-1], used[-1]) if len(ends) else (0.0, 1.0)
+        total = (step_seconds[-1], step_utilization[-1]) if len(ends) else (0.0, 1.0)
         seconds, utilization = total if ends.requires_grad else map(float, total)
         return Timeline(
             seconds, utilization, PerNode(clock.computed, clock.ends - clock.computed, clock.sent, clock.received),
-            self.compute, step_seconds, used, self.network, self,
+            self.compute, step_seconds, step_utilization, self.network, self,
         )  # fmt: skip
 
-    def records(self, first: int, last: int) -> list[Record]:
-        """What the nodes did in these steps."""
-        clock, computed = self._begun(last)
+    def records(self, first: int, last: int) -> list[StepRecord]:
+        """Return what the nodes did in these steps."""
+        clock, computed = self._start(last)
         for _ in self._ends(clock, computed[:first]):
             pass
         clock.records = []
@@ -171,32 +171,32 @@ class Priced:
             clock.advance(computed[step], clock.plans(self._transfers(step)))
         return clock.records
 
-    def _begun(self, num_steps: int) -> tuple[Clock, Tensor]:
-        """A clock at the beginning, and for how long each node computes in each of the first steps, `[T, K]`."""
-        found = self.compute.of_steps(num_steps, self.num_nodes)
-        if self.computing is not None:  # not while it is absent
-            found = found.where(self.computing[:num_steps], 0.0)
-        return Clock(self.network, self.compute, self.num_nodes, self.sizes), found
+    def _start(self, num_steps: int) -> tuple[Clock, Tensor]:
+        """Return a new clock, and how long each node computes in each of the first steps, `[T, K]`."""
+        computed = self.compute.of_steps(num_steps, self.num_nodes)
+        if self.computing is not None:  # absent nodes do not compute
+            computed = computed.where(self.computing[:num_steps], 0.0)
+        return Clock(self.network, self.compute, self.num_nodes, self.sizes), computed
 
     def _ends(self, clock: Clock, computed: Tensor) -> Iterator[Tensor]:
-        """When each node ended each step, `[n, K]` at a time: between exchanges nothing happens."""
+        """Yield when each node ended each step, `[n, K]` for several steps at a time."""
         while clock.step < len(computed):
             step = clock.step
-            alike = self._alike(step, len(computed))
-            planned = clock.plans(self._transfers(step))
-            if planned:
-                yield clock.repeat(computed[step : step + alike], planned)
+            repeats = self._num_repeats(step, len(computed))
+            plans = clock.plans(self._transfers(step))
+            if plans:
+                yield clock.repeat(computed[step : step + repeats], plans)
                 continue
-            # The last step before something is due ends when that is there.
-            until = step + alike if clock.next_due is None else min(step + alike, clock.next_due - 1)
+            # The step before a message is due ends when the message arrives, so it is made by itself.
+            until = step + repeats if clock.next_due is None else min(step + repeats, clock.next_due - 1)
             if until > step:
                 yield clock.idle(computed[step:until])
             else:
                 clock.advance(computed[step])
                 yield clock.ends[None]
 
-    def _alike(self, step: int, end: int) -> int:
-        """How many steps from this one on send the same."""
+    def _num_repeats(self, step: int, end: int) -> int:
+        """Return how many steps from this one on send the same."""
         last = step + 1
         while last < end and self.steps[last] == self.steps[step]:
             last += 1
@@ -207,30 +207,30 @@ class Priced:
 
 
 def _numbered(transfers: Sequence[Sequence[Transfer]]) -> tuple[list[Transfer], list[tuple[int, ...]]]:
-    """The different transfers, and which each step has. One whose weight is a tensor is different from all others."""
+    """Return the distinct transfers, and their indices for each step. Those whose weight is a tensor are distinct."""
     give = "a Ledger, or for each step a list of Transfers"
     kinds: list[Transfer] = []
-    known: dict[object, int] = {}
+    index: dict[object, int] = {}
     steps = []
     for step in check.instance("transfers", transfers, (list, tuple), give):
-        made = []
+        numbers = []
         for transfer in check.instance("transfers", step, (list, tuple), give):
             check.instance("transfers", transfer, Transfer, give)
             key = id(transfer) if isinstance(transfer.weight, Tensor) else transfer
-            made.append(known.setdefault(key, len(kinds)))
-            if made[-1] == len(kinds):
+            numbers.append(index.setdefault(key, len(kinds)))
+            if numbers[-1] == len(kinds):
                 kinds.append(transfer)
-        steps.append(tuple(made))
+        steps.append(tuple(numbers))
     return kinds, steps
 
 
-def _num_nodes(kinds: list[Transfer], network: Network, compute: Compute, given: int | None) -> int:
-    found = {kind.num_nodes for kind in kinds} | ({given} if given is not None else set())
-    if len(found) > 1:
-        raise ValueError(f"the transfers are of runs of {sorted(found)} nodes: price one run at a time.")
-    known = [*found, network.num_nodes, compute.num_nodes]
-    num_nodes = next((n for n in known if n is not None), None)
+def _num_nodes(kinds: list[Transfer], network: Network, compute: Compute, num_nodes: int | None) -> int:
+    counts = {kind.num_nodes for kind in kinds} | ({num_nodes} if num_nodes is not None else set())
+    if len(counts) > 1:
+        raise ValueError(f"the transfers are of runs of {sorted(counts)} nodes: price one run at a time.")
+    candidates = [*counts, network.num_nodes, compute.num_nodes]
+    num_nodes = next((n for n in candidates if n is not None), None)
     if num_nodes is None:
-        raise ValueError("nothing was sent, and nothing says how many nodes there are: give num_nodes.")
+        raise ValueError("the number of nodes is unknown, since nothing was sent: give num_nodes.")
     network.check(num_nodes)
     return num_nodes

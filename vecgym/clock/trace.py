@@ -1,6 +1,6 @@
-"""What every node did when, as bars: for Perfetto and Chrome's chrome://tracing, and as figures.
+"""What every node did when, as bars: traces for Perfetto and chrome://tracing, and figures.
 
-matplotlib, which takes a while to import, is imported by the functions that draw.
+matplotlib is slow to import, so only the functions that draw import it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vecgym.clock.clock import Need, Record, Sent
+from vecgym.clock.clock import Delivery, Need, StepRecord
 from vecgym.clock.compute import Compute
-from vecgym.clock.messages import NEVER, Part
+from vecgym.clock.messages import NEVER, Messages
 from vecgym.clock.units import readable_time
 from vecgym.core import check, files
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LEAST = 1e-12  # of the time that has passed: shorter waits are rounding
-KINDS = {  # what a legend says, and which of the colours is taken
+LEAST = 1e-12  # relative to the elapsed time: shorter waits are rounding errors
+KINDS = {  # (label in a legend, index of the colour)
     "forward": ("forward", 5),
     "backward": ("backward and optimizer", 0),
     "round": ("a round of local steps", 0),
-    "wait": ("waits", 1),
-    "send": ("link is taken", 2),
+    "wait": ("waiting", 1),
+    "send": ("link is busy", 2),
 }
 MAX_NODES = 16
-MAX_STEPS = 12  # shown when nothing is said
+MAX_STEPS = 12  # that a figure shows by default
 
 
 class Bar(NamedTuple):
@@ -42,11 +42,11 @@ class Bar(NamedTuple):
 
     Attributes:
         node: its id.
-        kind: "forward", "backward", "wait" or "send"; of asynchronous runs "round", some steps.
+        kind: "forward", "backward", "wait" or "send"; in asynchronous runs also "round", several steps.
         step: counted from 0.
         begin, end: seconds.
-        name: what it did, for a person: of a wait for whom it waited, of a message what it carries.
-        waits_for: of a wait, the node that was the last to be there; None: the node's own link.
+        name: a description: for a wait, what the node waited for; for a message, what it carries.
+        waits_for: for a wait, the node that was last to be ready; None: the node's own link.
     """
 
     node: int
@@ -60,7 +60,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class PerNode:
-    """Where the seconds of each node went, `[K]`.
+    """How each node spent its time, in seconds, `[K]`.
 
     >>> from vecgym.clock import Compute, Network, price
     >>> from vecgym.collectives.ledger import Transfer
@@ -70,8 +70,9 @@ class PerNode:
 
     Attributes:
         computed: in forward and backward passes and optimizer steps.
-        waited: for others, or for its link.
-        sent, received: that its link was taken, up and down; much of it beside computing. A collective takes both.
+        waited: for other nodes, or for its own link.
+        sent, received: during which its link was busy, up and down, mostly while it computed. A collective occupies
+            both directions.
     """
 
     computed: Tensor
@@ -81,14 +82,14 @@ class PerNode:
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """What every node did when, in a run of any kind.
+class TimelineBase:
+    """What every node did when, in a synchronous or an asynchronous run.
 
     Attributes:
-        seconds: that the run took.
-        utilization: computed / (computed + waited), the mean over the nodes.
-        per_node: where the seconds of each node went.
-        compute: how long nodes compute.
+        seconds: how long the run took.
+        utilization: computed / (computed + waited), averaged over the nodes.
+        per_node: how each node spent its time.
+        compute: how long the nodes compute.
     """
 
     seconds: Any
@@ -98,35 +99,35 @@ class Recorded:
 
     @property
     def num_nodes(self) -> int:
-        """K."""
+        """K, the number of nodes."""
         return len(self.per_node.computed)
 
     @property
     def num_steps(self) -> int:
-        """T: steps, or updates."""
+        """T, the number of steps, or of updates."""
         raise NotImplementedError
 
     def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:
-        """What every node did in the steps from `first` to before `last`, for figures and traces."""
+        """Return what every node did in the steps from `first` to before `last`, for figures and traces."""
         raise NotImplementedError
 
     def _within(self, first: int, last: int | None) -> tuple[int, int]:
-        """Check `first` and `last`, and return them, at most `num_steps`."""
+        """Check `first` and `last`, and return them, clipped to `num_steps`."""
         end = self.num_steps if last is None else check.integer("last", last, 0)
         first = check.integer("first", first, 0, "the first step, or update, counted from 0")
         return min(first, self.num_steps), min(end, self.num_steps)
 
-    def _shown(self, what: str) -> str:
+    def _describe(self, what: str) -> str:
         return (
             f"{type(self).__name__}({self.num_steps} {what} {self.num_nodes} nodes: "
             f"{readable_time(float(self.seconds))}, {100 * float(self.utilization):.1f} % computing)"
         )
 
 
-def bars(records: Sequence[Record], first: int = 0) -> list[Bar]:
-    """What every node did in the steps from `first` on; those before it say for whom nodes waited then.
+def bars(records: Sequence[StepRecord], first: int = 0) -> list[Bar]:
+    """Return what every node did in the steps from `first` on. Earlier records only tell what nodes waited for.
 
-    A wait is shown before the forward pass, where nearly all of it is; a message from when its node's link was taken.
+    A wait is drawn before the forward pass, where nearly all of it is; a message while it occupies its node's link.
 
     >>> from vecgym.clock import Compute, Network, price
     >>> from vecgym.collectives.ledger import Transfer
@@ -137,20 +138,20 @@ def bars(records: Sequence[Record], first: int = 0) -> list[Bar]:
     0 forward 4.0 4.33 forward 1
     0 backward 4.33 5.0 backward 1
     """
-    known = {record.step: record for record in records}
-    found: list[Bar] = []
+    by_step = {record.step: record for record in records}
+    bars: list[Bar] = []
     for record in records:
         if record.step >= first:
-            found += _computing(record, known)
-            for sent in record.sent:
-                found += _sending(record.step, sent)
-    return found
+            bars += _computing(record, by_step)
+            for delivery in record.deliveries:
+                bars += _sending(record.step, delivery)
+    return bars
 
 
-def save_trace(timeline: Recorded, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
+def save_trace(timeline: TimelineBase, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
     """Write a trace of the steps from `first` to before `last`, for https://ui.perfetto.dev and chrome://tracing.
 
-    Each node is a process, with two threads: it computes, and its link is taken.
+    Each node is a process with two threads: its computation and its link.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -166,8 +167,8 @@ def save_trace(timeline: Recorded, path: str | os.PathLike[str], first: int = 0,
     for node in range(timeline.num_nodes):
         events.append({"ph": "M", "pid": node, "name": "process_name", "args": {"name": f"node {node}"}})
         for thread, name in enumerate(("compute", "link")):
-            about = {"ph": "M", "pid": node, "tid": thread, "name": "thread_name", "args": {"name": name}}
-            events.append(about)
+            thread_name = {"ph": "M", "pid": node, "tid": thread, "name": "thread_name", "args": {"name": name}}
+            events.append(thread_name)
     for bar in timeline.bars(first, last):
         args: dict[str, object] = {"step": bar.step}
         if bar.kind == "wait":
@@ -182,32 +183,32 @@ def save_trace(timeline: Recorded, path: str | os.PathLike[str], first: int = 0,
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
 
-def _computing(record: Record, known: dict[int, Record]) -> Iterator[Bar]:
+def _computing(record: StepRecord, by_step: dict[int, StepRecord]) -> Iterator[Bar]:
     for node in range(len(record.end)):
         begin, forward, end = (float(x[node]) for x in (record.begin, record.forward, record.end))
         start = max(begin, forward - float(record.seconds[node]) / 3)
         if start - begin > LEAST * end:
-            for_whom = _blocked_by(node, record, known)
-            name = "waits for its link" if for_whom is None else f"waits for node {for_whom}"
-            yield Bar(node, "wait", record.step, begin, start, name, for_whom)
+            other = _blocked_by(node, record, by_step)
+            name = "waits for its link" if other is None else f"waits for node {other}"
+            yield Bar(node, "wait", record.step, begin, start, name, other)
         yield Bar(node, "forward", record.step, start, forward, f"forward {record.step}")
         yield Bar(node, "backward", record.step, forward, end, f"backward {record.step}")
 
 
-def _blocked_by(node: int, record: Record, known: dict[int, Record]) -> int | None:
-    """The node that was the last to be there for what `node` waited for; None: itself, or a link."""
-    took = record.seconds[node] / 3
+def _blocked_by(node: int, record: StepRecord, by_step: dict[int, StepRecord]) -> int | None:
+    """Return the node that was last to be ready for what `node` waited for; None: itself, or a link."""
+    forward = record.seconds[node] / 3
 
     def until(need: Need) -> float:
-        return float(need.arrival.expand(len(record.end))[node] + took * need.rest)
+        return float(need.arrival.expand(len(record.end))[node] + forward * need.rest)
 
-    need = max(record.needed, key=until)
-    if need.step not in known:
+    need = max(record.needs, key=until)
+    if need.step not in by_step:
         return None
-    sent = known[need.step].sent[need.plan]
-    q, _ = sent.plan.order[need.place]
-    exchange = sent.plan.parts[q].exchange
-    ready = sent.ready[:, 0]  # of the first message: if the link was never empty after it, it decided
+    delivery = by_step[need.step].deliveries[need.plan]
+    q, _ = delivery.plan.order[need.place]
+    exchange = delivery.plan.transfers[q].exchange
+    ready = delivery.ready[:, 0]  # for the first message, which decides if the link is busy from then on
     others = exchange.met_by(node)
     if not others:
         return None
@@ -215,29 +216,29 @@ def _blocked_by(node: int, record: Record, known: dict[int, Record]) -> int | No
     return last if last != node and float(ready[last]) > float(ready[node]) else None
 
 
-def _sending(step: int, sent: Sent) -> Iterator[Bar]:
-    """When each node's link was taken by each message that it is sent."""
-    num_nodes = len(sent.ready)
-    arrival = sent.arrival.expand(num_nodes, -1)
-    free = torch.maximum(sent.up, sent.down)[:num_nodes]
-    for place, (q, m) in enumerate(sent.plan.order):
-        part = sent.plan.parts[q]
-        took = part.exchange.seconds_of(part.amounts[..., m])
+def _sending(step: int, delivery: Delivery) -> Iterator[Bar]:
+    """Yield when each message of a delivery occupied each node's link."""
+    num_nodes = len(delivery.ready)
+    arrival = delivery.arrival.expand(num_nodes, -1)
+    free = torch.maximum(delivery.up, delivery.down)[:num_nodes]
+    for place, (q, m) in enumerate(delivery.plan.order):
+        messages = delivery.plan.transfers[q]
+        seconds = messages.exchange.seconds_of(messages.amounts[..., m])
         for node in range(num_nodes):
             end = float(arrival[node, place])
-            if took[node] > 0 and end > NEVER and end > float(free[node]):
-                begin = end - float(took[node])
-                yield Bar(node, "send", step, begin, end, f"{part.transfer.operation} {_carried(part, m)}")
+            if seconds[node] > 0 and end > NEVER and end > float(free[node]):
+                begin = end - float(seconds[node])
+                yield Bar(node, "send", step, begin, end, f"{messages.transfer.operation} {_contents(messages, m)}")
 
 
-def _carried(part: Part, m: int) -> str:
-    first, last = int(part.layers[m]), int(part.last[m])
-    which = f"parameter {first}" if first == last else f"parameters {first} to {last}"
-    return f"of {which}, {float(part.sizes[m]):,.0f} bytes"
+def _contents(messages: Messages, m: int) -> str:
+    first, last = int(messages.layers[m]), int(messages.last[m])
+    parameters = f"parameter {first}" if first == last else f"parameters {first} to {last}"
+    return f"of {parameters}, {float(messages.sizes[m]):,.0f} bytes"
 
 
 def plot_timeline(
-    timeline: Recorded,
+    timeline: TimelineBase,
     path: str | os.PathLike[str] | None = None,
     *,
     first: int = 0,
@@ -245,15 +246,15 @@ def plot_timeline(
     axes: Axes | None = None,
     title: str | None = None,
 ) -> Figure:
-    """Draw a row for each node: its computing and waiting, and below the messages on its link.
+    """Draw a row for each node: when it computes and waits, and below that the messages on its link.
 
-    A wait shows the node that was waited for.
+    A wait is labelled with the node that was waited for.
 
     Args:
         timeline: from `price`.
-        path: where to save the figure as well.
-        first, last: the steps from `first` to before `last`; when not given, the first 12.
-        axes: draw here, in place of a figure of its own.
+        path: a file to save the figure to.
+        first, last: the steps from `first` to before `last`; by default 12 steps.
+        axes: draw here instead of in a new figure.
         title: above the figure.
 
     >>> from vecgym.clock import Compute, Network, price
@@ -271,31 +272,31 @@ def plot_timeline(
     first = check.integer("first", first, 0, "the first step, counted from 0")
     last = min(timeline.num_steps, first + MAX_STEPS) if last is None else check.integer("last", last)
     if not first < min(last, timeline.num_steps):
-        raise ValueError(f"first={first} to before last={last} shows nothing of a run of {timeline.num_steps} steps.")
+        raise ValueError(f"first={first}, last={last}: give 0 <= first < last, with first < {timeline.num_steps}.")
     if axes is not None:
         check.instance("axes", axes, Axes, "the axes of a figure, or None")
-    shown = min(timeline.num_nodes, MAX_NODES)
+    rows = min(timeline.num_nodes, MAX_NODES)
     figure = None
     if axes is None:
-        figure, (axes,) = new_figure(9, 1.3 + 0.45 * shown)
-    found = [bar for bar in timeline.bars(first, last) if bar.node < shown]
-    begin, end = min(bar.begin for bar in found), max(bar.end for bar in found)
-    for bar in found:
+        figure, (axes,) = new_figure(9, 1.3 + 0.45 * rows)
+    bars = [bar for bar in timeline.bars(first, last) if bar.node < rows]
+    begin, end = min(bar.begin for bar in bars), max(bar.end for bar in bars)
+    for bar in bars:
         _draw(axes, bar, COLOURS[KINDS[bar.kind][1]], 0.03 * (end - begin))
     axes.set_xlim(begin, end)
-    axes.set_ylim(shown - 0.5, -0.5)
-    more = "" if shown == timeline.num_nodes else f" (of {timeline.num_nodes})"
-    axes.set_yticks(range(shown), [f"node {node}{more if node == shown - 1 else ''}" for node in range(shown)])
+    axes.set_ylim(rows - 0.5, -0.5)
+    total = "" if rows == timeline.num_nodes else f" (of {timeline.num_nodes})"
+    axes.set_yticks(range(rows), [f"node {node}{total if node == rows - 1 else ''}" for node in range(rows)])
     finish(axes, "", "seconds", "")
     axes.grid(False, axis="y")
-    used = {bar.kind for bar in found}
-    legend = [Patch(facecolor=COLOURS[i], label=label) for kind, (label, i) in KINDS.items() if kind in used]
+    kinds = {bar.kind for bar in bars}
+    legend = [Patch(facecolor=COLOURS[i], label=label) for kind, (label, i) in KINDS.items() if kind in kinds]
     axes.legend(handles=legend, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
     return axes.figure if figure is None else done(figure, title, path)  # type: ignore[return-value]
 
 
 def _draw(axes: Axes, bar: Bar, colour: str, least: float) -> None:
-    """Draw a bar; if it is a wait for longer than `least`, say for whom."""
+    """Draw a bar; label a wait longer than `least` with the node that was waited for."""
     link = bar.kind == "send"
     axes.broken_barh(
         [(bar.begin, bar.end - bar.begin)],
@@ -310,12 +311,12 @@ def _draw(axes: Axes, bar: Bar, colour: str, least: float) -> None:
 
 
 def plot_networks(
-    timelines: Mapping[float, Mapping[float, Recorded]],
+    timelines: Mapping[float, Mapping[float, TimelineBase]],
     path: str | os.PathLike[str] | None = None,
     *,
     title: str | None = None,
 ) -> Figure:
-    """Draw seconds and utilization over the bandwidth, a curve for each latency.
+    """Draw seconds and utilization against bandwidth, a curve for each latency.
 
     Args:
         timelines: {latency in seconds: {bandwidth in bit/s: timeline}}.
@@ -324,8 +325,8 @@ def plot_networks(
     >>> from vecgym.clock import Compute, Network, price
     >>> from vecgym.collectives.ledger import Transfer
     >>> steps = [[Transfer("mean", 10**9, 2)]] * 3
-    >>> found = {0.0: {b: price(steps, Network(b), Compute(1.0)) for b in (1e8, 1e9)}}
-    >>> [axes.get_ylabel() for axes in plot_networks(found).axes]
+    >>> timelines = {0.0: {b: price(steps, Network(b), Compute(1.0)) for b in (1e8, 1e9)}}
+    >>> [axes.get_ylabel() for axes in plot_networks(timelines).axes]
     ['seconds', 'computing, %']
     """
     from matplotlib.ticker import EngFormatter

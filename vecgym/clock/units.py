@@ -21,7 +21,7 @@ _TIME = re.compile(_NUMBER + f"({'|'.join(PARTS_OF_A_SECOND)})\\s*")
 
 
 def bits_per_second(name: str, value: Any) -> float:
-    """`value` if it is a number > 0, or the number of a text such as "1 Gbit/s" (bits) or "100 MB/s" (bytes).
+    """Return a bandwidth in bits per second, from a number > 0 or a text such as "1 Gbit/s" or "100 MB/s" (bytes).
 
     k, M, G and T stand for powers of 1000, Ki, Mi, Gi and Ti of 1024.
 
@@ -37,22 +37,22 @@ def bits_per_second(name: str, value: Any) -> float:
 "1 Gbit/s" or "100 MB/s" (b and bit: bits, B: bytes).
     """
     if isinstance(value, str):
-        found = _BANDWIDTH.fullmatch(value)
-        if found is None or float(found[1]) == 0:
+        match = _BANDWIDTH.fullmatch(value)
+        if match is None or float(match[1]) == 0:
             raise ValueError(
                 f"{name}={value!r} is not a bandwidth: give bits per second as a number > 0, or as a text such as "
                 '"1 Gbit/s" or "100 MB/s" (b and bit: bits, B: bytes).'
             )
-        bits = 8.0 if found[3] in ("B", "byte", "bytes") else 1.0
-        return float(found[1]) * {**PREFIXES, **BINARY}[found[2]] * bits
+        bits = 8.0 if match[3] in ("B", "byte", "bytes") else 1.0
+        return float(match[1]) * {**PREFIXES, **BINARY}[match[2]] * bits
     return check.number(name, value, "(0, inf]", 'bits per second, or a text such as "1 Gbit/s"')
 
 
-LONGEST_LATENCY = 10.0  # seconds: what is more is a number of milliseconds
+LONGEST_LATENCY = 10.0  # seconds: a larger number is probably one of milliseconds
 
 
 def seconds(name: str, value: Any) -> float:
-    """`value` if it is a number >= 0, or the number of a text with its unit, such as "50 ms".
+    """Return a time in seconds, from a number >= 0 or a text with a unit, such as "50 ms".
 
     Raises:
         ValueError: for anything else.
@@ -61,18 +61,18 @@ def seconds(name: str, value: Any) -> float:
     (0.05, 0.05, 2e-05)
     """
     if isinstance(value, str):
-        found = _TIME.fullmatch(value)
-        if found is None:
+        match = _TIME.fullmatch(value)
+        if match is None:
             raise ValueError(
-                f"{name}={value!r} is not a time: give seconds as a number, or as a text with its unit, such as "
+                f"{name}={value!r} is not a time: give seconds as a number, or as a text with a unit, such as "
                 '"50 ms" or "0.4 s".'
             )
-        value = float(found[1]) / PARTS_OF_A_SECOND[found[2]]
+        value = float(match[1]) / PARTS_OF_A_SECOND[match[2]]
     return check.number(name, value, "[0, inf)", 'seconds, or a text such as "50 ms"')
 
 
 def latency(name: str, value: Any) -> float:
-    """The seconds of a latency, at most 10.
+    """Return a latency in seconds, at most 10.
 
     Raises:
         ValueError: for anything else.
@@ -82,23 +82,23 @@ def latency(name: str, value: Any) -> float:
     >>> latency("latency", 80)
     Traceback (most recent call last):
     ...
-    ValueError: latency=80 is 80 s for every message; give at most 10 s. Are milliseconds meant? Give "80 ms".
+    ValueError: latency=80 is 80 s for every message; give at most 10 s. For milliseconds, give "80 ms".
     """
-    found = seconds(name, value)
-    if found > LONGEST_LATENCY:
+    delay = seconds(name, value)
+    if delay > LONGEST_LATENCY:
         raise ValueError(
-            f"{name}={value!r} is {readable_time(found)} for every message; give at most {LONGEST_LATENCY:g} s. Are "
-            f'milliseconds meant? Give "{found:g} ms".'
+            f"{name}={value!r} is {readable_time(delay)} for every message; give at most {LONGEST_LATENCY:g} s. For "
+            f'milliseconds, give "{delay:g} ms".'
         )
-    return found
+    return delay
 
 
 def numbers(name: str, value: Any, parse: Callable[[str, Any], float], dims: int = 1, diagonal: float = 0.0) -> Tensor:
-    """A number, `[K]` or, with `dims=2`, `[K, K]` of them, as float64.
+    """Return a number, `[K]` or, with `dims=2`, `[K, K]` numbers as a float64 tensor.
 
     Args:
-        parse: reads one of them.
-        diagonal: of a matrix; what is given there, where nothing crosses, may be anything.
+        parse: (name, value) -> number.
+        diagonal: replaces the diagonal of a matrix, which may hold anything: nodes send nothing to themselves.
 
     Raises:
         ValueError: for anything else.
@@ -115,15 +115,15 @@ def numbers(name: str, value: Any, parse: Callable[[str, Any], float], dims: int
         plain = [[diagonal if i == j else parse(name, x) for j, x in enumerate(row)] for i, row in enumerate(plain)]
     else:
         plain = [parse(name, x) for x in plain]
-    found = torch.tensor(plain, dtype=torch.float64)
-    if not 0 < found.dim() <= dims or found.numel() == 0 or len(set(found.shape)) > 1:
+    parsed = torch.tensor(plain, dtype=torch.float64)
+    if not 0 < parsed.dim() <= dims or parsed.numel() == 0 or len(set(parsed.shape)) > 1:
         shapes = "a number or [K]" if dims == 1 else "a number, [K] or [K, K]"
-        raise ValueError(f"{name} has shape {list(found.shape)}; give {shapes}.")
-    return found
+        raise ValueError(f"{name} has shape {list(parsed.shape)}; give {shapes}.")
+    return parsed
 
 
 def readable_bandwidth(bits: float) -> str:
-    """Bits per second as a person reads them.
+    """Format a bandwidth in bits per second.
 
     >>> readable_bandwidth(1e9), readable_bandwidth(2.5e6)
     ('1 Gbit/s', '2.5 Mbit/s')
@@ -136,7 +136,7 @@ def readable_bandwidth(bits: float) -> str:
 
 
 def readable_time(value: float) -> str:
-    """Seconds as a person reads them.
+    """Format a time in seconds.
 
     >>> [readable_time(x) for x in (0.0, 2e-6, 0.05, 12.345, 754.0, 9000.0, 200000.0)]
     ['0 s', '2 us', '50 ms', '12.3 s', '12.6 min', '2.5 h', '2.31 days']
@@ -150,12 +150,12 @@ def readable_time(value: float) -> str:
 
 
 def readable_span(values: Tensor, readable: Callable[[float], str]) -> str:
-    """A number, or the shape of several, the lowest and the highest; of a matrix, off the diagonal.
+    """Format a number, or the shape, minimum and maximum of several; of a matrix, without its diagonal.
 
     >>> readable_span(torch.tensor(2.0), readable_time), readable_span(torch.tensor([0.5, 2.0]), readable_time)
     ('2 s', '[2] of 500 ms to 2 s')
     """
-    apart = values[~torch.eye(len(values), dtype=torch.bool)] if values.dim() == 2 and len(values) > 1 else values
-    low, high = float(apart.min()), float(apart.max())
+    entries = values[~torch.eye(len(values), dtype=torch.bool)] if values.dim() == 2 and len(values) > 1 else values
+    low, high = float(entries.min()), float(entries.max())
     span = readable(low) if low == high else f"{readable(low)} to {readable(high)}"
     return span if values.dim() == 0 else f"{list(values.shape)} of {span}"

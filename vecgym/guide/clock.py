@@ -39,8 +39,8 @@ help:
 ...     required_bandwidth(ledger, compute, utilization=0.95, latency="100 ms")
 inf
 >>> print(textwrap.fill(str(said[0].message), 110))
-No bandwidth is enough for 95 % computing: the latency of 100 ms alone takes 47.1 min of 8.18 h. What would
-help: exchanges 3 times as rare (H); one message an exchange, bucket_bytes=math.inf: 1.47 Gbit/s;
+No bandwidth is enough for 95 % computing: the latency of 100 ms alone takes 47.1 min of 8.18 h. Possible
+remedies: 3 times fewer exchanges (H); one message per exchange, bucket_bytes=math.inf: 1.47 Gbit/s;
 all_reduce='halving_doubling'; all_reduce='tree'.
 
 ## Networks

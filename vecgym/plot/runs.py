@@ -20,8 +20,8 @@ from vecgym.plot import style
 from vecgym.records.columns import X_AXES, column_label
 from vecgym.records.history import History
 
-AMOUNTS = ("bytes_total", "bytes_payload_total")  # columns of bytes, which stand still between exchanges
-MANY_NODES = 16  # from this number on, the band of the nodes is between percentiles
+AMOUNTS = ("bytes_total", "bytes_payload_total")  # columns of bytes, which are constant between exchanges
+MANY_NODES = 16  # with so many nodes or more, their band is between percentiles
 
 
 def plot_comparison(
@@ -35,18 +35,19 @@ def plot_comparison(
     """Draw the losses of several runs, against optimizer steps and against bytes sent.
 
     A light line is the training loss: the mean over the nodes, smoothed over `window` steps. Markers are the
-    validation loss of the averaged model. The axis of bytes is logarithmic: it leaves out what was recorded before
-    anything was sent, and a run that never sends anything is a horizontal line at its last loss.
+    validation loss of the averaged model. The axis of bytes is logarithmic: it omits what was recorded before anything
+    was sent, and shows a run that never sends anything as a horizontal line at its last loss.
 
     Args:
-        histories: name -> history, in the order of the legend.
-        path: a file to save the figure to, such as "comparison.png"; missing directories are made.
+        histories: {name: history}, in the order of the legend.
+        path: a file to save the figure to, such as "comparison.png"; missing directories are created.
         title: above both panels.
-        loss_label: of the vertical axis, with its unit, such as "loss (nats per character)".
-        window: how many steps to average training losses over; None: a fortieth of the run.
+        loss_label: the label of the vertical axis, with the unit, such as "loss (nats per character)".
+        window: the number of steps to average training losses over; None: a fortieth of the run.
 
     Raises:
-        ValueError: without histories, or for one without a step; TypeError for what is no `History`.
+        ValueError: if there are no histories, or one has no step.
+        TypeError: for anything but `History` objects.
 
     >>> run = History()
     >>> for step in range(1, 9):
@@ -75,10 +76,10 @@ def plot_history(
     loss_label: str = "loss",
     window: int | None = None,
 ) -> Figure:
-    """Draw the losses of one run against steps: their mean over the nodes, and how far the nodes are apart.
+    """Draw the losses of one run against steps: their mean over the nodes, and their spread.
 
     The band spans the nodes' training losses, each smoothed over `window` steps. Markers are the validation loss of
-    the averaged model; their bars reach from the best node to the worst.
+    the averaged model; their bars range from the best node to the worst.
 
     Args:
         history, path, title, loss_label, window: as for `plot_comparison`.
@@ -95,10 +96,10 @@ def plot_history(
     steps, losses = history.series("train_loss")
     axes.plot(steps, smooth(losses, window), color=colour, label="training, mean of the nodes (smoothed)")
     if "train_losses" in history.columns:
-        each = smooth(history.node_array("train_losses"), window)  # [steps, K]
-        label = f"training, lowest to highest of {each.shape[1]} nodes"
+        node_losses = smooth(history.node_array("train_losses"), window)  # [steps, K]
+        label = f"training, lowest to highest of {node_losses.shape[1]} nodes"
         style.draw_band(
-            axes, history.series("train_losses")[0], *style.span(each), colour=colour, alpha=0.2, label=label
+            axes, history.series("train_losses")[0], *style.span(node_losses), colour=colour, alpha=0.2, label=label
         )
     if "val_loss" in history.columns:
         label = "validation, averaged model"
@@ -121,21 +122,22 @@ def plot_runs(
     loss_label: str = "loss",
     window: int | None = None,
 ) -> Figure:
-    """Draw runs: losses with the nodes' spread, and how far the nodes are apart, against any of four axes.
+    """Draw runs: the losses with their spread over the nodes, and the consensus distance, against one of six axes.
 
-    Left, a light line is the training loss: the mean over the nodes, smoothed over `window` steps. Its band reaches
-    from the lowest to the highest node or, if a run has 16 nodes or more, from the tenth to the ninetieth percentile.
-    Markers are the validation loss of the averaged model. Right, the consensus distance, if it was recorded: the root
-    mean square distance of the nodes' parameters to their average, at the evaluations.
+    Left: a light line is the training loss, the mean over the nodes, smoothed over `window` steps. Its band ranges from
+    the lowest to the highest node or, if a run has 16 nodes or more, from the 10th to the 90th percentile. Markers are
+    the validation loss of the averaged model. Right: the consensus distance, if it was recorded: the root mean square
+    distance of the nodes' parameters to their average, at the evaluations.
 
     Args:
-        histories: name -> history, in the order of the legend.
+        histories: {name: history}, in the order of the legend.
         path, title, loss_label, window: as for `plot_comparison`.
-        x: "step", "examples", "bytes" (sent per node) or "payload" (which papers report), logarithmic with several
-            runs, "seconds" (of the simulation) or "sim_seconds".
+        x: "step", "examples", "bytes" (sent per node) or "payload" (as papers report), which are logarithmic for
+            several runs, "seconds" (of the simulation) or "sim_seconds" (on the run's network).
 
     Raises:
-        ValueError: without histories, for one without a step, or for an unknown x; TypeError for what is no `History`.
+        ValueError: if there are no histories, or one has no step, or for an unknown x.
+        TypeError: for anything but `History` objects.
 
     >>> run = History()
     >>> for step in range(1, 9):
@@ -147,14 +149,14 @@ def plot_runs(
     column = X_AXES[check.choice("x", x, X_AXES)]
     apart = {n: h for n, h in histories.items() if "consensus_distance" in h.columns}
     figure, panels = style.new_figure(11 if apart else 7, 4.6, columns=2 if apart else 1, sharex=True)
-    each = {n: h.node_array("train_losses") for n, h in histories.items() if "train_losses" in h.columns}
-    many = any(losses.shape[1] >= MANY_NODES for losses in each.values())
+    node_losses = {n: h.node_array("train_losses") for n, h in histories.items() if "train_losses" in h.columns}
+    many = any(losses.shape[1] >= MANY_NODES for losses in node_losses.values())
     for (name, history), look in zip(histories.items(), style.line_styles(list(histories))):
-        if name in each:
+        if name in node_losses:
             at = np.array(history.series("train_losses", column)[0], dtype=np.float64)
-            losses = smooth(each[name], window or default_window(history))
+            losses = smooth(node_losses[name], window or default_window(history))
             low, high = _percentiles(losses) if many else style.span(losses)
-            keep = _last_of_each(at)
+            keep = _last_at_place(at)
             style.draw_band(panels[0], at[keep], low[keep], high[keep], look["color"])
         _draw_losses(panels[0], name, history, column, look, window)
         if name in apart:
@@ -168,7 +170,7 @@ def plot_runs(
     elif x == "examples":
         panels[0].xaxis.set_major_formatter(EngFormatter())
     band = "10 % to 90 % of the nodes" if many else "lowest to highest node"
-    _legend(panels[0], list(histories), band if each else "")
+    _legend(panels[0], list(histories), band if node_losses else "")
     return style.done(figure, title, path)
 
 
@@ -177,33 +179,33 @@ def _sent(histories: Mapping[str, History], column: str = "bytes_total") -> list
     return [sent for history in histories.values() if (sent := history.last(column))]
 
 
-def _percentiles(each: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tenth and the ninetieth percentile of each row's finite entries; nan where there is none."""
+def _percentiles(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the 10th and the 90th percentile of each row's finite entries; nan if there are none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a step in which no node has a finite loss
-        low, high = np.nanpercentile(np.where(np.isfinite(each), each, np.nan), [10, 90], axis=1)
+        low, high = np.nanpercentile(np.where(np.isfinite(rows), rows, np.nan), [10, 90], axis=1)
     return low, high
 
 
-def _last_of_each(at: np.ndarray) -> np.ndarray:
-    """Return a mask of the last entry at each place; a logarithmic axis has no place for 0."""
+def _last_at_place(at: np.ndarray) -> np.ndarray:
+    """Return a mask of the last entry at each place > 0, since a logarithmic axis cannot show 0."""
     return np.append(at[1:] != at[:-1], True) & (at > 0)
 
 
 def smooth(values: np.ndarray | list[float], window: int) -> np.ndarray:
-    """Return the mean of the `window` entries around each entry along dimension 0, over those that are finite.
+    """Return the mean of the finite ones of `window` entries around each entry, along dimension 0.
 
-    Near the end there are fewer entries, and near the start as many before as after, since losses fall steeply there.
-    Where no entry is finite, the result is nan.
+    Near the end the window has fewer entries. Near the start it is symmetric, since losses fall steeply there. The
+    result is nan if no entry is finite.
 
     >>> smooth([1.0, 2.0, 6.0, np.nan, 4.0], window=3)
     array([1., 3., 4., 5., 4.])
     """
     x = np.asarray(values, dtype=np.float64)
-    there = np.isfinite(x)
+    is_finite = np.isfinite(x)
     zero = np.zeros((1, *x.shape[1:]))
-    sums = np.concatenate([zero, np.cumsum(np.where(there, x, 0.0), axis=0)])
-    counts = np.concatenate([zero, np.cumsum(there, axis=0)])
+    sums = np.concatenate([zero, np.cumsum(np.where(is_finite, x, 0.0), axis=0)])
+    counts = np.concatenate([zero, np.cumsum(is_finite, axis=0)])
     index = np.arange(len(x))
     first = np.maximum(index - (window - 1) // 2, 0)
     stop = np.minimum(index + np.minimum(window // 2, index) + 1, len(x))
@@ -233,7 +235,7 @@ def _draw_losses(axes: Axes, name: str, history: History, x: str, look: dict[str
     if validated:
         at, losses = _curve(history, "val_loss", x, 1)
         axes.plot(at, losses, **look, markersize=5.5, markeredgecolor="white", markeredgewidth=0.6, linewidth=1.0)  # type: ignore[arg-type]
-    if x in AMOUNTS and not history.last(x):  # no place on the axis: a line across it
+    if x in AMOUNTS and not history.last(x):  # it has no place on the axis: draw a line across
         last = history.last("val_loss" if validated else "train_loss")
         axes.axhline(last, color=look["color"], linestyle=":")
         axes.annotate(
@@ -243,15 +245,15 @@ def _draw_losses(axes: Axes, name: str, history: History, x: str, look: dict[str
 
 
 def _curve(history: History, column: str, x: str, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a smoothed column against `x`; against bytes, one point for each amount sent."""
+    """Return a smoothed column against `x`; against bytes, with one point for each amount."""
     at, values = map(np.array, history.series(column, x))
     values = smooth(values, window)
-    keep = _last_of_each(at) if x in AMOUNTS else slice(None)
+    keep = _last_at_place(at) if x in AMOUNTS else slice(None)
     return at[keep], values[keep]
 
 
 def _legend(axes: Axes, names: list[str], spread: str = "") -> None:
-    """Name the runs by colour, and say what line and marker mean."""
+    """Add a legend of the runs' colours, and of lines and markers."""
     keep = style.every_few(len(names))
     looks = style.line_styles(names)
     handles: list[Artist] = [Line2D([], [], **looks[i], linewidth=2, label=names[i]) for i in keep]
@@ -272,8 +274,8 @@ def _check(histories: Mapping[str, History], path: Any, title: Any, window: Any)
     check.optional_integer("window", window, what="steps to average over")
     check.instance("histories", histories, Mapping, 'a dict: {"name": trainer.history, ...}')
     if not histories:
-        raise ValueError('there is no history to plot; give histories={"name": trainer.history, ...}.')
+        raise ValueError('there is no history to plot: give histories={"name": trainer.history, ...}.')
     for name, history in histories.items():
         check.instance(f"histories[{name!r}]", history, History, "a History such as trainer.history")
         if not any(row.get("train_loss") is not None for row in history):
-            raise ValueError(f"the history of {name!r} has no step to plot.")
+            raise ValueError(f"histories[{name!r}] has no step to plot: train at least one.")

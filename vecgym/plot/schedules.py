@@ -1,4 +1,4 @@
-"""Figures of schedules of exchanges, and of who holds which examples."""
+"""Figures of schedules of exchanges, and of partitions of a dataset."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def plot_sensitivity(
     *,
     title: str | None = None,
 ) -> Figure:
-    """Draw how much the final loss changes with each step's exchange: d loss / d a_t of a rollout, as bars.
+    """Draw the sensitivity of the final loss to each step's exchange, d loss / d a_t of a rollout, as bars.
 
-    Where a bar is below 0, exchanging more lowers the loss.
+    At a bar below 0, exchanging more lowers the loss.
 
     Args:
-        gradient: the gradient of the loss by `sync_weight`, `[T]`.
+        gradient: the gradient of the loss with respect to `sync_weight`, `[T]`.
         schedule: `sync_weight` itself, `[T]`; steps that exchange (a_t > 0) are marked below the bars.
         path, title: as for `plot_comparison`.
 
     Raises:
-        ValueError: for what is not `[T]`, or for two lengths.
+        ValueError: for shapes other than `[T]`, or different lengths.
 
     >>> plot_sensitivity([-0.5, 0.1, -0.2], schedule=[0, 0, 1]).axes[0].get_ylabel()
     'd final loss / d weight of the exchange'
@@ -46,42 +46,42 @@ def plot_sensitivity(
     figure, (axes,) = style.new_figure(9, 3.8)
     steps = np.arange(1, len(slope) + 1)
     helps = slope < 0
-    for there, colour, label in zip((helps, ~helps), style.COLOURS, ("more lowers the loss", "more raises it")):
-        if there.any():
-            axes.bar(steps[there], slope[there], width=0.85, color=colour, label=label)
+    for mask, colour, label in zip((helps, ~helps), style.COLOURS, ("more lowers the loss", "more raises it")):
+        if mask.any():
+            axes.bar(steps[mask], slope[mask], width=0.85, color=colour, label=label)
     axes.axhline(0, color="0.3", linewidth=0.8)
     if schedule is not None:
         weights = style.vector("schedule", schedule)
         if len(weights) != len(slope):
-            raise ValueError(f"gradient has {len(slope)} steps and schedule {len(weights)}: give those of one run.")
+            raise ValueError(f"gradient has {len(slope)} steps and schedule {len(weights)}: give both of the same run.")
         _draw_exchanges(axes, weights, 0.03, "0.2", "exchanges of the run", axes.get_xaxis_transform())
     title = title or "where an exchange matters"
     style.finish(axes, title, "optimizer steps", "d final loss / d weight of the exchange")
-    figure.legend(frameon=False, loc="outside lower center", ncols=3)  # bars leave no room among them
+    figure.legend(frameon=False, loc="outside lower center", ncols=3)  # bars leave no room inside
     return style.done(figure, None, path)
 
 
 def plot_schedule(
     found: OptimizedSchedule, path: str | os.PathLike[str] | None = None, *, title: str | None = None
 ) -> Figure:
-    """Draw an optimized schedule and the uniform one (or mixing matrices and the initial ones), and the descent.
+    """Draw an optimised schedule and the uniform one (or mixing matrices and the initial ones), and the descent.
 
-    Left: the relaxed weights as bars, and below them when each schedule exchanges. Right: the loss at each step of the
-    descent, and those of the final schedule and of the uniform one, which sends as many bytes.
+    Left: the relaxed weights as bars, and below them the exchanges of each schedule. Right: the loss at each step of
+    the descent, and the losses of the final schedule and of the uniform one, which sends as many bytes.
 
     Args:
-        found: what `optimize_schedule` returned.
-        path, title: as for `plot_comparison`. Without a title: the bytes.
+        found: the result of `optimize_schedule`.
+        path, title: as for `plot_comparison`. The default title tells the bytes.
 
     >>> import torch
     >>> from vecgym.records.optimized import OptimizedSchedule
     >>> late, uniform = torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])
-    >>> found = OptimizedSchedule(late, late, uniform, 1.0, 1.0, uniform_loss=1.5, total_bytes=800.0, losses=(1.5, 1.0))
-    >>> [axes.get_xlabel() for axes in plot_schedule(found).axes]
+    >>> result = OptimizedSchedule(late, late, uniform, 1.0, 1.0, 1.5, total_bytes=800.0, losses=(1.5, 1.0))
+    >>> [axes.get_xlabel() for axes in plot_schedule(result).axes]
     ['optimizer steps', 'accepted steps of the descent']
     """
     style.check_shared(path, title)
-    check.instance("found", found, OptimizedSchedule, "what optimize_schedule returned")
+    check.instance("found", found, OptimizedSchedule, "a result of optimize_schedule")
     if found.schedule.ndim == 1:
         names = "optimized, rounded", "every H"
         figure, (left, right) = style.new_figure(11, 4.2, columns=2, width_ratios=(3, 2))
@@ -105,11 +105,11 @@ def plot_schedule(
 def plot_partition(
     partition: Partition, path: str | os.PathLike[str] | None = None, *, title: str | None = None
 ) -> Figure:
-    """Draw how many examples of each class each node has: a stacked bar for each node, a colour for each class.
+    """Draw the number of examples of each class on each node: a stacked bar per node, a colour per class.
 
     Args:
-        partition: with labels, as from `vecgym.data.partition_dirichlet`; without labels, bars have one colour.
-        path, title: as for `plot_comparison`. Without a title: the partition in a line.
+        partition: with labels, as from `vecgym.data.partition_dirichlet`; without labels, all bars have one colour.
+        path, title: as for `plot_comparison`. The default title describes the partition.
 
     >>> from vecgym.data import partition_shards
     >>> partition = partition_shards([0] * 6 + [1] * 6, num_nodes=4, shards_per_node=1)
@@ -119,17 +119,17 @@ def plot_partition(
     """
     style.check_shared(path, title)
     check.instance("partition", partition, Partition, "a Partition such as partition_iid(labels, 8)")
-    nodes, each = range(partition.num_nodes), np.array(partition.sizes)[:, None]
+    nodes, counts = range(partition.num_nodes), np.array(partition.sizes)[:, None]
     labels: Sequence[int | str] = ["examples"]
     if partition.labels is not None:
-        each, labels = partition.counts.numpy(), partition.classes
+        counts, labels = partition.counts.numpy(), partition.classes
     figure, (axes,) = style.new_figure(9, 3.8)
     shades = colormaps["viridis"](np.linspace(0, 1, len(labels)))
-    width = 0.85 if len(each) <= 50 else 1.0  # no gaps where bars are thin
-    for c, (label, top) in enumerate(zip(labels, each.cumsum(1).T)):
+    width = 0.85 if len(counts) <= 50 else 1.0  # no gaps where bars are thin
+    for c, (label, top) in enumerate(zip(labels, counts.cumsum(1).T)):
         colour = style.COLOURS[c] if len(labels) <= len(style.COLOURS) else shades[c]
-        axes.bar(nodes, each[:, c], bottom=top - each[:, c], width=width, color=colour, label=str(label))
-    axes.set_xlim(-0.6, len(each) - 0.4)
+        axes.bar(nodes, counts[:, c], bottom=top - counts[:, c], width=width, color=colour, label=str(label))
+    axes.set_xlim(-0.6, len(counts) - 0.4)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     style.finish(axes, "", "node", "examples")
     if len(labels) > 1:
@@ -139,12 +139,12 @@ def plot_partition(
     return style.done(figure, title or repr(partition)[len("Partition(") : -1], path)
 
 
-def _draw_times(axes: Axes, found: OptimizedSchedule, names: tuple[str, str]) -> None:
-    weights = style.vector("weights", found.weights)
+def _draw_times(axes: Axes, optimized: OptimizedSchedule, names: tuple[str, str]) -> None:
+    weights = style.vector("weights", optimized.weights)
     steps = np.arange(1, len(weights) + 1)
     axes.bar(steps, weights, width=0.85, color=style.COLOURS[2], alpha=style.LIGHT, label="relaxed weights")
-    _draw_exchanges(axes, style.vector("schedule", found.schedule), -0.06, style.COLOURS[0], names[0])
-    _draw_exchanges(axes, style.vector("uniform", found.uniform), -0.14, style.COLOURS[1], names[1])
+    _draw_exchanges(axes, style.vector("schedule", optimized.schedule), -0.06, style.COLOURS[0], names[0])
+    _draw_exchanges(axes, style.vector("uniform", optimized.uniform), -0.14, style.COLOURS[1], names[1])
     axes.set_ylim(-0.2, 1.05)
     style.finish(axes, "when to exchange", "optimizer steps", "weight of the exchange")
     axes.legend(frameon=False, loc="upper left")
@@ -153,7 +153,7 @@ def _draw_times(axes: Axes, found: OptimizedSchedule, names: tuple[str, str]) ->
 def _draw_exchanges(
     axes: Axes, weights: np.ndarray, y: float, colour: str, label: str, transform: Transform | None = None
 ) -> None:
-    """Draw a mark for each step that exchanges."""
+    """Draw a tick for each step that exchanges."""
     at = np.flatnonzero(weights > 0) + 1
     look = {"markersize": 9, "markeredgewidth": 1.8, "color": colour, "label": label}
     axes.plot(at, np.full(len(at), y), "|", transform=transform or axes.transData, **look)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Figures of the rows of a sweep: against an axis, as a heat map, against their cost."""
+"""Figures of the rows of a sweep: against an axis, as a heat map, and against their cost."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from matplotlib.ticker import NullLocator
 from vecgym.core import check
 from vecgym.plot import style
 from vecgym.records.columns import column_label
-from vecgym.records.rows import Rows, averaged, check_over, checked, groups
+from vecgym.records.rows import Rows, as_rows, averaged, check_over, groups
 
 
-class Drawn(NamedTuple):
+class PlotData(NamedTuple):
     """The rows of a figure.
 
     Attributes:
-        rows: all of them.
-        value: the column that is drawn.
-        over: the axis of the seeds, unless it is drawn itself.
+        rows: all rows.
+        value: the column to draw.
+        over: the axis of the seeds, unless it is an axis of the figure.
         finite: the rows whose value is a finite number.
     """
 
@@ -34,9 +34,9 @@ class Drawn(NamedTuple):
     finite: Rows
 
     def title(self, title: str) -> str:
-        """Return the title, with how many rows are left out."""
-        left_out = len(self.rows) - len(self.finite)
-        return title + (f"\n{left_out} of {len(self.rows)} runs left out: no finite number" if left_out else "")
+        """Return the title with the number of rows that are left out."""
+        omitted = len(self.rows) - len(self.finite)
+        return title + (f"\n{omitted} of {len(self.rows)} runs left out: no finite number" if omitted else "")
 
 
 def plot_axis(
@@ -52,21 +52,22 @@ def plot_axis(
 ) -> Figure:
     """Draw a column of a sweep against one of its axes, a line for each value of `hue`.
 
-    A line is the mean over all configurations that share x and hue. Its band reaches from the lowest to the highest
+    A line is the mean over all configurations that share x and hue. Its band ranges from the lowest to the highest
     mean of a seed or, without seeds, from the lowest to the highest configuration. Rows without a finite number, such
-    as diverged ones, are left out and counted in the title. Numbers that span a factor of 20 or more are on a
-    logarithmic axis; values that are no numbers are side by side.
+    as diverged ones, are left out and counted in the title. The axis is logarithmic if the numbers span a factor of 20
+    or more; other values are placed side by side.
 
     Args:
         rows: of a `SweepResult`.
-        x, hue: axes; y: a column.
+        x, hue: axes of the sweep.
+        y: a column.
         path, title: as for `plot_comparison`.
-        best: draw the best configuration instead of the mean: every other axis at the value with the lowest mean over
-            the seeds. A configuration of which a seed diverged is never the best.
-        over: the axis of the seeds; None: there is none, and each row counts by itself.
+        best: draw the best configuration instead of the mean: the values of all other axes with the lowest mean over
+            the seeds. A configuration with a diverged seed is never the best.
+        over: the axis of the seeds; None: none, so that each row is a configuration.
 
     Raises:
-        ValueError: for a column that is not there, or has no finite number.
+        ValueError: for an unknown column, or one without a finite number.
 
     >>> rows = [{"lr": lr, "seed": seed, "val_loss": lr + seed} for lr in (0.1, 0.2) for seed in (0, 1)]
     >>> [[round(float(v), 3) for v in line.get_ydata()] for line in plot_axis(rows, "lr").axes[0].lines]
@@ -74,45 +75,45 @@ def plot_axis(
     """
     style.check_shared(path, title)
     check.flag("best", best)
-    drawn = _drawn(rows, y, over, "y", x=x, hue=hue)
+    data = _plot_data(rows, y, over, "y", x=x, hue=hue)
     figure, (axes,) = style.new_figure(7, 4.4)
-    places = _places(axes, drawn.finite, x)
-    values = _values(drawn.finite, hue)
+    places = _places(axes, data.finite, x)
+    values = _values(data.finite, hue)
     for value, look in zip(values, style.line_styles(values)):
-        mine = [row for row in drawn.rows if hue is None or row[hue] == value]
-        found = {v: _summary([row for row in mine if row[x] == v], drawn, best) for v in places}
-        at = [v for v in places if found[v] is not None]
-        middle, low, high = zip(*[found[v] for v in at]) if at else ((), (), ())
+        line = [row for row in data.rows if hue is None or row[hue] == value]
+        summaries = {v: _summary([row for row in line if row[x] == v], data, best) for v in places}
+        at = [v for v in places if summaries[v] is not None]
+        middle, low, high = zip(*[summaries[v] for v in at]) if at else ((), (), ())
         axes.plot([places[v] for v in at], middle, label=_label(hue, value), markersize=5.5, **look)
-        if low != high and not (best and drawn.over is None):
+        if low != high and not (best and data.over is None):
             style.draw_band(axes, [places[v] for v in at], low, high, look["color"])
-    style.finish(axes, "", x, column_label(drawn.value))
+    style.finish(axes, "", x, column_label(data.value))
     if hue is not None:
         _legend_of_values(axes, hue, values)
     what = f"{'the best' if best else 'mean'} of the configurations that share {x}{f' and {hue}' if hue else ''}"
-    spread = f", and the range of {drawn.over}s" if drawn.over is not None else "" if best else ", and their range"
-    return style.done(figure, drawn.title(title or f"{column_label(drawn.value)}:\n{what}{spread}"), path)
+    spread = f", and the range of {data.over}s" if data.over is not None else "" if best else ", and their range"
+    return style.done(figure, data.title(title or f"{column_label(data.value)}:\n{what}{spread}"), path)
 
 
-def _summary(rows: Rows, drawn: Drawn, best: bool) -> tuple[float, float, float] | None:
-    """Return middle, lowest and highest of some rows; None: they have no finite number."""
-    y, over = drawn.value, drawn.over
+def _summary(rows: Rows, data: PlotData, best: bool) -> tuple[float, float, float] | None:
+    """Return the mean, minimum and maximum of some rows; None if they have no finite number."""
+    y, over = data.value, data.over
     finite = [row for row in rows if check.is_finite(row[y])]
     if best:
-        whole = _whole(rows, drawn)
-        if not whole:
+        complete = _complete(rows, data)
+        if not complete:
             return None
-        each = min(([row[y] for row in group] for group in whole), key=np.mean)
+        values = min(([row[y] for row in group] for group in complete), key=np.mean)
     elif over is None:
-        each = [row[y] for row in finite]
+        values = [row[y] for row in finite]
     else:
-        each = [np.mean([row[y] for row in finite if row[over] == v]) for v in _values(finite, over)]
-    return (float(np.mean(each)), min(each), max(each)) if each else None
+        values = [np.mean([row[y] for row in finite if row[over] == v]) for v in _values(finite, over)]
+    return (float(np.mean(values)), min(values), max(values)) if values else None
 
 
-def _whole(rows: Rows, drawn: Drawn) -> list[list[Mapping[str, Any]]]:
-    """Return the configurations that have a finite number for every seed."""
-    return [group for group in groups(rows, drawn.over) if all(check.is_finite(row[drawn.value]) for row in group)]
+def _complete(rows: Rows, data: PlotData) -> list[list[Mapping[str, Any]]]:
+    """Return the configurations with a finite number for every seed."""
+    return [group for group in groups(rows, data.over) if all(check.is_finite(row[data.value]) for row in group)]
 
 
 def plot_heatmap(
@@ -126,9 +127,9 @@ def plot_heatmap(
     best: bool = False,
     over: str | None = "seed",
 ) -> Figure:
-    """Draw a column of a sweep against two of its axes; each cell shows the mean over the others.
+    """Draw a column of a sweep against two of its axes; each cell is the mean over the others.
 
-    The lowest cell has a frame, and cells without a finite number are empty. The arguments are those of `plot_axis`.
+    The lowest cell is framed, and cells without a finite number are empty. For the arguments, see `plot_axis`.
 
     >>> rows = [{"lr": lr, "H": H, "val_loss": lr * H} for lr in (0.1, 0.2) for H in (1, 5)]
     >>> plot_heatmap(rows, "lr", "H").axes[0].images[0].get_array().tolist()
@@ -136,15 +137,15 @@ def plot_heatmap(
     """
     style.check_shared(path, title)
     check.flag("best", best)
-    drawn = _drawn(rows, value, over, "value", x=x, y=y)
-    columns, lines = _values(drawn.rows, x), _values(drawn.rows, y)
+    data = _plot_data(rows, value, over, "value", x=x, y=y)
+    columns, lines = _values(data.rows, x), _values(data.rows, y)
     cells = np.full((len(lines), len(columns)), np.nan)
     for i, of_y in enumerate(lines):
         for j, of_x in enumerate(columns):
-            found = _summary([row for row in drawn.rows if row[x] == of_x and row[y] == of_y], drawn, best)
-            cells[i, j] = np.nan if found is None else found[0]
+            summary = _summary([row for row in data.rows if row[x] == of_x and row[y] == of_y], data, best)
+            cells[i, j] = np.nan if summary is None else summary[0]
     if np.isnan(cells).all():
-        raise _incomplete(drawn)
+        raise _incomplete(data)
     figure, (axes,) = style.new_figure(2.2 + 0.9 * len(columns), 1.8 + 0.6 * len(lines))
     image = axes.imshow(cells, cmap="viridis", origin="lower", aspect="auto")
     middle = (np.nanmin(cells) + np.nanmax(cells)) / 2
@@ -153,14 +154,14 @@ def plot_heatmap(
         axes.text(j, i, f"{cells[i, j]:.4g}", ha="center", va="center", color=colour, fontsize=9)
     i, j = divmod(int(np.nanargmin(cells)), len(columns))
     axes.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, edgecolor=style.COLOURS[1], linewidth=2.5))
-    axes.set_xticks(range(len(columns)), [_shown(v) for v in columns])
-    axes.set_yticks(range(len(lines)), [_shown(v) for v in lines])
+    axes.set_xticks(range(len(columns)), [_text(v) for v in columns])
+    axes.set_yticks(range(len(lines)), [_text(v) for v in lines])
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    label = column_label(drawn.value)
+    label = column_label(data.value)
     figure.colorbar(image, label=label)
     title = title or f"{label}, {'the best' if best else 'mean'} of each cell"
-    return style.done(figure, drawn.title(title), path)
+    return style.done(figure, data.title(title), path)
 
 
 def plot_pareto(
@@ -175,53 +176,53 @@ def plot_pareto(
 ) -> Figure:
     """Draw a column of a sweep against the bytes sent per node: a point for each configuration, and the Pareto front.
 
-    Or against another column `x` that should be small, such as "sim_seconds".
+    Another column `x` to be minimised, such as "sim_seconds", can take the place of the bytes.
 
-    A point is the mean over the seeds; its bar reaches from the lowest to the highest. The line connects the
-    configurations on the front, which no other beats in both respects. The arguments are those of `plot_axis`.
+    A point is the mean over the seeds; its bar ranges from the lowest to the highest seed. The line connects the
+    configurations on the front, which no other beats in both respects. For the arguments, see `plot_axis`.
 
     >>> rows = [{"H": H, "bytes_total": 1e6 / H, "val_loss": 1.0 + 0.1 * H} for H in (1, 2, 4)]
     >>> [round(float(v), 2) for v in plot_pareto(rows).axes[0].lines[0].get_ydata()]
     [1.4, 1.2, 1.1]
     """
     style.check_shared(path, title)
-    drawn = _drawn(rows, y, over, "y", x=x, hue=hue)
-    whole = _whole(drawn.rows, drawn)
-    if not whole:
-        raise _incomplete(drawn)
-    means = [averaged(group, drawn.over)[0] for group in whole]
-    points = [(row[x], row[drawn.value]) for row in means]
+    data = _plot_data(rows, y, over, "y", x=x, hue=hue)
+    complete = _complete(data.rows, data)
+    if not complete:
+        raise _incomplete(data)
+    means = [averaged(group, data.over)[0] for group in complete]
+    points = [(row[x], row[data.value]) for row in means]
     figure, (axes,) = style.new_figure(7, 4.4)
     sent, lowest = zip(*[points[i] for i in pareto_front(points)])
     axes.plot(sent, lowest, color="0.4", zorder=1, label="Pareto front")
     values = _values(means, hue)
     for value, look in zip(values, style.line_styles(values)):
-        mine = [i for i, row in enumerate(means) if hue is None or row[hue] == value]
-        at, middle = zip(*[points[i] for i in mine])
+        members = [i for i, row in enumerate(means) if hue is None or row[hue] == value]
+        at, middle = zip(*[points[i] for i in members])
         axes.scatter(at, middle, s=24, zorder=2, label=_label(hue, value), **look)
-        if drawn.over is not None:
-            low, high = ([end(row[drawn.value] for row in whole[i]) for i in mine] for end in (min, max))
+        if data.over is not None:
+            low, high = ([end(row[data.value] for row in complete[i]) for i in members] for end in (min, max))
             axes.vlines(at, low, high, color=look["color"], alpha=0.6, linewidth=1.6, zorder=1)
     axes.scatter(sent, lowest, s=90, facecolors="none", edgecolors="0.2")
-    style.finish(axes, "", column_label(x), column_label(drawn.value))
+    style.finish(axes, "", column_label(x), column_label(data.value))
     if x == "bytes_total" and any(row[x] for row in means):
         style.scale_bytes(axes, [row[x] for row in means])
     _legend_of_values(axes, hue, values)
-    seeds = "" if drawn.over is None else f": mean and range of {len(whole[0])} {drawn.over}s"
-    return style.done(figure, drawn.title(title or f"{column_label(drawn.value)} and what it costs{seeds}"), path)
+    seeds = "" if data.over is None else f": mean and range of {len(complete[0])} {data.over}s"
+    return style.done(figure, data.title(title or f"{column_label(data.value)} and what it costs{seeds}"), path)
 
 
-def _incomplete(drawn: Drawn) -> ValueError:
-    value, over = drawn.value, drawn.over
-    return ValueError(f"no configuration has a finite number as {value!r} for every {over}: give over=None.")
+def _incomplete(data: PlotData) -> ValueError:
+    value, over = data.value, data.over
+    return ValueError(f"no configuration has a finite {value!r} for every {over}: give over=None.")
 
 
 def _label(hue: str | None, value: Any) -> str | None:
-    return None if hue is None else f"{hue} = {_shown(value)}"
+    return None if hue is None else f"{hue} = {_text(value)}"
 
 
 def _legend_of_values(axes: Axes, hue: str | None, values: list[Any]) -> None:
-    """Put a short legend among the curves, and a long one beside them."""
+    """Put a short legend inside the axes, and a long one beside them."""
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) <= style.MAX_RUNS_INSIDE:
         axes.legend(handles, labels, frameon=False)
@@ -230,9 +231,9 @@ def _legend_of_values(axes: Axes, hue: str | None, values: list[Any]) -> None:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the indices of the points that no other one beats in one coordinate and matches in the other.
+    """Return the indices of the points on the Pareto front, where both coordinates are to be small.
 
-    They are ordered by the first coordinate.
+    No other point is lower in one coordinate and at most equal in the other. They are ordered by the first coordinate.
 
     >>> pareto_front([(1.0, 5.0), (2.0, 6.0), (3.0, 1.0), (3.0, 2.0)])
     [0, 2]
@@ -245,41 +246,41 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-def _drawn(rows: Rows, value: str, over: str | None, name: str, **axes: str | None) -> Drawn:
-    """Check what is drawn. `name`: of the argument `value`; `axes`: argument -> column, of which `hue` may be None."""
-    rows = checked(rows)
+def _plot_data(rows: Rows, value: str, over: str | None, name: str, **axes: str | None) -> PlotData:
+    """Check the rows and columns of a figure. `name`: the argument that gave `value`; `axes`: {argument: column}."""
+    rows = as_rows(rows)
     if not rows:
-        raise ValueError("there is no row to plot.")
+        raise ValueError("there is no row to plot: give the rows of a SweepResult.")
     for argument, column in {name: value, **axes}.items():
         if argument != "hue" or column is not None:
             check.column(argument, column, rows[0])
     finite = [row for row in rows if check.is_finite(row[value])]
     if not finite:
-        raise ValueError(f"no row has a finite number as {value!r}.")
-    is_drawn = isinstance(over, str) and over in axes.values()
-    return Drawn(rows, value, None if is_drawn else check_over(rows, over), finite)
+        raise ValueError(f"no row has a finite {value!r}: give another column.")
+    is_axis = isinstance(over, str) and over in axes.values()
+    return PlotData(rows, value, None if is_axis else check_over(rows, over), finite)
 
 
 def _values(rows: Rows, name: str | None) -> list[Any]:
-    """Return the values of an axis: numbers ascending, others in their order."""
+    """Return the distinct values of an axis: numbers sorted, others in order of appearance."""
     if name is None:
         return [None]
-    found = list(dict.fromkeys(row[name] for row in rows))
-    return sorted(found) if all(map(check.is_number, found)) else found
+    values = list(dict.fromkeys(row[name] for row in rows))
+    return sorted(values) if all(map(check.is_number, values)) else values
 
 
 def _places(axes: Axes, rows: Rows, name: str) -> dict[Any, float]:
-    """Return where each value is drawn."""
-    found = _values(rows, name)
-    if not all(map(check.is_number, found)):
-        axes.set_xticks(range(len(found)), [_shown(v) for v in found])
-        return {v: float(i) for i, v in enumerate(found)}
-    if found[0] > 0 and found[-1] / found[0] >= 20:
+    """Return the position of each value on the axis of a figure."""
+    values = _values(rows, name)
+    if not all(map(check.is_number, values)):
+        axes.set_xticks(range(len(values)), [_text(v) for v in values])
+        return {v: float(i) for i, v in enumerate(values)}
+    if values[0] > 0 and values[-1] / values[0] >= 20:
         axes.set_xscale("log")
-        axes.set_xticks(found, [_shown(v) for v in found])
+        axes.set_xticks(values, [_text(v) for v in values])
         axes.xaxis.set_minor_locator(NullLocator())
-    return {v: float(v) for v in found}
+    return {v: float(v) for v in values}
 
 
-def _shown(value: Any) -> str:
+def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

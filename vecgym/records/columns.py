@@ -1,6 +1,6 @@
-"""The columns of a history: their meaning, and what recorders, loggers, readers and figures must know of them.
+"""The columns of a history: their meaning, and what recorders, loggers, readers and figures need to know about them.
 
-A new column is declared here, in `COLUMNS`, and nowhere else.
+Declare a new column here, in `COLUMNS`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ class Column(NamedTuple):
     """A column of the history.
 
     Attributes:
-        meaning: what it is, with its unit.
-        label: in figures; "": its name.
-        start: its value before the first step; None: it has none.
-        per_node: one number for each node, `[K]`, instead of a single one.
-        measured: depends on the machine and the moment: two otherwise equal runs differ in it.
-        swept: a measure of the runs of a sweep, in their rows.
+        meaning: a description, with the unit.
+        label: the label in figures; "": the name of the column.
+        start: the value before the first step; None: it has none.
+        per_node: whether it has one number for each node, `[K]`.
+        measured: whether it is measured on the machine, so that two otherwise equal runs differ in it.
+        swept: whether it is a measure in the rows of a sweep.
 
     >>> COLUMNS["bytes_total"].label, COLUMNS["bytes_total"].start
     ('bytes sent per node', 0.0)
@@ -31,11 +31,11 @@ class Column(NamedTuple):
     swept: bool = False
 
 
-# In the order in which they are written. In addition there are, for each metric that a model offers (see
-# `vecgym.runs.evaluation`), `val_NAME` of the average of the nodes and `val_NAME_local`, the mean of the nodes'.
+# In the order in which they are written. Each metric of a model (see `vecgym.runs.evaluation`) adds two columns:
+# `val_NAME`, of the average of the nodes, and `val_NAME_local`, the mean over the nodes.
 COLUMNS = {
     "step": Column("optimizer steps done", label="optimizer steps", start=0),
-    "epoch": Column("passes over the data done", start=0.0),
+    "epoch": Column("epochs done: passes over the data", start=0.0),
     "examples": Column("examples seen by all nodes together", label="examples seen by all nodes", start=0),
     "train_loss": Column(
         "mean over the nodes of the loss on their batches, before the step's update", label="training loss", swept=True
@@ -43,66 +43,66 @@ COLUMNS = {
     "lr": Column("inner learning rate of the step; where nodes differ, their mean"),
     "outer_lr": Column("learning rate of the outer or server optimizer, where the strategy has one"),
     "bytes_step": Column(
-        "bytes that a node's link has sent in this step alone, whatever the interval of a logger; see "
+        "bytes that a node's link has sent in this step alone, regardless of a logger's interval; see "
         "`vecgym.collectives.ledger`",
         start=0.0,
     ),
     "bytes_total": Column(
-        "bytes that a node's link has sent since the start, with what it forwards",
+        "bytes that a node's link has sent since the start, including what it forwards",
         label="bytes sent per node", start=0.0, swept=True,
     ),
     "bytes_received_total": Column("bytes that a node's link has received since the start", start=0.0),
     "bytes_payload_total": Column(
-        "bytes that a node has handed to collectives since the start, what papers report",
+        "bytes that a node has passed to collectives since the start, as papers report them",
         label="payload per node (bytes)", start=0.0,
     ),
     "val_loss": Column(
-        "validation loss of the run's model: the average of the nodes that are there", label="validation loss",
+        "validation loss of the run's model, the average of the nodes present", label="validation loss",
         swept=True,
     ),
     "val_loss_local": Column(
-        "mean over the nodes that are there of each one's validation loss", label="nodes' validation loss", swept=True
+        "mean of the validation losses of the nodes present", label="nodes' validation loss", swept=True
     ),
     "consensus_distance": Column(
-        "root mean square distance to their average of the parameters of the nodes that are there, after the step",
+        "RMS distance of the present nodes' parameters to their average, after the step",
         label="consensus distance", swept=True,
     ),
-    "consensus_distance_before": Column("the same before the step's exchange of parameters"),
-    "num_present": Column("nodes that were there in the step, where `availability` lets some be absent"),
-    "num_never_present": Column("nodes that have not been there in any step so far; no average counts them"),
+    "consensus_distance_before": Column("consensus distance before the step's exchange of parameters"),
+    "num_present": Column("nodes present in the step, if `availability` lets some be absent"),
+    "num_never_present": Column("nodes that have not been present in any step so far; averages leave them out"),
     "correlation": Column("mean correlation between the parameters of two nodes"),
-    "seconds": Column("since the start of the first step", label="seconds of simulation", start=0.0, measured=True),
-    "steps_per_s": Column("steps per second since the row before", measured=True),
-    "examples_per_s": Column("examples per second of all nodes together, since the row before", measured=True),
+    "seconds": Column("seconds since the first step began", label="seconds of simulation", start=0.0, measured=True),
+    "steps_per_s": Column("steps per second since the previous row", measured=True),
+    "examples_per_s": Column("examples per second of all nodes together, since the previous row", measured=True),
     "bytes_per_s": Column(
-        "implied bandwidth: `bytes_step` / seconds of the step, as simulated here: the rate at which each node would "
+        "implied bandwidth, `bytes_step` / seconds of the step as simulated here: the rate at which each node would "
         "have to send to keep pace with this run, if it sent during the whole step",
         measured=True,
     ),
     "memory_bytes": Column(
-        "the most memory of the process up to an evaluation: resident, or on CUDA allocated", measured=True
+        "peak memory of the process up to an evaluation: resident or, on CUDA, allocated", measured=True
     ),
     "sim_seconds": Column(
-        "seconds until every node has ended the step, on the `network` given",
+        "seconds until every node has ended the step, on the run's `network`",
         label="seconds on the network", swept=True,
     ),
-    "sim_utilization": Column("the part of them in which the nodes computed, their mean"),
+    "sim_utilization": Column("fraction of `sim_seconds` in which the nodes computed, averaged over the nodes"),
     "train_losses": Column("each node's training loss; nan where it did not train", per_node=True),
     "val_losses": Column("each node's validation loss", per_node=True),
 }  # fmt: skip
 
-# Of asynchronous runs, whose steps are updates of a server, in addition.
-OF_UPDATES = {
+# Additional columns of asynchronous runs, whose steps are updates of a server.
+UPDATE_COLUMNS = {
     "version": Column("updates that the server has made", label="updates of the server", swept=True),
-    "num_arrived": Column("movements in the update", swept=True),
+    "num_arrived": Column("movements that the update combines", swept=True),
     "staleness": Column(
-        "how many versions the server was ahead of those from which they began, their mean", swept=True
+        "versions by which the server was ahead of those from which the movements began: their mean", swept=True
     ),
-    "staleness_max": Column("the most of them", swept=True),
+    "staleness_max": Column("largest staleness of a movement in the update", swept=True),
     "local_steps_total": Column(
-        "local steps in the updates so far, of all nodes together", label="local steps of all nodes", swept=True
+        "local steps of all nodes together in the updates so far", label="local steps of all nodes", swept=True
     ),
-    "nodes_per_call": Column("rounds computed in one stacked call, the mean over the calls of the update"),
+    "nodes_per_call": Column("rounds computed in one stacked call, averaged over the calls of the update"),
 }
 
 SCALARS = {name: column.meaning for name, column in COLUMNS.items() if not column.per_node}
@@ -110,7 +110,7 @@ PER_NODE = {name: column.meaning for name, column in COLUMNS.items() if column.p
 MEASURED = tuple(name for name, column in COLUMNS.items() if column.measured)
 START = {name: column.start for name, column in COLUMNS.items() if column.start is not None}
 INTEGERS = tuple(name for name, start in START.items() if isinstance(start, int))
-# The x axes of figures, and their columns.
+# The columns of the x axes of figures.
 X_AXES = {
     "step": "step", "examples": "examples", "bytes": "bytes_total", "payload": "bytes_payload_total",
     "seconds": "seconds", "sim_seconds": "sim_seconds",
@@ -123,5 +123,5 @@ def column_label(name: str) -> str:
     >>> column_label("val_loss"), column_label("H")
     ('validation loss', 'H')
     """
-    known = {**COLUMNS, **OF_UPDATES}
-    return (known[name].label if name in known else "") or name
+    columns = {**COLUMNS, **UPDATE_COLUMNS}
+    return (columns[name].label if name in columns else "") or name

@@ -1,4 +1,4 @@
-"""The history of a run: rows in the order of the steps, read as columns; see `vecgym.records.columns`."""
+"""The history of a run: rows in the order of steps, read as columns; see `vecgym.records.columns`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from vecgym.records.rows import Row, counted, data_frame
 
 
 class History:
-    """The rows recorded during a run, as columns. A column that a row lacks is None there.
+    """The rows recorded during a run, as columns. A column is None in the rows that lack it.
 
-    Row 0 describes the start (validation only), row t the t-th step. `settings` holds what the run was given, and
-    what was chosen for it, such as the engine's plan.
+    Row 0 describes the start (validation only), row t the t-th step. `settings` holds the arguments of the run, and
+    what was chosen automatically, such as the engine's plan.
 
     >>> history = History({"engine": "vmap"})
     >>> history.append({"step": 0, "val_loss": 2.0}); history.append({"step": 1, "train_loss": 1.5})
@@ -37,7 +37,7 @@ class History:
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns that any row has.
+        """The names of the columns that occur in any row.
 
         >>> history = History()
         >>> history.append({"val_loss": 2.0, "step": 0}); history.append({"step": 1, "train_loss": 1.5})
@@ -45,28 +45,28 @@ class History:
         ['step', 'train_loss', 'val_loss']
         """
         present = {name: None for row in self.rows for name in row}
-        known = [name for name in COLUMNS if name in present]
-        return known + [name for name in present if name not in known]
+        standard = [name for name in COLUMNS if name in present]
+        return standard + [name for name in present if name not in standard]
 
     def __getitem__(self, column: str) -> list[Any]:
-        """Return one entry per row; None where a row lacks the column."""
-        column = self._known(column)
+        """Return one entry per row, None if the row lacks the column."""
+        column = self._checked_name(column)
         return [row.get(column) for row in self.rows]
 
     def series(self, column: str, x: str = "step") -> tuple[list[Any], list[Any]]:
-        """Return the entries of `x` and of a column, of the rows that have both: ready to plot."""
-        column, x = self._known(column), self._known(x, "x")
+        """Return the entries of `x` and of a column in the rows that have both, ready to plot."""
+        column, x = self._checked_name(column), self._checked_name(x, "x")
         rows = [row for row in self.rows if row.get(column) is not None and row.get(x) is not None]
         return [row[x] for row in rows], [row[column] for row in rows]
 
     def last(self, column: str) -> Any:
-        """Return the last entry of a column; None if it has none."""
-        column = self._known(column)
+        """Return the last entry of a column; None if there is none."""
+        column = self._checked_name(column)
         entries = (row[column] for row in reversed(self.rows) if row.get(column) is not None)
         return next(entries, None)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the columns that have one number per row; the file appears whole or not at all.
+        """Write the columns that have one number per row. The file appears complete or not at all.
 
         >>> import tempfile, pathlib
         >>> history = History()
@@ -107,11 +107,11 @@ class History:
         """
         rows = self.series(column)[1]
         if not rows:
-            raise KeyError(f"{column!r} was not recorded; val_losses need a val_dataset, others a step of training.")
+            raise KeyError(f"{column!r} was not recorded: val_losses need a val_dataset, others a training step.")
         return np.stack(rows)
 
-    def _known(self, column: str, name: str = "column") -> str:
-        """Return the name of a column, if it is one."""
+    def _checked_name(self, column: str, name: str = "column") -> str:
+        """Return the name of a column; raise a KeyError if there is no such column."""
         check.instance(name, column, str, "the name of a column")
         if column not in COLUMNS and column not in self.columns:
             close = check.did_you_mean(column, self.columns)

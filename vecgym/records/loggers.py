@@ -25,9 +25,9 @@ WandbMode = Literal["online", "offline", "disabled"]
 
 
 class Logger:
-    """Receive the settings of a run at its start, then its rows, then its end.
+    """Receive the settings of a run when it starts, then its rows, then a call when it ends.
 
-    A logger that fails is reported once by a warning and not called again; it never stops the training.
+    A logger that fails is reported by one warning and not called again; it never stops the training.
 
     >>> class Printing(Logger):
     ...     def log(self, row):
@@ -41,9 +41,9 @@ class Logger:
         """Begin a run."""
 
     def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-        """Resume a run from a checkpoint, instead of `start`; `rows` are those that were logged up to there.
+        """Resume a run from a checkpoint, instead of `start`; `rows` are those logged before the checkpoint.
 
-        A logger must drop what it kept of steps after the checkpoint: they are logged again.
+        A logger must drop the rows of steps after the checkpoint: they are logged again.
 
         >>> class Printing(Logger):
         ...     def start(self, settings):
@@ -59,11 +59,11 @@ class Logger:
         """Log one row: values of `vecgym.records.columns.COLUMNS`, and of the model's own metrics."""
 
     def finish(self) -> None:
-        """Finish, however the run ended."""
+        """Finish, whether or not the run succeeded."""
 
 
 def as_loggers(logger: Any) -> list[Logger]:
-    """Return one logger, several, or None as a list.
+    """Return a list of loggers, given one logger, several, or None.
 
     Raises:
         TypeError: for anything but loggers.
@@ -73,17 +73,17 @@ def as_loggers(logger: Any) -> list[Logger]:
     """
     loggers = [] if logger is None else list(logger) if isinstance(logger, (list, tuple)) else [logger]
     give = "a Logger object such as CSVLogger(directory), or a list of them"
-    return [check.instance("logger", one, Logger, give) for one in loggers]
+    return [check.instance("logger", x, Logger, give) for x in loggers]
 
 
 class CSVLogger(Logger):
     """Write `history.csv`, `train_losses.csv`, `val_losses.csv` (a column per node) and `config.json`.
 
-    Each row is on disk as soon as it is logged. `read_csv` reads all of it back.
+    Each row is on disk as soon as it is logged. `read_csv` reads the files back.
 
     Args:
-        directory: created if it does not exist; files of an earlier run in it are replaced. A resumed run writes its
-            rows again, so that none is lost or duplicated.
+        directory: created if it does not exist. The files of an earlier run in it are replaced. A resumed run rewrites
+            its rows, so that none is lost or duplicated.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -129,7 +129,7 @@ class CSVLogger(Logger):
         self._files = {}
 
     def _widen(self, new: list[str]) -> None:
-        """Add columns to the file: a model's own metrics are known only from the first row that has them."""
+        """Add columns to the file: a model's own metrics appear only with the first row that has them."""
         self._files.pop("history").close()
         path = self.directory / "history.csv"
         with path.open(newline="") as file:
@@ -147,10 +147,10 @@ class CSVLogger(Logger):
 
 
 def read_csv(directory: str | os.PathLike[str]) -> History:
-    """Read the history that a `CSVLogger` wrote, with its settings; warn of an incomplete last line, and skip it.
+    """Read the history and settings that a `CSVLogger` wrote. Skip an incomplete last line, with a warning.
 
     Raises:
-        ValueError: for a directory without the files of a run, or with unreadable ones.
+        ValueError: if the directory holds no files of a run, or unreadable ones.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -162,18 +162,16 @@ def read_csv(directory: str | os.PathLike[str]) -> History:
     """
     folder = check.path("directory", directory)
     if not (folder / "history.csv").is_file():
-        raise ValueError(
-            f"{folder} holds no run: there is no history.csv in it, which CSVLogger({str(folder)!r}) writes."
-        )
+        raise ValueError(f"{folder} holds no run: there is no history.csv, which CSVLogger({str(folder)!r}) writes.")
     try:
         config = folder / "config.json"
         history = History(json.loads(config.read_text()) if is_regular(config) else {})
-        for cells in _rows_of(folder / "history.csv"):
+        for cells in _read_rows(folder / "history.csv"):
             row = {name: float(cell) for name, cell in cells.items() if cell not in ("", None)}
             history.append({**row, **{name: int(row[name]) for name in INTEGERS if name in row}})
         by_step = {row["step"]: row for row in history}
         for name in PER_NODE:
-            for cells in _rows_of(folder / f"{name}.csv"):
+            for cells in _read_rows(folder / f"{name}.csv"):
                 step = int(cells.pop("step"))
                 if step in by_step:
                     by_step[step][name] = np.array([float(cell) for cell in cells.values()])
@@ -182,40 +180,40 @@ def read_csv(directory: str | os.PathLike[str]) -> History:
     return history
 
 
-def _rows_of(path: Path) -> list[dict[str, str]]:
+def _read_rows(path: Path) -> list[dict[str, str]]:
     if not is_regular(path):
         return []
     with path.open(newline="") as file:
         lines, newline, cut_off = file.read().rpartition("\n")
-    if cut_off:  # what is left of a number is another number
-        warn(f"{path} ends within a line, which is left out: its writer was killed, or the disk was full.")
+    if cut_off:  # a truncated number is a different number
+        warn(f"skipping the incomplete last line of {path}: its writer was killed, or the disk was full.")
     return list(csv.DictReader(io.StringIO(lines + newline, newline="")))
 
 
 class WandbLogger(Logger):
     """Log a run to Weights & Biases: the settings as its config, the rows as its history.
 
-    A training that is resumed from a checkpoint continues its wandb run, whose id is the setting "run_id" of runs with
-    a `save_dir`. Offline all rows are written once more, under the same id, so that the upload is complete.
+    A run that is resumed from a checkpoint continues its wandb run, whose id is the setting "run_id" of runs with a
+    `save_dir`. Offline, all rows are written again under the same id, so that the upload is complete.
 
-    Names are those of the columns; of columns with a number for each node the lowest and the highest,
+    Metrics have the names of the columns. Columns with a number for each node become their minimum and maximum,
     `train_losses/min` and `train_losses/max`.
 
     Args:
-        project: to which the run belongs.
-        experiment_name, name: two ways to give the run's name; None: wandb makes one up.
-        entity: the user or team that owns it; None: your own.
+        project: the project of the run.
+        experiment_name, name: the run's name, given as either of them; None: wandb makes one up.
+        entity: the user or team that owns the run; None: your default one.
         mode: "online"; "offline", which needs no network and no account (`wandb sync DIR` uploads the run later);
-            "disabled", which writes nothing. None: that of `WANDB_MODE`; else "online" with an API key, in
-            `WANDB_API_KEY` or from `wandb login`, and "offline" without.
-        directory: the files go to `wandb/` in it; None: `WANDB_DIR`, or else the current directory.
-        per_node: log each node's number as well, `train_losses/node_3`.
+            "disabled", which writes nothing. None: that of `WANDB_MODE`; otherwise "online" if there is an API key, in
+            `WANDB_API_KEY` or from `wandb login`, and "offline" if not.
+        directory: the files go to its subdirectory `wandb/`; None: `WANDB_DIR`, or else the current directory.
+        per_node: also log the number of each node, `train_losses/node_3`.
 
     Attributes:
-        run: wandb's own object, once the run has begun: `logger.run.id`, `logger.run.dir`.
+        run: the `wandb.Run`, once the run has started: `logger.run.id`, `logger.run.dir`.
 
     Raises:
-        ImportError: at construction, without the package: `pip install vecgym[wandb]`.
+        ImportError: at construction, if the package is not installed: `pip install vecgym[wandb]`.
         ValueError: for two names, or an unknown mode.
 
     >>> logger = WandbLogger("diloco", name="H=100", mode="offline")  # doctest: +SKIP
@@ -234,15 +232,15 @@ class WandbLogger(Logger):
         per_node: bool = False,
         **unknown: Any,
     ) -> None:
-        known = inspect.signature(type(self)).parameters
-        check.keywords("WandbLogger", unknown, [key for key in known if key != "unknown"])
+        parameters = inspect.signature(type(self)).parameters
+        check.keywords("WandbLogger", unknown, [key for key in parameters if key != "unknown"])
         if name is not None and experiment_name is not None:
             raise ValueError(
-                f"experiment_name={experiment_name!r} and name={name!r} are two names for the run's name: give one."
+                f"experiment_name={experiment_name!r} and name={name!r} both name the run: give one of them."
             )
         if mode is not None:
             check.choice("mode", mode, get_args(WandbMode), "or None")
-        self._wandb = _optional("wandb", "init", "WandbLogger")
+        self._wandb = _import_optional("wandb", "init", "WandbLogger")
         self.project = project
         self.name = experiment_name if name is None else name
         self.entity = entity
@@ -253,24 +251,24 @@ class WandbLogger(Logger):
         self._next = 0  # earlier steps were logged before the run was resumed
 
     def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-        """Resume the run: the rows that wandb has stay, and the others follow."""
+        """Resume the run: keep the rows that wandb has, and log the others."""
         self.start(settings, resume="allow", allow_val_change=True)
         self._next = self.run.step if self.run.resumed else 0
         for row in rows:
             self.log(row)
 
-    def start(self, settings: dict[str, Any], **how: Any) -> None:
+    def start(self, settings: dict[str, Any], **options: Any) -> None:
         self.finish()
         self._next = 0
         if self.directory is not None:
             self.directory.mkdir(parents=True, exist_ok=True)
         mode = self.mode or _default_wandb_mode()
         if mode == "offline":
-            how.pop("resume", None)  # wandb would say that it has no effect there
+            options.pop("resume", None)  # wandb would warn that it has no effect
         self.run = self._wandb.init(
             project=self.project, name=self.name, entity=self.entity, mode=mode, id=settings.get("run_id"),
             dir=str(self.directory or os.environ.get("WANDB_DIR") or Path.cwd()),
-            config=json.loads(json.dumps(settings, default=str)), reinit="create_new", **how,
+            config=json.loads(json.dumps(settings, default=str)), reinit="create_new", **options,
         )  # fmt: skip
 
     def log(self, row: dict[str, Any]) -> None:
@@ -284,9 +282,9 @@ class WandbLogger(Logger):
 
 
 def _default_wandb_mode() -> str | None:
-    """Return a mode that never asks, or waits, for an account."""
+    """Return a mode that neither asks nor waits for an account."""
     mode = os.environ.get("WANDB_MODE")
-    if mode:  # wandb itself reads it only once in a process
+    if mode:  # wandb itself reads it only once per process
         return mode if mode in get_args(WandbMode) else None
     if os.environ.get("WANDB_API_KEY"):
         return "online"
@@ -298,23 +296,23 @@ def _default_wandb_mode() -> str | None:
 
 
 class TensorBoardLogger(Logger):
-    """Log a run to TensorBoard: a curve for each column, the settings as text; `tensorboard --logdir DIR` shows it.
-
-    Args:
-        directory: of this run; created if it does not exist. Give each run its own: TensorBoard joins all files in
-            one directory.
-        per_node: draw each node's number, `train_losses/node_3`, besides the lowest and the highest.
+    """Log a run to TensorBoard: a curve for each column, the settings as text. View it: `tensorboard --logdir DIR`.
 
     A resumed run continues its curves; points after the checkpoint are dropped.
 
+    Args:
+        directory: of this run, created if it does not exist. Give each run its own: TensorBoard merges all files in a
+            directory.
+        per_node: also draw the number of each node, `train_losses/node_3`, not only the minimum and maximum.
+
     Raises:
-        ImportError: at construction, without the package: `pip install vecgym[tensorboard]`.
+        ImportError: at construction, if the package is not installed: `pip install vecgym[tensorboard]`.
 
     >>> trainer.fit(strategy, num_nodes=8, logger=TensorBoardLogger("runs/H=100"))  # doctest: +SKIP
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, per_node: bool = False) -> None:
-        _optional("tensorboard", "__version__", "TensorBoardLogger")
+        _import_optional("tensorboard", "__version__", "TensorBoardLogger")
         self._writer: Any = None
         self.directory = check.path("directory", directory)
         self.per_node = check.flag("per_node", per_node)
@@ -342,7 +340,7 @@ class TensorBoardLogger(Logger):
 
 
 def _flat(row: dict[str, Any], per_node: bool) -> dict[str, float]:
-    """Flatten a row to numbers: of per-node columns the lowest and the highest, and each node's if asked for."""
+    """Flatten a row to numbers: of per-node columns the minimum, the maximum and, if `per_node`, each entry."""
     flat = {name: value for name, value in row.items() if name not in PER_NODE and value is not None}
     for name in PER_NODE:
         if row.get(name) is not None:
@@ -353,8 +351,8 @@ def _flat(row: dict[str, Any], per_node: bool) -> dict[str, float]:
     return flat
 
 
-def _optional(package: str, attribute: str, whose: str) -> Any:
-    """Import an optional package. A folder of the same name, such as the one that wandb writes, is not the package."""
+def _import_optional(package: str, attribute: str, whose: str) -> Any:
+    """Import an optional package; a folder of the same name, such as wandb writes, is not mistaken for it."""
     try:
         module = importlib.import_module(package)
         getattr(module, attribute)

@@ -9,26 +9,26 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OptimizedSchedule:
-    """An optimised schedule of exchanges, compared with the obvious one.
+    """An optimised schedule of exchanges, compared with the uniform one.
 
     Attributes:
-        schedule: to train with: `[T]` of 0 and 1, or mixing matrices.
-        weights: the best before rounding, `[T]` in [0, 1]; for matrices the same as `schedule`.
-        uniform: "every H" at the same bytes, `[T]` of 0 and 1; for matrices those that the descent began with.
-        loss, relaxed_loss, uniform_loss: of the outcome of `schedule`, `weights` and `uniform`.
-        held_out_loss, held_out_uniform_loss: of `schedule` and `uniform` on other batches; None without them.
-        total_bytes: sent over a node's link in the whole run, by `schedule` and `uniform` alike.
-        losses: of each accepted step of the descent, before rounding.
+        schedule: the schedule to train with: `[T]` of 0 and 1, or mixing matrices.
+        weights: the best weights before rounding, `[T]` in [0, 1]; for matrices the same as `schedule`.
+        uniform: an exchange every H steps at the same bytes, `[T]` of 0 and 1; for matrices the initial ones.
+        loss, relaxed_loss, uniform_loss: the final losses of `schedule`, `weights` and `uniform`.
+        held_out_loss, held_out_uniform_loss: of `schedule` and `uniform` on held-out batches; None without any.
+        total_bytes: bytes sent over a node's link in the whole run, by `schedule` and `uniform` alike.
+        losses: the loss at each accepted step of the descent, before rounding.
 
     >>> import torch
     >>> late, uniform = torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])
-    >>> found = OptimizedSchedule(
+    >>> optimized = OptimizedSchedule(
     ...     late, weights=late, uniform=uniform, loss=1.0, relaxed_loss=1.0, uniform_loss=1.5, total_bytes=800.0,
     ...     losses=(1.5, 1.0), held_out_loss=1.25, held_out_uniform_loss=1.5,
     ... )
-    >>> found.gain, found.held_out_gain
+    >>> optimized.gain, optimized.held_out_gain
     (0.5, 0.25)
-    >>> print(found)
+    >>> print(optimized)
     2 exchanges in 4 steps, 800 bytes per node: loss 1, of every H 1.5; gained 0.5; on held-out batches gained 0.25
     """
 
@@ -45,12 +45,12 @@ class OptimizedSchedule:
 
     @property
     def gain(self) -> float:
-        """By how much the loss is lower than that of `uniform`, at equal bytes; 0: nothing was gained."""
+        """The reduction of the loss compared with `uniform`, at equal bytes; 0 if there is none."""
         return self.uniform_loss - self.loss
 
     @property
     def held_out_gain(self) -> float | None:
-        """The gain on the held-out batches, which the descent has not seen; it may be negative."""
+        """The gain on the held-out batches, which the descent did not use; it may be negative."""
         if self.held_out_loss is None or self.held_out_uniform_loss is None:
             return None
         return self.held_out_uniform_loss - self.held_out_loss

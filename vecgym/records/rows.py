@@ -1,4 +1,4 @@
-"""Rows of a sweep, one dict for each run: select them, average them over the seeds, and show their values."""
+"""The rows of a sweep, one dict for each run: select them, average them over seeds, and format their values."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 from torch import Tensor
 
 from vecgym.core import check
-from vecgym.records.columns import COLUMNS, OF_UPDATES
+from vecgym.records.columns import COLUMNS, UPDATE_COLUMNS
 
 Row = dict[str, Any]  # column -> value
 Rows = Sequence[Mapping[str, Any]]
 
-# The measures of a run of a sweep; all other names in a row are axes, but for these states.
-MEASURES = tuple(name for name, column in {**COLUMNS, **OF_UPDATES}.items() if column.swept)
+# The measures of a run of a sweep. All other names in a row are axes, except STATES.
+MEASURES = tuple(name for name, column in {**COLUMNS, **UPDATE_COLUMNS}.items() if column.swept)
 STATES = ("status", "steps", "runs")
 MAX_LABEL = 40  # characters
 
 
-def checked(rows: Rows) -> list[Row]:
-    """Return rows that somebody gives, if they can be that.
+def as_rows(rows: Rows) -> list[Row]:
+    """Check that `rows` are rows, and return them as dicts.
 
-    >>> checked([{"H": 1, "bytes_total": 3.0}])
+    >>> as_rows([{"H": 1, "bytes_total": 3.0}])
     [{'H': 1, 'bytes_total': 3.0}]
     """
     give = "a list of dicts, such as the rows of a SweepResult"
@@ -43,7 +43,7 @@ def axes_of(rows: Rows) -> list[str]:
 
 
 def check_over(rows: Rows, over: str | None) -> str | None:
-    """Return the axis to average over, or None. "seed" need not be an axis of the rows; any other name must be."""
+    """Return the axis to average over, or None. "seed" need not be an axis of the rows; any other name must be one."""
     axes = axes_of(rows)
     if over is None or (isinstance(over, str) and over == "seed" and over not in axes):
         return None
@@ -51,7 +51,7 @@ def check_over(rows: Rows, over: str | None) -> str | None:
 
 
 def groups(rows: Rows, over: str | None) -> list[list[Mapping[str, Any]]]:
-    """Group the rows that differ in the axis `over` only, in the order of the first of each.
+    """Group the rows that differ only in the axis `over`, in the order of the first row of each group.
 
     >>> rows = [{"lr": lr, "seed": seed, "val_loss": lr + seed} for seed in (0, 1) for lr in (0.1, 0.2)]
     >>> [[row["val_loss"] for row in group] for group in groups(rows, "seed")]
@@ -62,15 +62,15 @@ def groups(rows: Rows, over: str | None) -> list[list[Mapping[str, Any]]]:
         return [[row] for row in rows]
     by_point: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     others = [name for name in axes_of(rows) if name != over]
-    for row, shown in zip(rows, labelled(rows)):
-        by_point.setdefault(tuple(shown[name] for name in others), []).append(row)
+    for row, labels in zip(rows, labelled(rows)):
+        by_point.setdefault(tuple(labels[name] for name in others), []).append(row)
     return list(by_point.values())
 
 
 def averaged(rows: Rows, over: str | None) -> list[Row]:
-    """Return a row for each of `groups`: the means of the measures, and in "runs" the number of rows.
+    """Return a row for each of `groups`, with the means of the measures and, as "runs", the number of rows.
 
-    If one row has no number, or none that is finite, so has the mean: it is not that of the others.
+    A mean is None if a row has no number, and not finite if a row's number is not: no row is left out.
 
     >>> rows = [{"lr": 0.1, "seed": seed, "status": "finished", "val_loss": 1.0 + seed} for seed in (0, 1)]
     >>> averaged(rows, "seed")
@@ -84,8 +84,8 @@ def _mean(group: Sequence[Mapping[str, Any]], over: str) -> Row:
     mean = Row({name: value for name, value in group[0].items() if name != over})
     for name in MEASURES:
         if name in mean:
-            each = [row[name] for row in group]
-            mean[name] = None if None in each else float(np.mean(each))
+            values = [row[name] for row in group]
+            mean[name] = None if None in values else float(np.mean(values))
     if "status" in mean:
         mean["status"] = next((row["status"] for row in group if row["status"] != "finished"), "finished")
     if "steps" in mean:
@@ -94,33 +94,33 @@ def _mean(group: Sequence[Mapping[str, Any]], over: str) -> Row:
     return mean
 
 
-def chosen(rows: Rows, where: Mapping[str, Any] | None) -> list[Row]:
-    """Return the rows that have these values, or for which these functions of a value are true.
+def select(rows: Rows, where: Mapping[str, Any] | None) -> list[Row]:
+    """Select the rows with these values, or for which these functions of a value are true.
 
     Raises:
-        ValueError: for an unknown column, and if no row is left.
+        ValueError: for an unknown column, or if no row is selected.
 
     >>> rows = [{"H": H, "lr": lr} for H in (1, 5) for lr in (0.1, 0.2)]
-    >>> chosen(rows, {"H": 5, "lr": lambda lr: lr < 0.15})
+    >>> select(rows, {"H": 5, "lr": lambda lr: lr < 0.15})
     [{'H': 5, 'lr': 0.1}]
     """
-    left = [dict(row) for row in rows]
+    selection = [dict(row) for row in rows]
     where = {} if where is None else check.instance("where", where, Mapping, 'a dict of columns, such as {"H": 5}')
-    for name, wanted in where.items():
+    for name, value in where.items():
         if rows:
             check.column("where", name, rows[0])
-        matches = _matches(wanted, [row[name] for row in rows])
-        left = [row for row in left if matches(row[name])]
-    if rows and not left:
-        raise ValueError(f"no row is left where {', '.join(f'{n} is {label(x)}' for n, x in where.items())}.")
-    return left
+        matches = _matches(value, [row[name] for row in rows])
+        selection = [row for row in selection if matches(row[name])]
+    if rows and not selection:
+        raise ValueError(f"there is no row where {', '.join(f'{n} is {label(x)}' for n, x in where.items())}.")
+    return selection
 
 
-def _matches(wanted: Any, values: list[Any]) -> Callable[[Any], bool]:
-    """Return the condition for a value; a function is the condition itself, unless it is a value of the axis."""
-    if callable(wanted) and not any(value is wanted for value in values):
-        return lambda value: bool(wanted(value))
-    return lambda value: value is wanted or (_is_plain(value) and bool(value == wanted))
+def _matches(target: Any, values: list[Any]) -> Callable[[Any], bool]:
+    """Return the condition on a value. A function is itself the condition, unless it is a value of the axis."""
+    if callable(target) and not any(value is target for value in values):
+        return lambda value: bool(target(value))
+    return lambda value: value is target or (_is_plain(value) and bool(value == target))
 
 
 def _is_plain(x: Any) -> bool:
@@ -128,7 +128,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def label(value: Any) -> Any:
-    """Return a value of an axis as a table shows it; numbers stay numbers.
+    """Return the label of a value in a table; plain values are their own labels.
 
     >>> label(0.1), label(Tensor), label(lambda step: step), label(np.ones((4, 4)))
     (0.1, 'Tensor', 'lambda', 'ndarray [4, 4]')
@@ -144,14 +144,14 @@ def label(value: Any) -> Any:
     name = getattr(value, "__name__", None)
     if name is not None:
         return name.strip("<>")
-    shown = str(value)
-    if len(shown) <= MAX_LABEL and " at 0x" not in shown:
-        return shown
+    text = str(value)
+    if len(text) <= MAX_LABEL and " at 0x" not in text:
+        return text
     return f"{type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else type(value).__name__
 
 
 def labelled(rows: Rows) -> list[Row]:
-    """Return the rows with a text for every value that is not plain; different values of an axis get different texts.
+    """Return the rows with labels for the values that are not plain; different values of an axis get different labels.
 
     >>> labelled([{"f": f} for f in (lambda x: x, lambda x: 2 * x, max)])
     [{'f': 'lambda 1'}, {'f': 'lambda 2'}, {'f': 'max'}]
@@ -164,14 +164,14 @@ def labelled(rows: Rows) -> list[Row]:
 
 def _labels(values: list[Any]) -> Iterator[Any]:
     objects = {id(x): x for x in values if not _is_plain(x)}
-    shown = {key: label(x) for key, x in objects.items()}
-    alike: dict[Any, list[int]] = {}
-    for key, text in shown.items():
-        alike.setdefault(text, []).append(key)
-    for keys in alike.values():
+    labels = {key: label(x) for key, x in objects.items()}
+    same_label: dict[Any, list[int]] = {}
+    for key, text in labels.items():
+        same_label.setdefault(text, []).append(key)
+    for keys in same_label.values():
         if len(keys) > 1:
-            shown.update({key: f"{shown[key]} {i}" for i, key in enumerate(keys, start=1)})
-    return (shown.get(id(x), x) for x in values)
+            labels.update({key: f"{labels[key]} {i}" for i, key in enumerate(keys, start=1)})
+    return (labels.get(id(x), x) for x in values)
 
 
 def data_frame(rows: Rows) -> Any:
@@ -188,7 +188,7 @@ def data_frame(rows: Rows) -> Any:
 
 
 def counted(number: int, what: str, several: str | None = None) -> str:
-    """Return a number of things in words.
+    """Return a number with its noun, in the singular or the plural.
 
     >>> counted(1, "program"), counted(2, "stack"), counted(2, "process", "processes")
     ('1 program', '2 stacks', '2 processes')
@@ -197,7 +197,7 @@ def counted(number: int, what: str, several: str | None = None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], justify: Callable[[str, int], str] = str.rjust) -> list[str]:
-    """Return the lines of a table of texts whose first column is flush left.
+    """Return the lines of a table, with the first column flush left.
 
     >>> aligned([["", "bytes"], ["mean", "8"]])
     ['      bytes', 'mean      8']

@@ -1,8 +1,8 @@
-"""Files of runs: write them, read them, and load the models of a finished run: `vecgym.load`.
+"""Files of runs: write them, read them, and load the models of a finished run with `vecgym.load`.
 
-A file is what `torch.save` writes: nested dicts of tensors and plain values, so that `torch.load(weights_only=True)`
-reads it and nothing in it is executed. Reading checks the CRC of every part, which torch itself does not; who reads
-says which names and types there must be, and a run that resumes checks dtypes and shapes against its own.
+A file is written by `torch.save` and consists of nested dicts of tensors and plain values, so that
+`torch.load(weights_only=True)` reads it without executing anything. Reading checks the CRC of every record, which torch
+itself does not. The reader specifies the required names and types, and a run that resumes compares dtypes and shapes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from vecgym.records.history import History
 from vecgym.records.rows import counted
 
 FORMAT = "vecgym"
-VERSION = 3  # of the contents; a reader refuses all others
-FORM: dict[str, Any] = {  # what `load` reads
+VERSION = 3  # of the contents; readers reject all others
+FORM: dict[str, Any] = {  # what `load` requires
     "step": int,
     "num_nodes": int,
     "settings": dict,
@@ -44,14 +44,14 @@ FORM: dict[str, Any] = {  # what `load` reads
 
 @dataclass(frozen=True)
 class Saved:
-    """The models in a file of `trainer.save` or a checkpoint, and how they came about.
+    """The models in a file of `trainer.save` or a checkpoint, with the run's history and settings.
 
     Attributes:
         step: optimizer steps done.
         num_nodes: K.
-        history: what was recorded; see `vecgym.records.history`.
-        settings: what the run was given, and what was chosen for it.
-        params, buffers: of every node, `[K, *]`, or `[1, *]` where all nodes have the same.
+        history: see `vecgym.records.history`.
+        settings: the arguments of the run, and what was chosen automatically.
+        params, buffers: of every node, `[K, *]`, or `[1, *]` if all nodes have the same.
 
     >>> params = {"w": torch.tensor([1.0, 3.0])}
     >>> saved = Saved(10, 2, History(), settings={}, params=params, buffers={}, keys={"w": "w"}, extra={})
@@ -65,15 +65,15 @@ class Saved:
     settings: dict[str, Any]
     params: Tree
     buffers: Tree
-    keys: dict[str, str]  # key of the model's state_dict -> the parameter or buffer; tied ones have several keys
+    keys: dict[str, str]  # key of the state_dict -> name of the parameter or buffer; tied ones have several keys
     extra: dict[str, Any]  # everything else in the state_dict
-    averaged: Tree | None = None  # the average, where it is not that of all nodes
+    averaged: Tree | None = None  # the average, if it is not that of all nodes
 
     @property
     def average(self) -> dict[str, Any]:
-        """The run's model, for `model.load_state_dict`: what `fit` returned, the average of the nodes that are there.
+        """The run's model, for `model.load_state_dict`: what `fit` returned, the average of the nodes present.
 
-        Of an asynchronous run, what the server has. Integers are those of the first node.
+        In an asynchronous run, the server's model. Integers are those of the first node.
         """
         return self._state_dict(self.averaged or nodes.mean({**self.params, **self.buffers}))
 
@@ -84,11 +84,11 @@ class Saved:
         return self._state_dict({name: x[node if len(x) > 1 else 0].clone() for name, x in values.items()})
 
     def __post_init__(self) -> None:
-        """Raise an error unless averages and nodes can be made of it."""
+        """Raise an error unless the average and the nodes' models can be formed."""
         values = {**self.params, **self.buffers}
         for name, x in values.items():
             if not isinstance(x, Tensor) or x.dim() == 0 or len(x) not in (1, self.num_nodes):
-                raise TypeError(f"{name} is not a tensor with a row for each of {self.num_nodes} nodes, or one for all")
+                raise TypeError(f"{name} is not a tensor with a row for each of {self.num_nodes} nodes, or one")
         self._state_dict(values)
         if self.averaged is not None:
             self._state_dict(self.averaged)
@@ -101,15 +101,15 @@ class Saved:
 
 
 def load(path: str | os.PathLike[str]) -> Saved:
-    """Read a file of `trainer.save`, or a checkpoint: the average of the nodes, each node's model, the history.
+    """Load a file of `trainer.save`, or a checkpoint: the average of the nodes, each node's model, the history.
 
-    Of a folder of checkpoints, a run's `save_dir`: the newest.
+    From a folder of checkpoints, a run's `save_dir`, load the newest one.
 
-    No class of the script that saved it is needed, and nothing is executed. Tensors are on the CPU.
+    The classes of the script that saved it are not needed, and nothing is executed. Tensors are on the CPU.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: for a file that is damaged, or not one of vecgym's, naming it.
+        ValueError: if the file is damaged or was not written by vecgym.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -139,9 +139,9 @@ def load(path: str | os.PathLike[str]) -> Saved:
 
 
 def record(saved: Nodes[Any], step: int, history: History) -> dict[str, Any]:
-    """Return what `load` reads: the parameters of all nodes, frozen ones too, and the buffers, `[1 or K, *]`."""
+    """Return the contents for `load`: all nodes' parameters, including frozen ones, and buffers, `[1 or K, *]`."""
     model, params, buffers = saved.model, saved.params, saved.buffers
-    of_all = saved.members is None and saved.result is None
+    is_mean_of_all = saved.members is None and saved.result is None
     names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
     state_dict = model.state_dict(keep_vars=True)
     return {
@@ -154,7 +154,7 @@ def record(saved: Nodes[Any], step: int, history: History) -> dict[str, Any]:
             "buffers": {name: compact(buffers[name]) for name, _ in model.named_buffers()},
             "keys": {key: names[id(x)] for key, x in state_dict.items() if id(x) in names},
             "extra": {key: plain(x, key) for key, x in state_dict.items() if id(x) not in names},
-            "averaged": None if of_all else tree.map(compact, saved.averaged),
+            "averaged": None if is_mean_of_all else tree.map(compact, saved.averaged),
         },
     }
 
@@ -163,27 +163,27 @@ def record(saved: Nodes[Any], step: int, history: History) -> dict[str, Any]:
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the checkpoints in a folder, intact or not, in the order of steps. A pipe, say, is not one."""
+    """Return the checkpoints in a folder, intact or not, in the order of steps. Only regular files count."""
     paths = [path for path in Path(folder).glob("step-*.pt") if re.fullmatch(r"step-[0-9]+\.pt", path.name)]
     return sorted(filter(is_regular, paths), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step after which a checkpoint was written."""
+    """Return the number of steps done when a checkpoint was written."""
     return int(checkpoint.stem.removeprefix("step-"))
 
 
 def write(path: str | os.PathLike[str], contents: Mapping[str, Any]) -> None:
-    """Write nested dicts and lists of tensors and plain values; the file appears whole or not at all.
+    """Write nested dicts and lists of tensors and plain values. The file appears complete or not at all.
 
     Raises:
-        OSError: where it cannot be written; what was at `path` stays.
+        OSError: if it cannot be written; an existing file at `path` remains.
     """
     marked = plain({**contents, "format": FORMAT, "version": VERSION}, "file")
     with write_atomically(path) as file:
         try:
             torch.save(marked, file)
-        except RuntimeError as error:  # torch's writer ends with one of its own once a write has failed
+        except RuntimeError as error:  # torch's writer hides the error of a failed write behind one of its own
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, (OSError, KeyboardInterrupt)):
                 cause = cause.__context__
@@ -193,63 +193,63 @@ def write(path: str | os.PathLike[str], contents: Mapping[str, Any]) -> None:
 def read(
     path: str | os.PathLike[str], needed: Mapping[str, Any] | None = None, *, mmap: bool = False, check: bool = True
 ) -> dict[str, Any]:
-    """Return what `write` has written, on the CPU.
+    """Read a file of `write`, with its tensors on the CPU.
 
     Args:
-        needed: what it must have: names -> types, nested as the contents are.
+        needed: the required contents: names -> types, nested like the contents.
         mmap: read tensors only when they are used.
-        check: read the whole file, to see whether it is intact.
+        check: verify the checksums of the whole file.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        Damaged: for a damaged file, a foreign one, or one of another version, naming it.
+        Damaged: if the file is damaged, was not written by vecgym, or has another version.
     """
     path = checks.path("path", path)
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}.")
     if not is_regular(path):
-        raise Damaged(f"{path} is no file, but a folder, a pipe, a socket or a device, with no checkpoint in it.")
+        raise Damaged(f"{path} is not a file, but a folder without checkpoints, a pipe, a socket or a device.")
     try:
-        with zipfile.ZipFile(path) as parts:
-            damaged = parts.testzip() if check else None
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip() if check else None
         if damaged is not None:
-            raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
+            raise zipfile.BadZipFile(f"the checksum of its record {damaged} is wrong")
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as error:  # damage shows in many ways
+    except Exception as error:  # damage causes many kinds of errors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise Damaged(f"{path} is damaged, or no file of vecgym's: {reason}") from error
+        raise Damaged(f"{path} is damaged, or not a file of vecgym: {reason}") from error
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
-        raise Damaged(f"{path} is no file of vecgym's, though torch can read it.")
+        raise Damaged(f"{path} is not a file of vecgym, although torch can read it.")
     version = contents.get("version")
     if type(version) is not int or version != VERSION:
         raise Damaged(
-            f"{path} has version {version!r}, and this vecgym reads version {VERSION}: use the one that wrote it."
+            f"{path} has version {version!r}, but this vecgym reads version {VERSION}: use the vecgym that wrote it."
         )
     with naming(path):
         wrong = difference(contents, needed or {}, more=True)
     if wrong:
-        raise Damaged(f"{path} is not what vecgym has written: {wrong}.")
+        raise Damaged(f"{path} does not have the contents that vecgym writes: {wrong}.")
     return contents
 
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn errors in reading the contents of a file into a `Damaged` that names it.
+    """Turn errors about the contents of a file into a `Damaged` that names the file.
 
     >>> with naming("run.pt"):
     ...     {"step": 3}["rows"]
     Traceback (most recent call last):
     ...
-    vecgym.core.errors.Damaged: run.pt is not what vecgym has written: KeyError('rows')
+    vecgym.core.errors.Damaged: run.pt does not have the contents that vecgym writes: KeyError('rows')
     """
     try:
         yield
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise Damaged(f"{path} is not what vecgym has written: {error!r}") from error
+        raise Damaged(f"{path} does not have the contents that vecgym writes: {error!r}") from error
 
 
 def form(value: Any, num_nodes: int) -> Any:
-    """Replace each tensor of nested values by its dtype and shape; 1 row and K rows look the same.
+    """Replace each tensor in nested values by its dtype and shape, with 1 row and K rows alike.
 
     >>> form({"step": 3, "w": torch.ones(1, 5), "v": torch.ones(2, 5)}, num_nodes=2)
     {'step': 3, 'w': 'float32 [1 or 2, 5]', 'v': 'float32 [1 or 2, 5]'}
@@ -265,43 +265,43 @@ def form(value: Any, num_nodes: int) -> Any:
     return tree.map_leaves(described, value)
 
 
-def difference(value: Any, demanded: Any, where: str = "", *, more: bool = False) -> str:
-    """Return where two forms differ first, in words; "" if they are equal.
+def difference(value: Any, expected: Any, where: str = "", *, more: bool = False) -> str:
+    """Describe the first difference between two forms; "" if they are equal.
 
     Args:
-        demanded: a form; a type in place of a value means any of that type (`int`: any >= 0).
-        more: there may be names that are not demanded, and other plain values.
+        expected: a form; a type in place of a value stands for any value of that type (`int`: any >= 0).
+        more: allow names that are not expected, and other plain values.
 
     >>> difference({"w": "float64 [2]"}, {"w": "float32 [2]"}, "params")
-    "params['w'] is 'float64 [2]' in place of 'float32 [2]'"
+    "params['w'] is 'float64 [2]' instead of 'float32 [2]'"
     >>> difference({"step": -1, "rows": {}}, {"step": int, "rows": dict}, more=True)
     "['step'] is of type int, -1"
     """
-    if isinstance(demanded, (type, types.UnionType)):
-        is_count = demanded is not int or (checks.is_integer(value) and value >= 0)
-        return "" if isinstance(value, demanded) and is_count else f"{where} is {kind_of(value)}, {value!r:.40}"
-    if isinstance(value, dict) and isinstance(demanded, dict):
-        for name in demanded if more else {**demanded, **value}:
+    if isinstance(expected, (type, types.UnionType)):
+        is_count = expected is not int or (checks.is_integer(value) and value >= 0)
+        return "" if isinstance(value, expected) and is_count else f"{where} is {kind_of(value)}, {value!r:.40}"
+    if isinstance(value, dict) and isinstance(expected, dict):
+        for name in expected if more else {**expected, **value}:
             place = f"{where}[{name!r}]"
             if name not in value:
                 return f"there is no {place}"
-            if name not in demanded:
-                return f"{place} is not known"
-            if wrong := difference(value[name], demanded[name], place, more=more):
+            if name not in expected:
+                return f"{place} is unknown"
+            if wrong := difference(value[name], expected[name], place, more=more):
                 return wrong
         return ""
-    if type(value) is type(demanded) in (list, tuple) and len(value) == len(demanded):
+    if type(value) is type(expected) in (list, tuple) and len(value) == len(expected):
         places = (f"{where}[{i}]" for i in range(len(value)))
-        return next(filter(None, (difference(*each, more=more) for each in zip(value, demanded, places))), "")
-    alike = repr(value) == repr(demanded) or (more and not isinstance(demanded, (str, dict)))
-    return "" if alike else f"{where} is {value!r:.60} in place of {demanded!r:.60}"
+        return next(filter(None, (difference(*x, more=more) for x in zip(value, expected, places))), "")
+    equal = repr(value) == repr(expected) or (more and not isinstance(expected, (str, dict)))
+    return "" if equal else f"{where} is {value!r:.60} instead of {expected!r:.60}"
 
 
 # -------------------------------------------------------------------------------------------------- contents
 
 
 def compact(x: Tensor) -> Tensor:
-    """Move a tensor to the CPU, in no more storage than it needs; keep one row of an expanded node dimension."""
+    """Move a tensor to the CPU, without surplus storage; keep one row of an expanded node dimension."""
     x = x.detach()
     if x.dim() > 0 and len(x) > 1 and x.stride(0) == 0 and x.numel():
         x = x[:1]
@@ -310,7 +310,7 @@ def compact(x: Tensor) -> Tensor:
 
 
 def plain(value: Any, where: str) -> Any:
-    """Convert `value` to what a file can hold; `where` names it in the error."""
+    """Convert `value` to plain values and tensors, which a file can hold; `where` names it in an error."""
     if isinstance(value, np.generic):
         return value.item()
     if value is None or isinstance(value, bool):
@@ -327,8 +327,8 @@ def plain(value: Any, where: str) -> Any:
     if type(value) in (list, tuple):
         return type(value)(plain(x, f"{where}[{i}]") for i, x in enumerate(value))
     raise TypeError(
-        f"{where} is of type {type(value).__name__}, which a file cannot hold: allowed are tensors, numbers, strings, "
-        "None, and lists, tuples and dicts of them."
+        f"{where} is of type {type(value).__name__}, which cannot be saved: give tensors, numbers, strings, None, or "
+        "lists, tuples and dicts of them."
     )
 
 
@@ -342,7 +342,7 @@ def restored(value: Any) -> Any:
 
 
 def packed_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Pack rows of a history by columns: a tensor each, where all values are numbers or arrays of one kind.
+    """Pack the rows of a history by columns: as one tensor if all values are numbers or arrays of one kind.
 
     >>> rows = [{"step": 0}, {"step": 1, "loss": 0.5, "losses": np.ones(2)}]
     >>> unpacked_rows(packed_rows(rows))
@@ -356,6 +356,7 @@ def packed_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def unpacked_rows(contents: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Invert `packed_rows`."""
     rows: list[dict[str, Any]] = [{} for _ in range(contents["length"])]
     for name, column in contents["columns"].items():
         values = column["values"]
@@ -374,14 +375,14 @@ def _packed(values: list[Any], name: str) -> dict[str, Any]:
         return {"kind": "numbers", "values": torch.tensor(values, dtype=torch.int64)}
     if all(isinstance(x, float) for x in values):
         return {"kind": "numbers", "values": torch.tensor(values, dtype=torch.float64)}
-    alike = all(isinstance(x, np.ndarray) and (x.dtype, x.shape) == (first.dtype, first.shape) for x in values)
-    if alike and first.dtype.kind in "biuf":
+    is_uniform = all(isinstance(x, np.ndarray) and (x.dtype, x.shape) == (first.dtype, first.shape) for x in values)
+    if is_uniform and first.dtype.kind in "biuf":
         return {"kind": "arrays", "values": torch.from_numpy(np.stack(values))}
     return {"kind": "values", "values": plain(values, f"history[{name!r}]")}
 
 
 def _readable(value: Any) -> Any:
-    """Return a setting as a plain value, or else as text."""
+    """Return a setting as a plain value if possible, otherwise as text."""
     try:
         return plain(value, "")
     except TypeError:

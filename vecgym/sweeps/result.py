@@ -14,7 +14,7 @@ from vecgym.collectives.ledger import Ledger
 from vecgym.core import check, nodes
 from vecgym.core.files import write_atomically
 from vecgym.records.history import History
-from vecgym.records.rows import Row, averaged, chosen, counted, data_frame, label, labelled
+from vecgym.records.rows import Row, averaged, counted, data_frame, label, labelled, select
 from vecgym.sweeps.chunk import FINISHED, NOTHING, PARTIAL, PENDING, Curve
 from vecgym.sweeps.configurations import Configuration, Point
 from vecgym.sweeps.options import check_clock, clocks
@@ -228,7 +228,7 @@ class SweepResult:
         Raises:
             ValueError: for a column that is not there or has no number.
         """
-        rows = chosen(self.rows, where)
+        rows = select(self.rows, where)
         check.column("column", column, rows[0])
         finished = [row for row in averaged(rows, over) if row["status"] == FINISHED]
         finite = [row for row in finished if check.is_finite(row.get(column))]
@@ -294,7 +294,7 @@ class SweepResult:
         return explain(self._runner.programs)
 
     def _shown(self, where: Where) -> list[Row]:
-        return labelled(chosen(self.rows, where))
+        return labelled(select(self.rows, where))
 
     def __len__(self) -> int:
         return len(self._places)
