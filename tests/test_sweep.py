@@ -956,7 +956,7 @@ def test_files_that_are_no_results_of_a_sweep(kept_file: Path, tmp_path: Path) -
 def test_results_of_another_form_are_named(kept_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "sweep.pt"
     runfile.write(path, {**runfile.read(kept_file), "sweep": {"chunks": [], "curves": {0: {}}}})
-    with pytest.raises(ValueError, match=r"sweep\.pt is not what .*Curve.* missing 4"):
+    with pytest.raises(ValueError, match=r"sweep\.pt does not have the contents .*Curve.* missing 4"):
         kept(path)
 
 
@@ -1260,7 +1260,7 @@ def test_the_result_draws_itself() -> None:
     assert result.plot_pareto(hue="cls").axes[0].get_xlabel() == "bytes sent per node"
     with pytest.raises(ValueError, match=r"'loss' is not a column.* There are cls, lr"):
         result.plot("lr", "loss")
-    with pytest.raises(ValueError, match="no row has a finite number as 'val_loss'"):
+    with pytest.raises(ValueError, match="no row has a finite 'val_loss'"):
         plot_axis([{"lr": 0.1, "val_loss": None}], "lr")
     with pytest.raises(ValueError, match="no row to plot"):
         plot_pareto([])
