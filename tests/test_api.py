@@ -47,7 +47,6 @@ MODULES = (
     "vecgym.core.rng",
     "vecgym.runs.rollout",
     "vecgym.optim.schedule",
-    "vecgym.sweeps.merged",
     "vecgym.strategy",
     "vecgym.sweeps",
     "vecgym.collectives.topology",

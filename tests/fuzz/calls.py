@@ -32,12 +32,12 @@ from vecgym.collectives.ledger import Transfer
 from vecgym.compat import diloco_sim, exogym
 from vecgym.compress.codecs import Draw
 from vecgym.core import rng
-from vecgym.engine import Engine, ModelFacts, Plan, availability
+from vecgym.engine import Engine, ModelFacts, Plan
 from vecgym.records import loggers
 from vecgym.records.history import History
 from vecgym.runs import memory
 from vecgym.runs.verification import Check, Difference
-from vecgym.simulation import Simulation
+from vecgym.simulation import Simulation, availability
 from vecgym.simulation.adapted import simulation_of
 from vecgym.simulation.availability import Dropout, Facts
 from vecgym.simulation.state import HookState
@@ -60,7 +60,6 @@ from vecgym.strategy import (
     Sparse,
     Strategy,
 )
-from vecgym.sweeps.merged import StackSimulation as Stack
 
 K, STEPS, DIM = 2, 2, 3
 
@@ -239,10 +238,6 @@ def engine() -> Engine:
     made = Engine(Line())
     made.prepare(steps()[0])
     return made
-
-
-def stack() -> Stack:
-    return Stack(Line(), strategy(), StackedCollectives(K), engine=engine(), max_steps=STEPS)
 
 
 def simulation() -> Simulation:
@@ -457,7 +452,6 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
         "engine": engine, "state": lambda: simulation().init(),
         "sets": lambda: [data.EvalBatches(examples(4), 2, None, K)]},
     "vecgym.runs.evaluation.among": {"members": lambda: [0]},
-    "vecgym.sweeps.merged.StackSimulation.result": {"state": lambda: stack().init()},
     "vecgym.strategy.Strategy.result": {"state": known},
     **{f"vecgym.collectives.{name}.fetched": {"sources": lambda: [1], "receivers": lambda: [0]}
        for name in ("Collectives", "StackedCollectives")},
@@ -521,11 +515,6 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.optim.schedule.lambda_cosine": {},
     "vecgym.optim.schedule.check_schedule": {"name": lambda: "cosine"},
     "vecgym.optim.schedule.make_schedule": {"name": lambda: "cosine"},
-    "vecgym.sweeps.merged.State": {
-        "optimizer": dict, "strategy": dict, "node_steps": lambda: torch.zeros(K)},
-    "vecgym.sweeps.merged.exchange_moments": {"optimizer": dict, "modules": dict},
-    "vecgym.sweeps.merged.StackSimulation": {"params": lambda: None},
-    "vecgym.sweeps.merged.StackSimulation.step": {"state": lambda: stack().init()},
     "vecgym.strategy.compressed": {},
     "vecgym.strategy.GossipCommunicator.mixing": {},
     **{f"vecgym.strategy.{name}": {"codec": lambda: "int8"} for name in ("Compressed", "EF21")},
@@ -706,7 +695,6 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.compress.RandomK": lambda: compress.RandomK(0.5),
     "vecgym.data.Partition": partition,
     "vecgym.engine.Engine": engine,
-    "vecgym.sweeps.merged.StackSimulation": stack,
     "vecgym.runs.verification.Check": check,
     "vecgym.compat.diloco_sim.DilocoSimulator": simulator,
     "vecgym.compat.diloco_sim.DilocoSimulatorConfig": config,
