@@ -5,13 +5,19 @@ from __future__ import annotations
 import ast
 import io
 import re
+import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from tests.fitting import dataset
+from tests.models import make_model
 from tests.slow import SLOW
+from vecgym import Trainer
+from vecgym.strategy import DiLoCoStrategy
 
 PACKAGE = Path(__file__).parent.parent / "vecgym"
 FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
@@ -26,6 +32,8 @@ MAX_MODULES_IN_A_PACKAGE = 12
 MAX_FLOORS_IN_A_PACKAGE = 6
 MORE_MODULES = {"strategy": 46, "runs": 14, "sweeps": 14}
 MORE_FLOORS = {"strategy": 12, "engine": 7, "runs": 8, "sweeps": 9, "clock": 7}
+
+MAX_FILES_OF_A_WALK = 40  # of the package, in which a step of DiLoCo in a fit calls a function
 
 NO_CODE = (
     tokenize.COMMENT,
@@ -141,6 +149,28 @@ def test_modules() -> None:
 def test_floors_inside_packages() -> None:
     floors = {package: num_floors(package) for package in {name.split("/")[0] for name in MODULES if "/" in name}}
     assert {name: n for name, n in floors.items() if n > MORE_FLOORS.get(name, MAX_FLOORS_IN_A_PACKAGE)} == {}
+
+
+class Walked(Trainer):
+    """Notes in which files of the package functions are called in its fourth step."""
+
+    def after_step(self, row: dict[str, Any]) -> None:
+        self.files: set[str] = getattr(self, "files", set())
+        sys.setprofile(self.note if row["step"] == 3 else None)
+
+    def note(self, frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            self.files.add(frame.f_code.co_filename)
+
+
+def test_the_walk_of_a_batch() -> None:
+    trainer, strategy = Walked(make_model("MLP"), dataset("MLP")), DiLoCoStrategy("adamw", H=4, lr=0.1)
+    try:
+        trainer.fit(strategy, 4, max_steps=5, batch_size=4, device="cpu", progress=False)
+    finally:
+        sys.setprofile(None)
+    assert {PACKAGE / "runs" / "run.py", PACKAGE / "simulation" / "run.py"} & set(map(Path, trainer.files))
+    assert len(trainer.files) <= MAX_FILES_OF_A_WALK, sorted(trainer.files)
 
 
 def test_functions() -> None:

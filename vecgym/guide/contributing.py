@@ -44,6 +44,17 @@ Asynchronous strategies are algorithms of the kernel, each in one file: its sett
 strategies have hooks, and `adapted.simulation_of(model, strategy, comm)` makes algorithms of them. The configurations of
 a sweep that are trained together still take their steps by `vecgym.sweeps.merged`.
 
+The walk of a batch, from `fit` to the recorded loss:
+
+1. `Trainer.fit` (runs) checks the arguments, `Run` prepares the run and listens to the loop, `vecgym.simulation.run`.
+2. The timetable says who reads what. `Batches` (data) finds the examples and reads them, in workers if there are any.
+3. `Simulation.tick` takes the rows of an event out of the state and calls its handler: `train` of `Adapted`.
+4. That asks `Engine.gradients` for gradients, which are computed for all nodes at once or node by node; then the
+   strategy for what is exchanged, and the optimizer (optim) for a step.
+5. `exchange` lets the strategy's modules exchange parameters through `ctx.comm`; the ledger (collectives) notes the
+   bytes.
+6. What was assigned is put back, and `Recorder` (runs) makes the row of the history.
+
 ## Where to add what
 
 | what | where | its tests |
