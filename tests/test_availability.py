@@ -723,7 +723,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "local steps of others": (lambda: fit(availability=LocalSteps([1, 2], H=4), max_steps=6), ValueError, "2 numbers"),
     "local steps and epochs": (lambda: LocalSteps([1], epochs=1), ValueError, "give one of them"),
     "no local steps": (lambda: LocalSteps(H=2), ValueError, "give one of them"),
-    "workers": (lambda: fit(availability=Dropout(0.1), dataloader_kwargs={"num_workers": 1}), ValueError, "workers"),
     "a matrix that is not symmetric": (
         lambda: fit("MLP", GossipStrategy(exponential(4), inner_optim="sgd"), num_nodes=4, max_steps=6,
                     availability=lambda step: [0, 1]), ValueError, "not symmetric"),

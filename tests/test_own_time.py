@@ -5,20 +5,32 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tests.helpers import stacked
 from tests.models import make_batches, make_model
 from tests.test_availability import Taken
+from vecgym import Trainer
+from vecgym.clock import Compute
 from vecgym.core import tree
 from vecgym.data import Batches
-from vecgym.simulation.availability import Trace
-from vecgym.strategy import Strategy
+from vecgym.simulation.availability import Dropout, Trace
+from vecgym.strategy import AsyncStrategy, FedAvgStrategy, Strategy
 
 F64 = torch.float64
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return (self.w - batch).square().mean()
 
 
 class Noisy:
@@ -44,7 +56,8 @@ def test_each_node_reads_the_batch_of_its_own_step(kind: str) -> None:
     batches = Batches(dataset(kind), num_nodes=3, batch_size=2, seed=5)
     plain = Batches(dataset(kind), num_nodes=3, batch_size=2, seed=5)
     for rows, steps in [([0, 1, 2], [0, 3, 7]), ([2, 0], [1, 40]), ([1], [12]), ([0, 1, 2], [1, 1, 1])]:
-        found, limits = batches.at(steps, rows)
+        [(found, limits)] = batches.read([(rows, steps)])
+        assert limits is not None
         for i, (row, step) in enumerate(zip(rows, steps)):
             assert limits[i] == plain.width(step)
             expected = tree.map_leaves(lambda x: x[row], plain[step])  # noqa: B023
@@ -75,3 +88,23 @@ def test_nodes_at_different_times_do_what_each_does_alone(settings: dict[str, An
         for name, p in there.state.params.items():
             expected = always.states[count - 1].params[name][node]
             torch.testing.assert_close(p[node], expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["absent", "asynchronous", "participation"])
+def test_workers_read_ahead_in_every_kind_of_run(kind: str) -> None:
+    """To the bit what is read without them, also of examples that draw random numbers."""
+    given: dict[str, Any] = {"batch_size": 2, "device": "cpu", "progress": False}
+    if kind == "asynchronous":
+        strategy: Strategy = AsyncStrategy("sgd", H=2, lr=0.1)
+        given |= {"compute": Compute([1.0, 2.0, 3.0]), "max_updates": 6}
+    else:
+        strategy = FedAvgStrategy("sgd", H=2, lr=0.1, participation=0.6 if kind == "participation" else 1.0)
+        given |= {"max_steps": 7, "availability": Dropout(0.4, mean_steps=2) if kind == "absent" else None}
+    runs = []
+    for workers in (0, 2):
+        trainer = Trainer(Mean(), Noisy())
+        trainer.fit(strategy, 3, dataloader_kwargs={"num_workers": workers}, **given)
+        runs.append(trainer)
+    for name, x in runs[0].nodes.params.items():
+        assert torch.equal(x, runs[1].nodes.params[name])
+    np.testing.assert_array_equal(runs[0].history.node_array(), runs[1].history.node_array())

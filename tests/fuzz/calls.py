@@ -672,7 +672,6 @@ VALUES_OF |= {
     "vecgym.strategy.GPAStrategy": {"optimizer": lambda: {"z": tree_of_nodes()}},
     "vecgym.OptimSpec.at_each": {"by_count": lambda: lambda of_step: of_step(0)},
     "vecgym.clock.Compute.drawn": {"node": lambda: 0, "block": lambda: 0},
-    "vecgym.data.Batches.at": {"steps": lambda: [0] * K},
     "vecgym.strategy.AsyncStrategy.steps_of_rounds": {"step_seconds": lambda: [1.0, 2.0]},
     "vecgym.strategy.Context.by_count": {"of_step": lambda: lambda step: 2.0 * step},
 }

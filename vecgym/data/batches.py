@@ -172,31 +172,13 @@ class Batches:
         """
         return min(self.batch_size, self.epoch_length - step % self.steps_per_epoch * self.batch_size)
 
-    def at(self, steps: Sequence[int], rows: Sequence[int] | None = None) -> tuple[Batch, list[int]]:
-        """Read a batch in which each node is at its own step, with leaves `[n, B, ...]`, without workers.
-
-        B is the size of the largest batch; the examples of a smaller one fill the first of the B places, and repeat.
-
-        Args:
-            steps: the step of each node, >= 0.
-            rows: the rows of the nodes among those in this process; None: all.
-
-        Returns:
-            The batch, and the number of distinct examples of each node.
-
-        >>> batches = Batches(torch.arange(6), num_nodes=2, batch_size=2, shuffle=False)
-        >>> batches.at([0, 1]), batches.at([1], rows=[0])
-        ((tensor([[0, 2],
-                [5, 5]]), [2, 1]), (tensor([[4]]), [1]))
-        """
-        rows = range(len(self.node_ids)) if rows is None else rows
-        indices, limits = self._located(steps, rows, self.limits)
-        return self._source.read(steps, indices, rows), limits
-
     def read(
         self, requests: Iterable[tuple[Sequence[int], int | Sequence[int]]], shard_sizes: tuple[int, ...] | None = None
     ) -> Iterator[tuple[Batch, list[int] | None]]:
         """Yield the batch of each request and the number of distinct examples in each row, with workers if set.
+
+        Where nodes are at different steps, B is that of the largest batch; the examples of a smaller one fill the first
+        of the B places, and repeat.
 
         Args:
             requests: nodes in this process, ascending, and the number of the batch that they read: one for all of

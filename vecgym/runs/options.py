@@ -115,18 +115,6 @@ def check_left_out(strategy: Strategy, option: str, given: Any, default: Any) ->
         raise ValueError(f"{option}={given!r} is not there for {type(strategy).__name__}: leave it out.")
 
 
-def check_availability(dataloader_kwargs: Mapping[str, Any] | None) -> None:
-    """Raise a ValueError for what a run in which nodes may be absent cannot have.
-
-    >>> check_availability(None)
-    """
-    if (dataloader_kwargs or {}).get("num_workers"):
-        raise ValueError(
-            "availability with num_workers in dataloader_kwargs: each node reads the batch of its own count of steps, "
-            "which workers cannot read ahead. Leave num_workers out."
-        )
-
-
 def checked_folder(name: str, value: Any) -> Path | None:
     """Return the folder as an absolute path, or None.
 
@@ -419,8 +407,6 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
             check_parts(self.batch_size, self.minibatch_size)
         if self.num_processes is not None:
             check_divides(self.num_processes, self.num_nodes)
-        if self.availability is not None:
-            check_availability(self.dataloader_kwargs)
         if self.exact and self.compile:
             raise ValueError("exact=True computes node by node, and compile=True all at once: leave out one of them.")
 

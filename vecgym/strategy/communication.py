@@ -385,18 +385,6 @@ def overrides(module: CommunicationModule, method: str) -> bool:
     return getattr(type(innermost(module)), method) is not getattr(CommunicationModule, method)
 
 
-def leaves_alone(module: CommunicationModule, method: str) -> bool:
-    """Whether neither a module nor what it is around has a `method` of its own, on the object itself either.
-
-    >>> from vecgym.strategy import AveragingCommunicator, GradientAveraging
-    >>> [leaves_alone(module, "exchange_gradients") for module in (AveragingCommunicator(), GradientAveraging())]
-    [True, False]
-    """
-    while getattr(getattr(module, method), "__func__", None) is getattr(Wrapper, method):
-        module = module.module  # type: ignore[attr-defined]
-    return getattr(getattr(module, method), "__func__", None) is getattr(CommunicationModule, method)
-
-
 def innermost(module: Any) -> CommunicationModule:
     """Return the module inside of `every(n, module)` and the like."""
     while isinstance(module, Wrapper):

@@ -26,7 +26,6 @@ from vecgym.runs.options import (
     Present,
     SimulatedSeconds,
     Training,
-    check_availability,
 )
 from vecgym.strategy import Strategy
 
@@ -243,8 +242,6 @@ class SweepOptions(EngineOptions, Training, Swept):
     max_seconds: SimulatedSeconds = None
 
     def __post_init__(self) -> None:
-        if self.availability is not None:
-            check_availability(self.dataloader_kwargs)
         super().__post_init__()
         for name in ("train_dataset", "val_dataset"):
             data = vars(self)[name]
