@@ -160,7 +160,7 @@ APART: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*are never there")
+@pytest.mark.filterwarnings("ignore:.*are never present")
 @pytest.mark.parametrize("num_processes", [2, 4])
 @pytest.mark.parametrize("which", APART)
 def test_a_fit_on_processes_is_the_fit(which: str, num_processes: int) -> None:
@@ -236,7 +236,7 @@ def test_a_strategy_that_looks_at_values_is_refused() -> None:
     MADE["looks"] = partial(CommunicateOptimizeStrategy, [LooksAtValues()], "sgd", lr=0.1)
     try:
         fitted("looks", trace(4, "own"))
-        with pytest.raises(ValueError, match="looks at the values of what it exchanges"):
+        with pytest.raises(ValueError, match="does not support availability in several processes"):
             fitted("looks", trace(4, "own"), backend="processes", num_processes=2)
     finally:
         del MADE["looks"]

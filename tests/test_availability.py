@@ -689,7 +689,7 @@ def test_nodes_read_the_batches_of_their_own_count() -> None:
     assert all(torch.equal(a, plain[i]) for a, i in zip(absent, (0, 1, 2, 4, 6, 3, 8, 5)))
 
 
-@pytest.mark.filterwarnings("ignore:.*are never there")
+@pytest.mark.filterwarnings("ignore:.*are never present")
 def test_the_clock_does_not_wait_for_the_absent() -> None:
     clock: dict[str, Any] = {"compute": Compute([0.1, 0.1, 5.0]), "network": Network(1e15)}
     for availability, seconds in ((None, 20.0), (Deadline(1.0), 0.4)):
@@ -704,13 +704,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
                            "no node is present in step 4"),
     "too short a trace": (lambda: fit(availability=Trace([[True] * 3]), max_steps=6), ValueError, "1 steps of 3 nodes"),
     "a trace of other nodes": (lambda: fit(availability=Trace([[True] * 4] * 6), max_steps=6), ValueError,
-                               r"of 4 nodes, and the run 6 steps of 3: give a row for each step, \[6, 3\]"),
+                               r"of 4 nodes, and the run has 6 steps of 3: give a row for each step, \[6, 3\]"),
     "a trace of numbers": (lambda: Trace([[1, 0]]), ValueError, "truth values"),
     "a trace of anything": (lambda: Trace("abc"), TypeError, "truth values"),
     "a class": (lambda: fit(availability=Dropout), TypeError, "give Dropout"),
     "a number": (lambda: fit(availability=0.5), TypeError, "availability is"),
     "an id that is none": (lambda: fit(availability=lambda step: [3], max_steps=6), ValueError, "0 to 2"),
-    "an id twice": (lambda: fit(availability=lambda step: [1, 1], max_steps=6), ValueError, "different node ids"),
+    "an id twice": (lambda: fit(availability=lambda step: [1, 1], max_steps=6), ValueError, "distinct node ids"),
     "a rate of 1": (lambda: Dropout(1.0), ValueError, "rate=1.0"),
     "too short absences": (lambda: Dropout(0.9, 2), ValueError, "mean_steps >= 9"),
     "rejoin": (lambda: Dropout(0.1, rejoin="theirs"), ValueError, "rejoin='theirs'"),  # type: ignore[arg-type]

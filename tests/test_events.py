@@ -158,7 +158,7 @@ def test_stops() -> None:
     assert schedule(Rules((2, 2)), seconds, Stop(updates=50, seconds=4.0))[-1].time == 4.0
     assert schedule(Rules((2, 2)), seconds, Stop(seconds=1.0)) == []
     for stop in (Stop(seconds=1e30), Stop(updates=10**15), Stop(steps=10**12, seconds=1e9)):
-        with pytest.raises(ValueError, match=r"a run of .* events, of which the first 4096 take .* planned beforehand"):
+        with pytest.raises(ValueError, match=r"a run of .* events, the first 4096 of them in .* planned in advance"):
             schedule(Rules((2, 2)), seconds, stop)
     assert schedule(Rules((2, 2)), seconds, Stop(updates=10**15, seconds=1e4))[-1].time == 1e4
     with pytest.raises(ValueError, match="rounds that take no time never end"):

@@ -19,7 +19,7 @@ from vecgym.collectives.ledger import Ledger
 from vecgym.core import tree
 from vecgym.engine import Engine
 from vecgym.simulation import Simulation
-from vecgym.simulation.events import Links
+from vecgym.simulation.events import Traffic
 from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator, HeLoCo, average, fedopt
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of settings without effect: many are drawn
@@ -227,7 +227,7 @@ def one_queue(patch: pytest.MonkeyPatch) -> None:
         self.node_up[node] = self.server_in = max(ready, self.node_up[node], self.server_in) + took
         return float(self.server_in + self.wires.latency[node])
 
-    patch.setattr(Links, "up", up)
+    patch.setattr(Traffic, "up", up)
 
 
 def no_look_ahead(patch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,7 @@ def test_what_some_rows_cannot_be_given_is_refused() -> None:
     put_back([rows], pure=False)
     assert whole["p"]["a"].tolist() == [1, 1, 0, 0]  # type: ignore[index]
     assert whole["p"]["b"].tolist() == [1, 1, 1, 1]  # type: ignore[index]
-    with pytest.raises(KeyError, match=r"there is no 'v' here; there are \['p', 'w'\]"):
+    with pytest.raises(KeyError, match=r"no 'v' here; there are \['p', 'w'\]"):
         rows["v"]
 
 
@@ -377,8 +377,8 @@ class Reads(Scaffold):
 
 
 @pytest.mark.parametrize(("algorithm", "said"), [
-    (Reads(0), "'train' in tick 0 reads 0 batches, and its event says reads=1"),
-    (Reads(2), "'train' in tick 0 reads 2 batches, and its event says reads=1"),
+    (Reads(0), "'train' in tick 0 reads 0 batches, but its event has reads=1"),
+    (Reads(2), "'train' in tick 0 reads 2 batches, but its event has reads=1"),
     (Reads(1, who=lambda step, rows: [2, 7]), r"names \[7\], which are not among \[0, 1, 2, 3, 4\]"),
 ])  # fmt: skip
 def test_mistakes_of_an_algorithm_are_named(algorithm: Any, said: str) -> None:
@@ -390,10 +390,10 @@ def test_mistakes_of_an_algorithm_are_named(algorithm: Any, said: str) -> None:
 def test_a_handler_that_is_missing_and_rows_that_are_none() -> None:
     simulation, _ = kernel_of(Scaffold(0.05, 3))
     tick = lambda event: simulation.tick(simulation.init(), [event], iter(()))  # noqa: E731
-    with pytest.raises(TypeError, match="Scaffold has no method 'odd', which its timetable names"):
+    with pytest.raises(TypeError, match="Scaffold has no method 'odd', named by its timetable"):
         tick(kernel.Event("odd"))
     for rows in ((3, 1), (0, 0), (0, K)):
-        with pytest.raises(ValueError, match="must be in ascending order, from 0 to 4"):
+        with pytest.raises(ValueError, match="must be distinct, ascending and from 0 to 4"):
             tick(kernel.Event("meet", rows))
     with pytest.raises(ValueError, match="H=0 must be an integer >= 1"):
         Every(0)

@@ -181,7 +181,7 @@ def test_a_row_with_absent_nodes_that_is_continued(tmp_path: Path, monkeypatch: 
 
 
 def test_a_deadline_needs_compute() -> None:
-    with pytest.raises(ValueError, match=r"Deadline\(.*\) needs to know how long the nodes compute: give compute="):
+    with pytest.raises(ValueError, match=r"Deadline\(.*\) needs the nodes' compute times: give compute="):
         swept_with(Deadline(1.0, H=3), dry_run=True)
     with pytest.raises(ValueError, match="Compute has seconds for 2 nodes and the run has 4"):
         swept_with(Deadline(1.0, H=3), compute=Compute([0.2, 0.3]))

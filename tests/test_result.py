@@ -73,7 +73,7 @@ def test_it_is_the_mean_of_those_who_were_there(name: str, tmp_path: Path) -> No
     settings: dict[str, Any] = {"num_nodes": K, "max_steps": STEPS, "val": dataset("MLP"), "val_interval": 1,
                                 "availability": nobody_else(), "save_dir": tmp_path, "checkpoint_interval": 1,
                                 "correlation_interval": 1}  # fmt: skip
-    with pytest.warns(UserWarning, match=r"1 of 4 nodes are never there, \[1\]"):
+    with pytest.warns(UserWarning, match=r"1 of 4 nodes are never present, \[1\]"):
         trainer, averaged = fit("MLP", MADE[name](), **settings)
     assert trainer.run is not None
     assert trainer.run.nodes is not None
@@ -208,7 +208,7 @@ def test_those_who_were_never_there_are_counted() -> None:
         warnings.simplefilter("always")
         trainer, _ = fit("MLP", "FedAvg", num_nodes=K, max_steps=4, availability=Trace(table), val=dataset("MLP"))
     assert trainer.history["num_never_present"][1:] == [3, 3, 2, 2]
-    assert len([w for w in caught if "2 of 4 nodes are never there, [1, 3]" in str(w.message)]) == 1
+    assert len([w for w in caught if "2 of 4 nodes are never present, [1, 3]" in str(w.message)]) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit("MLP", "FedAvg", num_nodes=K, max_steps=4, availability=Dropout(0.3, 2))

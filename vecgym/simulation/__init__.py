@@ -1,7 +1,7 @@
 """A run is a timetable and handlers.
 
 The timetable says what happens when, and to which rows. An algorithm has a method for each kind of event. An event
-takes its rows out of the state, its method changes them, and they are put back. That is all that a run does.
+takes its rows out of the state, its method changes them, and they are put back. A run does nothing else.
 """
 
 from vecgym.simulation.run import run

@@ -28,7 +28,7 @@ from vecgym.strategy.per_rank import as_strategy
 
 
 def nothing_to_read(requests: Iterator[Request]) -> Batches:
-    """Give no batch: who takes single steps gives each its own.
+    """Yield no batch: single steps by hand each get their own.
 
     >>> list(nothing_to_read(iter([([0, 1], 0)])))
     []
@@ -44,13 +44,13 @@ def simulation_of(
     """Return the training of a model by a strategy on the nodes of `comm`: all nodes, or those of this process.
 
     Args:
-        engine: prepared, of the model; one of its own when not given.
+        engine: of the model, prepared; None: a new one.
         max_steps: of the run.
         minibatch_size: examples at a time.
-        num_examples: of each node's shard, `[K]`; None where not known.
-        exact: the bits of a node's own work do not depend on which other nodes are in this process: each has a
-            gradient and an optimizer step of its own. The engine must compute node by node too.
-        presence: who is there in which steps; None: all, always.
+        num_examples: of each node's shard, `[K]`; None: unknown.
+        exact: the bits of a node's own work do not depend on which other nodes are in this process: each has its
+            own gradient and optimizer step. The engine must compute node by node too.
+        presence: which nodes are present in which steps; None: all, always.
         read: a stream of requests -> a stream of batches; see `Simulation`.
 
     Example: three steps of four nodes.
@@ -81,14 +81,14 @@ def simulation_of(
 
 
 class Adapted:
-    """A strategy with today's hooks: a gradient and an optimizer step for those who train, then what is exchanged.
+    """A strategy as an algorithm: nodes compute gradients and take optimizer steps, then exchange.
 
-    Modules keep their states as they like, `[1 or K, *]`, in `shared["modules"]`. Parameters and optimizer are shared
-    until the nodes differ; under AllReduce they never do. How many steps a node has made is in the
-    timetable, so the optimizer's state holds no count.
+    The modules' states are in `shared["modules"]`, `[1 or K, *]` as each module likes. Parameters and optimizer are
+    shared until the nodes differ; under AllReduce they never do. The timetable counts each node's steps, so the
+    optimizer's state holds no count.
 
-    A process none of whose nodes are there makes the same calls as the others, with a row that nobody reads, and keeps
-    what all get alike.
+    A process none of whose nodes is present makes the same calls as the others, with a row that nobody reads, and keeps
+    what is the same for all.
 
     Args:
         comm: of all nodes; None: all are in this process.
@@ -113,7 +113,7 @@ class Adapted:
     def timetable(self, run: RunFacts) -> Lockstep:
         presence = run.presence
         if hasattr(self, "_run"):
-            raise ValueError("an Adapted belongs to the simulation that it was given to first: make another one.")
+            raise ValueError("this Adapted already belongs to a simulation: make another one.")
         if isinstance(presence, Presence):
             check_presence(presence, self.strategy)
             if presence.server:
@@ -126,7 +126,7 @@ class Adapted:
         return self._timetable
 
     def _active(self, step: int, rows: Sequence[int]) -> list[int] | None:
-        """Return those who train of the nodes that are there; None: all of them."""
+        """Return which of the present nodes train; None: all of them."""
         run, comm = self._run, StackedCollectives(self._run.num_nodes)
         among = comm if len(rows) == run.num_nodes else comm.among(list(rows))
         places = self.strategy.active_nodes(Context(among, step=step, max_steps=run.num_steps, seed=run.seed, lr=0.0))
@@ -142,25 +142,25 @@ class Adapted:
         optimizer, modules = self.strategy.init(params, ctx)
         absent = isinstance(run.presence, Presence) and min(run.presence.counts) < run.num_nodes
         parted = absent and run.presence is not None and run.presence.rejoin == "own"
-        together, known = self._exchanges_gradients and not parted, None
+        together, once = self._exchanges_gradients and not parted, None
         if absent or (self.apart and together):
-            known = stored_once(self.strategy, params, run.num_nodes, run.num_steps, run.seed, trained=together)
-        if absent and known is None and self.apart:
+            once = stored_once(self.strategy, params, run.num_nodes, run.num_steps, run.seed, trained=together)
+        if absent and once is None and self.apart:
             raise ValueError(
-                f"availability in several processes: {self.strategy!r} looks at the values of what it exchanges, so "
-                "that it is not known beforehand what all nodes store once. Leave availability out, or give "
+                f"{self.strategy!r} does not support availability in several processes: what it exchanges depends on "
+                "values, so it is not known in advance what all nodes store once. Leave availability out, or give "
                 'backend="stacked".'
             )
-        self._once = None if known is None else known.modules
+        self._once = None if once is None else once.modules
         self._counts = "step" in optimizer
         trained = {"params": params, "optimizer": {slot: x for slot, x in optimizer.items() if slot != "step"}}
-        shared = bool(known.params) if known else not (self.apart or self._timetable.trains or absent)
+        shared = bool(once.params) if once else not (self.apart or self._timetable.trains or absent)
         if shared and all(len(p) == 1 for p in params.values()):
             return {}, {**trained, "modules": modules}
         return trained, {"modules": modules}
 
     def of(self, strategy: Strategy) -> Adapted:
-        """Return the same for a strategy with other numbers.
+        """Return a copy for a strategy with other hyperparameters.
 
         >>> from vecgym.strategy import FedAvgStrategy
         >>> Adapted(FedAvgStrategy("sgd", lr=0.1)).of(FedAvgStrategy("sgd", lr=0.2)).strategy.inner_optim.lr
@@ -175,21 +175,21 @@ class Adapted:
         return self.strategy.result(self.as_hooks_know(state))
 
     def as_hooks_know(self, state: State) -> HookState:
-        """Return the state in the form that `Strategy.result` is told."""
+        """Return the state in the form that `Strategy.result` takes."""
         made = self._timetable.made(state.tick)
-        each = torch.tensor(made if self.here is None else [made[node] for node in self.here])
-        counts = each[:1] if bool((each == each[0]).all()) else each
+        node_steps = torch.tensor(made if self.here is None else [made[node] for node in self.here])
+        counts = node_steps[:1] if bool((node_steps == node_steps[0]).all()) else node_steps
         if state.home is state.shared:
             counts = torch.tensor([state.tick])
         optimizer = {"step": counts, **state.home["optimizer"]} if self._counts else state.home["optimizer"]
-        return HookState(state.tick, state.params, state.buffers, optimizer, state.shared["modules"], each)
+        return HookState(state.tick, state.params, state.buffers, optimizer, state.shared["modules"], node_steps)
 
     def hidden_state(self) -> Any:
-        """Return what evolves outside of the state, for a file: of strategies written for one rank."""
+        """Return what evolves outside the state, to be saved: strategies written for one rank have such."""
         return self.strategy.hidden_state()
 
     def load_hidden_state(self, state: Any) -> None:
-        """Restore what `hidden_state` has returned, after `init`."""
+        """Restore what `hidden_state` returned; call it after `init`."""
         self.strategy.load_hidden_state(state)
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class Adapted:
     # ------------------------------------------------------------------------------------------------------- handlers
 
     def rejoin(self, part: Part) -> None:
-        """Send parameters to those who return."""
+        """Send parameters to the nodes that return."""
         run, step, presence, strategy = self._run, part.tick, self._run.presence, self.strategy
         assert isinstance(presence, Presence)
         params, shared = part.params, part.home is part.shared
@@ -215,24 +215,24 @@ class Adapted:
             part.params = nodes.put_rows(params, torch.tensor(back), begin, len(part.rows), part.inplace)
 
     def train(self, part: Part) -> None:
-        """Let each node take a step, those who do not rest."""
+        """Let each node that does not rest take a step."""
         strategy, ctx, modules = self.strategy, self._context(part), self._modules(part)
         resting, of_rows = ctx.active is not None, modules
         if resting:
             if not part.rows:
                 return
-            training = [i for i, row in enumerate(self._there(part)) if row in set(part.rows)]
+            training = [i for i, row in enumerate(self._present(part)) if row in set(part.rows)]
             ctx = ctx.of_rows(torch.tensor(training))
             of_rows = strategy.take_rows(part.shared["modules"], self._places(part, part.rows))
         grads = self._gradients(part)
-        grads = strategy.local_gradients(grads, self._held(part, "params"), of_rows, ctx)
+        grads = strategy.local_gradients(grads, self._home(part, "params"), of_rows, ctx)
         if not resting or strategy.exchanges_where_some_rest:
-            given = grads
-            grads, changed = strategy.exchange_gradients(given, modules, ctx)
+            local = grads
+            grads, changed = strategy.exchange_gradients(local, modules, ctx)
             if changed is not modules:
                 if part.inplace:  # the optimizer may write to the gradients, which a module may keep
-                    changed = nodes.unshared(changed, modules, (given, grads))
-                self._keep(part, changed, modules)
+                    changed = nodes.unshared(changed, modules, (local, grads))
+                self._put_modules(part, changed, modules)
         self._optimize(part, grads, ctx)
         assert part.losses is not None
         part.report(part.losses)
@@ -244,17 +244,17 @@ class Adapted:
         part.report(lr=ctx.own(lr), outer_lr=strategy.outer_learning_rate(ctx))
         if strategy.idle(ctx):
             return
-        modules, params = self._modules(part), self._held(part, "params")
+        modules, params = self._modules(part), self._home(part, "params")
         optimizer, changed = exchange_moments(strategy, self._counted(part, ctx), params, modules, ctx)
         params, changed = strategy.exchange_parameters(params, changed, ctx)
         self._put(part, params, optimizer)
-        self._keep(part, changed, modules)
+        self._put_modules(part, changed, modules)
 
     def _gradients(self, part: Part) -> Tree:
         strategy, shared = self.strategy, part.home is part.shared
         grads = part.gradients(mean=strategy.mean_gradient and shared and not self.exact)
         if not part.rows:
-            return {name: torch.zeros_like(p) for name, p in self._held(part, "params").items()}
+            return {name: torch.zeros_like(p) for name, p in self._home(part, "params").items()}
         if shared and part.simulation.engine.written and self._exchanges_gradients:
             self._store_again(part)
         return grads
@@ -263,29 +263,29 @@ class Adapted:
         strategy = self.strategy
         if self._looks_on(part):
             return
-        params, held = part.params, self._counted(part, ctx)
+        params, state = part.params, self._counted(part, ctx)
         if self.exact and strategy.pure:
-            told = lambda i: ctx if i is None else ctx.of_rows(torch.tensor([i]))  # noqa: E731
-            new, held = row_by_row(lambda i, p, g, s: strategy.optimize(p, g, s, told(i)), params, grads, held)
+            ctx_of = lambda i: ctx if i is None else ctx.of_rows(torch.tensor([i]))  # noqa: E731
+            new, state = row_by_row(lambda i, p, g, s: strategy.optimize(p, g, s, ctx_of(i)), params, grads, state)
         else:
-            new, held = strategy.optimize(params, grads, held, ctx)
-        self._put(part, new, held)
+            new, state = strategy.optimize(params, grads, state, ctx)
+        self._put(part, new, state)
 
-    # ------------------------------------------------------------------------------ what hooks are told, and give back
+    # ----------------------------------------------------------------------------------- what hooks take and return
 
     def _context(self, part: Part) -> Context:
-        """Return what the hooks are told in this tick, of the nodes that are there."""
+        """Return what the hooks of this tick are called with: it is about the nodes that are present."""
         if "context" not in part.memo:
             part.memo["context"] = self._new_context(part)
-        found: Context = part.memo["context"]
-        return found
+        ctx: Context = part.memo["context"]
+        return ctx
 
     def _new_context(self, part: Part) -> Context:
         run, presence, step = self._run, self._run.presence, part.tick
         there, training = run.there(step), self._timetable.training(step)
         comm = part.simulation.place(there).comm
         comm.step = step
-        rows = self._there(part) or [part.simulation.here.start]
+        rows = self._present(part) or [part.simulation.here.start]
         made = self._timetable.made(step)
         nodes_there = range(run.num_nodes) if there is None else there
         ids = comm.ids if len(rows) < run.num_nodes else None
@@ -300,41 +300,41 @@ class Adapted:
             ctx = ctx.replace(active=tuple(i for i, node in enumerate(nodes_there) if node in set(training)))
         return ctx.replace(lr=self.strategy.lr(ctx)) if self.strategy.pure else ctx
 
-    def _there(self, part: Part) -> list[int]:
-        """Return the nodes here that are there."""
+    def _present(self, part: Part) -> list[int]:
+        """Return the nodes of this process that are present."""
         return part.simulation.place(self._run.there(part.tick)).rows
 
     def _looks_on(self, part: Part) -> bool:
         """Whether none of the nodes that have parameters of their own is here."""
         return part.home is part.own and not part.rows
 
-    def _held(self, part: Part, name: str) -> Tree:
-        """Return parameters or optimizer of the event's rows; where none is here, a row that nobody reads."""
-        held: Tree = part.own.first(name) if self._looks_on(part) else part.home[name]
-        return held
+    def _home(self, part: Part, name: str) -> Tree:
+        """Return the parameters or the optimizer of the event's rows; if none is here, a row that nobody reads."""
+        values: Tree = part.own.first(name) if self._looks_on(part) else part.home[name]
+        return values
 
     def _places(self, part: Part, rows: Sequence[int]) -> Tensor:
         return torch.tensor([row - part.simulation.here.start for row in rows], dtype=torch.long)
 
     def _modules(self, part: Part) -> Any:
-        """Return the modules' states of the nodes here that are there."""
-        modules, rows = part.shared["modules"], self._there(part)
+        """Return the modules' states of the nodes of this process that are present."""
+        modules, rows = part.shared["modules"], self._present(part)
         whole = len(rows) == len(part.simulation.here)
         places = self._places(part, rows or [part.simulation.here.start])
         return modules if whole else self.strategy.take_rows(modules, places)
 
-    def _keep(self, part: Part, new: Any, before: Any) -> None:
-        """Put the modules' states among those of the nodes that are absent."""
-        old, rows, num_rows = part.shared["modules"], self._there(part), len(part.simulation.here)
+    def _put_modules(self, part: Part, new: Any, before: Any) -> None:
+        """Put the modules' states back, beside those of the absent nodes."""
+        old, rows, num_rows = part.shared["modules"], self._present(part), len(part.simulation.here)
         if self._run.there(part.tick) is not None:
             places, once = self._places(part, rows), self._once
 
             def put(x: Tensor, was: Tensor | None) -> Tensor:
                 if not rows:
-                    held = torch.zeros_like(x) if was is None else was
-                    return held if len(held) == num_rows else held.repeat_interleave(num_rows, 0)
-                found: Tensor = nodes.put_rows({} if was is None else {"": was}, places, {"": x}, num_rows, False)[""]
-                return found
+                    value = torch.zeros_like(x) if was is None else was
+                    return value if len(value) == num_rows else value.repeat_interleave(num_rows, 0)
+                wide: Tensor = nodes.put_rows({} if was is None else {"": was}, places, {"": x}, num_rows, False)[""]
+                return wide
 
             def together(path: Path, x: Tensor, was: Tensor | None) -> bool:
                 if once is not None:
@@ -345,33 +345,33 @@ class Adapted:
         part.shared["modules"] = new
 
     def _counted(self, part: Part, ctx: Context) -> dict[str, Any]:
-        """Return the optimizer's state with the steps that its rows have made."""
-        held = self._held(part, "optimizer")
+        """Return the optimizer's state with the number of steps that its rows have taken."""
+        optimizer = self._home(part, "optimizer")
         if not self._counts:
-            return held
-        each = [part.tick] if part.home is part.shared else ctx.node_steps.tolist()
-        if each.count(each[0]) == len(each):
-            each = each[:1]
-        return {"step": torch.tensor(each), **held}
+            return optimizer
+        steps = [part.tick] if part.home is part.shared else ctx.node_steps.tolist()
+        if steps.count(steps[0]) == len(steps):
+            steps = steps[:1]
+        return {"step": torch.tensor(steps), **optimizer}
 
     def _put(self, part: Part, params: Tree, optimizer: dict[str, Any]) -> None:
         if self._looks_on(part):
             return
         optimizer = {slot: x for slot, x in optimizer.items() if slot != "step"}
         if part.home is part.shared and any(len(x) > 1 for x in tree.leaves([params, optimizer])):
-            del part.shared["params"], part.shared["optimizer"]  # from here on each node has its own
+            del part.shared["params"], part.shared["optimizer"]  # from now on each node has its own
             part.home = part.own
         part.params = params
         part.home["optimizer"] = optimizer
 
     def _store_again(self, part: Part) -> None:
-        """Store once what the forward passes of nodes that share parameters have written, each to its own."""
+        """Store parameters once again after each node's forward pass has written to its own copy."""
         for name, x in part.params.items():
             if len(x) < self._run.num_nodes or not torch.allclose(x, x[:1], 0, 0, equal_nan=True):
                 raise ValueError(
-                    f"the model's forward writes to its parameter {name!r}, on each node what its own batch says. "
-                    f"{self.strategy!r} exchanges gradients, for which all nodes must have the same parameters: theirs "
-                    "would drift apart, as they do in DDP. Take a strategy that exchanges parameters (DiLoCo, FedAvg), "
-                    "or write nothing that depends on the batch."
+                    f"the model's forward writes to its parameter {name!r}, and what it writes depends on the batch. "
+                    f"{self.strategy!r} exchanges gradients, which needs the same parameters on all nodes: they would "
+                    "drift apart, as they do in DDP. Use a strategy that exchanges parameters (DiLoCo, FedAvg), or "
+                    "write nothing that depends on the batch."
                 )
         part.params = {name: x[:1] for name, x in part.params.items()}

@@ -1,33 +1,34 @@
-"""Who is there: which nodes take part in which steps of a run.
+"""Availability: which nodes are present in which steps of a run.
 
-An `Availability` is given to `Trainer.fit(availability=...)`, for any strategy. It is a pure function of the run's seed
+Pass an `Availability` to `Trainer.fit(availability=...)`, with any strategy. It is a pure function of the run's seed
 and the step: nothing in it evolves, so a run can be resumed anywhere.
 
-Those present train and exchange, among themselves. The others keep all they have: parameters, buffers and the inner
-optimizer's state. What a strategy stores once for all nodes, outer parameters say, goes on with those present. A node
-that returns begins with what `rejoin` says:
+The present nodes train and exchange among themselves. The others keep all they have: parameters, buffers and the inner
+optimizer's state. What a strategy stores once for all nodes, such as outer parameters, goes on with the present nodes.
+A node that returns begins with what `rejoin` says:
 
 - "own": its own parameters;
 - "shared": the model that the others share: parameters that are stored once for all, as in AllReduce, or the outer
-  parameters, as of DiLoCo, or else the mean over the nodes that were present in the step before. It is sent once, by
-  one that is there; a mean takes an exchange of its own, but where they have just averaged. With `Sampled` a server has
-  it, and sends nothing besides what it sends at the end of a round;
-- "neighbour": those of one node that is there, drawn at random.
+  parameters, as in DiLoCo, or else the mean over the nodes that were present in the step before. A present node sends
+  it once; a mean takes an exchange of its own, unless the nodes have just averaged. With `Sampled` a server has it, and
+  sends nothing but what it sends at the end of a round;
+- "neighbour": the parameters of one present node, drawn at random.
 
-Whose count a learning rate goes by is whose state it trains, and so is an optimizer's own count, such as Adam's:
+A learning rate follows the step count of the state that it trains. So does an optimizer's own count, such as Adam's:
 
-- What a node has of its own goes by the number of steps that it has done itself.
-- What is stored once for all goes by the run's steps. Parameters and the inner optimizer's state are, where nodes
-  exchange gradients over all, take the same rates, and return with "shared" or "neighbour": who returns then takes
-  both. With "own", or with a rate for each node, each has its own parameters, moments and count, and only the
-  parameters are given to who returns.
-- The rate of an outer optimizer goes by the exchanges of the run. Its state is the nodes' together, or in islands each
-  one's own, with a count of the exchanges that this node took part in.
+- What a node has of its own follows the number of steps that this node has taken.
+- What is stored once for all follows the run's steps. These are the parameters and the inner optimizer's state if all
+  nodes exchange gradients, use the same rates, and return with "shared" or "neighbour": a node that returns then takes
+  both. With "own", or with a rate for each node, each has its own parameters, moments and count, and a node that
+  returns takes only the parameters.
+- The rate of an outer optimizer follows the exchanges of the run. The nodes share its state; in islands each has its
+  own, with a count of the exchanges in which it took part.
 
-Data and random numbers always go by a node's own count.
+Data and random numbers always follow a node's own count.
 
-In an asynchronous run, whose nodes do not take steps together, row t is for an interval of simulated time, as long as a
-step takes, the mean over the nodes. Who is absent begins no step, and goes on with its own when it is back: "own".
+In an asynchronous run, whose nodes do not take steps together, row t stands for an interval of simulated time: the
+duration of a step, averaged over the nodes. An absent node begins no step, and goes on with its own parameters when it
+is back: "own".
 
 >>> import vecgym
 >>> from vecgym.models import Line
@@ -59,7 +60,7 @@ __all__ = [
 ]  # fmt: skip
 
 Rejoin = Literal["own", "shared", "neighbour"]
-Table = Callable[[int, int], Tensor]  # of the steps from the first to before the last: bool [last - first, K]
+Table = Callable[[int, int], Tensor]  # (first, last) -> bool [last - first, K], for steps first to last - 1
 
 
 class Facts(NamedTuple):
@@ -69,9 +70,9 @@ class Facts(NamedTuple):
         num_nodes: K.
         num_steps: T.
         seed: of the run.
-        compute: how long the nodes compute, a `vecgym.clock.Compute`; None where not given.
-        num_examples: of each node's shard, `[K]`; None where not known.
-        batch_size: examples per node and step; None where not known.
+        compute: how long the nodes compute, a `vecgym.clock.Compute`; None: not specified.
+        num_examples: of each node's shard, `[K]`; None: unknown.
+        batch_size: examples per node and step; None: unknown.
 
     >>> Facts(num_nodes=4, num_steps=10, seed=42).compute is None
     True
@@ -86,7 +87,7 @@ class Facts(NamedTuple):
 
 
 class Availability(ABC):
-    """Which nodes are present in which steps. Override `present`; or give `fit` a function of the step instead.
+    """Which nodes are present in which steps. Override `present`, or pass a function of the step to `fit`.
 
     Attributes:
         rejoin: what a node begins with when it returns: "own", "shared" or "neighbour".
@@ -110,7 +111,7 @@ class Availability(ABC):
         """Whether a server holds what the nodes share.
 
         Means over all of their parameters or movements then go through it, and what it sends after an exchange is for
-        those who begin next.
+        the nodes of the next round.
 
         >>> from vecgym.simulation.availability import Dropout, Sampled
         >>> Sampled(0.5).server, Sampled(0.5, rejoin="own").server, Dropout(0.1).server
@@ -119,28 +120,28 @@ class Availability(ABC):
         return False
 
     def check(self, run: Facts) -> None:
-        """Raise a ValueError if this cannot be meant for the run."""
+        """Raise a ValueError if this does not fit the run."""
         return
 
     @abstractmethod
     def present(self, run: Facts) -> Table:
-        """Return the function of two steps that says who is present from the first to before the last, `[n, K]`."""
+        """Return a function (first, last) that says who is present in steps first to last - 1, bool `[n, K]`."""
 
     def training(self, run: Facts) -> Table | None:
-        """Return the same for those who train, where some only exchange; None: all who are present."""
+        """Return the same for who trains, if some nodes only exchange; None: all present nodes train."""
         return None
 
     def __and__(self, other: Availability) -> Availability:
-        """Return what is present, and trains, in both; `rejoin` is that of the first."""
+        """Return the nodes that are present, and train, in both; `rejoin` is that of the first."""
         return Both(self, check.instance("other", other, Availability, "another Availability"))
 
     def __repr__(self) -> str:
-        shown = (f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
-        return f"{type(self).__name__}({', '.join(shown)})"
+        settings = (f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({', '.join(settings)})"
 
 
 class Both(Availability):
-    """What is present, and trains, in both of two availabilities; `a & b` makes it.
+    """The nodes that are present, and train, in both of two availabilities: `a & b`.
 
     >>> from vecgym.simulation.availability import Dropout, LocalSteps
     >>> Dropout(0.1) & LocalSteps([1, 2], H=2)
@@ -163,17 +164,17 @@ class Both(Availability):
         return lambda first, last: a(first, last) & b(first, last)
 
     def training(self, run: Facts) -> Table | None:
-        given = [table for table in (self.first.training(run), self.second.training(run)) if table is not None]
-        if len(given) < 2:
-            return given[0] if given else None
-        return lambda first, last: given[0](first, last) & given[1](first, last)
+        tables = [table for table in (self.first.training(run), self.second.training(run)) if table is not None]
+        if len(tables) < 2:
+            return tables[0] if tables else None
+        return lambda first, last: tables[0](first, last) & tables[1](first, last)
 
     def __repr__(self) -> str:
         return f"({self.first!r} & {self.second!r})"
 
 
 def by_rounds(of_round: Callable[[int], Tensor], H: int) -> Table:
-    """Return the table of what is the same in each round of H steps.
+    """Return a table that is constant within each round of H steps.
 
     >>> by_rounds(lambda number: torch.tensor([number == 1]), H=2)(1, 4).flatten()
     tensor([False,  True,  True])
@@ -188,29 +189,29 @@ def by_rounds(of_round: Callable[[int], Tensor], H: int) -> Table:
 
 
 def checked_rejoin(rejoin: Any) -> Rejoin:
-    """Return what a node that returns begins with, if it is known.
+    """Return `rejoin`, or raise a ValueError if it is unknown.
 
     >>> checked_rejoin("own")
     'own'
     """
     check.choice("rejoin", rejoin, get_args(Rejoin))
-    found: Rejoin = rejoin
-    return found
+    mode: Rejoin = rejoin
+    return mode
 
 
-SOJOURNS = 64  # of a node, drawn together
+SOJOURNS = 64  # of a node, drawn in one block
 
 
 class Sampled(Availability):
     """In each round of H steps a sample of the nodes, at least one: federated learning's participation.
 
-    With `rejoin="shared"` there is a server, as with `FedAvgStrategy(participation=)`, which draws the same nodes: who
-    is there sends it the parameters, or the movement, and it sends the result to those who begin the next round.
+    With `rejoin="shared"` there is a server, as with `FedAvgStrategy(participation=)`, which draws the same nodes.
+    Present nodes send it their parameters or movements, and it sends the result to the nodes of the next round.
 
     Args:
         fraction: of the nodes, in (0, 1].
-        H: steps of a round; that of the strategy.
-        rejoin: what a node begins a round with; "shared": the model that was trained in the round before.
+        H: steps of a round; the strategy's.
+        rejoin: what a node begins a round with; "shared": the model trained in the round before.
 
     Raises:
         ValueError: for a fraction outside (0, 1], H < 1, an unknown `rejoin`.
@@ -224,7 +225,7 @@ class Sampled(Availability):
     """
 
     def __init__(self, fraction: float, H: int = 1, rejoin: Rejoin = "shared") -> None:
-        self.fraction = check.number("fraction", fraction, "(0, 1]", "the part of the nodes that is there in a round")
+        self.fraction = check.number("fraction", fraction, "(0, 1]", "the share of the nodes in a round")
         self.H = check.integer("H", H, what="the steps of a round")
         self.rejoin = checked_rejoin(rejoin)
 
@@ -241,44 +242,44 @@ class Sampled(Availability):
         count = max(1, round(self.fraction * run.num_nodes))
 
         def of_round(number: int) -> Tensor:
-            there = torch.zeros(run.num_nodes, dtype=torch.bool)
-            there[sample_nodes(run.num_nodes, count, rng.generator(run.seed, "participants", number))] = True
-            return there
+            present = torch.zeros(run.num_nodes, dtype=torch.bool)
+            present[sample_nodes(run.num_nodes, count, rng.generator(run.seed, "participants", number))] = True
+            return present
 
         return by_rounds(of_round, self.H)
 
 
 class Dropout(Availability):
-    """Nodes fail and come back, each by itself: a chain of two states. In the first step all are there.
+    """Nodes fail and come back independently: a two-state Markov chain each. In the first step all are present.
 
-    A node that is there is absent in the next step with probability rate / ((1 - rate) mean_steps), and one that is
-    absent is back with probability 1 / mean_steps.
+    A present node is absent in the next step with probability rate / ((1 - rate) mean_steps), and an absent node is
+    back with probability 1 / mean_steps.
 
     Args:
-        rate: the part of the time that a node is absent, in the long run, in [0, 1).
-        mean_steps: of an absence, on average, >= 1.
+        rate: fraction of the time that a node is absent in the long run, in [0, 1).
+        mean_steps: mean length of an absence, >= 1.
         rejoin: what a node that returns begins with.
 
     Raises:
-        ValueError: for what is outside of these, and for a rate that so short absences cannot give.
+        ValueError: for values outside these ranges, and for a rate that such short absences cannot reach.
 
-    >>> there = Dropout(0.3, mean_steps=5).present(Facts(num_nodes=3, num_steps=10, seed=1))(0, 10)
-    >>> there.T.int()
+    >>> present = Dropout(0.3, mean_steps=5).present(Facts(num_nodes=3, num_steps=10, seed=1))(0, 10)
+    >>> present.T.int()
     tensor([[1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
             [1, 1, 0, 0, 0, 0, 0, 0, 1, 1],
             [1, 1, 1, 1, 1, 1, 1, 1, 1, 0]], dtype=torch.int32)
     """
 
     def __init__(self, rate: float, mean_steps: float = 20, rejoin: Rejoin = "own") -> None:
-        self.rate = check.number("rate", rate, "[0, 1)", "the part of the time that a node is absent")
+        self.rate = check.number("rate", rate, "[0, 1)", "the fraction of the time that a node is absent")
         self.mean_steps = check.number("mean_steps", mean_steps, "[1, inf)", "of an absence")
         self.rejoin = checked_rejoin(rejoin)
         self._leaves = self.rate / ((1 - self.rate) * self.mean_steps)
         if self._leaves > 1 + 1e-9:  # what the message advises is allowed
             least = self.rate / (1 - self.rate)
             raise ValueError(
-                f"rate={rate} with mean_steps={mean_steps}: absences so short cannot be so much of the time. Give "
-                f"mean_steps >= {least:.4g}, or a rate <= {mean_steps / (1 + mean_steps):.4g}."
+                f"rate={rate} cannot be reached with absences as short as mean_steps={mean_steps}: give mean_steps >= "
+                f"{least:.4g}, or a rate <= {mean_steps / (1 + mean_steps):.4g}."
             )
 
     def present(self, run: Facts) -> Table:
@@ -286,7 +287,7 @@ class Dropout(Availability):
 
         def table(first: int, last: int) -> Tensor:
             steps = torch.arange(first, last)
-            # After an even number of changes a node is there.
+            # A node is present after an even number of changes.
             return torch.stack([torch.searchsorted(x, steps, right=True) % 2 == 0 for x in changes], 1)
 
         return table
@@ -310,14 +311,14 @@ class Dropout(Availability):
 
 
 class Trace(Availability):
-    """Who is there in each step, as was measured, say.
+    """A table of who is present in each step, measured for instance.
 
     Args:
-        table: bool `[T, K]`, a row for each step of the run; further rows are not used.
+        table: bool `[T, K]`, a row for each step of the run; extra rows are ignored.
         rejoin: what a node that returns begins with.
 
     Raises:
-        ValueError, TypeError: for what is no table of truth values; at `fit` for one of too few steps, or other nodes.
+        ValueError, TypeError: for anything but a table of truth values; at `fit` for too few steps or other nodes.
 
     >>> Trace([[True, True], [False, True]])
     Trace(2 steps of 2 nodes, rejoin='own')
@@ -331,7 +332,7 @@ class Trace(Availability):
         num_steps, num_nodes = self.table.shape
         if num_nodes != run.num_nodes or num_steps < run.num_steps:
             raise ValueError(
-                f"the trace has {num_steps} steps of {num_nodes} nodes, and the run {run.num_steps} steps of "
+                f"the trace has {num_steps} steps of {num_nodes} nodes, and the run has {run.num_steps} steps of "
                 f"{run.num_nodes}: give a row for each step, [{run.num_steps}, {run.num_nodes}]."
             )
 
@@ -344,12 +345,12 @@ class Trace(Availability):
 
 
 class Deadline(Availability):
-    """Stragglers are not waited for: who needs longer than the deadline for a round's H steps is absent from it.
+    """No waiting for stragglers: a node that needs longer than the deadline for a round's H steps is absent from it.
 
     Args:
-        seconds: for the computation of a round, as `fit(compute=...)` has it.
-        H: steps of a round; that of the strategy.
-        rejoin: what a node begins with that was absent from the round before.
+        seconds: for the computation of a round; see `fit(compute=...)`.
+        H: steps of a round; the strategy's.
+        rejoin: what a node begins with after a round in which it was absent.
 
     Raises:
         ValueError: for seconds <= 0, H < 1; at `fit` without `compute`.
@@ -361,15 +362,13 @@ class Deadline(Availability):
     """
 
     def __init__(self, seconds: float, H: int = 1, rejoin: Rejoin = "shared") -> None:
-        self.seconds = check.number("seconds", seconds, "(0, inf)", "that a round's computation may take")
+        self.seconds = check.number("seconds", seconds, "(0, inf)", "that the computation of a round may take")
         self.H = check.integer("H", H, what="the steps of a round")
         self.rejoin = checked_rejoin(rejoin)
 
     def check(self, run: Facts) -> None:
         if run.compute is None:
-            raise ValueError(
-                f"{self!r} needs to know how long the nodes compute: give compute=vecgym.clock.Compute(...)."
-            )
+            raise ValueError(f"{self!r} needs the nodes' compute times: give compute=vecgym.clock.Compute(...).")
 
     def present(self, run: Facts) -> Table:
         rounds = -(-run.num_steps // self.H)
@@ -378,17 +377,17 @@ class Deadline(Availability):
 
 
 class LocalSteps(Availability):
-    """Unequal local work: in each round of H steps node i trains in the first n_i, and then waits for the exchange.
+    """Unequal local work: in each round of H steps node i trains in the first n_i, then waits for the exchange.
 
-    All nodes are there for the exchange at the round's end. For strategies that exchange parameters every H steps.
+    All nodes take part in the exchange at the round's end. For strategies that exchange parameters every H steps.
 
     Args:
         steps: n_i of each node, `[K]`, 1 to H; or None, with `epochs`.
-        H: steps of a round; that of the strategy.
-        epochs: in place of `steps`: passes of each node over its own examples in a round.
+        H: steps of a round; the strategy's.
+        epochs: instead of `steps`: passes of each node over its own examples in a round.
 
     Raises:
-        ValueError: for neither or both of steps and epochs; at `fit` for other numbers of nodes and for n_i > H.
+        ValueError: for neither or both of steps and epochs; at `fit` for another number of nodes and for n_i > H.
 
     >>> LocalSteps([1, 3], H=3).training(Facts(num_nodes=2, num_steps=4, seed=0))(0, 4)
     tensor([[ True,  True],
@@ -401,19 +400,19 @@ class LocalSteps(Availability):
         if (steps is None) == (epochs is None):
             raise ValueError(f"steps={steps!r} and epochs={epochs!r}: give one of them, such as steps=[5, 10].")
         self.H = check.integer("H", H, what="the steps of a round")
-        plain = steps.tolist() if isinstance(steps, Tensor) else steps
-        if plain is not None and not (isinstance(plain, (list, tuple)) and plain):
+        counts = steps.tolist() if isinstance(steps, Tensor) else steps
+        if counts is not None and not (isinstance(counts, (list, tuple)) and counts):
             raise TypeError(f"steps is {check.kind_of(steps)}; give a list of the local steps of each node, [K].")
-        self.steps = None if plain is None else [check.integer(f"steps[{i}]", n) for i, n in enumerate(plain)]
+        self.steps = None if counts is None else [check.integer(f"steps[{i}]", n) for i, n in enumerate(counts)]
         self.epochs = check.optional_integer("epochs", epochs, what="a node's passes over its examples in a round")
 
     def check(self, run: Facts) -> None:
         counts = self._counts(run)
         if len(counts) != run.num_nodes:
-            raise ValueError(f"steps has {len(counts)} numbers and the run {run.num_nodes} nodes: give one for each.")
+            raise ValueError(f"steps has {len(counts)} numbers, and the run {run.num_nodes} nodes: give one for each.")
         if max(counts) > self.H:
             raise ValueError(
-                f"node {counts.index(max(counts))} takes {max(counts)} steps in a round, and the rounds have "
+                f"node {counts.index(max(counts))} takes {max(counts)} steps in a round, and a round has only "
                 f"H={self.H}: give H >= {max(counts)}, here and to the strategy."
             )
 
@@ -428,12 +427,12 @@ class LocalSteps(Availability):
         if self.steps is not None:
             return self.steps
         if run.num_examples is None or run.batch_size is None:
-            raise ValueError(f"{self!r}: the number of examples of each node is not known here; give steps=[...].")
+            raise ValueError(f"{self!r}: the number of examples of each node is unknown here; give steps=[...].")
         return [(self.epochs or 1) * max(1, math.ceil(count / run.batch_size)) for count in run.num_examples]
 
 
 class Function(Availability):
-    """A function of the step, counted from 0, that returns the ids of those present, or bool `[K]`.
+    """A function of the step, counted from 0, that returns the ids of the present nodes, or bool `[K]`.
 
     >>> run = Facts(num_nodes=3, num_steps=2, seed=0)
     >>> Function(lambda step: [0, 1] if step else [True, True, True]).present(run)(0, 2)
@@ -451,24 +450,24 @@ class Function(Availability):
         return lambda first, last: torch.stack([self._of_step(step, run.num_nodes) for step in range(first, last)])
 
     def _of_step(self, step: int, num_nodes: int) -> Tensor:
-        given = check.called("availability", self.function, step)
-        plain = given.tolist() if hasattr(given, "tolist") else given
-        found = list(plain) if isinstance(plain, (list, tuple, set, frozenset, range)) else None
-        if found is not None and len(found) == num_nodes and all(isinstance(x, bool) for x in found):
-            return torch.tensor(found, dtype=torch.bool)
-        known = found is not None and all(check.is_integer(x) and 0 <= x < num_nodes for x in found)
-        if not known or len(set(found or ())) != len(found or ()):
+        value = check.called("availability", self.function, step)
+        plain = value.tolist() if hasattr(value, "tolist") else value
+        ids = list(plain) if isinstance(plain, (list, tuple, set, frozenset, range)) else None
+        if ids is not None and len(ids) == num_nodes and all(isinstance(x, bool) for x in ids):
+            return torch.tensor(ids, dtype=torch.bool)
+        valid = ids is not None and all(check.is_integer(x) and 0 <= x < num_nodes for x in ids)
+        if not valid or len(set(ids or ())) != len(ids or ()):
             raise ValueError(
-                f"availability({step}) returned {given!r}; expected different node ids, 0 to {num_nodes - 1}, or "
+                f"availability({step}) returned {value!r}; expected distinct node ids, 0 to {num_nodes - 1}, or "
                 f"{num_nodes} truth values."
             )
-        there = torch.zeros(num_nodes, dtype=torch.bool)
-        there[found] = True
-        return there
+        present = torch.zeros(num_nodes, dtype=torch.bool)
+        present[ids] = True
+        return present
 
 
 def as_availability(name: str, value: Any) -> Availability | None:
-    """Return an `Availability`, made of a function of the step where that is given, or None.
+    """Return an `Availability`, or None; a function of the step becomes a `Function`.
 
     >>> as_availability("availability", None) is None
     True
@@ -478,18 +477,18 @@ def as_availability(name: str, value: Any) -> Availability | None:
     if isinstance(value, type) or not callable(value):
         raise TypeError(
             f"{name} is {check.kind_of(value)}; give Dropout(0.1), Trace(table) or another of vecgym.availability, or "
-            "a function of the step that returns the ids of those present."
+            "a function of the step that returns the ids of the present nodes."
         )
     return Function(value)
 
 
 def _checked_table(table: Any) -> Tensor:
     try:
-        given = table.clone() if isinstance(table, Tensor) else torch.as_tensor(table)
+        values = table.clone() if isinstance(table, Tensor) else torch.as_tensor(table)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"table is {check.kind_of(table)}; give truth values [T, K].") from None
-    if given.dim() != 2 or given.numel() == 0 or given.dtype != torch.bool:
+    if values.dim() != 2 or values.numel() == 0 or values.dtype != torch.bool:
         raise ValueError(
-            f"table has shape {list(given.shape)} and type {given.dtype}; give truth values [T, K], one row a step."
+            f"table has shape {list(values.shape)} and type {values.dtype}; give truth values [T, K], one row a step."
         )
-    return given.cpu()
+    return values.cpu()

@@ -1,11 +1,11 @@
-"""When nodes meet a server that does not wait for all of them: events without any tensors.
+"""The events of nodes and a server that does not wait for all of them, without any tensors.
 
-Nodes differ in speed, and none waits for all others. Which of them meets which version of the server's parameters
-depends on times alone, never on a number that is trained, so the order of events is known before the first gradient.
+Nodes differ in speed, and none waits for all others. Which node meets which version of the server's parameters depends
+on times alone, never on a trained number, so the order of events is known before the first gradient.
 
-A node begins a *round* from the server's parameters, makes its local steps, and sends its movement. The server takes
-arrivals in the order of time, ties by node; of every `buffer` of them it makes one update, a new *version*. Who has
-arrived begins again at once, or waits up to `max_wait` seconds for others; see `Rules`.
+A node begins a *round* from the server's parameters, takes its local steps, and sends its movement. The server handles
+arrivals in the order of time, ties by node, and makes one update, a new *version*, of every `buffer` of them. A node
+that has arrived begins again at once, or waits up to `max_wait` seconds for others; see `Rules`.
 
 >>> events = schedule(Rules(num_steps=(2, 2), max_wait=0.0), lambda node, step: [1.0, 2.5][node], Stop(updates=3))
 >>> for event in events:
@@ -32,27 +32,27 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
 Grace = Literal["full", "until_last"]
-StepSeconds = Callable[[int, int], float]  # (node, its own count of steps) -> seconds of that step
+StepSeconds = Callable[[int, int], float]  # (node, its own step count) -> seconds of that step
 
 
 class Happening(Protocol):
-    """Something that happens in an asynchronous run. One that is about some nodes names them in `rows`."""
+    """Something that happens in an asynchronous run; if it concerns certain nodes, they are its `rows`."""
 
     @property
     def time(self) -> float:
-        """In simulated seconds."""
+        """Simulated seconds."""
 
 
 class Arrival(NamedTuple):
-    """The movement of a round is at the server.
+    """The movement of a round reaches the server.
 
     Attributes:
         time: of the arrival.
-        node, round: whose, and its how many-th, from 0.
+        node, round: the node, and the number of its round, from 0.
         version: of the server's parameters from which the round began.
-        staleness: how many versions the server is ahead of that.
-        first_step, num_steps: the node's own count of steps at its begin, and how many it made.
-        begin, end: of its computing.
+        staleness: versions by which the server is ahead of that.
+        first_step, num_steps: the node's own step count when the round began, and the steps of the round.
+        begin, end: of its computation.
     """
 
     time: float
@@ -71,7 +71,7 @@ class Arrival(NamedTuple):
 
 
 class Update(NamedTuple):
-    """The server makes a new version of the last arrivals."""
+    """The server makes a new version from the last arrivals."""
 
     time: float
     version: int
@@ -79,7 +79,7 @@ class Update(NamedTuple):
 
 
 class Restart(NamedTuple):
-    """Nodes are sent the server's parameters, and begin their next rounds when they have them."""
+    """The server sends its parameters to nodes, which begin their next rounds when they have them."""
 
     time: float
     nodes: tuple[int, ...]
@@ -95,14 +95,14 @@ class Restart(NamedTuple):
 class Wires:
     """The links between the nodes and a server: each end serves one message at a time in each direction.
 
-    Each end is taken for its own time, the message's bytes times its own seconds a byte, from when the message is ready
-    and that end is free: who sends slowly holds up nobody else. The message is there a latency after the later of both.
+    Each end is busy for its own time, the message's bytes times its seconds per byte, once the message is ready and the
+    end is free: a slow sender holds up nobody else. The message arrives a latency after the later of both ends.
 
     Attributes:
         num_bytes: of a message, up and down.
-        up, down: seconds a byte of each node's link.
-        latency: seconds, of each node's.
-        server: seconds a byte of the server's link.
+        up, down: seconds per byte of each node's link.
+        latency: seconds, of each node's link.
+        server: seconds per byte of the server's link.
     """
 
     num_bytes: float
@@ -112,31 +112,31 @@ class Wires:
     server: float = 0.0
 
     def sending(self, node: int, share: float = 1.0) -> float:
-        """Return how long a node's link is taken by a message, or a share of it, up."""
+        """Return how long a message, or a share of it, occupies a node's link on the way up."""
         return share * self.num_bytes * self.up[node]
 
     def receiving(self, node: int, share: float = 1.0) -> float:
-        """Return how long it is, down."""
+        """Return how long it occupies the link on the way down."""
         return share * self.num_bytes * self.down[node]
 
     def serving(self, share: float = 1.0) -> float:
-        """Return how long the server's is, in either direction."""
+        """Return how long it occupies the server's link, in either direction."""
         return share * self.num_bytes * self.server
 
     def swapping(self, node: int, other: int) -> float:
-        """Return how long the links of two nodes are when they swap messages: as long as the slowest end needs."""
+        """Return how long a swap of messages occupies the links of two nodes: as long as the slowest end needs."""
         return max(*map(self.sending, (node, other)), *map(self.receiving, (node, other)))
 
     @classmethod
     def none(cls, num_nodes: int) -> Wires:
-        """Links on which messages take no time."""
+        """Return links on which messages take no time."""
         none = (0.0,) * num_nodes
         return cls(0.0, none, none, none)
 
 
 @dataclass
-class Links:
-    """Until when each end of the wires is taken."""
+class Traffic:
+    """The messages on the wires: until when they keep each end busy."""
 
     wires: Wires
     num_nodes: int
@@ -148,40 +148,40 @@ class Links:
     def __post_init__(self) -> None:
         self.node_up, self.node_down = (dict.fromkeys(range(self.num_nodes), 0.0) for _ in range(2))
 
-    def ahead(self) -> Links:
-        """Return links on which messages can be tried: what these send leaves the links themselves as they are.
+    def ahead(self) -> Traffic:
+        """Return a copy to try messages on: what it sends leaves the original as it is.
 
-        >>> links = Links(Wires(1.0, up=[2.0], down=[1.0], latency=[0.0]), num_nodes=1)
+        >>> links = Traffic(Wires(1.0, up=[2.0], down=[1.0], latency=[0.0]), num_nodes=1)
         >>> links.ahead().up(0, ready=0.0), links.up(0, ready=0.0)
         (2.0, 2.0)
         """
-        tried = copy.copy(self)
-        tried.node_up, tried.node_down = ChainMap({}, self.node_up), ChainMap({}, self.node_down)
-        return tried
+        trial = copy.copy(self)
+        trial.node_up, trial.node_down = ChainMap({}, self.node_up), ChainMap({}, self.node_down)
+        return trial
 
     def up(self, node: int, ready: float, share: float = 1.0) -> float:
-        """Send a movement, or a share of it; return when it is at the server."""
+        """Send a movement, or a share of it; return when it reaches the server."""
         wires = self.wires
         self.node_up[node] = max(ready, self.node_up[node]) + wires.sending(node, share)
         self.server_in = max(ready, self.server_in) + wires.serving(share)
         return max(self.node_up[node], self.server_in) + wires.latency[node]
 
     def swap(self, node: int, other: int, ready: float) -> float:
-        """Let two nodes send each other a message of `num_bytes`; return when both are there.
+        """Let two nodes send each other a message of `num_bytes`; return when both have arrived.
 
-        Both directions go at once, at the pace of the slowest of the four ends, when all of these are free.
+        Both messages go at once, when all four ends are free, at the pace of the slowest.
 
-        >>> Links(Wires(1.0, up=[2.0, 1.0], down=[1.0, 3.0], latency=[0.5, 0.1]), num_nodes=2).swap(0, 1, ready=1.0)
+        >>> Traffic(Wires(1.0, up=[2.0, 1.0], down=[1.0, 3.0], latency=[0.5, 0.1]), num_nodes=2).swap(0, 1, ready=1.0)
         4.5
         """
         wires, ends = self.wires, (self.node_up, self.node_down)
-        end = max(ready, *(taken[i] for taken in ends for i in (node, other))) + wires.swapping(node, other)
-        for taken in ends:
-            taken[node] = taken[other] = end
+        end = max(ready, *(busy[i] for busy in ends for i in (node, other))) + wires.swapping(node, other)
+        for busy in ends:
+            busy[node] = busy[other] = end
         return end + max(wires.latency[node], wires.latency[other])
 
     def down(self, node: int, ready: float, share: float = 1.0) -> float:
-        """Send the server's parameters, or a share of them; return when they are at the node."""
+        """Send the server's parameters, or a share of them; return when they reach the node."""
         wires = self.wires
         self.node_down[node] = max(ready, self.node_down[node]) + wires.receiving(node, share)
         self.server_out = max(ready, self.server_out) + wires.serving(share)
@@ -190,11 +190,11 @@ class Links:
 
 @dataclass(frozen=True)
 class Absences:
-    """Nodes that are not always there. One that is absent when it would begin a step begins it when it is back.
+    """When nodes are absent. A node that is absent when it would begin a step begins it when it is back.
 
     Attributes:
-        seconds: of an interval, in which a node is there or is not.
-        there: (node, interval) -> whether it is.
+        seconds: of an interval, throughout which a node is present or absent.
+        there: (node, interval) -> whether the node is present.
 
     >>> absences = Absences(seconds=2.0, there=lambda node, interval: interval != 1)
     >>> absences.begins(node=0, time=1.5), absences.begins(node=0, time=2.5)
@@ -205,7 +205,7 @@ class Absences:
     there: Callable[[int, int], bool]
 
     def is_there(self, node: int, time: float) -> bool:
-        """Whether a node is there at a time.
+        """Whether a node is present at a time.
 
         >>> Absences(2.0, lambda node, interval: interval != 1).is_there(0, 3.9)
         False
@@ -213,12 +213,12 @@ class Absences:
         return self.there(node, self._interval(time))
 
     def begins(self, node: int, time: float) -> float:
-        """Return the time if the node is there then, and else when it may be again: at the interval's end."""
+        """Return the time if the node is present then, else when it may be back: at the interval's end."""
         interval = self._interval(time)
         return time if self.there(node, interval) else (interval + 1) * self.seconds
 
     def _interval(self, time: float) -> int:
-        return int(time / self.seconds * (1 + 1e-12) + 1e-9)  # an interval's end is in the next one, rounded or not
+        return int(time / self.seconds * (1 + 1e-12) + 1e-9)  # an interval's end is in the next one, even if rounded
 
 
 @dataclass(frozen=True)
@@ -226,14 +226,14 @@ class Rules:
     """How the nodes and the server work together.
 
     Attributes:
-        num_steps: local steps of each node's rounds.
-        buffer: arrivals of which the server makes one update.
-        max_wait: the first to arrive when nobody waits opens a window of so many seconds. Who arrives in it waits, and
-            all of them begin again together when it closes.
-        grace: when it closes: "full": when its time is over, or all nodes wait; "until_last": with the last arrival in
-            it, known in hindsight, so that nobody waits in vain.
+        num_steps: local steps in a round, of each node.
+        buffer: arrivals in one update of the server.
+        max_wait: the first node to arrive when nobody waits opens a window of this many seconds. Nodes that arrive in
+            it wait, and all of them begin again together when it closes.
+        grace: when the window closes: "full": when its time is over, or all nodes wait; "until_last": with its last
+            arrival, known in hindsight, so that nobody waits in vain.
         wires: None: messages take no time.
-        absences: None: all nodes are always there.
+        absences: None: all nodes are always present.
     """
 
     num_steps: tuple[int, ...]
@@ -244,37 +244,37 @@ class Rules:
     absences: Absences | None = None
 
     def events(self, step_seconds: StepSeconds) -> Iterator[Happening]:
-        """Yield what happens, without an end."""
+        """Yield what happens, endlessly."""
         return _Rounds(self, step_seconds).events()
 
     def arrivals(self, events: Sequence[Happening]) -> tuple[Arrival, ...]:
-        """Return the arrivals of which an update is made; `events`: all after the update before, up to it."""
+        """Return the arrivals in an update; `events`: all after the previous update, up to this one."""
         return tuple(event for event in events if isinstance(event, Arrival))
 
     def trained(self, events: Sequence[Happening]) -> tuple[Arrival, ...]:
-        """Return the arrivals whose local steps are counted with an update: each step once."""
+        """Return the arrivals whose local steps count with an update, so that each step counts once."""
         return self.arrivals(events)
 
     def columns(self, events: Sequence[Happening]) -> dict[str, Any]:
-        """Return what the history says of an update besides what it says of each."""
+        """Return the history's columns of an update that only these rules have."""
         return {}
 
     def taken(self, event: Happening, wires: Wires) -> tuple[dict[int, float], dict[int, float]]:
-        """Return for how long the messages of an event take nodes' links, up and down: seconds by node."""
+        """Return how long the messages of an event occupy nodes' links, up and down: seconds by node."""
         if isinstance(event, Arrival):
             return {event.node: wires.sending(event.node)}, {}
         return {}, {node: wires.receiving(node) for node in event.nodes} if isinstance(event, Restart) else {}
 
-    def arrives(self, links: Links, node: int, end: float, first_step: int) -> float:
-        """Send what a node's round has moved; return when it is there."""
+    def arrives(self, links: Traffic, node: int, end: float, first_step: int) -> float:
+        """Send the movement of a node's round; return when it arrives."""
         return links.up(node, end)
 
-    def begins(self, links: Links, node: int, time: float) -> float:
-        """Send what a node's next round begins with; return when it is there."""
+    def begins(self, links: Traffic, node: int, time: float) -> float:
+        """Send what a node's next round begins with; return when it arrives."""
         return links.down(node, time)
 
     def computed(self, node: int, begin: float, first_step: int, end: float, step_seconds: StepSeconds) -> float:
-        """Return how long a node has computed up to an end, in the round that it has begun."""
+        """Return how long a node has computed by `end` in its current round."""
         time, took = begin, 0.0
         for step in range(first_step, first_step + self.num_steps[node]):
             while self.absences is not None and time < end and (back := self.absences.begins(node, time)) > time:
@@ -293,11 +293,11 @@ class Rules:
 
 
 class Times(Protocol):
-    """How long everything takes in a run: `vecgym.clock.asynchronous.TimesOf` a network says it."""
+    """How long everything takes in a run; `vecgym.clock.asynchronous.TimesOf` implements it for a network."""
 
     @property
     def nominal(self) -> list[float]:
-        """The seconds that a step of each node takes."""
+        """Seconds of a step, of each node."""
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -305,33 +305,33 @@ class Times(Protocol):
 
     @property
     def seed(self) -> int:
-        """That of the run."""
+        """The seed of the run."""
 
     @property
     def absences(self) -> Absences | None:
-        """When nodes are not there; None: they always are."""
+        """When nodes are absent; None: never."""
 
     def wires(self, sizes: Sequence[int] | None = None) -> Wires | None:
-        """Return the links between the nodes and a server, for messages of these tensors; None: they take no time."""
+        """Return the links between nodes and server for messages of these tensors; None: messages take no time."""
 
     def wires_within(self, regions: Sequence[Sequence[int]]) -> Wires | None:
-        """Return those between the nodes and the servers of their regions."""
+        """Return the links between the nodes and the servers of their regions."""
 
     def wires_between(self, network: Any, num_regions: int) -> Wires | None:
-        """Return those between the servers of regions and a global one, on a network of their own."""
+        """Return the links between the servers of regions and a global one, on a network of their own."""
 
     def num_messages(self, sizes: Sequence[int]) -> int:
-        """Count the messages in which tensors are sent, one after the other."""
+        """Count the messages in which tensors are sent one after the other."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """When a run ends: with the first of these that comes true; at least one is given.
+    """When a run ends: at the first of these limits. At least one is set.
 
     Attributes:
         updates: versions that the server makes.
-        seconds: simulated; an update after that is not made.
-        steps: local steps in the updates, of all nodes together.
+        seconds: simulated; no update is made after that.
+        steps: local steps in the updates, summed over the nodes.
     """
 
     updates: int | None = None
@@ -340,14 +340,14 @@ class Stop:
 
 
 def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Happening]:
-    """Return all events of a run in their order, up to its last update.
+    """Return all events of a run in order, up to its last update.
 
     Raises:
-        ValueError: where time does not go on, so that a run of `Stop(seconds=...)` would never end; and for a run of
-            more events than can be planned, or in which absent nodes are waited for without an end.
+        ValueError: if time does not advance, so that a run of `Stop(seconds=...)` would never end; if the run has more
+            events than can be planned; and if it waits for absent nodes forever.
     """
     events: list[Happening] = []
-    last, steps, version = 0, 0, 0  # the place after the last update; the steps of the rounds in it; its version
+    last, steps, version = 0, 0, 0  # index after the last update; steps in the updates; the last version
     since = (0.0, 0)
     for event in rules.events(step_seconds):
         if stop.seconds is not None and event.time > stop.seconds:
@@ -361,8 +361,8 @@ def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Happen
         since = _moving(since, event, len(events), rules)
         if rules.absences is not None and len(events) - last > STALLED:
             raise ValueError(
-                f"no update in the last {STALLED} events, up to {event.time:.3g} s: the server waits for nodes that "
-                "are absent. Give another availability, or a smaller quorum or buffer."
+                f"no update in the last {STALLED} events, up to {event.time:.3g} s: the server waits for absent nodes. "
+                "Give another availability, or a smaller quorum or buffer."
             )
         if len(events) == SOME:
             _check_end(stop, Stop(version, event.time, steps))
@@ -370,13 +370,13 @@ def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Happen
 
 
 def _moving(since: tuple[float, int], event: Happening, count: int, rules: Rules) -> tuple[float, int]:
-    """Return when time went on last, and at which event."""
-    time, place = since
+    """Return when time last advanced, and at which event."""
+    time, count_then = since
     if event.time > time:
         return event.time, count
-    if count - place > 1000 * (len(rules.num_steps) + rules.buffer):
+    if (repeats := count - count_then) > 1000 * (len(rules.num_steps) + rules.buffer):
         raise ValueError(
-            f"{count - place} events at {time} s: rounds that take no time never end. Give compute= positive seconds."
+            f"{repeats} events at {time} s: rounds that take no time never end. Give positive seconds in compute=."
         )
     return since
 
@@ -386,14 +386,14 @@ STALLED = 10**5  # events
 
 
 def _check_end(stop: Stop, now: Stop) -> None:
-    """Raise a ValueError if the end is further than can be planned, given where `SOME` events have led."""
+    """Raise a ValueError if the end is too far to plan, judging by the first `SOME` events."""
     ends = {name: (end, getattr(now, name)) for name, end in vars(stop).items() if end is not None}
     rounds = min(end / reached if reached else 1.0 for end, reached in ends.values())
     if SOME * rounds > MOST:
-        told = ", ".join(f"{end:.3g} {name}" for name, (end, _) in ends.items())
+        limits = ", ".join(f"{end:.3g} {name}" for name, (end, _) in ends.items())
         raise ValueError(
-            f"a run of {told} has {SOME * rounds:.1g} events, of which the first {SOME} take {now.seconds:.3g} s: its "
-            f"order is planned beforehand, of at most {MOST:.0e} events. Give fewer, or longer steps in compute=."
+            f"a run of {limits} has {SOME * rounds:.1g} events, the first {SOME} of them in {now.seconds:.3g} s: "
+            f"at most {MOST:.0e} can be planned in advance. Give a shorter run, or longer steps in compute=."
         )
 
 
@@ -403,11 +403,11 @@ class Schedule:
 
     Attributes:
         rules: how the nodes and the server work together.
-        updates: the events of each update of the server: all up to it, since the one before.
+        updates: the events of each update of the server: all since the previous update, up to this one.
 
     >>> events = schedule(Rules((2, 2)), lambda node, step: 1.0 + node, Stop(updates=3))
-    >>> found = Schedule(Rules((2, 2)), updates_of(events))
-    >>> found.total_steps, found.local_steps, found.columns(3)["sim_seconds"]
+    >>> plan = Schedule(Rules((2, 2)), updates_of(events))
+    >>> plan.total_steps, plan.local_steps, plan.columns(3)["sim_seconds"]
     ([4, 2], [0, 2, 4, 6], 4.0)
     """
 
@@ -416,12 +416,12 @@ class Schedule:
 
     @property
     def events(self) -> list[Happening]:
-        """All of them, in order."""
+        """All events, in order."""
         return [event for part in self.updates for event in part]
 
     @cached_property
     def total_steps(self) -> list[int]:
-        """How many steps of each node arrive."""
+        """The number of steps of each node that arrive."""
         totals = [0] * len(self.rules.num_steps)
         for event in self.events:
             if isinstance(event, Arrival):
@@ -430,23 +430,23 @@ class Schedule:
 
     @cached_property
     def max_steps(self) -> int:
-        """The most steps that a node makes."""
+        """The most steps that any node takes."""
         return max(1, *self.total_steps)
 
     def arrivals(self, update: int) -> list[Arrival]:
-        """Return those in an update, counted from 1."""
+        """Return the arrivals in an update, counted from 1."""
         return list(self.rules.arrivals(self.updates[update - 1]))
 
     @cached_property
     def local_steps(self) -> list[int]:
-        """The local steps in the first updates, from none to all of them."""
+        """The local steps in the first n updates, for n from 0 to all."""
         totals = [0]
         for events in self.updates:
             totals.append(totals[-1] + sum(arrival.num_steps for arrival in self.rules.trained(events)))
         return totals
 
     def columns(self, update: int) -> dict[str, Any]:
-        """Return what the history says of an update, besides its losses; see `vecgym.records.columns`."""
+        """Return the history's columns of an update, except its losses; see `vecgym.records.columns`."""
         events, stale = self.updates[update - 1], [arrival.staleness for arrival in self.arrivals(update)]
         return {
             "sim_seconds": float(events[-1].time), "version": update, "num_arrived": len(stale),
@@ -456,7 +456,7 @@ class Schedule:
 
 
 def updates_of(events: Sequence[Happening]) -> list[list[Happening]]:
-    """Split events into those of each update: all up to it, since the one before.
+    """Split events by update: each gets all since the previous update, up to itself.
 
     >>> [len(part) for part in updates_of(schedule(Rules((1, 1)), lambda node, step: 1.0 + node, Stop(updates=3)))]
     [2, 3, 2]
@@ -475,7 +475,7 @@ Entry = tuple[float, int, int, int]  # of an agenda: (time, kind, who, what)
 class Agenda:
     """What is to come, in the order of time: a heap of (time, kind, who, what), with a handler for each kind.
 
-    Among what happens at one time, kinds come in their order, then nodes, regions or fragments in theirs.
+    At equal times kinds come in their order, then nodes, regions or fragments in theirs.
 
     >>> class Ticks(Agenda):
     ...     def handlers(self):
@@ -495,7 +495,7 @@ class Agenda:
         self.queue: list[Entry] = []
 
     def handlers(self) -> Sequence[Callable[[float, int, int], Iterable[Happening]]]:
-        """Return what is called with (time, who, what), by kind."""
+        """Return the handlers by kind; each is called with (time, who, what)."""
         raise NotImplementedError
 
     def push(self, time: float, kind: int, who: int, what: int = 0) -> None:
@@ -516,18 +516,18 @@ class Begun(NamedTuple):
     version: int
 
 
-STEPS = 0  # the first kind on the agenda of nodes that train in rounds
+STEPS = 0  # the first kind of a `RoundsAgenda`
 
 
-class Training(Agenda):
-    """An agenda of nodes that train in rounds. One that may be absent takes its steps one by one, where it is there."""
+class RoundsAgenda(Agenda):
+    """An agenda of nodes that train in rounds. A node that may be absent takes its steps one by one, when present."""
 
     def __init__(self, rules: Rules, step_seconds: StepSeconds) -> None:
         super().__init__()
         self.rules, self.step_seconds = rules, step_seconds
         K = len(rules.num_steps)
         self.rounds = [0] * K
-        self.steps = [0] * K  # of each node, those of the present round too
+        self.steps = [0] * K  # of each node, with its current round
         self.began = [Begun(0.0, 0.0, 0)] * K
 
     def ends(self, time: float, node: int) -> Entry:
@@ -554,7 +554,7 @@ class Training(Agenda):
         return ()
 
     def next_step(self, time: float, node: int, done: int) -> Entry:
-        """Return the entry of what a node does that has done so many steps of its round."""
+        """Return the entry of what a node does after `done` steps of its round."""
         count, absences = self.rules.num_steps[node], self.rules.absences
         assert absences is not None
         if done == count:
@@ -564,7 +564,7 @@ class Training(Agenda):
         return time + self.step_seconds(node, self.steps[node] - count + done), STEPS, node, done + 1
 
     def arrival(self, time: float, node: int, version: int) -> Arrival:
-        """Return the arrival of a node's round at a server, whose version it is."""
+        """Return the arrival of a node's round at a server of this version."""
         begun, count = self.began[node], self.rules.num_steps[node]
         self.rounds[node] += 1
         return Arrival(
@@ -573,12 +573,12 @@ class Training(Agenda):
         )  # fmt: skip
 
 
-MOVES, CLOSES = range(STEPS + 1, STEPS + 3)  # in their order at one time
+MOVES, CLOSES = range(STEPS + 1, STEPS + 3)  # in this order at equal times
 ENDS, ARRIVES = range(2)  # of a round
 
 
-class _Rounds(Training):
-    """Nodes that train in rounds, a server, and the window in which those who have arrived wait."""
+class _Rounds(RoundsAgenda):
+    """Nodes that train in rounds, a server, and the window in which nodes that have arrived wait."""
 
     rules: Rules
 
@@ -586,7 +586,7 @@ class _Rounds(Training):
         super().__init__(rules, step_seconds)
         K = len(rules.num_steps)
         self.version = 0
-        self.links = Links(rules.wires, K) if rules.wires is not None else None
+        self.links = Traffic(rules.wires, K) if rules.wires is not None else None
         self.waiting: list[int] = []
         self.window, self.closes = 0, math.inf  # its number, and when it closes
         self.buffered = 0
@@ -601,12 +601,12 @@ class _Rounds(Training):
 
     def _moves(self, time: float, node: int, what: int) -> Iterable[Happening]:
         if what == ENDS:
-            self.push(self._sent(self.links, node, time), MOVES, node, ARRIVES)
+            self.push(self._send(self.links, node, time), MOVES, node, ARRIVES)
             return ()
         return self._arrives(time, node)
 
-    def _sent(self, links: Links | None, node: int, end: float) -> float:
-        """Send what a round has moved, and return when it is there."""
+    def _send(self, links: Traffic | None, node: int, end: float) -> float:
+        """Send the movement of a round; return when it arrives."""
         first_step = self.steps[node] - self.rules.num_steps[node]
         return end if links is None else self.rules.arrives(links, node, end, first_step)
 
@@ -627,9 +627,9 @@ class _Rounds(Training):
             yield from self._closes(time, self.window, 0)
 
     def _following(self) -> float:
-        """Return when the next arrival is if those who wait go on waiting.
+        """Return when the next arrival is if the waiting nodes go on waiting.
 
-        Nothing is sent: if they do begin again now, what they send may come first.
+        Nothing is sent: if they begin again now, their messages may come first.
         """
         queue, links = self.queue[:], None if self.links is None else self.links.ahead()
         while queue:
@@ -641,12 +641,12 @@ class _Rounds(Training):
             if kind == STEPS:
                 heapq.heappush(queue, self.next_step(time, node, what))
             elif kind == MOVES:
-                heapq.heappush(queue, (self._sent(links, node, time), MOVES, node, ARRIVES))
+                heapq.heappush(queue, (self._send(links, node, time), MOVES, node, ARRIVES))
         return math.inf
 
     def _closes(self, time: float, window: int, _: int) -> Iterator[Happening]:
-        """Let those who wait begin again."""
-        if window != self.window or not self.waiting:  # it has closed before
+        """Let the waiting nodes begin again."""
+        if window != self.window or not self.waiting:  # it is closed already
             return
         nodes, links, rules = tuple(sorted(self.waiting)), self.links, self.rules
         self.waiting = []

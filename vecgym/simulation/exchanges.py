@@ -1,8 +1,8 @@
 """What all nodes store once, and what each has of its own.
 
-A tensor `[1, *]` is the former, where all nodes are there. Where only some are, in this process or present at all, they
-may agree on what the others have another value of. Which it is, is found beforehand, from exchanges of tensors that
-have no values.
+With all nodes here and present, a tensor `[1, *]` is stored once. With only some of them, these may agree on a value
+that differs on the others. So it is found in advance which tensors are stored once, from exchanges of tensors that have
+no values.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from vecgym.strategy.base import moments_in, with_moments
 from vecgym.strategy.communication import overrides
 from vecgym.strategy.when import QUEUE
 
-ENOUGH = 8  # exchanges, after which it is known what is stored once
+ENOUGH = 8  # exchanges that show what is stored once
 
 
 class StoredOnce(NamedTuple):
     """What all nodes store once.
 
     Attributes:
-        names: of all parameters.
-        params: of those that are stored once.
-        modules: leaves of the modules' states, by their paths.
+        names: all parameters.
+        params: the parameters that are stored once.
+        modules: the paths of those leaves of the modules' states.
     """
 
     names: frozenset[str]
@@ -40,7 +40,7 @@ class StoredOnce(NamedTuple):
     modules: frozenset[Path]
 
     def has(self, path: Path) -> bool:
-        """Whether a parameter, or what the inner optimizer keeps of it or of all of them, is stored once.
+        """Whether a parameter, or the inner optimizer's state of it or of all parameters, is stored once.
 
         >>> once = StoredOnce(frozenset({"w", "b"}), frozenset({"w"}), frozenset())
         >>> once.has(((dict, "exp_avg"), (dict, "b"))), once.has(((dict, "step"),))
@@ -53,10 +53,10 @@ class StoredOnce(NamedTuple):
 def stored_once(
     strategy: Strategy, params: Tree, num_nodes: int, max_steps: int, seed: int, trained: bool
 ) -> StoredOnce | None:
-    """Find what all nodes store once after every step; None: the strategy looks at the values of what it exchanges.
+    """Find what all nodes store once after every step. None: that depends on values.
 
-    Parameters and what the inner optimizer keeps are all stored once, or each node has its own: then its rates go by
-    its own count, and those of what is stored once by the run's.
+    Parameters and the inner optimizer's state are all stored once, and learning rates follow the run's steps, or each
+    node has its own, and they follow its own count.
 
     Args:
         trained: whether parameters are ever stored once, by nodes that exchange gradients.
@@ -65,14 +65,14 @@ def stored_once(
     >>> params = {"w": torch.zeros(1, 3)}
     >>> stored_once(AllReduceStrategy("sgd"), params, 4, 10, seed=0, trained=True).params
     frozenset({'w'})
-    >>> found = stored_once(DiLoCoStrategy("sgd", H=2), params, 4, 10, seed=0, trained=False)
-    >>> found.params, sorted(tree.path_name(path) for path in found.modules)
+    >>> once = stored_once(DiLoCoStrategy("sgd", H=2), params, 4, 10, seed=0, trained=False)
+    >>> once.params, sorted(tree.path_name(path) for path in once.modules)
     (frozenset(), ["['0']['optimizer']['momentum_buffer']['w']", "['0']['optimizer']['step']", "['0']['params']['w']"])
     """
     once = {name: torch.empty_like(p[:1], device="meta") for name, p in params.items()}
     wide = {name: p.expand(num_nodes, *p.shape[1:]) for name, p in once.items()}
     shared = set(once) if trained and not has_own_numbers(strategy, num_nodes) else set[str]()
-    seen, own = set[Path](), set[Path]()
+    single, several = set[Path](), set[Path]()
     try:
         for grads, after, modules in islice(
             exchanges(strategy, once, wide, Announced(num_nodes), max_steps, seed), ENOUGH
@@ -81,19 +81,19 @@ def stored_once(
             shared -= {name for name, p in after.items() if p is not wide[name] and len(p) > 1}
             for path, x in tree.flatten(modules):
                 if isinstance(x, Tensor):
-                    (own if len(x) > 1 else seen).add(path)
+                    (several if len(x) > 1 else single).add(path)
     except Exception:  # whatever a strategy does with tensors that have no values
         return None
-    several = set(map(_place, own))
+    per_node = set(map(_place, several))
     return StoredOnce(
         frozenset(once),
         frozenset(once if shared == set(once) else ()),
-        frozenset(path for path in seen if _place(path) not in several),
+        frozenset(path for path in single if _place(path) not in per_node),
     )
 
 
 def has_own_numbers(strategy: Strategy, num_nodes: int) -> bool:
-    """Whether the inner optimizer takes a number for each node, such as a learning rate: nodes then move apart.
+    """Whether the inner optimizer has a setting for each node, such as a learning rate: nodes then drift apart.
 
     >>> from vecgym.strategy import AllReduceStrategy
     >>> [has_own_numbers(AllReduceStrategy("sgd", lr=lr), num_nodes=2) for lr in (0.1, torch.tensor([0.1, 0.2]))]
@@ -105,40 +105,40 @@ def has_own_numbers(strategy: Strategy, num_nodes: int) -> bool:
 
 
 def _place(path: Path) -> Path:
-    """Return the path without which slot of a queue it is: what is in one may be in each, also in one not used yet."""
+    """Return the path without its slot of a queue: what one slot holds, any may hold, also one not used yet."""
     at = [key for _, key in path].index(QUEUE) + 1 if (dict, QUEUE) in path else len(path)
     return path[:at] + path[at + 1 :]
 
 
 def replaced(
     new: Any, old: Any, once: Callable[[Path, Tensor, Tensor | None], bool],
-    put: Callable[[Tensor, Tensor | None], Tensor], taken: Any = None, path: Path = (), waits: bool = False,
+    put: Callable[[Tensor, Tensor | None], Tensor], before: Any = None, path: Path = (), waits: bool = False,
 ) -> Any:  # fmt: skip
-    """Return nested values in which what is stored once is the new one, and else `put(new, old)`.
+    """Return nested values: the new one of what is stored once, and `put(new, old)` of the rest.
 
-    In a queue, what was in a place that is used again is no longer due: those who did not take part have nothing in it.
-    The other places are left as they are: they hold what was `taken`, the new values before the step.
+    In a queue, what was in a slot that is used again is no longer due: nodes that did not take part have nothing in it.
+    The other slots stay as they are: they hold the values of `before`, those of `new` before the step.
 
     >>> new, old = {"mean": torch.tensor([9.0]), "own": torch.tensor([1.0])}, {"mean": torch.tensor([5.0])}
     >>> replaced(new, old, lambda path, x, old: path[-1][1] == "mean", lambda x, old: torch.stack([x[0], 0 * x[0]]))
     {'mean': tensor([9.]), 'own': tensor([1., 0.])}
     """
     if isinstance(new, dict):
-        held, was = (x if isinstance(x, dict) else {} for x in (old, taken))
+        olds, olders = (x if isinstance(x, dict) else {} for x in (old, before))
         return {
-            key: replaced(x, held.get(key), once, put, was.get(key), (*path, (dict, key)), waits or key == QUEUE)
+            key: replaced(x, olds.get(key), once, put, olders.get(key), (*path, (dict, key)), waits or key == QUEUE)
             for key, x in new.items()
         }
-    if waits and new is taken:
+    if waits and new is before:
         return old
-    before = None if waits else old
-    return new if not isinstance(new, Tensor) or once(path, new, before) else put(new, before)
+    old = None if waits else old
+    return new if not isinstance(new, Tensor) or once(path, new, old) else put(new, old)
 
 
 def exchange_moments(
     strategy: Strategy, optimizer: dict[str, Any], params: Tree, modules: dict[str, Any], ctx: Context
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the optimizer's and the modules' states after `strategy.exchange_moments`, moments in the same storage.
+    """Return the optimizer's and the modules' states after `strategy.exchange_moments`; moments keep their storage.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.strategy import CommunicateOptimizeStrategy, Moments
@@ -151,9 +151,9 @@ def exchange_moments(
     exchanged, changed = strategy.exchange_moments(optimizer, params, modules, ctx)
     if exchanged is optimizer or not ctx.inplace:
         return exchanged, changed
-    given, new = moments_in(optimizer, params), moments_in(exchanged, params)
-    changed = nodes.unshared(changed, modules, tuple(given.values()))
-    return with_moments(exchanged, {slot: own_storage(new[slot], own) for slot, own in given.items()}), changed
+    old, new = moments_in(optimizer, params), moments_in(exchanged, params)
+    changed = nodes.unshared(changed, modules, tuple(old.values()))
+    return with_moments(exchanged, {slot: own_storage(new[slot], own) for slot, own in old.items()}), changed
 
 
 def per_node_or_once(params: Tree, num_nodes: int) -> Tree:
@@ -167,10 +167,10 @@ def per_node_or_once(params: Tree, num_nodes: int) -> Tree:
 
 
 def own_storage(shared: Tree, params: Tree) -> Tree:
-    """Move what an exchange has returned to the storage of the parameters that it was given.
+    """Move what an exchange has returned to the storage of the parameters that it exchanged.
 
     An exchange may return a tensor that it also keeps in its state, such as outer parameters; the next step overwrites
-    the parameters, so they must not be that tensor. And memory in use costs less than new memory.
+    the parameters, so they must not be that tensor. Writing to memory in use also costs less than new memory.
 
     >>> own = {"w": torch.tensor([1.0, 2.0])}
     >>> own_storage({"w": torch.tensor([3.0, 4.0])}, own)["w"] is own["w"]
@@ -191,11 +191,11 @@ def own_storage(shared: Tree, params: Tree) -> Tree:
 def exchanges(
     strategy: Strategy, params: Tree, wide: Tree, comm: Announced, max_steps: int, seed: int
 ) -> Iterator[tuple[Tree, Tree, dict[str, Any]]]:
-    """Make the exchanges of all steps with tensors that have no values; yield what comes of each that has any.
+    """Make the exchanges of all steps with tensors that have no values; yield the results of each step that exchanges.
 
     Args:
         params: `[1, *]`, as they are at the start.
-        wide: the same as `[K, *]`, as of nodes that have moved apart.
+        wide: the same as `[K, *]`, as of nodes that have drifted apart.
 
     Yields:
         Gradients after their exchange, parameters after theirs, and the modules' states.
@@ -223,10 +223,10 @@ def exchanges(
 
 
 def agreed(strategy: Strategy, params: Tree, num_nodes: int, step: int, max_steps: int, seed: int) -> set[str]:
-    """Return the parameters of which all nodes have the same after a step's exchange, found from shapes alone.
+    """Return the parameters that are equal on all nodes after a step's exchange, as shapes alone show.
 
     Args:
-        params: `[1, *]`, without values.
+        params: `[1, *]`, with no values.
 
     >>> from vecgym.strategy import FedAvgStrategy
     >>> strategy, params = FedAvgStrategy("sgd", H=2), {"w": torch.empty(1, 3, device="meta")}
@@ -260,5 +260,5 @@ def exchanges_gradients(strategy: Strategy) -> bool:
     """
     if members := getattr(strategy, "members", None):  # those of a sweep, stacked
         return any(exchanges_gradients(member.strategy) for member in members)
-    own = type(strategy).exchange_gradients is not Strategy.exchange_gradients
-    return own or any(overrides(module, "exchange_gradients") for module in strategy.communication_modules)
+    overridden = type(strategy).exchange_gradients is not Strategy.exchange_gradients
+    return overridden or any(overrides(module, "exchange_gradients") for module in strategy.communication_modules)

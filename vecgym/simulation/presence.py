@@ -1,4 +1,4 @@
-"""Who is present, step by step: an `Availability` in a run, looked at before the run begins."""
+"""Which nodes are present, step by step: an `Availability` in a run, evaluated before the run begins."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torch import Tensor
 from vecgym.core.errors import warn
 from vecgym.simulation.availability import Availability, Facts
 
-BLOCK = 1024  # steps looked at together
+BLOCK = 1024  # steps evaluated together
 
 
 class Presence:
-    """Who is present, and who trains, in each step of a run.
+    """Which nodes are present, and which train, in each step of a run.
 
     Attributes:
-        availability: it.
+        availability: the rule.
         rejoin: see `vecgym.simulation.availability`.
-        server: whether what the nodes share goes through a server.
-        counts: how many nodes are present in the steps of the run.
-        waits: whether some of those present may not train.
+        server: whether a server holds what the nodes share.
+        counts: the numbers of present nodes that occur in the run.
+        waits: whether a node may be present and not train.
 
     Raises:
-        ValueError: for a step in which nobody is present.
+        ValueError: if no node is present in some step.
 
     >>> from vecgym.simulation.availability import Trace
     >>> presence = Presence(Trace([[True, False, True], [True, True, True]]), Facts(3, 2, seed=0))
@@ -38,41 +38,41 @@ class Presence:
         self.waits = self._training is not None
         self._blocks: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.counts: set[int] = set()
-        self.first = torch.full((run.num_nodes,), run.num_steps)  # the step in which each node is there first
+        self.first = torch.full((run.num_nodes,), run.num_steps)  # the first step in which each node is present
         for number in range(-(-run.num_steps // BLOCK)):
-            there = self._block(number)[0]
-            counts = there.sum(1)
+            present = self._block(number)[0]
+            counts = present.sum(1)
             if bool((counts == 0).any()):
                 step = number * BLOCK + int((counts == 0).nonzero()[0])
                 raise ValueError(
-                    f"availability={availability!r}: no node is present in step {step} (counted from 0). At least one "
-                    "must be: give more nodes, another seed, or let fewer of them be absent."
+                    f"availability={availability!r}: no node is present in step {step} (counted from 0), and at least "
+                    "one must be: give more nodes, another seed, or fewer absences."
                 )
             self.counts.update(counts.unique().tolist())
-            begun = torch.where(there.any(0), number * BLOCK + there.int().argmax(0), run.num_steps)
-            self.first = torch.minimum(self.first, begun)
+            first = torch.where(present.any(0), number * BLOCK + present.int().argmax(0), run.num_steps)
+            self.first = torch.minimum(self.first, first)
 
     def present(self, step: int) -> tuple[int, ...] | None:
-        """Return the ids of those present; None: all."""
+        """Return the ids of the present nodes; None: all."""
         row = self.row(step)
         return None if bool(row.all()) else tuple(row.nonzero().flatten().tolist())
 
     def training(self, step: int) -> tuple[int, ...] | None:
-        """Return the ids of those present who train; None: all of these."""
-        there, training = self._block(step // BLOCK)
+        """Return the ids of the present nodes that train; None: all of them."""
+        present, training = self._block(step // BLOCK)
         if training is None:
             return None
-        present, row = there[step % BLOCK], (there & training)[step % BLOCK]
-        return None if torch.equal(present, row) else tuple(row.nonzero().flatten().tolist())
+        all_present, row = present[step % BLOCK], (present & training)[step % BLOCK]
+        return None if torch.equal(all_present, row) else tuple(row.nonzero().flatten().tolist())
 
     def returning(self, step: int) -> tuple[int, ...]:
-        """Return the ids of those present who were not in the step before."""
+        """Return the ids of the present nodes that were absent in the step before."""
         if step == 0:
             return ()
         return tuple((self.row(step) & ~self.row(step - 1)).nonzero().flatten().tolist())
 
     def row(self, step: int) -> Tensor:
-        """Return who is present, bool `[K]`.
+        """Return which nodes are present, bool `[K]`.
 
         >>> from vecgym.simulation.availability import Trace
         >>> Presence(Trace([[True, False]]), Facts(2, 1, seed=0)).row(0)
@@ -81,7 +81,7 @@ class Presence:
         return self._block(step // BLOCK)[0][step % BLOCK]
 
     def never_present(self, step: int) -> int:
-        """Count the nodes that are not there in this step, nor in any before it.
+        """Count the nodes that have not been present in any step so far, this one included.
 
         >>> from vecgym.simulation.availability import Trace
         >>> presence = Presence(Trace([[True, False, False], [True, False, True]]), Facts(3, 2, seed=0))
@@ -91,26 +91,26 @@ class Presence:
         return int((self.first > step).sum())
 
     def tell(self) -> None:
-        """Warn of nodes that are not there in any step of the run."""
+        """Warn about nodes that are absent in every step of the run."""
         if absent := (self.first == self.run.num_steps).nonzero().flatten().tolist():
-            shown = f"{absent}" if len(absent) <= 10 else f"{absent[:10]} ..."
+            names = f"{absent}" if len(absent) <= 10 else f"{absent[:10]} ..."
             warn(
-                f"availability={self.availability!r}: {len(absent)} of {self.run.num_nodes} nodes are never there, "
-                f"{shown}, and no average counts them."
+                f"availability={self.availability!r}: {len(absent)} of {self.run.num_nodes} nodes are never present, "
+                f"{names}, and no average counts them."
             )
 
     def computing(self, step: int) -> Tensor:
-        """Return who trains, bool `[K]`: all that are present, or fewer.
+        """Return which nodes train, bool `[K]`: all that are present, or fewer.
 
         >>> from vecgym.simulation.availability import LocalSteps
         >>> Presence(LocalSteps([1, 2], H=2), Facts(2, 2, seed=0)).computing(1)
         tensor([False,  True])
         """
-        there, training = self._block(step // BLOCK)
-        return there[step % BLOCK] if training is None else (there & training)[step % BLOCK]
+        present, training = self._block(step // BLOCK)
+        return present[step % BLOCK] if training is None else (present & training)[step % BLOCK]
 
     def _block(self, number: int) -> tuple[Tensor, Tensor | None]:
-        """Return the tables of `BLOCK` steps; the last two are kept."""
+        """Return the tables of `BLOCK` steps; keep the last two."""
         if number not in self._blocks:
             while len(self._blocks) > 1:
                 self._blocks.pop(next(iter(self._blocks)))
@@ -120,14 +120,14 @@ class Presence:
         return self._blocks[number]
 
     def _checked(self, table: Tensor, num_steps: int) -> Tensor:
-        wanted = [num_steps, self.run.num_nodes]
-        if not isinstance(table, Tensor) or list(table.shape) != wanted or table.dtype != torch.bool:
-            raise ValueError(f"{self.availability!r} gave {table!r}; expected truth values, a bool tensor {wanted}.")
+        shape = [num_steps, self.run.num_nodes]
+        if not isinstance(table, Tensor) or list(table.shape) != shape or table.dtype != torch.bool:
+            raise ValueError(f"{self.availability!r} returned {table!r}; expected a bool tensor of shape {shape}.")
         return table
 
 
 def missed(presence: Presence, rows: Tensor | None, step: int) -> Tensor | None:
-    """Return which nodes, those in `rows` or all, were absent in a step; None: none was."""
+    """Return which nodes, of `rows` or of all, were absent in a step; None: none."""
     absent = ~presence.row(step)
     absent = absent if rows is None else absent[rows]
     return absent if bool(absent.any()) else None

@@ -1,4 +1,4 @@
-"""What nodes that return begin with, and who sends it; see `vecgym.simulation.availability`."""
+"""What returning nodes begin with, and who sends it; see `vecgym.simulation.availability`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from vecgym.strategy.modules import Exchange
 
 
 class Shared(NamedTuple):
-    """What the nodes share that were there in the step before.
+    """What the nodes that were present in the step before share.
 
     Attributes:
-        outer: parameters that are held once for all, `[1, *]`.
-        agreed: the names of those of which all of these nodes have the same, since they have just exchanged.
+        outer: parameters that are stored once for all, `[1, *]`.
+        agreed: names of the parameters that are equal on all of these nodes, which have just exchanged them.
 
     >>> Shared({}, set()).apart({"w": torch.zeros(2), "b": torch.zeros(1)}, once=["b"])
     ['w']
@@ -36,18 +36,18 @@ class Shared(NamedTuple):
     agreed: set[str]
 
     def apart(self, params: Tree, once: Any) -> list[str]:
-        """Return the parameters of which these nodes have different values."""
+        """Return the names of the parameters that differ between these nodes."""
         return [name for name in params if name not in self.outer and name not in self.agreed and name not in once]
 
 
 def sent(
     params: Tree, presence: Presence, shared: Shared, comm: Collectives, step: int, once: Sequence[str]
 ) -> Tree:  # fmt: skip
-    """Return the parameters that those who return here begin a step with, `[1 or n, *]`, and record what is sent.
+    """Return the parameters that returning nodes begin a step with, `[1 or n, *]`, and record what is sent.
 
     Args:
         params: of the nodes here, `[1 or L, *]`.
-        once: the names of those that all nodes share.
+        once: the names of the parameters that all nodes share.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.simulation.availability import Facts, Trace
@@ -56,26 +56,26 @@ def sent(
     {'w': tensor([2.])}
     """
     back = presence.returning(step)
-    sources, known = sources_of(back, presence, step), Tree()
+    sources, common = sources_of(back, presence, step), Tree()
     if presence.rejoin == "shared":
         wide = {name: params[name] for name in shared.apart(params, once)}
-        known = shared.outer | _mean(wide, _ids(presence.row(step - 1)), comm)
+        common = shared.outer | _mean(wide, _ids(presence.row(step - 1)), comm)
     for names, among, counted in messages(list(params), shared, back, presence, step):
         if counted:
             senders = [sources[back.index(node)] for node in among]
             links = Links.of(torch.tensor(senders), torch.tensor(among))
             comm._announce("permute", {name: params[name] for name in names}, links)
-    rest = {name: x for name, x in params.items() if name not in known}
-    return {**known, **(comm.fetched(rest, sources, back) if rest else {})}
+    rest = {name: x for name, x in params.items() if name not in common}
+    return {**common, **(comm.fetched(rest, sources, back) if rest else {})}
 
 
 def messages(
     names: Sequence[str], shared: Shared, back: Sequence[int], presence: Presence, step: int
 ) -> Iterator[tuple[list[str], list[int], bool]]:
-    """Yield which parameters are sent to which nodes that return, and whether that counts.
+    """Yield which parameters are sent to which returning nodes, and whether that counts as traffic.
 
-    What a server sends after an exchange is for those who are there next: as many of them as have left need nothing
-    besides.
+    What a server sends after an exchange is for the nodes that are present next: as many of them as have left need
+    nothing more.
 
     >>> from vecgym.simulation.availability import Facts, Sampled
     >>> presence = Presence(Sampled(0.5, H=1), Facts(num_nodes=4, num_steps=2, seed=42))
@@ -84,24 +84,24 @@ def messages(
     >>> [list(messages(["w"], Shared({}, agreed), [0], presence, step=1)) for agreed in (set(), {"w"})]
     [[(['w'], [0], True)], [(['w'], [0], False)]]
     """
-    sent = shared.agreed if presence.server else set()
+    on_server = shared.agreed if presence.server else set()
     left = int((presence.row(step - 1) & ~presence.row(step)).sum())
-    other, told = [[name for name in names if (name in sent) is inside] for inside in (False, True)]
-    for chosen, among, counted in ((other, back, True), (told, back[left:], True), (told, back[:left], False)):
-        if chosen and among:
-            yield chosen, list(among), counted
+    rest, served = [[name for name in names if (name in on_server) is inside] for inside in (False, True)]
+    for some, among, counted in ((rest, back, True), (served, back[left:], True), (served, back[:left], False)):
+        if some and among:
+            yield some, list(among), counted
 
 
 def sources_of(back: Sequence[int], presence: Presence, step: int) -> list[int]:
-    """Return the node that sends parameters to each of those that return: with "shared" one, else one drawn for each.
+    """Return the node that sends parameters to each returning node: with "shared" one, else one drawn for each.
 
     >>> from vecgym.simulation.availability import Facts, Trace
     >>> presence = Presence(Trace([[False, True, True], [True, True, True]], rejoin="shared"), Facts(3, 2, seed=0))
     >>> sources_of([0], presence, step=1)
     [1]
     """
-    there, before = presence.row(step), presence.row(step - 1)
-    staying = _ids(there & before) or _ids(before)
+    present, before = presence.row(step), presence.row(step - 1)
+    staying = _ids(present & before) or _ids(before)
     if presence.rejoin == "shared":
         return [staying[0]] * len(back)
     draws = [rng.generator(presence.run.seed, "neighbour", step, node) for node in back]
@@ -141,25 +141,25 @@ def _server_mean(average: Any) -> Any:
 
 
 def _mean(wide: Tree, members: list[int], comm: Collectives) -> Tree:
-    """Average over some nodes, `[1, *]`: of equal ones exactly their value. Of one node it is not sent so."""
+    """Average over some nodes, `[1, *]`; the mean of equal values is exact. One node alone needs no mean: empty."""
     if not wide or len(members) == 1:
         return {}
-    some, there = comm.among(members), set(members)
+    some, ids = comm.among(members), set(members)
     some.step = comm.step
     some._announce("mean", wide)
-    here = [i for i, node in enumerate(comm.node_ids.tolist()) if node in there]
+    here = [i for i, node in enumerate(comm.node_ids.tolist()) if node in ids]
     rows = nodes.take_rows(wide, torch.tensor(here or [0]))
-    found = some._apply(rows, lambda among, x: among._sum(x, None, True) if among.native else nodes.means(x, 1))
-    return {name: x[:1] for name, x in found.items()}
+    means = some._apply(rows, lambda among, x: among._sum(x, None, True) if among.native else nodes.means(x, 1))
+    return {name: x[:1] for name, x in means.items()}
 
 
-def _ids(there: Tensor) -> list[int]:
-    found: list[int] = there.nonzero().flatten().tolist()
-    return found
+def _ids(present: Tensor) -> list[int]:
+    ids: list[int] = present.nonzero().flatten().tolist()
+    return ids
 
 
 def check_presence(presence: Presence, strategy: Strategy) -> None:
-    """Raise a ValueError for a strategy whose nodes cannot be absent, or cannot wait for others.
+    """Raise a ValueError if the strategy's nodes cannot be absent, or cannot wait for others.
 
     >>> from vecgym.simulation.availability import Facts, LocalSteps
     >>> from vecgym.strategy import FedAvgStrategy
@@ -168,12 +168,12 @@ def check_presence(presence: Presence, strategy: Strategy) -> None:
     what = f"availability={presence.availability!r}"
     if not strategy.pure:
         raise ValueError(
-            f"{what}: this strategy is written for one rank, and all of its ranks must take part in every step. Leave "
+            f"{what}: this strategy is written for one rank, so all ranks must take part in every step. Leave "
             "availability out, or write the strategy as a CommunicationModule."
         )
     if presence.waits and exchanges_gradients(strategy):
         raise ValueError(
-            f"{what} lets nodes wait for the others, and {strategy!r} exchanges gradients in every step: take a "
+            f"{what} makes nodes wait for others, but {strategy!r} exchanges gradients in every step: use a "
             "strategy that exchanges parameters every H steps."
         )
     strategy.check_present(sorted(presence.counts), presence.run.num_nodes)

@@ -15,13 +15,13 @@ def run(
     simulation: Simulation, state: State, listeners: Sequence[Listener] = (), *, pure: bool = False,
     before: Before | None = None, stop: Callable[[State], bool] | None = None,
 ) -> State:  # fmt: skip
-    """Go through the timetable from the state's tick to its end, or until `stop`; return the last state.
+    """Run the timetable from the state's tick to its end, or until `stop`; return the last state.
 
     Args:
         state: must not be used afterwards, unless `pure`.
-        listeners: called after each tick with the state and what was measured.
-        pure: derivatives can be taken through the run. In the state that it leaves, names may share memory: only a pure
-            run can go on from it.
+        listeners: called after each tick with the state and its measurements.
+        pure: the run can be differentiated. In the state that it returns, names may share memory: only a pure run can
+            continue from it.
         before: called before each event; see `Simulation.tick`.
     """
     ticks, ahead = itertools.tee(simulation.timetable.ticks(state.tick))

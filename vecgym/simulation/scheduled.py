@@ -1,8 +1,8 @@
-"""Timetables of asynchronous runs: in the order of time, and computed late and together.
+"""Timetables of asynchronous runs: events in the order of time, computed late and together.
 
-When a node begins is known before any gradient, so nothing has to be computed then. Where a result is first needed,
-`train` is put in, for all rows that have begun and are not computed. Neither the order of events nor any number depends
-on that.
+When a node begins is known before any gradient, so nothing has to be computed at that time. A `train` for all rows that
+have begun and are not computed yet is inserted where a result is first needed. Neither the order of events nor any
+number depends on that.
 
 >>> from vecgym.simulation.events import Rules, Schedule, Stop, schedule, updates_of
 >>> rules = Rules(num_steps=(1, 2))
@@ -30,13 +30,13 @@ WHAT = {Arrival: "arrive", Restart: "restart", Update: "update"}
 class Scheduled:
     """The events of an asynchronous run whose nodes train in rounds. A tick ends with an update of the server.
 
-    An `Arrival`, a `Restart` and an `Update` are handled by `arrive`, `restart` and `update`; what happens besides says
-    by what, in an attribute `what`. What an event knows is in its `info`; that of a `train`, which steps of a round are
-    before it.
+    `arrive`, `restart` and `update` handle an `Arrival`, a `Restart` and an `Update`; any other happening names its
+    handler in an attribute `what`. The happening is the event's `info`; that of a `train` is the number of steps of the
+    round before it.
 
     Args:
-        schedule: all that happens; None has no events.
-        together: whether all rows that can be computed are, in one call; False: those alone that are needed.
+        schedule: all that happens; None is an error.
+        together: compute all rows that can be in one call; False: only those that are needed.
 
     Attributes:
         length: ticks.
@@ -45,7 +45,7 @@ class Scheduled:
 
     def __init__(self, schedule: Schedule | None, together: bool = True) -> None:
         if schedule is None:
-            raise ValueError("nodes that do not wait need a schedule: give RunFacts(schedule=).")
+            raise ValueError("nodes that do not wait for each other need a schedule: give RunFacts(schedule=).")
         self.schedule, self.together = schedule, together
         self.length, self.max_steps = len(schedule.updates), schedule.max_steps
         self._planned: list[tuple[list[Event], Pending]] = []  # of each tick, what is pending after it
@@ -54,18 +54,18 @@ class Scheduled:
         return (events for events, _ in self._all[start:])
 
     def columns(self, tick: int) -> dict[str, Any]:
-        """Return what the history says of a tick, counted from 1, besides its losses."""
+        """Return the history's columns of a tick, counted from 1, except its losses."""
         events, _ = self._all[tick - 1]
         calls = [len(event.rows or ()) for event in events if event.what == "train" and not event.info]
         per_call = sum(calls) / len(calls) if calls else None
         return {**self.schedule.columns(tick), "nodes_per_call": per_call}
 
     def pending(self, tick: int) -> Pending:
-        """Return the nodes that have begun and are not computed after so many ticks."""
+        """Return the nodes that have begun and are not computed yet after this many ticks."""
         return self._all[tick - 1][1] if tick else tuple(range(len(self.schedule.total_steps)))
 
     def resume(self, tick: int, pending: Sequence[int]) -> None:
-        """Go on after a run that may have been a shorter one, which left out rounds that it had no use for."""
+        """Continue after a run that may have been shorter, and skipped rounds that it did not need."""
         if tuple(pending) != self.pending(tick):
             self._planned[tick:] = self._plan(tick, pending)
 
@@ -76,9 +76,9 @@ class Scheduled:
         return self._planned
 
     def _plan(self, start: int = 0, pending: Sequence[int] | None = None) -> Iterator[tuple[list[Event], Pending]]:
-        """Yield the events of each tick from `start` on, and who is pending after it."""
+        """Yield the events of each tick from `start` on, and the nodes that are pending after it."""
         totals = self.schedule.total_steps
-        arrived, begun = [0] * len(totals), set(range(len(totals)))  # begun, and not computed
+        arrived, begun = [0] * len(totals), set(range(len(totals)))  # begun, not computed yet
         num_steps = {e.node: e.num_steps for e in self.schedule.events if isinstance(e, Arrival)}
         for tick, happenings in enumerate(self.schedule.updates):
             if tick == start and pending is not None:
@@ -100,7 +100,7 @@ class Scheduled:
 
 
 def _round(rows: Sequence[int], steps: Sequence[int], num_steps: dict[int, int]) -> Iterator[Event]:
-    """Let nodes that have made so many steps train a round. Those with fewer are left out of the later events."""
+    """Let nodes train a round after `steps` steps. Nodes with a shorter round are left out of the later events."""
     done = 0
     for until in sorted({num_steps[node] for node in rows}):
         here = tuple(node for node in rows if num_steps[node] >= until)
@@ -109,7 +109,7 @@ def _round(rows: Sequence[int], steps: Sequence[int], num_steps: dict[int, int])
 
 
 def event_of(happening: Happening) -> Event:
-    """Return the event in which the rows change that something happens to.
+    """Return the event that changes the rows of a happening.
 
     >>> event_of(Restart(time=1.0, nodes=(2,), version=0, begins=(1.0,)))[:2]
     ('restart', (2,))
@@ -119,13 +119,13 @@ def event_of(happening: Happening) -> Event:
 
 
 class Waves(Scheduled):
-    """The events of nodes that never stop: single steps, put off until the server needs what they lead to.
+    """The events of nodes that never stop: single steps, deferred until the server needs their result.
 
-    What nodes do one after the other stays in its order; the steps of all that are at one are taken together.
+    Each node's happenings stay in order; nodes that are due for a step take it together.
 
     Args:
-        schedule: all that happens. What has a `node` is done by that node, after its steps before that; what has
-            `arrivals`, by the server, after all that the nodes have done by then; other things at the end of a tick.
+        schedule: all that happens. A happening with a `node` follows that node's earlier steps; one with `arrivals` is
+            the server's, and follows all that the nodes have done by then; others come at the end of a tick.
     """
 
     def _plan(self, start: int = 0, pending: Sequence[int] | None = None) -> Iterator[tuple[list[Event], Pending]]:
@@ -144,7 +144,7 @@ class Waves(Scheduled):
             yield events + last, ()  # nothing is pending when the server has what it needs
 
     def _caught_up(self, steps: list[int], waiting: list[deque[Happening]]) -> Iterator[Event]:
-        """Do what the nodes have done by now."""
+        """Yield all that the nodes have done by now."""
         while any(waiting):
             for node, queue in enumerate(waiting):
                 while queue and not isinstance(queue[0], Arrival):

@@ -21,25 +21,25 @@ from vecgym.engine import Engine, Local
 from vecgym.simulation.state import Index, Result, Rows, State, put_back
 from vecgym.simulation.timetable import Event, RunFacts, Timetable
 
-Request = tuple[list[int], "int | list[int]"]  # rows here, and which of their own batches each of them reads
-Batches = Iterator[tuple[Any, "list[int] | None"]]  # a batch, and of each row how many examples are its own
+Request = tuple[list[int], "int | list[int]"]  # rows of this process, and which of its own batches each reads
+Batches = Iterator[tuple[Any, "list[int] | None"]]  # a batch, and how many of the examples are each row's own
 Before = Callable[["Event", "Draft"], None]
-KEPT_PLACES = 64  # sets of rows whose collectives are kept
+CACHED_PLACES = 64  # sets of rows whose collectives are cached
 
 
 class Algorithm(Protocol):
     """Settings, a timetable, and a method for each kind of event."""
 
     def timetable(self, run: RunFacts) -> Timetable:
-        """Say what happens when."""
+        """Return what happens when."""
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what each node has of its own, `[1 or K, *]`, and what all have together, `[1, *]`."""
+        """Return what each node has of its own, `[1 or K, *]`, and what all nodes share, `[1, *]`."""
 
 
 @dataclass
 class Draft:
-    """The state of a tick under way."""
+    """The state within a tick."""
 
     tick: int
     own: dict[str, Any]
@@ -52,7 +52,7 @@ class Draft:
 
     @property
     def home(self) -> dict[str, Any]:
-        """The one of the two trees in which parameters and optimizer are."""
+        """The one of the two trees that holds parameters and optimizer."""
         return self.shared if "params" in self.shared else self.own
 
     @property
@@ -63,11 +63,11 @@ class Draft:
 
 
 class Place(NamedTuple):
-    """Where the rows of an event are; the same for every event of these rows.
+    """Where the rows of an event are, the same for every event of these rows.
 
     Attributes:
         rows: those in this process.
-        at: their index among all rows of this process.
+        at: their index among all rows of the process.
         comm: the collectives among the rows of the event, in all processes.
     """
 
@@ -77,15 +77,15 @@ class Place(NamedTuple):
 
 
 class Part:
-    """The rows of an event. What is assigned to `own` and `shared` is put back when the event has been handled.
+    """The rows of an event. What is assigned to `own` and `shared` is put back after the event's handler.
 
     Attributes:
         own: what these nodes have of their own, `part.own["params"]` for instance, `[rows, *]`.
-        shared: what all nodes have together, `[1, *]`.
-        home: the one of the two in which parameters and optimizer are.
+        shared: what all nodes share, `[1, *]`.
+        home: the one of the two that holds parameters and optimizer.
         comm: the collectives among these nodes.
-        counts: what data, rates and random numbers go by: one number, or one for each row.
-        made: optimizer steps that the nodes have made, likewise.
+        counts: step counts that index data, rates and random numbers: one number, or one for each row.
+        made: optimizer steps that the nodes have taken, likewise.
         losses: of the last `gradients`, `[rows]`.
         memo: what handlers keep within a tick.
     """
@@ -104,17 +104,17 @@ class Part:
 
     @property
     def tick(self) -> int:
-        """Ticks done before this one."""
+        """Number of ticks before this one."""
         return self._draft.tick
 
     @property
     def inplace(self) -> bool:
-        """Whether tensors that were taken may be written to, if they are assigned; not under differentiation."""
+        """Whether tensors may be overwritten if they are assigned afterwards; not under differentiation."""
         return not self._draft.pure
 
     @property
     def params(self) -> Tree:
-        """The parameters of these rows, wherever they are; what is `[1, *]` is given to every row."""
+        """The parameters of these rows, in whichever tree; `[1, *]` stands for every row."""
         params: Tree = self.home["params"]
         return params
 
@@ -125,75 +125,75 @@ class Part:
     def gradients(self, at: Tree | None = None, mean: bool = False) -> Tree:
         """Compute the gradients of these rows on their next batches, at their parameters or elsewhere.
 
-        The next call may overwrite them: clone what must last longer.
+        The next call may overwrite them: clone what you need longer.
 
         Args:
             at: other parameters, `[1 or rows, *]`.
-            mean: only the mean of the gradients is used. Of nodes that share their parameters it may be computed
-                alone, `[1, *]`.
+            mean: only the mean of the gradients is used. If the nodes share their parameters, it alone may be
+                computed, `[1, *]`.
         """
         local = self.simulation.gradients(self, at, mean)
         self.losses = local.losses
         return local.grads
 
     def report(self, losses: Tensor | None = None, **columns: Any) -> None:
-        """Give the losses of these rows, and what else was measured, to the tick's row of the history."""
+        """Add the losses of these rows, and other measurements, to the tick's row of the history."""
         if losses is not None:
             self._draft.reports.append((self.rows, losses.clone()))
         self._draft.columns.update(columns)
 
     def generator(self, purpose: str, *ids: int) -> torch.Generator:
-        """Return a generator keyed by the run's seed, the purpose and the ids: the same in every process.
+        """Return a generator keyed by the run's seed, the purpose and the ids, the same in every process.
 
-        With `part.tick` among the ids it draws anew in every tick.
+        Include `part.tick` in the ids to draw anew in every tick.
         """
         return rng.generator(self.simulation.run.seed, purpose, *ids)
 
     def next_batch(self) -> tuple[Any, list[int] | None]:
-        """Return the batch that these rows read next, and of each how many examples are its own; None: all."""
+        """Return the next batch of these rows, and how many of its examples are each row's own; None: all."""
         self._num_read += 1
         self.check_reads(at_end=False)
-        found = next(self._draft.batches, None)
-        if found is None:
-            raise ValueError(f"there is no batch for {self.event.what!r} in tick {self.tick}: `read` gives too few.")
-        return found
+        batch = next(self._draft.batches, None)
+        if batch is None:
+            raise ValueError(f"no batch is left for {self.event.what!r} in tick {self.tick}: `read` yields too few.")
+        return batch
 
     @property
     def read_at(self) -> int | list[int]:
-        """At which of their own counts these rows read next."""
+        """The step count at which these rows read next: one number, or one for each row."""
         counts, done = self.counts, self._num_read
         return counts + done if isinstance(counts, int) else [count + done for count in counts]
 
     def check_reads(self, *, at_end: bool) -> None:
-        """Raise a ValueError if these rows have read more batches than their event says; at its end also if fewer."""
+        """Raise a ValueError if these rows have read more batches than their event declares, or fewer at its end."""
         done, reads = self._num_read, self.event.reads if self.rows else 0
         if done > reads or (at_end and done < reads):
             raise ValueError(
-                f"{self.event.what!r} in tick {self.tick} reads {done} batches, and its event says reads={reads}: who "
-                "reads what is known beforehand."
+                f"{self.event.what!r} in tick {self.tick} reads {done} batches, but its event has reads={reads}: the "
+                "timetable must declare all reads in advance."
             )
 
     def put(self) -> None:
-        """Write what was assigned into the state of the tick."""
+        """Write what was assigned into the tick's state."""
         put_back([self.own, self.shared], pure=self._draft.pure)
 
     def _here(self, counts: int | tuple[int, ...]) -> int | list[int]:
-        """Return the counts of the rows in this process; one number where all are equal."""
+        """Return the counts of the rows in this process; one number if all are equal."""
         if isinstance(counts, int):
             return counts
         rows = range(self.simulation.run.num_nodes) if self.event.rows is None else self.event.rows
-        of = dict(zip(rows, counts))
-        each = [of[row] for row in self.rows]
-        return each[0] if len(set(each)) == 1 else each
+        count_of = dict(zip(rows, counts))
+        local = [count_of[row] for row in self.rows]
+        return local[0] if len(set(local)) == 1 else local
 
 
 class Row(NamedTuple):
-    """All that was measured of a tick.
+    """All measurements of a tick.
 
     Attributes:
         tick: counted from 1.
-        losses: of the rows here, nan where a node did not train.
-        columns: what else handlers have reported.
+        losses: of the rows of this process; nan where a node did not train.
+        columns: what else handlers reported.
     """
 
     tick: int
@@ -204,7 +204,7 @@ class Row(NamedTuple):
 
     @property
     def active(self) -> list[int] | None:
-        """The nodes that have trained, in all processes; None: all.
+        """The nodes that trained, in all processes; None: all.
 
         >>> Row(1, torch.zeros(3), (), [Event("train", (0, 2), reads=1)], {}).active
         [0, 2]
@@ -219,11 +219,11 @@ class Simulation:
     Args:
         engine: computes gradients.
         algorithm: settings, a timetable, and handlers.
-        run: what is known of the run beforehand.
+        run: what is known about the run in advance.
         comm: the collectives of all nodes.
-        read: a stream of requests -> a stream of batches. Who reads what is known beforehand, so that workers can read
-            ahead in every kind of run.
-        here: the rows of this process, in a row; None: all.
+        read: a stream of requests -> a stream of batches. It is known in advance which rows read what, so workers can
+            read ahead in every kind of run.
+        here: the rows of this process, consecutive; None: all.
         minibatch_size: examples at a time.
     """
 
@@ -235,16 +235,16 @@ class Simulation:
         self.here = range(run.num_nodes) if here is None else here
         self.minibatch_size = minibatch_size
         self.timetable = algorithm.timetable(run)
-        self.place = functools.lru_cache(KEPT_PLACES)(self._place)
+        self.place = functools.lru_cache(CACHED_PLACES)(self._place)
 
     def of(self, algorithm: Algorithm, read: Callable[[Iterator[Request]], Batches]) -> Simulation:
-        """Return the same run of an algorithm with other numbers, on other data."""
+        """Return the same run with other settings of the algorithm, on other data."""
         twin = copy.copy(self)
         twin.algorithm, twin.read = algorithm, read
         return twin
 
     def init(self, params: Tree | None = None) -> State:
-        """Return the state before the first tick, from the model's own parameters or from others, `[1, *]`."""
+        """Return the state before the first tick, with the model's own parameters or with others, `[1, *]`."""
         if params is None:
             params = {name: p.detach()[None].clone() for name, p in self.engine.params.items()}
         self.comm.ledger.announce(self.run.num_nodes, {name: payload_bytes(p) for name, p in params.items()})
@@ -259,16 +259,16 @@ class Simulation:
         )
 
     def result(self, state: State) -> Result:
-        """Return what the run's model is the mean of: the one rule for all that is evaluated, returned and saved."""
-        found = getattr(self.algorithm, "result", None)
-        return Result(state.params if found is None else found(state), self.members(state.tick - 1))
+        """Return what the run's model is the mean of: the one rule for what is evaluated, returned and saved."""
+        rule = getattr(self.algorithm, "result", None)
+        return Result(state.params if rule is None else rule(state), self.members(state.tick - 1))
 
     def members(self, tick: int) -> tuple[int, ...] | None:
-        """Return the nodes that are there in a tick; None: all, as before the first."""
+        """Return the nodes that are present in a tick; None: all, as before the first tick."""
         return None if tick < 0 else self.run.there(tick)
 
     def close(self) -> None:
-        """End the threads of the engine and of the algorithm; a later tick starts them again."""
+        """End the threads of the engine and the algorithm; a later tick starts them again."""
         self.engine.close()
         if hasattr(self.algorithm, "close"):
             self.algorithm.close()
@@ -277,17 +277,17 @@ class Simulation:
         self, state: State, batch: Any, *, limits: list[int] | None = None, pure: bool = False,
         before: Before | None = None,
     ) -> tuple[State, Row]:  # fmt: skip
-        """Handle the next tick's events, with one batch: to take single steps by hand.
+        """Take a single step by hand: handle the next tick's events with one batch.
 
         Args:
             state: must not be used afterwards, unless `pure`.
-            batch: of all nodes here, `[L, B, ...]`, also of those that do not train.
-            limits: how many examples of each are its own; None: all.
+            batch: of all nodes of this process, `[L, B, ...]`, including those that do not train.
+            limits: how many of the examples are each node's own; None: all.
             before: see `tick`.
         """
         events = next(iter(self.timetable.ticks(state.tick)), None)
         if events is None:
-            raise ValueError(f"the run has {self.timetable.length} ticks, and all are done: give it more steps.")
+            raise ValueError(f"all {self.timetable.length} ticks of the run are done: give the run more steps.")
         return self.tick(state, events, self._rows_of(batch, limits, events), pure=pure, before=before)
 
     def _rows_of(self, batch: Any, limits: list[int] | None, events: Sequence[Event]) -> Batches:
@@ -296,28 +296,28 @@ class Simulation:
             if len(at) == len(self.here):
                 yield batch, limits
             else:
-                own = None if limits is None else [limits[i] for i in at]
-                yield nodes.take_rows(batch, torch.tensor(at)) if len(self.here) > 1 else batch, own
+                limits_at = None if limits is None else [limits[i] for i in at]
+                yield nodes.take_rows(batch, torch.tensor(at)) if len(self.here) > 1 else batch, limits_at
 
     def _rows_here(self, x: Tensor) -> Tensor:
         wide = x[self.here.start : self.here.stop] if len(x) > 1 else x.expand(len(self.here), *x.shape[1:])
         return wide.clone(memory_format=torch.contiguous_format)
 
     def requests(self, ticks: Iterator[Sequence[Event]]) -> Iterator[Request]:
-        """Say which rows read which of their own batches, in order."""
+        """Yield which rows read which of their own batches, in order."""
         for events in ticks:
             for event in events:
-                each = [(row, count) for row, count in event.each(self.run.num_nodes) if row in self.here]
-                counts = [count for _, count in each]
+                pairs = [(row, count) for row, count in event.each(self.run.num_nodes) if row in self.here]
+                counts = [count for _, count in pairs]
                 same = bool(counts) and counts.count(counts[0]) == len(counts)
-                for k in range(event.reads if each else 0):
-                    yield [row for row, _ in each], counts[0] + k if same else [count + k for count in counts]
+                for k in range(event.reads if pairs else 0):
+                    yield [row for row, _ in pairs], counts[0] + k if same else [count + k for count in counts]
 
     def tick(
         self, state: State, events: Sequence[Event], batches: Batches, *, pure: bool = False,
         before: Before | None = None,
     ) -> tuple[State, Row]:  # fmt: skip
-        """Handle the events of a tick, one after the other.
+        """Handle the events of a tick one after the other.
 
         Args:
             state: must not be used afterwards, unless `pure`.
@@ -339,26 +339,26 @@ class Simulation:
         part.comm.step = draft.tick
         handler = getattr(self.algorithm, event.what, None)
         if handler is None:
-            raise TypeError(f"{type(self.algorithm).__name__} has no method {event.what!r}, which its timetable names.")
+            raise TypeError(f"{type(self.algorithm).__name__} has no method {event.what!r}, named by its timetable.")
         handler(part)
         part.check_reads(at_end=True)
         part.put()
 
     def gradients(self, part: Part, at: Tree | None, mean: bool) -> Local:
-        """Compute the gradients of some rows on their next batches: the one place that asks the engine for them."""
+        """Compute the gradients of some rows on their next batches: the one place that calls the engine for them."""
         params = part.params if at is None else at
         if not part.rows:
             return Local(tree.map(lambda p: p[:0], params), next(iter(params.values())).new_empty(0), {})
         step, shared = part.read_at, part.shared["buffers"]
         buffers, (batch, limits) = {**shared, **part.own["buffers"]}, part.next_batch()
         mean = mean and part.inplace and all(len(p) == 1 for p in params.values())
-        if self.engine.written:  # each node writes to its own
+        if self.engine.written:  # each node writes to its own copy
             params = nodes.widened(params, len(part.rows))
         local = self.engine.gradients(
             params, buffers, batch, seed=self.run.seed, step=step, node_ids=part.rows, limits=limits,
             minibatch_size=self.minibatch_size, mean=mean, differentiable=not part.inplace,
         )  # fmt: skip
-        if mean and len(self.here) < self.run.num_nodes:  # it is averaged with that of other processes, as each one's
+        if mean and len(self.here) < self.run.num_nodes:  # averaged with other processes' means, as if each row's
             local = local._replace(grads=nodes.expand(local.grads, len(part.rows)))
         if self.engine.written and at is None:
             part.params = {**part.params, **{name: params[name] for name in self.engine.written}}
@@ -369,13 +369,13 @@ class Simulation:
     def _place(self, rows: tuple[int, ...] | None) -> Place:
         K = self.run.num_nodes
         if rows is not None and not (rows == tuple(sorted(set(rows))) and set(rows) <= set(range(K))):
-            raise ValueError(f"the rows {rows} of an event must be in ascending order, from 0 to {K - 1}.")
+            raise ValueError(f"an event has rows {rows}; they must be distinct, ascending and from 0 to {K - 1}.")
         comm = self.comm if rows is None or len(rows) == K else self.comm.among(rows)
         here = [row for row in (range(K) if rows is None else rows) if row in self.here]
         return Place(here, _index([row - self.here.start for row in here], len(self.here)), comm)
 
     def _losses(self, draft: Draft) -> Tensor:
-        """Return the mean of what was reported of each row."""
+        """Return the mean of the losses reported for each row."""
         reports = draft.reports
         if len(reports) == 1 and len(reports[0][0]) == len(self.here):
             return reports[0][1]
@@ -387,12 +387,12 @@ class Simulation:
             places = torch.tensor([row - self.here.start for row in rows], dtype=torch.long)
             index = placed(places, sums.device)
             sums, times = sums.index_add(0, index, losses), times.index_add(0, index, torch.ones_like(losses))
-        return (sums / times).masked_fill(times == 0, torch.nan)  # 0 / 0 is another nan on some processors
+        return (sums / times).masked_fill(times == 0, torch.nan)  # 0 / 0 is a different nan on some processors
 
 
 def _index(rows: list[int], size: int) -> Index:
-    """Return an index of these rows: None for all, a slice for rows in a row."""
+    """Return an index of these rows: None for all, a slice for consecutive rows."""
     if len(rows) == size:
         return None
-    in_a_row = bool(rows) and rows[-1] - rows[0] + 1 == len(rows)
-    return slice(rows[0], rows[-1] + 1) if in_a_row else torch.tensor(rows, dtype=torch.long)
+    consecutive = bool(rows) and rows[-1] - rows[0] + 1 == len(rows)
+    return slice(rows[0], rows[-1] + 1) if consecutive else torch.tensor(rows, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""The state of a run, and its rows: taken when they are asked for, and put back."""
+"""The state of a run, and its rows: taken on demand, and put back."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Index = slice | Tensor | None  # some of the rows; None: all of them
 class State:
     """All that evolves in a run, as a value: `vars(state)` is a checkpoint.
 
-    A run that is not differentiated works in place: every tensor then stays where it is for the whole run.
+    A run that is not differentiated works in place: every tensor keeps its storage for the whole run.
 
     Attributes:
-        tick: ticks done.
+        tick: number of ticks done.
         own: what each node has of its own: nested dicts of tensors `[rows, *]`, by name.
-        shared: what all nodes have together, `[1, *]`.
+        shared: what all nodes share, `[1, *]`.
 
     >>> State(0, own={"params": {"w": torch.zeros(4, 3)}}, shared={}).own["params"]["w"].shape
     torch.Size([4, 3])
@@ -37,12 +37,12 @@ class State:
 
     @property
     def step(self) -> int:
-        """Steps done, of all nodes together: ticks."""
+        """Number of ticks done."""
         return self.tick
 
     @property
     def home(self) -> dict[str, Any]:
-        """The one of the two in which the parameters are.
+        """The one of the two trees that holds the parameters.
 
         >>> State(0, own={}, shared={"params": {}, "optimizer": {}}).home
         {'params': {}, 'optimizer': {}}
@@ -51,7 +51,7 @@ class State:
 
     @property
     def params(self) -> Tree:
-        """The parameters, `[1 or rows, *]`; of an algorithm with a server, the server's."""
+        """The parameters, `[1 or rows, *]`; with a server, the server's."""
         params: Tree = self.home["params"]
         return params
 
@@ -62,7 +62,7 @@ class State:
 
 
 class Move(NamedTuple):
-    """A tensor that is to be written to, what with, and where; in `put_back` all of them come last."""
+    """A write that is due: to which tensor, from which, and to which rows. `put_back` does all of them last."""
 
     target: Tensor
     source: Tensor
@@ -70,16 +70,16 @@ class Move(NamedTuple):
 
 
 class Rows:
-    """Some rows of what is stored by name. All rows, and rows in a row, are views; others are copied when asked for.
+    """Some rows of trees stored by name: views of all rows and of consecutive rows, copies of others, made on demand.
 
-    What is assigned is put back by `put_back`; what is deleted goes. A name that is new is 0 on the other rows. What is
-    taken may be written to, but only what is assigned is kept. A tree that is assigned to all rows takes the place of
-    the old one; of some rows, leaves that it does not name stay.
+    `put_back` puts back what is assigned, and removes what is deleted. A new name is 0 on the other rows. A tensor
+    may be overwritten, but only what is assigned lasts. A tree that is assigned to all rows replaces the old one; of
+    one that is assigned to some rows, missing leaves stay as they are.
 
     Args:
-        whole: the trees `[rows, *]` by name; names are put into it.
+        whole: the trees `[rows, *]` by name; `put_back` writes to it.
         index: which rows; None: all.
-        size: of all rows.
+        size: number of all rows.
 
     >>> whole = {"w": torch.tensor([1.0, 2.0, 3.0])}
     >>> rows = Rows(whole, torch.tensor([0, 2]), size=3)
@@ -99,7 +99,7 @@ class Rows:
 
     def __getitem__(self, name: str) -> Any:
         if name not in self:
-            raise KeyError(f"there is no {name!r} here; there are {sorted({*self.whole, *self.assigned})}")
+            raise KeyError(f"no {name!r} here; there are {sorted({*self.whole, *self.assigned})}")
         return self.assigned[name] if name in self.assigned else self.taken(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -109,7 +109,7 @@ class Rows:
         self.assigned[name] = None
 
     def first(self, name: str) -> Any:
-        """Return a copy of the first of all rows, `[1, *]`: where a form is wanted and none of the rows is here."""
+        """Return a copy of the first of all rows, `[1, *]`: a form to use if none of the rows is here."""
         return tree.map_leaves(lambda x: x[:1].clone(), self.whole[name])
 
     def taken(self, name: str) -> Any:
@@ -125,10 +125,10 @@ class Rows:
 
 
 def put_back(parts: list[Rows], *, pure: bool) -> None:
-    """Put what was assigned into the trees that it was taken from.
+    """Put what was assigned back into the trees.
 
-    In place, unless `pure`, each tensor stays where it is and is written to, and what was taken and given back is not
-    copied. What is both read and written is cloned first, so that no two names ever share memory.
+    In place, unless `pure`: each tensor keeps its storage and is written to, and an assigned tensor that is already in
+    the tree is not copied. What is both read and written is cloned first, so that no two names ever share memory.
     """
     moves: list[Move] = []
     for rows in parts:
@@ -143,61 +143,61 @@ def put_back(parts: list[Rows], *, pure: bool) -> None:
         target.copy_(source) if index is None else target.index_copy_(0, placed(index, target.device), source)
 
 
-def _put(rows: Rows, whole: Any, new: Any, taken: Any, pure: bool, moves: list[Move]) -> Any:
-    """Return the whole tree with the new rows; `moves` gets what is to be copied into it."""
+def _put(rows: Rows, whole: Any, new: Any, old: Any, pure: bool, moves: list[Move]) -> Any:
+    """Return the whole tree with the new rows; append to `moves` what is to be copied into it."""
     gathered = isinstance(rows.index, Tensor)
-    if new is taken and not gathered:  # these are the tensors of the state themselves
+    if new is old and not gathered:  # these are the state's own tensors
         return whole
     if isinstance(new, dict):
-        whole, taken = whole or {}, taken or {}
+        whole, old = whole or {}, old or {}
         stay = {} if rows.index is None else whole
-        return {**stay, **{n: _put(rows, whole.get(n), x, taken.get(n), pure, moves) for n, x in new.items()}}
+        return {**stay, **{n: _put(rows, whole.get(n), x, old.get(n), pure, moves) for n, x in new.items()}}
     if not isinstance(new, Tensor):
         return new
     same = isinstance(whole, Tensor) and whole.shape[1:] == new.shape[1:] and whole.dtype == new.dtype
-    if whole is not None and rows.index is not None and not (same and new.shape[0] in (1, taken.shape[0])):
-        held = f"{tree.form(taken)}" if isinstance(taken, Tensor) else f"a {type(taken).__name__}"
-        raise ValueError(f"{tree.form(new)} was assigned in place of {held}: these rows need the same form, or [1, *].")
+    if whole is not None and rows.index is not None and not (same and new.shape[0] in (1, old.shape[0])):
+        form = f"{tree.form(old)}" if isinstance(old, Tensor) else f"a {type(old).__name__}"
+        raise ValueError(f"{tree.form(new)} was assigned in place of {form}: these rows need the same form, or [1, *].")
     if not same:
-        return _begun(rows, new)
+        return _new_name(rows, new)
     if rows.index is None and new.shape[0] not in (1, whole.shape[0]):
         return new.clone()
-    wide = new if new.shape == taken.shape else new.expand(taken.shape)
+    wide = new if new.shape == old.shape else new.expand(old.shape)
     if pure:
-        index = _numbers(rows)
+        index = _indices(rows)
         return wide if index is None else whole.index_copy(0, placed(index, wide.device), wide)
-    moves.append(Move(whole, wide, rows.index) if isinstance(rows.index, Tensor) else Move(taken, wide, None))
+    moves.append(Move(whole, wide, rows.index) if isinstance(rows.index, Tensor) else Move(old, wide, None))
     return whole
 
 
-def _begun(rows: Rows, new: Tensor) -> Tensor:
-    """Return a tensor of all rows, of which only these have had a value."""
-    index = _numbers(rows)
+def _new_name(rows: Rows, new: Tensor) -> Tensor:
+    """Return a tensor of all rows that is 0 except on these."""
+    index = _indices(rows)
     if index is None:
         return new.expand(max(len(new), rows.size), *new.shape[1:]).clone()
     wide = new.expand(len(index), *new.shape[1:])
     return new.new_zeros((rows.size, *new.shape[1:])).index_copy(0, placed(index, new.device), wide)
 
 
-def _numbers(rows: Rows) -> Tensor | None:
-    """Return the numbers of the rows; None: all."""
+def _indices(rows: Rows) -> Tensor | None:
+    """Return the indices of the rows; None: all."""
     return torch.arange(rows.size)[rows.index] if isinstance(rows.index, slice) else rows.index
 
 
 @dataclass(frozen=True)
 class HookState:
-    """All that evolves in a run, as the hooks of a strategy know it.
+    """All that evolves in a run, as the hooks of a strategy see it.
 
-    A node dimension of size 1 means "the same on every node". Where the L nodes are those of C configurations,
-    parameters may be `[C, *]`: one row for L / C nodes each.
+    A node dimension of size 1 means "the same on every node". If the L nodes belong to C configurations, parameters may
+    be `[C, *]`: one row for L / C nodes each.
 
     Attributes:
-        step: optimizer steps done.
+        step: number of optimizer steps taken.
         params: trainable parameters, `[1 or L, *]`.
         buffers: `[1 or L, *]`.
         optimizer: the inner optimizer's state.
         strategy: the communication modules' states.
-        node_steps: optimizer steps that each node has done, `[L]`.
+        node_steps: optimizer steps that each node has taken, `[L]`.
 
     >>> import torch
     >>> from torch import nn
@@ -219,11 +219,11 @@ class HookState:
 
 
 class Result(NamedTuple):
-    """The run's model: the mean of parameters, and of buffers, over the nodes that are its members.
+    """The run's model: the mean of parameters and buffers over its members.
 
     Attributes:
         params: `[1 or L, *]`; see `vecgym.strategy.Strategy.result`.
-        members: the nodes that were there in the last step, ascending; None: all.
+        members: the nodes that were present in the last step, ascending; None: all.
 
     >>> Result({}).members is None
     True
@@ -244,7 +244,7 @@ class Metrics(NamedTuple):
     losses: Tensor  # [L], before the update; nan where a node did not train
     lr: float | Tensor
     active: list[int] | None = None  # the nodes that trained; None: all
-    outer_lr: float | Tensor | None = None  # of the strategy's other optimizer, if it has one
+    outer_lr: float | Tensor | None = None  # of the strategy's outer optimizer, if it has one
     transfers: tuple[Transfer, ...] = ()  # what was sent in the step, in order
-    num_present: int | None = None  # nodes that were there, where some may be absent
-    num_never_present: int | None = None  # nodes that have not been there in any step so far
+    num_present: int | None = None  # present nodes, if nodes may be absent
+    num_never_present: int | None = None  # nodes that have not been present in any step so far

@@ -1,7 +1,7 @@
 """What happens when in a run, and to which rows: plain Python, known before the first gradient.
 
-It never depends on a number that is trained. Who is there, who trains, who exchanges and which batch each node reads
-are all known beforehand, so a timetable can be tested without tensors, and a run can read its data ahead.
+It never depends on a trained number. Which nodes are present, train and exchange, and which batch each reads, is all
+known in advance, so a timetable can be tested without tensors, and a run can read its data ahead.
 
 >>> run = RunFacts(num_nodes=3, num_steps=4)
 >>> for events in Lockstep(run, Mark("meet", Every(2))).ticks():
@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, Protocol
 from vecgym.core import check
 from vecgym.simulation.events import Schedule
 
-# (step, nodes that are there) -> some of these; None: all of them
+# (step, present nodes) -> some of these; None: all of them
 Who = Callable[[int, Sequence[int]], "Sequence[int] | None"]
-KEPT_COUNTS = 128  # steps of which it is remembered how often each node has trained before: reading runs ahead
+CACHED_COUNTS = 128  # steps whose counts are cached: reading runs ahead
 
 
 class Event(NamedTuple):
@@ -32,10 +32,10 @@ class Event(NamedTuple):
     Attributes:
         what: the method of the algorithm that handles it.
         rows: ascending; None: all.
-        counts: what data, learning rates and random numbers go by: one number for all of these rows, or one for each.
+        counts: step counts that index data, learning rates and random numbers: one for all rows, or one for each.
         reads: batches that each row reads.
-        info: what the method is told besides, such as a `Due`.
-        made: optimizer steps that the rows have made before; None: as many as `counts`.
+        info: further information for the method, such as a `Due`.
+        made: optimizer steps that the rows have taken before; None: as many as `counts`.
 
     >>> Event("train", (0, 2), counts=(5, 4), reads=1).each(num_nodes=3)
     [(0, 5), (2, 4)]
@@ -49,19 +49,19 @@ class Event(NamedTuple):
     made: int | tuple[int, ...] | None = None
 
     def each(self, num_nodes: int) -> list[tuple[int, int]]:
-        """Return every row with its own count."""
+        """Return every row with its count."""
         rows = range(num_nodes) if self.rows is None else self.rows
         return [(row, self.counts if isinstance(self.counts, int) else self.counts[i]) for i, row in enumerate(rows)]
 
 
 class When(Protocol):
-    """Steps at which something is due: those of `vecgym.strategy.when.When` are such."""
+    """The steps at which something is due; `vecgym.strategy.when.When` is one."""
 
     def due(self, step: int) -> bool:
         """Whether it is due after this step, counted from 0."""
 
     def count(self, step: int) -> int:
-        """Count the times that it was due before."""
+        """Count how often it was due before."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ class Every:
 
 
 class Mark(NamedTuple):
-    """What is due in some ticks of a `Lockstep`, and for whom.
+    """What is due in some ticks of a `Lockstep`, and for which nodes.
 
     Attributes:
         what: the method of the algorithm that handles it.
-        when: when it is due; a number: every so many steps.
-        lag: so many steps later it happens, to those who are there then and were there when it was due.
-        who: which of those who were there; None: all of them.
+        when: when it is due; a number H: every H steps.
+        lag: steps from when it is due to when it happens, for nodes that are present at both.
+        who: which of the nodes that are present when it is due; None: all of them.
         of: what it is about, such as a fragment.
 
     >>> Mark("write", Every(10), lag=2).who is None
@@ -106,11 +106,11 @@ class Mark(NamedTuple):
 
 
 class Due(NamedTuple):
-    """What an event knows of its mark.
+    """What an event knows about its mark.
 
     Attributes:
-        number: times that it was due before: what selectors, topologies and outer optimizers go by.
-        step: at which it was due; the event is `lag` steps later.
+        number: how often it was due before: the count for selectors, topologies and outer optimizers.
+        step: when it was due; the event is `lag` steps later.
         of: what the mark is about.
 
     >>> Due(number=0, step=9).of is None
@@ -123,20 +123,20 @@ class Due(NamedTuple):
 
 
 class Attendance(Protocol):
-    """Who is there in which steps: what a `vecgym.simulation.presence.Presence` says."""
+    """Which nodes are present in which steps; `vecgym.simulation.presence.Presence` implements it."""
 
     def present(self, step: int) -> tuple[int, ...] | None:
-        """Return the nodes that are there; None: all."""
+        """Return the present nodes; None: all."""
 
     def training(self, step: int) -> tuple[int, ...] | None:
-        """Return those of them that train; None: all of them."""
+        """Return the present nodes that train; None: all of them."""
 
     def returning(self, step: int) -> tuple[int, ...]:
-        """Return the nodes that are there and were not in the step before."""
+        """Return the present nodes that were absent in the step before."""
 
     @property
     def rejoin(self) -> str:
-        """What they begin with: "own" parameters, what the others have "shared", or those of a "neighbour"."""
+        """What they begin with: their "own" parameters, what the others have "shared", or those of a "neighbour"."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,9 @@ class RunFacts:
     """What an algorithm and its timetable may know before the first step.
 
     Attributes:
-        presence: who is there in which steps; None: all, always.
-        num_examples: of each node's shard, `[K]`; None where not known.
-        schedule: all that happens, where nodes do not wait for one another.
+        presence: which nodes are present in which steps; None: all, always.
+        num_examples: of each node's shard, `[K]`; None: unknown.
+        schedule: all that happens, if nodes do not wait for one another.
 
     >>> RunFacts(num_nodes=4, num_steps=10).presence is None
     True
@@ -160,7 +160,7 @@ class RunFacts:
     schedule: Schedule | None = None
 
     def there(self, step: int) -> tuple[int, ...] | None:
-        """Return the nodes that are there in a step; None: all.
+        """Return the nodes that are present in a step; None: all.
 
         >>> RunFacts(num_nodes=4).there(0) is None
         True
@@ -172,8 +172,8 @@ class Timetable(Protocol):
     """The events of a run, tick by tick. A tick ends with a row of the history.
 
     Attributes:
-        length: ticks.
-        max_steps: most steps of a node: how long a schedule of learning rates is.
+        length: number of ticks.
+        max_steps: most steps of a node: the length of a learning rate schedule.
     """
 
     length: int
@@ -184,15 +184,15 @@ class Timetable(Protocol):
 
 
 class Lockstep:
-    """In each tick all nodes train that are there, or those of them whom `trains` names; then comes what is marked.
+    """In each tick all present nodes train, or those that `trains` selects; then what is marked happens.
 
-    A node that does not train in every step has a count of its own: with absences data and learning rates go by it, and
+    A node that does not train in every step has a count of its own. With absences, data and learning rates follow it;
     an optimizer's own count always does.
 
     Args:
         marks: in the order in which they happen within a tick.
-        trains: which of those who are there train; None: all of them.
-        train: the method; another name than "train" where nodes exchange something before the optimizer's step.
+        trains: which of the present nodes train; None: all of them.
+        train: the method; not "train" if nodes exchange something before the optimizer's step.
 
     >>> half = Lockstep(RunFacts(num_nodes=4, num_steps=3), trains=lambda step, rows: rows[step % 2 :: 2])
     >>> for (event,) in half.ticks():
@@ -213,31 +213,31 @@ class Lockstep:
 
     def events(self, step: int) -> list[Event]:
         """Return the events of one step."""
-        there, training = self.run.there(step), self.training(step)
+        present, training = self.run.there(step), self.training(step)
         counts, made = self._counts(step, training)
         presence = self.run.presence
         back = () if presence is None or presence.rejoin == "own" else presence.returning(step)
-        found = [Event("rejoin", info=back)] if back else []
+        events = [Event("rejoin", info=back)] if back else []
         if training != ():
-            found.append(Event(self.train, training, counts, 1, made=made))
+            events.append(Event(self.train, training, counts, 1, made=made))
         for mark in self.marks:
             begun, when = step - mark.lag, mark.when
             assert not isinstance(when, int)
             if begun >= 0 and when.due(begun):
-                rows = _both(self._chosen(mark.who, begun, self.run.there(begun)), there)
+                rows = _both(self._selected(mark.who, begun, self.run.there(begun)), present)
                 if rows != ():
                     due = Due(when.count(begun), begun, mark.of)
-                    found.append(Event(mark.what, rows, self._counts(step, rows)[0], info=due))
-        return found
+                    events.append(Event(mark.what, rows, self._counts(step, rows)[0], info=due))
+        return events
 
     def training(self, step: int) -> tuple[int, ...] | None:
-        """Return who trains; None: all."""
-        there, presence = self.run.there(step), self.run.presence
-        chosen = self._chosen(self.trains, step, there)
-        return chosen if presence is None else _both(chosen, presence.training(step))
+        """Return the nodes that train; None: all."""
+        presence = self.run.presence
+        rows = self._selected(self.trains, step, self.run.there(step))
+        return rows if presence is None else _both(rows, presence.training(step))
 
     def made(self, step: int) -> list[int]:
-        """Count the steps that each node has trained before this one."""
+        """Count the steps in which each node has trained before this one."""
         if self.trains is None and self.run.presence is None:
             return [step] * self.run.num_nodes
         if step not in self._made:
@@ -248,33 +248,33 @@ class Lockstep:
                 for node in range(self.run.num_nodes) if training is None else training:
                     counts[node] += 1
                 self._made[before + 1] = list(counts)
-                if len(self._made) > KEPT_COUNTS:
+                if len(self._made) > CACHED_COUNTS:
                     del self._made[next(iter(self._made))]
         return list(self._made[step])
 
     def _counts(self, step: int, rows: tuple[int, ...] | None) -> tuple[Any, Any]:
-        """Return what these rows go by, and where it is another number, the steps that they have made."""
+        """Return the counts of these rows, and the steps that they have taken where that differs."""
         if self.trains is None and self.run.presence is None:
             return step, None
-        each = self.made(step)
-        made = tuple(each) if rows is None else tuple(each[row] for row in rows)
+        steps = self.made(step)
+        made = tuple(steps) if rows is None else tuple(steps[row] for row in rows)
         return (step, made) if self.run.presence is None else (made, None)
 
-    def _chosen(self, who: Who | None, step: int, rows: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    def _selected(self, who: Who | None, step: int, rows: tuple[int, ...] | None) -> tuple[int, ...] | None:
         if who is None:
             return rows
-        there = range(self.run.num_nodes) if rows is None else rows
-        found = who(step, there)
-        if found is None or len(found) == self.run.num_nodes:
+        present = range(self.run.num_nodes) if rows is None else rows
+        nodes = who(step, present)
+        if nodes is None or len(nodes) == self.run.num_nodes:
             return rows
-        if strangers := set(found).difference(there):
-            raise ValueError(f"step {step}: {who!r} names {sorted(strangers)}, which are not among {list(there)}.")
-        return tuple(sorted(set(found)))
+        if strangers := set(nodes).difference(present):
+            raise ValueError(f"step {step}: {who!r} names {sorted(strangers)}, which are not among {list(present)}.")
+        return tuple(sorted(set(nodes)))
 
 
 def _both(a: tuple[int, ...] | None, b: Iterable[int] | None) -> tuple[int, ...] | None:
-    """Return who is in both; None stands for all."""
+    """Return the rows that are in both; None stands for all."""
     if a is None or b is None:
         return a if b is None else tuple(b)
-    others = set(b)
-    return tuple(row for row in a if row in others)
+    second = set(b)
+    return tuple(row for row in a if row in second)

@@ -15,7 +15,7 @@ from vecgym.collectives.topology import Links as Messages
 from vecgym.core import check, rng, tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.simulation.events import Arrival, Happening, Links, Restart, Rules, StepSeconds, Times, Wires
+from vecgym.simulation.events import Arrival, Happening, Restart, Rules, StepSeconds, Times, Traffic, Wires
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts
@@ -240,12 +240,12 @@ class PairRules(Rules):
         other = self.neighbour(node, step)
         return other if self.absences is None or self.absences.is_there(other, time) else node
 
-    def arrives(self, links: Links, node: int, end: float, first_step: int) -> float:
+    def arrives(self, links: Traffic, node: int, end: float, first_step: int) -> float:
         """Let a node and its neighbour send each other their parameters."""
         other = self.partner(node, first_step, end)
         return end if other == node else links.swap(node, other, end)
 
-    def begins(self, links: Links, node: int, time: float) -> float:
+    def begins(self, links: Traffic, node: int, time: float) -> float:
         return time
 
     def taken(self, event: Happening, wires: Wires) -> tuple[dict[int, float], dict[int, float]]:

@@ -19,11 +19,11 @@ from vecgym.simulation.events import (
     Agenda,
     Arrival,
     Happening,
-    Links,
     Restart,
     Rules,
     StepSeconds,
     Times,
+    Traffic,
     Update,
     Wires,
 )
@@ -484,7 +484,7 @@ class _Run(Agenda):
         super().__init__()
         self.rules, self.step_seconds = rules, step_seconds
         K, F = len(rules.num_steps), len(rules.shares)
-        self.links = Links(rules.wires or Wires.none(K), K)
+        self.links = Traffic(rules.wires or Wires.none(K), K)
         self.copies = [[_Copy() for _ in range(F)] for _ in range(K)]
         self.fragments = [_Fragment() for _ in range(F)]
         self.version = 0

@@ -19,12 +19,12 @@ from vecgym.simulation.events import (
     Arrival,
     Entry,
     Happening,
-    Links,
     Restart,
+    RoundsAgenda,
     Rules,
     StepSeconds,
     Times,
-    Training,
+    Traffic,
     Update,
     Wires,
 )
@@ -423,7 +423,7 @@ class _Message(NamedTuple):
 
 @dataclass
 class _Region:
-    links: Links
+    links: Traffic
     version: int = 0
     of_global: int = 0  # the version that it has had last
     arrivals: list[Arrival] = field(default_factory=list)  # since the last message
@@ -432,15 +432,15 @@ class _Region:
     returning: list[tuple[int, int]] = field(default_factory=list)  # (number, version) of replies on their way
 
 
-class _Run(Training):
+class _Run(RoundsAgenda):
     """Nodes, regions' servers and a global one; `who` is a node or a region."""
 
     def __init__(self, rules: RegionRules, step_seconds: StepSeconds) -> None:
         super().__init__(rules, step_seconds)
         K, R = len(rules.num_steps), len(rules.regions)
-        self.regions = [_Region(Links(rules.wires or Wires.none(K), K)) for _ in range(R)]
+        self.regions = [_Region(Traffic(rules.wires or Wires.none(K), K)) for _ in range(R)]
         self.region_of = {node: r for r, members in enumerate(rules.regions) for node in members}
-        self.between = Links(rules.between or Wires.none(R), R)
+        self.between = Traffic(rules.between or Wires.none(R), R)
         self.version = 0
         for node in range(K):
             self.begin(node, 0.0, 0)
