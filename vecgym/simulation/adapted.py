@@ -154,7 +154,8 @@ class Adapted:
         self._once = None if once is None else once.modules
         self._counts = "step" in optimizer
         trained = {"params": params, "optimizer": {slot: x for slot, x in optimizer.items() if slot != "step"}}
-        shared = bool(once.params) if once else not (self.apart or self._timetable.trains or absent)
+        some_rest = self._timetable.trains is not None or (isinstance(run.presence, Presence) and run.presence.waits)
+        shared = bool(once.params) if once else not (self.apart or some_rest or absent)
         if shared and all(len(p) == 1 for p in params.values()):
             return {}, {**trained, "modules": modules}
         return trained, {"modules": modules}
