@@ -415,7 +415,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_seconds": 0.1}, ValueError, "max_seconds=0.1 ends the run before the first update"),
     ({"max_seconds": -1.0}, ValueError, "max_seconds=-1.0 must be"),
     ({"availability": Sampled(0.5, 2)}, ValueError, "go on with what they have when they return"),
-    ({"compile": True}, ValueError, "compile=True is not there for AsyncStrategy"),
+    ({"compile": True}, ValueError, "AsyncStrategy does not support compile=True"),
     ({"strategy": DiLoCoStrategy(), "grid": {"seed": [0]}, "compute": None}, ValueError,
      "max_updates is of asynchronous runs, and DiLoCoStrategy takes steps of all nodes"),
     ({"strategy": DiLoCoStrategy(), "grid": {"max_seconds": [1.0]}, "compute": None, "max_updates": None}, ValueError,

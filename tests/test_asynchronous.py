@@ -395,7 +395,7 @@ def test_rows_ledger_and_timeline() -> None:
     bars = timeline.bars()
     assert sum(bar.end - bar.begin for bar in bars if bar.kind == "round") <= float(per_node.computed.sum())
     assert timeline.plot().axes[0].get_xlabel() == "seconds"
-    with pytest.raises(ValueError, match="goes in the order of its own network's"):
+    with pytest.raises(ValueError, match="order of an asynchronous run depends on its network"):
         trainer.timeline(Network(1e9), Compute(1.0))
     with pytest.raises(ValueError, match="asynchronous run"):
         price(trainer.ledger, Network(1e9), Compute(1.0))
@@ -460,7 +460,7 @@ def test_another_network_is_another_run(tmp_path: pathlib.Path) -> None:
     strategy = AsyncStrategy(SGD, OuterOptimizer(lr=0.1), H=2)
     fit(strategy, max_updates=4, save_dir=tmp_path)
     for changed in ({"network": Network(1e6, 0.1)}, {"compute": Compute([1.0, 2.0, 1.5, 4.1])}):
-        with pytest.raises(ValueError, match="is of another run"):
+        with pytest.raises(ValueError, match="belongs to another run"):
             fit(strategy, max_updates=8, save_dir=tmp_path, resume=True, **changed)
 
 
@@ -537,9 +537,9 @@ def test_wrong_settings(make: Callable[[], Any], match: str) -> None:
 @pytest.mark.parametrize(("options", "match"), [
     ({"compute": None}, "AsyncStrategy needs compute="),
     ({"compute": Compute([1.0, 2.0])}, "Compute has seconds for 2 nodes"),
-    ({"backend": "processes", "num_processes": 2}, "backend='processes' is not there for AsyncStrategy"),
-    ({"exact": True}, "exact=True is not there"),
-    ({"compile": True}, "compile=True is not there"),
+    ({"backend": "processes", "num_processes": 2}, "AsyncStrategy does not support backend='processes'"),
+    ({"exact": True}, "does not support exact=True"),
+    ({"compile": True}, "does not support compile=True"),
     ({"max_seconds": 0.5}, "max_seconds=0.5 ends the run before the first update"),
     ({"max_updates": 0}, "max_updates=0"),
     ({"max_seconds": 5.0, "compute": Compute(0.0)}, "rounds that take no time never end"),
@@ -552,7 +552,7 @@ def test_wrong_options(options: dict[str, Any], match: str) -> None:
 
 @pytest.mark.parametrize("option", ["max_updates", "max_seconds", "val_seconds"])
 def test_options_of_asynchronous_runs_alone(option: str) -> None:
-    with pytest.raises(ValueError, match=f"{option} is of asynchronous runs"):
+    with pytest.raises(ValueError, match=f"{option} is for asynchronous runs"):
         fit(DiLoCoStrategy(H=2), **{"max_steps": 4, option: untyped(5)})
 
 

@@ -223,7 +223,7 @@ def test_what_has_changed_places_is_named() -> None:
     swapped: Any = (data, model)
     assert "the model comes first, Trainer(model, train_dataset)" in refusal(TypeError, lambda: Trainer(*swapped))
     wrong: Any = (2, alone())
-    assert "changed places, fit(strategy, num_nodes)" in refusal(TypeError, lambda: Trainer(model, data).fit(*wrong))
+    assert "swap them, fit(strategy, num_nodes)" in refusal(TypeError, lambda: Trainer(model, data).fit(*wrong))
     for other in (model, nn.Sequential(model)):
         for arguments in ((model, other), (model, data, other)):
             assert "a model" in refusal(TypeError, lambda: Trainer(*arguments))  # noqa: B023
@@ -253,7 +253,7 @@ def test_fit_within_its_own_run_is_refused_and_leaves_it_unharmed() -> None:
         def after_step(self, row: dict[str, Any]) -> None:
             for settings in others:
                 message = refusal(RuntimeError, lambda: self.fit(alone(), 2, progress=False, **settings))  # noqa: B023
-                assert "a Trainer of its own" in message
+                assert "another Trainer for the second run" in message
             self.refused += 1
 
     trainer = Nested(make_model("MLP"), dataset("MLP"))

@@ -601,7 +601,7 @@ def test_command_takes_a_script_to_another_device(script: str, capfd: pytest.Cap
     for _ in range(2):  # the option is for its own run
         assert cli.main(["exogym", script, "5"]) == 1
         err = capfd.readouterr().err
-        assert "device='mps' is not there; present: cpu" in err
+        assert "device='mps' is not available; present: cpu" in err
         assert "vecgym exogym --device cpu SCRIPT" in err
         with pytest.raises(SystemExit) as ended:
             cli.main(["exogym", "--device", "cpu", script, "5"])

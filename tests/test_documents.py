@@ -84,7 +84,7 @@ def test_the_best_device_present_is_taken(monkeypatch: pytest.MonkeyPatch, cuda:
         if there:
             assert resolve_device(name).type == name
         else:
-            with pytest.raises(ValueError, match=f"device='{name}' is not there; present: .*cpu"):
+            with pytest.raises(ValueError, match=f"device='{name}' is not available; present: .*cpu"):
                 resolve_device(name)
 
 
@@ -94,7 +94,7 @@ def test_device(device: str, trainer: LocalTrainer) -> None:
     present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     strategy = DiLoCoStrategy("adam", H=2)
     if not present[device]:
-        with pytest.raises(ValueError, match=f"device='{device}' is not there; present: "):
+        with pytest.raises(ValueError, match=f"device='{device}' is not available; present: "):
             trainer.fit(strategy=strategy, num_nodes=4, device=device)
         return
     trainer.fit(strategy=strategy, num_nodes=4, device=device, max_steps=4, progress=False)

@@ -213,7 +213,7 @@ def test_a_run_that_is_refused_has_no_threads(tmp_path: Path) -> None:
     fit("MLP", Ranks("sgd", lr=0.1), max_steps=2, save_dir=tmp_path)
     before = threading.enumerate()
     for settings in ({"strategy": Ranks("sgd", lr=0.2)}, {"strategy": "FedAvg", "engine": "loop", "node_threads": 2}):
-        with pytest.raises(ValueError, match=r"begin anew with resume=False") as refused:
+        with pytest.raises(ValueError, match=r"start anew with resume=False") as refused:
             fit("MLP", max_steps=2, save_dir=tmp_path, resume=True, **settings)
         assert new_threads(before) == [], refused  # which holds the run
 

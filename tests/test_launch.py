@@ -103,7 +103,7 @@ def fail(link: multiprocess.Link, how: str) -> None:
         ("raise", "KeyError: 'the thing'", 'raise KeyError("the thing")'),
         ("kill", "was killed by signal SIGKILL", ""),
         ("exit", "ended with exit code 3", ""),
-        ("hang", "hangs: it got nowhere for 2 s", ""),
+        ("hang", "hangs: it made no progress for 2 s", ""),
     ],
 )
 def test_one_error_names_the_process_its_nodes_and_the_place(how: str, what: str, where: str) -> None:
@@ -182,7 +182,7 @@ def hang_everywhere(link: multiprocess.Link) -> None:
 
 
 def test_all_processes_that_hang_end() -> None:
-    with pytest.raises(ProcessError, match="hangs: it got nowhere for 1 s"):
+    with pytest.raises(ProcessError, match="hangs: it made no progress for 1 s"):
         multiprocess.run(hang_everywhere, 2, timeout_s=1)
 
 
@@ -779,7 +779,7 @@ def exchanges_alone(link: multiprocess.Link, how: str) -> None:
     time.sleep(1000)
 
 
-@pytest.mark.parametrize(("how", "what"), [("hangs", "hangs: it got nowhere for 2 s"), ("dies", "exit code 3")])
+@pytest.mark.parametrize(("how", "what"), [("hangs", "hangs: it made no progress for 2 s"), ("dies", "exit code 3")])
 def test_the_process_that_others_wait_for_is_named(how: str, what: str) -> None:
     with pytest.raises(ProcessError, match=what) as caught:
         multiprocess.run(exchanges_alone, 2, (how,), timeout_s=2)

@@ -421,7 +421,7 @@ def test_a_failing_logger_warns_and_the_training_goes_on(
             logger.start({})
             logger._columns = []  # type: ignore[attr-defined]
 
-    with pytest.warns(VecgymWarning, match=rf"{type(logger).__name__} failed and is left out") as caught:
+    with pytest.warns(VecgymWarning, match=rf"{type(logger).__name__} failed and is dropped") as caught:
         trainer, _ = fit("MLP", max_steps=2, logger=[logger, beside])
     ours = [warning for warning in caught if issubclass(warning.category, VecgymWarning)]
     assert len(ours) == 1, [str(warning.message) for warning in caught]
@@ -511,7 +511,7 @@ def test_own_models_offer_perplexity_and_accuracy() -> None:
         (lambda loss: {"loss": loss, "hits": torch.ones(2)}, r"a torch.float32 tensor of shape \[2\] as 'hits'"),
         (lambda loss: {"loss": loss, "hits": (loss > 0).sum()}, "a torch.int64 tensor"),
         (lambda loss: {"loss": loss, "hits": 1.0}, "a float as 'hits'"),
-        (lambda loss: {"loss": loss, "losses": loss}, "called 'losses', which is a column already"),
+        (lambda loss: {"loss": loss, "losses": loss}, "called 'losses', which is already a column"),
     ],
 )
 def test_wrong_metrics_are_refused(returned: Any, message: str) -> None:

@@ -262,7 +262,7 @@ def test_steps_that_depend_on_values_are_left_out_and_said() -> None:
     found = {name: part.total_bytes for name, part in estimate.parts.items()}
     assert (found["parameters"], found["exchange"]) == (3 * 16, 0)
     assert found["optimizer"] >= 2 * 3 * 16
-    assert "the strategy looks at values" in str(estimate)
+    assert "the strategy depends on values" in str(estimate)
 
 
 def test_an_exchange_long_after_the_first_steps_is_seen() -> None:
@@ -280,7 +280,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
     """Room for an estimate of `limit` bytes."""
     monkeypatch.setattr(fitting, "RESERVED_BYTES", 0)
     monkeypatch.setattr(fitting, "memory_limit", lambda device: int(fitting.MARGIN * limit))
-    fitting._known.clear()
+    fitting._fitted_sizes.clear()
 
 
 class Wide(nn.Module):

@@ -810,7 +810,7 @@ def test_segments_find_out_about_a_tensor_that_nothing_holds() -> None:
     strategy = AllReduceStrategy("sgd", lr=lr, lr_scheduler=from_global)  # a global of a notebook is found
     assert_close(torch.autograd.grad(outcome_of(strategy, segments=2).loss, GLOBAL)[0], expected, 1e-12)
     strategy = AllReduceStrategy("sgd", lr=lr, lr_scheduler=hidden)
-    with pytest.raises(ValueError, match=r"reads a tensor of shape \[\] that requires grad and is not held"):
+    with pytest.raises(ValueError, match=r"reads a tensor of shape \[\] that requires grad, but none of its objects"):
         outcome_of(strategy, segments=2).loss.backward()
 
 
@@ -1044,7 +1044,7 @@ def test_bad_arguments() -> None:
         strategy=FedAvgStrategy("sgd", lr=torch.ones(5, 1)))  # fmt: skip
     bad(r"lr of the outer optimizer has shape \[6, 1\].*its 3 steps",
         strategy=DiLoCoStrategy("sgd", H=2, outer_lr=torch.ones(T, 1)))  # fmt: skip
-    bad(r"batch of step 0 has a tensor of shape \[3, 4, 4\]; num_nodes=2 asks for \[2, B", num_nodes=2)
+    bad(r"batch of step 0 has a tensor of shape \[3, 4, 4\]; num_nodes=2 needs \[2, B", num_nodes=2)
     bad(r"leading sizes \[6, 7\]", batches=(torch.zeros(6, K, 2), torch.zeros(7, K)))
     bad("batches holds no batch", batches=[])
     bad("eval_batch holds no tensor", eval_batch=None)
@@ -1057,7 +1057,7 @@ def test_bad_arguments() -> None:
     bad(r"params\['first.weight'\] has shape \[5, 4\]; \[3, \*\] or \[1, \*\].*p\[None\]",
         params=dict(model.named_parameters()))  # fmt: skip
     bad(
-        r"eval_batch has a tensor of shape \[2, 4\] on meta, and the model is on cpu: move",
+        r"eval_batch has a tensor of shape \[2, 4\] on meta, but the model is on cpu: move",
         eval_batch=(torch.zeros(2, 4, device="meta"), torch.zeros(2, device="meta")),
     )
     bad(r"batches has a tensor .* on meta", batches=[(x.to("meta"), y) for x, y in batches],
@@ -1229,7 +1229,7 @@ def test_bad_arguments_of_optimize_schedule() -> None:
         ({"budget_bytes": 3.0}, ValueError, r"budget_bytes=3.0 does not allow one exchange of 459 bytes"),
         ({"H": 5, "iterations": 0}, ValueError, "iterations=0 must be"),
         ({"H": 5, "strategy": at_times(WEIGHTS)}, TypeError, "give a function of the weights"),
-        ({"mixing": ring(K), "H": 2}, ValueError, r"how often nodes mix is the strategy's"),
+        ({"mixing": ring(K), "H": 2}, ValueError, r"the strategy says how often nodes mix"),
         ({"mixing": ring(K) * 1.1}, ValueError, r"mixing: row 0 sums to 1.1"),
         ({"mixing": [[1.0]]}, ValueError, r"mixing takes a tensor \[K, K\]"),
         ({"mixing": ring(K), "budget_bytes": 3.0, "strategy": gossip}, ValueError, "mixing sends .* more than"),

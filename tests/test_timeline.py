@@ -171,7 +171,7 @@ def test_a_schedule_for_a_budget_of_seconds() -> None:
     assert optimized(10.9, wide).schedule.sum() == 4
     with pytest.raises(ValueError, match="leaves no time for an exchange"):
         optimized(10.1)
-    with pytest.raises(ValueError, match="what nodes that may be absent send is not known before they train"):
+    with pytest.raises(ValueError, match="what nodes that may be absent send is not known in advance"):
         optimized(10.9, availability=Dropout(0.1))
     with pytest.raises(ValueError, match=r"H=5, budget_bytes=None and budget_seconds=10.9: give one of them"):
         optimized(10.9, H=5)

@@ -1,4 +1,4 @@
-"""What happens when in an asynchronous run: all of it is known before its first step."""
+"""The plan of an asynchronous run: what happens when is known before the first step."""
 
 from __future__ import annotations
 
@@ -44,29 +44,27 @@ class AsyncPlan(Schedule):
         Args:
             sizes: the bytes of each parameter.
             seed: of the run.
-            availability: who is there when; None: all, always.
+            availability: which nodes are present when; None: all, always.
 
         Raises:
-            ValueError: for a run that ends before its first update.
+            ValueError: if the run ends before its first update.
         """
         times = TimesOf(num_nodes, compute, network, sizes, seed, availability)
         rules, seconds = strategy.rules(times), times.seconds
         events = schedule(rules, seconds, stop)
         if not events:
-            raise ValueError(
-                f"max_seconds={stop.seconds} ends the run before the first update of the server: give more."
-            )
+            raise ValueError(f"max_seconds={stop.seconds} ends the run before the first update: give more.")
         return cls(rules, updates_of(events), timeline_of(events, rules, seconds, network, compute))
 
     def epoch(self, update: int, data: Batches) -> float:
-        """Return the passes over the data up to an update, the mean over the nodes."""
+        """Return the passes over the data up to an update, averaged over the nodes."""
         return self.local_steps[update] / data.num_nodes / data.steps_per_epoch
 
     def seen(self, update: int, data: Batches) -> int:
-        """Return how many examples the rounds in an update have seen."""
-        own = data.limits or [data.batch_size] * data.num_nodes
+        """Count the examples of the rounds in an update."""
+        limits = data.limits or [data.batch_size] * data.num_nodes
         return sum(
-            min(own[arrival.node], data.width(step))
+            min(limits[arrival.node], data.width(step))
             for arrival in self.rules.trained(self.updates[update - 1])
             for step in range(arrival.first_step, arrival.first_step + arrival.num_steps)
         )
@@ -75,17 +73,17 @@ class AsyncPlan(Schedule):
 def stop_of(
     num_steps: int, num_nodes: int, max_updates: int | None, max_seconds: float | None, max_steps: int | None
 ) -> Stop:
-    """Return when a run ends; without anything said, after the `num_steps` of its epochs, the mean over the nodes.
+    """Return when a run ends; by default after the `num_steps` of its epochs, averaged over the nodes.
 
     >>> stop_of(10, 2, max_updates=None, max_seconds=None, max_steps=None)
     Stop(updates=None, seconds=None, steps=20)
     """
-    given = max_updates is not None or max_seconds is not None
-    return Stop(max_updates, max_seconds, None if given and max_steps is None else num_steps * num_nodes)
+    limited = max_updates is not None or max_seconds is not None
+    return Stop(max_updates, max_seconds, None if limited and max_steps is None else num_steps * num_nodes)
 
 
 class Updates(Simulation):
-    """The asynchronous training of one model, with what a run asks of it.
+    """The asynchronous training of one model, with the metrics that a run records.
 
     Args:
         schedule: all that happens.
@@ -107,7 +105,7 @@ class Updates(Simulation):
         strategy.check_updates(K, self.timetable.length)
 
     def metrics(self, row: Row) -> Metrics:
-        """Return what was measured of an update: a node's loss is the mean over its round, nan without one."""
+        """Return the metrics of an update: a node's loss is the mean over its round, nan without one."""
         arrivals, K = self.schedule.arrivals(row.tick), self.run.num_nodes
         outer_lr = self.strategy.server_rate(self.schedule.updates[row.tick - 1], K)
         active = sorted({arrival.node for arrival in arrivals})

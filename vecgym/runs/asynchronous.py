@@ -1,4 +1,4 @@
-"""Asynchronous runs: from update to update of the server."""
+"""Asynchronous runs, which advance from one update of the server to the next."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AsyncRun(Run[M]):
     The order of all events is known before the first step: `plan`.
 
     Attributes:
-        plan: all events, and what follows from them.
+        plan: all events, and what they imply.
         timeline: what every node did when.
     """
 
@@ -60,7 +60,7 @@ class AsyncRun(Run[M]):
         return self.simulation
 
     def _measure(self, params: Tree, tick: int) -> None:
-        return  # all are measured with the server's parameters
+        return  # the server's parameters are what is evaluated
 
     def _record(self, row: Row, interrupted: list[int], evaluated: bool) -> None:
         step, plan = row.tick, self.plan
@@ -78,14 +78,14 @@ class AsyncRun(Run[M]):
         return now // interval > before // interval
 
     def evaluate(self) -> None:
-        """Record the validation loss of the server's model; without one, of the mean of the nodes and of each."""
+        """Record the validation loss of the server's model; without a server, of the nodes' mean and of each node."""
         result = self.simulation.result(self.state)
         (columns,) = evaluated_columns(self.engine, self.state, [self.val], self.simulation.comm, result)
-        if shown := shown_of(self.options.strategy, self.options.num_nodes, columns):
-            self.recorder.add(**shown)
+        if recorded := recorded_of(self.options.strategy, self.options.num_nodes, columns):
+            self.recorder.add(**recorded)
 
     def _final_nodes(self) -> Nodes[M]:
-        """Return what the strategy says is the nodes' own; the run's model is the server's all the same."""
+        """Return the nodes with the strategy's `own_parameters`; the run's model is still the server's."""
         K, strategy, state = self.options.num_nodes, self._updates.strategy, self.state
         params: Tree = {**self._all_params(), **strategy.own_parameters(state)}
         result = self.simulation.result(state).params
@@ -97,12 +97,12 @@ class AsyncRun(Run[M]):
 OF_NODES = ("val_losses", "consensus_distance", "consensus_distance_before")
 
 
-def shown_of(strategy: Any, num_nodes: int, columns: dict[str, Any]) -> dict[str, Any]:
-    """Return what is shown of an evaluation: with a server nothing of each node, since all have its parameters.
+def recorded_of(strategy: Any, num_nodes: int, columns: dict[str, Any]) -> dict[str, Any]:
+    """Return the recorded columns of an evaluation: with a server, none of each node, since all have its parameters.
 
     >>> from vecgym.strategy import ADPSGDStrategy, AsyncStrategy
     >>> columns = {"val_loss": 1.0, "val_loss_local": 1.0, "val_losses": [1.0, 1.0], "consensus_distance_before": 0.0}
-    >>> shown_of(AsyncStrategy(), 2, columns), list(shown_of(ADPSGDStrategy(), 2, columns))
+    >>> recorded_of(AsyncStrategy(), 2, columns), list(recorded_of(ADPSGDStrategy(), 2, columns))
     ({'val_loss': 1.0}, ['val_loss', 'val_loss_local', 'val_losses'])
     """
     if strategy.server_of(num_nodes) is None:

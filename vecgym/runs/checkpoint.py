@@ -2,16 +2,16 @@
 
 A checkpoint holds everything that evolves: the simulation's state of all nodes, the ledger, the history, the states of
 the global random generators. Batches and a model's own random numbers are functions of (seed, step, node), so the step
-determines them. The inputs of a run (model, data, strategy, settings) are not saved: they are given again, and checked.
-All processes of a run must be able to read the folder; the first of them writes.
+determines them. The inputs of a run (model, data, strategy, settings) are not saved: pass them again, and they are
+checked. All processes of a run must be able to read the folder; the first of them writes.
 
-A run resumes only from checkpoints with which it has its `Identity` in common. Compared are:
+A run resumes only from checkpoints that have the same `Identity`. It compares:
 
-- Settings: numbers, texts and tensors by value, functions and classes by their qualified names, other objects by their
-  class and what their attributes hold, or by their `repr`. Learning rates at some steps show what schedules compute.
+- Settings: numbers, strings and tensors by value, functions and classes by qualified name, other objects by class and
+  attributes, or by `repr`. Learning rates at some steps show what schedules compute.
 - The model: its modules, the shapes and dtypes of its parameters and buffers, and the loss of node 0's first batch, by
   the plain module in eval mode. A checkpoint holds that loss at its own parameters, so any initialisation resumes.
-- The data: how many examples there are, and a digest of the first batch.
+- The data: the number of examples, and a digest of the first batch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from vecgym.simulation import Simulation, State
 from vecgym.strategy import Context, Strategy
 
 NAME = "step-{:09d}.pt"
-LOCK = ".run.lock"  # there while a run goes on
+LOCK = ".run.lock"  # exists while a run is in progress
 FORM: dict[str, Any] = {
     **runfile.FORM,
     "identity": dict,
@@ -86,13 +86,13 @@ class Snapshots:
         self.engine = simulation.engine
 
     def take(self, state: State) -> dict[str, Any] | None:
-        """Return everything that evolves, for a file; None except in the first process. All processes call this."""
+        """Return everything that evolves, to be saved; None except in the first process. All processes call this."""
         result = self.simulation.result(state)
         own = None if result.params is state.params else result.params
         models = {"params": state.params, "buffers": state.buffers}
-        models = models if state.tick else tree.map_leaves(lambda x: x[:1], models)  # all nodes begin with the same
-        kept = {**models, "result": own, **_without_models(state)}
-        everyone = self.session.gathered(kept)
+        models = models if state.tick else tree.map_leaves(lambda x: x[:1], models)  # all nodes begin alike
+        local = {**models, "result": own, **_without_models(state)}
+        everyone = self.session.gathered(local)
         random_states = self.session.each(GlobalStates.now().packed())
         if everyone is None:
             return None
@@ -114,13 +114,13 @@ class Snapshots:
         comm, frozen = self.simulation.comm, self.engine.frozen
         models = contents["models"]
         expected = {"params": {**template.params, **self._frozen()}, "buffers": template.buffers}
-        expected = tree.map_leaves(lambda x: x[:1], expected)  # of as many nodes as are in this process
+        expected = tree.map_leaves(lambda x: x[:1], expected)  # any number of nodes may be in this process
         _check_alike({kind: models[kind] for kind in expected}, expected, comm.num_nodes)
         trained = {name: models["params"][name] for name in template.params}
         saved = runfile.restored({"models": {"params": trained, "buffers": models["buffers"]}, **contents["state"]})
         saved = placed_as(self.session.rows_here(saved), vars(template), self.engine.device)
         state = _with_models(saved, template, len(comm.node_ids))
-        # At its start an optimizer may hold less. Its "numbers" are Python's, and may become floats.
+        # At the start an optimizer may hold less. Its "numbers" are Python numbers, and may become floats.
         optimizer, started = (x.home.get("optimizer", {}) for x in (state, template))
         started = {slot: x for slot, x in started.items() if slot != "numbers"}
         _check_alike({"optimizer": optimizer}, {"optimizer": started}, len(comm.node_ids), more=True)
@@ -137,12 +137,12 @@ class Snapshots:
         return replace(state, tick=contents["step"])
 
     def random_states(self, contents: Mapping[str, Any]) -> GlobalStates:
-        """Return those of the global random generators; they are set just before the first step."""
+        """Return the states of the global random generators; they are set just before the first step."""
         states, rank = contents["random"], self.session.rank
         return GlobalStates.unpacked(states[rank] if len(states) == self.session.num_processes else states[0])
 
     def _pending(self, state: State) -> dict[str, list[int]]:
-        """Return who has begun and is not computed: a longer run has another timetable, from here on."""
+        """Return the nodes that have begun and are not computed: from here on a longer run has another timetable."""
         timetable = self.simulation.timetable
         return {"pending": list(timetable.pending(state.tick))} if hasattr(timetable, "pending") else {}
 
@@ -151,14 +151,14 @@ class Snapshots:
 
 
 class Checkpointer:
-    """Decide when a run is saved, what is kept, and what it resumes from. Without a folder nothing is saved.
+    """Decide when a run is saved, which files stay, and what it resumes from. Without a folder nothing is saved.
 
-    A write that fails (on a full disk) warns; the run continues, and earlier checkpoints stay.
+    A failed write (on a full disk) warns; the run continues, and earlier checkpoints stay.
 
     Attributes:
         last: the newest checkpoint from which this run can resume.
-        run_id: names the run in other places, such as wandb; a resumed run keeps it. None: nothing is saved.
-        resumed: the state to resume from, of the newest intact checkpoint; None: the run starts.
+        run_id: identifies the run elsewhere, such as in wandb; a resumed run keeps it. None: nothing is saved.
+        resumed: the state to resume from, of the newest intact checkpoint; None: start anew.
     """
 
     def __init__(self, options: FitOptions, simulation: Simulation, recorder: Recorder, session: Session) -> None:
@@ -175,7 +175,7 @@ class Checkpointer:
         if self.folder is None and options.resume is False:
             return
         session.first(self._take_folder)
-        with self.kept():
+        with self.locked():
             self._snapshots = Snapshots(simulation, recorder, session)
             self._identity = Identity(options, simulation, recorder.data, session)
             if options.resume is not False:
@@ -184,8 +184,8 @@ class Checkpointer:
             self.run_id = session.first(self._make_run_id)
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep the folder, unless the block raises."""
+    def locked(self) -> Iterator[None]:
+        """Release the folder if the block raises."""
         try:
             yield
         except BaseException:
@@ -193,7 +193,7 @@ class Checkpointer:
             raise
 
     def close(self) -> None:
-        """Let other runs have the folder."""
+        """Release the folder for other runs."""
         if self._lock is not None:
             self._lock.release()
 
@@ -204,7 +204,7 @@ class Checkpointer:
             self._contents = None
 
     def save_if_due(self, state: State, last: bool) -> None:
-        """Save at the start, every `checkpoint_interval` steps, and at the end, also that of an interrupted run."""
+        """Save at the start, every `checkpoint_interval` steps, and at the end, even of an interrupted run."""
         interval = self.options.checkpoint_interval
         due = state.step == 0 or last or (interval is not None and state.step % interval == 0)
         if self.folder is None or not due:
@@ -217,22 +217,22 @@ class Checkpointer:
         try:
             runfile.write(path, {**contents, **self._identity.record(state)})
         except OSError as error:
-            kept = f"the newest checkpoint is {self.last}" if self.last else "this run has no checkpoint"
-            warn(f"{path} could not be written: {error}. The run continues; {kept}.")
+            newest = f"the newest checkpoint is {self.last}" if self.last else "this run has no checkpoint"
+            warn(f"{path} could not be written: {error}. The run continues; {newest}.")
             return
         self.last = path
         self._remove_old(state.step)
 
     def how_to_resume(self) -> str:
         """Return the end of a message that says where an interrupted run can be resumed."""
-        return "" if self.last is None else f"; resume=True goes on from {self.last}"
+        return "" if self.last is None else f"; resume=True continues from {self.last}"
 
     def _load(self) -> State | None:
-        """Restore the newest checkpoint that all processes can; None: the folder has none."""
+        """Restore the newest checkpoint that all processes can read; None: the folder has none."""
         template: State | None = None
         paths = self.session.first(self._candidates)
         for path in paths:
-            state, wrong = None, ""
+            state, damage = None, ""
             try:
                 contents = self._read(path)
                 self._identity.check(contents, path)
@@ -240,25 +240,23 @@ class Checkpointer:
                 with runfile.naming(path):
                     state = self._snapshots.restore(contents, template)
             except Damaged as error:
-                wrong = str(error)
-            if not (wrongs := [*filter(None, self.session.each(wrong))]):
+                damage = str(error)
+            if not (damages := [*filter(None, self.session.each(damage))]):
                 assert state is not None
                 self._identity.check_loss(contents, state, path)
                 self._contents, self.last = contents, path
                 return state
             if self._searched is None:
-                raise Damaged(wrongs[0])
+                raise Damaged(damages[0])
             if self.session.rank == 0:
-                warn(f"{wrongs[0].rstrip('.')}. The next older checkpoint is taken, if there is one.")
+                warn(f"{damages[0].rstrip('.')}. Trying the next older checkpoint, if there is one.")
         if paths:
-            raise ValueError(
-                f"none of the checkpoints in {self._searched} can be read. Give resume=False and another save_dir."
-            )
+            raise ValueError(f"no checkpoint in {self._searched} can be read. Give resume=False and another save_dir.")
         return None
 
     @property
     def _searched(self) -> Path | None:
-        """The folder to search for checkpoints; None: a file was asked for."""
+        """The folder to search for checkpoints; None: `resume` is a file."""
         resume = self.options.resume
         folder = self.folder if isinstance(resume, bool) else Path(resume).absolute()
         return folder if resume is True or (folder is not None and folder.is_dir()) else None
@@ -271,18 +269,18 @@ class Checkpointer:
             return [Path(resume).absolute()]
         paths = checkpoints_in(folder)[::-1]
         if not paths and resume is not True:
-            raise ValueError(f"resume={str(resume)!r}: there is no checkpoint in this folder.")
+            raise ValueError(f"resume={str(resume)!r}: this folder has no checkpoint.")
         return paths
 
     def _read(self, path: Path) -> dict[str, Any]:
-        """Read a checkpoint. Of several processes the first checks it, and each reads only what it uses."""
+        """Read a checkpoint. With several processes the first checks it, and each reads only what it uses."""
         if self.session.num_processes == 1:
             return runfile.read(path, FORM)
         self.session.first(lambda: bool(runfile.read(path, FORM)))  # a map would not show that a part is too short
         return runfile.read(path, mmap=True, check=False)
 
     def _take_folder(self) -> None:
-        """Lock the folder, until the run ends: two that were begun together would mix their checkpoints."""
+        """Lock the folder until the run ends: two runs at a time would mix their checkpoints."""
         if self.folder is None or self._lock is None:
             return
         try:
@@ -293,7 +291,7 @@ class Checkpointer:
         if holder is not None:
             raise ValueError(
                 f"save_dir={str(self.folder)!r} is in use by another run: {holder} writes its checkpoints there. Give "
-                "another save_dir, or wait until it has ended."
+                "another save_dir, or wait until that run has ended."
             )
 
     def _check_folder(self) -> None:
@@ -302,11 +300,11 @@ class Checkpointer:
             return
         present = checkpoints_in(self.folder)
         if self.last is not None and self.last.parent == self.folder:
-            # Those that resume=True has skipped cannot be read, and are overwritten when the run gets there.
+            # Those that resume=True skipped are unreadable, and are overwritten when the run gets there.
             present = [p for p in present if step_of(p) > step_of(self.last) and self.options.resume is not True]
         if present:
             raise ValueError(
-                f"save_dir={str(self.folder)!r} has checkpoints already, up to {present[-1].name}, which would be "
+                f"save_dir={str(self.folder)!r} already has checkpoints, up to {present[-1].name}, which would be "
                 "mixed with those of this run. Fix: resume=True to resume from them, another save_dir, or remove them."
             )
         remove_partial(self.folder, "step*")
@@ -317,7 +315,7 @@ class Checkpointer:
         return saved if re.fullmatch("[0-9a-f]{16}", saved) else secrets.token_hex(8)
 
     def _remove_old(self, step: int) -> None:
-        """Remove old checkpoints; never one that is newer than the one just written, which is known to be good."""
+        """Remove old checkpoints, but none that is newer than the one just written, which is known to be intact."""
         older = [path for path in checkpoints_in(self.folder or "") if step_of(path) <= step]
         for path in older[: -self.options.keep_checkpoints]:
             with contextlib.suppress(OSError):
@@ -325,33 +323,31 @@ class Checkpointer:
 
 
 def _without_models(state: State) -> dict[str, Any]:
-    """Return the two trees without parameters and buffers, which a file has in a place of their own."""
+    """Return the two trees without parameters and buffers, which have their own place in a file."""
     of_models = ("params", "buffers")
     return {
-        name: {held: x for held, x in values.items() if held not in of_models}
+        name: {key: x for key, x in values.items() if key not in of_models}
         for name, values in (("own", state.own), ("shared", state.shared))
     }
 
 
 def _with_models(saved: dict[str, Any], template: State, num_rows: int) -> State:
-    """Return a state of these trees, with the parameters where they were, and buffers where the template has them."""
+    """Return a state of these trees: parameters where they were, and buffers where the template has them."""
     models, own, shared = saved["models"], dict(saved["own"]), dict(saved["shared"])
     (shared if saved["home"] == "shared" else own)["params"] = models["params"]
-    for trees, held in ((own, template.own), (shared, template.shared)):
-        trees["buffers"] = {name: models["buffers"][name] for name in held["buffers"]}
+    for trees, like in ((own, template.own), (shared, template.shared)):
+        trees["buffers"] = {name: models["buffers"][name] for name in like["buffers"]}
     return State(0, _widened(own, num_rows), shared)
 
 
 def _widened(own: dict[str, Any], num_rows: int) -> dict[str, Any]:
-    """Return what is each node's own with a row for each, also where all are equal."""
-    found: dict[str, Any] = tree.map_leaves(
-        lambda x: x if len(x) == num_rows else x.repeat_interleave(num_rows, 0), own
-    )
-    return found
+    """Return what is each node's own with a row for each node, even where all are equal."""
+    wide: dict[str, Any] = tree.map_leaves(lambda x: x if len(x) == num_rows else x.repeat_interleave(num_rows, 0), own)
+    return wide
 
 
 def _check_alike(values: Any, template: Any, num_nodes: int, *, more: bool = False) -> None:
-    """Raise an error unless all tensors have the names, dtypes and shapes of the template's, with 1 row or all."""
+    """Raise a ValueError unless all tensors have the names, dtypes and shapes of the template's, with 1 row or all."""
     if wrong := runfile.difference(runfile.form(values, num_nodes), runfile.form(template, num_nodes), more=more):
         raise ValueError(wrong)
 
@@ -359,9 +355,9 @@ def _check_alike(values: Any, template: Any, num_nodes: int, *, more: bool = Fal
 # ------------------------------------------------------------------------------------ what makes a run itself
 
 
-VERSION = 6  # of the description of a run; earlier ones say something else
+VERSION = 6  # of the description of a run; earlier versions describe it differently
 NOTHING = "nothing"
-SHOWN = 6  # differences in a message
+MAX_LINES = 6  # differences in a message
 SAMPLES = 64  # steps at which learning rates are compared
 TOLERANCE, OF_LOW_PRECISION = 1e-3, 3e-2  # of a loss, relative
 FIRST_BATCH = "first batch of the training data"
@@ -372,19 +368,19 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Identity:
-    """What makes a run itself: only a run that has it in common may resume from its checkpoints.
+    """What identifies a run: only a run with the same identity may resume from its checkpoints.
 
     Args:
-        options: of the run; they are described as they are before its first step.
+        options: of the run, described as they are before its first step.
         simulation, train, session: of the run.
 
     Attributes:
         required: what must be the same: name -> plain value.
-        arithmetic: what may differ, but then the last bits do, or more: name -> plain value.
+        arithmetic: what may differ, which changes the last bits or more: name -> plain value.
     """
 
     def __init__(self, options: FitOptions, simulation: Simulation, train: Batches, session: Session) -> None:
-        self.strategy = options.strategy  # as the user gave it
+        self.strategy = options.strategy  # as the user passed it
         self.simulation, self.session = simulation, session
         self.length = simulation.timetable.length
         self.counted = "updates" if options.strategy.asynchronous else "steps"
@@ -398,7 +394,7 @@ class Identity:
         }
 
     def record(self, state: State) -> dict[str, Any]:
-        """Return it for a file, with the loss at the parameters of a state; the first process calls this."""
+        """Return the identity to be saved, with the loss at a state's parameters; the first process calls this."""
         return {
             "identity": self.required,
             "arithmetic": self.arithmetic,
@@ -407,7 +403,7 @@ class Identity:
         }
 
     def check(self, contents: Mapping[str, Any], path: Path) -> None:
-        """Raise a ValueError if a file is of another run; warn if the run will not have the same bits."""
+        """Raise a ValueError if a file belongs to another run; warn if the run will not have the same bits."""
         with runfile.naming(path):
             saved = dict(contents["identity"])
         check_noted(saved, path)
@@ -418,8 +414,8 @@ class Identity:
             raise another_run(path, differing)
         if contents["step"] > self.length:
             raise ValueError(
-                f"{path} has {contents['step']} {self.counted} already, and max_{self.counted}={self.length} are asked "
-                "for: give more."
+                f"{path} already has {contents['step']} {self.counted}, more than max_{self.counted}={self.length}: "
+                "give more."
             )
         if changed:
             warn(
@@ -428,21 +424,21 @@ class Identity:
             )
 
     def check_loss(self, contents: Mapping[str, Any], state: State, path: Path) -> None:
-        """Raise a ValueError if the model, with the parameters of a file, does not have the file's loss.
+        """Raise a ValueError if the model, with a file's parameters, does not have the file's loss.
 
-        Nothing is known of other data; on another device a model may draw other random numbers, and a warning says so.
+        Other data cannot be compared. On another device a model may draw other random numbers, so this only warns.
         """
         if contents["arithmetic"][FIRST_BATCH] != self.arithmetic[FIRST_BATCH]:
             return
-        given = self.session.first(lambda: self._loss(state))
+        loss = self.session.first(lambda: self._loss(state))
         engine = self.simulation.engine
         is_low = engine.autocast or any(p.element_size() < 4 for p in engine.params.values())
-        if same_loss(contents["loss"], given, OF_LOW_PRECISION if is_low else TOLERANCE):
+        if same_loss(contents["loss"], loss, OF_LOW_PRECISION if is_low else TOLERANCE):
             return
-        line = f"loss of node 0's first batch at the saved parameters: saved {contents['loss']:.6g}, given {given:.6g}"
+        line = f"loss of node 0's first batch at the saved parameters: saved {contents['loss']:.6g}, given {loss:.6g}"
         if contents["arithmetic"]["device"] == self.arithmetic["device"]:
             raise another_run(path, [line])
-        warn(f"{path} may be of another run:\n  {line}")
+        warn(f"{path} may belong to another run:\n  {line}")
 
     def _loss(self, state: State) -> float:
         first = {name: x[:1] for name, x in {**state.params, **state.buffers}.items()}
@@ -451,8 +447,8 @@ class Identity:
 
     def _different_rates(self, saved: Mapping[int, list[float]]) -> list[str]:
         """Return, as a line, the first difference between the learning rates of the saved run and of this one."""
-        given = self._learning_rates(step for step in saved if step < self.simulation.timetable.max_steps)
-        return differences(in_words({step: saved[step] for step in given}), in_words(given))[:1]
+        rates = self._learning_rates(step for step in saved if step < self.simulation.timetable.max_steps)
+        return differences(in_words({step: saved[step] for step in rates}), in_words(rates))[:1]
 
     def _learning_rates(self, steps: Iterable[int]) -> dict[int, list[float]]:
         return learning_rates(self.strategy, self.simulation.comm.num_nodes, self.simulation.timetable.max_steps, steps)
@@ -460,18 +456,18 @@ class Identity:
 
 def another_run(path: Path, differing: list[str]) -> ValueError:
     return ValueError(
-        f"{path} is of another run:\n  " + "\n  ".join(differing) + "\n"
-        "Give what it was saved with, or begin anew with resume=False and another save_dir."
+        f"{path} belongs to another run:\n  " + "\n  ".join(differing) + "\n"
+        "Use what it was saved with, or start anew with resume=False and another save_dir."
     )
 
 
 def _required(options: FitOptions, simulation: Simulation, train: Batches) -> dict[str, Any]:
     settings = ("seed", "batch_size", "shuffle", "autocast")
-    given = {"collate_fn": (options.dataloader_kwargs or {}).get("collate_fn")}
+    inputs = {"collate_fn": (options.dataloader_kwargs or {}).get("collate_fn")}
     if options.strategy.asynchronous:  # the order of its events depends on them
-        given |= {"compute": options.compute, "network": options.network}
-    if options.availability is not None:  # it may ask how long the nodes compute
-        given |= {"availability": options.availability, "compute": options.compute}
+        inputs |= {"compute": options.compute, "network": options.network}
+    if options.availability is not None:  # it may depend on how long the nodes compute
+        inputs |= {"availability": options.availability, "compute": options.compute}
     return {
         "description": VERSION,
         "num_nodes": simulation.comm.num_nodes,
@@ -480,7 +476,7 @@ def _required(options: FitOptions, simulation: Simulation, train: Batches) -> di
         **of_model(simulation.engine.model, simulation.engine.params),
         "examples of each node": str(list(simulation.run.num_examples or ())),
         "steps per epoch": train.steps_per_epoch,
-        **dict(item for name, value in given.items() for item in settings_of(value, name).items()),
+        **dict(item for name, value in inputs.items() for item in settings_of(value, name).items()),
     }
 
 
@@ -500,7 +496,7 @@ def _arithmetic(options: FitOptions, simulation: Simulation, session: Session) -
 
 
 def check_noted(saved: Mapping[str, Any], where: Any) -> None:
-    """Raise a ValueError unless the description of a saved run can be compared with one of today."""
+    """Raise a ValueError unless the description of a saved run has the current version."""
     if saved.get("description") != VERSION:
         raise ValueError(
             f"{where} was written by another version of vecgym, which describes runs differently: they "
@@ -516,22 +512,22 @@ def same(a: Any, b: Any) -> bool:
 def differences(
     saved: Mapping[str, Any], given: Mapping[str, Any], same: Callable[[Any, Any], bool] = same
 ) -> list[str]:
-    """Return the differences, a line each.
+    """Return the differences, one per line.
 
     >>> differences({"seed": 1, "strategy.H": 3}, {"seed": 1, "strategy.H": 5})
     ['strategy.H: saved 3, given 5']
     """
     pairs = {name: (saved.get(name, NOTHING), given.get(name, NOTHING)) for name in {**saved, **given}}
     lines = [f"{name}: saved {a}, given {b}" for name, (a, b) in pairs.items() if not same(a, b)]
-    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    return lines[:SHOWN] + more
+    more = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
+    return lines[:MAX_LINES] + more
 
 
 # ------------------------------------------------------------------------------------------------- what is computed
 
 
 def sampled(num_steps: int, number: int) -> list[int]:
-    """Return the first steps, and others evenly spaced up to the last.
+    """Return the first steps, and others spaced evenly up to the last.
 
     >>> sampled(100, 4)
     [0, 25, 50, 74, 99]
@@ -547,14 +543,14 @@ def learning_rates(strategy: Strategy, num_nodes: int, num_steps: int, steps: It
     >>> learning_rates(FedAvgStrategy("sgd", lr=0.5, warmup_steps=2), 4, 10, [0, 1, 2])
     {0: [0.0], 1: [0.25], 2: [0.5]}
     """
-    comm, found = StackedCollectives(num_nodes), {}
+    comm, rates = StackedCollectives(num_nodes), {}
     for step in steps:
         try:
             lr = strategy.lr(Context(comm, step=step, max_steps=num_steps))
         except AttributeError:
             return {}
-        found[step] = torch.as_tensor(lr, dtype=torch.float64).detach().reshape(-1).tolist()
-    return found
+        rates[step] = torch.as_tensor(lr, dtype=torch.float64).detach().reshape(-1).tolist()
+    return rates
 
 
 def in_words(rates: Mapping[int, list[float]]) -> dict[str, str]:
@@ -563,11 +559,11 @@ def in_words(rates: Mapping[int, list[float]]) -> dict[str, str]:
     >>> in_words({3: [0.1, 0.2]})
     {'learning rate of step 3': '0.1, 0.2'}
     """
-    return {f"learning rate of step {step}": ", ".join(f"{lr:.9g}" for lr in each) for step, each in rates.items()}
+    return {f"learning rate of step {step}": ", ".join(f"{lr:.9g}" for lr in lrs) for step, lrs in rates.items()}
 
 
 def eval_loss(engine: Engine, params: Tree, buffers: Tree, batch: Any) -> float:
-    """Return the loss of one node, everything `[1, *]`, by the plain module in eval mode; nan if it has none there.
+    """Return the loss of one node, everything `[1, *]`, by the plain module in eval mode; nan if that fails.
 
     >>> from vecgym.models import Line
     >>> eval_loss(Engine(Line()), {"w": torch.tensor([1.0])}, {}, torch.tensor([[3.0]]))
@@ -576,12 +572,12 @@ def eval_loss(engine: Engine, params: Tree, buffers: Tree, batch: Any) -> float:
     with rng.private(0):
         try:
             return float(engine.measures(params, buffers, batch, own_batches=True)["loss"])
-        except Exception:  # a model may be made for training alone: then its loss is not compared
+        except Exception:  # a model may support training only: then its loss is not compared
             return math.nan
 
 
 def same_loss(saved: float, given: float, tolerance: float = TOLERANCE) -> bool:
-    """Whether two losses of a model are the same up to rounding, or there was none to compare with.
+    """Whether two losses of a model are equal up to rounding, or there is none to compare with.
 
     >>> same_loss(2.0, 2.001), same_loss(2.0, 2.01), same_loss(math.nan, 2.0)
     (True, False, True)
@@ -605,7 +601,7 @@ def of_model(model: nn.Module, trained: Collection[str], name: str = "model") ->
 
 
 def settings_of(x: Any, name: str, seen: dict[int, Any] | None = None, depth: int = 0) -> dict[str, Any]:
-    """Describe what an object holds: name -> plain value. Nothing depends on addresses, or on the order of names.
+    """Describe an object's contents: name -> plain value, independent of addresses and of the order of names.
 
     >>> class Spec:
     ...     def __init__(self):
@@ -615,16 +611,16 @@ def settings_of(x: Any, name: str, seen: dict[int, Any] | None = None, depth: in
     >>> settings_of(torch.zeros(2), "x") == settings_of(torch.ones(2), "x")
     False
     """
-    seen = {} if seen is None else seen  # id -> the object, which stays alive: no other gets its id
-    what, held = _described(x)
-    if held and (id(x) in seen or depth > MAX_DEPTH):
+    seen = {} if seen is None else seen  # id -> the object, kept alive so that no other gets its id
+    what, contents = _described(x)
+    if contents and (id(x) in seen or depth > MAX_DEPTH):
         return {name: "see above"}
     seen[id(x)] = x
-    is_long = len(held) > LONG
+    is_long = len(contents) > LONG
     inner: dict[str, Any] = {}
-    for part, value in held.items():
+    for part, value in contents.items():
         inner |= settings_of(value, part if is_long else name + part, seen, depth + 1)
-    if not hasattr(x, "__dict__"):  # a list may be shared, or an equal one: no matter
+    if not hasattr(x, "__dict__"):  # sharing a list or having an equal one makes no difference
         del seen[id(x)]
     if is_long:
         return {name: f"{what} with checksum {_hashed(repr(sorted(inner.items())).encode())}"}
@@ -632,14 +628,14 @@ def settings_of(x: Any, name: str, seen: dict[int, Any] | None = None, depth: in
 
 
 def _described(x: Any) -> tuple[Any, dict[str, Any]]:
-    """Return what an object is, as a plain value, and what it holds, by the ends of their names."""
+    """Return an object as a plain value, and its contents by the ends of their names."""
     kind = type(x).__name__
     if isinstance(x, str) and len(x) > LONG_TEXT:
         return f"text of {len(x)} characters with checksum {_hashed(x.encode())}", {}
     if type(x) in _PLAIN:
         return x, {}
     if isinstance(x, (Tensor, np.ndarray, np.generic)):
-        return _shown(x), {}
+        return _tensor_text(x), {}
     if isinstance(x, GENERATORS):  # whose state changes with every use
         return kind + (f" of seed {x.initial_seed()}" if isinstance(x, torch.Generator) else ""), {}
     if isinstance(x, nn.Module):
@@ -667,11 +663,11 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_private(x: Any, key: str, value: Any) -> bool:
-    """Whether an attribute belongs to how a library's object works, and is no setting."""
+    """Whether an attribute is an implementation detail of a library's object, not a setting."""
     return key.startswith("_") and any(type(y).__module__.startswith(("vecgym.", "torch.")) for y in (x, value))
 
 
-def _shown(x: Any) -> str:
+def _tensor_text(x: Any) -> str:
     form = tree.form(x)
     if isinstance(x, Tensor) and (x.layout != torch.strided or x.is_meta):
         return form

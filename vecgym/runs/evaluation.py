@@ -1,7 +1,7 @@
 """Measure all nodes, wherever they are: averages, distances, validation losses.
 
-Averages and distances are those of the nodes that were there in the last step, `members`; see `Simulation.result`. None
-of this is a part of the training: nothing is recorded in the ledger.
+Averages and distances are over the nodes that were present in the last step, `members`; see `Simulation.result`. None
+of this is part of the training: nothing is recorded in the ledger.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Measured = dict[str, list[tuple[Tensor, Tensor]]]  # by name, for each batch: of
 
 
 class _Measurable(Protocol):
-    """A state of a run: steps done, and each node's model, `[1 or L, *]`."""
+    """A state of a run: the number of steps, and each node's model, `[1 or L, *]`."""
 
     @property
     def step(self) -> int: ...
@@ -43,7 +43,7 @@ class _Measurable(Protocol):
     def buffers(self) -> Tree: ...
 
 
-class _Begun(NamedTuple):
+class _Initial(NamedTuple):
     """The model that all nodes begin with, `[1, *]`."""
 
     params: Tree
@@ -54,7 +54,7 @@ class _Begun(NamedTuple):
 def _measured(
     engine: Engine, state: _Measurable, sets: Sequence[EvalBatches], comm: Collectives, result: Result
 ) -> tuple[Measured, list[int]]:
-    """Measure all batches, where the model is: `[C or L]` and `[1 or L]` each; and count their examples."""
+    """Measure all batches on the model's device, `[C or L]` and `[1 or L]` each, and count their examples."""
     C, num_local = len(sets), len(comm.node_ids)
     values = state.params, state.buffers
     means = [averages(x, C, comm, result.members) for x in (result.params, state.buffers)]
@@ -76,13 +76,13 @@ def _measured(
             of_nodes = engine.measures(each_node[0], each_node[1], batch_of_each, **settings)
         for name, x in of_means.items():
             pair = (x, of_nodes[name])
-            measured.setdefault(name, []).extend(zip(*[each.unbind(1) for each in pair]) if several else [pair])
+            measured.setdefault(name, []).extend(zip(*[x.unbind(1) for x in pair]) if several else [pair])
         sizes += [size for *_, size in batches]
     return measured, sizes
 
 
 def _at_once(batches: Iterator[Piece], most: int) -> Iterator[list[Piece]]:
-    """Put neighbouring batches of the same form together, `most` of them at most and no more than are small."""
+    """Group neighbouring batches of the same form: up to `most`, and up to `MAX_JOINED_BYTES`."""
 
     def form(piece: Piece) -> list[Any]:
         leaves = tree.flatten(piece[0])
@@ -99,8 +99,8 @@ def _joined(batches: Sequence[Piece]) -> tuple[Any, Any, bool]:
     """Join G batches: `[B, ...]` to `[G, B, ...]`, each model's own to `[n, G, B, ...]`."""
     for_means, for_nodes, (own_batches, *_), _ = zip(*batches)
 
-    def join(each: Sequence[Any]) -> Any:
-        return tree.map_leaves(lambda *x: torch.stack(x, dim=int(own_batches)), *each)
+    def join(batches: Sequence[Any]) -> Any:
+        return tree.map_leaves(lambda *x: torch.stack(x, dim=int(own_batches)), *batches)
 
     joined = join(for_means)
     return joined, joined if for_means[0] is for_nodes[0] else join(for_nodes), own_batches
@@ -110,54 +110,54 @@ def _columns_of_each(
     measured: Measured, sizes: Sequence[int], sets: Sequence[EvalBatches], comm: Collectives, engine: Engine,
     members: Sequence[int] | None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return the columns of each configuration: means over the examples, on the host, of the nodes of all processes."""
+    """Return the columns of each configuration: means over the examples, on the host, of all processes' nodes."""
     C, num_local, count = len(sets), len(comm.node_ids), sum(sizes)
     parts: list[dict[str, tuple[float, Tensor]]] = [{} for _ in sets]
     for name, batches in measured.items():
-        mean = each = torch.zeros((), dtype=torch.float64)
+        mean = local = torch.zeros((), dtype=torch.float64)
         for (of_means, of_nodes), size in zip(batches, sizes):
-            mean, each = mean + of_means.double() * size, each + of_nodes.double() * size
+            mean, local = mean + of_means.double() * size, local + of_nodes.double() * size
         mean = everyone(mean, comm, engine.device) if sets[0].per_node else mean
-        each = everyone(nodes.expanded(each, num_local) / count, comm, engine.device)
-        for part, average_here, each_here in zip(parts, mean.view(C, -1), each.view(C, -1)):
-            part[name] = float(average_here.mean() / count), each_here
+        local = everyone(nodes.expanded(local, num_local) / count, comm, engine.device)
+        for part, average_here, local_here in zip(parts, mean.view(C, -1), local.view(C, -1)):
+            part[name] = float(average_here.mean() / count), local_here
     return [_columns(part, engine.model, members) for part in parts]
 
 
 def _columns(
     measured: dict[str, tuple[float, Tensor]], model: nn.Module, members: Sequence[int] | None
 ) -> dict[str, Any]:
-    """Return the columns of means over the examples, by name: of the averaged model, and of each node's own, `[K]`."""
+    """Return the columns of means over the examples, by name: of the averaged model, and of each node, `[K]`."""
     loss, losses = measured["loss"]
     for name, function in loss_metrics(model).items():
         measured[name] = float(function(torch.tensor(loss, dtype=torch.float64))), function(losses)
     columns: dict[str, Any] = {"val_loss": loss, "val_loss_local": None, "val_losses": losses.numpy()}  # in this order
-    for name, (average, each) in measured.items():
+    for name, (average, per_node) in measured.items():
         if name in ("loss_local", "losses"):
-            raise ValueError(f"the model offers a metric called {name!r}, which is a column already: rename it.")
-        local = float((each if members is None else each[list(members)]).mean())
+            raise ValueError(f"the model has a metric called {name!r}, which is already a column: rename it.")
+        local = float((per_node if members is None else per_node[list(members)]).mean())
         columns |= {f"val_{name}": average, f"val_{name}_local": local}
     return columns
 
 
 def _batches(sets: Sequence[EvalBatches], num_local: int) -> Iterator[Piece]:
-    """Yield a batch for the averaged models, one for the nodes, whether each model has its own, and the examples."""
+    """Yield a batch for the averaged models, one for the nodes, whether each model has its own, and the size."""
     distinct, which = places(sets)
     for batches_and_sizes in zip(*distinct):
         batches, (size, *_) = zip(*batches_and_sizes)
         if sets[0].per_node:
-            chosen = chosen_batches(batches, which)
-            yield chosen, chosen, True, size
+            selected = chosen_batches(batches, which)
+            yield selected, selected, True, size
         elif len(distinct) == 1:
             yield batches[0], batches[0], False, size
         else:
-            chosen = chosen_batches([tree.map_leaves(lambda x: x[None], batch) for batch in batches], which)
-            repeated = tree.map_leaves(lambda x: x.repeat_interleave(num_local // len(sets), 0), chosen)
-            yield chosen, repeated, True, size
+            selected = chosen_batches([tree.map_leaves(lambda x: x[None], batch) for batch in batches], which)
+            repeated = tree.map_leaves(lambda x: x.repeat_interleave(num_local // len(sets), 0), selected)
+            yield selected, repeated, True, size
 
 
 def averages(values: Tree, num_configs: int, comm: Collectives, members: Sequence[int] | None = None) -> Tree:
-    """Return the average of each of C configurations, `[C, *]`; see `average`. Members are those of a single one.
+    """Return the average of each of C configurations, `[C, *]`; see `average`. `members` belong to a single one.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> averages({"w": torch.tensor([1.0, 3.0, 4.0, 6.0])}, 2, StackedCollectives(4))
@@ -190,9 +190,9 @@ def evaluated_columns(
     comm: Collectives,
     result: Result | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the columns that an evaluation adds to the history of each of C configurations, in the calls of one.
+    """Return the columns that an evaluation adds to the history of each of C configurations, measured together.
 
-    Measured in eval mode, without changing the state or any random state, are the loss; the metrics that the model's
+    It measures in eval mode, without changing the state or any random state: the loss; the metrics that the model's
     `val_metrics(batch)` returns, each a mean over the examples (see `Engine.measures`); and the functions of the mean
     loss in the model's attribute `loss_metrics`, a dict such as `{"perplexity": torch.exp}`.
 
@@ -207,29 +207,29 @@ def evaluated_columns(
     >>> params = {"w": torch.tensor([1.0, 3.0, 4.0, 6.0])}  # two configurations of two nodes
     >>> state = State(1, own={"params": params, "buffers": {}}, shared={"buffers": {}})
     >>> batches = EvalBatches(torch.tensor([2.0, 2.0]), batch_size=2)
-    >>> each = evaluated_columns(Engine(Line()), state, [batches] * 2, StackedCollectives(4))
-    >>> [(columns["val_loss"], columns["val_loss_local"], columns["consensus_distance"]) for columns in each]
+    >>> rows = evaluated_columns(Engine(Line()), state, [batches] * 2, StackedCollectives(4))
+    >>> [(columns["val_loss"], columns["val_loss_local"], columns["consensus_distance"]) for columns in rows]
     [(0.0, 1.0, 1.0), (9.0, 10.0, 1.0)]
     """
-    chosen, result = [batches for batches in sets if batches is not None], result or Result(state.params)
-    if state.step == 0 and len(sets) == 1 and result.params is state.params:  # all nodes begin with the same
+    val_sets, result = [batches for batches in sets if batches is not None], result or Result(state.params)
+    if state.step == 0 and len(sets) == 1 and result.params is state.params:  # all nodes begin alike
         params, buffers = (tree.map(lambda x: x[:1], values) for values in (state.params, state.buffers))
-        state, result = _Begun(params, buffers), result._replace(params=params)
+        state, result = _Initial(params, buffers), result._replace(params=params)
     with torch.no_grad():
-        measured, sizes = _measured(engine, state, chosen, comm, result) if chosen else ({}, [])
+        measured, sizes = _measured(engine, state, val_sets, comm, result) if val_sets else ({}, [])
         distances = distances_of(state.params, len(sets), comm, result.members) if state.step > 0 else []
         measured, distances = fetched((measured, distances))
-        each: list[dict[str, Any]] = [{} for _ in sets]
-        if chosen:
-            each = _columns_of_each(measured, sizes, chosen, comm, engine, result.members)
-    for columns, distance in zip(each, distances):
+        rows: list[dict[str, Any]] = [{} for _ in sets]
+        if val_sets:
+            rows = _columns_of_each(measured, sizes, val_sets, comm, engine, result.members)
+    for columns, distance in zip(rows, distances):
         columns["consensus_distance"] = float(distance)
     memory = peak_bytes(engine.device)
-    return [{**columns, "memory_bytes": memory} if columns else columns for columns in each]
+    return [{**columns, "memory_bytes": memory} if columns else columns for columns in rows]
 
 
 def loss_metrics(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return the functions of the mean validation loss that a model offers, such as its perplexity.
+    """Return the functions of the mean validation loss that a model defines, such as its perplexity.
 
     >>> model = nn.Linear(1, 1)
     >>> model.loss_metrics = {"perplexity": torch.exp}
@@ -246,7 +246,7 @@ def loss_metrics(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def everyone(x: Tensor, comm: Collectives, device: torch.device | None = None) -> Tensor:
-    """Return a value of all nodes, `[K, ...]`, in every process and on the CPU, given that of the nodes here.
+    """Gather a value of all nodes, `[K, ...]`, in every process and on the CPU, from that of the nodes here.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> everyone(torch.tensor([1.0, 3.0]), StackedCollectives(2))
@@ -267,15 +267,15 @@ def among(values: Tree, comm: Collectives, members: Sequence[int] | None) -> tup
     """
     if members is None:
         return values, comm
-    chosen = set(members)
-    here = [row for row, node in enumerate(comm.node_ids.tolist()) if node in chosen]
+    ids = set(members)
+    here = [row for row, node in enumerate(comm.node_ids.tolist()) if node in ids]
     # A process without any of them makes the same calls, with a row that nobody reads.
     return nodes.take_rows(values, torch.tensor(here or [0]), copy=False), comm.among(members)
 
 
 @torch.no_grad()
 def average(values: Tree, comm: Collectives, members: Sequence[int] | None = None) -> Tree:
-    """Return the mean over the nodes `members`, `[*]`; integers are those of the first. See `vecgym.core.nodes.mean`.
+    """Return the mean over the nodes `members`, `[*]`; integers are the first node's. See `vecgym.core.nodes.mean`.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> values = {"w": torch.tensor([1.0, 3.0, 8.0])}
@@ -318,8 +318,8 @@ def distance_of(params: Tree, comm: Collectives, members: Sequence[int] | None =
     if not floats:
         return torch.zeros(())
     with comm.ledger.recording():  # not counted
-        seen = tree.map(torch.sub, floats, comm.broadcast(floats, 0))
-        away = tree.map(torch.sub, seen, comm.mean(seen))
+        shifted = tree.map(torch.sub, floats, comm.broadcast(floats, 0))
+        away = tree.map(torch.sub, shifted, comm.mean(shifted))
         squares = [x.reshape(len(x), -1).square().sum(1) for x in away.values()]  # [1 or L] each
         return comm.mean(sum(squares, torch.zeros_like(squares[0])))[0].sqrt()
 

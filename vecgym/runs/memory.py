@@ -1,10 +1,10 @@
-"""Estimate the memory of a run before it begins, and look up that of a device.
+"""Estimate the memory of a run before it begins, and look up a device's memory.
 
-The estimate counts the bytes of tensors that a step holds at its peak. `Live` sees every tensor that an operation
-gives, and notes when its storage is freed. It watches the forward and backward pass of one, two or three nodes, which
-is taken for real (`passing`), and the strategy's steps on all nodes, of tensors without values (`stepping`). What an
-operation allocates and frees within itself is not seen. Python, torch's own code (300 MB and more on a CPU), and the
-reserves of an allocator are ignored; `benchmarks/memory.py` measures how far off it is.
+The estimate counts the bytes of tensors that a step holds at its peak. `Live` tracks every tensor that an operation
+returns, until its storage is freed. It watches a real forward and backward pass of one, two or three nodes (`passing`),
+and the strategy's steps on all nodes, with tensors that have no values (`stepping`). What an operation allocates and
+frees internally is not counted. Python, torch's own code (300 MB and more on a CPU), and the reserves of an allocator
+are ignored; `benchmarks/memory.py` measures the error.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Part:
 
     @property
     def total_bytes(self) -> int:
-        """The sum."""
+        """The sum over nodes, and what is shared."""
         return self.per_node_bytes * self.nodes + self.shared_bytes
 
 
@@ -106,7 +106,7 @@ class MemoryEstimate:
 
 
 def _device(name: str, device: torch.device | str) -> torch.device:
-    """Return a device, which need not be present."""
+    """Return a device, present or not."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError):
@@ -121,7 +121,7 @@ class MemoryOptions(Options):
         model, strategy, num_nodes, batch_size, minibatch_size, chunk_size, engine, autocast: as for `Trainer.fit`.
         data: a dataset, or a tuple, list or dict of tensors as the model takes them: one node's batch, `[B, ...]`.
             None: the table has no batch and no activations.
-        max_steps: of the run; some strategies ask.
+        max_steps: of the run; some strategies depend on it.
         device: where it would run, present or not: the engine's plan depends on it.
     """
 
@@ -149,28 +149,27 @@ class MemoryOptions(Options):
 
 @function_of(MemoryOptions)
 def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
-    """Estimate the memory of a run by `Trainer.fit`, as a table; nothing is trained, and K nodes are never computed.
+    """Estimate the memory of `Trainer.fit`, as a table; nothing is trained, and K nodes are never computed.
 
     parameters: 1 or K copies; gradients: likewise, those of the nodes' mean loss or of each; optimizer: its state;
-    strategy: what its modules keep (outer parameters, residuals ...); buffers; batch: the examples of a step;
-    activations: what a forward and backward pass of the nodes computed at a time, of `minibatch_size` examples each,
-    takes at its peak beyond the gradients; exchange: the most that anything else in a step makes on the way.
+    strategy: its modules' states (outer parameters, residuals ...); buffers; batch: the examples of a step;
+    activations: the peak of a forward and backward pass of the nodes computed at a time, of `minibatch_size` examples
+    each, beyond the gradients; exchange: the most that anything else in a step allocates temporarily.
 
-    Activations are those of one node, or of two and of three, which take that pass while every tensor that is made or
-    freed is counted; what they take is extrapolated linearly to the nodes computed at a time. The rest is what the
-    strategy's own steps on all K nodes hold, of tensors that have shapes and no values: the first steps, and those in
-    which it first exchanges. What an operation allocates and frees within itself is not seen, nor what depends on
-    values.
+    Activations are measured with one node, or with two and three, counting every tensor that is made or freed, and
+    extrapolated linearly to the nodes computed at a time. The rest is what the strategy's own steps on all K nodes
+    hold, with tensors that have shapes and no values: the first steps, and those in which it first exchanges. What an
+    operation allocates and frees internally is not counted, nor what depends on values.
 
-    Of a model of which a few nodes do not fit into this machine's memory, or that is on the device "meta", there is no
-    pass: batch and activations are missing, and the table says so.
+    If a few nodes do not fit into this machine's memory, or the model is on the device "meta", there is no pass: batch
+    and activations are missing, and the table says so.
 
     Args:
         {arguments}
 
     Raises:
-        ValueError, TypeError: for what `Trainer.fit` refuses, too.
-        RuntimeError: where the model fails on the data; it says with what.
+        ValueError, TypeError: for what `Trainer.fit` refuses.
+        RuntimeError: if the model fails on the data; the message includes its error.
 
     >>> from vecgym.models import Classifier
     >>> from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
@@ -200,7 +199,7 @@ def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
     parts = estimator.parts(plan, options.minibatch_size)
     notes = ["a node does not fit here: no batch and no activations"] if not fits else []
     notes += ["without data: no batch and no activations"] if fits and batch is None else []
-    notes += [] if estimator.complete else ["the strategy looks at values: without its steps, an exchange included"]
+    notes += [] if estimator.complete else ["the strategy depends on values: its steps, exchanges too, are not counted"]
     return MemoryEstimate(parts, num_nodes, str(device), tuple(notes))
 
 
@@ -217,10 +216,10 @@ def _examples(batch: Any, minibatch_size: int | None) -> Any:
 
 
 class Estimator:
-    """The table for one model, strategy and batch, as its steps are cut in one way or another.
+    """The table for one model, strategy and batch, for any way to cut its steps.
 
     Args:
-        engine: of a copy of the model on the CPU, prepared if there is a batch; its plan is not kept.
+        engine: of a copy of the model on the CPU, prepared if there is a batch; its plan changes.
         num_nodes: K.
         batch: of one node, `[B, ...]`; None: without batch and activations.
         num_local: the nodes in this process; None: K.
@@ -236,8 +235,8 @@ class Estimator:
         self.num_local = num_nodes if num_local is None else num_local
         self.P = tree.num_bytes(engine.params)
         self.complete = True  # whether the strategy's steps could be taken
-        self._passed: dict[tuple[Any, ...], Passing] = {}  # no cache of methods, which would keep the model alive
-        self._kept: dict[tuple[Any, ...], tuple[dict[str, Part], bool]] = {}
+        self._passed: dict[tuple[Any, ...], Passing] = {}  # not functools.cache, which would keep the model alive
+        self._lasting: dict[tuple[Any, ...], tuple[dict[str, Part], bool]] = {}
 
     def parts(self, plan: Plan, minibatch_size: int | None) -> dict[str, Part]:
         """Return the rows of the table."""
@@ -245,63 +244,63 @@ class Estimator:
         at_a_time = nodes_at_a_time(plan, nodes)
         in_parts = plan.engine == "loop" or at_a_time < nodes
         most = at_a_time // plan.node_threads  # in one call
-        seen = None if self.batch is None else self._pass(plan.engine, min(most, 3), minibatch_size)
-        asked = frozenset() if seen is None or in_parts else seen.strided, in_parts
-        if asked not in self._kept:
-            self._kept[asked] = self._keeping(*asked)
-        parts, mean = self._kept[asked]
+        sample = None if self.batch is None else self._pass(plan.engine, min(most, 3), minibatch_size)
+        layout = frozenset() if sample is None or in_parts else sample.strided, in_parts
+        if layout not in self._lasting:
+            self._lasting[layout] = self._stepping(*layout)
+        parts, mean = self._lasting[layout]
         # Parts of the nodes write into storage that lasts; parts of the batch are added up beside it.
         whole = self.P if mean else self.P * nodes
         gradients = Part(0, whole) if mean else Part((2 if cut and in_parts else 1) * self.P, 0, nodes)
         adding = max(0, 4 * whole - gradients.total_bytes) if cut else 0  # two terms, one weighted, and the sum
         exchange = max(parts["exchange"], Part(0, adding), key=lambda part: part.total_bytes)
         buffers = Part(tree.num_bytes(self.engine.buffers), nodes=nodes)
-        found = {"parameters": parts["parameters"], "gradients": gradients, "optimizer": parts["optimizer"],
+        table = {"parameters": parts["parameters"], "gradients": gradients, "optimizer": parts["optimizer"],
                  "strategy": parts["strategy"], "buffers": buffers}  # fmt: skip
-        if seen is not None:
-            peak = plan.node_threads * seen.peak(most) + whole * (in_parts + cut)
+        if sample is not None:
+            peak = plan.node_threads * sample.peak(most) + whole * (in_parts + cut)
             peak -= plan.node_threads * self.P if plan.engine == "loop" and not mean else 0
-            found["batch"] = Part(tree.num_bytes(self.batch), nodes=nodes)
-            found["activations"] = Part(*divmod(max(0, peak - gradients.total_bytes), at_a_time), at_a_time)
-        return {**found, "exchange": exchange}
+            table["batch"] = Part(tree.num_bytes(self.batch), nodes=nodes)
+            table["activations"] = Part(*divmod(max(0, peak - gradients.total_bytes), at_a_time), at_a_time)
+        return {**table, "exchange": exchange}
 
-    def _pass(self, *asked: Any) -> Passing:
-        if asked not in self._passed:
-            engine, most, minibatch_size = asked
+    def _pass(self, *key: Any) -> Passing:
+        if key not in self._passed:
+            engine, most, minibatch_size = key
             self.engine.use(Plan(engine))
             mean = self.strategy.mean_gradient and self.num_local == self.num_nodes
-            self._passed[asked] = passing(self.engine, _examples(self.batch, minibatch_size), most, mean)
-        return self._passed[asked]
+            self._passed[key] = passing(self.engine, _examples(self.batch, minibatch_size), most, mean)
+        return self._passed[key]
 
-    def _keeping(self, strided: frozenset[str], in_parts: bool) -> tuple[dict[str, Part], bool]:
-        """Return what is kept from step to step and what an exchange takes; and whether gradients are of the mean."""
+    def _stepping(self, strided: frozenset[str], in_parts: bool) -> tuple[dict[str, Part], bool]:
+        """Return what lasts from step to step and what an exchange takes; and whether gradients are of the mean."""
         K, P, mean = self.num_nodes, self.P, False
         if not self.strategy.pure:  # a copy of everything for each node
             rule, one = self.strategy.inner_optim.rule(), {n: p.detach()[None] for n, p in self.engine.params.items()}
             optimizer = Part(tree.num_bytes(rule.init(one)))
             parts = {"parameters": Part(P), "optimizer": optimizer, "strategy": Part(), "exchange": Part(P, P)}
         else:
-            seen = stepping(self.strategy, self.engine.params, K, self.max_steps, strided, in_parts)
-            self.complete, mean = seen.complete, seen.rows == 1 < K
-            state = seen.state
-            kept = {"optimizer": state.home["optimizer"], "strategy": state.shared["modules"]}
-            values = {"parameters": state.params, **kept}
+            steps = stepping(self.strategy, self.engine.params, K, self.max_steps, strided, in_parts)
+            self.complete, mean = steps.complete, steps.rows == 1 < K
+            state = steps.state
+            states = {"optimizer": state.home["optimizer"], "strategy": state.shared["modules"]}
+            values = {"parameters": state.params, **states}
             parts = {name: part_of(x, K) for name, x in values.items()}
-            # Whole copies of all nodes' parameters are each node's; the rest is taken once.
-            copies = seen.temporary_bytes // max(1, K * P)
-            parts["exchange"] = Part(copies * P, seen.temporary_bytes - copies * K * P)
+            # Whole copies of all nodes' parameters count for each node; the rest counts once.
+            copies = steps.temporary_bytes // max(1, K * P)
+            parts["exchange"] = Part(copies * P, steps.temporary_bytes - copies * K * P)
         return {name: replace(part, nodes=self.num_local) for name, part in parts.items()}, mean
 
 
 def part_of(values: Any, num_nodes: int) -> Part:
-    """Tell what each node has, `[K, *]`, from what is stored once.
+    """Split the memory of values into per_node node's own, `[K, *]`, and what is stored once.
 
     >>> part_of({"own": torch.ones(4, 2), "shared": torch.ones(1, 2)}, num_nodes=4)
     Part(per_node_bytes=8, shared_bytes=8, nodes=4)
     """
     own = [x for x in tree.leaves(values) if x.dim() and len(x) == num_nodes > 1]
-    each = tree.num_bytes(own) // num_nodes
-    return Part(each, tree.num_bytes(values) - each * num_nodes, num_nodes)
+    per_node = tree.num_bytes(own) // num_nodes
+    return Part(per_node, tree.num_bytes(values) - per_node * num_nodes, num_nodes)
 
 
 def nodes_at_a_time(plan: Plan, num_nodes: int) -> int:
@@ -310,12 +309,12 @@ def nodes_at_a_time(plan: Plan, num_nodes: int) -> int:
     >>> nodes_at_a_time(Plan("vmap", chunk_size=3), 8), nodes_at_a_time(Plan("loop", node_threads=2), 8)
     (3, 2)
     """
-    each = 1 if plan.engine == "loop" else max(b - a for a, b in plan.chunks(num_nodes, plan.node_threads))
-    return min(num_nodes, each * plan.node_threads)
+    per_thread = 1 if plan.engine == "loop" else max(b - a for a, b in plan.chunks(num_nodes, plan.node_threads))
+    return min(num_nodes, per_thread * plan.node_threads)
 
 
 def _batch_of_one(options: MemoryOptions) -> Any:
-    """Return one node's batch, `[B, ...]`, of a dataset; or what was given as one."""
+    """Return one node's batch, `[B, ...]`, of a dataset; or `data` if it is a batch."""
     data = options.data
     if isinstance(data, (tuple, list, Mapping)):
         if not any(True for _ in tree.leaves(data)):
@@ -325,11 +324,11 @@ def _batch_of_one(options: MemoryOptions) -> Any:
     return tree.map_leaves(lambda x: x[0], batches.batch(0))
 
 
-# ------------------------------------------------------------------------------------- what a device has
+# ------------------------------------------------------------------------------------- a device's memory
 
 
 def memory_limit(device: torch.device) -> int:
-    """Return the memory of a device; of a CPU what this process may use, in a container too.
+    """Return the memory of a device; on a CPU, what this process may use, even in a container.
 
     >>> memory_limit(torch.device("cpu")) > 2**28
     True
@@ -350,14 +349,14 @@ def memory_limit(device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return half of the memory that is free: what a sweep may use unless told otherwise."""
+    """Return half of the free memory: what a sweep may use by default."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     return _memory("SC_AVPHYS_PAGES", otherwise=8 * 2**30) // 2
 
 
 def _memory(pages: str, otherwise: int) -> int:
-    """Return the bytes of so many pages, as the operating system counts them; `otherwise` where it does not."""
+    """Return the bytes of `pages`, as the operating system counts them; `otherwise` if it does not."""
     try:
         return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not Linux
@@ -365,7 +364,7 @@ def _memory(pages: str, otherwise: int) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak: allocated on a CUDA device, else resident in this process; on MPS the driver's current memory.
+    """Return the peak memory: allocated on CUDA, else resident in this process; on MPS the driver's current memory.
 
     >>> peak_bytes(torch.device("cpu")) > 2**20
     True
@@ -384,11 +383,11 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make, until they are freed.
+    """Count the bytes of the storages that operations make, until they are freed.
 
     Attributes:
         now, peak: bytes.
-        trace: the bytes after each operation that has made a storage.
+        trace: the bytes after each operation that made a storage.
 
     >>> with Live() as live:
     ...     x = torch.ones(1000).exp()  # the ones are freed
@@ -398,11 +397,11 @@ class Live(TorchDispatchMode):
     """
 
     def __init__(self, known: object = ()) -> None:
-        """`known`: nested tensors that were there before."""
+        """Ignore the storages of `known`, nested tensors that exist already."""
         super().__init__()
         self.now = self.peak = 0
         self.trace: list[int] = []
-        # By the address of the storage. The reference ends the entry, and so lives as long as it.
+        # By the storage's address. The reference's callback removes the entry, so the entry keeps the reference alive.
         self._alive: dict[int, object] = {x.untyped_storage()._cdata: None for x in tree.leaves(known)}
         self._known = known
 
@@ -439,8 +438,8 @@ class Live(TorchDispatchMode):
 class Passing:
     """The memory of a forward and backward pass of n nodes in one call, their gradients among it.
 
-    `traces` has, for one or two numbers of nodes, the bytes after each operation. Each operation's grow linearly in n,
-    and so which of them is the peak may depend on n.
+    `traces` has the bytes after each operation, for one or two numbers of nodes. Each operation's bytes grow linearly
+    in n, so which of them is the peak may depend on n.
 
     >>> Passing({2: (10, 8), 3: (11, 12)}).peak(2), Passing({2: (10, 8), 3: (11, 12)}).peak(10)
     (10, 40)
@@ -450,7 +449,7 @@ class Passing:
     strided: frozenset[str] = frozenset()  # whose gradients are not contiguous: the optimizer copies them
 
     def peak(self, num_nodes: int) -> int:
-        """Return the most bytes at a time."""
+        """Return the peak in bytes."""
         (n, small), *larger = sorted(self.traces.items())
         if not larger:
             return max(small, default=0) * num_nodes // n
@@ -461,13 +460,13 @@ class Passing:
 
 
 def passing(engine: Engine, batch: Any, most: int, mean: bool) -> Passing:
-    """Watch an engine that is prepared take the gradients of few nodes, each with the batch `[B, ...]`.
+    """Watch a prepared engine compute the gradients of a few nodes, each with the batch `[B, ...]`.
 
-    Two and three nodes, since `vmap` of one may run other operations; one by the loop, and of a model with much
-    arithmetic. Gradients are dropped.
+    It takes two and three nodes, since `vmap` of one may run other operations; one node with the loop, or with a model
+    of much arithmetic. Gradients are dropped.
 
     Args:
-        most: the nodes in one call of the run; no more are taken.
+        most: the nodes in one call of the run; it takes no more.
         mean: whether the run needs the gradient of the mean loss only.
     """
     kind = "loop" if engine.plan.engine == "loop" else "vmap"  # compiled code is not watched
@@ -495,12 +494,12 @@ def passing(engine: Engine, batch: Any, most: int, mean: bool) -> Passing:
 
 @dataclass(frozen=True)
 class Stepping:
-    """What a strategy keeps, and what it needs on the way.
+    """What a strategy keeps, and what it needs temporarily.
 
     Attributes:
         state: after the steps, of tensors without values.
-        rows: gradients: those of all nodes, or that of their mean loss.
-        temporary_bytes: the most that a step makes on the way, besides gradients and state.
+        rows: of gradients: all nodes, or 1 for their mean loss.
+        temporary_bytes: the most that a step allocates temporarily, besides gradients and state.
         complete: whether the steps were taken; else `temporary_bytes` is 0.
     """
 
@@ -516,21 +515,21 @@ def stepping(
 ) -> Stepping:  # fmt: skip
     """Watch a strategy take steps on all nodes, with tensors that have shapes and no values.
 
-    The steps are the first two, and the first in which each module exchanges, or what was late arrives. In each the
-    nodes' distance is taken before their exchange, as in a run that evaluates.
+    The steps are the first two, and the first in which each module exchanges, or in which a delayed exchange arrives.
+    Each step measures the nodes' distance before their exchange, as in a run that evaluates.
 
     Args:
         shapes: the parameters of one node, `[*]`, with values or without.
         strided: the parameters whose gradients are not contiguous, which the optimizer copies.
-        lasting: whether the engine keeps the storage of the gradients from step to step, as it does where it takes the
+        lasting: whether the engine keeps the storage of the gradients from step to step, as it does if it takes the
             nodes in parts.
 
     >>> from vecgym.strategy import DiLoCoStrategy
-    >>> seen = stepping(DiLoCoStrategy("sgd", H=500), {"w": torch.empty(10**9, device="meta")}, 8, max_steps=1000)
-    >>> seen.state.params["w"].shape, seen.state.shared["modules"]["0"]["params"]["w"].nbytes, seen.temporary_bytes > 0
+    >>> peak = stepping(DiLoCoStrategy("sgd", H=500), {"w": torch.empty(10**9, device="meta")}, 8, max_steps=1000)
+    >>> peak.state.params["w"].shape, peak.state.shared["modules"]["0"]["params"]["w"].nbytes, peak.temporary_bytes > 0
     (torch.Size([8, 1000000000]), 4000000000, True)
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):  # on the CPU, so that its ways are taken
+    with FakeTensorMode(allow_non_fake_inputs=True):  # on the CPU, so that its code paths are taken
         params = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in shapes.items()}
         batch = torch.empty(num_nodes, 1)
     engine = _Shapes(params, strided, lasting)
@@ -542,19 +541,19 @@ def stepping(
     with torch.no_grad(), _WithoutValues([params, batch]) as live:
         state = simulation.init()
         try:
-            for step in _telling_steps(strategy, num_nodes, max_steps):
+            for step in _watched_steps(strategy, num_nodes, max_steps):
                 state, _ = simulation.step(replace(state, tick=step), batch, before=_distance)
         except Exception:  # whatever a strategy does with tensors that have no values
             wide = {name: p[None].repeat(num_nodes, *[1] * p.dim()) for name, p in params.items()}
             own = {"params": wide, "optimizer": strategy.inner_optim.rule().init(wide), "buffers": {}}
-            kept = State(0, own, {"modules": simulation.init().shared["modules"], "buffers": {}})
-            return Stepping(kept, num_nodes, 0, complete=False)
-    gradients = 0 if lasting else engine.rows * tree.num_bytes(params)  # those that last are still there
+            initial = State(0, own, {"modules": simulation.init().shared["modules"], "buffers": {}})
+            return Stepping(initial, num_nodes, 0, complete=False)
+    gradients = 0 if lasting else engine.rows * tree.num_bytes(params)  # lasting ones are still allocated
     return Stepping(state, engine.rows, max(0, live.peak - live.now - gradients))
 
 
 class _WithoutValues(Live):
-    """Watches tensors without values: numbers asked for are 0; fused kernels, which make nothing, are left out."""
+    """Watch tensors without values: `.item()` is 0; fused kernels, which allocate nothing, are skipped."""
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -566,7 +565,7 @@ class _WithoutValues(Live):
 
 
 class _Shapes:
-    """Stands in for an engine: its gradients have no values, and are laid out as the model's are."""
+    """A stand-in for an engine: its gradients have no values, but the layout of the model's."""
 
     written: frozenset[str] = frozenset()
 
@@ -583,18 +582,18 @@ class _Shapes:
 
     def _gradient(self, name: str) -> Tensor:
         shape = (self.rows, *self.params[name].shape)
-        if name in self._strided:  # the other way round in memory
+        if name in self._strided:  # in reverse order in memory
             return self.params[name].new_empty(shape[::-1]).permute(*reversed(range(len(shape))))
         return self.params[name].new_empty(shape)
 
 
 def _distance(event: Event, draft: Draft) -> None:
-    """Take what a run takes at an evaluation: the distance of the nodes before their exchange, beside the gradients."""
+    """Measure the nodes' distance before their exchange, beside the gradients, as a run does at an evaluation."""
     if not event.reads:
         squared_consensus_distance(draft.params)
 
 
-def _telling_steps(strategy: Strategy, num_nodes: int, max_steps: int) -> list[int]:
+def _watched_steps(strategy: Strategy, num_nodes: int, max_steps: int) -> list[int]:
     """Return the steps to watch; see `stepping`."""
 
     def first(due: Callable[[int], bool]) -> int:
@@ -608,43 +607,43 @@ def _telling_steps(strategy: Strategy, num_nodes: int, max_steps: int) -> list[i
     return sorted(step for step in steps if step < max_steps)
 
 
-# Where nothing can be measured, of what `benchmarks/memory.py` finds: tensors take up to 1.25 times their estimate.
+# From `benchmarks/memory.py`, if nothing can be measured: tensors take up to 1.25 times their estimate.
 MARGIN = 1.25
-# Of a process on the CPU, besides: Python and torch take 300 MB; glibc keeps freed pieces, up to 260 MB were seen.
+# Also for a process on the CPU: Python and torch take 300 MB; glibc keeps freed memory, up to 260 MB were observed.
 RESERVED_BYTES = 2**29
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How a step is cut so that it fits: nodes in one call, and examples at a time; None: all."""
+    """How a step is cut to fit: nodes in one call, and examples at a time; None: all."""
 
     chunk_size: int | None
     minibatch_size: int | None
     report: dict[str, Any]
 
 
-_known: dict[tuple[Any, ...], Sizes] = {}  # of this process
+_fitted_sizes: dict[tuple[Any, ...], Sizes] = {}  # of this process
 
 
 def fitting_sizes(engine: Engine, options: FitOptions, batch: Any, max_steps: int, num_processes: int = 1) -> Sizes:
     """Return the largest cut of a step that fits into `options.max_memory_usage`.
 
-    Tried in this order: all nodes in one call; half of them, a quarter ... one; then parts of the batch, from the
-    largest divisor of its size downwards. So the choice depends on the machine's memory, the model, the data's shapes
-    and the settings alone, and is the same in every run. The batch is never cut if `minibatch_size` was given, or for
-    a model whose buffers change in training (batch norm): its statistics would be those of the parts.
+    It tries in this order: all nodes in one call; half of them, a quarter ... one; then parts of the batch, from the
+    largest divisor of its size downwards. So the choice depends only on the machine's memory, the model, the data's
+    shapes and the settings, and is the same in every run. The batch is never cut if the user sets `minibatch_size`, or
+    if the model's buffers change in training (batch norm): its statistics would be those of the parts.
 
-    On CUDA a call of `engine.gradients` is measured, by the allocator's peak. Elsewhere `estimate_memory` estimates
-    the step; a quarter is added and, on a CPU, `RESERVED_BYTES`. `report["measured"]` says which. Answers
-    are kept for the process.
+    On CUDA it measures a call of `engine.gradients`, by the allocator's peak. Elsewhere `estimate_memory` estimates the
+    step; a quarter is added and, on a CPU, `RESERVED_BYTES`. `report["measured"]` says which. Results are cached for
+    the process.
 
     Args:
         engine: prepared; its plan is where the search begins.
         batch: of the nodes here, `[L, B, ...]`.
-        num_processes: that share a machine's memory.
+        num_processes: processes that share a machine's memory.
 
     Raises:
-        MemoryError: when nothing fits, saying what would.
+        MemoryError: if nothing fits; it says what to change.
     """
     assert options.max_memory_usage is not None
     share = 1 if engine.device.type == "cuda" else num_processes
@@ -652,9 +651,9 @@ def fitting_sizes(engine: Engine, options: FitOptions, batch: Any, max_steps: in
     shapes = [(tuple(x.shape), x.dtype) for x in tree.leaves([batch, engine.params])]
     key = (limit, options.num_nodes, max_steps, options.minibatch_size, engine.autocast, str(engine.device),
            *map(repr, (options.strategy, engine.model, engine.plan, shapes)))  # fmt: skip
-    if key not in _known:
-        _known[key] = _search(engine, options, batch, max_steps, limit)
-    return _known[key]
+    if key not in _fitted_sizes:
+        _fitted_sizes[key] = _search(engine, options, batch, max_steps, limit)
+    return _fitted_sizes[key]
 
 
 def _search(engine: Engine, options: FitOptions, batch: Any, max_steps: int, limit: int) -> Sizes:
@@ -673,15 +672,15 @@ def _search(engine: Engine, options: FitOptions, batch: Any, max_steps: int, lim
             return Sizes(plan.chunk_size, size, report)
     cut = " The batch is not cut, since the model has batch norm or the like." if engine.facts.mutated else ""
     raise MemoryError(
-        f"{options.num_nodes} nodes with batch_size={batch_size} need {readable_bytes(needed)} at least, "
+        f"{options.num_nodes} nodes with batch_size={batch_size} need at least {readable_bytes(needed)}, "
         f"{'measured' if measured else 'estimated'}, and max_memory_usage allows {readable_bytes(limit)}.{cut} Give a "
-        "smaller batch_size, fewer nodes, or a larger max_memory_usage; vecgym.estimate_memory shows what takes how "
+        "smaller batch_size, fewer nodes, or a larger max_memory_usage; vecgym.estimate_memory shows what uses how "
         "much."
     )
 
 
 def _estimator(engine: Engine, options: FitOptions, batch: Any, max_steps: int, num_local: int) -> Estimator:
-    """Return an estimator with a copy of the engine, whose own plan and facts stay."""
+    """Return an estimator with a copy of the engine, which itself does not change."""
     copied = Engine(copy.deepcopy(engine.model), engine="loop", autocast=engine.autocast)
     of_one = tree.map_leaves(lambda x: x[0], batch)
     with torch.enable_grad():
@@ -690,29 +689,29 @@ def _estimator(engine: Engine, options: FitOptions, batch: Any, max_steps: int, 
 
 
 def _with_margin(estimated_bytes: int, device: torch.device) -> int:
-    """Return what a process needs of a device for what is estimated."""
+    """Return the memory that a process needs on a device, given the estimate."""
     return round(MARGIN * estimated_bytes) + (RESERVED_BYTES if device.type == "cpu" else 0)
 
 
-def _cuts(engine: Engine, num_local: int, batch_size: int, given: int | None) -> Iterator[tuple[Plan, int | None]]:
-    """Yield plans and minibatch sizes, from the largest down."""
+def _cuts(engine: Engine, num_local: int, batch_size: int, fixed: int | None) -> Iterator[tuple[Plan, int | None]]:
+    """Yield plans and minibatch sizes, from the largest down; `fixed`: the user's minibatch size."""
     assert engine.facts is not None
     plan = engine.plan
-    yield plan, given
+    yield plan, fixed
     if plan.engine != "loop":
         chunk = min(plan.chunk_size or num_local, num_local)
         while chunk > 1:
             chunk = -(-chunk // 2)
-            yield replace(plan, chunk_size=chunk), given
+            yield replace(plan, chunk_size=chunk), fixed
         plan = replace(plan, chunk_size=1)
-    if given is None and not engine.facts.mutated:
+    if fixed is None and not engine.facts.mutated:
         for size in range(batch_size - 1, 0, -1):
             if batch_size % size == 0:
                 yield plan, size
 
 
 def _measured(engine: Engine, plan: Plan, batch: Any, minibatch_size: int | None, estimate: MemoryEstimate) -> int:
-    """Return the allocator's peak in a call of `gradients`, plus what else a run keeps; endless if it does not fit."""
+    """Return the allocator's peak in a call of `gradients`, plus what else a run keeps; huge if it does not fit."""
     device, parts, num_local = engine.device, estimate.parts, estimate.num_nodes
     params = {name: p.detach()[None].expand(num_local, *p.shape).clone() for name, p in engine.params.items()}
     buffers = {name: b[None].clone() for name, b in engine.buffers.items()}

@@ -1,17 +1,17 @@
 """Processes: run one function in W of them on this machine, and keep those of a run in step.
 
 `run(function, num_processes, args)` calls `function(link, *args)` in each process, within a process group of
-torch.distributed, and returns what they return. They are started for it and ended together: whatever goes wrong in one
-of them ends all, with one error. A `Session` is what the processes of a training tell one another besides what the
-strategy exchanges, however they were started.
+torch.distributed, and returns what they return. They are started for it and ended together: an error in one of them
+ends all, with one error. A `Session` handles what the processes of a training exchange besides what the strategy
+exchanges, however they were started.
 
-How they are started. On Linux without a GPU they are *forked*: each begins as a copy of this process, in milliseconds,
+How they are started: on Linux without a GPU they are *forked*. Each begins as a copy of this process, in milliseconds,
 and has everything that is defined here, including a notebook's cells. Nothing is pickled. Each uses one thread within
-its operations, since OpenMP's threads do not survive a fork. Where there is a GPU, whose driver does not survive it
-either, and on macOS they are *spawned*: new interpreters, which are sent what they need. With cloudpickle
+its operations, since OpenMP's threads do not survive a fork. With a GPU, whose driver does not survive it either, and
+on macOS they are *spawned*: new interpreters, which receive what they need. With cloudpickle
 (`pip install vecgym[processes]`) that may be anything a notebook or a function defines. Without it, models, datasets,
-functions and strategies must be defined at the top of a module that can be imported. In either case a script must keep
-what it does under `if __name__ == "__main__":`.
+functions and strategies must be defined at the top level of an importable module. In either case a script must keep its
+work under `if __name__ == "__main__":`.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ from vecgym.simulation.state import Metrics
 
 __all__ = ["Link", "check_alone", "choose_start_method", "joined", "run"]
 
-GRACE_S = 2.0  # to wait after a first error, for others that may tell more, such as who caused it
+GRACE_S = 2.0  # to wait after a first error, for others that may say more, such as who caused it
 POLL_S = 0.1
-# Errors in what was given: raised here as they were raised there.
-GIVEN_BACK = {error.__name__: error for error in (ValueError, TypeError, FileNotFoundError, Damaged)}
+# Errors of the user: raised here as they were raised there.
+USER_ERRORS = {error.__name__: error for error in (ValueError, TypeError, FileNotFoundError, Damaged)}
 
 
 class _Shared(NamedTuple):
-    """What all processes of a run are given.
+    """What all processes of a run receive.
 
     Attributes:
-        beats: of each process, in memory that all share: see `Link.beat`.
-        listener: to which they connect, to find one another.
+        beats: of each process, in memory that all share; see `Link.beat`.
+        listener: the socket to which they connect to find one another.
         num_threads: of each process.
-        call: the function and its arguments; for a new interpreter as bytes.
+        call: the function and its arguments; pickled for a new interpreter.
     """
 
     num_processes: int
@@ -98,15 +98,15 @@ class Link:
         self._lock = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Hand tensors on the CPU, arrays, plain values, and whatever else can be pickled to `on_message`."""
+        """Send tensors on the CPU, arrays, plain values, or anything else that can be pickled to `on_message`."""
         self._put("message", message)
 
     def beat(self) -> None:
-        """Report progress: before this process waits for others, and after it."""
+        """Report progress: call it before this process waits for others, and after."""
         self._beats[self.rank] += 1
 
     def _put(self, kind: str, value: Any) -> None:
-        """Send a "message", a "warning", what the function has to "return", or its "error"."""
+        """Send a "message", a "warning", the function's "return" value, or its "error"."""
         data = pickle.dumps((kind, value))  # tensors by value: torch's shared memory is small in containers
         with self._lock:  # warnings may come from other threads
             self.pipe.send_bytes(data)
@@ -129,17 +129,17 @@ def run(
     """Call `function(link, *args)` in each of W new processes, and return the list of what they return.
 
     Args:
-        device: a CUDA device gives each process a GPU, in turn.
-        num_nodes: that the processes hold in equal parts, for errors: "process 1 (nodes 2-3)".
+        device: with a CUDA device each process gets a GPU, in turn.
+        num_nodes: held by the processes in equal parts; names them in errors: "process 1 (nodes 2-3)".
         on_message: called here with each message of `link.send(message)`, in order.
-        timeout_s: when no process has communicated or sent anything for this long, one of them hangs.
+        timeout_s: if no process communicates or sends anything for this long, one of them hangs.
         start_method: "fork" or "spawn"; None: `choose_start_method(device)`.
 
     Raises:
-        ProcessError: when a process raises, dies or hangs; all are ended, and what they had sent is handed on first.
-        ValueError, TypeError, FileNotFoundError, Damaged: as the function raises them before the first message.
-        ValueError: for what cannot be sent to a new interpreter.
-        ValueError: where torchrun has started this process as one of several.
+        ProcessError: if a process raises, dies or hangs; all are ended, after what they sent has been delivered.
+        ValueError, TypeError, FileNotFoundError, Damaged: if the function raises them before the first message.
+        ValueError: if something cannot be sent to a new interpreter.
+        ValueError: if torchrun started this process as one of several.
         KeyboardInterrupt: on Ctrl-C before the first message, and on a second one. Later, the first is passed on to
             `link.interrupted`, and the processes may return something.
 
@@ -186,7 +186,7 @@ def choose_start_method(device: torch.device | str = "cpu") -> str:
 
 
 def check_importable(*values: Any) -> None:
-    """Raise a ValueError for what a spawned process could not import: definitions of a notebook or of `python -c`."""
+    """Raise a ValueError for what a spawned process cannot import: definitions in a notebook or in `python -c`."""
     main = sys.modules["__main__"]
     if hasattr(main, "__file__"):
         return
@@ -202,7 +202,7 @@ def check_importable(*values: Any) -> None:
 
 
 def _pickled(call: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes:
-    """Return what a new interpreter reads; with cloudpickle, definitions of a notebook are in it."""
+    """Pickle a call for a new interpreter; with cloudpickle, including definitions in a notebook."""
     dumps: Callable[[Any], bytes] = pickle.dumps
     try:
         import cloudpickle
@@ -214,21 +214,21 @@ def _pickled(call: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes:
         return dumps(call)
     except Exception as error:
         raise ValueError(
-            f"something given cannot be sent to a new process: {error}. Fix: pip install vecgym[processes], which adds "
+            f"an argument cannot be sent to a new process: {error}. Fix: pip install vecgym[processes], which adds "
             "cloudpickle; or define models, datasets, collate functions and schedules at the top of a module, not in a "
             "function, and not as a lambda. Open files, locks and connections cannot be sent."
         ) from error
 
 
 class _Children:
-    """The processes of a run, as the one that started them sees them."""
+    """The processes of a run, seen from the one that started them."""
 
     def __init__(self, shared: _Shared, on_message: Callable[[Any], None], num_nodes: int | None) -> None:
         self.shared = shared
         self.on_message = on_message
         self.num_nodes = num_nodes
         self.processes: list[Any] = []
-        self.pipes: dict[int, Any] = {}  # those that may bring something
+        self.pipes: dict[int, Any] = {}  # by rank; those that are still open
         self.began = False  # a message has come
         self.results: dict[int, Any] = {}
         self.errors: dict[int, tuple[float, str, str, str]] = {}  # when, the class, the message, the traceback
@@ -241,10 +241,10 @@ class _Children:
             process = context.Process(target=_main, args=(rank, theirs, inherited, self.shared))
             process.start()
             self.processes.append(process)
-            theirs.close()  # so that reading from it ends where the process does
+            theirs.close()  # so that reading from it ends with the process
 
     def end(self) -> None:
-        """Leave no process behind, whatever state it is in."""
+        """End all processes, whatever state they are in."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -252,16 +252,16 @@ class _Children:
 
     def wait(self, interrupted: list[int]) -> list[Any]:
         """Return what the processes return, in the order of their ranks."""
-        told, seen, quiet = False, list(self.shared.beats), 0
+        passed_on, last_beats, quiet = False, list(self.shared.beats), 0
         while len(self.results) < len(self.processes):
             ended = self._ended()
             came, beats = self._receive(POLL_S), list(self.shared.beats)
-            # Counted, and not measured: while all of this program is stopped, by Ctrl-Z say, no process hangs.
-            quiet, seen = (0 if came or beats != seen else quiet + 1), beats
-            if interrupted and not told:
+            # Counted, not measured: while the whole program is stopped, for example by Ctrl-Z, no process hangs.
+            quiet, last_beats = (0 if came or beats != last_beats else quiet + 1), beats
+            if interrupted and not passed_on:
                 if not self.began:
                     raise KeyboardInterrupt
-                told, quiet = True, 0
+                passed_on, quiet = True, 0
                 for pipe in self.pipes.values():
                     with contextlib.suppress(OSError):
                         pipe.send_bytes(b"Ctrl-C")
@@ -273,7 +273,7 @@ class _Children:
         return {rank for rank, process in enumerate(self.processes) if process.exitcode is not None}
 
     def _receive(self, seconds: float) -> bool:
-        """Wait for messages, take one of each process, and return whether there was any."""
+        """Wait for messages, take one from each process, and return whether there was any."""
         ready, came = connection.wait(list(self.pipes.values()), seconds), False
         for rank, pipe in list(self.pipes.items()):
             if pipe in ready:
@@ -297,7 +297,7 @@ class _Children:
             (self.results if kind == "return" else self.errors)[rank] = value
 
     def _failure(self) -> Exception:
-        """Choose one error, of a process that has ended, or else of one that hangs, once all that they sent is here."""
+        """Choose one error, of a process that has ended, or else of one that hangs, after receiving all they sent."""
         if self._ended() - self.results.keys():
             deadline = time.monotonic() + GRACE_S
             for process in self.processes:
@@ -306,23 +306,23 @@ class _Children:
         self.end()
         while self._receive(0):
             pass
-        if silent := ended - self.errors.keys():  # the others fail because it died: none ends without a word
+        if silent := ended - self.errors.keys():  # the others fail because it died: none of them ends silently
             code = self.processes[min(silent)].exitcode
             how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             return self._error(min(silent), how)
         if not self.errors:
             return self._hanging()
-        first = min(self.errors, key=self.errors.__getitem__)  # the others fail because it does
+        first = min(self.errors, key=self.errors.__getitem__)  # the others fail because of it
         _, kind, message, where = self.errors[first]
-        if kind in GIVEN_BACK and not self.began:
-            return GIVEN_BACK[kind](message)
+        if kind in USER_ERRORS and not self.began:
+            return USER_ERRORS[kind](message)
         return self._error(first, f"{kind}: {message}", where)
 
     def _hanging(self) -> ProcessError:
         """Blame the process that the others wait for: one that waits for nobody, or else the one furthest behind."""
         beats = list(self.shared.beats)
         rank = min(range(len(beats)), key=lambda rank: (beats[rank] % 2, beats[rank]))
-        return self._error(rank, f"hangs: it got nowhere for {self.shared.timeout_s:g} s (timeout_s)")
+        return self._error(rank, f"hangs: it made no progress for {self.shared.timeout_s:g} s (timeout_s)")
 
     def _error(self, rank: int, what: str, where: str = "") -> ProcessError:
         nodes = ""
@@ -337,7 +337,7 @@ class _Children:
 
 def _main(rank: int, pipe: Any, inherited: list[Any], shared: _Shared) -> None:
     """Run the function in a new process, and report what it returns or raises."""
-    for end in inherited:  # so that each pipe ends where the process at its other end does
+    for end in inherited:  # so that each pipe ends with the process at its other end
         end.close()
     link = Link(rank, pipe, shared)
     try:
@@ -370,7 +370,7 @@ def _settle(link: Link, shared: _Shared) -> None:
 
 
 def _follow_parent(link: Link) -> None:
-    """Note the Ctrl-C that the parent passes on; exit when it does, even if it is killed."""
+    """Record a Ctrl-C that the parent passes on; exit when the parent does, even if it is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     with contextlib.suppress(EOFError, OSError):
@@ -395,7 +395,7 @@ def _join_group(link: Link, shared: _Shared) -> None:
         ),
         rank=link.rank,
         world_size=link.num_processes,
-        # Later than the parent's, which knows who is to blame; it must be finite.
+        # Later than the parent's timeout, since the parent knows which process is to blame; it must be finite.
         timeout=datetime.timedelta(seconds=min(shared.timeout_s, 1e9) + 60),
     )
 
@@ -414,23 +414,23 @@ def loopback() -> str:
 def interrupts() -> Iterator[list[int]]:
     """Collect Ctrl-C instead of raising it in the middle of a step; a second one raises at once.
 
-    Yields a list that is empty until the first Ctrl-C. It stays empty where no handler can be set: outside the main
+    Yields a list that is empty until the first Ctrl-C. It stays empty if no handler can be set: outside the main
     thread, and in a sub-interpreter.
     """
-    seen: list[int] = []
+    signals: list[int] = []
 
     def handler(signum: int, frame: Any) -> None:
-        if seen:
+        if signals:
             raise KeyboardInterrupt
-        seen.append(signum)
+        signals.append(signum)
 
     try:
         before = signal.signal(signal.SIGINT, handler)
     except ValueError:
-        yield seen
+        yield signals
         return
     try:
-        yield seen
+        yield signals
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -439,7 +439,7 @@ def interrupts() -> Iterator[list[int]]:
 
 
 def check_alone(what: str, ways_out: str = "") -> None:
-    """Raise a ValueError in one of several processes that run the same script: each would do all of `what`.
+    """Raise a ValueError if several processes run this script: each would do all of `what`.
 
     >>> check_alone("a sweep")  # here there is one
     """
@@ -458,7 +458,7 @@ def joined(device: torch.device) -> Iterator[torch.device]:
     """Join the process group that exists, or that of torchrun; yield this process's device: GPUs in turn.
 
     Raises:
-        ValueError: where there is neither.
+        ValueError: if there is neither.
 
     >>> try:
     ...     with joined(torch.device("cpu")) as device:
@@ -478,7 +478,7 @@ def joined(device: torch.device) -> Iterator[torch.device]:
     if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
         raise ValueError(
             'backend="distributed" needs a process group. Start the script by torchrun --nproc-per-node W script.py, '
-            'or take backend="processes", num_processes=W, which starts the processes itself.'
+            'or give backend="processes", num_processes=W, which starts the processes itself.'
         )
     crowded = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > max(1, torch.cuda.device_count())
     dist.init_process_group("nccl" if device.type == "cuda" and not crowded else "gloo")
@@ -530,31 +530,31 @@ class Session:
         return min(self.each(count))
 
     def joined(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Return the numbers of all nodes, given one for each node here."""
+        """Join the numbers of all nodes, from one for each node here."""
         return tuple(count for part in self.each(list(counts)) for count in part)
 
     def facts(self, facts: ModelFacts) -> ModelFacts:
-        """Return what the first process knows of the model: which parameters are trained, say."""
-        known = {name: vars(facts)[name] for name in ("unused", "mutated", "random", "written")}
-        return replace(facts, **self.first(lambda: known))
+        """Return the first process's facts about the model, such as which parameters are trained."""
+        shared = {name: vars(facts)[name] for name in ("unused", "mutated", "random", "written")}
+        return replace(facts, **self.first(lambda: shared))
 
     def observed(self, metrics: Metrics, interrupted: list[int]) -> Metrics:
         """Return the losses of all nodes; interrupts travel with them, so that all stop after the same step.
 
-        Where nodes may be absent, so do the rates of those present.
+        If nodes may be absent, so do the rates of the present ones.
         """
         if self.num_processes == 1:
             return metrics
         losses, own_rates = metrics.losses, metrics.num_present is not None
         columns = [losses, torch.full_like(losses, float(bool(interrupted)))]
         columns += [torch.as_tensor(metrics.lr, device=losses.device)] if own_rates else []
-        of_all = everyone(torch.stack([x.double() for x in columns], 1), self.comm, losses.device)  # [K, 2 or 3]
-        self._interrupted = bool(of_all[:, 1].any())
+        values = everyone(torch.stack([x.double() for x in columns], 1), self.comm, losses.device)  # [K, 2 or 3]
+        self._interrupted = bool(values[:, 1].any())
         lr: Any = metrics.lr
         if own_rates:
-            rates = of_all[:, 2][~of_all[:, 2].isnan()]
+            rates = values[:, 2][~values[:, 2].isnan()]
             lr = float(rates[0]) if bool((rates == rates[0]).all()) else rates
-        return metrics._replace(losses=of_all[:, 0].to(losses.dtype), lr=lr)
+        return metrics._replace(losses=values[:, 0].to(losses.dtype), lr=lr)
 
     def stop(self, interrupted: list[int]) -> bool:
         """Return whether the run ends after this step."""
@@ -565,7 +565,7 @@ class Session:
         return [value] if self.wire is None else self.wire.all_gather_object(value)
 
     def first(self, find: Callable[[], T]) -> T:
-        """Return in all processes what the first one finds; raise its error in all of them."""
+        """Return the first process's result of `find` in all processes; raise its error in all of them."""
         if self.wire is None:
             return find()
         outcome: tuple[Any, Exception | None] = None, None
@@ -597,7 +597,7 @@ class Session:
         return tree.unflatten(gathered) if self.rank == 0 else None
 
     def rows_here(self, values: Any) -> Any:
-        """Return the rows of the nodes here, given nested values of all nodes."""
+        """Take the rows of the nodes here from nested values of all nodes."""
         if self.num_processes == 1:
             return values
         first, last, K = int(self.comm.node_ids[0]), int(self.comm.node_ids[-1]) + 1, self.comm.num_nodes
@@ -607,7 +607,7 @@ class Session:
 def _joined_rows(parts: Sequence[Any], num_local: int) -> Any:
     """Join the values of all processes: tensors `[1 or L, *]` to `[1 or K, *]`; of anything else return the first.
 
-    A process that lacks the value gives None.
+    The value is None for a process that lacks it.
     """
     first = next((x for x in parts if x is not None), None)
     if not isinstance(first, Tensor) or first.dim() == 0 or len(first) not in (1, num_local):
@@ -620,7 +620,7 @@ def _joined_rows(parts: Sequence[Any], num_local: int) -> Any:
 
 
 def _rows_equal(x: Tensor) -> bool:
-    """Whether all rows have the same bits: 0 is not -0."""
+    """Whether all rows have the same bits; 0 and -0 differ."""
     if x.numel() == 0:
         return True
     rows = x.contiguous().view(-1).view(torch.uint8).view(len(x), -1)
@@ -651,7 +651,7 @@ def torch_set(**settings: Any) -> Iterator[None]:
     ...     torch.zeros(()).dtype
     torch.float64
     """
-    before = {name: SETTINGS[name][0]() for name in settings}  # of others torch may refuse to tell
+    before = {name: SETTINGS[name][0]() for name in settings}  # torch may refuse to report others
     changed = [name for name, value in settings.items() if value != before[name]]
     try:
         for name in changed:

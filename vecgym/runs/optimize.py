@@ -1,4 +1,4 @@
-"""Gradient descent on who exchanges when, and with what weights, for a given number of bytes."""
+"""Gradient descent on when nodes exchange, and with what weights, within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIN_STEP = 1e-3  # of the largest change of a weight; smaller steps are not trie
 
 @function_of(ScheduleOptions)
 def optimize_schedule(options: ScheduleOptions) -> OptimizedSchedule:
-    """Find when to exchange, or with what weights, so that the loss of the outcome is lowest at a number of bytes.
+    """Find when to exchange, or with what weights, to minimise the final loss within a budget.
 
     A schedule a `[T]`: projected gradient descent on {0 <= a_t <= 1, sum a_t <= n} for the n exchanges that the budget
     allows, from a_t = n / T; every point on the way is rounded to its n largest weights. From the best of these, pairs
@@ -31,7 +31,7 @@ def optimize_schedule(options: ScheduleOptions) -> OptimizedSchedule:
     A mixing matrix W `[K, K]` or `[T, K, K]`: descent on Z, with W the doubly stochastic matrix to which Sinkhorn's
     alternate division by the sums of rows and columns brings exp(Z); 0 stays 0, so links and bytes are the start's.
 
-    The result is made for these batches. `held_out` says what it is worth on others.
+    The result is fitted to these batches. `held_out` evaluates it on others.
 
     Args:
         strategy: the weights -> a strategy, such as `lambda w: DiLoCoStrategy(sync_weight=w)` or, for a matrix,
@@ -39,8 +39,8 @@ def optimize_schedule(options: ScheduleOptions) -> OptimizedSchedule:
         {arguments}
 
     Raises:
-        ValueError, TypeError: for no budget or two, one too small for a single exchange, matrices that are not doubly
-            stochastic.
+        ValueError, TypeError: for no budget or two, a budget too small for a single exchange, and matrices that are
+            not doubly stochastic.
 
     >>> import torch
     >>> from vecgym.strategy import FedAvgStrategy
@@ -51,10 +51,10 @@ def optimize_schedule(options: ScheduleOptions) -> OptimizedSchedule:
     ...     def forward(self, x):
     ...         return (self.w - x).square().square().mean()
     >>> batches = torch.linspace(-1, 2, 8).view(4, 2, 1)
-    >>> found = optimize_schedule(
+    >>> result = optimize_schedule(
     ...     Line(), lambda w: FedAvgStrategy("sgd", lr=0.1, sync_weight=w), batches, num_nodes=2,
     ...     eval_batch=torch.tensor([1.0]), H=4)
-    >>> found.uniform.tolist(), found.schedule.sum().item(), found.gain >= 0
+    >>> result.uniform.tolist(), result.schedule.sum().item(), result.gain >= 0
     ([0.0, 0.0, 0.0, 1.0], 1.0, True)
     """
     problem = _Problem(options)
@@ -64,8 +64,8 @@ def optimize_schedule(options: ScheduleOptions) -> OptimizedSchedule:
         schedule, uniform, losses = _optimized_mixing(problem, options.mixing)
         weights = schedule
     outcome = problem.outcome(schedule)
-    others = options.held_out
-    held_out = [None if others is None else problem.loss(w, others) for w in (schedule, uniform)]
+    data = options.held_out
+    held_out = [None if data is None else problem.loss(w, data) for w in (schedule, uniform)]
     return OptimizedSchedule(
         schedule, weights, uniform, float(outcome.loss), losses[-1], problem.loss(uniform),
         float(outcome.bytes.sum()), tuple(losses), *held_out,
@@ -84,11 +84,11 @@ class _Problem:
         self.engine = prepared(options.model, options.engine, self.steps[0])
 
     def run(self, weights: Tensor, data: tuple[Any, Any] | None = None, segments: int | None = None) -> Outcome:
-        """Roll out the strategy of these weights, on other (batches, eval_batch) if they are given."""
+        """Roll out the strategy of these weights, on `data`, other (batches, eval_batch), if there is any."""
         strategy = check.called("strategy", self.options.strategy, weights)
         batches, eval_batch = (self.steps, self.options.eval_batch) if data is None else data
-        given = {"strategy": strategy, "batches": batches, "eval_batch": eval_batch, "engine": self.engine}
-        return rollout(**{**self.options.common, **given}, segments=segments)
+        changed = {"strategy": strategy, "batches": batches, "eval_batch": eval_batch, "engine": self.engine}
+        return rollout(**{**self.options.common, **changed}, segments=segments)
 
     @torch.no_grad()
     def outcome(self, weights: Tensor, data: tuple[Any, Any] | None = None) -> Outcome:
@@ -98,13 +98,13 @@ class _Problem:
         return float(self.outcome(weights, data).loss)
 
     def affords(self, schedule: Tensor) -> bool:
-        """Say whether the budget of seconds allows a schedule; where nodes differ, it matters when they meet."""
+        """Whether the budget of seconds allows a schedule; if nodes differ, it matters when they meet."""
         budget = self.options.budget_seconds
         return budget is None or self.schedules.seconds(schedule) <= budget
 
     @property
     def schedules(self) -> Schedules:
-        """What schedules cost on the network given with a budget of seconds."""
+        """The cost of schedules on the network of a budget of seconds."""
         options = self.options
         assert options.network is not None
         assert options.compute is not None
@@ -121,7 +121,7 @@ class _Problem:
             loss = self.run(weights(z), segments=self.options.segments).loss
             if not loss.requires_grad:
                 raise ValueError(
-                    "the outcome does not depend on the weights that strategy is given: it must use them, as in "
+                    "the outcome does not depend on the weights that are passed to strategy: it must use them, as in "
                     "lambda w: DiLoCoStrategy(sync_weight=w)."
                 )
             return float(loss.detach()), torch.autograd.grad(loss, z)[0]
@@ -168,7 +168,7 @@ def _optimized_times(problem: _Problem) -> tuple[Tensor, Tensor, Tensor, list[fl
 
 
 def _swapped(problem: _Problem, schedule: Tensor, loss: float) -> Tensor:
-    """Move one exchange at a time to where the gradient says that it helps most, while it does."""
+    """Move one exchange at a time to where it helps most according to the gradient, as long as it helps."""
     trials = problem.options.iterations
     while trials > 0:
         _, gradient = problem.slope(schedule, lambda z: z)
@@ -210,20 +210,20 @@ def _affordable(problem: _Problem, num_steps: int) -> int:
     cost = all_ - none
     if float(cost.min()) <= 0 or float(cost.max() - cost.min()) > 1e-9 * float(cost.max()):
         raise ValueError(
-            "what an exchange costs differs from step to step, or is nothing: give H in place of budget_bytes."
+            "the cost of an exchange is zero or differs from step to step: give H instead of budget_bytes."
         )
     assert budget_bytes is not None
     count = int((budget_bytes - float(none.sum())) / float(cost[0]) * (1 + 1e-12))
     if count < 1:
         raise ValueError(
             f"budget_bytes={budget_bytes!r} does not allow one exchange of {float(cost[0]):,.0f} bytes per node"
-            + (f", besides {float(none.sum()):,.0f} that are sent anyhow." if float(none.sum()) else ".")
+            + (f", besides {float(none.sum()):,.0f} that are sent anyway." if float(none.sum()) else ".")
         )
     return min(count, num_steps)
 
 
 def largest(weights: Tensor, count: int) -> Tensor:
-    """Return 1 at the `count` largest weights and 0 elsewhere; among equal ones the last are chosen.
+    """Return 1 at the `count` largest weights and 0 elsewhere; of equal ones, the last.
 
     >>> largest(torch.tensor([0.2, 0.9, 0.2, 0.1]), 2).tolist()
     [0.0, 1.0, 1.0, 0.0]
@@ -253,10 +253,10 @@ def project_to_budget(z: Tensor, total: float) -> Tensor:
 
 
 def _optimized_mixing(problem: _Problem, start: Tensor) -> tuple[Tensor, Tensor, list[float]]:
-    """Return (matrices, those of the start, losses of the descent)."""
+    """Return (matrices, initial matrices, losses of the descent)."""
     H, budget_bytes = problem.options.H, problem.options.budget_bytes
     if H is not None:
-        raise ValueError(f"H={H!r} with mixing: how often nodes mix is the strategy's, GossipStrategy(W, every={H}).")
+        raise ValueError(f"H={H!r} with mixing: the strategy says how often nodes mix, GossipStrategy(W, every={H}).")
     if not isinstance(start, Tensor) or start.dim() not in (2, 3):
         raise ValueError("mixing takes a tensor [K, K] or [T, K, K], such as vecgym.collectives.topology.ring(K).")
     start = start.detach().double()
@@ -265,13 +265,13 @@ def _optimized_mixing(problem: _Problem, start: Tensor) -> tuple[Tensor, Tensor,
     sent = float(problem.outcome(start).bytes.sum())
     if budget_bytes is not None and sent > budget_bytes:
         raise ValueError(
-            f"mixing sends {sent:,.0f} bytes per node, more than budget_bytes={budget_bytes!r}: begin with a matrix of "
+            f"mixing sends {sent:,.0f} bytes per node, more than budget_bytes={budget_bytes!r}: start with a matrix of "
             "fewer links, or mix less often."
         )
     if not problem.affords(start):
-        taken = problem.schedules.seconds(start)
+        seconds = problem.schedules.seconds(start)
         raise ValueError(
-            f"mixing takes {taken:.4g} s, more than budget_seconds={problem.options.budget_seconds!r}: begin with a "
+            f"mixing takes {seconds:.4g} s, more than budget_seconds={problem.options.budget_seconds!r}: start with a "
             "matrix of fewer links, or mix less often."
         )
     points, losses = problem.descend(start.log(), sinkhorn)

@@ -1,4 +1,4 @@
-"""The options of a run, written down once: types, defaults, checks and documentation.
+"""The options of a run, defined once: types, defaults, checks and documentation.
 
 `Trainer.fit` takes them by name. An option's check is part of its type.
 """
@@ -32,7 +32,7 @@ from vecgym.strategy.per_rank import as_strategy
 
 
 def check_strategy(strategy: Any, num_nodes: Any = None) -> None:
-    """Raise a TypeError for anything but a strategy, saying what the user may have meant.
+    """Raise a TypeError for anything but a strategy, and suggest what the user may have meant.
 
     >>> check_strategy("diloco")
     Traceback (most recent call last):
@@ -42,18 +42,18 @@ DiLoCoStrategy('adamw', H=100).
     """
     if isinstance(strategy, Strategy):
         return
-    given, fix = f"strategy is {check.kind_of(strategy)}", "; "
+    problem, fix = f"strategy is {check.kind_of(strategy)}", "; "
     if isinstance(num_nodes, Strategy):
-        fix = " and num_nodes a Strategy: they have changed places, fit(strategy, num_nodes). "
+        fix = " and num_nodes is a Strategy: swap them, fit(strategy, num_nodes). "
     elif isinstance(strategy, type) and issubclass(strategy, Strategy):
         fix = f"; did you mean an object of it, {strategy.__name__}()? "
     elif isinstance(strategy, str):
         names = {name.removesuffix("Strategy"): name for name in strategies.__all__ if name.endswith("Strategy")}
         close = check.closest(strategy, names)
-        given = f"strategy={strategy!r} is of type str"
+        problem = f"strategy={strategy!r} is of type str"
         fix = f"; did you mean {names[close]}()? " if close else fix
     give = "give" if fix == "; " else "Give"
-    raise TypeError(f"{given}{fix}{give} a Strategy object such as DiLoCoStrategy('adamw', H=100).")
+    raise TypeError(f"{problem}{fix}{give} a Strategy object such as DiLoCoStrategy('adamw', H=100).")
 
 
 def check_parts(batch_size: int, parts: int, name: str = "minibatch_size") -> None:
@@ -75,8 +75,8 @@ def accumulated(batch_size: Any, minibatch_size: int | None, gradient_accumulati
     gradient_accumulation = check.integer("gradient_accumulation", gradient_accumulation)
     if minibatch_size is not None:
         raise ValueError(
-            f"gradient_accumulation={gradient_accumulation} and minibatch_size={minibatch_size} both say how a batch "
-            "is divided: give one of them."
+            f"gradient_accumulation={gradient_accumulation} and minibatch_size={minibatch_size} both divide "
+            "a batch: give one of them."
         )
     check_parts(batch_size, gradient_accumulation, "gradient_accumulation")
     return batch_size // gradient_accumulation
@@ -92,12 +92,12 @@ def check_compute(strategy: Strategy, compute: Any) -> None:
     if compute is None:
         raise ValueError(
             f"{type(strategy).__name__} needs compute=: which node meets which version of the server depends on how "
-            "long each computes. Give compute=vecgym.clock.Compute([1.0, 2.0, ...]), seconds of a step of each node."
+            "long each computes. Give compute=vecgym.clock.Compute([1.0, 2.0, ...]), the seconds of each node's step."
         )
 
 
 def check_clocks(num_nodes: int, network: Any, compute: Any) -> None:
-    """Raise an error unless these are a network and a compute of so many nodes; None: there is none.
+    """Raise an error unless the network and compute, if any, fit this number of nodes.
 
     >>> check_clocks(2, None, Compute([0.4, 0.5]))
     """
@@ -109,10 +109,10 @@ def check_clocks(num_nodes: int, network: Any, compute: Any) -> None:
         compute.check(num_nodes)
 
 
-def check_left_out(strategy: Strategy, option: str, given: Any, default: Any) -> None:
-    """Raise a ValueError for an option that this strategy does not have."""
-    if given != default:
-        raise ValueError(f"{option}={given!r} is not there for {type(strategy).__name__}: leave it out.")
+def check_left_out(strategy: Strategy, option: str, value: Any, default: Any) -> None:
+    """Raise a ValueError for an option that this strategy does not support."""
+    if value != default:
+        raise ValueError(f"{type(strategy).__name__} does not support {option}={value!r}: leave it out.")
 
 
 def checked_folder(name: str, value: Any) -> Path | None:
@@ -132,7 +132,7 @@ def checked_folder(name: str, value: Any) -> Path | None:
 
 
 def checked_resume(name: str, value: Any) -> bool | str | os.PathLike[str]:
-    """Return what to resume from, if it can be that.
+    """Return what to resume from, or raise a TypeError.
 
     >>> checked_resume("resume", True)
     True
@@ -148,7 +148,7 @@ OnDivergence = Literal["raise", "warn", "ignore"]
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
-    """Return the device asked for, if it is present; for None cuda, else mps, else cpu.
+    """Return the device if it is present; for None cuda, else mps, else cpu.
 
     >>> resolve_device("cpu")
     device(type='cpu')
@@ -161,13 +161,15 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device(present[0])
     try:
-        chosen = torch.device(device)
+        resolved = torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(f"device={device!r} is not a device; allowed here: {', '.join(present)}, or None.") from None
-    count = torch.cuda.device_count() if chosen.type == "cuda" else 1
-    if chosen.type not in present or (chosen.index or 0) >= count:
-        raise ValueError(f"device={str(device)!r} is not there; present: {', '.join(present)}. None takes the best.")
-    return chosen
+    count = torch.cuda.device_count() if resolved.type == "cuda" else 1
+    if resolved.type not in present or (resolved.index or 0) >= count:
+        raise ValueError(
+            f"device={str(device)!r} is not available; present: {', '.join(present)}. None takes the best."
+        )
+    return resolved
 
 
 def optional_number(name: str, value: Any, within: str, what: str) -> float | None:
@@ -182,11 +184,11 @@ Chosen = Annotated[int | None, partial(check.optional_integer, what="None lets v
 Flag = Annotated[bool, check.flag]
 Seed = Annotated[int, check.seed]
 Seconds = Annotated[float, partial(check.number, within="(0, inf]", what="seconds")]
-FRACTION = "the part of the device's memory that the run may take, such as 0.8"
+FRACTION = "the fraction of the device's memory that the run may use, such as 0.8"
 Fraction = Annotated[float | None, partial(optional_number, within="(0, 1]", what=FRACTION)]
 SimulatedSeconds = Annotated[float | None, partial(optional_number, within="(0, inf)", what="simulated seconds")]
 NumExamples = Annotated[
-    int | None, partial(check.optional_integer, least=0, what="0 never evaluates, None takes all examples")
+    int | None, partial(check.optional_integer, least=0, what="0 never evaluates, None uses all examples")
 ]
 Device = Annotated[str | torch.device | None, lambda name, value: resolve_device(value)]
 Present = Annotated[Availability | Callable[[int], Any] | None, as_availability]
@@ -221,13 +223,13 @@ class Training(Options):
         num_epochs: passes over the data, unless `max_steps` is given.
         max_steps: optimizer steps; the data repeats as needed.
         batch_size: examples per node and step; a node that has fewer uses all of them. Each node's loss is the mean
-            over its own examples. All nodes take the same number of steps, but for `availability`.
-        minibatch_size: examples computed at a time, whose gradients are accumulated; must divide `batch_size`.
+            over its own examples. All nodes take the same number of steps, except with `availability`.
+        minibatch_size: examples computed at a time, with gradients accumulated; must divide `batch_size`.
         shuffle: a new order in each epoch.
         seed: of data order, dropout and everything else that is random.
-        device: "cpu", "cuda", "mps"; None: the best one present.
+        device: "cpu", "cuda" or "mps"; None: the best one present.
         val_size: validation examples; None: all; 0: never evaluate.
-        val_interval: steps between evaluations, in addition to one at the start and one at the end; None: only those.
+        val_interval: steps between evaluations, besides those at the start and the end; None: only those.
         dataloader_kwargs: for `torch.utils.data.DataLoader` (workers, collate_fn, drop_last ...).
         progress: show a progress bar.
     """
@@ -251,10 +253,10 @@ class EngineOptions(Options):
 
     Args:
         engine: "auto", "vmap" or "loop"; see `vecgym.engine`. The choice is in `history.settings`.
-        chunk_size: the most nodes computed in one call, to bound memory.
-        node_threads: CPU threads that share the nodes; None: chosen by rule.
+        chunk_size: maximum number of nodes computed in one call, to bound memory.
+        node_threads: CPU threads that share the nodes; None: chosen automatically.
         compile: compile the gradients of all nodes with `torch.compile`, which takes some seconds at the start:
-            `history.settings["engine_reason"]` says how many, and after how many steps they are earned. A model that
+            `history.settings["engine_reason"]` says how many, and after how many steps that pays off. A model that
             cannot be compiled runs uncompiled, with a warning that says why.
     """
 
@@ -274,8 +276,8 @@ class Computation(EngineOptions):
 
     Args:
         autocast: mixed precision in the forward passes.
-        max_memory_usage: a part of the device's memory, such as 0.8: `chunk_size`, and then `minibatch_size` unless
-            it is given, are chosen so that the run fits; see `vecgym.runs.memory.fitting_sizes`. Measured on CUDA,
+        max_memory_usage: a fraction of the device's memory, such as 0.8: `chunk_size`, and then `minibatch_size` unless
+            you set it, are chosen so that the run fits; see `vecgym.runs.memory.fitting_sizes`. Measured on CUDA,
             estimated elsewhere; the result is in `history.settings["memory"]`.
 
     >>> Computation(engine="loop", node_threads=2).chunk_size is None
@@ -291,14 +293,14 @@ class Processes(Options):
     """Which processes hold the nodes.
 
     Args:
-        backend: "stacked": all nodes in this process; "processes": in `num_processes` processes that are started
+        backend: "stacked": all nodes in this process; "processes": in `num_processes` processes started
             for this run (see `vecgym.runs.multiprocess`); "distributed": in the processes of the existing
             torch.distributed group, or of torchrun, each of which calls `fit`. The first process logs;
             all return the same.
         num_processes: W, which divides `num_nodes`; each process holds K / W nodes, stacked.
         exact: on a CPU, give the same bits with any backend and any W: node by node, in one thread, and each
-            collective on all nodes in one place. Slow; for proof. Otherwise results differ by rounding.
-        timeout_s: with "processes", for how long nothing may be exchanged or recorded before the run is ended.
+            collective on all nodes in one place. Slow: meant for verification. Otherwise results differ by rounding.
+        timeout_s: with "processes", seconds without any exchange or record after which the run is ended.
 
     >>> Processes(backend="processes", num_processes=4).exact
     False
@@ -316,7 +318,7 @@ class Processes(Options):
         if self.backend != "processes" and self.num_processes is not None:
             raise ValueError(
                 f"num_processes={self.num_processes} with backend={self.backend!r} has no effect: give "
-                'backend="processes"; torchrun --nproc-per-node says how many it starts.'
+                'backend="processes"; torchrun takes the number as --nproc-per-node.'
             )
 
 
@@ -327,11 +329,11 @@ class Checkpoints(Options):
     Args:
         save_dir: a folder for checkpoints, files `step-000000100.pt` from which the run can be resumed as if it had
             never stopped; see `vecgym.runs.checkpoint`. One is written at the start, one at the end, and one on
-            Ctrl-C. One run at a time has the folder.
-        checkpoint_interval: steps between further checkpoints; None: only those.
+            Ctrl-C. Only one run at a time may use the folder.
+        checkpoint_interval: steps between further checkpoints; None: no further ones.
         resume: True: resume from the newest intact checkpoint in `save_dir`, or start anew if there is none. Or
             the path of a checkpoint, or of another folder of them.
-        keep_checkpoints: how many are kept; older ones are removed.
+        keep_checkpoints: number of checkpoints to keep; older ones are removed.
 
     >>> Checkpoints(save_dir="runs/a", checkpoint_interval=100).keep_checkpoints
     2
@@ -345,7 +347,7 @@ class Checkpoints(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.save_dir is None and self.resume is True:
-            raise ValueError("resume=True needs save_dir, the folder in which a run's checkpoints are.")
+            raise ValueError("resume=True needs save_dir, the folder with the run's checkpoints.")
         if self.save_dir is None and self.checkpoint_interval is not None:
             raise ValueError(
                 f"checkpoint_interval={self.checkpoint_interval} needs save_dir, the folder to save them in."
@@ -357,27 +359,27 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
     """All that `Trainer.fit` takes.
 
     Args:
-        gradient_accumulation: another way to give `minibatch_size`: N means `minibatch_size=batch_size / N`.
+        gradient_accumulation: another way to set `minibatch_size`: N means `minibatch_size=batch_size / N`.
         correlation_interval: steps between measurements of the nodes' correlation; None: never.
         on_divergence: when a loss is NaN or infinite, "raise" a `DivergenceError`, "warn" once, or "ignore" it.
         logger: one or several `Logger`s.
         log_interval: steps between the rows that loggers receive; the history has every step. On a device (CUDA, MPS)
-            losses are fetched every so many steps only, and at evaluations and checkpoints, so that no other step waits
-            for it: the rows of the history come then, and divergence is noticed as late. (A trainer with an
-            `after_step` of its own fetches them at every step.)
-        network: a `vecgym.clock.Network`, with `compute`: the history then says how long the run takes on it, and its
-            bytes go by the network's routes. What is trained does not depend on it; `Trainer.timeline` says the same
-            afterwards. An asynchronous run's order of events does depend on both; without a network its messages take
-            no time.
+            losses are fetched only at these steps, at evaluations and at checkpoints, so that no other step waits for
+            the device: rows of the history arrive then, and divergence is noticed no earlier. (A trainer that overrides
+            `after_step` fetches them at every step.)
+        network: a `vecgym.clock.Network`, with `compute`: the history then says how long the run takes on it, and bytes
+            follow the network's routes. Training does not depend on it; `Trainer.timeline` computes the same later. An
+            asynchronous run's order of events does depend on both; without a network its messages take no time.
         compute: how long the nodes compute on that network, a `vecgym.clock.Compute`.
-        availability: who is present in which steps: `vecgym.availability.Dropout(0.1)` and others, or a function of the
-            step that returns the ids of those present. The others neither train nor exchange. None: all, always. Of an
-            asynchronous run a step is an interval of simulated time, as long as a step takes, the mean over the nodes.
-        max_updates: of an asynchronous run: updates of the server, in place of `max_steps`, which are local steps then,
-            the mean over the nodes. Whichever is reached first ends the run; `val_interval`, `log_interval` and
+        availability: which nodes are present in which steps: `vecgym.availability.Dropout(0.1)` or another, or a
+            function of the step that returns the ids of the present nodes. The others neither train nor exchange.
+            None: all, always. In an asynchronous run a step is an interval of simulated time: the duration of a step,
+            averaged over the nodes.
+        max_updates: of an asynchronous run: updates of the server, instead of `max_steps`, which then counts local
+            steps, averaged over the nodes. The first limit reached ends the run; `val_interval`, `log_interval` and
             `checkpoint_interval` count updates.
-        max_seconds: of an asynchronous run: the simulated seconds that it takes at most.
-        val_seconds: of an asynchronous run: simulated seconds between evaluations, in place of `val_interval`.
+        max_seconds: of an asynchronous run: its maximum of simulated seconds.
+        val_seconds: of an asynchronous run: simulated seconds between evaluations, instead of `val_interval`.
 
     >>> from vecgym.strategy import AllReduceStrategy
     >>> options = FitOptions(AllReduceStrategy(), 4, gradient_accumulation=2, engine="loop")
@@ -408,24 +410,24 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         if self.num_processes is not None:
             check_divides(self.num_processes, self.num_nodes)
         if self.exact and self.compile:
-            raise ValueError("exact=True computes node by node, and compile=True all at once: leave out one of them.")
+            raise ValueError("exact=True computes node by node, and compile=True all at once: leave one of them out.")
 
     def _check_clock(self) -> None:
         check_clocks(self.num_nodes, self.network, self.compute)
         alone = self.strategy.asynchronous or (self.network is None and self.availability is not None)
         if (self.network is None) != (self.compute is None) and not alone:
-            given, other = ("network", "compute") if self.compute is None else ("compute", "network")
-            what = "Compute(0.4)" if other == "compute" else "Network(1e9, 0.05)"
-            raise ValueError(f"{given} without {other} gives no seconds: give {other}=vecgym.clock.{what} too.")
+            present, missing = ("network", "compute") if self.compute is None else ("compute", "network")
+            example = "Compute(0.4)" if missing == "compute" else "Network(1e9, 0.05)"
+            raise ValueError(f"{present} without {missing} gives no seconds: add {missing}=vecgym.clock.{example}.")
 
     def _check_asynchronous(self) -> None:
-        """Raise a ValueError for what an asynchronous run needs or cannot have, and for what only such a run has."""
+        """Raise a ValueError for what an asynchronous run needs or does not support, or what only it supports."""
         only = [name for name in ("max_updates", "max_seconds", "val_seconds") if vars(self)[name] is not None]
         if not self.strategy.asynchronous:
             if only:
                 raise ValueError(
-                    f"{only[0]} is of asynchronous runs, and {type(self.strategy).__name__} takes steps of all nodes: "
-                    "give max_steps and val_interval, or AsyncStrategy(...)."
+                    f"{only[0]} is for asynchronous runs, and {type(self.strategy).__name__} is synchronous: give "
+                    "max_steps and val_interval, or AsyncStrategy(...)."
                 )
             return
         check_compute(self.strategy, self.compute)
@@ -447,7 +449,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
 
 
 def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings as plain Python values, each checked.
+    """Return the settings as values Python values, each checked.
 
     >>> checked({"batch_size": 0})
     Traceback (most recent call last):
@@ -455,10 +457,10 @@ def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
     ValueError: batch_size=0 must be an integer >= 1.
     """
     checks = checks_of(FitOptions)
-    plain = {name: checks[name](name, value) if name in checks else value for name, value in settings.items()}
-    if plain.get("minibatch_size") is not None:
-        check_parts(plain["batch_size"], plain["minibatch_size"])
-    return plain
+    values = {name: checks[name](name, value) if name in checks else value for name, value in settings.items()}
+    if values.get("minibatch_size") is not None:
+        check_parts(values["batch_size"], values["minibatch_size"])
+    return values
 
 
 # ---------------------------------------------------------------------------------------------- differentiable runs
@@ -471,7 +473,7 @@ Budget = Annotated[float | None, partial(optional_number, within="(0, inf)", wha
 
 
 def _tensors(name: str, values: Any) -> tuple[Tensor, ...]:
-    """Return the tensors in a list; at least one, and all floating."""
+    """Return the tensors in a list: at least one, all floating-point."""
     check.instance(name, values, (list, tuple), "a list of tensors")
     for x in values:
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -501,16 +503,16 @@ class DifferentiableRun(Options):
     Args:
         model: as for `Trainer`; its own parameters are the initial ones, and it is never changed.
         batches: a list of T batches, leaves `[K, B, ...]`; or a tensor, a dict or a tuple whose leaves have a leading
-            T, `[T, K, B, ...]`. All B examples count, also those that `vecgym.data.Batches` repeats for a node that has
-            fewer: give a B that every node has.
+            T, `[T, K, B, ...]`. All B examples count, even those that `vecgym.data.Batches` repeats for a node that
+            has fewer: choose a B that every node has.
         num_nodes: K.
         eval_batch: one ordinary batch `[B, ...]`.
-        params: initial parameters, `[1 or K, *]`, in place of the model's.
+        params: initial parameters, `[1 or K, *]`, instead of the model's.
         seed: of dropout, masks and everything else that is random.
         num_examples: of each node, for `weighting="examples"`.
-        engine: "auto", "vmap" or "loop"; or an `Engine` that was prepared before, so that the model is not inspected
-            again in every call.
-        availability: who is present in which steps; see `Trainer.fit`. Node i takes row i of batch t as its own step t.
+        engine: "auto", "vmap" or "loop"; or a prepared `Engine`, so that the model is not inspected in every call.
+        availability: which nodes are present in which steps; see `Trainer.fit`. Node i takes row i of batch t as its
+            own step t.
     """
 
     model: nn.Module
@@ -552,10 +554,10 @@ class RolloutOptions(DifferentiableRun):
 
     Args:
         segments: the number of parts to cut the run into. Only the states between them are stored, and each part is
-            computed again in the backward pass: memory O(T / segments + segments) for less than twice the time; about
-            sqrt(T) parts need least. For reverse mode through `torch.autograd`. None: everything is stored.
+            recomputed in the backward pass: memory O(T / segments + segments) for less than twice the time; about
+            sqrt(T) parts need the least. For reverse mode through `torch.autograd`. None: everything is stored.
         compute, network: of an asynchronous run; see `Trainer.fit`. Node i takes row i of batch t as its own step t.
-        max_updates: of an asynchronous run: updates of the server; None: as many as there are batches for.
+        max_updates: of an asynchronous run: updates of the server; None: as many as the batches allow.
     """
 
     strategy: Strategy
@@ -571,8 +573,8 @@ class RolloutOptions(DifferentiableRun):
         self._check_asynchronous()
         if not as_strategy(self.strategy, self.model).pure:
             raise ValueError(
-                f"{type(self.strategy).__name__} is written for one rank and runs on threads, through which no "
-                "derivatives can be taken: write it as a CommunicationModule."
+                f"{type(self.strategy).__name__} is written for one rank and runs on threads, which cannot be "
+                "differentiated: write it as a CommunicationModule."
             )
         if not any(True for _ in tree.leaves(self.eval_batch)):
             raise ValueError("eval_batch holds no tensor: give one ordinary batch [B, ...], as the model takes it.")
@@ -583,10 +585,10 @@ class RolloutOptions(DifferentiableRun):
             check_compute(self.strategy, self.compute)
             check_left_out(self.strategy, "segments", self.segments, None)
             return
-        given = [option for option in ("compute", "network", "max_updates") if vars(self)[option] is not None]
-        if given:
+        only = [option for option in ("compute", "network", "max_updates") if vars(self)[option] is not None]
+        if only:
             name = type(self.strategy).__name__
-            raise ValueError(f"{given[0]} is of asynchronous runs, and {name} takes steps of all nodes: leave it out.")
+            raise ValueError(f"{only[0]} is for asynchronous runs, and {name} is synchronous: leave it out.")
 
 
 @dataclass(frozen=True)
@@ -594,7 +596,7 @@ class JvpOptions(DifferentiableRun):
     """All that `rollout_jvp` takes.
 
     Args:
-        primals, tangents: where, and in which direction.
+        primals, tangents: the point and the direction of the derivative.
     """
 
     strategy: Annotated[Callable[..., Strategy], partial(_maker, take=OF_PRIMALS)]
@@ -615,13 +617,13 @@ class ScheduleOptions(DifferentiableRun):
     """All that `optimize_schedule` takes.
 
     Args:
-        H: the budget is that of an exchange every H steps;
-        budget_bytes: or this, per node in the whole run. (A matrix has bytes of its own, which must not exceed it.)
-        budget_seconds: or this, of the whole run: as many exchanges as there is time for, if they are spread evenly,
+        H: a budget equal to an exchange every H steps.
+        budget_bytes: or a budget of bytes, per node in the whole run. (A matrix's own bytes must not exceed it.)
+        budget_seconds: or a budget of seconds, for the whole run: as many evenly spread exchanges as there is time for,
             and no schedule that takes longer.
-        network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`, for which the seconds are computed.
-        mixing: the matrix, or matrices, to begin with, doubly stochastic.
-        iterations: the most gradients of the relaxed run; after them, as many trials of a pair.
+        network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`, which determine the seconds.
+        mixing: the initial matrix or matrices, doubly stochastic.
+        iterations: maximum number of gradients of the relaxed run; then, of trials of a pair.
         held_out: (batches, eval_batch).
         segments: see `rollout`.
     """
@@ -652,12 +654,12 @@ class ScheduleOptions(DifferentiableRun):
         if self.budget_seconds is not None and self.availability is not None:
             raise ValueError(
                 f"budget_seconds={self.budget_seconds!r} and availability={self.availability!r}: what nodes that may "
-                "be absent send is not known before they train. Give H or budget_bytes, or leave availability out."
+                "be absent send is not known in advance. Give H or budget_bytes, or leave availability out."
             )
 
 
 def presence_of(options: Any, num_steps: int, num_examples: tuple[int, ...] | None) -> Presence | None:
-    """Return who is present when in a run with these options, looked at for all steps; None: all, always.
+    """Return which nodes are present when in a run with these options, for all steps; None: all, always.
 
     >>> from types import SimpleNamespace
     >>> presence_of(SimpleNamespace(availability=None), 10, None) is None
@@ -671,17 +673,17 @@ def presence_of(options: Any, num_steps: int, num_examples: tuple[int, ...] | No
 
 
 def check_rollout(availability: Any, strategy: Strategy) -> None:
-    """Raise a ValueError for a rollout in which it is not known beforehand who takes which batch.
+    """Raise a ValueError for a rollout in which it is not known in advance which node takes which batch.
 
     >>> check_rollout(None, Strategy("sgd", lr=0.1))
     """
     if availability is None:
         return
     if strategy.asynchronous:
-        raise ValueError(f"availability is not there for {type(strategy).__name__}: leave it out.")
+        raise ValueError(f"{type(strategy).__name__} does not support availability in a rollout: leave it out.")
     modules = strategy.communication_modules
     if any(map(lets_rest, modules)):
         raise ValueError(
             f"availability={availability!r} and {strategy!r} both say who sits out: in a rollout give one, such "
-            "as availability=Sampled(0.5, H) in place of participation=0.5."
+            "as availability=Sampled(0.5, H) instead of participation=0.5."
         )

@@ -1,4 +1,4 @@
-"""A run in processes of its own: the rows that the first of them records arrive here, one by one."""
+"""A run in its own processes: the rows that the first of them records arrive here one by one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAY_OUT = 'give backend="stacked", or backend="distributed" under torchrun, wher
 
 
 class ProcessesRun(Generic[M]):
-    """A `Run` in `options.num_processes` processes that are started for it, with the same attributes.
+    """A `Run` in `options.num_processes` new processes, with the same attributes.
 
     Its `state` is None: each process has its own.
     """
@@ -50,14 +50,14 @@ class ProcessesRun(Generic[M]):
     def loop(self) -> None:
         """Train, and fetch the final state of all nodes."""
         options = self.options
-        # All rows arrive here, and this process chooses those that are logged.
-        theirs = replace(
+        # All rows arrive here, and this process selects those to log.
+        child_options = replace(
             options, backend="distributed", num_processes=None, logger=None, log_interval=1, progress=False
         )
         try:
             with tqdm(disable=not options.progress, unit="step") as bar:
                 parts = multiprocess.run(
-                    _run_part, options.num_processes or 1, (self.task, theirs), timeout_s=options.timeout_s,
+                    _run_part, options.num_processes or 1, (self.task, child_options), timeout_s=options.timeout_s,
                     device=resolve_device(options.device), num_nodes=options.num_nodes,
                     on_message=partial(self._receive, bar),
                 )  # fmt: skip
@@ -70,12 +70,12 @@ class ProcessesRun(Generic[M]):
             raise ended
 
     def average(self) -> M:
-        """Return a copy of the model with the mean of the nodes that are there."""
+        """Return a copy of the model with the mean of the present nodes."""
         assert self.nodes is not None
         return self.nodes.average()
 
     def _receive(self, bar: tqdm, message: tuple[dict[str, Any], list[dict[str, Any]] | None]) -> None:
-        """Record what the first process sends: settings and rows of the start of the run, or a row."""
+        """Record what the first process sends: the settings and rows at the start of the run, or a row."""
         row, before = message
         if before is None:
             self.history.append(row)
@@ -103,7 +103,7 @@ def _run_part(link: Link, task: Task, options: FitOptions) -> dict[str, Any]:
     assert run.nodes is not None
     final = {"params": run.nodes.params, "buffers": run.nodes.buffers, "result": run.nodes.result or {}}
     return {
-        # Copies: of a part of a tensor, the whole of it would be sent.
+        # Copies: a view would be sent with its whole storage.
         **tree.map_leaves(lambda x: x.detach().cpu().clone(), final), "ended": ended,
         "ledger": run.ledger if link.rank == 0 else None, "members": run.simulation.result(run.state).members,
     }  # fmt: skip

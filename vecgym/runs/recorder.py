@@ -1,4 +1,4 @@
-"""Turn steps into rows: of the history, for the loggers and on the progress bar."""
+"""Turn steps into rows, for the history, the loggers and the progress bar."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StepRows:
     """Make the rows of a history from the metrics of steps, one after the other.
 
     Attributes:
-        examples: seen so far, by all nodes together.
+        examples: number processed so far, by all nodes together.
         seconds: from the start to the last row.
     """
 
@@ -51,15 +51,15 @@ class StepRows:
         epoch: float | None = None,
         seen: int | None = None,
     ) -> Row:
-        """Return the row after `step` steps, with None in place of the losses, which may still be on a device.
+        """Return the row after `step` steps, with None for the losses, which may still be on a device.
 
         Args:
             num_bytes: sent in this step, sent in all, received in all, handed to collectives in all.
             seconds: since the start.
-            epoch, seen: passes over the data so far, and examples seen in this step, where not all nodes took a step.
+            epoch, seen: passes over the data so far, and examples of this step, if not all nodes took a step.
         """
-        seen = self._seen(self.data.width(step - 1), metrics) if seen is None else seen
-        self.examples += seen
+        examples = self._num_examples(self.data.width(step - 1), metrics) if seen is None else seen
+        self.examples += examples
         elapsed = max(seconds - self.seconds, 1e-9)
         self.seconds = seconds
         row: Row = {
@@ -75,7 +75,7 @@ class StepRows:
             "bytes_payload_total": num_bytes[3],
             "seconds": seconds,
             "steps_per_s": 1 / elapsed,
-            "examples_per_s": seen / elapsed,
+            "examples_per_s": examples / elapsed,
             "bytes_per_s": num_bytes[0] / elapsed,
         }
         if metrics.num_present is not None:
@@ -84,8 +84,8 @@ class StepRows:
             row["outer_lr"] = mean_rate(metrics.outer_lr)
         return row
 
-    def _seen(self, size: int, metrics: Metrics) -> int:
-        """Count the examples that all nodes together see in a step with batches of this size."""
+    def _num_examples(self, size: int, metrics: Metrics) -> int:
+        """Count the examples of all nodes together in a step with batches of this size."""
         if self.limits is None:
             return size * (metrics.losses.shape[0] if metrics.active is None else len(metrics.active))
         trained = range(metrics.losses.shape[0]) if metrics.active is None else metrics.active
@@ -93,12 +93,12 @@ class StepRows:
 
 
 def add_losses(row: Row, losses: Tensor, active: Sequence[int] | None) -> None:
-    """Add to a row what the nodes `active` have lost, `[K]` on the host; None: all have trained."""
+    """Add the losses of the nodes `active` to a row, `[K]` on the host; None: all have trained."""
     precision = torch.promote_types(losses.dtype, torch.float32)  # numpy has no bfloat16
-    of_all = losses.to(precision).numpy()
-    here = of_all if active is None else of_all[active]
-    row["train_loss"] = float(here.mean(dtype=np.float64)) if len(here) else math.nan  # nobody has trained
-    row["train_losses"] = of_all
+    values = losses.to(precision).numpy()
+    trained = values if active is None else values[active]
+    row["train_loss"] = float(trained.mean(dtype=np.float64)) if len(trained) else math.nan  # no node has trained
+    row["train_losses"] = values
 
 
 class Recorder:
@@ -108,7 +108,7 @@ class Recorder:
     steps, and whenever rows are needed.
 
     Attributes:
-        interval: steps between two fetches; `log_interval`, or less where somebody needs the rows earlier.
+        interval: steps between two fetches; `log_interval`, or less if the rows are needed earlier.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Recorder:
         self.data = data
         self.on_divergence = options.on_divergence
         self.loggers = loggers
-        self._open: list[Row] = []  # not handed on yet; the last one is that of the present step
+        self._open: list[Row] = []  # not handed on yet; the last is that of the current step
         self._unread: list[tuple[Row, Tensor, Sequence[int] | None]] = []  # those of them without their losses
         self._rows = StepRows(data, limits)
         self._seconds = 0.0  # spent before the run was resumed
@@ -159,7 +159,7 @@ class Recorder:
         Args:
             fetch: whether its losses are needed now.
             epoch, seen: see `StepRows.of_step`.
-            columns: more of them.
+            columns: further columns.
 
         Raises:
             DivergenceError: see `on_divergence`.
@@ -183,14 +183,14 @@ class Recorder:
             self._check(read)
 
     def add(self, **values: Any) -> None:
-        """Add columns to the current row; before the first step, to one of its own."""
+        """Add columns to the current row; before the first step, to a row of its own."""
         if not self._open:
             self._open = [dict(START) if self.clock is None else {**START, "sim_seconds": 0.0}]
         self._open[-1].update(values)
 
     @property
     def row(self) -> dict[str, Any]:
-        """The row of the current step so far; before the first, that of the start."""
+        """The row of the current step so far; before the first step, that of the start."""
         return self._open[-1] if self._open else {"step": 0}
 
     def flush(self) -> None:
@@ -204,7 +204,7 @@ class Recorder:
         self._check(read)
 
     def finish(self) -> None:
-        """Finish, however the run ended; rows whose losses a broken device does not give have none."""
+        """Finish, however the run ended; if a broken device does not return losses, their rows have none."""
         with contextlib.suppress(RuntimeError):
             self._fetch()
         self._hand_on()
@@ -230,15 +230,15 @@ class Recorder:
         """Look for the first step that diverged."""
         for row, active in read:
             if not math.isfinite(row["train_loss"]) and self.on_divergence != "ignore":
-                self._diverged(row, active, told=read[-1][0]["step"])
+                self._diverged(row, active, last_read=read[-1][0]["step"])
 
-    def _diverged(self, row: Row, active: Sequence[int] | None, told: int) -> None:
+    def _diverged(self, row: Row, active: Sequence[int] | None, last_read: int) -> None:
         step, losses = row["step"], row["train_losses"]
         bad = [node for node in range(len(losses)) if active is None or node in active]
         bad = [node for node in bad if not math.isfinite(losses[node])]
-        if not bad:  # nobody has trained
+        if not bad:  # no node has trained
             return
-        error = DivergenceError(step - 1, bad, float(losses[bad[0]]), told if told > step else None)
+        error = DivergenceError(step - 1, bad, float(losses[bad[0]]), last_read if last_read > step else None)
         if self.on_divergence == "raise":
             raise error
         warn(f"{error} Further losses are not checked.")
@@ -250,8 +250,8 @@ def advance(bar: tqdm, row: Mapping[str, Any]) -> None:
     redrawn = bar.update(row["step"] - bar.n)  # it redraws itself a few times a second, and at the end
     if row.get("train_loss") is not None and (redrawn or bar.n == bar.total):
         sent = readable_bytes(row["bytes_total"])
-        taken = f", {readable_time(row['sim_seconds'])} on the network" if "sim_seconds" in row else ""
-        bar.set_postfix_str(f"loss {row['train_loss']:.4f}, {sent} per node{taken}", refresh=False)
+        network_time = f", {readable_time(row['sim_seconds'])} on the network" if "sim_seconds" in row else ""
+        bar.set_postfix_str(f"loss {row['train_loss']:.4f}, {sent} per node{network_time}", refresh=False)
 
 
 def mean_rate(lr: float | Tensor) -> float:
@@ -290,9 +290,9 @@ class Loggers:
         return row["step"] % self._interval == 0 or "val_loss" in row
 
     def _each(self, method: str, *args: Any) -> None:
-        for one in list(self._alive):
+        for logger in list(self._alive):
             try:
-                getattr(one, method)(*args)
+                getattr(logger, method)(*args)
             except Exception as error:  # noqa: PERF203 - whatever a logger does, the training continues
-                self._alive.remove(one)
-                warn(f"{type(one).__name__} failed and is left out: {error!r}")
+                self._alive.remove(logger)
+                warn(f"{type(logger).__name__} failed and is dropped: {error!r}")

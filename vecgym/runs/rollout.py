@@ -1,6 +1,6 @@
 """Whole training runs as differentiable functions: the gradient of the outcome.
 
-`rollout` runs a strategy on given batches. Everything it returns can be differentiated with respect to every number
+`rollout` runs a strategy on a list of batches. Everything it returns can be differentiated with respect to every number
 that the strategy takes, the schedule of its exchanges, the initial parameters and the batches. `optimize_schedule`
 follows that gradient.
 """
@@ -45,10 +45,10 @@ class Outcome(NamedTuple):
     """The result of a rollout; every tensor can be differentiated.
 
     Attributes:
-        loss: of the average of the nodes that are there, on the evaluation batch, in eval mode: a scalar.
+        loss: of the average of the present nodes, on the evaluation batch, in eval mode: a scalar.
         losses: of each step and node on its own batch, before the update, `[T, K]`; nan where a node did not train.
         consensus_distance: root mean square distance of these nodes to their average after each step, `[T]`; where it
-            is 0, its derivative is defined as 0.
+            is 0, so is its derivative, by definition.
         bytes: sent per node in each step, `[T]`, float64; a relaxed exchange counts by its weight, so that the
             derivative with respect to `sync_weight` is the cost of an exchange.
         params: after the last step, `[1 or K, *]`.
@@ -71,14 +71,14 @@ class Outcome(NamedTuple):
 
 @function_of(RolloutOptions)
 def rollout(options: RolloutOptions) -> Outcome:
-    """Train for T steps as `Trainer.fit` does, and return what can be differentiated.
+    """Train for T steps as `Trainer.fit` does, and return a differentiable outcome.
 
     Any number that `strategy` takes may be a tensor that requires grad (or is inside `torch.func.grad`, `hessian`,
     `jvp` ...): learning rates (`[]`, `[K]`: one per node, `[T, 1]`: one per step, `[T, K]`), momenta, betas, weight
     decay, mixing matrices `[K, K]` or `[T, K, K]`, and `sync_weight` `[T]`, see `vecgym.strategy.SyncWeight`. So may
-    `params` and the floating tensors of the batches. What has no influence gets derivative 0.
+    `params` and the floating tensors of the batches. The derivative with respect to what has no influence is 0.
 
-    Of an asynchronous strategy the order of events is fixed, and `losses` has a row for each update of the server: the
+    With an asynchronous strategy the order of events is fixed, and `losses` has a row for each update of the server:
     means over the rounds in it, nan for the other nodes.
 
     Treated as constants: which coordinates a mask or a top-k selects. The codes of `compressed` (rounding, top-k) pass
@@ -89,8 +89,8 @@ def rollout(options: RolloutOptions) -> Outcome:
         {arguments}
 
     Raises:
-        ValueError, TypeError: for what cannot be run or differentiated, with the way out.
-        RuntimeError: where the model fails on a batch; it says with which.
+        ValueError, TypeError: for what cannot be run or differentiated; the message has the fix.
+        RuntimeError: if the model fails on a batch; the message says on which.
 
     >>> from vecgym.strategy import DiLoCoStrategy
     >>> from vecgym.models import Line
@@ -108,10 +108,10 @@ def rollout(options: RolloutOptions) -> Outcome:
     with readable():
         strategy.check(num_nodes, len(steps))
     engine = prepared(options.model, options.engine, steps[0])
-    given = {"batches": steps, "eval_batch": options.eval_batch, "params": params, "strategy": strategy}
-    _check_devices(engine.device, given)
+    values = {"batches": steps, "eval_batch": options.eval_batch, "params": params, "strategy": strategy}
+    _check_devices(engine.device, values)
     initial = None if params is None else _initial(params, engine, num_nodes)
-    inputs = _differentiable_tensors(tuple(given.values()))
+    inputs = _differentiable_tensors(tuple(values.values()))
     _check_differentiable(strategy, inputs, segments)
     check_rollout(options.availability, strategy)
     presence = presence_of(options, len(steps), options.num_examples)
@@ -135,8 +135,8 @@ def rollout(options: RolloutOptions) -> Outcome:
 def rollout_jvp(options: JvpOptions) -> tuple[Outcome, Outcome]:
     """Compute a rollout and its derivative in one direction, in forward mode: memory does not grow with the steps.
 
-    For few numbers over long horizons: one call for each direction. Measured: the price of about three rollouts with
-    SGD inside, of six to nine with AdamW.
+    For few numbers over long horizons: one call for each direction. Measured cost: about three rollouts with SGD as the
+    inner optimizer, six to nine with AdamW.
 
     Args:
         strategy: `primals` -> the strategy.
@@ -146,7 +146,7 @@ def rollout_jvp(options: JvpOptions) -> tuple[Outcome, Outcome]:
         The outcome, and the derivative of each of its tensors.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as `rollout`; and for primals and tangents that do not belong together.
+        ValueError, TypeError, RuntimeError: as `rollout`; and for primals and tangents that do not match.
 
     >>> from vecgym.strategy import FedAvgStrategy
     >>> from vecgym.models import Line
@@ -177,7 +177,7 @@ def _evaluated(
 
 
 def _connected(outcome: Outcome, tensors: list[Tensor]) -> Outcome:
-    """Make the outcome a function of all `tensors`; the derivative by those without influence is 0."""
+    """Make the outcome a function of all `tensors`, with derivative 0 for those without influence."""
     if not tensors:
         return outcome
     zero = torch.stack([x.reshape(-1)[:0].sum().to("cpu", torch.float64) for x in tensors]).sum()
@@ -193,9 +193,9 @@ def prepared(model: nn.Module, engine: EngineName | Engine, batch: Any) -> Engin
     """
     if not isinstance(engine, Engine):
         engine = Engine(model, engine=engine, node_threads=1)
-    check_differentiable(engine.model)  # before the inspection, which may warn of what is refused anyway
+    check_differentiable(engine.model)  # before the inspection, which may warn about what is refused anyway
     if engine.facts is None:
-        with torch.enable_grad():  # a rollout whose derivatives nobody wants may be under no_grad
+        with torch.enable_grad():  # a rollout may run under no_grad
             engine.prepare(batch)
     return engine
 
@@ -225,33 +225,33 @@ def as_steps(batches: Any, num_nodes: int) -> list[Any]:
         for x in tree.leaves(step):
             if x.dim() < 1 or len(x) != num_nodes:
                 raise ValueError(
-                    f"the batch of step {t} has a tensor of shape {list(x.shape)}; num_nodes={num_nodes} asks for "
+                    f"the batch of step {t} has a tensor of shape {list(x.shape)}; num_nodes={num_nodes} needs "
                     f"[{num_nodes}, B, ...]. A list is a sequence of batches; a tensor, dict or tuple has a leading T."
                 )
     return steps
 
 
-def _check_devices(device: torch.device, given: dict[str, Any]) -> None:
+def _check_devices(device: torch.device, values: dict[str, Any]) -> None:
     """Raise a ValueError for a tensor that is not on the model's device; a strategy's numbers may be on the CPU."""
-    for name, value in given.items():
+    for name, value in values.items():
         allowed = {device.type, "cpu"} if name == "strategy" else {device.type}
         for x in reachable(value):
             if isinstance(x, Tensor) and x.device.type not in allowed:
                 raise ValueError(
-                    f"{name} has a tensor of shape {list(x.shape)} on {x.device}, and the model is on {device}: move "
+                    f"{name} has a tensor of shape {list(x.shape)} on {x.device}, but the model is on {device}: move "
                     f"one of them, tensor.to({str(device)!r})."
                 )
 
 
 def _initial(params: Tree, engine: Engine, num_nodes: int) -> Tree:
-    """Return the initial values of the parameters that training changes, checked."""
-    known = {**engine.params, **engine.frozen}
-    missing, unknown = engine.params.keys() - params.keys(), params.keys() - known.keys()
+    """Check the initial parameters, and return those that training changes."""
+    own = {**engine.params, **engine.frozen}
+    missing, unknown = engine.params.keys() - params.keys(), params.keys() - own.keys()
     if missing or unknown:
-        wrong = sorted(params.keys() ^ known.keys())
+        wrong = sorted(params.keys() ^ own.keys())
         raise ValueError(f"params must have the names of the model's parameters; only one of them has {wrong}.")
     for name, value in params.items():
-        shape = list(known[name].shape)
+        shape = list(own[name].shape)
         if list(value.shape[1:]) != shape or value.dim() == 0 or len(value) not in (1, num_nodes):
             raise ValueError(
                 f"params[{name!r}] has shape {list(value.shape)}; [{num_nodes}, *] or [1, *] (the same on every node) "
@@ -265,7 +265,7 @@ def _check_differentiable(strategy: Strategy, inputs: list[Tensor], segments: in
     for rule in reachable(strategy) if inputs else ():
         if isinstance(rule, PerNodeRule):
             raise ValueError(
-                f"{rule.spec.cls.__name__} runs as it is, node by node, and has no pure body that could be "
+                f"{rule.spec.cls.__name__} runs as it is, node by node, and has no pure form that can be "
                 "differentiated: use SGD, Adam, AdamW or another of vecgym.optim's elementwise optimizers, or let "
                 "nothing require grad."
             )
@@ -285,7 +285,7 @@ def _run_async(
     assert options.compute is not None
     if strategy.server_of(K) is not None and any(len(p) > 1 for p in (initial or {}).values()):
         raise ValueError(
-            f"params are those of each node, and all of {type(strategy).__name__} begin with the server's: give [1, *]."
+            f"params differ between nodes, but in {type(strategy).__name__} all start from the server's: give [1, *]."
         )
     sizes = {name: payload_bytes(p[None]) for name, p in engine.params.items()}
     times = TimesOf(K, options.compute, options.network, sizes, options.seed)
@@ -294,7 +294,7 @@ def _run_async(
     updates = _with_batches(updates_of(schedule(rules, seconds, Stop(updates=most))), len(steps))
     if not updates:
         raise ValueError(
-            f"{len(steps)} batches are too few for a first update, of rounds of {max(rules.num_steps)} steps."
+            f"{len(steps)} batches are too few for a first update: a round has {max(rules.num_steps)} steps."
         )
     losses, sent = [], []
 
@@ -308,8 +308,8 @@ def _run_async(
             num_examples=options.num_examples,
         )  # fmt: skip
         state = run(simulation, simulation.init(initial), [record], pure=True)
-    of_all = torch.stack(losses), losses[0].new_zeros(len(updates)), torch.tensor(sent, dtype=torch.float64)
-    return state, of_all, simulation.result(state)
+    records = torch.stack(losses), losses[0].new_zeros(len(updates)), torch.tensor(sent, dtype=torch.float64)
+    return state, records, simulation.result(state)
 
 
 def _at_own_steps(
@@ -317,8 +317,8 @@ def _at_own_steps(
 ) -> Iterator[tuple[Any, list[int]]]:
     """Yield the batches of nodes at their own steps; the examples of a smaller one fill the first, and repeat."""
     for rows, counts in requests:
-        each = [counts] * len(rows) if isinstance(counts, int) else counts
-        batches = [tree.map_leaves(lambda x: x[node], steps[count]) for node, count in zip(rows, each)]  # noqa: B023
+        own = [counts] * len(rows) if isinstance(counts, int) else counts
+        batches = [tree.map_leaves(lambda x: x[node], steps[count]) for node, count in zip(rows, own)]  # noqa: B023
         sizes = [len(next(tree.leaves(batch))) for batch in batches]
         places = [torch.arange(max(sizes)) % size for size in sizes]
         wide = [tree.map_leaves(lambda x: x[placed(at, x.device)], b) for b, at in zip(batches, places)]  # noqa: B023
@@ -340,7 +340,7 @@ def _with_batches(updates: list[list[Happening]], num_batches: int) -> list[list
 def batches_at(
     steps: Sequence[Any], requests: Iterable[tuple[Sequence[int], Any]]
 ) -> Iterator[tuple[Any, list[int] | None]]:  # fmt: skip
-    """Yield what some nodes read, each the row of a batch `[K, B, ...]` at a step of its own.
+    """Yield what nodes read: each its row of the batch `[K, B, ...]` at its own step.
 
     Raises:
         ValueError: for batches of different shapes.
@@ -354,20 +354,20 @@ def batches_at(
     for rows, counts in requests:
         if isinstance(counts, int):
             whole = steps[counts]
-            everyone = len(rows) == len(next(tree.leaves(whole)))
-            yield whole if everyone else nodes.take_rows(whole, torch.tensor(rows)), None
+            complete = len(rows) == len(next(tree.leaves(whole)))
+            yield whole if complete else nodes.take_rows(whole, torch.tensor(rows)), None
             continue
         own = [tree.map_leaves(lambda x: x[row], steps[n]) for row, n in zip(rows, counts)]  # noqa: B023
-        if len({tuple(x.shape for x in tree.leaves(each)) for each in own}) > 1:
+        if len({tuple(x.shape for x in tree.leaves(batch)) for batch in own}) > 1:
             raise ValueError(
-                "availability: the batches have different shapes, and nodes that were absent are at another one than "
-                "the rest: give batches of one shape."
+                "availability needs batches of one shape, since nodes that were absent read other batches than the "
+                "rest: these have different shapes."
             )
-        yield tree.map_leaves(lambda *each: torch.stack(each), *own), None
+        yield tree.map_leaves(lambda *x: torch.stack(x), *own), None
 
 
 def _run(simulation: Simulation, state: State, until: int) -> tuple[State, Record]:
-    """Take the steps up to one, storing everything for the backward pass."""
+    """Take the steps before `until`, storing everything for the backward pass."""
     losses, distances, sent = [], [], []
 
     def record(state: State, row: Row) -> None:
@@ -409,8 +409,8 @@ class _Part:
         own = [step if first <= t < until else None for t, step in enumerate(steps)]
         self.reads = simulation.algorithm.strategy, own
         self.outside = _differentiable_tensors(self.reads)
-        held, self._before = _flatten(_trees(state))
-        self.tensors = [*held, *self.outside]
+        tensors, self._before = _flatten(_trees(state))
+        self.tensors = [*tensors, *self.outside]
         self._after: Any = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -428,7 +428,7 @@ class _Part:
 
 
 class _Recomputed(torch.autograd.Function):
-    """A part of a run of which only the inputs are stored: the backward pass computes it again.
+    """A part of a run that stores only its inputs: the backward pass recomputes it.
 
     torch.utils.checkpoint cannot be used: the nodes' gradients are computed by torch.func, which does not allow hooks
     on saved tensors.
@@ -444,56 +444,56 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         part, tensors = ctx.part, ctx.saved_tensors
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed and tensors[i].is_floating_point()]
+        places = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed and tensors[i].is_floating_point()]
         sent = [i for i, g in enumerate(grads) if g is not None]
 
         def outputs(*values: Tensor) -> list[Tensor]:
-            inputs = dict(enumerate(tensors)) | dict(zip(wanted, values))
+            inputs = dict(enumerate(tensors)) | dict(zip(places, values))
             results = part(list(inputs.values()))
             return [results[i] for i in sent]
 
-        given, by = [tensors[i] for i in wanted], [grads[i] for i in sent]
+        at, by = [tensors[i] for i in places], [grads[i] for i in sent]
         derivatives: list[Tensor | None] = [None] * len(tensors)
         if not sent:
             slopes: Sequence[Tensor | None] = ()
-        elif torch.is_grad_enabled():  # this will be differentiated too
-            slopes = vjp(outputs, *given)[1](by)
+        elif torch.is_grad_enabled():  # the derivative will be differentiated too
+            slopes = vjp(outputs, *at)[1](by)
         else:
-            slopes = _slopes(outputs, [x.detach().requires_grad_() for x in given], by, check=part.step == 0)
-        for i, slope in zip(wanted, slopes):
+            slopes = _slopes(outputs, [x.detach().requires_grad_() for x in at], by, check=part.step == 0)
+        for i, slope in zip(places, slopes):
             derivatives[i] = slope
         return None, *derivatives
 
 
 @torch.enable_grad()
 def _slopes(
-    outputs: Callable[..., list[Tensor]], given: list[Tensor], by: list[Any], check: bool
+    outputs: Callable[..., list[Tensor]], inputs: list[Tensor], by: list[Any], check: bool
 ) -> Sequence[Tensor | None]:
-    """Return the derivatives of sum(by * outputs) with respect to what is given."""
-    pairs = [(y, g) for y, g in zip(outputs(*given), by) if y.requires_grad]
+    """Return the derivatives of sum(by * outputs) with respect to the inputs."""
+    pairs = [(y, g) for y, g in zip(outputs(*inputs), by) if y.requires_grad]
     if not pairs:
-        return [None] * len(given)
+        return [None] * len(inputs)
     ys, gs = zip(*pairs)
     if check:
-        _check_all_found(ys, given)
-    return torch.autograd.grad(ys, given, gs, allow_unused=True)
+        _check_leaves(ys, inputs)
+    return torch.autograd.grad(ys, inputs, gs, allow_unused=True)
 
 
-def _check_all_found(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Raise a ValueError if `outputs` depend on a leaf that requires grad and is not given."""
-    known = {id(x) for x in given}
-    seen: set[Any] = set()
+def _check_leaves(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Raise a ValueError if `outputs` depend on a leaf that requires grad and is not among the inputs."""
+    ids = {id(x) for x in inputs}
+    visited: set[Any] = set()
     todo = [y.grad_fn for y in outputs]
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         leaf = getattr(node, "variable", None)  # of AccumulateGrad
-        if leaf is not None and id(leaf) not in known:
+        if leaf is not None and id(leaf) not in ids:
             raise ValueError(
-                f"segments: the strategy reads a tensor of shape {list(leaf.shape)} that requires grad and is not "
-                "held by any of its objects, nor by a function's closure: keep it in one, or give segments=None."
+                f"segments: the strategy reads a tensor of shape {list(leaf.shape)} that requires grad, but none "
+                "of its objects or closures holds it: store it in one of them, or give segments=None."
             )
         todo += [after for after, _ in node.next_functions]
 

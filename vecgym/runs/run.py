@@ -1,4 +1,4 @@
-"""A run: `Run.loop` is the whole of it, on one page."""
+"""A run: `Run.loop` is all of it, on one page."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ class Task:
 class Run(Generic[M]):
     """The training of one model on the nodes of `comm`; all of its processes take the same steps together.
 
-    Everything is prepared and checked at construction, and `loop` trains. Afterwards, or after an interrupt or an
-    error in the loop, the run holds its state up to there.
+    The constructor prepares and checks everything, and `loop` trains. After the loop, even if it was interrupted or
+    failed, the run holds the state that it reached.
 
     Args:
         task: the model, which is copied, and the data.
         options: of the run.
         comm: the collectives of the nodes in this process.
         device: of these nodes.
-        after_step: called with the row of each step once it is complete, and before the first with that of 0. It needs
+        after_step: called with the complete row of each step, and before the first step with that of step 0. It needs
             the losses of every step on the host; with None they can stay on a device.
 
     Attributes:
         history, ledger: of the run.
         state: of the simulation, after the last step taken.
         nodes: the stacked final state; None until the loop has ended.
-        interrupts: gives, during the loop, a list that is no longer empty once the run has to end after this step.
+        interrupts: yields, during the loop, a list that is no longer empty once the run must end after this step.
     """
 
-    unit = "step"  # in which the run advances
+    unit = "step"  # of progress
     interrupts: Callable[[], AbstractContextManager[list[int]]] = staticmethod(interrupts)
 
     def __init__(
@@ -105,7 +105,7 @@ class Run(Generic[M]):
         self.checkpoints = Checkpointer(self.options, self.simulation, self.recorder, session)
         if self.checkpoints.run_id is not None:
             self.history.settings["run_id"] = self.checkpoints.run_id
-        with self.checkpoints.kept():
+        with self.checkpoints.locked():
             self.state = self.checkpoints.resumed or self.simulation.init()
         self.nodes: Nodes[M] | None = None
         self._distance_before: Tensor | None = None  # of the nodes, before the exchange of an evaluated step
@@ -134,7 +134,7 @@ class Run(Generic[M]):
             recorder.finish()
 
     def _begin(self) -> None:
-        """Record what there is before the first step."""
+        """Record the evaluation before the first step."""
         self.evaluate()
 
     def _go(self, interrupted: list[int]) -> None:
@@ -143,7 +143,7 @@ class Run(Generic[M]):
         run(self.simulation, self.state, [after], before=self._observe, stop=stopped)
 
     def _after(self, interrupted: list[int], state: State, row: Row) -> None:
-        """Record a step, and what is measured after it."""
+        """Record a step and the measurements after it."""
         evaluated = self._is_evaluated(state.step)
         if evaluated and self._distance_before is None:
             self._measure(state.params, state.step - 1)
@@ -171,24 +171,24 @@ class Run(Generic[M]):
 
     def _metrics(self, row: Row) -> Metrics:
         lr, step, presence = row.columns["lr"], row.tick - 1, self.presence
-        found = Metrics(row.losses, lr, row.active, row.columns["outer_lr"], row.transfers)
+        metrics = Metrics(row.losses, lr, row.active, row.columns["outer_lr"], row.transfers)
         if presence is None:
-            return found
-        there = self.simulation.place(presence.present(step))
+            return metrics
+        place = self.simulation.place(presence.present(step))
         if self.session.num_processes > 1:  # nan where a node is absent
             rates = torch.full((len(self.comm.node_ids),), torch.nan, dtype=torch.float64)
-            own = torch.as_tensor(lr, dtype=torch.float64).detach().cpu()
-            at = [row - self.simulation.here.start for row in there.rows]
-            rates[at] = own if own.dim() == 0 else own[: len(at)]
-            found = found._replace(lr=rates)
-        return found._replace(num_present=there.comm.num_nodes, num_never_present=presence.never_present(step))
+            lrs = torch.as_tensor(lr, dtype=torch.float64).detach().cpu()
+            at = [row - self.simulation.here.start for row in place.rows]
+            rates[at] = lrs if lrs.dim() == 0 else lrs[: len(at)]
+            metrics = metrics._replace(lr=rates)
+        return metrics._replace(num_present=place.comm.num_nodes, num_never_present=presence.never_present(step))
 
     def _is_evaluated(self, step: int) -> bool:
         """Whether the nodes are evaluated after this step."""
         return step == self.num_steps or self._evaluates(step)
 
     def _evaluates(self, step: int) -> bool:
-        """Whether they are after this one, which is not the last."""
+        """Whether the nodes are evaluated after this step, which is not the last."""
         return is_due(step, self.options.val_interval)
 
     def _simulation(self, num_examples: tuple[int, ...]) -> Simulation:
@@ -208,13 +208,13 @@ class Run(Generic[M]):
             self.recorder.add(**columns)
 
     def average(self) -> M:
-        """Return a copy of the model with the mean of the nodes there; all processes must call this."""
+        """Return a copy of the model with the mean of the present nodes; all processes must call this."""
         result = self.simulation.result(self.state)
         values = {**self._all_params(), **result.params, **self.state.buffers}
         return nodes.fill(self.model, average(values, self.comm, result.members))
 
     def _observe(self, event: Event, draft: Draft) -> None:
-        """Measure how far the nodes are apart, before the first thing that happens after they have trained."""
+        """Measure the nodes' distance before the first event after their training."""
         prepares = event.reads or event.what == "rejoin"
         if not prepares and self._distance_before is None and self._is_evaluated(draft.tick + 1):
             self._measure(draft.params, draft.tick)
@@ -239,7 +239,7 @@ class Run(Generic[M]):
         return Nodes(self.model, num_local, params, buffers, members, own)
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings for the history: what was given, and what was chosen."""
+        """Return the settings for the history: the user's options, and what was chosen automatically."""
         options, plan = self.options, self.engine.plan
         return {
             "strategy": repr(options.strategy), "hyperparameters": described(options.strategy),
@@ -290,7 +290,7 @@ def _engine(model: nn.Module, options: FitOptions, batch: Any, session: Session)
 def _fitted(
     options: FitOptions, engine: Engine, train: Batches, max_steps: int, session: Session
 ) -> tuple[FitOptions, dict[str, Any]]:
-    """Cut the engine's plan, and the batch, so that the run fits into memory, alike in every process."""
+    """Cut the engine's plan and the batch so that the run fits into memory, in the same way in every process."""
     if options.max_memory_usage is None:
         return options, {}
     sizes = fitting_sizes(engine, options, train.batch(0), max_steps, session.num_processes)

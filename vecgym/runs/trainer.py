@@ -36,18 +36,18 @@ class Trainer(Generic[M]):
     """Train one model on K simulated nodes.
 
     Args:
-        model: its `forward(batch)` returns the mean loss over the batch, a scalar. It is never changed.
+        model: `forward(batch)` returns the mean loss over the batch, a scalar. It is never changed.
         train_dataset: a map-style dataset, dealt to the nodes, or a factory
             `(rank, num_nodes, train_dataset) -> Dataset`, called once per node; see `vecgym.data.Batches`.
         val_dataset: likewise, the same for all nodes when it is a dataset; None: no validation.
 
     Attributes, after (or during, or after an interrupted) `fit`:
         run: the run itself.
-        history: what was recorded, as columns; see `vecgym.records.history`.
+        history: the recorded columns; see `vecgym.records.history`.
         nodes: the stacked final state, `nodes.params[name]` is `[K, *shape]`, likewise `nodes.buffers`; with
             `backend="distributed"` that of this process's nodes.
-        ledger: every collective with its bytes.
-        state: the state of the simulation itself, in which a value that is the same on every node is `[1, *]`; with
+        ledger: every collective, with its bytes.
+        state: the simulation's state, in which a value that is the same on every node is `[1, *]`; with
             `backend="distributed"` that of this process's nodes, with `backend="processes"` None.
 
     >>> import torch
@@ -98,11 +98,11 @@ class Trainer(Generic[M]):
         return self.run.nodes
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model that `fit` returned, each node's, the history and the settings to a file; see `vecgym.load`.
+        """Save the model that `fit` returned, each node's, the history and the settings to a file; see `vecgym.load`.
 
         Raises:
             AttributeError: before `fit`.
-            ValueError: after `backend="distributed"`, where each process has its own nodes only.
+            ValueError: after `backend="distributed"`, where each process has only its own nodes.
 
         >>> import tempfile, torch
         >>> from pathlib import Path
@@ -122,7 +122,7 @@ class Trainer(Generic[M]):
         num_nodes = self.history.settings["num_nodes"]
         if len(nodes) < num_nodes:
             raise ValueError(
-                f"this process has {len(nodes)} of {num_nodes} nodes: give fit a save_dir, and vecgym.load the "
+                f"this process has only {len(nodes)} of {num_nodes} nodes: give fit a save_dir, and vecgym.load the "
                 "checkpoint at its end, which has all of them."
             )
         step = self.history.last("step") or 0
@@ -135,9 +135,9 @@ class Trainer(Generic[M]):
     def timeline(self, network: Network, compute: Compute) -> Timeline: ...
 
     def timeline(self, network: Network | None = None, compute: Compute | None = None) -> Timeline | AsyncTimeline:
-        """Say how long the last run takes on a network: `vecgym.clock.price(trainer.ledger, network, compute)`.
+        """Return how long the last run takes on a network: `vecgym.clock.price(trainer.ledger, network, compute)`.
 
-        The order of an asynchronous run's events depends on both: it has the one timeline that it was trained for.
+        An asynchronous run has only the timeline that it was trained with: its order of events depends on both.
 
         >>> import torch
         >>> from vecgym.clock import Compute, Network
@@ -151,8 +151,8 @@ class Trainer(Generic[M]):
         if isinstance(self.run, AsyncRun):
             if network is not None or compute is not None:
                 raise ValueError(
-                    "an asynchronous run goes in the order of its own network's and nodes' times: leave out network "
-                    "and compute, or train again, fit(network=, compute=)."
+                    "the order of an asynchronous run depends on its network and compute: leave both out here, or "
+                    "train again with fit(network=, compute=)."
                 )
             return self.run.timeline
         check.instance("network", network, Network, 'a vecgym.clock.Network, such as Network("1 Gbit/s")')
@@ -167,7 +167,7 @@ class Trainer(Generic[M]):
         Args:
             path: where to save the figure as well, such as "run.png".
             x: "step", "examples", "bytes", "payload", "seconds", or after `fit(network=, compute=)` "sim_seconds".
-            title: above the figure.
+            title: of the figure.
 
         >>> import torch
         >>> from vecgym.strategy import FedAvgStrategy
@@ -183,22 +183,22 @@ class Trainer(Generic[M]):
 
     @takes(FitOptions)
     def fit(self, options: FitOptions) -> M:
-        """Train, and return a model that holds the average of the nodes.
+        """Train, and return a model with the average of the nodes.
 
         Args:
             {arguments}
 
         Returns:
-            A copy of the model with the mean of parameters and floating buffers over the nodes that are there in the
-            last step; of an asynchronous strategy, with its server's parameters.
+            A copy of the model with the mean of parameters and floating buffers over the nodes that are present in the
+            last step; with an asynchronous strategy, with its server's parameters.
 
         Raises:
-            ValueError, TypeError: for what cannot work, before training starts.
+            ValueError, TypeError: for invalid options, before training starts.
             DivergenceError: see `on_divergence`.
             ProcessError: when a process of `backend="processes"` raises, dies or hangs; all are ended, and `history`
                 holds the run so far.
             KeyboardInterrupt: on Ctrl-C, after the step in progress; `history` and `nodes` hold the run so far.
-            FileNotFoundError: for a path to resume from that is not there.
+            FileNotFoundError: if the path to resume from does not exist.
         """
         check_model(self.model)  # it may have changed
         if options.backend != "distributed":
@@ -222,7 +222,7 @@ class Trainer(Generic[M]):
         if self._training:
             raise RuntimeError(
                 "this Trainer is in the middle of a run, whose state a second one would overwrite: fit() was called "
-                "from within after_step or from another thread. Give the second run a Trainer of its own."
+                "from after_step or from another thread. Use another Trainer for the second run."
             )
         self._training = True
         try:
@@ -231,9 +231,9 @@ class Trainer(Generic[M]):
             self._training = False
 
     def after_step(self, row: dict[str, Any]) -> None:
-        """Override this: called with the row of each step once it is complete, and before the first step.
+        """Override this: it is called with the complete row of each step, and before the first step.
 
-        Not called with `backend="processes"`, where the steps are taken elsewhere.
+        It is not called with `backend="processes"`, where other processes take the steps.
 
         >>> import torch
         >>> from vecgym.strategy import FedAvgStrategy

@@ -39,7 +39,7 @@ from vecgym.strategy.catalogue import CATALOGUE
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative, if torch.distributed adds up
 
-# In the order in which a step computes them: the first that differs is closest to the cause.
+# In the order in which a step computes them: the first difference is closest to the cause.
 KINDS = ("losses", "buffers", "optimizer", "params", "strategy")
 
 # Rules of the contract, in the words of `vecgym.guide.writing_a_strategy`.
@@ -56,7 +56,7 @@ class Difference(NamedTuple):
     """The largest differences between the two forms after one step; inf where their shapes or names differ.
 
     Each is relative to the largest value of its tensor; the state of a strategy, to that of the parameter it belongs
-    to, where this is larger (`gaps`).
+    to, if that is larger (`gaps`).
 
     >>> difference = Difference(3, 1e-16, 0, losses=2e-16, optimizer=0, strategy=0, ledger_bytes=0)
     >>> difference.largest, difference.within(1e-12)
@@ -82,11 +82,11 @@ class Difference(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """The first thing that differs, and which rule to read.
+    """The first difference, and which rule to read.
 
     Attributes:
         kind: "losses", "buffers", "optimizer", "params", "strategy" or "ledger".
-        tensor: the first that differs; of a ledger, what either form called.
+        tensor: the first that differs; for a ledger, what each form called.
         node: the first whose value differs.
         gap: the relative difference; inf: in name or shape.
         rule: of the contract in `vecgym.guide.writing_a_strategy`, one or several.
@@ -139,7 +139,7 @@ class Check:
 
 
 class Case(NamedTuple):
-    """The run that is made in both forms."""
+    """The run that both forms make."""
 
     strategy: Strategy
     model: nn.Module
@@ -187,7 +187,7 @@ def compare(
 ) -> list[Check]:  # fmt: skip
     """Step the stacked form and, in the processes of each wire, the distributed form; return a `Check` for each wire.
 
-    Every process of every wire calls this, and must belong to all the wires that it gives.
+    Every process of every wire calls this, and must belong to all wires that it passes.
     """
     stacked = Form(case, StackedCollectives(case.num_nodes), exact)
     forms = [Form(case, collectives(case.num_nodes, wire, exact=exact), exact) for wire in wires]
@@ -231,8 +231,8 @@ class Form:
     @property
     def values(self) -> dict[str, Any]:
         """All that a step computes, by kind."""
-        known = self.simulation.algorithm.as_hooks_know(self.state)
-        return {**vars(known), "losses": self.losses}
+        state = self.simulation.algorithm.as_hooks_know(self.state)
+        return {**vars(state), "losses": self.losses}
 
     def step_as_part(self, step: int) -> None:
         """Take a step in one of several processes, after the stacked form has taken it."""
@@ -242,7 +242,7 @@ class Form:
             raise
         except (RuntimeError, IndexError) as error:
             raise RuntimeError(
-                f"step {step}: the strategy works with all {self.case.num_nodes} nodes in one process and fails with "
+                f"step {step}: the strategy works with all {self.case.num_nodes} nodes in one process but fails with "
                 f"the {self.comm.num_local} of this one: {error}. The contract: {RULES['own']}; {RULES['comm']}."
             ) from error
 
@@ -256,14 +256,14 @@ class _Comparison:
         self.finding: Finding | None = None
 
     def add(self, step: int, stacked: Form) -> None:
-        found = list(_all_gaps(stacked, self.form))
-        largest = {kind: max((gap.largest for gap in found if gap.kind == kind), default=0.0) for kind in KINDS}
+        all_gaps = list(_all_gaps(stacked, self.form))
+        largest = {kind: max((gap.largest for gap in all_gaps if gap.kind == kind), default=0.0) for kind in KINDS}
         entries, entries_here = ([e for e in f.comm.ledger if e.step == step] for f in (stacked, self.form))
         bytes_apart = abs(stacked.comm.ledger.total_bytes - self.form.comm.ledger.total_bytes)
         row = Difference(step, **largest, ledger_bytes=bytes_apart if entries == entries_here else math.inf)
         self.rows.append(row)
         if self.finding is None and not row.within(self.bound):
-            gap = next((gap for gap in found if not gap.largest <= self.bound), None)
+            gap = next((gap for gap in all_gaps if not gap.largest <= self.bound), None)
             if gap is None:
                 calls = f"{_calls(entries)} with all in one process, {_calls(entries_here)} with a part of them,"
                 gap = Gap("ledger", calls, None)
@@ -271,8 +271,8 @@ class _Comparison:
 
     def _finding(self, step: int, gap: Gap) -> Finding:
         nodes = self.form.comm.node_ids.tolist()
-        each = [] if gap.rows is None or len(gap.rows) < len(nodes) else gap.rows.tolist()
-        node = next((node for node, x in zip(nodes, each) if not x <= self.bound), nodes[0])
+        sizes = [] if gap.rows is None or len(gap.rows) < len(nodes) else gap.rows.tolist()
+        node = next((node for node, x in zip(nodes, sizes) if not x <= self.bound), nodes[0])
         if gap.kind == "ledger":
             rules = [RULES["comm"]]
         elif gap.largest == math.inf:
@@ -285,10 +285,10 @@ class _Comparison:
 
 
 def first_of(findings: Sequence[Finding | None]) -> Finding | None:
-    """Return that of the first step, then of what a step computes first, then of the first node."""
+    """Return the finding of the first step, then of what a step computes first, then of the first node."""
     order = (*KINDS, "ledger")
-    found = [finding for finding in findings if finding is not None]
-    return min(found, key=lambda f: (f.step, order.index(f.kind), f.node), default=None)
+    failures = [finding for finding in findings if finding is not None]
+    return min(failures, key=lambda f: (f.step, order.index(f.kind), f.node), default=None)
 
 
 def _all_gaps(stacked: Form, form: Form) -> Iterator[Gap]:
@@ -323,7 +323,7 @@ def gaps(
 
     The state of a strategy is made of parameters, often as a difference of two that are nearly equal (a residual, a
     movement). However small it is, it has their rounding errors. So its gap is relative to the largest value of the
-    parameter of the same name, or else of all parameters, where that is larger.
+    parameter of the same name, or else of all parameters, if that is larger.
 
     Args:
         sizes: the largest value of each parameter.
@@ -399,19 +399,19 @@ class Report:
     @property
     def passed(self) -> bool:
         """Whether all checks passed."""
-        return all(each.passed for each in self.checks)
+        return all(one.passed for one in self.checks)
 
     def __str__(self) -> str:
         lines = [["", *COLUMNS, "bound", ""]]
-        for each in self.checks:
-            numbers = [f"{each.worst(column):.2g}" for column in COLUMNS]
-            bad = each.first_failure
-            lines.append([each.name, *numbers, f"{each.bound:g}", f"FAIL at step {bad.step}" if bad else "pass"])
+        for one in self.checks:
+            numbers = [f"{one.worst(column):.2g}" for column in COLUMNS]
+            bad = one.first_failure
+            lines.append([one.name, *numbers, f"{one.bound:g}", f"FAIL at step {bad.step}" if bad else "pass"])
         how = (
             f"{counted(self.num_nodes, 'node')} in {counted(self.num_processes, 'process', 'processes')}, "
             f"{counted(len(self.checks[0].rows), 'step')}, {self.dtype}"
         )
-        findings = [f"{each.name}: {each.finding}" for each in self.checks if each.finding is not None]
+        findings = [f"{one.name}: {one.finding}" for one in self.checks if one.finding is not None]
         return "\n".join([self.strategy, how, *aligned(lines, str.ljust), *findings])
 
 
@@ -426,18 +426,18 @@ class VerifyOptions(Options):
     """All that `verify` takes.
 
     Args:
-        strategy: any, your own too.
-        model: `forward(batch)` returns the mean loss; it is converted to `dtype`, and so are batches.
+        strategy: any strategy, including your own.
+        model: `forward(batch)` returns the mean loss; it is converted to `dtype`, as are the batches.
         dataset: as for `vecgym.Trainer`.
         num_nodes, num_processes: K and W, which divides K.
-        steps: to compare.
+        steps: number of steps to compare.
         dtype: float64 or float32.
         batch_size: examples per node and step.
         seed: of data order, dropout and everything else that is random.
-        engine: "loop" keys dropout by the node; "vmap" by the nodes that are computed together, which are others in
-            other processes: models with dropout then differ in the native check.
+        engine: "loop" keys dropout by the node; "vmap" by the nodes that are computed together, which depend on the
+            processes: models with dropout then differ in the native check.
         timeout_s: see `vecgym.runs.multiprocess.run`.
-        availability: who is present in which steps; see `Trainer.fit`.
+        availability: which nodes are present in which steps; see `Trainer.fit`.
         compute: how long the nodes compute, for an availability that needs it.
     """
 
@@ -472,16 +472,16 @@ class VerifyOptions(Options):
 def verify(options: VerifyOptions) -> Report:
     """Train with `strategy` stacked and on W real processes, and compare them after every step, on the CPU.
 
-    "exact": every node by itself, in one thread, and every collective on the tensors of all nodes: no difference at
-    all is allowed. "native": torch.distributed adds up, as it does in a run: 1e-12 is allowed in float64 and 1e-5 in
+    "exact": every node by itself, in one thread, and every collective on the tensors of all nodes; no difference is
+    allowed. "native": torch.distributed reduces, as in a run; differences of 1e-12 are allowed in float64 and 1e-5 in
     float32, relative to the largest value of each tensor. In both, the ledgers must be the same.
 
     Args:
         {arguments}
 
     Raises:
-        ValueError, TypeError: for arguments that cannot work.
-        ProcessError: when the strategy fails, or its processes do not make the same calls of `ctx.comm`; the error says
+        ValueError, TypeError: for invalid arguments.
+        ProcessError: if the strategy fails, or its processes do not make the same calls of `ctx.comm`; the error says
             which process called what at which step.
 
     >>> from vecgym.models import Line
@@ -502,10 +502,10 @@ def verify(options: VerifyOptions) -> Report:
 
 def _verify_in_process(link: multiprocess.Link, options: VerifyOptions) -> list[Check]:
     torch.set_num_threads(1)
-    given = {name: value for name, value in vars(options).items() if name in Case._fields}
-    case = Case(**{**given, "model": copy.deepcopy(options.model).to("cpu", options.dtype)})
+    fields = {name: value for name, value in vars(options).items() if name in Case._fields}
+    case = Case(**{**fields, "model": copy.deepcopy(options.model).to("cpu", options.dtype)})
     wire = Wire(watch=link.beat)
-    wire.announce = wire.agree  # where processes call other collectives, torch.distributed would wait, or mix them up
+    wire.announce = wire.agree  # if processes call different collectives, torch.distributed would wait, or mix them up
     [exact], [native] = (compare(case, [wire], exact=exact) for exact in (True, False))
     if exact.passed and native.finding is not None:
         native = replace(native, finding=native.finding._replace(rule=ORDER_OF_SUMS))

@@ -17,7 +17,7 @@ from vecgym.collectives.ledger import bytes_of
 from vecgym.core.devices import fetched, placed_as
 from vecgym.core.tree import Tree
 from vecgym.runs.async_plan import Updates
-from vecgym.runs.asynchronous import shown_of
+from vecgym.runs.asynchronous import recorded_of
 from vecgym.runs.evaluation import distance_of
 from vecgym.runs.recorder import mean_rate
 from vecgym.simulation import Event, State
@@ -130,7 +130,7 @@ class AsyncChunk(Alone):
         return self._diverged(losses, active)
 
     def _shown(self, columns: dict[str, Any]) -> dict[str, Any]:
-        return shown_of(self.configs[0].strategy, self.configs[0].num_nodes, columns)
+        return recorded_of(self.configs[0].strategy, self.configs[0].num_nodes, columns)
 
     @property
     def can_be_saved(self) -> bool:
