@@ -17,8 +17,11 @@ import pytest
 import torch
 from PIL import Image
 
+from vecgym.clock import Compute
 from vecgym.collectives import StackedCollectives
-from vecgym.strategy import Context, DeMoStrategy
+from vecgym.runs.async_plan import AsyncPlan
+from vecgym.simulation.events import Stop
+from vecgym.strategy import Context, DecoupledDiLoCoStrategy, DeMoStrategy
 
 FOLDER = Path(__file__).parent
 
@@ -340,6 +343,57 @@ def test_availability(tmp_path: Path) -> None:
     assert "| ms per step | without | all present | a tenth absent | fewer | all present / without" in table
     assert set(result["rows"]) == {"tiny, diloco", "tiny, allreduce"}
     assert all(ms > 0 for row in result["rows"].values() for ms in row["ms"].values())
+
+
+def test_goodput(tmp_path: Path) -> None:
+    figure = tmp_path / "figure.png"
+    only = ["DiLoCo", "Decoupled, quorum 4"]
+    table, result = run_quick("goodput.py", tmp_path, "--plot", str(figure), "--only", *only)
+    assert "| algorithm | absent | seconds | goodput | relative | computing | loss at the end |" in table
+    assert figure.stat().st_size > 10_000
+    runs = {(run["algorithm"], run["rate"]): run for run in result["runs"]}
+    assert len(runs) == 6
+    for run in runs.values():
+        assert 0 < run["goodput"] < 1.05 * run["computing"] < 1.06, "what is merged has been computed"
+    elastic, waiting = (runs["DiLoCo, elastic", 0.0], runs["DiLoCo, waiting", 0.0])
+    assert elastic["seconds"] == waiting["seconds"], "without failures nobody waits"
+    assert runs["DiLoCo, waiting", 0.1]["goodput"] < runs["DiLoCo, elastic", 0.1]["goodput"]
+
+
+@pytest.mark.parametrize("H", [1, 3, 4])
+def test_goodput_counts_as_a_loop_does(H: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    goodput = importlib.import_module("goodput")
+    there = torch.rand(90, 3, generator=torch.Generator().manual_seed(H)) < 0.8
+    merged, since, total = [], [0, 0, 0], 0
+    for step in range(90 // H * H):
+        since = [n + 1 if here else 0 for n, here in zip(since, there[step].tolist())]
+        if step % H == H - 1:
+            total, since = total + sum(since), [0, 0, 0]
+            merged.append(total)
+    assert goodput.merged_steps(there, H).tolist() == merged
+
+    ends, done = [], [0, 0, 0]
+    for interval in range(90):
+        done = [min(H, n + here) for n, here in zip(done, there[interval].tolist())]
+        if min(done) == H:
+            ends.append(interval + 1)
+            done = [0, 0, 0]
+    assert len(ends) > 5
+    assert goodput.waiting_ends(there, H, len(ends)) == ends
+    with pytest.raises(SystemExit, match="rounds of"):
+        goodput.waiting_ends(there, H, len(ends) + 1)
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_goodput_where_nobody_fails(overlap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal nodes, no network: what a node does between a message and what it merges for that is overwritten."""
+    monkeypatch.syspath_prepend(FOLDER)
+    goodput = importlib.import_module("goodput")
+    strategy = DecoupledDiLoCoStrategy(fragments=2, H=20, overlap=overlap)
+    plan = AsyncPlan.of(strategy, 4, Compute(1.0), None, {"a": 12, "b": 4}, 0, Stop(seconds=100.0))
+    assert goodput.merged_updates(plan, [1.0, 0.0])[-1] == 4 * (10 + 4 * (20 - overlap))  # sent at 10, 30, 50 ...
+    assert goodput.merged_updates(plan, [0.0, 1.0])[-1] == 4 * (20 + 4 * (20 - overlap))  # at 20, 40, 60 ...
 
 
 def test_rollout(tmp_path: Path) -> None:
