@@ -302,7 +302,7 @@ def test_what_the_constructor_refuses() -> None:
     ("changed", "message"),
     [
         ({"port": 1}, "port=1 has no effect"),
-        ({"devices": [0, 1]}, r"devices=\[0, 1\]: all nodes are on the first"),
+        ({"devices": [0, 1]}, r"devices=\[0, 1\]: all nodes use the first"),
         ({"sparta_interval": 2}, "sparta_interval=2 has no effect without p_sparta"),
         ({"async_sparta_delay": 2}, "async_sparta_delay=2 has no effect without p_sparta"),
     ],
