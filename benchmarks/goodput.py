@@ -21,7 +21,7 @@ scaled so that a message takes as long as that of a model with 100 million param
 node-steps are merged. Three seeds, of parameters, data, seconds and failures; figures are means, and ± is the standard
 deviation.
 
-About six minutes on one core: python benchmarks/goodput.py
+Eleven minutes on one core of a busy machine: python benchmarks/goodput.py
 """
 
 from __future__ import annotations
@@ -291,6 +291,7 @@ def draw(found: Sequence[dict[str, dict[float, Outcome]]], path: Path) -> None:
     left.plot(rates, [1 - rate for rate in rates], color="0.6", linewidth=1, linestyle=":", label="nodes present")
     left.set(title="Goodput", ylabel="part of all nodes' time", ylim=(0, 1.05))
     right.set(title=f"After {AFTER:g} s", ylabel="validation loss")
+    right.set_ylim(top=min(3.0, right.get_ylim()[1]))  # one that has hardly begun would hide the others
     for axes in (left, right):
         axes.set_xlabel("part of the time that a node is absent")
         axes.grid(True, color="0.9", linewidth=0.8)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+from vecgym.availability import Function
 from vecgym.clock import Compute
 from vecgym.collectives import StackedCollectives
 from vecgym.runs.async_plan import AsyncPlan
@@ -394,6 +395,22 @@ def test_goodput_where_nobody_fails(overlap: int, monkeypatch: pytest.MonkeyPatc
     plan = AsyncPlan.of(strategy, 4, Compute(1.0), None, {"a": 12, "b": 4}, 0, Stop(seconds=100.0))
     assert goodput.merged_updates(plan, [1.0, 0.0])[-1] == 4 * (10 + 4 * (20 - overlap))  # sent at 10, 30, 50 ...
     assert goodput.merged_updates(plan, [0.0, 1.0])[-1] == 4 * (20 + 4 * (20 - overlap))  # at 20, 40, 60 ...
+
+
+@pytest.mark.parametrize(("quorum", "seconds", "after"), [(4, 10, 0.85), (8, 10, 0.55), (4, 20, 0.9), (8, 20, 0.9)])
+def test_who_is_out_of_step_lowers_the_goodput_for_good(
+    quorum: int, seconds: int, after: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the guide says of Decoupled DiLoCo: H = 20, and node 0 is away for half a round, or for a whole one."""
+    monkeypatch.syspath_prepend(FOLDER)
+    goodput = importlib.import_module("goodput")
+    strategy = DecoupledDiLoCoStrategy(fragments=1, H=20, quorum=quorum)
+    away = Function(lambda step: list(range(1 if 100 <= step < 100 + seconds else 0, 8)))
+    merged = [
+        goodput.merged_updates(AsyncPlan.of(strategy, 8, Compute(1.0), None, {"w": 4}, 0, Stop(seconds=end), away), [1])
+        for end in (300.0, 1300.0)
+    ]
+    assert merged[1][-1] - merged[0][-1] == pytest.approx(after * 8 * 1000)
 
 
 def test_rollout(tmp_path: Path) -> None:

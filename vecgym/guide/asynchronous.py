@@ -83,6 +83,70 @@ does not:
 4 1
 3 5
 
+## Goodput
+
+*Goodput* is the part of the time of all nodes, absent ones too, that goes into steps which some model has merged:
+merged node-steps times the seconds of a step, divided by K times the seconds of the run. Of the run above, with a
+quorum of three, whose steps take a second:
+
+>>> from vecgym.strategy.decoupled import Closed
+>>> timeline = failing.timeline()
+>>> merged = sum(x.num_steps for event in timeline.events if isinstance(event, Closed) for x in event.arrivals)
+>>> failing.history.last("local_steps_total"), merged, round(merged / (4 * timeline.seconds), 2)
+(58, 32, 0.44)
+>>> round(timeline.utilization, 2)
+0.81
+
+So a node that computes need not help: what it does after it has sent a fragment, and before it merges what comes back,
+is overwritten (`alpha=0`). That is here two steps of four, and otherwise at least `overlap` of H steps. (With several
+fragments each has messages of its own; `event.fragment` says whose.)
+
+`python benchmarks/goodput.py` measures it on 8 nodes that fail and come back (`Dropout`, absences of 30 s on average, H
+= 20 steps of 1 s with sigma 0.1, 10 Gbit/s and 10 ms, 100 million parameters to send), with a small GPT on real text,
+until 3200 node-steps are merged. *elastic*: synchronous training that waits for nobody who is absent
+(`rejoin="shared"`); *waiting*: the usual one, which stops until all are back, its seconds computed from the table of
+who is there, with restarts that are free. Decoupled DiLoCo has 4 fragments and a grace of up to 5 s. Means of 3 seeds,
+± the standard deviation; *computing* is `utilization`, *loss* the validation loss after 400 s. AdamW has one learning
+rate for all; both DiLoCo have the same outer optimizer, and `AsyncStrategy` takes 1/8 of each movement. No rate was
+tuned for failures:
+
+![Left, goodput of seven ways to train against the part of the time that a node is absent, from 0 to 30 %; right, their validation loss after 400 simulated seconds](../../notebooks/figures/goodput.png)
+
+| algorithm | absent | seconds | goodput | computing | loss |
+|---|--:|--:|--:|--:|--:|
+| AllReduce, elastic | 0 % | 679 ± 1 | 0.59 ± 0.00 | 0.59 | 2.23 ± 0.02 |
+| | 10 % | 724 ± 5 | 0.56 ± 0.00 | 0.56 | 2.24 ± 0.02 |
+| | 30 % | 857 ± 13 | 0.47 ± 0.01 | 0.47 | 2.28 ± 0.02 |
+| AllReduce, waiting | 10 % | 1480 ± 266 | 0.28 ± 0.05 | 0.28 | 2.52 ± 0.23 |
+| | 30 % | 8025 ± 667 | 0.05 ± 0.00 | 0.05 | 3.47 ± 1.01 |
+| DiLoCo, elastic | 0 % | 427 ± 1 | 0.94 ± 0.00 | 0.94 | 2.39 ± 0.02 |
+| | 10 % | 488 ± 20 | 0.84 ± 0.02 | 0.87 | 2.40 ± 0.02 |
+| | 30 % | 688 ± 24 | 0.59 ± 0.02 | 0.69 | 2.43 ± 0.03 |
+| DiLoCo, waiting | 10 % | 810 ± 142 | 0.51 ± 0.10 | 0.51 | 2.56 ± 0.12 |
+| | 30 % | 1894 ± 77 | 0.21 ± 0.01 | 0.21 | 2.69 ± 0.08 |
+| `AsyncStrategy` | 0 % | 419 ± 2 | 0.96 ± 0.00 | 0.97 | 2.32 ± 0.02 |
+| | 10 % | 469 ± 13 | 0.86 ± 0.02 | 0.88 | 2.34 ± 0.02 |
+| | 30 % | 593 ± 22 | 0.68 ± 0.03 | 0.69 | 2.36 ± 0.02 |
+| Decoupled DiLoCo, quorum 4 | 0 % | 679 ± 309 | 0.67 ± 0.25 | 1.00 | 2.43 ± 0.04 |
+| | 10 % | 1252 ± 78 | 0.32 ± 0.02 | 0.92 | 2.43 ± 0.02 |
+| | 30 % | 1433 ± 38 | 0.28 ± 0.01 | 0.71 | 2.47 ± 0.02 |
+| Decoupled DiLoCo, quorum 8 | 0 % | 488 ± 18 | 0.83 ± 0.03 | 1.00 | 2.42 ± 0.01 |
+| | 10 % | 1159 ± 309 | 0.36 ± 0.09 | 0.91 | 2.46 ± 0.07 |
+| | 30 % | 2487 ± 236 | 0.16 ± 0.02 | 0.70 | 2.53 ± 0.07 |
+
+- Nodes of Decoupled DiLoCo compute whenever they are there, and with a quorum of 4 its loss after 400 s hardly depends
+  on failures. It is ahead of DiLoCo that waits for all: at 20 % absent, 2.44 ± 0.02 to 2.63 ± 0.09.
+- It is not ahead of DiLoCo that does not wait: 2.43 to 2.40 at 10 %, 2.47 to 2.43 at 30 %, differences as large as the
+  spread. `AsyncStrategy`, in which each node has rounds of its own and all that arrives is merged, is better than both,
+  and its goodput stays next to the part of the nodes that is there.
+- Much of what its nodes compute is not merged. Messages are sent after a node's *own* steps, H apart, and nothing
+  brings nodes back into step: who was absent for 10 s sends 10 s after the others from then on. Then its message is too
+  late, or of the few steps since it merged the others' version. One of 8 equal nodes that was away for half a round
+  lowers the goodput from 0.90 to 0.85 for good with a quorum of 4, to 0.55 with one of 8; if it was away for a whole
+  round, to neither (no network, one fragment). Jitter does the same, slowly: hence the ± 0.25 without failures.
+- AllReduce has the best loss, since its nodes meet in every step. That its goodput is 0.59 where nobody fails is the
+  network's doing: with a slower one it has fewer steps in 400 s.
+
 ## How long, and what is recorded
 
 A run ends after `max_updates` of the server, `max_seconds` of simulated time, or `max_steps` local steps (the mean over
