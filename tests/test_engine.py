@@ -23,7 +23,7 @@ from tests.models import MODELS, RANDOM, make_model
 from vecgym import OptimSpec, Trainer, VecgymWarning
 from vecgym.data import Batches
 from vecgym.engine import Engine, EngineName, Local, ModelFacts, Plan, choose_plan, plan
-from vecgym.engine.backend import Part
+from vecgym.engine.backend import NodeSlice
 from vecgym.engine.loop import Loop
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy
 
@@ -870,7 +870,7 @@ class Counted(Loop):
 
     calls = 0
 
-    def gradients(self, part: Part, out: Any, thread: int = 0) -> Local:
+    def gradients(self, part: NodeSlice, out: Any, thread: int = 0) -> Local:
         Counted.calls += 1
         return super().gradients(part, out, thread)
 

@@ -74,7 +74,7 @@ BEFORE_A_CALL: dict[str, tuple[Any, list[str]]] = {
     "two arguments": (Two, ["forward(x", "'y'", "F.cross_entropy(self.net(x), y)"]),
     "no parameters": (Parameterless, ["no trainable parameter", "requires_grad_(True)"]),
     "frozen": (lambda: Loss().requires_grad_(False), ["no trainable parameter"]),
-    "scripted": (lambda: torch.jit.script(Net()), ["TorchScript", "nn.Module that it was made from"]),
+    "scripted": (lambda: torch.jit.script(Net()), ["TorchScript", "give the original nn.Module"]),
     "scripted inside": (lambda: nn.Sequential(torch.jit.script(Net())), ["module '0'", "TorchScript"]),
     "traced": (lambda: torch.jit.trace(Net(), torch.zeros(2, 16)), ["TorchScript"]),
     "parallel": (lambda: nn.DataParallel(Loss()), ["DataParallel", "model.module"]),

@@ -31,7 +31,7 @@ class Local(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What the random numbers of a pass are keyed by."""
+    """The keys of the random numbers of a pass."""
 
     seeds: Sequence[int]  # of each node
     step: int | Sequence[int]  # of all nodes, or of each
@@ -57,7 +57,7 @@ class Keys(NamedTuple):
         return f"{_one_of('node', self.node_ids)}{which}, {_one_of('step', steps)}"
 
     def take(self, rows: Sequence[int]) -> Keys:
-        """Take those of some nodes."""
+        """Take the keys of some nodes."""
         step = self.step if isinstance(self.step, int) else [self.step[i] for i in rows]
         return self._replace(seeds=[self.seeds[i] for i in rows], step=step, node_ids=[self.node_ids[i] for i in rows])
 
@@ -67,11 +67,11 @@ def _one_of(what: str, numbers: Sequence[int]) -> str:
     return f"{what} {low}" if low == high else f"one of the {what}s {low} to {high}"
 
 
-class Part(NamedTuple):
-    """Some of the nodes, n of them, and some of their examples: everything that their gradients depend on."""
+class NodeSlice(NamedTuple):
+    """Some of the nodes, n of them, and some of their examples: all that their gradients depend on."""
 
     params: Tree  # [1 or n, *]
-    buffers: Tree  # [1 or n, *]; those that training changes [n, *], and overwritten
+    buffers: Tree  # [1 or n, *]; those that training changes are [n, *], and overwritten
     batch: Any  # leaves [n, B, ...]
     keys: Keys
 
@@ -79,65 +79,65 @@ class Part(NamedTuple):
     def size(self) -> int:
         return len(self.keys.node_ids)
 
-    def nodes(self, a: int, b: int) -> Part:
+    def nodes(self, a: int, b: int) -> NodeSlice:
         """View nodes a to b."""
         if (a, b) == (0, self.size):
             return self
         batch = tree.map_leaves(lambda x: x[a:b], self.batch)
-        return Part(rows(self.params, a, b), rows(self.buffers, a, b), batch, self.keys.take(range(a, b)))
+        return NodeSlice(rows(self.params, a, b), rows(self.buffers, a, b), batch, self.keys.take(range(a, b)))
 
-    def examples(self, start: int, stop: int, batch_size: int) -> Part:
+    def examples(self, start: int, stop: int, batch_size: int) -> NodeSlice:
         """View examples start to stop of each node."""
         if (start, stop) == (0, batch_size):
             return self
         batch = tree.map_leaves(lambda x: x[:, start:stop], self.batch)
         return self._replace(batch=batch, keys=self.keys._replace(start=start))
 
-    def take(self, chosen: Tensor, batch_size: int) -> Part:
+    def take(self, indices: Tensor, batch_size: int) -> NodeSlice:
         """Copy the first examples of some nodes."""
-        batch = tree.map_leaves(lambda x: x[placed(chosen, x.device), :batch_size], self.batch)
-        params, buffers = take_rows(self.params, chosen), take_rows(self.buffers, chosen, copy=False)
-        return Part(params, buffers, batch, self.keys.take(chosen.tolist()))
+        batch = tree.map_leaves(lambda x: x[placed(indices, x.device), :batch_size], self.batch)
+        params, buffers = take_rows(self.params, indices), take_rows(self.buffers, indices, copy=False)
+        return NodeSlice(params, buffers, batch, self.keys.take(indices.tolist()))
 
 
 class Backend(Protocol):
     """A way to compute stacked nodes. A new one is a class in a file, and its name in `vecgym.engine.plan.BACKENDS`.
 
-    It holds no state but the model and memory that it reuses. It may raise anything: the engine then says of which
-    nodes and in which step.
+    It holds no state but the model and memory that it reuses. It may raise anything: the engine adds the nodes and the
+    step to the message.
     """
 
     def __init__(self, model: StatelessModel) -> None: ...
 
-    def gradients(self, part: Part, out: Callable[[], Tree], thread: int = 0) -> Local:
+    def gradients(self, part: NodeSlice, out: Callable[[], Tree], thread: int = 0) -> Local:
         """Compute the loss and gradient of every node, and its buffers afterwards.
 
         Args:
             part: its buffers may be overwritten.
-            out: gives tensors `[n, *]` into which the gradients may be written.
-            thread: which of the node threads calls.
+            out: returns tensors `[n, *]` into which the gradients may be written.
+            thread: the index of the calling node thread.
         """
 
-    def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
-        """Yield what these nodes add to the gradient `[*]` of the mean of `num_nodes` losses, and their losses `[n]`.
+    def mean_gradients(self, part: NodeSlice, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
+        """Yield these nodes' share of the gradient `[*]` of the mean of `num_nodes` losses, and their losses `[n]`.
 
-        In as many pieces as suit the backend; the caller empties them. The parameters are `[1, *]`.
+        There may be as many pieces as suit the backend; the caller empties them. The parameters are `[1, *]`.
         """
 
-    def pure(self, part: Part) -> Local:
-        """Compute gradients that can be differentiated. Nothing given is overwritten; parameters are `[n, *]`."""
+    def pure(self, part: NodeSlice) -> Local:
+        """Compute gradients that can be differentiated. No input is overwritten; parameters are `[n, *]`."""
 
     def measures(self, tensors: Tree, batch: Any, own_batches: bool, size: int, several: bool) -> Tree:
         """Compute the validation metrics of `size` nodes in eval mode, `[size]` each.
 
         Args:
             tensors: parameters and buffers, `[1 or size, *]`.
-            batch: an ordinary one for all, or with `own_batches` leaves `[size, B, ...]`.
+            batch: one ordinary batch for all, or with `own_batches` leaves `[size, B, ...]`.
             several: the leaves are `[G, B, ...]` or `[size, G, B, ...]`, and the metrics `[size, G]`.
         """
 
     def forget(self) -> None:
-        """Free what is kept from one call to the next."""
+        """Free the memory that is kept between calls."""
 
 
 def rows(values: Tree, a: int, b: int) -> Tree:
@@ -151,35 +151,35 @@ def row(values: Tree, i: int) -> Tree:
 
 
 def stacked(trees: Sequence[Tree], dim: int = 0) -> Tree:
-    """Stack what has been computed in turn."""
-    return {name: torch.stack([each[name] for each in trees], dim) for name in trees[0]}
+    """Stack the results of several calls."""
+    return {name: torch.stack([values[name] for values in trees], dim) for name in trees[0]}
 
 
 def unstacked(batch: Any, dim: int = 0) -> list[Any]:
-    """Split what several have in one, `[n, *]`, or `[L, n, *]` along `dim` 1."""
+    """Split stacked batches, `[n, *]`, or `[L, n, *]` along `dim` 1."""
     count = next(tree.leaves(batch)).shape[dim]
     return [tree.map_leaves(lambda x: x.select(dim, i), batch) for i in range(count)]  # noqa: B023
 
 
 def apart(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Clone gradients that share memory, as those of a and b in f(a + b) do: later each is changed in place."""
-    seen: set[int] = set()
-    found = []
+    """Clone gradients that share memory, as those of a and b in f(a + b) do: each is changed in place later."""
+    addresses: set[int] = set()
+    separate = []
     for g in grads:
-        memory = g.untyped_storage().data_ptr()
-        found.append(g.clone() if memory in seen else g)
-        seen.add(memory)
-    return found
+        address = g.untyped_storage().data_ptr()
+        separate.append(g.clone() if address in addresses else g)
+        addresses.add(address)
+    return separate
 
 
 def settle(buffers: Tree, after: Tree) -> None:
-    """Write the buffers after a pass into their storage, where the model has not changed them in place."""
+    """Write the buffers after a pass into their storage, unless the model changed them in place."""
     for name, new in after.items():
         if new.data_ptr() != buffers[name].data_ptr():
             buffers[name].copy_(new.detach())
 
 
-Compute = Callable[[Part], Local]
+Compute = Callable[[NodeSlice], Local]
 
 
 def sizes_of(batch: Any) -> tuple[int, int]:
@@ -192,8 +192,8 @@ def sizes_of(batch: Any) -> tuple[int, int]:
     return shape[0], shape[1] if len(shape) > 1 else 1
 
 
-def in_minibatches(part: Part, size: int | None, compute: Compute) -> Local:
-    """Accumulate the gradient of the batch from `size` examples at a time, weighted by their number."""
+def in_minibatches(part: NodeSlice, size: int | None, compute: Compute) -> Local:
+    """Accumulate the gradient of the batch, `size` examples at a time, weighted by their number."""
     batch_size = sizes_of(part.batch)[1]
     size = size or batch_size
     total: Local | None = None
@@ -217,15 +217,15 @@ def _added(total: Local | None, part: Local, weight: float) -> Local:
 
 
 def by_batch_size(
-    part: Part, limits: Sequence[int], compute: Compute, mean: bool, inplace: bool, written: Collection[str] = ()
+    part: NodeSlice, limits: Sequence[int], compute: Compute, mean: bool, inplace: bool, written: Collection[str] = ()
 ) -> Local:
-    """Compute the gradients of nodes that have only `limits` examples each, nodes with equally many at a time.
+    """Compute the gradients of nodes with only `limits` examples each, together for nodes with equally many.
 
     Args:
         written: parameters, `[n, *]`, that the passes change.
 
     Raises:
-        ValueError: for a batch that cannot be cut.
+        ValueError: if the batch cannot be cut.
     """
     batch_size = sizes_of(part.batch)[1]
     if any(x.dim() < 2 or x.shape[1] != batch_size for x in tree.leaves(part.batch)):
@@ -237,10 +237,10 @@ def by_batch_size(
     groups = [torch.tensor([i for i, s in enumerate(sizes) if s == size]) for size in sorted(set(sizes))]
     results = []
     for group in groups:
-        taken = part.take(group, sizes[group[0]])
-        local = compute(taken)
+        some = part.take(group, sizes[group[0]])
+        local = compute(some)
         for name in written:
-            part.params[name].index_copy_(0, placed(group, taken.params[name].device), taken.params[name])
+            part.params[name].index_copy_(0, placed(group, some.params[name].device), some.params[name])
         part = part._replace(buffers=nodes.put_rows(part.buffers, group, local.buffers, part.size, inplace))
         share = len(group) / part.size if mean else 1.0
         results.append(Local(tree.map(lambda g: g * share, local.grads), local.losses, {}))  # noqa: B023

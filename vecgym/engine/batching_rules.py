@@ -1,4 +1,4 @@
-"""Operations that vmap runs badly, done on all nodes at once.
+"""Operations that vmap runs badly, computed on all nodes at once.
 
 The classes are torch function modes: while one is entered, all calls of torch's functions go through it.
 """
@@ -29,8 +29,8 @@ class Folding(TorchFunctionMode):
 
 class TwiceDifferentiable(TorchFunctionMode):
     """For a gradient that is itself differentiated: embeddings as in `Folding`, and normalisations made of elementary
-    operations. The second derivatives of torch's own lose, under vmap, what goes through the mean and the variance;
-    those of its weight norm are wrong everywhere.
+    operations. Under vmap, second derivatives of torch's own normalisations lose the terms through the mean and the
+    variance; those of its weight norm are always wrong.
     """
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,7 +41,7 @@ class TwiceDifferentiable(TorchFunctionMode):
 
 
 class _Opened(NamedTuple):
-    """The arguments of a function under vmap, as they are outside of it."""
+    """The arguments of a function under vmap, as they are outside it."""
 
     level: int  # of the vmap
     size: int  # L
@@ -62,12 +62,12 @@ class _Opened(NamedTuple):
 
 
 def _open(*values: Tensor | None) -> _Opened | None:
-    """Unwrap tensors from vmap; None where none of them differs between the nodes.
+    """Unwrap tensors from vmap; None if none of them differs between the nodes.
 
-    Of vmaps in each other it is the innermost that differs in any of them.
+    Of nested vmaps it is the innermost over which any of them differs.
 
-    An `autograd.Function` with a rule for vmap does the same within torch's documented interface, for about 0.3 ms a
-    call: as much as the arithmetic of a small model.
+    An `autograd.Function` with a rule for vmap does the same with torch's documented interface, but takes about 0.3 ms
+    per call: as much as the arithmetic of a small model.
     """
     levels = [_functorch.maybe_get_level(x) if x is not None and _is_batched(x) else 0 for x in values]
     level = max(levels)
@@ -134,8 +134,8 @@ def _cross_entropy(
 
     vmap decomposes it, in Python.
     """
-    plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
-    foldable = plain and reduction == "mean" and input.dim() == 2 and target.dim() == 1
+    is_plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
+    foldable = is_plain and reduction == "mean" and input.dim() == 2 and target.dim() == 1
     opened = _open(input, target) if foldable else None
     if opened is None:
         return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
@@ -147,7 +147,7 @@ def _cross_entropy(
 
 
 def _of_rows(logits: Tensor, classes: Tensor, ignore_index: int) -> Tensor:
-    """Compute the cross-entropy of each row, `[N]`; of a vmap around this one, too, in one call."""
+    """Compute the cross-entropy of each row, `[N]`, in one call even under an outer vmap."""
     opened = _open(logits, classes)
     if opened is None:
         return F.cross_entropy(logits, classes, ignore_index=ignore_index, reduction="none")
@@ -160,7 +160,7 @@ def _of_rows(logits: Tensor, classes: Tensor, ignore_index: int) -> Tensor:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply a shared weight to the rows of all nodes at once, and the weights of each node by `_StackedLinear`."""
+    """Apply a shared weight to the rows of all nodes at once, and each node's own weights by `_StackedLinear`."""
     # Under autocast the operation itself must see which precision to take.
     casting = weight.device.type != "meta" and torch.is_autocast_enabled(weight.device.type)
     foldable = weight.dim() == 2 and input.dtype == weight.dtype and not casting
@@ -243,7 +243,7 @@ def _tracked(
     x: Tensor, dims: tuple[int, ...], running: tuple[Tensor | None, Tensor | None], by_batch: bool, momentum: float,
     eps: float,
 ) -> Tensor:  # fmt: skip
-    """Normalise by the statistics of the batch, and track these; or by the tracked ones, `running`."""
+    """Normalise by the batch's statistics and track them, or by the tracked ones, `running`."""
     running_mean, running_var = running
     if not by_batch:
         mean, var = _by_channel(x, running_mean, running_var)

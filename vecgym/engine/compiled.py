@@ -1,7 +1,7 @@
-"""The backend `compiled`: that of `vmap`, with the gradients of all nodes traced and compiled by `torch.compile`.
+"""The backend `compiled`: `vmap`, with the gradients of all nodes traced and compiled by `torch.compile`.
 
-Whether a model can be compiled is tried before training, on the first batch: `Compiled.tried` compares the compiled
-gradients with those of `vmap`, and says how long compiling took and when that is earned.
+Before training, the first batch shows whether a model can be compiled: `Compiled.tried` compares the compiled gradients
+with those of `vmap`, and reports how long compiling took and when that pays off.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vecgym.core import tree
 from vecgym.core.nodes import expand
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import Keys, Local, Part, apart, settle, sizes_of
+from vecgym.engine.backend import Keys, Local, NodeSlice, apart, settle, sizes_of
 from vecgym.engine.contract import cause
 from vecgym.engine.stateless import StatelessModel
 from vecgym.engine.vmap import Vmap
 
 MANY = 10**6
 
-# How far gradients may be from those of vmap, where sums are taken in another order: as a part of the largest value
-# of the tensor, and of that of all tensors (a gradient that is 0 in exact arithmetic is nothing but rounding). A model
-# that is traced wrongly is off by far more.
+# How far gradients may be from those of vmap, since sums are taken in another order: relative to the largest value of
+# the tensor, and to that of all tensors (a gradient that is 0 in exact arithmetic is pure rounding). A wrongly traced
+# model is off by far more.
 TOLERANCE = {torch.float64: (1e-10, 1e-13), torch.float32: (1e-3, 1e-6)}
 LOW_PRECISION = (0.1, 1e-2)  # also autocast: fused operations keep float32 where vmap rounds between them
 
 
 class Trial(NamedTuple):
-    """What a trial has shown: `refusal`, why the model is not compiled, or how it went, in words."""
+    """The result of a trial: `refusal`, why the model is not compiled, or else a `report` in words."""
 
     refusal: str
     report: str
 
 
 class Compiled(Vmap):
-    """All nodes at once, as one compiled function; evaluation and derivatives of gradients as `vmap` does them.
+    """All nodes at once, as one compiled function; evaluation and derivatives of gradients are those of `vmap`.
 
-    A batch of another size, or another number of nodes, is compiled anew when it first comes. On CUDA the kernels of a
-    pass are recorded as a CUDA graph, which launches them in one call, and whose next call writes over its results:
-    they must not be kept. (torch says so if they are.) A model that changes its buffers is not recorded.
+    Another batch size, or another number of nodes, is compiled when it first occurs. On CUDA the kernels of a pass are
+    recorded as a CUDA graph, which launches them in one call. Its next call overwrites its results: they must not be
+    kept. (torch raises an error if they are.) A model that changes its buffers is not recorded.
     """
 
     def __init__(self, model: StatelessModel) -> None:
@@ -59,39 +59,39 @@ class Compiled(Vmap):
         self._compiled_each = torch.compile(self._gradients_of_each, fullgraph=True, dynamic=False, mode=mode)
         self._compiled_mean = torch.compile(self._gradient_of_mean, fullgraph=True, dynamic=False, mode=mode)
 
-    def gradients(self, part: Part, out: Callable[[], Tree], thread: int = 0) -> Local:
-        # Contiguous also where it is stored once: strides of 0 would be another function to compile.
+    def gradients(self, part: NodeSlice, out: Callable[[], Tree], thread: int = 0) -> Local:
+        # Contiguous even if stored once: strides of 0 would be another function to compile.
         params = tree.map(torch.Tensor.contiguous, expand(part.params, part.size))
         grads, losses = self._run(self._compiled_each, part, params)
         return Local(grads, losses, part.buffers)
 
-    def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
+    def mean_gradients(self, part: NodeSlice, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
         grads, losses = self._run(self._compiled_mean, part, {name: p[0] for name, p in part.params.items()})
         share = part.size / num_nodes
         yield (grads if share == 1 else tree.map(lambda g: g * share, grads)), losses
 
-    def _run(self, compiled: Callable[..., Any], part: Part, params: Tree) -> tuple[Tree, Tensor]:
+    def _run(self, compiled: Callable[..., Any], part: NodeSlice, params: Tree) -> tuple[Tree, Tensor]:
         changed, shared = self.model.split(part.buffers)
         with (
             self.model.seeded(part.keys.of(0)), self.model.casting(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(),
             _compiler_settings(),
         ):  # fmt: skip
             if self.recorded:
-                torch.compiler.cudagraph_mark_step_begin()  # what the last call has returned is not needed any more
+                torch.compiler.cudagraph_mark_step_begin()  # the results of the last call are no longer needed
             grads, losses, after = compiled(params, changed, {**self.model.frozen, **shared}, part.batch)
         settle(changed, after)
-        return dict(zip(grads, apart(list(grads.values())))), losses.clone()  # losses are read some steps later
+        return dict(zip(grads, apart(list(grads.values())))), losses.clone()  # losses are read a few steps later
 
     def _gradients_of_each(self, params: Tree, changed: Tree, shared: Tree, batch: Any) -> tuple[Tree, Tensor, Tree]:
         of_one = grad_and_value(self.model.traceable_loss, has_aux=True)
-        of_all = vmap(of_one, in_dims=(0, 0, None, 0), randomness="different")
-        grads, (losses, after) = of_all(params, changed, shared, batch)
+        on_nodes = vmap(of_one, in_dims=(0, 0, None, 0), randomness="different")
+        grads, (losses, after) = on_nodes(params, changed, shared, batch)
         return grads, losses, after
 
     def _gradient_of_mean(self, params: Tree, changed: Tree, shared: Tree, batch: Any) -> tuple[Tree, Tensor, Tree]:
         def mean_loss(params: Tree) -> tuple[Tensor, tuple[Tensor, Tree]]:
-            of_all = vmap(self.model.traceable_loss, in_dims=(None, 0, None, 0), randomness="different")
-            losses, after = of_all(params, changed, shared, batch)
+            on_nodes = vmap(self.model.traceable_loss, in_dims=(None, 0, None, 0), randomness="different")
+            losses, after = on_nodes(params, changed, shared, batch)
             return losses.mean(), (losses, after)
 
         grads, (losses, after) = grad(mean_loss, has_aux=True)(params)
@@ -109,7 +109,7 @@ class Compiled(Vmap):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of torch.compile about itself
-                found, compile_s = timed(self, work(batch), mean)
+                actual, compile_s = timed(self, work(batch), mean)
                 with torch._dynamo.config.patch(error_on_recompile=True):
                     timed(self, work(batch), mean)
         except torch._dynamo.exc.RecompileError as error:
@@ -117,30 +117,30 @@ class Compiled(Vmap):
         except Exception as error:  # whatever the compiler raises: without it the model runs
             _check_compiler(error)
             return Trial(first_line(cause(error), "torch.compile gives no reason"), "")
-        if wrong := difference(expected, found, autocast):
+        if wrong := difference(expected, actual, autocast):
             return Trial(f"compiled, {wrong}", "")
-        plain_s, compiled_s = (min(timed(each, work(batch), mean)[1] for _ in range(3)) for each in (reference, self))
-        # The last calls have launched a recording, on CUDA: with other batches it must compute what belongs to them.
-        expected, found = (timed(each, work(turned(batch)), mean)[0] for each in (reference, self))
-        if wrong := difference(expected, found, autocast):
+        plain_s, compiled_s = (min(timed(form, work(batch), mean)[1] for _ in range(3)) for form in (reference, self))
+        # On CUDA the last calls replayed a recording: with another batch it must compute that batch's results.
+        expected, actual = (timed(form, work(turned(batch)), mean)[0] for form in (reference, self))
+        if wrong := difference(expected, actual, autocast):
             return Trial(f"compiled, {wrong}", "")
         steps = math.ceil(compile_s / (plain_s - compiled_s)) if plain_s > compiled_s else None
         earned = "no faster here" if steps is None else f"earned after {steps} steps"
         return Trial("", f"compiled in {compile_s:.1f} s, {earned}")
 
 
-def first_part(model: StatelessModel, batch: Any, mean: bool) -> Part:
-    """Return the work of a first step; buffers are copies.
+def first_part(model: StatelessModel, batch: Any, mean: bool) -> NodeSlice:
+    """Return the inputs of a first step; buffers are copies.
 
     Args:
         batch: of the nodes in one call, leaves `[n, B, ...]`.
-        mean: what is computed is the gradient of the mean loss instead of those of each node.
+        mean: for the gradient of the mean loss instead of each node's.
     """
     size, _ = sizes_of(batch)
     params = {name: p.detach()[None] for name, p in model.params.items()}
     buffers = {name: b[None].clone() for name, b in model.buffers.items()}
     params = params if mean else expand(params, size)
-    return Part(params, model.own_buffers(buffers, size, False), batch, Keys([0] * size, 0, range(size)))
+    return NodeSlice(params, model.own_buffers(buffers, size, False), batch, Keys([0] * size, 0, range(size)))
 
 
 def turned(batch: Any) -> Any:
@@ -153,7 +153,7 @@ def turned(batch: Any) -> Any:
     return tree.map_leaves(lambda x: x.flip(0, *([1] if x.dim() > 1 else [])), batch)
 
 
-def timed(backend: Vmap, part: Part, mean: bool) -> tuple[Local, float]:
+def timed(backend: Vmap, part: NodeSlice, mean: bool) -> tuple[Local, float]:
     """Compute one pass; return its result and the seconds that it took."""
     start = time.perf_counter()
     if mean:
@@ -166,16 +166,16 @@ def timed(backend: Vmap, part: Part, mean: bool) -> tuple[Local, float]:
     return local, time.perf_counter() - start
 
 
-def difference(expected: Local, found: Local, autocast: bool) -> str:
-    """Say which tensor `found` has wrong; "" if none is."""
+def difference(expected: Local, actual: Local, autocast: bool) -> str:
+    """Say which tensor of `actual` is wrong; "" if none is."""
     largest = max([_largest(g) for g in expected.grads.values()], default=0.0)
     for name, a, b in [
-        ("the loss", expected.losses, found.losses),
-        *((f"the gradient of {name}", g, found.grads[name]) for name, g in expected.grads.items()),
-        *((f"the buffer {name}", x, found.buffers[name]) for name, x in expected.buffers.items()),
+        ("the loss", expected.losses, actual.losses),
+        *((f"the gradient of {name}", g, actual.grads[name]) for name, g in expected.grads.items()),
+        *((f"the buffer {name}", x, actual.buffers[name]) for name, x in expected.buffers.items()),
     ]:
-        of_own, of_all = LOW_PRECISION if autocast else TOLERANCE.get(a.dtype, LOW_PRECISION)
-        allowed = of_own * _largest(a) + of_all * largest if a.is_floating_point() else 0
+        of_tensor, of_model = LOW_PRECISION if autocast else TOLERANCE.get(a.dtype, LOW_PRECISION)
+        allowed = of_tensor * _largest(a) + of_model * largest if a.is_floating_point() else 0
         if not torch.allclose(a.double(), b.double(), rtol=0, atol=allowed, equal_nan=True):
             off = _largest(a.double() - b.double())
             return f"{name} is off by {off:.1e}, where rounding explains at most {allowed:.1e}"
@@ -187,7 +187,7 @@ def _largest(x: Tensor) -> float:
 
 
 def first_line(text: str, otherwise: str) -> str:
-    """Return the first line of a text that says something.
+    """Return the first non-blank line of a text, or `otherwise`.
 
     >>> first_line("\\n  no\\nreally", "no reason")
     'no'
@@ -196,39 +196,39 @@ def first_line(text: str, otherwise: str) -> str:
 
 
 def _check_compiler(error: BaseException) -> None:
-    """Raise an error with the fix if what is missing is a compiler."""
-    seen: BaseException | None = error
-    while seen is not None:
-        text = str(seen).lower()
-        if "Compiler" in type(seen).__name__ or ("compiler" in text and "not found" in text):
+    """Raise a RuntimeError with the fix if no compiler was found."""
+    chained: BaseException | None = error
+    while chained is not None:
+        text = str(chained).lower()
+        if "Compiler" in type(chained).__name__ or ("compiler" in text and "not found" in text):
             raise RuntimeError(
                 "compile=True needs a C++ compiler, and torch.compile finds none that works: install one (g++ or "
-                "clang++; for CUDA also Triton), or set the environment variable CXX to it, or leave out "
+                "clang++; for CUDA also Triton), set the environment variable CXX to it, or leave out "
                 "compile=True.\n"
-                f"{first_line(str(seen), '')}"
+                f"{first_line(str(chained), '')}"
             ) from error
-        seen = seen.__cause__ or seen.__context__
+        chained = chained.__cause__ or chained.__context__
 
 
 def _changed(error: Exception) -> str:
-    """Say what a recompilation is due to: its message has the guard, the line of code, and where that is."""
-    found = re.search(r"^ *- \d+/\d+: (.*?)(?:\(HINT.*)?$", str(error), re.MULTILINE)
-    guard, *code = [" ".join(part.split()) for part in found[1].split("#")] if found else [""]
+    """Say what caused a recompilation: its message has the guard, the line of code, and its location."""
+    match = re.search(r"^ *- \d+/\d+: (.*?)(?:\(HINT.*)?$", str(error), re.MULTILINE)
+    guard, *code = [" ".join(part.split()) for part in match[1].split("#")] if match else [""]
     at = f", at {code[1]}" if len(code) > 1 else ""
     return f"its forward changes what is no tensor ({code[0] if code else guard}{at})"
 
 
 def _compiler_settings() -> contextlib.ExitStack:
-    """Let dropout and the like draw the random numbers that they draw uncompiled, and loops be spread over the nodes.
+    """Make dropout and the like draw the same random numbers as uncompiled, and spread loops over the nodes.
 
-    torch counts what it has compiled of a function, of all models of the process together, and ends at eight: it need
-    not, since each model is compiled for as many sizes as it has.
+    torch counts the compilations of a function, over all models of the process, and stops at eight. That limit is
+    lifted, since each model is compiled for as many sizes as it has.
 
-    Where a tensor's last dimension is shorter than a vector register, a bias of ten classes, say, and its loop a vector
-    all the same, Inductor takes it to have no steps, and spreads the sum within it over the threads: once for each
-    node. Such loops are therefore not vectorised.
+    If a tensor's last dimension is shorter than a vector register (a bias of ten classes) and its loop is vectorised
+    anyway, Inductor assumes that it has no steps, and spreads the sum within it over the threads, once for each node.
+    Such loops are therefore not vectorised.
     """
-    from torch._inductor import config  # only here: it takes a second to import
+    from torch._inductor import config  # imported here, since that takes a second
 
     tails = {"cpp.enable_loop_tail_vec": False} if hasattr(config.cpp, "enable_loop_tail_vec") else {}
     settings = contextlib.ExitStack()

@@ -1,4 +1,4 @@
-"""The contract of a model: what it must be and return, and the errors for one that breaks it."""
+"""The contract of a model: what it must be and return, and the errors if it breaks that."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ WRAPPER = """The model is called as model(batch) and must return the mean loss o
 
 and give WithLoss(net); vecgym.models.Classifier(net) is that for classes."""
 OF_A_NETWORK = "x, y = batch\n            return F.cross_entropy(self.net(x), y)"
-OF_TRAINING_STEP = "return self.net.training_step(batch, 0)  # the loss, if it gives that alone"
+OF_TRAINING_STEP = "return self.net.training_step(batch, 0)  # if that returns only the loss"
 
 
 OF_KEYWORDS = "return self.net(**batch).loss  # of a transformers model with labels, say"
 
 
 def fix(model: nn.Module, batch: Any = None) -> str:
-    """Show how a network becomes a model of such batches, as code.
+    """Show how to wrap a network for such batches, as code.
 
     >>> print(fix(nn.Linear(2, 1)).splitlines()[-3])
                 return F.cross_entropy(self.net(x), y)
@@ -48,7 +48,7 @@ def fix(model: nn.Module, batch: Any = None) -> str:
 
 
 def check_model(model: Any) -> None:
-    """Raise the error that tells a user what a model must be, before it is ever called.
+    """Raise the error that says what a model must be, before it is ever called.
 
     >>> try:
     ...     check_model(nn.Linear(2, 1).requires_grad_(False))
@@ -75,14 +75,14 @@ def _check_kind(module: nn.Module, name: str) -> None:
     where = f"module {name!r} of the model" if name else "the model"
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
-            f"{where} is TorchScript (torch.jit.script or trace), whose parameters cannot be exchanged for those of a "
-            "node: give the nn.Module that it was made from; torch.jit.script(averaged) afterwards works."
+            f"{where} is TorchScript (torch.jit.script or trace), whose parameters cannot be replaced by those of a "
+            "node: give the original nn.Module; torch.jit.script(averaged) works afterwards."
         )
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         inner = f"model.{name}.module" if name else "model.module"
         raise TypeError(
-            f"{where} is a {type(module).__name__}, which shares out one batch itself; here the strategy does: give "
-            f'{inner} in its place. Several processes: fit(..., backend="processes", num_processes=2).'
+            f"{where} is a {type(module).__name__}, which splits one batch itself; here the strategy does that: give "
+            f'{inner} instead. Several processes: fit(..., backend="processes", num_processes=2).'
         )
 
 
@@ -91,7 +91,7 @@ def _check_forward(model: nn.Module) -> None:
         raise TypeError(f"the model, of type {type(model).__name__}, has no forward. {fix(model)}")
     try:
         signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # of what is not written in Python
+    except (TypeError, ValueError):  # if it is not written in Python
         return
     try:
         signature.bind(None)
@@ -104,7 +104,7 @@ def _check_forward(model: nn.Module) -> None:
 
 
 def check_loss(loss: Any, model: nn.Module, batch: Any = None) -> None:
-    """Raise the error that tells a user what the model's forward must return, given such a batch.
+    """Raise the error that says what the model's forward must return for such a batch.
 
     >>> check_loss(torch.ones((), requires_grad=True), nn.Linear(2, 1))
     >>> try:
@@ -114,7 +114,7 @@ def check_loss(loss: Any, model: nn.Module, batch: Any = None) -> None:
     the model returned a tensor of shape [8], not a scalar
     """
     if not isinstance(loss, Tensor):
-        raise ModelError(f"the model returned {_shown(loss)}, not a scalar tensor. {fix(model, batch)}")
+        raise ModelError(f"the model returned {_described(loss)}, not a scalar tensor. {fix(model, batch)}")
     if loss.dim() != 0:
         raise ModelError(f"the model returned a tensor of shape {list(loss.shape)}, not a scalar. {fix(model, batch)}")
     if not loss.is_floating_point():
@@ -129,7 +129,7 @@ def check_loss(loss: Any, model: nn.Module, batch: Any = None) -> None:
 
 
 def check_written(names: Collection[str]) -> None:
-    """Raise the error for a model whose forward writes to parameters that it does not train.
+    """Raise the error for a forward that writes to parameters that are not trained.
 
     >>> try:
     ...     check_written(["center"])
@@ -140,13 +140,13 @@ def check_written(names: Collection[str]) -> None:
     if names:
         *_, name = min(names).split(".")
         raise ModelError(
-            f"the model's forward writes to {min(names)!r}, a parameter that is not trained: what is not trained is "
-            f"the same on every node. Make it a buffer, of which each node has its own: register_buffer({name!r}, ...)."
+            f"the model's forward writes to {min(names)!r}, a parameter that is not trained: those are "
+            f"the same on every node. Make it a buffer, since each node has its own: register_buffer({name!r}, ...)."
         )
 
 
 def check_steady(names: Collection[str]) -> None:
-    """Raise the error for a model whose forward writes to tensors now, and did not in its first pass.
+    """Raise the error for a forward that writes to tensors to which its first pass did not.
 
     >>> try:
     ...     check_steady(["center"])
@@ -157,14 +157,14 @@ def check_steady(names: Collection[str]) -> None:
     if names:
         name = min(names)
         raise ModelError(
-            f"the model's forward writes to {name!r}, and did not in its first pass, so that the nodes hold it "
-            "together. Write to it in every pass, where nothing is due what it is: "
+            f"the model's forward writes to {name!r}, and did not in its first pass, so the nodes share it. "
+            "Write to it in every pass, the same value if nothing is due: "
             f"self.{name}.copy_(torch.where(due, new, self.{name}))."
         )
 
 
 def check_influence(unused: Collection[str], params: Collection[str]) -> None:
-    """Raise the error for a model of whose parameters none has an influence on its loss."""
+    """Raise the error for a model whose loss depends on none of its parameters."""
     if len(unused) == len(params) > 0:
         raise ModelError(
             f"the model's loss depends on none of its trainable parameters, {', '.join(sorted(unused)[:3])}: does "
@@ -174,7 +174,7 @@ def check_influence(unused: Collection[str], params: Collection[str]) -> None:
 
 
 def check_differentiable(model: nn.Module, written: Collection[str] = ()) -> None:
-    """Raise a ValueError for a model whose gradient has no derivative, or not the one that torch computes.
+    """Raise a ValueError for a model whose gradient torch cannot differentiate, or only wrongly.
 
     Args:
         written: parameters that its forward changes.
@@ -188,8 +188,8 @@ def check_differentiable(model: nn.Module, written: Collection[str] = ()) -> Non
     """
     if hooked := hooks.on_gradients(model):
         raise ValueError(
-            f"{hooked}, through which no derivatives can be taken: remove it (handle.remove()), and let forward, or "
-            "the strategy, do what it does."
+            f"{hooked}, through which no derivatives can be taken: remove it (handle.remove()), and do the same in "
+            "forward or in the strategy."
         )
     if written:
         raise ValueError(
@@ -200,8 +200,8 @@ def check_differentiable(model: nn.Module, written: Collection[str] = ()) -> Non
         of_hooks = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
         if of_hooks or isinstance(module, _SpectralNorm):
             raise ValueError(
-                f"{f'module {name!r}' if name else 'the model'} has a spectral norm: its power iteration is made "
-                "without derivatives, so those of a run would be wrong. Leave it out, or use "
+                f"{f'module {name!r}' if name else 'the model'} has a spectral norm: its power iteration has no "
+                "derivatives, so those of a run would be wrong. Leave it out, or use "
                 "torch.nn.utils.parametrizations.weight_norm."
             )
 
@@ -219,7 +219,7 @@ def offers_metrics(model: nn.Module) -> bool:
 
 
 def check_val_metrics(metrics: Any) -> None:
-    """Raise the error that tells a user what a model's `val_metrics` must return.
+    """Raise the error that says what a model's `val_metrics` must return.
 
     >>> check_val_metrics({"loss": torch.tensor(1.0), "accuracy": torch.tensor(0.5)})
     >>> try:
@@ -230,11 +230,11 @@ def check_val_metrics(metrics: Any) -> None:
     """
     needed = 'Return scalar tensors, means over the batch, by name: {"loss": self(batch), "accuracy": accuracy}.'
     if not isinstance(metrics, dict) or "loss" not in metrics:
-        shown = f"the keys {list(metrics)}" if isinstance(metrics, dict) else f"a {type(metrics).__name__}"
-        raise ModelError(f'val_metrics(batch) returned {shown}; a dict with "loss" is needed. {needed}')
+        result = f"the keys {list(metrics)}" if isinstance(metrics, dict) else f"a {type(metrics).__name__}"
+        raise ModelError(f'val_metrics(batch) returned {result}; a dict with "loss" is needed. {needed}')
     for name, x in metrics.items():
         if not isinstance(x, Tensor) or x.dim() != 0 or not x.is_floating_point():
-            raise ModelError(f"val_metrics(batch) returned {_shown(x)} as {name!r}. {needed}")
+            raise ModelError(f"val_metrics(batch) returned {_described(x)} as {name!r}. {needed}")
 
 
 def shown_batch(batch: Any) -> str:
@@ -252,7 +252,7 @@ def shown_batch(batch: Any) -> str:
     return type(batch).__name__
 
 
-def _shown(value: Any) -> str:
+def _described(value: Any) -> str:
     is_tensor = isinstance(value, Tensor)
     return f"a {value.dtype} tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
 
@@ -261,7 +261,7 @@ def _shown(value: Any) -> str:
 
 
 def vmap_error(cause: str) -> RuntimeError:
-    """Make the error for a model that fails under vmap only, with the way out.
+    """Make the error for a model that fails only under vmap, with the fix.
 
     >>> print(str(vmap_error("it asks for .item()")).splitlines()[0])
     vmap cannot run this model: it asks for .item().
@@ -276,19 +276,19 @@ def derivative_error(cause: str) -> RuntimeError:
     """Make the error for a model whose gradient has no derivative."""
     return RuntimeError(
         f"the gradient of this model cannot be differentiated: {cause}.\nNo derivatives exist through activation "
-        "checkpointing, .item(), or an operation with a backward pass of its own: leave them out of the model. What "
+        "checkpointing, .item(), or an operation with its own backward pass: leave them out of the model. Code that "
         'branches on values needs engine="loop".'
     )
 
 
 def check_memory(error: Exception, num_nodes: int, model: nn.Module) -> None:
-    """Raise an error that says how much is asked for, and what to do, if memory ran out."""
-    on_device, told = isinstance(error, torch.OutOfMemoryError), str(error)
-    pythons = isinstance(error, MemoryError) and (told == "" or "nable to allocate" in told)
-    if ADVICE in told or not (on_device or pythons or "allocate memory" in told):
+    """If memory ran out, raise an error that says how much was requested, and what to do."""
+    on_device, text = isinstance(error, torch.OutOfMemoryError), str(error)
+    pythons = isinstance(error, MemoryError) and (text == "" or "nable to allocate" in text)
+    if ADVICE in text or not (on_device or pythons or "allocate memory" in text):
         return
-    asked = re.search(r"(?:ried|nable) to allocate ([\d.]+ \wi?B|\d+ bytes)", told)
-    amount = asked[1] if asked else "some memory"  # Python does not say how much
+    request = re.search(r"(?:ried|nable) to allocate ([\d.]+ \wi?B|\d+ bytes)", text)
+    amount = request[1] if request else "some memory"  # Python does not say how much
     if amount.endswith(" bytes"):
         amount = f"{int(amount.split()[0]) / 1e9:,.3f} GB"
     size = sum(p.numel() * p.element_size() for p in model.parameters()) * num_nodes / 1e9
@@ -301,13 +301,13 @@ def check_memory(error: Exception, num_nodes: int, model: nn.Module) -> None:
 
 ADVICE = (
     "Use a smaller chunk_size (nodes in one call) or minibatch_size (examples at a time), or fewer nodes; "
-    "vecgym.estimate_memory tells beforehand what a run takes."
+    "vecgym.estimate_memory tells in advance what a run takes."
 )
 
 
 @contextlib.contextmanager
 def counting_memory(num_nodes: int, model: nn.Module) -> Iterator[None]:
-    """Say so where memory runs out within a block; see `check_memory`."""
+    """Explain it if memory runs out within a block; see `check_memory`."""
     try:
         yield
     except Exception as error:
@@ -317,7 +317,7 @@ def counting_memory(num_nodes: int, model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Add to an error of the model the node, the step, and the line of the model's code."""
+    """Add the node, the step and the line of the model's code to an error of the model."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -330,21 +330,21 @@ def naming(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_call(model: nn.Module, batch: Any) -> Iterator[None]:
-    """Add to an error of the model's first call what it was given, and what it must do."""
+    """Add the batch, and what the model must do, to an error of its first call."""
     try:
         yield
     except (ModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        way_out = f" {fix(model, batch)}" if isinstance(error, (TypeError, AttributeError, NotImplementedError)) else ""
+        advice = f" {fix(model, batch)}" if isinstance(error, (TypeError, AttributeError, NotImplementedError)) else ""
         raise RuntimeError(
             f"the model fails on its first batch, {shown_batch(batch)}: {type(error).__name__}: {error}{_place(error)}."
-            + way_out
+            + advice
         ) from error
 
 
 def cause(error: Exception) -> str:
-    """Say in one line what failed, and in which line of the model's code."""
+    """Say in one line what failed, and where in the model's code."""
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     text = first_line.split(" (see ")[0].split(". ")[0][:200].rstrip(".")
     if "escaped from inside a function being vmapped" in text:

@@ -4,10 +4,10 @@ A backend runs the L nodes of this process on the same stacked state; the result
 
 - `vmap`: all nodes in one vectorised call (or in chunks of `chunk_size` nodes, to bound memory);
 - `loop`: node after node, for models that `vmap` cannot run, for debugging, and where it is faster;
-- `compiled`: that of `vmap`, compiled (`compile=True`), if the model can be.
+- `compiled`: `vmap`, compiled (`compile=True`), if the model can be.
 
-The first two can be spread over CPU threads, `node_threads` of them, each of which then uses one thread inside its
-operations. Which way is taken is a `Plan`.
+The first two can be spread over `node_threads` CPU threads, each of which then uses one thread inside its operations.
+A `Plan` says how.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vecgym.engine.backend import (
     Backend,
     Keys,
     Local,
-    Part,
+    NodeSlice,
     by_batch_size,
     in_minibatches,
     rows,
@@ -61,16 +61,16 @@ class Engine:
     Args:
         model: returns a scalar loss from a batch; only its structure and its frozen parameters are used.
         engine: "vmap", "loop", or "auto": a deterministic rule.
-        chunk_size: the most nodes in one vectorised call; None: no bound.
+        chunk_size: maximum number of nodes in one vectorised call; None: no limit.
         node_threads: CPU threads over nodes; None: the rule decides.
         autocast: run forward passes under `torch.autocast` (bfloat16 on CPU, float16 on CUDA).
-        compile: compile the gradients of all nodes with `torch.compile`, where that can be done; see
-            `vecgym.engine.compiled`. A warning says why it cannot.
+        compile: compile the gradients of all nodes with `torch.compile`, if possible; see
+            `vecgym.engine.compiled`. If not, a warning says why.
 
     Attributes:
-        plan: how the nodes are computed; `prepare` chooses it, `use` gives another.
-        facts: what `prepare` has seen of the model; None before.
-        params, frozen, buffers: the model's own, `[*]`: what is trained, what is not, and the rest of its state.
+        plan: how the nodes are computed; `prepare` chooses it, `use` replaces it.
+        facts: what `prepare` has observed of the model; None before.
+        params, frozen, buffers: the model's own, `[*]`: trained parameters, other parameters, and buffers.
 
     >>> class Line(nn.Module):
     ...     def __init__(self):
@@ -130,8 +130,8 @@ class Engine:
         """Examine and check the model on one step's batch `[L, B, ...]`, and choose the plan.
 
         Args:
-            agree: maps what this process has seen to what all processes use.
-            mean: whether what will be asked for is the gradient of the nodes' mean loss.
+            agree: maps this process's facts to those that all processes use.
+            mean: whether the run needs the gradient of the nodes' mean loss.
         """
         engine = self.settings[0]
         of_one = tree.map_leaves(lambda x: plain(x)[0], batch)
@@ -168,11 +168,11 @@ class Engine:
 
     @property
     def written(self) -> Collection[str]:
-        """The parameters that the model's forward changes: `gradients` does so in the storage that it is given."""
+        """The parameters that the model's forward changes: `gradients` changes them in place in its argument."""
         return self._stateless.written
 
     def changes(self, name: str) -> bool:
-        """Whether training changes a buffer, as far as it is known.
+        """Whether training changes a buffer, as far as known.
 
         >>> Engine(nn.BatchNorm1d(3)).changes("running_mean")
         True
@@ -186,13 +186,13 @@ class Engine:
             self._pool = None
 
     def release(self) -> None:
-        """Free the memory that is kept from one call to the next."""
+        """Free the memory that is kept between calls."""
         self._grads = {}
         for backend in self._backends.values():
             backend.forget()
 
     def _settled(self, facts: ModelFacts, num_nodes: int, mean: bool) -> Plan:
-        """Return the plan of the rule, apart from what the user has chosen."""
+        """Return the plan of the rule, with the user's settings."""
         engine, chunk_size, node_threads = self.settings
         plan = choose_plan(facts, num_nodes, self.device, torch.get_num_threads(), engine, mean)
         if node_threads is not None:
@@ -232,11 +232,11 @@ class Engine:
             params: `[L, *]`, or `[1, *]`: the same on every node.
             buffers: likewise; those that training changes may be overwritten, unless `differentiable`.
             batch: leaves `[L, B, ...]`.
-            seed, step, node_ids: what dropout is keyed by; one seed and one step for all, or one for each node.
+            seed, step, node_ids: the keys of dropout; one seed and one step for all, or one for each node.
             minibatch_size: examples at a time; the gradients of the parts are averaged by their sizes.
             mean: compute only the gradient of the nodes' mean loss, `[1, *]`; `params` must be `[1, *]`.
-            differentiable: derivatives can be taken through the result; nothing given is overwritten.
-            limits: of each node, how many of the B examples are its own: the first of them; None: all.
+            differentiable: the result can be differentiated; no input is overwritten.
+            limits: how many of the B examples are each node's own, from the first; None: all.
         """
         describe = contract.derivative_error if differentiable else None
         if differentiable:
@@ -244,9 +244,9 @@ class Engine:
         num_nodes, batch_size = sizes_of(batch)
         seeds = seed if isinstance(seed, Sequence) else [seed] * num_nodes
         keys = Keys(seeds, step, range(num_nodes) if node_ids is None else node_ids)
-        part = Part(params, self._stateless.own_buffers(buffers, num_nodes, differentiable), batch, keys)
+        part = NodeSlice(params, self._stateless.own_buffers(buffers, num_nodes, differentiable), batch, keys)
 
-        def compute(some: Part) -> Local:
+        def compute(some: NodeSlice) -> Local:
             with self._explaining(num_nodes, some.keys, describe):
                 return self._pure(some) if differentiable else self._mean(some) if mean else self._each(some)
 
@@ -255,11 +255,11 @@ class Engine:
             return by_minibatches(part)
         return by_batch_size(part, limits, by_minibatches, mean, inplace=not differentiable, written=self.written)
 
-    def _pure(self, part: Part) -> Local:
+    def _pure(self, part: NodeSlice) -> Local:
         with sdpa_kernel(SDPBackend.MATH):
             return self._backend.pure(part._replace(params=nodes.expand(part.params, part.size)))
 
-    def _mean(self, part: Part) -> Local:
+    def _mean(self, part: NodeSlice) -> Local:
         """Compute the gradient of the mean loss at parameters stored once."""
         pieces = []
         total: Tree | None = None
@@ -271,7 +271,7 @@ class Engine:
         assert total is not None
         return Local(tree.map(lambda g: g[None], total), torch.cat(pieces), part.buffers)
 
-    def _each(self, part: Part) -> Local:
+    def _each(self, part: NodeSlice) -> Local:
         """Compute the gradient of every node, chunk after chunk and on all node threads."""
         chunks = self.plan.chunks(part.size, self.plan.node_threads)
         if len(chunks) == 1:
@@ -291,7 +291,7 @@ class Engine:
                         grads[name].copy_(g)
                 losses[index] = local.losses
 
-        if self._pool is None:  # started here and not by `use`: a run that fails before its first step has no threads
+        if self._pool is None:  # not started by `use`: a run that fails before its first step has no threads
             self._pool = start_threads(self.plan.node_threads)
         if self._pool is None:
             run(0)
@@ -306,13 +306,13 @@ class Engine:
     def _gradient_storage(self, params: Tree, num_nodes: int) -> Tree:
         """Return the memory for the nodes' gradients, `[L, *]`: that of the step before, if it fits.
 
-        Its contents have been used by then. New memory of this size would cost more than the copy into it.
+        Its contents are no longer needed. New memory of this size would cost more than the copy into it.
         """
 
         def storage(name: str, p: Tensor) -> Tensor:
-            kept, shape = self._grads.get(name), (num_nodes, *p.shape[1:])
-            if kept is not None and (kept.shape, kept.dtype, kept.device) == (shape, p.dtype, p.device):
-                return kept
+            old, shape = self._grads.get(name), (num_nodes, *p.shape[1:])
+            if old is not None and (old.shape, old.dtype, old.device) == (shape, p.dtype, p.device):
+                return old
             return p.new_empty(shape)
 
         self._grads = {name: storage(name, p) for name, p in params.items()}
@@ -322,16 +322,16 @@ class Engine:
     def _explaining(
         self, num_nodes: int, keys: Keys | None = None, describe: Callable[[str], Exception] | None = None
     ) -> Iterator[None]:
-        """Add to an error of the model the nodes and the step, or say what torch cannot do with this model.
+        """Add the nodes and the step to an error of the model, or say what torch cannot do with this model.
 
         Args:
-            keys: whose it is, of which step; None: in validation.
-            describe: what cannot be done, from the cause; None: to run the model by `vmap`.
+            keys: of the nodes and the step; None: in validation.
+            describe: cause -> the error for what cannot be done; None: that `vmap` cannot run the model.
         """
         try:
             yield
         except Exception as error:
-            if describe is None and self.plan.engine == "loop":  # which has named the node
+            if describe is None and self.plan.engine == "loop":  # it has named the node
                 raise
             contract.check_memory(error, num_nodes, self.model)
             if "vmap" in str(error) or (describe and isinstance(error, RuntimeError)):
@@ -346,7 +346,7 @@ class Engine:
 
         Args:
             params, buffers: of one model, `[*]`.
-            batch: an ordinary one.
+            batch: an ordinary batch, `[B, ...]`.
         """
         with (
             TwiceDifferentiable(), sdpa_kernel(SDPBackend.MATH), plain_attention(), self._stateless.casting(),
@@ -376,10 +376,10 @@ class Engine:
             return self._measured(params, buffers, batch, own_batches)
         try:
             return self._measured(params, buffers, batch, own_batches, several)
-        except Exception:  # what cannot be done at once may be possible in turn, or else says there what is wrong
+        except Exception:  # one by one may work, or else raises the error to show
             self.facts = self.facts and replace(self.facts, at_once=False)
             batches = unstacked(batch, dim=int(own_batches))
-            return stacked([self._measured(params, buffers, each, own_batches) for each in batches], dim=1)
+            return stacked([self._measured(params, buffers, one, own_batches) for one in batches], dim=1)
 
     def _measured(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, several: bool = False) -> Tree:
         params, buffers = self._stateless.spared(params, buffers)
@@ -396,4 +396,4 @@ class Engine:
                 self._explaining(num_nodes),
             ):
                 measured.append(backend.measures(*arguments))
-        return {name: torch.cat([each[name] for each in measured]) for name in measured[0]}
+        return {name: torch.cat([chunk[name] for chunk in measured]) for name in measured[0]}

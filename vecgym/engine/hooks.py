@@ -1,8 +1,8 @@
 """Hooks on a model's gradients: find them, copy them with the model, or refuse them.
 
-Hooks of a parameter (`p.register_hook`) and backward hooks of a module get what the backward pass of one node gives, so
-each node needs one of its own: that is the engine `loop`. Hooks that run once `p.grad` is there
-(`p.register_post_accumulate_grad_hook`) have nothing to run on. Forward hooks are a part of the forward pass.
+Hooks of a parameter (`p.register_hook`) and backward hooks of a module expect one node's backward pass, so each node
+needs its own: they need the engine `loop`. Hooks that run after `p.grad` is set
+(`p.register_post_accumulate_grad_hook`) have nothing to run on. Forward hooks are part of the forward pass.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def on_gradients(model: nn.Module) -> str:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raise a ValueError for hooks that cannot have the effect that they have in torch's own loop.
+    """Raise a ValueError for hooks that cannot work as they do in a plain torch loop.
 
     >>> model = nn.Linear(2, 1)
     >>> handle = model.weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))
@@ -80,14 +80,14 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def _check_closures(model: nn.Module) -> None:
-    """Raise a ValueError for a function in the model that holds its parameters itself, not by way of a module.
+    """Raise a ValueError for a function in the model that refers to its parameters directly, not through a module.
 
-    One level deep: without it, a parameter in the default of a hook's argument trains to zeros without a word.
+    It looks one level deep. Without it, a parameter in the default of a hook's argument silently trains to zeros.
     """
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     for where, function in _functions(model):
-        for held in _held(function):
-            for x in held.parameters() if isinstance(held, nn.Module) else [held]:
+        for reference in _references(function):
+            for x in reference.parameters() if isinstance(reference, nn.Module) else [reference]:
                 if id(x) in names:
                     raise ValueError(
                         f"{where} is a function that holds the model's parameter {names[id(x)]!r}, or what it belongs "
@@ -97,41 +97,41 @@ def _check_closures(model: nn.Module) -> None:
 
 
 def _functions(model: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield the plain functions in the model, which a copy of it shares, and where each is."""
+    """Yield where each plain function in the model is, and the function, which a copy of the model shares."""
     for name, hooks in of_parameters(model).items():
         for hook in hooks:
-            # Unlike a module's, it is never copied with the model: a method is then one of the original.
+            # Unlike a module's hook, it is never copied with the model: a method stays bound to the original.
             yield f"the hook of parameter {name!r}", hook
     for name, module in model.named_modules():
         of = f"module {name!r}" if name else "the model"
         for hook in (f for kind in OF_A_MODULE for f in getattr(module, kind).values()):
             if isinstance(hook, types.FunctionType):
                 yield f"a hook of {of}", hook
-        if "_orig_mod" in module._modules:  # torch.compile's: a copy of it compiles anew
+        if "_orig_mod" in module._modules:  # of torch.compile: a copy compiles again
             continue
         for key, value in vars(module).items():
             if isinstance(value, types.FunctionType) and key != "_compiled_call_impl":
                 yield f"{key!r} of {of}", value
 
 
-def _held(function: Callable[..., Any]) -> list[Any]:
-    """What a function refers to itself: outer variables, globals, defaults; its arguments, its object."""
+def _references(function: Callable[..., Any]) -> list[Any]:
+    """Return what a function refers to directly: outer variables, globals, defaults, arguments, its object."""
     if isinstance(function, functools.partial):
-        return [*function.args, *function.keywords.values(), *_held(function.func)]
+        return [*function.args, *function.keywords.values(), *_references(function.func)]
     owner = [function.__self__] if isinstance(function, types.MethodType) else []
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not isinstance(function, types.FunctionType):
         return [*owner, *getattr(function, "__dict__", {}).values()]
     try:
         outer = inspect.getclosurevars(function)
-    except ValueError:  # a variable of an outer function is not set yet
+    except ValueError:  # a variable of an outer function is unset
         return owner
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     return [*owner, *outer.nonlocals.values(), *outer.globals.values(), *defaults]
 
 
 def check_pickled(model: nn.Module, fix: str) -> None:
-    """Raise a ValueError, with `fix`, for hooks that pickle leaves out, so that another process would not have them."""
+    """Raise a ValueError, with `fix`, for hooks that pickle drops, so that another process would lack them."""
     hooked = [f"parameter {name!r} has a hook on its gradient (register_hook)" for name in of_parameters(model)]
     if any(getattr(of_all_modules, f"_global{kind}") for kind in OF_A_MODULE):
         hooked.append("all modules have a hook (torch.nn.modules.module.register_module_...)")
@@ -140,9 +140,9 @@ def check_pickled(model: nn.Module, fix: str) -> None:
 
 
 def computed(model: nn.Module) -> dict[int, Tensor]:
-    """Detach the tensors that a forward pass has left in the model, by id: `copy.deepcopy` refuses those with a graph.
+    """Detach the tensors that a forward pass left in the model, by id: `copy.deepcopy` refuses tensors with a graph.
 
-    One is the weight that `torch.nn.utils.weight_norm` computes in each forward pass.
+    An example is the weight that `torch.nn.utils.weight_norm` computes in each forward pass.
     """
     tensors = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
     return {id(x): x.detach().clone() for x in tensors if x.grad_fn is not None}

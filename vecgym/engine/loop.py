@@ -11,19 +11,19 @@ from torch.func import grad_and_value
 
 from vecgym.core import tree
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import Local, Part, row, settle, stacked, unstacked
+from vecgym.engine.backend import Local, NodeSlice, row, settle, stacked, unstacked
 from vecgym.engine.batching_rules import TwiceDifferentiable
 from vecgym.engine.contract import check_steady, naming
 from vecgym.engine.stateless import StatelessModel
 
 
 class Loop:
-    """Every node by itself, each with its own random key; an error of the model names the node and the step."""
+    """One node after the other, each with its own random key; a model's error names the node and the step."""
 
     def __init__(self, model: StatelessModel) -> None:
         self.model = model
 
-    def gradients(self, part: Part, out: Callable[[], Tree], thread: int = 0) -> Local:
+    def gradients(self, part: NodeSlice, out: Callable[[], Tree], thread: int = 0) -> Local:
         grads, losses = out(), []
         for i in range(part.size):
             loss, gradient = self._one(part, i, thread)
@@ -32,30 +32,30 @@ class Loop:
             losses.append(loss)
         return Local(grads, torch.stack(losses), part.buffers)
 
-    def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
+    def mean_gradients(self, part: NodeSlice, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
         for i in range(part.size):
             loss, gradient = self._one(part, i, thread=0)
-            # One tensor after the other is freed, here and by the engine: all of them are as large as the model.
+            # Tensors are freed one by one, here and by the engine: together they are as large as the model.
             yield {name: gradient.pop(name) / num_nodes for name in list(gradient)}, loss[None]
 
     def forget(self) -> None:
         """Keep nothing; see `Backend.forget`."""
 
-    def _one(self, part: Part, i: int, thread: int) -> tuple[Tensor, Tree]:
-        """Compute the loss and gradient of one node; its rows of buffers, and parameters written, are overwritten."""
+    def _one(self, part: NodeSlice, i: int, thread: int) -> tuple[Tensor, Tree]:
+        """Compute the loss and gradient of one node; overwrite its rows of buffers and written parameters."""
         params, buffers = row(part.params, i), row(part.buffers, i)
         leaves = {name: self.model.leaf(name, p) for name, p in params.items()}
         batch = tree.map_leaves(lambda x: x[i], part.batch)
         with self.model.seeded(part.keys.of(i)), naming(f"node {part.keys.node_ids[i]}, step {part.keys.step_of(i)}"):
-            held = [(name, x, x._version) for name, x in (leaves | buffers).items() if not self.model.writes(name)]
+            fixed = [(name, x, x._version) for name, x in (leaves | buffers).items() if not self.model.writes(name)]
             loss, after, grads = self.model.gradient(leaves, buffers, batch, thread)
-            check_steady([name for name, x, version in held if x._version != version])
+            check_steady([name for name, x, version in fixed if x._version != version])
         settle(buffers, {name: b for name, b in after.items() if self.model.changes(name)})
         settle(params, {name: leaves[name] for name in self.model.written})
         dense = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(leaves.items(), grads)}
         return loss.detach(), dense
 
-    def pure(self, part: Part) -> Local:
+    def pure(self, part: NodeSlice) -> Local:
         of_one = grad_and_value(self.model.loss, has_aux=True)
         results = []
         with TwiceDifferentiable(), self.model.casting():
@@ -73,8 +73,8 @@ class Loop:
         measured = []
         for i in range(size):
             examples = tree.map_leaves(lambda x: x[i], batch) if own_batches else batch  # noqa: B023
-            each = unstacked(examples) if several else [examples]
+            batches = unstacked(examples) if several else [examples]
             with self.model.casting(), naming("in validation"):
-                of_one = [self.model.measure(row(tensors, i), one) for one in each]
+                of_one = [self.model.measure(row(tensors, i), one) for one in batches]
             measured.append(stacked(of_one) if several else of_one[0])
         return stacked(measured)

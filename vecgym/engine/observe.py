@@ -1,4 +1,4 @@
-"""Observe a forward and backward pass of one node before training begins: what the model uses and does."""
+"""Observe a forward and backward pass of one node before training: what the model uses and does."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch.overrides import TorchFunctionMode
 from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.engine import hooks
-from vecgym.engine.backend import Backend, Keys, Part
+from vecgym.engine.backend import Backend, Keys, NodeSlice
 from vecgym.engine.contract import cause, check_influence, check_written, first_call, vmap_error
 from vecgym.engine.stateless import StatelessModel, clones, seeded
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What one forward and backward pass of one node has shown.
+    """What one forward and backward pass of one node shows about the model.
 
     >>> facts = ModelFacts(unused=frozenset(), mutated=frozenset(), random=True, flop=1000)  # a model with dropout
     >>> facts.random, facts.vmap_error is None
@@ -34,26 +34,26 @@ class ModelFacts:
     unused: frozenset[str]  # parameters that get no gradient: as in torch, they are never updated
     mutated: frozenset[str]  # buffers that a training step changes
     random: bool  # draws random numbers (dropout)
-    written: frozenset[str] = frozenset()  # parameters that its forward changes, as torch.no_grad() allows
+    written: frozenset[str] = frozenset()  # parameters that its forward changes under torch.no_grad()
     hooked: bool = False  # has hooks on its gradients
     flop: int = 0  # floating-point operations of one node's forward and backward pass
-    convolution_flop: int = 0  # the part of it in convolutions of images
-    largest_bytes: int = 0  # of one node's tensors: parameters, and what its operations give
-    output_bytes: int = 0  # the largest of those that its operations give
-    at_once: bool = True  # whether several batches can be evaluated in one call; known when it was tried
+    convolution_flop: int = 0  # those in convolutions of images
+    largest_bytes: int = 0  # of one node's tensors: parameters and outputs of operations
+    output_bytes: int = 0  # the largest output of an operation
+    at_once: bool = True  # whether several batches can be evaluated in one call; False after a failed try
     vmap_error: Exception | None = None
     vmap_slow: tuple[str, ...] = ()  # operations that vmap runs node by node, serially
 
 
 def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required: bool = False) -> ModelFacts:
-    """Run one node forward and backward on a batch `[B, ...]`: check what the model returns, and note what it does.
+    """Run one node forward and backward on a batch `[B, ...]`: check what the model returns, and record what it does.
 
     Args:
-        stacked: whether this backend can run two nodes is tried too; the model then knows what it does.
-        required: raise the error of that, instead of noting it.
+        stacked: also try whether this backend can run two nodes; the model then learns its facts.
+        required: raise the error of that try, instead of recording it.
     """
     hooked = hooks.on_gradients(model.model)
-    # Copies: a forward pass may write to them.
+    # Copies, since a forward pass may write to them.
     params = {name: p.detach().clone().requires_grad_() for name, p in model.params.items()}
     observer = Observer({**params, **model.frozen})
     with seeded(0, model.device), observer, first_call(model.model, batch):
@@ -76,7 +76,7 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
     model.learn(facts.random, facts.mutated)
     try:
         return replace(facts, vmap_slow=_slow_operations(model, batch, stacked, facts.unused))
-    except Exception as error:  # whatever the model's code raises there: the loop can run it
+    except Exception as error:  # whatever the model's code raises: the loop can run it
         refusal = vmap_error(cause(error))
         if required:
             raise refusal from error
@@ -84,29 +84,29 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
 
 
 def _facts(model: StatelessModel, params: Tree, batch: Any) -> ModelFacts:
-    before, given = clones(model.buffers), clones(model.buffers)
+    before, own = clones(model.buffers), clones(model.buffers)
     states = torch.get_rng_state(), _device_rng_state(model.device)
-    _, after, grads = model.gradient(params, given, batch)
+    _, after, grads = model.gradient(params, own, batch)
     random = not (_same(states[0], torch.get_rng_state()) and _same(states[1], _device_rng_state(model.device)))
     return ModelFacts(
         unused=frozenset(name for name, g in zip(params, grads) if g is None),
-        # Also by writing what it was: the running mean of what has not moved yet, say.
+        # Even by writing the same value, such as the running mean of something that has not moved yet.
         mutated=frozenset(
-            n for n, b in after.items() if n not in before or b is not given[n] or b._version or not _same(b, before[n])
+            n for n, b in after.items() if n not in before or b is not own[n] or b._version or not _same(b, before[n])
         ),
         random=random,
     )
 
 
 def _slow_operations(model: StatelessModel, batch: Any, stacked: Backend, unused: frozenset[str]) -> tuple[str, ...]:
-    """Run two equal nodes at once, and return the operations that torch warns it runs one after the other."""
+    """Run two equal nodes at once; return the operations that torch warns it runs node by node."""
 
     def twice(x: Tensor) -> Tensor:
         return torch.stack([x, x])
 
     params: Tree = {name: twice(p) for name, p in model.params.items() if name not in unused}
     buffers = {name: twice(b) if model.changes(name) else b[None] for name, b in model.buffers.items()}
-    part = Part(params, buffers, tree.map_leaves(twice, batch), Keys([0, 0], 0, [0, 1]))
+    part = NodeSlice(params, buffers, tree.map_leaves(twice, batch), Keys([0, 0], 0, [0, 1]))
     with warnings.catch_warnings(record=True) as caught, seeded(0, model.device):
         warnings.simplefilter("always")
         stacked.gradients(part, lambda: tree.map(torch.empty_like, params))
@@ -123,17 +123,17 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 class Observer(TorchFunctionMode):
-    """Counts the arithmetic of matrix products and convolutions, and looks for the largest tensor.
+    """Count the arithmetic of matrix products and convolutions, and find the largest tensor.
 
     Attributes:
-        flop: floating-point operations of the calls seen.
-        convolution_flop: the part of it in convolutions of images.
-        largest_bytes: of the tensors that the calls gave.
+        flop: floating-point operations of the observed calls.
+        convolution_flop: those in convolutions of images.
+        largest_bytes: of the tensors that the calls returned.
         recomputes: whether the backward pass ran parts of the model again.
-        unsafe: what vmap would do wrong without a word; empty if nothing.
+        unsafe: what vmap would silently do wrong; empty if nothing.
 
     Args:
-        watched: tensors of which `written` tells.
+        watched: tensors for `written`.
     """
 
     def __init__(self, watched: Tree) -> None:
@@ -150,7 +150,7 @@ class Observer(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func == _DATA and (name := self._names.get(out.data_ptr())) is not None:
             self._watched.append((name, out, out._version, out.data_ptr()))
-        if torch._C._current_graph_task_id() != -1:  # in the backward pass; an operation's own keeps no graph
+        if torch._C._current_graph_task_id() != -1:  # in the backward pass, in which an operation keeps no graph
             self.recomputes |= torch.is_grad_enabled()
             return out
         if isinstance(out, Tensor):
@@ -172,21 +172,21 @@ class Observer(TorchFunctionMode):
         return out
 
     def written(self) -> frozenset[str]:
-        """Return which of the tensors watched have been changed, in place or by giving them another `.data`."""
+        """Return which of the watched tensors were changed, in place or by replacing their `.data`."""
         return frozenset(name for name, x, version, at in self._watched if (x._version, x.data_ptr()) != (version, at))
 
 
-def _contraction(out: Tensor, given: list[Tensor]) -> int:
+def _contraction(out: Tensor, inputs: list[Tensor]) -> int:
     """Return 2 M N K of a product [M, K] x [K, N] -> [M, N], from the numbers of elements."""
-    if len(given) < 2 or out.numel() == 0:
+    if len(inputs) < 2 or out.numel() == 0:
         return 0
-    a, b = given[-2:]
+    a, b = inputs[-2:]
     return round(2 * math.sqrt(out.numel() * a.numel() * b.numel()))
 
 
-def _weighted(out: Tensor, given: list[Tensor]) -> int:
+def _weighted(out: Tensor, inputs: list[Tensor]) -> int:
     """Count a product with one row of the weight `[out, ...]` for each output value."""
-    return 2 * out.numel() * given[1][:1].numel() if len(given) > 1 and given[1].dim() > 0 else 0
+    return 2 * out.numel() * inputs[1][:1].numel() if len(inputs) > 1 and inputs[1].dim() > 0 else 0
 
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]

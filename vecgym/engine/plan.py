@@ -1,7 +1,7 @@
 """How the nodes are computed: which backend, how many nodes at a time, how many threads.
 
-`choose_plan` is a deterministic function of the model and the machine, so that the same script gives the same bits, run
-after run.
+`choose_plan` is a deterministic function of the model and the machine, so the same script gives the same bits in every
+run.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ EngineName = Literal["auto", "vmap", "loop"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
 BACKENDS: dict[str, type[Backend]] = {"vmap": Vmap, "loop": Loop}
 
-# Calibrated by benchmarks/step_time.py. Splitting the nodes over threads costs two thread hand-overs and twice
-# the Python of one vectorised call: worth it from about this much arithmetic per step and thread.
+# Calibrated by benchmarks/step_time.py. Splitting the nodes over threads costs two thread hand-overs and twice the
+# Python of one vectorised call: it pays off from about this much arithmetic per step and thread.
 MIN_FLOP_PER_THREAD = 1e9
 # On a CPU, a node with more arithmetic than this in a step is computed faster by itself, within the cache.
 MAX_FLOP_IN_STACK = 2e9
-# Convolutions of images gain nothing from being stacked: from this much of them in a node's step on, a loop over the
-# nodes with the channels last in memory is faster, in spite of its Python.
+# Stacking gains nothing for convolutions of images: from this much of them in a node's step, a loop over the nodes with
+# the channels last in memory is faster, despite its Python.
 MAX_CONVOLUTION_FLOP_IN_STACK = 1e8
-# On a CPU, memory for a larger tensor is mapped afresh at every operation (glibc's allocator keeps no more), and the
-# page faults cost as much as the arithmetic: so the nodes are taken in chunks whose largest tensor is smaller.
+# On a CPU, memory for a larger tensor is mapped anew in every operation (glibc's allocator does not keep it), and the
+# page faults cost as much as the arithmetic: so nodes are computed in chunks whose largest tensor is smaller.
 MAX_TENSOR_BYTES = 2**25 - 2**16
-# An evaluation takes several batches in one call up to so much arithmetic and so large a tensor: beyond, what a call
-# costs by itself is small, and on a CPU the tensors leave the cache.
+# An evaluation takes several batches in one call, up to this much arithmetic and this large a tensor: beyond, the
+# overhead of a call is small, and on a CPU the tensors leave the cache.
 MAX_EVALUATION = {"cpu": (2e9, 2**22), "other": (1e12, 2**30)}
 
 
@@ -49,7 +49,7 @@ MAX_EVALUATION = {"cpu": (2e9, 2**22), "other": (1e12, 2**30)}
 class Plan:
     """How the nodes are computed: `engine` "vmap" or "loop", nodes per call, and threads over nodes.
 
-    `channels_last`: each node's images lie so in memory from its first convolution on; see `ChannelsLast`.
+    `channels_last`: the memory order of each node's images from its first convolution on; see `ChannelsLast`.
 
     >>> print(Plan("loop", node_threads=2, reason="asked for"))
     loop, 2 node threads (asked for)
@@ -74,7 +74,7 @@ class Plan:
         return [(a, min(a + size, num_nodes)) for a in range(0, num_nodes, size)]
 
     def layout(self) -> contextlib.AbstractContextManager:
-        """Enter the order of tensors in memory, in the thread that computes."""
+        """Enter the memory order of tensors, in the computing thread."""
         return ChannelsLast() if self.channels_last else contextlib.nullcontext()
 
     def __str__(self) -> str:
@@ -87,14 +87,14 @@ class Plan:
 def choose_plan(
     facts: ModelFacts, num_nodes: int, device: torch.device, num_threads: int, engine: str, mean: bool = False
 ) -> Plan:
-    """Choose how to compute the nodes from what is known of the model and the machine; nothing is measured.
+    """Choose how to compute the nodes from facts about the model and the machine; nothing is measured.
 
-    1. `loop` where vmap cannot run the model, or would run part of it node by node anyway; and on CPU where each node
-       has much arithmetic (`MAX_FLOP_IN_STACK`), above all in convolutions (`MAX_CONVOLUTION_FLOP_IN_STACK`), whose
-       channels are then last in memory. The gradient of all nodes' mean loss, `mean`, is no faster so.
-    2. On CPU the nodes are spread over the threads when each gets enough arithmetic
-       (`MIN_FLOP_PER_THREAD`), unless the model draws random numbers, whose order threads would mix up.
-    3. On CPU `vmap` takes as many nodes at a time as keep its tensors small (`MAX_TENSOR_BYTES`).
+    1. `loop` if vmap cannot run the model, or would run part of it node by node anyway; and on CPU if each node has
+       much arithmetic (`MAX_FLOP_IN_STACK`), above all in convolutions (`MAX_CONVOLUTION_FLOP_IN_STACK`), whose
+       channels are then last in memory. That does not speed up the gradient of the mean loss, `mean`.
+    2. On CPU the nodes are spread over the threads if each gets enough arithmetic (`MIN_FLOP_PER_THREAD`), unless the
+       model draws random numbers, whose order threads would mix up.
+    3. On CPU `vmap` takes only as many nodes at a time as keep its tensors small (`MAX_TENSOR_BYTES`).
 
     >>> facts = ModelFacts(unused=frozenset(), mutated=frozenset(), random=False, flop=10**9)
     >>> print(choose_plan(facts, num_nodes=8, device=torch.device("cpu"), num_threads=2, engine="auto"))
@@ -102,17 +102,17 @@ def choose_plan(
     """
     many_convolutions = facts.convolution_flop > MAX_CONVOLUTION_FLOP_IN_STACK and device.type == "cpu" and not mean
     if engine in BACKENDS:
-        chosen, reason = engine, "asked for"
+        backend, reason = engine, "asked for"
     elif facts.vmap_error is not None:
-        chosen, reason = "loop", "vmap cannot run the model"
+        backend, reason = "loop", "vmap cannot run the model"
     elif facts.vmap_slow:
-        chosen, reason = "loop", f"vmap has no fast form of {', '.join(facts.vmap_slow)}"
+        backend, reason = "loop", f"vmap has no fast form of {', '.join(facts.vmap_slow)}"
     elif device.type == "cpu" and facts.flop > MAX_FLOP_IN_STACK:
-        chosen, reason = "loop", f"{facts.flop / 1e9:.2g} GFLOP a node and step"
+        backend, reason = "loop", f"{facts.flop / 1e9:.2g} GFLOP a node and step"
     elif many_convolutions:
-        chosen, reason = "loop", f"{facts.convolution_flop / 1e9:.2g} GFLOP of convolutions a node and step"
+        backend, reason = "loop", f"{facts.convolution_flop / 1e9:.2g} GFLOP of convolutions a node and step"
     else:
-        chosen, reason = "vmap", "all nodes in one call"
+        backend, reason = "vmap", "all nodes in one call"
     flop = facts.flop * num_nodes
     threads = min(num_threads, num_nodes)
     if one_thread(facts, device) or flop < MIN_FLOP_PER_THREAD * threads:
@@ -120,16 +120,16 @@ def choose_plan(
     if threads > 1:
         reason += f"; {flop / 1e9:.2g} GFLOP a step are worth {threads} node threads"
     chunk_size = None
-    if device.type == "cpu" and chosen != "loop" and facts.largest_bytes * num_nodes > MAX_TENSOR_BYTES * threads:
+    if device.type == "cpu" and backend != "loop" and facts.largest_bytes * num_nodes > MAX_TENSOR_BYTES * threads:
         chunk_size = max(1, MAX_TENSOR_BYTES // facts.largest_bytes)
-    return Plan(chosen, threads, chunk_size, reason, channels_last=many_convolutions and engine not in BACKENDS)
+    return Plan(backend, threads, chunk_size, reason, channels_last=many_convolutions and engine not in BACKENDS)
 
 
 def batches_at_once(plan: Plan, facts: ModelFacts | None, num_nodes: int, device: torch.device) -> int:
     """Choose how many batches of an evaluation of all nodes to compute in one call.
 
-    Small models wait for Python, not for arithmetic. As `choose_plan`, this depends on the model and K alone: the bits
-    of a validation loss are the same in every process and on every machine of a kind.
+    Small models wait for Python, not for arithmetic. Like `choose_plan`, this depends only on the model and K: a
+    validation loss has the same bits in every process and on every machine of a kind.
 
     >>> facts = ModelFacts(unused=frozenset(), mutated=frozenset(), random=False, flop=10**6, output_bytes=2**12)
     >>> [batches_at_once(Plan("vmap"), facts, K, torch.device("cpu")) for K in (1, 100, 10_000)]
@@ -156,7 +156,7 @@ def check_engine(name: str, value: Any) -> str:
 
 
 def check_settings(engine: str, chunk_size: int | None, node_threads: int | None, compile: bool = False) -> None:
-    """Raise a ValueError for settings of the engine that cannot work.
+    """Raise a ValueError for invalid settings of the engine.
 
     >>> check_settings("vmap", chunk_size=0, node_threads=None)
     Traceback (most recent call last):
@@ -170,7 +170,7 @@ def check_settings(engine: str, chunk_size: int | None, node_threads: int | None
         raise ValueError(f'compile=True compiles all nodes at once, and engine={engine!r} does not: use engine="auto".')
     if compile and node_threads is not None:
         raise ValueError(
-            f"node_threads={node_threads} with compile=True: compiled code uses torch's threads by itself. "
+            f"node_threads={node_threads} with compile=True: compiled code uses torch's own threads. "
             "Leave one of them out."
         )
 
@@ -192,20 +192,20 @@ _settled = False
 
 
 def settle_threads() -> None:
-    """On a busy machine, let the threads of torch's operations sleep while they wait for one another; warn, once.
+    """On a busy machine, let the threads of torch's operations sleep while they wait for one another; warn once.
 
-    `vecgym` says so in the environment, which torch reads when it is loaded. Where torch was there before, another way
-    has the same effect: GNU's OpenMP stops spinning in a process that has more threads than the machine has cores.
-    So many are started here, which have nothing to do. No bit depends on how threads wait.
+    `vecgym` sets this in the environment, which torch reads when it is loaded. If torch was loaded before, something
+    else has the same effect: GNU's OpenMP stops spinning in a process with more threads than the machine has cores.
+    So that many idle threads are started here. No bit depends on how threads wait.
     """
     global _settled
-    others, cores = programs_running() - 1, os.cpu_count() or 1
-    if _settled or torch.get_num_threads() == 1 or 2 * others < cores:  # one thread waits for none
+    busy, cores = programs_running() - 1, os.cpu_count() or 1
+    if _settled or torch.get_num_threads() == 1 or 2 * busy < cores:  # one thread waits for none
         return
     _settled = True
-    if others >= cores:
+    if busy >= cores:
         warn(
-            f"the machine is busy: {others} other threads want its {cores} cores, and in every operation torch's "
+            f"the machine is busy: {busy} other threads want its {cores} cores, and in every operation torch's "
             f"{torch.get_num_threads()} threads wait for the last of them. torch.set_num_threads(1) may be faster "
             "here; sums are then rounded in another order."
         )
@@ -216,9 +216,9 @@ def settle_threads() -> None:
     def start() -> None:
         torch.get_num_threads()  # see `_take_one_thread`
         torch.set_num_threads(cores + 1)
-        torch.zeros((cores + 1) << 15, dtype=torch.uint8).add_(1)  # each thread gets a part of it
+        torch.zeros((cores + 1) << 15, dtype=torch.uint8).add_(1)  # each thread gets a share
         started.set()
-        threading.Event().wait()  # for ever: a thread's threads end with it
+        threading.Event().wait()  # forever: a thread's threads end with it
 
     threading.Thread(target=start, name="vecgym-idle", daemon=True).start()
     started.wait()
@@ -226,7 +226,7 @@ def settle_threads() -> None:
 
 
 def programs_running() -> int:
-    """Return how many threads of all programs run now and have done so in the last minute; 0 where that is not told."""
+    """Return how many threads of all programs run now and ran in the last minute; 0 if unknown."""
     try:
         average, *_, running, _ = Path("/proc/loadavg").read_text().split()
         return min(round(float(average)), int(running.split("/")[0]))
@@ -235,7 +235,7 @@ def programs_running() -> int:
 
 
 def start_threads(count: int) -> ThreadPoolExecutor | None:
-    """Start the node threads, all of them; None: only one, the caller's.
+    """Start all node threads; None: there is only the caller's.
 
     >>> start_threads(1) is None
     True
@@ -250,6 +250,6 @@ def start_threads(count: int) -> ThreadPoolExecutor | None:
 
 
 def _take_one_thread() -> None:
-    """Let the operations of this thread use it alone: the nodes are spread over threads, not their operations."""
-    torch.get_num_threads()  # a thread's first question sets its number, which would undo what was set before
+    """Let this thread's operations use one thread: nodes are spread over threads, not their operations."""
+    torch.get_num_threads()  # a thread's first query sets its number, which would undo an earlier setting
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""A model as a function of its tensors: parameters, buffers and random numbers are given at every call."""
+"""A model as a function of its tensors: every call passes parameters, buffers and random numbers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from vecgym.engine.contract import check_loss, check_val_metrics, offers_metrics
 class Skeleton:
     """The model's structure, called with the tensors of one node, or of all.
 
-    It does what `torch.func.functional_call` does, for a model that is called again and again: where each tensor
-    belongs, tied ones to several places, is looked up once. Until then it shares the model's own tensors and never
-    uses them. The buffers are returned as the call leaves them, whether it changed them in place or replaced them.
+    It does what `torch.func.functional_call` does, for repeated calls: it looks up once where each tensor belongs, tied
+    ones in several places. Between calls it shares the model's own tensors, and never uses them. It returns the buffers
+    as the call leaves them, changed in place or replaced.
     """
 
     def __init__(self, model: nn.Module, training: bool) -> None:
@@ -49,12 +49,12 @@ class Skeleton:
         """
         with self._holding(tensors):
             loss = self.model(batch)
-            found = backward(loss) if backward else None
+            result = backward(loss) if backward else None
             places = {name: self._places[name][0] for name in self._buffers}
-            return loss, {name: holder[key] for name, (holder, key) in places.items()}, found
+            return loss, {name: holder[key] for name, (holder, key) in places.items()}, result
 
     def measure(self, tensors: Tree, batch: Any) -> Tree:
-        """Return the validation metrics: the loss, or all that the model's own `val_metrics` returns."""
+        """Return the validation metrics: the loss, or what the model's own `val_metrics` returns."""
         with self._holding(tensors):
             if not offers_metrics(self.model):
                 return {"loss": self.model(batch)}
@@ -64,7 +64,7 @@ class Skeleton:
 
     @contextlib.contextmanager
     def _holding(self, tensors: Tree) -> Iterator[None]:
-        """Hold other tensors within a block."""
+        """Put other tensors in place within a block."""
         before = [(holder, key, holder[key]) for name in tensors for holder, key in self._places[name]]
         try:
             for name, x in tensors.items():
@@ -80,11 +80,11 @@ class StatelessModel:
     """The model of one node, called with that node's tensors: what every backend computes with.
 
     Attributes:
-        params: that are trained.
-        frozen: parameters that are not: those without `requires_grad`, and those that get no gradient.
+        params: the trained parameters.
+        frozen: the others: those without `requires_grad`, and those that get no gradient.
         buffers: before training.
         written: parameters that its forward changes.
-        random: whether it draws random numbers in training; True until that is known.
+        random: whether it draws random numbers in training; True until `learn`.
         recomputes: whether its backward pass runs parts of it again, as activation checkpointing does, and must find
             everything as it was in the forward pass.
 
@@ -109,7 +109,7 @@ class StatelessModel:
         # nn.Embedding with max_norm scales rows of its weight in every forward pass, also in eval mode.
         self._writes_params = any(getattr(module, "max_norm", None) is not None for module in model.modules())
 
-    # ------------------------------------------------------------------------------------ what is known of it
+    # ------------------------------------------------------------------------------------ facts about the model
 
     @property
     def device(self) -> torch.device:
@@ -118,7 +118,7 @@ class StatelessModel:
         return next(iter(values.values())).device if values else torch.device("cpu")
 
     def learn(self, random: bool, mutated: Collection[str], written: Collection[str] = ()) -> None:
-        """Note whether a training step draws random numbers, and which buffers and parameters it changes."""
+        """Record whether a training step draws random numbers, and which buffers and parameters it changes."""
         self.random, self._mutated, self.written = random, mutated, written
 
     def freeze(self, names: Collection[str]) -> None:
@@ -177,7 +177,7 @@ class StatelessModel:
             check_loss(loss, self.model, batch)
             with self.not_casting():
                 grads = gradients_within_modes(loss, list(leaves.values()))
-            # An embedding may give a sparse one, which has no place in stacked storage.
+            # An embedding may return a sparse gradient, which does not fit stacked storage.
             return tuple(g.to_dense() if g is not None and g.layout == torch.sparse_coo else g for g in grads)
 
         with self.casting():
@@ -223,7 +223,7 @@ class StatelessModel:
         return torch.autocast(self.device.type) if self._autocast else contextlib.nullcontext()
 
     def not_casting(self) -> contextlib.AbstractContextManager:
-        """Leave it, within, for the backward pass, whose operations take the precision of their forward ones."""
+        """Leave it for the backward pass, whose operations have the precision of the forward ones."""
         return torch.autocast(self.device.type, enabled=False) if self._autocast else contextlib.nullcontext()
 
     def seeded(self, key: int) -> contextlib.AbstractContextManager:
@@ -234,8 +234,8 @@ class StatelessModel:
 def gradients_within_modes(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
     """Return the gradient of a scalar with respect to each of `leaves`; None: unused.
 
-    torch.autograd.grad leaves all function modes, but what a model runs again in the backward pass needs them. It also
-    looks through what it is given for as long as a small model takes.
+    torch.autograd.grad leaves all function modes, but what a model recomputes in the backward pass needs them. Its
+    checks of arguments also take as long as a small model.
     """
     return _engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
@@ -250,7 +250,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's global generators within a block, and restore them."""
     devices = [device] if device.type == "cuda" else []
     with _GENERATORS, torch.random.fork_rng(devices=devices, device_type="cuda"):
-        # Not torch.manual_seed, which also seeds what is not used: a hundred times slower, with a traceback for each.
+        # Not torch.manual_seed, which also seeds unused devices: a hundred times slower, with a traceback for each.
         torch.default_generator.manual_seed(seed)
         if device.type != "cpu":
             getattr(torch, device.type).manual_seed(seed)
@@ -274,10 +274,10 @@ def clones(values: Tree) -> Tree:
 
 
 class ChannelsLast(TorchFunctionMode):
-    """Let images `[B, C, H, W]` come out of convolutions with their channels next to each other in memory.
+    """Make convolutions return images `[B, C, H, W]` with the channels adjacent in memory.
 
-    What follows keeps that order, and a CPU computes most of it faster so: a convolution by a third, pooling by a
-    multiple. Values are those of before, up to rounding.
+    Later operations keep that order, in which a CPU computes most of them faster: a convolution by a third, pooling
+    several times. Values are the same up to rounding.
 
     >>> images = torch.zeros(2, 3, 8, 8)
     >>> with ChannelsLast():

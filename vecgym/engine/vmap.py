@@ -14,11 +14,11 @@ from torch.func import grad_and_value
 
 from vecgym.core import tree
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import Local, Part, apart, settle
+from vecgym.engine.backend import Local, NodeSlice, apart, settle
 from vecgym.engine.batching_rules import Folding, TwiceDifferentiable
 from vecgym.engine.stateless import StatelessModel, gradients_within_modes, plain_attention
 
-_load_decompositions = functools.cache(lazy_load_decompositions)  # what vmap makes of some operations
+_load_decompositions = functools.cache(lazy_load_decompositions)  # vmap's decompositions of some operations
 
 
 class Vmap:
@@ -27,13 +27,13 @@ class Vmap:
     def __init__(self, model: StatelessModel) -> None:
         self.model = model
 
-    def gradients(self, part: Part, out: Callable[[], Tree], thread: int = 0) -> Local:
+    def gradients(self, part: NodeSlice, out: Callable[[], Tree], thread: int = 0) -> Local:
         with self.model.seeded(part.keys.of(0)):
             grads, losses = self._of_each(part, thread)
         return Local(grads, losses, part.buffers)
 
-    def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
-        """Yield one piece, of parameters stored once: the cost of one model on all batches."""
+    def mean_gradients(self, part: NodeSlice, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
+        """Yield one piece, for parameters stored once: it costs as much as one model on all batches."""
         with self.model.seeded(part.keys.of(0)):
             piece = self._of_mean(part, num_nodes)
         yield piece
@@ -41,20 +41,20 @@ class Vmap:
     def forget(self) -> None:
         """Keep nothing; see `Backend.forget`."""
 
-    def _of_each(self, part: Part, thread: int) -> tuple[Tree, Tensor]:
+    def _of_each(self, part: NodeSlice, thread: int) -> tuple[Tree, Tensor]:
         leaves = {n: p.detach().expand(part.size, *p.shape[1:]).requires_grad_() for n, p in part.params.items()}
         return self._gradients(leaves, {}, part, thread)
 
-    def _of_mean(self, part: Part, num_nodes: int) -> tuple[Tree, Tensor]:
+    def _of_mean(self, part: NodeSlice, num_nodes: int) -> tuple[Tree, Tensor]:
         leaves = {name: self.model.leaf(name, p[0]) for name, p in part.params.items()}
         return self._gradients({}, leaves, part, 0, num_nodes)
 
     def _gradients(
-        self, own_leaves: Tree, shared_leaves: Tree, part: Part, thread: int, divisor: int = 1
+        self, own_leaves: Tree, shared_leaves: Tree, part: NodeSlice, thread: int, divisor: int = 1
     ) -> tuple[Tree, Tensor]:
         """Differentiate the sum of the losses `[n]` in `own_leaves` `[n, *]` and `shared_leaves` `[*]`.
 
-        Return the gradients of what it is over `divisor`, and the losses; write the buffers.
+        Return the gradients of the sum over `divisor`, and the losses; write the buffers.
         """
         changed, shared = self.model.split(part.buffers)
         leaves = {**own_leaves, **shared_leaves}
@@ -62,8 +62,8 @@ class Vmap:
 
         def backward(losses: Tensor) -> None:
             total = losses.sum() if divisor == 1 else losses.sum() / divisor
-            found = gradients_within_modes(total, list(leaves.values()))
-            grads.extend(torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), found))
+            slopes = gradients_within_modes(total, list(leaves.values()))
+            grads.extend(torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), slopes))
 
         def backward_within(loss: Tensor) -> None:
             level = _functorch.peek_interpreter_stack().level()
@@ -81,7 +81,7 @@ class Vmap:
             backward(losses)
         return dict(zip(leaves, apart(grads))), losses.detach()
 
-    def pure(self, part: Part) -> Local:
+    def pure(self, part: NodeSlice) -> Local:
         changed, shared = self.model.split(part.buffers)
         own = {name: b.clone() for name, b in changed.items()}
 
@@ -97,9 +97,9 @@ class Vmap:
         shared = {name: x[0] for name, x in tensors.items() if name not in own}
 
         def of_one(own: Tree, batches: tuple[Any, ...]) -> Tree:
-            given = batches[0] if own_batches else batch
+            examples = batches[0] if own_batches else batch
             measure = functools.partial(self.model.measure, {**shared, **own})
-            return on_all(measure, len(next(tree.leaves(given))), given) if several else measure(given)
+            return on_all(measure, len(next(tree.leaves(examples))), examples) if several else measure(examples)
 
         batches = (batch,) if own_batches else ()
         with Folding(), self.model.casting(), plain_attention():
@@ -109,9 +109,9 @@ class Vmap:
 
 
 def on_all(fn: Callable[..., Any], size: int, *trees: Any) -> Any:
-    """Call `fn` once for all nodes: `torch.func.vmap(fn, randomness="different")(*trees)`, with as little as it needs.
+    """Call `fn` once for all nodes: `torch.func.vmap(fn, randomness="different")(*trees)`, with less overhead.
 
-    torch's own looks through the arguments and results so thoroughly that this takes as long as a small model.
+    torch's own inspects arguments and results so thoroughly that this takes as long as a small model.
 
     Args:
         fn: (the tensors of one node, in trees like these) -> tensors, in dicts and tuples.
@@ -123,7 +123,7 @@ def on_all(fn: Callable[..., Any], size: int, *trees: Any) -> Any:
     _load_decompositions()
     level = _functorch._vmap_increment_nesting(size, "different")
     try:
-        inside = [tree.map_leaves(lambda x: _functorch._add_batch_dim(x, 0, level), given) for given in trees]
+        inside = [tree.map_leaves(lambda x: _functorch._add_batch_dim(x, 0, level), values) for values in trees]
         return tree.map_leaves(lambda x: _functorch._remove_batch_dim(x, level, size, 0), fn(*inside))
     finally:
         _functorch._vmap_decrement_nesting()
