@@ -45,7 +45,7 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.ad_psgd import Averaged, Neighbours, PairRules
-from vecgym.strategy.decoupled import Closed, Forgotten, FragmentRules, Merged, Uploaded
+from vecgym.strategy.decoupled import Closed, Forgotten, FragmentMerge, FragmentRules, Uploaded
 from vecgym.strategy.halos import Delivered, RegionRules
 
 Halos: Any = HALoSStrategy  # any, since some tests give what they do not take
@@ -499,7 +499,7 @@ def test_laws_of_fragments(seed: int) -> None:
             late = (event.message[0], event.fragment, event.message[1])
             assert late in sent - used
             used.add(late)
-        elif isinstance(event, Merged):
+        elif isinstance(event, FragmentMerge):
             assert held[event.node][event.fragment] < event.version <= versions[event.fragment]
             held[event.node][event.fragment] = event.version
 
@@ -774,7 +774,7 @@ def test_who_returns_merges_what_has_come_in_the_meantime() -> None:
            (isinstance(event, Restart) and event.nodes == (2,))]  # fmt: skip
     back = next(i for i, event in enumerate(own) if isinstance(event, Restart) and event.time >= 20)
     merge = own[back - 1]
-    assert isinstance(merge, Merged)
+    assert isinstance(merge, FragmentMerge)
     versions = [event.version + 1 for event in timeline.events if isinstance(event, Closed) and event.time <= 20]
     assert (own[back].time, merge.time, merge.version) == (20.0, 20.0, versions[-1])
 

@@ -388,14 +388,14 @@ def _run_in_segments(simulation: Simulation, state: State, steps: Sequence[Any],
     size = -(-len(steps) // segments)
     records = []
     for start in range(0, len(steps), size):
-        part = _Part(simulation, state, steps, min(start + size, len(steps)))
+        part = _Segment(simulation, state, steps, min(start + size, len(steps)))
         state, record = part.result(_Recomputed.apply(part, *part.tensors))
         records.append(record)
     losses, distances, sent = (torch.cat(parts) for parts in zip(*records))
     return state, (losses, distances, sent)
 
 
-class _Part:
+class _Segment:
     """A part of a run as a function of tensors alone.
 
     Its inputs are `tensors`: those of the state before it, and the differentiable ones of its strategy and batches.
@@ -435,7 +435,7 @@ class _Recomputed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, part: _Part, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, part: _Segment, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.part = part
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)

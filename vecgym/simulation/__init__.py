@@ -7,9 +7,23 @@ takes its rows out of the state, its method changes them, and they are put back.
 from vecgym.simulation.run import run
 from vecgym.simulation.simulation import Algorithm, Part, Place, Row, Simulation
 from vecgym.simulation.state import Rows, State
-from vecgym.simulation.timetable import Due, Event, Every, Lockstep, Mark, RunFacts, Timetable, When
+from vecgym.simulation.timetable import Due, Event, Every, Lockstep, Mark, Recurrence, RunFacts, Timetable
 
 __all__ = [
-    "Algorithm", "Due", "Event", "Every", "Lockstep", "Mark", "Part", "Place", "Row", "Rows", "RunFacts", "Simulation",
-    "State", "Timetable", "When", "run",
+    "Algorithm",
+    "Due",
+    "Event",
+    "Every",
+    "Lockstep",
+    "Mark",
+    "Part",
+    "Place",
+    "Recurrence",
+    "Row",
+    "Rows",
+    "RunFacts",
+    "Simulation",
+    "State",
+    "Timetable",
+    "run",
 ]  # fmt: skip

@@ -54,7 +54,7 @@ class Event(NamedTuple):
         return [(row, self.counts if isinstance(self.counts, int) else self.counts[i]) for i, row in enumerate(rows)]
 
 
-class When(Protocol):
+class Recurrence(Protocol):
     """The steps at which something is due; `vecgym.strategy.when.When` is one."""
 
     def due(self, step: int) -> bool:
@@ -99,7 +99,7 @@ class Mark(NamedTuple):
     """
 
     what: str
-    when: When | int = Every()
+    when: Recurrence | int = Every()
     lag: int = 0
     who: Who | None = None
     of: Any = None

@@ -344,7 +344,7 @@ class Uploaded(NamedTuple):
         return "upload"
 
 
-class Merged(NamedTuple):
+class FragmentMerge(NamedTuple):
     """A node merges a version of a fragment of the server's, before its next step."""
 
     time: float
@@ -417,7 +417,7 @@ class FragmentRules(Rules):
     >>> rules = FragmentRules(num_steps=(1, 1), H=1, shares=(1.0,), quorum=1, tokens=(1.0, 1.0))
     >>> events = schedule(rules, lambda node, step: [1.0, 4.0][node], Stop(updates=2))
     >>> [type(event).__name__ for event in events]
-    ['Arrival', 'Uploaded', 'Closed', 'Update', 'Merged', 'Restart', 'Arrival', 'Uploaded', 'Closed', 'Update']
+    ['Arrival', 'Uploaded', 'Closed', 'Update', 'FragmentMerge', 'Restart', 'Arrival', 'Uploaded', 'Closed', 'Update']
     """
 
     H: int = 1
@@ -563,7 +563,7 @@ class _Run(Agenda):
         for p, copy in enumerate(self.copies[node]):
             waited = copy.sent_at is None or self.steps[node] - copy.sent_at >= self.rules.overlap
             if copy.arrived is not None and waited:
-                yield Merged(time, node, p, copy.arrived)
+                yield FragmentMerge(time, node, p, copy.arrived)
                 yield from self._released(time, p, copy.arrived)
                 copy.version, copy.merged_at = copy.arrived, self.steps[node]
                 copy.arrived = copy.sent_at = None

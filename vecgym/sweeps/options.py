@@ -128,7 +128,7 @@ def points(axes: Mapping[str, Any], samples: int | None, sample_seed: int) -> It
 T = TypeVar("T", Network, Compute)
 
 
-class Clock(NamedTuple):
+class Timing(NamedTuple):
     """A network and a compute, with their names where they are axes."""
 
     point: dict[str, str]
@@ -136,7 +136,7 @@ class Clock(NamedTuple):
     compute: Compute | None
 
 
-def clocks(network: Any, compute: Any) -> list[Clock]:
+def clocks(network: Any, compute: Any) -> list[Timing]:
     """Return each network with each compute, of one or {name: one} of both; None: there is none.
 
     >>> [clock.point for clock in clocks({"near": Network(1e9), "far": Network(1e6)}, Compute(0.4))]
@@ -146,7 +146,7 @@ def clocks(network: Any, compute: Any) -> list[Clock]:
     networks = none if network is None else _named("network", network, Network, "Network(1e9, 0.05)")
     computes = none if compute is None else _named("compute", compute, Compute, "Compute(0.4)")
     return [
-        Clock({axis: key for axis, key in (("network", n), ("compute", c)) if key is not None}, network, one)
+        Timing({axis: key for axis, key in (("network", n), ("compute", c)) if key is not None}, network, one)
         for n, network in networks.items()
         for c, one in computes.items()
     ]

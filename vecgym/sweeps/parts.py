@@ -61,7 +61,7 @@ class Member:
 Contexts = Callable[[int], Context]  # the context of configuration c, made when it is asked for: most never are
 
 
-class Neighbours:
+class Adjacent:
     """Neighbouring members that do something in one call.
 
     Attributes:
@@ -92,7 +92,7 @@ class Neighbours:
         return tree.map_leaves(lambda x: x.repeat_interleave(self.num_nodes, 0) if len(x) == self.size else x, state)
 
 
-class JointExchange(Neighbours):
+class JointExchange(Adjacent):
     """Members whose nodes exchange in one call: one, or several that are alike and exchange their parameters only."""
 
     def __init__(self, name: str, start: int, members: Sequence[Member]) -> None:
@@ -113,7 +113,7 @@ class JointExchange(Neighbours):
         return first if self.size == 1 else first.replace(comm=self.comm)
 
 
-class JointOptimizer(Neighbours):
+class JointOptimizer(Adjacent):
     """Members whose inner optimizers are one update, with a number for each row where theirs differ."""
 
     def __init__(self, name: str, start: int, members: Sequence[Member]) -> None:
