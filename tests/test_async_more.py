@@ -726,7 +726,7 @@ def test_only_nodes_without_a_server_begin_with_parameters_of_their_own(name: st
     if name == "ad_psgd":
         assert math.isfinite(float(rollout(model, more(name), batches, params=given, **options).loss))
     else:
-        with pytest.raises(ValueError, match=r"begin with the server's: give \[1, \*\]"):
+        with pytest.raises(ValueError, match=r"start from the server's: give \[1, \*\]"):
             rollout(model, more(name), batches, params=given, **options)
 
 

@@ -56,7 +56,7 @@ def test_the_history_says_what_the_timeline_says(strategy: Strategy) -> None:
 ABSENT = [Dropout(0.4, mean_steps=2), Sampled(0.5, H=4), LocalSteps([4, 1, 2, 3], H=4), Deadline(1.8, H=4)]
 
 
-@pytest.mark.filterwarnings("ignore:.*never there")
+@pytest.mark.filterwarnings("ignore:.*never present")
 @pytest.mark.parametrize("availability", ABSENT, ids=repr)
 @pytest.mark.parametrize("drawn", [False, True])
 def test_who_is_absent_does_not_compute(availability: Availability, drawn: bool) -> None:
@@ -80,7 +80,7 @@ def computing(availability: Availability, compute: Compute) -> Tensor:
     return torch.stack([presence.computing(step) for step in range(12)])
 
 
-@pytest.mark.filterwarnings("ignore:.*never there")
+@pytest.mark.filterwarnings("ignore:.*never present")
 def test_the_slowest_node_is_never_there() -> None:
     there = Trace([[True, True, True, False]] * 10)
     compute = Compute([1.0, 1.0, 1.0, 10.0])
@@ -88,7 +88,7 @@ def test_the_slowest_node_is_never_there() -> None:
     assert trainer.history.last("sim_seconds") == trainer.timeline(Network(math.inf), compute).seconds == 10.0
 
 
-@pytest.mark.filterwarnings("ignore:.*never there")
+@pytest.mark.filterwarnings("ignore:.*never present")
 def test_a_node_that_is_never_there_does_not_move_with_the_others() -> None:
     clock: dict[str, Any] = {"network": Network("1 kbit/s"), "compute": Compute(1.0)}
     there = Trace([[True, True, True, False]] * 10)

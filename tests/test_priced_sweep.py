@@ -110,7 +110,7 @@ def is_the_fit(row: Any, history: Any, availability: Any, **clock: Any) -> Any:
     return trainer
 
 
-@pytest.mark.filterwarnings("ignore:.*never there")
+@pytest.mark.filterwarnings("ignore:.*never present")
 def test_who_is_late_by_compute_alone() -> None:
     """No seconds: a deadline needs no network."""
     late = Deadline(1.0, H=3)
@@ -122,7 +122,7 @@ def test_who_is_late_by_compute_alone() -> None:
     assert [result.history(i).last("num_present") for i in range(2)] == [4, 3]
 
 
-@pytest.mark.filterwarnings("ignore:.*never there")
+@pytest.mark.filterwarnings("ignore:.*never present")
 @pytest.mark.parametrize("availability", [Deadline(1.0, H=3), Dropout(0.3, mean_steps=2)], ids=repr)
 def test_seconds_where_nodes_may_be_absent(availability: Any) -> None:
     result = swept_with(availability, network=NETWORKS, compute=COMPUTES)
@@ -139,7 +139,7 @@ def test_seconds_where_nodes_may_be_absent(availability: Any) -> None:
     assert other[0]["sim_seconds"] == pytest.approx(1.2)
 
 
-@pytest.mark.filterwarnings("ignore:.*never there")
+@pytest.mark.filterwarnings("ignore:.*never present")
 def test_some_rows_with_absent_nodes(tmp_path: Path) -> None:
     """Of these alone the compute is an axis; and the seconds are there after resuming, and from other processes."""
     grid = {"availability": [None, Deadline(1.0, H=3)], "H": [3]}

@@ -997,7 +997,7 @@ def test_recording_collectives_see_one_mean_per_exchange() -> None:
     assert [e.operation for e in ours.comm.ledger] == ["mean"] * 3
 
 
-@pytest.mark.filterwarnings("ignore:.*never there")
+@pytest.mark.filterwarnings("ignore:.*never present")
 @pytest.mark.parametrize("delay", [1, 2, 12])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_late_of_tensors_so_small_that_nothing_is_drawn_is_each_nodes_own(seed: int, delay: int) -> None:
