@@ -76,6 +76,7 @@ UNDERNEATH = (
     "vecgym.strategy.base.",
     "vecgym.core.nodes", "vecgym.runs.optimize.", "vecgym.core.rng", "vecgym.core.devices",
     "vecgym.runs.rollout.", "vecgym.optim.schedule", "vecgym.simulation", "vecgym.collectives.topology",
+    "vecgym.strategy.HALoSStrategy.region_of",
     "vecgym.core.tree", "vecgym.runs.verification.", "vecgym.optim.ElementwiseRule", "vecgym.optim.PerNodeRule",
     "vecgym.strategy.Context", "vecgym.plot.default_window", "vecgym.data.Batches.", "vecgym.OptimSpec.mapped",
     "vecgym.plot.pareto_front",

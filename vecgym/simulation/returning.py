@@ -66,7 +66,8 @@ def sent(
             links = Links.of(torch.tensor(senders), torch.tensor(among))
             comm._announce("permute", {name: params[name] for name in names}, links)
     rest = {name: x for name, x in params.items() if name not in common}
-    return {**common, **(comm.fetched(rest, sources, back) if rest else {})}
+    values = {**common, **(comm.fetched(rest, sources, back) if rest else {})}
+    return {name: values[name] for name in params}  # in the model's order, by which fragments are cut
 
 
 def messages(
