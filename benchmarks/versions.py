@@ -35,7 +35,7 @@ def serve_steps(name: str, strategy_name: str, quick: bool) -> None:
     try:
         from vecgym.simulation.adapted import simulation_of as make
     except ImportError:  # before the kernel
-        from vecgym.sweeps.merged import Simulation as make
+        from vecgym.engine.simulation import Simulation as make  # type: ignore[no-redef]
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     workload = WORKLOADS[name]
