@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def simulation(
     local = Engine(model, engine=engine, chunk_size=chunk_size, node_threads=threads, compile=compile)
     local.prepare(batches[0], mean=strategy.mean_gradient)
     several = comm is not None and comm.num_configs > 1
-    make: Any = Stack if several else simulation_of
+    make: Any = Stack if several else partial(simulation_of, exact=exact)
     found: Simulation = make(
         model,
         strategy,
@@ -115,7 +116,6 @@ def simulation(
         seed=seed,
         minibatch_size=minibatch_size,
         num_examples=num_examples,
-        exact=exact,
     )
     return found
 

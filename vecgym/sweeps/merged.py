@@ -1,4 +1,4 @@
-"""Many configurations as one strategy for the ordinary `Simulation`.
+"""Many configurations as one strategy, and the step of all of them.
 
 - The nodes of C configurations of K nodes are C K nodes of one simulation: configuration c has the rows from c K on.
 - Gradients are one call of the engine for all rows.
@@ -8,7 +8,7 @@
   exchanges are alike (`exchange_key`) make them in one call.
 - While the nodes of no configuration differ, as in AllReduce, parameters and optimizer have a row for each, `[C, *]`.
 
-Nothing here keeps state: it is all in the simulation's `State`, and so it can be saved.
+Nothing here keeps state: it is all in the simulation's `HookState`, and so it can be saved.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from vecgym.simulation.state import HookState, Metrics, Result
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.base import State
-from vecgym.strategy.inner import row_by_row
 from vecgym.strategy.per_rank import as_strategy
 from vecgym.sweeps.parts import JointExchange, JointOptimizer, Member, exchange_key, neighbours, optimizer_key
 
@@ -330,7 +329,7 @@ def _mean(lr: float | Tensor) -> float:
 
 
 class StackSimulation:
-    """The training of one model by `strategy` on the nodes of `comm`: all nodes, or those of this process.
+    """The training of stacked configurations, by one strategy for the rows of all of them.
 
     `step` is a pure function of the state and the batch when `differentiable`. Otherwise it takes the state over
     ("donation"): it may overwrite the tensors in it, and the caller must use only the state that it gives back.
@@ -349,8 +348,8 @@ class StackSimulation:
     tensor([0.4096, 1.6384, 3.6864, 6.5536])
     >>> state.params["w"]  # the nodes have just averaged: 2.5 (1 - 0.8^3) on each
     tensor([1.2200, 1.2200, 1.2200, 1.2200])
-    >>> simulation.length, simulation.result(state).params["w"]  # their mean is the run's model
-    (3, tensor([1.2200, 1.2200, 1.2200, 1.2200]))
+    >>> simulation.result(state).params["w"]  # their mean is the run's model
+    tensor([1.2200, 1.2200, 1.2200, 1.2200])
     >>> simulation.close()
     """
 
@@ -366,35 +365,25 @@ class StackSimulation:
         minibatch_size: int | None = None,
         num_examples: tuple[int, ...] | None = None,
         limits: tuple[int, ...] | None = None,
-        exact: bool = False,
         keys: Sequence[tuple[int, int]] | None = None,
-        own_time: bool = False,
     ) -> None:
-        """With `exact`, the bits of a node's own work do not depend on which other nodes are in this process.
-
-        Each node has a gradient and an optimizer step of its own, never one for all of them. The engine must compute
-        node by node too: `Engine(engine="loop")` or `chunk_size=1`.
+        """Prepare the simulation.
 
         `keys` are the seed and the node, for each row, by which the model's random numbers are keyed; by default `seed`
         and the ids of `comm`.
-
-        With `own_time`, learning rates and the model's random numbers go by the number of steps that each node has done
-        itself.
         """
         check_synchronous(strategy)
         self.engine = Engine(model) if engine is None else engine
         self.strategy = as_strategy(strategy, model)
         self.comm = comm
-        self.max_steps, self.seed, self.num_examples, self.exact = max_steps, seed, num_examples, exact
+        self.max_steps, self.seed, self.num_examples = max_steps, seed, num_examples
         self.minibatch_size = minibatch_size
-        self.own_time = own_time
         self.limits = limits  # of each of the K nodes, the most examples of a batch that are its own; None: all are
         self.num_local = len(comm.node_ids)  # L
         self._node_ids: list[int] = comm.node_ids.tolist()
         self._keys: tuple[tuple[int, ...], ...] = tuple(
             zip(*[(seed, node) for node in self._node_ids] if keys is None else keys)
         )
-        self._rows = None if self.num_local >= comm.num_nodes else comm.node_ids
 
     def init(self, params: Tree | None = None) -> HookState:
         """Return the state before the first step: the model's own parameters on every node, stored once.
@@ -409,11 +398,6 @@ class StackSimulation:
         self.comm.ledger.announce(self.comm.num_nodes, {name: payload_bytes(p) for name, p in params.items()})
         optimizer, strategy = self.strategy.init(params, self._context(0, node_steps, inplace=False))
         return HookState(0, params, buffers, optimizer, strategy, node_steps)
-
-    @property
-    def length(self) -> int:
-        """How many times the state of a whole run advances."""
-        return self.max_steps
 
     def result(self, state: HookState) -> Result:
         """Return what the run's model is the mean of: the one rule for all that is evaluated, returned and saved."""
@@ -469,7 +453,7 @@ class StackSimulation:
         if ctx.inplace:
             exchanged = nodes.unshared(exchanged, state.strategy, (local.grads, grads))
         # 3. The inner optimizer: each node by itself.
-        params, optimizer = self._optimize(before, grads, state.optimizer, ctx)
+        params, optimizer = self.strategy.optimize(before, grads, state.optimizer, ctx)
         return HookState(state.step, params, local.buffers, optimizer, exchanged, state.node_steps + 1), local.losses
 
     def _exchanged(self, state: HookState, before: dict[str, Any], ctx: Context) -> HookState:
@@ -519,7 +503,7 @@ class StackSimulation:
         if self.strategy.exchanges_where_some_rest:
             grads, exchanged = self.strategy.exchange_gradients(grads, exchanged, part)
             exchanged = nodes.unshared(exchanged, state.strategy, (local.grads, grads)) if ctx.inplace else exchanged
-        params, optimizer = self._optimize(params, grads, optimizer, part)
+        params, optimizer = self.strategy.optimize(params, grads, optimizer, part)
         params, buffers = (
             nodes.put_rows(old, rows, new, self.num_local, ctx.inplace)
             for old, new in zip(everyone, (params, local.buffers))
@@ -529,30 +513,20 @@ class StackSimulation:
         node_steps = state.node_steps.index_add(0, rows, torch.ones_like(rows))
         return HookState(state.step, params, buffers, optimizer, exchanged, node_steps), losses
 
-    def _optimize(self, params: Tree, grads: Tree, state: dict[str, Any], ctx: Context) -> tuple[Tree, dict[str, Any]]:
-        """Take the inner optimizer's step on all nodes, with `exact` on one after the other."""
-        if not self.exact or not self.strategy.pure:
-            return self.strategy.optimize(params, grads, state, ctx)
-        told = lambda i: ctx if i is None else ctx.of_rows(torch.tensor([i]))  # noqa: E731
-        return row_by_row(lambda i, p, g, s: self.strategy.optimize(p, g, s, told(i)), params, grads, state)
-
     def _gradients(
         self, params: Tree, buffers: Tree, batch: Any, rows: Sequence[int], modules: dict[str, Any], ctx: Context
     ) -> Local:
         """Compute the gradients of the nodes in `rows`, and what the strategy adds to each."""
         mean = self.strategy.mean_gradient and all(p.shape[0] == 1 for p in params.values())
-        mean = mean and self.num_local <= self.comm.num_nodes and not self.exact  # configurations have a mean each
+        mean = mean and self.num_local <= self.comm.num_nodes  # configurations have a mean each
         everyone = len(rows) == self.num_local
         seeds, node_ids = self._keys if everyone else ([values[row] for row in rows] for values in self._keys)
-        step = ctx.node_steps.tolist() if self.own_time else ctx.step
         local = self.engine.gradients(
-            per_node_or_once(params, len(rows)), buffers, batch, seed=seeds, step=step, node_ids=node_ids,
+            per_node_or_once(params, len(rows)), buffers, batch, seed=seeds, step=ctx.step, node_ids=node_ids,
             minibatch_size=self.minibatch_size, mean=mean and ctx.inplace, differentiable=not ctx.inplace,
             limits=None if self.limits is None else [self.limits[self._node_ids[row]] for row in rows],
         )  # fmt: skip
-        # The mean of the nodes here is not that of all: as each one's gradient it is averaged with the others'.
-        grads = nodes.expand(local.grads, len(rows)) if mean and self.num_local < self.comm.num_nodes else local.grads
-        return local._replace(grads=self.strategy.local_gradients(grads, params, modules, ctx))
+        return local._replace(grads=self.strategy.local_gradients(local.grads, params, modules, ctx))
 
     def _to_write(self, params: Tree, num_nodes: int) -> Tree:
         """Return the parameters, `[L, *]` where the model's forward writes to them: each node to its own."""
@@ -569,7 +543,7 @@ class StackSimulation:
 
         def once(name: str, x: Tensor, count: int) -> Tensor:
             rows = x.unflatten(0, (count, -1))  # of each configuration
-            if self.num_local < self.comm.num_nodes or not torch.allclose(rows, rows[:, :1], 0, 0, equal_nan=True):
+            if not torch.allclose(rows, rows[:, :1], 0, 0, equal_nan=True):
                 raise ValueError(
                     f"the model's forward writes to its parameter {name!r}, on each node what its own batch says. "
                     f"{self.strategy!r} exchanges gradients, for which all nodes must have the same parameters: theirs "
@@ -583,8 +557,7 @@ class StackSimulation:
     def _context(self, step: int, node_steps: Tensor, inplace: bool) -> Context:
         ctx = Context(
             self.comm, step=step, node_steps=node_steps, max_steps=self.max_steps, seed=self.seed, inplace=inplace,
-            differentiable=not inplace, num_examples=self.num_examples, rows=self._rows, exact=self.exact,
-            own_time=self.own_time,
+            differentiable=not inplace, num_examples=self.num_examples,
         )  # fmt: skip
         # A strategy written for one rank has its learning rate from the step itself.
         return ctx.replace(lr=self.strategy.lr(ctx)) if self.strategy.pure else ctx
