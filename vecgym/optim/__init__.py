@@ -1,6 +1,7 @@
 """Optimizers on stacked tensors: every parameter is `[L, *shape]`, and L = 1 means the same on every node.
 
 Settings:  OptimSpec, or what ensure_optim_spec converts to one: a name in OPTIMIZERS or a torch.optim.Optimizer class
+Steps:     Optimizer, a spec with clipping and a schedule, told how many steps it has made
 Updates:   a Rule, by rule_of: ElementwiseRule, all nodes in one call, for the classes in FORMULAS (ELEMENTWISE and
            Muon's); PerNodeRule, one torch optimizer per node, for any other. Their state is an OptState
 Classes:   Lion, Muon (torch's if it has one), FullPrecisionMuon, DionMuon, FedAdam, FedYogi, FedAdagrad: beyond
@@ -11,6 +12,7 @@ Clipping:  clip_grad_norm, check_max_norm
 from vecgym.optim.clip import check_max_norm, clip_grad_norm
 from vecgym.optim.elementwise import ElementwiseRule, OptState
 from vecgym.optim.formulas import ELEMENTWISE, FORMULAS
+from vecgym.optim.optimizer import Optimizer
 from vecgym.optim.optimizers import DionMuon, FedAdagrad, FedAdam, FedYogi, FullPrecisionMuon, Lion, Muon
 from vecgym.optim.per_node import PerNodeRule
 from vecgym.optim.spec import OPTIMIZERS, OptimSpec, Rule, ensure_optim_spec, rule_of
@@ -29,6 +31,7 @@ __all__ = [
     "Muon",
     "OptState",
     "OptimSpec",
+    "Optimizer",
     "PerNodeRule",
     "Rule",
     "check_max_norm",

@@ -100,7 +100,7 @@ class Part:
         self.made = self.counts if event.made is None else self._here(event.made)
         self.losses: Tensor | None = None
         self.memo = draft.memo
-        self._num_read = 0
+        self._num_read = self._num_steps = 0
 
     @property
     def tick(self) -> int:
@@ -136,6 +136,35 @@ class Part:
         self.losses = local.losses
         return local.grads
 
+    @property
+    def lr(self) -> Any:
+        """The inner learning rate of the next step, schedule included: a number, `[]` or `[rows]`."""
+        own, inner = self.home is self.own, self.simulation.algorithm.inner
+        counts = _later(self.counts if own else self.tick, self._num_steps)
+        return inner.lr(counts, self.simulation.timetable.max_steps, self._ids if own else None)
+
+    def optimize(self, grads: Tree, lr: Any = None) -> None:
+        """Take the inner optimizer's step of these rows.
+
+        Args:
+            grads: `[1 or rows, *]`; may be overwritten.
+            lr: another learning rate than `lr`.
+        """
+        own, simulation = self.home is self.own, self.simulation
+        if self.rows or not own:
+            made, exact = _later(self.made if own else self.tick, self._num_steps), simulation.exact
+            new = simulation.algorithm.inner.step(
+                self.params, grads, self.home["optimizer"], made, self.lr if lr is None else lr,
+                inplace=self.inplace, nodes=self._ids if own else None, exact=exact,
+            )  # fmt: skip
+            self.params, self.home["optimizer"] = new
+        self._num_steps += 1
+
+    @property
+    def _ids(self) -> list[int] | None:
+        """The node ids of these rows; None: all nodes."""
+        return None if len(self.rows) == self.simulation.run.num_nodes else self.rows
+
     def report(self, losses: Tensor | None = None, **columns: Any) -> None:
         """Add the losses of these rows, and other measurements, to the tick's row of the history."""
         if losses is not None:
@@ -161,8 +190,7 @@ class Part:
     @property
     def read_at(self) -> int | list[int]:
         """The step count at which these rows read next: one number, or one for each row."""
-        counts, done = self.counts, self._num_read
-        return counts + done if isinstance(counts, int) else [count + done for count in counts]
+        return _later(self.counts, self._num_read)
 
     def check_reads(self, *, at_end: bool) -> None:
         """Raise a ValueError if these rows have read more batches than their event declares, or fewer at its end."""
@@ -225,15 +253,17 @@ class Simulation:
             read ahead in every kind of run.
         here: the rows of this process, consecutive; None: all.
         minibatch_size: examples at a time.
+        exact: each row takes its optimizer step by itself, so that its bits do not depend on which other rows are here.
     """
 
     def __init__(
         self, engine: Engine, algorithm: Any, run: RunFacts, comm: Collectives,
         read: Callable[[Iterator[Request]], Batches], *, here: range | None = None, minibatch_size: int | None = None,
+        exact: bool = False,
     ) -> None:  # fmt: skip
         self.engine, self.algorithm, self.run, self.comm, self.read = engine, algorithm, run, comm, read
         self.here = range(run.num_nodes) if here is None else here
-        self.minibatch_size = minibatch_size
+        self.minibatch_size, self.exact = minibatch_size, exact
         self.timetable = algorithm.timetable(run)
         self.place = functools.lru_cache(CACHED_PLACES)(self._place)
 
@@ -388,6 +418,10 @@ class Simulation:
             index = placed(places, sums.device)
             sums, times = sums.index_add(0, index, losses), times.index_add(0, index, torch.ones_like(losses))
         return (sums / times).masked_fill(times == 0, torch.nan)  # 0 / 0 is a different nan on some processors
+
+
+def _later(counts: int | list[int], steps: int) -> int | list[int]:
+    return counts + steps if isinstance(counts, int) else [count + steps for count in counts]
 
 
 def _index(rows: list[int], size: int) -> Index:

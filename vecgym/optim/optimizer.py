@@ -1,0 +1,221 @@
+"""The one way to an optimizer's rule: built once, and told how many steps it has made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vecgym.core import check, nodes
+from vecgym.core.devices import placed
+from vecgym.core.tree import Tree, leaves
+from vecgym.optim.clip import check_max_norm, clip_grad_norm
+from vecgym.optim.schedule import Schedule, check_schedule, make_schedule
+from vecgym.optim.spec import OptimSpec
+
+Counts = int | Sequence[int]  # of all rows, or of each
+Slots = dict[str, Any]  # an optimizer's state: slot -> parameter -> [1 or rows, *]
+
+
+class Optimizer:
+    """An optimizer on stacked parameters, of nodes or of a server, inner or outer.
+
+    Its state holds no count: `step` is told how many steps each row has made before. The schedule and hyperparameters
+    with a value for each step, `[T, 1]` or `[T, K]`, go by that count; those with a value for each node, `[K]` or
+    `[T, K]`, by the rows' node ids.
+
+    Args:
+        spec: class and hyperparameters.
+        max_norm: clip each row's gradient to this 2-norm before the step; `[K]`: a norm for each node.
+        lr_scheduler: "constant", "cosine", "lambda_cosine", or a function step -> factor of the learning rate; see
+            `vecgym.optim.schedule`.
+        warmup_steps: steps of linear warm-up from 0.
+        cosine_anneal: after the warm-up, decay to 10 % along a cosine.
+
+    Raises:
+        TypeError, ValueError: for a max_norm that is not positive, an unknown schedule, and a function together with
+            `warmup_steps` or `cosine_anneal`.
+
+    >>> optimizer = Optimizer(OptimSpec("sgd", lr=0.5, momentum=0.9), warmup_steps=2)
+    >>> params, grads = {"w": torch.tensor([1.0, 1.0])}, {"w": torch.tensor([1.0, 2.0])}
+    >>> state = optimizer.init(params)
+    >>> optimizer.lr(1, max_steps=10)
+    0.25
+    >>> optimizer.step(params, grads, state, count=1, lr=0.25)[0]
+    {'w': tensor([0.7500, 0.5000])}
+    """
+
+    def __init__(
+        self, spec: OptimSpec, *, max_norm: float | Tensor | None = None, lr_scheduler: str | Schedule | None = None,
+        warmup_steps: int = 0, cosine_anneal: bool = False,
+    ) -> None:  # fmt: skip
+        self.spec = spec
+        self.max_norm = None if max_norm is None else check_max_norm(max_norm)
+        check_schedule(lr_scheduler, warmup_steps, cosine_anneal)
+        self.lr_scheduler, self.warmup_steps, self.cosine_anneal = lr_scheduler, warmup_steps, cosine_anneal
+        self._rule = spec.rule()
+        self._per_node: bool | None = None if spec.param_groups else _has_several(spec.kwargs)
+        self._factor = functools.lru_cache(1)(self._make_factor)
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether a schedule changes the learning rate."""
+        return self.lr_scheduler is not None or bool(self.warmup_steps) or self.cosine_anneal
+
+    def check(self, num_nodes: int, max_steps: int, whose: str) -> None:
+        """Raise a ValueError for values of each node or step that are not as many, and for a schedule that fails."""
+        self.spec.check_steps(num_nodes, max_steps, whose)
+        if self.max_norm is not None:
+            check.per_node("max_norm", self.max_norm, "(0, inf]", num_nodes=num_nodes)
+        if callable(self.lr_scheduler):  # what is wrong with the user's function shows before the run
+            self._factor(max_steps)(0)
+
+    def init(self, params: Tree) -> Slots:
+        """Return the state before the first step, for parameters `[1 or rows, *]`."""
+        return {slot: x for slot, x in self._rule.init(params).items() if slot != "step"}
+
+    def lr(self, counts: Counts, max_steps: int, nodes: Sequence[int] | None = None) -> Any:
+        """Return the learning rate of the next step, schedule included.
+
+        Args:
+            counts: steps made before.
+            max_steps: the length of the schedule.
+            nodes: the rows' node ids; None: all nodes.
+
+        Returns:
+            A number or a tensor `[]`, if it is the same for all rows; else `[rows]`.
+        """
+        if not self.scheduled:
+            return of_rows(self.spec.lr_at, counts, nodes)
+        factor = self._factor(max_steps)
+        return of_rows(lambda count: self.spec.lr_at(count) * factor(count), counts, nodes)
+
+    def step(
+        self, params: Tree, grads: Tree, state: Slots, count: Counts, lr: Any = None, *, inplace: bool = True,
+        nodes: Sequence[int] | None = None, exact: bool = False,
+    ) -> tuple[Tree, Slots]:  # fmt: skip
+        """Take a step of these rows; return their parameters and state.
+
+        Args:
+            params, grads, state: `[1 or rows, *]`.
+            count: steps made before.
+            lr: a number, `[]` or `[rows]`, as `lr` returns it; None: that of the spec.
+            inplace: `params`, `grads` and `state` may be overwritten: use only what is returned. Otherwise the step is
+                pure, and can be differentiated.
+            nodes: the rows' node ids; None: all nodes.
+            exact: each row by itself: its last bits do not depend on the other rows.
+        """
+        counts = [count] if isinstance(count, int) else list(count)
+        if counts.count(counts[0]) == len(counts):
+            counts = counts[:1]
+        if not exact:
+            return self._step(params, grads, state, counts, lr, inplace, nodes)
+        values = [lr, *leaves(self.spec.kwargs)] if nodes is None else []
+        sizes = [x.shape[-1] for x in values if isinstance(x, Tensor) and x.dim() > 0]
+        num_rows = max(len(counts), *map(len, leaves([params, grads, state])), *sizes)
+        if num_rows == 1:
+            return self._step(params, grads, state, counts, lr, inplace, nodes)
+        ids = range(num_rows) if nodes is None else nodes
+        return row_by_row(
+            lambda i, p, g, s: self._step(p, g, s, _of(counts, i), _of(lr, i), inplace, ids[i : i + 1]),
+            params, grads, state, num_rows,
+        )  # fmt: skip
+
+    def _step(
+        self, params: Tree, grads: Tree, state: Slots, counts: list[int], lr: Any, inplace: bool,
+        nodes: Sequence[int] | None,
+    ) -> tuple[Tree, Slots]:  # fmt: skip
+        if self.max_norm is not None:
+            grads, _ = clip_grad_norm(grads, _own(self.max_norm, nodes), inplace=inplace)
+        told = {"step": torch.tensor(counts), **state}
+        params, new = self._rule_at(params, counts, nodes).update(params, grads, told, lr=lr, inplace=inplace)
+        del new["step"]
+        return params, new
+
+    def _rule_at(self, params: Tree, counts: list[int], nodes: Sequence[int] | None) -> Any:
+        """Return the rule with the values of these nodes and steps."""
+        if self._per_node is None:  # param_groups tells parameter by parameter
+            self._per_node = any(_has_several(spec.kwargs) for spec, _, _ in self.spec.groups(params))
+        spec = self.spec if nodes is None or not self._per_node else self.spec.mapped(lambda x: _own(x, nodes))
+        spec = spec.at_each(lambda of_step: of_rows(of_step, counts if len(counts) > 1 else counts[0]))
+        return self._rule if spec is self.spec else spec.rule()
+
+    def _make_factor(self, max_steps: int) -> Schedule:
+        return make_schedule(self.lr_scheduler, max_steps, self.warmup_steps, self.cosine_anneal)
+
+    def __repr__(self) -> str:
+        parts = [repr(self.spec)]
+        defaults = {"max_norm": None, "lr_scheduler": None, "warmup_steps": 0, "cosine_anneal": False}
+        for name, default in defaults.items():
+            value = getattr(self, name)
+            if repr(value) != repr(default):
+                parts.append(f"{name}={getattr(value, '__name__', repr(value))}")
+        return f"Optimizer({', '.join(parts)})"
+
+
+def of_rows(value_at: Callable[[int], Any], counts: Counts, nodes: Sequence[int] | None = None) -> Any:
+    """Return what a function of the count gives for each row: one value, if it is the same for all, or `[rows]`.
+
+    Args:
+        value_at: count -> a number, a tensor `[]`, or `[K]`, of each node.
+        counts: of all rows, or of each.
+        nodes: the rows' node ids; None: all nodes.
+
+    >>> of_rows(lambda count: 10 * count, [4, 0, 2])
+    tensor([40.,  0., 20.], dtype=torch.float64)
+    >>> of_rows(lambda count: torch.tensor([1.0, 2.0, 3.0]), 5, nodes=[0, 2])
+    tensor([1., 3.])
+    """
+    if isinstance(counts, int):
+        return _own(value_at(counts), nodes)
+    found = {count: value_at(count) for count in dict.fromkeys(counts)}
+    first = found[counts[0]]
+    if all(x is first or (isinstance(x, (int, float)) and x == first) for x in found.values()):
+        return _own(first, nodes)
+    ids = range(len(counts)) if nodes is None else nodes
+    tensors = {
+        count: torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64) for count, x in found.items()
+    }
+    return torch.stack([x if x.dim() == 0 else x[node] for x, node in zip(map(tensors.__getitem__, counts), ids)])
+
+
+def row_by_row(
+    step: Callable[[int, Tree, Tree, Slots], tuple[Tree, Slots]], params: Tree, grads: Tree, state: Slots, num_rows: int
+) -> tuple[Tree, Slots]:
+    """Take an optimizer's step on one row after the other: `step` gets its place, parameters, gradients and state.
+
+    A kernel rounds the last values of a tensor, which fill no vector register, in another way than the others: which
+    values these are must not depend on the other nodes.
+
+    >>> params, grads = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.5, 0.5])}
+    >>> row_by_row(lambda i, p, g, s: ({"w": p["w"] - g["w"]}, s), params, grads, {}, num_rows=2)[0]
+    {'w': tensor([0.5000, 1.5000])}
+    """
+    found = []
+    for i in range(num_rows):
+        p, g, s = (nodes.take_rows(x, torch.tensor([i])) for x in (params, grads, state))
+        found.append(step(i, p, g, s))
+    return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
+
+
+def _own(value: Any, nodes: Sequence[int] | None) -> Any:
+    """Return the values of some nodes of `[K]` or `[T, K]`; what all nodes share as it is."""
+    if nodes is None or not isinstance(value, Tensor) or value.dim() == 0 or value.shape[-1] == 1:
+        return value
+    return value[..., placed(torch.as_tensor(nodes, dtype=torch.long), value.device)]
+
+
+def _of(values: Any, i: int) -> Any:
+    """Return the value of one row, of `[rows]` or of one for all."""
+    one = (
+        not isinstance(values, (list, Tensor)) or (isinstance(values, Tensor) and values.dim() == 0) or len(values) == 1
+    )
+    return values if one else values[i : i + 1]
+
+
+def _has_several(settings: Any) -> bool:
+    """Whether a setting has a value for each node."""
+    return any(x.dim() > 0 and x.shape[-1] > 1 for x in leaves(settings))
