@@ -21,10 +21,12 @@ from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.collectives.stacked import Announced
 from vecgym.core import check
 from vecgym.core.errors import warn
-from vecgym.simulation.exchanges import exchanges
+from vecgym.core.tree import Tree
+from vecgym.simulation import RunFacts, Simulation
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.per_rank import as_strategy
+from vecgym.strategy.simulated import nothing_to_read
 
 LOWEST, HIGHEST = 1.0, 1e18  # bit/s
 PRECISION = 1e-4  # relative
@@ -68,17 +70,20 @@ def dry_run(
         )
     check_synchronous(strategy)
     strategy.check(K, T)
-    comm = Announced(K)
+    comm, seed = Announced(K), check.seed("seed", seed)
     params = {
-        name: torch.empty_like(p, device="meta", requires_grad=False)[None]
+        name: torch.empty_like(p, device="meta", requires_grad=False)
         for name, p in model.named_parameters()
         if p.requires_grad and name not in unused
     }
-    comm.ledger.announce(K, {name: p.nbytes for name, p in params.items()})
-    wide = {name: p.expand(K, *p.shape[1:]) for name, p in params.items()}  # as if the nodes had diverged
+    run = RunFacts(K, T, seed, num_examples=(1,) * K)  # weights change no bytes
+    simulation = Simulation(Shapes(params), strategy, run, comm, nothing_to_read, dry=True)
     try:
-        for _ in exchanges(strategy, params, wide, comm, T, check.seed("seed", seed)):
-            pass
+        state = simulation.init()
+        for events in simulation.timetable.ticks():
+            step = state.tick
+            state, row = simulation.tick(state, events, iter(()), pure=True)
+            comm.ledger.add(step, row.transfers)
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error):
             raise
@@ -87,6 +92,19 @@ def dry_run(
             "price trainer.ledger."
         ) from error
     return comm.ledger
+
+
+class Shapes:
+    """A stand-in for an engine: parameters that have shapes and no values.
+
+    >>> Shapes({"w": torch.empty(3, device="meta")}).buffers
+    {}
+    """
+
+    written: frozenset[str] = frozenset()
+
+    def __init__(self, params: Tree) -> None:
+        self.params, self.buffers = params, Tree()
 
 
 def required_bandwidth(

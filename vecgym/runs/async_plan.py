@@ -113,7 +113,5 @@ class Updates(Simulation):
 
     def _rates(self, arrivals: Sequence[Arrival]) -> Any:
         """Return the inner learning rates of the last steps of some arrivals: a number, or one for each."""
-        last = torch.tensor([arrival.first_step + arrival.num_steps - 1 for arrival in arrivals])
-        ids = torch.tensor([arrival.node for arrival in arrivals])
-        ctx = Context(self.comm, node_steps=last, max_steps=self.timetable.max_steps, rows=ids, own_time=True)
-        return ctx.own(self.strategy.lr(ctx))
+        last = [arrival.first_step + arrival.num_steps - 1 for arrival in arrivals]
+        return self.strategy.inner.lr(last, self.timetable.max_steps, [arrival.node for arrival in arrivals])

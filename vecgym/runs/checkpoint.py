@@ -543,10 +543,10 @@ def learning_rates(strategy: Strategy, num_nodes: int, num_steps: int, steps: It
     >>> learning_rates(FedAvgStrategy("sgd", lr=0.5, warmup_steps=2), 4, 10, [0, 1, 2])
     {0: [0.0], 1: [0.25], 2: [0.5]}
     """
-    comm, rates = StackedCollectives(num_nodes), {}
+    rates = {}
     for step in steps:
         try:
-            lr = strategy.lr(Context(comm, step=step, max_steps=num_steps))
+            lr = strategy.inner.lr(step, num_steps)
         except AttributeError:
             return {}
         rates[step] = torch.as_tensor(lr, dtype=torch.float64).detach().reshape(-1).tolist()

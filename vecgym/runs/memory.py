@@ -283,24 +283,26 @@ class Estimator:
             steps = stepping(self.strategy, self.engine.params, K, self.max_steps, strided, in_parts)
             self.complete, mean = steps.complete, steps.rows == 1 < K
             state = steps.state
-            states = {"optimizer": state.home["optimizer"], "strategy": state.shared["modules"]}
-            values = {"parameters": state.params, **states}
-            parts = {name: part_of(x, K) for name, x in values.items()}
+            home = {"parameters": "params", "optimizer": "optimizer"}
+            parts = {name: part_of(state, lambda key, k=key: key == k) for name, key in home.items()}
+            parts["strategy"] = part_of(state, lambda key: key not in {*home.values(), "buffers"})
             # Whole copies of all nodes' parameters count for each node; the rest counts once.
             copies = steps.temporary_bytes // max(1, K * P)
             parts["exchange"] = Part(copies * P, steps.temporary_bytes - copies * K * P)
         return {name: replace(part, nodes=self.num_local) for name, part in parts.items()}, mean
 
 
-def part_of(values: Any, num_nodes: int) -> Part:
-    """Split the memory of values into per_node node's own, `[K, *]`, and what is stored once.
+def part_of(state: State, chosen: Callable[[str], bool]) -> Part:
+    """Return the memory of what nodes have of their own and of what they share, of the names that are chosen.
 
-    >>> part_of({"own": torch.ones(4, 2), "shared": torch.ones(1, 2)}, num_nodes=4)
+    >>> state = State(0, own={"params": {"w": torch.ones(4, 2)}}, shared={"outer": {"w": torch.ones(1, 2)}})
+    >>> part_of(state, lambda name: True)
     Part(per_node_bytes=8, shared_bytes=8, nodes=4)
     """
-    own = [x for x in tree.leaves(values) if x.dim() and len(x) == num_nodes > 1]
-    per_node = tree.num_bytes(own) // num_nodes
-    return Part(per_node, tree.num_bytes(values) - per_node * num_nodes, num_nodes)
+    own, shared = ({name: x for name, x in held.items() if chosen(name)} for held in (state.own, state.shared))
+    rows = max((len(x) for x in tree.leaves(state.own)), default=1)
+    return Part(tree.num_bytes(own) // rows, tree.num_bytes(shared), rows)
+
 
 
 def nodes_at_a_time(plan: Plan, num_nodes: int) -> int:
@@ -526,7 +528,7 @@ def stepping(
 
     >>> from vecgym.strategy import DiLoCoStrategy
     >>> peak = stepping(DiLoCoStrategy("sgd", H=500), {"w": torch.empty(10**9, device="meta")}, 8, max_steps=1000)
-    >>> peak.state.params["w"].shape, peak.state.shared["modules"]["0"]["params"]["w"].nbytes, peak.temporary_bytes > 0
+    >>> peak.state.params["w"].shape, peak.state.shared["0.0/params"]["w"].nbytes, peak.temporary_bytes > 0
     (torch.Size([8, 1000000000]), 4000000000, True)
     """
     with FakeTensorMode(allow_non_fake_inputs=True):  # on the CPU, so that its code paths are taken
@@ -541,13 +543,10 @@ def stepping(
     with torch.no_grad(), _WithoutValues([params, batch]) as live:
         state = simulation.init()
         try:
-            for step in _watched_steps(strategy, num_nodes, max_steps):
+            for step in _watched_steps(simulation, max_steps):
                 state, _ = simulation.step(replace(state, tick=step), batch, before=_distance)
         except Exception:  # whatever a strategy does with tensors that have no values
-            wide = {name: p[None].repeat(num_nodes, *[1] * p.dim()) for name, p in params.items()}
-            own = {"params": wide, "optimizer": strategy.inner_optim.rule().init(wide), "buffers": {}}
-            initial = State(0, own, {"modules": simulation.init().shared["modules"], "buffers": {}})
-            return Stepping(initial, num_nodes, 0, complete=False)
+            return Stepping(simulation.init(), num_nodes, 0, complete=False)
     gradients = 0 if lasting else engine.rows * tree.num_bytes(params)  # lasting ones are still allocated
     return Stepping(state, engine.rows, max(0, live.peak - live.now - gradients))
 
@@ -593,17 +592,12 @@ def _distance(event: Event, draft: Draft) -> None:
         squared_consensus_distance(draft.params)
 
 
-def _watched_steps(strategy: Strategy, num_nodes: int, max_steps: int) -> list[int]:
+def _watched_steps(simulation: Simulation, max_steps: int) -> list[int]:
     """Return the steps to watch; see `stepping`."""
-
-    def first(due: Callable[[int], bool]) -> int:
-        return next((step for step in range(max_steps) if due(step)), 0)
-
-    ctx = Context(StackedCollectives(num_nodes), max_steps=max_steps)
-    steps = {0, 1, first(lambda step: not strategy.idle(ctx.replace(step=step)))}
-    for module in map(innermost, strategy.communication_modules):
-        if isinstance(when := getattr(module, "when", None), When):
-            steps |= {at := first(when.due), at + int(getattr(module, "delay", 0) or 0)}
+    steps = {0, 1}
+    for mark in getattr(simulation.timetable, "marks", ()):
+        first = next((step for step in range(max_steps) if mark.when.due(step)), 0)
+        steps |= {first, first + mark.lag}
     return sorted(step for step in steps if step < max_steps)
 
 

@@ -681,8 +681,7 @@ def check_rollout(availability: Any, strategy: Strategy) -> None:
         return
     if strategy.asynchronous:
         raise ValueError(f"{type(strategy).__name__} does not support availability in a rollout: leave it out.")
-    modules = strategy.communication_modules
-    if any(map(lets_rest, modules)):
+    if any(exchange.lets_rest for exchange in strategy.exchanges):
         raise ValueError(
             f"availability={availability!r} and {strategy!r} both say who sits out: in a rollout give one, such "
             "as availability=Sampled(0.5, H) instead of participation=0.5."

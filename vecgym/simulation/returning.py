@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,12 +12,7 @@ from vecgym.collectives import Collectives
 from vecgym.collectives.topology import Links
 from vecgym.core import nodes, rng
 from vecgym.core.tree import Tree
-from vecgym.simulation.exchanges import exchanges_gradients
 from vecgym.simulation.presence import Presence
-from vecgym.strategy import Gradients, Mean, ServerMean, Strategy
-from vecgym.strategy.average import Around
-from vecgym.strategy.communication import Wrapper
-from vecgym.strategy.modules import Exchange
 
 
 class Shared(NamedTuple):
@@ -109,38 +103,6 @@ def sources_of(back: Sequence[int], presence: Presence, step: int) -> list[int]:
     return [staying[int(torch.randint(len(staying), (), generator=draw))] for draw in draws]
 
 
-def through_server(strategy: Strategy) -> Strategy:
-    """Return a strategy whose means over all nodes, of their parameters or movements, are a server's.
-
-    >>> from vecgym.strategy import CommunicateOptimizeStrategy, Compressed, Parameters
-    >>> from vecgym.compress import TopK
-    >>> modules = [Parameters(Compressed(Mean(), TopK(0.1)), every=2), Parameters(Mean(island_size=2))]
-    >>> through_server(CommunicateOptimizeStrategy(modules, "sgd")).communication_modules
-    (Parameters(Compressed(ServerMean(), TopK(fraction=0.1, k=None)), every=2), Parameters(Mean(island_size=2)))
-    """
-    twin = copy.copy(strategy)
-    twin.communication_modules = tuple(map(_through_server, strategy.communication_modules))
-    return twin
-
-
-def _through_server(module: Any) -> Any:
-    if isinstance(module, Wrapper):
-        twin = copy.copy(module)
-        twin.module = _through_server(module.module)
-        return twin
-    return module.around(_server_mean(module.average)) if _averages_values(module) else module
-
-
-def _averages_values(module: Any) -> bool:
-    return isinstance(module, Exchange) and not isinstance(module, Gradients)
-
-
-def _server_mean(average: Any) -> Any:
-    if isinstance(average, Around):
-        return average.around(_server_mean(average.inner))
-    return ServerMean(average.weighting) if type(average) is Mean and average.shared else average
-
-
 def _mean(wide: Tree, members: list[int], comm: Collectives) -> Tree:
     """Average over some nodes, `[1, *]`; the mean of equal values is exact. One node alone needs no mean: empty."""
     if not wide or len(members) == 1:
@@ -157,24 +119,3 @@ def _mean(wide: Tree, members: list[int], comm: Collectives) -> Tree:
 def _ids(present: Tensor) -> list[int]:
     ids: list[int] = present.nonzero().flatten().tolist()
     return ids
-
-
-def check_presence(presence: Presence, strategy: Strategy) -> None:
-    """Raise a ValueError if the strategy's nodes cannot be absent, or cannot wait for others.
-
-    >>> from vecgym.simulation.availability import Facts, LocalSteps
-    >>> from vecgym.strategy import FedAvgStrategy
-    >>> check_presence(Presence(LocalSteps([1, 2], H=2), Facts(2, 2, seed=0)), FedAvgStrategy("sgd", H=2, lr=0.1))
-    """
-    what = f"availability={presence.availability!r}"
-    if not strategy.pure:
-        raise ValueError(
-            f"{what}: this strategy is written for one rank, so all ranks must take part in every step. Leave "
-            "availability out, or write the strategy as a CommunicationModule."
-        )
-    if presence.waits and exchanges_gradients(strategy):
-        raise ValueError(
-            f"{what} makes nodes wait for others, but {strategy!r} exchanges gradients in every step: use a "
-            "strategy that exchanges parameters every H steps."
-        )
-    strategy.check_present(sorted(presence.counts), presence.run.num_nodes)

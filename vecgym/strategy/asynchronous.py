@@ -20,10 +20,11 @@ from vecgym.simulation.scheduled import Scheduled
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts, Timetable
-from vecgym.strategy.base import Context, Strategy, check_interval
-from vecgym.strategy.inner import InnerOptions, StepOptions, row_by_row, takes_options
-from vecgym.strategy.modules import DEFAULT_H
+from vecgym.strategy.base import Strategy
+from vecgym.strategy.exchange import DEFAULT_H
+from vecgym.strategy.inner import InnerOptions, StepOptions, takes_options
 from vecgym.strategy.servers import OuterOptimizer, Server, Staleness, StalenessName, staleness_weight
+from vecgym.strategy.when import check_interval
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,10 +53,9 @@ class EventDriven(Strategy):
         """Return the timetable of a run whose schedule is known."""
         return Scheduled(run.schedule, together=self.together)
 
-    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:  # type: ignore[override]
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what each node has of its own, and what all have together."""
-        optimizer = self._rule.init(params)
-        return {"optimizer": {slot: x for slot, x in optimizer.items() if slot != "step"}}, {}
+        return {"optimizer": self.inner.init(params)}, {}
 
     def own_parameters(self, state: State) -> Tree:
         """Return the nodes' own parameters, `[K, *]`."""
@@ -68,21 +68,12 @@ class EventDriven(Strategy):
 
     def optimized(self, part: Part, params: Tree, grads: Tree, counts: int | list[int]) -> Tree:
         """Take the inner optimizer's step of these rows, which have made so many before; return their parameters."""
-        simulation, each = part.simulation, [counts] * len(part.rows) if isinstance(counts, int) else counts
-        ctx = Context(
-            simulation.comm, node_steps=torch.tensor(each), max_steps=simulation.timetable.max_steps,
-            seed=simulation.run.seed, inplace=part.inplace, differentiable=not part.inplace,
-            rows=torch.tensor(part.rows), own_time=True,
+        simulation = part.simulation
+        lr = self.inner.lr(counts, simulation.timetable.max_steps, part.rows)
+        new, part.own["optimizer"] = self.inner.step(
+            params, grads, part.own["optimizer"], counts, lr, inplace=part.inplace, nodes=part.rows,
+            exact=simulation.engine.plan.engine == "loop",  # promises bits that do not depend on who trains beside it
         )  # fmt: skip
-        ctx = ctx.replace(lr=self.lr(ctx))
-        state = {"step": ctx.node_steps, **part.own["optimizer"]}
-        if simulation.engine.plan.engine == "loop":  # promises bits that do not depend on who trains beside a node
-            ctx = ctx.replace(exact=True)
-            told = lambda i: ctx if i is None else ctx.of_rows(torch.tensor([i]))  # noqa: E731
-            new, state = row_by_row(lambda i, p, g, s: self.optimize(p, g, s, told(i)), params, grads, state)
-        else:
-            new, state = self.optimize(params, grads, state, ctx)
-        part.own["optimizer"] = {slot: x for slot, x in state.items() if slot != "step"}
         return new
 
     def send(self, part: Part, operation: str, who: ServerLinks | Links, names: Sequence[str] | None = None) -> None:
@@ -91,11 +82,6 @@ class EventDriven(Strategy):
         names = tuple(sizes) if names is None else tuple(names)
         payload, K = sum(sizes[name] for name in names), part.simulation.run.num_nodes
         part.comm.ledger.record(Transfer(operation, payload, K, who, tensors=names))
-
-    def active_nodes(self, ctx: Context) -> list[int] | None:
-        """Raise a ValueError: there is no step of all nodes, of which the question could be asked."""
-        check_synchronous(self)
-        return None
 
     def server_of(self, num_nodes: int) -> Server | None:
         """Return the server whose parameters are those of the run, if there is one."""
@@ -131,7 +117,7 @@ class InRounds(EventDriven):
     sum over the steps of the round.
     """
 
-    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:  # type: ignore[override]
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         own, shared = super().init(run, params)
         return {**own, "start": params, "local": params}, shared
 
@@ -277,7 +263,7 @@ class AsyncStrategy(InRounds):
         steps = self.steps_of_rounds(times.nominal)
         return Rules(steps, self.buffer, self.max_wait, self.grace, times.wires(), times.absences)
 
-    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:  # type: ignore[override]
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         own, _ = super().init(run, params)
         return own, {"params": params, "server": self.server_of(run.num_nodes).init(params)}
 

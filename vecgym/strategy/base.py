@@ -1,51 +1,43 @@
-"""What a strategy is: an optimizer on every node, and what the nodes exchange before and after it."""
+"""What a strategy is: an optimizer on every node, and what the nodes exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from vecgym.core import check, nodes
-from vecgym.core.tree import Tree, leaves
-from vecgym.optim import OptimSpec, check_max_norm, clip_grad_norm, ensure_optim_spec
-from vecgym.optim.schedule import Schedule, check_schedule, make_schedule
-from vecgym.strategy import contract
-from vecgym.strategy.communication import CommunicationModule, Context, Slots, State, innermost, overrides
-from vecgym.strategy.inner import InnerOptions, moments_in, optimizer_step, takes_options, with_moments
+from vecgym.core import check, nodes, tree
+from vecgym.core.tree import Tree
+from vecgym.optim import Optimizer, OptimSpec, ensure_optim_spec
+from vecgym.optim.schedule import Schedule
+from vecgym.simulation.presence import Presence
+from vecgym.simulation.returning import Shared, sent
+from vecgym.simulation.simulation import Part
+from vecgym.simulation.state import State
+from vecgym.simulation.timetable import Lockstep, Mark, RunFacts, Timetable, Who
+from vecgym.strategy.exchange import Exchange
+from vecgym.strategy.inner import InnerOptions, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = [
-    "CommunicateOptimizeStrategy",
-    "CommunicationModule",
-    "Context",
-    "Slots",
-    "State",
-    "Strategy",
-    "check_interval",
-    "moments_in",
-    "optimizer_step",
-    "overrides",
-    "with_moments",
-]
-
 
 class Strategy:
-    """How the nodes are trained: communication modules around one inner optimizer.
+    """How the nodes are trained: an inner optimizer, and exchanges.
 
-    A step is: gradients; the modules' `exchange_gradients`, in order; clipping; the inner optimizer; the
-    modules' `exchange_moments`, then their `exchange_parameters`, in order.
+    A step is: gradients; the exchanges of gradients, in order; clipping; the inner optimizer; then the exchanges of
+    parameters and moments that are due, in order. It is an algorithm of `vecgym.simulation`: its timetable says what
+    happens when, and to which nodes, and it has a method for each kind of event. A subclass may override any of them.
 
     Args:
         inner_optim: a name ("adamw", "sgd", ...), an `OptimSpec`, or a `torch.optim.Optimizer` class; AdamW
             when not given.
-        communication_modules: `CommunicationModule`s; none: the nodes train independently.
+        exchanges: `Exchange`s, or `CommunicationModule`s of your own; none: the nodes train independently.
         lr: the learning rate of the inner optimizer, if `inner_optim` does not set it.
-        max_norm: clip each node's gradient to this 2-norm (`[K]`: a norm for each), after `exchange_gradients`.
+        max_norm: clip each node's gradient to this 2-norm (`[K]`: a norm for each), after gradients are exchanged.
         lr_scheduler: "constant", "cosine", "lambda_cosine", or a function step -> factor; see
             `vecgym.optim.schedule`.
         warmup_steps: steps of linear warm-up from 0.
@@ -54,35 +46,36 @@ class Strategy:
     Raises:
         TypeError, ValueError: at construction, saying what is allowed.
 
+    Example: two nodes with different targets take two steps, and average their parameters.
+
     >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.strategy import AveragingCommunicator
-    >>> strategy = Strategy("sgd", communication_modules=[AveragingCommunicator()], lr=0.1, warmup_steps=4)
-    >>> strategy.check(num_nodes=2, max_steps=10)
-    >>> ctx = Context(StackedCollectives(2), step=2, max_steps=10)  # half-way through the warm-up
-    >>> params, grads = {"w": torch.zeros(1)}, {"w": torch.tensor([1.0, 3.0])}
-    >>> optimizer, modules = strategy.init(params, ctx)
-    >>> strategy.mean_gradient, strategy.active_nodes(ctx), strategy.lr(ctx)
-    (False, None, 0.05)
-    >>> grads = strategy.local_gradients(grads, params, modules, ctx)
-    >>> grads, modules = strategy.exchange_gradients(grads, modules, ctx)
-    >>> params, optimizer = strategy.optimize(params, grads, optimizer, ctx)
-    >>> optimizer, modules = strategy.exchange_moments(optimizer, params, modules, ctx)
-    >>> params, strategy.exchange_parameters(params, modules, ctx)[0]
-    ({'w': tensor([-0.0500, -0.1500])}, {'w': tensor([-0.1000])})
+    >>> from vecgym.models import Line
+    >>> from vecgym.simulation.fitted import simulation_of
+    >>> from vecgym.strategy import Mean
+    >>> strategy = Strategy("sgd", [Exchange(Mean(), every=2)], lr=0.25)
+    >>> [[event.what for event in tick] for tick in strategy.timetable(RunFacts(num_nodes=2, num_steps=2)).ticks()]
+    [['train'], ['train', 'meet']]
+    >>> simulation = simulation_of(Line(), strategy, StackedCollectives(2), max_steps=2)
+    >>> state = simulation.init()
+    >>> for _ in range(2):
+    ...     state, row = simulation.step(state, torch.tensor([[1.0], [3.0]]))
+    ...     print(state.params["w"])
+    tensor([0.5000, 1.5000])
+    tensor([1.5000, 1.5000])
     """
 
-    # True where all that evolves is in the states that the methods take and give back.
-    pure = True
     # True where nodes do not wait for one another: there are no steps of all of them; see `AsyncStrategy`.
     asynchronous = False
-    # True where gradients are exchanged in a step in which some nodes sit out, too.
-    exchanges_where_some_rest = False
+    # False where something evolves outside of the state; see `RankStrategy`.
+    pure = True
+    # Settings that may differ between the configurations of a stack; None: it is always trained by itself.
+    numbers: tuple[str, ...] | None = ()
 
     def __init__(
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        exchanges: Sequence[Any] = (),
         *,
-        communication_modules: Sequence[CommunicationModule] = (),
         lr: float | Tensor | None = None,
         max_norm: float | Tensor | None = None,
         lr_scheduler: str | Schedule | None = None,
@@ -90,211 +83,202 @@ class Strategy:
         cosine_anneal: bool = False,
     ) -> None:
         self.inner_optim = ensure_optim_spec(inner_optim, OptimSpec(torch.optim.AdamW), argument="inner_optim", lr=lr)
-        self.communication_modules = _checked_modules(communication_modules)
+        self.exchanges = _numbered(exchanges)
+        self.max_norm, self.lr_scheduler = max_norm, lr_scheduler
+        self.warmup_steps, self.cosine_anneal = warmup_steps, cosine_anneal
+        self._inner = Optimizer(
+            self.inner_optim, max_norm=max_norm, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps,
+            cosine_anneal=cosine_anneal,
+        )  # fmt: skip
+        self._of_gradients = [exchange for exchange in self.exchanges if exchange.of == "gradients"]
         self._check_resting()
-        if max_norm is not None:
-            check_max_norm(max_norm)
-        self.max_norm = max_norm
-        check_schedule(lr_scheduler, warmup_steps, cosine_anneal)
-        self.lr_scheduler = lr_scheduler
-        self.warmup_steps = warmup_steps
-        self.cosine_anneal = cosine_anneal
-        self._rule = self.inner_optim.rule()
+
+    @property
+    def inner(self) -> Optimizer:
+        """The optimizer on the nodes."""
+        return self._inner
 
     @property
     def mean_gradient(self) -> bool:
         """Whether the mean of the nodes' gradients is all that is used of them."""
-        return bool(self.communication_modules) and self.communication_modules[0].mean_gradient
+        return len(self._of_gradients) == 1 and self._of_gradients[0].plain
+
+    # ------------------------------------------------------------------------------------------------- before the run
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        """Raise a ValueError if the strategy cannot work for this run."""
-        self.inner_optim.check_steps(num_nodes, max_steps, "inner optimizer")
-        if self.max_norm is not None:
-            check.per_node("max_norm", self.max_norm, "(0, inf]", num_nodes=num_nodes)
-        if callable(self.lr_scheduler):  # what is wrong with the user's function shows here, not within a node's thread
-            make_schedule(self.lr_scheduler, max_steps)(0)
-        for module in self.communication_modules:
-            module.check(num_nodes, max_steps)
+        """Raise a ValueError if the strategy cannot work for this run; warn of what has no effect in it."""
+        self.inner.check(num_nodes, max_steps, "inner optimizer")
+        for exchange in self.exchanges:
+            exchange.check(num_nodes, max_steps)
 
-    def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
-        """Raise a ValueError if it cannot work while only so many of the nodes are present.
+    def timetable(self, run: RunFacts) -> Timetable:
+        """Return what happens when: all nodes train, then comes what is due.
 
-        >>> from vecgym.strategy import GossipStrategy
-        >>> GossipStrategy("ring").check_present([2, 3], num_nodes=4)
+        Raises:
+            ValueError: if it cannot work with the absences of the run.
         """
-        for module in self.communication_modules:
-            module.check_present(counts, num_nodes)
+        for exchange in self.exchanges:
+            exchange.check_run(run)
+        train = "train_jointly" if self._of_gradients else "train"
+        return Lockstep(run, *self.marks(run), trains=self.trains(run), train=train)
 
-    def idle(self, ctx: Context) -> bool:
-        """Return whether neither parameters nor moments are exchanged in this step, and no module's state changes.
+    def marks(self, run: RunFacts) -> list[Mark]:
+        """Return what is due in some of the steps."""
+        return [mark for exchange in self.exchanges for mark in exchange.marks(run)]
 
-        >>> from vecgym.collectives import StackedCollectives
-        >>> Strategy("sgd").idle(Context(StackedCollectives(2)))
-        True
+    def trains(self, run: RunFacts) -> Who | None:
+        """Return who trains, (step, present nodes) -> some of them; None: all of them, always."""
+        senders = [found for exchange in self.exchanges if (found := exchange.senders(run)) is not None]
+        if len(senders) < 2:
+            return senders[0] if senders else None
+
+        def of_all(step: int, rows: Sequence[int]) -> list[int]:
+            each = [found(step, rows) for found in senders]
+            return sorted(set(rows).intersection(*(some for some in each if some is not None)))
+
+        return of_all
+
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what each node has of its own, `[1 or K, *]`, and what all nodes share, `[1, *]`."""
+        held = {"params": params, "optimizer": self.inner.init(params)}
+        own, shared = ({}, held) if self.alike(run) else (held, {})
+        for exchange in self.exchanges:
+            of_each, of_all = exchange.init(params, run)
+            own, shared = own | of_each, shared | of_all
+        return own, shared
+
+    def alike(self, run: RunFacts) -> bool:
+        """Whether all nodes have the same parameters and optimizer at every step, so that these are stored once."""
+        together = any(exchange.common and exchange.always for exchange in self._of_gradients)
+        parted = run.presence is not None and run.presence.rejoin == "own"
+        return together and not parted and all(e.common for e in self.exchanges) and not self.inner.per_node
+
+    def through_server(self) -> Strategy:
+        """Return the same strategy with a server that takes the means over all nodes, of parameters or movements.
+
+        >>> from vecgym.strategy import Mean
+        >>> Strategy("sgd", [Exchange(Mean(), every=2), Exchange(Mean(island_size=2))], lr=0.1).through_server().exchanges
+        (Exchange(ServerMean(), every=2), Exchange(Mean(island_size=2)))
         """
-        own = ("exchange_parameters", "exchange_moments")
-        usual = all(getattr(type(self), name) is getattr(Strategy, name) for name in own)
-        return usual and all(module.idle(ctx) for module in self.communication_modules)
+        twin = copy.copy(self)
+        twin.exchanges = tuple(exchange.through_server() for exchange in self.exchanges)
+        return twin
 
-    def init(self, params: Tree, ctx: Context) -> tuple[State, State]:
-        """Return the first states of optimizer and modules; `params` are `[1 or L, *]`."""
-        ctx = self._told(ctx)
-        modules = {str(i): contract.init(module, params, ctx) for i, module in enumerate(self.communication_modules)}
-        return self._rule.init(params), modules
+    # ------------------------------------------------------------------------------------------------------- handlers
 
-    def active_nodes(self, ctx: Context) -> list[int] | None:
-        """Return the nodes that train in this step, ascending; None: all."""
-        ctx = self._told(ctx)
-        chosen = [contract.active_nodes(module, ctx) for module in self.communication_modules]
-        given = [set(nodes) for nodes in chosen if nodes is not None]
-        return sorted(set.intersection(*given)) if given else None
+    def train(self, part: Part) -> None:
+        """Let each node take a step of its own."""
+        part.optimize(part.gradients())
+        part.report(part.losses)
 
-    def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
-        """Return each node's own gradient with what the modules add to it."""
-        adding = [(i, m) for i, m in enumerate(self.communication_modules) if overrides(m, "local_gradients")]
-        if not adding:
-            return grads
-        ctx = self._told(ctx)
-        silent = self.active_nodes(ctx) is not None
-        for i, module in adding:
-            grads = contract.local_gradients(module, grads, params, state[str(i)], ctx, silent)
+    def train_jointly(self, part: Part) -> None:
+        """Exchange gradients before the optimizer's step."""
+        part.optimize(self.joint_gradients(part))
+        part.report(part.losses)
+
+    def joint_gradients(self, part: Part) -> Tree:
+        """Return the gradients of these nodes after their exchange, `[1 or rows, *]`."""
+        grads = part.gradients(mean=self.mean_gradient and part.home is part.shared)
+        with part.comm.ledger.of_gradients():
+            for exchange in self._of_gradients:
+                grads = exchange.now(part, grads)
         return grads
 
-    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Let each module in turn exchange gradients."""
-        ctx = self._told(ctx)
-        for i, module in enumerate(self.communication_modules):
-            grads, changed = contract.exchange_gradients(module, grads, state[str(i)], ctx)
-            state = {**state, str(i): changed}
-        return grads, state
+    def meet(self, part: Part) -> None:
+        """Make an exchange that takes effect at once."""
+        self.exchanges[part.event.info.of.exchange].meet(part)
 
-    def lr(self, ctx: Context) -> float | Tensor:
-        """Return the inner learning rate of this step."""
-        if self.lr_scheduler is None and not self.warmup_steps and not self.cosine_anneal:
-            return ctx.by_count(self.inner_optim.lr_at)
-        schedule = make_schedule(self.lr_scheduler, ctx.max_steps, self.warmup_steps, self.cosine_anneal)
-        return ctx.by_count(lambda step: self.inner_optim.lr_at(step) * schedule(step))
+    def agree(self, part: Part) -> None:
+        """Make an exchange whose result takes effect later, or is for others."""
+        self.exchanges[part.event.info.of.exchange].agree(part)
 
-    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
-        """Return the rate of the first module that has an optimizer of its own; None: none has.
+    def write(self, part: Part) -> None:
+        """Let nodes go on with what was agreed on."""
+        self.exchanges[part.event.info.of.exchange].write(part)
 
-        >>> from vecgym.collectives import StackedCollectives
-        >>> from vecgym.strategy import DiLoCoStrategy
-        >>> DiLoCoStrategy("sgd", lr=0.1).outer_learning_rate(Context(StackedCollectives(2), max_steps=1000))
-        0.7
-        """
-        found = (module.outer_learning_rate(ctx) for module in self.communication_modules)
-        return next((lr for lr in found if lr is not None), None)
+    def rejoin(self, part: Part) -> None:
+        """Send parameters to the nodes that return, unless all nodes share theirs."""
+        presence, params, alike = part.run.presence, part.params, part.home is part.shared
+        assert isinstance(presence, Presence)
+        common = Shared(Tree(), set())
+        if presence.rejoin == "shared":
+            common = Shared(self.outer_parameters(part.shared), self.agreed(part.run, list(params), part.tick - 1))
+        begin = sent(params, presence, common, part.comm, part.tick, once=list(params) if alike else [])
+        back = [i for i, row in enumerate(part.rows) if row in set(part.event.info)]
+        if back and not alike:
+            part.params = nodes.put_rows(params, torch.tensor(back), begin, len(part.rows), part.inplace)
 
-    def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Clip the gradients, and take the inner optimizer's step."""
-        if self.max_norm is not None:
-            grads, _ = clip_grad_norm(grads, ctx.own(self.max_norm), inplace=ctx.inplace)
-        lr = self.lr(ctx) if ctx.lr is None else ctx.lr
-        return optimizer_step(self.inner_optim, self._rule, ctx.step, params, grads, state, ctx, lr=lr)
+    # -------------------------------------------------------------------------------------------------- what it tells
 
-    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Let each module in turn exchange parameters."""
-        ctx = self._told(ctx)
-        for i, module in enumerate(self.communication_modules):
-            if i > 0 and ctx.inplace:
-                params = _apart(params, state)
-            params, changed = contract.exchange_parameters(module, params, state[str(i)], ctx)
-            state = {**state, str(i): changed}
-        return params, state
-
-    def exchange_moments(self, optimizer: State, params: Tree, state: State, ctx: Context) -> tuple[State, State]:
-        """Let each module in turn exchange moments of the inner optimizer."""
-        exchanging = [(i, m) for i, m in enumerate(self.communication_modules) if overrides(m, "exchange_moments")]
-        if not exchanging:
-            return optimizer, state
-        ctx = self._told(ctx)
-        moments = moments_in(optimizer, params)
-        for i, module in exchanging:
-            moments, changed = contract.exchange_moments(module, moments, state[str(i)], ctx)
-            state = {**state, str(i): changed}
-        return with_moments(optimizer, moments), state
-
-    def result(self, state: Any) -> Tree:
-        """Return the parameters `[1 or L, *]` whose mean over the nodes that are there is the run's model.
+    def result(self, state: State) -> Tree:
+        """Return the parameters `[1 or L, *]` whose mean over the nodes that are present is the run's model.
 
         That model is evaluated, returned by `fit`, and saved. Override this where it is not the mean of what the nodes
-        train: `state` is a `vecgym.simulation.state.HookState`; in its `strategy` are the modules' states, under "0",
-        "1", ... Of an asynchronous strategy `state.params` are the server's.
+        train: in `state.own` and `state.shared` is all that evolves.
 
-        >>> from vecgym.simulation.state import HookState
-        >>> Strategy("sgd").result(HookState(0, {"w": torch.zeros(1)}, {}, {}, {}, node_steps=torch.zeros(2)))
+        >>> Strategy("sgd").result(State(0, {"params": {"w": torch.zeros(1)}}, {}))
         {'w': tensor([0.])}
         """
-        params: Tree = state.params
-        return params
+        return state.params
 
-    def outer_parameters(self, state: State) -> Tree:
-        """Return the parameters `[1, *]` that the modules hold once for all nodes; see `CommunicationModule`.
+    def rates(self, timetable: Any, tick: int, nodes: Sequence[int] | None = None) -> tuple[Any, Any]:
+        """Return the inner learning rate of a step, and the outer one; None: there is none.
 
-        >>> Strategy("sgd").outer_parameters({})
-        {}
+        Args:
+            nodes: those that are present, whose own counts differ; None: all, with the same count.
+
+        >>> from vecgym.strategy import DiLoCoStrategy
+        >>> strategy = DiLoCoStrategy("sgd", lr=0.1, warmup_steps=2)
+        >>> strategy.rates(strategy.timetable(RunFacts(num_nodes=4, num_steps=10)), tick=1)
+        (0.05, 0.7)
         """
+        made = None if nodes is None else timetable.made(tick)
+        counts: Any = tick if made is None or nodes is None else [made[node] for node in nodes]
+        outer = (exchange.rate(tick) for exchange in self.exchanges)
+        return self.inner.lr(counts, timetable.max_steps, nodes), next((lr for lr in outer if lr is not None), None)
+
+    def outer_parameters(self, shared: Any) -> Tree:
+        """Return the parameters `[1, *]` that exchanges hold once for all nodes, from which a returning node begins."""
         found: Tree = {}
-        for i, module in enumerate(self.communication_modules):
-            found |= module.outer_parameters(state[str(i)])
+        for exchange in self.exchanges:
+            found |= exchange.outer_parameters(shared)
         return found
 
-    def take_rows(self, state: State, rows: Tensor) -> State:
-        """Return the rows of some nodes of the optimizer's state, or the modules'.
+    def agreed(self, run: RunFacts, names: Sequence[str], tick: int) -> set[str]:
+        """Return the parameters that are equal on all nodes after a step's exchanges.
 
-        >>> Strategy("sgd").take_rows({"momentum": torch.tensor([1.0, 2.0, 3.0])}, torch.tensor([0, 2]))
-        {'momentum': tensor([1., 3.])}
+        >>> from vecgym.strategy import FedAvgStrategy
+        >>> strategy, run = FedAvgStrategy("sgd", H=2), RunFacts(num_nodes=4, num_steps=2)
+        >>> [strategy.agreed(run, ["w"], tick) for tick in range(2)]
+        [set(), {'w'}]
         """
-        return nodes.take_rows(state, rows)
-
-    def put_rows(self, state: State, rows: Tensor, new: State, num_nodes: int, inplace: bool) -> State:
-        """Return the state with the rows of some nodes replaced; see `vecgym.core.nodes.put_rows`.
-
-        >>> new, rows = {"momentum": torch.tensor([7.0])}, torch.tensor([1])
-        >>> Strategy("sgd").put_rows({"momentum": torch.tensor([1.0, 2.0])}, rows, new, num_nodes=2, inplace=False)
-        {'momentum': tensor([1., 7.])}
-        """
-        return nodes.put_rows(state, rows, new, num_nodes, inplace)
-
-    def _told(self, ctx: Context) -> Context:
-        """Return the context that modules are told, which has the inner learning rate."""
-        return ctx if ctx.lr is not None or not self.communication_modules else ctx.replace(lr=self.lr(ctx))
-
-    def _check_resting(self) -> None:
-        """Raise a ValueError where gradients would be exchanged, and some nodes have none."""
-        own = type(self).exchange_gradients is not Strategy.exchange_gradients
-        exchanging = [m for m in self.communication_modules if overrides(m, "exchange_gradients")]
-        resting = [m for m in self.communication_modules if lets_rest(m)]
-        if resting and (exchanging or own):
-            who = repr(exchanging[0]) if exchanging else type(self).__name__
-            raise ValueError(
-                f"{resting[0]!r} lets some nodes sit out, and {who} exchanges the gradients of all at every "
-                "step: give participation=1, or a module that exchanges parameters."
-            )
+        found: set[str] = set()
+        for exchange in self.exchanges:
+            equal, changed = exchange.agreed(run, names, tick)
+            found = (found - changed) | equal
+        return found
 
     def hidden_state(self) -> Any:
-        """Return what evolves outside of the states, for a file; None where the strategy is `pure`.
-
-        >>> Strategy("sgd", lr=0.1).hidden_state() is None
-        True
-        """
+        """Return what evolves outside of the state, for a file; None where the strategy is `pure`."""
         return None
 
     def load_hidden_state(self, state: Any) -> None:
-        """Restore what `hidden_state` has returned, after `init`.
-
-        >>> Strategy("sgd", lr=0.1).load_hidden_state(None)
-        """
+        """Restore what `hidden_state` has returned, after `init`."""
 
     def close(self) -> None:
-        """End the strategy's threads; a later step starts them again.
+        """End the strategy's threads; a later step starts them again."""
 
-        >>> Strategy("sgd", lr=0.1).close()
-        """
+    def _check_resting(self) -> None:
+        """Raise a ValueError where gradients would be exchanged, and some nodes have none."""
+        resting = [exchange for exchange in self.exchanges if exchange.lets_rest]
+        if resting and self._of_gradients:
+            raise ValueError(
+                f"{resting[0]!r} lets some nodes sit out, and {self._of_gradients[0]!r} exchanges the gradients of all "
+                "at every step: give participation=1, or exchange parameters."
+            )
 
     def __repr__(self) -> str:
-        parts = [repr(self.inner_optim), *map(repr, self.communication_modules)]
+        parts = [repr(self.inner_optim), *map(repr, self.exchanges)]
         defaults = {"max_norm": None, "lr_scheduler": None, "warmup_steps": 0, "cosine_anneal": False}
         settings = {name: getattr(self, name) for name in defaults}
         parts += [
@@ -306,64 +290,30 @@ class Strategy:
 
 
 class CommunicateOptimizeStrategy(Strategy):
-    """Compose communication modules with an inner optimizer; each module acts in the order given.
+    """Compose exchanges with an inner optimizer; each acts in the order given.
 
-    >>> from vecgym.strategy import AveragingCommunicator
-    >>> CommunicateOptimizeStrategy([AveragingCommunicator(island_size=4)], inner_optim="adamw", lr=1e-3)
-    CommunicateOptimizeStrategy(OptimSpec(AdamW, lr=0.001), \
-AveragingCommunicator(island_size=4, H=1, participation=1.0, weighting='equal'))
+    >>> from vecgym.strategy import Mean
+    >>> CommunicateOptimizeStrategy([Exchange(Mean(island_size=4))], inner_optim="adamw", lr=1e-3)
+    CommunicateOptimizeStrategy(OptimSpec(AdamW, lr=0.001), Exchange(Mean(island_size=4)))
     """
 
     @takes_options(InnerOptions)
     def __init__(
         self,
-        communication_modules: Sequence[CommunicationModule],
+        communication_modules: Sequence[Any],
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         **inner: Unpack[InnerOptions],
     ) -> None:
-        super().__init__(inner_optim, communication_modules=communication_modules, **inner)
+        super().__init__(inner_optim, communication_modules, **inner)
 
 
-def check_interval(name: str, value: Any) -> int:
-    """Return `value` if it is an integer >= 1, a number of optimizer steps.
-
-    >>> check_interval("H", 0)
-    Traceback (most recent call last):
-    ...
-    ValueError: H=0 must be an integer >= 1: the number of optimizer steps between two exchanges.
-    """
-    return check.integer(name, value, what="the number of optimizer steps between two exchanges")
-
-
-def _apart(params: Tree, state: State) -> Tree:
-    """Clone the parameters that a module keeps in its state: the next module may write into them."""
-    kept = {(nodes.place(x), x.storage_offset()) for x in leaves(state)}
-    return {name: p.clone() if (nodes.place(p), p.storage_offset()) in kept else p for name, p in params.items()}
-
-
-def _checked_modules(modules: Sequence[CommunicationModule]) -> tuple[CommunicationModule, ...]:
-    if isinstance(modules, CommunicationModule):
-        raise TypeError(f"communication_modules takes a list: [{modules!r}].")
-    if not isinstance(modules, (list, tuple)):
-        raise TypeError(
-            f"communication_modules is a {type(modules).__name__}; give a list of CommunicationModules, such as "
-            "[AveragingCommunicator(H=10)]."
-        )
-    for module in modules:
-        if not isinstance(module, CommunicationModule):
+def _numbered(exchanges: Sequence[Any]) -> tuple[Any, ...]:
+    """Return exchanges that know their places; a module with hooks becomes one."""
+    if not isinstance(exchanges, (list, tuple)):
+        raise TypeError(f"exchanges is {check.kind_of(exchanges)}; give a list, such as [Exchange(Mean(), every=10)].")
+    for exchange in exchanges:
+        if not isinstance(exchange, Exchange):
             raise TypeError(
-                f"communication_modules has a {type(module).__name__}; each must be a CommunicationModule, "
-                "such as AveragingCommunicator(H=10)."
+                f"exchanges has {check.kind_of(exchange)}; each must be an Exchange, such as Exchange(Mean(), every=10)."
             )
-        own = type(module).exchange_moments is not CommunicationModule.exchange_moments
-        if overrides(module, "exchange_moments") and not own:
-            raise ValueError(
-                f"{module!r} does not pass on the moments that the module in it exchanges: give that module by itself, "
-                "or in every(n, module)."
-            )
-    return tuple(modules)
-
-
-def lets_rest(module: CommunicationModule) -> bool:
-    """Whether some nodes may sit out."""
-    return overrides(module, "active_nodes") and innermost(module).lets_rest
+    return tuple(exchange.numbered(i) for i, exchange in enumerate(exchanges))

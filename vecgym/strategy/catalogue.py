@@ -60,8 +60,7 @@ class Item(NamedTuple):
         """Make the strategy with those of these settings that it has; see `Knobs`.
 
         >>> CATALOGUE["fedavg"].make(H=5, p=0.01, inner_optim="sgd", lr=0.1)
-        FedAvgStrategy(OptimSpec(SGD, lr=0.1), AveragingCommunicator(island_size=None, H=5, participation=1.0, \
-weighting='equal'))
+        FedAvgStrategy(OptimSpec(SGD, lr=0.1), Exchange(Mean(), every=5))
         """
         return self.build(Knobs(H, p, outer_optim, inner))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,13 @@ from vecgym.compress.dct import (
 from vecgym.core import check, tree
 from vecgym.core.devices import on_host, placed
 from vecgym.core.tree import Tree, per_node
-from vecgym.optim import OptimSpec, clip_grad_norm
-from vecgym.strategy.average import Average
-from vecgym.strategy.base import Context, State, Strategy
-from vecgym.strategy.inner import StepOptions, optimizer_step, takes_options
-from vecgym.strategy.modules import Gradients
+from vecgym.optim import OptimSpec, check_max_norm, clip_grad_norm
+from vecgym.simulation.simulation import Part
+from vecgym.simulation.timetable import RunFacts
+from vecgym.strategy.averages import Average
+from vecgym.strategy.base import Strategy
+from vecgym.strategy.exchange import Exchange, Meeting
+from vecgym.strategy.inner import StepOptions, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -57,15 +59,12 @@ class StrongestCosines(Average):
 
     Example: DiLoCo whose movements are exchanged as DeMo's gradients are.
 
-    >>> from vecgym.strategy import OuterStep
-    >>> OuterStep(StrongestCosines(compression_decay=0.9, compression_topk=8), H=50)
-    OuterStep(StrongestCosines(compression_decay=0.9, compression_topk=8), \
-outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50)
+    >>> from vecgym.strategy import Outer
+    >>> Exchange(Outer(StrongestCosines(compression_decay=0.9, compression_topk=8)), every=50)
+    Exchange(Outer(StrongestCosines(compression_decay=0.9, compression_topk=8)), every=50)
 
     Reference: Peng et al., arXiv 2411.19870; `DeMoStrategy` names the deviations.
     """
-
-    by_exchange = False
 
     def __init__(
         self, compression_decay: float | Tensor = 0.999, compression_topk: int = 32, compression_chunk: int = 64
@@ -81,48 +80,54 @@ outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50)
             "compression_chunk", compression_chunk, what="the longest side of a chunk"
         )
 
-    def init(self, values: Tree, ctx: Context) -> State:
-        return {"residual": tree.map(self._zeros, values)}
+    def init(self, values: Tree, run: RunFacts) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {"residual": tree.map(self._zeros, values)}, {}
 
-    def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        if ctx.comm.shapes_only:
-            return self._announced(values, ctx), {"residual": self._shapes(values, state)}
+    def agree(self, values: Tree, at: Meeting) -> Tree:
+        if at.comm.shapes_only:
+            return self._announced(values, at)
+        rows, held = at.rows(values), at.rows(at.own["residual"])
         residual, indices, sent = {}, {}, {}
-        for name, x in values.items():
-            old = state["residual"][name]
-            # Another module may make them [1, *] at some steps: the residuals of the nodes still differ.
-            x = x.expand(max(len(x), len(old)), *x.shape[1:])
-            old = old.expand(len(x), -1, -1)
-            found = self._update_in_place(old, x, ctx.exact) if ctx.inplace else self._update(old, x)
+        for name, old in held.items():
+            x = rows[name].expand(len(old), *rows[name].shape[1:])
+            found = self._update_in_place(old, x, at.exact) if at.inplace_state else self._update(old, x)
             residual[name], indices[name], sent[name] = found
-        indices, sent = (ctx.comm.all_gather(x, inplace=True) for x in (indices, sent))  # [1, K, chunks, k]
-        mean = {name: self._decode(indices[name], sent[name], x) for name, x in values.items()}
-        return mean, {"residual": residual}
+        at.own["residual"] = at.apart(residual)
+        indices, sent = (at.comm.all_gather(at.apart(x), inplace=True) for x in (indices, sent))  # [1, K, chunks, k]
+        return at.apart({name: self._decode(indices[name], sent[name], x) for name, x in rows.items()})
 
-    def _announced(self, values: Tree, ctx: Context) -> Tree:
+    def _announced(self, values: Tree, at: Meeting) -> Tree:
         """Exchange tensors that have shapes and no values: even there, transforms of a large model take minutes."""
         grids = {name: (len(x), *self._zeros(x).shape[1:]) for name, x in values.items()}
         sent = {name: (*shape[:2], min(self.compression_topk, shape[2])) for name, shape in grids.items()}
         for dtype in (torch.int64, None):  # indices, and values
-            ctx.comm.all_gather({name: x.new_empty(sent[name], dtype=dtype) for name, x in values.items()})
+            at.comm.all_gather({name: x.new_empty(sent[name], dtype=dtype) for name, x in values.items()})
         return {name: x[:1] for name, x in values.items()}
 
-    def _shapes(self, values: Tree, state: State) -> Tree:
-        """Return residuals without values, of as many nodes as have their own."""
-        rows = {name: max(len(x), len(state["residual"][name])) for name, x in values.items()}
-        return {name: old.expand(rows[name], -1, -1) for name, old in state["residual"].items()}
+    def step_bytes(self, params: Tree) -> int:
+        """Return a node's payload in an exchange, in bytes: sum over tensors of chunks * min(k, chunk area) * (8 + b).
 
-    def residual(self, state: State, values: Tree) -> Tree:
-        """Return delta of each node, `[L, *]`; `values`, `[1 or L, *]`, have the shapes.
+        That is the paper's count. A node's link carries it K - 1 times, to each of the others.
+
+        >>> params = {"w": torch.zeros(1, 128, 64)}  # 2 chunks
+        >>> StrongestCosines(compression_topk=8).step_bytes(params)  # 2 * 8 * (8 + 4)
+        192
+        """
+        k, limit = self.compression_topk, self.compression_chunk
+        return sum(topk_bytes(p.shape[1:], k, limit, p.element_size()) for p in params.values())
+
+    def residual(self, held: Tree, values: Tree) -> Tree:
+        """Return delta of each node, `[K, *]`; `values`, `[1 or K, *]`, have the shapes.
 
         >>> from vecgym.collectives import StackedCollectives
-        >>> average, ctx = StrongestCosines(compression_topk=1), Context(StackedCollectives(2))
+        >>> average = StrongestCosines(compression_topk=1)
         >>> x = {"w": torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]])}
-        >>> _, state = average(x, average.init(x, ctx), ctx)
-        >>> average.residual(state, x)["w"][1]  # the constant part, the strongest, was sent
+        >>> at = Meeting(StackedCollectives(2), *average.init(x, RunFacts(2)))
+        >>> _ = average(x, at)
+        >>> average.residual(at.own["residual"], x)["w"][1]  # the constant part, the strongest, was sent
         tensor([-1.5000, -0.5000,  0.5000,  1.5000])
         """
-        return {name: self._to_tensors(X, values[name]) for name, X in state["residual"].items()}
+        return {name: self._to_tensors(X, values[name]) for name, X in held.items()}
 
     def _grid(self, x: Tensor) -> Grid:
         return grid(tuple(x.shape[1:]), self.compression_chunk)
@@ -172,64 +177,6 @@ outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50)
         return from_chunks(inverse_dct(coefficients.unflatten(-1, (cut.height, cut.width))), cut, like.shape[1:])
 
 
-class DeMoCommunicator(Gradients):
-    """Every step, the nodes exchange the strongest cosine components of a momentum of their gradients.
-
-    delta_i <- decay delta_i + g_i;  q_i = the k coefficients of largest magnitude in each chunk of DCT(delta_i);
-    delta_i <- delta_i - DCT^-1(q_i);  Q = for each coefficient the mean of q_i over the nodes i that sent it;
-    the gradient that the optimizer takes is DCT^-1(Q), `[1, *]`, so that parameters and optimizer state are stored
-    once for all nodes.
-
-    State, and derivatives: see `StrongestCosines`; `residual` gives delta_i itself. Bytes sent per node and step:
-    (K - 1) times `step_bytes`.
-
-    Args:
-        compression_decay, compression_topk, compression_chunk: see `StrongestCosines`.
-
-    Example: AdamW on what DeMo exchanges.
-
-    >>> from vecgym.strategy import CommunicateOptimizeStrategy
-    >>> CommunicateOptimizeStrategy([DeMoCommunicator(compression_topk=8)], inner_optim="adamw")
-    CommunicateOptimizeStrategy(OptimSpec(AdamW), \
-DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=64))
-    """
-
-    shows_defaults = True
-
-    def __init__(
-        self, compression_decay: float | Tensor = 0.999, compression_topk: int = 32, compression_chunk: int = 64
-    ) -> None:
-        self._cosines = StrongestCosines(compression_decay, compression_topk, compression_chunk)
-        super().__init__(self._cosines)
-        self.compression_decay = compression_decay
-        self.compression_topk, self.compression_chunk = compression_topk, compression_chunk
-
-    def residual(self, state: State, params: Tree) -> Tree:
-        """Return delta of each node, `[L, *]`; `params` are the parameters, `[1 or L, *]`.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> module, ctx = DeMoCommunicator(compression_topk=1), Context(StackedCollectives(2))
-        >>> params = {"w": torch.zeros(1, 4)}
-        >>> grads = {"w": torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]])}
-        >>> _, state = module.exchange_gradients(grads, module.init(params, ctx), ctx)
-        >>> module.residual(state, params)["w"][1]  # the constant part, the strongest, was sent
-        tensor([-1.5000, -0.5000,  0.5000,  1.5000])
-        """
-        return self._cosines.residual(state, params)
-
-    def step_bytes(self, params: Tree) -> int:
-        """Return a node's payload in a step, in bytes: sum over tensors of chunks * min(k, chunk area) * (8 + b).
-
-        That is the paper's count. A node's link carries it K - 1 times, to each of the others.
-
-        >>> params = {"w": torch.zeros(1, 128, 64)}  # 2 chunks
-        >>> DeMoCommunicator(compression_topk=8).step_bytes(params)  # 2 * 8 * (8 + 4)
-        192
-        """
-        k, limit = self.compression_topk, self.compression_chunk
-        return sum(topk_bytes(p.shape[1:], k, limit, p.element_size()) for p in params.values())
-
-
 class DeMoStrategy(Strategy):
     """The sign of the nodes' strongest cosine components, accumulated in a momentum that stays on its node.
 
@@ -255,10 +202,10 @@ class DeMoStrategy(Strategy):
         lr_scheduler, warmup_steps, cosine_anneal: see `Strategy`.
 
     Raises:
-        ValueError: as `DeMoCommunicator` and `Strategy`; for a negative lr or weight_decay.
+        ValueError: as `StrongestCosines` and `Strategy`; for a negative lr or weight_decay.
 
     >>> strategy = DeMoStrategy(compression_topk=8, lr=3e-4)
-    >>> strategy.communication_modules[0].step_bytes({"w": torch.zeros(1, 128, 64)})  # 2 chunks, 8 pairs, 12 bytes
+    >>> strategy.exchanges[0].how.step_bytes({"w": torch.zeros(1, 128, 64)})  # 2 chunks, 8 pairs, 12 bytes
     192
 
     Reference: Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization", arXiv 2411.19870, and its code,
@@ -280,22 +227,29 @@ class DeMoStrategy(Strategy):
         lr: float | Tensor = 1e-3,
         **inner: Unpack[StepOptions],
     ) -> None:
-        module = DeMoCommunicator(compression_decay, compression_topk, compression_chunk)
         spec = OptimSpec(torch.optim.SGD, lr=lr, weight_decay=weight_decay)
-        super().__init__(spec, communication_modules=[module], **inner)
+        cosines = StrongestCosines(compression_decay, compression_topk, compression_chunk)
+        max_norm = inner.pop("max_norm", None)  # of the gradients, which are clipped before the exchange
+        super().__init__(spec, [Exchange(cosines, of="gradients")], **inner)
+        self.max_norm = None if max_norm is None else check_max_norm(max_norm)
 
-    @torch.no_grad()  # the derivative of the sign is 0
-    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Accumulate lr times each node's clipped gradient, and give the optimizer the sign of what is exchanged."""
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        super().check(num_nodes, max_steps)
         if self.max_norm is not None:
-            grads, _ = clip_grad_norm(grads, ctx.own(self.max_norm), inplace=ctx.inplace)
-        lr = ctx.own(self.lr(ctx))
-        mean, state = super().exchange_gradients(tree.map(lambda g: _scaled(g, lr, ctx.inplace), grads), state, ctx)
-        return tree.map(torch.sign, mean), state
+            check.per_node("max_norm", self.max_norm, "(0, inf]", num_nodes=num_nodes)
 
-    def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Take the step of SGD on the signs; the gradients were clipped before the exchange."""
-        return optimizer_step(self.inner_optim, self._rule, ctx.step, params, grads, state, ctx, lr=self.lr(ctx))
+    def train_jointly(self, part: Part) -> None:
+        """Accumulate lr times each node's clipped gradient, and step along the sign of what is exchanged."""
+        grads = part.gradients()
+        with torch.no_grad():  # the derivative of the sign is 0
+            if self.max_norm is not None:
+                grads, _ = clip_grad_norm(grads, part.own_values(self.max_norm), inplace=part.inplace)
+            grads = tree.map(lambda g: _scaled(g, part.lr, part.inplace), grads)
+            with part.comm.ledger.of_gradients():
+                mean = self.exchanges[0].now(part, grads)
+            signs = tree.map(torch.sign, mean)
+        part.optimize(signs)
+        part.report(part.losses)
 
 
 def _scaled(g: Tensor, lr: float | Tensor, inplace: bool) -> Tensor:

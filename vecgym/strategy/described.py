@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from vecgym.optim import OptimSpec
-from vecgym.strategy.base import CommunicationModule, Strategy
+from vecgym.strategy.base import Strategy
+from vecgym.strategy.communication import CommunicationModule
 
 MAX_VALUES = 64  # of a tensor: a larger one is described by its shape
 MAX_DEPTH = 8  # of what is nested, which may hold itself
@@ -21,7 +22,7 @@ def described(value: Any, depth: int = 0) -> Any:
 
     >>> from vecgym.strategy import DiLoCoStrategy
     >>> found = described(DiLoCoStrategy("sgd", H=20, lr=0.1, max_norm=1.0))
-    >>> found["class"], found["inner_optim"]["lr"], found["communication_modules"][0]["H"], found["max_norm"]
+    >>> found["class"], found["inner_optim"]["lr"], found["exchanges"][0]["every"], found["max_norm"]
     ('DiLoCoStrategy', 0.1, 20, 1.0)
     """
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -234,7 +234,7 @@ class GossipStrategy(Strategy):
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         **inner: Unpack[InnerOptions],
     ) -> None:
-        super().__init__(inner_optim, communication_modules=[GossipCommunicator(topology, every)], **inner)
+        super().__init__(inner_optim, [Exchange(Mix(topology), every=every)], **inner)
 
 
 def among(weights: Tensor, members: Sequence[int]) -> Tensor:

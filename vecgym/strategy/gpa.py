@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,14 +11,18 @@ from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.optim.formulas import FORMULAS
-from vecgym.strategy.allreduce import GradientAveraging
-from vecgym.strategy.base import Context, State, Strategy
+from vecgym.simulation.simulation import Part, spread
+from vecgym.simulation.state import State
+from vecgym.simulation.timetable import RunFacts
+from vecgym.strategy.averages import Mean
+from vecgym.strategy.base import Strategy
+from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.inner import InnerOptions, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-FAST = "z"  # what the optimizer's state calls the parameters that it steps
+FAST = "z"  # what the state calls the parameters that the optimizer steps
 
 
 class GPAStrategy(Strategy):
@@ -49,7 +53,7 @@ class GPAStrategy(Strategy):
         ValueError: for mu_x outside [0, 1) or mu_y outside (0, 1], or another `decay`.
 
     >>> GPAStrategy("adamw", mu_x=0.9934, lr=1e-3)
-    GPAStrategy(OptimSpec(AdamW, lr=0.001), GradientAveraging(), mu_x=0.9934, mu_y=0.7)
+    GPAStrategy(OptimSpec(AdamW, lr=0.001), Exchange(Mean(), of='gradients'), mu_x=0.9934, mu_y=0.7)
 
     Reference: Defazio et al., "Smoothing DiLoCo with Primal Averaging for Faster Training of LLMs", arXiv 2512.17131,
     and its code, github.com/facebookresearch/optimizers, gpa/gpa_adamw.py, whose defaults these are but for `decay`.
@@ -70,56 +74,57 @@ class GPAStrategy(Strategy):
         self.mu_y = check.per_node("mu_y", mu_y, "(0, 1]", "the part of x in y")
         check.choice("decay", decay, ("paper", "code"))
         self.decay = decay
-        super().__init__(inner_optim, communication_modules=[GradientAveraging()], **inner)
+        super().__init__(inner_optim, [Exchange(Mean(), of="gradients")], **inner)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         super().check(num_nodes, max_steps)
         for name in ("mu_x", "mu_y"):
             check.per_node(name, getattr(self, name), num_nodes=num_nodes)
 
-    def init(self, params: Tree, ctx: Context) -> tuple[State, State]:
-        optimizer, modules = super().init(params, ctx)
-        return {**optimizer, FAST: tree.map(torch.clone, params)}, modules
+    def alike(self, run: RunFacts) -> bool:
+        one = all(not isinstance(mu, Tensor) or mu.numel() == 1 for mu in (self.mu_x, self.mu_y))
+        return one and super().alike(run)
 
-    def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Step z by the gradients, which are those at `params` = y, and move y."""
-        mu_x, mu_y = ctx.own(self.mu_x), ctx.own(self.mu_y)
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
+        own, shared = super().init(run, params)
+        (shared if "params" in shared else own)[FAST] = params
+        return own, shared
+
+    def train_jointly(self, part: Part) -> None:
+        """Step z by the mean gradient at y, and move y."""
+        grads, y, z = self.joint_gradients(part), part.params, part.home[FAST]
+        mu_x, mu_y = self.mu_x, self.mu_y
 
         def slow_part(y: Tensor, z: Tensor) -> Tensor:  # mu_x mu_y x
-            return tree.per_node(mu_x, y) * (y - tree.per_node(1 - mu_y, z) * z)
+            return part.each(mu_x, y) * (y - part.each(1 - mu_y, z) * z)
 
         def moved(kept: Tensor, z: Tensor) -> Tensor:
-            return kept + tree.per_node(1 - mu_x * mu_y, z) * z
+            return kept + part.each(1 - mu_x * mu_y, z) * z
 
-        fast = state[FAST] if self.decay == "paper" else self._shrunk(state[FAST], ctx)
-        kept = tree.map(slow_part, params, fast)  # before z is stepped, perhaps in place
-        held = {slot: x for slot, x in state.items() if slot != FAST}
-        fast, optimizer = super().optimize(state[FAST], grads, held, ctx)
-        # The two must not share storage: the next step may write into either.
-        return tree.map(moved, kept, fast), {**optimizer, FAST: fast}
+        kept = tree.map(slow_part, y, z if self.decay == "paper" else self._shrunk(part, z))  # before z is stepped
+        part.params = z
+        part.optimize(grads)
+        part.home[FAST] = part.params
+        part.params = tree.map(moved, kept, part.home[FAST])
+        part.report(part.losses)
 
-    def _shrunk(self, z: Tree, ctx: Context) -> Tree:
+    def _shrunk(self, part: Part, z: Tree) -> Tree:
         """Return z after a decoupled weight decay of this step alone."""
-        rate, shrunk = ctx.own(self.lr(ctx) if ctx.lr is None else ctx.lr), dict(z)
-        for spec, names, base in self.inner_optim.at(ctx.step).groups(z):
+        rate, shrunk = part.lr, dict(z)
+        for spec, names, base in self.inner_optim.at(part.tick).groups(z):
             if getattr(FORMULAS.get(spec.cls), "decoupled", spec.hyper.get("decoupled_weight_decay")):
-                lr = rate if base is None else rate * (ctx.own(spec.lr) / base)
-                part = lr * ctx.own(spec.hyper["weight_decay"])
-                shrunk.update({name: z[name] * tree.per_node(1 - part, z[name]) for name in names})
+                lr = rate if base is None else rate * (spec.lr / base)
+                for name in names:
+                    shrunk[name] = z[name] * (1 - spread(lr, z[name]) * part.each(spec.hyper["weight_decay"], z[name]))
         return shrunk
 
-    def average(self, params: Tree, optimizer: State, ctx: Context) -> Tree:
-        """Return x, from y and the state of the optimizer.
+    def average(self, state: State) -> Tree:
+        """Return x, which the state does not hold.
 
-        >>> from vecgym.collectives import StackedCollectives
-        >>> strategy, ctx = GPAStrategy("sgd", mu_x=0.5, mu_y=0.5, lr=1.0), Context(StackedCollectives(1))
-        >>> y = {"w": torch.tensor([0.0])}
-        >>> y, optimizer = strategy.optimize(y, {"w": torch.tensor([-8.0])}, strategy.init(y, ctx)[0], ctx)
-        >>> y["w"], optimizer["z"]["w"], strategy.average(y, optimizer, ctx)["w"]
-        (tensor([6.]), tensor([8.]), tensor([4.]))
+        >>> GPAStrategy("sgd", mu_y=0.5).average(State(0, {}, {"params": {"w": 6.0}, FAST: {"w": 8.0}}))
+        {'w': 4.0}
         """
-        mu = ctx.own(self.mu_y)
-        return tree.map(lambda y, z: (y - tree.per_node(1 - mu, z) * z) / tree.per_node(mu, y), params, optimizer[FAST])
+        return tree.map(lambda y, z: (y - (1 - self.mu_y) * z) / self.mu_y, state.params, state.home[FAST])
 
     def __repr__(self) -> str:
         more = "" if self.decay == "paper" else f", decay={self.decay!r}"

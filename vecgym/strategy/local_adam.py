@@ -10,10 +10,9 @@ import torch
 from vecgym.core import check
 from vecgym.optim import OptimSpec
 from vecgym.strategy.base import Strategy
-from vecgym.strategy.fedavg import AveragingCommunicator
+from vecgym.strategy.averages import Mean
+from vecgym.strategy.exchange import DEFAULT_H, Exchange
 from vecgym.strategy.inner import InnerOptions, takes_options
-from vecgym.strategy.modules import DEFAULT_H
-from vecgym.strategy.moments import Moments
 from vecgym.strategy.when import When, interval
 
 if TYPE_CHECKING:
@@ -39,8 +38,7 @@ class LocalAdamStrategy(Strategy):
         ValueError: for H < 1; at the first step, for an optimizer that keeps nothing, such as plain SGD.
 
     >>> LocalAdamStrategy("adam", H=50, lr=1e-3)
-    LocalAdamStrategy(OptimSpec(Adam, lr=0.001), AveragingCommunicator(island_size=None, H=50, participation=1.0, \
-weighting='equal'), Moments(average=Mean(), every=50))
+    LocalAdamStrategy(OptimSpec(Adam, lr=0.001), Exchange(Mean(), every=50), Exchange(Mean(), every=50, of='moments'))
 
     Reference: Cheng and Glasgow, "Convergence of Distributed Adaptive Optimization with Local Updates", arXiv
     2409.13155. Deviation: `max_norm` clips a node's whole gradient, where the paper clips each coordinate.
@@ -54,7 +52,8 @@ weighting='equal'), Moments(average=Mean(), every=50))
         **inner: Unpack[InnerOptions],
     ) -> None:
         H = interval(H, "H")
-        super().__init__(inner_optim, communication_modules=[AveragingCommunicator(H=H), Moments(every=H)], **inner)
+        exchanges = [Exchange(Mean(), every=H), Exchange(Mean(), every=H, of="moments")]
+        super().__init__(inner_optim, exchanges, **inner)
 
 
 class DESLOCStrategy(Strategy):
@@ -77,9 +76,8 @@ class DESLOCStrategy(Strategy):
         ValueError: for a period < 1; at the first step, for an optimizer without these moments.
 
     >>> DESLOCStrategy("adam", H=16, lr=1e-3)
-    DESLOCStrategy(OptimSpec(Adam, lr=0.001), AveragingCommunicator(island_size=None, H=16, participation=1.0, \
-weighting='equal'), Moments(average=Mean(), slots=('exp_avg',), every=48), \
-Moments(average=Mean(), slots=('exp_avg_sq',), every=96))
+    DESLOCStrategy(OptimSpec(Adam, lr=0.001), Exchange(Mean(), every=16), \
+Exchange(Mean(), every=48, of='exp_avg'), Exchange(Mean(), every=96, of='exp_avg_sq'))
 
     Reference: Iacob et al., "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation Models",
     arXiv 2505.22549. Deviations: `max_norm` clips a node's whole gradient, where the paper clips each coordinate; all
@@ -102,5 +100,5 @@ Moments(average=Mean(), slots=('exp_avg_sq',), every=96))
             "exp_avg": check.optional_integer("Hu", Hu, what="None is 3 H") or 3 * own,
             "exp_avg_sq": check.optional_integer("Hv", Hv, what="None is 6 H") or 6 * own,
         }
-        moments = [Moments(slots=slot, every=period) for slot, period in periods.items()]
-        super().__init__(inner_optim, communication_modules=[AveragingCommunicator(H=H), *moments], **inner)
+        moments = [Exchange(Mean(), every=period, of=slot) for slot, period in periods.items()]
+        super().__init__(inner_optim, [Exchange(Mean(), every=H), *moments], **inner)

@@ -95,7 +95,7 @@ class MuLoCoStrategy(Strategy):
             the first step where it chooses what is no matrix.
 
     >>> strategy = MuLoCoStrategy(H=30, lr=0.02)
-    >>> strategy.communication_modules[0].outer_optim
+    >>> strategy.exchanges[0].how.optim.spec
     OptimSpec(SGD, lr=0.8, momentum=0.9, nesterov=True)
     >>> params = {"up.weight": torch.zeros(1, 8, 4), "up.bias": torch.zeros(1, 8), "head.weight": torch.zeros(1, 3, 8)}
     >>> [(group.cls.__name__, names) for group, names, _ in strategy.inner_optim.groups(params)]
@@ -146,5 +146,5 @@ class MuLoCoStrategy(Strategy):
             outer = OUTER if outer_lr is None else OUTER.replace(lr=outer_lr)
         else:
             outer = outer_spec(outer_optim, outer_lr)
-        module = DiLoCoCommunicator(outer, H)
-        super().__init__(own, communication_modules=[with_compression(module, compression)], **inner)
+        average = Mean() if compression is None else Compressed(Mean(), compression)
+        super().__init__(own, [Exchange(Outer(average, outer), every=H)], **inner)

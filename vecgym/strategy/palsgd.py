@@ -2,99 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from vecgym.core import check, tree
-from vecgym.core.tree import Tree
+from vecgym.core import check, rng, tree
 from vecgym.optim import OptimSpec
-from vecgym.strategy.average import Mean, kept
-from vecgym.strategy.base import Context, State, Strategy
+from vecgym.simulation.simulation import Part, spread
+from vecgym.simulation.timetable import Mark, RunFacts, Who
+from vecgym.strategy.averages import Mean, Outer, outer_spec
+from vecgym.strategy.base import Strategy
+from vecgym.strategy.exchange import DEFAULT_H, Exchange
 from vecgym.strategy.inner import InnerOptions, takes_options
-from vecgym.strategy.modules import DEFAULT_H, OuterStep, outer_spec
 from vecgym.strategy.when import When
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-class PALSGDCommunicator(OuterStep):
-    """A DiLoCo in which a node, at a step drawn with probability p, takes no gradient but goes towards theta_outer.
-
-    theta_i <- theta_i - (gamma / p) c (theta_i - theta_outer), with gamma the inner learning rate of the step; the
-    draws are each node's own. Every H steps: DiLoCo's outer step, of all nodes.
-
-    A node that is drawn does not train in this step: it keeps its optimizer's state, and its loss is nan. The rate of
-    the steps with a gradient is gamma / (1 - p), which `PALSGDStrategy` sees to.
-
-    State: as `DiLoCoCommunicator`'s, `[1, *]`. Bytes: those of its outer steps; a pull costs none.
-
-    Args:
-        p: in [0, 1).
-        pull: c, one for all or one for each node.
-        outer_optim, H, outer_lr: see `DiLoCoCommunicator`; H may be a `When`.
-
-    Raises:
-        ValueError: for p outside [0, 1), pull < 0, H < 1.
-
-    >>> from vecgym.collectives import StackedCollectives
-    >>> module, ctx = PALSGDCommunicator(p=0.5, H=10), Context(StackedCollectives(4), step=1, lr=0.2, seed=1)
-    >>> module.drawn(ctx), module.active_nodes(ctx)
-    (tensor([False,  True,  True, False]), [0, 3])
-    >>> state = module.init({"w": torch.zeros(1)}, ctx)
-    >>> module.exchange_parameters({"w": torch.ones(4)}, state, ctx)[0]  # gamma is 0.2 (1 - p)
-    {'w': tensor([1.0000, 0.8000, 0.8000, 1.0000])}
-    """
-
-    shows_defaults = True
-
-    def __init__(
-        self,
-        p: float = 0.1,
-        pull: float | Tensor = 1.0,
-        outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int | When | Callable[[int], int] = DEFAULT_H,
-        outer_lr: float | Tensor | None = None,
-    ) -> None:
-        self.p = check.number("p", p, "[0, 1)", "the probability of a step towards the outer parameters")
-        self.pull = check.per_node("pull", pull, "[0, inf)", "how strong such a step is")
-        super().__init__(Mean(), outer_spec(outer_optim, outer_lr), H)
-
-    @property
-    def lets_rest(self) -> bool:  # type: ignore[override]
-        return self.p > 0
-
-    def check(self, num_nodes: int, max_steps: int) -> None:
-        super().check(num_nodes, max_steps)
-        check.per_node("pull", self.pull, num_nodes=num_nodes)
-
-    def drawn(self, ctx: Context) -> Tensor:
-        """Return which of the nodes go towards the outer parameters in this step, bool `[K]`."""
-        return torch.rand(ctx.comm.num_nodes, generator=ctx.generator("pull", ctx.step)) < self.p
-
-    def active_nodes(self, ctx: Context) -> list[int] | None:
-        drawn = self.drawn(ctx)
-        return (~drawn).nonzero().flatten().tolist() if bool(drawn.any()) else None
-
-    def idle(self, ctx: Context) -> bool:
-        return super().idle(ctx) and not bool(self.drawn(ctx).any())
-
-    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        drawn = self.drawn(ctx)
-        if bool(drawn.any()):
-            if ctx.lr is None:
-                raise ValueError(f"{self!r} goes by the inner learning rate, and the strategy has none.")
-            # The rate of the steps with a gradient is gamma / (1 - p).
-            share = ctx.own(ctx.lr) * ((1 - self.p) / self.p) * ctx.own(self.pull)
-            pulled = tree.map(lambda x, outer: x - tree.per_node(share, x) * (x - outer), params, state["params"])
-            params = kept(~drawn[ctx.comm.node_ids], params, pulled)
-        return super().exchange_parameters(params, state, ctx)
-
-    def stack_key(self) -> Hashable:
-        return None  # nodes are drawn at random
 
 
 class PALSGDStrategy(Strategy):
@@ -124,10 +49,10 @@ class PALSGDStrategy(Strategy):
         lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
 
     Raises:
-        ValueError: see `PALSGDCommunicator`.
+        ValueError: for p outside [0, 1), pull < 0, H < 1.
 
-    >>> PALSGDStrategy("adamw", p=0.2, H=64, lr=1e-3).communication_modules[0]
-    PALSGDCommunicator(p=0.2, pull=1.0, outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=64)
+    >>> PALSGDStrategy("adamw", p=0.2, H=64, lr=1e-3)
+    PALSGDStrategy(OptimSpec(AdamW, lr=0.001), Exchange(Outer(Mean()), every=64), p=0.2)
 
     Reference: Naganuma et al., "Pseudo-Asynchronous Local SGD: Robust and Efficient Data-Parallel Training", arXiv
     2504.18454. Deviation: with `vecgym.availability.LocalSteps`, a node that waits for the exchange is drawn too. The
@@ -146,10 +71,47 @@ class PALSGDStrategy(Strategy):
         outer_lr: float | Tensor | None = None,
         **inner: Unpack[InnerOptions],
     ) -> None:
-        module = PALSGDCommunicator(p, pull, outer_optim, H, outer_lr)
-        super().__init__(inner_optim, communication_modules=[module], **inner)
-        self._p = module.p
+        self.p = check.number("p", p, "[0, 1)", "the probability of a step towards the outer parameters")
+        self.pull_strength = check.per_node("pull", pull, "[0, inf)", "how strong such a step is")
+        super().__init__(inner_optim, [Exchange(Outer(Mean(), outer_spec(outer_optim, outer_lr)), every=H)], **inner)
 
-    def lr(self, ctx: Context) -> float | Tensor:
-        """Return the rate of the steps with a gradient, gamma / (1 - p)."""
-        return super().lr(ctx) / (1 - self._p)
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        check.per_node("pull", self.pull_strength, num_nodes=num_nodes)
+        super().check(num_nodes, max_steps)
+
+    def drawn(self, run: RunFacts, step: int, rows: Sequence[int]) -> list[bool]:
+        """Return which of the present nodes go towards the outer parameters in a step.
+
+        >>> PALSGDStrategy(p=0.5).drawn(RunFacts(num_nodes=4, seed=1), 1, range(4))
+        [False, True, True, False]
+        """
+        draws = torch.rand(len(rows), generator=rng.generator(run.seed, "pull", step))
+        drawn: list[bool] = (draws < self.p).tolist()
+        return drawn
+
+    def trains(self, run: RunFacts) -> Who | None:
+        if not self.p:
+            return None
+        return lambda step, rows: [row for row, pulled in zip(rows, self.drawn(run, step, rows)) if not pulled]
+
+    def marks(self, run: RunFacts) -> list[Mark]:
+        who = lambda step, rows: [row for row, pulled in zip(rows, self.drawn(run, step, rows)) if pulled]  # noqa: E731
+        return [*([Mark("pull", who=who)] if self.p else []), *super().marks(run)]
+
+    def train(self, part: Part) -> None:
+        part.optimize(part.gradients(), part.lr / (1 - self.p))
+        part.report(part.losses)
+
+    def pull(self, part: Part) -> None:
+        """Move nodes towards the outer parameters."""
+        share = part.lr / (1 - self.p) * ((1 - self.p) / self.p)
+        outer = self.exchanges[0].outer_parameters(part.shared)
+
+        def pulled(x: Tensor, to: Tensor) -> Tensor:
+            return x - spread(share, x) * part.each(self.pull_strength, x) * (x - to)
+
+        part.params = tree.map(pulled, part.params, outer)
+
+    def rates(self, timetable: Any, tick: int, nodes: Sequence[int] | None = None) -> tuple[Any, Any]:
+        lr, outer_lr = super().rates(timetable, tick, nodes)
+        return lr / (1 - self.p), outer_lr

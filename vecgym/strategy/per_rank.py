@@ -38,7 +38,7 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     `op` is "sum" or "mean", or "max", "min" or "product", for which every node gets all values.
 
     >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.simulation.adapted import simulation_of
+    >>> from vecgym.strategy.simulated import simulation_of
     >>> from vecgym.models import Line
     >>> class DDP(RankStrategy):
     ...     def step(self):
@@ -72,7 +72,7 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
     """Replace `tensor` by that of node `src`, in place, and return it.
 
     >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.simulation.adapted import simulation_of
+    >>> from vecgym.strategy.simulated import simulation_of
     >>> from vecgym.models import Line
     >>> class OfNodeOne(RankStrategy):
     ...     def step(self):
@@ -95,7 +95,7 @@ def all_gather(tensor: Tensor) -> Tensor:
     """Return every node's tensor, `[K, *]`.
 
     >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.simulation.adapted import simulation_of
+    >>> from vecgym.strategy.simulated import simulation_of
     >>> from vecgym.models import Line
     >>> class Median(RankStrategy):
     ...     def step(self):
@@ -229,6 +229,7 @@ class _Ranks(Strategy):
     """
 
     pure = False
+    numbers = None
 
     def __init__(self, strategy: Strategy, model: nn.Module) -> None:
         super().__init__(strategy.inner_optim)
@@ -242,66 +243,64 @@ class _Ranks(Strategy):
     def check(self, num_nodes: int, max_steps: int) -> None:
         self.strategy.check(num_nodes, max_steps)
 
-    def init(self, params: Tree, ctx: Context) -> tuple[State, State]:
-        num_nodes = ctx.comm.num_nodes
-        if len(ctx.comm.node_ids) != num_nodes:
-            raise ValueError(
-                f"{type(self.strategy).__name__} overrides step() and so is written for one rank: all "
-                f"{num_nodes} nodes must be in one process and one configuration."
-            )
-        self._ranks = [_copy_for_rank(self.strategy) for _ in range(num_nodes)]
-        self._states = [GlobalStates.seeded(rng.key(ctx.seed, "per rank"))] * num_nodes
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
+        self._ranks = [_copy_for_rank(self.strategy) for _ in range(run.num_nodes)]
+        self._states = [GlobalStates.seeded(rng.key(run.seed, "per rank"))] * run.num_nodes
 
         def start(node: int) -> None:
             rank = self._ranks[node]
-            rank.rank, rank.max_steps = node, ctx.max_steps
-            rank._init_node(copy.deepcopy(self._model), node, num_nodes)
+            rank.rank, rank.max_steps = node, run.num_steps
+            rank._init_node(copy.deepcopy(self._model), node, run.num_nodes)
 
         try:
-            self._run(start, ctx)
+            self._run(start, StackedCollectives(run.num_nodes))
         finally:
             self.close()  # between this and the first step the run may be refused
-        return {}, {}
+        return {"params": params, "optimizer": {}}, {}
 
-    def _run(self, work: Callable[[int], None], ctx: Context) -> None:
+    def _run(self, work: Callable[[int], None], comm: Collectives) -> None:
         """Run `work(node)` for all nodes, on threads that stay until `close`."""
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(ctx.comm.num_nodes, "vecgym-rank")
-        run_ranks(work, RankMeeting(ctx.comm, self._states), self._threads)
+            self._threads = ThreadPoolExecutor(comm.num_nodes, "vecgym-rank")
+        run_ranks(work, RankMeeting(comm, self._states), self._threads)
 
     def close(self) -> None:
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None
 
-    def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        if not ctx.inplace:
+    def train(self, part: Part) -> None:
+        """Let every rank take its step."""
+        name = type(self.strategy).__name__
+        if not part.inplace:
             raise ValueError(
-                f"{type(self.strategy).__name__} overrides step() and cannot be differentiated: write it as a "
-                "CommunicationModule on [K, *] tensors."
+                f"{name} overrides step() and cannot be differentiated: write it with exchanges, on [K, *] tensors."
             )
-        num_nodes = ctx.comm.num_nodes
-        stacked = {
-            n: p if p.shape[0] == num_nodes else p.expand(num_nodes, *p.shape[1:]).clone() for n, p in params.items()
-        }
+        if len(part.rows) < part.run.num_nodes:
+            raise ValueError(
+                f"{name} overrides step() and so is written for one rank: all {part.run.num_nodes} nodes must be in "
+                "one process."
+            )
+        params, grads = part.params, part.gradients()
 
         def step(node: int) -> None:
             own = dict(self._ranks[node].model.named_parameters())
-            for name, p in stacked.items():
+            for name, p in params.items():
                 own[name].data = p[node]
                 own[name].grad = grads[name][node].clone()
             self._ranks[node].step()
 
         groups = getattr(getattr(self._ranks[0], "optim", None), "param_groups", None)
-        self._lr = groups[0]["lr"] if groups else self.inner_optim.lr
-        self._run(step, ctx)
+        self._lr = groups[0]["lr"] if groups else self.inner_optim.lr  # the step's end sets the next one
+        self._run(step, part.comm)
         # A rank may have replaced a parameter's data by another tensor instead of writing into it.
         for node, rank in enumerate(self._ranks):
             own = dict(rank.model.named_parameters())
-            for name, p in stacked.items():
+            for name, p in params.items():
                 if own[name].data_ptr() != p[node].data_ptr():
                     p[node].copy_(own[name].detach())
-        return stacked, {}
+        part.params = params
+        part.report(part.losses)
 
     def hidden_state(self) -> list[dict[str, Any]]:
         """Return what the copies hold apart from parameters, and their random states, a tree each, for a file.
@@ -318,8 +317,8 @@ class _Ranks(Strategy):
             rank.load_state_dict(saved["held"])
             self._states[node] = GlobalStates.unpacked(saved["random"])
 
-    def lr(self, ctx: Context) -> float | Tensor:
-        return self._lr  # of the step just made: its end has already set the next one
+    def rates(self, timetable: Any, tick: int, nodes: Sequence[int] | None = None) -> tuple[Any, Any]:
+        return self._lr, None
 
 
 __all__ = [

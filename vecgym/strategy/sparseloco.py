@@ -10,11 +10,11 @@ from torch import Tensor
 from vecgym.compress import Chain, ChunkedTopK, StatQuantise
 from vecgym.compress.codecs import Averaged
 from vecgym.optim import OptimSpec
-from vecgym.strategy.average import Mean
+from vecgym.strategy.averages import Mean, Outer
 from vecgym.strategy.base import Strategy
-from vecgym.strategy.codes import Compressed
+from vecgym.strategy.coded import Compressed
+from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.inner import InnerOptions, takes_options
-from vecgym.strategy.modules import OuterStep
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -53,9 +53,9 @@ class SparseLoCoStrategy(Strategy):
         ValueError: for H, k or chunk < 1, other bits, a decay outside (0, 1], another average.
 
     >>> SparseLoCoStrategy("adamw", H=15, lr=3e-4, average="senders")
-    SparseLoCoStrategy(OptimSpec(AdamW, lr=0.0003), OuterStep(Compressed(Mean(), \
+    SparseLoCoStrategy(OptimSpec(AdamW, lr=0.0003), Exchange(Outer(Compressed(Mean(), \
 Chain(first=ChunkedTopK(k=64, chunk=64, over='senders'), second=StatQuantise(bits=2, sigmas=6.0)), decay=0.95), \
-outer_optim=OptimSpec(SGD, lr=1.0), H=15))
+optim=OptimSpec(SGD, lr=1.0)), every=15))
 
     References: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706;
     github.com/tplr-ai/templar. Deviations: a place takes as many bits as its chunk needs, fewer than 12 where that is
@@ -66,7 +66,7 @@ outer_optim=OptimSpec(SGD, lr=1.0), H=15))
     def __init__(
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int = 30,
+        H: int | Callable[[int], int] = 30,
         *,
         k: int = 64,
         chunk: int = 64,
@@ -78,6 +78,5 @@ outer_optim=OptimSpec(SGD, lr=1.0), H=15))
     ) -> None:
         largest = ChunkedTopK(k, chunk, average)
         codec = largest if bits is None else Chain(largest, StatQuantise(bits))
-        outer = OptimSpec(torch.optim.SGD, lr=outer_lr)
-        module = OuterStep(Compressed(Mean(), codec, decay=decay), outer, H)
-        super().__init__(inner_optim, communication_modules=[module], **inner)
+        outer = Outer(Compressed(Mean(), codec, decay=decay), OptimSpec(torch.optim.SGD, lr=outer_lr))
+        super().__init__(inner_optim, [Exchange(outer, every=H)], **inner)

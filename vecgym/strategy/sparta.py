@@ -11,16 +11,14 @@ from torch import Tensor
 from vecgym.compress import Quantise, check_bits
 from vecgym.core import check
 from vecgym.optim import OptimSpec
-from vecgym.strategy.average import Average, Mean
-from vecgym.strategy.base import CommunicationModule, Strategy, check_interval
-from vecgym.strategy.codes import Compressed
-from vecgym.strategy.diloco import DiLoCoCommunicator
+from vecgym.strategy.averages import Average, Mean, Outer, outer_spec
+from vecgym.strategy.base import Strategy
+from vecgym.strategy.coded import Compressed
+from vecgym.strategy.coordinates import MostMoved, Sparse
+from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.inner import InnerOptions, takes_options
-from vecgym.strategy.modules import Parameters
-from vecgym.strategy.most_moved import TopKSparseCommunicator
 from vecgym.strategy.selectors import RandomSelector, Selector, check_rate
-from vecgym.strategy.sparse import Sparse, SparseChange
-from vecgym.strategy.when import Rounds
+from vecgym.strategy.when import Rounds, check_interval
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -30,22 +28,23 @@ METHODS = ("random", "topk")
 DEFAULT_RATE = 0.005  # EXO Gym's
 
 
-# ---------------------------------------------------------------------------------------- the exchange
-
-
-class SparseCommunicator(Parameters):
-    """Every `interval` steps: theta_i[M] <- mean_j theta_j[M] on the coordinates M that a selector draws.
+def SparseCommunicator(  # noqa: N802  # the name that EXO Gym's users know
+    index_selector: Selector | float | None = None,
+    *,
+    sparsification_rate: float | None = None,
+    delay: int = 0,
+    correct_delay: bool = False,
+    interval: int = 1,
+    quantization_bits: int | None = None,
+) -> Exchange:
+    """Return the exchange in which, every `interval` steps, theta_i[M] <- mean_j theta_j[M] on drawn coordinates M.
 
     M is the same on every node and comes from the seed, so it costs no bytes. With `delay` = d the mean taken at step
-    t is written at step t + d, over whatever the nodes hold on M_t by then; within a step the new mean is taken first,
-    then the late one is written. What is still under way when the run ends is lost.
+    t is written at step t + d, over whatever the nodes hold on M_t by then; within a step the late mean is written
+    after the new one is taken. What is still under way when the run ends is lost.
 
     With `correct_delay` what a node has moved since then is kept:
     theta_i(t + d)[M] <- mean_j theta_j(t)[M] + theta_i(t + d)[M] - theta_i(t)[M].
-
-    State: `selector`, the selector's; with a delay under `average`, and `queue`, d slots with the `index` and `mean` of
-    each tensor, `[1, m]`: d times m indices and values, once for all nodes. With `correct_delay` the `mean`, `[L, m]`,
-    is each node's own, minus what it held.
 
     Bytes sent per node and exchange: 2 (K - 1) / K * b * m for m selected coordinates; with `quantization_bits` the
     values go to each of the K - 1 others instead: m + 4 bytes per tensor with 8 bits, ceil(m / 2) + 4 with 4.
@@ -62,46 +61,20 @@ class SparseCommunicator(Parameters):
         ValueError, TypeError: for rates outside [0, 1], delay < 0, interval < 1, other bits, a rate that is not the
             selector's, and `correct_delay` without a delay.
 
-    >>> SparseCommunicator(0.02)
-    SparseCommunicator(RandomSelector(p=0.02), delay=0, interval=1)
+    >>> SparseCommunicator(0.02, delay=3)
+    Exchange(Sparse(RandomSelector(p=0.02), Mean()), delay=3)
     """
-
-    def __init__(
-        self,
-        index_selector: Selector | float | None = None,
-        *,
-        sparsification_rate: float | None = None,
-        delay: int = 0,
-        correct_delay: bool = False,
-        interval: int = 1,
-        quantization_bits: int | None = None,
-    ) -> None:
-        if isinstance(index_selector, (int, float)):
-            index_selector = RandomSelector(check_rate("sparsification_rate", index_selector))
-        self.index_selector = _selector(index_selector, "sparsification_rate", sparsification_rate, default=0.01)
-        when = Rounds(interval, name="interval")
-        inner: Average = Mean()
-        if quantization_bits is not None:
-            codec = Quantise(check_bits("quantization_bits", quantization_bits))
-            inner = Compressed(inner, codec, error_feedback=False)
-        self.correct_delay = check.flag("correct_delay", correct_delay)
-        sparse = SparseChange if self.correct_delay else Sparse
-        super().__init__(sparse(self.index_selector, inner), when, delay)
-        if self.correct_delay and not self.delay:
-            raise ValueError(
-                "correct_delay=True without a delay has no effect: give delay=1, or more, or leave it out."
-            )
-        self.interval = when.H
-        self.quantization_bits = quantization_bits
-
-    def __repr__(self) -> str:
-        more = ", correct_delay=True" if self.correct_delay else ""
-        more += f", interval={self.interval}"
-        more += "" if self.quantization_bits is None else f", quantization_bits={self.quantization_bits}"
-        return f"SparseCommunicator({self.index_selector!r}, delay={self.delay}{more})"
-
-
-# ----------------------------------------------------------------------------------------- strategies
+    if isinstance(index_selector, (int, float)):
+        index_selector = RandomSelector(check_rate("sparsification_rate", index_selector))
+    selector = _selector(index_selector, "sparsification_rate", sparsification_rate, default=0.01)
+    inner: Average = Mean()
+    if quantization_bits is not None:
+        codec = Quantise(check_bits("quantization_bits", quantization_bits))
+        inner = Compressed(inner, codec, error_feedback=False)
+    if check.flag("correct_delay", correct_delay) and not delay:
+        raise ValueError("correct_delay=True without a delay has no effect: give delay=1, or more, or leave it out.")
+    when = Rounds(interval, name="interval")
+    return Exchange(Sparse(selector, inner), every=when, delay=delay, late="change" if correct_delay else "value")
 
 
 class SPARTAStrategy(Strategy):
@@ -119,7 +92,7 @@ class SPARTAStrategy(Strategy):
         delay: asynchronous SPARTA: the mean of a step is written that many steps later; see `SparseCommunicator`.
         correct_delay: LOSCAR: what a node has moved in these steps is added to it.
         compression_method: "topk": each node sends the coordinates that moved most instead of random ones; see
-            `TopKSparseCommunicator`. "random", or None: SPARTA itself.
+            `MostMoved`. "random", or None: SPARTA itself.
         quantization_bits: send the values in 8 or 4 bits; None: as they are.
         lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: see `Strategy`.
 
@@ -128,9 +101,9 @@ class SPARTAStrategy(Strategy):
             a delay, and for an `index_selector` or `delay` with "topk".
 
     >>> SPARTAStrategy(p_sparta=0.001, inner_optim="adamw", lr=1e-4)
-    SPARTAStrategy(OptimSpec(AdamW, lr=0.0001), SparseCommunicator(RandomSelector(p=0.001), delay=0, interval=1))
+    SPARTAStrategy(OptimSpec(AdamW, lr=0.0001), Exchange(Sparse(RandomSelector(p=0.001), Mean())))
     >>> SPARTAStrategy(p_sparta=0.005, compression_method="topk", quantization_bits=8)
-    SPARTAStrategy(OptimSpec(AdamW), TopKSparseCommunicator(fraction=0.005, quantization_bits=8))
+    SPARTAStrategy(OptimSpec(AdamW), Exchange(MostMoved(fraction=0.005, quantization_bits=8)))
 
     Reference: "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging",
     openreview stFPf3gzq1. Deviation: the mask comes from a seed that the nodes share; nobody sends it. The correction
@@ -151,7 +124,7 @@ class SPARTAStrategy(Strategy):
         **inner: Unpack[InnerOptions],
     ) -> None:
         module = _exchange(p_sparta, index_selector, delay, correct_delay, compression_method, quantization_bits)
-        super().__init__(inner_optim, communication_modules=[module], **inner)
+        super().__init__(inner_optim, [module], **inner)
 
 
 class SPARTADiLoCoStrategy(Strategy):
@@ -175,8 +148,8 @@ class SPARTADiLoCoStrategy(Strategy):
         max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
 
     >>> SPARTADiLoCoStrategy(p_sparta=0.005, sparta_interval=2, H=50, inner_optim="adamw", lr=3e-4)
-    SPARTADiLoCoStrategy(OptimSpec(AdamW, lr=0.0003), SparseCommunicator(RandomSelector(p=0.005), delay=0, \
-interval=2), DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50))
+    SPARTADiLoCoStrategy(OptimSpec(AdamW, lr=0.0003), Exchange(Sparse(RandomSelector(p=0.005), Mean()), every=2), \
+Exchange(Outer(Mean()), every=50))
 
     References: openreview stFPf3gzq1 and arXiv 2311.08105. Deviation from EXO Gym: there `sparta_interval` has no
     effect, and the outer step comes after H + 1 steps the first time.
@@ -200,8 +173,8 @@ interval=2), DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9,
         selector = _selector(index_selector, "p_sparta", p_sparta, DEFAULT_RATE)
         check_interval("sparta_interval", sparta_interval)
         sparse = SparseCommunicator(selector, delay=delay, correct_delay=correct_delay, interval=sparta_interval)
-        diloco = DiLoCoCommunicator(outer_optim, H, outer_lr)
-        super().__init__(inner_optim, communication_modules=[sparse, diloco], **inner)
+        diloco = Exchange(Outer(Mean(), outer_spec(outer_optim, outer_lr)), every=H)
+        super().__init__(inner_optim, [sparse, diloco], **inner)
 
 
 def _selector(selector: Selector | None, name: str, rate: float | None, default: float) -> Selector:
@@ -228,7 +201,7 @@ def _exchange(
     correct_delay: bool,
     compression_method: str | None,
     quantization_bits: int | None,
-) -> CommunicationModule:
+) -> Exchange:
     """Return the module that exchanges after every step."""
     if compression_method not in (None, *METHODS):
         allowed = ", ".join(map(repr, METHODS))
@@ -242,6 +215,6 @@ def _exchange(
                 'compression_method="topk" chooses the coordinates by itself and exchanges at once: leave out '
                 "index_selector and delay, and so correct_delay."
             )
-        return TopKSparseCommunicator(DEFAULT_RATE if p_sparta is None else p_sparta, quantization_bits)
+        return Exchange(MostMoved(DEFAULT_RATE if p_sparta is None else p_sparta, quantization_bits))
     selector = _selector(index_selector, "p_sparta", p_sparta, DEFAULT_RATE)
     return SparseCommunicator(selector, delay=delay, correct_delay=correct_delay, quantization_bits=quantization_bits)

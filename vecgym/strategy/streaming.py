@@ -32,145 +32,6 @@ Delay = int | Sequence[int]
 Bits = int | str
 
 
-class StreamingCommunicator(OuterStep):
-    """Each fragment of the model has its own outer steps, and what it is sent for is used some steps later.
-
-    See `StreamingDiLoCoStrategy`, which is this with the mean of all nodes. State of each fragment, under `"0"`, `"1"`,
-    ...: as of `OuterStep`. Outer parameters and optimizer are the same on all nodes, `[1, *]`.
-
-    Args:
-        average: how the nodes agree on the movement.
-        outer_optim: SGD(lr=0.4, momentum=0.9, nesterov=True) when not given, or given as "sgd".
-        H: inner steps between two exchanges of a fragment.
-        fragments: their number, lists of names, or a function of a name; see `StreamingDiLoCoStrategy`. None: a number
-            that gives each fragment three blocks.
-        pattern, offsets, delay, alpha: see `StreamingDiLoCoStrategy`.
-
-    >>> from vecgym.collectives import StackedCollectives
-    >>> module = StreamingCommunicator(Mean(), OptimSpec("sgd", lr=1.0), H=2, fragments=2, delay=1, alpha=0.5)
-    >>> params = {"h.0.w": torch.tensor([1.0, 3.0]), "h.1.w": torch.tensor([0.0, 2.0])}
-    >>> state = module.init({name: torch.zeros(1) for name in params}, Context(StackedCollectives(2)))
-    >>> for step in range(3):
-    ...     params, state = module.exchange_parameters(params, state, Context(StackedCollectives(2), step=step))
-    ...     print(params["h.0.w"], params["h.1.w"])
-    tensor([1., 3.]) tensor([0., 2.])
-    tensor([1.5000, 2.5000]) tensor([0., 2.])
-    tensor([1.5000, 2.5000]) tensor([0.5000, 1.5000])
-    """
-
-    def __init__(
-        self,
-        average: Average,
-        outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int = DEFAULT_H,
-        *,
-        fragments: Fragments | None = None,
-        pattern: Pattern = "strided",
-        offsets: Sequence[int] | None = None,
-        delay: Delay = 1,
-        alpha: float | Tensor = 0.5,
-    ) -> None:
-        delays = _delays(delay, check_interval("H", H))
-        # The outer step is taken, once for all, when the first node needs it; the others need it before the next one.
-        super().__init__(average, outer_spec(outer_optim, usual=OUTER_LR), H, delay=min(delays))
-        self._delays, self._apart = delays, len({*delays}) > 1
-        self.fragments = check_fragments("fragments", fragments)  # type: ignore[assignment]
-        self.pattern = check.choice("pattern", pattern, get_args(Pattern))
-        self.offsets = _offsets(offsets, fragments)
-        self.alpha = check.per_node("alpha", alpha, "[0, 1]", "what a node keeps of its own")  # type: ignore[assignment]
-
-    def check(self, num_nodes: int, max_steps: int) -> None:
-        if len(self._delays) not in (1, num_nodes):
-            raise ValueError(
-                f"delay is for {len(self._delays)} nodes and the run has {num_nodes}: give a number, or [{num_nodes}]."
-            )
-        check.per_node("alpha", self.alpha, num_nodes=num_nodes)
-        self.average.check(num_nodes, max_steps)
-        self.outer_optim.check_steps(num_nodes, -(-max_steps // self.when.H), "outer optimizer")
-        Rounds(self.when.H, min(self.offsets or [1])).check(max_steps, self)
-        check_in_time(self, "delay", max(self._delays), max_steps)
-
-    def init(self, params: Tree, ctx: Context) -> State:
-        parts = self._parts(params)
-        if self.offsets is not None and len(self.offsets) != len(parts):
-            raise ValueError(
-                f"offsets={self.offsets} are {len(self.offsets)}, and the model is cut into {len(parts)} fragments: "
-                "give one for each."
-            )
-        return {str(p): self._init(part, ctx) for p, part in enumerate(parts)}
-
-    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        parts = self._parts(params)
-        for p, part in enumerate(parts):
-            new, changed = self._exchange(self._when(p, len(parts)), part, state[str(p)], ctx)
-            params, state = {**params, **new}, {**state, str(p): changed}
-        return params, state
-
-    def idle(self, ctx: Context) -> bool:
-        return False  # how many fragments there are depends on the model
-
-    def stack_key(self) -> Hashable:
-        """Return what configurations must share to take their outer steps together, all but the outer optimizer."""
-        key, cut_as = merge_key(self.outer_optim), self.fragments
-        if key is None or not self.average.plain or isinstance(self.alpha, Tensor):
-            return None
-        lists = tuple(map(tuple, cut_as)) if isinstance(cut_as, (list, tuple)) else cut_as
-        offsets = None if self.offsets is None else tuple(self.offsets)
-        return self.when.H, key, lists, self.pattern, offsets, self._delays, self.alpha
-
-    def stacked(self, modules: Sequence[Any], num_nodes: int) -> CommunicationModule:
-        twin = copy.copy(self)
-        twin.outer_optim = merged_spec([module.outer_optim for module in modules], [num_nodes] * len(modules))
-        twin._rule = twin.outer_optim.rule()
-        return twin
-
-    def _parts(self, params: Tree) -> list[Tree]:
-        return [{name: params[name] for name in names} for names in cut(list(params), self.fragments, self.pattern)]  # type: ignore[arg-type]
-
-    def _when(self, p: int, count: int) -> When:
-        """When a fragment is sent."""
-        return Rounds(self.when.H, first_offsets(self.when.H, count)[p] if self.offsets is None else self.offsets[p])
-
-    def _exchange(self, when: When, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Take the step of one fragment; nodes with a longer delay than others follow in their own time."""
-        with ctx.comm.ledger.lagging(tuple(delay - self.delay for delay in self._delays) if self._apart else 0):
-            params, state = super()._exchange(when, params, state, ctx)
-        for delay in sorted({*self._delays} - {self.delay}):
-            before = ctx.step - delay  # when what is due was sent
-            if before >= 0 and when.due(before):
-                told = ctx.replace(exchange=self.when.count(before))
-                new = self._merged(params, state["params"], told, delay)
-                new = kept(self.average.keeping(told), params, new)
-                params = kept(ctx.missing(before), params, new)
-        return params, state
-
-    def _merged(self, params: Tree, outer: Tree, ctx: Context, delay: int | None = None) -> Tree:
-        """Merge the outer parameters into those of the nodes with this delay; None: with the shortest."""
-        if not isinstance(self.alpha, Tensor) and self.alpha in (0, 1):
-            new = params if self.alpha else outer
-        else:
-            new = tree.map(lambda x, o: torch.lerp(o, x, self._share(x, ctx)), params, outer)
-        return kept(self._elsewhen(self.delay if delay is None else delay, ctx), params, new)
-
-    def _share(self, x: Tensor, ctx: Context) -> Any:
-        """Return alpha of the nodes here, to weigh x."""
-        if not isinstance(self.alpha, Tensor):
-            return self.alpha
-        own = self.alpha if self.alpha.numel() == 1 else self.alpha[placed(ctx.comm.ids, self.alpha.device)]
-        return placed(own, x.device, x.dtype).reshape(-1, *[1] * (x.dim() - 1))
-
-    def _elsewhen(self, delay: int, ctx: Context) -> Tensor | None:
-        """Return which of the nodes here have another delay, bool `[L]`; None: none."""
-        if not self._apart:
-            return None
-        return torch.tensor(self._delays)[ctx.comm.ids] != delay
-
-    def __repr__(self) -> str:
-        twin = copy.copy(self)
-        twin.delay = self._delays[0] if len(self._delays) == 1 else list(self._delays)  # type: ignore[assignment]
-        return shown(twin)
-
-
 class StreamingDiLoCoStrategy(Strategy):
     """DiLoCo of one fragment of the model at a time, whose exchange takes place while the nodes go on.
 
@@ -256,26 +117,13 @@ error_feedback=False), outer_optim=OptimSpec(SGD, lr=0.4, momentum=0.9, nesterov
             )
         codec = codec_of(bits)
         number = check.optional_integer("num_fragments", num_fragments, what="None is three blocks to a fragment")
-        module: CommunicationModule = StreamingCommunicator(
-            Mean() if codec is None else Compressed(Mean(), codec, error_feedback=False),
-            outer_spec(outer_optim, outer_lr, OUTER_LR),
-            H,
-            fragments=number if fragments is None else fragments,
-            pattern=pattern,
-            offsets=offsets,
-            delay=delay,
-            alpha=alpha,
-        )
-        super().__init__(inner_optim, communication_modules=[module], **inner)
-
-
-def first_offsets(H: int, count: int) -> list[int]:
-    """Return after how many steps each of the fragments is sent first, evenly staggered.
-
-    >>> first_offsets(6, 2), first_offsets(2, 3)
-    ([3, 6], [1, 1, 2])
-    """
-    return [max(1, (p + 1) * H // count) for p in range(count)]
+        average = Mean() if codec is None else Compressed(Mean(), codec, error_feedback=False)
+        exchange = Exchange(
+            Outer(average, outer_spec(outer_optim, outer_lr, OUTER_LR)),
+            every=H, delay=_checked(delay, H), keep=alpha, fragments=number if fragments is None else fragments,
+            pattern=pattern, offsets=offsets,
+        )  # fmt: skip
+        super().__init__(inner_optim, [exchange], **inner)
 
 
 def codec_of(bits: Bits | None) -> Codec | None:

@@ -12,13 +12,8 @@ import torch
 from torch import Tensor
 
 from vecgym.core import check
-from vecgym.core.devices import placed
 from vecgym.core.errors import warn
-from vecgym.core.tree import Tree, differentiated
-from vecgym.strategy.base import Context, State, check_interval
-
-QUEUE = "queue"  # what a module calls the state of its `Late`: values that wait for a step
-Exchanging = Callable[[Tree, State, Context], tuple[Tree, State]]
+from vecgym.core.tree import differentiated
 
 
 class When(ABC):
@@ -34,8 +29,6 @@ class When(ABC):
     ...         return (step + 1).bit_count() == 1
     ...     def count(self, step):
     ...         return step.bit_length()
-    ...     def exchange(self, exchange, params, state, ctx):
-    ...         return exchange(params, state, ctx) if self.due(ctx.step) else (params, state)
     >>> when = PowersOfTwo()
     >>> when.check(max_steps=100)
     >>> [step for step in range(20) if when.due(step)], when.count(7)
@@ -47,10 +40,6 @@ class When(ABC):
     @abstractmethod
     def due(self, step: int) -> bool:
         """Whether anything is exchanged after this step, counted from 0."""
-
-    @abstractmethod
-    def exchange(self, exchange: Exchanging, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Make the exchange if this step has one."""
 
     def count(self, step: int) -> int:
         """Count the exchanges before the one after `step`, or the next one if there is none."""
@@ -89,9 +78,6 @@ class Rounds(When):
 
     def count(self, step: int) -> int:
         return step // self.H if self.usual else max(0, (step + self.H - self.offset) // self.H)
-
-    def exchange(self, exchange: Exchanging, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        return exchange(params, state, ctx) if self.due(ctx.step) else (params, state)
 
     @property
     def usual(self) -> bool:
@@ -153,9 +139,6 @@ class RoundsOf(When):
     def count(self, step: int) -> int:
         return bisect_right(self._ends(step), step)
 
-    def exchange(self, exchange: Exchanging, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        return exchange(params, state, ctx) if self.due(ctx.step) else (params, state)
-
     def check(self, max_steps: int, who: object = "the module") -> None:
         first = self._ends(max_steps)[0]
         if max_steps < first:
@@ -169,6 +152,17 @@ class RoundsOf(When):
 
 # What the functions have given: no part of the objects, which are compared and sent to other processes.
 _ENDS: WeakKeyDictionary[RoundsOf, list[int]] = WeakKeyDictionary()
+
+
+def check_interval(name: str, value: Any) -> int:
+    """Return `value` if it is an integer >= 1, a number of optimizer steps.
+
+    >>> check_interval("H", 0)
+    Traceback (most recent call last):
+    ...
+    ValueError: H=0 must be an integer >= 1: the number of optimizer steps between two exchanges.
+    """
+    return check.integer(name, value, what="the number of optimizer steps between two exchanges")
 
 
 def interval(value: Any, name: str) -> Any:
@@ -190,49 +184,6 @@ def as_when(value: int | When | Callable[[int], int], name: str) -> When:
     """
     found = interval(value, name)
     return found if isinstance(found, When) else Rounds(found, name=name)
-
-
-class Late:
-    """Values that are used `delay` steps after they were made: a queue of one slot for each step.
-
-    State: `"0"` to `str(delay - 1)`, so that its structure never changes. Step t takes what is in slot t mod delay, and
-    leaves there what is new. An empty slot holds tensors `[1, 0]`.
-
-    Args:
-        delay: optimizer steps, >= 0; 0: what is new is used at once, and there is no state.
-
-    >>> late, x = Late(2), [{"w": torch.tensor([[float(step)]])} for step in range(3)]
-    >>> state = late.init(nothing(x[0]))
-    >>> for step in range(3):
-    ...     due, state = late.turn(x[step], state, step)
-    ...     print(due["w"])
-    tensor([], size=(1, 0))
-    tensor([], size=(1, 0))
-    tensor([[0.]])
-    """
-
-    def __init__(self, delay: int) -> None:
-        self.delay = check_delay("delay", delay)
-
-    def init(self, empty: State) -> State:
-        """Return a queue of empty slots."""
-        return {str(slot): empty for slot in range(self.delay)}
-
-    def turn(self, new: State, state: State, step: int) -> tuple[State, State]:
-        """Return what is due at this step, and the queue that holds what is new."""
-        if self.delay == 0:
-            return new, state
-        slot = str(step % self.delay)
-        return state[slot], {**state, slot: new}
-
-
-def nothing(values: Tree) -> Tree:
-    """Return what an empty slot of a queue holds for these values.
-
-    >>> nothing({"w": torch.ones(4, 2, 3)})["w"].shape
-    torch.Size([1, 0])
-    """
-    return {name: x.new_empty(1, 0) for name, x in values.items()}
 
 
 def check_delay(name: str, value: Any) -> int:
@@ -270,7 +221,7 @@ class SyncWeight(When):
 
     with everything that evolves, so that 0 is no exchange at all, and 1 the exchange. Weights that are all 0 or 1 and
     are not differentiated are a schedule like any other: where a_t = 0 nothing is sent. Between 0 and 1, and where
-    derivatives are taken, the exchange is made at every step, and a step counter in the state counts a_t.
+    derivatives are taken, the exchange is made at every step.
 
     Bytes: those of the exchange where a_t > 0; under differentiation a_t times these.
 
@@ -305,27 +256,6 @@ class SyncWeight(When):
 
     def due(self, step: int) -> bool:
         return self.differentiated or bool(self.weights[step] != 0)
-
-    def exchange(self, exchange: Exchanging, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Make the exchange of this step, as far as the weight says.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> def average(params, state, ctx):
-        ...     return ctx.comm.mean(params), state
-        >>> params, ctx = {"w": torch.tensor([0.0, 4.0])}, Context(StackedCollectives(2))
-        >>> SyncWeight([0.5]).exchange(average, params, {}, ctx)[0]  # half of the way to the mean, 2
-        {'w': tensor([1., 3.])}
-        """
-        if not self.due(ctx.step):
-            return params, state
-        if self.binary:
-            return exchange(params, state, ctx)
-        weight = self.weights[ctx.step]
-        # A run that is not differentiated sends all of what it then uses in part.
-        weight = weight if ctx.differentiable else weight.detach()
-        with ctx.comm.ledger.weighted(weight if ctx.differentiable else 1.0):
-            new, changed = exchange(params, state, ctx.replace(inplace=False))
-        return _between(params, new, weight), _between(state, changed, weight)
 
     def __repr__(self) -> str:
         values = [round(float(w), 4) for w in self.weights.detach()]
@@ -369,31 +299,3 @@ def _checked(weights: Any) -> Tensor:
             "Where a gradient step left the range, take sync_weight.clamp(0, 1), or sigmoid of what is optimised."
         )
     return found
-
-
-def blended(old: Any, new: Any, blend: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """Apply `blend(old, new)` to every tensor of nested dicts of the same structure.
-
-    >>> blended({"a": {"w": torch.zeros(1)}}, {"a": {"w": torch.ones(1)}}, lambda old, new: old + 0.5 * new)
-    {'a': {'w': tensor([0.5000])}}
-    """
-    if not isinstance(new, dict):
-        return blend(old, new)
-    if not isinstance(old, dict) or old.keys() != new.keys():
-        raise ValueError(
-            "an exchange that adds to its state cannot be made in part, which sync_weight asks for: give weights "
-            "that are 0 or 1 and do not require grad."
-        )
-    return {key: blended(old[key], new[key], blend) for key in new}
-
-
-def _between(old: Any, new: Any, weight: Tensor) -> Any:
-    """Return (1 - a) old + a new of every tensor of nested dicts; exactly old at 0 and new at 1."""
-
-    def between(old: Tensor, new: Tensor) -> Tensor:
-        if old is new:
-            return old
-        share = placed(weight, new.device, new.dtype if new.is_floating_point() else torch.float64)
-        return (1 - share) * old + share * new
-
-    return blended(old, new, between)
