@@ -253,7 +253,11 @@ class Collectives(ABC):
         """Record what an operation sends."""
         names = None if isinstance(x, Tensor) else tuple(x)
         who = who if self.members is None else renamed(who, self.members)
-        self.ledger.record(Transfer(operation, payload_bytes(x), self.run_nodes, who, tensors=names))
+        self.ledger.record(Transfer(operation, self._payload_bytes(x), self.run_nodes, who, tensors=names))
+
+    def _payload_bytes(self, x: Tensor | Tree) -> int:
+        """Count the bytes that one participant hands over."""
+        return payload_bytes(x)
 
     def _reduced(self, x: T, groups: Groups | None, average: bool, inplace: bool = False) -> T:
         return self._own_storage(self._apply(x, lambda comm, y: comm._sum(y, groups, average)), x, inplace)

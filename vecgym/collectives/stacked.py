@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vecgym.collectives.base import Collectives
+from vecgym.collectives.base import Collectives, T, map_tensors
 from vecgym.collectives.ledger import Ledger
 from vecgym.collectives.topology import Groups, Mixing
 from vecgym.core import nodes
@@ -59,26 +60,23 @@ class StackedCollectives(Collectives):
         if x.shape[0] == 1:  # the same on every node: K equal terms, or those of a group
             return x if average or self.num_nodes == 1 else self._replicated_sum(x, groups)
         y = self._by_config(x)  # [C, K, *]
+        reduced = _reduced(y, groups, average)
         if groups is None:
-            reduced = y.mean(1, keepdim=True) if average else y.sum(1, keepdim=True)
             return reduced[0] if self.num_configs == 1 else reduced.expand_as(y).reshape(x.shape)
-        result = y.clone()
-        for group in groups:
-            if len(group) > 1:
-                members = placed(torch.tensor(group), x.device)
-                part = y.index_select(1, members)
-                reduced = part.mean(1, keepdim=True) if average else part.sum(1, keepdim=True)
-                result = result.index_copy(1, members, reduced.expand_as(part))
-        return result.reshape(x.shape)
+        return reduced.reshape(x.shape)
 
     def _replicated_sum(self, x: Tensor, groups: Groups | None) -> Tensor:
         if groups is None:
             return x * self.num_nodes
-        sizes = torch.ones(self.num_nodes, dtype=x.dtype)
+        count = placed(self._times(groups, x.dtype), x.device)
+        return x * count.repeat(self.num_configs).view(-1, *[1] * (x.dim() - 1))
+
+    def _times(self, groups: Groups, dtype: torch.dtype) -> Tensor:
+        """Return how many values each node's group adds up, `[K]`."""
+        sizes = torch.ones(self.num_nodes, dtype=dtype)
         for group in groups:
             sizes[list(group)] = len(group)
-        count = placed(sizes, x.device)
-        return x * count.repeat(self.num_configs).view(-1, *[1] * (x.dim() - 1))
+        return sizes
 
     def _all_gather(self, x: Tensor) -> Tensor:
         everyone = self._by_config(self._expanded(x))  # [C, K, *]
@@ -103,7 +101,7 @@ class StackedCollectives(Collectives):
         return mixed.reshape(y.shape).flatten(0, 1)
 
     def _mix_inplace(self, x: Tensor, mixing: Mixing) -> Tensor:
-        if len(x) != len(self.node_ids) or not x.is_contiguous() or x.numel() == 0:
+        if len(x) != self.num_configs * self.num_nodes or not x.is_contiguous() or x.numel() == 0:
             return self._mix(x, mixing.weights)
         # Columns are mixed independently: on a CPU, a block of columns stays in its cache and saves passes over memory.
         on_cpu = x.device.type == "cpu"
@@ -137,6 +135,79 @@ class StackedCollectives(Collectives):
         return x.unflatten(0, (self.num_configs, self.num_nodes))
 
 
+class GroupCollectives(StackedCollectives):
+    """Collectives within each of C configurations at once, on tensors `[C, K, *]`.
+
+    What is `[1, *]` for one configuration is `[C, 1, *]`, and what is gathered is `[C, K, *]`, as its `[1, K, *]`. Each
+    call records one `Transfer`: what each of the configurations sends.
+
+    Args:
+        comm: the collectives of the nodes of one configuration.
+        num_configs: C.
+
+    >>> comm = GroupCollectives(StackedCollectives(2), num_configs=2)
+    >>> x = torch.tensor([[1.0, 3.0], [10.0, 20.0]])
+    >>> comm.mean(x), comm.permute(x, [1, 0])
+    (tensor([[ 2.],
+            [15.]]), tensor([[ 3.,  1.],
+            [20., 10.]]))
+    >>> comm.node_ids, comm.ledger
+    (tensor([0, 1]), Ledger(2 collectives, 8 bytes sent per node))
+    """
+
+    def __init__(self, comm: StackedCollectives, num_configs: int) -> None:
+        super().__init__(comm.num_nodes, num_configs, comm.ledger)
+        self.node_ids, self.shapes_only = comm.node_ids, comm.shapes_only
+        self.members, self._run_nodes, self._comm = comm.members, comm.run_nodes, comm
+
+    def among(self, members: Sequence[int]) -> GroupCollectives:
+        return GroupCollectives(self._comm.among(members), self.num_configs)
+
+    def fetched(self, x: Tree, sources: Sequence[int], receivers: Sequence[int]) -> Tree:
+        order = torch.tensor(list(sources), dtype=torch.long)
+        return {n: y.clone() if y.shape[1] == 1 else y.index_select(1, placed(order, y.device)) for n, y in x.items()}
+
+    def _payload_bytes(self, x: Tensor | Tree) -> int:
+        values = [x] if isinstance(x, Tensor) else x.values()
+        return sum(math.prod(y.shape[2:]) * y.element_size() for y in values)
+
+    def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
+        if x.shape[1] == 1:
+            return x if average or self.num_nodes == 1 else self._replicated_sum(x, groups)
+        return _reduced(x, groups, average)
+
+    def _replicated_sum(self, x: Tensor, groups: Groups | None) -> Tensor:
+        if groups is None:
+            return x * self.num_nodes
+        return x * placed(self._times(groups, x.dtype), x.device).view(-1, *[1] * (x.dim() - 2))
+
+    def _all_gather(self, x: Tensor) -> Tensor:
+        return self._expanded(x)
+
+    def _broadcast(self, x: Tensor, src: int) -> Tensor:
+        return x if x.shape[1] == 1 else x[:, src : src + 1]
+
+    def _permute(self, x: Tensor, source: Tensor) -> Tensor:
+        return x if x.shape[1] == 1 else x.index_select(1, placed(source, x.device))
+
+    def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
+        y, matrix = self._expanded(x), placed(weights, x.device, x.dtype)
+        return (matrix @ y.flatten(2) if y.dim() > 2 else y @ matrix.T).reshape(y.shape)
+
+    def _mix_inplace(self, x: Tensor, mixing: Mixing) -> Tensor:
+        if x.shape[:2] != (self.num_configs, self.num_nodes) or not x.is_contiguous() or x.numel() == 0:
+            return self._mix(x, mixing.weights)
+        super()._mix_inplace(x.view(-1, *x.shape[2:]), mixing)
+        return x
+
+    def _expanded(self, x: Tensor) -> Tensor:
+        return x.expand(-1, self.num_nodes, *x.shape[2:])
+
+    def _scaled(self, x: T, factors: Tensor) -> T:
+        """Multiply each node's value by its factor `[K]`."""
+        return map_tensors(x, lambda y: y * placed(factors, y.device, y.dtype).view(-1, *[1] * (y.dim() - 2)))
+
+
 class Announced(StackedCollectives):
     """Collectives that record what they send and return tensors of the right shape, without computing values.
 
@@ -164,3 +235,17 @@ class Announced(StackedCollectives):
 
     def _own_storage(self, result: Any, x: Any, inplace: bool = False) -> Any:
         return result  # it is never written to
+
+
+def _reduced(x: Tensor, groups: Groups | None, average: bool) -> Tensor:
+    """Reduce over dimension 1, `[C, K, *] -> [C, 1, *]`, or within groups of it, `[C, K, *]`."""
+    if groups is None:
+        return x.mean(1, keepdim=True) if average else x.sum(1, keepdim=True)
+    result = x.clone()
+    for group in groups:
+        if len(group) > 1:
+            members = placed(torch.tensor(group), x.device)
+            part = x.index_select(1, members)
+            reduced = part.mean(1, keepdim=True) if average else part.sum(1, keepdim=True)
+            result = result.index_copy(1, members, reduced.expand_as(part))
+    return result

@@ -1,0 +1,1009 @@
+"""How nodes agree on values: a mean over all or over islands, a server's mean, a robust rule, an outer optimizer's step.
+
+An `Average` is told what each node has, `[K, *]`, and who meets, a `Meeting`; it returns what they go on with, `[1, *]`
+if that is the same for all. It does not know what the values are, gradients, parameters or moments, nor when it is
+asked: that is the exchange's (`vecgym.strategy.exchange`).
+
+It works in three parts, so that what is agreed on now can be used later: `agree` makes a message, `settle` changes what
+all share, once for each message, and `write` says what a node goes on with. Of a group of C configurations the values
+are `[C, K, *]` and `[C, 1, *]`, and the same code works on them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from vecgym.collectives import Collectives, StackedCollectives
+from vecgym.collectives.topology import Groups, random_islands
+from vecgym.compress.codecs import Codec
+from vecgym.core import check, tree
+from vecgym.core.devices import placed
+from vecgym.core.tree import Tree
+from vecgym.optim import OptimSpec, clip_grad_norm, ensure_optim_spec
+from vecgym.optim.formulas import FORMULAS
+from vecgym.optim.optimizer import Optimizer
+from vecgym.simulation.timetable import RunFacts
+from vecgym.strategy.settings import Settings, same, shown
+
+if TYPE_CHECKING:
+    from vecgym.strategy.exchange import Meeting
+
+Weighting = Literal["equal", "examples"]  # of the nodes in a mean
+State = dict[str, Any]  # what an average remembers, by name: trees of tensors
+Codes = dict[str, Tree]  # the codes of each tensor, in parts
+Rule = Callable[[Tensor], Tensor]
+Correction = Callable[[Tree, State, "Meeting"], Tree]  # (movements, the outer optimizer's state) -> movements
+
+OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's
+
+
+@dataclass(frozen=True)
+class ExchangeFacts(RunFacts):
+    """What an average may know about the exchanges of a run before the first step.
+
+    Attributes:
+        counts: the numbers of nodes that may meet; None: all meet.
+        num_exchanges: in the whole run.
+
+    >>> ExchangeFacts(num_nodes=6, counts=(2, 3)).fewest, ExchangeFacts(num_nodes=6).fewest
+    (2, 6)
+    """
+
+    counts: tuple[int, ...] | None = None
+    num_exchanges: int = 1
+
+    @property
+    def fewest(self) -> int:
+        """The smallest number of nodes that may meet."""
+        return self.num_nodes if self.counts is None else min(self.counts)
+
+    @property
+    def most(self) -> int:
+        """The largest number of nodes that may meet.
+
+        >>> ExchangeFacts(num_nodes=6, counts=(2, 3)).most
+        3
+        """
+        return self.num_nodes if self.counts is None else max(self.counts)
+
+
+class Average(Settings):
+    """How nodes agree on values. Override `agree`, and what else you need.
+
+    An average holds settings only, so that several exchanges may share one; averages with equal settings are equal.
+    What evolves is in `at.own`, of each node, and `at.shared`, of all together, under the names that `init` returns.
+
+    Attributes:
+        numbers: settings that may have a value for each configuration of a group, `[C]`; None: the average does not
+            work on `[C, K, *]`, and each configuration has a group of its own.
+        common: whether all nodes go on with the same.
+        plain: whether it is the mean of all nodes and nothing else.
+
+    Example: the value of another node in each exchange.
+
+    >>> from vecgym.strategy.exchange import Meeting
+    >>> class Relay(Average):
+    ...     def agree(self, values, at):
+    ...         return at.comm.broadcast(values, src=at.exchange % at.comm.num_nodes)
+    >>> relay, values = Relay(), {"w": torch.tensor([1.0, 3.0])}
+    >>> relay(values, Meeting(StackedCollectives(2), exchange=3)), relay.init(values, RunFacts(2)), relay == Relay()
+    ({'w': tensor([3.])}, ({}, {}), True)
+
+    What is used later is the message of `agree`, or the change that it makes:
+
+    >>> at = Meeting(StackedCollectives(2))
+    >>> message, change = relay.agree(values, at), relay.change(values, at)
+    >>> now = {"w": torch.tensor([1.5, 3.0])}  # the first node has gone on
+    >>> relay.write(message, now, at)["w"], relay.changed(change, now, at)["w"]
+    (tensor([1.]), tensor([1.5000, 1.0000]))
+    """
+
+    numbers: tuple[str, ...] | None = ()
+    common: bool = True
+    plain: bool = False
+
+    @property
+    def one_message(self) -> bool:
+        """Whether the message is the same for all nodes, so that it is stored once."""
+        return self.common
+
+    def lag(self, every: int) -> int:
+        """Return how many steps later what is sent is used, beyond the exchange's delay.
+
+        >>> Mean().lag(5), Eager(Mean()).lag(5)
+        (0, 5)
+        """
+        return 0
+
+    def check(self, run: ExchangeFacts) -> None:
+        """Raise a ValueError if the average cannot work for this run."""
+        return
+
+    def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
+        """Return what it remembers of each node, and of all together, `[1, *]` both.
+
+        `values`, `[1, *]`, are those before the first exchange: the initial parameters, or zeros.
+        """
+        return {}, {}
+
+    def agree(self, values: Tree, at: Meeting) -> Any:
+        """Return what those who meet agree on, nested dicts of tensors `[1 or K, *]`.
+
+        If `at.inplace`, the values may be overwritten.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no agree(values, at)")
+
+    def settle(self, message: Any, at: Meeting) -> None:
+        """Change what all share: called once for each message, by whoever is present then."""
+        return
+
+    def write(self, message: Any, values: Tree, at: Meeting) -> Tree:
+        """Return what the nodes go on with, with the names and shapes of `values`."""
+        new: Tree = message
+        return new
+
+    def change(self, values: Tree, at: Meeting) -> Any:
+        """Return by how much the whole average changes the values: a message for `changed`."""
+        return tree.map(torch.sub, self(values, at), values)
+
+    def changed(self, change: Any, values: Tree, at: Meeting) -> Tree:
+        """Return the values with a change added."""
+        return tree.map(torch.add, values, change)
+
+    def of_some(self) -> Average:
+        """Return the same among some nodes, while the others keep what they have: it is common to none.
+
+        Raises:
+            ValueError: if it cannot work so.
+
+        >>> Outer(Mean()).common, Outer(Mean()).of_some().common, Outer(ServerMean()).of_some().common
+        (True, False, True)
+        """
+        twin = copy.copy(self)
+        twin.common = False
+        return twin
+
+    def through_server(self) -> Average:
+        """Return the same with a server's mean in place of a mean of all nodes.
+
+        >>> Outer(Mean()).through_server(), Outer(Mean(2)).through_server()
+        (Outer(ServerMean()), Outer(Mean(island_size=2)))
+        """
+        return self
+
+    def rate(self, exchange: int) -> Any:
+        """Return the learning rate of its own optimizer in an exchange, to be recorded; None: it has none."""
+        return None
+
+    def outer(self, shared: Mapping[str, Any]) -> Tree:
+        """Return the parameters that it remembers once for all, `[1, *]`: a node that returns may begin with them."""
+        return {}
+
+    def __call__(self, values: Tree, at: Meeting) -> Tree:
+        """Return what the nodes go on with at once."""
+        message = self.agree(values, at)
+        self.settle(message, at)
+        return self.write(message, values, at)
+
+
+# ---------------------------------------------------------------------------------------- of what the nodes send
+
+
+class Reduction(Average):
+    """An average of what nodes send, which may also be codes in place of their values.
+
+    Attributes:
+        linear: whether the result is linear in what the nodes send, so that two matrices may be averaged in place of
+            one.
+    """
+
+    linear: bool = False
+
+    def shares(self, at: Meeting) -> Tensor | None:
+        """Return W `[1 or K, K]`, with which a node's average is sum_k W_ik x_k; None: the plain mean."""
+        return None
+
+    def gather(self, codes: Tree, at: Meeting) -> Tree:
+        """Give the codes `[K, ...]` to those who read them, `[1, K, ...]`."""
+        return at.comm.all_gather(codes, inplace=True)
+
+    def of_codes(self, codes: Codes, codec: Codec, like: Tree, at: Meeting) -> Tree:
+        """Average what codes stand for, of values like these; all are `[C K, *]`, and so is the result."""
+        received = gathered_codes(codes, codec, lambda x: self.gather(at.apart(x), at))
+        shares = self.shares(at)
+        return {name: codec.average(received[name], x, shares) for name, x in like.items()}
+
+
+class Mean(Reduction):
+    """The mean over all nodes, or over islands of nodes.
+
+    x_i <- sum_k w_k x_k / sum_k w_k over the nodes k of i's island.
+
+    Bytes sent per node: 2 (n - 1) / n times those of the values, in islands of n nodes.
+
+    Args:
+        island_size: nodes per island; None: one island of all. The nodes are shuffled (seeded) in each exchange; if
+            `island_size` does not divide their number, the last island is smaller.
+        weighting: "equal", or "examples": w_k is the number of examples of node k.
+
+    Raises:
+        ValueError: for island_size < 1 or another weighting; before the first step for an island larger than the number
+            of nodes that meet, and if the numbers of examples are not known.
+
+    >>> from vecgym.strategy.exchange import Meeting
+    >>> at, values = Meeting(StackedCollectives(4)), {"w": torch.tensor([1.0, 2.0, 3.0, 6.0])}
+    >>> Mean()(values, at)["w"], Mean(island_size=2)(values, at)["w"]
+    (tensor([3.]), tensor([1.5000, 1.5000, 4.5000, 4.5000]))
+    """
+
+    linear = True
+
+    def __init__(self, island_size: int | None = None, weighting: Weighting = "equal") -> None:
+        self.island_size = check.optional_integer("island_size", island_size, what="None is one island")
+        self.weighting = check.choice("weighting", weighting, get_args(Weighting))
+        self._common = self.island_size is None
+
+    @property
+    def common(self) -> bool:  # type: ignore[override]
+        return self._common
+
+    @property
+    def plain(self) -> bool:  # type: ignore[override]
+        return self.common and self.weighting == "equal"
+
+    def of_some(self) -> Average:
+        twin = copy.copy(self)
+        twin._common = False
+        return twin
+
+    def through_server(self) -> Average:
+        return ServerMean(self.weighting) if type(self) is Mean and self.common else self  # type: ignore[arg-type]
+
+    def check(self, run: ExchangeFacts) -> None:
+        check_examples(self.weighting, run)
+        if self.island_size is not None and self.island_size > run.most:
+            raise ValueError(
+                f"island_size={self.island_size} is larger than the {run.most} nodes that take part in a round: "
+                f"give island_size <= {run.most}, or None for one island of all."
+            )
+
+    def groups(self, at: Meeting) -> Groups | None:
+        """Return the islands of this exchange; None: one of all."""
+        if self.island_size is None:
+            return None
+        return random_islands(range(at.comm.num_nodes), self.island_size, at.generator("islands", at.step))
+
+    def agree(self, values: Tree, at: Meeting) -> Tree:
+        return at.comm.mean(values, self.groups(at), at.weights(self.weighting), inplace=at.inplace)
+
+    def shares(self, at: Meeting) -> Tensor | None:
+        return shares_of(self.groups(at), at.weights(self.weighting), at.comm)
+
+    def gather(self, codes: Tree, at: Meeting) -> Tree:
+        return at.comm.all_gather(codes, inplace=True, readers=self.groups(at))
+
+
+class ServerMean(Reduction):
+    """The mean of what nodes send to a server, which sends it to all: `[K, *]` -> `[1, *]`.
+
+    Bytes sent per node: those of the values up, and as many down from the server.
+
+    Args:
+        weighting: see `Mean`.
+
+    >>> from vecgym.strategy.exchange import Meeting
+    >>> ServerMean()({"w": torch.tensor([1.0, 2.0, 3.0, 6.0])}, Meeting(StackedCollectives(4)))
+    {'w': tensor([3.])}
+    """
+
+    linear = True
+
+    def __init__(self, weighting: Weighting = "equal") -> None:
+        self.weighting = check.choice("weighting", weighting, get_args(Weighting))
+
+    def of_some(self) -> Average:
+        return self  # the server has what all go on with
+
+    def check(self, run: ExchangeFacts) -> None:
+        check_examples(self.weighting, run)
+
+    def agree(self, values: Tree, at: Meeting) -> Tree:
+        return at.comm.server_mean(values, range(at.comm.num_nodes), at.weights(self.weighting))
+
+    def shares(self, at: Meeting) -> Tensor | None:
+        weights = at.weights(self.weighting)
+        if weights is None:
+            return None
+        given = torch.tensor([weights], dtype=torch.float64)
+        return given / given.sum()
+
+    def gather(self, codes: Tree, at: Meeting) -> Tree:
+        return at.comm.server_gather(codes)
+
+    def of_codes(self, codes: Codes, codec: Codec, like: Tree, at: Meeting) -> Tree:
+        average = super().of_codes(codes, codec, like, at)
+        return at.rows(at.comm.server_send(at.apart(average)))
+
+
+def median(x: Tensor) -> Tensor:
+    """Take each coordinate's median over the nodes, `[R, n, *]` -> `[R, *]`; of an even number the middle two's mean.
+
+    >>> median(torch.tensor([[1.0, 100.0, 2.0]])), median(torch.tensor([[1.0, 2.0, 4.0, 100.0]]))
+    (tensor([2.]), tensor([3.]))
+    """
+    ordered = x.sort(1).values
+    return (ordered[:, (x.shape[1] - 1) // 2] + ordered[:, x.shape[1] // 2]) / 2
+
+
+class Robust(Mean):
+    """A rule that a few wrong values cannot move far, on what all nodes of an island sent: `[1, n, *]` -> `[1, *]`.
+
+    "median": of each coordinate. "trimmed_mean": of each coordinate the mean without the `trim` lowest and the `trim`
+    highest. Every node sends its values to all others of its island.
+
+    Args:
+        rule: "median", "trimmed_mean", or a function of a tensor `[1, n, *]`, n nodes, which returns `[1, *]`.
+        trim: for "trimmed_mean", the values left out at either end: as many liars can do no harm.
+        island_size: see `Mean`.
+
+    Raises:
+        ValueError: for another rule, trim < 1, `trim` with another rule; before the first step if it leaves nothing.
+
+    >>> from vecgym.strategy.exchange import Meeting
+    >>> at, values = Meeting(StackedCollectives(4)), {"w": torch.tensor([1.0, 2.0, 3.0, -600.0])}
+    >>> Robust("median")(values, at), Robust("trimmed_mean", trim=1)(values, at)
+    ({'w': tensor([1.5000])}, {'w': tensor([1.5000])})
+
+    Reference: Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", arXiv 1803.01498.
+    """
+
+    linear = False
+    plain = False  # type: ignore[assignment]
+
+    def __init__(self, rule: str | Rule = "median", trim: int | None = None, island_size: int | None = None) -> None:
+        if not callable(rule):
+            check.choice("rule", rule, ("median", "trimmed_mean"), "a function [1, n, *] -> [1, *]")
+        super().__init__(island_size)
+        if (rule == "trimmed_mean") != (trim is not None):
+            raise ValueError(f"rule={rule!r} and trim={trim!r}: trim goes with 'trimmed_mean', which needs it: trim=1.")
+        self.rule = rule
+        self.trim = check.optional_integer("trim", trim, what="the values left out at either end")
+
+    def check(self, run: ExchangeFacts) -> None:
+        super().check(run)
+        for count in run.counts or (run.num_nodes,):
+            smallest = count if self.island_size is None else (count % self.island_size or self.island_size)
+            if self.trim is not None and 2 * self.trim >= smallest:
+                raise ValueError(
+                    f"trim={self.trim} at either end leaves nothing of {smallest} nodes: give a smaller one."
+                )
+
+    def agree(self, values: Tree, at: Meeting) -> Tree:
+        everyone = at.comm.all_gather(values, readers=self.groups(at))
+        return at.apart(self._combined(everyone, values, at))
+
+    def of_codes(self, codes: Codes, codec: Codec, like: Tree, at: Meeting) -> Tree:
+        received = gathered_codes(codes, codec, lambda x: self.gather(at.apart(x), at))
+        everyone = {name: decode_all(received[name], codec, x) for name, x in like.items()}
+        return self._combined(everyone, at.apart(like), at)
+
+    def _combined(self, everyone: Tree, values: Tree, at: Meeting) -> Tree:
+        """Apply the rule to each island: of all nodes `[C, K, *]`, and the nodes' own values -> `[C or C K, *]`."""
+        groups, ids = self.groups(at), at.comm.node_ids
+        if groups is None:
+            return tree.map(self._rule, everyone)
+        new = {}
+        for name, x in everyone.items():
+            own = values[name] if at.size > 1 else values[name][None]
+            rows = own.expand(at.size, len(ids), *x.shape[2:])
+            for group in groups:
+                inside = placed(torch.isin(ids, torch.tensor(group)), x.device).view(-1, *[1] * (x.dim() - 2))
+                members = placed(torch.tensor(group), x.device)
+                rows = torch.where(inside, self._rule(x.index_select(1, members))[:, None], rows)
+            new[name] = rows.flatten(0, 1)
+        return new
+
+    def _rule(self, x: Tensor) -> Tensor:
+        if not isinstance(self.rule, str):
+            return self.rule(x)
+        if self.trim is None:
+            return median(x)
+        return x.sort(1).values[:, self.trim : x.shape[1] - self.trim].mean(1)
+
+
+# ------------------------------------------------------------------------------------------------ around another one
+
+
+class Around(Average):
+    """Tells another average, `inner`, something else than the values themselves."""
+
+    def __init__(self, inner: Average) -> None:
+        self.inner = check_average("inner", inner)
+
+    @property
+    def numbers(self) -> tuple[str, ...] | None:  # type: ignore[override]
+        return None if self.inner.numbers is None else ()
+
+    @property
+    def common(self) -> bool:  # type: ignore[override]
+        return self.inner.common
+
+    @property
+    def one_message(self) -> bool:
+        return self.inner.one_message
+
+    def around(self, inner: Average) -> Average:
+        """Return the same around another average.
+
+        >>> Private(Mean(), clip=1.0, noise=0.1).around(ServerMean())
+        Private(ServerMean(), 1.0, 0.1)
+        """
+        twin = copy.copy(self)
+        twin.inner = inner
+        return twin
+
+    def of_some(self) -> Average:
+        return self.around(self.inner.of_some())
+
+    def through_server(self) -> Average:
+        return self.around(self.inner.through_server())
+
+    def lag(self, every: int) -> int:
+        return self.inner.lag(every)
+
+    def check(self, run: ExchangeFacts) -> None:
+        self.inner.check(run)
+
+    def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
+        return self.inner.init(values, run)
+
+    def told(self, values: Tree, at: Meeting) -> Tree:
+        """Return what `inner` is told."""
+        return values
+
+    def agree(self, values: Tree, at: Meeting) -> Any:
+        return self.inner.agree(self.told(values, at), at)
+
+    def settle(self, message: Any, at: Meeting) -> None:
+        self.inner.settle(message, at)
+
+    def write(self, message: Any, values: Tree, at: Meeting) -> Tree:
+        return self.inner.write(message, values, at)
+
+    def rate(self, exchange: int) -> Any:
+        return self.inner.rate(exchange)
+
+    def outer(self, shared: Mapping[str, Any]) -> Tree:
+        return self.inner.outer(shared)
+
+
+class Corrupted(Around):
+    """Some nodes lie: what they tell `inner` is what an attack makes of their values.
+
+    Args:
+        inner: how the nodes agree on what they are told.
+        nodes: the ids of those that lie.
+        attack: of a tensor `[K, *]`, coordinate by coordinate or node by node; the sign is turned if not given.
+
+    Raises:
+        ValueError, TypeError: for what is no list of different ids; before the first step for a node that the run does
+            not have.
+
+    >>> from vecgym.strategy.exchange import Meeting
+    >>> at, values = Meeting(StackedCollectives(3)), {"w": torch.tensor([1.0, 2.0, 3.0])}
+    >>> Corrupted(Mean(), [1], lambda x: -20 * x)(values, at)
+    {'w': tensor([-12.])}
+    >>> Corrupted(Robust("median"), [1], lambda x: -20 * x)(values, at)
+    {'w': tensor([1.])}
+    """
+
+    def __init__(self, inner: Average, nodes: Sequence[int], attack: Rule = torch.neg) -> None:
+        super().__init__(inner)
+        if not isinstance(nodes, (list, tuple)) or len(set(nodes)) != len(nodes):
+            raise ValueError(f"nodes={nodes!r} must be a list of different node ids, such as [1].")
+        self.nodes = [check.integer("nodes", node, 0, "the id of a node that lies") for node in nodes]
+        if not callable(attack):
+            raise TypeError(f"attack={attack!r} must be a function of a tensor, such as lambda x: -20 * x.")
+        self.attack = attack
+
+    def check(self, run: ExchangeFacts) -> None:
+        super().check(run)
+        for node in self.nodes:
+            check.index("node", node, run.num_nodes)
+
+    def told(self, values: Tree, at: Meeting) -> Tree:
+        liars = torch.isin(at.ids, torch.tensor(self.nodes, dtype=torch.long))
+        false = at.apart(tree.map(self.attack, at.rows(values)))
+        return tree.map(lambda x, y: torch.where(at.each(liars, x), y, x), values, false)
+
+
+class Private(Around):
+    """Each node's values are clipped to a 2-norm and blurred by Gaussian noise before they are sent.
+
+    x_i <- x_i min(1, clip / |x_i|) + noise clip xi_i, xi_i ~ N(0, 1), over all tensors together. The mean over n nodes
+    then has noise of standard deviation noise clip / sqrt(n) in each coordinate.
+
+    For movements and gradients: `Outer(Private(Mean(), clip=1.0, noise=0.1))`. The noise comes from the run's seed and
+    is keyed by the node, so it is the same in every process. How private that is, is for an accountant to say.
+
+    Args:
+        inner: how the nodes agree on what they are told.
+        clip: > 0, the largest 2-norm of what a node sends.
+        noise: >= 0, in units of `clip`.
+
+    >>> from vecgym.strategy.exchange import Meeting
+    >>> at, values = Meeting(StackedCollectives(2)), {"w": torch.tensor([[3.0, 4.0], [0.3, 0.4]])}
+    >>> Private(Mean(), clip=1.0, noise=0.0)(values, at)
+    {'w': tensor([[0.4500, 0.6000]])}
+
+    Reference: McMahan et al., "Learning Differentially Private Recurrent Language Models", arXiv 1710.06963. Deviation:
+    each node adds its own noise, so that nobody need be trusted with the values.
+    """
+
+    def __init__(self, inner: Average, clip: float, noise: float) -> None:
+        super().__init__(inner)
+        self.clip = check.number("clip", clip, "(0, inf)", "the largest 2-norm of what a node sends")
+        self.noise = check.number("noise", noise, "[0, inf)", "its standard deviation in units of clip")
+
+    def told(self, values: Tree, at: Meeting) -> Tree:
+        clipped, _ = clip_grad_norm(at.rows(values), self.clip, inplace=False)
+        return {name: self._blurred(x, name, at) for name, x in at.apart(clipped).items()}
+
+    def _blurred(self, x: Tensor, name: str, at: Meeting) -> Tensor:
+        if self.noise == 0:
+            return x
+        shape = x.shape[at.lead :]
+        drawn = [
+            torch.randn(shape, generator=at.generator(f"private {name}", at.step, node), dtype=x.dtype)
+            for node in at.ids.tolist()
+        ]
+        noise = torch.stack(drawn) if drawn else torch.zeros(0, *shape, dtype=x.dtype)
+        return x + self.noise * self.clip * placed(noise, x.device)
+
+
+# ---------------------------------------------------------------------------------------------------- outer steps
+
+
+class Outer(Around):
+    """DiLoCo: the average movement of the nodes since the last exchange is the gradient of an outer optimizer.
+
+    Delta = inner_i(theta_outer - theta_i);  theta_outer <- optim(theta_outer, Delta);  theta_i <- theta_outer.
+
+    Of SGD with momentum mu, nesterov and the rate eta: m <- mu m + Delta; theta_outer <- theta_outer - eta (Delta + mu
+    m). If the average is not the same for all (islands), outer parameters and the optimizer's state are each node's own.
+
+    A rate with a value for each exchange, `[T, 1]`, and an optimizer's own count, such as Adam's, go by the number of
+    the exchange: `at.exchange`.
+
+    State: `params`, the outer parameters, and `outer`, the optimizer's: once for all, `[1, *]`, or each node's own.
+    Bytes: those of `inner`; with "median_norm" a number of each tensor and node more, in an all-gather.
+
+    Args:
+        inner: how the nodes agree on the movement.
+        optim: None, "sgd" and `torch.optim.SGD` mean DiLoCo's SGD(lr=0.7, momentum=0.9, nesterov=True); an `OptimSpec`
+            is taken as it is, and so is any other optimizer.
+        correct: of the movements before they are averaged: "heloco", which turns what points against the outer
+            momentum; "median_norm", which shrinks each tensor of a node's movement to the median of the nodes' norms; a
+            function of the movements, the outer optimizer's state and the `Meeting`; None: none.
+
+    Raises:
+        ValueError: for an `inner` with outer parameters of its own; for "heloco" with another optimizer than SGD with
+            momentum and without dampening; for "median_norm" with an average that is not the same for all.
+
+    >>> from vecgym.strategy.exchange import Meeting
+    >>> outer = Outer(Mean())
+    >>> at = Meeting(StackedCollectives(2), *outer.init({"w": torch.zeros(1)}, RunFacts(2)))
+    >>> outer({"w": torch.tensor([1.0, 3.0])}, at)["w"]  # 0.7 (2 + 0.9 * 2), on both nodes
+    tensor([2.6600])
+    >>> Outer(Mean(2), OptimSpec("sgd", lr=1.0)), Outer(Mean(), "sgd", correct="median_norm")
+    (Outer(Mean(island_size=2), optim=OptimSpec(SGD, lr=1.0)), Outer(Mean(), correct='median_norm'))
+
+    References: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105.
+    HeLoCo, arXiv 2606.00271, where a server that does not wait corrects each movement when it arrives: here all arrive
+    together, and are averaged without a weight. The median norm: Covenant-72B, arXiv 2603.08163, and
+    github.com/tplr-ai/templar, src/tplr/compress.py, which shrinks what it has decoded: here it is shrunk before a code.
+    """
+
+    def __init__(
+        self, inner: Average, optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None, *,
+        correct: str | Correction | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(inner)
+        self.optim = Optimizer(outer_spec(optim))
+        self.correct = correct
+        if correct is not None and not callable(correct):
+            check.choice("correct", correct, CORRECTIONS, "a function, or None")
+        self._check()
+
+    def _check(self) -> None:
+        _check_alone(self)
+        if isinstance(self.correct, str) and self.correct == "heloco":
+            _momentum(self.optim.spec)
+        if isinstance(self.correct, str) and self.correct == "median_norm" and not self.common:
+            raise ValueError(
+                f'correct="median_norm" is the median of all nodes, and in {self.inner!r} not all agree: leave out '
+                "islands and participation."
+            )
+
+    @property
+    def numbers(self) -> tuple[str, ...] | None:  # type: ignore[override]
+        alone = self.inner.numbers is None or self.correct is not None or not _elementwise(self.optim.spec)
+        return None if alone else ()
+
+    @property
+    def one_message(self) -> bool:
+        return self.common
+
+    def around(self, inner: Average) -> Average:
+        twin = super().around(inner)
+        assert isinstance(twin, Outer)
+        twin._check()
+        return twin
+
+    def check(self, run: ExchangeFacts) -> None:
+        super().check(run)
+        self.optim.check(run.num_nodes, run.num_exchanges, "outer optimizer")
+
+    def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
+        own, shared = self.inner.init(tree.map(torch.zeros_like, values), run)
+        held = {"params": values, "outer": self.optim.init(values)}
+        return (own, {**shared, **held}) if self.common else ({**own, **held}, shared)
+
+    def agree(self, values: Tree, at: Meeting) -> Tree:
+        held = at.home(self.common)
+        moved = tree.map(torch.sub, held["params"], values)
+        if self.correct is not None:
+            moved = self._correction(moved, held["outer"], at)
+        return self.inner(moved, at.replace(inplace=at.inplace_state))
+
+    def settle(self, message: Tree, at: Meeting) -> None:
+        held = at.home(self.common)
+        held["params"], held["outer"] = self.optim.step(
+            held["params"], message, held["outer"], at.exchange, inplace=at.inplace_state, exact=at.exact,
+            nodes=None if self.common else at.nodes,
+        )  # fmt: skip
+
+    def write(self, message: Tree, values: Tree, at: Meeting) -> Tree:
+        new: Tree = at.home(self.common)["params"]
+        return new
+
+    def rate(self, exchange: int) -> Any:
+        return self.optim.spec.lr_at(exchange)
+
+    def outer(self, shared: Mapping[str, Any]) -> Tree:
+        params: Tree = shared["params"] if self.common else {}
+        return params
+
+    @property
+    def _correction(self) -> Correction:
+        if self.correct == "heloco":
+            return functools.partial(heloco, momentum=_momentum(self.optim.spec))
+        return CORRECTIONS[self.correct] if isinstance(self.correct, str) else self.correct  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        return shown(self, optim=_unless_default(self.optim))
+
+
+class Eager(Around):
+    """An outer step with what the other nodes did a round before, and what a node itself did in this one.
+
+    Delta~_i(t) = inner_j(Delta_j(t - 1)) + (Delta_i(t) - Delta_i(t - 1)) / K;  Delta(-1) = 0;
+    theta_outer,i <- optim_i(theta_outer,i, Delta~_i(t));  theta_i <- theta_outer,i.
+
+    So the exchange of a round may last as long as the next one: that is its `lag`. Nodes have different outer
+    parameters. One node is DiLoCo. The exchange of the last round is lost.
+
+    State, each node's own: `params`, the outer parameters; `outer`, the optimizer's; `others`, what the other nodes add
+    to the next step, inner_j(Delta_j) - Delta_i / K. Bytes: those of `inner`.
+
+    Args:
+        inner: how the nodes agree on the movement; `Mean()` in the paper.
+        optim: see `Outer`.
+
+    >>> from vecgym.strategy.exchange import Meeting
+    >>> eager = Eager(Mean(), OptimSpec("sgd", lr=1.0))
+    >>> at = Meeting(StackedCollectives(2), *eager.init({"w": torch.zeros(1)}, RunFacts(2)))
+    >>> params = eager({"w": torch.tensor([1.0, 3.0])}, at)
+    >>> params["w"]  # half of each node's own movement; the other half of the other's comes later
+    tensor([0.5000, 1.5000])
+    >>> eager(params, at)["w"]  # nothing moved: now all have what all did
+    tensor([2., 2.])
+
+    Reference: Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996.
+    No deviation.
+    """
+
+    common = False  # type: ignore[assignment]
+    one_message = False  # type: ignore[assignment]
+
+    def __init__(
+        self, inner: Average, optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(inner)
+        self.optim = Optimizer(outer_spec(optim))
+        _check_alone(self)
+
+    @property
+    def numbers(self) -> tuple[str, ...] | None:  # type: ignore[override]
+        return None if self.inner.numbers is None or not _elementwise(self.optim.spec) else ()
+
+    def lag(self, every: int) -> int:
+        return every
+
+    def check(self, run: ExchangeFacts) -> None:
+        super().check(run)
+        self.optim.check(run.num_nodes, run.num_exchanges, "outer optimizer")
+
+    def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
+        nothing = tree.map(torch.zeros_like, values)
+        own, shared = self.inner.init(nothing, run)
+        return {**own, "params": values, "outer": self.optim.init(values), "others": nothing}, shared
+
+    def agree(self, values: Tree, at: Meeting) -> Tree:
+        moved, K = tree.map(torch.sub, at.own["params"], values), at.comm.num_nodes
+        mean = self.inner(moved, at.replace(inplace=False))
+        delta = tree.map(lambda others, own: others + own / K, at.own["others"], moved)
+        at.own["others"] = tree.map(lambda of_all, own: of_all - own / K, mean, moved)
+        return delta
+
+    def settle(self, message: Tree, at: Meeting) -> None:
+        at.own["params"], at.own["outer"] = self.optim.step(
+            at.own["params"], message, at.own["outer"], at.exchange, inplace=at.inplace_state, exact=at.exact,
+            nodes=at.nodes,
+        )  # fmt: skip
+
+    def write(self, message: Tree, values: Tree, at: Meeting) -> Tree:
+        new: Tree = at.own["params"]
+        return new
+
+    def rate(self, exchange: int) -> Any:
+        return self.optim.spec.lr_at(exchange)
+
+    def outer(self, shared: Mapping[str, Any]) -> Tree:
+        return {}
+
+    def __repr__(self) -> str:
+        return shown(self, optim=_unless_default(self.optim))
+
+
+class NoLoCo(Average):
+    """The nodes are matched at random in groups, and each takes an outer step with its group.
+
+    With Delta_j = theta_j - phi_j, in groups of n nodes:
+    delta_i <- mu delta_i + (eta / n) sum_group Delta_j - gamma (phi_i - mean_group phi);
+    phi_i <- phi_i + delta_i;  theta_i <- phi_i.
+
+    State, each node's own: `params` (phi) and `momentum` (delta).
+
+    Bytes sent per node and exchange: Delta and phi in a ring of n nodes, 4 (n - 1) / n b P: 2 b P in pairs.
+
+    Args:
+        group_size: n. If it does not divide the number of nodes, the last group is smaller; from all nodes on there is
+            one group.
+        lr: eta, one for all or one for each node.
+        momentum: mu, likewise.
+        gamma: how far a node goes to the mean phi of its group, likewise.
+
+    Raises:
+        ValueError: for group_size < 1, lr or gamma < 0, a momentum outside [0, 1); before the first step for a group of
+            more nodes than there are.
+
+    >>> from vecgym.strategy.exchange import Meeting
+    >>> average = NoLoCo(lr=0.5)
+    >>> at = Meeting(StackedCollectives(2), *average.init({"w": torch.tensor([0.0, 4.0])}, RunFacts(2)))
+    >>> average({"w": torch.tensor([1.0, 7.0])}, at)["w"]  # 2, the mean phi, + 0.5 (1 + 3) / 2
+    tensor([3., 3.])
+
+    Reference: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large Models", arXiv
+    2506.10911, and github.com/gensyn-ai/noloco, src/noloco/sparse_optimizer_c.py, whose gamma is its outer learning
+    rate. Deviations: the movement is counted upwards, Delta = theta - phi, so that its term has a plus; gamma is 1
+    unless it is given, in the middle of the paper's bounds (for pairs and mu = 0.5: 0.5 and 1.5); a node that is left
+    alone in its group goes on with its own movement.
+    """
+
+    common = False
+    numbers = ("lr", "momentum", "gamma")
+
+    def __init__(
+        self, group_size: int = 2, lr: float | Tensor = 0.7, momentum: float | Tensor = 0.5,
+        gamma: float | Tensor = 1.0,
+    ) -> None:  # fmt: skip
+        self.group_size = check.integer("group_size", group_size, what="the nodes that take an outer step together")
+        self.lr = check.per_node("lr", lr, "[0, inf)", "of the outer steps")
+        self.momentum = check.per_node("momentum", momentum, "[0, 1)", "of the outer steps")
+        self.gamma = check.per_node("gamma", gamma, "[0, inf)", "how far a node goes to the mean of its group")
+
+    def check(self, run: ExchangeFacts) -> None:
+        for name in ("lr", "momentum", "gamma"):
+            check.per_node(name, getattr(self, name), num_nodes=run.num_nodes)
+        if self.group_size > max(2, run.num_nodes):  # pairs are the default, also of a node that is alone
+            raise ValueError(
+                f"group_size={self.group_size} is larger than the {run.num_nodes} nodes: give group_size <= "
+                f"{run.num_nodes}, which is one group of all."
+            )
+
+    def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
+        return {"params": values, "momentum": tree.map(torch.zeros_like, values)}, {}
+
+    def agree(self, values: Tree, at: Meeting) -> Any:
+        at = at.replace(inplace=False)
+        mean = Mean(self.group_size if self.group_size < at.comm.num_nodes else None)
+        moved = tree.map(torch.sub, values, at.own["params"])
+        together = mean.agree(moved, at)
+        return {"moved": together, "middle": mean.agree(at.own["params"], at)}  # of the same groups: the step draws them
+
+    def settle(self, message: Any, at: Meeting) -> None:
+        mu, eta, gamma = (functools.partial(at.scaled, number) for number in (self.momentum, self.lr, self.gamma))
+
+        def faster(delta: Tensor, movement: Tensor, phi: Tensor, mean: Tensor) -> Tensor:
+            return mu(delta) + eta(movement) - gamma(phi - mean)
+
+        phi = at.own["params"]
+        at.own["momentum"] = tree.map(faster, at.own["momentum"], message["moved"], phi, message["middle"])
+        at.own["params"] = tree.map(torch.add, phi, at.own["momentum"])
+
+    def write(self, message: Any, values: Tree, at: Meeting) -> Tree:
+        new: Tree = at.own["params"]
+        return new
+
+    def rate(self, exchange: int) -> Any:
+        return self.lr
+
+
+# ------------------------------------------------------------------------------------------------------ corrections
+
+
+def heloco(moved: Tree, optimizer: State, at: Meeting, momentum: float | Tensor = 0.9) -> Tree:
+    """Correct each node's movement, tensor by tensor, by the mean of past ones; see `vecgym.strategy.HeLoCo`.
+
+    That mean is (1 - momentum) times torch's buffer, which is their sum.
+
+    >>> from vecgym.strategy.exchange import Meeting
+    >>> moved, held = {"w": torch.tensor([[-1.0, 1.0], [1.0, 1.0]])}, {"w": torch.tensor([[2.0, 0.0]])}
+    >>> heloco(moved, {"momentum_buffer": held}, Meeting(StackedCollectives(2)), momentum=0.5)["w"]
+    tensor([[-0.8867,  1.0000],
+            [ 1.0000,  1.0000]])
+    """
+    from vecgym.strategy.servers import corrected  # a server's module, which imports others
+
+    means = tree.map(lambda m: tree.per_node(1 - momentum, m) * m, optimizer["momentum_buffer"])
+    return tree.map(corrected, moved, means)
+
+
+def median_norm(moved: Tree, optimizer: State, at: Meeting) -> Tree:
+    """Shrink each node's movement, tensor by tensor, to the median of the nodes' norms, if its own is larger.
+
+    Of an even number of nodes the median is the lower of the middle two, as `torch.median` has it. A number of each
+    tensor of each node is sent.
+
+    >>> from vecgym.strategy.exchange import Meeting
+    >>> moved = {"w": torch.tensor([[3.0, 4.0], [6.0, 8.0], [0.0, 100.0]])}
+    >>> median_norm(moved, {}, Meeting(StackedCollectives(3)))["w"]
+    tensor([[ 3.,  4.],
+            [ 6.,  8.],
+            [ 0., 10.]])
+    """
+    squares = torch.stack([at.flat(x * x).sum(1) for x in moved.values()], 1)
+    size = squares.where(squares > 0, 1.0).sqrt()  # if a tensor has not moved, its movement stays 0
+    ordered = at.comm.all_gather(size * (squares > 0)).sort(1).values  # [1, K, tensors]
+    factors = (ordered[:, (ordered.shape[1] - 1) // 2] / size).clamp(max=1)
+    return {name: x * at.each(f.to(x.dtype), x) for (name, x), f in zip(moved.items(), factors.unbind(1))}
+
+
+CORRECTIONS: dict[str, Correction] = {"heloco": heloco, "median_norm": median_norm}
+
+
+def _momentum(optim: OptimSpec) -> Any:
+    hyper = optim.hyper
+    found = hyper.get("momentum", 0)
+    if optim.cls is not torch.optim.SGD or hyper["dampening"] != 0 or not (isinstance(found, Tensor) or found > 0):
+        raise ValueError(
+            f'correct="heloco" goes by the outer momentum, and {optim!r} has none, or dampens it: give SGD with '
+            'momentum, such as OptimSpec("sgd", lr=0.7, momentum=0.9, nesterov=True).'
+        )
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ small parts
+
+
+def outer_spec(
+    optim: str | OptimSpec | type[torch.optim.Optimizer] | None, outer_lr: Any = None, usual: Any = OUTER_DEFAULTS["lr"]
+) -> OptimSpec:
+    """Return the outer optimizer: DiLoCo's for None, "sgd" and `torch.optim.SGD`, at the `usual` rate if none is given.
+
+    >>> outer_spec("sgd", outer_lr=0.5), outer_spec(OptimSpec("sgd", lr=0.1))
+    (OptimSpec(SGD, lr=0.5, momentum=0.9, nesterov=True), OptimSpec(SGD, lr=0.1))
+    """
+    by_name = optim is None or optim is torch.optim.SGD or (isinstance(optim, str) and optim.lower() == "sgd")
+    if by_name:
+        lr = usual if outer_lr is None else outer_lr
+        return OptimSpec(torch.optim.SGD, **{**OUTER_DEFAULTS, "lr": lr})
+    return ensure_optim_spec(optim, argument="outer_optim", lr=outer_lr)
+
+
+def check_average(name: str, value: Any) -> Average:
+    """Return `value` if it is an `Average`.
+
+    >>> check_average("average", Mean)
+    Traceback (most recent call last):
+    ...
+    TypeError: average is the class Mean; give an Average, such as Mean().
+    """
+    found: Average = check.instance(name, value, Average, "an Average, such as Mean()")
+    return found
+
+
+def check_examples(weighting: str, run: RunFacts) -> None:
+    """Raise a ValueError if the weights of a mean are not known."""
+    if weighting == "examples" and run.num_examples is None:
+        raise ValueError(
+            'weighting="examples" needs the number of examples of each node: RunFacts(num_examples=...).'
+        )
+
+
+def gathered_codes(codes: Codes, codec: Codec, gather: Callable[[Tree], Tree]) -> Codes:
+    """Gather every node's codes, `[1, K, ...]`, in one collective; shared parts, `[1, 1, ...]`, are not sent."""
+    sent = {f"{name}/{part}": y for name, code in codes.items() for part, y in code.items() if part not in codec.shared}
+    received = gather(sent)
+    return {
+        name: {part: received.get(f"{name}/{part}", y[:, None]) for part, y in code.items()}
+        for name, code in codes.items()
+    }
+
+
+def decode_all(code: Tree, codec: Codec, like: Tensor) -> Tensor:
+    """Decode the codes of K nodes: `[R, K, ...]` -> `[R, K, *]`."""
+    sent = next(y for part, y in code.items() if part not in codec.shared)
+    wide = {part: y.expand(sent.shape[0], sent.shape[1], *y.shape[2:]) for part, y in code.items()}
+    return codec.decode({part: wide[part].flatten(0, 1) for part in wide}, like).unflatten(0, sent.shape[:2])
+
+
+def shares_of(groups: Groups | None, weights: Sequence[float] | None, comm: Collectives) -> Tensor | None:
+    """Return W `[1 or K, K]`, with which a node's average is sum_k W_ik x_k; None: the plain mean.
+
+    It is what the average makes of the unit vectors, on paper: no communication.
+    """
+    if groups is None and weights is None:
+        return None
+    W = StackedCollectives(comm.num_nodes).mean(torch.eye(comm.num_nodes, dtype=torch.float64), groups, weights)
+    return W[comm.node_ids] if len(W) > 1 else W
+
+
+def innermost(average: Average) -> Average:
+    """Return the average that all others are around.
+
+    >>> innermost(Outer(Corrupted(ServerMean(), [0])))
+    ServerMean()
+    """
+    while isinstance(average, Around):
+        average = average.inner
+    return average
+
+
+def _check_alone(average: Outer | Eager) -> None:
+    """Raise a ValueError if what it is around has outer parameters, too: both would have one name."""
+    inner: Average = average.inner
+    while isinstance(inner, Around) and not isinstance(inner, (Outer, Eager)):
+        inner = inner.inner
+    if isinstance(inner, (Outer, Eager, NoLoCo)):
+        raise ValueError(
+            f"{type(average).__name__} around {inner!r}: one outer step within another. Give each an exchange of its "
+            "own, or Mean()."
+        )
+
+
+def _elementwise(spec: OptimSpec) -> bool:
+    """Whether an optimizer works on tensors `[C, K, *]` as on `[K, *]`."""
+    return spec.cls in FORMULAS and not FORMULAS[spec.cls].of_matrices and spec.param_groups is None
+
+
+def _unless_default(optim: Optimizer) -> OptimSpec | None:
+    return None if same(optim.spec, outer_spec(None)) else optim.spec

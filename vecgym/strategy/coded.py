@@ -1,0 +1,320 @@
+"""What nodes send is a code: an average of codes, with the error fed back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vecgym.collectives.ledger import Ledger
+from vecgym.compress import Compressor, PowerSGD, make_codec
+from vecgym.compress.codecs import Draw
+from vecgym.core import check, tree
+from vecgym.core.tree import Tree
+from vecgym.simulation.timetable import RunFacts
+from vecgym.strategy.averages import Around, Average, ExchangeFacts, Reduction, State
+
+if TYPE_CHECKING:
+    from vecgym.strategy.exchange import Meeting
+
+NO_ISLANDS = (
+    "What is sent of parameters is their difference to the last average, and only an average of all nodes is the same "
+    "on all: average over all nodes (island_size=None, participation=1), or send the parameters as they are "
+    "(reference=False), which only methods that keep every value do reasonably: int8, say."
+)
+
+
+class Compressed(Around):
+    """What a node sends to `inner` is a code of its values, and what the code leaves out is sent later.
+
+    With e_i the residual of node i, and r the reference:
+    p_i = x_i - r + decay e_i;  node i sends C(p_i);  e_i <- p_i - C(p_i);
+    the average is r + inner(C(p_1), ..., C(p_K)).
+
+    The residual is *error feedback*: what is not sent now is sent later. With `decay` < 1 it is forgotten in time.
+    Without `error_feedback` e = 0: what is not sent is lost. A node that takes no part keeps its residual.
+
+    With `momentum` = m each node has a momentum of its own before the residual, in place of the optimizer's, so that
+    what is sent late has the momentum that it would have had: u_i <- m u_i + x_i - r;  p_i = u_i + decay e_i. Where
+    C(p_i) is not 0, u_i <- 0 afterwards (`masking`): what was sent late should not go on in an old direction.
+
+    The reference, if asked for, is the last average, and the initial values before the first. For parameters: their
+    code would mean little (top-k would set most of them to 0); that of their movement since the nodes were last the
+    same is what is wanted. Only what is the same on every node can be a reference.
+
+    Under differentiation the code passes derivatives straight through: the derivative of C(p) with respect to p is
+    taken as 1. The residual and the reference are constants.
+
+    State: `residual` and `momentum`, each node's own, `[K, *]`; `reference` and `codec`, its own, of all, `[1, *]`.
+
+    Bytes: those of the tensors that the codec makes, see `vecgym.compress.codecs`. They go through one all-gather:
+    each node's once to each other node, island by island, or to its neighbours; with a `ServerMean` up to the server,
+    and the average down; with PowerSGD through two averages.
+
+    Args:
+        inner: `Mean`, `ServerMean`, `Mix` or `Robust`.
+        codec: a codec of `vecgym.compress`, or its name: "topk", "chunktopk", "randomk", "int8", "int4", "int2",
+            "stat8", "stat4", "stat2", "qsgd", "natural", "ternary", "sign" or "powersgd".
+        error_feedback: whether each node keeps a residual.
+        decay: of the residual, in (0, 1].
+        momentum: m, in [0, 1); 0 keeps none.
+        masking: whether a node's momentum ends where it has sent something.
+        reference: whether the difference to the last average is sent.
+        purpose: names the random numbers: two averages of the same purpose draw the same.
+
+    Raises:
+        ValueError, TypeError: for another `inner`, an unknown codec, a decay or momentum without error feedback,
+            RandomK(unbiased=True) and the like with it, a reference or PowerSGD with an average that is not the same
+            on all nodes.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.compress import TopK
+    >>> from vecgym.strategy.averages import Mean
+    >>> from vecgym.strategy.exchange import Meeting
+    >>> average, x = Compressed(Mean(), TopK(k=1)), {"w": torch.tensor([[1.0, 4.0], [8.0, 2.0]])}
+    >>> at = Meeting(StackedCollectives(2), *average.init({"w": torch.zeros(1, 2)}, RunFacts(2)))
+    >>> average(x, at)["w"], at.own["residual"]["w"]
+    (tensor([[4., 2.]]), tensor([[1., 0.],
+            [0., 2.]]))
+
+    References: error feedback: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al.,
+    "Error Feedback Fixes SignSGD", arXiv 1901.09847. Deviations: what is fed back is the error of x, not of the
+    learning rate times x; the sum of the codes is sent back to nobody compressed again. A residual that decays: Sarfi
+    et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706. Momentum and masking: Lin et
+    al., "Deep Gradient Compression", arXiv 1712.01887; deviation: the residual is not set to 0 where something was
+    sent, but keeps what the code left out there, which for top-k is 0.
+    """
+
+    inner: Reduction
+
+    def __init__(
+        self, inner: Average, codec: str | Compressor, *, error_feedback: bool = True, decay: float = 1.0,
+        momentum: float = 0.0, masking: bool = True, reference: bool = False, purpose: str = "compress",
+    ) -> None:  # fmt: skip
+        self.inner = check.instance("inner", inner, Reduction, "Mean(), ServerMean(), Mix() or Robust()")
+        self.codec = make_codec(codec)
+        self.error_feedback = check.flag("error_feedback", error_feedback)
+        self.decay = check.number("decay", decay, "(0, 1]", "what is kept of a residual from one exchange to the next")
+        self.momentum = check.number(
+            "momentum", momentum, "[0, 1)", "what a node keeps of its own, such as 0.9; 0: none"
+        )
+        self.masking = check.flag("masking", masking)
+        self.reference = check.flag("reference", reference)
+        self.purpose = check.instance("purpose", purpose, str, 'a name, such as "compress"')
+        self._check()
+
+    def _check(self) -> None:
+        """Raise a ValueError for settings that do not go together."""
+        check_feedback(self.codec, self.error_feedback)
+        if (self.decay != 1 or self.momentum) and not self.error_feedback:
+            given = f"decay={self.decay}" if self.decay != 1 else f"momentum={self.momentum}"
+            raise ValueError(f"{given} without error_feedback has no effect: leave one of them out.")
+        if not (self.momentum or self.masking):
+            raise ValueError("masking=False without a momentum has no effect: give momentum=0.9, say, or leave it out.")
+        self._check_inner()
+
+    def _check_inner(self) -> None:
+        if self.reference and not self.inner.common:
+            raise ValueError(f"{self!r}: {NO_ISLANDS}")
+        if isinstance(self.codec, PowerSGD) and not (self.inner.common and self.inner.linear):
+            raise ValueError(
+                f"{self!r}: PowerSGD starts from the average before, which groups of nodes do not share, and "
+                "which must be a mean: Mean() or ServerMean()."
+            )
+
+    @property
+    def numbers(self) -> tuple[str, ...] | None:  # type: ignore[override]
+        alone = self.inner.numbers is None or not self.inner.common or isinstance(self.codec, PowerSGD)
+        return None if alone else ()
+
+    def around(self, inner: Average) -> Average:
+        twin = super().around(inner)
+        assert isinstance(twin, Compressed)
+        twin._check_inner()
+        return twin
+
+    def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
+        own, shared = self.inner.init(values, run)
+        kept = {"residual": self.error_feedback, "momentum": bool(self.momentum)}
+        own |= {name: tree.map(torch.zeros_like, values) for name, is_kept in kept.items() if is_kept}
+        shared |= {"reference": values} if self.reference else {}
+        shared |= {"codec": self.codec.init(values)} if isinstance(self.codec, PowerSGD) else {}
+        return own, shared
+
+    def agree(self, values: Tree, at: Meeting) -> Tree:
+        r, e, m = (
+            constant(held[name]) if name in held else None
+            for held, name in ((at.shared, "reference"), (at.own, "residual"), (at.own, "momentum"))
+        )
+        with torch.no_grad():
+            x, inplace = constant(values), at.inplace_state
+            d = x if r is None else tree.map(torch.sub, x, r)
+            u = d if m is None else {name: plus(m[name] * self.momentum, y, inplace) for name, y in d.items()}
+            p = d if e is None else {name: self._remembered(e[name], y, inplace) for name, y in u.items()}
+            average, sent = self._average(p, at)
+            if e is not None:  # p is then a tensor of its own, or the residual's
+                at.own["residual"] = {**e, **{name: plus(y, sent[name], True, alpha=-1) for name, y in p.items()}}
+            if m is not None:
+                at.own["momentum"] = {**m, **self._masked(u, sent)}
+            if r is not None:
+                average = {name: plus(r[name], y, inplace) for name, y in average.items()}
+                at.shared["reference"] = {**r, **tree.map(torch.clone, average)}  # the values will be overwritten
+        return straight_through(average, values, at, lambda told: self.inner.agree(values, told))
+
+    def _remembered(self, residual: Tensor, x: Tensor, inplace: bool) -> Tensor:
+        """Return x + decay * residual, in the storage of the residual if that is allowed."""
+        return plus(residual if self.decay == 1 else residual * self.decay, x, inplace)
+
+    def _masked(self, u: Tree, sent: Tree) -> Tree:
+        """Return the momenta, 0 where something was sent."""
+        return {name: torch.where(sent[name] == 0, y, 0.0) for name, y in u.items()} if self.masking else u
+
+    def _average(self, p: Tree, at: Meeting) -> tuple[Tree, Tree]:
+        """Return the average of what the nodes send of p, and what each sends, for its residual."""
+        codec = self.codec
+
+        def draws(name: str) -> Draw:
+            return Draw(lambda *ids: at.generator(f"{self.purpose} {name}", at.step, *ids), at.ids.repeat(at.size))
+
+        if isinstance(codec, PowerSGD):
+            told = at.replace(inplace=False)
+            average, sent, at.shared["codec"] = codec.reduce(
+                p, at.shared["codec"], lambda y: self.inner.agree(y, told), draws
+            )
+            return average, sent
+        rows = at.rows(p if at.size == 1 else at.wide(p))
+        codes = {name: codec.encode(x, draws(name)) for name, x in rows.items()}
+        average = at.apart(self.inner.of_codes(codes, codec, rows, at))
+        sent = {name: codec.decode(codes[name], x) for name, x in rows.items()} if self.error_feedback else {}
+        return average, at.apart(sent)
+
+
+class EF21(Compressed):
+    """Each node keeps an estimate of its values that all know, and sends a code of the difference to it.
+
+    With h_i the estimate of node i, at first 0:  node i sends C(x_i - h_i);  h_i <- h_i + C(x_i - h_i);
+    the average is inner(h_1, ..., h_K), which all keep as h: h <- h + inner(C(x_1 - h_1), ..., C(x_K - h_K)).
+
+    Where the x_i come to rest, h_i comes to x_i, and the average is exact, however coarse the code. Error feedback
+    (`Compressed`) sends each value in the end; EF21 sends the present ones, of which it knows ever more.
+
+    For gradients and movements: `Exchange(EF21(Mean(), TopK(0.01)), of="gradients")`,
+    `Exchange(Outer(EF21(Mean(), "sign")), every=20)`.
+
+    Under differentiation the code passes derivatives straight through, as in `Compressed`; h_i and h are constants.
+
+    State: `estimate`, h_i, `[K, *]`; `average`, h, `[1, *]`; `codec`, its own. Bytes: those of the code, as in
+    `Compressed`.
+
+    Args:
+        inner: `Mean()` or `ServerMean()`, in which all nodes take part, with equal weights.
+        codec: a codec that is contractive, or its name, as in `Compressed`.
+        purpose: names the random numbers: two averages of the same purpose draw the same.
+
+    Raises:
+        ValueError, TypeError: for another `inner`, an unknown codec or one that is not contractive; before the first
+            step for nodes that may be absent.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.compress import TopK
+    >>> from vecgym.strategy.averages import Mean
+    >>> from vecgym.strategy.exchange import Meeting
+    >>> average, x = EF21(Mean(), TopK(k=1)), {"w": torch.tensor([[1.0, 4.0], [8.0, 2.0]])}
+    >>> at = Meeting(StackedCollectives(2), *average.init({"w": torch.zeros(1, 2)}, RunFacts(2)))
+    >>> for _ in range(2):  # the largest of each row, then the other one
+    ...     print(average(x, at)["w"])
+    tensor([[4., 2.]])
+    tensor([[4.5000, 3.0000]])
+
+    Reference: Richtarik, Sokolov and Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster
+    Error Feedback", arXiv 2106.05203. Deviation: h_i begins at 0, so that the first code is one of x_i itself.
+    """
+
+    def __init__(self, inner: Average, codec: str | Compressor, *, purpose: str = "compress") -> None:
+        super().__init__(inner, codec, purpose=purpose)
+
+    def _check_inner(self) -> None:
+        super()._check_inner()
+        equal = getattr(self.inner, "weighting", "equal") == "equal"
+        if not (self.inner.common and self.inner.linear and equal):
+            raise ValueError(
+                f"{self!r}: what all know is the mean of all nodes' estimates: give Mean() or ServerMean(), without "
+                "islands, participation and weighting, or Compressed(...), which has none."
+            )
+
+    def check(self, run: ExchangeFacts) -> None:
+        super().check(run)
+        if run.fewest < run.num_nodes:
+            raise ValueError(
+                f"{self!r}: what all know is the mean of all nodes' estimates, and that of the absent ones would be "
+                "missing: give Compressed(...) in its place, or leave out availability and participation."
+            )
+
+    def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
+        _, shared = super().init(values, run)
+        nothing = tree.map(torch.zeros_like, values)
+        return {"estimate": nothing}, {**shared, "average": nothing}
+
+    def agree(self, values: Tree, at: Meeting) -> Tree:
+        estimate, average = constant(at.own["estimate"]), constant(at.shared["average"])
+        with torch.no_grad():
+            change = {name: x - estimate[name] for name, x in constant(values).items()}
+            agreed, sent = self._average(change, at)
+            at.own["estimate"] = {name: plus(x, sent[name], at.inplace_state) for name, x in estimate.items()}
+            at.shared["average"] = {name: torch.add(x, agreed[name]) for name, x in average.items()}
+            read = tree.map(torch.clone, at.shared["average"])  # the caller may overwrite it
+        return straight_through(read, values, at, lambda told: self.inner.agree(values, told))
+
+
+def coded(average: Average, codec: Compressor, **options: Any) -> Average | None:
+    """Put `Compressed` around the innermost average in `average`. None: that one cannot be taken of codes.
+
+    >>> from vecgym.strategy.averages import Mean, Outer
+    >>> coded(Outer(Mean()), make_codec("int8"))
+    Outer(Compressed(Mean(), Quantise(bits=8, stochastic=False)))
+    """
+    if isinstance(average, Reduction):
+        return Compressed(average, codec, **options)
+    if isinstance(average, Compressed) or not isinstance(average, Around):
+        return None
+    inner = coded(average.inner, codec, **options)
+    return None if inner is None else average.around(inner)
+
+
+def check_feedback(codec: Compressor, error_feedback: bool) -> None:
+    """Raise a ValueError for a codec that error feedback would make diverge.
+
+    >>> check_feedback(make_codec("randomk", unbiased=True), error_feedback=False)
+    """
+    if error_feedback and not codec.contractive:
+        raise ValueError(
+            f"{codec!r} sends more than there is, so that its expectation is right, and error feedback then sends the "
+            "excess back, ever larger: give error_feedback=False, or unbiased=False."
+        )
+
+
+def constant(values: Tree) -> Tree:
+    """Detach the values: `no_grad` alone stops the derivatives of reverse mode only."""
+    return tree.map(Tensor.detach, values)
+
+
+def straight_through(read: Tree, values: Tree, at: Meeting, smooth: Callable[[Meeting], Tree]) -> Tree:
+    """Give what was read from codes the derivatives of `smooth(at)`, an exchange of the values, if any are taken.
+
+    Nobody sends derivatives: the meeting that `smooth` is told has a ledger of its own.
+    """
+    if at.inplace_state or not any(map(tree.differentiated, values.values())):
+        return read
+    comm = copy.copy(at.comm)
+    comm.ledger = Ledger()
+    exact = smooth(at.replace(comm=comm, inplace=False))
+    return {name: x + (exact[name] - exact[name].detach()) for name, x in read.items()}
+
+
+def plus(a: Tensor, b: Tensor, inplace: bool, alpha: float = 1) -> Tensor:
+    """Return a + alpha b, in the storage of a if that is allowed and possible."""
+    fits = inplace and a.shape == torch.broadcast_shapes(a.shape, b.shape)
+    return a.add_(b, alpha=alpha) if fits else torch.add(a, b, alpha=alpha)

@@ -1,0 +1,943 @@
+"""What nodes exchange: how they agree, when, of what, and what becomes of it.
+
+A strategy is an inner optimizer and a list of exchanges. HOW is an `Average`, WHEN are marks in the timetable, and
+WHAT are parameters, gradients, or what the optimizers keep:
+
+>>> from vecgym.compress import TopK
+>>> from vecgym.optim import OptimSpec
+>>> from vecgym.strategy.averages import Mean, Outer
+>>> from vecgym.strategy.coded import Compressed
+>>> Exchange(Outer(Compressed(Mean(island_size=4), TopK(0.05)), OptimSpec("sgd", lr=0.7)), every=50)
+Exchange(Outer(Compressed(Mean(island_size=4), TopK(fraction=0.05, k=None)), optim=OptimSpec(SGD, lr=0.7)), every=50)
+
+An exchange is an event, `meet`. If what is agreed on is used later, or by others than those who send, it is two: at
+`agree` those who send make a message, and at `write`, some steps later, those who were present then, too, take it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from vecgym.collectives import Collectives
+from vecgym.collectives.topology import sample_nodes
+from vecgym.core import check, rng, tree
+from vecgym.core.devices import placed
+from vecgym.core.tree import Tree
+from vecgym.simulation.simulation import Part
+from vecgym.simulation.state import Rows
+from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
+from vecgym.strategy.averages import Average, Around, ExchangeFacts, ServerMean, State, check_average, innermost
+from vecgym.strategy.coded import Compressed
+from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
+from vecgym.strategy.settings import Settings
+from vecgym.strategy.when import Rounds, SyncWeight, When, as_when, check_delay, check_in_time
+
+NOT_IN_PART = (
+    "an exchange that adds to its state cannot be made in part, which sync_weight asks for: give weights that are 0 or "
+    "1 and do not require grad."
+)
+Put = Callable[[Tree], None]
+
+
+# --------------------------------------------------------------------------------------------------------- meetings
+
+
+class Held:
+    """What an exchange remembers, by name: some of what an event's rows hold, or of what all share.
+
+    Args:
+        rows: all that they hold, by label and name.
+        label: of the exchange, and the fragment.
+    """
+
+    def __init__(self, rows: Any, label: str) -> None:
+        self.rows, self.label = rows, label
+
+    def __contains__(self, name: str) -> bool:
+        return f"{self.label}/{name}" in self.rows
+
+    def __getitem__(self, name: str) -> Any:
+        return self.rows[f"{self.label}/{name}"]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.rows[f"{self.label}/{name}"] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.rows[f"{self.label}/{name}"]
+
+
+class HeldOf:
+    """The same of some coordinates: read from them, and written to them."""
+
+    def __init__(self, held: Any, index: Tree, at: Meeting) -> None:
+        self.held, self.index, self.at = held, index, at
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.held
+
+    def __getitem__(self, name: str) -> Any:
+        return self.at.taken(self.held[name], self.index)
+
+    def __setitem__(self, name: str, value: Tree) -> None:
+        whole = self.held[name]
+        self.held[name] = {**whole, **self.at.written(whole, self.index, value, inplace=self.at.inplace_state)}
+
+
+class Meeting:
+    """All that an average is told: who meets, which exchange it is, and what it remembers.
+
+    Values are `[K, *]` and what is common `[1, *]`; of a group of C configurations `[C, K, *]` and `[C, 1, *]`.
+    Arithmetic and collectives work on both. What goes row by row, such as a code, takes `rows(x)`, `[C K, *]`, and
+    `apart` leads back; what goes by coordinate takes `flat(x)`, `[.., K, n]`.
+
+    Attributes:
+        comm: the collectives among those who meet, the only way to other nodes.
+        own, shared: what the exchange remembers of each node and of all, by name.
+        exchange: exchanges before this one, by the exchange's own count.
+        step: steps before the one after which the nodes agree.
+        nodes: the ids of the nodes in this process, of one configuration.
+        size: C.
+        lead: dimensions before those of a parameter: 2 in a group, else 1.
+        inplace: the values may be overwritten.
+        inplace_state: what is remembered may be overwritten, if it is assigned afterwards; not under differentiation.
+        exact: the bits of a node's own work must not depend on which other nodes are in this process.
+        last: whether the message is used for the last time.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> at = Meeting(StackedCollectives(2), step=7)
+    >>> at.ids, at.lead, at.flat(torch.zeros(2, 3, 4)).shape, at.replace(step=8).step
+    (tensor([0, 1]), 1, torch.Size([2, 12]), 8)
+    """
+
+    def __init__(
+        self, comm: Collectives, own: Any = None, shared: Any = None, *, exchange: int = 0, step: int = 0, seed: int = 0,
+        **more: Any,
+    ) -> None:  # fmt: skip
+        self.comm, self.exchange, self.step, self.seed = comm, exchange, step, seed
+        self.own: Any = {} if own is None else own
+        self.shared: Any = {} if shared is None else shared
+        self.nodes: list[int] = comm.ids.tolist()
+        self.size = 1
+        self.inplace = self.inplace_state = self.exact = False
+        self.last = True
+        self.examples: tuple[int, ...] | None = None  # of all who meet
+        self.rate: Callable[[], Any] = float
+        vars(self).update(more)
+        self.lead = 2 if self.size > 1 else 1
+
+    def replace(self, **changes: Any) -> Meeting:
+        """Return a copy in which some attributes are others."""
+        twin = copy.copy(self)
+        vars(twin).update(changes)
+        return twin
+
+    @property
+    def ids(self) -> Tensor:
+        """The ids of the nodes in this process, of one configuration, `[K]`."""
+        return torch.tensor(self.nodes, dtype=torch.long)
+
+    @property
+    def lr(self) -> Any:
+        """The inner learning rate, schedule included; see `Part.lr`."""
+        return self.rate()
+
+    def generator(self, purpose: str, *ids: int) -> torch.Generator:
+        """Return a generator keyed by (seed, purpose, ids): the same on every node and in every process."""
+        return rng.generator(self.seed, purpose, *ids)
+
+    def weights(self, weighting: str) -> tuple[float, ...] | None:
+        """Return the weight of each node that meets; None: all alike.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> Meeting(StackedCollectives(2), examples=(30, 10)).weights("examples")
+        (30.0, 10.0)
+        """
+        if weighting == "equal":
+            return None
+        assert self.examples is not None
+        return tuple(map(float, self.examples))
+
+    def home(self, common: bool) -> Any:
+        """Return where something is remembered that is common to all, or not."""
+        return self.shared if common else self.own
+
+    # ------------------------------------------------------------------------------------------------------- shapes
+
+    def rows(self, values: Tree) -> Tree:
+        """Show `[C, K, *]` as `[C K, *]`."""
+        return values if self.size == 1 else tree.map(lambda x: x.flatten(0, 1), values)
+
+    def apart(self, values: Tree) -> Tree:
+        """Show `[C K, *]` as `[C, K, *]`."""
+        return values if self.size == 1 else tree.map(lambda x: x.unflatten(0, (self.size, -1)), values)
+
+    def wide(self, values: Tree) -> Tree:
+        """Expand what is common, `[.., 1, *]`, to `[.., K, *]`."""
+        K, before = len(self.nodes), self.lead - 1
+        return tree.map(lambda x: x.expand(*x.shape[:before], K, *x.shape[self.lead :]), values)
+
+    def shapes(self, values: Tree) -> dict[str, torch.Size]:
+        """Return the shapes of one node's values."""
+        return {name: x.shape[self.lead :] for name, x in values.items()}
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Show `[.., K, *shape]` as `[.., K, n]`."""
+        return x.reshape(*x.shape[: self.lead], math.prod(x.shape[self.lead :]))
+
+    def each(self, of_nodes: Tensor, like: Tensor) -> Tensor:
+        """Shape one value for each node in this process, `[K]`, to broadcast with `like`, `[.., K, *]`."""
+        return placed(of_nodes, like.device).reshape(-1, *[1] * (like.dim() - self.lead))
+
+    def scaled(self, number: Any, x: Tensor) -> Tensor:
+        """Multiply by a setting: a number, one for each node of the run, or one for each configuration."""
+        return spread(self.here(number), x) * x
+
+    def here(self, number: Any) -> Any:
+        """Return a setting of the nodes in this process: of `[K]` or `[C, K]` their values, else as it is."""
+        of_nodes = isinstance(number, Tensor) and number.dim() > self.lead - 1 and number.shape[-1] > 1
+        return number[..., placed(self.ids, number.device)] if of_nodes else number
+
+    # -------------------------------------------------------------------------------------------------- coordinates
+
+    def taken(self, values: Tree, index: Tree) -> Tree:
+        """Take the flat coordinates `index`, `[m]`, of each tensor `[.., K, *]`: `[.., K, m]`."""
+        return {name: self.flat(values[name]).index_select(-1, where) for name, where in index.items()}
+
+    def written(self, values: Tree, index: Tree, new: Tree, inplace: bool | None = None) -> Tree:
+        """Write `new`, `[.., K, m]`, into tensors `[.., K, *]` at the flat coordinates `index`, `[m]`."""
+        inplace = self.inplace if inplace is None else inplace
+        return {name: self._written(values[name], where, new[name], inplace) for name, where in index.items()}
+
+    def _written(self, x: Tensor, where: Tensor, new: Tensor, inplace: bool) -> Tensor:
+        shape = torch.broadcast_shapes(x.shape[: self.lead], new.shape[: self.lead])
+        new = new.expand(*shape, -1)
+        if inplace and x.shape[: self.lead] == shape and x.is_contiguous():
+            self.flat(x).index_copy_(-1, where, new)
+            return x
+        wide = x.expand(*shape, *x.shape[self.lead :])
+        return self.flat(wide).index_copy(-1, where, new).view(wide.shape)
+
+    def of(self, index: Tree) -> Meeting:
+        """Return the same meeting about some coordinates: what is remembered is read and written there only."""
+        return self.replace(own=HeldOf(self.own, index, self), shared=HeldOf(self.shared, index, self))
+
+    def of_one(self, drawn: Any) -> Any:
+        """Return what is the same in all configurations as it is in one."""
+        return drawn if self.size == 1 else tree.map_leaves(lambda x: x[0], drawn)
+
+    def for_all(self, drawn: Any) -> Any:
+        """Return what is the same in all configurations for each of them."""
+        return drawn if self.size == 1 else tree.map_leaves(lambda x: x.expand(self.size, *x.shape), drawn)
+
+
+def spread(number: Any, like: Tensor) -> Any:
+    """Shape a number of each configuration or node, `[C]`, `[K]` or `[C, K]`, to multiply a tensor of theirs.
+
+    >>> spread(torch.ones(2), torch.zeros(2, 3, 4)).shape, spread(0.5, torch.zeros(2))
+    (torch.Size([2, 1, 1]), 0.5)
+    """
+    if not isinstance(number, Tensor) or number.dim() == 0:
+        return number
+    return placed(number, like.device, like.dtype).reshape(*number.shape, *[1] * (like.dim() - number.dim()))
+
+
+# --------------------------------------------------------------------------------------------------------- exchange
+
+
+class Of(NamedTuple):
+    """What a mark of an exchange is about.
+
+    Attributes:
+        exchange: its place among those of the strategy.
+        fragment: the number of the fragment.
+        settles: whether the event changes what all share.
+        last: whether the message is used for the last time.
+        lag: steps since the nodes agreed, if the mark is due that much later.
+    """
+
+    exchange: int
+    fragment: int = 0
+    settles: bool = True
+    last: bool = True
+    lag: int = 0
+
+
+class Exchange(Settings):
+    """Every so many steps those who meet agree on values, and go on with them.
+
+    x_i <- keep x_i + (1 - keep) how(x_1, ..., x_K).
+
+    With a `delay` of d steps what was agreed on after step t is used after step t + d, by the nodes that are present in
+    both. With `late="value"` it is written over whatever they hold by then. With `late="change"` the change that the
+    exchange would have made, how(x_t) - x_t, is added to what they hold: what they learned in between is kept. What all
+    share, such as outer parameters, changes when the value is written, and with "change" at once. Within a step the
+    nodes agree first; then what is late is written. What is still under way at the end of the run is lost.
+
+    With `fragments`, parts of the model are exchanged at different steps: each every `every` steps, and first after
+    `offsets` steps.
+
+    State, under "i.p/name" for exchange i and fragment p: what `how` remembers; with a delay, the messages under way,
+    once if they are the same for all, else each node's own. Bytes: those of `how`, in each exchange.
+
+    Args:
+        how: how the nodes agree.
+        every: steps from one exchange to the next: a number, a function of the step at which a round begins, a
+            `SyncWeight`, or anything with `due(step)` and `count(step)`.
+        of: "parameters"; "gradients", which the optimizer then takes; "moments", all that the inner optimizer keeps in
+            the shape of the parameters; or the names of such slots, one or a list: "exp_avg".
+        delay: steps until what was agreed on is used, one number or one for each node.
+        late: "value" or "change".
+        keep: what a node keeps of its own, in [0, 1]; one number, or `[K]`.
+        fragments: their number, lists of names of parameters or modules, or a function from a parameter's name to 0, 1,
+            ...; None: three blocks to a fragment; see `vecgym.strategy.fragments.cut`.
+        offsets: for each fragment the steps before its first exchange; (p + 1) every / F if not given.
+        pattern: "strided" deals out the model's blocks to the fragments in turn; "sequential" keeps neighbours together.
+        participation: the fraction of the nodes, drawn anew for each round (at least one), that trains and takes part.
+        resting: what the others do then: "take" what a server sends to them, or "keep" what they have. None: "take" with
+            a `ServerMean`, else "keep".
+        lost: the probability, for each node and exchange, that its message is lost: its values then do not count, and it
+            goes on with its own.
+        unit: steps that count as one: `every`, `delay` and `offsets` are in units of it, and random numbers go by it.
+
+    Raises:
+        TypeError, ValueError: saying what is allowed, and for settings that do not go together; see also `check`.
+
+    Example: two nodes that average every second step.
+
+    >>> from vecgym.strategy.averages import Mean
+    >>> run = RunFacts(num_nodes=2, num_steps=4)
+    >>> (mark,) = Exchange(Mean(), every=2).marks(run)
+    >>> mark.what, [step for step in range(4) if mark.when.due(step)]
+    ('meet', [1, 3])
+    >>> [(mark.what, mark.lag) for mark in Exchange(Mean(), every=2, delay=1).marks(run)]
+    [('agree', 0), ('write', 1)]
+
+    References: fragments and delays: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a
+    Distributed Free Lunch", arXiv 2501.18512; deviation: fragments are found by names. A late change: Zhou et al.,
+    "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed Averaging", arXiv
+    2006.00441. Moments: Cheng and Glasgow, "Convergence of Distributed Adaptive Optimization with Local Updates", arXiv
+    2409.13155; Iacob et al., "DES-LOC", arXiv 2505.22549.
+    """
+
+    def __init__(
+        self, how: Average, every: int | When | Recurrence | Callable[[int], int] = 1,
+        of: str | Sequence[str] = "parameters", *, delay: int | Sequence[int] = 0, late: str = "value",
+        keep: float | Tensor = 0.0, fragments: Fragments | None = 1, offsets: Sequence[int] | None = None,
+        pattern: Pattern = "strided", participation: float = 1.0, resting: str | None = None, lost: float = 0.0,
+        unit: int = 1,
+    ) -> None:  # fmt: skip
+        self.how = check_average("how", how)
+        self._when: Any = every if hasattr(every, "due") else as_when(every, "every")  # type: ignore[arg-type]
+        self.every = every if self._when is every or callable(every) else self._when.H
+        self.of = _of(of)
+        self.delay = _delay(delay)
+        self.late = check.choice("late", late, ("value", "change"))
+        self.keep = check.per_node("keep", keep, "[0, 1]", "what a node keeps of its own")
+        self.fragments = check_fragments("fragments", fragments)
+        self.offsets = _offsets(offsets, fragments)
+        self.pattern = check.choice("pattern", pattern, get_args(Pattern))
+        self.participation = check.number(
+            "participation", participation, "(0, 1]", "the fraction of nodes that trains in a round"
+        )
+        self.resting = resting if resting is None else check.choice("resting", resting, ("take", "keep"), "None")
+        self.lost = check.number("lost", lost, "[0, 1)", "the probability that a node's message is lost")
+        self.unit = check.integer("unit", unit, what="the steps that count as one")
+        self._index = 0
+        self._check_together()
+
+    # ------------------------------------------------------------------------------------------------------- checks
+
+    def _check_together(self) -> None:
+        """Raise a ValueError for settings that do not go together."""
+        if self.of == "gradients":
+            self._check_gradients()
+        if isinstance(self._when, SyncWeight):
+            if self.fragments != 1 or self.delay != 0 or self.offsets is not None:
+                raise ValueError(f"{self._when!r} says when all exchange: leave out fragments, offsets and delay.")
+            if not self._when.binary and _holds(self.how, Compressed):
+                raise ValueError(
+                    f"{self!r} exchanges in part, and what was sent of a code, its residual and its reference have no "
+                    "part: give a sync_weight that is 0 or 1 and does not require grad, or a number."
+                )
+        if self.offsets is not None and not isinstance(self._when, Rounds):
+            raise ValueError(f"offsets={self.offsets} go with rounds of equal length: give every as a number.")
+        if self.how.lag(1) and not isinstance(self._when, Rounds):
+            raise ValueError(f"{self.how!r}: what is sent takes a round, of equal length: give every as a number.")
+        if isinstance(self.delay, tuple) and max(self.delay) >= self._when.H:
+            raise ValueError(
+                f"delay={max(self.delay)} must be smaller than every={self._when!r}: what is sent arrives before it is "
+                "sent again. Give smaller delays, or a larger number."
+            )
+        self._check_late()
+        self._check_participation()
+
+    def _check_gradients(self) -> None:
+        if self.participation < 1 or self.lost:
+            raise ValueError(
+                f"{self!r} lets some nodes sit out, and gradients are exchanged by all: give participation=1 and "
+                'lost=0, or of="parameters".'
+            )
+        if self.delay != 0 or self.fragments != 1 or not _is_zero(self.keep) or isinstance(self._when, SyncWeight):
+            raise ValueError(
+                f"{self!r}: gradients are exchanged as a whole, and used at once: leave out delay, keep, fragments and "
+                "a SyncWeight."
+            )
+
+    def _check_late(self) -> None:
+        if self.late == "change" and self.delay == 0:
+            raise ValueError('late="change" without a delay has no effect: give delay=1, or more, or leave it out.')
+        if self.late == "change" and (not _is_zero(self.keep) or self._takes):
+            raise ValueError(
+                f'{self!r}: a change is each node\'s own, and all of it is added: leave out keep, and give '
+                'resting="keep".'
+            )
+
+    def _check_participation(self) -> None:
+        server = isinstance(innermost(self.how), ServerMean)
+        if self.participation < 1 and self.resting == "take" and not server:
+            raise ValueError(
+                f'resting="take" needs a server, which sends to those who sit out, and {self.how!r} has none: give '
+                'ServerMean(), or resting="keep".'
+            )
+        if self.lost and (self.delay != 0 or not innermost(self.how).common or self.participation < 1):
+            raise ValueError(
+                f"lost={self.lost} with delay={self.delay} and {self.how!r}: messages are lost on their way to one "
+                "average of all nodes, which is used at once. Leave out the delay, islands and participation."
+            )
+        self.average  # what does not work among some nodes refuses  # noqa: B018
+
+    def check(self, run: RunFacts) -> None:
+        """Raise a ValueError if the exchange cannot work for this run; warn if it never happens.
+
+        >>> from vecgym.strategy.averages import Mean
+        >>> try:
+        ...     Exchange(Mean(), delay=10).check(RunFacts(num_nodes=2, num_steps=5))
+        ... except ValueError as error:
+        ...     print(str(error).split(":")[0])
+        delay=10 in Exchange(Mean(), delay=10) is not smaller than the run's 5 steps
+        """
+        K, steps = run.num_nodes, self._steps(run)
+        if self.unit > 1:
+            Rounds(self.unit, name="unit").check(run.num_steps, self)
+        if self.offsets is None and hasattr(self._when, "check"):
+            self._when.check(steps, self)
+        elif self.offsets is not None:
+            Rounds(self._when.H, min(self.offsets)).check(steps, self)
+        if isinstance(self.delay, tuple) and len(self.delay) != K:
+            raise ValueError(
+                f"delay is for {len(self.delay)} nodes and the run has {K}: give a number, or [{K}]."
+            )
+        check.per_node("keep", self.keep, num_nodes=K)
+        check_in_time(self, "delay", max(self._delays(1)), steps)
+        if self.offsets is not None and len(self.offsets) != (count := len(self.parts(run.names))):
+            raise ValueError(
+                f"offsets={self.offsets} are {len(self.offsets)}, and the model is cut into {count} fragments: give "
+                "one for each."
+            )
+        self.average.check(self.facts(run))
+
+    def facts(self, run: RunFacts) -> ExchangeFacts:
+        """Return what is known about the exchanges of a run before the first step.
+
+        >>> from vecgym.strategy.averages import Mean
+        >>> facts = Exchange(Mean(), every=4, participation=0.5).facts(RunFacts(num_nodes=6, num_steps=12))
+        >>> facts.num_exchanges, facts.counts
+        (3, (3,))
+        """
+        K, steps = run.num_nodes, self._steps(run)
+        counts: set[int] | None = None
+        if run.presence is not None or self.participation < 1:
+            present = (K, *getattr(run.presence, "counts", ()))
+            counts = {num_participants(self.participation, count) for count in present}
+        if self.lost and self.of != "gradients":
+            counts = counts or set()
+            for mark in self.marks(run):
+                due = filter(mark.when.due, range(run.num_steps))  # type: ignore[union-attr]
+                counts.update(len(mark.who(step, run.there(step) or range(K))) for step in due if mark.who)  # type: ignore[arg-type]
+            counts = counts - {0} or {K}
+        usual = len(self.times(run.names)) == 1 and self.offsets is None
+        number = self._when.count(steps) if usual else self._when.count(steps - 1) + 1
+        known = None if counts is None else tuple(sorted(counts))
+        return ExchangeFacts(**vars(run), counts=known, num_exchanges=number)
+
+    def _steps(self, run: RunFacts) -> int:
+        return max(1, run.num_steps // self.unit)
+
+    # ------------------------------------------------------------------------------------------------- when and who
+
+    @property
+    def average(self) -> Average:
+        """How those agree who take part."""
+        return self.how if self.participation == 1 or self._takes else self.how.of_some()
+
+    @property
+    def numbers(self) -> tuple[str, ...] | None:
+        """Settings that may have a value for each configuration of a group; None: it has a group of its own."""
+        return None if self.how.numbers is None else ("keep",)
+
+    @property
+    def _takes(self) -> bool:
+        """Whether those who sit out take what the others agree on."""
+        server = isinstance(innermost(self.how), ServerMean)
+        return self.participation < 1 and self.resting != "keep" and server
+
+    def numbered(self, index: int) -> Exchange:
+        """Return the same exchange as the one at a place among those of a strategy."""
+        twin = copy.copy(self)
+        twin._index = index
+        return twin
+
+    def through_server(self) -> Exchange:
+        """Return the same with a server's mean in place of a mean of all nodes; of gradients, itself.
+
+        >>> from vecgym.strategy.averages import Mean
+        >>> Exchange(Mean(), every=5).through_server(), Exchange(Mean(), of="gradients").through_server()
+        (Exchange(ServerMean(), every=5), Exchange(Mean(), of='gradients'))
+        """
+        if self.of == "gradients":
+            return self
+        twin = copy.copy(self)
+        twin.how = self.how.through_server()
+        return twin
+
+    def parts(self, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        """Return the names of the parameters in each fragment.
+
+        >>> from vecgym.strategy.averages import Mean
+        >>> Exchange(Mean(), fragments=2).parts(["h.0.w", "h.1.w", "h.2.w"])
+        (('h.0.w', 'h.2.w'), ('h.1.w',))
+        """
+        return (tuple(names),) if self.fragments == 1 else cut(list(names), self.fragments, self.pattern)
+
+    def times(self, names: Sequence[str]) -> list[Any]:
+        """Return when each fragment is exchanged.
+
+        >>> from vecgym.strategy.averages import Mean
+        >>> Exchange(Mean(), every=6, fragments=2).times(["h.0.w", "h.1.w"])
+        [Rounds(6, offset=3), 6]
+        """
+        count = 1 if self.fragments == 1 else len(self.parts(names))
+        if (count == 1 and self.offsets is None) or not isinstance(self._when, Rounds):
+            whens = [self._when] * count
+        else:
+            H = self._when.H
+            firsts = [max(1, (p + 1) * H // count) for p in range(count)] if self.offsets is None else self.offsets
+            whens = [Rounds(H, first) for first in firsts]
+        return whens if self.unit == 1 else [_InUnits(when, self.unit) for when in whens]
+
+    def marks(self, run: RunFacts) -> list[Mark]:
+        """Return what is due when, and for whom: the exchange's part of the timetable."""
+        if self.of == "gradients":
+            return []
+        found = []
+        for p, when in enumerate(self.times(run.names)):
+            senders, of = self.senders(run, p), Of(self._index, p)
+            if self.delay == 0 and not self._takes:
+                found.append(Mark("meet", when, 0, senders, of))
+            else:
+                found += [Mark("agree", when, 0, senders, of), *self._writes(run, when, senders, of)]
+        return found
+
+    def _writes(self, run: RunFacts, when: Any, senders: Who | None, of: Of) -> list[Mark]:
+        """Return the marks of those who use what was agreed on, each delay's by itself."""
+        delays, takers = self._delays(run.num_nodes), None if self._takes else senders
+        lags, settles = sorted(set(delays)), self.late == "value"
+        found = []
+        if settles and lags[0] and run.presence is not None and self.average.one_message:
+            # Perhaps nobody is present then who was when they agreed; what all share changes all the same.
+            found.append(Mark("settle", _Later(when, lags[0]), 0, None, of._replace(lag=lags[0])))
+            settles = False
+        for lag in lags:
+            who = _with_delay(takers, delays, lag) if len(lags) > 1 else takers
+            about = of._replace(settles=settles and lag == lags[0], last=lag == lags[-1])
+            found.append(Mark("write", when, lag, who, about))
+        return found
+
+    def _delays(self, num_nodes: int) -> list[int]:
+        """Return the delay of each node, in steps."""
+        delays = self.delay if isinstance(self.delay, tuple) else (self.delay,) * num_nodes
+        return [delay * self.unit for delay in delays]
+
+    def trains(self, run: RunFacts) -> Who | None:
+        """Return who trains in a step, of those present; None: all.
+
+        >>> from vecgym.strategy.averages import Mean
+        >>> half = Exchange(Mean(), every=5, participation=0.5).trains(RunFacts(num_nodes=4))
+        >>> half(0, range(4)) == half(4, range(4)), len(half(0, range(4)))  # of a round
+        (True, 2)
+        """
+        if self.participation == 1:
+            return None
+
+        def drawn(step: int, rows: Sequence[int]) -> list[int]:
+            generator = rng.generator(run.seed, "participants", self._when.count(step // self.unit))
+            count = num_participants(self.participation, len(rows))
+            return [rows[i] for i in sample_nodes(len(rows), count, generator)]
+
+        return drawn
+
+    def senders(self, run: RunFacts, fragment: int = 0) -> Who | None:
+        """Return who takes part in an exchange, of those present; None: all."""
+        if not self.lost:
+            return self.trains(run)
+        first = next(iter(self.parts(run.names)[fragment]), "")
+
+        def heard(step: int, rows: Sequence[int]) -> list[int]:
+            drawn = torch.rand(run.num_nodes, generator=rng.generator(run.seed, f"lost {first}", step // self.unit))
+            return [row for row in rows if drawn[row] >= self.lost]
+
+        return heard
+
+    # -------------------------------------------------------------------------------------------------------- state
+
+    def _labels(self, fragment: int) -> list[tuple[str, str]]:
+        """Return (label, slot) of each value that is exchanged; the slot is "" for parameters and gradients."""
+        label = f"{self._index}.{fragment}"
+        return [(f"{label}.{slot}", slot) for slot in self.of] if isinstance(self.of, tuple) else [(label, "")]
+
+    def init(self, params: Tree, run: RunFacts) -> tuple[State, State]:
+        """Return what the exchange remembers of each node, and of all together, `[1, *]` both."""
+        own: State = {}
+        shared: State = {}
+        facts = self.facts(run)
+        for p, names in enumerate(self.parts(list(params))):
+            values = {name: params[name] for name in names}
+            if self.of != "parameters":
+                values = tree.map(torch.zeros_like, values)
+            for label, _ in self._labels(p):
+                for found, held in zip((own, shared), self.average.init(values, facts)):
+                    found.update({f"{label}/{name}": value for name, value in held.items()})
+        if self.of == "moments" and (own or shared):
+            raise ValueError(f'{self!r} keeps something for each slot: name them, of=["exp_avg", "exp_avg_sq"] say.')
+        return own, shared
+
+    def outer(self, shared: Mapping[str, Any], names: Sequence[str]) -> Tree:
+        """Return the parameters that the exchange remembers once for all: a node that returns may begin with them.
+
+        Args:
+            shared: what all share, by label and name.
+            names: of the parameters.
+        """
+        found: Tree = {}
+        for p in range(len(self.parts(names)) if self.of == "parameters" else 0):
+            start = f"{self._index}.{p}/"
+            held = {name.removeprefix(start): x for name, x in shared.items() if name.startswith(start)}
+            found |= self.average.outer(held)
+        return found
+
+    def outer_lr(self, step: int, run: RunFacts) -> Any:
+        """Return the rate of the outer optimizer's next step, to be recorded; None: there is none, or no step any more.
+
+        >>> from vecgym.strategy.averages import Outer, Mean
+        >>> exchange, run = Exchange(Outer(Mean()), every=5), RunFacts(num_nodes=2, num_steps=9)
+        >>> exchange.outer_lr(4, run), exchange.outer_lr(5, run)
+        (0.7, None)
+        """
+        number = self._when.count(step // self.unit)
+        return self.how.rate(number) if number < self._when.count(self._steps(run)) else None
+
+    # ----------------------------------------------------------------------------------------------------- handlers
+
+    def meet(self, part: Part) -> None:
+        """Agree, and go on with it."""
+        weight, ledger = self._weight(part), part.comm.ledger
+        if weight is None:
+            with ledger.stretched(self.unit), ledger.lagging(self.average.lag(self._when.H)):
+                self._meet(part, blended=False)
+            return
+        with ledger.weighted(1.0 if part.inplace else weight):
+            self._meet(part, blended=True)
+        blend(part, weight)
+
+    def _meet(self, part: Part, blended: bool) -> None:
+        average = self.average
+        for label, values, put in self._values(part):
+            at = self._at(part, label, inplace=not blended and _is_zero(self.keep), inplace_state=not blended)
+            put(self._checked(self._kept(average(values, at), values, at), values, at))
+
+    def agree(self, part: Part) -> None:
+        """Make a message."""
+        average, ledger, delays = self.average, part.comm.ledger, self.delay
+        least, most = (delays, delays) if isinstance(delays, int) else (min(delays), max(delays))
+        more: Any = 0 if isinstance(delays, int) else tuple(delay - least for delay in delays)
+        with ledger.stretched(self.unit), ledger.lagging(least + average.lag(self._when.H)), ledger.lagging(more):
+            for label, values, _ in self._values(part):
+                at = self._at(part, label, inplace=False)
+                if part.run.presence is not None:
+                    self._forget(part, label, at.step - most)
+                make = average.agree if self.late == "value" else average.change
+                self._messages(at)[f"message {at.step}"] = make(values, at)
+
+    def settle(self, part: Part) -> None:
+        """Change what all share by a message."""
+        for label, _, _ in self._values(part):
+            at = self._at(part, label, inplace=False)
+            self.average.settle(self._messages(at)[f"message {at.step}"], at)
+
+    def write(self, part: Part) -> None:
+        """Go on with what was agreed on."""
+        average, of = self.average, part.event.info.of
+        for label, values, put in self._values(part):
+            at = self._at(part, label, inplace=_is_zero(self.keep)).replace(last=of.last)
+            held, name = self._messages(at), f"message {at.step}"
+            if self.late == "change":
+                new = average.changed(held[name], values, at)
+            else:
+                if of.settles:
+                    average.settle(held[name], at)
+                new = average.write(held[name], values, at)
+            if of.last:
+                del held[name]
+            put(self._checked(self._kept(new, values, at), values, at))
+
+    def now(self, part: Part, grads: Tree) -> Tree:
+        """Exchange gradients, before the optimizer's step; between exchanges each node has its own."""
+        (when,), step, ledger = self.times(part.run.names), part.tick, part.comm.ledger
+        if not when.due(step):
+            return grads
+        with ledger.of_gradients(), ledger.stretched(self.unit), ledger.lagging(self.average.lag(self._when.H)):
+            at = self._at(part, self._labels(0)[0][0], due=Due(when.count(step), step, Of(self._index)))
+            return self._checked(self.average(grads, at), grads, at)
+
+    # ------------------------------------------------------------------------------------------------- small parts
+
+    def _at(
+        self, part: Part, label: str, inplace: bool = True, inplace_state: bool = True, due: Due | None = None
+    ) -> Meeting:  # fmt: skip
+        number, step, of = part.event.info if due is None else due
+        run, members = part.run, part.event.rows
+        examples = run.num_examples
+        if examples is not None and members is not None:
+            examples = tuple(examples[node] for node in members)
+        return Meeting(
+            part.comm, Held(part.own, label), Held(part.shared, label), exchange=number,
+            step=(step - of.lag) // self.unit, seed=run.seed, nodes=part.nodes, size=part.size, examples=examples,
+            inplace=inplace and part.inplace, inplace_state=inplace_state and part.inplace,
+            exact=part.simulation.exact, rate=lambda: part.lr,
+        )  # fmt: skip
+
+    def _messages(self, at: Meeting) -> Any:
+        return at.home(self.average.one_message and self.late == "value")
+
+    def _forget(self, part: Part, label: str, until: int) -> None:
+        """Drop the messages that nobody has taken in time, since none was present who could."""
+        for rows in (part.own, part.shared):
+            for name in [x for x in rows.whole if x.startswith((f"{label}/message ", f"{label}/index "))]:
+                if int(name.rsplit(" ", 1)[1]) < until:
+                    del rows[name]
+
+    def _values(self, part: Part) -> Iterator[tuple[str, Tree, Put]]:
+        """Yield what is exchanged, with its label, and what puts it back."""
+        params, fragment = part.params, part.event.info.of.fragment
+        names = None if self.fragments == 1 else self.parts(list(params))[fragment]
+        chosen = lambda values: values if names is None else {n: values[n] for n in names if n in values}  # noqa: E731
+        if self.of == "parameters":
+
+            def put_params(new: Tree) -> None:
+                part.params = new if names is None else {**part.params, **new}
+
+            yield self._labels(fragment)[0][0], chosen(params), put_params
+            return
+        moments = moments_in(part.home["optimizer"], params)
+        if not moments:
+            raise ValueError(
+                f"{self!r} averages what the inner optimizer keeps, and it keeps nothing: give one with moments, such "
+                "as AdamW or SGD with momentum, or leave this exchange out."
+            )
+        (label, _), *_ = labels = self._labels(fragment)
+        for label, slot in [(label, slot) for slot in moments] if self.of == "moments" else labels:
+            values = chosen(moments[check.choice("of", slot, list(moments))])
+
+            def put_moment(new: Tree, slot: str = slot) -> None:
+                part.home["optimizer"] = with_moment(part.home["optimizer"], slot, new)
+
+            yield label, values, put_moment
+
+    def _kept(self, new: Tree, old: Tree, at: Meeting) -> Tree:
+        """Let each node keep a part of its own."""
+        keep = self.keep
+        if not isinstance(keep, Tensor):
+            if keep in (0, 1):
+                return old if keep else new
+            return {name: torch.lerp(y, old[name], keep) for name, y in new.items()}
+        share = at.here(keep)
+        return {name: torch.lerp(y.expand_as(old[name]), old[name], _share(share, y)) for name, y in new.items()}
+
+    def _checked(self, new: Any, old: Tree, at: Meeting) -> Tree:
+        """Return what an average made of values, if it has their names and shapes."""
+        if new is old:
+            return old
+        if not isinstance(new, dict) or not all(isinstance(x, Tensor) for x in new.values()):
+            kind = type(new).__name__
+            raise TypeError(f"{self.how!r} returned {kind}; expected a dict, name -> tensor.")
+        if new.keys() != old.keys():
+            odd = "leaves out" if (missing := old.keys() - new.keys()) else "adds"
+            names = ", ".join(sorted(map(str, missing or new.keys() - old.keys())))
+            raise ValueError(f"{self.how!r} returned values that {odd} {names}; expected the names {', '.join(old)}.")
+        K, lead = len(at.nodes), at.lead
+        for name, x in new.items():
+            y = old[name]
+            if x is not y and (x.shape[lead:] != y.shape[lead:] or x.dim() != y.dim() or x.shape[lead - 1] not in (1, K)):
+                shape = [f"1 or {K}" if K > 1 else "1", *map(str, y.shape[lead:])]
+                raise ValueError(
+                    f"{self.how!r} returned {name!r} in shape {list(x.shape)}; expected [{', '.join(shape)}]: the nodes first, "
+                    "or 1 for what is the same on all."
+                )
+        return new
+
+    def _weight(self, part: Part) -> Tensor | None:
+        """Return how much of the exchange is made in this step; None: all."""
+        when = self._when
+        if not isinstance(when, SyncWeight) or when.binary:
+            return None
+        weight = when.weights[part.event.info.step // self.unit]
+        return weight.detach() if part.inplace else weight  # a run in place sends all of what it uses in part
+
+
+def every(n: int, exchange: Exchange) -> Exchange:
+    """Let an exchange count in units of n steps: its interval, delay, offsets, and what it draws at random.
+
+    >>> from vecgym.strategy.averages import Mean
+    >>> every(5, Exchange(Mean(), every=10, delay=1))  # every 50 steps, 5 late
+    Exchange(Mean(), every=10, delay=1, unit=5)
+    """
+    check.instance("exchange", exchange, Exchange, "an Exchange, such as Exchange(Mean(), every=10)")
+    twin = copy.copy(exchange)
+    twin.unit = exchange.unit * check.integer("n", n, what="the number of optimizer steps between two exchanges")
+    return twin
+
+
+def blend(part: Part, weight: Tensor) -> None:
+    """Make everything that an event has changed only in part: (1 - a) old + a new, exactly old at 0 and new at 1."""
+
+    def between(new: Tensor, old: Tensor | None) -> Tensor:
+        if old is None:
+            raise ValueError(NOT_IN_PART)
+        share = placed(weight, new.device, new.dtype if new.is_floating_point() else torch.float64)
+        return new if new is old else (1 - share) * old + share * new
+
+    of_event: tuple[Rows, Rows] = (part.own, part.shared)
+    for rows in of_event:
+        for name, new in rows.assigned.items():
+            if new is not None:
+                rows.assigned[name] = tree.map_leaves(between, new, rows.taken(name))
+
+
+def moments_in(optimizer: Mapping[str, Any], params: Tree) -> dict[str, Tree]:
+    """Return what an inner optimizer keeps in the shape of the parameters, by slot.
+
+    >>> from vecgym.optim import OptimSpec
+    >>> params = {"w": torch.zeros(1, 3)}
+    >>> sorted(moments_in(OptimSpec("adamw").rule().init(params), params))
+    ['exp_avg', 'exp_avg_sq']
+    """
+    found = {
+        slot: {name: x for name, x in values.items() if name in params and x.shape[1:] == params[name].shape[1:]}
+        for slot, values in optimizer.get("tensors", optimizer).items()  # some rules keep what is no tensor apart
+        if isinstance(values, dict)
+    }
+    return {slot: values for slot, values in found.items() if values}
+
+
+def with_moment(optimizer: Mapping[str, Any], slot: str, new: Tree) -> dict[str, Any]:
+    """Return an inner optimizer's state with new values in a slot.
+
+    >>> with_moment({"exp_avg": {"w": torch.zeros(1)}}, "exp_avg", {"w": torch.ones(1)})
+    {'exp_avg': {'w': tensor([1.])}}
+    """
+    held = optimizer.get("tensors", optimizer)
+    changed = {**held, slot: {**held[slot], **new}}
+    return {**optimizer, "tensors": changed} if "tensors" in optimizer else changed
+
+
+def num_participants(participation: float, num_nodes: int) -> int:
+    """Return the number of nodes that take part in a round, at least one.
+
+    >>> num_participants(0.1, 6)
+    1
+    """
+    return max(1, round(participation * num_nodes))
+
+
+class _InUnits:
+    """A recurrence that counts in units of n steps."""
+
+    def __init__(self, when: Any, n: int) -> None:
+        self.when, self.n = when, n
+
+    def due(self, step: int) -> bool:
+        return (step + 1) % self.n == 0 and self.when.due(step // self.n)
+
+    def count(self, step: int) -> int:
+        return int(self.when.count(step // self.n))
+
+
+class _Later:
+    """A recurrence some steps later."""
+
+    def __init__(self, when: Any, lag: int) -> None:
+        self.when, self.lag = when, lag
+
+    def due(self, step: int) -> bool:
+        return step >= self.lag and self.when.due(step - self.lag)
+
+    def count(self, step: int) -> int:
+        return int(self.when.count(step - self.lag))
+
+
+def _with_delay(who: Who | None, delays: Sequence[int], lag: int) -> Who:
+    def chosen(step: int, rows: Sequence[int]) -> list[int]:
+        taking = rows if who is None else who(step, rows)
+        return [row for row in (rows if taking is None else taking) if delays[row] == lag]
+
+    return chosen
+
+
+def _share(keep: Tensor, like: Tensor) -> Tensor:
+    return placed(spread(keep, like), like.device, like.dtype)
+
+
+def _is_zero(keep: float | Tensor) -> bool:
+    return not isinstance(keep, Tensor) and keep == 0
+
+
+def _holds(average: Average, kind: type) -> bool:
+    return isinstance(average, kind) or (isinstance(average, Around) and _holds(average.inner, kind))
+
+
+def _of(of: Any) -> str | tuple[str, ...]:
+    if isinstance(of, str) and of in ("parameters", "gradients", "moments"):
+        return of
+    names = (of,) if isinstance(of, str) else of
+    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f'of={of!r} must be "parameters", "gradients", "moments", a slot of the inner optimizer such as "exp_avg", '
+            "or a list of slots."
+        )
+    return tuple(names)
+
+
+def _delay(given: Any) -> int | tuple[int, ...]:
+    check.has_values("delay", given)
+    values = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(values, (list, tuple)):
+        return check_delay("delay", values)
+    if not values:
+        raise ValueError("delay=[] must have one number for each node.")
+    delays = tuple(check_delay("delay", x) for x in values)
+    return delays[0] if len(set(delays)) == 1 else delays
+
+
+def _offsets(offsets: Any, fragments: Any) -> list[int] | None:
+    if offsets is None:
+        return None
+    number = len(fragments) if isinstance(fragments, (list, tuple)) else fragments if check.is_integer(fragments) else 0
+    if not isinstance(offsets, (list, tuple)) or not offsets or (number and len(offsets) != number):
+        raise ValueError(f"offsets={offsets!r}: give a list of one number for each of the {number or ''} fragments.")
+    return [check.integer("offsets", offset, what="steps before a fragment is sent first") for offset in offsets]

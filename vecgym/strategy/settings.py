@@ -1,0 +1,88 @@
+"""Settings: objects that are compared by value, and shown as the expression that makes them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vecgym.core import check
+from vecgym.optim.optimizer import Optimizer
+
+
+class Settings:
+    """An object that holds settings only: equal to another of its class with equal settings.
+
+    Attributes whose names begin with "_" are derived from the others, and not compared.
+
+    >>> class Pair(Settings):
+    ...     def __init__(self, left, right=0):
+    ...         self.left, self.right = left, right
+    >>> Pair(torch.ones(2)) == Pair(torch.ones(2)), Pair(1) == Pair(2), Pair(3, right=1)
+    (True, False, Pair(3, right=1))
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and same(public(self), public(other))
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def __repr__(self) -> str:
+        return shown(self)
+
+
+def public(x: object) -> dict[str, Any]:
+    """Return an object's settings, by name."""
+    return {name: value for name, value in vars(x).items() if not name.startswith("_")}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two settings are equal: numbers and tensors by value, functions if they are the same object.
+
+    >>> same([torch.ones(1), "sgd"], [torch.ones(1), "sgd"]), same(torch.ones(1), torch.zeros(1)), same(1, 1.0)
+    (True, False, True)
+    """
+    if a is b:
+        return True
+    if check.is_number(a) and check.is_number(b):
+        return bool(a == b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and a.requires_grad == b.requires_grad and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, functools.partial):
+        return same([a.func, a.args, a.keywords], [b.func, b.args, b.keywords])
+    if type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__") and not inspect.isroutine(a):
+        return same(public(a), public(b))
+    return bool(a == b)
+
+
+def shown(x: object, **instead: Any) -> str:
+    """Show an object as `Class(argument, ...)`, with the arguments that are not their defaults.
+
+    Args:
+        instead: values to show in place of the attributes of the same names.
+    """
+    values, parts = {**vars(x), **instead}, []
+    for name, parameter in inspect.signature(type(x)).parameters.items():
+        if name not in values:
+            continue
+        if parameter.default is parameter.empty:
+            parts.append(_text(values[name]))
+        elif not same(values[name], parameter.default):
+            parts.append(f"{name}={_text(values[name])}")
+    return f"{type(x).__name__}({', '.join(parts)})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Optimizer):
+        return repr(value.spec)
+    return getattr(value, "__name__", None) or repr(value)
