@@ -146,14 +146,20 @@ class Optimizer:
     def _make_factor(self, max_steps: int) -> Schedule:
         return make_schedule(self.lr_scheduler, max_steps, self.warmup_steps, self.cosine_anneal)
 
-    def __repr__(self) -> str:
-        parts = [repr(self.spec)]
+    @property
+    def options(self) -> list[str]:
+        """What is not at its default, as `name=value`.
+
+        >>> Optimizer(OptimSpec("sgd"), warmup_steps=5).options
+        ['warmup_steps=5']
+        """
         defaults = {"max_norm": None, "lr_scheduler": None, "warmup_steps": 0, "cosine_anneal": False}
-        for name, default in defaults.items():
-            value = getattr(self, name)
-            if repr(value) != repr(default):
-                parts.append(f"{name}={getattr(value, '__name__', repr(value))}")
-        return f"Optimizer({', '.join(parts)})"
+        values = {name: getattr(self, name) for name in defaults}
+        shown = {name: x for name, x in values.items() if repr(x) != repr(defaults[name])}
+        return [f"{name}={getattr(x, '__name__', repr(x))}" for name, x in shown.items()]
+
+    def __repr__(self) -> str:
+        return f"Optimizer({', '.join([repr(self.spec), *self.options])})"
 
 
 def of_rows(value_at: Callable[[int], Any], counts: Counts, nodes: Sequence[int] | None = None) -> Any:

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from vecgym.core import check, nodes, tree
+from vecgym.core import check, nodes
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec, ensure_optim_spec
 from vecgym.optim.schedule import Schedule
 from vecgym.simulation.presence import Presence
 from vecgym.simulation.returning import Shared, sent
-from vecgym.simulation.simulation import Part
+from vecgym.simulation.simulation import LocalTraining, Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts, Timetable, Who
+from vecgym.strategy.communication import CommunicationModule
 from vecgym.strategy.exchange import Exchange
+from vecgym.strategy.hooks import Hooks
 from vecgym.strategy.inner import InnerOptions, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class Strategy:
+class Strategy(LocalTraining):
     """How the nodes are trained: an inner optimizer, and exchanges.
 
     A step is: gradients; the exchanges of gradients, in order; clipping; the inner optimizer; then the exchanges of
@@ -50,7 +52,7 @@ class Strategy:
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.models import Line
-    >>> from vecgym.simulation.fitted import simulation_of
+    >>> from vecgym.strategy.simulated import simulation_of
     >>> from vecgym.strategy import Mean
     >>> strategy = Strategy("sgd", [Exchange(Mean(), every=2)], lr=0.25)
     >>> [[event.what for event in tick] for tick in strategy.timetable(RunFacts(num_nodes=2, num_steps=2)).ticks()]
@@ -68,8 +70,8 @@ class Strategy:
     asynchronous = False
     # False where something evolves outside of the state; see `RankStrategy`.
     pure = True
-    # Settings that may differ between the configurations of a stack; None: it is always trained by itself.
-    numbers: tuple[str, ...] | None = ()
+    # Settings of the class's own that may differ within a group of a sweep; None: its methods are for one configuration.
+    own_numbers: tuple[str, ...] | None = ()
 
     def __init__(
         self,
@@ -82,26 +84,39 @@ class Strategy:
         warmup_steps: int = 0,
         cosine_anneal: bool = False,
     ) -> None:
-        self.inner_optim = ensure_optim_spec(inner_optim, OptimSpec(torch.optim.AdamW), argument="inner_optim", lr=lr)
+        spec = ensure_optim_spec(inner_optim, OptimSpec(torch.optim.AdamW), argument="inner_optim", lr=lr)
+        self.inner = Optimizer(
+            spec, max_norm=max_norm, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps, cosine_anneal=cosine_anneal
+        )
         self.exchanges = _numbered(exchanges)
-        self.max_norm, self.lr_scheduler = max_norm, lr_scheduler
-        self.warmup_steps, self.cosine_anneal = warmup_steps, cosine_anneal
-        self._inner = Optimizer(
-            self.inner_optim, max_norm=max_norm, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps,
-            cosine_anneal=cosine_anneal,
-        )  # fmt: skip
-        self._of_gradients = [exchange for exchange in self.exchanges if exchange.of == "gradients"]
         self._check_resting()
 
+    def __init_subclass__(cls) -> None:
+        """Train what has methods of its own by itself in a sweep, unless it says that it works on stacks."""
+        super().__init_subclass__()
+        own = {name for name, value in vars(cls).items() if callable(value) and not name.startswith("__")}
+        if "own_numbers" not in vars(cls) and own - {"check"}:
+            cls.own_numbers = None
+
     @property
-    def inner(self) -> Optimizer:
-        """The optimizer on the nodes."""
-        return self._inner
+    def numbers(self) -> tuple[str, ...] | None:
+        """Settings that may have a value for each configuration of a group, `[C]`; None: it has a group of its own."""
+        return None if any(exchange.numbers is None for exchange in self.exchanges) else self.own_numbers
+
+    @property
+    def inner_optim(self) -> OptimSpec:
+        """The class of the inner optimizer, and its hyperparameters."""
+        return self.inner.spec
 
     @property
     def mean_gradient(self) -> bool:
         """Whether the mean of the nodes' gradients is all that is used of them."""
-        return len(self._of_gradients) == 1 and self._of_gradients[0].plain
+        of_gradients = self._of_gradients
+        return len(of_gradients) == 1 and of_gradients[0].plain
+
+    @property
+    def _of_gradients(self) -> list[Any]:
+        return [exchange for exchange in self.exchanges if exchange.of == "gradients"]
 
     # ------------------------------------------------------------------------------------------------- before the run
 
@@ -109,7 +124,7 @@ class Strategy:
         """Raise a ValueError if the strategy cannot work for this run; warn of what has no effect in it."""
         self.inner.check(num_nodes, max_steps, "inner optimizer")
         for exchange in self.exchanges:
-            exchange.check(num_nodes, max_steps)
+            exchange.check(RunFacts(num_nodes, max_steps, num_examples=(1,) * num_nodes))
 
     def timetable(self, run: RunFacts) -> Timetable:
         """Return what happens when: all nodes train, then comes what is due.
@@ -118,7 +133,7 @@ class Strategy:
             ValueError: if it cannot work with the absences of the run.
         """
         for exchange in self.exchanges:
-            exchange.check_run(run)
+            exchange.check_present(run)
         train = "train_jointly" if self._of_gradients else "train"
         return Lockstep(run, *self.marks(run), trains=self.trains(run), train=train)
 
@@ -128,12 +143,12 @@ class Strategy:
 
     def trains(self, run: RunFacts) -> Who | None:
         """Return who trains, (step, present nodes) -> some of them; None: all of them, always."""
-        senders = [found for exchange in self.exchanges if (found := exchange.senders(run)) is not None]
-        if len(senders) < 2:
-            return senders[0] if senders else None
+        each_who = [who for exchange in self.exchanges if (who := exchange.trains(run)) is not None]
+        if len(each_who) < 2:
+            return each_who[0] if each_who else None
 
         def of_all(step: int, rows: Sequence[int]) -> list[int]:
-            each = [found(step, rows) for found in senders]
+            each = [who(step, rows) for who in each_who]
             return sorted(set(rows).intersection(*(some for some in each if some is not None)))
 
         return of_all
@@ -166,11 +181,6 @@ class Strategy:
 
     # ------------------------------------------------------------------------------------------------------- handlers
 
-    def train(self, part: Part) -> None:
-        """Let each node take a step of its own."""
-        part.optimize(part.gradients())
-        part.report(part.losses)
-
     def train_jointly(self, part: Part) -> None:
         """Exchange gradients before the optimizer's step."""
         part.optimize(self.joint_gradients(part))
@@ -179,9 +189,8 @@ class Strategy:
     def joint_gradients(self, part: Part) -> Tree:
         """Return the gradients of these nodes after their exchange, `[1 or rows, *]`."""
         grads = part.gradients(mean=self.mean_gradient and part.home is part.shared)
-        with part.comm.ledger.of_gradients():
-            for exchange in self._of_gradients:
-                grads = exchange.now(part, grads)
+        for exchange in self._of_gradients:
+            grads = exchange.now(part, grads)
         return grads
 
     def meet(self, part: Part) -> None:
@@ -191,6 +200,10 @@ class Strategy:
     def agree(self, part: Part) -> None:
         """Make an exchange whose result takes effect later, or is for others."""
         self.exchanges[part.event.info.of.exchange].agree(part)
+
+    def settle(self, part: Part) -> None:
+        """Change what all share by what was agreed on, whoever is present."""
+        self.exchanges[part.event.info.of.exchange].settle(part)
 
     def write(self, part: Part) -> None:
         """Let nodes go on with what was agreed on."""
@@ -202,7 +215,8 @@ class Strategy:
         assert isinstance(presence, Presence)
         common = Shared(Tree(), set())
         if presence.rejoin == "shared":
-            common = Shared(self.outer_parameters(part.shared), self.agreed(part.run, list(params), part.tick - 1))
+            names = list(params)
+            common = Shared(self.outer(part.shared, names), self.agreed(part.run, names, part.tick - 1))
         begin = sent(params, presence, common, part.comm, part.tick, once=list(params) if alike else [])
         back = [i for i, row in enumerate(part.rows) if row in set(part.event.info)]
         if back and not alike:
@@ -234,14 +248,14 @@ class Strategy:
         """
         made = None if nodes is None else timetable.made(tick)
         counts: Any = tick if made is None or nodes is None else [made[node] for node in nodes]
-        outer = (exchange.rate(tick) for exchange in self.exchanges)
+        outer = (exchange.outer_lr(tick, timetable.run) for exchange in self.exchanges)
         return self.inner.lr(counts, timetable.max_steps, nodes), next((lr for lr in outer if lr is not None), None)
 
-    def outer_parameters(self, shared: Any) -> Tree:
+    def outer(self, shared: Any, names: Sequence[str]) -> Tree:
         """Return the parameters `[1, *]` that exchanges hold once for all nodes, from which a returning node begins."""
         found: Tree = {}
         for exchange in self.exchanges:
-            found |= exchange.outer_parameters(shared)
+            found |= exchange.outer(shared, names)
         return found
 
     def agreed(self, run: RunFacts, names: Sequence[str], tick: int) -> set[str]:
@@ -279,14 +293,7 @@ class Strategy:
 
     def __repr__(self) -> str:
         parts = [repr(self.inner_optim), *map(repr, self.exchanges)]
-        defaults = {"max_norm": None, "lr_scheduler": None, "warmup_steps": 0, "cosine_anneal": False}
-        settings = {name: getattr(self, name) for name in defaults}
-        parts += [
-            f"{name}={getattr(value, '__name__', repr(value))}"
-            for name, value in settings.items()
-            if repr(value) != repr(defaults[name])
-        ]
-        return f"{type(self).__name__}({', '.join(parts)})"
+        return f"{type(self).__name__}({', '.join([*parts, *self.inner.options])})"
 
 
 class CommunicateOptimizeStrategy(Strategy):
@@ -311,9 +318,10 @@ def _numbered(exchanges: Sequence[Any]) -> tuple[Any, ...]:
     """Return exchanges that know their places; a module with hooks becomes one."""
     if not isinstance(exchanges, (list, tuple)):
         raise TypeError(f"exchanges is {check.kind_of(exchanges)}; give a list, such as [Exchange(Mean(), every=10)].")
-    for exchange in exchanges:
-        if not isinstance(exchange, Exchange):
+    found = [Hooks(x) if isinstance(x, CommunicationModule) else x for x in exchanges]
+    for exchange in found:
+        if not isinstance(exchange, (Exchange, Hooks)):
             raise TypeError(
                 f"exchanges has {check.kind_of(exchange)}; each must be an Exchange, such as Exchange(Mean(), every=10)."
             )
-    return tuple(exchange.numbered(i) for i, exchange in enumerate(exchanges))
+    return tuple(exchange.numbered(i) for i, exchange in enumerate(found))

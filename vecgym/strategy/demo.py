@@ -216,6 +216,8 @@ class DeMoStrategy(Strategy):
     moving by lr in the direction of a rounding error.
     """
 
+    own_numbers = ()
+
     @takes_options(StepOptions)
     def __init__(
         self,

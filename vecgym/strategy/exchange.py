@@ -435,6 +435,16 @@ class Exchange(Settings):
             )
         check.per_node("keep", self.keep, num_nodes=K)
         check_in_time(self, "delay", max(self._delays(1)), steps)
+        self.average.check(self.facts(run))
+
+    def check_present(self, run: RunFacts) -> None:
+        """Raise a ValueError if it cannot work for this model, or with so many nodes present."""
+        presence = run.presence
+        if self.of == "gradients" and getattr(presence, "waits", False):
+            raise ValueError(
+                f"availability={presence.availability!r} makes nodes wait for others, but {self!r} exchanges gradients "
+                "in every step: use a strategy that exchanges parameters every H steps."
+            )
         if self.offsets is not None and len(self.offsets) != (count := len(self.parts(run.names))):
             raise ValueError(
                 f"offsets={self.offsets} are {len(self.offsets)}, and the model is cut into {count} fragments: give "
@@ -475,6 +485,26 @@ class Exchange(Settings):
     def average(self) -> Average:
         """How those agree who take part."""
         return self.how if self.participation == 1 or self._takes else self.how.of_some()
+
+    @property
+    def common(self) -> bool:
+        """Whether all nodes go on with the same."""
+        return self.average.common
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is the mean of all nodes at every step, and nothing else."""
+        return self.average.plain and self.always
+
+    @property
+    def always(self) -> bool:
+        """Whether the nodes exchange after every step."""
+        return isinstance(self._when, Rounds) and self._when.H == 1 and self.unit == 1
+
+    @property
+    def lets_rest(self) -> bool:
+        """Whether some nodes do not train in some rounds."""
+        return self.participation < 1
 
     @property
     def numbers(self) -> tuple[str, ...] | None:
@@ -616,6 +646,25 @@ class Exchange(Settings):
         if self.of == "moments" and (own or shared):
             raise ValueError(f'{self!r} keeps something for each slot: name them, of=["exp_avg", "exp_avg_sq"] say.')
         return own, shared
+
+    def agreed(self, run: RunFacts, names: Sequence[str], step: int) -> tuple[set[str], set[str]]:
+        """Return the parameters that are equal on all nodes after a step's exchange, and all that it may change.
+
+        >>> from vecgym.strategy.averages import Mean
+        >>> Exchange(Mean(), every=2).agreed(RunFacts(num_nodes=4), ["w"], step=1)
+        ({'w'}, {'w'})
+        """
+        equal, changed = set[str](), set[str]()
+        if self.of != "parameters" or step < 0:
+            return equal, changed
+        parted = isinstance(self._when, SyncWeight) and not self._when.binary
+        alike = self.average.common and self.late == "value" and _is_zero(self.keep) and not parted and not self.lost
+        for part, when in zip(self.parts(names), self.times(names)):
+            for delay in set(self._delays(run.num_nodes)):
+                if step >= delay and when.due(step - delay):
+                    changed.update(part)
+                    equal.update(part if alike and isinstance(self.delay, int) else ())
+        return equal, changed
 
     def outer(self, shared: Mapping[str, Any], names: Sequence[str]) -> Tree:
         """Return the parameters that the exchange remembers once for all: a node that returns may begin with them.

@@ -99,6 +99,8 @@ Exchange(Mean(island_size=4), every=5))
     `weighting="examples"`; with islands and with `resting="keep"`, nodes that sit out keep their own parameters.
     """
 
+    own_numbers = ("proximal_mu",)
+
     @takes_options(InnerOptions)
     def __init__(
         self,
@@ -123,19 +125,19 @@ Exchange(Mean(island_size=4), every=5))
             other = "proximal_mu" if self._proximal else "server_optim"
             raise ValueError(f"{other} works in rounds of H steps, and sync_weight has none: give H, or no {other}.")
         options = {"lr": server_lr, "betas": server_betas, "tau": server_tau}
-        self.server = _server(server_optim, {name: value for name, value in options.items() if value is not None})
-        if self.server is None:
+        self._server = _server(server_optim, {name: value for name, value in options.items() if value is not None})
+        if self._server is None:
             exchange = AveragingCommunicator(island_size, H, participation, weighting, sync_weight, resting)
         else:
-            _check_server(self.server, island_size, resting)
-            outer = Outer(ServerMean(weighting), self.server.spec)
+            _check_server(self._server, island_size, resting)
+            outer = Outer(ServerMean(weighting), self._server.spec)
             exchange = Exchange(outer, every=H, participation=participation)
         super().__init__(inner_optim, [exchange], **inner)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         check.per_node("proximal_mu", self.proximal_mu, "[0, inf)", num_nodes=num_nodes)
-        if self.server is not None:
-            self.server.check()
+        if self._server is not None:
+            self._server.check()
         super().check(num_nodes, max_steps)
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -61,6 +61,8 @@ class GPAStrategy(Strategy):
     that `fit` returns, are those of y, the parameters that are trained; the paper has those of x.
     """
 
+    own_numbers = ("mu_x", "mu_y")
+
     @takes_options(InnerOptions)
     def __init__(
         self,

@@ -18,8 +18,7 @@ from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import Every, Mark, RunFacts, Who
 from vecgym.strategy import contract
 from vecgym.strategy.communication import CommunicationModule, Context, State, overrides
-from vecgym.strategy.exchange import Of
-from vecgym.strategy.inner import moments_in, with_moments
+from vecgym.strategy.exchange import Of, moments_in, with_moment
 
 
 class Hooks:
@@ -59,11 +58,11 @@ class Hooks:
         """Return itself: what a module with hooks averages is its own affair."""
         return self
 
-    def check(self, num_nodes: int, max_steps: int) -> None:
+    def check(self, run: RunFacts) -> None:
         """Let the module check the run."""
-        self.module.check(num_nodes, max(1, max_steps // self.every))
+        self.module.check(run.num_nodes, self._steps(run))
 
-    def check_run(self, run: RunFacts) -> None:
+    def check_present(self, run: RunFacts) -> None:
         """Let the module check how many nodes are present."""
         if isinstance(run.presence, Presence):
             if run.presence.waits and overrides(self.module, "exchange_gradients"):
@@ -78,7 +77,7 @@ class Hooks:
         if overrides(self.module, "exchange_parameters") or overrides(self.module, "exchange_moments"):
             yield Mark("meet", Every(self.every), of=Of(self.index))
 
-    def senders(self, run: RunFacts) -> Who | None:
+    def trains(self, run: RunFacts) -> Who | None:
         """Return who trains."""
         if not overrides(self.module, "active_nodes"):
             return None
@@ -120,18 +119,20 @@ class Hooks:
             if overrides(self.module, "exchange_moments"):
                 moments = moments_in(part.home["optimizer"], params)
                 moments, state = contract.exchange_moments(self.module, moments, state, ctx)
-                part.home["optimizer"] = with_moments(part.home["optimizer"], moments)
+                for slot, values in moments.items():
+                    part.home["optimizer"] = with_moment(part.home["optimizer"], slot, values)
             if overrides(self.module, "exchange_parameters"):
                 part.params, state = contract.exchange_parameters(self.module, params, state, ctx)
         self._put(part, state)
 
     # ------------------------------------------------------------------------------------------------- what it tells
 
-    def rate(self, step: int) -> Any:
+    def outer_lr(self, step: int, run: RunFacts) -> Any:
         """Return the learning rate of the module's own optimizer; None: it has none."""
-        return self.module.outer_learning_rate(Context(StackedCollectives(1), step=step // self.every))
+        ctx = Context(StackedCollectives(1), step=step // self.every, max_steps=self._steps(run))
+        return self.module.outer_learning_rate(ctx)
 
-    def outer_parameters(self, shared: Any) -> Tree:
+    def outer(self, shared: Any, names: Sequence[str]) -> Tree:
         """Return the parameters that the module keeps once for all nodes."""
         return self.module.outer_parameters(shared[self._name])
 

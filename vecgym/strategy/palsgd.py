@@ -59,6 +59,8 @@ class PALSGDStrategy(Strategy):
     defaults of p, pull and H are ours: no program of the authors was found to compare with.
     """
 
+    own_numbers = ("pull_strength",)
+
     @takes_options(InnerOptions)
     def __init__(
         self,
@@ -105,7 +107,7 @@ class PALSGDStrategy(Strategy):
     def pull(self, part: Part) -> None:
         """Move nodes towards the outer parameters."""
         share = part.lr / (1 - self.p) * ((1 - self.p) / self.p)
-        outer = self.exchanges[0].outer_parameters(part.shared)
+        outer = self.outer(part.shared, list(part.params))
 
         def pulled(x: Tensor, to: Tensor) -> Tensor:
             return x - spread(share, x) * part.each(self.pull_strength, x) * (x - to)
