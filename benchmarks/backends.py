@@ -37,7 +37,7 @@ from vecgym.collectives.wire import Wire
 from vecgym.core import tree
 from vecgym.engine import Engine
 from vecgym.runs import multiprocess
-from vecgym.simulation.adapted import simulation_of
+from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 
 H = 20

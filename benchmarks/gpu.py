@@ -56,7 +56,7 @@ def bare(workload: Workload, device: str, half: bool, alternative: str) -> Calla
     """vecgym's own step."""
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
-    from vecgym.simulation.adapted import simulation_of
+    from vecgym.strategy.simulated import simulation_of
     from vecgym.strategy import DiLoCoStrategy
 
     model = workload.model().to(device)

@@ -79,7 +79,7 @@ def take_steps(name: str, strategy: str, num_nodes: int, chunk_size: int | None,
     """The peak of three steps."""
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
-    from vecgym.simulation.adapted import simulation_of
+    from vecgym.strategy.simulated import simulation_of
 
     workload = WORKLOADS[name]
     model, (x, y) = workload.model().to(device), workload.batch(num_nodes)

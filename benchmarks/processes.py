@@ -147,7 +147,7 @@ def run_vecgym(name: str, num_nodes: int, blocks: int, threads: int) -> Result:
     """The same in this process."""
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
-    from vecgym.simulation.adapted import simulation_of
+    from vecgym.strategy.simulated import simulation_of
     from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 
     torch.set_num_threads(threads)

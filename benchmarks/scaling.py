@@ -53,7 +53,7 @@ def measure_here(name: str, strategy_name: str, num_nodes: int, threads: int, re
     from vecgym import estimate_memory
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
-    from vecgym.simulation.adapted import simulation_of
+    from vecgym.strategy.simulated import simulation_of
     from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
 
     def make_strategy() -> Any:

@@ -86,7 +86,7 @@ class Bare:
     def __init__(self, workload: Workload, num_nodes: int, strategy: Any, **engine: Any) -> None:
         from vecgym.collectives import StackedCollectives
         from vecgym.engine import Engine
-        from vecgym.simulation.adapted import simulation_of
+        from vecgym.strategy.simulated import simulation_of
 
         model = workload.model()
         self.engine = Engine(model, **engine)

@@ -32,7 +32,7 @@ from vecgym.compress.dct import grid
 from vecgym.core import tree
 from vecgym.engine import Engine
 from vecgym.simulation import State
-from vecgym.simulation.adapted import simulation_of
+from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import DiLoCoStrategy, GossipStrategy, SPARTAStrategy, Strategy
 from vecgym.strategy.catalogue import CATALOGUE
 

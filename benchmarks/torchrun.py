@@ -36,7 +36,7 @@ def stepper(name: str, kind: str, comm: Any) -> Callable[[], None]:
     from workloads import WORKLOADS
 
     from vecgym.core import tree
-    from vecgym.simulation.adapted import simulation_of
+    from vecgym.strategy.simulated import simulation_of
     from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
 
     workload = WORKLOADS[name]

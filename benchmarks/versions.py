@@ -33,7 +33,7 @@ def serve_steps(name: str, strategy_name: str, quick: bool) -> None:
 
     make: Any
     try:
-        from vecgym.simulation.adapted import simulation_of as make
+        from vecgym.strategy.simulated import simulation_of as make
     except ImportError:  # before the kernel
         from vecgym.engine.simulation import Simulation as make  # type: ignore[no-redef]
 

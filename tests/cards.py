@@ -14,11 +14,9 @@ from torch import Tensor
 from vecgym.collectives import StackedCollectives
 from vecgym.compress.dct import grid
 from vecgym.compress.packing import bits_for
-from vecgym.strategy.base import Context
 from vecgym.strategy.catalogue import Knobs
 from vecgym.strategy.fragments import cut
-from vecgym.strategy.selectors import RandomSelector
-from vecgym.strategy.streaming import first_offsets
+from vecgym.strategy.selectors import Draws, RandomSelector
 
 
 class Sent(NamedTuple):
@@ -65,9 +63,9 @@ def strongest(sent: Sent) -> float:
 def drawn(sent: Sent) -> float:
     """Return the bytes of SPARTA's random coordinates, which the seed draws anew in every exchange."""
     shapes = {name: x.shape for name, x in sent.params.items()}
-    selector, comm, total = RandomSelector(sent.knobs.p), StackedCollectives(sent.num_nodes), 0
+    selector, total = RandomSelector(sent.knobs.p), 0
     for step in range(sent.steps):
-        indices, _ = selector.select(shapes, {}, step, Context(comm, step=step, seed=sent.seed))
+        indices, _ = selector.select(shapes, {}, step, Draws(sent.seed, step))
         total += sum(len(index) * sent.params[name].element_size() for name, index in indices.items())
     return sent.ring() * total
 
@@ -85,7 +83,7 @@ def fragments(sent: Sent, payload: Callable[[Tensor], float]) -> float:
     """Return the bytes of two fragments in turn; `payload` are those of one tensor."""
     H, total = sent.knobs.H, 0.0
     parts = cut(list(sent.params), 2)
-    for names, first in zip(parts, first_offsets(H, len(parts))):
+    for names, first in zip(parts, [max(1, (p + 1) * H // len(parts)) for p in range(len(parts))]):
         times = max(0, (sent.steps - first) // H + 1)
         total += times * sum(payload(sent.params[name]) for name in names)
     return total

@@ -54,7 +54,6 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     K, steps = 4, 8
     options: dict[str, Any] = {"lr": 0.01}
     slow = optim.OptimSpec(torch.optim.SGD, lr=0.02, momentum=0.9)
-    modules = strategy
     strategies: dict[str, Callable[[], Any]] = {
         "AllReduce": lambda: strategy.AllReduceStrategy("adamw", max_norm=0.5, **options),
         "FedAvg": lambda: strategy.FedAvgStrategy("adamw", H=3, **options),
@@ -72,8 +71,8 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         "Gossip matching": lambda: strategy.GossipStrategy("random_matching", inner_optim=slow),
         "DeMo": lambda: strategy.DeMoStrategy(compression_topk=4, compression_chunk=8, **options),
         "composed": lambda: strategy.CommunicateOptimizeStrategy(
-            [modules.every(2, modules.delayed(modules.AveragingCommunicator(), 1)),
-             modules.compressed(modules.AveragingCommunicator(H=3), "sign")],
+            [strategy.Exchange(strategy.Mean(), delay=1, late="change", unit=2),
+             strategy.Exchange(strategy.Compressed(strategy.Mean(), "sign", reference=True), every=3)],
             "radam", **options,
         ),
     }  # fmt: skip

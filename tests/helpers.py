@@ -19,7 +19,7 @@ from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.simulation import Simulation, State
-from vecgym.simulation.adapted import simulation_of
+from vecgym.strategy.simulated import simulation_of
 from vecgym.simulation.state import HookState
 from vecgym.strategy import Strategy
 from vecgym.sweeps.merged import StackSimulation as Stack

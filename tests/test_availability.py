@@ -27,7 +27,7 @@ from vecgym.collectives import topology as graphs
 from vecgym.collectives.topology import Links, exponential
 from vecgym.compress import TopK
 from vecgym.core import rng
-from vecgym.simulation.adapted import simulation_of
+from vecgym.strategy.simulated import simulation_of
 from vecgym.simulation.availability import Availability, Both, Deadline, Dropout, Facts, LocalSteps, Sampled, Trace
 from vecgym.simulation.exchanges import exchanges_gradients
 from vecgym.simulation.presence import Presence

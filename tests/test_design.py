@@ -22,7 +22,7 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.engine.batching_rules import TwiceDifferentiable
 from vecgym.optim import OptimSpec
-from vecgym.simulation.adapted import simulation_of
+from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,

@@ -15,7 +15,7 @@ from vecgym import OptimSpec
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.topology import random_islands
 from vecgym.engine import Engine
-from vecgym.simulation.adapted import simulation_of
+from vecgym.strategy.simulated import simulation_of
 from vecgym.simulation.state import HookState
 from vecgym.strategy import FedAvgStrategy, ServerOptimizer
 from vecgym.strategy.average import Weighting, participants

@@ -120,7 +120,7 @@ def test_the_check_can_fail() -> None:
     assert wrong_imports("strategy", "from vecgym.strategy.base import Strategy\nfrom vecgym.core import tree") == []
     assert wrong_imports("data", "from vecgym.collectives import Collectives") == ["collectives"], "on one floor"
     above = "simulation.adapted"
-    assert wrong_imports("strategy.halos", "from vecgym.simulation.adapted import simulation_of") == [above]
+    assert wrong_imports("strategy.halos", "from vecgym.strategy.simulated import simulation_of") == [above]
     assert wrong_imports("simulation.run", "from vecgym.simulation import adapted") == [above]
     assert wrong_imports("simulation.run", "from vecgym.simulation import state") == []
 

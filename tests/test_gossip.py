@@ -38,7 +38,7 @@ from vecgym.collectives.topology import Mixing
 from vecgym.core import rng
 from vecgym.core.errors import VecgymWarning
 from vecgym.core.tree import Tree
-from vecgym.simulation.adapted import simulation_of
+from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,

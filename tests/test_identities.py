@@ -17,7 +17,7 @@ from tests.models import Quadratic, make_batches, make_model
 from tests.reference.common import copy_model, parameters
 from vecgym.collectives import StackedCollectives
 from vecgym.optim import OptimSpec
-from vecgym.simulation.adapted import simulation_of
+from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, Strategy
 
 TOLERANCE = 1e-11

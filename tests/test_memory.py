@@ -23,7 +23,7 @@ from vecgym.models import GPT, Classifier
 from vecgym.runs import memory
 from vecgym.runs.memory import Live, Part, memory_limit, stepping
 from vecgym.simulation import Event
-from vecgym.simulation.adapted import simulation_of
+from vecgym.strategy.simulated import simulation_of
 from vecgym.simulation.simulation import Draft
 from vecgym.strategy import (
     AllReduceStrategy,

@@ -39,7 +39,7 @@ from vecgym.engine import Engine
 from vecgym.runs.options import FitOptions
 from vecgym.runs.run import Run, Task
 from vecgym.simulation import Simulation, State
-from vecgym.simulation.adapted import simulation_of
+from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import (
     EF21,
     AveragingCommunicator,

@@ -16,7 +16,7 @@ from tests.models import make_batches, make_model
 from vecgym import OptimSpec, Trainer
 from vecgym.collectives import StackedCollectives
 from vecgym.engine import Engine
-from vecgym.simulation.adapted import simulation_of
+from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import AllReduceStrategy, Context, DiLoCoStrategy, RankStrategy, Strategy
 from vecgym.strategy.per_rank import all_gather, all_reduce, as_strategy, broadcast
 

@@ -30,7 +30,7 @@ from vecgym.optim import OptimSpec
 from vecgym.records.optimized import OptimizedSchedule
 from vecgym.runs.optimize import optimize_schedule, project_to_budget
 from vecgym.runs.rollout import Outcome, rollout, rollout_jvp
-from vecgym.simulation.adapted import simulation_of
+from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,

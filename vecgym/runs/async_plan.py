@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 
 from vecgym.clock.asynchronous import AsyncTimeline, TimesOf, timeline_of
 from vecgym.clock.compute import Compute
@@ -19,7 +18,6 @@ from vecgym.simulation.availability import Availability
 from vecgym.simulation.events import Arrival, Schedule, Stop, schedule, updates_of
 from vecgym.simulation.state import Metrics
 from vecgym.strategy.asynchronous import EventDriven
-from vecgym.strategy.communication import Context
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,7 +36,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from vecgym.collectives import StackedCollectives
 from vecgym.core import rng, tree
 from vecgym.core.devices import placed_as
 from vecgym.core.errors import Damaged, warn
@@ -53,7 +52,7 @@ from vecgym.runs.multiprocess import Session
 from vecgym.runs.options import FitOptions
 from vecgym.runs.recorder import Recorder
 from vecgym.simulation import Simulation, State
-from vecgym.strategy import Context, Strategy
+from vecgym.strategy import Strategy
 
 NAME = "step-{:09d}.pt"
 LOCK = ".run.lock"  # exists while a run is in progress

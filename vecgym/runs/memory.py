@@ -35,14 +35,12 @@ from vecgym.engine.contract import check_model
 from vecgym.engine.plan import MAX_FLOP_IN_STACK, check_engine
 from vecgym.records.rows import aligned
 from vecgym.runs.options import Chosen, Count, FitOptions, Flag, OptionalCount, check_parts, check_strategy
-from vecgym.simulation import Event, State
-from vecgym.simulation.adapted import simulation_of
+from vecgym.simulation import Event, Simulation, State
+from vecgym.strategy.simulated import simulation_of
 from vecgym.simulation.simulation import Draft
-from vecgym.strategy import Context, Strategy
+from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
-from vecgym.strategy.communication import innermost
 from vecgym.strategy.per_rank import as_strategy
-from vecgym.strategy.when import When
 
 __all__ = ["MemoryEstimate", "Part", "estimate_memory"]
 

@@ -27,7 +27,6 @@ from vecgym.records.loggers import Logger, as_loggers
 from vecgym.simulation.availability import Availability, Facts, as_availability
 from vecgym.simulation.presence import Presence
 from vecgym.strategy import Strategy
-from vecgym.strategy.base import lets_rest
 from vecgym.strategy.per_rank import as_strategy
 
 

@@ -27,7 +27,7 @@ from vecgym.runs.multiprocess import Session, interrupts
 from vecgym.runs.options import FitOptions, presence_of
 from vecgym.runs.recorder import Loggers, Recorder
 from vecgym.simulation import Event, Row, Simulation, State, run
-from vecgym.simulation.adapted import simulation_of
+from vecgym.strategy.simulated import simulation_of
 from vecgym.simulation.presence import Presence
 from vecgym.simulation.simulation import Draft
 from vecgym.simulation.state import Metrics
@@ -170,11 +170,13 @@ class Run(Generic[M]):
         self._distance_before = None
 
     def _metrics(self, row: Row) -> Metrics:
-        lr, step, presence = row.columns["lr"], row.tick - 1, self.presence
-        metrics = Metrics(row.losses, lr, row.active, row.columns["outer_lr"], row.transfers)
+        step, presence, simulation = row.tick - 1, self.presence, self.simulation
+        place = simulation.place(None if presence is None else presence.present(step))
+        own = place.rows if presence is not None and self.state.home is self.state.own else None
+        lr, outer_lr = simulation.algorithm.rates(simulation.timetable, step, own)
+        metrics = Metrics(row.losses, lr, row.active, outer_lr, row.transfers)
         if presence is None:
             return metrics
-        place = self.simulation.place(presence.present(step))
         if self.session.num_processes > 1:  # nan where a node is absent
             rates = torch.full((len(self.comm.node_ids),), torch.nan, dtype=torch.float64)
             lrs = torch.as_tensor(lr, dtype=torch.float64).detach().cpu()

@@ -31,7 +31,7 @@ from vecgym.records.rows import aligned, counted
 from vecgym.runs import multiprocess
 from vecgym.runs.options import Count, Present, Seconds, Seed, check_strategy, presence_of
 from vecgym.simulation import Simulation, State
-from vecgym.simulation.adapted import simulation_of
+from vecgym.strategy.simulated import simulation_of
 from vecgym.simulation.simulation import Request
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous

@@ -33,7 +33,6 @@ from vecgym.strategy.averages import (
     Corrupted,
     Eager,
     Mean,
-    Mix,
     NoLoCo,
     Outer,
     Private,
@@ -55,6 +54,7 @@ from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.gpa import GPAStrategy
 from vecgym.strategy.halos import HALoSStrategy
 from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
+from vecgym.strategy.mixing import Mix
 from vecgym.strategy.muloco import MuLoCoStrategy
 from vecgym.strategy.noloco import NoLoCoStrategy
 from vecgym.strategy.palsgd import PALSGDStrategy

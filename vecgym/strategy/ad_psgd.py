@@ -20,7 +20,7 @@ from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import EventDriven
-from vecgym.strategy.gossip import FIXED
+from vecgym.strategy.mixing import FIXED
 from vecgym.strategy.inner import InnerOptions, takes_options
 
 if TYPE_CHECKING:

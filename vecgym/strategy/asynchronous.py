@@ -97,8 +97,8 @@ class EventDriven(Strategy):
             raise ValueError(
                 f"local_steps is for {len(local_steps)} nodes and the run has {num_nodes}: give [{num_nodes}]."
             )
-        if self.max_norm is not None:
-            check.per_node("max_norm", self.max_norm, "(0, inf]", num_nodes=num_nodes)
+        if self.inner.max_norm is not None:
+            check.per_node("max_norm", self.inner.max_norm, "(0, inf]", num_nodes=num_nodes)
 
     def __repr__(self) -> str:
         shared = ("inner_optim", "lr", "server", *StepOptions.__annotations__)

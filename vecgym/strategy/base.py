@@ -188,7 +188,8 @@ class Strategy(LocalTraining):
 
     def joint_gradients(self, part: Part) -> Tree:
         """Return the gradients of these nodes after their exchange, `[1 or rows, *]`."""
-        grads = part.gradients(mean=self.mean_gradient and part.home is part.shared)
+        mean = self.mean_gradient and part.home is part.shared and not part.simulation.exact
+        grads = part.gradients(mean=mean)
         for exchange in self._of_gradients:
             grads = exchange.now(part, grads)
         return grads
@@ -248,8 +249,12 @@ class Strategy(LocalTraining):
         """
         made = None if nodes is None else timetable.made(tick)
         counts: Any = tick if made is None or nodes is None else [made[node] for node in nodes]
-        outer = (exchange.outer_lr(tick, timetable.run) for exchange in self.exchanges)
-        return self.inner.lr(counts, timetable.max_steps, nodes), next((lr for lr in outer if lr is not None), None)
+        return self.inner.lr(counts, timetable.max_steps, nodes), self.outer_lr(timetable.run, tick)
+
+    def outer_lr(self, run: RunFacts, step: int) -> Any:
+        """Return the rate of the first exchange with an optimizer of its own; None: none has."""
+        rates = (exchange.outer_lr(step, run) for exchange in self.exchanges)
+        return next((lr for lr in rates if lr is not None), None)
 
     def outer(self, shared: Any, names: Sequence[str]) -> Tree:
         """Return the parameters `[1, *]` that exchanges hold once for all nodes, from which a returning node begins."""

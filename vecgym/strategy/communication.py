@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -291,102 +291,29 @@ class CommunicationModule:
 
     # Many small configurations in one stack are slow for what Python does for each; these two make them one.
 
-    def stack_key(self) -> Hashable:
-        """Return a key: modules of equal key, of configurations of one stack, can be one. None: this one cannot.
-
-        It must then do nothing but `exchange_parameters`, draw no random numbers, and not look at `ctx.lr` and
-        `ctx.active`.
-
-        >>> from vecgym.strategy import AveragingCommunicator
-        >>> AveragingCommunicator(H=5).stack_key(), AveragingCommunicator(H=5, island_size=2).stack_key()
-        (5, None)
-        """
-        return None
-
-    def stacked(self, modules: Sequence[Any], num_nodes: int) -> CommunicationModule:
-        """Return one module for the nodes of all configurations, `[C * K, *]`: it treats each as its own would.
-
-        >>> from vecgym.strategy import DiLoCoCommunicator
-        >>> slow, fast = DiLoCoCommunicator(outer_lr=0.5), DiLoCoCommunicator(outer_lr=1.0)
-        >>> slow.stacked([slow, fast], num_nodes=2).outer_optim.lr
-        tensor([0.5000, 0.5000, 1.0000, 1.0000], dtype=torch.float64)
-        """
-        raise NotImplementedError(f"{type(self).__name__} has a stack_key and no stacked()")
-
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
-class Wrapper(CommunicationModule):
-    """A module around another one, `module`, to which every call is passed on: at other times, or in another form."""
-
-    def __init__(self, module: CommunicationModule) -> None:
-        self.module = module
-
-    def told(self, ctx: Context) -> Context:
-        """Return the context that the module in it is told."""
-        return counted(self.module, ctx)
-
-    def check(self, num_nodes: int, max_steps: int) -> None:
-        self.module.check(num_nodes, max_steps)
-
-    def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
-        self.module.check_present(counts, num_nodes)
-
-    def init(self, params: Tree, ctx: Context) -> State:
-        return self.module.init(params, self.told(ctx))
-
-    def active_nodes(self, ctx: Context) -> list[int] | None:
-        return self.module.active_nodes(self.told(ctx))
-
-    def idle(self, ctx: Context) -> bool:
-        return self.module.idle(self.told(ctx))
-
-    def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
-        return self.module.local_gradients(grads, params, state, self.told(ctx))
-
-    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        return self.module.exchange_gradients(grads, state, self.told(ctx))
-
-    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        return self.module.exchange_parameters(params, state, self.told(ctx))
-
-    def exchange_moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
-        return self.module.exchange_moments(moments, state, self.told(ctx))
-
-    def outer_parameters(self, state: State) -> Tree:
-        return self.module.outer_parameters(state)
-
-    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
-        return self.module.outer_learning_rate(self.told(ctx))
-
-
 def counted(module: CommunicationModule, ctx: Context) -> Context:
-    """Return the context that a module is told, in which its exchanges are counted; who trains now is in the next.
+    """Return the context that a module is told, in which its exchanges are counted.
 
     >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.strategy import AveragingCommunicator, ProximalTerm
-    >>> ctx = Context(StackedCollectives(2), step=13)
-    >>> counted(AveragingCommunicator(H=5), ctx).exchange, counted(ProximalTerm(mu=0.1), ctx).exchange
-    (2, 13)
+    >>> from vecgym.strategy import Rounds
+    >>> class Rare(CommunicationModule):
+    ...     when = Rounds(5)
+    >>> counted(Rare(), Context(StackedCollectives(2), step=13)).exchange
+    2
     """
     exchange = module.when.count(ctx.step) if hasattr(module.when, "due") else ctx.step
     return ctx if exchange == ctx.exchange else ctx.replace(exchange=exchange)
 
 
 def overrides(module: CommunicationModule, method: str) -> bool:
-    """Whether a module has a `method` of its own, or the one inside of `every(n, module)` and the like has.
+    """Whether a module has a `method` of its own.
 
-    >>> from vecgym.strategy import GradientAveraging, every
-    >>> overrides(every(2, GradientAveraging()), "exchange_gradients"), overrides(GradientAveraging(), "active_nodes")
-    (True, False)
+    >>> overrides(CommunicationModule(), "active_nodes")
+    False
     """
-    return getattr(type(innermost(module)), method) is not getattr(CommunicationModule, method)
-
-
-def innermost(module: Any) -> CommunicationModule:
-    """Return the module inside of `every(n, module)` and the like."""
-    while isinstance(module, Wrapper):
-        module = module.module
-    return module
+    return getattr(type(module), method) is not getattr(CommunicationModule, method)

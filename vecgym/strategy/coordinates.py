@@ -10,7 +10,7 @@ from torch import Tensor
 from vecgym.compress import Quantise, check_bits, check_fraction
 from vecgym.compress.codecs import index_dtype, part_of
 from vecgym.compress.dct import mean_of_senders, strongest
-from vecgym.core import check, tree
+from vecgym.core import check
 from vecgym.core.devices import placed
 from vecgym.core.rng import generator
 from vecgym.core.tree import Tree

@@ -245,7 +245,7 @@ class DeMoStrategy(Strategy):
         grads = part.gradients()
         with torch.no_grad():  # the derivative of the sign is 0
             if self.max_norm is not None:
-                grads, _ = clip_grad_norm(grads, part.own_values(self.max_norm), inplace=part.inplace)
+                grads, _ = clip_grad_norm(grads, part.here(self.max_norm), inplace=part.inplace)
             grads = tree.map(lambda g: _scaled(g, part.lr, part.inplace), grads)
             with part.comm.ledger.of_gradients():
                 mean = self.exchanges[0].now(part, grads)

@@ -73,7 +73,7 @@ Exchange(Outer(Mean()), every=100))
         inner["lr"] = inner_rate(inner.get("lr"), inner_lr)
         average = Mean() if average is None else average
         if compression is not None:
-            average = Compressed(average, compression)
+            average = Compressed(average, compression, purpose="compress parameters")
         weight = make_sync_weight(sync_weight, H, DEFAULT_H)
         outer = Outer(average, outer_spec(outer_optim, outer_lr), correct=correction)
         super().__init__(inner_optim, [Exchange(outer, every=H if weight is None else weight)], **inner)

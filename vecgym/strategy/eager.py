@@ -1,23 +1,20 @@
-"""Eager updates: DiLoCo whose averages arrive a whole round late, and do not wait (Kale et al., arXiv 2502.12996)."""
+"""Eager DiLoCo: what the other nodes did is used a round later (Kale et al., arXiv 2502.12996)."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from vecgym.core import tree
-from vecgym.core.tree import Tree
+from vecgym.compress import Compressor
 from vecgym.optim import OptimSpec
-from vecgym.optim.spec import merge_key, merged_spec
-from vecgym.strategy.average import Mean
-from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval, optimizer_step
-from vecgym.strategy.communication import counted
+from vecgym.strategy.averages import Eager, Mean, outer_spec
+from vecgym.strategy.base import Strategy
+from vecgym.strategy.coded import Compressed
+from vecgym.strategy.exchange import DEFAULT_H, Exchange
 from vecgym.strategy.inner import InnerOptions, inner_rate, takes_options
-from vecgym.strategy.modules import DEFAULT_H, Exchange, begun, outer_spec
-from vecgym.strategy.when import Rounds
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -81,6 +78,6 @@ Exchange(Eager(Mean()), every=50))
         **inner: Unpack[InnerOptions],
     ) -> None:
         inner["lr"] = inner_rate(inner.get("lr"), inner_lr)
-        average = Mean() if compression is None else Compressed(Mean(), compression)
+        average = Mean() if compression is None else Compressed(Mean(), compression, purpose="compress parameters")
         eager = Eager(average, outer_spec(outer_optim, outer_lr))
         super().__init__(inner_optim, [Exchange(eager, every=H)], **inner)

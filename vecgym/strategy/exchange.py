@@ -38,6 +38,7 @@ from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
 from vecgym.strategy.settings import Settings
 from vecgym.strategy.when import Rounds, SyncWeight, When, as_when, check_delay, check_in_time
 
+DEFAULT_H = 100  # inner steps of a round: DiLoCo's
 NOT_IN_PART = (
     "an exchange that adds to its state cannot be made in part, which sync_weight asks for: give weights that are 0 or "
     "1 and do not require grad."
@@ -675,9 +676,7 @@ class Exchange(Settings):
         """
         found: Tree = {}
         for p in range(len(self.parts(names)) if self.of == "parameters" else 0):
-            start = f"{self._index}.{p}/"
-            held = {name.removeprefix(start): x for name, x in shared.items() if name.startswith(start)}
-            found |= self.average.outer(held)
+            found |= self.average.outer(Held(shared, f"{self._index}.{p}"))
         return found
 
     def outer_lr(self, step: int, run: RunFacts) -> Any:

@@ -6,13 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from vecgym.core import check, tree
-from vecgym.core.tree import Tree
+from vecgym.core import check
 from vecgym.optim import OptimSpec
-from vecgym.strategy.communication import State
 
 SPECS: dict[str, Callable[[Any], OptimSpec]] = {
     "avg": lambda server: OptimSpec("sgd", lr=server.lr),
@@ -41,12 +38,8 @@ class ServerOptimizer:
         betas: (beta_1, beta_2), each in [0, 1).
         tau: > 0, the degree of adaptivity.
 
-    >>> server = ServerOptimizer("avgm", lr=1.0, betas=(0.5, 0.99))
-    >>> params, slots = {"w": torch.zeros(1)}, server.init({"w": torch.zeros(1)})
-    >>> for _ in range(2):
-    ...     params, slots = server.update(params, {"w": torch.ones(1)}, slots)
-    >>> params["w"], server.spec
-    (tensor([2.5000]), OptimSpec(SGD, lr=1.0, momentum=0.5))
+    >>> ServerOptimizer("avgm", lr=1.0, betas=(0.5, 0.99)).spec
+    OptimSpec(SGD, lr=1.0, momentum=0.5)
 
     References: algorithm 2 of arXiv 2003.00295; "avgm" is that of arXiv 1909.06335, with the momentum not damped. No
     deviation.
@@ -89,11 +82,3 @@ class ServerOptimizer:
         for name, value in (("lr", self.lr), ("tau", self.tau), *(("betas", beta) for beta in self.betas)):
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"server_{name} has shape {list(value.shape)}: there is one server, give one number.")
-
-    def init(self, params: Tree) -> State:
-        """Return the first state, `[1, *]`."""
-        return self.spec.rule().init(params)
-
-    def update(self, params: Tree, delta: Tree, slots: State) -> tuple[Tree, State]:
-        """Take one step along the mean movement `delta` = mean_i theta_i - theta; nothing given is changed."""
-        return self.spec.rule().update(params, tree.map(torch.neg, delta), slots, inplace=False)

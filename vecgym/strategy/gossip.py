@@ -2,187 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from vecgym.collectives import topology as graphs
-from vecgym.collectives.topology import Mixing
-from vecgym.compress.codecs import Codec
-from vecgym.core import check
-from vecgym.core.errors import warn
-from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.strategy.average import Reduction
-from vecgym.strategy.base import Context, State, Strategy
-from vecgym.strategy.communication import counted
-from vecgym.strategy.gathered import Codes, gathered_codes
+from vecgym.strategy.base import Strategy
+from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.inner import InnerOptions, takes_options
-from vecgym.strategy.modules import Parameters
+from vecgym.strategy.mixing import Mix, Topology
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-FIXED: dict[str, Callable[[int], Tensor]] = {
-    "ring": graphs.ring,
-    "torus": graphs.torus,
-    "exponential": graphs.exponential,
-    "complete": graphs.complete,
-}
-NAMES = (*FIXED, "one_peer_exponential", "random_matching")
-
-Topology = str | Tensor | Sequence[Sequence[float]] | Callable[[int], Tensor]
-
-
-class Mix(Reduction):
-    """Each node averages with its neighbours in a graph: x_i <- sum_j W_ij x_j.
-
-    Args:
-        topology: W, the weights of the nodes' exchange; doubly stochastic.
-
-            - a name: "ring", "torus", "exponential", "complete", "one_peer_exponential" (another matrix each
-              exchange, in a cycle) or "random_matching" (drawn anew for each exchange); see `collectives.topology`;
-            - a matrix `[K, K]`, or matrices `[T, K, K]` taken in turn, one per exchange. A tensor with
-              `requires_grad` gets derivatives in a differentiable run;
-            - a function that takes the step, counted from 0, after which the nodes exchange, and returns `[K, K]`.
-
-    Bytes sent per node: degree times those of the values.
-
-    Raises:
-        ValueError: for an unknown name, a matrix that is not doubly stochastic; at `fit` for a matrix
-            of another size than the number of nodes, and a number of nodes that the topology cannot connect.
-
-    >>> from vecgym.collectives import StackedCollectives
-    >>> ctx = Context(StackedCollectives(4))
-    >>> Mix("ring")({"w": torch.tensor([3.0, 0.0, 0.0, 0.0])}, {}, ctx)[0]
-    {'w': tensor([1., 1., 0., 1.])}
-    """
-
-    linear, shared = True, False
-
-    @property
-    def by_exchange(self) -> bool:  # type: ignore[override]
-        one = self._constant is not None and len(self._constant) == 1
-        return not (one or callable(self.topology) or (isinstance(self.topology, str) and self.topology in FIXED))
-
-    def __init__(self, topology: Topology = "ring") -> None:
-        self.topology = _checked_topology(topology)
-        # A constant is looked at once. One that takes derivatives is looked at anew: it may have been trained since.
-        self._constant: list[Mixing] | None = None
-        if isinstance(self.topology, Tensor) and not self.topology.requires_grad:
-            self._constant = [Mixing.of(weights) for weights in _cycle(self.topology)]
-
-    def check(self, num_nodes: int, max_steps: int) -> None:
-        size = len(self._mixing(num_nodes, 0, 0, lambda exchange: torch.Generator()).weights)
-        if size != num_nodes:
-            raise ValueError(
-                f"topology mixes {size} nodes, and the run has num_nodes={num_nodes}: give num_nodes={size}, a matrix "
-                f'[{num_nodes}, {num_nodes}], or a name such as "ring".'
-            )
-
-    def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
-        given = [] if isinstance(self.topology, str) or callable(self.topology) else list(_cycle(self.topology))
-        if any(count < num_nodes for count in counts):
-            for weights in given:
-                _check_symmetric(weights, "topology")
-
-    def mixing(self, ctx: Context) -> Mixing:
-        """Return the matrix of this exchange.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> Mix("ring").mixing(Context(StackedCollectives(5))).weights[0]
-        tensor([0.3333, 0.3333, 0.0000, 0.0000, 0.3333], dtype=torch.float64)
-        """
-        drawn = lambda exchange: ctx.generator("matching", exchange)  # noqa: E731
-        if ctx.comm.members is None:
-            return self._mixing(ctx.comm.num_nodes, ctx.step, ctx.exchange, drawn)
-        if isinstance(self.topology, str):
-            return self._mixing_of_some(self.topology, ctx.comm.num_nodes, ctx.exchange, drawn)
-        found = self._mixing(ctx.comm.run_nodes, ctx.step, ctx.exchange, drawn).weights
-        return Mixing.of(among(found, ctx.comm.members))
-
-    def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        return ctx.comm.mix(values, self.mixing(ctx), inplace=ctx.inplace), state
-
-    def of_codes(self, codes: Codes, codec: Codec, like: Tree, ctx: Context) -> Tree:
-        mixing = self.mixing(ctx)
-        received = gathered_codes(codes, codec, lambda x: ctx.comm.all_gather(x, inplace=True, readers=mixing.links))
-        shares = mixing.weights[ctx.comm.node_ids]
-        return {name: codec.average(received[name], x, shares) for name, x in like.items()}
-
-    def _mixing_of_some(
-        self, topology: str, num_nodes: int, exchange: int, generator: Callable[[int], torch.Generator]
-    ) -> Mixing:
-        """Return the matrix of a topology by name among those present, however many these are."""
-        if topology == "random_matching" and num_nodes % 2:  # one is left, and keeps what it has
-            order = torch.randperm(num_nodes, generator=generator(exchange)).sort().indices
-            weights = torch.eye(num_nodes, dtype=torch.float64)
-            weights[1:, 1:] = graphs.random_matching(num_nodes - 1, generator(exchange)) if num_nodes > 1 else 1.0
-            return Mixing.of(weights[order][:, order])
-        try:
-            return self._mixing(num_nodes, 0, exchange, generator)
-        except ValueError:  # a torus of a prime number of nodes: a grid of one row, in which each is its own neighbour
-            eye = torch.eye(num_nodes, dtype=torch.float64)
-            return Mixing.of((3 * eye + eye.roll(1, 0) + eye.roll(-1, 0)) / 5)
-
-    def _mixing(self, num_nodes: int, step: int, exchange: int, generator: Callable[[int], torch.Generator]) -> Mixing:
-        if self._constant is not None:
-            return self._constant[exchange % len(self._constant)]
-        if isinstance(self.topology, Tensor):
-            matrices = _cycle(self.topology)
-            return Mixing.of(matrices[exchange % len(matrices)])
-        if not isinstance(self.topology, str):
-            weights = _as_matrix(check.called("topology", self.topology, step), f"topology({step})")
-            graphs.check_doubly_stochastic(weights, f"topology({step})")
-            return Mixing.of(weights)
-        if self.topology == "random_matching":
-            return Mixing.of(graphs.random_matching(num_nodes, generator(exchange)))
-        if self.topology == "one_peer_exponential":
-            return _one_peer_exponential(num_nodes, exchange % max(1, graphs.ceil_log2(num_nodes)))
-        return _fixed(self.topology, num_nodes)
-
-
-class GossipCommunicator(Parameters):
-    """Every `every` steps: theta_i <- sum_j W_ij theta_j.
-
-    Args:
-        topology: W, the weights of the nodes' exchange; see `Mix`.
-        every: optimizer steps between two exchanges.
-
-    Raises:
-        ValueError: see `Mix`; for `every` < 1.
-
-    >>> GossipCommunicator("ring", every=2)
-    GossipCommunicator(topology='ring', every=2)
-    """
-
-    shows_defaults = True
-
-    def __init__(self, topology: Topology = "ring", every: int = 1) -> None:
-        self._mix = Mix(topology)
-        super().__init__(self._mix, every)
-        self.topology = self._mix.topology
-
-    def check(self, num_nodes: int, max_steps: int) -> None:
-        num_exchanges = self.when.count(max_steps)
-        if num_exchanges and isinstance(self.topology, Tensor) and len(_cycle(self.topology)) > num_exchanges:
-            warn(
-                f"topology has {len(self.topology)} matrices and the run {num_exchanges} exchanges: those from "
-                f"{num_exchanges} on are never used."
-            )
-        super().check(num_nodes, max_steps)
-
-    def mixing(self, ctx: Context) -> Mixing:
-        """Return the matrix of the exchange after this step.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> GossipCommunicator("ring").mixing(Context(StackedCollectives(5))).weights[0]
-        tensor([0.3333, 0.3333, 0.0000, 0.0000, 0.3333], dtype=torch.float64)
-        """
-        return self._mix.mixing(counted(self, ctx))
 
 
 class GossipStrategy(Strategy):
@@ -208,16 +39,16 @@ class GossipStrategy(Strategy):
 
     Args:
         topology: a name from the table, a matrix `[K, K]`, matrices `[T, K, K]` or a function of the step; see
-            `GossipCommunicator`.
+            `Mix`.
         every: local steps per exchange.
         inner_optim: the local optimizer, AdamW when not given.
         lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: see `Strategy`.
 
     Raises:
-        ValueError: see `GossipCommunicator`.
+        ValueError: see `Mix`.
 
     >>> GossipStrategy("torus", every=2, inner_optim="sgd", lr=0.1)
-    GossipStrategy(OptimSpec(SGD, lr=0.1), GossipCommunicator(topology='torus', every=2))
+    GossipStrategy(OptimSpec(SGD, lr=0.1), Exchange(Mix(topology='torus'), every=2))
 
     Reference: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms? A Case Study for
     Decentralized Parallel Stochastic Gradient Descent", arXiv 1705.09056. Deviations: the nodes mix what the local
@@ -235,67 +66,3 @@ class GossipStrategy(Strategy):
         **inner: Unpack[InnerOptions],
     ) -> None:
         super().__init__(inner_optim, [Exchange(Mix(topology), every=every)], **inner)
-
-
-def among(weights: Tensor, members: Sequence[int]) -> Tensor:
-    """Return the mixing matrix of some of the nodes: the weight of those left out is each node's own.
-
-    >>> among(graphs.ring(4), [0, 1, 2])
-    tensor([[0.6667, 0.3333, 0.0000],
-            [0.3333, 0.3333, 0.3333],
-            [0.0000, 0.3333, 0.6667]], dtype=torch.float64)
-    """
-    _check_symmetric(weights, "topology")
-    ids = torch.tensor(members, device=weights.device)
-    inside = weights[ids][:, ids]
-    return inside + torch.diag(weights[ids].sum(1) - inside.sum(1))
-
-
-def _check_symmetric(weights: Tensor, name: str) -> None:
-    if not torch.allclose(weights.detach(), weights.detach().mT, atol=1e-6):
-        raise ValueError(
-            f"{name} is a matrix that is not symmetric, and some of its nodes may be absent: what is left of it would "
-            'not keep the mean. Give a symmetric one, or the name of a topology, such as "exponential".'
-        )
-
-
-@functools.lru_cache(maxsize=4)
-def _fixed(name: str, num_nodes: int) -> Mixing:
-    return Mixing.of(FIXED[name](num_nodes))
-
-
-@functools.lru_cache(maxsize=16)  # a whole cycle
-def _one_peer_exponential(num_nodes: int, round: int) -> Mixing:
-    return Mixing.of(graphs.one_peer_exponential(num_nodes, round))
-
-
-def _cycle(matrices: Tensor) -> Tensor:
-    """Return `[K, K]` or `[T, K, K]` as `[T, K, K]`."""
-    return matrices if matrices.dim() == 3 else matrices[None]
-
-
-def _checked_topology(topology: Any) -> str | Tensor | Callable[[int], Tensor]:
-    allowed = (
-        f"topology takes one of {', '.join(map(repr, NAMES))}; a matrix [K, K] or matrices [T, K, K]; or a function "
-        "step -> matrix."
-    )
-    if isinstance(topology, str) and topology in NAMES:
-        return topology
-    if isinstance(topology, (str, type, OptimSpec)):
-        raise ValueError(f"topology={topology!r}: {allowed} An optimizer goes by name: inner_optim={topology!r}.")
-    if callable(topology):
-        return topology
-    matrices = _as_matrix(topology, "topology", allowed)
-    if matrices.dim() not in (2, 3) or len(matrices) == 0:
-        raise ValueError(f"topology has shape {list(matrices.shape)}. {allowed}")
-    for t, weights in enumerate(_cycle(matrices)):
-        graphs.check_doubly_stochastic(weights, f"topology[{t}]" if matrices.dim() == 3 else "topology")
-    return matrices if matrices.requires_grad else matrices.clone()
-
-
-def _as_matrix(weights: Any, name: str, allowed: str = "Allowed: a matrix [K, K] of numbers.") -> Tensor:
-    """Return a tensor as it is, and Python's numbers in float64, as they are, not in torch's default type."""
-    try:
-        return weights if isinstance(weights, Tensor) else torch.as_tensor(weights, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name}={weights!r}: {allowed}") from error

@@ -1,4 +1,4 @@
-"""The inner optimizer of a strategy: the arguments that all strategies share, and its step on the nodes that train."""
+"""The arguments that all strategies share for their inner optimizer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar, cast
 
-import torch
 from torch import Tensor
 
-from vecgym.core import check, nodes
-from vecgym.core.tree import Tree, leaves
-from vecgym.optim import OptimSpec, Rule
+from vecgym.core import check
 from vecgym.optim.schedule import Schedule
-from vecgym.strategy.communication import Context, Slots, State
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
@@ -86,81 +82,3 @@ def inner_rate(lr: float | Tensor | None, inner_lr: float | Tensor | None) -> fl
     if lr is not None and inner_lr is not None:
         raise ValueError("lr and inner_lr are two names for the inner learning rate: give one of them.")
     return lr if inner_lr is None else inner_lr
-
-
-def optimizer_step(
-    spec: OptimSpec, rule: Rule, step: int, params: Tree, grads: Tree, state: State, ctx: Context, lr: Any = None
-) -> tuple[Tree, State]:
-    """Take a step of an optimizer, `rule` of `spec`, on the nodes that train here, each with its own `[K]` values."""
-    now = spec.at_each(ctx.by_count) if ctx.own_time else spec.at(step)
-    everyone = ctx.rows is None and not ctx.exact
-    if everyone or all(x.numel() == 1 for x in leaves([[group.kwargs for group, _, _ in now.groups(params)], lr])):
-        same = rule if now is spec else now.rule()
-        if not ctx.exact:
-            return same.update(params, grads, state, lr=lr, inplace=ctx.inplace)
-        new, kept = row_by_row(
-            lambda i, p, g, s: same.update(p, g, s, lr=lr, inplace=ctx.inplace), params, grads, state
-        )
-        return new, {**kept, "step": kept["step"][:1]} if len(state["step"]) == 1 else kept
-    rows = ctx.comm.ids if ctx.rows is None else ctx.rows
-    # Exactly: each node by itself, or where all still share their parameters the bits would depend on who is here.
-    parts = rows.split(1) if ctx.exact and len(rows) > 1 else [rows]
-    found = []
-    for i, part in enumerate(parts):
-        here = ctx.replace(rows=part)
-        own = now.mapped(here.own).rule()
-        if len(parts) == 1:
-            return own.update(params, grads, state, lr=here.own(lr), inplace=ctx.inplace)
-        p, g, s = (nodes.take_rows(x, torch.tensor([i])) for x in (params, grads, state))
-        found.append(own.update(p, g, s, lr=here.own(lr), inplace=ctx.inplace))
-    return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
-
-
-def row_by_row(
-    step: Callable[[int | None, Tree, Tree, State], tuple[Tree, State]], params: Tree, grads: Tree, state: State
-) -> tuple[Tree, State]:
-    """Take an optimizer's step on one row after the other: `step` gets its place, parameters, gradients and state.
-
-    What is the same on all nodes is one row, and its place None.
-
-    A kernel rounds the last values of a tensor, which fill no vector register, in another way than the others: which
-    values these are must not depend on the other nodes.
-
-    >>> params, grads = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.5, 0.5])}
-    >>> row_by_row(lambda i, p, g, s: ({"w": p["w"] - g["w"]}, s), params, grads, {})[0]
-    {'w': tensor([0.5000, 1.5000])}
-    """
-    num_rows = max(x.shape[0] for x in leaves([params, grads, state]))
-    if num_rows == 1:
-        return step(None, params, grads, state)
-    found = []
-    for i in range(num_rows):
-        p, g, s = (nodes.take_rows(x, torch.tensor([i])) for x in (params, grads, state))
-        found.append(step(i, p, g, s))
-    return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
-
-
-def moments_in(optimizer: State, params: Tree) -> Slots:
-    """Return what the state of an inner optimizer holds in the shape of the parameters.
-
-    >>> params = {"w": torch.zeros(1, 3)}
-    >>> sorted(moments_in(OptimSpec("adamw").rule().init(params), params))
-    ['exp_avg', 'exp_avg_sq']
-    """
-    slots = {slot: values for slot, values in _slots(optimizer).items() if isinstance(values, dict)}
-    found = {
-        slot: {name: x for name, x in values.items() if name in params and x.shape[1:] == params[name].shape[1:]}
-        for slot, values in slots.items()
-    }
-    return {slot: values for slot, values in found.items() if values}
-
-
-def with_moments(optimizer: State, moments: Slots) -> State:
-    """Return the state of an inner optimizer with other `moments_in` it."""
-    held = _slots(optimizer)
-    changed = {**held, **{slot: {**held[slot], **values} for slot, values in moments.items()}}
-    return {**optimizer, "tensors": changed} if "tensors" in optimizer else changed
-
-
-def _slots(optimizer: State) -> dict[str, Any]:
-    return optimizer.get("tensors", optimizer)  # a PerNodeRule keeps what is no tensor apart

@@ -12,11 +12,11 @@ from torch import Tensor
 from vecgym.compress import Compressor
 from vecgym.core import check
 from vecgym.optim import OptimSpec
+from vecgym.strategy.averages import Mean, Outer, outer_spec
 from vecgym.strategy.base import Strategy
-from vecgym.strategy.compression import with_compression
-from vecgym.strategy.diloco import DiLoCoCommunicator
+from vecgym.strategy.coded import Compressed
+from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.inner import StepOptions, takes_options
-from vecgym.strategy.modules import outer_spec
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -146,5 +146,5 @@ class MuLoCoStrategy(Strategy):
             outer = OUTER if outer_lr is None else OUTER.replace(lr=outer_lr)
         else:
             outer = outer_spec(outer_optim, outer_lr)
-        average = Mean() if compression is None else Compressed(Mean(), compression)
+        average = Mean() if compression is None else Compressed(Mean(), compression, purpose="compress parameters")
         super().__init__(own, [Exchange(Outer(average, outer), every=H)], **inner)

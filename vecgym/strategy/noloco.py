@@ -1,4 +1,4 @@
-"""NoLoCo: outer steps over random groups of nodes, without an all-reduce (Kolehmainen et al., arXiv 2506.10911)."""
+"""NoLoCo: an outer step with a random partner, and no all-reduce (Kolehmainen et al., arXiv 2506.10911)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vecgym.core import check, tree
-from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.strategy.average import Mean, shown
-from vecgym.strategy.base import CommunicationModule, Context, State, Strategy
+from vecgym.strategy.averages import NoLoCo
+from vecgym.strategy.base import Strategy
+from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.inner import InnerOptions, takes_options
-from vecgym.strategy.when import When, as_when
+from vecgym.strategy.when import When
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

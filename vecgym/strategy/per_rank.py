@@ -13,22 +13,23 @@ processes that are seeded alike do, and no node's draws depend on another's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from vecgym.collectives import Collectives
+from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.core import check, rng
 from vecgym.core.objects import restore, state_of
 from vecgym.core.rng import GlobalStates
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.optim.schedule import make_schedule
+from vecgym.simulation.simulation import Part
+from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.base import Strategy
-from vecgym.strategy.communication import Context, State
 from vecgym.strategy.meeting import RankMeeting, here, is_rank, run_ranks
 
 
@@ -189,7 +190,8 @@ class RankStrategy(Strategy):
         return f"{type(self).__name__} of node {self.rank}: self"
 
     def _set_lr(self) -> None:
-        schedule = make_schedule(self.lr_scheduler, self.max_steps, self.warmup_steps, self.cosine_anneal)
+        inner = self.inner
+        schedule = make_schedule(inner.lr_scheduler, self.max_steps, inner.warmup_steps, inner.cosine_anneal)
         for group in self.optim.param_groups:
             group.setdefault("initial_lr", group["lr"])
             group["lr"] = group["initial_lr"] * schedule(self.local_step)

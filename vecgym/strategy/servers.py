@@ -18,10 +18,9 @@ from torch import Tensor
 from vecgym.core import check, tree
 from vecgym.core.transforms import readable
 from vecgym.core.tree import Tree
-from vecgym.optim import OptimSpec
-from vecgym.strategy.average import flat, shown
-from vecgym.strategy.communication import State
-from vecgym.strategy.modules import OUTER_DEFAULTS, outer_spec
+from vecgym.optim import Optimizer, OptimSpec
+from vecgym.strategy.averages import OUTER_DEFAULTS, State, outer_spec
+from vecgym.strategy.settings import shown
 
 StalenessName = Literal["none", "inverse_sqrt"]
 Staleness = Callable[[int], Any]  # versions -> the weight of a movement, a number or a tensor
@@ -120,21 +119,18 @@ class OuterOptimizer(Server):
         self, outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None, lr: float | Tensor | None = None
     ) -> None:
         self.outer_optim = outer_spec(outer_optim, lr)
-        self._rule = self.outer_optim.rule()
+        self._optimizer = Optimizer(self.outer_optim)
 
     def check(self, num_nodes: int, num_updates: int) -> None:
         self.outer_optim.check_steps(1, num_updates, "server's optimizer")
 
     def init(self, params: Tree) -> State:
-        return {slot: x for slot, x in self._rule.init(params).items() if slot != "step"}  # `update` is the count
+        return self._optimizer.init(params)
 
     def update(
         self, params: Tree, movement: Tree, state: State, update: int, inplace: bool = False
     ) -> tuple[Tree, State]:
-        now = self.outer_optim.at(update)
-        rule = self._rule if now is self.outer_optim else now.rule()
-        params, new = rule.update(params, movement, {"step": torch.tensor([update]), **state}, inplace=inplace)
-        return params, {slot: x for slot, x in new.items() if slot != "step"}
+        return self._optimizer.step(params, movement, state, update, inplace=inplace)
 
     def lr(self, update: int) -> float | Tensor | None:
         return self.outer_optim.at(update).hyper.get("lr")
@@ -355,7 +351,7 @@ def _norm(x: Tensor) -> Tensor:
 
 def _total(x: Tensor) -> Tensor:
     """Sum each row, `[L, *]` -> `[L, 1, ...]`."""
-    return flat(x).sum(1).view(-1, *[1] * (x.dim() - 1))
+    return x.reshape(len(x), -1).sum(1).view(-1, *[1] * (x.dim() - 1))
 
 
 def _nonzero(x: Tensor) -> Tensor:

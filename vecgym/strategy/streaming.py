@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from vecgym.compress import E3M0
 from vecgym.compress.codecs import Codec, WideQuantise
-from vecgym.core import check, tree
-from vecgym.core.devices import placed
-from vecgym.core.tree import Tree
+from vecgym.core import check
 from vecgym.optim import OptimSpec
-from vecgym.optim.spec import merge_key, merged_spec
-from vecgym.strategy.average import Average, Mean, kept, shown
-from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
-from vecgym.strategy.codes import Compressed
-from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
+from vecgym.strategy.averages import Mean, Outer, outer_spec
+from vecgym.strategy.base import Strategy
+from vecgym.strategy.coded import Compressed
+from vecgym.strategy.exchange import DEFAULT_H, Exchange
+from vecgym.strategy.fragments import Fragments, Pattern
 from vecgym.strategy.inner import InnerOptions, inner_rate, takes_options
-from vecgym.strategy.modules import DEFAULT_H, OuterStep, outer_spec
-from vecgym.strategy.when import Rounds, When, check_delay, check_in_time
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -120,9 +115,10 @@ error_feedback=False), outer_optim=OptimSpec(SGD, lr=0.4, momentum=0.9, nesterov
         average = Mean() if codec is None else Compressed(Mean(), codec, error_feedback=False)
         exchange = Exchange(
             Outer(average, outer_spec(outer_optim, outer_lr, OUTER_LR)),
-            every=H, delay=_checked(delay, H), keep=alpha, fragments=number if fragments is None else fragments,
-            pattern=pattern, offsets=offsets,
+            every=H, delay=delay, keep=alpha, fragments=number if fragments is None else fragments, pattern=pattern,
+            offsets=offsets,
         )  # fmt: skip
+        check_below(exchange.delay, H)
         super().__init__(inner_optim, [exchange], **inner)
 
 
@@ -141,27 +137,18 @@ def codec_of(bits: Bits | None) -> Codec | None:
     raise ValueError(f'bits={bits!r} is not possible: movements are sent in 4 bits ("e3m0"), 8, or None: as they are.')
 
 
-def _delays(given: Any, H: int) -> tuple[int, ...]:
-    """Return the delay of all nodes, or that of each."""
-    if isinstance(given, Tensor) and given.device.type == "meta":
-        raise ValueError("delay is on the device meta, where tensors have no values: create it on the CPU.")
-    values = given.tolist() if hasattr(given, "tolist") else given
-    listed = values if isinstance(values, (list, tuple)) else [values]
-    if not listed:
-        raise ValueError("delay=[] must have one number for each node.")
-    delays = tuple(check_delay("delay", x) for x in listed)
-    if max(delays) >= H:
+def check_below(delay: int | tuple[int, ...], H: int) -> None:
+    """Raise a ValueError unless a fragment arrives before it is sent again.
+
+    >>> check_below(3, H=3)
+    Traceback (most recent call last):
+    ...
+    ValueError: delay=3 must be smaller than H=3: a fragment arrives before it is sent again. Give a smaller delay, or \
+a larger H.
+    """
+    largest = delay if isinstance(delay, int) else max(delay)
+    if largest >= H:
         raise ValueError(
-            f"delay={max(delays)} must be smaller than H={H}: a fragment arrives before it is sent again. Give a "
-            "smaller delay, or a larger H."
+            f"delay={largest} must be smaller than H={H}: a fragment arrives before it is sent again. Give a smaller "
+            "delay, or a larger H."
         )
-    return delays
-
-
-def _offsets(offsets: Any, fragments: Any) -> list[int] | None:
-    if offsets is None:
-        return None
-    number = len(fragments) if isinstance(fragments, (list, tuple)) else fragments if check.is_integer(fragments) else 0
-    if not isinstance(offsets, (list, tuple)) or not offsets or (number and len(offsets) != number):
-        raise ValueError(f"offsets={offsets!r}: give a list of one number for each of the {number or ''} fragments.")
-    return [check.integer("offsets", offset, what="steps before a fragment is sent first") for offset in offsets]

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
-from vecgym.core import nodes
+from vecgym.collectives.ledger import Ledger, bytes_of
+from vecgym.core import nodes, tree
 from vecgym.core.devices import fetched, placed_as
 from vecgym.core.tree import Tree
-from vecgym.data.batches import chosen_batches, places
+from vecgym.data import Batches
+from vecgym.data.batches import chosen_batches
 from vecgym.engine import Engine
 from vecgym.records import runfile
 from vecgym.records.columns import START
 from vecgym.records.history import History
 from vecgym.records.rows import Row
 from vecgym.runs.evaluation import distances_of, evaluated_columns
-from vecgym.runs.recorder import StepRows, add_losses
-from vecgym.simulation.state import HookState, Metrics
-from vecgym.strategy import Context
+from vecgym.runs.recorder import StepRows, add_losses, mean_rate
+from vecgym.simulation import Event, RunFacts, State
+from vecgym.simulation.simulation import Draft, Request
+from vecgym.simulation.stack import Stack
+from vecgym.simulation.state import Metrics, Result
 from vecgym.strategy.per_rank import as_strategy
 from vecgym.sweeps.configurations import Configuration
-from vecgym.sweeps.merged import Merged, StackSimulation
-from vecgym.sweeps.parts import Member
+from vecgym.sweeps.groups import groups_of
 
 PENDING, PARTIAL, FINISHED, DIVERGED = "pending", "interrupted", "finished", "diverged"
 # What a result shows of a configuration that has recorded nothing, besides its point.
@@ -89,17 +93,14 @@ class Curve:
     def _rows(self, config: Configuration, rows: StepRows) -> Iterator[Row]:
         """Yield the rows of steps of all nodes, or of updates of a server, without their evaluations."""
         plan, presence = config.plan, config.presence()
-        comm, examples = StackedCollectives(config.num_nodes), tuple(config.train.shard_sizes)
+        facts = RunFacts(config.num_nodes, config.num_steps, config.settings["seed"], presence)
         sent, lrs, seconds = (self.columns[name].tolist() for name in ("bytes", "lr", "seconds"))
         total = self.totals.tolist()
         for t, (losses, active) in enumerate(zip(self.columns["train_losses"], self.columns["active"])):
             trained = None if bool(active.all()) else active.nonzero().flatten().tolist()
             metrics, num_bytes = Metrics(losses, lrs[t], trained), (sent[t][0], *total[t])
             if plan is None:
-                ctx = Context(
-                    comm, step=t, max_steps=config.num_steps, seed=config.settings["seed"], num_examples=examples
-                )
-                metrics = metrics._replace(outer_lr=config.strategy.outer_learning_rate(ctx))
+                metrics = metrics._replace(outer_lr=config.strategy.outer_lr(facts, t))
                 if presence is not None:
                     there, never = int(presence.row(t).sum()), presence.never_present(t)
                     metrics = metrics._replace(num_present=there, num_never_present=never)
@@ -169,66 +170,120 @@ class Chunk:
         self.left = list(range(len(configs)))
         self.num_steps = configs[0].num_steps
         self.observed = self._observed(configs[0].num_nodes)
-        self._sources, self._which = places([config.train for config in configs])
         self._start, self._before = 0.0, 0.0  # the clock at the start, and the seconds before that
-        models = [dict(config.model.named_parameters()) for config in configs]
-        params = {name: torch.stack([m[name].detach().to(engine.device) for m in models]) for name in engine.params}
-        self._begin(params)
+        self._begin()
+
+    def _initial(self) -> Tree:
+        """Return the initial parameters of the configurations' models, `[C, *]`."""
+        models = [dict(config.model.named_parameters()) for config in self.configs]
+        device = self.engine.device
+        return {name: torch.stack([m[name].detach().to(device) for m in models]) for name in self.engine.params}
 
     def _observed(self, num_nodes: int) -> Observed:
         return Observed(self.num_steps, len(self.configs), num_nodes)
 
-    def _begin(self, params: Tree) -> None:
-        """Make the simulation of all configurations, and its state with these parameters, `[C, *]`."""
-        num_elements = self.configs[0].num_nodes * sum(p[0].numel() for p in params.values())
-        self.merged = merged = Merged([self._member(config) for config in self.configs], num_elements)
-        limits = [c.train.limits or [c.train.batch_size] * c.num_nodes for c in self.configs]
-        self.simulation: Any = StackSimulation(
-            self.engine.model, merged, StackedCollectives(merged.num_rows), engine=self.engine,
-            max_steps=self.num_steps, minibatch_size=self.configs[0].settings["minibatch_size"],
-            limits=tuple(limit for each in limits for limit in each),
-            keys=[(config.settings["seed"], node) for config in self.configs for node in range(config.num_nodes)],
+    def _begin(self) -> None:
+        """Make the simulation of all configurations, those of a group next to one another, and its state."""
+        strategies, runs, presences = [], [], []
+        for config in self.configs:
+            strategy = as_strategy(config.strategy, copy.deepcopy(config.model).to(self.engine.device))
+            presence = config.presence()
+            if presence is not None:
+                presence.tell()
+                strategy = strategy.through_server() if presence.server else strategy
+            facts = RunFacts(
+                config.num_nodes, self.num_steps, config.settings["seed"], presence, tuple(config.train.shard_sizes)
+            )
+            strategies.append(strategy)
+            runs.append(facts)
+            presences.append(presence)
+        order, groups = groups_of(strategies, runs)
+        self.configs = [self.configs[c] for c in order]
+        self.presences = [presences[c] for c in order]
+        self.ledgers = [Ledger() for _ in order]
+        self.pure = all(strategy.pure for strategy in strategies)
+        self._groups = [number for number, group in enumerate(groups) for _ in range(group.size)]
+        self.simulation: Any = Stack(
+            self.engine, groups, StackedCollectives(self.configs[0].num_nodes), self._read(),
+            minibatch_size=self.configs[0].settings["minibatch_size"],
         )  # fmt: skip
-        self.state: Any = self.simulation.init(params)
+        self.state: Any = self.simulation.init(self._initial())
 
-    def _member(self, config: Configuration) -> Member:
-        strategy = as_strategy(config.strategy, copy.deepcopy(config.model).to(self.engine.device))
-        comm = StackedCollectives(config.num_nodes)
-        return Member(strategy, config.settings["seed"], comm, tuple(config.train.shard_sizes))
+    def _read(self) -> Reading:
+        """Return what reads for all rows; configurations of which the same nodes read the same data share a stream."""
+        alike = [(id(config.train), self._groups[c] if self._waits(c) else None) for c, config in enumerate(self.configs)]
+        streams = list(dict.fromkeys(alike))
+        sources = [self.configs[alike.index(key)].train for key in streams]
+        return Reading(sources, [streams.index(key) for key in alike], self.configs[0].num_nodes)
 
-    def batches(self) -> Iterator[Sequence[Any]]:
-        """Start the clock, and return the distinct batches of each remaining step; see `step`."""
+    def _waits(self, c: int) -> bool:
+        """Whether some nodes of a configuration may not train in some steps."""
+        strategy = self.configs[c].strategy
+        return self.presences[c] is not None or any(exchange.lets_rest for exchange in strategy.exchanges)
+
+    def batches(self) -> Iterator[Sequence[Event]]:
+        """Start the clock, and return the events of each remaining step; see `step`."""
         self._start = time.perf_counter() - self._before
-        return zip(*[source.iterate(self.state.step, self.num_steps) for source in self._sources])
+        ticks, ahead = itertools.tee(self.simulation.timetable.ticks(self.state.tick))
+        self._batches = self.simulation.read(self.simulation.requests(ahead))
+        return ticks
 
-    def step(self, batches: Sequence[Any], measured: bool) -> list[int]:
+    def step(self, batches: Sequence[Event], measured: bool) -> list[int]:
         """Train one step, and return which configurations have diverged in it.
 
         Args:
-            batches: the distinct ones.
+            batches: the events of the step.
             measured: whether to measure how far the nodes are apart before they exchange parameters.
         """
         distances: list[float] = []
 
-        def measure(params: Tree) -> None:
-            each = distances_of(params, len(self.configs), self.simulation.comm)
-            distances.extend(map(float, fetched(each)))
+        def measure(event: Event, draft: Draft) -> None:
+            if not (distances or event.reads or event.what == "rejoin"):
+                distances.extend(self._distances(draft.own, draft.shared, draft.tick))
 
-        with self.merged.recording() as transfers:
-            batch, observe = chosen_batches(batches, self._which), measure if measured else None
-            self.state, metrics = self.simulation.step(self.state, batch, observe=observe)
-        losses = metrics.losses.cpu().double().view(len(self.configs), -1).numpy()  # [C, K]
-        active: np.ndarray = np.full(losses.shape, metrics.active is None)
-        if metrics.active is not None:
-            active.flat[metrics.active] = True
+        step = self.state.tick
+        self.state, row = self.simulation.tick(self.state, batches, self._batches, before=measure if measured else None)
+        if measured and not distances:
+            distances = self._distances(self.state.own, self.state.shared, step)
+        losses = row.losses.cpu().double().view(len(self.configs), -1).numpy()  # [C, K]
+        active: np.ndarray = np.full(losses.shape, row.active is None)
+        if row.active is not None:
+            active.flat[row.active] = True
         self.observed.put(
-            self.state.step - 1, train_losses=losses, active=active, lr=self.merged.rates(),
-            bytes=self.merged.num_bytes(transfers), seconds=time.perf_counter() - self._start,
+            step, train_losses=losses, active=active, lr=self._rates(step), bytes=self._sent(step, row),
+            seconds=time.perf_counter() - self._start,
         )  # fmt: skip
         diverged = self._diverged(losses, active)
         for c in self.left if distances else []:
-            self.observed.evaluated(c, self.state.step, consensus_distance_before=distances[c])
+            self.observed.evaluated(c, step + 1, consensus_distance_before=distances[c])
         return diverged
+
+    def _rates(self, step: int) -> list[float]:
+        """Return the inner learning rate of each configuration; where nodes differ, their mean."""
+        rates: list[float] = []
+        for group, table in zip(self.simulation.groups, self.simulation.tables):
+            presence = group.run.presence
+            there = None if presence is None else group.run.there(step)
+            nodes_there = None if presence is None else list(range(group.run.num_nodes) if there is None else there)
+            lr, _ = group.algorithm.rates(table, step, nodes_there)
+            several = group.size > 1 and isinstance(lr, Tensor) and lr.dim() > 0
+            rates += lr.reshape(group.size, -1).double().mean(1).tolist() if several else [mean_rate(lr)] * group.size
+        return rates
+
+    def _sent(self, step: int, row: Any) -> list[tuple[float, float, float]]:
+        """Return what a node of each configuration has sent, received and handed over."""
+        each = [row.sent_by(number) for number in range(len(self.simulation.groups))]
+        sums = [bytes_of(transfers) for transfers in each]
+        for c, presence in enumerate(self.presences):
+            if presence is not None:
+                self.ledgers[c].add(step, each[self._groups[c]], presence.computing(step))
+        return [sums[number] for number in self._groups]
+
+    def _distances(self, own: Any, shared: Any, tick: int) -> list[float]:
+        """Return how far the nodes of each configuration are apart."""
+        members = None if self.presences[0] is None else self.presences[0].present(tick)
+        comm, params = self.simulation.comm, self.simulation.parameters(own, shared)
+        return list(map(float, fetched(distances_of(params, len(self.configs), comm, members))))
 
     def _diverged(self, losses: np.ndarray, active: np.ndarray) -> list[int]:
         """Take those that diverge in this step from those that are left."""
@@ -239,11 +294,20 @@ class Chunk:
 
     def evaluate(self) -> None:
         """Add columns to the rows of the present step."""
-        validation, result = [config.val for config in self.configs], self.simulation.result(self.state)
-        found = evaluated_columns(self.engine, self.state, validation, self.simulation.comm, result)
+        validation, measured, result = [config.val for config in self.configs], *self._measured()
+        comm = StackedCollectives(len(self.configs) * self.configs[0].num_nodes)
+        found = evaluated_columns(self.engine, measured, validation, comm, result)
         for c in self.left:
             if shown := self._shown(found[c]):
                 self.observed.evaluated(c, self.state.step, **shown)
+
+    def _measured(self) -> tuple[Any, Any]:
+        """Return all nodes' parameters and buffers, and what the models of the configurations are the means of."""
+        if len(self.configs) == 1:
+            return self.simulation.alone(self.state, 0), self.simulation.result(self.state)
+        params, buffers = (each(self.state.own, self.state.shared)
+                           for each in (self.simulation.parameters, self.simulation.buffers))  # fmt: skip
+        return Measured(self.state.tick, params, buffers), Result(params)
 
     def _shown(self, columns: dict[str, Any]) -> dict[str, Any]:
         return columns
@@ -252,16 +316,18 @@ class Chunk:
         """Return what a configuration has recorded so far."""
         average = None
         if keep_model:
-            result = self.simulation.result(self.state)
-            values = {**result.params, **self.state.buffers}
-            own = {n: x if len(x) == 1 else x.chunk(len(self.configs))[c] for n, x in values.items()}
-            average = {n: x.detach().to("cpu", copy=True) for n, x in nodes.mean(own, result.members).items()}
-        return self.observed.curve(c, self.state.step, status, average)
+            result = self.simulation.result(self.state, c)
+            values = {**result.params, **self.simulation.alone(self.state, c).buffers}
+            average = {n: x.detach().to("cpu", copy=True) for n, x in nodes.mean(values, result.members).items()}
+        curve = self.observed.curve(c, self.state.step, status, average)
+        if self.presences[c] is not None:
+            curve.ledger = self.ledgers[c].state()
+        return curve
 
     @property
     def can_be_saved(self) -> bool:
         """Whether `state` is all that evolves: strategies written for one rank keep theirs to themselves."""
-        return all(member.strategy.pure for member in self.merged.members)
+        return self.pure
 
     def load(self, state: dict[str, Any], curves: dict[int, Curve]) -> None:
         """Continue from a saved state, and from what those that are left had recorded up to it, by their places."""
@@ -274,4 +340,70 @@ class Chunk:
 
     def _load_state(self, state: dict[str, Any], first: Curve) -> None:
         placed = placed_as(state, vars(self.state), self.engine.device)
-        self.state = HookState(**{**placed, "node_steps": state["node_steps"]})
+        self.state = State(state["tick"], placed["own"], placed["shared"])
+        if first.ledger is not None:
+            self.ledgers[self.left[0]].load(first.ledger)
+
+
+class Measured(NamedTuple):
+    """What an evaluation measures: all nodes of several configurations, `[C, *]` or `[C K, *]`."""
+
+    step: int
+    params: Tree
+    buffers: Tree
+
+
+class Reading:
+    """A stream of requests -> a stream of batches of all configurations.
+
+    Args:
+        sources: the distinct data.
+        which: the place among these of each configuration's.
+        num_nodes: K.
+
+    >>> from vecgym.data import Batches
+    >>> batches = [Batches(torch.arange(8) + 10 * s, num_nodes=2, batch_size=1, shuffle=False) for s in range(2)]
+    >>> [batch.T for batch, _ in Reading(batches, [0, 1, 0], num_nodes=2)(iter([([0, 1, 2, 3, 4, 5], 0), ([1, 3], 1)]))]
+    [tensor([[ 0,  1, 10, 11,  0,  1]]), tensor([[ 3, 13]])]
+    """
+
+    def __init__(self, sources: Sequence[Batches], which: Sequence[int], num_nodes: int) -> None:
+        self.sources, self.which, self.num_nodes = list(sources), list(which), num_nodes
+
+    def __call__(self, requests: Iterator[Request]) -> Iterator[tuple[Any, list[int] | None]]:
+        *own, all_requests = itertools.tee(requests, len(self.sources) + 1)
+        streams = [source.read(self._of(s, own[s])) for s, source in enumerate(self.sources)]
+        whole = len(self.which) * self.num_nodes
+        for rows, _ in all_requests:
+            everyone = len(rows) == whole
+            configs = range(len(self.which)) if everyone else sorted({row // self.num_nodes for row in rows})
+            here = {self.which[c] for c in configs}
+            parts = [next(stream) if s in here else None for s, stream in enumerate(streams)]
+            yield self._joined([parts[self.which[c]] for c in configs], parts, everyone)
+
+    def _of(self, source: int, requests: Iterator[Request]) -> Iterator[Request]:
+        """Yield the requests for one of the distinct data: those of the first configuration that has it."""
+        first, K = self.which.index(source) * self.num_nodes, self.num_nodes
+        for rows, counts in requests:
+            if isinstance(counts, int):
+                at = [row - first for row in rows if first <= row < first + K]
+                if at:
+                    yield at, counts
+                continue
+            pairs = [(row - first, count) for row, count in zip(rows, counts) if first <= row < first + K]
+            if pairs:
+                yield [row for row, _ in pairs], [count for _, count in pairs]
+
+    def _joined(self, of_configs: list[Any], parts: list[Any], everyone: bool) -> tuple[Any, list[int] | None]:
+        limits = None
+        if any(limit is not None for _, limit in of_configs):
+            limits = [x for batch, limit in of_configs for x in (limit or _full(batch))]
+        if everyone:
+            return chosen_batches([batch for batch, _ in parts], self.which), limits
+        return nodes.join_rows([batch for batch, _ in of_configs]), limits
+
+
+def _full(batch: Any) -> list[int]:
+    """Return the number of examples of each row of a batch `[n, B, ...]`."""
+    first = next(iter(tree.leaves(batch)))
+    return [first.shape[1]] * len(first)

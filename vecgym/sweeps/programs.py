@@ -6,18 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import tree
 from vecgym.records.rows import counted
 from vecgym.runs.memory import available_bytes, passing
 from vecgym.runs.options import resolve_device
 from vecgym.simulation import RunFacts
-from vecgym.strategy import Context, Strategy
-from vecgym.strategy.asynchronous import EventDriven
+from vecgym.strategy import Strategy
 from vecgym.sweeps.configurations import Configuration, alike, examined
 from vecgym.sweeps.options import SweepOptions
-from vecgym.sweeps.parts import exchange_key, optimizer_key
 
 # On a CPU, a stack of more arithmetic than this in a step gains nothing by being larger: what it costs is no longer
 # Python, and its tensors leave the cache. It is 8 configurations of 8 nodes of an MLP with 128 hidden units: in stacks
@@ -97,13 +94,10 @@ def _key(config: Configuration) -> dict[str, Any]:
     }
 
 
-def _place(config: Configuration) -> tuple[str, str, str, int]:
-    """Sort configurations so that equal optimizers are neighbours, and among them those that can exchange in one call.
-
-    Each run of equal rows is one call of torch's kernel.
-    """
-    optimizer, hyperparameters = optimizer_key(config.strategy), sorted(config.strategy.inner_optim.kwargs.items())
-    return repr(optimizer), repr(hyperparameters), repr(exchange_key(config.strategy)), config.index
+def _place(config: Configuration) -> tuple[str, str, int]:
+    """Sort configurations so that equal optimizers are neighbours: a run of equal rows is one call of torch's kernel."""
+    spec = config.strategy.inner_optim
+    return spec.cls.__name__, repr(sorted(spec.kwargs.items())), config.index
 
 
 def _program(configs: list[Configuration], options: SweepOptions) -> Program:
@@ -151,11 +145,10 @@ def _costs(config: Configuration) -> tuple[int, int]:
     passing_bytes = passing(engine, tree.map_leaves(lambda x: x[0], batch), most=1, mean=False).peak(1)
     assert engine.facts is not None
     params = {name: p.detach()[None].clone() for name, p in engine.params.items()}
-    if isinstance(config.strategy, EventDriven):
-        own, shared = config.strategy.init(RunFacts(config.num_nodes), params)
-    else:
-        ctx = Context(StackedCollectives(config.num_nodes), max_steps=config.num_steps, seed=config.settings["seed"])
-        own, shared = config.strategy.init(params, ctx)
+    run = RunFacts(
+        config.num_nodes, config.num_steps, num_examples=tuple(config.train.shard_sizes), names=tuple(params)
+    )
+    own, shared = config.strategy.init(run, params)
     of_node = tree.num_bytes(params) + tree.num_bytes(own) + passing_bytes + tree.num_bytes(batch)
     recorded = config.num_steps * (9 * config.num_nodes + 32)
     total = config.num_nodes * of_node + tree.num_bytes(shared) + recorded

@@ -8,7 +8,7 @@ from typing import Any
 
 from vecgym.core import nodes
 from vecgym.engine import Engine, hooks
-from vecgym.sweeps.alone import Alone, AsyncChunk
+from vecgym.sweeps.alone import AsyncChunk
 from vecgym.sweeps.chunk import DIVERGED, FINISHED, PARTIAL, Chunk, Curve
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.options import SweepOptions
@@ -56,8 +56,8 @@ class Stack:
         self.chunk = chunk = chunk_of(work.configs, engine)
         self.partial = work.partial
         if work.partial is not None:
-            left = [c for c, config in enumerate(work.configs) if config.index in work.partial["left"]]
-            chunk.load(work.partial["state"], {c: work.curves[work.configs[c].index] for c in left})
+            left = {c: config.index for c, config in enumerate(chunk.configs) if config.index in work.partial["left"]}
+            chunk.load(work.partial["state"], {c: work.curves[index] for c, index in left.items()})
 
     def steps(self) -> Iterator[int]:
         """Train, and yield after each step how many steps of all configurations are done, or need not be done.
@@ -107,9 +107,7 @@ class Stack:
 
 def chunk_of(configs: list[Configuration], engine: Engine) -> Chunk:
     """Return what trains these configurations."""
-    if configs[0].strategy.asynchronous:
-        return AsyncChunk(configs, engine)
-    return (Chunk if configs[0].settings["availability"] is None else Alone)(configs, engine)
+    return (AsyncChunk if configs[0].strategy.asynchronous else Chunk)(configs, engine)
 
 
 def prepared_engine(configs: list[Configuration], options: SweepOptions) -> Engine:
