@@ -1,4 +1,4 @@
-"""How nodes agree on values: a mean over all or over islands, a server's mean, a robust rule, an outer optimizer's step.
+"""How nodes agree on values: a mean of all or of islands, a server's mean, a robust rule, an outer optimizer's step.
 
 An `Average` is told what each node has, `[K, *]`, and who meets, a `Meeting`; it returns what they go on with, `[1, *]`
 if that is the same for all. It does not know what the values are, gradients, parameters or moments, nor when it is
@@ -365,7 +365,7 @@ class Robust(Mean):
     """
 
     linear = False
-    plain = False  # type: ignore[assignment]
+    plain = False
 
     def __init__(self, rule: str | Rule = "median", trim: int | None = None, island_size: int | None = None) -> None:
         if not callable(rule):
@@ -577,7 +577,7 @@ class Outer(Around):
     Delta = inner_i(theta_outer - theta_i);  theta_outer <- optim(theta_outer, Delta);  theta_i <- theta_outer.
 
     Of SGD with momentum mu, nesterov and the rate eta: m <- mu m + Delta; theta_outer <- theta_outer - eta (Delta + mu
-    m). If the average is not the same for all (islands), outer parameters and the optimizer's state are each node's own.
+    m). If the average is not the same for all (islands), each node has outer parameters and a momentum of its own.
 
     A rate with a value for each exchange, `[T, 1]`, and an optimizer's own count, such as Adam's, go by the number of
     the exchange: `at.exchange`.
@@ -608,7 +608,7 @@ class Outer(Around):
     References: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105.
     HeLoCo, arXiv 2606.00271, where a server that does not wait corrects each movement when it arrives: here all arrive
     together, and are averaged without a weight. The median norm: Covenant-72B, arXiv 2603.08163, and
-    github.com/tplr-ai/templar, src/tplr/compress.py, which shrinks what it has decoded: here it is shrunk before a code.
+    github.com/tplr-ai/templar, src/tplr/compress.py, which shrinks what it has decoded: here it is shrunk before.
     """
 
     def __init__(
@@ -667,7 +667,7 @@ class Outer(Around):
         held = at.home(self.common)
         held["params"], held["outer"] = self.optim.step(
             held["params"], message, held["outer"], at.exchange, inplace=at.inplace_state, exact=at.exact,
-            nodes=None if self.common else at.nodes,
+            nodes=None if self.common or at.size > 1 else at.nodes,
         )  # fmt: skip
 
     def write(self, message: Tree, values: Tree, at: Meeting) -> Tree:
@@ -720,8 +720,8 @@ class Eager(Around):
     No deviation.
     """
 
-    common = False  # type: ignore[assignment]
-    one_message = False  # type: ignore[assignment]
+    common = False
+    one_message = False
 
     def __init__(
         self, inner: Average, optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None
@@ -756,7 +756,7 @@ class Eager(Around):
     def settle(self, message: Tree, at: Meeting) -> None:
         at.own["params"], at.own["outer"] = self.optim.step(
             at.own["params"], message, at.own["outer"], at.exchange, inplace=at.inplace_state, exact=at.exact,
-            nodes=at.nodes,
+            nodes=None if at.size > 1 else at.nodes,
         )  # fmt: skip
 
     def write(self, message: Tree, values: Tree, at: Meeting) -> Tree:
@@ -837,7 +837,10 @@ class NoLoCo(Average):
         mean = Mean(self.group_size if self.group_size < at.comm.num_nodes else None)
         moved = tree.map(torch.sub, values, at.own["params"])
         together = mean.agree(moved, at)
-        return {"moved": together, "middle": mean.agree(at.own["params"], at)}  # of the same groups: the step draws them
+        return {
+            "moved": together,
+            "middle": mean.agree(at.own["params"], at),
+        }  # of the same groups: the step draws them
 
     def settle(self, message: Any, at: Meeting) -> None:
         mu, eta, gamma = (functools.partial(at.scaled, number) for number in (self.momentum, self.lr, self.gamma))
@@ -944,9 +947,7 @@ def check_average(name: str, value: Any) -> Average:
 def check_examples(weighting: str, run: RunFacts) -> None:
     """Raise a ValueError if the weights of a mean are not known."""
     if weighting == "examples" and run.num_examples is None:
-        raise ValueError(
-            'weighting="examples" needs the number of examples of each node: RunFacts(num_examples=...).'
-        )
+        raise ValueError('weighting="examples" needs the number of examples of each node: RunFacts(num_examples=...).')
 
 
 def gathered_codes(codes: Codes, codec: Codec, gather: Callable[[Tree], Tree]) -> Codes:

@@ -15,7 +15,7 @@ from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts, Who
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.settings import Settings
+from vecgym.strategy.settings import Settings, same
 from vecgym.strategy.when import Rounds
 
 
@@ -25,8 +25,8 @@ class Composed(Settings):
     A step is: gradients; the exchanges of gradients; clipping; the inner optimizer; the other exchanges that are due.
 
     Args:
-        inner: a name ("adamw", "sgd", ...), an `OptimSpec`, a `torch.optim.Optimizer` class, or an `Optimizer`; AdamW if
-            not given.
+        inner: a name ("adamw", "sgd", ...), an `OptimSpec`, a `torch.optim.Optimizer` class, or an `Optimizer`; AdamW
+            if not given.
         exchanges: none: the nodes train independently.
         lr: the learning rate, if `inner` does not set it.
         options: `max_norm`, `lr_scheduler`, `warmup_steps` and `cosine_anneal`; see `vecgym.optim.optimizer.Optimizer`.
@@ -125,6 +125,13 @@ class Composed(Settings):
     def result(self, state: State) -> Tree:
         """Return the parameters `[1 or K, *]` whose mean over the present nodes is the run's model."""
         return state.params
+
+    def __repr__(self) -> str:
+        inner, options = self.inner, {"max_norm": None, "lr_scheduler": None, "warmup_steps": 0, "cosine_anneal": False}
+        parts = [repr(inner.spec), *([f"exchanges={self.exchanges!r}"] if self.exchanges else [])]
+        given = {name: getattr(inner, name) for name, usual in options.items() if not same(getattr(inner, name), usual)}
+        parts += [f"{name}={getattr(value, '__name__', repr(value))}" for name, value in given.items()]
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     # ----------------------------------------------------------------------------------------------------- handlers
 
