@@ -579,8 +579,9 @@ class Outer(Around):
     Of SGD with momentum mu, nesterov and the rate eta: m <- mu m + Delta; theta_outer <- theta_outer - eta (Delta + mu
     m). If the average is not the same for all (islands), each node has outer parameters and a momentum of its own.
 
-    A rate with a value for each exchange, `[T, 1]`, and an optimizer's own count, such as Adam's, go by the number of
-    the exchange: `at.exchange`.
+    A rate with a value for each exchange, `[T, 1]`, goes by the number of the exchange, `at.exchange`; so does an
+    optimizer's own count, such as Adam's. With a `SyncWeight` the number is the step, and that count the sum of the
+    weights so far.
 
     State: `params`, the outer parameters, and `outer`, the optimizer's: once for all, `[1, *]`, or each node's own.
     Bytes: those of `inner`; with "median_norm" a number of each tensor and node more, in an all-gather.
@@ -665,10 +666,8 @@ class Outer(Around):
 
     def settle(self, message: Tree, at: Meeting) -> None:
         held = at.home(self.common)
-        held["params"], held["outer"] = self.optim.step(
-            held["params"], message, held["outer"], at.exchange, inplace=at.inplace_state, exact=at.exact,
-            nodes=None if self.common or at.size > 1 else at.nodes,
-        )  # fmt: skip
+        nodes = None if self.common else at.nodes
+        held["params"], held["outer"] = outer_step(self.optim, held["params"], message, held["outer"], at, nodes)
 
     def write(self, message: Tree, values: Tree, at: Meeting) -> Tree:
         new: Tree = at.home(self.common)["params"]
@@ -754,10 +753,8 @@ class Eager(Around):
         return delta
 
     def settle(self, message: Tree, at: Meeting) -> None:
-        at.own["params"], at.own["outer"] = self.optim.step(
-            at.own["params"], message, at.own["outer"], at.exchange, inplace=at.inplace_state, exact=at.exact,
-            nodes=None if at.size > 1 else at.nodes,
-        )  # fmt: skip
+        params, state = at.own["params"], at.own["outer"]
+        at.own["params"], at.own["outer"] = outer_step(self.optim, params, message, state, at, at.nodes)
 
     def write(self, message: Tree, values: Tree, at: Meeting) -> Tree:
         new: Tree = at.own["params"]
@@ -930,6 +927,25 @@ def outer_spec(
         lr = usual if outer_lr is None else outer_lr
         return OptimSpec(torch.optim.SGD, **{**OUTER_DEFAULTS, "lr": lr})
     return ensure_optim_spec(optim, argument="outer_optim", lr=outer_lr)
+
+
+def outer_step(
+    optim: Optimizer, params: Tree, delta: Tree, state: State, at: Meeting, nodes: list[int] | None
+) -> tuple[Tree, State]:
+    """Take the step of an outer optimizer: its rate goes by the exchange, its own count by the steps that it has made.
+
+    Args:
+        nodes: whose parameters and state these are; None: all nodes'.
+    """
+    count, made = at.exchange, at.made
+    if made != count:  # an exchange that is made in part counts in part
+        spec, count = (
+            optim.spec.at(count),
+            [int(made) if made == int(made) else torch.tensor(made, dtype=torch.float64)],
+        )  # type: ignore[assignment]
+        optim = optim if spec is optim.spec else Optimizer(spec)
+    nodes = nodes if at.size == 1 else None
+    return optim.step(params, delta, state, count, inplace=at.inplace_state, nodes=nodes, exact=at.exact)
 
 
 def check_average(name: str, value: Any) -> Average:

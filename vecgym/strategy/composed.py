@@ -57,6 +57,8 @@ class Composed(Settings):
         for exchange in exchanges:
             check.instance("exchanges", exchange, Exchange, "a list of Exchanges, such as [Exchange(Mean(), every=10)]")
         self.exchanges = [exchange.numbered(i) for i, exchange in enumerate(exchanges)]
+        settings = [self.inner.spec.kwargs, self.inner.max_norm]
+        self._per_node = any(x.dim() > 0 and x.shape[-1] > 1 for x in leaves(settings))  # not if merged with others
         resting = [exchange for exchange in self.exchanges if exchange.participation < 1]
         if resting and self._of_gradients:
             raise ValueError(
@@ -107,9 +109,9 @@ class Composed(Settings):
         )
         same_for_all = all(e.how.common and not isinstance(e.keep, torch.Tensor) and not isinstance(e.delay, tuple)
                            for e in self.exchanges)  # fmt: skip
-        settings = [self.inner.spec.kwargs, self.inner.max_norm]
-        per_node = any(x.dim() > 0 and x.shape[-1] > 1 for x in leaves(settings))
-        return agreeing and same_for_all and not per_node and (run.presence is None or run.presence.rejoin != "own")
+        return (
+            agreeing and same_for_all and not self._per_node and (run.presence is None or run.presence.rejoin != "own")
+        )
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what each node has of its own, and what all nodes share, `[1, *]` both."""

@@ -28,6 +28,7 @@ from vecgym.collectives import Collectives
 from vecgym.collectives.topology import sample_nodes
 from vecgym.core import check, rng, tree
 from vecgym.core.devices import placed
+from vecgym.core.transforms import readable
 from vecgym.core.tree import Tree
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import Rows
@@ -99,7 +100,8 @@ class Meeting:
     Attributes:
         comm: the collectives among those who meet, the only way to other nodes.
         own, shared: what the exchange remembers of each node and of all, by name.
-        exchange: exchanges before this one, by the exchange's own count.
+        exchange: exchanges before this one, by the exchange's own count; with a `SyncWeight` the step.
+        made: exchanges made before this one: with a `SyncWeight` the sum of the weights, else `exchange`.
         step: steps before the one after which the nodes agree.
         nodes: the ids of the nodes in this process, of one configuration.
         size: C.
@@ -124,6 +126,7 @@ class Meeting:
         self.shared: Any = {} if shared is None else shared
         self.nodes: list[int] = comm.ids.tolist()
         self.size = 1
+        self.weights_before: Tensor | None = None  # of a `SyncWeight`
         self.inplace = self.inplace_state = self.exact = False
         self.last = True
         self.examples: tuple[int, ...] | None = None  # of all who meet
@@ -136,6 +139,14 @@ class Meeting:
         twin = copy.copy(self)
         vars(twin).update(changes)
         return twin
+
+    @property
+    def made(self) -> float:
+        """Exchanges made before this one."""
+        if self.weights_before is None:
+            return self.exchange
+        with readable():
+            return sum(self.weights_before.detach().tolist())
 
     @property
     def ids(self) -> Tensor:
@@ -713,7 +724,7 @@ class Exchange(Settings):
     ) -> Meeting:  # fmt: skip
         number, step, of = part.event.info if due is None else due
         run, members = part.run, part.event.rows
-        examples = run.num_examples
+        when, examples = self._when, run.num_examples
         if examples is not None and members is not None:
             examples = tuple(examples[node] for node in members)
         return Meeting(
@@ -721,6 +732,7 @@ class Exchange(Settings):
             step=(step - of.lag) // self.unit, seed=run.seed, nodes=part.nodes, size=part.size, examples=examples,
             inplace=inplace and part.inplace, inplace_state=inplace_state and part.inplace,
             exact=part.simulation.exact, rate=lambda: part.lr,
+            weights_before=when.weights[:number] if isinstance(when, SyncWeight) else None,
         )  # fmt: skip
 
     def _messages(self, at: Meeting) -> Any:
