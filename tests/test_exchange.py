@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import vecgym.strategy as old  # ORACLE
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import bytes_of
-from vecgym.collectives.stacked import GroupCollectives
+from vecgym.collectives.stacked import Announced, GroupCollectives
 from vecgym.compress import Codec, PowerSGD, Quantise, TopK
 from vecgym.core import tree
 from vecgym.core.tree import Tree
@@ -868,6 +868,19 @@ def test_a_group_is_each_of_its_configurations(name: str, common: bool, change: 
             for x, y in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
                 assert torch.allclose(*torch.broadcast_tensors(x[c], y), rtol=1e-12, atol=1e-14)
     assert at.comm.ledger.total_bytes == alone[0].comm.ledger.total_bytes
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_without_values_the_same_is_sent(name: str) -> None:
+    sent = []
+    for device, comm in (("cpu", StackedCollectives(K)), ("meta", Announced(K))):
+        values = tree.map(lambda x: x.to(device), values_of(0))  # noqa: B023
+        average = OF_GROUPS[name](0.5)
+        own, shared = average.init(tree.map(lambda x: x[:1], values), run_facts())
+        found = average(values, Meeting(comm, own, shared, examples=EXAMPLES, inplace_state=device == "cpu"))
+        assert {name: x.shape[1:] for name, x in found.items()} == {name: x.shape[1:] for name, x in values.items()}
+        sent.append(comm.ledger.total_bytes)
+    assert sent[0] == sent[1] > 0
 
 
 @pytest.mark.parametrize(

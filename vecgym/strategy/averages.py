@@ -937,13 +937,11 @@ def outer_step(
     Args:
         nodes: whose parameters and state these are; None: all nodes'.
     """
-    count, made = at.exchange, at.made
+    made, count = at.made, at.exchange  # type: tuple[float, Any]
     if made != count:  # an exchange that is made in part counts in part
-        spec, count = (
-            optim.spec.at(count),
-            [int(made) if made == int(made) else torch.tensor(made, dtype=torch.float64)],
-        )  # type: ignore[assignment]
+        spec = optim.spec.at(count)
         optim = optim if spec is optim.spec else Optimizer(spec)
+        count = int(made) if made == int(made) else [torch.tensor(made, dtype=torch.float64)]
     nodes = nodes if at.size == 1 else None
     return optim.step(params, delta, state, count, inplace=at.inplace_state, nodes=nodes, exact=at.exact)
 

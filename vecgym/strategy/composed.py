@@ -57,6 +57,7 @@ class Composed(Settings):
         for exchange in exchanges:
             check.instance("exchanges", exchange, Exchange, "a list of Exchanges, such as [Exchange(Mean(), every=10)]")
         self.exchanges = [exchange.numbered(i) for i, exchange in enumerate(exchanges)]
+        self._alone = self.exchanges
         settings = [self.inner.spec.kwargs, self.inner.max_norm]
         self._per_node = any(x.dim() > 0 and x.shape[-1] > 1 for x in leaves(settings))  # not if merged with others
         resting = [exchange for exchange in self.exchanges if exchange.participation < 1]
@@ -75,19 +76,24 @@ class Composed(Settings):
     def _of_gradients(self) -> list[Exchange]:
         return [exchange for exchange in self.exchanges if exchange.of == "gradients"]
 
-    def check(self, num_nodes: int, max_steps: int, names: Sequence[str] = ()) -> None:
-        """Raise a ValueError if the strategy cannot work for this run."""
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        """Raise a ValueError if the strategy cannot work for this run, as far as that depends on its size."""
         self.inner.check(num_nodes, max_steps, "inner optimizer")
         run = RunFacts(num_nodes, max_steps, num_examples=(1,) * num_nodes)
         for exchange in self.exchanges:
-            if names or exchange.fragments == 1:
+            if exchange.fragments == 1:  # others depend on the model
                 exchange.check(run)
 
-    def timetable(self, run: RunFacts) -> Lockstep:
-        """Return what happens when: steps, and what is marked."""
+    def check_run(self, run: RunFacts) -> None:
+        """Raise a ValueError if the strategy cannot work for this run."""
         self.inner.check(run.num_nodes, run.num_steps, "inner optimizer")
         for exchange in self.exchanges:
             exchange.check(run)
+
+    def timetable(self, run: RunFacts) -> Lockstep:
+        """Return what happens when: steps, and what is marked."""
+        if self.exchanges is self._alone:  # else numbers are those of several configurations, each of them checked
+            self.check_run(run)
         return Lockstep(run, *self.marks(run), trains=self.trains(run), train="step" if self._of_gradients else "train")
 
     def marks(self, run: RunFacts) -> list[Mark]:
