@@ -1,4 +1,4 @@
-"""How nodes agree on values: a mean over all or over islands, a server's mean, a robust rule, an outer optimizer's step.
+"""How nodes agree on values: a mean of all or of islands, a server's mean, a robust rule, an outer optimizer's step.
 
 An `Average` is told what each node has, `[K, *]`, and who meets, a `Meeting`; it returns what they go on with, `[1, *]`
 if that is the same for all. It does not know what the values are, gradients, parameters or moments, nor when it is
@@ -365,7 +365,7 @@ class Robust(Mean):
     """
 
     linear = False
-    plain = False  # type: ignore[assignment]
+    plain = False
 
     def __init__(self, rule: str | Rule = "median", trim: int | None = None, island_size: int | None = None) -> None:
         if not callable(rule):
@@ -577,10 +577,11 @@ class Outer(Around):
     Delta = inner_i(theta_outer - theta_i);  theta_outer <- optim(theta_outer, Delta);  theta_i <- theta_outer.
 
     Of SGD with momentum mu, nesterov and the rate eta: m <- mu m + Delta; theta_outer <- theta_outer - eta (Delta + mu
-    m). If the average is not the same for all (islands), outer parameters and the optimizer's state are each node's own.
+    m). If the average is not the same for all (islands), each node has outer parameters and a momentum of its own.
 
-    A rate with a value for each exchange, `[T, 1]`, and an optimizer's own count, such as Adam's, go by the number of
-    the exchange: `at.exchange`.
+    A rate with a value for each exchange, `[T, 1]`, goes by the number of the exchange, `at.exchange`; so does an
+    optimizer's own count, such as Adam's. With a `SyncWeight` the number is the step, and that count the sum of the
+    weights so far.
 
     State: `params`, the outer parameters, and `outer`, the optimizer's: once for all, `[1, *]`, or each node's own.
     Bytes: those of `inner`; with "median_norm" a number of each tensor and node more, in an all-gather.
@@ -608,7 +609,7 @@ class Outer(Around):
     References: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105.
     HeLoCo, arXiv 2606.00271, where a server that does not wait corrects each movement when it arrives: here all arrive
     together, and are averaged without a weight. The median norm: Covenant-72B, arXiv 2603.08163, and
-    github.com/tplr-ai/templar, src/tplr/compress.py, which shrinks what it has decoded: here it is shrunk before a code.
+    github.com/tplr-ai/templar, src/tplr/compress.py, which shrinks what it has decoded: here it is shrunk before.
     """
 
     def __init__(
@@ -665,10 +666,8 @@ class Outer(Around):
 
     def settle(self, message: Tree, at: Meeting) -> None:
         held = at.home(self.common)
-        held["params"], held["outer"] = self.optim.step(
-            held["params"], message, held["outer"], at.exchange, inplace=at.inplace_state, exact=at.exact,
-            nodes=None if self.common else at.nodes,
-        )  # fmt: skip
+        nodes = None if self.common else at.nodes
+        held["params"], held["outer"] = outer_step(self.optim, held["params"], message, held["outer"], at, nodes)
 
     def write(self, message: Tree, values: Tree, at: Meeting) -> Tree:
         new: Tree = at.home(self.common)["params"]
@@ -720,8 +719,8 @@ class Eager(Around):
     No deviation.
     """
 
-    common = False  # type: ignore[assignment]
-    one_message = False  # type: ignore[assignment]
+    common = False
+    one_message = False
 
     def __init__(
         self, inner: Average, optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None
@@ -754,10 +753,8 @@ class Eager(Around):
         return delta
 
     def settle(self, message: Tree, at: Meeting) -> None:
-        at.own["params"], at.own["outer"] = self.optim.step(
-            at.own["params"], message, at.own["outer"], at.exchange, inplace=at.inplace_state, exact=at.exact,
-            nodes=at.nodes,
-        )  # fmt: skip
+        params, state = at.own["params"], at.own["outer"]
+        at.own["params"], at.own["outer"] = outer_step(self.optim, params, message, state, at, at.nodes)
 
     def write(self, message: Tree, values: Tree, at: Meeting) -> Tree:
         new: Tree = at.own["params"]
@@ -837,7 +834,10 @@ class NoLoCo(Average):
         mean = Mean(self.group_size if self.group_size < at.comm.num_nodes else None)
         moved = tree.map(torch.sub, values, at.own["params"])
         together = mean.agree(moved, at)
-        return {"moved": together, "middle": mean.agree(at.own["params"], at)}  # of the same groups: the step draws them
+        return {
+            "moved": together,
+            "middle": mean.agree(at.own["params"], at),
+        }  # of the same groups: the step draws them
 
     def settle(self, message: Any, at: Meeting) -> None:
         mu, eta, gamma = (functools.partial(at.scaled, number) for number in (self.momentum, self.lr, self.gamma))
@@ -929,6 +929,23 @@ def outer_spec(
     return ensure_optim_spec(optim, argument="outer_optim", lr=outer_lr)
 
 
+def outer_step(
+    optim: Optimizer, params: Tree, delta: Tree, state: State, at: Meeting, nodes: list[int] | None
+) -> tuple[Tree, State]:
+    """Take the step of an outer optimizer: its rate goes by the exchange, its own count by the steps that it has made.
+
+    Args:
+        nodes: whose parameters and state these are; None: all nodes'.
+    """
+    made, count = at.made, at.exchange  # type: tuple[float, Any]
+    if made != count:  # an exchange that is made in part counts in part
+        spec = optim.spec.at(count)
+        optim = optim if spec is optim.spec else Optimizer(spec)
+        count = int(made) if made == int(made) else [torch.tensor(made, dtype=torch.float64)]
+    nodes = nodes if at.size == 1 else None
+    return optim.step(params, delta, state, count, inplace=at.inplace_state, nodes=nodes, exact=at.exact)
+
+
 def check_average(name: str, value: Any) -> Average:
     """Return `value` if it is an `Average`.
 
@@ -944,9 +961,7 @@ def check_average(name: str, value: Any) -> Average:
 def check_examples(weighting: str, run: RunFacts) -> None:
     """Raise a ValueError if the weights of a mean are not known."""
     if weighting == "examples" and run.num_examples is None:
-        raise ValueError(
-            'weighting="examples" needs the number of examples of each node: RunFacts(num_examples=...).'
-        )
+        raise ValueError('weighting="examples" needs the number of examples of each node: RunFacts(num_examples=...).')
 
 
 def gathered_codes(codes: Codes, codec: Codec, gather: Callable[[Tree], Tree]) -> Codes:

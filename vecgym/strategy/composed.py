@@ -15,7 +15,7 @@ from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts, Who
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.settings import Settings
+from vecgym.strategy.settings import Settings, same
 from vecgym.strategy.when import Rounds
 
 
@@ -25,8 +25,8 @@ class Composed(Settings):
     A step is: gradients; the exchanges of gradients; clipping; the inner optimizer; the other exchanges that are due.
 
     Args:
-        inner: a name ("adamw", "sgd", ...), an `OptimSpec`, a `torch.optim.Optimizer` class, or an `Optimizer`; AdamW if
-            not given.
+        inner: a name ("adamw", "sgd", ...), an `OptimSpec`, a `torch.optim.Optimizer` class, or an `Optimizer`; AdamW
+            if not given.
         exchanges: none: the nodes train independently.
         lr: the learning rate, if `inner` does not set it.
         options: `max_norm`, `lr_scheduler`, `warmup_steps` and `cosine_anneal`; see `vecgym.optim.optimizer.Optimizer`.
@@ -57,6 +57,9 @@ class Composed(Settings):
         for exchange in exchanges:
             check.instance("exchanges", exchange, Exchange, "a list of Exchanges, such as [Exchange(Mean(), every=10)]")
         self.exchanges = [exchange.numbered(i) for i, exchange in enumerate(exchanges)]
+        self._alone = self.exchanges
+        settings = [self.inner.spec.kwargs, self.inner.max_norm]
+        self._per_node = any(x.dim() > 0 and x.shape[-1] > 1 for x in leaves(settings))  # not if merged with others
         resting = [exchange for exchange in self.exchanges if exchange.participation < 1]
         if resting and self._of_gradients:
             raise ValueError(
@@ -73,19 +76,24 @@ class Composed(Settings):
     def _of_gradients(self) -> list[Exchange]:
         return [exchange for exchange in self.exchanges if exchange.of == "gradients"]
 
-    def check(self, num_nodes: int, max_steps: int, names: Sequence[str] = ()) -> None:
-        """Raise a ValueError if the strategy cannot work for this run."""
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        """Raise a ValueError if the strategy cannot work for this run, as far as that depends on its size."""
         self.inner.check(num_nodes, max_steps, "inner optimizer")
         run = RunFacts(num_nodes, max_steps, num_examples=(1,) * num_nodes)
         for exchange in self.exchanges:
-            if names or exchange.fragments == 1:
+            if exchange.fragments == 1:  # others depend on the model
                 exchange.check(run)
 
-    def timetable(self, run: RunFacts) -> Lockstep:
-        """Return what happens when: steps, and what is marked."""
+    def check_run(self, run: RunFacts) -> None:
+        """Raise a ValueError if the strategy cannot work for this run."""
         self.inner.check(run.num_nodes, run.num_steps, "inner optimizer")
         for exchange in self.exchanges:
             exchange.check(run)
+
+    def timetable(self, run: RunFacts) -> Lockstep:
+        """Return what happens when: steps, and what is marked."""
+        if self.exchanges is self._alone:  # else numbers are those of several configurations, each of them checked
+            self.check_run(run)
         return Lockstep(run, *self.marks(run), trains=self.trains(run), train="step" if self._of_gradients else "train")
 
     def marks(self, run: RunFacts) -> list[Mark]:
@@ -107,9 +115,9 @@ class Composed(Settings):
         )
         same_for_all = all(e.how.common and not isinstance(e.keep, torch.Tensor) and not isinstance(e.delay, tuple)
                            for e in self.exchanges)  # fmt: skip
-        settings = [self.inner.spec.kwargs, self.inner.max_norm]
-        per_node = any(x.dim() > 0 and x.shape[-1] > 1 for x in leaves(settings))
-        return agreeing and same_for_all and not per_node and (run.presence is None or run.presence.rejoin != "own")
+        return (
+            agreeing and same_for_all and not self._per_node and (run.presence is None or run.presence.rejoin != "own")
+        )
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what each node has of its own, and what all nodes share, `[1, *]` both."""
@@ -125,6 +133,13 @@ class Composed(Settings):
     def result(self, state: State) -> Tree:
         """Return the parameters `[1 or K, *]` whose mean over the present nodes is the run's model."""
         return state.params
+
+    def __repr__(self) -> str:
+        inner, options = self.inner, {"max_norm": None, "lr_scheduler": None, "warmup_steps": 0, "cosine_anneal": False}
+        parts = [repr(inner.spec), *([f"exchanges={self.exchanges!r}"] if self.exchanges else [])]
+        given = {name: getattr(inner, name) for name, usual in options.items() if not same(getattr(inner, name), usual)}
+        parts += [f"{name}={getattr(value, '__name__', repr(value))}" for name, value in given.items()]
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     # ----------------------------------------------------------------------------------------------------- handlers
 

@@ -48,7 +48,7 @@ class Sparse(Around):
             [3., 3., 5.]])
     """
 
-    common = False  # type: ignore[assignment]
+    common = False
 
     def __init__(self, selector: Selector | float, inner: Average) -> None:
         super().__init__(inner)
@@ -98,7 +98,7 @@ class Sparse(Around):
     def _drawn(self, values: Tree, at: Meeting) -> Tree:
         """Draw the coordinates of this exchange, the same in all configurations of a group."""
         held = at.of_one(at.shared["selector"]) if "selector" in at.shared else {}
-        index, state = self.selector.select(at.shapes(values), held, at.exchange, at)  # type: ignore[arg-type]
+        index, state = self.selector.select(at.shapes(values), held, at.exchange, at)
         if state is not held:
             at.shared["selector"] = at.for_all(state)
         return {name: placed(where, values[name].device) for name, where in index.items()}
@@ -138,7 +138,7 @@ class MostMoved(Average):
     """
 
     common = False
-    one_message = True  # type: ignore[assignment]
+    one_message = True
 
     def __init__(self, fraction: float = 0.005, bits: int | None = None) -> None:
         self.fraction = check_fraction("fraction", fraction)

@@ -28,11 +28,12 @@ from vecgym.collectives import Collectives
 from vecgym.collectives.topology import sample_nodes
 from vecgym.core import check, rng, tree
 from vecgym.core.devices import placed
+from vecgym.core.transforms import readable
 from vecgym.core.tree import Tree
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import Rows
 from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
-from vecgym.strategy.averages import Average, Around, ExchangeFacts, ServerMean, State, check_average, innermost
+from vecgym.strategy.averages import Around, Average, ExchangeFacts, ServerMean, State, check_average, innermost
 from vecgym.strategy.coded import Compressed
 from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
 from vecgym.strategy.settings import Settings
@@ -100,7 +101,8 @@ class Meeting:
     Attributes:
         comm: the collectives among those who meet, the only way to other nodes.
         own, shared: what the exchange remembers of each node and of all, by name.
-        exchange: exchanges before this one, by the exchange's own count.
+        exchange: exchanges before this one, by the exchange's own count; with a `SyncWeight` the step.
+        made: exchanges made before this one: with a `SyncWeight` the sum of the weights, else `exchange`.
         step: steps before the one after which the nodes agree.
         nodes: the ids of the nodes in this process, of one configuration.
         size: C.
@@ -117,14 +119,15 @@ class Meeting:
     """
 
     def __init__(
-        self, comm: Collectives, own: Any = None, shared: Any = None, *, exchange: int = 0, step: int = 0, seed: int = 0,
-        **more: Any,
+        self, comm: Collectives, own: Any = None, shared: Any = None, *, exchange: int = 0, step: int = 0,
+        seed: int = 0, **more: Any,
     ) -> None:  # fmt: skip
         self.comm, self.exchange, self.step, self.seed = comm, exchange, step, seed
         self.own: Any = {} if own is None else own
         self.shared: Any = {} if shared is None else shared
         self.nodes: list[int] = comm.ids.tolist()
         self.size = 1
+        self.weights_before: Tensor | None = None  # of a `SyncWeight`
         self.inplace = self.inplace_state = self.exact = False
         self.last = True
         self.examples: tuple[int, ...] | None = None  # of all who meet
@@ -137,6 +140,14 @@ class Meeting:
         twin = copy.copy(self)
         vars(twin).update(changes)
         return twin
+
+    @property
+    def made(self) -> float:
+        """Exchanges made before this one."""
+        if self.weights_before is None:
+            return self.exchange
+        with readable():
+            return sum(self.weights_before.detach().tolist())
 
     @property
     def ids(self) -> Tensor:
@@ -298,12 +309,13 @@ class Exchange(Settings):
         fragments: their number, lists of names of parameters or modules, or a function from a parameter's name to 0, 1,
             ...; None: three blocks to a fragment; see `vecgym.strategy.fragments.cut`.
         offsets: for each fragment the steps before its first exchange; (p + 1) every / F if not given.
-        pattern: "strided" deals out the model's blocks to the fragments in turn; "sequential" keeps neighbours together.
+        pattern: "strided" deals out the model's blocks to the fragments in turn; "sequential" keeps neighbours
+            together.
         participation: the fraction of the nodes, drawn anew for each round (at least one), that trains and takes part.
-        resting: what the others do then: "take" what a server sends to them, or "keep" what they have. None: "take" with
-            a `ServerMean`, else "keep".
-        lost: the probability, for each node and exchange, that its message is lost: its values then do not count, and it
-            goes on with its own.
+        resting: what the others do then: "take" what a server sends to them, or "keep" what they have. None: "take"
+            with a `ServerMean`, else "keep".
+        lost: the probability, for each node and exchange, that its message is lost: its values then do not count, and
+            it goes on with its own.
         unit: steps that count as one: `every`, `delay` and `offsets` are in units of it, and random numbers go by it.
 
     Raises:
@@ -334,15 +346,17 @@ class Exchange(Settings):
         unit: int = 1,
     ) -> None:  # fmt: skip
         self.how = check_average("how", how)
-        self._when: Any = every if hasattr(every, "due") else as_when(every, "every")  # type: ignore[arg-type]
-        self.every = every if self._when is every or callable(every) else self._when.H
+        given: Any = every
+        self._when: Any = given if hasattr(given, "due") else as_when(given, "every")
+        self.every = given if self._when is given or callable(given) else self._when.H
         self.of = _of(of)
         self.delay = _delay(delay)
         self.late = check.choice("late", late, ("value", "change"))
         self.keep = check.per_node("keep", keep, "[0, 1]", "what a node keeps of its own")
         self.fragments = check_fragments("fragments", fragments)
         self.offsets = _offsets(offsets, fragments)
-        self.pattern = check.choice("pattern", pattern, get_args(Pattern))
+        check.choice("pattern", pattern, get_args(Pattern))
+        self.pattern = pattern
         self.participation = check.number(
             "participation", participation, "(0, 1]", "the fraction of nodes that trains in a round"
         )
@@ -395,7 +409,7 @@ class Exchange(Settings):
             raise ValueError('late="change" without a delay has no effect: give delay=1, or more, or leave it out.')
         if self.late == "change" and (not _is_zero(self.keep) or self._takes):
             raise ValueError(
-                f'{self!r}: a change is each node\'s own, and all of it is added: leave out keep, and give '
+                f"{self!r}: a change is each node's own, and all of it is added: leave out keep, and give "
                 'resting="keep".'
             )
 
@@ -431,9 +445,7 @@ class Exchange(Settings):
         elif self.offsets is not None:
             Rounds(self._when.H, min(self.offsets)).check(steps, self)
         if isinstance(self.delay, tuple) and len(self.delay) != K:
-            raise ValueError(
-                f"delay is for {len(self.delay)} nodes and the run has {K}: give a number, or [{K}]."
-            )
+            raise ValueError(f"delay is for {len(self.delay)} nodes and the run has {K}: give a number, or [{K}].")
         check.per_node("keep", self.keep, num_nodes=K)
         check_in_time(self, "delay", max(self._delays(1)), steps)
         self.average.check(self.facts(run))
@@ -580,7 +592,7 @@ class Exchange(Settings):
         delays, takers = self._delays(run.num_nodes), None if self._takes else senders
         lags, settles = sorted(set(delays)), self.late == "value"
         found = []
-        if settles and lags[0] and run.presence is not None and self.average.one_message:
+        if settles and lags[0] and run.presence is not None and self.average.one_message and _settles(self.how):
             # Perhaps nobody is present then who was when they agreed; what all share changes all the same.
             found.append(Mark("settle", _Later(when, lags[0]), 0, None, of._replace(lag=lags[0])))
             settles = False
@@ -760,7 +772,7 @@ class Exchange(Settings):
     ) -> Meeting:  # fmt: skip
         number, step, of = part.event.info if due is None else due
         run, members = part.run, part.event.rows
-        examples = run.num_examples
+        when, examples = self._when, run.num_examples
         if examples is not None and members is not None:
             examples = tuple(examples[node] for node in members)
         return Meeting(
@@ -768,6 +780,7 @@ class Exchange(Settings):
             step=(step - of.lag) // self.unit, seed=run.seed, nodes=part.nodes, size=part.size, examples=examples,
             inplace=inplace and part.inplace, inplace_state=inplace_state and part.inplace,
             exact=part.simulation.exact, rate=lambda: part.lr,
+            weights_before=when.weights[:number] if isinstance(when, SyncWeight) else None,
         )  # fmt: skip
 
     def _messages(self, at: Meeting) -> Any:
@@ -775,7 +788,7 @@ class Exchange(Settings):
 
     def _forget(self, part: Part, label: str, until: int) -> None:
         """Drop the messages that nobody has taken in time, since none was present who could."""
-        for rows in (part.own, part.shared):
+        for rows in _trees(part):
             for name in [x for x in rows.whole if x.startswith((f"{label}/message ", f"{label}/index "))]:
                 if int(name.rsplit(" ", 1)[1]) < until:
                     del rows[name]
@@ -831,11 +844,13 @@ class Exchange(Settings):
         K, lead = len(at.nodes), at.lead
         for name, x in new.items():
             y = old[name]
-            if x is not y and (x.shape[lead:] != y.shape[lead:] or x.dim() != y.dim() or x.shape[lead - 1] not in (1, K)):
+            if x is not y and (
+                x.shape[lead:] != y.shape[lead:] or x.dim() != y.dim() or x.shape[lead - 1] not in (1, K)
+            ):
                 shape = [f"1 or {K}" if K > 1 else "1", *map(str, y.shape[lead:])]
                 raise ValueError(
-                    f"{self.how!r} returned {name!r} in shape {list(x.shape)}; expected [{', '.join(shape)}]: the nodes first, "
-                    "or 1 for what is the same on all."
+                    f"{self.how!r} returned {name!r} in shape {list(x.shape)}; expected [{', '.join(shape)}]: the "
+                    "nodes first, or 1 for what is the same on all."
                 )
         return new
 
@@ -870,11 +885,17 @@ def blend(part: Part, weight: Tensor) -> None:
         share = placed(weight, new.device, new.dtype if new.is_floating_point() else torch.float64)
         return new if new is old else (1 - share) * old + share * new
 
-    of_event: tuple[Rows, Rows] = (part.own, part.shared)
-    for rows in of_event:
+    for rows in _trees(part):
+        before = getattr(rows, "shown", rows.taken)  # of a group `[C, K, *]`, as what is assigned
         for name, new in rows.assigned.items():
             if new is not None:
-                rows.assigned[name] = tree.map_leaves(between, new, rows.taken(name))
+                rows.assigned[name] = tree.map_leaves(between, new, before(name))
+
+
+def _trees(part: Part) -> list[Rows]:
+    """Return what holds the trees of an event: in a stack, what all groups have and what this one has are apart."""
+    found: list[Any] = [part.own, part.shared]
+    return [x for rows in found for x in ((rows.common, rows.others) if hasattr(rows, "common") else (rows,))]
 
 
 def moments_in(optimizer: Mapping[str, Any], params: Tree) -> dict[str, Tree]:
@@ -957,6 +978,13 @@ def _is_zero(keep: float | Tensor) -> bool:
 
 def _holds(average: Average, kind: type) -> bool:
     return isinstance(average, kind) or (isinstance(average, Around) and _holds(average.inner, kind))
+
+
+def _settles(average: Average) -> bool:
+    """Whether what all share changes with a message."""
+    if isinstance(average, Around) and type(average).settle is Around.settle:
+        return _settles(average.inner)
+    return type(average).settle is not Average.settle
 
 
 def _of(of: Any) -> str | tuple[str, ...]:
