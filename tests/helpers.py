@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +19,7 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.simulation import Simulation, State
 from vecgym.strategy.simulated import simulation_of
-from vecgym.simulation.state import HookState
 from vecgym.strategy import Strategy
-from vecgym.sweeps.merged import StackSimulation as Stack
 
 # Activation checkpointing under vmap needs a torch whose checkpoint() keeps its arguments without an autograd.Function.
 STACKS_CHECKPOINTS = hasattr(_CheckpointFrame, "save_inputs")
@@ -105,9 +102,7 @@ def simulation(
     threads = None if compile else node_threads
     local = Engine(model, engine=engine, chunk_size=chunk_size, node_threads=threads, compile=compile)
     local.prepare(batches[0], mean=strategy.mean_gradient)
-    several = comm is not None and comm.num_configs > 1
-    make: Any = Stack if several else partial(simulation_of, exact=exact)
-    found: Simulation = make(
+    return simulation_of(
         model,
         strategy,
         comm or Recording(next(iter(tree.leaves(batches[0]))).shape[0]),
@@ -116,8 +111,8 @@ def simulation(
         seed=seed,
         minibatch_size=minibatch_size,
         num_examples=num_examples,
+        exact=exact,
     )
-    return found
 
 
 def run(
@@ -145,8 +140,7 @@ def advance(sim: Simulation, state: State, batches: Sequence[Any], *, differenti
     losses, active, groups = [], [], []
     for batch in batches:
         drawn.clear()
-        how: dict[str, Any] = {"differentiable" if isinstance(sim, Stack) else "pure": differentiable}
-        state, row = sim.step(state, batch, **how)
+        state, row = sim.step(state, batch, pure=differentiable)
         sim.comm.ledger.add(state.step - 1, row.transfers)
         losses.append(row.losses)
         active.append(None if row.active is None else tuple(row.active))
@@ -154,15 +148,6 @@ def advance(sim: Simulation, state: State, batches: Sequence[Any], *, differenti
     num_rows = len(sim.comm.node_ids)
     params, buffers = nodes.expand(state.params, num_rows), nodes.expand(state.buffers, num_rows)
     return Run(sim, torch.stack(losses), state, params, buffers, sim.comm, active, groups)
-
-
-def known(run: Any) -> HookState:
-    """The state of a `Run`, or of a `Trainer`'s, as the hooks of a strategy know it, counts and all."""
-    if isinstance(run.state, HookState):
-        return run.state
-    simulation = run.simulation if isinstance(run, Run) else run.run.simulation
-    found: HookState = simulation.algorithm.as_hooks_know(run.state)
-    return found
 
 
 # ------------------------------------------------------------------------------------------ comparing
@@ -174,8 +159,6 @@ def flat(values: Any, path: str = "") -> dict[str, Tensor]:
         return {path: values}
     if isinstance(values, State):
         values = {"own": values.own, "shared": values.shared}
-    if isinstance(values, HookState):
-        values = {name: getattr(values, name) for name in ("params", "buffers", "optimizer", "strategy")}
     assert isinstance(values, Mapping), f"{path} is a {type(values).__name__}"
     found: dict[str, Tensor] = {}
     for key, value in values.items():

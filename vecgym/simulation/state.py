@@ -315,40 +315,6 @@ def _indices(rows: Rows) -> Tensor | None:
     return torch.arange(rows.size)[rows.index] if isinstance(rows.index, slice) else rows.index
 
 
-@dataclass(frozen=True)
-class HookState:
-    """All that evolves in a run, as the hooks of a strategy see it.
-
-    A node dimension of size 1 means "the same on every node". If the L nodes belong to C configurations, parameters may
-    be `[C, *]`: one row for L / C nodes each.
-
-    Attributes:
-        step: number of optimizer steps taken.
-        params: trainable parameters, `[1 or L, *]`.
-        buffers: `[1 or L, *]`.
-        optimizer: the inner optimizer's state.
-        strategy: the communication modules' states.
-        node_steps: optimizer steps that each node has taken, `[L]`.
-
-    >>> import torch
-    >>> from torch import nn
-    >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.strategy.simulated import simulation_of
-    >>> from vecgym.strategy import DiLoCoStrategy
-    >>> simulation = simulation_of(nn.Linear(2, 1), DiLoCoStrategy("sgd", lr=0.1), StackedCollectives(4))
-    >>> state = simulation.algorithm.as_hooks_know(simulation.init())
-    >>> state.step, state.params["weight"].shape, state.strategy["0"]["params"]["bias"].shape
-    (0, torch.Size([1, 1, 2]), torch.Size([1, 1]))
-    """
-
-    step: int
-    params: Tree
-    buffers: Tree
-    optimizer: dict[str, Any]
-    strategy: dict[str, Any]
-    node_steps: Tensor
-
-
 class Result(NamedTuple):
     """The run's model: the mean of parameters and buffers over its members.
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from vecgym.collectives.ledger import bytes_of
+from vecgym.core import nodes
 from vecgym.runs.async_plan import Updates
 from vecgym.runs.asynchronous import recorded_of
 from vecgym.runs.recorder import mean_rate
