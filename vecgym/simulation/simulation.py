@@ -406,6 +406,7 @@ class Simulation:
         self.groups = [Group(algorithm, run)]
         self.here = range(run.num_nodes) if here is None else here
         self.minibatch_size, self.exact, self.dry = minibatch_size, exact, dry
+        check_run(algorithm, run)
         self.timetable = algorithm.timetable(run)
         self._places = functools.lru_cache(CACHED_PLACES)(self._place)
 
@@ -620,6 +621,12 @@ class Simulation:
 
 def _later(counts: int | list[int], steps: int) -> int | list[int]:
     return counts + steps if isinstance(counts, int) else [count + steps for count in counts]
+
+
+def check_run(algorithm: Any, run: RunFacts) -> None:
+    """Raise a ValueError if an algorithm cannot work for this run, as its own `check_run` says."""
+    if hasattr(algorithm, "check_run"):
+        algorithm.check_run(run)
 
 
 def index_of(rows: list[int], size: int) -> Index:

@@ -32,6 +32,7 @@ from vecgym.simulation.simulation import (
     Request,
     Row,
     Simulation,
+    check_run,
     index_of,
 )
 from vecgym.simulation.state import GroupRows, Result, Rows, SplitRows, State
@@ -127,6 +128,9 @@ class Stack(Simulation):
         self.run, self.algorithm = self.groups[0].run, self.groups[0].algorithm
         self.num_configs = sum(group.size for group in groups)
         self.here = range(self.num_configs * self.run.num_nodes)
+        for group in self.groups:
+            for member in group.members or (group.algorithm,):
+                check_run(member, group.run)
         self.tables = [group.algorithm.timetable(group.run) for group in self.groups]
         self.timetable = Together(self.groups, self.tables)
         self.whole = self._whole()
