@@ -14,7 +14,7 @@ from vecgym.core.devices import placed
 from vecgym.core.tree import Tree, leaves
 from vecgym.optim.clip import check_max_norm, clip_grad_norm
 from vecgym.optim.schedule import Schedule, check_schedule, make_schedule
-from vecgym.optim.spec import OptimSpec
+from vecgym.optim.spec import Key, OptimSpec, merge_key, merged_spec, per_row
 
 Counts = int | Sequence[int]  # of all rows, or of each
 Slots = dict[str, Any]  # an optimizer's state: slot -> parameter -> [1 or rows, *]
@@ -59,6 +59,7 @@ class Optimizer:
         self._rule = spec.rule()
         self._per_node: bool | None = None if spec.param_groups else _has_several(spec.kwargs)
         self._factor = functools.lru_cache(1)(self._make_factor)
+        self._wide: dict[int, Optimizer] = {}
 
     @property
     def scheduled(self) -> bool:
@@ -122,6 +123,46 @@ class Optimizer:
         return row_by_row(
             lambda i, p, g, s: self._step(p, g, s, _of(counts, i), _of(lr, i), inplace, ids[i : i + 1]),
             params, grads, state, num_rows,
+        )  # fmt: skip
+
+    @property
+    def merge_key(self) -> Key | None:
+        """A key that is equal for optimizers that can be `merged`; None: this one cannot.
+
+        >>> Optimizer(OptimSpec("sgd", lr=0.1)).merge_key == Optimizer(OptimSpec("sgd", lr=0.2)).merge_key
+        True
+        >>> Optimizer(OptimSpec("sgd"), max_norm=1.0).merge_key == Optimizer(OptimSpec("sgd")).merge_key
+        False
+        """
+        key = merge_key(self.spec)
+        if key is None or (isinstance(self.max_norm, Tensor) and self.max_norm.dim() > 0):
+            return None
+        return *key, self.max_norm is None, self.lr_scheduler, self.warmup_steps, self.cosine_anneal
+
+    @classmethod
+    def merged(cls, optimizers: Sequence[Optimizer]) -> Optimizer:
+        """Merge optimizers of equal `merge_key` into one, with a value for each, `[C]`, where their numbers differ.
+
+        >>> Optimizer.merged([Optimizer(OptimSpec("sgd", lr=0.5)), Optimizer(OptimSpec("sgd", lr=0.25))]).wide(2).spec
+        OptimSpec(SGD, lr=tensor([0.5000, 0.5000, 0.2500, 0.2500], dtype=torch.float64))
+        """
+        first, once = optimizers[0], [1] * len(optimizers)
+        norm = None if first.max_norm is None else per_row([x.max_norm for x in optimizers], once)
+        return first._with(merged_spec([x.spec for x in optimizers], once), norm)
+
+    def wide(self, num_rows: int) -> Optimizer:
+        """Return the same optimizer with each of its values, `[C]`, for so many rows: `[C * rows]`."""
+        if num_rows not in self._wide:
+            wide = functools.partial(torch.repeat_interleave, repeats=num_rows)
+            norm = wide(self.max_norm) if _has_several([self.max_norm]) else self.max_norm
+            several = num_rows > 1 and (norm is not self.max_norm or _has_several(self.spec.kwargs))
+            self._wide[num_rows] = self._with(self.spec.mapped(wide), norm) if several else self
+        return self._wide[num_rows]
+
+    def _with(self, spec: OptimSpec, max_norm: float | Tensor | None) -> Optimizer:
+        return Optimizer(
+            spec, max_norm=max_norm, lr_scheduler=self.lr_scheduler, warmup_steps=self.warmup_steps,
+            cosine_anneal=self.cosine_anneal,
         )  # fmt: skip
 
     def _step(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from vecgym.core import nodes, rng, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
-from vecgym.simulation.state import Index, Result, Rows, State, put_back
+from vecgym.simulation.state import Index, Result, Rows, SplitRows, State, put_back
 from vecgym.simulation.timetable import Event, RunFacts, Timetable
 
 Request = tuple[list[int], "int | list[int]"]  # rows of this process, and which of its own batches each reads
@@ -37,6 +37,48 @@ class Algorithm(Protocol):
         """Return what each node has of its own, `[1 or K, *]`, and what all nodes share, `[1, *]`."""
 
 
+class LocalTraining:
+    """An algorithm whose nodes train each by itself, with `inner`, a `vecgym.optim.Optimizer`.
+
+    In a stack, all that train in this way do so in one call. Any event `train` has its gradients at the parameters with
+    which it begins, in one call for the groups of a stack: a step that moves its parameters before, or takes gradients
+    elsewhere, has another name.
+    """
+
+    inner: Any
+
+    def train(self, part: Part) -> None:
+        """Let each node take a step of the inner optimizer."""
+        part.optimize(part.gradients())
+        part.report(part.losses)
+
+
+class Group(NamedTuple):
+    """Configurations that differ in numbers only: neighbouring rows with one timetable and one call of each handler.
+
+    Attributes:
+        algorithm: its numbers are `[C]` where the configurations' differ.
+        run: what is known of each of them in advance; they have one seed.
+        first: the first row. Node i of configuration c is row `first + c K + i`.
+        size: C, the number of configurations.
+        members: the algorithm of each configuration alone, which makes its initial state; none: `algorithm` does.
+
+    >>> Group(None, RunFacts(num_nodes=3), first=6, size=2).rows((0, 2))
+    [6, 8, 9, 11]
+    """
+
+    algorithm: Any
+    run: RunFacts
+    first: int = 0
+    size: int = 1
+    members: tuple[Any, ...] = ()
+
+    def rows(self, nodes: Sequence[int] | None = None) -> list[int]:
+        """Return the rows of some nodes; None: of all."""
+        K = self.run.num_nodes
+        return [self.first + c * K + i for c in range(self.size) for i in (range(K) if nodes is None else nodes)]
+
+
 @dataclass
 class Draft:
     """The state within a tick."""
@@ -48,7 +90,9 @@ class Draft:
     pure: bool
     reports: list[tuple[list[int], Tensor]] = field(default_factory=list)
     columns: dict[str, Any] = field(default_factory=dict)
-    memo: dict[str, Any] = field(default_factory=dict)
+    memo: dict[Any, Any] = field(default_factory=dict)
+    transfers: Sequence[Transfer] = ()
+    groups: list[int | None] = field(default_factory=list)  # of a stack: whose each transfer is
 
     @property
     def home(self) -> dict[str, Any]:
@@ -68,12 +112,20 @@ class Place(NamedTuple):
     Attributes:
         rows: those in this process.
         at: their index among all rows of the process.
-        comm: the collectives among the rows of the event, in all processes.
+        comm: the collectives among the rows of the event, in all processes; in each configuration of a group.
+        nodes: the node id of each row.
+        seeds: the seed of each row.
+        size: number of configurations.
+        within: their index among the rows of their group.
     """
 
     rows: list[int]
     at: Index
     comm: Collectives
+    nodes: list[int]
+    seeds: list[int]
+    size: int = 1
+    within: Index = None
 
 
 class Part:
@@ -83,6 +135,8 @@ class Part:
         own: what these nodes have of their own, `part.own["params"]` for instance, `[rows, *]`.
         shared: what all nodes share, `[1, *]`.
         home: the one of the two that holds parameters and optimizer.
+        size: the number C of configurations. If there are several, their nodes are in dimension 1: own `[C, K, *]`,
+            shared `[C, 1, *]`, likewise gradients, losses, and what `comm` takes and returns. `spread` shapes numbers.
         comm: the collectives among these nodes.
         counts: step counts that index data, rates and random numbers: one number, or one for each row.
         made: optimizer steps that the nodes have taken, likewise.
@@ -93,14 +147,31 @@ class Part:
     def __init__(self, simulation: Simulation, draft: Draft, event: Event) -> None:
         self.simulation, self.event = simulation, event
         self._draft = draft
-        self.rows, index, self.comm = simulation.place(event.rows)
-        self.own, self.shared = Rows(draft.own, index, len(simulation.here)), Rows(draft.shared, None, 1)
-        self.home = self.shared if "params" in draft.shared else self.own
+        self.place = place = simulation.place(event.rows, event.group)
+        self.rows, self.comm, self.size = place.rows, place.comm, place.size
+        self.group = simulation.group_of(event.group)
+        self.own, self.shared, self.memo, self._columns = simulation.trees(draft, event, place)
+        self.home: Rows | SplitRows = self.shared if "params" in self.shared.whole else self.own
         self.counts = self._here(event.counts)
         self.made = self.counts if event.made is None else self._here(event.made)
         self.losses: Tensor | None = None
-        self.memo = draft.memo
+        self.given: Local | None = None  # gradients that were computed together with other groups'
         self._num_read = self._num_steps = 0
+
+    @property
+    def algorithm(self) -> Any:
+        """The settings of these configurations."""
+        return self.group.algorithm
+
+    @property
+    def run(self) -> RunFacts:
+        """What was known about the run in advance."""
+        return self.group.run
+
+    @property
+    def nodes(self) -> list[int]:
+        """The node ids of these rows, in each configuration."""
+        return self.place.nodes if self.size == 1 else self.place.nodes[: len(self.rows) // self.size]
 
     @property
     def tick(self) -> int:
@@ -132,51 +203,85 @@ class Part:
             mean: only the mean of the gradients is used. If the nodes share their parameters, it alone may be
                 computed, `[1, *]`.
         """
-        local = self.simulation.gradients(self, at, mean)
-        self.losses = local.losses
-        return local.grads
+        local = self.simulation.gradients(self, at, mean) if self.given is None else self._given(at)
+        self.losses, grads = local.losses, local.grads
+        if self.size > 1:
+            self.losses, grads = self._apart(self.losses), tree.map(self._apart, grads)
+        return grads
+
+    def _given(self, at: Tree | None) -> Local:
+        self._num_read += 1
+        self.check_reads(at_end=False)
+        if at is not None or "params" in self.home.of("params").assigned:
+            raise TypeError(
+                f"{type(self.algorithm).__name__}.train takes gradients at other parameters than those with which it "
+                "begins, but in a stack the events `train` of all groups share one call: give it another name, "
+                'Lockstep(run, train="step").'
+            )
+        assert self.given is not None
+        return self.given
 
     @property
     def lr(self) -> Any:
-        """The inner learning rate of the next step, schedule included: a number, `[]` or `[rows]`."""
-        own, inner = self.home is self.own, self.simulation.algorithm.inner
-        counts = _later(self.counts if own else self.tick, self._num_steps)
-        return inner.lr(counts, self.simulation.timetable.max_steps, self._ids if own else None)
+        """The inner learning rate of the next step, schedule included.
+
+        A number, `[]` or `[rows]`; of several configurations a number, `[C]` or `[C, rows]`.
+        """
+        own, inner = self.home is self.own, self.algorithm.inner
+        counts, max_steps = self._later(self.counts), self.simulation.max_steps_of(self.event.group)
+        if self.size > 1 and not isinstance(counts, int):
+            lr = inner.wide(len(self.rows) // self.size).lr(counts, max_steps)
+            return self._apart(lr) if isinstance(lr, Tensor) and lr.dim() else lr
+        return inner.lr(counts, max_steps, self._ids if own else None)
 
     def optimize(self, grads: Tree, lr: Any = None) -> None:
         """Take the inner optimizer's step of these rows.
 
         Args:
-            grads: `[1 or rows, *]`; may be overwritten.
+            grads: `[1 or rows, *]`, `[C, 1 or rows, *]`; may be overwritten.
             lr: another learning rate than `lr`.
         """
-        own, simulation = self.home is self.own, self.simulation
+        own, simulation, home = self.home is self.own, self.simulation, self.home
         if self.rows or not own:
-            made, exact = _later(self.made if own else self.tick, self._num_steps), simulation.exact
-            new = simulation.algorithm.inner.step(
-                self.params, grads, self.home["optimizer"], made, self.lr if lr is None else lr,
-                inplace=self.inplace, nodes=self._ids if own else None, exact=exact,
+            inner, lr = self.algorithm.inner, self.lr if lr is None else lr
+            if self.size > 1:
+                num_rows = len(self.rows) // self.size if own else 1
+                inner, lr = inner.wide(num_rows), _each_row(lr, self.size, num_rows)
+                grads = tree.map(lambda g: _flat(g, self.size, num_rows), grads)
+            params, slots = inner.step(
+                home.flat("params"), grads, home.flat("optimizer"), self._later(self.made), lr,
+                inplace=self.inplace, nodes=self._ids if own else None, exact=simulation.exact,
             )  # fmt: skip
-            self.params, self.home["optimizer"] = new
+            home.put_flat("params", params)
+            home.put_flat("optimizer", slots)
         self._num_steps += 1
+
+    def _later(self, counts: int | list[int]) -> int | list[int]:
+        """Return the counts after the steps of this event; what is shared goes by the tick."""
+        return _later(counts if self.home is self.own else self.tick, self._num_steps)
 
     @property
     def _ids(self) -> list[int] | None:
-        """The node ids of these rows; None: all nodes."""
-        return None if len(self.rows) == self.simulation.run.num_nodes else self.rows
+        """The node ids of these rows, by which values of each node are chosen; None: all nodes."""
+        if self.event.group is None:  # each row has its own
+            return None if self.event.rows is None else self.rows
+        return None if len(self.rows) == self.simulation.run.num_nodes or self.size > 1 else self.place.nodes
+
+    def _apart(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (self.size, -1))
 
     def report(self, losses: Tensor | None = None, **columns: Any) -> None:
         """Add the losses of these rows, and other measurements, to the tick's row of the history."""
         if losses is not None:
-            self._draft.reports.append((self.rows, losses.clone()))
-        self._draft.columns.update(columns)
+            self._draft.reports.append((self.rows, (losses if self.size == 1 else losses.flatten()).clone()))
+        self._columns.update(columns)
 
     def generator(self, purpose: str, *ids: int) -> torch.Generator:
         """Return a generator keyed by the run's seed, the purpose and the ids, the same in every process.
 
         Include `part.tick` in the ids to draw anew in every tick.
         """
-        return rng.generator(self.simulation.run.seed, purpose, *ids)
+        return rng.generator(self.run.seed, purpose, *ids)
 
     def next_batch(self) -> tuple[Any, list[int] | None]:
         """Return the next batch of these rows, and how many of its examples are each row's own; None: all."""
@@ -203,15 +308,18 @@ class Part:
 
     def put(self) -> None:
         """Write what was assigned into the tick's state."""
-        put_back([self.own, self.shared], pure=self._draft.pure)
+        own = [self.own.common, self.own.others] if isinstance(self.own, SplitRows) else [self.own]
+        put_back([*own, self.shared], pure=self._draft.pure)
 
     def _here(self, counts: int | tuple[int, ...]) -> int | list[int]:
         """Return the counts of the rows in this process; one number if all are equal."""
         if isinstance(counts, int):
             return counts
-        rows = range(self.simulation.run.num_nodes) if self.event.rows is None else self.event.rows
-        count_of = dict(zip(rows, counts))
-        local = [count_of[row] for row in self.rows]
+        every, mine = self.simulation.run.num_nodes, self.place.nodes
+        if self.event.group is None:
+            every, mine = len(self.simulation.here), self.rows
+        count_of = dict(zip(range(every) if self.event.rows is None else self.event.rows, counts))
+        local = [count_of[row] for row in mine]
         return local[0] if len(set(local)) == 1 else local
 
 
@@ -221,7 +329,9 @@ class Row(NamedTuple):
     Attributes:
         tick: counted from 1.
         losses: of the rows of this process; nan where a node did not train.
-        columns: what else handlers reported.
+        columns: what else handlers reported; of a stack, by group.
+        groups: of a stack, whose each transfer is: what each configuration of a group has sent.
+        stack: the groups of a stack.
     """
 
     tick: int
@@ -229,16 +339,30 @@ class Row(NamedTuple):
     transfers: tuple[Transfer, ...]
     events: Sequence[Event]
     columns: dict[str, Any]
+    groups: tuple[int | None, ...] = ()
+    stack: Sequence[Group] = ()
 
     @property
     def active(self) -> list[int] | None:
-        """The nodes that trained, in all processes; None: all.
+        """The nodes that trained, in all processes, or the rows of a stack; None: all.
 
         >>> Row(1, torch.zeros(3), (), [Event("train", (0, 2), reads=1)], {}).active
         [0, 2]
         """
-        rows = [event.rows for event in self.events if event.reads]
-        return None if None in rows else sorted({row for some in rows for row in some or ()})
+        rows: list[Sequence[int] | None] = [event.rows for event in self.events if event.reads]
+        if self.stack and None not in [event.group for event in self.events if event.reads and event.rows is None]:
+            trained = [(event.group, event.rows) for event in self.events if event.reads]
+            rows = [some if group is None else self.stack[group].rows(some) for group, some in trained]
+        found = None if None in rows else sorted({row for some in rows for row in some or ()})
+        return None if self.stack and found is not None and len(found) == len(self.losses) else found
+
+    def sent_by(self, group: int) -> tuple[Transfer, ...]:
+        """Return what each configuration of a group has sent.
+
+        >>> Row(1, torch.zeros(2), ("a", "b"), [], {}, groups=(0, 1)).sent_by(1)
+        ('b',)
+        """
+        return tuple(transfer for transfer, whose in zip(self.transfers, self.groups) if whose == group)
 
 
 class Simulation:
@@ -261,16 +385,19 @@ class Simulation:
         read: Callable[[Iterator[Request]], Batches], *, here: range | None = None, minibatch_size: int | None = None,
         exact: bool = False,
     ) -> None:  # fmt: skip
+        run = replace(run, names=tuple(engine.params))
         self.engine, self.algorithm, self.run, self.comm, self.read = engine, algorithm, run, comm, read
+        self.groups = [Group(algorithm, run)]
         self.here = range(run.num_nodes) if here is None else here
         self.minibatch_size, self.exact = minibatch_size, exact
         self.timetable = algorithm.timetable(run)
-        self.place = functools.lru_cache(CACHED_PLACES)(self._place)
+        self._places = functools.lru_cache(CACHED_PLACES)(self._place)
 
     def of(self, algorithm: Algorithm, read: Callable[[Iterator[Request]], Batches]) -> Simulation:
         """Return the same run with other settings of the algorithm, on other data."""
         twin = copy.copy(self)
         twin.algorithm, twin.read = algorithm, read
+        twin.groups = [self.groups[0]._replace(algorithm=algorithm)]
         return twin
 
     def init(self, params: Tree | None = None) -> State:
@@ -337,11 +464,15 @@ class Simulation:
         """Yield which rows read which of their own batches, in order."""
         for events in ticks:
             for event in events:
-                pairs = [(row, count) for row, count in event.each(self.run.num_nodes) if row in self.here]
+                pairs = self.counted(event)
                 counts = [count for _, count in pairs]
                 same = bool(counts) and counts.count(counts[0]) == len(counts)
                 for k in range(event.reads if pairs else 0):
                     yield [row for row, _ in pairs], counts[0] + k if same else [count + k for count in counts]
+
+    def counted(self, event: Event) -> list[tuple[int, int]]:
+        """Return the event's rows in this process, each with its count."""
+        return [(row, count) for row, count in event.each(self.run.num_nodes) if row in self.here]
 
     def tick(
         self, state: State, events: Sequence[Event], batches: Batches, *, pure: bool = False,
@@ -353,56 +484,88 @@ class Simulation:
             state: must not be used afterwards, unless `pure`.
             before: called before each event.
         """
-        draft = Draft(state.tick, dict(state.own), dict(state.shared), batches, pure)
+        draft = self.draft(state, batches, pure)
         self.comm.step = state.tick
         with self.comm.ledger.recording() as transfers:
+            draft.transfers = transfers
             for event in events:
                 if before is not None:
                     before(event, draft)
                 self.handle(draft, event)
-        row = Row(state.tick + 1, self._losses(draft), tuple(transfers), events, draft.columns)
+        row = Row(state.tick + 1, self._losses(draft), tuple(transfers), events, draft.columns, tuple(draft.groups))
         return State(state.tick + 1, draft.own, draft.shared), row
 
-    def handle(self, draft: Draft, event: Event) -> None:
-        """Take the event's rows, let its method change them, and put them back."""
+    def draft(self, state: State, batches: Batches, pure: bool) -> Draft:
+        """Return what a tick changes: the trees are the state's, the dicts of names are not."""
+        return Draft(state.tick, dict(state.own), dict(state.shared), batches, pure)
+
+    def trees(self, draft: Draft, event: Event, place: Place) -> tuple[Rows | SplitRows, Rows, dict[Any, Any], Any]:
+        """Return an event's rows of `own` and `shared`, its memo, and where it reports its columns."""
+        return Rows(draft.own, place.at, len(self.here)), Rows(draft.shared, None, 1), draft.memo, draft.columns
+
+    def group_of(self, number: int | None) -> Group:
+        """Return a group; None: all rows."""
+        return self.groups[0]
+
+    def max_steps_of(self, group: int | None) -> int:
+        """Return the length of a group's schedule of learning rates."""
+        return self.timetable.max_steps
+
+    def place(self, rows: tuple[int, ...] | None, group: int | None = 0) -> Place:
+        """Return where some rows are; it is cached."""
+        return self._places(rows, group)
+
+    def handle(self, draft: Draft, event: Event, given: Local | None = None) -> None:
+        """Take the event's rows, let its method change them, and put them back.
+
+        Args:
+            given: their gradients, where they are known already.
+        """
         part = Part(self, draft, event)
-        part.comm.step = draft.tick
-        handler = getattr(self.algorithm, event.what, None)
+        part.comm.step, part.given = draft.tick, given
+        handler = getattr(part.algorithm, event.what, None)
         if handler is None:
-            raise TypeError(f"{type(self.algorithm).__name__} has no method {event.what!r}, named by its timetable.")
+            raise TypeError(f"{type(part.algorithm).__name__} has no method {event.what!r}, named by its timetable.")
         handler(part)
         part.check_reads(at_end=True)
         part.put()
 
     def gradients(self, part: Part, at: Tree | None, mean: bool) -> Local:
         """Compute the gradients of some rows on their next batches: the one place that calls the engine for them."""
-        params = part.params if at is None else at
-        if not part.rows:
+        num_rows, size = len(part.rows), part.size
+        params = part.home.flat("params") if at is None else at
+        if not num_rows:
             return Local(tree.map(lambda p: p[:0], params), next(iter(params.values())).new_empty(0), {})
-        step, shared = part.read_at, part.shared["buffers"]
-        buffers, (batch, limits) = {**shared, **part.own["buffers"]}, part.next_batch()
+        shared = part.shared.flat("buffers")
+        if size > 1:  # nodes of a configuration may share theirs, `[C, *]`
+            params = params if at is None else tree.map(lambda p: _flat(p, size, num_rows // size), params)
+            params = nodes.expand(params, num_rows)
+            shared = tree.map(lambda b: b[:1] if b.stride(0) == 0 else nodes.expanded(b, num_rows), shared)
+        step, buffers, (batch, limits) = part.read_at, {**shared, **part.own.flat("buffers")}, part.next_batch()
         mean = mean and part.inplace and all(len(p) == 1 for p in params.values())
         if self.engine.written:  # each node writes to its own copy
-            params = nodes.widened(params, len(part.rows))
+            params = nodes.widened(params, num_rows)
         local = self.engine.gradients(
-            params, buffers, batch, seed=self.run.seed, step=step, node_ids=part.rows, limits=limits,
+            params, buffers, batch, seed=part.place.seeds, step=step, node_ids=part.place.nodes, limits=limits,
             minibatch_size=self.minibatch_size, mean=mean, differentiable=not part.inplace,
         )  # fmt: skip
         if mean and len(self.here) < self.run.num_nodes:  # averaged with other processes' means, as if each row's
-            local = local._replace(grads=nodes.expand(local.grads, len(part.rows)))
+            local = local._replace(grads=nodes.expand(local.grads, num_rows))
         if self.engine.written and at is None:
-            part.params = {**part.params, **{name: params[name] for name in self.engine.written}}
+            written = {name: params[name] for name in self.engine.written}
+            part.home.put_flat("params", {**part.home.flat("params"), **written})
         if changed := {name: x for name, x in local.buffers.items() if name not in shared}:
-            part.own["buffers"] = changed
+            part.own.put_flat("buffers", changed)
         return local
 
-    def _place(self, rows: tuple[int, ...] | None) -> Place:
+    def _place(self, rows: tuple[int, ...] | None, group: int | None) -> Place:
         K = self.run.num_nodes
         if rows is not None and not (rows == tuple(sorted(set(rows))) and set(rows) <= set(range(K))):
             raise ValueError(f"an event has rows {rows}; they must be distinct, ascending and from 0 to {K - 1}.")
         comm = self.comm if rows is None or len(rows) == K else self.comm.among(rows)
         here = [row for row in (range(K) if rows is None else rows) if row in self.here]
-        return Place(here, _index([row - self.here.start for row in here], len(self.here)), comm)
+        at = index_of([row - self.here.start for row in here], len(self.here))
+        return Place(here, at, comm, here, [self.run.seed] * len(here))
 
     def _losses(self, draft: Draft) -> Tensor:
         """Return the mean of the losses reported for each row."""
@@ -424,9 +587,36 @@ def _later(counts: int | list[int], steps: int) -> int | list[int]:
     return counts + steps if isinstance(counts, int) else [count + steps for count in counts]
 
 
-def _index(rows: list[int], size: int) -> Index:
-    """Return an index of these rows: None for all, a slice for consecutive rows."""
+def index_of(rows: list[int], size: int) -> Index:
+    """Return an index of these rows: None for all, a slice for consecutive rows.
+
+    >>> index_of([0, 1], size=2), index_of([1, 2], size=4), index_of([0, 2], size=4)
+    (None, slice(1, 3, None), tensor([0, 2]))
+    """
     if len(rows) == size:
         return None
     consecutive = bool(rows) and rows[-1] - rows[0] + 1 == len(rows)
     return slice(rows[0], rows[-1] + 1) if consecutive else torch.tensor(rows, dtype=torch.long)
+
+
+def spread(value: Any, like: Tensor) -> Any:
+    """Shape numbers of configurations and nodes, `[C]`, `[K]` or `[C, K]`, to multiply a tensor of theirs.
+
+    >>> spread(torch.tensor([0.1, 0.2]), torch.ones(2, 4, 3)).shape, spread(0.1, torch.ones(4, 3))
+    (torch.Size([2, 1, 1]), 0.1)
+    """
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    return placed(value, like.device, like.dtype).reshape(*value.shape, *[1] * (like.dim() - value.dim()))
+
+
+def _flat(x: Tensor, size: int, num_rows: int) -> Tensor:
+    """Return what is `[1 or C, 1 or rows, *]` as `[C * rows, *]`."""
+    return x.expand(size, num_rows, *x.shape[2:]).flatten(0, 1)
+
+
+def _each_row(lr: Any, size: int, num_rows: int) -> Any:
+    """Return learning rates of each row, from those of configurations `[C]` or of their rows `[C, rows]`."""
+    if not isinstance(lr, Tensor) or lr.dim() == 0:
+        return lr
+    return lr.reshape(size, -1).expand(size, num_rows).flatten() if num_rows > 1 else lr.flatten()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -112,8 +113,24 @@ class Rows:
         """Return a copy of the first of all rows, `[1, *]`: a form to use if none of the rows is here."""
         return tree.map_leaves(lambda x: x[:1].clone(), self.whole[name])
 
+    def of(self, name: str) -> Rows:
+        """Return those that hold a name; see `SplitRows`."""
+        return self
+
+    def flat(self, name: str) -> Any:
+        """Return a tree as engine and optimizer take it, `[rows, *]`."""
+        return self[name]
+
+    def put_flat(self, name: str, value: Any) -> None:
+        """Assign a tree as engine and optimizer return it, `[1 or rows, *]`."""
+        self[name] = value
+
+    def changes(self) -> Iterable[tuple[str, Any]]:
+        """Return what was assigned, `[1 or rows, *]`; None: deleted."""
+        return self.assigned.items()
+
     def taken(self, name: str) -> Any:
-        """Return a tree as it was when the event began."""
+        """Return a tree as it was when the event began, `[rows, *]`."""
         if name not in self._taken:
             value, index = self.whole.get(name, {}), self.index
             if index is not None:
@@ -124,6 +141,120 @@ class Rows:
         return self._taken[name]
 
 
+class GroupRows(Rows):
+    """Some rows of C configurations: what is taken and assigned is `[C, K or 1, *]`, in views of the trees `[rows, *]`.
+
+    Args:
+        num_configs: C.
+        num_rows: of each configuration.
+
+    >>> whole = {"w": torch.tensor([1.0, 2.0, 10.0, 20.0])}
+    >>> rows = GroupRows(whole, None, 4, num_configs=2, num_rows=2)
+    >>> rows["w"]
+    tensor([[ 1.,  2.],
+            [10., 20.]])
+    >>> rows["w"] = rows["w"].mean(1, keepdim=True)
+    >>> put_back([rows], pure=False)
+    >>> whole["w"]
+    tensor([ 1.5000,  1.5000, 15.0000, 15.0000])
+    """
+
+    def __init__(self, whole: dict[str, Any], index: Index, size: int, num_configs: int, num_rows: int) -> None:
+        super().__init__(whole, index, size)
+        self.num_configs, self.num_rows = num_configs, num_rows
+        self._shown: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(f"no {name!r} here; there are {sorted({*self.whole, *self.assigned})}")
+        return self.assigned[name] if name in self.assigned else self.shown(name)
+
+    def shown(self, name: str) -> Any:
+        """Return a tree as it was when the event began, `[C, K or 1, *]`."""
+        if name not in self._shown:
+            self._shown[name] = tree.map_leaves(self._apart, self.taken(name))
+        return self._shown[name]
+
+    def flat(self, name: str) -> Any:
+        return self._flattened(name) if name in self.assigned else self.taken(name)
+
+    def put_flat(self, name: str, value: Any) -> None:
+        self.assigned[name] = _converted(value, self.taken(name), self.shown(name), self._apart)
+
+    def changes(self) -> Iterable[tuple[str, Any]]:
+        return [(name, None if new is None else self._flattened(name)) for name, new in self.assigned.items()]
+
+    def flattened(self, x: Tensor) -> Tensor:
+        """Return what is `[1 or C, K or 1, *]` as `[rows, *]`."""
+        if x.dim() < 2 or len(x) not in (1, self.num_configs):
+            raise ValueError(
+                f"{tree.form(x)} was assigned to a group of {self.num_configs} configurations: give "
+                f"[{self.num_configs}, {self.num_rows} or 1, *]."
+            )
+        return x.expand(self.num_configs, self.num_rows if x.shape[1] == 1 else -1, *x.shape[2:]).flatten(0, 1)
+
+    def _flattened(self, name: str) -> Any:
+        return _converted(self.assigned[name], self.shown(name), self.taken(name), self.flattened)
+
+    def _apart(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (self.num_configs, -1))
+
+
+class SplitRows:
+    """The rows of a group where all groups have some trees in common: each name is in one of two `Rows`.
+
+    Args:
+        common: of all groups.
+        names: those that are in it.
+        others: of the group alone, which come and go as if there were no other.
+
+    >>> own = SplitRows(Rows({"w": torch.zeros(3)}, slice(1, 3), 3), {"w"}, Rows({"v": torch.ones(2)}, None, 2))
+    >>> own["w"].shape, own["v"].shape, "u" in own
+    (torch.Size([2]), torch.Size([2]), False)
+    """
+
+    def __init__(self, common: Rows, names: Collection[str], others: Rows) -> None:
+        self.common, self.names, self.others = common, names, others
+
+    def of(self, name: str) -> Rows:
+        """Return those that hold a name."""
+        return self.common if name in self.names else self.others
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.of(name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.of(name)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.of(name)[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.of(name)[name]
+
+    def first(self, name: str) -> Any:
+        """Return a copy of the first of all rows; see `Rows.first`."""
+        return self.of(name).first(name)
+
+    def flat(self, name: str) -> Any:
+        """Return a tree as engine and optimizer take it, `[rows, *]`."""
+        return self.of(name).flat(name)
+
+    def put_flat(self, name: str, value: Any) -> None:
+        """Assign a tree as engine and optimizer return it, `[1 or rows, *]`."""
+        self.of(name).put_flat(name, value)
+
+
+def _converted(new: Any, known: Any, counterpart: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Convert a tree; a tensor that is known is its counterpart, so that nothing is copied onto itself."""
+    if new is known:
+        return counterpart
+    if isinstance(new, dict):
+        known, counterpart = ({} if x is None else x for x in (known, counterpart))
+        return {n: _converted(x, known.get(n), counterpart.get(n), convert) for n, x in new.items()}
+    return tree.map_leaves(convert, new)
+
+
 def put_back(parts: list[Rows], *, pure: bool) -> None:
     """Put what was assigned back into the trees.
 
@@ -132,7 +263,7 @@ def put_back(parts: list[Rows], *, pure: bool) -> None:
     """
     moves: list[Move] = []
     for rows in parts:
-        for name, new in rows.assigned.items():
+        for name, new in rows.changes():
             if new is None:
                 rows.whole.pop(name, None)
             else:

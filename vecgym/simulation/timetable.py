@@ -36,6 +36,8 @@ class Event(NamedTuple):
         reads: batches that each row reads.
         info: further information for the method, such as a `Due`.
         made: optimizer steps that the rows have taken before; None: as many as `counts`.
+        group: of a stack, the group whose nodes are meant, in each of its configurations; None: rows of the whole
+            stack, with the groups' own events in `info`.
 
     >>> Event("train", (0, 2), counts=(5, 4), reads=1).each(num_nodes=3)
     [(0, 5), (2, 4)]
@@ -47,6 +49,7 @@ class Event(NamedTuple):
     reads: int = 0
     info: Any = None
     made: int | tuple[int, ...] | None = None
+    group: int | None = 0
 
     def each(self, num_nodes: int) -> list[tuple[int, int]]:
         """Return every row with its count."""
@@ -147,6 +150,7 @@ class RunFacts:
         presence: which nodes are present in which steps; None: all, always.
         num_examples: of each node's shard, `[K]`; None: unknown.
         schedule: all that happens, if nodes do not wait for one another.
+        names: of the trained parameters, in the model's order; a `Simulation` fills them in.
 
     >>> RunFacts(num_nodes=4, num_steps=10).presence is None
     True
@@ -158,6 +162,7 @@ class RunFacts:
     presence: Attendance | None = None
     num_examples: tuple[int, ...] | None = None
     schedule: Schedule | None = None
+    names: tuple[str, ...] = ()
 
     def there(self, step: int) -> tuple[int, ...] | None:
         """Return the nodes that are present in a step; None: all.

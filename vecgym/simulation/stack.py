@@ -1,0 +1,362 @@
+"""Several groups of configurations as one simulation: a sweep is rows.
+
+The timetables of the groups stand side by side. What they `train` at the same time is one call of the engine, and one
+step where their optimizers differ in numbers only; all else each group does by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vecgym.collectives import StackedCollectives
+from vecgym.collectives.base import payload_bytes
+from vecgym.collectives.stacked import GroupCollectives
+from vecgym.core import nodes, tree
+from vecgym.core.tree import Tree
+from vecgym.engine import Engine, Local
+from vecgym.optim import Optimizer
+from vecgym.simulation.simulation import (
+    CACHED_PLACES,
+    Batches,
+    Draft,
+    Group,
+    LocalTraining,
+    Part,
+    Place,
+    Request,
+    Row,
+    Simulation,
+    index_of,
+)
+from vecgym.simulation.state import GroupRows, Result, Rows, SplitRows, State
+from vecgym.simulation.timetable import Event, Timetable
+
+COMMON = ("params", "buffers", "optimizer")  # trees that all groups have together, so that they can train together
+
+
+class Together:
+    """The timetables of several groups as one. The events `train` that come next in all of them are one event.
+
+    Args:
+        groups: neighbours.
+        tables: of each group.
+
+    >>> from vecgym.simulation.timetable import Lockstep, Mark
+    >>> runs = [RunFacts(num_nodes=2, num_steps=2)] * 2
+    >>> tables = [Lockstep(runs[0], Mark("meet", 1)), Lockstep(runs[1], Mark("meet", 2))]
+    >>> for events in Together([Group(None, runs[0], 0), Group(None, runs[1], 2)], tables).ticks():
+    ...     print([(event.what, event.group) for event in events])
+    [('train', None), ('meet', 0)]
+    [('train', None), ('meet', 0), ('meet', 1)]
+    """
+
+    def __init__(self, groups: Sequence[Group], tables: Sequence[Timetable]) -> None:
+        lengths = [table.length for table in tables]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"the timetables of a stack have {lengths} ticks: they must have the same number.")
+        self.groups, self.tables, self.length = groups, tables, lengths[0]
+        self.max_steps = max(table.max_steps for table in tables)
+
+    def ticks(self, start: int = 0) -> Iterator[list[Event]]:
+        for each in zip(*[table.ticks(start) for table in self.tables]):
+            yield list(self._side_by_side([[e._replace(group=g) for e in events] for g, events in enumerate(each)]))
+
+    def _side_by_side(self, left: list[list[Event]]) -> Iterator[Event]:
+        while any(left):
+            for events in left:  # what comes before the next step of all
+                while events and not events[0].reads:
+                    yield events.pop(0)
+            heads = [events.pop(0) for events in left if events]
+            joined = [head for head in heads if head.what == "train" and head.reads == 1]
+            if joined:
+                yield self._joint(joined)
+            yield from (head for head in heads if head not in joined)
+
+    def _joint(self, heads: list[Event]) -> Event:
+        """Return an event of the rows of these events."""
+        first = heads[0]
+        alike = all(head.rows is None and head.counts == first.counts and head.made is None for head in heads)
+        if alike and isinstance(first.counts, int) and len(heads) == len(self.groups):
+            return Event("train", None, first.counts, 1, heads, group=None)
+        rows, counts, made = list[int](), list[int](), list[int]()
+        for head in heads:
+            assert head.group is not None
+            group = self.groups[head.group]
+            rows += group.rows(head.rows)
+            counts += _each(head, head.counts, group)
+            made += _each(head, head.counts if head.made is None else head.made, group)
+        everyone = len(rows) == sum(group.size * group.run.num_nodes for group in self.groups)
+        differ = made != counts
+        return Event(
+            "train", None if everyone else tuple(rows), tuple(counts), 1, heads, tuple(made) if differ else None, None
+        )
+
+
+def _each(event: Event, counts: int | tuple[int, ...], group: Group) -> list[int]:
+    """Return the counts of an event's rows in all configurations of its group."""
+    num_nodes = group.run.num_nodes if event.rows is None else len(event.rows)
+    return ([counts] * num_nodes if isinstance(counts, int) else list(counts)) * group.size
+
+
+class Stack(Simulation):
+    """The simulation of several groups. Row `c K + i` is node i of configuration c.
+
+    Its state has `shared` by group, "0", "1", ..., each name -> tree `[C, *]`. In `own` the groups have `COMMON` trees
+    of all rows; what else is a group's own is in a dict by group, too: its names come and go by themselves.
+
+    Args:
+        groups: neighbours, from row 0 on, of the same number of nodes and ticks.
+        comm: the collectives of the nodes of one configuration.
+        engine, read, minibatch_size, exact: see `Simulation`.
+    """
+
+    def __init__(
+        self, engine: Engine, groups: Sequence[Group], comm: StackedCollectives,
+        read: Callable[[Iterator[Request]], Batches], *, minibatch_size: int | None = None, exact: bool = False,
+    ) -> None:  # fmt: skip
+        _check(groups, comm)
+        names = tuple(engine.params)
+        self.engine, self.comm, self.read, self.minibatch_size, self.exact = engine, comm, read, minibatch_size, exact
+        self.groups = [group._replace(run=replace(group.run, names=names)) for group in groups]
+        self.run, self.algorithm = self.groups[0].run, self.groups[0].algorithm
+        self.num_configs = sum(group.size for group in groups)
+        self.here = range(self.num_configs * self.run.num_nodes)
+        self.tables = [group.algorithm.timetable(group.run) for group in self.groups]
+        self.timetable = Together(self.groups, self.tables)
+        self.whole = self._whole()
+        self._places = functools.lru_cache(CACHED_PLACES)(self._place)
+
+    def _whole(self) -> Group | None:
+        """Return all rows as a group, each with numbers of its own, if all train by one step of one optimizer."""
+        if any(getattr(type(group.algorithm), "train", None) is not LocalTraining.train for group in self.groups):
+            return None
+        each = [m.inner for group in self.groups for m in (group.members or [group.algorithm] * group.size)]
+        schedules = {table.max_steps for table in self.tables}
+        keys = {inner.merge_key if isinstance(inner, Optimizer) else None for inner in each}
+        if len(each) > 1 and (None in keys or len(keys) > 1 or len(schedules) > 1):
+            return None
+        if any(group.size > 1 and not group.members for group in self.groups):  # numbers of each are not known
+            return None
+        whole = LocalTraining()
+        whole.inner = Optimizer.merged(each).wide(self.run.num_nodes) if len(each) > 1 else each[0]
+        return Group(whole, self.run)
+
+    # ---------------------------------------------------------------------------------------------------------- state
+
+    def init(self, params: Tree | None = None) -> State:
+        """Return the state before the first tick.
+
+        Args:
+            params: `[1 or number of configurations, *]`; None: the model's.
+        """
+        if params is None:
+            params = {name: p.detach()[None].clone() for name, p in self.engine.params.items()}
+        self.comm.ledger.announce(self.run.num_nodes, {name: payload_bytes(p) for name, p in params.items()})
+        changing: list[Tree] = [{}, {}]
+        for name, b in self.engine.buffers.items():
+            changing[self.engine.changes(name)][name] = b[None].clone()
+        own: dict[str, Any] = {}
+        shared, common, start = dict[str, Any](), list[dict[str, Any]](), 0
+        for number, group in enumerate(self.groups):
+            each = []
+            for algorithm in group.members or (group.algorithm,) * group.size:
+                mine = {name: p[start : start + 1] if len(p) > 1 else p for name, p in params.items()}
+                each.append(algorithm.init(group.run, mine))
+                start += 1
+            rows = [tree.map_leaves(self._rows_of_one, {"buffers": changing[True], **values}) for values, _ in each]
+            held = joined(rows)
+            common.append({name: held.pop(name) for name in self._common() if name in held})
+            own[str(number)] = held
+            constant = tree.map(lambda b: b.expand(group.size, *b.shape[1:]), changing[False])  # noqa: B023
+            shared[str(number)] = {"buffers": constant, **joined([values for _, values in each])}
+        sizes = [len(group.rows()) for group in self.groups]
+        return State(0, {**joined(common, sizes), **own}, shared)
+
+    def _rows_of_one(self, x: Tensor) -> Tensor:
+        """Return the rows of one configuration, from `[1 or K, *]`."""
+        return x.expand(self.run.num_nodes, *x.shape[1:])
+
+    def _common(self) -> tuple[str, ...]:
+        return COMMON if self.whole is not None else COMMON[:2]
+
+    def alone(self, state: State, config: int) -> State:
+        """Return the state of one configuration, as that of a plain run; its tensors are views.
+
+        Args:
+            config: its number in the order of the rows.
+        """
+        K, number = self.run.num_nodes, self.group_with(config)
+        group = self.groups[number]
+        c = config - group.first // K
+        of_group = lambda x: x.unflatten(0, (group.size, -1))[c]  # noqa: E731
+        shared = tree.map_leaves(of_group, state.shared[str(number)])
+        others = tree.map_leaves(of_group, state.own[str(number)])
+        common = {n: state.own[n] for n in self._names(state.own, state.shared, number) if n in state.own}
+        rows = slice(config * K, config * K + K)
+        return State(state.tick, {**tree.map_leaves(lambda x: x[rows], common), **others}, shared)
+
+    def group_with(self, config: int) -> int:
+        """Return the number of the group of a configuration."""
+        row = config * self.run.num_nodes
+        return max(number for number, group in enumerate(self.groups) if group.first <= row)
+
+    def result(self, state: State, config: int = 0) -> Result:
+        """Return what the model of one configuration is the mean of."""
+        group = self.groups[self.group_with(config)]
+        rule, mine = getattr(group.algorithm, "result", None), self.alone(state, config)
+        members = None if state.tick == 0 else group.run.there(state.tick - 1)
+        return Result(mine.params if rule is None else rule(mine), members)
+
+    def close(self) -> None:
+        self.engine.close()
+        for group in self.groups:
+            if hasattr(group.algorithm, "close"):
+                group.algorithm.close()
+
+    # --------------------------------------------------------------------------------------------------------- events
+
+    def group_of(self, number: int | None) -> Group:
+        if number is not None:
+            return self.groups[number]
+        return self.groups[0] if self.whole is None else self.whole
+
+    def max_steps_of(self, group: int | None) -> int:
+        return self.tables[group or 0].max_steps
+
+    def counted(self, event: Event) -> list[tuple[int, int]]:
+        if event.group is None:
+            return event.each(len(self.here))
+        place, count_of = self.place(event.rows, event.group), dict(event.each(self.run.num_nodes))
+        return [(row, count_of[node]) for row, node in zip(place.rows, place.nodes)]
+
+    def draft(self, state: State, batches: Batches, pure: bool) -> Draft:
+        own = {name: dict(x) if name not in COMMON else x for name, x in state.own.items()}
+        return Draft(state.tick, own, {number: dict(x) for number, x in state.shared.items()}, batches, pure)
+
+    def trees(self, draft: Draft, event: Event, place: Place) -> tuple[Rows | SplitRows, Rows, dict[Any, Any], Any]:
+        memo, number = draft.memo.setdefault(event.group, {}), str(event.group)
+        columns = draft.columns.setdefault(number, {})
+        if event.group is None:
+            constant = tree.map_leaves(lambda b: b[:1], draft.shared["0"]["buffers"])
+            return Rows(draft.own, place.at, len(self.here)), Rows({"buffers": constant}, None, 1), memo, columns
+        group = self.groups[event.group]
+        stores = [(draft.own, place.at, len(self.here), len(place.rows) // group.size),
+                  (draft.own[number], place.within, len(group.rows()), len(place.rows) // group.size),
+                  (draft.shared[number], None, group.size, 1)]  # fmt: skip
+        common, others, shared = (
+            Rows(whole, at, size) if group.size == 1 else GroupRows(whole, at, size, group.size, num_rows)
+            for whole, at, size, num_rows in stores
+        )
+        return SplitRows(common, self._names(draft.own, draft.shared, event.group), others), shared, memo, columns
+
+    def _names(self, own: dict[str, Any], shared: dict[str, Any], group: int) -> list[str]:
+        """Return the names whose values of a group are among those of all rows."""
+        here = {*own[str(group)], *shared[str(group)]} - {"buffers"}
+        return ["buffers"] if "params" in here else [name for name in self._common() if name not in here]
+
+    def handle(self, draft: Draft, event: Event, given: Local | None = None) -> None:
+        if event.group is None:
+            self._train(draft, event)
+        else:
+            super().handle(draft, event, given)
+        draft.groups += [event.group] * (len(draft.transfers) - len(draft.groups))
+
+    def _train(self, draft: Draft, event: Event) -> None:
+        """Let several groups train: by one step, or each with its part of the gradients."""
+        heads = event.info
+        sizes = [len(self.place(head.rows, head.group).rows) for head in heads]
+        if not all("params" in self._names(draft.own, draft.shared, head.group) for head in heads):
+            self._train_apart(draft, event, sizes)
+        elif self.whole is not None:
+            super().handle(draft, event)
+        else:
+            part = Part(self, draft, event)
+            local = self.gradients(part, None, mean=False)
+            part.put()  # buffers
+            for head, grads, losses in zip(heads, _split(local.grads, sizes), local.losses.split(sizes)):
+                self.handle(draft, head, Local(grads, losses, {}))
+
+    def _train_apart(self, draft: Draft, event: Event, sizes: list[int]) -> None:
+        """Let groups of which some share their parameters train one after the other."""
+        (batch, limits), batches, start = next(draft.batches), draft.batches, 0
+        for head, size in zip(event.info, sizes):
+            rows = torch.arange(start, start + size)
+            mine = nodes.take_rows(batch, rows) if sum(sizes) > 1 else batch
+            draft.batches = iter([(mine, None if limits is None else limits[start : start + size])])
+            self.handle(draft, head)
+            start += size
+        draft.batches = batches
+
+    def tick(
+        self, state: State, events: Sequence[Event], batches: Batches, *, pure: bool = False, before: Any = None
+    ) -> tuple[State, Row]:
+        state, row = super().tick(state, events, batches, pure=pure, before=before)
+        return state, row._replace(stack=self.groups)
+
+    def _place(self, rows: tuple[int, ...] | None, group: int | None) -> Place:
+        K, comm = self.run.num_nodes, self.comm
+        assert isinstance(comm, StackedCollectives)
+        if group is None:
+            every = list(self.here) if rows is None else list(rows)
+            ids = [row % K for row in every]
+            return Place(every, index_of(every, len(self.here)), comm, ids, [self._seeds[row // K] for row in every])
+        _, run, first, size, _ = self.groups[group]
+        if rows is not None and not (rows == tuple(sorted(set(rows))) and set(rows) <= set(range(K))):
+            raise ValueError(f"an event has rows {rows}; they must be distinct, ascending and from 0 to {K - 1}.")
+        chosen = range(K) if rows is None else rows
+        comm = comm.among(chosen) if len(chosen) < K else comm
+        every = self.groups[group].rows(rows)
+        return Place(
+            every, index_of(every, len(self.here)), comm if size == 1 else GroupCollectives(comm, size),
+            list(chosen) * size, [run.seed] * len(every), size, index_of([row - first for row in every], size * K),
+        )  # fmt: skip
+
+    @functools.cached_property
+    def _seeds(self) -> list[int]:
+        return [group.run.seed for group in self.groups for _ in range(group.size)]
+
+
+def _check(groups: Sequence[Group], comm: StackedCollectives) -> None:
+    if len(comm.node_ids) != comm.num_nodes:
+        raise ValueError("a stack needs all nodes in one process: run its configurations alone in several processes.")
+    K, start = comm.num_nodes, 0
+    for group in groups:
+        if group.first != start or group.run.num_nodes != K or len(group.members) not in (0, group.size):
+            raise ValueError(
+                f"groups must follow one another: one begins at row {group.first} with {group.run.num_nodes} nodes and "
+                f"{len(group.members)} members, where row {start}, {K} nodes and {group.size} members are expected."
+            )
+        start += group.size * K
+    if start == 0:
+        raise ValueError("a stack needs at least one group.")
+
+
+def _split(values: Tree, sizes: list[int]) -> list[Tree]:
+    """Split `[rows, *]` into trees of so many rows."""
+    parts = {name: x.split(sizes) for name, x in values.items()}
+    return [{name: x[i] for name, x in parts.items()} for i in range(len(sizes))]
+
+
+def joined(trees: Sequence[Any], sizes: Sequence[int] | None = None) -> Any:
+    """Join trees along their rows. What only some of them have is 0 for the others.
+
+    Args:
+        sizes: rows of each; None: as many as those that there are have.
+
+    >>> joined([{"w": torch.ones(1)}, {"w": torch.ones(1), "v": torch.ones(1)}])
+    {'w': tensor([1., 1.]), 'v': tensor([0., 1.])}
+    """
+    there = next(x for x in trees if x is not None)
+    if isinstance(there, dict):
+        names = dict.fromkeys(name for x in trees if x is not None for name in x)
+        return {name: joined([None if x is None else x.get(name) for x in trees], sizes) for name in names}
+    if not isinstance(there, Tensor):
+        return there
+    rows = [len(there)] * len(trees) if sizes is None else sizes
+    return torch.cat([there.new_zeros(n, *there.shape[1:]) if x is None else x for x, n in zip(trees, rows)])
