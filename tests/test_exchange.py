@@ -682,6 +682,7 @@ OVERWRITING: dict[str, Callable[[], Composed]] = {  # what could overwrite what 
     "gossip, a part is kept": adamw(Exchange(Mix("ring"), 2, keep=0.3)),
     "gossip, late, a part is kept": adamw(Exchange(Mix("ring"), 2, delay=1, keep=0.3)),
     "SPARTA, a part is kept": adamw(Exchange(Sparse(0.3, Mean()), keep=0.4)),
+    "SPARTA, late, a part is kept": adamw(Exchange(Sparse(0.3, Mean()), delay=1, keep=0.4)),
     "gossip of lies": adamw(Exchange(Corrupted(Mix("ring"), [1]), 2)),
     "lies about some coordinates": adamw(Exchange(Corrupted(Sparse(0.3, Mean()), [1]), 2)),
     "private gossip of moments": adamw(Exchange(Private(Mix("ring"), clip=1.0, noise=0.0), 2, of="exp_avg")),
@@ -696,6 +697,14 @@ def test_out_of_place_the_same(name: str) -> None:
     # Of second moments the code leaves out most, and Adam divides by them.
     assert gap(found, wanted) < (1e-9 if name == "moments, top-k" else 1e-12)
     assert bytes_of(sent)[0] == pytest.approx(bytes_of(before)[0]) or "sync_weight" in name
+
+
+@pytest.mark.parametrize("outer", [Outer, Eager])
+def test_gossip_with_everyone_is_a_mean(outer: Any) -> None:
+    (found, _), (wanted, _) = (
+        ours(adamw(Exchange(outer(how), 3))(), torch.float64) for how in (Mix("complete"), Mean())
+    )
+    assert gap(found, wanted) < 1e-12
 
 
 def test_messages_that_nobody_can_take_are_forgotten() -> None:
