@@ -133,8 +133,12 @@ class Strategy(LocalTraining):
 
     def timetable(self, run: RunFacts) -> Timetable:
         """Return what happens when: all nodes train, then comes what is due."""
-        train = "train_jointly" if self._of_gradients else "train"
-        return Lockstep(run, *self.marks(run), trains=self.trains(run), train=train)
+        return Lockstep(run, *self.marks(run), trains=self.trains(run), train=self.training)
+
+    @property
+    def training(self) -> str:
+        """The method for a step of the nodes: "train" if each takes it by itself, with its own gradient."""
+        return "train_jointly" if self._of_gradients else "train"
 
     def marks(self, run: RunFacts) -> list[Mark]:
         """Return what is due in some of the steps."""
