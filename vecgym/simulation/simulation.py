@@ -243,11 +243,15 @@ class Part:
         """
         own, simulation, home = self.home is self.own, self.simulation, self.home
         if self.rows or not own:
-            inner, lr = self.algorithm.inner, self.lr if lr is None else lr
-            if self.size > 1:
+            inner = self.algorithm.inner
+            if self.size == 1:
+                lr = self.lr if lr is None else lr
+            else:
                 num_rows = len(self.rows) // self.size if own else 1
-                inner, lr = inner.wide(num_rows), _each_row(lr, self.size, num_rows)
-                grads = tree.map(lambda g: _flat(g, self.size, num_rows), grads)
+                inner, grads = inner.wide(num_rows), tree.map(lambda g: _flat(g, self.size, num_rows), grads)
+                max_steps = simulation.max_steps_of(self.event.group)
+                own_lr = functools.partial(inner.lr, self._later(self.counts), max_steps)
+                lr = own_lr() if lr is None else _each_row(lr, self.size, num_rows)
             params, slots = inner.step(
                 home.flat("params"), grads, home.flat("optimizer"), self._later(self.made), lr,
                 inplace=self.inplace, nodes=self._ids if own else None, exact=simulation.exact,

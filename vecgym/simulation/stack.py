@@ -47,7 +47,7 @@ class Together:
         groups: neighbours.
         tables: of each group.
 
-    >>> from vecgym.simulation.timetable import Lockstep, Mark
+    >>> from vecgym.simulation.timetable import Lockstep, Mark, RunFacts
     >>> runs = [RunFacts(num_nodes=2, num_steps=2)] * 2
     >>> tables = [Lockstep(runs[0], Mark("meet", 1)), Lockstep(runs[1], Mark("meet", 2))]
     >>> for events in Together([Group(None, runs[0], 0), Group(None, runs[1], 2)], tables).ticks():
