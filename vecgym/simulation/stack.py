@@ -48,7 +48,7 @@ class Together:
         groups: neighbours.
         tables: of each group.
 
-    >>> from vecgym.simulation.timetable import Lockstep, Mark
+    >>> from vecgym.simulation.timetable import Lockstep, Mark, RunFacts
     >>> runs = [RunFacts(num_nodes=2, num_steps=2)] * 2
     >>> tables = [Lockstep(runs[0], Mark("meet", 1)), Lockstep(runs[1], Mark("meet", 2))]
     >>> for events in Together([Group(None, runs[0], 0), Group(None, runs[1], 2)], tables).ticks():
@@ -254,11 +254,11 @@ class Stack(Simulation):
     def max_steps_of(self, group: int | None) -> int:
         return self.tables[group or 0].max_steps
 
-    def counted(self, event: Event) -> list[tuple[int, int]]:
+    def counts_of(self, event: Event) -> dict[int, int]:
         if event.group is None:
-            return event.each(len(self.here))
+            return dict(event.each(len(self.here)))
         place, count_of = self.place(event.rows, event.group), dict(event.each(self.run.num_nodes))
-        return [(row, count_of[node]) for row, node in zip(place.rows, place.nodes)]
+        return {row: count_of[node] for row, node in zip(place.rows, place.nodes)}
 
     def draft(self, state: State, batches: Batches, pure: bool) -> Draft:
         own = {name: dict(x) if name not in COMMON else x for name, x in state.own.items()}

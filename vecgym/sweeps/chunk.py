@@ -384,9 +384,10 @@ class Reading:
     def _of(self, source: int, requests: Iterator[Request]) -> Iterator[Request]:
         """Yield the requests for one of the distinct data: those of the first configuration that has it."""
         first, K = self.which.index(source) * self.num_nodes, self.num_nodes
+        everyone = list(range(K))
         for rows, counts in requests:
             if isinstance(counts, int):
-                at = [row - first for row in rows if first <= row < first + K]
+                at = everyone if len(rows) == len(self.which) * K else [row - first for row in rows if first <= row < first + K]
                 if at:
                     yield at, counts
                 continue
