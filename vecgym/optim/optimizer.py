@@ -78,6 +78,11 @@ class Optimizer:
         return self.lr_scheduler is not None or bool(self.warmup_steps) or self.cosine_anneal
 
     @property
+    def changes(self) -> bool:
+        """Whether the learning rate may differ from step to step."""
+        return self.scheduled or any(x.dim() == 2 for x in leaves(self.spec.kwargs))
+
+    @property
     def per_node(self) -> bool:
         """Whether a setting has a value for each node, so that nodes with equal gradients drift apart."""
         return _has_several([self.spec.kwargs, self.max_norm])
