@@ -504,6 +504,11 @@ class Exchange(Settings):
         return isinstance(self._when, Rounds) and self._when.H == 1 and self.unit == 1
 
     @property
+    def draws(self) -> bool:
+        """Whether random numbers are drawn."""
+        return self.average.draws or self.participation < 1 or self.lost > 0
+
+    @property
     def lets_rest(self) -> bool:
         """Whether some nodes do not train in some rounds."""
         return self.participation < 1
