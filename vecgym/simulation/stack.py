@@ -32,6 +32,7 @@ from vecgym.simulation.simulation import (
     Request,
     Row,
     Simulation,
+    check_run,
     index_of,
 )
 from vecgym.simulation.state import GroupRows, Result, Rows, SplitRows, State
@@ -47,7 +48,7 @@ class Together:
         groups: neighbours.
         tables: of each group.
 
-    >>> from vecgym.simulation.timetable import Lockstep, Mark
+    >>> from vecgym.simulation.timetable import Lockstep, Mark, RunFacts
     >>> runs = [RunFacts(num_nodes=2, num_steps=2)] * 2
     >>> tables = [Lockstep(runs[0], Mark("meet", 1)), Lockstep(runs[1], Mark("meet", 2))]
     >>> for events in Together([Group(None, runs[0], 0), Group(None, runs[1], 2)], tables).ticks():
@@ -127,6 +128,9 @@ class Stack(Simulation):
         self.run, self.algorithm = self.groups[0].run, self.groups[0].algorithm
         self.num_configs = sum(group.size for group in groups)
         self.here = range(self.num_configs * self.run.num_nodes)
+        for group in self.groups:
+            for member in group.members or (group.algorithm,):
+                check_run(member, group.run)
         self.tables = [group.algorithm.timetable(group.run) for group in self.groups]
         self.timetable = Together(self.groups, self.tables)
         self.whole = self._whole()
@@ -250,11 +254,11 @@ class Stack(Simulation):
     def max_steps_of(self, group: int | None) -> int:
         return self.tables[group or 0].max_steps
 
-    def counted(self, event: Event) -> list[tuple[int, int]]:
+    def counts_of(self, event: Event) -> dict[int, int]:
         if event.group is None:
-            return event.each(len(self.here))
+            return dict(event.each(len(self.here)))
         place, count_of = self.place(event.rows, event.group), dict(event.each(self.run.num_nodes))
-        return [(row, count_of[node]) for row, node in zip(place.rows, place.nodes)]
+        return {row: count_of[node] for row, node in zip(place.rows, place.nodes)}
 
     def draft(self, state: State, batches: Batches, pure: bool) -> Draft:
         own = {name: dict(x) if name not in COMMON else x for name, x in state.own.items()}

@@ -127,16 +127,19 @@ class Strategy(LocalTraining):
         for exchange in self.exchanges:
             exchange.check(RunFacts(num_nodes, max_steps, num_examples=(1,) * num_nodes))
 
-    def timetable(self, run: RunFacts) -> Timetable:
-        """Return what happens when: all nodes train, then comes what is due.
-
-        Raises:
-            ValueError: if it cannot work with the absences of the run.
-        """
+    def check_run(self, run: RunFacts) -> None:
+        """Raise a ValueError if the strategy cannot work for the run's model, or with its absences."""
         for exchange in self.exchanges:
             exchange.check_present(run)
-        train = "train_jointly" if self._of_gradients else "train"
-        return Lockstep(run, *self.marks(run), trains=self.trains(run), train=train)
+
+    def timetable(self, run: RunFacts) -> Timetable:
+        """Return what happens when: all nodes train, then comes what is due."""
+        return Lockstep(run, *self.marks(run), trains=self.trains(run), train=self.training)
+
+    @property
+    def training(self) -> str:
+        """The method for a step of the nodes: "train" if each takes it by itself, with its own gradient."""
+        return "train_jointly" if self._of_gradients else "train"
 
     def marks(self, run: RunFacts) -> list[Mark]:
         """Return what is due in some of the steps."""
