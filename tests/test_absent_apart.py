@@ -30,11 +30,11 @@ from vecgym.strategy import (
     CommunicationModule,
     DeMoStrategy,
     DiLoCoStrategy,
-    GossipCommunicator,
+    Exchange,
     Mean,
-    OuterStep,
+    Mix,
+    Outer,
     Strategy,
-    delayed,
 )
 from vecgym.strategy.catalogue import CATALOGUE
 
@@ -44,9 +44,9 @@ MADE: dict[str, Callable[..., Strategy]] = {
 }
 MADE |= {
     "allreduce-own-rates": lambda: AllReduceStrategy("adamw", lr=torch.arange(1.0, 5.0) / 100, warmup_steps=3),
-    "gossip-late": lambda: CommunicateOptimizeStrategy([delayed(GossipCommunicator("ring"), 2)], "sgd", lr=0.1),
+    "gossip-late": lambda: CommunicateOptimizeStrategy([Exchange(Mix("ring"), delay=2, late="change")], "sgd", lr=0.1),
     "adam-in-islands": lambda: CommunicateOptimizeStrategy(
-        [OuterStep(Mean(island_size=2), OptimSpec("adam", lr=0.1), H=2)], "sgd", lr=0.1
+        [Exchange(Outer(Mean(island_size=2), OptimSpec("adam", lr=0.1)), every=2)], "sgd", lr=0.1
     ),
 }  # fmt: skip
 
@@ -243,7 +243,7 @@ def test_a_strategy_that_looks_at_values_is_refused() -> None:
 
 
 def test_lost_messages_are_refused() -> None:
-    MADE["lossy"] = partial(CommunicateOptimizeStrategy, [OuterStep(Mean(), H=2, lost=0.3)], "sgd", lr=0.1)
+    MADE["lossy"] = partial(CommunicateOptimizeStrategy, [Exchange(Outer(Mean()), every=2, lost=0.3)], "sgd", lr=0.1)
     try:
         with pytest.raises((ValueError, ProcessError), match="only where all nodes are in one process"):
             fitted("lossy", None, backend="processes", num_processes=2)

@@ -223,6 +223,8 @@ def of_rows(value_at: Callable[[int], Any], counts: Counts, nodes: Sequence[int]
     """
     if isinstance(counts, int):
         return _own(value_at(counts), nodes)
+    if not counts:
+        return torch.empty(0, dtype=torch.float64)
     found = {count: value_at(count) for count in dict.fromkeys(counts)}
     first = found[counts[0]]
     if all(x is first or (isinstance(x, (int, float)) and x == first) for x in found.values()):
