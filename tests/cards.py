@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from vecgym.collectives import StackedCollectives
 from vecgym.compress.dct import grid
 from vecgym.compress.packing import bits_for
 from vecgym.strategy.catalogue import Knobs

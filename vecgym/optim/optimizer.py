@@ -58,7 +58,7 @@ class Optimizer:
         self.lr_scheduler, self.warmup_steps, self.cosine_anneal = lr_scheduler, warmup_steps, cosine_anneal
         self._rule = spec.rule()
         self._per_node: bool | None = None if spec.param_groups else _has_several(spec.kwargs)
-        self._factor = functools.lru_cache(1)(self._make_factor)
+        self._made_factor: tuple[int, Schedule] | None = None  # of the last number of steps
         self._wide: dict[int, Optimizer] = {}
 
     @property
@@ -188,6 +188,15 @@ class Optimizer:
         spec = self.spec if nodes is None or not self._per_node else self.spec.mapped(lambda x: _own(x, nodes))
         spec = spec.at_each(lambda of_step: of_rows(of_step, counts if len(counts) > 1 else counts[0]))
         return self._rule if spec is self.spec else spec.rule()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but what is made again: functions within functions cannot be sent to other processes."""
+        return {**vars(self), "_made_factor": None, "_wide": {}}
+
+    def _factor(self, max_steps: int) -> Schedule:
+        if self._made_factor is None or self._made_factor[0] != max_steps:
+            self._made_factor = (max_steps, self._make_factor(max_steps))
+        return self._made_factor[1]
 
     def _make_factor(self, max_steps: int) -> Schedule:
         return make_schedule(self.lr_scheduler, max_steps, self.warmup_steps, self.cosine_anneal)
