@@ -27,6 +27,7 @@ from vecgym.simulation import RunFacts, Simulation, State, run
 from vecgym.simulation.adapted import simulation_of  # ORACLE
 from vecgym.simulation.availability import Facts, Trace
 from vecgym.simulation.presence import Presence
+from vecgym.simulation.stack import Stack
 from vecgym.strategy.averages import (
     Average,
     Corrupted,
@@ -45,6 +46,7 @@ from vecgym.strategy.exchange import Exchange, Meeting, every
 from vecgym.strategy.mixing import Mix
 from vecgym.strategy.selectors import PartitionedSelector, ScheduledSelector
 from vecgym.strategy.when import Rounds, SyncWeight
+from vecgym.sweeps.groups import groups_of
 
 K, T, B = 6, 20, 4
 NAMES = ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")
@@ -671,13 +673,38 @@ def test_a_run_goes_on_from_a_file(name: str, absent: bool) -> None:
     assert all(map(torch.equal, *ends))
 
 
-@pytest.mark.parametrize("name", PAIRS)
+OVERWRITING: dict[str, Callable[[], Composed]] = {  # what could overwrite what is still needed
+    "eager gossip": adamw(Exchange(Eager(Mix("ring")), 3)),
+    "outer gossip": adamw(Exchange(Outer(Mix("ring")), 3)),
+    "outer steps of differences": adamw(
+        Exchange(Outer(Compressed(Mean(), TopK(0.3), reference=True), OptimSpec("sgd", lr=0.5, weight_decay=0.1)), 3)
+    ),
+    "gossip, a part is kept": adamw(Exchange(Mix("ring"), 2, keep=0.3)),
+    "gossip, late, a part is kept": adamw(Exchange(Mix("ring"), 2, delay=1, keep=0.3)),
+    "SPARTA, a part is kept": adamw(Exchange(Sparse(0.3, Mean()), keep=0.4)),
+    "SPARTA, late, a part is kept": adamw(Exchange(Sparse(0.3, Mean()), delay=1, keep=0.4)),
+    "gossip of lies": adamw(Exchange(Corrupted(Mix("ring"), [1]), 2)),
+    "lies about some coordinates": adamw(Exchange(Corrupted(Sparse(0.3, Mean()), [1]), 2)),
+    "private gossip of moments": adamw(Exchange(Private(Mix("ring"), clip=1.0, noise=0.0), 2, of="exp_avg")),
+    "fragments of SPARTA": adamw(Exchange(Sparse(0.3, Mean()), 4, fragments=2, delay=1)),
+}
+
+
+@pytest.mark.parametrize("name", [*PAIRS, *OVERWRITING])
 def test_out_of_place_the_same(name: str) -> None:
-    strategy = PAIRS[name][0]
+    strategy = OVERWRITING[name] if name in OVERWRITING else PAIRS[name][0]
     (found, sent), (wanted, before) = ours(strategy(), torch.float64, pure=True), ours(strategy(), torch.float64)
     # Of second moments the code leaves out most, and Adam divides by them.
     assert gap(found, wanted) < (1e-9 if name == "moments, top-k" else 1e-12)
     assert bytes_of(sent)[0] == pytest.approx(bytes_of(before)[0]) or "sync_weight" in name
+
+
+@pytest.mark.parametrize("outer", [Outer, Eager])
+def test_gossip_with_everyone_is_a_mean(outer: Any) -> None:
+    (found, _), (wanted, _) = (
+        ours(adamw(Exchange(outer(how), 3))(), torch.float64) for how in (Mix("complete"), Mean())
+    )
+    assert gap(found, wanted) < 1e-12
 
 
 def test_messages_that_nobody_can_take_are_forgotten() -> None:
@@ -892,3 +919,63 @@ def test_what_cannot_be_in_a_group_says_so(average: Average) -> None:
     assert average.numbers is None
     assert Exchange(average).numbers is None
     assert Exchange(Mean()).numbers == ("keep",)
+
+
+# -------------------------------------------------------------------------------------------------------------- stacks
+
+
+NODES_KEEP = torch.linspace(0, 1, K, dtype=torch.float64)
+CODEC, SELECTOR = TopK(0.1), PartitionedSelector(0.2)  # compared as objects
+HALVES = SyncWeight(torch.linspace(0, 1, T, dtype=torch.float64))
+STACKED: dict[str, Callable[[float], list[Exchange]]] = {  # of a rate
+    "AllReduce": lambda lr: [Exchange(Mean(), of="gradients")],
+    "AllReduce, top-k": lambda lr: [Exchange(Compressed(Mean(), CODEC), of="gradients")],
+    "islands": lambda lr: [Exchange(Mean(2), 3)],
+    "a server, half take part": lambda lr: [Exchange(ServerMean(), 3, participation=0.5)],
+    "outer steps of half": lambda lr: [Exchange(Outer(Mean(), nesterov(lr)), 3, participation=0.5)],
+    "DiLoCo": lambda lr: [Exchange(Outer(Mean(), nesterov(lr)), 5)],
+    "DiLoCo, a part is kept": lambda lr: [Exchange(Outer(Mean(), nesterov(lr)), 5, keep=lr / 2)],
+    "DiLoCo, each node keeps a part": lambda lr: [Exchange(Outer(Mean(), nesterov(lr)), 5, keep=lr * NODES_KEEP)],
+    "DiLoCo, top-k": lambda lr: [Exchange(Outer(Compressed(Mean(), CODEC), nesterov(lr)), 5)],
+    "DiLoCo, PowerSGD": lambda lr: [Exchange(Outer(Compressed(Mean(), "powersgd"), nesterov(lr)), 5)],
+    "DiLoCo, lost": lambda lr: [Exchange(Outer(Mean(), nesterov(lr)), 3, lost=0.5)],
+    "DiLoCo, sync_weight": lambda lr: [Exchange(Outer(Mean(), nesterov(lr)), HALVES)],
+    "streaming": lambda lr: [Exchange(Outer(Mean(), nesterov(lr)), 6, delay=2, fragments=FRAGMENTS, keep=0.5)],
+    "streaming, delays": lambda lr: [Exchange(Outer(Mean(), nesterov(lr)), 6, delay=DELAYS, fragments=FRAGMENTS)],
+    "eager": lambda lr: [Exchange(Eager(Mean(), nesterov(lr)), 5)],
+    "NoLoCo": lambda lr: [Exchange(NoLoCo(lr=lr), 5)],
+    "late SPARTA": lambda lr: [Exchange(Sparse(SELECTOR, Mean()), delay=3)],
+    "LOSCAR": lambda lr: [Exchange(Sparse(SELECTOR, Mean()), delay=2, late="change")],
+    "late top-k": lambda lr: [Exchange(MostMoved(0.1), delay=1)],
+    "SPARTA + DiLoCo": lambda lr: [Exchange(Sparse(SELECTOR, Mean())), Exchange(Outer(Mean(), nesterov(lr)), 5)],
+    "late gossip": lambda lr: [Exchange(Mix("ring"), 2, delay=2, late="change")],
+    "moments": lambda lr: [Exchange(Mean(), 4, of="moments"), Exchange(Mean(), 4)],
+}
+
+
+@pytest.mark.parametrize("absent", [False, True])
+@pytest.mark.parametrize("name", STACKED)
+def test_a_stack_is_each_of_its_runs(name: str, absent: bool) -> None:
+    table = TABLE if absent else None
+    facts, make = (
+        run_facts(T, table),
+        lambda: [Composed("adamw", STACKED[name](lr), lr=lr / 50) for lr in (0.3, 0.5, 0.7)],
+    )
+    order, groups = groups_of(make(), [facts] * 3)
+    assert len(groups) == (3 if name == "DiLoCo, PowerSGD" else 1)
+
+    def read(requests: Iterator[Any]) -> Iterator[Any]:
+        for rows, counts in requests:
+            each = [counts] * len(rows) if isinstance(counts, int) else counts
+            batches = [batch_of(row % K, count, torch.float64) for row, count in zip(rows, each)]
+            yield tuple(torch.stack(x) for x in zip(*batches)), None
+
+    stack = Stack(engine_of(torch.float64), groups, StackedCollectives(K), read)
+    state = run(stack, stack.init())
+    for place, c in enumerate(order):
+        wanted, _ = ours(make()[c], torch.float64, table)
+        number, group = next((n, g) for n, g in enumerate(groups) if 0 <= place - g.first // K < g.size)
+        held = state.shared[str(number)].get("params")
+        first = place - group.first // K if held else place * K
+        found = {n: x[first : first + (1 if held else K)] for n, x in (held or state.own["params"]).items()}
+        assert gap({n: x.expand(K, *x.shape[1:]) for n, x in found.items()}, wanted) < 1e-13

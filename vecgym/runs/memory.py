@@ -302,7 +302,6 @@ def part_of(state: State, chosen: Callable[[str], bool]) -> Part:
     return Part(tree.num_bytes(own) // rows, tree.num_bytes(shared), rows)
 
 
-
 def nodes_at_a_time(plan: Plan, num_nodes: int) -> int:
     """Return how many nodes are computed at the same time.
 

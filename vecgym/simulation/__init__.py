@@ -5,7 +5,8 @@ takes its rows out of the state, its method changes them, and they are put back.
 """
 
 from vecgym.simulation.run import run
-from vecgym.simulation.simulation import Algorithm, Part, Place, Row, Simulation
+from vecgym.simulation.simulation import Algorithm, Group, LocalTraining, Part, Place, Row, Simulation, spread
+from vecgym.simulation.stack import Stack
 from vecgym.simulation.state import Rows, State
 from vecgym.simulation.timetable import Due, Event, Every, Lockstep, Mark, Recurrence, RunFacts, Timetable
 
@@ -14,6 +15,8 @@ __all__ = [
     "Due",
     "Event",
     "Every",
+    "Group",
+    "LocalTraining",
     "Lockstep",
     "Mark",
     "Part",
@@ -23,7 +26,9 @@ __all__ = [
     "Rows",
     "RunFacts",
     "Simulation",
+    "Stack",
     "State",
     "Timetable",
     "run",
+    "spread",
 ]  # fmt: skip

@@ -58,10 +58,11 @@ class Group(NamedTuple):
 
     Attributes:
         algorithm: its numbers are `[C]` where the configurations' differ.
-        run: what is known of each of them in advance; they have one seed.
+        run: what is known of each of them in advance.
         first: the first row. Node i of configuration c is row `first + c K + i`.
         size: C, the number of configurations.
         members: the algorithm of each configuration alone, which makes its initial state; none: `algorithm` does.
+        seeds: of each configuration, if they draw no numbers together; none: the run's.
 
     >>> Group(None, RunFacts(num_nodes=3), first=6, size=2).rows((0, 2))
     [6, 8, 9, 11]
@@ -72,6 +73,7 @@ class Group(NamedTuple):
     first: int = 0
     size: int = 1
     members: tuple[Any, ...] = ()
+    seeds: tuple[int, ...] = ()
 
     def rows(self, nodes: Sequence[int] | None = None) -> list[int]:
         """Return the rows of some nodes; None: of all."""
@@ -243,11 +245,15 @@ class Part:
         """
         own, simulation, home = self.home is self.own, self.simulation, self.home
         if (self.rows or not own) and not simulation.dry:
-            inner, lr = self.algorithm.inner, self.lr if lr is None else lr
-            if self.size > 1:
+            inner = self.algorithm.inner
+            if self.size == 1:
+                lr = self.lr if lr is None else lr
+            else:
                 num_rows = len(self.rows) // self.size if own else 1
-                inner, lr = inner.wide(num_rows), _each_row(lr, self.size, num_rows)
-                grads = tree.map(lambda g: _flat(g, self.size, num_rows), grads)
+                inner, grads = inner.wide(num_rows), tree.map(lambda g: _flat(g, self.size, num_rows), grads)
+                max_steps = simulation.max_steps_of(self.event.group)
+                own_lr = functools.partial(inner.lr, self._later(self.counts), max_steps)
+                lr = own_lr() if lr is None else _each_row(lr, self.size, num_rows)
             params, slots = inner.step(
                 home.flat("params"), grads, home.flat("optimizer"), self._later(self.made), lr,
                 inplace=self.inplace, nodes=self._ids if own else None, exact=simulation.exact,
@@ -406,6 +412,7 @@ class Simulation:
         self.groups = [Group(algorithm, run)]
         self.here = range(run.num_nodes) if here is None else here
         self.minibatch_size, self.exact, self.dry = minibatch_size, exact, dry
+        check_run(algorithm, run)
         self.timetable = algorithm.timetable(run)
         self._places = functools.lru_cache(CACHED_PLACES)(self._place)
 
@@ -482,15 +489,22 @@ class Simulation:
         """Yield which rows read which of their own batches, in order."""
         for events in ticks:
             for event in events:
-                pairs = self.counted(event)
-                counts = [count for _, count in pairs]
-                same = bool(counts) and counts.count(counts[0]) == len(counts)
-                for k in range(event.reads if pairs else 0):
-                    yield [row for row, _ in pairs], counts[0] + k if same else [count + k for count in counts]
+                rows, counts = self.readers(event) if event.reads else ([], 0)
+                for k in range(event.reads if rows else 0):
+                    yield rows, _later(counts, k)
 
-    def counted(self, event: Event) -> list[tuple[int, int]]:
-        """Return the event's rows in this process, each with its count."""
-        return [(row, count) for row, count in event.each(self.run.num_nodes) if row in self.here]
+    def readers(self, event: Event) -> Request:
+        """Return the event's rows in this process, and their counts: one number if all are equal."""
+        rows, counts = self.place(event.rows, event.group).rows, event.counts
+        if isinstance(counts, int):
+            return rows, counts
+        count_of = self.counts_of(event)
+        each = [count_of[row] for row in rows]
+        return rows, each[0] if each and each.count(each[0]) == len(each) else each
+
+    def counts_of(self, event: Event) -> dict[int, int]:
+        """Return the count of each row of an event, in all processes."""
+        return dict(event.each(self.run.num_nodes))
 
     def tick(
         self, state: State, events: Sequence[Event], batches: Batches, *, pure: bool = False,
@@ -620,6 +634,12 @@ class Simulation:
 
 def _later(counts: int | list[int], steps: int) -> int | list[int]:
     return counts + steps if isinstance(counts, int) else [count + steps for count in counts]
+
+
+def check_run(algorithm: Any, run: RunFacts) -> None:
+    """Raise a ValueError if an algorithm cannot work for this run, as its own `check_run` says."""
+    if hasattr(algorithm, "check_run"):
+        algorithm.check_run(run)
 
 
 def index_of(rows: list[int], size: int) -> Index:

@@ -32,6 +32,7 @@ from vecgym.simulation.simulation import (
     Request,
     Row,
     Simulation,
+    check_run,
     index_of,
 )
 from vecgym.simulation.state import GroupRows, Result, Rows, SplitRows, State
@@ -47,7 +48,7 @@ class Together:
         groups: neighbours.
         tables: of each group.
 
-    >>> from vecgym.simulation.timetable import Lockstep, Mark
+    >>> from vecgym.simulation.timetable import Lockstep, Mark, RunFacts
     >>> runs = [RunFacts(num_nodes=2, num_steps=2)] * 2
     >>> tables = [Lockstep(runs[0], Mark("meet", 1)), Lockstep(runs[1], Mark("meet", 2))]
     >>> for events in Together([Group(None, runs[0], 0), Group(None, runs[1], 2)], tables).ticks():
@@ -127,6 +128,9 @@ class Stack(Simulation):
         self.run, self.algorithm = self.groups[0].run, self.groups[0].algorithm
         self.num_configs = sum(group.size for group in groups)
         self.here = range(self.num_configs * self.run.num_nodes)
+        for group in self.groups:
+            for member in group.members or (group.algorithm,):
+                check_run(member, group.run)
         self.tables = [group.algorithm.timetable(group.run) for group in self.groups]
         self.timetable = Together(self.groups, self.tables)
         self.whole = self._whole()
@@ -250,11 +254,11 @@ class Stack(Simulation):
     def max_steps_of(self, group: int | None) -> int:
         return self.tables[group or 0].max_steps
 
-    def counted(self, event: Event) -> list[tuple[int, int]]:
+    def counts_of(self, event: Event) -> dict[int, int]:
         if event.group is None:
-            return event.each(len(self.here))
+            return dict(event.each(len(self.here)))
         place, count_of = self.place(event.rows, event.group), dict(event.each(self.run.num_nodes))
-        return [(row, count_of[node]) for row, node in zip(place.rows, place.nodes)]
+        return {row: count_of[node] for row, node in zip(place.rows, place.nodes)}
 
     def draft(self, state: State, batches: Batches, pure: bool) -> Draft:
         own = {name: dict(x) if name not in COMMON else x for name, x in state.own.items()}
@@ -327,7 +331,7 @@ class Stack(Simulation):
             every = list(self.here) if rows is None else list(rows)
             ids = [row % K for row in every]
             return Place(every, index_of(every, len(self.here)), comm, ids, [self._seeds[row // K] for row in every])
-        _, run, first, size, _ = self.groups[group]
+        first, size = self.groups[group].first, self.groups[group].size
         if rows is not None and not (rows == tuple(sorted(set(rows))) and set(rows) <= set(range(K))):
             raise ValueError(f"an event has rows {rows}; they must be distinct, ascending and from 0 to {K - 1}.")
         chosen = range(K) if rows is None else rows
@@ -335,12 +339,12 @@ class Stack(Simulation):
         every = self.groups[group].rows(rows)
         return Place(
             every, index_of(every, len(self.here)), comm if size == 1 else GroupCollectives(comm, size),
-            list(chosen) * size, [run.seed] * len(every), size, index_of([row - first for row in every], size * K),
+            list(chosen) * size, [self._seeds[row // K] for row in every], size, index_of([row - first for row in every], size * K),
         )  # fmt: skip
 
     @functools.cached_property
     def _seeds(self) -> list[int]:
-        return [group.run.seed for group in self.groups for _ in range(group.size)]
+        return [seed for group in self.groups for seed in group.seeds or [group.run.seed] * group.size]
 
 
 def _check(groups: Sequence[Group], comm: StackedCollectives) -> None:

@@ -110,6 +110,15 @@ class Average(Settings):
     plain: bool = False
 
     @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers, so that configurations of different seeds are no group.
+
+        >>> Outer(Mean()).draws, Outer(Mean(island_size=2)).draws
+        (False, True)
+        """
+        return True
+
+    @property
     def one_message(self) -> bool:
         """Whether the message is the same for all nodes, so that it is stored once."""
         return self.common
@@ -274,6 +283,10 @@ class Mean(Reduction):
                 f"give island_size <= {run.most}, or None for one island of all."
             )
 
+    @property
+    def draws(self) -> bool:
+        return self.island_size is not None or type(self).agree not in (Mean.agree, Robust.agree)
+
     def groups(self, at: Meeting) -> Groups | None:
         """Return the islands of this exchange; None: one of all."""
         if self.island_size is None:
@@ -310,6 +323,10 @@ class ServerMean(Reduction):
 
     def of_some(self) -> Average:
         return self  # the server has what all go on with
+
+    @property
+    def draws(self) -> bool:
+        return type(self).agree is not ServerMean.agree
 
     def check(self, run: ExchangeFacts) -> None:
         check_examples(self.weighting, run)
@@ -652,6 +669,10 @@ class Outer(Around):
         super().check(run)
         self.optim.check(run.num_nodes, run.num_exchanges, "outer optimizer")
 
+    @property
+    def draws(self) -> bool:
+        return self.inner.draws or callable(self.correct) or type(self).agree is not Outer.agree
+
     def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
         own, shared = self.inner.init(tree.map(torch.zeros_like, values), run)
         held = {"params": values, "outer": self.optim.init(values)}
@@ -739,6 +760,10 @@ class Eager(Around):
     def check(self, run: ExchangeFacts) -> None:
         super().check(run)
         self.optim.check(run.num_nodes, run.num_exchanges, "outer optimizer")
+
+    @property
+    def draws(self) -> bool:
+        return self.inner.draws or type(self).agree is not Eager.agree
 
     def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
         nothing = tree.map(torch.zeros_like, values)

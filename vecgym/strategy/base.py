@@ -104,6 +104,11 @@ class Strategy(LocalTraining):
         return None if any(exchange.numbers is None for exchange in self.exchanges) else self.own_numbers
 
     @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers: if not, configurations of several seeds can be one group of a sweep."""
+        return type(self).trains is not Strategy.trains or any(exchange.draws for exchange in self.exchanges)
+
+    @property
     def inner_optim(self) -> OptimSpec:
         """The class of the inner optimizer, and its hyperparameters."""
         return self.inner.spec
@@ -126,16 +131,19 @@ class Strategy(LocalTraining):
         for exchange in self.exchanges:
             exchange.check(RunFacts(num_nodes, max_steps, num_examples=(1,) * num_nodes))
 
-    def timetable(self, run: RunFacts) -> Timetable:
-        """Return what happens when: all nodes train, then comes what is due.
-
-        Raises:
-            ValueError: if it cannot work with the absences of the run.
-        """
+    def check_run(self, run: RunFacts) -> None:
+        """Raise a ValueError if the strategy cannot work for the run's model, or with its absences."""
         for exchange in self.exchanges:
             exchange.check_present(run)
-        train = "train_jointly" if self._of_gradients else "train"
-        return Lockstep(run, *self.marks(run), trains=self.trains(run), train=train)
+
+    def timetable(self, run: RunFacts) -> Timetable:
+        """Return what happens when: all nodes train, then comes what is due."""
+        return Lockstep(run, *self.marks(run), trains=self.trains(run), train=self.training)
+
+    @property
+    def training(self) -> str:
+        """The method for a step of the nodes: "train" if each takes it by itself, with its own gradient."""
+        return "train_jointly" if self._of_gradients else "train"
 
     def marks(self, run: RunFacts) -> list[Mark]:
         """Return what is due in some of the steps."""

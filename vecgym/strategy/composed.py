@@ -11,7 +11,7 @@ from vecgym.core import check
 from vecgym.core.tree import Tree, leaves
 from vecgym.optim import OptimSpec, ensure_optim_spec
 from vecgym.optim.optimizer import Optimizer
-from vecgym.simulation.simulation import Part
+from vecgym.simulation.simulation import LocalTraining, Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts, Who
 from vecgym.strategy.exchange import Exchange
@@ -19,7 +19,7 @@ from vecgym.strategy.settings import Settings, same
 from vecgym.strategy.when import Rounds
 
 
-class Composed(Settings):
+class Composed(LocalTraining, Settings):
     """Each node trains with an inner optimizer; exchanges follow in their order.
 
     A step is: gradients; the exchanges of gradients; clipping; the inner optimizer; the other exchanges that are due.
@@ -142,11 +142,6 @@ class Composed(Settings):
         return f"{type(self).__name__}({', '.join(parts)})"
 
     # ----------------------------------------------------------------------------------------------------- handlers
-
-    def train(self, part: Part) -> None:
-        """Take a step."""
-        part.optimize(part.gradients())
-        part.report(part.losses)
 
     def step(self, part: Part) -> None:
         """Take a step whose gradients are exchanged before."""

@@ -30,7 +30,7 @@ from vecgym.core import check, rng, tree
 from vecgym.core.devices import placed
 from vecgym.core.transforms import readable
 from vecgym.core.tree import Tree
-from vecgym.simulation.simulation import Part
+from vecgym.simulation.simulation import Part, spread
 from vecgym.simulation.state import Rows
 from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
 from vecgym.strategy.averages import Around, Average, ExchangeFacts, ServerMean, State, check_average, innermost
@@ -246,17 +246,6 @@ class Meeting:
     def for_all(self, drawn: Any) -> Any:
         """Return what is the same in all configurations for each of them."""
         return drawn if self.size == 1 else tree.map_leaves(lambda x: x.expand(self.size, *x.shape), drawn)
-
-
-def spread(number: Any, like: Tensor) -> Any:
-    """Shape a number of each configuration or node, `[C]`, `[K]` or `[C, K]`, to multiply a tensor of theirs.
-
-    >>> spread(torch.ones(2), torch.zeros(2, 3, 4)).shape, spread(0.5, torch.zeros(2))
-    (torch.Size([2, 1, 1]), 0.5)
-    """
-    if not isinstance(number, Tensor) or number.dim() == 0:
-        return number
-    return placed(number, like.device, like.dtype).reshape(*number.shape, *[1] * (like.dim() - number.dim()))
 
 
 # --------------------------------------------------------------------------------------------------------- exchange
@@ -513,6 +502,11 @@ class Exchange(Settings):
     def always(self) -> bool:
         """Whether the nodes exchange after every step."""
         return isinstance(self._when, Rounds) and self._when.H == 1 and self.unit == 1
+
+    @property
+    def draws(self) -> bool:
+        """Whether random numbers are drawn."""
+        return self.average.draws or self.participation < 1 or self.lost > 0
 
     @property
     def lets_rest(self) -> bool:

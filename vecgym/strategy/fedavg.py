@@ -146,9 +146,12 @@ Exchange(Mean(island_size=4), every=5))
             (shared if self.exchanges[0].common else own)["start"] = params
         return own, shared
 
-    def train(self, part: Part) -> None:
-        if not self._proximal:
-            return super().train(part)
+    @property
+    def training(self) -> str:
+        return "train_near" if self._proximal else super().training
+
+    def train_near(self, part: Part) -> None:
+        """Take a step with the gradient of the loss and the proximal term."""
         start, mu = (part.shared if self.exchanges[0].common else part.own)["start"], self.proximal_mu
         grads = tree.map(lambda g, p, s: g + part.each(mu, p) * (p - s), part.gradients(), part.params, start)
         part.optimize(grads)

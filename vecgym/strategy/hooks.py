@@ -41,6 +41,7 @@ class Hooks:
 
     numbers = None
     common = plain = always = False
+    draws = True
 
     def __init__(self, module: CommunicationModule, every: int = 1) -> None:
         self.module, self.every, self.index = module, every, 0

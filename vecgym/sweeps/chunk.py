@@ -201,6 +201,7 @@ class Chunk:
         self.configs = [self.configs[c] for c in order]
         self.presences = [presences[c] for c in order]
         self.ledgers = [Ledger() for _ in order]
+        self._steady: dict[int, list[float]] = {}  # the learning rates of groups whose rates never change
         self.pure = all(strategy.pure for strategy in strategies)
         self._groups = [number for number, group in enumerate(groups) for _ in range(group.size)]
         self.simulation: Any = Stack(
@@ -211,7 +212,9 @@ class Chunk:
 
     def _read(self) -> Reading:
         """Return what reads for all rows; configurations of which the same nodes read the same data share a stream."""
-        alike = [(id(config.train), self._groups[c] if self._waits(c) else None) for c, config in enumerate(self.configs)]
+        alike = [
+            (id(config.train), self._groups[c] if self._waits(c) else None) for c, config in enumerate(self.configs)
+        ]
         streams = list(dict.fromkeys(alike))
         sources = [self.configs[alike.index(key)].train for key in streams]
         return Reading(sources, [streams.index(key) for key in alike], self.configs[0].num_nodes)
@@ -261,14 +264,22 @@ class Chunk:
     def _rates(self, step: int) -> list[float]:
         """Return the inner learning rate of each configuration; where nodes differ, their mean."""
         rates: list[float] = []
-        for group, table in zip(self.simulation.groups, self.simulation.tables):
-            presence = group.run.presence
-            there = None if presence is None else group.run.there(step)
-            nodes_there = None if presence is None else list(range(group.run.num_nodes) if there is None else there)
-            lr, _ = group.algorithm.rates(table, step, nodes_there)
-            several = group.size > 1 and isinstance(lr, Tensor) and lr.dim() > 0
-            rates += lr.reshape(group.size, -1).double().mean(1).tolist() if several else [mean_rate(lr)] * group.size
+        for number, group in enumerate(self.simulation.groups):
+            found = self._steady.get(number)
+            if found is None:
+                found = self._rates_of(group, self.simulation.tables[number], step)
+                if not group.algorithm.inner.changes:
+                    self._steady[number] = found
+            rates += found
         return rates
+
+    def _rates_of(self, group: Any, table: Any, step: int) -> list[float]:
+        presence, there = group.run.presence, group.run.there(step)
+        own = None if presence is None else list(range(group.run.num_nodes) if there is None else there)
+        lr, _ = group.algorithm.rates(table, step, own)
+        several = group.size > 1 and isinstance(lr, Tensor) and lr.dim() > 0
+        each: list[float] = lr.reshape(group.size, -1).double().mean(1).tolist() if several else []
+        return each or [mean_rate(lr)] * group.size
 
     def _sent(self, step: int, row: Any) -> list[tuple[float, float, float]]:
         """Return what a node of each configuration has sent, received and handed over."""
@@ -384,9 +395,14 @@ class Reading:
     def _of(self, source: int, requests: Iterator[Request]) -> Iterator[Request]:
         """Yield the requests for one of the distinct data: those of the first configuration that has it."""
         first, K = self.which.index(source) * self.num_nodes, self.num_nodes
+        everyone = list(range(K))
         for rows, counts in requests:
             if isinstance(counts, int):
-                at = [row - first for row in rows if first <= row < first + K]
+                at = (
+                    everyone
+                    if len(rows) == len(self.which) * K
+                    else [row - first for row in rows if first <= row < first + K]
+                )
                 if at:
                     yield at, counts
                 continue

@@ -47,19 +47,25 @@ def groups_of(algorithms: Sequence[Any], runs: Sequence[RunFacts]) -> tuple[list
     """
     alike: dict[Any, list[int]] = {}
     for c, (algorithm, run) in enumerate(zip(algorithms, runs, strict=True)):
-        key = c if getattr(algorithm, "numbers", None) is None else (key_of(algorithm), *run_key(run))
+        key = c if getattr(algorithm, "numbers", None) is None else (key_of(algorithm), *run_key(run, getattr(algorithm, "draws", True)))
         alike.setdefault(key, []).append(c)
     groups, first = list[Group](), 0
     for chosen in alike.values():
         members = tuple(algorithms[c] for c in chosen)
-        groups.append(Group(merged(members), runs[chosen[0]], first, len(chosen), members))
+        seeds = tuple(runs[c].seed for c in chosen)
+        groups.append(Group(merged(members), runs[chosen[0]], first, len(chosen), members, seeds))
         first += len(chosen) * runs[chosen[0]].num_nodes
     return [c for chosen in alike.values() for c in chosen], groups
 
 
-def run_key(run: RunFacts) -> tuple[Any, ...]:
-    """Runs of equal key can be one group's: their nodes are present in the same steps, and draw the same numbers."""
-    return run.num_nodes, run.num_steps, run.seed, id(run.presence), run.num_examples, id(run.schedule), run.names
+def run_key(run: RunFacts, draws: bool = True) -> tuple[Any, ...]:
+    """Runs of equal key can be one group's: their nodes are present in the same steps, and draw the same numbers.
+
+    Args:
+        draws: whether the strategy draws any.
+    """
+    seed = run.seed if draws else None
+    return run.num_nodes, run.num_steps, seed, id(run.presence), run.num_examples, id(run.schedule), run.names
 
 
 def key_of(setting: Any) -> Any:
