@@ -36,7 +36,7 @@ from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
 from vecgym.strategy.averages import Around, Average, ExchangeFacts, ServerMean, State, check_average, innermost
 from vecgym.strategy.coded import Compressed
 from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
-from vecgym.strategy.settings import Settings
+from vecgym.strategy.settings import Settings, shown
 from vecgym.strategy.when import Rounds, SyncWeight, When, as_when, check_delay, check_in_time
 
 DEFAULT_H = 100  # inner steps of a round: DiLoCo's
@@ -337,7 +337,7 @@ class Exchange(Settings):
         self.how = check_average("how", how)
         given: Any = every
         self._when: Any = given if hasattr(given, "due") else as_when(given, "every")
-        self.every = given if self._when is given or callable(given) else self._when.H
+        self.every = self._when.plain if isinstance(self._when, When) else self._when
         self.of = _of(of)
         self.delay = _delay(delay)
         self.late = check.choice("late", late, ("value", "change"))
@@ -847,6 +847,10 @@ class Exchange(Settings):
                     "nodes first, or 1 for what is the same on all."
                 )
         return new
+
+    def __repr__(self) -> str:
+        one = isinstance(self.of, tuple) and len(self.of) == 1
+        return shown(self, of=self.of[0] if one else self.of)
 
     def _weight(self, part: Part) -> Tensor | None:
         """Return how much of the exchange is made in this step; None: all."""

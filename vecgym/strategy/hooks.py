@@ -138,7 +138,7 @@ class Hooks:
         return self.module.outer_parameters(shared[self._name])
 
     def agreed(self, run: RunFacts, names: Sequence[str], tick: int) -> tuple[set[str], set[str]]:
-        """Return which parameters are equal on all nodes after a step, which is not known, and which may have changed."""
+        """Return which parameters are equal on all nodes after a step, none known, and which may have changed."""
         return set(), set(names) if overrides(self.module, "exchange_parameters") else set()
 
     def __repr__(self) -> str:
