@@ -16,7 +16,7 @@ from tests.accounting import accounted
 from tests.cards import CARDS
 from tests.fitting import dataset
 from tests.models import make_model
-from vecgym import OptimSpec, ProcessError, Trainer, verify
+from vecgym import OptimSpec, Trainer, verify
 from vecgym.clock import Compute
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives
@@ -236,7 +236,7 @@ def test_a_strategy_that_looks_at_values_is_refused() -> None:
     MADE["looks"] = partial(CommunicateOptimizeStrategy, [LooksAtValues()], "sgd", lr=0.1)
     try:
         fitted("looks", trace(4, "own"))
-        with pytest.raises(ProcessError, match="hooks, which do not support availability in several processes"):
+        with pytest.raises(ValueError, match="hooks, which do not support availability in several processes"):
             fitted("looks", trace(4, "own"), backend="processes", num_processes=2)
     finally:
         del MADE["looks"]
