@@ -231,8 +231,11 @@ class Form:
     @property
     def values(self) -> dict[str, Any]:
         """All that a step computes, by kind."""
-        state = self.simulation.algorithm.as_hooks_know(self.state)
-        return {**vars(state), "losses": self.losses}
+        state = self.state
+        optimizer = state.home["optimizer"]
+        rest = {n: x for n, x in {**state.shared, **state.own}.items() if n not in ("params", "buffers", "optimizer")}
+        return {"params": state.params, "buffers": state.buffers, "losses": self.losses, "optimizer": optimizer,
+                "strategy": rest}  # fmt: skip
 
     def step_as_part(self, step: int) -> None:
         """Take a step in one of several processes, after the stacked form has taken it."""
