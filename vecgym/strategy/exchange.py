@@ -705,7 +705,7 @@ class Exchange(Settings):
             with ledger.stretched(self.unit), ledger.lagging(self.average.lag(self._when.H)):
                 self._meet(part, blended=False)
             return
-        with ledger.weighted(1.0 if part.inplace else weight):
+        with ledger.weighted(1.0 if part.inplace or part.simulation.dry else weight):
             self._meet(part, blended=True)
         blend(part, weight)
 
