@@ -24,6 +24,9 @@ from vecgym.simulation.timetable import Event, RunFacts, Timetable
 Request = tuple[list[int], "int | list[int]"]  # rows of this process, and which of its own batches each reads
 Batches = Iterator[tuple[Any, "list[int] | None"]]  # a batch, and how many of the examples are each row's own
 Before = Callable[["Event", "Draft"], None]
+LARGE = (
+    1 << 14
+)  # parameters of a node, from which on their copies cost more than one call of the optimizer for each run
 CACHED_PLACES = 64  # sets of rows whose collectives are cached
 
 
@@ -244,7 +247,9 @@ class Part:
             lr: another learning rate than `lr`.
         """
         own, simulation, home = self.home is self.own, self.simulation, self.home
-        if (self.rows or not own) and not simulation.dry:
+        if self._steps_on_views:
+            self._optimize_runs(grads, lr)
+        elif (self.rows or not own) and not simulation.dry:
             inner = self.algorithm.inner
             if self.size == 1:
                 lr = self.lr if lr is None else lr
@@ -261,6 +266,29 @@ class Part:
             home.put_flat("params", params)
             home.put_flat("optimizer", slots)
         self._num_steps += 1
+
+    @property
+    def _steps_on_views(self) -> bool:
+        """Whether rows that are apart step in views of the state: of a large model copies cost more than calls."""
+        home, simulation = self.home, self.simulation
+        apart = isinstance(home, Rows) and isinstance(home.index, Tensor) and self.inplace and not simulation.exact
+        return apart and simulation.large and not {"params", "optimizer"} & home.assigned.keys()
+
+    def _optimize_runs(self, grads: Tree, lr: Any) -> None:
+        """Take the step of one run of consecutive rows after the other."""
+        rows, lr = self.rows, self.lr if lr is None else lr
+        of = lambda x, a, b: x[a:b] if isinstance(x, (list, Tensor)) and len(x) > 1 else x  # noqa: E731
+        starts = [i for i, row in enumerate(rows) if i == 0 or row != rows[i - 1] + 1]
+        for a, b in zip(starts, [*starts[1:], len(rows)]):
+            counts, made = (of(x, a, b) for x in (self._later(self.counts), self._later(self.made)))
+            as_told = [tuple(x) if isinstance(x, list) else x for x in (counts, made)]
+            event = self.event._replace(rows=tuple(rows[a:b]), counts=as_told[0], made=as_told[1])
+            part = Part(self.simulation, self._draft, event)
+            own_lr = lr if isinstance(lr, Tensor) and lr.dim() == 0 else of(lr, a, b)
+            part.optimize({name: of(g, a, b) for name, g in grads.items()}, own_lr)
+            part.put()
+        assert isinstance(self.home, Rows)
+        self.home.forget("params", "optimizer")
 
     def _later(self, counts: int | list[int]) -> int | list[int]:
         """Return the counts after the steps of this event; what is shared goes by the tick."""
@@ -412,6 +440,7 @@ class Simulation:
         self.groups = [Group(algorithm, run)]
         self.here = range(run.num_nodes) if here is None else here
         self.minibatch_size, self.exact, self.dry = minibatch_size, exact, dry
+        self.large = sum(p.numel() for p in engine.params.values()) > LARGE
         check_run(algorithm, run)
         self.timetable = algorithm.timetable(run)
         self._places = functools.lru_cache(CACHED_PLACES)(self._place)
