@@ -277,15 +277,13 @@ class Part:
     def _optimize_runs(self, grads: Tree, lr: Any) -> None:
         """Take the step of one run of consecutive rows after the other."""
         rows, lr = self.rows, self.lr if lr is None else lr
-        of = lambda x, a, b: x[a:b] if isinstance(x, (list, Tensor)) and len(x) > 1 else x  # noqa: E731
+        several = isinstance(lr, Tensor) and lr.dim() > 0 and len(lr) > 1
         starts = [i for i, row in enumerate(rows) if i == 0 or row != rows[i - 1] + 1]
         for a, b in zip(starts, [*starts[1:], len(rows)]):
-            counts, made = (of(x, a, b) for x in (self._later(self.counts), self._later(self.made)))
-            as_told = [tuple(x) if isinstance(x, list) else x for x in (counts, made)]
-            event = self.event._replace(rows=tuple(rows[a:b]), counts=as_told[0], made=as_told[1])
+            counts, made = (_some(self._later(x), a, b) for x in (self.counts, self.made))
+            event = self.event._replace(rows=tuple(rows[a:b]), counts=counts, made=made)
             part = Part(self.simulation, self._draft, event)
-            own_lr = lr if isinstance(lr, Tensor) and lr.dim() == 0 else of(lr, a, b)
-            part.optimize({name: of(g, a, b) for name, g in grads.items()}, own_lr)
+            part.optimize(tree.map(lambda g: g[a:b] if len(g) > 1 else g, grads), lr[a:b] if several else lr)  # noqa: B023
             part.put()
         assert isinstance(self.home, Rows)
         self.home.forget("params", "optimizer")
@@ -659,6 +657,10 @@ class Simulation:
             index = placed(places, sums.device)
             sums, times = sums.index_add(0, index, losses), times.index_add(0, index, torch.ones_like(losses))
         return (sums / times).masked_fill(times == 0, torch.nan)  # 0 / 0 is a different nan on some processors
+
+
+def _some(counts: int | list[int], a: int, b: int) -> int | tuple[int, ...]:
+    return counts if isinstance(counts, int) else tuple(counts[a:b])
 
 
 def _later(counts: int | list[int], steps: int) -> int | list[int]:
