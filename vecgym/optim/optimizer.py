@@ -64,13 +64,25 @@ class Optimizer:
         self.lr_scheduler, self.warmup_steps, self.cosine_anneal = lr_scheduler, warmup_steps, cosine_anneal
         self._rule = spec.rule()
         self._per_node: bool | None = None if spec.param_groups else _has_several(spec.kwargs)
+        self._unit: Any = None  # of a merged one: the rule at rate 1
+        self._num_rates: int | None = None  # of neighbouring rows
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin with nothing computed in advance."""
         self._factor = functools.lru_cache(1)(self._make_factor)
         self._of_nodes = functools.lru_cache(CACHED_RULES)(self._make_of_nodes)
         self._wide: dict[int, Optimizer] = {}
-        self._unit: Any = None  # of a merged one: the rule at rate 1
-        self._num_rates: int | None = None  # of neighbouring rows
         self._moved: tuple[Any, Tree] = (None, {})  # memory for the movement
         self._factors: tuple[Any, dict[Any, Any]] = (None, {})  # of the last rates
+
+    def __getstate__(self) -> dict[str, Any]:
+        computed = ("_factor", "_of_nodes", "_wide", "_moved", "_factors")
+        return {name: value for name, value in vars(self).items() if name not in computed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
 
     @property
     def scheduled(self) -> bool:
