@@ -21,13 +21,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers import known, run
+from tests.helpers import run
 from vecgym.collectives import StackedCollectives
 from vecgym.engine import Engine
 from vecgym.simulation import RunFacts, Simulation
 from vecgym.simulation.events import Schedule, Stop, schedule, updates_of
-from vecgym.strategy import Context, GPAStrategy, HALoSStrategy, HeLoCo, MuLoCoStrategy, OptimSpec, OuterOptimizer
-from vecgym.strategy.corrections import median_norm
+from vecgym.strategy import GPAStrategy, HALoSStrategy, HeLoCo, Meeting, MuLoCoStrategy, OptimSpec, OuterOptimizer
+from vecgym.strategy.averages import median_norm
 from vecgym.strategy.halos import Delivered, RegionRules
 
 F64 = torch.float64
@@ -177,8 +177,7 @@ def test_gpa_with_weight_decay_is_that_of_its_authors() -> None:
         strategy = GPAStrategy(adamw, mu_x=0.9, mu_y=0.7, decay="code")
         found = run(Given(shapes), strategy, batches[: int(steps)])
         same(found.params, theirs, 1e-5)
-    ctx = Context(StackedCollectives(1))
-    same(strategy.average(found.params, known(found).optimizer, ctx), AUTHORS["gpa"]["x"], 1e-5)
+    same(strategy.average(found.state), AUTHORS["gpa"]["x"], 1e-5)
     paper = run(Given(shapes), GPAStrategy(adamw, mu_x=0.9, mu_y=0.7), batches)
     assert max((paper.params[name] - x).abs().max() for name, x in found.params.items()) > 0.01
 
@@ -194,6 +193,6 @@ def test_the_median_norm_is_that_of_templar() -> None:
         name: torch.stack([scales[name][k] * wave(1 + 4 * i + k, size) for k in range(4)])
         for i, (name, size) in enumerate(sizes.items())
     }
-    shrunk = median_norm(moved, {}, Context(StackedCollectives(4)))
+    shrunk = median_norm(moved, {}, Meeting(StackedCollectives(4)))
     same({name: x.mean(0) for name, x in shrunk.items()}, AUTHORS["templar"], 1e-6)
     assert torch.equal(shrunk["first"][0], moved["first"][0])  # small movements stay as they are

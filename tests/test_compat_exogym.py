@@ -155,7 +155,10 @@ TRANSLATED: list[tuple[Strategy, native.Strategy]] = [
     (
         CommunicateOptimizeStrategy([SparseCommunicator(PartitionedIndexSelector(0.5)), DiLoCoCommunicator(H=3)]),
         native.CommunicateOptimizeStrategy(
-            [native.SparseCommunicator(native.PartitionedSelector(0.5)), native.DiLoCoCommunicator(H=3)]
+            [
+                native.SparseCommunicator(native.PartitionedSelector(0.5)),
+                native.Exchange(native.Outer(native.Mean()), every=3),
+            ]
         ),
     ),
 ]  # fmt: skip

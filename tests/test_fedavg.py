@@ -13,13 +13,14 @@ from tests.helpers import run, stack
 from tests.models import Quadratic, make_batches, make_model
 from vecgym import OptimSpec
 from vecgym.collectives import StackedCollectives
-from vecgym.collectives.topology import random_islands
+from vecgym.collectives.topology import random_islands, sample_nodes
+from vecgym.core import rng
 from vecgym.engine import Engine
-from vecgym.strategy.simulated import simulation_of
-from vecgym.simulation.state import HookState
+from vecgym.simulation import State
+from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import FedAvgStrategy, ServerOptimizer
-from vecgym.strategy.average import Weighting, participants
-from vecgym.strategy.base import Context
+from vecgym.strategy.averages import Weighting
+from vecgym.strategy.simulated import simulation_of
 
 STEPS, H = 24, 4
 SGD = OptimSpec(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -27,7 +28,7 @@ SGD = OptimSpec(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 def simulate(
     strategy: FedAvgStrategy, num_nodes: int, engine: str = "vmap", num_examples: tuple[int, ...] | None = None
-) -> tuple[HookState, StackedCollectives]:
+) -> tuple[State, StackedCollectives]:
     model, batches = make_model("MLP", dtype=torch.float64), make_batches("MLP", STEPS, num_nodes, dtype=torch.float64)
     comm = StackedCollectives(num_nodes)
     simulation = simulation_of(
@@ -38,7 +39,7 @@ def simulate(
     for batch in batches:
         state, row = simulation.step(state, stack(batch))
         simulation.comm.ledger.add(state.tick - 1, row.transfers)
-    return simulation.algorithm.as_hooks_know(state), comm
+    return state, comm
 
 
 def server_twin(
@@ -115,28 +116,27 @@ def test_server_optimizers_follow_the_paper(name: str, num_nodes: int, engine: s
     compare(state, expected)
 
 
+def drawn(step: int) -> list[int]:
+    """Two nodes of five, anew for each round."""
+    return sample_nodes(5, 2, rng.generator(42, "participants", step // H))
+
+
 @pytest.mark.parametrize("weighting", ["equal", "examples"])
 def test_a_server_averages_the_participants_and_hands_theta_to_all(weighting: Weighting) -> None:
     examples = (10, 20, 30, 40, 50)
     strategy = FedAvgStrategy(SGD, H=H, participation=0.4, server_optim="avgm", server_lr=0.5, weighting=weighting)
 
-    def chosen(step: int) -> list[int]:
-        return participants(0.4, Context(StackedCollectives(5), step=step, seed=42, exchange=step // H))
-
     state, comm = simulate(strategy, 5, num_examples=examples)
     weights = [1.0] * 5 if weighting == "equal" else [float(n) for n in examples]
-    compare(state, server_twin(5, momentum, chosen, weights))
-    assert {len(chosen(step)) for step in range(STEPS)} == {2}
-    assert {tuple(chosen(step)) for step in range(0, STEPS, H)} != {tuple(chosen(0))}
+    compare(state, server_twin(5, momentum, drawn, weights))
+    assert {len(drawn(step)) for step in range(STEPS)} == {2}
+    assert {tuple(drawn(step)) for step in range(0, STEPS, H)} != {tuple(drawn(0))}
     payload = sum(x[0].numel() for x in state.params.values()) * 8
     assert comm.ledger.total_bytes == pytest.approx(payload * 2 / 5 * (STEPS // H), rel=1e-12)
 
 
 def test_nodes_that_rest_hold_the_servers_parameters() -> None:
     """After an exchange all nodes do; within a round those that sit out still do, and FedProx pulls towards them."""
-
-    def drawn(step: int) -> list[int]:
-        return participants(0.4, Context(StackedCollectives(5), step=step, seed=42, exchange=step // H))
 
     plain = SERVERS["avg"][0]
     for mu in (0.0, 0.3):
@@ -184,9 +184,7 @@ def test_fedprox_adds_the_gradient_of_the_proximal_term(num_nodes: int) -> None:
 
 def test_weights_by_examples_within_islands() -> None:
     examples = (1, 2, 3, 4, 5)
-    islands = random_islands(
-        range(5), 2, Context(StackedCollectives(5), step=0, max_steps=1, seed=42).generator("islands", 0)
-    )
+    islands = random_islands(range(5), 2, rng.generator(42, "islands", 0))
     model, batches = make_model("MLP", dtype=torch.float64), make_batches("MLP", 1, 5, dtype=torch.float64)
     states = {}
     for size, weighting in ((None, "none"), (2, "examples")):
@@ -251,11 +249,11 @@ def test_examples_must_be_known() -> None:
 
 
 def test_second_moment_starts_at_tau_squared() -> None:
-    slots = ServerOptimizer("yogi", tau=0.1).init({"w": torch.zeros(1, 2, dtype=torch.float64)})
+    slots = ServerOptimizer("yogi", tau=0.1).spec.rule().init({"w": torch.zeros(1, 2, dtype=torch.float64)})
     assert slots["second_moment"]["w"].tolist() == [[pytest.approx(0.01)] * 2]
 
 
-def compare(state: HookState, expected: list[dict[str, Tensor]]) -> None:
+def compare(state: State, expected: list[dict[str, Tensor]]) -> None:
     for i, values in enumerate(expected):
         for name, value in values.items():
             held = state.params[name].expand(len(expected), *value.shape)
@@ -268,8 +266,10 @@ class PlainAdam(torch.optim.Adam):
 
 @pytest.mark.parametrize("num_nodes", [2, 5])
 def test_an_optimizer_run_node_by_node_starts_when_its_node_first_takes_part(num_nodes: int) -> None:
+    strategy = FedAvgStrategy(OptimSpec(torch.optim.Adam, lr=0.05), H=H, participation=0.4)
     ours, _ = simulate(FedAvgStrategy(OptimSpec(PlainAdam, lr=0.05), H=H, participation=0.4), num_nodes)
-    known, _ = simulate(FedAvgStrategy(OptimSpec(torch.optim.Adam, lr=0.05), H=H, participation=0.4), num_nodes)
-    assert len(set(known.optimizer["step"].tolist())) > 1  # some nodes have made more steps than others
+    known, _ = simulate(strategy, num_nodes)
+    made = strategy.timetable(RunFacts(num_nodes, STEPS)).made(STEPS)  # type: ignore[attr-defined]
+    assert len(set(made)) > 1  # some nodes have made more steps than others
     for name, p in known.params.items():
         torch.testing.assert_close(ours.params[name], p, rtol=1e-12, atol=1e-12)

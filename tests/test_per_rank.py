@@ -16,9 +16,10 @@ from tests.models import make_batches, make_model
 from vecgym import OptimSpec, Trainer
 from vecgym.collectives import StackedCollectives
 from vecgym.engine import Engine
-from vecgym.strategy.simulated import simulation_of
-from vecgym.strategy import AllReduceStrategy, Context, DiLoCoStrategy, RankStrategy, Strategy
+from vecgym.simulation.timetable import RunFacts
+from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, RankStrategy, Strategy
 from vecgym.strategy.per_rank import all_gather, all_reduce, as_strategy, broadcast
+from vecgym.strategy.simulated import simulation_of
 
 STEPS = 12
 
@@ -74,7 +75,7 @@ def run(strategy: Strategy, num_nodes: int, name: str = "MLP") -> tuple[dict[str
     for batch in batches:
         state, row = simulation.step(state, stack(batch))
         comm.ledger.add(state.tick - 1, row.transfers)
-        rates.append(float(row.columns["lr"]))
+        rates.append(float(simulation.algorithm.rates(simulation.timetable, row.tick - 1)[0]))
     return {n: p.expand(num_nodes, *p.shape[1:]) for n, p in state.params.items()}, comm, rates
 
 
@@ -260,7 +261,7 @@ def test_a_strategy_with_a_step_is_one_for_a_rank(cls: type[Documented]) -> None
     assert mine[2] == other[2]
     strategy = cls("adamw", **schedule)
     ranks = as_strategy(strategy, make_model("MLP"))
-    ranks.init({}, Context(StackedCollectives(2)))
+    ranks.init(RunFacts(num_nodes=2), {})
     assert not ranks.pure
     assert type(strategy) is cls
     assert [rank["held"] is not None for rank in ranks.hidden_state()] == [True, True]
@@ -276,5 +277,5 @@ def test_a_strategy_without_a_step_stays_as_it_is() -> None:
 def test_it_cannot_be_differentiated() -> None:
     model, batches = make_model("MLP"), make_batches("MLP", 1, 2)
     simulation = simulation_of(model, MyDDP(), StackedCollectives(2))
-    with pytest.raises(ValueError, match="CommunicationModule"):
+    with pytest.raises(ValueError, match="cannot be differentiated: write it with exchanges"):
         simulation.step(simulation.init(), stack(batches[0]), pure=True)

@@ -155,11 +155,7 @@ CASES: dict[str, Case] = {
     ),
     "local-adam-clipped-warm": Case(
         lambda: CommunicateOptimizeStrategy(
-            [AveragingCommunicator(H=4), every(4, Exchange(Mean(), of="moments"))],
-            "adamw",
-            lr=0.01,
-            max_norm=0.3,
-            warmup_steps=WARMUP,
+            [AveragingCommunicator(H=4), every(4, Exchange(Mean(), of="moments"))], "adamw", lr=0.01, max_norm=0.3, warmup_steps=WARMUP
         ),
         functools.partial(
             local_adam,
@@ -227,8 +223,10 @@ def check(case: str, model: str, num_nodes: int, **settings: Any) -> Run:
     buffers = [dict(m.named_buffers()) for m in theirs.models]
     assert_close(ours.buffers, {name: torch.stack([b[name] for b in buffers]) for name in buffers[0]}, TOLERANCE)
     for i, (p, optimizer) in enumerate(zip(params, theirs.optimizers)):
-        inner = ours.state.home["optimizer"].items()
-        held = {slot: {name: node(x, i) for name, x in values.items()} for slot, values in inner}
+        held = {
+            slot: {name: node(x, i) for name, x in values.items()}
+            for slot, values in ours.state.home["optimizer"].items()
+        }
         expected = {slot: {name: optimizer.state[p[name]][slot] for name in p} for slot in held}
         assert_close(held, expected, TOLERANCE, f"inner optimizer of node {i}")
     if theirs.outer:

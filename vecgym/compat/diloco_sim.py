@@ -34,6 +34,7 @@ the average: SAVE_DIR/STEP.pt |
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, field, fields, replace
@@ -50,11 +51,12 @@ from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.core.files import is_regular, write_atomically
 from vecgym.core.options import checks_of
-from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.records.loggers import WandbLogger
 from vecgym.runs.options import Count, Flag, OptionalCount, Seed, optional_number
 from vecgym.runs.trainer import Trainer
+from vecgym.simulation.simulation import Part
+from vecgym.simulation.timetable import Due, Event, Lockstep, Mark, RunFacts, Timetable
 
 __all__ = ["DilocoSimulator", "DilocoSimulatorConfig", "EvalStats", "TrainStats", "install"]
 
@@ -227,52 +229,86 @@ class DilocoSimulatorConfig:
         steps = self.num_epochs * len(self.train_dataset) // (self.batch_size * self.num_nodes)
         return steps if self.max_local_step is None else min(steps, self.max_local_step)
 
-    def strategy(self) -> native.CommunicateOptimizeStrategy:
+    def strategy(self) -> native.Strategy:
         """Return the strategy that these arguments describe."""
         every, delay = self.sparta_interval, self.async_sparta_delay * self.sparta_interval
         outer_optim = OptimSpec(self.outer_optimizer_cls, **self.outer_optimizer_kwargs)
-        modules: list[native.CommunicationModule] = []
+        exchanges = [BeforeSteps(native.Outer(native.Mean(), outer_optim), self.diloco_interval, "diloco_interval")]
         if self.p_sparta > 0:
-            sparse = native.SparseCommunicator(native.RandomSelector(self.p_sparta), interval=every, delay=delay)
-            modules.append(BeforeSteps(sparse, "sparta_interval", every))
-        outer = native.DiLoCoCommunicator(outer_optim, H=self.diloco_interval)
-        modules.append(BeforeSteps(outer, "diloco_interval", self.diloco_interval))
-        return native.CommunicateOptimizeStrategy(
-            modules, OptimSpec(self.optimizer_cls, **self.optimizer_kwargs), max_norm=self.max_norm,
+            sparse = native.Sparse(native.RandomSelector(self.p_sparta), native.Mean())
+            exchanges.insert(0, BeforeSteps(sparse, every, "sparta_interval", delay=delay, first=-1))
+        return BeforeStepsStrategy(
+            OptimSpec(self.optimizer_cls, **self.optimizer_kwargs), exchanges, max_norm=self.max_norm,
             warmup_steps=self.warmup_steps, cosine_anneal=self.cosine_anneal,
         )  # fmt: skip
 
 
-class BeforeSteps(native.CommunicationModule):
+class BeforeSteps(native.Exchange):
     """Exchange before each step, not after the previous one.
 
-    This differs only at the start and end of a run: nothing follows the last step, and sparse values exchanged before
-    the first step, when all nodes are equal, are written after their delay.
+    This differs only at the start and end of a run: nothing follows the last step, and with `first=-1` there is an
+    exchange before the first step, when all nodes are equal, whose values are written after their delay.
     """
 
-    def __init__(self, module: native.CommunicationModule, name: str, interval: int) -> None:
-        self.module = module
-        self._interval = (name, interval)
+    def __init__(self, how: native.Average, every: int, name: str, *, delay: int = 0, first: int = 0) -> None:
+        super().__init__(how, every=native.Rounds(every, name=name), delay=delay)
+        self._interval, self._first = (name, every), first
 
-    def check(self, num_nodes: int, max_steps: int) -> None:
+    def check(self, run: RunFacts) -> None:
         name, interval = self._interval
-        if interval >= max_steps:
-            warn(f"{name}={interval} in a run of {max_steps} steps: nothing is ever exchanged.")
+        if interval >= run.num_steps:
+            warn(f"{name}={interval} in a run of {run.num_steps} steps: nothing is ever exchanged.")
         else:
-            self.module.check(num_nodes, max_steps - 1)
+            super().check(dataclasses.replace(run, num_steps=run.num_steps - 1))
 
-    def init(self, params: Tree, ctx: native.Context) -> dict[str, Any]:
-        state = self.module.init(params, ctx)
-        if not isinstance(self.module, native.SparseCommunicator):
-            return state  # the outer step needs a local step first
-        return self.module.exchange_parameters(params, state, ctx.replace(step=-1))[1]
+    def marks(self, run: RunFacts) -> list[Mark]:
+        def earlier(mark: Mark) -> Mark:
+            when = _Before(mark.when, mark.lag, self._first, run.num_steps - 1)
+            return mark._replace(when=when, lag=0, of=mark.of._replace(lag=mark.lag))
 
-    def exchange_parameters(
-        self, params: Tree, state: dict[str, Any], ctx: native.Context
-    ) -> tuple[Tree, dict[str, Any]]:
-        if ctx.step + 1 == ctx.max_steps:
-            return params, state
-        return self.module.exchange_parameters(params, state, ctx)
+        return list(map(earlier, super().marks(run)))
+
+    def before_first(self, part: Part) -> None:
+        """Exchange what is equal on all nodes, to be written after the delay; without one they keep what they have."""
+        params = part.params
+        part.params = {name: p[:1] for name, p in params.items()}  # whose mean is exact
+        (self.agree if self.delay else self.meet)(part)
+        part.params = params
+
+
+@dataclass(frozen=True)
+class _Before:
+    """A recurrence some steps later, from a first step until there is no next step."""
+
+    when: Any
+    lag: int
+    first: int
+    last: int
+
+    def due(self, step: int) -> bool:
+        return step < self.last and step - self.lag >= self.first and self.when.due(step - self.lag)
+
+    def count(self, step: int) -> int:
+        return int(self.when.count(step - self.lag))
+
+
+class BeforeStepsStrategy(native.Strategy):
+    """A strategy with exchanges before the first step."""
+
+    def timetable(self, run: RunFacts) -> Timetable:
+        return _FromBeforeTheFirst(run, *self.marks(run))
+
+    def before_first(self, part: Part) -> None:
+        self.exchanges[part.event.info.of.exchange].before_first(part)
+
+
+class _FromBeforeTheFirst(Lockstep):
+    """A timetable with exchanges before the first step."""
+
+    def events(self, step: int) -> list[Event]:
+        whens: list[tuple[str, Any, Any]] = [(mark.what, mark.when, mark.of) for mark in self.marks]
+        begin = [of for what, when, of in whens if step == 0 and when.first < 0 and what != "write"]
+        return [*(Event("before_first", info=Due(-1, -1, of)) for of in begin), *super().events(step)]
 
 
 class DilocoSimulator(Trainer[nn.Module]):

@@ -58,10 +58,11 @@ class Group(NamedTuple):
 
     Attributes:
         algorithm: its numbers are `[C]` where the configurations' differ.
-        run: what is known of each of them in advance; they have one seed.
+        run: what is known of each of them in advance.
         first: the first row. Node i of configuration c is row `first + c K + i`.
         size: C, the number of configurations.
         members: the algorithm of each configuration alone, which makes its initial state; none: `algorithm` does.
+        seeds: of each configuration, if they draw no numbers together; none: the run's.
 
     >>> Group(None, RunFacts(num_nodes=3), first=6, size=2).rows((0, 2))
     [6, 8, 9, 11]
@@ -72,6 +73,7 @@ class Group(NamedTuple):
     first: int = 0
     size: int = 1
     members: tuple[Any, ...] = ()
+    seeds: tuple[int, ...] = ()
 
     def rows(self, nodes: Sequence[int] | None = None) -> list[int]:
         """Return the rows of some nodes; None: of all."""

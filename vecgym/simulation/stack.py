@@ -331,7 +331,7 @@ class Stack(Simulation):
             every = list(self.here) if rows is None else list(rows)
             ids = [row % K for row in every]
             return Place(every, index_of(every, len(self.here)), comm, ids, [self._seeds[row // K] for row in every])
-        _, run, first, size, _ = self.groups[group]
+        first, size = self.groups[group].first, self.groups[group].size
         if rows is not None and not (rows == tuple(sorted(set(rows))) and set(rows) <= set(range(K))):
             raise ValueError(f"an event has rows {rows}; they must be distinct, ascending and from 0 to {K - 1}.")
         chosen = range(K) if rows is None else rows
@@ -339,12 +339,13 @@ class Stack(Simulation):
         every = self.groups[group].rows(rows)
         return Place(
             every, index_of(every, len(self.here)), comm if size == 1 else GroupCollectives(comm, size),
-            list(chosen) * size, [run.seed] * len(every), size, index_of([row - first for row in every], size * K),
+            list(chosen) * size, [self._seeds[row // K] for row in every], size,
+            index_of([row - first for row in every], size * K),
         )  # fmt: skip
 
     @functools.cached_property
     def _seeds(self) -> list[int]:
-        return [group.run.seed for group in self.groups for _ in range(group.size)]
+        return [seed for group in self.groups for seed in group.seeds or [group.run.seed] * group.size]
 
 
 def _check(groups: Sequence[Group], comm: StackedCollectives) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -110,6 +110,15 @@ class Average(Settings):
     plain: bool = False
 
     @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers, so that configurations of different seeds are no group.
+
+        >>> Outer(Mean()).draws, Outer(Mean(island_size=2)).draws
+        (False, True)
+        """
+        return True
+
+    @property
     def one_message(self) -> bool:
         """Whether the message is the same for all nodes, so that it is stored once."""
         return self.common
@@ -182,7 +191,7 @@ class Average(Settings):
         """Return the learning rate of its own optimizer in an exchange, to be recorded; None: it has none."""
         return None
 
-    def outer(self, shared: Mapping[str, Any]) -> Tree:
+    def outer(self, shared: Any) -> Tree:
         """Return the parameters that it remembers once for all, `[1, *]`: a node that returns may begin with them."""
         return {}
 
@@ -274,6 +283,10 @@ class Mean(Reduction):
                 f"give island_size <= {run.most}, or None for one island of all."
             )
 
+    @property
+    def draws(self) -> bool:
+        return self.island_size is not None or type(self).agree not in (Mean.agree, Robust.agree)
+
     def groups(self, at: Meeting) -> Groups | None:
         """Return the islands of this exchange; None: one of all."""
         if self.island_size is None:
@@ -310,6 +323,10 @@ class ServerMean(Reduction):
 
     def of_some(self) -> Average:
         return self  # the server has what all go on with
+
+    @property
+    def draws(self) -> bool:
+        return type(self).agree is not ServerMean.agree
 
     def check(self, run: ExchangeFacts) -> None:
         check_examples(self.weighting, run)
@@ -480,7 +497,7 @@ class Around(Average):
     def rate(self, exchange: int) -> Any:
         return self.inner.rate(exchange)
 
-    def outer(self, shared: Mapping[str, Any]) -> Tree:
+    def outer(self, shared: Any) -> Tree:
         return self.inner.outer(shared)
 
 
@@ -652,6 +669,10 @@ class Outer(Around):
         super().check(run)
         self.optim.check(run.num_nodes, run.num_exchanges, "outer optimizer")
 
+    @property
+    def draws(self) -> bool:
+        return self.inner.draws or callable(self.correct) or type(self).agree is not Outer.agree
+
     def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
         own, shared = self.inner.init(tree.map(torch.zeros_like, values), run)
         held = {"params": values, "outer": self.optim.init(values)}
@@ -676,7 +697,7 @@ class Outer(Around):
     def rate(self, exchange: int) -> Any:
         return self.optim.spec.lr_at(exchange)
 
-    def outer(self, shared: Mapping[str, Any]) -> Tree:
+    def outer(self, shared: Any) -> Tree:
         params: Tree = shared["params"] if self.common else {}
         return params
 
@@ -740,6 +761,10 @@ class Eager(Around):
         super().check(run)
         self.optim.check(run.num_nodes, run.num_exchanges, "outer optimizer")
 
+    @property
+    def draws(self) -> bool:
+        return self.inner.draws or type(self).agree is not Eager.agree
+
     def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
         nothing = tree.map(torch.zeros_like, values)
         own, shared = self.inner.init(nothing, run)
@@ -763,7 +788,7 @@ class Eager(Around):
     def rate(self, exchange: int) -> Any:
         return self.optim.spec.lr_at(exchange)
 
-    def outer(self, shared: Mapping[str, Any]) -> Tree:
+    def outer(self, shared: Any) -> Tree:
         return {}
 
     def __repr__(self) -> str:

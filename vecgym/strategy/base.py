@@ -105,6 +105,11 @@ class Strategy(LocalTraining):
         return None if any(exchange.numbers is None for exchange in self.exchanges) else self.own_numbers
 
     @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers: if not, configurations of several seeds can be one group of a sweep."""
+        return type(self).trains is not Strategy.trains or any(exchange.draws for exchange in self.exchanges)
+
+    @property
     def inner_optim(self) -> OptimSpec:
         """The class of the inner optimizer, and its hyperparameters."""
         return self.inner.spec

@@ -441,7 +441,7 @@ class Exchange(Settings):
 
     def check_present(self, run: RunFacts) -> None:
         """Raise a ValueError if it cannot work for this model, or with so many nodes present."""
-        presence = run.presence
+        presence: Any = run.presence
         if self.of == "gradients" and getattr(presence, "waits", False):
             raise ValueError(
                 f"availability={presence.availability!r} makes nodes wait for others, but {self!r} exchanges gradients "
@@ -502,6 +502,11 @@ class Exchange(Settings):
     def always(self) -> bool:
         """Whether the nodes exchange after every step."""
         return isinstance(self._when, Rounds) and self._when.H == 1 and self.unit == 1
+
+    @property
+    def draws(self) -> bool:
+        """Whether random numbers are drawn."""
+        return self.average.draws or self.participation < 1 or self.lost > 0
 
     @property
     def lets_rest(self) -> bool:
@@ -700,7 +705,7 @@ class Exchange(Settings):
             with ledger.stretched(self.unit), ledger.lagging(self.average.lag(self._when.H)):
                 self._meet(part, blended=False)
             return
-        with ledger.weighted(1.0 if part.inplace else weight):
+        with ledger.weighted(1.0 if part.inplace or part.simulation.dry else weight):
             self._meet(part, blended=True)
         blend(part, weight)
 

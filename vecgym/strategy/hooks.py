@@ -41,6 +41,7 @@ class Hooks:
 
     numbers = None
     common = plain = always = False
+    draws = True
 
     def __init__(self, module: CommunicationModule, every: int = 1) -> None:
         self.module, self.every, self.index = module, every, 0
@@ -158,11 +159,6 @@ class Hooks:
     def _context(self, part: Part) -> Context:
         """Return what the hooks are told: about the nodes that are present, or of these about those that train."""
         run, presence, made, step = part.run, part.run.presence, part.made, part.tick
-        if presence is not None and len(part.simulation.here) < run.num_nodes:
-            raise ValueError(
-                f"{self.module!r} has hooks, which do not support availability in several processes. Leave "
-                'availability out, give backend="stacked", or write it as an Exchange.'
-            )
         there, counts = run.there(step), [made] * len(part.rows) if isinstance(made, int) else made
         nodes_there = range(run.num_nodes) if there is None else there
         ids = None if len(part.rows) == run.num_nodes else torch.tensor(part.rows)

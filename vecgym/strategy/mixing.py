@@ -65,6 +65,11 @@ class Mix(Reduction):
         if isinstance(self.topology, Tensor) and not self.topology.requires_grad:
             self._constant = [Mixing.of(weights) for weights in _cycle(self.topology)]
 
+    @property
+    def draws(self) -> bool:
+        drawn = not isinstance(self.topology, str) or self.topology == "random_matching"
+        return drawn or type(self).agree is not Mix.agree
+
     def check(self, run: ExchangeFacts) -> None:
         K = run.num_nodes
         given = list(_cycle(self.topology)) if isinstance(self.topology, Tensor) else []

@@ -219,7 +219,7 @@ class CommunicationModule(ABC):
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:  # noqa: B027 - few modules need it
         """Start on a node; called once, with the node's own model."""
 
-    def _vectorised(self, num_nodes: int) -> native.CommunicationModule | None:
+    def _vectorised(self, num_nodes: int) -> native.Exchange | None:
         """Return the equivalent for all nodes at once, or None to run rank by rank."""
         return None
 
@@ -267,10 +267,10 @@ class CommunicateOptimizeStrategy(OptimizingStrategy):
         return [as_written(module) for module in self.communication_modules] == list(classes)
 
     def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy | None:
-        modules: list[Any] = [
+        exchanges: list[Any] = [
             module._vectorised(num_nodes) if as_written(module) else None for module in self.communication_modules
         ]
-        return None if None in modules else native.CommunicateOptimizeStrategy(modules, self.optim_spec, **common)
+        return None if None in exchanges else native.CommunicateOptimizeStrategy(exchanges, self.optim_spec, **common)
 
 
 # ------------------------------------------------------------------------------------------------- a run's strategy
@@ -283,8 +283,7 @@ def vectorised(strategy: Strategy, num_nodes: int, max_steps: int | None) -> nat
 
     >>> from vecgym.compat.exogym import DiLoCoStrategy
     >>> vectorised(DiLoCoStrategy(OptimSpec(lr=0.1), H=5), num_nodes=2, max_steps=10)
-    DiLoCoStrategy(OptimSpec(AdamW, lr=0.1), \
-DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=5))
+    DiLoCoStrategy(OptimSpec(AdamW, lr=0.1), Exchange(Outer(Mean()), every=5))
     """
     schedule = _schedule(strategy, max_steps)
     equivalent = None

@@ -25,7 +25,7 @@ from vecgym.compat.exogym.communicate import all_gather, average_, broadcast, br
 from vecgym.compress.dct import dct, from_chunks, grid, inverse_dct, mean_of_senders, strongest, to_chunks
 from vecgym.core import check
 from vecgym.strategy import per_rank
-from vecgym.strategy.modules import outer_spec
+from vecgym.strategy.averages import outer_spec
 
 
 def interval(name: str, H: Any) -> int:
@@ -92,8 +92,8 @@ class DiLoCoCommunicator(CommunicationModule):
         for outer, p in pairs:
             p.data = outer.detach().clone().to(p.device)  # clone(), so that it is not the outer parameter itself
 
-    def _vectorised(self, num_nodes: int) -> native.CommunicationModule:
-        return native.DiLoCoCommunicator(self.outer_optim_spec, self.H)
+    def _vectorised(self, num_nodes: int) -> native.Exchange:
+        return native.Exchange(native.Outer(native.Mean(), self.outer_optim_spec), every=self.H)
 
 
 class DiLoCoStrategy(CommunicateOptimizeStrategy):
@@ -152,7 +152,7 @@ class AveragingCommunicator(CommunicationModule):
                 members = [gathered[i] for i in island_members]
                 p.data = sum(members[1:], start=members[0]) / len(members)
 
-    def _vectorised(self, num_nodes: int) -> native.CommunicationModule:
+    def _vectorised(self, num_nodes: int) -> native.Exchange:
         return native.AveragingCommunicator(self._islands(num_nodes))
 
 
@@ -272,7 +272,7 @@ class SparseCommunicator(CommunicationModule):
         cls: Any = as_written(self.index_selector)
         return cls.vectorised(self.index_selector.p) if cls and cls.vectorised else None
 
-    def _vectorised(self, num_nodes: int) -> native.CommunicationModule | None:
+    def _vectorised(self, num_nodes: int) -> native.Exchange | None:
         selector = self._selector()
         return None if selector is None else native.SparseCommunicator(selector)
 
