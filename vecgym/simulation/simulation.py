@@ -233,7 +233,7 @@ class Part:
         A number, `[]` or `[rows]`; of several configurations a number, `[C]` or `[C, rows]`.
         """
         own, inner = self.home is self.own, self.algorithm.inner
-        counts, max_steps = self._later(self.counts), self.simulation.max_steps_of(self.event.group)
+        counts, max_steps = self._later(self.counts), self.simulation.table_of(self.event.group).max_steps
         if self.size > 1 and not isinstance(counts, int):
             lr = inner.wide(len(self.rows) // self.size).lr(counts, max_steps)
             return self._apart(lr) if isinstance(lr, Tensor) and lr.dim() else lr
@@ -256,7 +256,7 @@ class Part:
             else:
                 num_rows = len(self.rows) // self.size if own else 1
                 inner, grads = inner.wide(num_rows), tree.map(lambda g: _flat(g, self.size, num_rows), grads)
-                max_steps = simulation.max_steps_of(self.event.group)
+                max_steps = simulation.table_of(self.event.group).max_steps
                 own_lr = functools.partial(inner.lr, self._later(self.counts), max_steps)
                 lr = own_lr() if lr is None else _each_row(lr, self.size, num_rows)
             params, slots = inner.step(
@@ -566,9 +566,9 @@ class Simulation:
         """Return a group; None: all rows."""
         return self.groups[0]
 
-    def max_steps_of(self, group: int | None) -> int:
-        """Return the length of a group's schedule of learning rates."""
-        return self.timetable.max_steps
+    def table_of(self, group: int | None) -> Timetable:
+        """Return a group's timetable."""
+        return self.timetable
 
     def place(self, rows: tuple[int, ...] | None, group: int | None = 0) -> Place:
         """Return where some rows are; it is cached."""

@@ -167,6 +167,7 @@ class Strategy(LocalTraining):
         held = {"params": params, "optimizer": self.inner.init(params)}
         own, shared = ({}, held) if self.alike(run) else (held, {})
         for exchange in self.exchanges:
+            exchange.check_optimizer(held["optimizer"], params)
             of_each, of_all = exchange.init(params, run)
             own, shared = own | of_each, shared | of_all
         return own, shared
@@ -300,10 +301,11 @@ class Strategy(LocalTraining):
     def _check_resting(self) -> None:
         """Raise a ValueError where gradients would be exchanged, and some nodes have none."""
         resting = [exchange for exchange in self.exchanges if exchange.lets_rest]
-        if resting and self._of_gradients:
+        of_all = [exchange for exchange in self._of_gradients if exchange.of_all]
+        if resting and of_all:
             raise ValueError(
-                f"{resting[0]!r} lets some nodes sit out, and {self._of_gradients[0]!r} exchanges the gradients of all "
-                "at every step: give participation=1, or exchange parameters."
+                f"{resting[0]!r} lets some nodes sit out, and {of_all[0]!r} exchanges the gradients of all at every "
+                "step: give participation=1, or exchange parameters."
             )
 
     def __repr__(self) -> str:

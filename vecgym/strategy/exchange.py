@@ -454,6 +454,32 @@ class Exchange(Settings):
             )
         self.average.check(self.facts(run))
 
+    def check_optimizer(self, optimizer: Mapping[str, Any], params: Tree) -> None:
+        """Raise a ValueError if the inner optimizer does not keep what is exchanged, as far as that is known.
+
+        Args:
+            optimizer: the state that it begins with; what optimizers of a user's own keep shows after a step.
+
+        >>> from vecgym.strategy.averages import Mean
+        >>> Exchange(Mean(), of="moment").check_optimizer({"momentum": {"w": torch.zeros(1)}}, {"w": torch.zeros(1)})
+        Traceback (most recent call last):
+        ...
+        ValueError: of='moment' is not known; did you mean 'momentum'? Allowed: 'momentum'.
+        """
+        if self.of not in ("parameters", "gradients") and "tensors" not in optimizer:
+            self._moments(optimizer, params)
+
+    def _moments(self, optimizer: Mapping[str, Any], params: Tree) -> dict[str, Tree]:
+        moments = moments_in(optimizer, params)
+        if not moments:
+            raise ValueError(
+                f"{self!r} averages what the inner optimizer keeps, and it keeps nothing: give one with moments, such "
+                "as AdamW or SGD with momentum, or leave this exchange out."
+            )
+        for slot in self.of if isinstance(self.of, tuple) else ():
+            check.choice("of", slot, list(moments))
+        return moments
+
     def facts(self, run: RunFacts) -> ExchangeFacts:
         """Return what is known about the exchanges of a run before the first step.
 
@@ -482,6 +508,8 @@ class Exchange(Settings):
         return max(1, run.num_steps // self.unit)
 
     # ------------------------------------------------------------------------------------------------- when and who
+
+    of_all = True  # nobody may sit out where gradients are exchanged
 
     @property
     def average(self) -> Average:
@@ -799,15 +827,10 @@ class Exchange(Settings):
 
             yield self._labels(fragment)[0][0], chosen(params), put_params
             return
-        moments = moments_in(part.home["optimizer"], params)
-        if not moments:
-            raise ValueError(
-                f"{self!r} averages what the inner optimizer keeps, and it keeps nothing: give one with moments, such "
-                "as AdamW or SGD with momentum, or leave this exchange out."
-            )
+        moments = self._moments(part.home["optimizer"], params)
         (label, _), *_ = labels = self._labels(fragment)
         for label, slot in [(label, slot) for slot in moments] if self.of == "moments" else labels:
-            values = chosen(moments[check.choice("of", slot, list(moments))])
+            values = chosen(moments[slot])
 
             def put_moment(new: Tree, slot: str = slot) -> None:
                 part.home["optimizer"] = with_moment(part.home["optimizer"], slot, new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Hooks:
         self.module, self.every, self.index = module, every, 0
         adds = any(overrides(module, name) for name in ("local_gradients", "exchange_gradients"))
         self.of = "gradients" if adds else "hooks"
+        self.of_all = overrides(module, "exchange_gradients")
         self.lets_rest = overrides(module, "active_nodes") and module.lets_rest
 
     def numbered(self, index: int) -> Hooks:
@@ -72,6 +73,9 @@ class Hooks:
                     "exchanges gradients in every step: use a module that exchanges parameters every H steps."
                 )
             self.module.check_present(sorted(run.presence.counts), run.num_nodes)
+
+    def check_optimizer(self, optimizer: Mapping[str, Any], params: Tree) -> None:
+        """Take the slots of any optimizer."""
 
     def marks(self, run: RunFacts) -> Iterator[Mark]:
         """Yield when its hooks after the optimizer's step are called."""
@@ -169,7 +173,7 @@ class Hooks:
             num_examples=None if run.num_examples is None else tuple(run.num_examples[node] for node in nodes_there),
             missed=self._missed(presence, ids), lr=self._lr(part),
         )  # fmt: skip
-        training = part.simulation.timetable.training(step)
+        training = part.simulation.table_of(part.event.group).training(step)  # type: ignore[attr-defined]  # of Lockstep
         if training is not None and training != there:
             ctx = ctx.replace(active=tuple(i for i, node in enumerate(nodes_there) if node in set(training)))
         return ctx
