@@ -539,6 +539,10 @@ class Simulation:
         """Return a group; None: all rows."""
         return self.groups[0]
 
+    def timetable_of(self, group: int | None) -> Timetable:
+        """Return the timetable of a group."""
+        return self.timetable
+
     def max_steps_of(self, group: int | None) -> int:
         """Return the length of a group's schedule of learning rates."""
         return self.timetable.max_steps

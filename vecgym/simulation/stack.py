@@ -251,6 +251,9 @@ class Stack(Simulation):
             return self.groups[number]
         return self.groups[0] if self.whole is None else self.whole
 
+    def timetable_of(self, group: int | None) -> Timetable:
+        return self.timetable if group is None else self.tables[group]
+
     def max_steps_of(self, group: int | None) -> int:
         return self.tables[group or 0].max_steps
 

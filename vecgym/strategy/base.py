@@ -252,7 +252,7 @@ class Strategy(LocalTraining):
 
         >>> from vecgym.strategy import DiLoCoStrategy
         >>> strategy = DiLoCoStrategy("sgd", lr=0.1, warmup_steps=2)
-        >>> strategy.rates(strategy.timetable(RunFacts(num_nodes=4, num_steps=10)), tick=1)
+        >>> strategy.rates(strategy.timetable(RunFacts(num_nodes=4, num_steps=200)), tick=1)
         (0.05, 0.7)
         """
         made = None if nodes is None else timetable.made(tick)
@@ -298,9 +298,10 @@ class Strategy(LocalTraining):
     def _check_resting(self) -> None:
         """Raise a ValueError where gradients would be exchanged, and some nodes have none."""
         resting = [exchange for exchange in self.exchanges if exchange.lets_rest]
-        if resting and self._of_gradients:
+        of_all = [exchange for exchange in self._of_gradients if exchange.needs_all]
+        if resting and of_all:
             raise ValueError(
-                f"{resting[0]!r} lets some nodes sit out, and {self._of_gradients[0]!r} exchanges the gradients of all "
+                f"{resting[0]!r} lets some nodes sit out, and {of_all[0]!r} exchanges the gradients of all "
                 "at every step: give participation=1, or exchange parameters."
             )
 
@@ -325,6 +326,18 @@ class CommunicateOptimizeStrategy(Strategy):
         **inner: Unpack[InnerOptions],
     ) -> None:
         super().__init__(inner_optim, communication_modules, **inner)
+
+
+def every(n: int, exchange: Exchange | CommunicationModule) -> Any:
+    """Let an exchange count in units of n steps: its interval, delay, offsets, and what it draws at random.
+
+    >>> from vecgym.strategy import Mean
+    >>> every(5, Exchange(Mean(), every=10, delay=1))  # every 50 steps, 5 late
+    Exchange(Mean(), every=10, delay=1, unit=5)
+    """
+    found = Hooks(exchange) if isinstance(exchange, CommunicationModule) else exchange
+    check.instance("exchange", found, (Exchange, Hooks), "an Exchange, such as Exchange(Mean(), every=10)")
+    return found.in_units(n)
 
 
 def _numbered(exchanges: Sequence[Any]) -> tuple[Any, ...]:

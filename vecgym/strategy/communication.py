@@ -152,52 +152,56 @@ class CommunicationModule:
     Where nodes may be absent, what is `[1, *]` goes on with those that are there, and a row of `[L, *]` with its node:
     a count of each node's own steps has a row for each, `torch.zeros(len(ctx.node_steps))`.
 
-    Example: every step, the nodes average a version of their parameters rounded to 8 bits.
+    Example: every second step, the nodes average a version of their parameters rounded to 8 bits. Modules and
+    `Exchange`s go together in the list of a strategy.
 
+    >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.core import tree
+    >>> from vecgym.strategy import Rounds, Strategy
     >>> class RoundedAverage(CommunicationModule):
+    ...     when = Rounds(2)
+    ...     def init(self, params, ctx):
+    ...         return {"shared": params}
     ...     def exchange_parameters(self, params, state, ctx):
-    ...         return ctx.comm.mean(tree.map(lambda x: (x * 128).round() / 128, params)), state
+    ...         if not self.when.due(ctx.step):
+    ...             return params, state
+    ...         mean = ctx.comm.mean(tree.map(lambda x: (x * 128).round() / 128, params))
+    ...         return mean, {"shared": mean}
+    ...     def outer_parameters(self, state):
+    ...         return state["shared"]
+    >>> module, comm = RoundedAverage(), StackedCollectives(2)
+    >>> module.check(num_nodes=2, max_steps=4)
+    >>> module.check_present([1, 2], num_nodes=2)
+    >>> state, params = module.init({"w": torch.zeros(1)}, Context(comm)), {"w": torch.tensor([1.001, 3.0])}
+    >>> [module.exchange_parameters(params, state, Context(comm, step=step))[0]["w"] for step in range(2)]
+    [tensor([1.0010, 3.0000]), tensor([2.])]
+    >>> module.outer_parameters(state), module.active_nodes(Context(comm)), module.outer_learning_rate(Context(comm))
+    ({'w': tensor([0.])}, None, None)
+    >>> moments = {"exp_avg": params}  # what it does not override leaves things as they are
+    >>> module.exchange_moments(moments, state, Context(comm))[0] is moments
+    True
+    >>> module.local_gradients(params, params, state, Context(comm)) is params
+    True
+    >>> module.exchange_gradients(params, state, Context(comm))[0] is params
+    True
+    >>> Strategy("sgd", [module]).exchanges
+    (RoundedAverage(),)
     """
 
-    # True where only the nodes' mean gradient is used: one gradient of the mean loss is then computed.
-    mean_gradient = False
     # False where `active_nodes` never leaves out a node.
     lets_rest = True
     # When it exchanges, a `vecgym.strategy.When` such as `Rounds(10)`: `ctx.exchange` counts by it. None: every step.
     when: Any = None
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        """Raise a ValueError if the module cannot work for this run.
-
-        >>> from vecgym.strategy import AveragingCommunicator
-        >>> try:
-        ...     AveragingCommunicator(island_size=8).check(num_nodes=4, max_steps=100)
-        ... except ValueError as error:
-        ...     print(str(error).split(":")[0])
-        island_size=8 is larger than the 4 nodes that take part in a round
-        """
+        """Raise a ValueError if the module cannot work for this run."""
 
     def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
-        """Raise a ValueError if the module cannot work while only so many of the nodes are present.
-
-        >>> from vecgym.strategy import Gradients, Robust
-        >>> try:
-        ...     Gradients(Robust("trimmed_mean", trim=1)).check_present([2, 4], num_nodes=4)
-        ... except ValueError as error:
-        ...     print(str(error).split(":")[0])
-        trim=1 at either end leaves nothing of 2 nodes
-        """
+        """Raise a ValueError if the module cannot work while only so many of the nodes are present."""
         return
 
     def init(self, params: Tree, ctx: Context) -> State:
-        """Return the first state. `params` are a copy that the module may keep.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> from vecgym.strategy import DiLoCoCommunicator
-        >>> sorted(DiLoCoCommunicator().init({"w": torch.zeros(1)}, Context(StackedCollectives(2))))
-        ['optimizer', 'params']
-        """
+        """Return the first state. `params` are a copy that the module may keep."""
         return {}
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
@@ -205,46 +209,18 @@ class CommunicationModule:
 
         The others keep parameters, buffers and optimizer state, and their losses are nan. Gradients are then
         not exchanged: such a module cannot be combined with one that has `exchange_gradients`.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> from vecgym.strategy import AveragingCommunicator
-        >>> len(AveragingCommunicator(participation=0.5).active_nodes(Context(StackedCollectives(8))))
-        4
         """
         return None
-
-    def idle(self, ctx: Context) -> bool:
-        """Return whether the module exchanges neither parameters nor moments in this step, and keeps its state.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> from vecgym.strategy import AveragingCommunicator
-        >>> [AveragingCommunicator(H=3).idle(Context(StackedCollectives(2), step=step)) for step in range(4)]
-        [True, True, False, True]
-        """
-        return not (overrides(self, "exchange_parameters") or overrides(self, "exchange_moments"))
 
     def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
         """Add to each node's own gradient, before anything is exchanged; all are `[1 or L, *]` trees.
 
         Where only some nodes train, L counts these, in the order of `ctx.rows`, and nobody may communicate.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> from vecgym.strategy import ProximalTerm
-        >>> grads, params, start = {"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 3.0])}, {"w": torch.tensor([1.0])}
-        >>> ProximalTerm(mu=0.5).local_gradients(grads, params, {"start": start}, Context(StackedCollectives(2)))
-        {'w': tensor([0., 1.])}
         """
         return grads
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Exchange gradients, before the optimizer: `[L, *]` -> those that the optimizer takes.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> from vecgym.strategy import GradientAveraging
-        >>> grads, ctx = {"w": torch.tensor([1.0, 3.0])}, Context(StackedCollectives(2))
-        >>> GradientAveraging().exchange_gradients(grads, {}, ctx)[0]
-        {'w': tensor([2.])}
-        """
+        """Exchange gradients, before the optimizer: `[L, *]` -> those that the optimizer takes."""
         return grads, state
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
@@ -256,40 +232,16 @@ class CommunicationModule:
 
         The slots are torch's, such as AdamW's "exp_avg" and "exp_avg_sq"; there are none if the optimizer keeps
         nothing. Only tensors of the shape of their parameter are shown.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> from vecgym.strategy import Moments
-        >>> moments, ctx = {"exp_avg": {"w": torch.tensor([1.0, 3.0])}}, Context(StackedCollectives(2))
-        >>> Moments().exchange_moments(moments, {}, ctx)[0]
-        {'exp_avg': {'w': tensor([2.])}}
         """
         return moments, state
 
     def outer_parameters(self, state: State) -> Tree:
-        """Return the parameters `[1, *]` that the state holds once for all nodes: a node that returns may begin there.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator
-        >>> module = DiLoCoCommunicator()
-        >>> module.outer_parameters(module.init({"w": torch.zeros(1)}, Context(StackedCollectives(2))))
-        {'w': tensor([0.])}
-        >>> AveragingCommunicator().outer_parameters({})
-        {}
-        """
+        """Return the parameters `[1, *]` that the state holds once for all nodes: a node that returns may begin there."""
         return {}
 
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
-        """Return the learning rate of the module's own optimizer at this step, to be recorded; None: it has none.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator
-        >>> ctx = Context(StackedCollectives(2), max_steps=1000)
-        >>> DiLoCoCommunicator(outer_lr=0.5).outer_learning_rate(ctx), AveragingCommunicator().outer_learning_rate(ctx)
-        (0.5, None)
-        """
+        """Return the learning rate of the module's own optimizer at this step, to be recorded; None: it has none."""
         return None
-
-    # Many small configurations in one stack are slow for what Python does for each; these two make them one.
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if not name.startswith("_")}
