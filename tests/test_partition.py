@@ -24,7 +24,7 @@ from vecgym.data import (
 )
 from vecgym.plot import plot_partition
 from vecgym.strategy import FedAvgStrategy
-from vecgym.strategy.average import Weighting
+from vecgym.strategy.averages import Weighting
 
 Make = Callable[..., Partition]  # (data, num_nodes, seed=...)
 KINDS: dict[str, Make] = {
