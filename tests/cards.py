@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from vecgym.collectives import StackedCollectives
 from vecgym.compress.dct import grid
 from vecgym.compress.packing import bits_for
 from vecgym.strategy.catalogue import Knobs
@@ -160,7 +159,7 @@ CARDS: dict[str, Card] = {
         "noloco", lambda sent: 2 * islands_of_two(sent), alone="heavy ball", per_node=("params", "momentum")
     ),
     "sparta": Card("sparta", drawn),
-    "loscar": Card("sparta", drawn, per_node=("mean",)),
+    "loscar": Card("sparta", drawn, per_node=("message",)),
     "sparta-diloco": Card("sparta_diloco", lambda sent: drawn(sent) + rounds(sent), alone="nesterov"),
     "gossip": Card("gossip", lambda sent: sent.steps * 2.0 * sent.model_bytes),
     "gossip-matching": Card("gossip", lambda sent: sent.steps * sent.model_bytes, even=True),

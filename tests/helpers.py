@@ -18,8 +18,8 @@ from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.simulation import Simulation, State
-from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import Strategy
+from vecgym.strategy.simulated import simulation_of
 
 # Activation checkpointing under vmap needs a torch whose checkpoint() keeps its arguments without an autograd.Function.
 STACKS_CHECKPOINTS = hasattr(_CheckpointFrame, "save_inputs")
@@ -64,8 +64,14 @@ class Recording(StackedCollectives):
         self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None, *, inplace: bool = False
     ) -> T:
         if groups is not None:
-            self.drawn.append(groups)
+            self.drawn.append([[node if self.members is None else self.members[node] for node in g] for g in groups])
         return super().mean(x, groups, weights, inplace=inplace)
+
+    def among(self, members: Sequence[int]) -> Recording:
+        subset = Recording(len(members))
+        subset.ledger, subset.drawn = self.ledger, self.drawn
+        subset._count_among(self, members)
+        return subset
 
 
 @dataclass

@@ -16,7 +16,7 @@ from tests.accounting import accounted
 from tests.cards import CARDS
 from tests.fitting import dataset
 from tests.models import make_model
-from vecgym import OptimSpec, ProcessError, Trainer, verify
+from vecgym import OptimSpec, Trainer, verify
 from vecgym.clock import Compute
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives
@@ -30,11 +30,11 @@ from vecgym.strategy import (
     CommunicationModule,
     DeMoStrategy,
     DiLoCoStrategy,
-    GossipCommunicator,
+    Exchange,
     Mean,
-    OuterStep,
+    Mix,
+    Outer,
     Strategy,
-    delayed,
 )
 from vecgym.strategy.catalogue import CATALOGUE
 
@@ -44,9 +44,9 @@ MADE: dict[str, Callable[..., Strategy]] = {
 }
 MADE |= {
     "allreduce-own-rates": lambda: AllReduceStrategy("adamw", lr=torch.arange(1.0, 5.0) / 100, warmup_steps=3),
-    "gossip-late": lambda: CommunicateOptimizeStrategy([delayed(GossipCommunicator("ring"), 2)], "sgd", lr=0.1),
+    "gossip-late": lambda: CommunicateOptimizeStrategy([Exchange(Mix("ring"), delay=2, late="change")], "sgd", lr=0.1),
     "adam-in-islands": lambda: CommunicateOptimizeStrategy(
-        [OuterStep(Mean(island_size=2), OptimSpec("adam", lr=0.1), H=2)], "sgd", lr=0.1
+        [Exchange(Outer(Mean(island_size=2), OptimSpec("adam", lr=0.1)), every=2)], "sgd", lr=0.1
     ),
 }  # fmt: skip
 
@@ -236,17 +236,20 @@ def test_a_strategy_that_looks_at_values_is_refused() -> None:
     MADE["looks"] = partial(CommunicateOptimizeStrategy, [LooksAtValues()], "sgd", lr=0.1)
     try:
         fitted("looks", trace(4, "own"))
-        with pytest.raises(ValueError, match="does not support availability in several processes"):
+        with pytest.raises(ValueError, match="hooks, which do not support availability in several processes"):
             fitted("looks", trace(4, "own"), backend="processes", num_processes=2)
     finally:
         del MADE["looks"]
 
 
-def test_lost_messages_are_refused() -> None:
-    MADE["lossy"] = partial(CommunicateOptimizeStrategy, [OuterStep(Mean(), H=2, lost=0.3)], "sgd", lr=0.1)
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_lost_messages_are_those_of_one_process(num_processes: int) -> None:
+    MADE["lossy"] = partial(CommunicateOptimizeStrategy, [Exchange(Outer(Mean()), every=2, lost=0.3)], "sgd", lr=0.1)
     try:
-        with pytest.raises((ValueError, ProcessError), match="only where all nodes are in one process"):
-            fitted("lossy", None, backend="processes", num_processes=2)
+        alone, apart = (fitted("lossy", None, **more) for more in ({}, {"backend": "processes",
+                                                                       "num_processes": num_processes}))  # fmt: skip
+        assert_same_rows(alone, apart)
+        assert {entry.participants for entry in alone.ledger} != {4}
     finally:
         del MADE["lossy"]
 

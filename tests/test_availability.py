@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from vecgym.simulation.exchanges import exchanges_gradients
 
 from tests.cards import CARDS
 from tests.fitting import dataset, fit
@@ -27,9 +28,7 @@ from vecgym.collectives import topology as graphs
 from vecgym.collectives.topology import Links, exponential
 from vecgym.compress import TopK
 from vecgym.core import rng
-from vecgym.strategy.simulated import simulation_of
 from vecgym.simulation.availability import Availability, Both, Deadline, Dropout, Facts, LocalSteps, Sampled, Trace
-from vecgym.simulation.exchanges import exchanges_gradients
 from vecgym.simulation.presence import Presence
 from vecgym.simulation.returning import Shared, sent
 from vecgym.simulation.state import HookState
@@ -59,6 +58,7 @@ from vecgym.strategy import (
 )
 from vecgym.strategy.catalogue import CATALOGUE
 from vecgym.strategy.eager import EagerCommunicator
+from vecgym.strategy.simulated import simulation_of
 
 K, STEPS, H = 5, 7, 3
 F64 = torch.float64

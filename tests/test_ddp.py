@@ -16,7 +16,7 @@ from vecgym.collectives.wire import Wire
 from vecgym.core import tree
 from vecgym.runs import multiprocess
 from vecgym.runs.verification import Case, Form, gaps
-from vecgym.strategy import AllReduceStrategy, Context
+from vecgym.strategy import AllReduceStrategy
 
 K = 4
 
@@ -40,14 +40,14 @@ def differences(link: multiprocess.Link, given: Case) -> list[float]:
     with torch.enable_grad():
         for step in range(given.steps):
             form.step(step)
-            lr = float(strategy.lr(Context(form.comm, step=step, max_steps=given.steps, seed=given.seed)))
+            lr = float(strategy.rates(form.simulation.timetable, step)[0])
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("given_lr", group["lr"]) * (lr / base_lr)
             optimizer.zero_grad()
             batch = given.converted(batches.batch(step))
             ddp(tree.map_leaves(lambda x: x.flatten(0, 1), batch)).backward()
-            if strategy.max_norm is not None:
-                nn.utils.clip_grad_norm_(ddp.module.parameters(), float(strategy.max_norm))
+            if strategy.inner.max_norm is not None:
+                nn.utils.clip_grad_norm_(ddp.module.parameters(), float(strategy.inner.max_norm))
             optimizer.step()
             trained = {name: p.detach()[None] for name, p in ddp.module.named_parameters()}
             found.append(max(gap.largest for gap in gaps("params", trained, form.state.params, form.comm, {})))
@@ -66,6 +66,6 @@ def test_allreduce_is_distributed_data_parallel(optimizer: str, num_processes: i
 
 def test_the_comparison_with_ddp_can_fail() -> None:
     wrong = AllReduceStrategy("sgd", lr=0.1)
-    wrong.inner_optim = wrong.inner_optim.replace(momentum=0.5)  # it trains by the rule that it was made with
+    wrong.inner.spec = wrong.inner.spec.replace(momentum=0.5)  # it trains by the rule that it was made with
     found = multiprocess.run(differences, 2, (case("MLP", wrong, 3),))
     assert min(each[-1] for each in found) > 1e-4

@@ -26,15 +26,16 @@ from vecgym.collectives.wire import Wire
 from vecgym.runs import multiprocess
 from vecgym.runs.verification import Case
 from vecgym.strategy import (
+    EF21,
+    Average,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
-    CorrectedOuterStep,
+    Corrupted,
     DiLoCoStrategy,
-    Gradients,
+    Exchange,
     Mean,
     OptimSpec,
-    OuterStep,
-    Parameters,
+    Outer,
+    Private,
     RankStrategy,
     Robust,
     Strategy,
@@ -57,16 +58,26 @@ CASES: dict[str, Callable[[], Strategy]] = {
     **{name: partial(row.make, inner_optim=OptimSpec("adamw", lr=1e-2)) for name, row in CATALOGUE.items()},
     **{name: partial(row.make, inner_optim=OptimSpec("adamw", lr=1e-2)) for name, row in STRATEGIES.items()},
     "bricks": lambda: CommunicateOptimizeStrategy(
-        [Parameters(Mean(island_size=2), every=2), OuterStep(Mean(), H=3)], "adamw", lr=1e-2
+        [Exchange(Mean(island_size=2), every=2), Exchange(Outer(Mean()), every=3)], "adamw", lr=1e-2
     ),
     "corrected brick": lambda: CommunicateOptimizeStrategy(
-        [CorrectedOuterStep(Mean(), H=3, correction="median_norm")], "adamw", lr=1e-2
+        [Exchange(Outer(Mean(), correct="median_norm"), every=3)], "adamw", lr=1e-2
     ),
     "rounds of a function": lambda: DiLoCoStrategy("adamw", H=lambda step: 1 + step, lr=1e-2),
     "streaming, a delay and alpha for each node": lambda: StreamingDiLoCoStrategy(
         "adamw", H=3, num_fragments=2, delay=[1, 0, 2, 1], alpha=torch.tensor([0.0, 0.5, 0.25, 1.0]), lr=1e-2
     ),
-    "median of the gradients": lambda: CommunicateOptimizeStrategy([Gradients(Robust("median"))], "adamw", lr=1e-2),
+    "median of the gradients": lambda: CommunicateOptimizeStrategy(
+        [Exchange(Robust("median"), of="gradients")], "adamw", lr=1e-2
+    ),
+    "lost, and late": lambda: CommunicateOptimizeStrategy(
+        [Exchange(Mean(), lost=0.4), Exchange(Outer(Mean()), every=2, delay=1, late="change")], "adamw", lr=1e-2
+    ),
+    "ef21": lambda: CommunicateOptimizeStrategy([Exchange(Outer(EF21(Mean(), "topk")), every=2)], "adamw", lr=1e-2),
+    "a liar": lambda: CommunicateOptimizeStrategy([Exchange(Corrupted(Mean(), [1]), every=2)], "adamw", lr=1e-2),
+    "private": lambda: CommunicateOptimizeStrategy(
+        [Exchange(Outer(Private(Mean(), clip=0.1, noise=0.1)), every=2)], "adamw", lr=1e-2
+    ),
     **{f"{name}, a value for each node": partial(make_per_node, name, K) for name in PER_NODE},
     **{f"{name}{EMPTY}": partial(STRATEGIES[name].make, inner_optim=OptimSpec("adamw", lr=1e-2)) for name in SEVERAL},
 }
@@ -108,18 +119,18 @@ def test_every_strategy_gives_the_same_numbers_on_processes() -> None:
     assert not wrong
 
 
-def test_the_table_has_every_strategy_and_module() -> None:
+def test_the_table_has_every_strategy_and_average() -> None:
     """What is exported is in some row of the table: a new strategy is tested here once it is there."""
     exported = {x for x in vars(strategy).values() if isinstance(x, type)}
-    wanted = {x for x in exported if issubclass(x, (Strategy, CommunicationModule))} - {Strategy, CommunicationModule}
+    wanted = {x for x in exported if issubclass(x, (Strategy, Average))} - {Strategy, Average}
     wanted -= {RankStrategy}  # in one process only
     wanted = {x for x in wanted if not getattr(x, "asynchronous", False)}  # likewise
     seen: set[type] = set()
 
     def look(x: Any) -> None:
-        if isinstance(x, (Strategy, CommunicationModule)) and type(x) not in seen:
+        if isinstance(x, (Strategy, Average, Exchange)) and type(x) not in seen:
             seen.add(type(x))
-        for value in vars(x).values() if isinstance(x, (Strategy, CommunicationModule)) else ():
+        for value in vars(x).values() if isinstance(x, (Strategy, Average, Exchange)) else ():
             for y in value if isinstance(value, (list, tuple)) else [value]:
                 look(y)
 

@@ -25,16 +25,15 @@ from vecgym.strategy import (
     Corrupted,
     DeMoStrategy,
     DiLoCoStrategy,
+    Exchange,
     FedAvgStrategy,
     GossipStrategy,
     Mean,
-    OuterStep,
-    Parameters,
+    Outer,
     Robust,
     SPARTAStrategy,
     Strategy,
 )
-from vecgym.strategy.base import State
 from vecgym.strategy.catalogue import CATALOGUE
 
 
@@ -78,16 +77,18 @@ def test_it_equals_the_ledger_of_the_run(name: str) -> None:
         lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression="natural"),
         lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression="ternary"),
         lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression=ChunkedTopK(3, 6)),
-        lambda: CommunicateOptimizeStrategy([OuterStep(EF21(Mean(), "qsgd"), H=3)], "sgd", lr=0.1),
+        lambda: CommunicateOptimizeStrategy([Exchange(Outer(EF21(Mean(), "qsgd")), every=3)], "sgd", lr=0.1),
         lambda: DiLoCoStrategy("sgd", lr=0.1, sync_weight=[0, 0.5, 0, 1, 0, 0, 1]),
         lambda: FedAvgStrategy("sgd", lr=0.1, H=2, participation=0.5, island_size=2),
         lambda: FedAvgStrategy("sgd", lr=0.1, H=2, weighting="examples"),
         lambda: GossipStrategy("one_peer_exponential", every=2, inner_optim="sgd", lr=0.1),
         lambda: DeMoStrategy(lr=0.1, compression_topk=4, compression_chunk=8),
-        lambda: CommunicateOptimizeStrategy([OuterStep(Mean(), H=3, fragments=2, delay=1, alpha=0.5)], "sgd", lr=0.1),
-        lambda: CommunicateOptimizeStrategy([Parameters(Compressed(Mean(), "topk"), every=2)], "sgd", lr=0.1),
-        lambda: CommunicateOptimizeStrategy([Parameters(Robust("median"), every=2)], "sgd", lr=0.1),
-        lambda: CommunicateOptimizeStrategy([Parameters(Corrupted(Mean(), [1]), every=2)], "sgd", lr=0.1),
+        lambda: CommunicateOptimizeStrategy(
+            [Exchange(Outer(Mean()), every=3, fragments=2, delay=1, keep=0.5)], "sgd", lr=0.1
+        ),
+        lambda: CommunicateOptimizeStrategy([Exchange(Compressed(Mean(), "topk"), every=2)], "sgd", lr=0.1),
+        lambda: CommunicateOptimizeStrategy([Exchange(Robust("median"), every=2)], "sgd", lr=0.1),
+        lambda: CommunicateOptimizeStrategy([Exchange(Corrupted(Mean(), [1]), every=2)], "sgd", lr=0.1),
     ],
 )
 def test_compositions(make: Any) -> None:
@@ -97,7 +98,7 @@ def test_compositions(make: Any) -> None:
 class Looks(CommunicationModule):
     """Sends only what is large enough."""
 
-    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+    def exchange_parameters(self, params: Tree, state: Any, ctx: Context) -> tuple[Tree, Any]:
         return (ctx.comm.mean(params) if float(params["net.0.bias"].abs().max()) > 0 else params), state
 
 

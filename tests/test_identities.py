@@ -17,8 +17,8 @@ from tests.models import Quadratic, make_batches, make_model
 from tests.reference.common import copy_model, parameters
 from vecgym.collectives import StackedCollectives
 from vecgym.optim import OptimSpec
-from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, Strategy
+from vecgym.strategy.simulated import simulation_of
 
 TOLERANCE = 1e-11
 K = 4
@@ -195,10 +195,9 @@ def test_11_diloco_on_a_homogeneous_quadratic_is_a_linear_map(eta: float, mu: fl
             state, _ = sim.step(state, batch)
         expected = round_matrix(eta, mu, D) @ expected
         assert_close(state.params["x"], expected[:1].expand(K, -1), 1e-12, "theta")
-        outer_state = state.shared["modules"]["0"]
-        assert_close(outer_state["params"]["x"], expected[:1], 1e-12, "outer theta")
+        assert_close(state.shared["0.0/params"]["x"], expected[:1], 1e-12, "outer theta")
         if mu > 0:
-            assert_close(outer_state["optimizer"]["momentum_buffer"]["x"], expected[1:], 1e-12, "m")
+            assert_close(state.shared["0.0/outer"]["momentum_buffer"]["x"], expected[1:], 1e-12, "m")
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.5, 0.9])

@@ -302,6 +302,6 @@ def test_an_interrupt_with_diloco_keeps_the_outer_state() -> None:
     state = trainer.state
     assert state is not None
     two, _ = fit("MLP", DiLoCoStrategy("sgd", H=2, lr=0.1), max_steps=2)
-    outer = state.shared["modules"]["0"]["params"]
+    outer = state.shared["0.0/params"]
     for name, p in two.nodes.params.items():  # the outer parameters after the round, which step 3 does not touch
         torch.testing.assert_close(outer[name][0], p[0])

@@ -23,7 +23,6 @@ from vecgym.models import GPT, Classifier
 from vecgym.runs import memory
 from vecgym.runs.memory import Live, Part, memory_limit, stepping
 from vecgym.simulation import Event
-from vecgym.strategy.simulated import simulation_of
 from vecgym.simulation.simulation import Draft
 from vecgym.strategy import (
     AllReduceStrategy,
@@ -37,6 +36,7 @@ from vecgym.strategy import (
     SPARTAStrategy,
 )
 from vecgym.strategy.catalogue import CATALOGUE
+from vecgym.strategy.simulated import simulation_of
 
 STRATEGIES: dict[str, Any] = {
     "allreduce": lambda: AllReduceStrategy("adamw", lr=0.01),

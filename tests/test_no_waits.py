@@ -39,7 +39,6 @@ from vecgym.engine import Engine
 from vecgym.runs.options import FitOptions
 from vecgym.runs.run import Run, Task
 from vecgym.simulation import Simulation, State
-from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import (
     EF21,
     AveragingCommunicator,
@@ -63,6 +62,7 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.catalogue import CATALOGUE
+from vecgym.strategy.simulated import simulation_of
 
 K, STEPS = 4, 7
 

@@ -30,7 +30,6 @@ from tests.helpers import (
     assert_same_bits,
     difference,
     flat,
-    known,
     reordered,
     rows,
     saved,
@@ -43,62 +42,55 @@ from vecgym import Trainer
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.base import T
 from vecgym.collectives.topology import Groups, Mixing
-from vecgym.compress import PowerSGD, RandomK
+from vecgym.compress import PowerSGD, Quantise, RandomK, TopK
 from vecgym.core import tree
 from vecgym.optim import OptimSpec
 from vecgym.simulation import Simulation
+from vecgym.simulation.timetable import RunFacts, Who
 from vecgym.strategy import (
+    EF21,
     AllReduceStrategy,
+    Average,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
     Compressed,
-    Context,
-    CorrectedOuterStep,
-    DeMoCommunicator,
+    Corrupted,
     DeMoStrategy,
     DESLOCStrategy,
-    DiLoCoCommunicator,
     DiLoCoStrategy,
-    EagerCommunicator,
+    Eager,
     EagerDiLoCoStrategy,
+    Exchange,
     FedAvgStrategy,
-    GossipCommunicator,
     GossipStrategy,
     GPAStrategy,
-    GradientAveraging,
-    Gradients,
     LocalAdamStrategy,
     Mean,
-    Moments,
+    Meeting,
+    Mix,
+    MostMoved,
     MuLoCoStrategy,
-    NoLoCoCommunicator,
+    NoLoCo,
     NoLoCoStrategy,
-    OuterStep,
-    PALSGDCommunicator,
+    Outer,
     PALSGDStrategy,
-    Parameters,
     PartitionedSelector,
-    ProximalTerm,
+    Private,
     RandomSelector,
     RankStrategy,
     Robust,
-    ServerCommunicator,
-    ServerOptimizer,
+    ServerMean,
+    Sparse,
     SparseCommunicator,
     SparseLoCoStrategy,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
-    StreamingCommunicator,
     StreamingDiLoCoStrategy,
-    SyncWeight,
-    TopKSparseCommunicator,
-    compressed,
-    delayed,
-    every,
+    StrongestCosines,
 )
 from vecgym.strategy.catalogue import CATALOGUE, Knobs
+from vecgym.strategy.selectors import Draws
 
 K = 5
 STEPS = 7  # not a multiple of H: the run ends in the middle of a round
@@ -108,7 +100,7 @@ EXAMPLES = (3, 1, 4, 1, 5, 9, 2, 6)  # what each node's shard is said to hold
 
 # ------------------------------------------------------------------------------------------- the table
 
-Outer = Callable[[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]], None]
+OuterRule = Callable[[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]], None]
 
 
 def stay(slow: dict[str, Tensor], fast: dict[str, Tensor], memory: dict[str, Tensor]) -> None:
@@ -170,8 +162,7 @@ def ring(*sizes: int) -> float:
 def chosen(params: dict[str, Tensor], steps: Sequence[int], p: float = 0.3) -> float:
     """Bytes of SPARTA's random coordinates, averaged in a ring, at these exchanges of a run with seed 42."""
     shapes = {name: x.shape for name, x in params.items()}
-    at = [Context(StackedCollectives(K), step=t, seed=42) for t in steps]
-    index = [RandomSelector(p).select(shapes, {}, t, ctx)[0] for t, ctx in zip(steps, at)]
+    index = [RandomSelector(p).select(shapes, {}, t, Draws(42, t))[0] for t in steps]
     return ring(K) * sum(len(i) * params[name].element_size() for drawn in index for name, i in drawn.items())
 
 
@@ -209,7 +200,7 @@ class Row:
 
     make: Callable[..., Strategy]
     sends: float | Callable[[dict[str, Tensor]], float]
-    outer: Outer | None = stay
+    outer: OuterRule | None = stay
     averages: bool = True
     proximal_mu: float = 0.0
     server: bool = False
@@ -237,12 +228,12 @@ class Row:
 
 
 def averaging_then_diloco(**settings: Any) -> Strategy:
-    modules = [AveragingCommunicator(H=2, island_size=2), DiLoCoCommunicator(OptimSpec(SGD, lr=0.6), H=H)]
-    return CommunicateOptimizeStrategy(modules, **settings)
+    exchanges = [Exchange(Mean(island_size=2), every=2), Exchange(Outer(Mean(), OptimSpec(SGD, lr=0.6)), every=H)]
+    return CommunicateOptimizeStrategy(exchanges, **settings)
 
 
-def composed(*modules: CommunicationModule) -> Callable[..., Strategy]:
-    return lambda **settings: CommunicateOptimizeStrategy(modules, **settings)
+def composed(*exchanges: Exchange) -> Callable[..., Strategy]:
+    return lambda **settings: CommunicateOptimizeStrategy(exchanges, **settings)
 
 
 def with_adam(make: Callable[..., Strategy], **own: Any) -> Callable[..., Strategy]:
@@ -360,31 +351,31 @@ STRATEGIES: dict[str, Row] = {
         lambda **kw: DiLoCoStrategy(sync_weight=[0, 0, 1, 0, 0, 1, 0], **kw), ROUNDS * ring(K), outer=nesterov
     ),
     "averaging-rare-and-late": Row(
-        composed(delayed(every(2, AveragingCommunicator()), 2)),
+        composed(Exchange(Mean(), every=2, delay=2, late="change")),
         STEPS // 2 * ring(K),
-        per_node=("queue",),
+        per_node=("message",),
     ),
     "allreduce-int8": Row(
-        composed(compressed(GradientAveraging(), "int8")),
+        composed(Exchange(Compressed(Mean(), "int8"), of="gradients")),
         lambda params: OTHERS * STEPS * sum(x.numel() + 4 for x in params.values()),
         outer=None,
         replicated=True,
         per_node=("residual",),
     ),
     "allreduce-sign": Row(
-        composed(compressed(GradientAveraging(), "sign", error_feedback=False)),
+        composed(Exchange(Compressed(Mean(), "sign", error_feedback=False), of="gradients")),
         lambda params: OTHERS * STEPS * sum(-(-x.numel() // 8) + 4 for x in params.values()),
         outer=None,
         replicated=True,
     ),
     "fedavg-powersgd": Row(
-        composed(compressed(AveragingCommunicator(H=H), PowerSGD(1))),
+        composed(Exchange(Compressed(Mean(), PowerSGD(1), reference=True), every=H)),
         lambda params: ROUNDS * low_rank(params),
         outer=None,
         per_node=("residual",),
     ),
     "fedavg-randomk": Row(
-        composed(compressed(AveragingCommunicator(H=H), RandomK(0.3))),
+        composed(Exchange(Compressed(Mean(), RandomK(0.3), reference=True), every=H)),
         lambda params: OTHERS * ROUNDS * sum(max(1, round(0.3 * x.numel())) * x.itemsize for x in params.values()),
         outer=None,
         per_node=("residual",),
@@ -395,7 +386,7 @@ STRATEGIES: dict[str, Row] = {
         demo, lambda params: OTHERS * STEPS * pairs(params), outer=None, replicated=True, per_node=("residual",)
     ),
     "demo-momentum": Row(
-        composed(DeMoCommunicator(**DEMO)),
+        composed(Exchange(StrongestCosines(**DEMO), of="gradients")),
         lambda params: OTHERS * STEPS * pairs(params),
         outer=None,
         replicated=True,
@@ -457,8 +448,8 @@ def test_every_strategy_has_a_row() -> None:
     strategies = {cls for cls in strategies if not cls.asynchronous}  # type: ignore[attr-defined]  # test_asynchronous.py
     missing = strategies - {type(make(name)) for name in NAMES}
     assert not missing, f"add {missing} to STRATEGIES"
-    modules: set[type] = {cls for cls in public if isinstance(cls, type) and issubclass(cls, CommunicationModule)}
-    missing = (strategies | modules) - {CommunicationModule} - ARGUMENTS.keys()
+    averages: set[type] = {cls for cls in public if isinstance(cls, type) and issubclass(cls, Average)}
+    missing = (strategies | averages | {Exchange}) - {Average} - ARGUMENTS.keys()
     assert not missing, f"add {missing} to ARGUMENTS"
 
 
@@ -466,7 +457,7 @@ def test_every_strategy_has_a_row() -> None:
 
 
 def train_alone(
-    model: nn.Module, batches: list[Any], outer: Outer, **settings: Any
+    model: nn.Module, batches: list[Any], outer: OuterRule, **settings: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One ordinary module with one ordinary optimizer, and `outer` after every H steps."""
     (model,) = common.copy_model(model, 1)
@@ -490,9 +481,9 @@ def train_alone(
 
 def for_one_node(strategy: Strategy) -> Strategy:
     """The same strategy with islands that one node can fill."""
-    for module in strategy.communication_modules:
-        if isinstance(module, AveragingCommunicator) and module.island_size is not None:
-            module.average = Mean(1, module.weighting)
+    for exchange in strategy.exchanges:
+        if isinstance(exchange.how, Mean) and exchange.how.island_size is not None:
+            exchange.how = Mean(1, exchange.how.weighting)
     return strategy
 
 
@@ -554,6 +545,14 @@ class Relabelled(StackedCollectives):
         super().__init__(num_nodes)
         self.order = order
 
+    def among(self, members: Sequence[int]) -> StackedCollectives:
+        some = Relabelled(len(members), [])
+        some.ledger = self.ledger
+        some._count_among(self, members)
+        names = sorted(self.order.index(node) for node in members)
+        some.order = [list(members).index(self.order[name]) for name in names]
+        return some
+
     def mean(
         self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None, *, inplace: bool = False
     ) -> T:
@@ -581,17 +580,16 @@ def test_permuting_the_nodes_permutes_the_results(name: str, num_nodes: int, mon
     start, batches = setup("CNN", num_nodes)
     first = run(start, make(name), batches)
     strategy = make(name)
-    draw = strategy.active_nodes
+    draw = Exchange.trains
 
-    def active_nodes(ctx: Context) -> list[int] | None:
-        drawn = draw(ctx)
-        return None if drawn is None else sorted(where[i] for i in drawn)
+    def trains(exchange: Exchange, run: RunFacts) -> Who | None:
+        drawn = draw(exchange, run)
+        return None if drawn is None else lambda step, rows: sorted(where[i] for i in drawn(step, rows) or ())
 
-    monkeypatch.setattr(strategy, "active_nodes", active_nodes)
-    for module in strategy.communication_modules:
-        if isinstance(module, PALSGDCommunicator):  # it draws for itself who trains
-            monkeypatch.setattr(module, "drawn", lambda ctx, drawn=module.drawn: drawn(ctx)[order])
-            monkeypatch.setattr(strategy, "active_nodes", draw)
+    monkeypatch.setattr(Exchange, "trains", trains)
+    if isinstance(strategy, PALSGDStrategy):  # it draws for itself who trains
+        pulled = strategy.drawn
+        monkeypatch.setattr(strategy, "drawn", lambda *given: [pulled(*given)[i] for i in order])
     examples = tuple(EXAMPLES[i] for i in order)
     relabelled = Relabelled(num_nodes, where)
     second = run(start, strategy, reordered(batches, order), comm=relabelled, num_examples=examples)
@@ -604,18 +602,21 @@ def test_permuting_the_nodes_permutes_the_results(name: str, num_nodes: int, mon
 @pytest.mark.parametrize("name", ["fedavg-islands", "fedavg-participation-kept"])
 def test_draws_favour_no_node(name: str) -> None:
     """Every pair of nodes shares an island equally often, and every node takes part equally often."""
-    (module,) = make(name).communication_modules
-    assert isinstance(module, AveragingCommunicator)
     together, present = torch.zeros(K, K), torch.zeros(K)
     rounds = 1000
-    comm = Recorded(K)
-    for i in range(rounds):
-        ctx = Context(comm, step=i * H + H - 1)
-        active = module.active_nodes(ctx)
-        present[range(K) if active is None else active] += 1
-        module.exchange_parameters({"x": torch.zeros(K)}, {}, ctx)
-        for island in comm.groups:
-            together[torch.tensor(island)[:, None], torch.tensor(island)] += 1
+    strategy, run, comm = make(name), RunFacts(K, rounds * H), Recorded(K)
+    for events in strategy.timetable(run).ticks():
+        for event in events:
+            if event.what != "meet":
+                continue
+            members = list(range(K) if event.rows is None else event.rows)
+            present[members] += 1
+            some = comm if event.rows is None else comm.among(members)
+            at = Meeting(some, exchange=event.info.number, step=event.info.step)
+            strategy.exchanges[0].average({"x": torch.zeros(len(members))}, at)
+            for island in some.groups or (range(len(members)),):
+                nodes = torch.tensor([members[i] for i in island])
+                together[nodes[:, None], nodes] += 1
     share = present.mean() / rounds
     pairs = together[~torch.eye(K, dtype=torch.bool)] / rounds
     expected = 2 * 2 / (K * (K - 1)) if name == "fedavg-islands" else 3 * 2 / (K * (K - 1))
@@ -627,6 +628,9 @@ def test_draws_favour_no_node(name: str) -> None:
 
 class Recorded(StackedCollectives):
     groups: Groups = ()
+
+    def among(self, members: Sequence[int]) -> Recorded:
+        return Recorded(len(members))
 
     def mean(
         self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None, *, inplace: bool = False
@@ -916,12 +920,16 @@ COMMON: dict[str, Any] = {
     "warmup_steps": 3,
     "cosine_anneal": True,
 }
-MODULES = [AveragingCommunicator(H=2)]
+EXCHANGES = [Exchange(Mean(), every=2)]
 DEMO_VALUES: dict[str, Any] = {"compression_decay": 0.1, "compression_topk": 2, "compression_chunk": 4}
 
 
-def with_module(cls: Callable[..., CommunicationModule], *before: CommunicationModule) -> Callable[..., Strategy]:
-    return lambda **kw: CommunicateOptimizeStrategy([*before, cls(**kw)], inner_optim="sgd", lr=0.1)
+def with_exchange(make: Callable[..., Exchange]) -> Callable[..., Strategy]:
+    return lambda **kw: CommunicateOptimizeStrategy([make(**kw)], inner_optim="sgd", lr=0.1)
+
+
+def with_average(make: Callable[..., Average], **exchange: Any) -> Callable[..., Strategy]:
+    return with_exchange(lambda **kw: Exchange(make(**kw), **{"every": 2, **exchange}))
 
 
 @dataclass(frozen=True)
@@ -949,12 +957,12 @@ STREAMING: dict[str, Any] = {
     "alpha": 0.25,
 }
 
-ARGUMENTS: dict[type, Changes] = {
-    Strategy: Changes(Strategy, {"inner_optim": "sgd"}, {**COMMON, "communication_modules": MODULES}),
+ARGUMENTS: dict[Any, Changes] = {
+    Strategy: Changes(Strategy, {"inner_optim": "sgd"}, {**COMMON, "exchanges": EXCHANGES}),
     CommunicateOptimizeStrategy: Changes(
         CommunicateOptimizeStrategy,
         {"communication_modules": [], "inner_optim": "sgd"},
-        {**COMMON, "communication_modules": MODULES},
+        {**COMMON, "communication_modules": EXCHANGES},
     ),
     AllReduceStrategy: Changes(AllReduceStrategy, {"inner_optim": "sgd"}, COMMON),
     FedAvgStrategy: Changes(
@@ -991,6 +999,7 @@ ARGUMENTS: dict[type, Changes] = {
             "outer_lr": 0.3,
             "compression": "topk",
             "sync_weight": WEIGHTS,
+            "average": Robust("median"),
             "correction": "heloco",
         },
         also={"sync_weight": {"H": 100}},
@@ -1027,20 +1036,10 @@ ARGUMENTS: dict[type, Changes] = {
         {"inner_optim": "sgd", "H": 2, "p": 0.3},
         {**COMMON, "p": 0.6, "H": 3, "outer_optim": "adam", "pull": 0.5, "outer_lr": 0.3},
     ),
-    PALSGDCommunicator: Changes(
-        with_module(PALSGDCommunicator),
-        {"H": 2, "p": 0.3},
-        {"p": 0.6, "H": 3, "outer_optim": "adam", "pull": 0.5, "outer_lr": 0.3},
-    ),
     NoLoCoStrategy: Changes(
         NoLoCoStrategy,
         {"inner_optim": "sgd", "H": 2},
         {**COMMON, "H": 3, "group_size": 3, "outer_lr": 0.3, "momentum": 0.9, "gamma": 0.6},
-    ),
-    NoLoCoCommunicator: Changes(
-        with_module(NoLoCoCommunicator),
-        {"H": 2},
-        {"H": 3, "group_size": 3, "outer_lr": 0.3, "momentum": 0.9, "gamma": 0.6},
     ),
     StreamingDiLoCoStrategy: Changes(
         StreamingDiLoCoStrategy,
@@ -1065,7 +1064,7 @@ ARGUMENTS: dict[type, Changes] = {
     EagerDiLoCoStrategy: Changes(
         EagerDiLoCoStrategy,
         {"inner_optim": "sgd", "H": 2},
-        {**COMMON, "H": 3, "inner_lr": 0.3, "outer_optim": "adam", "outer_lr": 0.3},
+        {**COMMON, "H": 3, "inner_lr": 0.3, "outer_optim": "adam", "outer_lr": 0.3, "compression": "topk"},
     ),
     SPARTAStrategy: Changes(
         SPARTAStrategy,
@@ -1098,9 +1097,8 @@ ARGUMENTS: dict[type, Changes] = {
         also={"correct_delay": {"delay": 1}},
     ),
     GossipStrategy: Changes(GossipStrategy, {"inner_optim": "sgd"}, {**COMMON, "topology": "complete", "every": 2}),
-    GossipCommunicator: Changes(with_module(GossipCommunicator), {}, {"topology": torch.eye(K), "every": 2}),
     SparseCommunicator: Changes(
-        with_module(SparseCommunicator),
+        with_exchange(SparseCommunicator),
         {},
         {
             "index_selector": PartitionedSelector(0.3),
@@ -1115,18 +1113,13 @@ ARGUMENTS: dict[type, Changes] = {
             "correct_delay": {"sparsification_rate": 0.3, "delay": 2},
         },
     ),
-    TopKSparseCommunicator: Changes(
-        with_module(TopKSparseCommunicator), {"fraction": 0.3}, {"fraction": 0.5, "quantization_bits": 8}
-    ),
     DeMoStrategy: Changes(
         DeMoStrategy,
         {**DEMO, "lr": 0.01},
         {**{name: COMMON[name] for name in COMMON if name != "inner_optim"}, **DEMO_VALUES, "weight_decay": 0.5},
     ),
-    DeMoCommunicator: Changes(with_module(DeMoCommunicator), DEMO, DEMO_VALUES),
-    GradientAveraging: Changes(with_module(GradientAveraging), {}, {}),
     AveragingCommunicator: Changes(
-        with_module(AveragingCommunicator),
+        with_exchange(AveragingCommunicator),
         {"H": 2},
         {
             "H": 3,
@@ -1138,81 +1131,102 @@ ARGUMENTS: dict[type, Changes] = {
         },
         also={"sync_weight": {"H": 1}, "resting": {"participation": 0.6}},
     ),
-    ServerCommunicator: Changes(
-        with_module(ServerCommunicator),
-        {"server": ServerOptimizer("avgm"), "H": 2},
-        {"server": ServerOptimizer("avg"), "H": 3, "participation": 0.6, "weighting": "examples"},
-    ),
-    Moments: Changes(
-        lambda **kw: CommunicateOptimizeStrategy([AveragingCommunicator(H=2), Moments(**kw)], "adamw", lr=0.01),
-        {},
-        {"average": Mean(2), "slots": "exp_avg", "every": 3},
-    ),
-    ProximalTerm: Changes(
-        with_module(ProximalTerm, AveragingCommunicator(H=6)), {"mu": 0.5, "H": 2}, {"mu": 2.0, "H": 3}
-    ),
-    Gradients: Changes(with_module(Gradients), {"average": Mean()}, {"average": Robust("median")}),
-    Parameters: Changes(
-        with_module(Parameters), {"average": Mean()}, {"average": Mean(2), "every": SyncWeight(WEIGHTS), "delay": 2}
-    ),
-    CorrectedOuterStep: Changes(
-        with_module(CorrectedOuterStep),
-        {"average": Mean(), "H": 2},
+    Exchange: Changes(
+        with_exchange(Exchange),
+        {"how": Mean(), "every": 2},
         {
-            "average": Compressed(Mean(), "topk"),
-            "outer_optim": OptimSpec(SGD, lr=0.7),
-            "H": 3,
-            "correction": "median_norm",
-        },
-    ),
-    OuterStep: Changes(
-        with_module(OuterStep),
-        {"average": Mean(), "H": 2},
-        {
-            "average": Compressed(Mean(), "topk"),
-            "outer_optim": OptimSpec(SGD, lr=0.7),
-            "H": 3,
+            "how": Outer(Mean()),
+            "every": 3,
+            "of": "gradients",
+            "delay": 1,
+            "late": "change",
+            "keep": 0.25,
             "fragments": 2,
             "offsets": [1],
-            "delay": 1,
-            "alpha": 0.5,
+            "pattern": "sequential",
+            "participation": 0.6,
+            "resting": "keep",
             "lost": 0.5,
+            "unit": 2,
         },
-    ),
-    StreamingCommunicator: Changes(
-        with_module(StreamingCommunicator),
-        {"average": Mean(), "H": 2},
-        {**STREAMING, "average": Compressed(Mean(), "topk"), "fragments": 2},
-        also={"pattern": {"fragments": 2}},
+        also={
+            "late": {"delay": 1},
+            "pattern": {"fragments": 2},
+            "participation": {"how": ServerMean()},
+            "resting": {"how": ServerMean(), "participation": 0.6},
+        },
         models={"pattern": "CNN"},
     ),
-    EagerCommunicator: Changes(
-        with_module(EagerCommunicator), {"H": 2}, {"H": 3, "outer_optim": OptimSpec(SGD, lr=0.7), "outer_lr": 0.3}
+    Mean: Changes(with_average(Mean), {}, {"island_size": 2, "weighting": "examples"}),
+    ServerMean: Changes(with_average(ServerMean), {}, {"weighting": "examples"}),
+    Mix: Changes(with_average(Mix), {}, {"topology": torch.eye(K)}),
+    Robust: Changes(
+        with_average(Robust),
+        {},
+        {"rule": lambda x: x.amax(1), "trim": 2, "island_size": 3},
+        also={"trim": {"rule": "trimmed_mean", "trim": 1}},
     ),
-    DiLoCoCommunicator: Changes(
-        with_module(DiLoCoCommunicator),
-        {"H": 2},
+    Corrupted: Changes(
+        with_average(Corrupted),
+        {"inner": Mean(), "nodes": [1]},
+        {"inner": Robust("median"), "nodes": [2], "attack": torch.zeros_like},
+    ),
+    Private: Changes(
+        with_average(lambda **kw: Outer(Private(**kw))),
+        {"inner": Mean(), "clip": 0.1, "noise": 0.1},
+        {"inner": Robust("median"), "clip": 0.2, "noise": 0.2},
+    ),
+    Outer: Changes(
+        with_average(Outer),
+        {"inner": Mean()},
+        {"inner": Compressed(Mean(), "topk"), "optim": OptimSpec(SGD, lr=0.7), "correct": "median_norm"},
+    ),
+    Eager: Changes(with_average(Eager), {"inner": Mean()}, {"inner": Mean(2), "optim": OptimSpec(SGD, lr=0.7)}),
+    NoLoCo: Changes(with_average(NoLoCo), {}, {"group_size": 3, "lr": 0.3, "momentum": 0.9, "gamma": 0.6}),
+    Sparse: Changes(
+        with_average(Sparse),
+        {"selector": 0.3, "inner": Mean()},
+        {"selector": PartitionedSelector(0.3), "inner": Compressed(Mean(), "int8")},
+    ),
+    MostMoved: Changes(with_average(MostMoved), {"fraction": 0.3}, {"fraction": 0.5, "bits": 8}),
+    Compressed: Changes(
+        with_average(lambda **kw: Outer(Compressed(**kw))),
+        {"inner": Mean(), "codec": TopK(0.3)},
         {
-            "H": 3,
-            "outer_optim": OptimSpec(SGD, lr=0.7),
-            "outer_lr": 0.3,
-            "sync_weight": WEIGHTS,
-            "correction": "median_norm",
+            "inner": Mean(2),
+            "codec": "int8",
+            "error_feedback": False,
+            "decay": 0.5,
+            "momentum": 0.5,
+            "masking": False,
+            "reference": True,
+            "purpose": "other",
         },
-        also={"sync_weight": {"H": 100}},
+        also={"masking": {"momentum": 0.5}, "purpose": {"codec": RandomK(0.3)}},
     ),
+    EF21: Changes(
+        with_average(EF21, of="gradients", every=1),
+        {"inner": Mean(), "codec": TopK(0.3)},
+        {"inner": ServerMean(), "codec": "int8", "purpose": "other"},
+        also={"purpose": {"codec": RandomK(0.3)}},
+    ),
+    StrongestCosines: Changes(with_average(StrongestCosines, of="gradients", every=1), DEMO, DEMO_VALUES),
 }
 SETTINGS = [(cls, name) for cls in ARGUMENTS for name in inspect.signature(cls).parameters]
 
 
 @pytest.mark.parametrize(("cls", "argument"), SETTINGS, ids=[f"{cls.__name__}-{name}" for cls, name in SETTINGS])
-def test_every_constructor_argument_changes_something(cls: type, argument: str) -> None:
+def test_every_constructor_argument_changes_something(cls: Any, argument: str) -> None:
     changes = ARGUMENTS[cls]
     assert argument in changes.values, f"add a value of {argument} to ARGUMENTS[{cls.__name__}]"
     start, batches = setup(changes.models.get(argument, "MLP"))
     base = {**changes.base, **changes.also.get(argument, {})}
     first, second = changes.build(**base), changes.build(**{**base, argument: changes.values[argument]})
-    assert difference(run(start, first, batches).params, run(start, second, batches).params) > 1e-8
+    one, other = run(start, first, batches), run(start, second, batches)
+    if (cls, argument) == (EF21, "inner"):  # the same average, sent in another way
+        assert list(one.comm.ledger) != list(other.comm.ledger)
+    else:
+        assert difference(one.params, other.params) > 1e-8
     assert repr(first) != repr(second)  # what a log keeps of a run
 
 
@@ -1288,7 +1302,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "goes by the outer momentum, and OptimSpec",
     ),
     "the median norm of islands": (
-        lambda: CorrectedOuterStep(Mean(2), correction="median_norm"),
+        lambda: Outer(Mean(2), correct="median_norm"),
         ValueError,
         "leave out islands and participation",
     ),
@@ -1330,13 +1344,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "3 nodes that take part",
     ),
-    "a module that is no list": (lambda: Strategy(communication_modules=GradientAveraging()), TypeError, "list"),  # type: ignore[arg-type]
-    "a class as a module": (lambda: CommunicateOptimizeStrategy([GradientAveraging]), TypeError, "CommunicationModule"),  # type: ignore[list-item]
+    "exchanges that are no list": (lambda: Strategy(exchanges=Exchange(Mean())), TypeError, "list"),  # type: ignore[arg-type]
+    "a class as an exchange": (lambda: CommunicateOptimizeStrategy([Exchange]), TypeError, "must be an Exchange"),
     "unknown optimizer": (lambda: AllReduceStrategy("adamv"), ValueError, "did you mean"),
     "all gradients of some nodes": (
-        lambda: CommunicateOptimizeStrategy([AveragingCommunicator(participation=0.5), DeMoCommunicator()]),
+        lambda: CommunicateOptimizeStrategy(
+            [AveragingCommunicator(participation=0.5), Exchange(StrongestCosines(), of="gradients")]
+        ),
         ValueError,
-        "sit out, and DeMoCommunicator",
+        r"sit out, and Exchange\(StrongestCosines",
     ),
     "lr nan": (lambda: AllReduceStrategy("sgd", lr=float("nan")), ValueError, "lr=nan must be finite"),
     "lr inf": (lambda: DiLoCoStrategy("adamw", outer_lr=float("inf")), ValueError, "lr=inf must be finite"),
@@ -1347,15 +1363,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a flag of an optimizer": (lambda: Strategy(OptimSpec("sgd", nesterov="no")), TypeError, "nesterov='no'"),
     "fused": (lambda: Strategy(OptimSpec("adam", fused=1)), TypeError, "fused=1 must be True or False"),
     "cosine_anneal": (lambda: Strategy("sgd", cosine_anneal="no"), TypeError, "cosine_anneal='no'"),  # type: ignore[arg-type]
-    "stochastic": (lambda: compressed(GradientAveraging(), "int8", stochastic="no"), TypeError, "stochastic='no'"),
+    "stochastic": (lambda: Quantise(8, stochastic="no"), TypeError, "stochastic='no'"),
     "unbiased": (lambda: RandomK(0.1, unbiased=0), TypeError, "unbiased=0 must be True"),  # type: ignore[arg-type]
     "error_feedback": (
-        lambda: compressed(GradientAveraging(), "int8", error_feedback="no"),  # type: ignore[arg-type]
+        lambda: Compressed(Mean(), "int8", error_feedback="no"),  # type: ignore[arg-type]
         TypeError,
         "error_feedback='no'",
     ),
     "reference": (
-        lambda: compressed(AveragingCommunicator(), "int8", reference=0),  # type: ignore[arg-type]
+        lambda: Compressed(Mean(), "int8", reference=0),  # type: ignore[arg-type]
         TypeError,
         "reference=0",
     ),
@@ -1398,24 +1414,20 @@ def test_what_cannot_work_is_refused(setting: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_the_same_on_every_node_is_stored_once(name: str) -> None:
     start, batches = setup()
-    row, result = STRATEGIES[name], run(start, make(name), batches)
-    state = known(result)
-    for key, x in flat(state.strategy).items():
-        own = any(part in key for part in row.per_node)
-        if "queue" in key and not x.any():  # nothing has waited in this slot yet, or nothing was drawn of this tensor
-            assert x.shape[0] in ((1, K) if own else (1,)), key
-        else:
-            assert x.shape[0] == (K if own else 1), key
-    expected = 1 if row.replicated else K
-    for values in (state.params, state.optimizer.get("momentum_buffer", state.params)):  # DeMoStrategy has no buffer
-        assert {x.shape[0] for x in values.values()} == {expected}
+    row, state = STRATEGIES[name], run(start, make(name), batches).state
+    assert all(len(x) == 1 for x in flat(state.shared).values())
+    assert all(len(x) == K for x in flat(state.own).values())
+    assert ("params" in state.shared) == ("optimizer" in state.shared) == row.replicated
+    held = {key for key in flat(state.own) if key.split(".")[0] not in ("params", "optimizer", "buffers")}
+    assert held == {key for key in held if any(part in key for part in row.per_node)}
+    assert not [key for key in flat(state.shared) if any(f"/{part}" in key for part in row.per_node)]
 
 
 def test_the_first_state_is_the_models() -> None:
     """Also when other initial parameters are given, `[1, *]` or `[K, *]`."""
     start, batches = setup()
     sim = simulation(start, make("fedavg"), batches)
-    own = {name: p.detach()[None] for name, p in start.named_parameters()}
+    own = {name: p.detach().expand(K, *p.shape) for name, p in start.named_parameters()}
     assert_same_bits(sim.init().params, own)
     other = {name: torch.randn(K, *p.shape, dtype=p.dtype) for name, p in start.named_parameters()}
     before = {name: p.clone() for name, p in other.items()}

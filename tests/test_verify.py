@@ -155,7 +155,10 @@ class AsManyAsHere(CommunicationModule):
     """Keeps a number for each node that is in its process."""
 
     def init(self, params: Any, ctx: Any) -> Any:
-        return {"seen": torch.zeros(1, len(ctx.comm.node_ids))}
+        return {"seen": torch.zeros(1, 1)}
+
+    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
+        return params, {"seen": torch.zeros(1, len(ctx.comm.node_ids))}
 
 
 GENERAL = ("comm", "random", "self")
@@ -166,12 +169,12 @@ GENERAL = ("comm", "random", "self")
     [
         (SumWhenAlone, "params", GENERAL, "params first.weight", 0),
         (MeanOfMine, "params", GENERAL, "params first.weight", 0),
-        (FirstRow, "strategy", GENERAL, "strategy 0.first.first.weight", 2),
+        (FirstRow, "strategy", GENERAL, "strategy 0/state.first.first.weight", 2),
         (ByPlace, "params", GENERAL, "params first.weight", 2),
         (MoreBytes, "ledger_bytes", ("comm",), "ledger nothing with all in one process, mean of 4 bytes with", 0),
         (Noise, "params", GENERAL, "params first.weight", 0),
         (Counts, "params", GENERAL, "params first.weight", 0),
-        (AsManyAsHere, "strategy", ("own", "comm"), "strategy 0.seen", 0),
+        (AsManyAsHere, "strategy", ("own", "comm"), "strategy 0/state.seen", 0),
     ],
 )
 def test_a_wrong_strategy_is_found_and_its_rules_named(
@@ -316,7 +319,7 @@ def test_a_residual_has_the_rounding_of_what_it_is_a_difference_of() -> None:
     wrong = checked(of(WrongResidual()), steps=2)
     for check in wrong.checks:
         assert check.finding is not None
-        assert (check.finding.step, check.finding.tensor, check.finding.node) == (0, "0.error.first.weight", 3)
+        assert (check.finding.step, check.finding.tensor, check.finding.node) == (0, "0/state.error.first.weight", 3)
 
 
 def with_a_wire(link: multiprocess.Link, times: int) -> list[bool]:
@@ -381,10 +384,10 @@ def test_command_for_a_file(
     monkeypatch.setattr("sys.path", sys.path[:])
     (tmp_path / "own.py").write_text(OWN)
     file = str(tmp_path / "own.py")
-    assert cli.main(["verify", file, "--steps", "2", "--set", "H=1"]) == 0
+    assert cli.main(["verify", file, "--steps", "3", "--set", "H=3"]) == 0
     output = capsys.readouterr().out
     assert output.startswith(f"{file}: passed\nFedAvgStrategy(")
-    assert "H=1" in output
+    assert "every=3" in output
     assert cli.main(["verify", f"{file}:whole", "--steps", "2", "--num-processes", "3"]) == 0
     assert "6 nodes in 3 processes, 2 steps" in capsys.readouterr().out
     assert cli.main(["verify", f"{file}:whole", "--steps", "2", "--set", "right=False", "--num-nodes", "4"]) == 1

@@ -38,7 +38,6 @@ from vecgym.records.history import History
 from vecgym.runs import memory
 from vecgym.runs.verification import Check, Difference
 from vecgym.simulation import Simulation, availability
-from vecgym.strategy.simulated import simulation_of
 from vecgym.simulation.availability import Dropout, Facts
 from vecgym.simulation.state import HookState
 from vecgym.strategy import (
@@ -60,6 +59,7 @@ from vecgym.strategy import (
     Sparse,
     Strategy,
 )
+from vecgym.strategy.simulated import simulation_of
 
 K, STEPS, DIM = 2, 2, 3
 

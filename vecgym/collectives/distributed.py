@@ -39,9 +39,9 @@ class DistributedCollectives(Collectives):
     a node's own value and is sent.
 
     In collectives of some of the nodes (`among`), processes hold different numbers L of them: an `all_gather` pads to
-    the largest. A process without participants sends nothing. It makes the same calls, with one row that is never
-    read, and receives what all participants get, so that values stored once for all nodes stay the same in all
-    processes. What it receives is not counted.
+    the largest. A process without participants sends nothing. It makes the same calls, with `[0, *]`, and receives what
+    all participants get, so that values stored once for all nodes stay the same in all processes. What it receives is
+    not counted.
 
     Args:
         num_nodes: K, a multiple of W.
@@ -85,11 +85,10 @@ class DistributedCollectives(Collectives):
         self.num_nodes = ends[-1]
         self.parts = [range(end - count, end) for end, count in zip(ends, counts)]
         self.ranks = [rank for rank, count in enumerate(counts) if count]  # the processes that hold nodes
-        self.onlookers = [rank for rank, count in enumerate(counts) if not count]
+        self.without = [rank for rank, count in enumerate(counts) if not count]
         part = self.parts[self.wire.rank]
-        self.looks_on = not part
-        self.num_local, self.first = max(1, len(part)), part.start
-        self.node_ids = torch.tensor(part or [0])
+        self.num_local, self.first = len(part), part.start
+        self.node_ids = torch.tensor(part, dtype=torch.long)
         self._several = min(counts) > 1
         self._stacked = StackedCollectives(self.num_nodes)
 
@@ -124,16 +123,18 @@ class DistributedCollectives(Collectives):
         return in_buckets(x, self.bucket_bytes, operation, self.ledger.gradients)
 
     def _split(self, x: Tree) -> tuple[Tree, Tree]:
-        """Split a tree into values that are the same on every node, `[1, *]`, and the nodes' own, `[L, *]`."""
-        rows = self.num_local
+        """Split a tree into values that are the same on every node, `[1, *]`, and the nodes' own, `[L, *]`.
+
+        Without nodes here one row, which is never read, gives names, shapes and buckets.
+        """
+        rows = max(1, self.num_local)
         same = {name: y for name, y in x.items() if len(y) == 1 and self._several}
         local = {name: y for name, y in x.items() if name not in same}
+        local = {name: y if len(y) else y.new_zeros(1, *y.shape[1:]) for name, y in local.items()}
         return same, {name: y if len(y) == rows else y.expand(rows, *y.shape[1:]) for name, y in local.items()}
 
     def _local_rows(self, result: Tensor) -> Tensor:
         """Return this process's rows of a result of all nodes, `[K, *]`; `[1, *]` stays as it is."""
-        if self.looks_on:
-            return result[:1]
         return result if len(result) == 1 else result[self.first : self.first + self.num_local]
 
     # With torch.distributed, one bucket `[L, n]` at a time.
@@ -151,7 +152,7 @@ class DistributedCollectives(Collectives):
                 part = _partial(x.index_select(0, rows), len(group) if average else 1)
                 total = self.wire.all_reduce(part, processes) if len(ranks) > 1 else part
                 result.index_copy_(0, rows, total.expand(len(rows), -1))
-        return result
+        return result[: self.num_local]
 
     def _all_gather(self, x: Tensor) -> Tensor:
         return self._gathered(x)[None]
@@ -159,7 +160,7 @@ class DistributedCollectives(Collectives):
     def _gathered(self, x: Tensor) -> Tensor:
         members, counts = self.wire.subgroup(self.ranks), [len(self.parts[rank]) for rank in self.ranks]
         if self._alone:
-            return self._relayed(x.new_empty(self.num_nodes, *x.shape[1:]) if self.looks_on else x)
+            return self._relayed(x if self.num_local else x.new_empty(self.num_nodes, *x.shape[1:]))
         most = max(counts)
         rows = self.wire.all_gather(x if len(x) == most else F.pad(x, (0, 0, 0, most - len(x))), members)
         if min(counts) < most:
@@ -171,14 +172,14 @@ class DistributedCollectives(Collectives):
         return self.wire.broadcast(x[row : row + 1], self.process_of(src))
 
     def _permute(self, x: Tensor, source: Tensor) -> Tensor:
-        if self.looks_on:
-            return x
+        if not self.num_local:
+            return x[:0]
         rows = self._fetch(x, [[int(node)] for node in source])
         return torch.cat([rows[int(source[node])] for node in self.node_ids.tolist()])
 
     def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
-        if self.looks_on:
-            return x
+        if not self.num_local:
+            return x[:0]
         rows = self._fetch(x, [row.nonzero()[:, 0].tolist() for row in weights.detach()])
         nodes = sorted(rows)
         local_weights = weights[self.first : self.first + self.num_local, nodes]
@@ -209,11 +210,11 @@ class DistributedCollectives(Collectives):
     @property
     def _alone(self) -> bool:
         """Whether this process sends nothing in a collective of all participants."""
-        return self.looks_on or len(self.ranks) == 1
+        return not self.num_local or len(self.ranks) == 1
 
     def _relayed(self, x: Tensor) -> Tensor:
         """Relay a result to the processes that hold no participants."""
-        return self.wire.tell(x, self.ranks[0], self.onlookers) if self.onlookers else x
+        return self.wire.tell(x, self.ranks[0], self.without) if self.without else x
 
     def _holds(self, node: int) -> bool:
         return node in self.parts[self.wire.rank]

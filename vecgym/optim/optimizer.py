@@ -21,6 +21,7 @@ from vecgym.optim.spec import Key, OptimSpec, merge_key, merged_spec, per_row
 # faster than a call for each rate. Measured with 16 rates: they break even between 50,000 and 800,000 (AdamW, SGD).
 FEW = 1 << 16
 CACHED_RULES = 64  # of sets of nodes
+MADE_AGAIN = ("_factor", "_of_nodes", "_wide", "_moved", "_factors")
 
 Counts = int | Sequence[int]  # of all rows, or of each
 Slots = dict[str, Any]  # an optimizer's state: slot -> parameter -> [1 or rows, *]
@@ -64,13 +65,24 @@ class Optimizer:
         self.lr_scheduler, self.warmup_steps, self.cosine_anneal = lr_scheduler, warmup_steps, cosine_anneal
         self._rule = spec.rule()
         self._per_node: bool | None = None if spec.param_groups else _has_several(spec.kwargs)
+        self._unit: Any = None  # of a merged one: the rule at rate 1
+        self._num_rates: int | None = None  # of neighbouring rows
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without what is made again when it is needed, and cannot be sent to another process."""
         self._factor = functools.lru_cache(1)(self._make_factor)
         self._of_nodes = functools.lru_cache(CACHED_RULES)(self._make_of_nodes)
         self._wide: dict[int, Optimizer] = {}
-        self._unit: Any = None  # of a merged one: the rule at rate 1
-        self._num_rates: int | None = None  # of neighbouring rows
         self._moved: tuple[Any, Tree] = (None, {})  # memory for the movement
         self._factors: tuple[Any, dict[Any, Any]] = (None, {})  # of the last rates
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name not in MADE_AGAIN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
 
     @property
     def scheduled(self) -> bool:
@@ -293,6 +305,8 @@ def of_rows(value_at: Callable[[int], Any], counts: Counts, nodes: Sequence[int]
     """
     if isinstance(counts, int):
         return _own(value_at(counts), nodes)
+    if not counts:
+        return torch.empty(0, dtype=torch.float64)
     found = {count: value_at(count) for count in dict.fromkeys(counts)}
     first = found[counts[0]]
     if all(x is first or (isinstance(x, (int, float)) and x == first) for x in found.values()):

@@ -32,11 +32,11 @@ from vecgym.optim.per_node import PerNodeRule
 from vecgym.runs.async_plan import Updates
 from vecgym.runs.options import JvpOptions, RolloutOptions, check_rollout, presence_of
 from vecgym.simulation import Row, Simulation, State, run
-from vecgym.strategy.simulated import simulation_of
 from vecgym.simulation.events import Arrival, Happening, Schedule, Stop, schedule, updates_of
 from vecgym.simulation.state import Result
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import EventDriven
+from vecgym.strategy.simulated import simulation_of
 
 Record = tuple[Tensor, Tensor, Tensor]  # losses [T, K], consensus distance [T], bytes [T]
 

@@ -31,11 +31,11 @@ from vecgym.records.rows import aligned, counted
 from vecgym.runs import multiprocess
 from vecgym.runs.options import Count, Present, Seconds, Seed, check_strategy, presence_of
 from vecgym.simulation import Simulation, State
-from vecgym.strategy.simulated import simulation_of
 from vecgym.simulation.simulation import Request
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.catalogue import CATALOGUE
+from vecgym.strategy.simulated import simulation_of
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative, if torch.distributed adds up
 
@@ -231,8 +231,11 @@ class Form:
     @property
     def values(self) -> dict[str, Any]:
         """All that a step computes, by kind."""
-        state = self.simulation.algorithm.as_hooks_know(self.state)
-        return {**vars(state), "losses": self.losses}
+        state = self.state
+        optimizer = state.home["optimizer"]
+        rest = {n: x for n, x in {**state.shared, **state.own}.items() if n not in ("params", "buffers", "optimizer")}
+        return {"params": state.params, "buffers": state.buffers, "losses": self.losses, "optimizer": optimizer,
+                "strategy": rest}  # fmt: skip
 
     def step_as_part(self, step: int) -> None:
         """Take a step in one of several processes, after the stacked form has taken it."""

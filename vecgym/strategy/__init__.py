@@ -18,7 +18,7 @@ Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequ
 Optimizers:  OptimSpec
 
 >>> DiLoCoStrategy("adamw", H=100, lr=1e-3, compression="int8").exchanges[0]
-Exchange(Outer(Compressed(Mean(), Quantise(bits=8, stochastic=False))), every=100)
+Exchange(Outer(Compressed(Mean(), Quantise(bits=8, stochastic=False), purpose='compress parameters')), every=100)
 >>> Strategy("adamw", [Exchange(Outer(Compressed(Mean(island_size=4), "topk")), every=50, participation=0.5)])
 Strategy(OptimSpec(AdamW), Exchange(Outer(Compressed(Mean(island_size=4), TopK(fraction=0.01, k=None))), every=50, \
 participation=0.5))
@@ -73,6 +73,7 @@ from vecgym.strategy.streaming import StreamingDiLoCoStrategy
 from vecgym.strategy.when import Rounds, RoundsOf, SyncWeight, When
 
 __all__ = [
+    "EF21",
     "ADPSGDStrategy",
     "AllReduceStrategy",
     "AsyncStrategy",
@@ -88,7 +89,6 @@ __all__ = [
     "DecoupledDiLoCoStrategy",
     "DelayedNesterov",
     "DiLoCoStrategy",
-    "EF21",
     "Eager",
     "EagerDiLoCoStrategy",
     "Exchange",

@@ -22,8 +22,8 @@ class AllReduceStrategy(Strategy):
     g = 1/K sum_i g_i; clip g to `max_norm`; theta <- optimizer(theta, g).
 
     Parameters and optimizer state stay the same on every node: they are stored once, and one gradient of the mean loss
-    is computed instead of K. Equals training one model on the K batches together (without batch norm, whose statistics are each
-    node's own, as with DDP). Bytes sent per node and step: 2 (K - 1) / K * b * P.
+    is computed instead of K. Equals training one model on the K batches together (without batch norm, whose statistics
+    are each node's own, as with DDP). Bytes sent per node and step: 2 (K - 1) / K * b * P.
 
     Args:
         inner_optim: the optimizer, AdamW when not given.

@@ -102,7 +102,7 @@ class EventDriven(Strategy):
 
     def __repr__(self) -> str:
         shared = ("inner_optim", "lr", "server", *StepOptions.__annotations__)
-        parts = [super().__repr__()[:-1].split("(", 1)[1]]
+        parts = self._parts()
         parts += [repr(vars(self)["server"])] if "server" in vars(self) else []
         for name, parameter in inspect.signature(type(self)).parameters.items():
             if name not in shared and repr(getattr(self, name)) != repr(parameter.default):

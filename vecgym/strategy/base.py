@@ -22,6 +22,7 @@ from vecgym.strategy.communication import CommunicationModule
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.hooks import Hooks
 from vecgym.strategy.inner import InnerOptions, takes_options
+from vecgym.strategy.settings import own_settings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -70,7 +71,7 @@ class Strategy(LocalTraining):
     asynchronous = False
     # False where something evolves outside of the state; see `RankStrategy`.
     pure = True
-    # Settings of the class's own that may differ within a group of a sweep; None: its methods are for one configuration.
+    # Settings of the class's own that may differ within a group of a sweep; None: its methods are for one of them.
     own_numbers: tuple[str, ...] | None = ()
 
     def __init__(
@@ -180,7 +181,8 @@ class Strategy(LocalTraining):
         """Return the same strategy with a server that takes the means over all nodes, of parameters or movements.
 
         >>> from vecgym.strategy import Mean
-        >>> Strategy("sgd", [Exchange(Mean(), every=2), Exchange(Mean(island_size=2))], lr=0.1).through_server().exchanges
+        >>> strategy = Strategy("sgd", [Exchange(Mean(), every=2), Exchange(Mean(island_size=2))], lr=0.1)
+        >>> strategy.through_server().exchanges
         (Exchange(ServerMean(), every=2), Exchange(Mean(island_size=2)))
         """
         twin = copy.copy(self)
@@ -251,8 +253,8 @@ class Strategy(LocalTraining):
             nodes: those that are present, whose own counts differ; None: all, with the same count.
 
         >>> from vecgym.strategy import DiLoCoStrategy
-        >>> strategy = DiLoCoStrategy("sgd", lr=0.1, warmup_steps=2)
-        >>> strategy.rates(strategy.timetable(RunFacts(num_nodes=4, num_steps=200)), tick=1)
+        >>> strategy = DiLoCoStrategy("sgd", H=5, lr=0.1, warmup_steps=2)
+        >>> strategy.rates(strategy.timetable(RunFacts(num_nodes=4, num_steps=10)), tick=1)
         (0.05, 0.7)
         """
         made = None if nodes is None else timetable.made(tick)
@@ -306,8 +308,10 @@ class Strategy(LocalTraining):
             )
 
     def __repr__(self) -> str:
-        parts = [repr(self.inner_optim), *map(repr, self.exchanges)]
-        return f"{type(self).__name__}({', '.join([*parts, *self.inner.options])})"
+        return f"{type(self).__name__}({', '.join([*self._parts(), *own_settings(self, exchanges=())])})"
+
+    def _parts(self) -> list[str]:
+        return [repr(self.inner_optim), *map(repr, self.exchanges), *self.inner.options]
 
 
 class CommunicateOptimizeStrategy(Strategy):
@@ -348,6 +352,7 @@ def _numbered(exchanges: Sequence[Any]) -> tuple[Any, ...]:
     for exchange in found:
         if not isinstance(exchange, (Exchange, Hooks)):
             raise TypeError(
-                f"exchanges has {check.kind_of(exchange)}; each must be an Exchange, such as Exchange(Mean(), every=10)."
+                f"exchanges has {check.kind_of(exchange)}; each must be an Exchange, such as Exchange(Mean(), "
+                "every=10)."
             )
     return tuple(exchange.numbered(i) for i, exchange in enumerate(found))

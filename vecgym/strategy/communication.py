@@ -152,40 +152,12 @@ class CommunicationModule:
     Where nodes may be absent, what is `[1, *]` goes on with those that are there, and a row of `[L, *]` with its node:
     a count of each node's own steps has a row for each, `torch.zeros(len(ctx.node_steps))`.
 
-    Example: every second step, the nodes average a version of their parameters rounded to 8 bits. Modules and
-    `Exchange`s go together in the list of a strategy.
+    Example: every step, the nodes average a version of their parameters rounded to 8 bits.
 
-    >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.core import tree
-    >>> from vecgym.strategy import Rounds, Strategy
     >>> class RoundedAverage(CommunicationModule):
-    ...     when = Rounds(2)
-    ...     def init(self, params, ctx):
-    ...         return {"shared": params}
     ...     def exchange_parameters(self, params, state, ctx):
-    ...         if not self.when.due(ctx.step):
-    ...             return params, state
-    ...         mean = ctx.comm.mean(tree.map(lambda x: (x * 128).round() / 128, params))
-    ...         return mean, {"shared": mean}
-    ...     def outer_parameters(self, state):
-    ...         return state["shared"]
-    >>> module, comm = RoundedAverage(), StackedCollectives(2)
-    >>> module.check(num_nodes=2, max_steps=4)
-    >>> module.check_present([1, 2], num_nodes=2)
-    >>> state, params = module.init({"w": torch.zeros(1)}, Context(comm)), {"w": torch.tensor([1.001, 3.0])}
-    >>> [module.exchange_parameters(params, state, Context(comm, step=step))[0]["w"] for step in range(2)]
-    [tensor([1.0010, 3.0000]), tensor([2.])]
-    >>> module.outer_parameters(state), module.active_nodes(Context(comm)), module.outer_learning_rate(Context(comm))
-    ({'w': tensor([0.])}, None, None)
-    >>> moments = {"exp_avg": params}  # what it does not override leaves things as they are
-    >>> module.exchange_moments(moments, state, Context(comm))[0] is moments
-    True
-    >>> module.local_gradients(params, params, state, Context(comm)) is params
-    True
-    >>> module.exchange_gradients(params, state, Context(comm))[0] is params
-    True
-    >>> Strategy("sgd", [module]).exchanges
-    (RoundedAverage(),)
+    ...         return ctx.comm.mean(tree.map(lambda x: (x * 128).round() / 128, params)), state
     """
 
     # False where `active_nodes` never leaves out a node.
@@ -194,14 +166,32 @@ class CommunicationModule:
     when: Any = None
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        """Raise a ValueError if the module cannot work for this run."""
+        """Raise a ValueError if the module cannot work for this run.
+
+        >>> class Pairs(CommunicationModule):
+        ...     def check(self, num_nodes, max_steps):
+        ...         if num_nodes % 2:
+        ...             raise ValueError(f"{num_nodes} nodes are not pairs: give an even number.")
+        >>> Pairs().check(num_nodes=3, max_steps=100)
+        Traceback (most recent call last):
+        ...
+        ValueError: 3 nodes are not pairs: give an even number.
+        """
 
     def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
         """Raise a ValueError if the module cannot work while only so many of the nodes are present."""
         return
 
     def init(self, params: Tree, ctx: Context) -> State:
-        """Return the first state. `params` are a copy that the module may keep."""
+        """Return the first state. `params` are a copy that the module may keep.
+
+        >>> class Start(CommunicationModule):
+        ...     def init(self, params, ctx):
+        ...         return {"start": params}
+        >>> from vecgym.collectives import StackedCollectives
+        >>> Start().init({"w": torch.zeros(1)}, Context(StackedCollectives(2)))
+        {'start': {'w': tensor([0.])}}
+        """
         return {}
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
@@ -209,6 +199,13 @@ class CommunicationModule:
 
         The others keep parameters, buffers and optimizer state, and their losses are nan. Gradients are then
         not exchanged: such a module cannot be combined with one that has `exchange_gradients`.
+
+        >>> class Turns(CommunicationModule):
+        ...     def active_nodes(self, ctx):
+        ...         return [ctx.step % ctx.comm.num_nodes]
+        >>> from vecgym.collectives import StackedCollectives
+        >>> Turns().active_nodes(Context(StackedCollectives(8), step=11))
+        [3]
         """
         return None
 
@@ -216,11 +213,28 @@ class CommunicationModule:
         """Add to each node's own gradient, before anything is exchanged; all are `[1 or L, *]` trees.
 
         Where only some nodes train, L counts these, in the order of `ctx.rows`, and nobody may communicate.
+
+        >>> class Decay(CommunicationModule):
+        ...     def local_gradients(self, grads, params, state, ctx):
+        ...         return {name: g + 0.1 * params[name] for name, g in grads.items()}
+        >>> from vecgym.collectives import StackedCollectives
+        >>> grads, params = {"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 3.0])}
+        >>> Decay().local_gradients(grads, params, {}, Context(StackedCollectives(2)))
+        {'w': tensor([0.1000, 0.3000])}
         """
         return grads
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Exchange gradients, before the optimizer: `[L, *]` -> those that the optimizer takes."""
+        """Exchange gradients, before the optimizer: `[L, *]` -> those that the optimizer takes.
+
+        >>> class Averaged(CommunicationModule):
+        ...     def exchange_gradients(self, grads, state, ctx):
+        ...         return ctx.comm.mean(grads), state
+        >>> from vecgym.collectives import StackedCollectives
+        >>> grads, ctx = {"w": torch.tensor([1.0, 3.0])}, Context(StackedCollectives(2))
+        >>> Averaged().exchange_gradients(grads, {}, ctx)[0]
+        {'w': tensor([2.])}
+        """
         return grads, state
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
@@ -232,15 +246,38 @@ class CommunicationModule:
 
         The slots are torch's, such as AdamW's "exp_avg" and "exp_avg_sq"; there are none if the optimizer keeps
         nothing. Only tensors of the shape of their parameter are shown.
+
+        >>> class Averaged(CommunicationModule):
+        ...     def exchange_moments(self, moments, state, ctx):
+        ...         return {slot: ctx.comm.mean(values) for slot, values in moments.items()}, state
+        >>> from vecgym.collectives import StackedCollectives
+        >>> moments, ctx = {"exp_avg": {"w": torch.tensor([1.0, 3.0])}}, Context(StackedCollectives(2))
+        >>> Averaged().exchange_moments(moments, {}, ctx)[0]
+        {'exp_avg': {'w': tensor([2.])}}
         """
         return moments, state
 
     def outer_parameters(self, state: State) -> Tree:
-        """Return the parameters `[1, *]` that the state holds once for all nodes: a node that returns may begin there."""
+        """Return the parameters `[1, *]` that the state holds once for all nodes: a node that returns may begin there.
+
+        >>> class Outer(CommunicationModule):
+        ...     def outer_parameters(self, state):
+        ...         return state["params"]
+        >>> Outer().outer_parameters({"params": {"w": torch.zeros(1)}}), CommunicationModule().outer_parameters({})
+        ({'w': tensor([0.])}, {})
+        """
         return {}
 
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
-        """Return the learning rate of the module's own optimizer at this step, to be recorded; None: it has none."""
+        """Return the learning rate of the module's own optimizer at this step, to be recorded; None: it has none.
+
+        >>> class Outer(CommunicationModule):
+        ...     def outer_learning_rate(self, ctx):
+        ...         return 0.5 / (1 + ctx.step)
+        >>> from vecgym.collectives import StackedCollectives
+        >>> Outer().outer_learning_rate(Context(StackedCollectives(2), step=4))
+        0.1
+        """
         return None
 
     def __repr__(self) -> str:

@@ -12,7 +12,10 @@ from torch import Tensor
 from vecgym.optim import OptimSpec
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.communication import CommunicationModule
+from vecgym.strategy.hooks import Hooks
+from vecgym.strategy.inner import StepOptions
 
+OPTIONS = tuple(StepOptions.__annotations__)  # of the inner optimizer
 MAX_VALUES = 64  # of a tensor: a larger one is described by its shape
 MAX_DEPTH = 8  # of what is nested, which may hold itself
 
@@ -40,9 +43,12 @@ def described(value: Any, depth: int = 0) -> Any:
     if isinstance(value, OptimSpec):
         groups = {} if value.param_groups is None else {"param_groups": described(value.param_groups, depth)}
         return {"class": value.cls.__name__, **described(value.hyper, depth), **groups}
+    if isinstance(value, Hooks):
+        return described(value.module, depth - 1)
     if isinstance(value, (Strategy, CommunicationModule)) or type(value).__module__.startswith("vecgym."):
-        own = {
-            name: described(x, depth) for name, x in getattr(value, "__dict__", {}).items() if not name.startswith("_")
-        }
-        return {"class": type(value).__name__, **own}
+        own = {name: x for name, x in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
+        if isinstance(value, Strategy):  # as its arguments are named
+            inner: Any = own.pop("inner")
+            own = {"inner_optim": inner.spec, **{name: getattr(inner, name) for name in OPTIONS}, **own}
+        return {"class": type(value).__name__, **{name: described(x, depth) for name, x in own.items()}}
     return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:200]

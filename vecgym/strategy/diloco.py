@@ -15,7 +15,7 @@ from vecgym.strategy.base import Strategy
 from vecgym.strategy.coded import Compressed
 from vecgym.strategy.exchange import DEFAULT_H, Exchange
 from vecgym.strategy.inner import InnerOptions, inner_rate, takes_options
-from vecgym.strategy.when import SyncWeight, make_sync_weight
+from vecgym.strategy.when import SyncWeight, as_when, make_sync_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -76,4 +76,4 @@ Exchange(Outer(Mean()), every=100))
             average = Compressed(average, compression, purpose="compress parameters")
         weight = make_sync_weight(sync_weight, H, DEFAULT_H)
         outer = Outer(average, outer_spec(outer_optim, outer_lr), correct=correction)
-        super().__init__(inner_optim, [Exchange(outer, every=H if weight is None else weight)], **inner)
+        super().__init__(inner_optim, [Exchange(outer, every=as_when(H, "H") if weight is None else weight)], **inner)

@@ -15,6 +15,7 @@ from vecgym.strategy.base import Strategy
 from vecgym.strategy.coded import Compressed
 from vecgym.strategy.exchange import DEFAULT_H, Exchange
 from vecgym.strategy.inner import InnerOptions, inner_rate, takes_options
+from vecgym.strategy.when import as_when
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -80,4 +81,4 @@ Exchange(Eager(Mean()), every=50))
         inner["lr"] = inner_rate(inner.get("lr"), inner_lr)
         average = Mean() if compression is None else Compressed(Mean(), compression, purpose="compress parameters")
         eager = Eager(average, outer_spec(outer_optim, outer_lr))
-        super().__init__(inner_optim, [Exchange(eager, every=H)], **inner)
+        super().__init__(inner_optim, [Exchange(eager, every=as_when(H, "H"))], **inner)

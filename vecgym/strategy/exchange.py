@@ -36,7 +36,7 @@ from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
 from vecgym.strategy.averages import Around, Average, ExchangeFacts, ServerMean, State, check_average, innermost
 from vecgym.strategy.coded import Compressed
 from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
-from vecgym.strategy.settings import Settings
+from vecgym.strategy.settings import Settings, shown
 from vecgym.strategy.when import Rounds, SyncWeight, When, as_when, check_delay, check_in_time
 
 DEFAULT_H = 100  # inner steps of a round: DiLoCo's
@@ -337,7 +337,7 @@ class Exchange(Settings):
         self.how = check_average("how", how)
         given: Any = every
         self._when: Any = given if hasattr(given, "due") else as_when(given, "every")
-        self.every = given if self._when is given or callable(given) else self._when.H
+        self.every = self._when.plain if isinstance(self._when, When) else self._when
         self.of = _of(of)
         self.delay = _delay(delay)
         self.late = check.choice("late", late, ("value", "change"))
@@ -441,7 +441,7 @@ class Exchange(Settings):
 
     def check_present(self, run: RunFacts) -> None:
         """Raise a ValueError if it cannot work for this model, or with so many nodes present."""
-        presence = run.presence
+        presence: Any = run.presence
         if self.of == "gradients" and getattr(presence, "waits", False):
             raise ValueError(
                 f"availability={presence.availability!r} makes nodes wait for others, but {self!r} exchanges gradients "
@@ -716,7 +716,7 @@ class Exchange(Settings):
             with ledger.stretched(self.unit), ledger.lagging(self.average.lag(self._when.H)):
                 self._meet(part, blended=False)
             return
-        with ledger.weighted(1.0 if part.inplace else weight):
+        with ledger.weighted(1.0 if part.inplace or part.simulation.dry else weight):
             self._meet(part, blended=True)
         blend(part, weight)
 
@@ -858,6 +858,10 @@ class Exchange(Settings):
                     "nodes first, or 1 for what is the same on all."
                 )
         return new
+
+    def __repr__(self) -> str:
+        one = isinstance(self.of, tuple) and len(self.of) == 1
+        return shown(self, of=self.of[0] if one else self.of)
 
     def _weight(self, part: Part) -> Tensor | None:
         """Return how much of the exchange is made in this step; None: all."""

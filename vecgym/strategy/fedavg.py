@@ -18,13 +18,13 @@ from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.inner import InnerOptions, takes_options
-from vecgym.strategy.when import SyncWeight, make_sync_weight
+from vecgym.strategy.when import SyncWeight, as_when, make_sync_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-def AveragingCommunicator(  # noqa: N802  # the name that EXO Gym's users know
+def AveragingCommunicator(  # the name that EXO Gym's users know
     island_size: int | None = None,
     H: int | Callable[[int], int] = 1,
     participation: float = 1.0,
@@ -62,8 +62,7 @@ def AveragingCommunicator(  # noqa: N802  # the name that EXO Gym's users know
     resting = check_resting(resting, rounds_of_all or participation == 1)
     served = resting == "server" and participation < 1
     average = ServerMean(weighting) if served else Mean(island_size, weighting)
-    every = H if weight is None else weight
-    return Exchange(average, every=every, participation=participation, resting="take" if served else "keep")
+    return Exchange(average, every=as_when(H, "H") if weight is None else weight, participation=participation)
 
 
 class FedAvgStrategy(Strategy):
@@ -84,8 +83,8 @@ class FedAvgStrategy(Strategy):
         inner_optim: the local optimizer, AdamW when not given.
         H: local steps per round: a number, or a function of the step at which a round begins (post-local SGD).
         island_size, participation, weighting, sync_weight, resting: see `AveragingCommunicator`.
-        proximal_mu: FedProx's mu, one for all or one for each node: a node's loss gets
-            mu / 2 |theta_i - theta_i(start of the round)|^2 (Li et al., arXiv 1812.06127, with a fixed number of steps).
+        proximal_mu: FedProx's mu, one for all or one for each node: a node's loss gets mu / 2 |theta_i - theta_i(start
+            of the round)|^2 (Li et al., arXiv 1812.06127, with a fixed number of steps).
         server_optim: None, "avg", "avgm" (FedAvgM), "adam" (FedAdam), "yogi" (FedYogi) or "adagrad" (FedAdagrad).
         server_lr, server_betas, server_tau: of the server's optimizer.
         lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: see `Strategy`.
@@ -131,7 +130,7 @@ Exchange(Mean(island_size=4), every=5))
         else:
             _check_server(self._server, island_size, resting)
             outer = Outer(ServerMean(weighting), self._server.spec)
-            exchange = Exchange(outer, every=H, participation=participation)
+            exchange = Exchange(outer, every=as_when(H, "H"), participation=participation)
         super().__init__(inner_optim, [exchange], **inner)
 
     def check(self, num_nodes: int, max_steps: int) -> None:

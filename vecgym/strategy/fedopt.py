@@ -74,6 +74,7 @@ class ServerOptimizer:
     def check(self) -> None:
         """Raise a ValueError for several values of a number: a run has one server, a stack of runs one for each.
 
+        >>> import torch
         >>> ServerOptimizer("avgm", lr=torch.tensor([0.5, 1.0])).check()
         Traceback (most recent call last):
         ...

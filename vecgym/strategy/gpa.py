@@ -53,7 +53,7 @@ class GPAStrategy(Strategy):
         ValueError: for mu_x outside [0, 1) or mu_y outside (0, 1], or another `decay`.
 
     >>> GPAStrategy("adamw", mu_x=0.9934, lr=1e-3)
-    GPAStrategy(OptimSpec(AdamW, lr=0.001), Exchange(Mean(), of='gradients'), mu_x=0.9934, mu_y=0.7)
+    GPAStrategy(OptimSpec(AdamW, lr=0.001), Exchange(Mean(), of='gradients'), mu_x=0.9934)
 
     Reference: Defazio et al., "Smoothing DiLoCo with Primal Averaging for Faster Training of LLMs", arXiv 2512.17131,
     and its code, github.com/facebookresearch/optimizers, gpa/gpa_adamw.py, whose defaults these are but for `decay`.
@@ -127,7 +127,3 @@ class GPAStrategy(Strategy):
         {'w': 4.0}
         """
         return tree.map(lambda y, z: (y - (1 - self.mu_y) * z) / self.mu_y, state.params, state.home[FAST])
-
-    def __repr__(self) -> str:
-        more = "" if self.decay == "paper" else f", decay={self.decay!r}"
-        return f"{super().__repr__()[:-1]}, mu_x={self.mu_x!r}, mu_y={self.mu_y!r}{more})"

@@ -145,7 +145,7 @@ class Hooks:
         return self.module.outer_parameters(shared[self._name])
 
     def agreed(self, run: RunFacts, names: Sequence[str], tick: int) -> tuple[set[str], set[str]]:
-        """Return no parameters that are known to be equal after a step, and those that may have changed."""
+        """Return which parameters are equal on all nodes after a step, none known, and which may have changed."""
         return set(), set(names) if overrides(self.module, "exchange_parameters") else set()
 
     def __repr__(self) -> str:
@@ -163,11 +163,6 @@ class Hooks:
     def _context(self, part: Part) -> Context:
         """Return what the hooks are told: about the nodes that are present, or of these about those that train."""
         run, presence, made, step = part.run, part.run.presence, part.made, part.tick
-        if presence is not None and len(part.simulation.here) < run.num_nodes:
-            raise ValueError(
-                f"{self.module!r} has hooks, which do not support availability in several processes. Leave "
-                'availability out, give backend="stacked", or write it as an Exchange.'
-            )
         there, counts = run.there(step), [made] * len(part.nodes) if isinstance(made, int) else made
         nodes_there = range(run.num_nodes) if there is None else there
         ids = None if len(part.nodes) == run.num_nodes else torch.tensor(part.nodes)

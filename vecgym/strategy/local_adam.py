@@ -9,11 +9,11 @@ import torch
 
 from vecgym.core import check
 from vecgym.optim import OptimSpec
-from vecgym.strategy.base import Strategy
 from vecgym.strategy.averages import Mean
+from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import DEFAULT_H, Exchange
 from vecgym.strategy.inner import InnerOptions, takes_options
-from vecgym.strategy.when import When, interval
+from vecgym.strategy.when import When, as_when, interval
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -51,8 +51,8 @@ class LocalAdamStrategy(Strategy):
         H: int | Callable[[int], int] = DEFAULT_H,
         **inner: Unpack[InnerOptions],
     ) -> None:
-        H = interval(H, "H")
-        exchanges = [Exchange(Mean(), every=H), Exchange(Mean(), every=H, of="moments")]
+        when = as_when(H, "H")
+        exchanges = [Exchange(Mean(), every=when), Exchange(Mean(), every=when, of="moments")]
         super().__init__(inner_optim, exchanges, **inner)
 
 
@@ -101,4 +101,4 @@ Exchange(Mean(), every=48, of='exp_avg'), Exchange(Mean(), every=96, of='exp_avg
             "exp_avg_sq": check.optional_integer("Hv", Hv, what="None is 6 H") or 6 * own,
         }
         moments = [Exchange(Mean(), every=period, of=slot) for slot, period in periods.items()]
-        super().__init__(inner_optim, [Exchange(Mean(), every=H), *moments], **inner)
+        super().__init__(inner_optim, [Exchange(Mean(), every=as_when(H, "H")), *moments], **inner)

@@ -17,6 +17,7 @@ from vecgym.strategy.base import Strategy
 from vecgym.strategy.coded import Compressed
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.inner import StepOptions, takes_options
+from vecgym.strategy.when import as_when
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -147,4 +148,4 @@ class MuLoCoStrategy(Strategy):
         else:
             outer = outer_spec(outer_optim, outer_lr)
         average = Mean() if compression is None else Compressed(Mean(), compression, purpose="compress parameters")
-        super().__init__(own, [Exchange(Outer(average, outer), every=H)], **inner)
+        super().__init__(own, [Exchange(Outer(average, outer), every=as_when(H, "H"))], **inner)

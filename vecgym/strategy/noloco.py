@@ -13,7 +13,7 @@ from vecgym.strategy.averages import NoLoCo
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.inner import InnerOptions, takes_options
-from vecgym.strategy.when import When
+from vecgym.strategy.when import When, as_when
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -71,4 +71,4 @@ Exchange(NoLoCo(), every=50))
         **inner: Unpack[InnerOptions],
     ) -> None:
         average = NoLoCo(group_size, outer_lr, momentum, gamma)
-        super().__init__(inner_optim, [Exchange(average, every=H)], **inner)
+        super().__init__(inner_optim, [Exchange(average, every=as_when(H, "H"))], **inner)

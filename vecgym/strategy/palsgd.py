@@ -16,7 +16,7 @@ from vecgym.strategy.averages import Mean, Outer, outer_spec
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import DEFAULT_H, Exchange
 from vecgym.strategy.inner import InnerOptions, takes_options
-from vecgym.strategy.when import When
+from vecgym.strategy.when import When, as_when
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -75,7 +75,8 @@ class PALSGDStrategy(Strategy):
     ) -> None:
         self.p = check.number("p", p, "[0, 1)", "the probability of a step towards the outer parameters")
         self.pull_strength = check.per_node("pull", pull, "[0, inf)", "how strong such a step is")
-        super().__init__(inner_optim, [Exchange(Outer(Mean(), outer_spec(outer_optim, outer_lr)), every=H)], **inner)
+        exchange = Exchange(Outer(Mean(), outer_spec(outer_optim, outer_lr)), every=as_when(H, "H"))
+        super().__init__(inner_optim, [exchange], **inner)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         check.per_node("pull", self.pull_strength, num_nodes=num_nodes)

@@ -26,7 +26,8 @@ class Draws:
     Attributes:
         step: optimizer steps before the exchange.
 
-    >>> torch.rand(1, generator=Draws(seed=1).generator("mask", 5)) == torch.rand(1, generator=Draws(1).generator("mask", 5))
+    >>> a, b = (torch.rand(1, generator=Draws(seed=1).generator("mask", 5)) for _ in range(2))
+    >>> a == b
     tensor([True])
     """
 

@@ -71,6 +71,11 @@ def shown(x: object, **instead: Any) -> str:
     Args:
         instead: values to show in place of the attributes of the same names.
     """
+    return f"{type(x).__name__}({', '.join(own_settings(x, **instead))})"
+
+
+def own_settings(x: object, **instead: Any) -> list[str]:
+    """Show the arguments of an object that it holds by the same names, and that are not their defaults; see `shown`."""
     values, parts = {**vars(x), **instead}, []
     for name, parameter in inspect.signature(type(x)).parameters.items():
         if name not in values:
@@ -79,7 +84,7 @@ def shown(x: object, **instead: Any) -> str:
             parts.append(_text(values[name]))
         elif not same(values[name], parameter.default):
             parts.append(f"{name}={_text(values[name])}")
-    return f"{type(x).__name__}({', '.join(parts)})"
+    return parts
 
 
 def _text(value: Any) -> str:

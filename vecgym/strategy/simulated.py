@@ -13,6 +13,7 @@ from vecgym.simulation.simulation import Batches, Request, Simulation
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.base import Strategy
+from vecgym.strategy.hooks import Hooks
 from vecgym.strategy.per_rank import as_strategy
 
 
@@ -67,6 +68,12 @@ def simulation_of(
         raise ValueError(
             f"availability={presence.availability!r}: this strategy is written for one rank, so all ranks must take "
             "part in every step. Leave availability out, or write the strategy with exchanges."
+        )
+    hooked = [exchange for exchange in strategy.exchanges if isinstance(exchange, Hooks)]
+    if presence is not None and hooked and len(comm.node_ids) < comm.num_nodes:
+        raise ValueError(
+            f"{hooked[0]!r} has hooks, which do not support availability in several processes. Leave availability out, "
+            'give backend="stacked", or write it as an Exchange.'
         )
     if presence is not None and presence.server:
         strategy = strategy.through_server()

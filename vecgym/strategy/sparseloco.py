@@ -16,6 +16,7 @@ from vecgym.strategy.base import Strategy
 from vecgym.strategy.coded import Compressed
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.inner import InnerOptions, takes_options
+from vecgym.strategy.when import as_when
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -80,4 +81,4 @@ optim=OptimSpec(SGD, lr=1.0)), every=15))
         largest = ChunkedTopK(k, chunk, average)
         codec = largest if bits is None else Chain(largest, StatQuantise(bits))
         outer = Outer(Compressed(Mean(), codec, decay=decay), OptimSpec(torch.optim.SGD, lr=outer_lr))
-        super().__init__(inner_optim, [Exchange(outer, every=H)], **inner)
+        super().__init__(inner_optim, [Exchange(outer, every=as_when(H, "H"))], **inner)

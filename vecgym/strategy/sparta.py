@@ -18,7 +18,7 @@ from vecgym.strategy.coordinates import MostMoved, Sparse
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.selectors import RandomSelector, Selector, check_rate
-from vecgym.strategy.when import Rounds, check_interval
+from vecgym.strategy.when import Rounds, as_when, check_interval
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -28,7 +28,7 @@ METHODS = ("random", "topk")
 DEFAULT_RATE = 0.005  # EXO Gym's
 
 
-def SparseCommunicator(  # noqa: N802  # the name that EXO Gym's users know
+def SparseCommunicator(  # the name that EXO Gym's users know
     index_selector: Selector | float | None = None,
     *,
     sparsification_rate: float | None = None,
@@ -103,7 +103,7 @@ class SPARTAStrategy(Strategy):
     >>> SPARTAStrategy(p_sparta=0.001, inner_optim="adamw", lr=1e-4)
     SPARTAStrategy(OptimSpec(AdamW, lr=0.0001), Exchange(Sparse(RandomSelector(p=0.001), Mean())))
     >>> SPARTAStrategy(p_sparta=0.005, compression_method="topk", quantization_bits=8)
-    SPARTAStrategy(OptimSpec(AdamW), Exchange(MostMoved(fraction=0.005, quantization_bits=8)))
+    SPARTAStrategy(OptimSpec(AdamW), Exchange(MostMoved(bits=8)))
 
     Reference: "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging",
     openreview stFPf3gzq1. Deviation: the mask comes from a seed that the nodes share; nobody sends it. The correction
@@ -173,7 +173,7 @@ Exchange(Outer(Mean()), every=50))
         selector = _selector(index_selector, "p_sparta", p_sparta, DEFAULT_RATE)
         check_interval("sparta_interval", sparta_interval)
         sparse = SparseCommunicator(selector, delay=delay, correct_delay=correct_delay, interval=sparta_interval)
-        diloco = Exchange(Outer(Mean(), outer_spec(outer_optim, outer_lr)), every=H)
+        diloco = Exchange(Outer(Mean(), outer_spec(outer_optim, outer_lr)), every=as_when(H, "H"))
         super().__init__(inner_optim, [sparse, diloco], **inner)
 
 
@@ -207,7 +207,7 @@ def _exchange(
         allowed = ", ".join(map(repr, METHODS))
         raise ValueError(
             f"compression_method={compression_method!r} is not known; allowed: {allowed}, or None. Any average can "
-            "be compressed: compressed(module, method)."
+            "be compressed: Compressed(average, codec)."
         )
     if compression_method == "topk":
         if index_selector is not None or delay != 0 or correct_delay:

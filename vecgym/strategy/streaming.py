@@ -18,6 +18,7 @@ from vecgym.strategy.coded import Compressed
 from vecgym.strategy.exchange import DEFAULT_H, Exchange
 from vecgym.strategy.fragments import Fragments, Pattern
 from vecgym.strategy.inner import InnerOptions, inner_rate, takes_options
+from vecgym.strategy.when import Rounds
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -70,8 +71,9 @@ class StreamingDiLoCoStrategy(Strategy):
         ValueError, TypeError: saying what is allowed.
 
     >>> StreamingDiLoCoStrategy("adamw", H=100, num_fragments=4, bits=4, lr=3e-4)
-    StreamingDiLoCoStrategy(OptimSpec(AdamW, lr=0.0003), StreamingCommunicator(Compressed(Mean(), E3M0(), \
-error_feedback=False), outer_optim=OptimSpec(SGD, lr=0.4, momentum=0.9, nesterov=True), fragments=4))
+    StreamingDiLoCoStrategy(OptimSpec(AdamW, lr=0.0003), Exchange(Outer(Compressed(Mean(), E3M0(), \
+error_feedback=False), optim=OptimSpec(SGD, lr=0.4, momentum=0.9, nesterov=True)), every=100, delay=1, keep=0.5, \
+fragments=4))
     >>> from vecgym import Trainer
     >>> from vecgym.models import Classifier
     >>> model = Classifier(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)))
@@ -115,8 +117,8 @@ error_feedback=False), outer_optim=OptimSpec(SGD, lr=0.4, momentum=0.9, nesterov
         average = Mean() if codec is None else Compressed(Mean(), codec, error_feedback=False)
         exchange = Exchange(
             Outer(average, outer_spec(outer_optim, outer_lr, OUTER_LR)),
-            every=H, delay=delay, keep=alpha, fragments=number if fragments is None else fragments, pattern=pattern,
-            offsets=offsets,
+            every=Rounds(H), delay=delay, keep=alpha, fragments=number if fragments is None else fragments,
+            pattern=pattern, offsets=offsets,
         )  # fmt: skip
         check_below(exchange.delay, H)
         super().__init__(inner_optim, [exchange], **inner)

@@ -49,6 +49,15 @@ class When(ABC):
         """Raise a ValueError, or warn, if this cannot be meant for a run of so many steps."""
         return
 
+    @property
+    def plain(self) -> Any:
+        """What says the same as an argument: a number or a function; else itself.
+
+        >>> Rounds(3, name="H").plain, Rounds(3, offset=1).plain, RoundsOf(int).plain
+        (3, Rounds(3, offset=1), <class 'int'>)
+        """
+        return self
+
 
 class Rounds(When):
     """Every H steps.
@@ -88,6 +97,10 @@ class Rounds(When):
         """
         return self.offset == self.H
 
+    @property
+    def plain(self) -> Any:
+        return self.H if self.usual else self
+
     def check(self, max_steps: int, who: object = "the module") -> None:
         if max_steps < self.offset:
             named = f"{self._name}={self.H}" if self.usual else f"offset={self.offset}"
@@ -121,6 +134,10 @@ class RoundsOf(When):
             )
         self.function = H
         self._name = name
+
+    @property
+    def plain(self) -> Any:
+        return self.function
 
     def _ends(self, until: int) -> list[int]:
         """Return the steps that are done at each exchange, as far as one after `until`."""
