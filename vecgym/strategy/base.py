@@ -333,6 +333,18 @@ class CommunicateOptimizeStrategy(Strategy):
         super().__init__(inner_optim, communication_modules, **inner)
 
 
+def every(n: int, exchange: Exchange | CommunicationModule) -> Any:
+    """Let an exchange count in units of n steps: its interval, delay, offsets, and what it draws at random.
+
+    >>> from vecgym.strategy import Mean
+    >>> every(5, Exchange(Mean(), every=10, delay=1))  # every 50 steps, 5 late
+    Exchange(Mean(), every=10, delay=1, unit=5)
+    """
+    found = Hooks(exchange) if isinstance(exchange, CommunicationModule) else exchange
+    check.instance("exchange", found, (Exchange, Hooks), "an Exchange, such as Exchange(Mean(), every=10)")
+    return found.in_units(n)
+
+
 def _numbered(exchanges: Sequence[Any]) -> tuple[Any, ...]:
     """Return exchanges that know their places; a module with hooks becomes one."""
     if not isinstance(exchanges, (list, tuple)):

@@ -537,6 +537,11 @@ class Exchange(Settings):
         return self.average.draws or self.participation < 1 or self.lost > 0
 
     @property
+    def needs_all(self) -> bool:
+        """Whether all nodes must train in every step."""
+        return self.of == "gradients"
+
+    @property
     def lets_rest(self) -> bool:
         """Whether some nodes do not train in some rounds."""
         return self.participation < 1
@@ -556,6 +561,12 @@ class Exchange(Settings):
         """Return the same exchange as the one at a place among those of a strategy."""
         twin = copy.copy(self)
         twin._index = index
+        return twin
+
+    def in_units(self, n: int) -> Exchange:
+        """Return the same exchange, which counts in units of n steps; see `every`."""
+        twin = copy.copy(self)
+        twin.unit = self.unit * check.integer("n", n, what="the number of optimizer steps between two exchanges")
         return twin
 
     def through_server(self) -> Exchange:
@@ -882,19 +893,6 @@ class Exchange(Settings):
             return None
         weight = when.weights[part.event.info.step // self.unit]
         return weight.detach() if part.inplace else weight  # a run in place sends all of what it uses in part
-
-
-def every(n: int, exchange: Exchange) -> Exchange:
-    """Let an exchange count in units of n steps: its interval, delay, offsets, and what it draws at random.
-
-    >>> from vecgym.strategy.averages import Mean
-    >>> every(5, Exchange(Mean(), every=10, delay=1))  # every 50 steps, 5 late
-    Exchange(Mean(), every=10, delay=1, unit=5)
-    """
-    check.instance("exchange", exchange, Exchange, "an Exchange, such as Exchange(Mean(), every=10)")
-    twin = copy.copy(exchange)
-    twin.unit = exchange.unit * check.integer("n", n, what="the number of optimizer steps between two exchanges")
-    return twin
 
 
 def blend(part: Part, weight: Tensor) -> None:
