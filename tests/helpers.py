@@ -18,8 +18,8 @@ from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.simulation import Simulation, State
-from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import Strategy
+from vecgym.strategy.simulated import simulation_of
 
 # Activation checkpointing under vmap needs a torch whose checkpoint() keeps its arguments without an autograd.Function.
 STACKS_CHECKPOINTS = hasattr(_CheckpointFrame, "save_inputs")

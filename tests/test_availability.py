@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from vecgym.simulation.exchanges import exchanges_gradients
 
 from tests.cards import CARDS
 from tests.fitting import dataset, fit

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from vecgym.strategy.robust import median
 
 from tests.helpers import Recording, assert_close, known, run, stacked
 from tests.models import make_batches, make_model
@@ -49,7 +50,6 @@ from vecgym.strategy import (
     delayed,
     every,
 )
-from vecgym.strategy.robust import median
 
 K, LR, SEED = 5, 0.1, 42
 NESTEROV = OptimSpec("sgd", lr=0.7, momentum=0.9, nesterov=True)

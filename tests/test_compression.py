@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW
+from vecgym.strategy.compose import delayed, every
+from vecgym.strategy.compression import compressed, with_compression
+from vecgym.strategy.most_moved import TopKSparseCommunicator
 
 from tests.helpers import (
     Run,
@@ -69,9 +72,6 @@ from vecgym.strategy import (
     ServerOptimizer,
     Strategy,
 )
-from vecgym.strategy.compose import delayed, every
-from vecgym.strategy.compression import compressed, with_compression
-from vecgym.strategy.most_moved import TopKSparseCommunicator
 from vecgym.strategy.selectors import PartitionedSelector, RandomSelector
 from vecgym.strategy.sparta import SparseCommunicator
 

@@ -22,7 +22,6 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.engine.batching_rules import TwiceDifferentiable
 from vecgym.optim import OptimSpec
-from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -35,6 +34,7 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.base import State
+from vecgym.strategy.simulated import simulation_of
 
 K = 3
 STEPS = 8

@@ -38,7 +38,6 @@ from vecgym.collectives.topology import Mixing
 from vecgym.core import rng
 from vecgym.core.errors import VecgymWarning
 from vecgym.core.tree import Tree
-from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -49,6 +48,7 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.gossip import NAMES, GossipCommunicator, GossipStrategy
+from vecgym.strategy.simulated import simulation_of
 
 STEPS = 50
 SEED = 42

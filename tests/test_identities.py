@@ -17,8 +17,8 @@ from tests.models import Quadratic, make_batches, make_model
 from tests.reference.common import copy_model, parameters
 from vecgym.collectives import StackedCollectives
 from vecgym.optim import OptimSpec
-from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, Strategy
+from vecgym.strategy.simulated import simulation_of
 
 TOLERANCE = 1e-11
 K = 4

@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
+from vecgym.strategy.compose import delayed, every
+from vecgym.strategy.compression import compressed
+from vecgym.strategy.most_moved import TopKSparseCommunicator
 
 import vecgym
 import vecgym.strategy
@@ -30,7 +33,6 @@ from vecgym.optim import OptimSpec
 from vecgym.records.optimized import OptimizedSchedule
 from vecgym.runs.optimize import optimize_schedule, project_to_budget
 from vecgym.runs.rollout import Outcome, rollout, rollout_jvp
-from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -45,17 +47,15 @@ from vecgym.strategy import (
     Strategy,
     StreamingDiLoCoStrategy,
 )
-from vecgym.strategy.compose import delayed, every
-from vecgym.strategy.compression import compressed
 from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.gpa import GPAStrategy
 from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
-from vecgym.strategy.most_moved import TopKSparseCommunicator
 from vecgym.strategy.muloco import MuLoCoStrategy
 from vecgym.strategy.noloco import NoLoCoStrategy
 from vecgym.strategy.palsgd import PALSGDStrategy
 from vecgym.strategy.selectors import PartitionedSelector
+from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 
 K, T, B = 3, 6, 4

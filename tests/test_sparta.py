@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import TensorDataset
+from vecgym.strategy.compose import delayed, every
+from vecgym.strategy.most_moved import TopKSparseCommunicator
 
 from tests.helpers import (
     Recording,
@@ -60,8 +62,6 @@ from vecgym.strategy import (
     ProximalTerm,
     Strategy,
 )
-from vecgym.strategy.compose import delayed, every
-from vecgym.strategy.most_moved import TopKSparseCommunicator
 from vecgym.strategy.selectors import (
     PartitionedSelector,
     RandomSelector,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from vecgym.strategy.average import Weighting
 
 import vecgym.strategy
 from tests.fitting import Rows
@@ -73,7 +74,6 @@ from vecgym.strategy import (
     delayed,
     every,
 )
-from vecgym.strategy.average import Weighting
 from vecgym.sweeps.chunk import Chunk
 from vecgym.sweeps.options import points
 from vecgym.sweeps.stack import prepared_engine

@@ -223,7 +223,10 @@ def check(case: str, model: str, num_nodes: int, **settings: Any) -> Run:
     buffers = [dict(m.named_buffers()) for m in theirs.models]
     assert_close(ours.buffers, {name: torch.stack([b[name] for b in buffers]) for name in buffers[0]}, TOLERANCE)
     for i, (p, optimizer) in enumerate(zip(params, theirs.optimizers)):
-        held = {slot: {name: node(x, i) for name, x in values.items()} for slot, values in ours.state.home["optimizer"].items()}
+        held = {
+            slot: {name: node(x, i) for name, x in values.items()}
+            for slot, values in ours.state.home["optimizer"].items()
+        }
         expected = {slot: {name: optimizer.state[p[name]][slot] for name in p} for slot in held}
         assert_close(held, expected, TOLERANCE, f"inner optimizer of node {i}")
     if theirs.outer:

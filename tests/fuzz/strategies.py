@@ -101,12 +101,16 @@ KINDS: dict[str, Kind] = {
     "diloco-heloco": Kind(plain(DiLoCoStrategy, correction="heloco"), choosy=True),
     "diloco-median-norm": Kind(plain(DiLoCoStrategy, correction="median_norm"), choosy=True),
     "diloco-late": Kind(composed(lambda H, p: Exchange(Outer(Mean(), nesterov()), every=H, delay=1, late="change"))),
-    "diloco-islands": Kind(composed(lambda H, p: Exchange(Outer(Mean(island_size=2), nesterov()), every=H)), nameless=False),
+    "diloco-islands": Kind(
+        composed(lambda H, p: Exchange(Outer(Mean(island_size=2), nesterov()), every=H)), nameless=False
+    ),
     "diloco-islands-adam": Kind(
         composed(lambda H, p: Exchange(Outer(Mean(island_size=2), OptimSpec("adam", lr=0.05, eps=1e-3)), every=H)),
         nameless=False,
     ),
-    "corrected": Kind(composed(lambda H, p: Exchange(Outer(Mean(), nesterov(), correct="heloco"), every=H)), choosy=True),
+    "corrected": Kind(
+        composed(lambda H, p: Exchange(Outer(Mean(), nesterov(), correct="heloco"), every=H)), choosy=True
+    ),
     "diloco-server": Kind(composed(lambda H, p: Exchange(Outer(ServerMean(), nesterov()), every=H)), server=True),
     "ef21": Kind(composed(lambda H, p: Exchange(Outer(EF21(Mean(), "topk"), nesterov()), every=H)), choosy=True),
     "median": Kind(composed(lambda H, p: Exchange(Outer(Robust("median"), nesterov()), every=H))),

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from vecgym.collectives.stacked import Announced
 from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
+from vecgym.engine import Engine
 from vecgym.simulation import RunFacts, Simulation
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
@@ -77,7 +78,7 @@ def dry_run(
         if p.requires_grad and name not in unused
     }
     run = RunFacts(K, T, seed, num_examples=(1,) * K)  # weights change no bytes
-    simulation = Simulation(Shapes(params), strategy, run, comm, nothing_to_read, dry=True)
+    simulation = Simulation(cast(Engine, Shapes(params)), strategy, run, comm, nothing_to_read, dry=True)
     try:
         state = simulation.init()
         for events in simulation.timetable.ticks():

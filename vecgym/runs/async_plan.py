@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-
 from vecgym.clock.asynchronous import AsyncTimeline, TimesOf, timeline_of
 from vecgym.clock.compute import Compute
 from vecgym.clock.network import Network

@@ -354,7 +354,7 @@ def _check_alike(values: Any, template: Any, num_nodes: int, *, more: bool = Fal
 # ------------------------------------------------------------------------------------ what makes a run itself
 
 
-VERSION = 6  # of the description of a run; earlier versions describe it differently
+VERSION = 7  # of the description of a run; earlier versions describe it differently
 NOTHING = "nothing"
 MAX_LINES = 6  # differences in a message
 SAMPLES = 64  # steps at which learning rates are compared

@@ -13,7 +13,7 @@ import copy
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -36,11 +36,11 @@ from vecgym.engine.plan import MAX_FLOP_IN_STACK, check_engine
 from vecgym.records.rows import aligned
 from vecgym.runs.options import Chosen, Count, FitOptions, Flag, OptionalCount, check_parts, check_strategy
 from vecgym.simulation import Event, Simulation, State
-from vecgym.strategy.simulated import simulation_of
 from vecgym.simulation.simulation import Draft
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.per_rank import as_strategy
+from vecgym.strategy.simulated import simulation_of
 
 __all__ = ["MemoryEstimate", "Part", "estimate_memory"]
 
@@ -281,23 +281,23 @@ class Estimator:
             steps = stepping(self.strategy, self.engine.params, K, self.max_steps, strided, in_parts)
             self.complete, mean = steps.complete, steps.rows == 1 < K
             state = steps.state
-            home = {"parameters": "params", "optimizer": "optimizer"}
-            parts = {name: part_of(state, lambda key, k=key: key == k) for name, key in home.items()}
-            parts["strategy"] = part_of(state, lambda key: key not in {*home.values(), "buffers"})
+            parts = {"parameters": part_of(state, {"params"}), "optimizer": part_of(state, {"optimizer"})}
+            others = {*state.own, *state.shared} - {"params", "optimizer", "buffers"}
+            parts["strategy"] = part_of(state, others)
             # Whole copies of all nodes' parameters count for each node; the rest counts once.
             copies = steps.temporary_bytes // max(1, K * P)
             parts["exchange"] = Part(copies * P, steps.temporary_bytes - copies * K * P)
         return {name: replace(part, nodes=self.num_local) for name, part in parts.items()}, mean
 
 
-def part_of(state: State, chosen: Callable[[str], bool]) -> Part:
+def part_of(state: State, chosen: Collection[str]) -> Part:
     """Return the memory of what nodes have of their own and of what they share, of the names that are chosen.
 
     >>> state = State(0, own={"params": {"w": torch.ones(4, 2)}}, shared={"outer": {"w": torch.ones(1, 2)}})
-    >>> part_of(state, lambda name: True)
+    >>> part_of(state, {"params", "outer"})
     Part(per_node_bytes=8, shared_bytes=8, nodes=4)
     """
-    own, shared = ({name: x for name, x in held.items() if chosen(name)} for held in (state.own, state.shared))
+    own, shared = ({name: x for name, x in held.items() if name in chosen} for held in (state.own, state.shared))
     rows = max((len(x) for x in tree.leaves(state.own)), default=1)
     return Part(tree.num_bytes(own) // rows, tree.num_bytes(shared), rows)
 

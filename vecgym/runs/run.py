@@ -27,11 +27,11 @@ from vecgym.runs.multiprocess import Session, interrupts
 from vecgym.runs.options import FitOptions, presence_of
 from vecgym.runs.recorder import Loggers, Recorder
 from vecgym.simulation import Event, Row, Simulation, State, run
-from vecgym.strategy.simulated import simulation_of
 from vecgym.simulation.presence import Presence
 from vecgym.simulation.simulation import Draft
 from vecgym.simulation.state import Metrics
 from vecgym.strategy.described import described
+from vecgym.strategy.simulated import simulation_of
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -31,11 +31,11 @@ from vecgym.records.rows import aligned, counted
 from vecgym.runs import multiprocess
 from vecgym.runs.options import Count, Present, Seconds, Seed, check_strategy, presence_of
 from vecgym.simulation import Simulation, State
-from vecgym.strategy.simulated import simulation_of
 from vecgym.simulation.simulation import Request
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.catalogue import CATALOGUE
+from vecgym.strategy.simulated import simulation_of
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative, if torch.distributed adds up
 

@@ -339,7 +339,8 @@ class Stack(Simulation):
         every = self.groups[group].rows(rows)
         return Place(
             every, index_of(every, len(self.here)), comm if size == 1 else GroupCollectives(comm, size),
-            list(chosen) * size, [self._seeds[row // K] for row in every], size, index_of([row - first for row in every], size * K),
+            list(chosen) * size, [self._seeds[row // K] for row in every], size,
+            index_of([row - first for row in every], size * K),
         )  # fmt: skip
 
     @functools.cached_property

@@ -123,7 +123,7 @@ class ADPSGDStrategy(EventDriven):
             (1,) * K, K, wires=times.wires(), absences=times.absences, neighbour=neighbour, average_first=first
         )
 
-    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:  # type: ignore[override]
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what each node has: `params`, `start`, with which its present step began, and `grads` there."""
         own, shared = super().init(run, params)
         return {**own, "params": params, "start": params, "grads": tree.map(torch.zeros_like, params)}, shared

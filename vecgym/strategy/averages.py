@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -191,7 +191,7 @@ class Average(Settings):
         """Return the learning rate of its own optimizer in an exchange, to be recorded; None: it has none."""
         return None
 
-    def outer(self, shared: Mapping[str, Any]) -> Tree:
+    def outer(self, shared: Any) -> Tree:
         """Return the parameters that it remembers once for all, `[1, *]`: a node that returns may begin with them."""
         return {}
 
@@ -497,7 +497,7 @@ class Around(Average):
     def rate(self, exchange: int) -> Any:
         return self.inner.rate(exchange)
 
-    def outer(self, shared: Mapping[str, Any]) -> Tree:
+    def outer(self, shared: Any) -> Tree:
         return self.inner.outer(shared)
 
 
@@ -697,7 +697,7 @@ class Outer(Around):
     def rate(self, exchange: int) -> Any:
         return self.optim.spec.lr_at(exchange)
 
-    def outer(self, shared: Mapping[str, Any]) -> Tree:
+    def outer(self, shared: Any) -> Tree:
         params: Tree = shared["params"] if self.common else {}
         return params
 
@@ -788,7 +788,7 @@ class Eager(Around):
     def rate(self, exchange: int) -> Any:
         return self.optim.spec.lr_at(exchange)
 
-    def outer(self, shared: Mapping[str, Any]) -> Tree:
+    def outer(self, shared: Any) -> Tree:
         return {}
 
     def __repr__(self) -> str:

@@ -189,7 +189,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
     def timetable(self, run: RunFacts) -> Waves:
         return Waves(run.schedule, together=self.together)
 
-    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:  # type: ignore[override]
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what each node has, `local` and what it has merged last, `base`; and what the server has.
 
         A node has besides, from its first step on, its losses since it merged each fragment, `[K, F]`. The server has

@@ -441,7 +441,7 @@ class Exchange(Settings):
 
     def check_present(self, run: RunFacts) -> None:
         """Raise a ValueError if it cannot work for this model, or with so many nodes present."""
-        presence = run.presence
+        presence: Any = run.presence
         if self.of == "gradients" and getattr(presence, "waits", False):
             raise ValueError(
                 f"availability={presence.availability!r} makes nodes wait for others, but {self!r} exchanges gradients "

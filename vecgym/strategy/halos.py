@@ -187,7 +187,7 @@ class HALoSStrategy(InRounds):
             steps, self.local_updates, regions=regions, wires=wires, between=between, absences=times.absences
         )
 
-    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:  # type: ignore[override]
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what all have: the global server's, and of each region its server's, and what it `collects`.
 
         That is the movement since its last message and, of each node, the sum of the losses of the rounds in it and

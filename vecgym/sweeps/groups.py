@@ -47,7 +47,8 @@ def groups_of(algorithms: Sequence[Any], runs: Sequence[RunFacts]) -> tuple[list
     """
     alike: dict[Any, list[int]] = {}
     for c, (algorithm, run) in enumerate(zip(algorithms, runs, strict=True)):
-        key = c if getattr(algorithm, "numbers", None) is None else (key_of(algorithm), *run_key(run, getattr(algorithm, "draws", True)))
+        alone = getattr(algorithm, "numbers", None) is None
+        key = c if alone else (key_of(algorithm), *run_key(run, getattr(algorithm, "draws", True)))
         alike.setdefault(key, []).append(c)
     groups, first = list[Group](), 0
     for chosen in alike.values():
@@ -96,10 +97,18 @@ def key_of(setting: Any) -> Any:
 
 
 def _value_key(value: Any) -> Any:
-    """Return the key of what is compared as a whole; what has no hash is equal to itself only."""
+    """Return the key of what is compared as a whole: a codec or a selector by its settings.
+
+    >>> from vecgym.compress import TopK
+    >>> _value_key(TopK(0.1)) == _value_key(TopK(0.1)), _value_key(TopK(0.1)) == _value_key(TopK(0.2))
+    (True, False)
+    """
+    plain = type(value).__eq__ is object.__eq__ and not callable(value) and hasattr(value, "__dict__")
+    if plain and type(value).__module__.startswith("vecgym."):
+        return type(value), *((name, key_of(x)) for name, x in sorted(vars(value).items()))
     try:
         hash(value)
-    except TypeError:
+    except TypeError:  # equal to itself only
         return id(value)
     return type(value), value
 

@@ -95,7 +95,7 @@ def _key(config: Configuration) -> dict[str, Any]:
 
 
 def _place(config: Configuration) -> tuple[str, str, int]:
-    """Sort configurations so that equal optimizers are neighbours: a run of equal rows is one call of torch's kernel."""
+    """Sort configurations so that equal optimizers are neighbours: their rows are one call of torch's kernel."""
     spec = config.strategy.inner_optim
     return spec.cls.__name__, repr(sorted(spec.kwargs.items())), config.index
 
