@@ -307,7 +307,7 @@ class Part:
         of_nodes = isinstance(number, Tensor) and number.dim() > int(self.size > 1) and number.shape[-1] > 1
         if not of_nodes or len(self.nodes) == self.run.num_nodes:
             return number
-        return number[..., placed(torch.tensor(self.nodes), number.device)]
+        return number[..., placed(torch.tensor(self.nodes, dtype=torch.long), number.device)]
 
     def each(self, number: Any, like: Tensor) -> Any:
         """Shape a setting, a number or one for each node of the run, `[K]`, to multiply a tensor of these rows."""

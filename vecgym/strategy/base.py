@@ -175,7 +175,9 @@ class Strategy(LocalTraining):
     def alike(self, run: RunFacts) -> bool:
         """Whether all nodes have the same parameters and optimizer at every step, so that these are stored once."""
         together = any(exchange.common and exchange.always for exchange in self._of_gradients)
-        parted = run.presence is not None and run.presence.rejoin == "own"
+        presence: Any = run.presence
+        absent = presence is not None and min(presence.counts) < run.num_nodes
+        parted = absent and presence.rejoin == "own"
         return together and not parted and all(e.common for e in self.exchanges) and not self.inner.per_node
 
     def through_server(self) -> Strategy:

@@ -29,7 +29,7 @@ from vecgym.collectives.topology import sample_nodes
 from vecgym.core import check, rng, tree
 from vecgym.core.devices import placed
 from vecgym.core.transforms import readable
-from vecgym.core.tree import Tree
+from vecgym.core.tree import Tree, differentiated
 from vecgym.simulation.simulation import Part, spread
 from vecgym.simulation.state import Rows
 from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
@@ -142,12 +142,14 @@ class Meeting:
         return twin
 
     @property
-    def made(self) -> float:
-        """Exchanges made before this one."""
+    def made(self) -> int | Tensor:
+        """Exchanges made before this one; of those in part the sum of their weights, float64, with its derivative."""
         if self.weights_before is None:
             return self.exchange
+        made = self.weights_before.sum(dtype=torch.float64)
         with readable():
-            return sum(self.weights_before.detach().tolist())
+            whole = float(made.detach())
+        return int(whole) if whole == int(whole) and not differentiated(made) else made
 
     @property
     def ids(self) -> Tensor:
