@@ -271,8 +271,9 @@ class Part:
     def _steps_on_views(self) -> bool:
         """Whether rows that are apart step in views of the state: of a large model copies cost more than calls."""
         home, simulation = self.home, self.simulation
-        apart = isinstance(home, Rows) and isinstance(home.index, Tensor) and self.inplace and not simulation.exact
-        return apart and simulation.large and not {"params", "optimizer"} & home.assigned.keys()
+        if not (isinstance(home, Rows) and isinstance(home.index, Tensor) and self.inplace and simulation.large):
+            return False
+        return not (simulation.exact or {"params", "optimizer"} & home.assigned.keys())
 
     def _optimize_runs(self, grads: Tree, lr: Any) -> None:
         """Take the step of one run of consecutive rows after the other."""
@@ -443,7 +444,7 @@ class Simulation:
         self.timetable = algorithm.timetable(run)
         self._places = functools.lru_cache(CACHED_PLACES)(self._place)
 
-    dry = False  # also of a stack
+    dry = large = False  # also of a stack
 
     def of(self, algorithm: Algorithm, read: Callable[[Iterator[Request]], Batches]) -> Simulation:
         """Return the same run with other settings of the algorithm, on other data."""
