@@ -429,6 +429,7 @@ class Exchange(Settings):
         delay=10 in Exchange(Mean(), delay=10) is not smaller than the run's 5 steps
         """
         K, steps = run.num_nodes, self._steps(run)
+        check_in_time(self, "delay", max(self._delays(1)), steps)
         if self.unit > 1:
             Rounds(self.unit, name="unit").check(run.num_steps, self)
         if self.offsets is None and hasattr(self._when, "check"):
@@ -438,7 +439,6 @@ class Exchange(Settings):
         if isinstance(self.delay, tuple) and len(self.delay) != K:
             raise ValueError(f"delay is for {len(self.delay)} nodes and the run has {K}: give a number, or [{K}].")
         check.per_node("keep", self.keep, num_nodes=K)
-        check_in_time(self, "delay", max(self._delays(1)), steps)
         self.average.check(self.facts(run))
 
     def check_present(self, run: RunFacts) -> None:
