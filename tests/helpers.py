@@ -18,7 +18,8 @@ from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.simulation import Simulation, State
-from vecgym.strategy import Strategy
+from vecgym.simulation.timetable import RunFacts
+from vecgym.strategy import Average, Meeting, Strategy
 from vecgym.strategy.simulated import simulation_of
 
 # Activation checkpointing under vmap needs a torch whose checkpoint() keeps its arguments without an autograd.Function.
@@ -154,6 +155,16 @@ def advance(sim: Simulation, state: State, batches: Sequence[Any], *, differenti
     num_rows = len(sim.comm.node_ids)
     params, buffers = nodes.expand(state.params, num_rows), nodes.expand(state.buffers, num_rows)
     return Run(sim, torch.stack(losses), state, params, buffers, sim.comm, active, groups)
+
+
+def meeting(
+    average: Average, values: Tree, comm: int | StackedCollectives, *, inplace: bool = False, **more: Any
+) -> Meeting:
+    """A meeting of all nodes, who remember what the average begins with: `values`, `[1 or K, *]`, of the first."""
+    comm = StackedCollectives(comm) if isinstance(comm, int) else comm
+    own, shared = average.init(tree.map(lambda x: x[:1], values), RunFacts(comm.num_nodes))
+    own = tree.map_leaves(lambda x: x.expand(comm.num_nodes, *x.shape[1:]).clone(), own)
+    return Meeting(comm, own, shared, inplace=inplace, inplace_state=inplace, **more)
 
 
 # ------------------------------------------------------------------------------------------ comparing

@@ -40,9 +40,10 @@ from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
-    DiLoCoCommunicator,
     DiLoCoStrategy,
+    Exchange,
     FedAvgStrategy,
+    Mean,
 )
 
 
@@ -438,7 +439,7 @@ def test_misspelt_keywords_of_strategies(cls: type, keyword: str) -> None:
     [
         lambda: CommunicateOptimizeStrategy([], "sgd", learning_rate=0.1),  # type: ignore[call-arg]
         lambda: AveragingCommunicator(islandsize=2),  # type: ignore[call-arg]
-        lambda: DiLoCoCommunicator(h=2),  # type: ignore[call-arg]
+        lambda: Exchange(Mean(), h=2),  # type: ignore[call-arg]
         lambda: AllReduceStrategy(H=2),  # type: ignore[call-arg]
         lambda: cast(Any, AllReduceStrategy)("sgd", 0.1),
         lambda: CommunicateOptimizeStrategy(),  # type: ignore[call-arg]

@@ -167,6 +167,7 @@ class Strategy(LocalTraining):
         held = {"params": params, "optimizer": self.inner.init(params)}
         own, shared = ({}, held) if self.alike(run) else (held, {})
         for exchange in self.exchanges:
+            exchange.check_optimizer(held["optimizer"], params)
             of_each, of_all = exchange.init(params, run)
             own, shared = own | of_each, shared | of_all
         return own, shared
@@ -174,7 +175,9 @@ class Strategy(LocalTraining):
     def alike(self, run: RunFacts) -> bool:
         """Whether all nodes have the same parameters and optimizer at every step, so that these are stored once."""
         together = any(exchange.common and exchange.always for exchange in self._of_gradients)
-        parted = run.presence is not None and run.presence.rejoin == "own"
+        presence: Any = run.presence
+        absent = presence is not None and min(presence.counts) < run.num_nodes
+        parted = absent and presence.rejoin == "own"
         return together and not parted and all(e.common for e in self.exchanges) and not self.inner.per_node
 
     def through_server(self) -> Strategy:
@@ -300,10 +303,11 @@ class Strategy(LocalTraining):
     def _check_resting(self) -> None:
         """Raise a ValueError where gradients would be exchanged, and some nodes have none."""
         resting = [exchange for exchange in self.exchanges if exchange.lets_rest]
-        if resting and self._of_gradients:
+        of_all = [exchange for exchange in self._of_gradients if exchange.of_all]
+        if resting and of_all:
             raise ValueError(
-                f"{resting[0]!r} lets some nodes sit out, and {self._of_gradients[0]!r} exchanges the gradients of all "
-                "at every step: give participation=1, or exchange parameters."
+                f"{resting[0]!r} lets some nodes sit out, and {of_all[0]!r} exchanges the gradients of all at every "
+                "step: give participation=1, or exchange parameters."
             )
 
     def __repr__(self) -> str:
@@ -329,6 +333,18 @@ class CommunicateOptimizeStrategy(Strategy):
         **inner: Unpack[InnerOptions],
     ) -> None:
         super().__init__(inner_optim, communication_modules, **inner)
+
+
+def every(n: int, exchange: Exchange | CommunicationModule) -> Any:
+    """Let an exchange count in units of n steps: its interval, delay, offsets, and what it draws at random.
+
+    >>> from vecgym.strategy import Mean
+    >>> every(5, Exchange(Mean(), every=10, delay=1))  # every 50 steps, 5 late
+    Exchange(Mean(), every=10, delay=1, unit=5)
+    """
+    found = Hooks(exchange) if isinstance(exchange, CommunicationModule) else exchange
+    check.instance("exchange", found, (Exchange, Hooks), "an Exchange, such as Exchange(Mean(), every=10)")
+    return found.in_units(n)
 
 
 def _numbered(exchanges: Sequence[Any]) -> tuple[Any, ...]:
