@@ -438,7 +438,7 @@ class Exchange(Settings):
         if isinstance(self.delay, tuple) and len(self.delay) != K:
             raise ValueError(f"delay is for {len(self.delay)} nodes and the run has {K}: give a number, or [{K}].")
         check.per_node("keep", self.keep, num_nodes=K)
-        check_in_time(self, "delay", max(self._delays(1)), steps)
+        check_in_time(self, "delay", max(self._delays(1)), run.num_steps)
         self.average.check(self.facts(run))
 
     def check_present(self, run: RunFacts) -> None:
