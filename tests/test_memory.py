@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import vecgym
 import vecgym.runs.memory as fitting
 from tests.fitting import alone, dataset, fit, params, same_run
-from tests.helpers import known
 from tests.models import make_model
 from vecgym import MemoryEstimate, Trainer, estimate_memory
 from vecgym.collectives import StackedCollectives
@@ -65,8 +64,10 @@ def test_what_lasts_is_what_a_run_holds(name: str) -> None:
     assert trainer.state is not None
     found = {n: part.total_bytes for n, part in estimate.parts.items()}
     assert found["parameters"] == tree.num_bytes(trainer.state.params)
-    assert within(found["optimizer"], tree.num_bytes(known(trainer).optimizer))
-    assert within(found["strategy"], tree.num_bytes(known(trainer).strategy))
+    assert within(found["optimizer"], tree.num_bytes(trainer.state.home["optimizer"]))
+    state = {**trainer.state.own, **{f"shared {name}": x for name, x in trainer.state.shared.items()}}
+    kept = {name: x for name, x in state.items() if name.split()[-1] not in ("params", "buffers", "optimizer")}
+    assert within(found["strategy"], tree.num_bytes(kept))
     assert found["batch"] == K * 4 * (64 * 4 + 8)
 
 
