@@ -35,6 +35,7 @@ from vecgym.simulation.state import Rows
 from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
 from vecgym.strategy.averages import Around, Average, ExchangeFacts, ServerMean, State, check_average, innermost
 from vecgym.strategy.coded import Compressed
+from vecgym.strategy.communication import CommunicationModule
 from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
 from vecgym.strategy.settings import Settings, shown
 from vecgym.strategy.when import Rounds, SyncWeight, When, as_when, check_delay, check_in_time
@@ -558,6 +559,12 @@ class Exchange(Settings):
         twin._index = index
         return twin
 
+    def in_units(self, n: int) -> Exchange:
+        """Return the same which counts in units of n times as many steps; see `every`."""
+        twin = copy.copy(self)
+        twin.unit = self.unit * n
+        return twin
+
     def through_server(self) -> Exchange:
         """Return the same with a server's mean in place of a mean of all nodes; of gradients, itself.
 
@@ -884,17 +891,23 @@ class Exchange(Settings):
         return weight.detach() if part.inplace else weight  # a run in place sends all of what it uses in part
 
 
-def every(n: int, exchange: Exchange) -> Exchange:
+def every(n: int, exchange: Any) -> Any:
     """Let an exchange count in units of n steps: its interval, delay, offsets, and what it draws at random.
+
+    Of a `CommunicationModule` the hooks that exchange are called every n steps, and are told a time that counts these.
 
     >>> from vecgym.strategy.averages import Mean
     >>> every(5, Exchange(Mean(), every=10, delay=1))  # every 50 steps, 5 late
     Exchange(Mean(), every=10, delay=1, unit=5)
     """
-    check.instance("exchange", exchange, Exchange, "an Exchange, such as Exchange(Mean(), every=10)")
-    twin = copy.copy(exchange)
-    twin.unit = exchange.unit * check.integer("n", n, what="the number of optimizer steps between two exchanges")
-    return twin
+    check.integer("n", n, what="the number of optimizer steps between two exchanges")
+    if isinstance(exchange, CommunicationModule):
+        from vecgym.strategy.hooks import Hooks  # which is an exchange, and imports this module
+
+        return Hooks(exchange, n)
+    if not hasattr(exchange, "in_units"):
+        check.instance("exchange", exchange, Exchange, "an Exchange, such as Exchange(Mean(), every=10)")
+    return exchange.in_units(n)
 
 
 def blend(part: Part, weight: Tensor) -> None:

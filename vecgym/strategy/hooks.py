@@ -56,6 +56,10 @@ class Hooks:
         twin.index = index
         return twin
 
+    def in_units(self, n: int) -> Hooks:
+        """Return the same whose hooks are called n times as rarely; see `every`."""
+        return Hooks(self.module, self.every * n)
+
     def through_server(self) -> Hooks:
         """Return itself: what a module with hooks averages is its own affair."""
         return self
