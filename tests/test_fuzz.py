@@ -17,7 +17,7 @@ from tests.fuzz import Case, Failure, Refusal, asynchronous, configurations, odd
 from vecgym.collectives import base, ledger
 from vecgym.collectives.ledger import Ledger
 from vecgym.core import tree
-from vecgym.engine import Engine
+from vecgym.engine import loop
 from vecgym.simulation import Simulation
 from vecgym.simulation.events import Traffic
 from vecgym.strategy import Exchange, HeLoCo, Meeting, Outer, Rounds, fedopt
@@ -260,8 +260,9 @@ def forgetful(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ledger, "load", load)
 
 
-def together(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Engine, "written", frozenset())
+def unnoticed(patch: pytest.MonkeyPatch) -> None:
+    """What a forward pass writes to a parameter is lost."""
+    patch.setattr(loop, "settle", lambda values, after: None)
 
 
 ABSENT = {"availability": 0.5, "max_steps": 7}
@@ -279,7 +280,7 @@ FAULTS_OF: dict[str, tuple[ModuleType, Callable[[pytest.MonkeyPatch], None], Cas
     "bytes": (relations, received_once, Case({"relation": "conserved", "strategy": "demo"}, 5), "conserved"),
     "names": (relations, named_nodes, Case({"relation": "permuted", "strategy": "fedavg-weighted"}, 5), "permuted"),
     "ledger": (relations, forgetful, Case({"relation": "resumed", "strategy": "diloco", "max_steps": 9}, 8), "resumed"),
-    "writes": (oddities, together, Case({"model": "centered"}, 573), "params"),
+    "writes": (oddities, unnoticed, Case({"model": "refilled", "engine": "loop"}, 573), "params"),
 }
 
 
