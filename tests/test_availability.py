@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from vecgym.simulation.exchanges import exchanges_gradients
 
 from tests.cards import CARDS
 from tests.fitting import dataset, fit
@@ -765,7 +764,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: fit("MLP", GossipStrategy(exponential(4), inner_optim="sgd"), num_nodes=4, max_steps=6,
                     availability=lambda step: [0, 1]), ValueError, "not symmetric"),
     "too few for trim": (
-        lambda: fit("MLP", CommunicateOptimizeStrategy([Exchange(Robust("trimmed_mean", trim=1), of="gradients")], "sgd", lr=0.1),
+        lambda: fit("MLP", Strategy("sgd", [Exchange(Robust("trimmed_mean", trim=1), of="gradients")], lr=0.1),
                     max_steps=6, availability=lambda step: [0, 1]), ValueError, "leaves nothing of 2 nodes"),
     "one rank": (lambda: fit("MLP", PerRank("sgd", lr=0.1), availability=Dropout(0.1), max_steps=6), ValueError,
                  "written for one rank"),

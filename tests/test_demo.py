@@ -32,6 +32,7 @@ from tests.helpers import (
     reordered,
     rows,
     run,
+    run_stack,
     saved,
     simulation,
     stacked,
@@ -41,14 +42,10 @@ from tests.reference import common
 from tests.reference.demo import basis as twin_basis
 from tests.reference.demo import dct as twin_dct
 from tests.reference.demo import demo, fold, make_chunks
-from vecgym.collectives import StackedCollectives
 from vecgym.core import tree
 from vecgym.core.tree import Tree
-from vecgym.engine import Engine
 from vecgym.optim import OptimSpec
 from vecgym.optim.clip import clip_grad_norm
-from vecgym.simulation.stack import Stack
-from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
@@ -58,8 +55,6 @@ from vecgym.strategy import (
     StrongestCosines,
 )
 from vecgym.strategy.demo import _scaled
-from vecgym.strategy.simulated import nothing_to_read
-from vecgym.sweeps.groups import groups_of
 
 TOLERANCE = 1e-10
 STEPS = 50
@@ -415,22 +410,15 @@ def test_two_configurations_equal_two_runs(model: str) -> None:
     start, batches = setup(model, K, steps=10)
     settings: dict[str, Any] = {"compression_topk": 4, "weight_decay": 0.1, "warmup_steps": 3}
     make = functools.partial(DeMoStrategy, **settings)
-    _, [group] = groups_of([make(lr=lr) for lr in rates], [RunFacts(K, 10, 42)] * 2)
-    engine = Engine(start, node_threads=1)
     both = reordered(batches, [*range(K), *range(K)])
-    engine.prepare(both[0])
-    stack = Stack(engine, [group], StackedCollectives(K), nothing_to_read)
-    state, losses = stack.init(), []
-    for batch in both:
-        state, row = stack.step(state, batch)
-        losses.append(row.losses.flatten())
-    params = state.shared["0"]["params"]
+    together = run_stack(start, [make(lr=lr) for lr in rates], both, K)
     for i, lr in enumerate(rates):
         strategy, own = make(lr=lr), range(i * K, (i + 1) * K)
         alone = run(start, strategy, batches)
-        assert_close(torch.stack(losses)[:, list(own)], alone.losses, TOLERANCE, "losses")
-        assert_close({name: x[i : i + 1] for name, x in params.items()}, alone.params, TOLERANCE, "params")
-        mine = cosines_of(strategy).residual(rows(state.own["0"]["0.0/residual"], own), params)
+        assert_close(together.losses[:, i], alone.losses, TOLERANCE, "losses")
+        assert_close(together.params[i], alone.params, TOLERANCE, "params")
+        held = rows(together.state.own["0"]["0.0/residual"], own)
+        mine = cosines_of(strategy).residual(held, together.params[i])
         assert_close(mine, residual_of(strategy, alone), TOLERANCE, "residual")
 
 

@@ -887,7 +887,9 @@ def test_positions(by_position: Strategy, by_name: Strategy) -> None:
 def test_defaults() -> None:
     assert DiLoCoStrategy().exchanges[0].every == 100
     assert FedAvgStrategy().exchanges[0].every == 1
-    assert "SGD, lr=0.7, momentum=0.9, nesterov=True" in repr(DiLoCoStrategy(outer_optim=torch.optim.SGD))
+    assert "SGD, lr=0.7, momentum=0.9, nesterov=True" in repr(
+        DiLoCoStrategy(outer_optim=torch.optim.SGD).exchanges[0].how.optim.spec
+    )
     for strategy in (AllReduceStrategy(), FedAvgStrategy(), DiLoCoStrategy()):
         assert strategy.inner_optim.cls is torch.optim.AdamW
 

@@ -414,7 +414,8 @@ def participants(s: Settings, exchange: Exchange, run: Run) -> Callable[[int], l
     def drawn(t: int) -> list[int]:
         found = trains(t, range(run.num_nodes))
         first = trains(t - t % s.get("H", 1), range(run.num_nodes))
-        assert found is not None and found == first, "another sample within a round"
+        assert found is not None
+        assert found == first, "another sample within a round"
         assert len(set(found)) == max(1, round(share * run.num_nodes)), "a sample of another size"
         return list(found)
 

@@ -89,7 +89,7 @@ class Strategy(LocalTraining):
         self.inner = Optimizer(
             spec, max_norm=max_norm, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps, cosine_anneal=cosine_anneal
         )
-        self.exchanges = _numbered(exchanges)
+        self.exchanges = _numbered("exchanges", exchanges)
         self._check_resting()
 
     def __init_subclass__(cls) -> None:
@@ -332,7 +332,7 @@ class CommunicateOptimizeStrategy(Strategy):
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         **inner: Unpack[InnerOptions],
     ) -> None:
-        super().__init__(inner_optim, communication_modules, **inner)
+        super().__init__(inner_optim, _numbered("communication_modules", communication_modules), **inner)
 
 
 def every(n: int, exchange: Exchange | CommunicationModule) -> Any:
@@ -347,15 +347,16 @@ def every(n: int, exchange: Exchange | CommunicationModule) -> Any:
     return found.in_units(n)
 
 
-def _numbered(exchanges: Sequence[Any]) -> tuple[Any, ...]:
+def _numbered(argument: str, exchanges: Sequence[Any]) -> tuple[Any, ...]:
     """Return exchanges that know their places; a module with hooks becomes one."""
     if not isinstance(exchanges, (list, tuple)):
-        raise TypeError(f"exchanges is {check.kind_of(exchanges)}; give a list, such as [Exchange(Mean(), every=10)].")
+        kind = check.kind_of(exchanges)
+        raise TypeError(f"{argument} is {kind}; give a list, such as [Exchange(Mean(), every=10)].")
     found = [Hooks(x) if isinstance(x, CommunicationModule) else x for x in exchanges]
-    for exchange in found:
+    for i, exchange in enumerate(found):
         if not isinstance(exchange, (Exchange, Hooks)):
             raise TypeError(
-                f"exchanges has {check.kind_of(exchange)}; each must be an Exchange, such as Exchange(Mean(), "
-                "every=10)."
+                f"{argument}[{i}] is {check.kind_of(exchange)}; give an Exchange, such as Exchange(Mean(), every=10), "
+                "or a CommunicationModule."
             )
     return tuple(exchange.numbered(i) for i, exchange in enumerate(found))

@@ -348,9 +348,7 @@ class Exchange(Settings):
         self.offsets = _offsets(offsets, fragments)
         check.choice("pattern", pattern, get_args(Pattern))
         self.pattern = pattern
-        self.participation = check.number(
-            "participation", participation, "(0, 1]", "the fraction of nodes that trains in a round"
-        )
+        self.participation = check_participation(participation)
         self.resting = resting if resting is None else check.choice("resting", resting, ("take", "keep"), "None")
         self.lost = check.number("lost", lost, "[0, 1)", "the probability that a node's message is lost")
         self.unit = check.integer("unit", unit, what="the steps that count as one")
@@ -429,6 +427,7 @@ class Exchange(Settings):
         delay=10 in Exchange(Mean(), delay=10) is not smaller than the run's 5 steps
         """
         K, steps = run.num_nodes, self._steps(run)
+        check_in_time(self, "delay", max(self._delays(1)), run.num_steps)
         if self.unit > 1:
             Rounds(self.unit, name="unit").check(run.num_steps, self)
         if self.offsets is None and hasattr(self._when, "check"):
@@ -438,7 +437,6 @@ class Exchange(Settings):
         if isinstance(self.delay, tuple) and len(self.delay) != K:
             raise ValueError(f"delay is for {len(self.delay)} nodes and the run has {K}: give a number, or [{K}].")
         check.per_node("keep", self.keep, num_nodes=K)
-        check_in_time(self, "delay", max(self._delays(1)), steps)
         self.average.check(self.facts(run))
 
     def check_present(self, run: RunFacts) -> None:
@@ -953,6 +951,15 @@ def num_participants(participation: float, num_nodes: int) -> int:
     1
     """
     return max(1, round(participation * num_nodes))
+
+
+def check_participation(value: Any) -> float:
+    """Return the fraction of the nodes that trains in a round, if it is one.
+
+    >>> check_participation(0.5)
+    0.5
+    """
+    return check.number("participation", value, "(0, 1]", "the fraction of nodes that trains in a round")
 
 
 class _InUnits:
