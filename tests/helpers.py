@@ -18,8 +18,11 @@ from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.simulation import Simulation, State
-from vecgym.strategy import Strategy
-from vecgym.strategy.simulated import simulation_of
+from vecgym.simulation.stack import Stack
+from vecgym.simulation.timetable import RunFacts
+from vecgym.strategy import Average, Meeting, Strategy
+from vecgym.strategy.simulated import nothing_to_read, simulation_of
+from vecgym.sweeps.groups import groups_of
 
 # Activation checkpointing under vmap needs a torch whose checkpoint() keeps its arguments without an autograd.Function.
 STACKS_CHECKPOINTS = hasattr(_CheckpointFrame, "save_inputs")
@@ -56,8 +59,8 @@ def joined(batches: Sequence[Sequence[Any]]) -> list[list[Any]]:
 class Recording(StackedCollectives):
     """Collectives that remember over which groups they averaged."""
 
-    def __init__(self, num_nodes: int, num_configs: int = 1) -> None:
-        super().__init__(num_nodes, num_configs)
+    def __init__(self, num_nodes: int) -> None:
+        super().__init__(num_nodes)
         self.drawn: list[Groups] = []
 
     def mean(
@@ -154,6 +157,48 @@ def advance(sim: Simulation, state: State, batches: Sequence[Any], *, differenti
     num_rows = len(sim.comm.node_ids)
     params, buffers = nodes.expand(state.params, num_rows), nodes.expand(state.buffers, num_rows)
     return Run(sim, torch.stack(losses), state, params, buffers, sim.comm, active, groups)
+
+
+@dataclass
+class StackRun:
+    """What a run of several configurations in one program leaves behind."""
+
+    losses: Tensor  # [steps, C, K]
+    state: State
+    params: list[Tree]  # of each configuration, [K, *]
+    comm: StackedCollectives
+
+
+def run_stack(
+    model: nn.Module, strategies: Sequence[Strategy], batches: Sequence[Any], num_nodes: int, engine: str = "vmap"
+) -> StackRun:
+    """Train several configurations, which must be one group, on `batches`, `[C K, B, ...]` each."""
+    C, K = len(strategies), num_nodes
+    _, groups = groups_of(strategies, [RunFacts(K, len(batches), 42)] * C)
+    assert len(groups) == 1
+    local, comm = Engine(model, engine=engine, node_threads=1), StackedCollectives(K)
+    local.prepare(batches[0], mean=False)
+    stack = Stack(local, groups, comm, nothing_to_read)
+    state, losses = stack.init(), []
+    for batch in batches:
+        state, row = stack.step(state, batch)
+        losses.append(row.losses.reshape(C, K))
+        comm.ledger.add(state.tick - 1, row.transfers)
+    held = state.shared["0"].get("params")
+    params = nodes.expand(held, C) if held else state.own["params"]
+    n = 1 if held else K
+    each = [{name: x[c * n : (c + 1) * n].expand(K, *x.shape[1:]) for name, x in params.items()} for c in range(C)]
+    return StackRun(torch.stack(losses), state, each, comm)
+
+
+def meeting(
+    average: Average, values: Tree, comm: int | StackedCollectives, *, inplace: bool = False, **more: Any
+) -> Meeting:
+    """A meeting of all nodes, who remember what the average begins with: `values`, `[1 or K, *]`, of the first."""
+    comm = StackedCollectives(comm) if isinstance(comm, int) else comm
+    own, shared = average.init(tree.map(lambda x: x[:1], values), RunFacts(comm.num_nodes))
+    own = tree.map_leaves(lambda x: x.expand(comm.num_nodes, *x.shape[1:]).clone(), own)
+    return Meeting(comm, own, shared, inplace=inplace, inplace_state=inplace, **more)
 
 
 # ------------------------------------------------------------------------------------------ comparing

@@ -143,9 +143,8 @@ def both_fits(strategy: Strategy) -> tuple[Trainer, Trainer]:
 
 
 def assert_same_state(ours: Trainer, theirs: Trainer) -> None:
-    assert ours.state is not None
-    assert theirs.state is not None
-    for a, b in ((ours.state.own, theirs.state.own), (ours.state.shared, theirs.state.shared)):
+    for kind in ("own", "shared"):
+        a, b = (getattr(trainer.state, kind) for trainer in (ours, theirs))
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 

@@ -28,10 +28,11 @@ from tests.helpers import (
     assert_same_bits,
     difference,
     flat,
-    known,
+    meeting,
     reordered,
     rows,
     run,
+    run_stack,
     saved,
     simulation,
     stacked,
@@ -41,20 +42,19 @@ from tests.reference import common
 from tests.reference.demo import basis as twin_basis
 from tests.reference.demo import dct as twin_dct
 from tests.reference.demo import demo, fold, make_chunks
-from vecgym.collectives import StackedCollectives
 from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
+from vecgym.optim.clip import clip_grad_norm
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
-    Context,
-    DeMoCommunicator,
     DeMoStrategy,
-    Gradients,
+    Exchange,
     Strategy,
     StrongestCosines,
 )
+from vecgym.strategy.demo import _scaled
 
 TOLERANCE = 1e-10
 STEPS = 50
@@ -91,14 +91,14 @@ def warm(step: int) -> float:
     return min(1.0, step / WARMUP)
 
 
-def module_of(strategy: Strategy) -> DeMoCommunicator:
-    (module,) = strategy.communication_modules
-    assert isinstance(module, DeMoCommunicator)
-    return module
+def cosines_of(strategy: Strategy) -> StrongestCosines:
+    (exchange,) = strategy.exchanges
+    assert isinstance(exchange.how, StrongestCosines)
+    return exchange.how
 
 
 def residual_of(strategy: Strategy, result: Run) -> Tree:
-    return module_of(strategy).residual(known(result).strategy["0"], result.state.params)
+    return cosines_of(strategy).residual(result.state.own["0.0/residual"], result.state.params)
 
 
 # --------------------------------------------------------------------------------------------- the twin
@@ -159,7 +159,7 @@ def test_one_node_that_sends_everything_is_signsgd(model: str) -> None:
             for p in single.parameters():
                 p.mul_(1 - rate * 0.1).sub_(rate * common.gradient(p).sign())
     assert_close(result.params, {n: p[None] for n, p in common.parameters(single).items()}, 1e-12)
-    assert all((x == 0).all() for x in flat(known(result).strategy).values())
+    assert all((x == 0).all() for x in result.state.own["0.0/residual"].values())
 
 
 @pytest.mark.parametrize("num_nodes", [1, 3])
@@ -178,27 +178,27 @@ def test_what_was_sent_and_what_is_left_are_the_sum_of_the_inputs(inplace: bool)
     """With decay 1 (which the constructor refuses), on one node: sum_t sent_t + delta_T = sum_t g_t."""
     cosines = StrongestCosines(compression_topk=3, compression_chunk=8)
     cosines.compression_decay = 1.0
-    module, ctx = Gradients(cosines), Context(StackedCollectives(1), inplace=inplace)
     shapes = {"matrix": (24, 10), "vector": (40,), "conv": (8, 3, 3, 3), "scalar": ()}
     params = {name: torch.zeros(1, *shape, dtype=torch.float64) for name, shape in shapes.items()}
-    state, total = module.init(params, ctx), tree.map(torch.clone, params)
+    at, total = meeting(cosines, params, 1, inplace=inplace), tree.map(torch.clone, params)
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         g = tree.map(lambda p: torch.randn(p.shape, dtype=p.dtype, generator=generator), params)
         total = tree.map(torch.sub, total, g)
-        sent, state = module.exchange_gradients(g, state, ctx)
-        total = tree.map(torch.add, total, sent)
-    assert difference(tree.map(torch.neg, total), cosines.residual(state, params)) < 1e-13
-    assert cosines.residual(state, params)["matrix"].abs().max() > 0.1
+        total = tree.map(torch.add, total, cosines(g, at))
+    left = cosines.residual(at.own["residual"], params)
+    assert difference(tree.map(torch.neg, total), left) < 1e-13
+    assert left["matrix"].abs().max() > 0.1
 
 
 def test_each_node_sends_its_strongest_and_keeps_the_rest() -> None:
     """One exchange against chunks transformed one by one, per node."""
     K, k, chunk = 4, 5, 8
-    module, ctx = DeMoCommunicator(compression_topk=k, compression_chunk=chunk), Context(StackedCollectives(K))
+    cosines = StrongestCosines(compression_topk=k, compression_chunk=chunk)
     g = torch.randn(K, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    _, state = module.exchange_gradients({"w": g}, module.init({"w": g[:1]}, ctx), ctx)
-    left = module.residual(state, {"w": g})["w"]
+    at = meeting(cosines, {"w": g}, K)
+    cosines({"w": g}, at)
+    left = cosines.residual(at.own["residual"], {"w": g})["w"]
     for node in range(K):
         for piece in make_chunks(fold(g[node].shape), chunk):
             before, after = twin_dct(g[node][piece]).flatten(), twin_dct(left[node][piece]).flatten()
@@ -224,14 +224,14 @@ def test_every_coordinate_moves_by_lr(model: str) -> None:
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_chunk_of_zeros_stays_zero(inplace: bool) -> None:
     """... where no node has anything; and what a node without anything sends counts, from the first coefficient on."""
-    module = DeMoCommunicator(compression_topk=2, compression_chunk=4)
-    ctx = Context(StackedCollectives(2), inplace=inplace)
+    cosines = StrongestCosines(compression_topk=2, compression_chunk=4)
     g = torch.zeros(2, 4, 8, dtype=torch.float64)
     g[0, :, 4:] = 3.0  # one coefficient, the first: 12
-    sent, state = module.exchange_gradients({"w": g.clone()}, module.init({"w": g[:1]}, ctx), ctx)
+    at = meeting(cosines, {"w": g}, 2, inplace=inplace)
+    sent = cosines({"w": g.clone()}, at)
     assert (sent["w"][:, :, :4] == 0).all()
     torch.testing.assert_close(sent["w"][0, :, 4:], torch.full((4, 4), 1.5, dtype=torch.float64))
-    assert (module.residual(state, {"w": g})["w"][1] == 0).all()
+    assert (cosines.residual(at.own["residual"], {"w": g})["w"][1] == 0).all()
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -241,10 +241,8 @@ def test_a_coordinate_where_every_wave_sent_is_zero_stays(dtype: torch.dtype, in
     waves = twin_basis(17)[1:8:2]  # 1, 3, 5, 7
     amplitudes = torch.randn(2, 4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     g = torch.einsum("kj,nkc->njc", waves, amplitudes).to(dtype)
-    ctx = Context(StackedCollectives(2), inplace=inplace)
-    strategy = DeMoStrategy(compression_topk=5, lr=0.01)
-    signs, _ = strategy.exchange_gradients({"w": g}, {"0": module_of(strategy).init({"w": g[:1]}, ctx)}, ctx)
-    moves = signs["w"][0] != 0
+    cosines = StrongestCosines(compression_topk=5)
+    moves = cosines({"w": g}, meeting(cosines, {"w": g}, 2, inplace=inplace))["w"][0] != 0
     assert not moves[8].any()
     assert moves[:8].all()
     assert moves[9:].all()
@@ -301,10 +299,10 @@ def test_parameters_are_stored_once_and_residuals_once_per_node(num_nodes: int) 
     state = advance(sim, sim.init(), batches).state
     assert {x.shape[0] for x in state.params.values()} == {1}
     assert not flat(state.home["optimizer"])
-    assert tree.num_bytes(state.shared["modules"]) == num_nodes * tree.num_bytes(state.params)
-    held = {name: x.data_ptr() for name, x in flat(state.shared["modules"]).items()}
+    assert tree.num_bytes(state.own["0.0/residual"]) == num_nodes * tree.num_bytes(state.params)
+    held = {name: x.data_ptr() for name, x in state.own["0.0/residual"].items()}
     again = advance(sim, state, batches).state
-    assert {name: x.data_ptr() for name, x in flat(again.shared["modules"]).items()} == held  # in place
+    assert {name: x.data_ptr() for name, x in again.own["0.0/residual"].items()} == held  # in place
 
 
 @pytest.mark.parametrize("cut", [1, 7])
@@ -346,15 +344,17 @@ def test_many_blocks_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_gradients_with_any_strides(inplace: bool) -> None:
-    module, ctx = DeMoCommunicator(compression_topk=4), Context(StackedCollectives(3), inplace=inplace)
+    cosines = StrongestCosines(compression_topk=4)
     for g in (torch.randn(4, 8, 3).permute(2, 0, 1), torch.randn(1, 4, 8).expand(3, 4, 8)):
-        results = [module.exchange_gradients({"w": x}, module.init({"w": g}, ctx), ctx) for x in (g, g.contiguous())]
-        assert_same_bits(results[0][0], results[1][0])
-        assert_same_bits(results[0][1], results[1][1])
-        strategy = DeMoStrategy(max_norm=1.0)
-        states = {"0": module.init({"w": g}, ctx)}
-        pair = [strategy.exchange_gradients({"w": x}, states, ctx)[0] for x in (g.clone(), g.contiguous().clone())]
-        assert_same_bits(pair[0], pair[1])
+        ats = [meeting(cosines, {"w": g}, 3, inplace=inplace) for _ in range(2)]
+        results = [cosines({"w": x}, at) for x, at in zip((g, g.contiguous()), ats)]
+        assert_same_bits(results[0], results[1])
+        assert_same_bits(ats[0].own["residual"], ats[1].own["residual"])
+        clipped = [clip_grad_norm({"w": x}, 1.0, inplace=inplace)[0] for x in (g.clone(), g.contiguous().clone())]
+        for rate in (0.1, torch.tensor([0.1, 0.2, 0.3])):  # as the strategy does it
+            scaled = [tree.map(lambda x, rate=rate: _scaled(x.clone(), rate, inplace), x) for x in clipped]
+            pair = [tree.map(torch.sign, cosines(x, meeting(cosines, {"w": g}, 3, inplace=inplace))) for x in scaled]
+            assert_same_bits(pair[0], pair[1])
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -362,10 +362,11 @@ def test_gradients_with_any_strides(inplace: bool) -> None:
 def test_tensors_of_every_shape(shape: tuple[int, ...], inplace: bool) -> None:
     """Everything is sent, so the exchange is the mean."""
     g = torch.randn(3, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    module, ctx = DeMoCommunicator(compression_topk=EVERYTHING), Context(StackedCollectives(3), inplace=inplace)
-    sent, state = module.exchange_gradients({"w": g.clone()}, module.init({"w": g[:1]}, ctx), ctx)
+    cosines = StrongestCosines(compression_topk=EVERYTHING)
+    at = meeting(cosines, {"w": g}, 3, inplace=inplace)
+    sent = cosines({"w": g.clone()}, at)
     torch.testing.assert_close(sent["w"], g.mean(0, keepdim=True), rtol=1e-12, atol=1e-12)
-    assert state["residual"]["w"].numel() == g.numel()
+    assert at.own["residual"]["w"].numel() == g.numel()
 
 
 # ----------------------------------------------------------------------------------------------- bytes
@@ -386,7 +387,7 @@ def test_bytes_equal_the_closed_form(model: str, dtype: torch.dtype, k: int, chu
         expected += sum(min(k, area) * (8 + p.element_size()) for area in areas)
     assert result.comm.ledger.total_payload_bytes == 3 * expected
     assert result.comm.ledger.total_bytes == result.comm.ledger.total_received_bytes == 3 * 3 * expected  # to 3 others
-    assert module_of(strategy).step_bytes(result.state.params) == expected
+    assert cosines_of(strategy).step_bytes(result.state.params) == expected
     assert {entry.operation for entry in result.comm.ledger} == {"all_gather"}
     assert run(start, strategy, reordered(batches, [0])).comm.ledger.total_bytes == 0
 
@@ -397,7 +398,7 @@ def test_bytes_of_a_language_model() -> None:
     shapes = {f"{i}.{name}": shape for i in range(16) for name, shape in layer.items()} | {"tokens": (50304, 2048)}
     params = {name: torch.empty(1, *shape, device="meta") for name, shape in shapes.items()}
     assert sum(p.numel() for p in params.values()) == 1_176_764_416
-    assert module_of(DeMoStrategy()).step_bytes(params) == 110_321_664
+    assert cosines_of(DeMoStrategy()).step_bytes(params) == 110_321_664
 
 
 # ------------------------------------------------------------------------- configurations, derivatives
@@ -408,19 +409,17 @@ def test_two_configurations_equal_two_runs(model: str) -> None:
     K, rates = 3, [0.01, 0.003]
     start, batches = setup(model, K, steps=10)
     settings: dict[str, Any] = {"compression_topk": 4, "weight_decay": 0.1, "warmup_steps": 3}
-    together = run(
-        start,
-        DeMoStrategy(lr=torch.tensor(rates, dtype=torch.float64).repeat_interleave(K), **settings),
-        reordered(batches, [*range(K), *range(K)]),
-        comm=StackedCollectives(K, num_configs=2),
-    )
+    make = functools.partial(DeMoStrategy, **settings)
+    both = reordered(batches, [*range(K), *range(K)])
+    together = run_stack(start, [make(lr=lr) for lr in rates], both, K)
     for i, lr in enumerate(rates):
-        strategy, own = DeMoStrategy(lr=lr, **settings), range(i * K, (i + 1) * K)
+        strategy, own = make(lr=lr), range(i * K, (i + 1) * K)
         alone = run(start, strategy, batches)
-        assert_close(together.losses[:, i * K : (i + 1) * K], alone.losses, TOLERANCE, "losses")
-        assert_close(rows(together.params, own), alone.params, TOLERANCE, "params")
-        mine = module_of(strategy).residual(known(together).strategy["0"], together.params)
-        assert_close(rows(mine, own), residual_of(strategy, alone), TOLERANCE, "residual")
+        assert_close(together.losses[:, i], alone.losses, TOLERANCE, "losses")
+        assert_close(together.params[i], alone.params, TOLERANCE, "params")
+        held = rows(together.state.own["0"]["0.0/residual"], own)
+        mine = cosines_of(strategy).residual(held, together.params[i])
+        assert_close(mine, residual_of(strategy, alone), TOLERANCE, "residual")
 
 
 @pytest.mark.parametrize("name", ["lr", "weight_decay"])
@@ -445,14 +444,14 @@ def test_the_direct_path_is_differentiated(name: str) -> None:
 
 def test_the_module_alone_is_differentiated() -> None:
     """What an optimizer without a sign takes: gradients of the values sent, as long as no choice changes."""
-    module, ctx = DeMoCommunicator(compression_topk=3, compression_chunk=4), Context(StackedCollectives(2))
+    cosines = StrongestCosines(compression_topk=3, compression_chunk=4)
     generator = torch.Generator().manual_seed(0)
     g, h = (torch.randn(2, 4, 8, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(2))
 
     def twice(g: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        _, state = module.exchange_gradients({"w": g}, module.init({"w": g.detach()}, ctx), ctx)
-        sent, state = module.exchange_gradients({"w": h}, state, ctx)
-        return sent["w"], state["residual"]["w"]
+        at = meeting(cosines, {"w": g.detach()}, 2)
+        cosines({"w": g}, at)
+        return cosines({"w": h}, at)["w"], at.own["residual"]["w"]
 
     assert torch.autograd.gradcheck(twice, (g, h))
 
@@ -461,8 +460,8 @@ def test_the_module_with_another_optimizer() -> None:
     """Everything is sent: AdamW on the mean gradient, which is what DDP does."""
     start, batches = setup("GPT", 3, steps=8)
     spec = OptimSpec("adamw", lr=0.01)
-    module = DeMoCommunicator(compression_topk=EVERYTHING)
-    result = run(start, CommunicateOptimizeStrategy([module], spec), batches)
+    exchange = Exchange(StrongestCosines(compression_topk=EVERYTHING), of="gradients")
+    result = run(start, CommunicateOptimizeStrategy([exchange], spec), batches)
     expected = run(start, AllReduceStrategy(spec), batches)
     assert_close(result.losses, expected.losses, 1e-8)
     assert {x.shape[0] for x in result.state.params.values()} == {1}
@@ -515,7 +514,7 @@ def test_every_argument_changes_something(argument: str) -> None:
         (lambda: DeMoStrategy(lr_scheduler="cosin"), ValueError, "did you mean 'cosine'"),
         (lambda: DeMoStrategy("sgd"), ValueError, "compression_decay='sgd'"),  # type: ignore[arg-type]
         (lambda: DeMoStrategy(topk=3), TypeError, "topk"),  # type: ignore[call-arg]
-        (lambda: DeMoCommunicator(compression_topk=-1), ValueError, "compression_topk=-1"),
+        (lambda: StrongestCosines(compression_topk=-1), ValueError, "compression_topk=-1"),
     ],
 )
 def test_what_cannot_work_is_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:
@@ -527,6 +526,6 @@ def test_a_strategy_can_be_shown_copied_and_pickled() -> None:
     strategy = DeMoStrategy(compression_topk=8, weight_decay=0.1, lr=0.01)
     assert repr(strategy) == (
         "DeMoStrategy(OptimSpec(SGD, lr=0.01, weight_decay=0.1), "
-        "DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=64))"
+        "Exchange(StrongestCosines(compression_topk=8), of='gradients'))"
     )
     assert repr(copy.deepcopy(strategy)) == repr(pickle.loads(pickle.dumps(strategy))) == repr(strategy)

@@ -19,10 +19,10 @@ from tests.helpers import (
     assert_close,
     assert_same_bits,
     difference,
-    known,
     reordered,
     rows,
     run,
+    run_stack,
     saved,
     simulation,
     stacked,
@@ -42,12 +42,15 @@ from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
-    Context,
+    Exchange,
     FedAvgStrategy,
+    GossipStrategy,
+    Meeting,
+    Mix,
     OptimSpec,
     Strategy,
 )
-from vecgym.strategy.gossip import NAMES, GossipCommunicator, GossipStrategy
+from vecgym.strategy.mixing import NAMES
 from vecgym.strategy.simulated import simulation_of
 
 STEPS = 50
@@ -159,10 +162,9 @@ def compare(case: str, model: str, num_nodes: int, engine: str, inner: str = "mo
     assert_close(ours.params, {name: torch.stack([p[name] for p in params]) for name in params[0]}, 1e-10, "params")
     assert_close(ours.buffers, {name: torch.stack([b[name] for b in buffers]) for name in buffers[0]}, 1e-10)
     for i, (p, optimizer) in enumerate(zip(params, theirs.optimizers)):
-        for slot, values in known(ours).optimizer.items():
-            if slot != "step":
-                expected = {name: optimizer.state[p[name]][slot] for name in p}
-                assert_close({n: x[i] for n, x in values.items()}, expected, 1e-10, f"{slot} of node {i}")
+        for slot, values in ours.state.home["optimizer"].items():
+            expected = {name: optimizer.state[p[name]][slot] for name in p}
+            assert_close({n: x[i] for n, x in values.items()}, expected, 1e-10, f"{slot} of node {i}")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -279,13 +281,13 @@ def test_the_mean_of_the_nodes_moves_by_the_mean_of_their_gradients(name: str) -
 
 def exchanged(params: Tree, given: Any, num_exchanges: int, inplace: bool = True, seed: int = 42) -> list[Tree]:
     """What exchanges alone make of these parameters, one after the other."""
-    module = GossipCommunicator(given)
+    mix = Mix(given)
     comm = StackedCollectives(len(next(iter(params.values()))))
     found = [params]
     for step in range(num_exchanges):
-        ctx = Context(comm, step=step, max_steps=num_exchanges, seed=seed, inplace=inplace)
+        at = Meeting(comm, exchange=step, step=step, seed=seed, inplace=inplace)
         given_up = {name: x.clone() for name, x in found[-1].items()}
-        found.append(module.exchange_parameters(given_up, {}, ctx)[0])
+        found.append(mix(given_up, at))
     return found
 
 
@@ -487,8 +489,7 @@ def test_a_pure_exchange_leaves_what_it_was_given() -> None:
     for K in (4, 64):
         x = torch.randn(K, 9, dtype=torch.float64)
         before = x.clone()
-        ctx = Context(StackedCollectives(K), inplace=False)
-        GossipCommunicator("ring").exchange_parameters({"w": x}, {}, ctx)
+        Mix("ring")({"w": x}, Meeting(StackedCollectives(K), inplace=False))
         assert torch.equal(x, before)
 
 
@@ -502,12 +503,11 @@ def test_two_configurations_in_one_program_equal_two_programs(name: str, engine:
     start = make_model("MLP", dtype=torch.float64)
     parts = [stacked(make_batches("MLP", 8, K, seed=seed, dtype=torch.float64)) for seed in (0, 1)]
     both = [tuple(torch.cat(leaves) for leaves in zip(*steps)) for steps in zip(*parts)]
-    together = run(start, GossipStrategy(name, 2, "adamw"), both, comm=StackedCollectives(K, 2), engine=engine)
+    together = run_stack(start, [GossipStrategy(name, 2, "adamw") for _ in range(2)], both, K, engine)
     for c, batches in enumerate(parts):
         alone = run(start, GossipStrategy(name, 2, "adamw"), batches, engine=engine)
-        mine = list(range(c * K, (c + 1) * K))
-        assert_close(together.losses[:, mine], alone.losses, 1e-12)
-        assert_close(rows(together.params, mine), alone.params, 1e-12)
+        assert_close(together.losses[:, c], alone.losses, 1e-12)
+        assert_close(together.params[c], alone.params, 1e-12)
     assert together.comm.ledger.total_bytes == alone.comm.ledger.total_bytes
 
 
@@ -639,10 +639,10 @@ def test_the_trainer_runs_it() -> None:
         trainer.fit(GossipStrategy("torus"), num_nodes=7, max_steps=5, batch_size=8, device="cpu")
 
 
-def test_it_composes_with_other_modules() -> None:
-    """A ring every step and the average of all every fourth: two modules, one after the other."""
-    modules = [GossipCommunicator("ring"), AveragingCommunicator(H=4)]
-    ours = trained(CommunicateOptimizeStrategy(modules, MOMENTUM), num_nodes=5)
+def test_it_composes_with_other_exchanges() -> None:
+    """A ring every step and the average of all every fourth: two exchanges, one after the other."""
+    exchanges = [Exchange(Mix("ring")), AveragingCommunicator(H=4)]
+    ours = trained(CommunicateOptimizeStrategy(exchanges, MOMENTUM), num_nodes=5)
     both = [topology.ring(5), topology.ring(5), topology.ring(5), topology.complete(5)]  # J W = J
     theirs = trained(GossipStrategy(torch.stack(both), inner_optim=MOMENTUM), num_nodes=5)
     assert_close(ours.params, theirs.params, 1e-12)
@@ -675,7 +675,11 @@ def test_it_composes_with_other_modules() -> None:
     ],
 )
 def test_bad_arguments_are_refused_with_a_way_out(arguments: dict[str, Any], message: str) -> None:
-    for make in (GossipStrategy, GossipCommunicator):
+    def bricks(topology: Any = "ring", every: Any = 1) -> Exchange:
+        return Exchange(Mix(topology), every)
+
+    makes: list[Callable[..., Any]] = [GossipStrategy, bricks]
+    for make in makes:
         with pytest.raises(ValueError, match=message):
             make(**arguments)
 
@@ -739,4 +743,4 @@ def test_numbers_that_float32_rounds_stay_what_they_are() -> None:
 def test_the_state_is_empty() -> None:
     start = make_model("MLP")
     state = simulation_of(start, GossipStrategy(), StackedCollectives(4)).init()
-    assert state.shared["modules"] == {"0": {}}
+    assert state.own.keys() | state.shared.keys() == {"params", "optimizer", "buffers"}

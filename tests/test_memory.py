@@ -64,10 +64,11 @@ def test_what_lasts_is_what_a_run_holds(name: str) -> None:
     assert trainer.state is not None
     found = {n: part.total_bytes for n, part in estimate.parts.items()}
     assert found["parameters"] == tree.num_bytes(trainer.state.params)
-    assert within(found["optimizer"], tree.num_bytes(trainer.state.home["optimizer"]))
-    state = {**trainer.state.own, **{f"shared {name}": x for name, x in trainer.state.shared.items()}}
-    kept = {name: x for name, x in state.items() if name.split()[-1] not in ("params", "buffers", "optimizer")}
-    assert within(found["strategy"], tree.num_bytes(kept))
+    state = trainer.state
+    assert within(found["optimizer"], tree.num_bytes(state.home["optimizer"]))
+    trained = ("params", "buffers", "optimizer")
+    kept = [{name: x for name, x in held.items() if name not in trained} for held in (state.own, state.shared)]
+    assert within(found["strategy"], sum(map(tree.num_bytes, kept)))
     assert found["batch"] == K * 4 * (64 * 4 + 8)
 
 

@@ -70,8 +70,8 @@ def from_catalogue(name: str) -> Strategy:
     return CATALOGUE[name].make(H=3, p=0.3, max_norm=1.0, **inner)
 
 
-def composed(*modules: Any) -> Callable[[], Strategy]:
-    return lambda: CommunicateOptimizeStrategy(list(modules), "sgd", lr=0.1)
+def composed(*exchanges: Any) -> Callable[[], Strategy]:
+    return lambda: CommunicateOptimizeStrategy(list(exchanges), "sgd", lr=0.1)
 
 
 def outer(average: Any) -> Callable[[], Strategy]:

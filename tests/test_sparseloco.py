@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
-from tests.helpers import assert_close, difference, known, run, stacked
+from tests.helpers import assert_close, difference, meeting, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.reference.sparseloco import payload, sparseloco
 from vecgym.collectives import StackedCollectives
-from vecgym.strategy import Context, DiLoCoStrategy, FedAvgStrategy, OptimSpec, SparseLoCoStrategy
+from vecgym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SparseLoCoStrategy
 
 DOUBLE = torch.float64
 STEPS, K, H = 50, 4, 4
@@ -45,10 +45,9 @@ def test_it_equals_its_twin(k: int, chunk: int, bits: int | None, model: str, av
     assert_close(found.losses, theirs.losses, 1e-10, "losses")
     params = [common.parameters(m) for m in theirs.models]
     assert_close(found.params, {name: torch.stack([p[name] for p in params]) for name in params[0]}, 1e-10, "params")
-    kept = known(found).strategy["0"]
-    assert_close(kept["params"], {name: x[None] for name, x in theirs.outer.items()}, 1e-10, "outer")
+    assert_close(found.state.shared["0.0/params"], {name: x[None] for name, x in theirs.outer.items()}, 1e-10, "outer")
     residuals = {name: torch.stack([of_node[name] for of_node in theirs.residuals]) for name in params[0]}
-    assert_close(kept["average"]["residual"], residuals, 1e-10, "residual")
+    assert_close(found.state.own["0.0/residual"], residuals, 1e-10, "residual")
     assert max(float(x.abs().max()) for x in residuals.values()) > 1e-3
     shapes = [tuple(p.shape) for p in params[0].values()]
     sent = STEPS // H * sum(payload(shape, k, chunk, bits, 8) for shape in shapes)
@@ -82,13 +81,12 @@ def test_what_is_handed_over_is_what_the_ledger_says() -> None:
             return super().all_gather(x, **how)
 
     comm = Watched(3)
-    module = SparseLoCoStrategy(H=1).communication_modules[0]
+    outer = SparseLoCoStrategy(H=1).exchanges[0].how
     params = {"w": torch.zeros(1, 128, 128), "b": torch.zeros(1, 4096)}
-    state = module.init(params, Context(comm))
     moved = {
         name: torch.randn(3, *x.shape[1:], generator=torch.Generator().manual_seed(0)) for name, x in params.items()
     }
-    module.exchange_parameters(moved, state, Context(comm, max_steps=1))
+    outer(moved, meeting(outer, params, comm))
     parameters = 128 * 128 + 4096
     assert handed == [parameters // 4096 * 64 * (2 + 12) // 8 + 2 * 16]
     assert comm.ledger.total_payload_bytes == handed[0]

@@ -17,27 +17,28 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from tests.helpers import Run, assert_close, assert_same_bits, difference, flat, known, run, stacked
+from tests.helpers import Run, assert_close, assert_same_bits, difference, flat, meeting, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference.streaming import by_module, e3m0, streaming
 from vecgym.clock import Compute, Network, price
-from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import Ledger
 from vecgym.compress import E3M0
 from vecgym.compress.codecs import WideQuantise
 from vecgym.optim import OptimSpec
+from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,
-    Context,
     DiLoCoStrategy,
-    EagerCommunicator,
+    Eager,
     EagerDiLoCoStrategy,
+    Exchange,
     Mean,
+    Outer,
     Strategy,
-    StreamingCommunicator,
     StreamingDiLoCoStrategy,
 )
 from vecgym.strategy.fragments import cut
+from vecgym.sweeps.groups import groups_of
 
 K, F64 = 4, torch.float64
 NESTEROV = OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -67,7 +68,7 @@ def test_one_fragment_without_delay_and_alpha_is_diloco_bit_for_bit(differentiab
     )
     assert_same_bits(ours.params, diloco.params)
     assert torch.equal(ours.losses, diloco.losses)
-    assert_same_bits(known(ours).strategy["0"]["0"], known(diloco).strategy["0"])
+    assert_same_bits(ours.state.shared, diloco.state.shared)
     assert list(ours.comm.ledger) == list(diloco.comm.ledger)
 
 
@@ -78,7 +79,7 @@ def test_alpha_1_is_no_influence_bit_for_bit(delay: Any, alpha: Any) -> None:
     ours = go(StreamingDiLoCoStrategy("adamw", H=3, num_fragments=2, delay=delay, alpha=alpha, lr=0.01))
     assert_same_bits(ours.params, alone.params)
     assert ours.comm.ledger.total_bytes > 0
-    outer = [part["params"] for part in known(ours).strategy["0"].values()]
+    outer = [ours.state.shared[f"0.{part}/params"] for part in range(2)]
     assert difference(outer[0], {name: p[None] for name, p in setup()[0].named_parameters() if name in outer[0]}) > 1e-4
 
 
@@ -98,9 +99,9 @@ def test_a_node_with_a_longer_delay_follows_later() -> None:
     for name in alone[0]:
         assert torch.equal(runs[0].params[name][3], alone[0][name][3])
         assert not torch.equal(runs[0].params[name][0], alone[0][name][0])
-        assert torch.equal(runs[1].params[name][3], known(runs[1]).strategy["0"]["0"]["params"][name][0])
-    same = known(go(make(delay=1), steps=8)).strategy
-    assert_same_bits(known(runs[1]).strategy["0"]["0"]["params"], same["0"]["0"]["params"])
+        assert torch.equal(runs[1].params[name][3], runs[1].state.shared["0.0/params"][name][0])
+    same = go(make(delay=1), steps=8).state.shared
+    assert_same_bits(runs[1].state.shared["0.0/params"], same["0.0/params"])
 
 
 def test_eager_with_one_node_is_diloco_bit_for_bit() -> None:
@@ -112,14 +113,14 @@ def test_eager_with_one_node_is_diloco_bit_for_bit() -> None:
 
 def test_the_mean_of_eager_steps_is_a_mixture_of_two_rounds() -> None:
     """mean_i Delta~_i(t) = Delta(t) / K + (1 - 1 / K) Delta(t - 1)."""
-    module, comm = EagerCommunicator(OptimSpec(SGD, lr=1.0), H=1), StackedCollectives(K)
+    eager = Eager(Mean(), OptimSpec(SGD, lr=1.0))
     generator = torch.Generator().manual_seed(0)
     outer = {"w": torch.zeros(K, 5, dtype=F64)}
-    state, before = module.init({"w": torch.zeros(1, 5, dtype=F64)}, Context(comm)), torch.zeros(5, dtype=F64)
+    at, before = meeting(eager, outer, K), torch.zeros(5, dtype=F64)
     for step in range(4):
         params = {"w": torch.randn(K, 5, dtype=F64, generator=generator)}
         now = (outer["w"] - params["w"]).mean(0)
-        new, state = module.exchange_parameters(params, state, Context(comm, step=step))
+        new = eager(params, at.replace(step=step, exchange=step))
         moved = (outer["w"] - new["w"]).mean(0)
         torch.testing.assert_close(moved, now / K + (1 - 1 / K) * before, rtol=1e-12, atol=1e-12)
         outer, before = new, now
@@ -348,10 +349,10 @@ def test_the_result_of_an_eager_exchange_is_used_a_round_later() -> None:
 
 
 def kept(strategy: Strategy, steps: int) -> tuple[int, int]:
-    """(values kept once, values kept for each node) in the strategy's state, but for the counts of steps."""
-    found = [x for name, x in flat(known(go(strategy, "GPT", K, steps)).strategy).items() if ".step" not in name]
-    once = sum(x.numel() for x in found if len(x) == 1)
-    return once, sum(x[0].numel() for x in found if len(x) > 1)
+    """(values kept once, values kept for each node) by the exchanges."""
+    state = go(strategy, "GPT", K, steps).state
+    own, shared = ([x for name, x in flat(kept).items() if "/" in name] for kept in (state.own, state.shared))
+    return sum(x.numel() for x in shared), sum(x[0].numel() for x in own)
 
 
 def test_bytes_kept_are_those_of_the_docstrings_table() -> None:
@@ -430,20 +431,24 @@ def test_movements_are_sent_in_bits(bits: Any) -> None:
 
 
 def test_configurations_that_differ_in_the_outer_optimizer_are_one() -> None:
-    base: dict[str, Any] = {"average": Mean(), "H": 4, "fragments": [["a"], ["b"]], "delay": [0, 1], "alpha": 0.5}
-    key = StreamingCommunicator(**base, outer_optim=OptimSpec(SGD, lr=0.1, momentum=0.9)).stack_key()
-    assert key is not None
-    assert StreamingCommunicator(**base, outer_optim=OptimSpec(SGD, lr=0.5, momentum=0.1)).stack_key() == key
+    def together(*strategies: Strategy) -> bool:
+        return len(groups_of(strategies, [RunFacts(2, 20)] * len(strategies))[1]) == 1
+
+    def made(average: Any = None, outer: Any = None, **given: Any) -> Strategy:
+        how = Outer(average or Mean(), outer or OptimSpec(SGD, lr=0.1, momentum=0.9))
+        settings: dict[str, Any] = {"every": 4, "fragments": [["a"], ["b"]], "delay": [0, 1], "keep": 0.5, **given}
+        return CommunicateOptimizeStrategy([Exchange(how, **settings)], "sgd", lr=0.1)
+
+    assert together(made(), made(outer=OptimSpec(SGD, lr=0.5, momentum=0.1)), made(keep=0.25))
     others: dict[str, Any] = {
-        "H": 5, "fragments": [["b"], ["a"]], "delay": [1, 0], "alpha": 0.25, "pattern": "sequential", "offsets": [1, 2],
-        "average": Mean(2), "outer_optim": "adam",
+        "every": 5, "fragments": [["b"], ["a"]], "delay": [1, 0], "pattern": "sequential", "offsets": [1, 2],
+        "average": Mean(2), "outer": OptimSpec("adam"),
     }  # fmt: skip
     for name, value in others.items():
-        given = {"outer_optim": OptimSpec(SGD, lr=0.1, momentum=0.9), **base, name: value}
-        assert StreamingCommunicator(**given).stack_key() != key, name
-    assert StreamingCommunicator(Mean(), alpha=torch.tensor(0.5)).stack_key() is None
-    assert EagerCommunicator(outer_lr=0.1).stack_key() == EagerCommunicator(outer_lr=0.5).stack_key() is not None
-    assert EagerCommunicator(H=3).stack_key() != EagerCommunicator(H=4).stack_key()
+        assert not together(made(), made(**{name: value})), name
+    eager = functools.partial(EagerDiLoCoStrategy, "sgd", lr=0.1)
+    assert together(eager(outer_lr=0.1), eager(outer_lr=0.5))
+    assert not together(eager(H=3), eager(H=4))
 
 
 # --------------------------------------------------------------------------------------------- refusals
@@ -496,11 +501,10 @@ def test_what_cannot_work_is_refused(setting: str) -> None:
 
 
 def test_fragments_of_half_the_nodes_and_other_averages() -> None:
-    """The module takes any average, and each node's delay with it: who takes no part keeps what it has."""
-    mean = Mean(participation=0.5)
+    """The exchange takes any average, and each node's delay with it: who takes no part keeps what it has."""
     for delay in (0, [1, 0, 2, 1]):
-        module = StreamingCommunicator(mean, NESTEROV, H=4, fragments=2, delay=delay, alpha=0.5)
-        ours = go(CommunicateOptimizeStrategy([module], "sgd", lr=0.1), seed=3)
+        exchange = Exchange(Outer(Mean(), NESTEROV), every=4, fragments=2, delay=delay, keep=0.5, participation=0.5)
+        ours = go(CommunicateOptimizeStrategy([exchange], "sgd", lr=0.1), seed=3)
         assert {x.shape[0] for x in ours.params.values()} == {K}
         assert torch.isfinite(ours.losses).any(1).all()
 

@@ -207,7 +207,7 @@ class Optimizer:
     ) -> tuple[Tree, Slots]:  # fmt: skip
         if self.max_norm is not None:
             grads, _ = clip_grad_norm(grads, _own(self.max_norm, nodes), inplace=inplace)
-        told = {"step": torch.tensor(counts), **state}
+        told = {"step": torch.stack(counts) if isinstance(counts[0], Tensor) else torch.tensor(counts), **state}
         if self._unit is not None and inplace and len(counts) == 1 and _is_rows(lr) and self._few(params):
             return self._scaled(params, grads, told, lr)
         params, new = self._rule_at(params, counts, nodes).update(params, grads, told, lr=lr, inplace=inplace)

@@ -251,8 +251,8 @@ class Stack(Simulation):
             return self.groups[number]
         return self.groups[0] if self.whole is None else self.whole
 
-    def max_steps_of(self, group: int | None) -> int:
-        return self.tables[group or 0].max_steps
+    def table_of(self, group: int | None) -> Timetable:
+        return self.tables[group or 0]
 
     def counts_of(self, event: Event) -> dict[int, int]:
         if event.group is None:

@@ -232,7 +232,8 @@ class Lockstep:
                 rows = _both(self._selected(mark.who, begun, self.run.there(begun)), present)
                 if rows != ():
                     due = Due(when.count(begun), begun, mark.of)
-                    events.append(Event(mark.what, rows, self._counts(step, rows)[0], info=due))
+                    counts, made = self._counts(step, rows)
+                    events.append(Event(mark.what, rows, counts, info=due, made=made))
         return events
 
     def training(self, step: int) -> tuple[int, ...] | None:

@@ -39,7 +39,7 @@ from vecgym.strategy.averages import (
     Robust,
     ServerMean,
 )
-from vecgym.strategy.base import CommunicateOptimizeStrategy, Strategy
+from vecgym.strategy.base import CommunicateOptimizeStrategy, Strategy, every
 from vecgym.strategy.coded import EF21, Compressed
 from vecgym.strategy.communication import CommunicationModule, Context
 from vecgym.strategy.coordinates import MostMoved, Sparse
@@ -47,7 +47,7 @@ from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.demo import DeMoStrategy, StrongestCosines
 from vecgym.strategy.diloco import DiLoCoStrategy
 from vecgym.strategy.eager import EagerDiLoCoStrategy
-from vecgym.strategy.exchange import Exchange, Meeting, every
+from vecgym.strategy.exchange import Exchange, Meeting
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.gossip import GossipStrategy

@@ -962,11 +962,11 @@ def outer_step(
     Args:
         nodes: whose parameters and state these are; None: all nodes'.
     """
-    made, count = at.made, at.exchange  # type: tuple[float, Any]
-    if made != count:  # an exchange that is made in part counts in part
+    made, count = at.made, at.exchange  # type: tuple[Any, Any]
+    if isinstance(made, Tensor) or made != count:  # an exchange that is made in part counts in part
         spec = optim.spec.at(count)
         optim = optim if spec is optim.spec else Optimizer(spec)
-        count = int(made) if made == int(made) else [torch.tensor(made, dtype=torch.float64)]
+        count = [made] if isinstance(made, Tensor) else made
     nodes = nodes if at.size == 1 else None
     return optim.step(params, delta, state, count, inplace=at.inplace_state, nodes=nodes, exact=at.exact)
 

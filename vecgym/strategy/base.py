@@ -89,7 +89,7 @@ class Strategy(LocalTraining):
         self.inner = Optimizer(
             spec, max_norm=max_norm, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps, cosine_anneal=cosine_anneal
         )
-        self.exchanges = _numbered(exchanges)
+        self.exchanges = _numbered("exchanges", exchanges)
         self._check_resting()
 
     def __init_subclass__(cls) -> None:
@@ -167,6 +167,7 @@ class Strategy(LocalTraining):
         held = {"params": params, "optimizer": self.inner.init(params)}
         own, shared = ({}, held) if self.alike(run) else (held, {})
         for exchange in self.exchanges:
+            exchange.check_optimizer(held["optimizer"], params)
             of_each, of_all = exchange.init(params, run)
             own, shared = own | of_each, shared | of_all
         return own, shared
@@ -174,7 +175,9 @@ class Strategy(LocalTraining):
     def alike(self, run: RunFacts) -> bool:
         """Whether all nodes have the same parameters and optimizer at every step, so that these are stored once."""
         together = any(exchange.common and exchange.always for exchange in self._of_gradients)
-        parted = run.presence is not None and run.presence.rejoin == "own"
+        presence: Any = run.presence
+        absent = presence is not None and min(presence.counts) < run.num_nodes
+        parted = absent and presence.rejoin == "own"
         return together and not parted and all(e.common for e in self.exchanges) and not self.inner.per_node
 
     def through_server(self) -> Strategy:
@@ -300,10 +303,11 @@ class Strategy(LocalTraining):
     def _check_resting(self) -> None:
         """Raise a ValueError where gradients would be exchanged, and some nodes have none."""
         resting = [exchange for exchange in self.exchanges if exchange.lets_rest]
-        if resting and self._of_gradients:
+        of_all = [exchange for exchange in self._of_gradients if exchange.of_all]
+        if resting and of_all:
             raise ValueError(
-                f"{resting[0]!r} lets some nodes sit out, and {self._of_gradients[0]!r} exchanges the gradients of all "
-                "at every step: give participation=1, or exchange parameters."
+                f"{resting[0]!r} lets some nodes sit out, and {of_all[0]!r} exchanges the gradients of all at every "
+                "step: give participation=1, or exchange parameters."
             )
 
     def __repr__(self) -> str:
@@ -328,18 +332,31 @@ class CommunicateOptimizeStrategy(Strategy):
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         **inner: Unpack[InnerOptions],
     ) -> None:
-        super().__init__(inner_optim, communication_modules, **inner)
+        super().__init__(inner_optim, _numbered("communication_modules", communication_modules), **inner)
 
 
-def _numbered(exchanges: Sequence[Any]) -> tuple[Any, ...]:
+def every(n: int, exchange: Exchange | CommunicationModule) -> Any:
+    """Let an exchange count in units of n steps: its interval, delay, offsets, and what it draws at random.
+
+    >>> from vecgym.strategy import Mean
+    >>> every(5, Exchange(Mean(), every=10, delay=1))  # every 50 steps, 5 late
+    Exchange(Mean(), every=10, delay=1, unit=5)
+    """
+    found = Hooks(exchange) if isinstance(exchange, CommunicationModule) else exchange
+    check.instance("exchange", found, (Exchange, Hooks), "an Exchange, such as Exchange(Mean(), every=10)")
+    return found.in_units(n)
+
+
+def _numbered(argument: str, exchanges: Sequence[Any]) -> tuple[Any, ...]:
     """Return exchanges that know their places; a module with hooks becomes one."""
     if not isinstance(exchanges, (list, tuple)):
-        raise TypeError(f"exchanges is {check.kind_of(exchanges)}; give a list, such as [Exchange(Mean(), every=10)].")
+        kind = check.kind_of(exchanges)
+        raise TypeError(f"{argument} is {kind}; give a list, such as [Exchange(Mean(), every=10)].")
     found = [Hooks(x) if isinstance(x, CommunicationModule) else x for x in exchanges]
-    for exchange in found:
+    for i, exchange in enumerate(found):
         if not isinstance(exchange, (Exchange, Hooks)):
             raise TypeError(
-                f"exchanges has {check.kind_of(exchange)}; each must be an Exchange, such as Exchange(Mean(), "
-                "every=10)."
+                f"{argument}[{i}] is {check.kind_of(exchange)}; give an Exchange, such as Exchange(Mean(), every=10), "
+                "or a CommunicationModule."
             )
     return tuple(exchange.numbered(i) for i, exchange in enumerate(found))

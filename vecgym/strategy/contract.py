@@ -76,8 +76,6 @@ def exchange_moments(module: CommunicationModule, moments: Slots, state: State, 
         _check_tree(values, moments[slot], module, "exchange_moments", slot, len(ctx.comm.node_ids))
     if changed is not state:
         _check_state(changed, module, "exchange_moments", ctx)
-    elif new is moments:
-        _check_counts(module, "exchange_moments")
     return new, changed
 
 
@@ -130,21 +128,7 @@ def _exchanged(
     _check_tree(new, given, module, method, what, len(ctx.comm.node_ids))
     if changed is not state:
         _check_state(changed, module, method, ctx)
-    elif new is given:
-        _check_counts(module, method)
     return new, changed
-
-
-def _check_counts(module: CommunicationModule, method: str) -> None:
-    """Raise a ValueError for a module that exchanges at some steps only, where it matters at how many, and hides it."""
-    own = getattr(type(module), method) is not getattr(CommunicationModule, method)
-    averages = [x for x in vars(module).values() if getattr(x, "by_exchange", False)]
-    if own and averages and module.when is None:
-        raise ValueError(
-            f"{_who(module, method)} has exchanged nothing in this step, and does not say when it does; what "
-            f"{averages[0]!r} does depends on how many exchanges there were before. Set self.when = Rounds(H), and "
-            "exchange where self.when.due(ctx.step); or exchange at every step, and give every(H, module)."
-        )
 
 
 def _pair(found: Any, module: CommunicationModule, what: str) -> tuple[Any, Any]:

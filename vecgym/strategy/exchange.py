@@ -29,7 +29,7 @@ from vecgym.collectives.topology import sample_nodes
 from vecgym.core import check, rng, tree
 from vecgym.core.devices import placed
 from vecgym.core.transforms import readable
-from vecgym.core.tree import Tree
+from vecgym.core.tree import Tree, differentiated
 from vecgym.simulation.simulation import Part, spread
 from vecgym.simulation.state import Rows
 from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
@@ -142,12 +142,14 @@ class Meeting:
         return twin
 
     @property
-    def made(self) -> float:
-        """Exchanges made before this one."""
+    def made(self) -> int | Tensor:
+        """Exchanges made before this one; of those in part the sum of their weights, float64, with its derivative."""
         if self.weights_before is None:
             return self.exchange
+        made = self.weights_before.sum(dtype=torch.float64)
         with readable():
-            return sum(self.weights_before.detach().tolist())
+            whole = float(made.detach())
+        return int(whole) if whole == int(whole) and not differentiated(made) else made
 
     @property
     def ids(self) -> Tensor:
@@ -346,9 +348,7 @@ class Exchange(Settings):
         self.offsets = _offsets(offsets, fragments)
         check.choice("pattern", pattern, get_args(Pattern))
         self.pattern = pattern
-        self.participation = check.number(
-            "participation", participation, "(0, 1]", "the fraction of nodes that trains in a round"
-        )
+        self.participation = check_participation(participation)
         self.resting = resting if resting is None else check.choice("resting", resting, ("take", "keep"), "None")
         self.lost = check.number("lost", lost, "[0, 1)", "the probability that a node's message is lost")
         self.unit = check.integer("unit", unit, what="the steps that count as one")
@@ -427,6 +427,7 @@ class Exchange(Settings):
         delay=10 in Exchange(Mean(), delay=10) is not smaller than the run's 5 steps
         """
         K, steps = run.num_nodes, self._steps(run)
+        check_in_time(self, "delay", max(self._delays(1)), steps)
         if self.unit > 1:
             Rounds(self.unit, name="unit").check(run.num_steps, self)
         if self.offsets is None and hasattr(self._when, "check"):
@@ -436,7 +437,6 @@ class Exchange(Settings):
         if isinstance(self.delay, tuple) and len(self.delay) != K:
             raise ValueError(f"delay is for {len(self.delay)} nodes and the run has {K}: give a number, or [{K}].")
         check.per_node("keep", self.keep, num_nodes=K)
-        check_in_time(self, "delay", max(self._delays(1)), steps)
         self.average.check(self.facts(run))
 
     def check_present(self, run: RunFacts) -> None:
@@ -453,6 +453,32 @@ class Exchange(Settings):
                 "one for each."
             )
         self.average.check(self.facts(run))
+
+    def check_optimizer(self, optimizer: Mapping[str, Any], params: Tree) -> None:
+        """Raise a ValueError if the inner optimizer does not keep what is exchanged, as far as that is known.
+
+        Args:
+            optimizer: the state that it begins with; what optimizers of a user's own keep shows after a step.
+
+        >>> from vecgym.strategy.averages import Mean
+        >>> Exchange(Mean(), of="moment").check_optimizer({"momentum": {"w": torch.zeros(1)}}, {"w": torch.zeros(1)})
+        Traceback (most recent call last):
+        ...
+        ValueError: of='moment' is not known; did you mean 'momentum'? Allowed: 'momentum'.
+        """
+        if self.of not in ("parameters", "gradients") and "tensors" not in optimizer:
+            self._moments(optimizer, params)
+
+    def _moments(self, optimizer: Mapping[str, Any], params: Tree) -> dict[str, Tree]:
+        moments = moments_in(optimizer, params)
+        if not moments:
+            raise ValueError(
+                f"{self!r} averages what the inner optimizer keeps, and it keeps nothing: give one with moments, such "
+                "as AdamW or SGD with momentum, or leave this exchange out."
+            )
+        for slot in self.of if isinstance(self.of, tuple) else ():
+            check.choice("of", slot, list(moments))
+        return moments
 
     def facts(self, run: RunFacts) -> ExchangeFacts:
         """Return what is known about the exchanges of a run before the first step.
@@ -483,6 +509,8 @@ class Exchange(Settings):
 
     # ------------------------------------------------------------------------------------------------- when and who
 
+    of_all = True  # nobody may sit out where gradients are exchanged
+
     @property
     def average(self) -> Average:
         """How those agree who take part."""
@@ -509,6 +537,11 @@ class Exchange(Settings):
         return self.average.draws or self.participation < 1 or self.lost > 0
 
     @property
+    def needs_all(self) -> bool:
+        """Whether all nodes must train in every step."""
+        return self.of == "gradients"
+
+    @property
     def lets_rest(self) -> bool:
         """Whether some nodes do not train in some rounds."""
         return self.participation < 1
@@ -528,6 +561,12 @@ class Exchange(Settings):
         """Return the same exchange as the one at a place among those of a strategy."""
         twin = copy.copy(self)
         twin._index = index
+        return twin
+
+    def in_units(self, n: int) -> Exchange:
+        """Return the same exchange, which counts in units of n steps; see `every`."""
+        twin = copy.copy(self)
+        twin.unit = self.unit * check.integer("n", n, what="the number of optimizer steps between two exchanges")
         return twin
 
     def through_server(self) -> Exchange:
@@ -799,15 +838,10 @@ class Exchange(Settings):
 
             yield self._labels(fragment)[0][0], chosen(params), put_params
             return
-        moments = moments_in(part.home["optimizer"], params)
-        if not moments:
-            raise ValueError(
-                f"{self!r} averages what the inner optimizer keeps, and it keeps nothing: give one with moments, such "
-                "as AdamW or SGD with momentum, or leave this exchange out."
-            )
+        moments = self._moments(part.home["optimizer"], params)
         (label, _), *_ = labels = self._labels(fragment)
         for label, slot in [(label, slot) for slot in moments] if self.of == "moments" else labels:
-            values = chosen(moments[check.choice("of", slot, list(moments))])
+            values = chosen(moments[slot])
 
             def put_moment(new: Tree, slot: str = slot) -> None:
                 part.home["optimizer"] = with_moment(part.home["optimizer"], slot, new)
@@ -859,19 +893,6 @@ class Exchange(Settings):
             return None
         weight = when.weights[part.event.info.step // self.unit]
         return weight.detach() if part.inplace else weight  # a run in place sends all of what it uses in part
-
-
-def every(n: int, exchange: Exchange) -> Exchange:
-    """Let an exchange count in units of n steps: its interval, delay, offsets, and what it draws at random.
-
-    >>> from vecgym.strategy.averages import Mean
-    >>> every(5, Exchange(Mean(), every=10, delay=1))  # every 50 steps, 5 late
-    Exchange(Mean(), every=10, delay=1, unit=5)
-    """
-    check.instance("exchange", exchange, Exchange, "an Exchange, such as Exchange(Mean(), every=10)")
-    twin = copy.copy(exchange)
-    twin.unit = exchange.unit * check.integer("n", n, what="the number of optimizer steps between two exchanges")
-    return twin
 
 
 def blend(part: Part, weight: Tensor) -> None:
@@ -930,6 +951,15 @@ def num_participants(participation: float, num_nodes: int) -> int:
     1
     """
     return max(1, round(participation * num_nodes))
+
+
+def check_participation(value: Any) -> float:
+    """Return the fraction of the nodes that trains in a round, if it is one.
+
+    >>> check_participation(0.5)
+    0.5
+    """
+    return check.number("participation", value, "(0, 1]", "the fraction of nodes that trains in a round")
 
 
 class _InUnits:

@@ -112,6 +112,7 @@ fragments=4))
             raise ValueError(
                 f"num_fragments={num_fragments!r} and fragments both say how the model is cut: give one of them."
             )
+        self._alpha = check.per_node("alpha", alpha, "[0, 1]", "what a node keeps of its own")
         codec = codec_of(bits)
         number = check.optional_integer("num_fragments", num_fragments, what="None is three blocks to a fragment")
         average = Mean() if codec is None else Compressed(Mean(), codec, error_feedback=False)
@@ -122,6 +123,10 @@ fragments=4))
         )  # fmt: skip
         check_below(exchange.delay, H)
         super().__init__(inner_optim, [exchange], **inner)
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        check.per_node("alpha", self._alpha, num_nodes=num_nodes)
+        super().check(num_nodes, max_steps)
 
 
 def codec_of(bits: Bits | None) -> Codec | None:
