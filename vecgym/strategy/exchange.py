@@ -133,14 +133,22 @@ class Meeting:
         self.last = True
         self.examples: tuple[int, ...] | None = None  # of all who meet
         self.rate: Callable[[], Any] = float
-        vars(self).update(more)
+        self.lead = 1
+        self._update(more)
         self.lead = 2 if self.size > 1 else 1
 
     def replace(self, **changes: Any) -> Meeting:
         """Return a copy in which some attributes are others."""
         twin = copy.copy(self)
-        vars(twin).update(changes)
+        twin._update(changes)
         return twin
+
+    def _update(self, changes: Mapping[str, Any]) -> None:
+        held = vars(self)
+        if not changes.keys() <= held.keys():
+            unknown = ", ".join(sorted(changes.keys() - held.keys()))
+            raise TypeError(f"a Meeting has no {unknown}; it has {', '.join(held)}.")
+        held.update(changes)
 
     @property
     def made(self) -> int | Tensor:
