@@ -35,7 +35,6 @@ from vecgym.simulation.state import Rows
 from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
 from vecgym.strategy.averages import Around, Average, ExchangeFacts, ServerMean, State, check_average, innermost
 from vecgym.strategy.coded import Compressed
-from vecgym.strategy.communication import CommunicationModule
 from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
 from vecgym.strategy.settings import Settings, shown
 from vecgym.strategy.when import Rounds, SyncWeight, When, as_when, check_delay, check_in_time
