@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from tests.helpers import assert_close, assert_same_bits, difference, known, run, saved, stacked
+from tests.helpers import assert_close, assert_same_bits, difference, meeting, run, saved, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.reference import compression as reference
@@ -36,23 +36,24 @@ from vecgym.compress import (
 from vecgym.compress.codecs import Draw
 from vecgym.core import rng, tree
 from vecgym.core.tree import Tree
+from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
     EF21,
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
     Compressed,
-    Context,
     DiLoCoStrategy,
-    Gradients,
+    Exchange,
     Mean,
     Mix,
     OptimSpec,
-    OuterStep,
+    Outer,
     Robust,
     ServerMean,
     Sparse,
     Strategy,
 )
+from vecgym.strategy.averages import ExchangeFacts
 
 DOUBLE = torch.float64
 SEEDS = range(4)
@@ -351,7 +352,7 @@ def data(num_nodes: int = K) -> list[list[Any]]:
 
 
 def of(average: Any) -> Strategy:
-    return CommunicateOptimizeStrategy([Gradients(average)], OptimSpec(SGD, lr=0.05))
+    return CommunicateOptimizeStrategy([Exchange(average, of="gradients")], OptimSpec(SGD, lr=0.05))
 
 
 @pytest.mark.parametrize("num_nodes", [1, K])
@@ -366,7 +367,7 @@ def test_momentum_correction_equals_its_twin(decay: float, masking: bool, num_no
     assert_close(ours.losses, theirs.losses, 1e-10, "losses")
     for kept, held in (("residual", naive.residuals), ("momentum", naive.momenta)):
         expected = {name: torch.stack(of_nodes) for name, of_nodes in held.items()}
-        assert_close(known(ours).strategy["0"][kept], expected, 1e-10, kept)
+        assert_close(ours.state.own[f"0.0/{kept}"], expected, 1e-10, kept)
 
 
 def test_momentum_of_all_that_is_sent_is_the_optimizers() -> None:
@@ -382,27 +383,24 @@ def test_momentum_of_all_that_is_sent_is_the_optimizers() -> None:
 
 def test_momentum_by_hand() -> None:
     """One node, one of two values: what waits grows with its momentum, what was sent begins anew."""
-    average, ctx = Compressed(Mean(), TopK(k=1), momentum=0.5), Context(StackedCollectives(1))
+    average = Compressed(Mean(), TopK(k=1), momentum=0.5)
     x = {"w": torch.tensor([[2.0, 1.0]])}
-    state = average.init(x, ctx)
-    told = []
-    for _ in range(3):
-        y, state = average(x, state, ctx)
-        told.append(y["w"][0].tolist())
+    at = meeting(average, x, 1)
+    told = [average(x, at)["w"][0].tolist() for _ in range(3)]
     assert told == [[2.0, 0.0], [0.0, 2.5], [5.0, 0.0]]
-    assert state["momentum"]["w"].tolist() == [[0.0, 1.0]]
-    assert state["residual"]["w"].tolist() == [[0.0, 1.0]]
+    assert at.own["momentum"]["w"].tolist() == [[0.0, 1.0]]
+    assert at.own["residual"]["w"].tolist() == [[0.0, 1.0]]
 
 
 def test_momentum_of_those_who_sit_out_stays() -> None:
-    ctx = Context(StackedCollectives(4), seed=3)
-    average = Compressed(ServerMean(participation=0.5), TopK(k=1), momentum=0.5, masking=False)
-    x = {"w": torch.ones(4, 3)}
-    _, state = average(x, average.init(x, ctx), ctx)
-    took_part = torch.tensor([node in (average.active_nodes(ctx) or []) for node in range(4)])
+    how = Outer(Compressed(ServerMean(), TopK(k=1), momentum=0.5, masking=False))
+    strategy = CommunicateOptimizeStrategy([Exchange(how, participation=0.5)], OptimSpec(SGD, lr=0.05))
+    ours = run(make_model("MLP", dtype=DOUBLE), strategy, stacked(data())[:1], seed=3)
+    took_part = torch.tensor([node in (ours.active[0] or ()) for node in range(K)])
     assert took_part.sum() == 2
-    assert torch.equal(state["momentum"]["w"], torch.where(took_part[:, None], 1.0, 0.0).expand(4, 3))
-    assert bool((state["residual"]["w"][~took_part] == 0).all())
+    for kept in ("momentum", "residual"):
+        moved = torch.stack([x.flatten(1).abs().amax(1) for x in ours.state.own[f"0.0/{kept}"].values()]).amax(0)
+        assert torch.equal(moved > 0, took_part)
 
 
 NAIVE: dict[str, Callable[[], reference.Codec]] = {
@@ -422,12 +420,14 @@ def test_ef21_equals_its_twin(name: str, num_nodes: int) -> None:
     theirs = reference.allreduce(start, data(num_nodes), num_nodes, naive, inner=INNER)
     assert_close(ours.losses, theirs.losses, 1e-10, "losses")
     expected = {name: torch.stack(of_nodes) for name, of_nodes in naive.residuals.items()}
-    assert_close(known(ours).strategy["0"]["estimate"], expected, 1e-10, "estimates")
+    assert_close(ours.state.own["0.0/estimate"], expected, 1e-10, "estimates")
 
 
 def test_ef21_of_movements_equals_its_twin() -> None:
     start = make_model("MLP", dtype=DOUBLE)
-    strategy = CommunicateOptimizeStrategy([OuterStep(EF21(Mean(), TopK(0.05)), H=H)], OptimSpec(SGD, lr=0.05))
+    strategy = CommunicateOptimizeStrategy(
+        [Exchange(Outer(EF21(Mean(), TopK(0.05))), every=H)], OptimSpec(SGD, lr=0.05)
+    )
     ours = run(start, strategy, stacked(data()))
     theirs = reference.diloco(start, data(), K, reference.EF21(reference.topk(0.05)), H=H, inner=INNER)
     assert_close(ours.losses, theirs.losses, 1e-10, "losses")
@@ -436,10 +436,10 @@ def test_ef21_of_movements_equals_its_twin() -> None:
 @pytest.mark.parametrize("codec", [TopK(0.1), "sign", "stat4", "qsgd", "natural", "powersgd"], ids=str)
 def test_what_all_know_is_the_mean_of_the_estimates(codec: Any) -> None:
     start = make_model("MLP", dtype=DOUBLE)
-    state = known(run(start, of(EF21(Mean(), codec)), stacked(data())[:9])).strategy["0"]
-    mean = tree.map(lambda h: h.mean(0, keepdim=True), state["estimate"])
-    assert_close(state["average"], mean, 1e-13)
-    assert {len(h) for h in state["estimate"].values()} == {K}
+    state = run(start, of(EF21(Mean(), codec)), stacked(data())[:9]).state
+    mean = tree.map(lambda h: h.mean(0, keepdim=True), state.own["0.0/estimate"])
+    assert_close(state.shared["0.0/average"], mean, 1e-13)
+    assert {len(h) for h in state.own["0.0/estimate"].values()} == {K}
 
 
 def test_ef21_of_values_that_rest_becomes_exact() -> None:
@@ -447,10 +447,9 @@ def test_ef21_of_values_that_rest_becomes_exact() -> None:
     x = {"w": torch.randn(K, 12, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))}
     told = {}
     for average in (EF21(Mean(), TopK(k=3)), Compressed(Mean(), TopK(k=3))):
-        ctx = Context(StackedCollectives(K))
-        state = average.init(x, ctx)
+        at = meeting(average, x, K)
         for _ in range(4):
-            told[type(average)], state = average(x, state, ctx)
+            told[type(average)] = average(x, at)
     mean = {"w": x["w"].mean(0, keepdim=True)}
     assert_close(told[EF21], mean, 1e-15)
     assert difference(told[Compressed], mean) > 0.1
@@ -474,21 +473,21 @@ def test_a_run_is_the_same_pure_and_resumed_and_has_derivatives(average: Any) ->
     resumed = run(start, of(average), batches[7:], state=saved(first.state), max_steps=12)
     assert_same_bits(resumed.state, whole.state)
     x = {"w": torch.randn(K, 12, 10, dtype=DOUBLE).requires_grad_()}
-    ctx = Context(StackedCollectives(K), inplace=False, max_steps=9)
-    told, state = average(x, average.init(x, ctx), ctx)
+    at = meeting(average, x, K)
+    told = average(x, at)
     (slope,) = torch.autograd.grad(told["w"].sum(), x["w"])
     assert_close({"w": slope}, {"w": torch.full((K, 12, 10), 1 / K, dtype=DOUBLE)}, 1e-15)
-    assert not any(leaf.requires_grad for leaf in tree.leaves(state))
+    assert not any(leaf.requires_grad for leaf in tree.leaves([at.own, at.shared]))
 
 
 def test_what_the_caller_overwrites_is_not_what_is_remembered() -> None:
     x = {"w": torch.randn(1, 12, dtype=DOUBLE)}
-    ctx = Context(StackedCollectives(1), inplace=True)
     average = EF21(Mean(), TopK(k=3))
-    told, state = average(x, average.init(x, ctx), ctx)
-    before = {kept: tree.map(torch.clone, values) for kept, values in state.items()}
+    at = meeting(average, x, 1, inplace=True)
+    told = average(x, at)
+    before = {kept: tree.map(torch.clone, values) for kept, values in (at.own | at.shared).items()}
     told["w"].zero_()
-    assert_same_bits(state, before)
+    assert_same_bits(at.own | at.shared, before)
 
 
 def test_drawn_coordinates_of_estimates() -> None:
@@ -503,20 +502,18 @@ def test_error_feedback_of_a_contractive_code_stays_bounded() -> None:
     x = {"w": torch.randn(2, 400, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))}
     for codec in (QSGD(1), Ternary(), Ternary(unbiased=True), Natural(), RandomK(0.1), StatQuantise(2)):
         average = Compressed(Mean(), codec)
-        ctx = Context(StackedCollectives(2))
-        state = average.init(x, ctx)
-        sizes = []
+        at, sizes = meeting(average, x, 2), []
         for step in range(300):
-            _, state = average(x, state, Context(StackedCollectives(2), step=step))
-            sizes.append(float(state["residual"]["w"].norm() / x["w"].norm()))
+            average(x, at.replace(step=step, exchange=step))
+            sizes.append(float(at.own["residual"]["w"].norm() / x["w"].norm()))
         assert max(sizes[200:]) < 1.5 * max(sizes[100:200]) < 60, codec
     for wild in (QSGD(1, unbiased=True), RandomK(0.1, unbiased=True)):
         average = Compressed(Mean(), wild, error_feedback=False)
         average.error_feedback = True
-        state = average.init(x, ctx)
+        at = meeting(average, x, 2)
         for step in range(60):
-            _, state = average(x, state, Context(StackedCollectives(2), step=step))
-        assert float(state["residual"]["w"].norm() / x["w"].norm()) > 1e3, wild
+            average(x, at.replace(step=step, exchange=step))
+        assert float(at.own["residual"]["w"].norm() / x["w"].norm()) > 1e3, wild
 
 
 def test_by_name() -> None:
@@ -559,11 +556,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: Compressed(Mean(), Chain(TopK(), QSGD(unbiased=True))), ValueError, "unbiased=False"),
     "ef21 of an unbiased one": (lambda: EF21(Mean(), RandomK(unbiased=True)), ValueError, "unbiased=False"),
     "ef21 in islands": (lambda: EF21(Mean(2), "topk"), ValueError, "mean of all nodes' estimates"),
-    "ef21 of some": (lambda: EF21(ServerMean(participation=0.5), "topk"), ValueError, "mean of all nodes' estimates"),
+    "ef21 of some": (
+        lambda: Exchange(EF21(Mean(), "topk"), participation=0.5), ValueError, "mean of all nodes' estimates"),
+    "ef21 of some at a server": (
+        lambda: Exchange(EF21(ServerMean(), "topk"), participation=0.5).check(RunFacts(4)), ValueError, "that of the"),
     "ef21 of weighted nodes": (lambda: EF21(Mean(weighting="examples"), "topk"), ValueError, "weighting"),
     "ef21 of a median": (lambda: EF21(Robust(), "topk"), ValueError, "mean of all nodes' estimates"),
     "ef21 of neighbours": (lambda: EF21(Mix("ring"), "topk"), ValueError, "mean of all nodes' estimates"),
-    "ef21 of absent nodes": (lambda: EF21(Mean(), "topk").check_present([3], 4), ValueError, "availability"),
+    "ef21 of absent nodes": (
+        lambda: EF21(Mean(), "topk").check(ExchangeFacts(4, counts=(3,))), ValueError, "availability"),
     "momentum": (lambda: Compressed(Mean(), "topk", momentum=1.0), ValueError, r"must be a number in \[0, 1\)"),
     "momentum without feedback": (
         lambda: Compressed(Mean(), "topk", momentum=0.5, error_feedback=False), ValueError, "momentum=0.5 without"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 
 from tests.fitting import fit, same_run
-from tests.helpers import Run, assert_close, assert_same_bits, difference, flat, known, run, stacked
+from tests.helpers import Run, assert_close, assert_same_bits, difference, flat, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common, optimizers
 from tests.reference.common import Result
@@ -24,7 +24,6 @@ from tests.reference.noloco import noloco
 from tests.reference.palsgd import palsgd
 from tests.reference.sparta import sparta
 from vecgym import rollout
-from vecgym.collectives import StackedCollectives
 from vecgym.compress import Codec, TopK
 from vecgym.core import nodes
 from vecgym.core.tree import Tree
@@ -34,9 +33,9 @@ from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
     Compressed,
-    Context,
     DESLOCStrategy,
     DiLoCoStrategy,
+    Exchange,
     FedAvgStrategy,
     GPAStrategy,
     LocalAdamStrategy,
@@ -44,15 +43,16 @@ from vecgym.strategy import (
     MuLoCoStrategy,
     NoLoCoStrategy,
     OptimSpec,
-    OuterStep,
+    Outer,
     PALSGDStrategy,
     RandomSelector,
-    SparseCommunicator,
+    Sparse,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
-    delayed,
 )
+from vecgym.strategy.gpa import FAST
+from vecgym.strategy.selectors import Draws
 
 STEPS, K, WARMUP = 50, 5, 8
 TWIN, EXACT = 1e-10, 1e-12
@@ -79,10 +79,9 @@ def same_as_twin(ours: Run, theirs: Result) -> None:
     params = [common.parameters(m) for m in theirs.models]
     assert_close(ours.params, each(params), TWIN, "params")
     assert_close(ours.buffers, each([dict(m.named_buffers()) for m in theirs.models]), TWIN, "buffers")
-    for slot, values in known(ours).optimizer.items():
-        if slot != "step":
-            expected = [{n: o.state[x][slot] for n, x in p.items()} for o, p in zip(theirs.optimizers, params)]
-            assert_close(nodes.expand(values, len(params)), each(expected), TWIN, slot)
+    for slot, values in ours.state.home["optimizer"].items():
+        expected = [{n: o.state[x][slot] for n, x in p.items()} for o, p in zip(theirs.optimizers, params)]
+        assert_close(nodes.expand(values, len(params)), each(expected), TWIN, slot)
 
 
 def each(values: list[Any]) -> Tree:
@@ -95,6 +94,18 @@ def kept_bytes(state: Any, num_nodes: int) -> tuple[int, int]:
     values = [x for x in flat(state).values() if x.numel()]
     own = sum(x[0].numel() * x.element_size() for x in values if len(x) == num_nodes)
     return own, sum(x.nbytes for x in values if len(x) != num_nodes)
+
+
+def kept(ours: Run, *names: str) -> tuple[int, int]:
+    """Count the bytes that exchanges keep, for each node and once for all; of these names, or of all."""
+    state = ours.state
+    trees = [{n: x for n, x in held.items() if "/" in n} for held in (state.own, state.shared)]
+    if names:
+        trees = [{n: x for n, x in held.items() if n.split("/")[1].split(" ")[0] in names} for held in trees]
+    num_nodes = len(ours.comm.node_ids)
+    (own, none), (_, once) = (kept_bytes(held, num_nodes) for held in trees)
+    assert none == 0
+    return own, once
 
 
 def model_bytes(model: str = "MLP") -> int:
@@ -122,7 +133,8 @@ def test_noloco_equals_its_twin(model: str, group_size: int, engine: str) -> Non
         momentum=0.4, gamma=0.8, inner=(AdamW, {"lr": 0.01}), max_norm=0.3, schedule=warm,
     )  # fmt: skip
     same_as_twin(ours, theirs)
-    assert_close(known(ours).strategy["0"], {"params": each(phi), "momentum": each(delta)}, TWIN, "outer")
+    assert_close(ours.state.own["0.0/params"], each(phi), TWIN, "phi")
+    assert_close(ours.state.own["0.0/momentum"], each(delta), TWIN, "delta")
     of_exchanges = [groups for step, groups in enumerate(drawn) if (step + 1) % 4 == 0]
     sizes = {2: [1, 2, 2], 3: [2, 3]}[group_size]
     assert all(groups is not None and sorted(map(len, groups)) == sizes for groups in of_exchanges)
@@ -159,10 +171,10 @@ def test_the_mean_of_nolocos_nodes_is_a_heavy_ball_on_their_mean_movement() -> N
 
 def test_noloco_keeps_two_copies_for_each_node_and_sends_two() -> None:
     ours = trained(NoLoCoStrategy("adamw", 4, lr=0.01), num_nodes=4, steps=8)
-    assert kept_bytes(known(ours).strategy, 4) == (2 * model_bytes(), 0)
+    assert kept(ours) == (2 * model_bytes(), 0)
     assert ours.comm.ledger.total_bytes == 2 * 2 * model_bytes()  # two exchanges, in pairs
     together = trained(NoLoCoStrategy("adamw", 4, 4, lr=0.01), num_nodes=4, steps=8)
-    assert kept_bytes(known(together).strategy, 4) == (0, 2 * model_bytes())
+    assert kept(together) == (2 * model_bytes(), 0)
 
 
 # -------------------------------------------------------------------------------------------- Local Adam and DES-LOC
@@ -198,9 +210,8 @@ def test_a_local_optimizer_that_is_linear_and_averaged_at_every_step_is_ddp() ->
 def test_local_adam_keeps_what_adam_keeps() -> None:
     for strategy, exchanges in ((LocalAdamStrategy("adam", 4), 3 * 2), (DESLOCStrategy("adam", 2, 4), 4 + 2 + 0)):
         ours = trained(strategy, num_nodes=4, steps=8 + 1)  # one step after the last exchange
-        assert kept_bytes(known(ours).strategy, 4) == (0, 0)
-        moments = {slot: x for slot, x in known(ours).optimizer.items() if slot != "step"}
-        assert kept_bytes(moments, 4) == (2 * model_bytes(), 0)
+        assert kept(ours) == (0, 0)
+        assert kept_bytes(ours.state.own["optimizer"], 4) == (2 * model_bytes(), 0)
         assert ours.comm.ledger.total_bytes == exchanges * 2 * 3 / 4 * model_bytes()
 
 
@@ -227,7 +238,7 @@ def test_muloco_equals_its_twin(muon: Any, make: Any, model: str, engine: str) -
     )  # fmt: skip
     assert_close(ours.losses, theirs.losses, TWIN, "losses")
     assert_close(ours.params, each([common.parameters(m) for m in theirs.models]), TWIN, "params")
-    assert_close({n: x[0] for n, x in known(ours).strategy["0"]["params"].items()}, theirs.outer, TWIN, "outer")
+    assert_close({n: x[0] for n, x in ours.state.shared["0.0/params"].items()}, theirs.outer, TWIN, "outer")
 
 
 def test_muloco_is_diloco_with_muon_and_without_matrices_with_adamw() -> None:
@@ -252,11 +263,8 @@ def test_muloco_keeps_one_moment_of_a_matrix_and_two_of_all_else() -> None:
     ours = trained(MuLoCoStrategy(H=4), num_nodes=4, steps=9)
     params = common.parameters(make_model("MLP", dtype=F64))
     matrices = 8 * sum(p.numel() for p in params.values() if p.dim() == 2)
-    assert kept_bytes(known(ours).strategy["0"]["params"], 4) == (0, model_bytes())
-    outer = {slot: x for slot, x in known(ours).strategy["0"]["optimizer"].items() if slot != "step"}
-    assert kept_bytes(outer, 4) == (0, model_bytes())
-    inner = {slot: x for slot, x in known(ours).optimizer.items() if slot != "step"}
-    assert kept_bytes(inner, 4) == (matrices + 2 * (model_bytes() - matrices), 0)
+    assert kept(ours, "params") == kept(ours, "outer") == (0, model_bytes())
+    assert kept_bytes(ours.state.own["optimizer"], 4) == (matrices + 2 * (model_bytes() - matrices), 0)
 
 
 def test_derivatives_of_muloco_are_those_of_its_polynomial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,8 +305,8 @@ def test_gpa_equals_its_twin(num_nodes: int, decay: Any, model: str, engine: str
     )  # fmt: skip
     assert_close(ours.losses, theirs.losses, TWIN, "losses")
     assert_close(ours.params, each([common.parameters(m) for m in theirs.models]), TWIN, "y")
-    assert_close({name: value[0] for name, value in known(ours).optimizer["z"].items()}, z, TWIN, "z")
-    found = strategy.average(ours.state.params, known(ours).optimizer, Context(ours.comm))
+    assert_close({name: value[0] for name, value in ours.state.home[FAST].items()}, z, TWIN, "z")
+    found = strategy.average(ours.state)
     assert_close({name: value[0] for name, value in found.items()}, x, TWIN, "x")
 
 
@@ -332,8 +340,8 @@ def test_gpa_whose_average_forgets_at_once_is_ddp() -> None:
 
 def test_gpa_keeps_one_copy_more_than_ddp_and_once_for_all() -> None:
     ours, ddp = (trained(s, num_nodes=4, steps=3) for s in (GPAStrategy("adam"), AllReduceStrategy("adam")))
-    own, once = kept_bytes(known(ours).optimizer, 4)
-    assert (own, once) == (0, kept_bytes(known(ddp).optimizer, 4)[1] + model_bytes())
+    assert kept_bytes(ours.state.shared["optimizer"], 4) == kept_bytes(ddp.state.shared["optimizer"], 4)
+    assert kept_bytes(ours.state.shared[FAST], 4) == (0, model_bytes())
     assert kept_bytes(ours.state.params, 4) == (0, model_bytes())
     assert ours.comm.ledger.total_bytes == ddp.comm.ledger.total_bytes == 3 * 1.5 * model_bytes()
 
@@ -359,7 +367,7 @@ def test_palsgd_equals_its_twin(model: str, engine: str) -> None:
         max_norm=0.3, factor=warm,
     )  # fmt: skip
     same_as_twin(ours, theirs)
-    assert_close({n: x[0] for n, x in known(ours).strategy["0"]["params"].items()}, theirs.outer, TWIN, "outer")
+    assert_close({n: x[0] for n, x in ours.state.shared["0.0/params"].items()}, theirs.outer, TWIN, "outer")
 
 
 def test_palsgd_draws_each_node_by_itself_as_often_as_p_says() -> None:
@@ -389,8 +397,7 @@ def test_a_pull_of_0_only_leaves_gradients_out() -> None:
 
 def test_palsgd_keeps_and_sends_what_diloco_does() -> None:
     ours = trained(PALSGDStrategy("adamw", 0.3, 4, lr=0.01), num_nodes=4, steps=9)
-    outer = {slot: x for slot, x in known(ours).strategy["0"]["optimizer"].items() if slot != "step"}
-    assert kept_bytes({"params": known(ours).strategy["0"]["params"], **outer}, 4) == (0, 2 * model_bytes())
+    assert kept(ours) == (0, 2 * model_bytes())
     assert ours.comm.ledger.total_bytes == 2 * 1.5 * model_bytes()
 
 
@@ -405,8 +412,7 @@ def test_a_corrected_delay_equals_its_twin(delay: int, model: str, engine: str) 
     shapes = {name: p.shape for name, p in common.parameters(make_model(model, dtype=F64)).items()}
 
     def mask(step: int, name: str, shape: torch.Size) -> Tensor:
-        ctx = Context(StackedCollectives(K), step=step, seed=42)
-        index, _ = RandomSelector(0.3).select(shapes, {}, step, ctx)
+        index, _ = RandomSelector(0.3).select(shapes, {}, step, Draws(seed=42, step=step))
         chosen = index.get(name, torch.empty(0, dtype=torch.long))
         return torch.zeros(shape.numel(), dtype=torch.bool).index_fill(0, chosen, True).view(shape)
 
@@ -418,10 +424,9 @@ def test_a_corrected_delay_equals_its_twin(delay: int, model: str, engine: str) 
 
 
 def test_a_corrected_delay_is_a_delayed_change() -> None:
-    """`delayed` keeps changes of all parameters, this those of the coordinates that were sent."""
     ours = trained(SPARTAStrategy(0.3, "sgd", delay=2, correct_delay=True, lr=0.1))
-    module = delayed(SparseCommunicator(0.3), 2)
-    assert_close(ours.params, trained(CommunicateOptimizeStrategy([module], "sgd", lr=0.1)).params, EXACT)
+    late = Exchange(Sparse(0.3, Mean()), delay=2, late="change")
+    assert_same_bits(ours.params, trained(CommunicateOptimizeStrategy([late], "sgd", lr=0.1)).params)
     assert difference(ours.params, trained(SPARTAStrategy(0.3, "sgd", delay=2, lr=0.1)).params) > 1e-3
 
 
@@ -434,9 +439,9 @@ def test_a_corrected_delay_does_nothing_to_equal_nodes() -> None:
 
 def test_a_corrected_delay_keeps_a_value_for_each_node_and_an_index_once() -> None:
     ours = trained(SPARTAStrategy(1.0, "sgd", delay=2, correct_delay=True, lr=0.1), num_nodes=4, steps=5)
-    assert kept_bytes(known(ours).strategy["0"]["queue"], 4) == (2 * model_bytes(), 2 * model_bytes())  # 8-byte indices
+    assert kept(ours, "message", "index") == (2 * model_bytes(), 2 * model_bytes())  # 8-byte indices
     late = trained(SPARTAStrategy(1.0, "sgd", delay=2, lr=0.1), num_nodes=4, steps=5)
-    assert kept_bytes(known(late).strategy["0"]["queue"], 4) == (0, 4 * model_bytes())
+    assert kept(late, "message", "index") == (0, 4 * model_bytes())
     assert ours.comm.ledger.total_bytes == late.comm.ledger.total_bytes == 5 * 1.5 * model_bytes()
 
 
@@ -488,8 +493,7 @@ def test_a_movement_of_nothing_stays_nothing() -> None:
 def test_a_correction_keeps_nothing() -> None:
     for correction, more in (("heloco", 0), ("median_norm", 3 * 8 * len(make_model("MLP").state_dict()))):
         ours = trained(DiLoCoStrategy("adamw", H=4, lr=0.01, correction=correction), num_nodes=4, steps=9)
-        outer = {slot: x for slot, x in known(ours).strategy["0"]["optimizer"].items() if slot != "step"}
-        assert kept_bytes({"params": known(ours).strategy["0"]["params"], **outer}, 4) == (0, 2 * model_bytes())
+        assert kept(ours) == (0, 2 * model_bytes())
         assert ours.comm.ledger.total_bytes == 2 * (1.5 * model_bytes() + more)
 
 
@@ -516,7 +520,7 @@ def test_a_constant_function_is_its_number(name: str) -> None:
     ours, theirs = (trained(MAKES[name](H), steps=11) for H in (lambda step: 3, 3))
     assert_same_bits(ours.state, theirs.state)
     assert list(ours.comm.ledger) == list(theirs.comm.ledger)
-    assert "RoundsOf" in repr(MAKES[name](lambda step: 3))
+    assert "every=<lambda>" in repr(MAKES[name](lambda step: 3))
 
 
 @pytest.mark.parametrize("name", MAKES)
@@ -656,7 +660,7 @@ ALIASES: dict[str, tuple[Any, Any, int, Callable[[], Strategy]]] = {
     "Lookahead": (lookahead, 4, 1, lambda: DiLoCoStrategy("sgd", OptimSpec(SGD, lr=0.5), H=4, lr=0.05)),
     "OpenDiLoCo": (
         open_diloco, 4, K,
-        lambda: CommunicateOptimizeStrategy([OuterStep(HALF_MEAN, H=4)], "sgd", lr=0.05),
+        lambda: CommunicateOptimizeStrategy([Exchange(Outer(HALF_MEAN), every=4)], "sgd", lr=0.05),
     ),
     "Qsparse-local-SGD": (
         qsparse, 4, K, lambda: DiLoCoStrategy("sgd", OptimSpec(SGD, lr=1.0), H=4, lr=0.05, compression=TopK(0.2)),
