@@ -170,8 +170,9 @@ class StackRun:
 
 
 def run_stack(
-    model: nn.Module, strategies: Sequence[Strategy], batches: Sequence[Any], num_nodes: int, engine: str = "vmap"
-) -> StackRun:
+    model: nn.Module, strategies: Sequence[Strategy], batches: Sequence[Any], num_nodes: int, engine: str = "vmap",
+    differentiable: bool = False,
+) -> StackRun:  # fmt: skip
     """Train several configurations, in the order of their groups, on `batches`, `[C K, B, ...]` each."""
     C, K = len(strategies), num_nodes
     order, groups = groups_of(strategies, [RunFacts(K, len(batches), 42)] * C)
@@ -181,7 +182,7 @@ def run_stack(
     stack = Stack(local, groups, comm, nothing_to_read)
     state, losses = stack.init(), []
     for batch in batches:
-        state, row = stack.step(state, batch)
+        state, row = stack.step(state, batch, pure=differentiable)
         losses.append(row.losses.reshape(C, K))
         comm.ledger.add(state.tick - 1, row.transfers)
     each: list[Tree] = []
