@@ -37,8 +37,8 @@ from vecgym.collectives.wire import Wire
 from vecgym.core import tree
 from vecgym.engine import Engine
 from vecgym.runs import multiprocess
-from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
+from vecgym.strategy.simulated import simulation_of
 
 H = 20
 LR = 1e-3

@@ -42,8 +42,8 @@ def serve_steps(name: str, steps: int, threads: int, node_threads: int) -> None:
     """In a process of its own: blocks of steps."""
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
-    from vecgym.strategy.simulated import simulation_of
     from vecgym.strategy import DiLoCoStrategy
+    from vecgym.strategy.simulated import simulation_of
 
     torch.set_num_threads(threads)
     workload = WORKLOADS[name]

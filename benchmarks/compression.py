@@ -39,7 +39,8 @@ from vecgym.compress import (
 )
 from vecgym.compress.codecs import Draw
 from vecgym.core import rng
-from vecgym.strategy import Compressed, Context, Mean
+from vecgym.simulation import RunFacts
+from vecgym.strategy import Compressed, Mean, Meeting
 
 Bound = Callable[[int], float]  # of the number of values
 
@@ -121,10 +122,9 @@ def fed_back(codec: Codec, x: Tensor, exchanges: int) -> float | None:
         return None
     average, total = Compressed(Mean(), codec), torch.zeros_like(x)
     values = {"x": x[None]}
-    state: Any = average.init(values, Context(StackedCollectives(1)))
+    at = Meeting(StackedCollectives(1), *average.init(values, RunFacts(1)))
     for step in range(exchanges):
-        told, state = average(values, state, Context(StackedCollectives(1), step=step))
-        total += told["x"][0] / exchanges
+        total += average(values, at.replace(exchange=step, step=step))["x"][0] / exchanges
     return float((total - x).norm())
 
 

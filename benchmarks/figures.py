@@ -36,14 +36,13 @@ from vecgym.plot.style import COLOURS, MARKERS
 from vecgym.records.loggers import read_csv
 from vecgym.records.rows import counted
 from vecgym.strategy import (
-    CommunicateOptimizeStrategy,
-    CommunicationModule,
-    Context,
+    Average,
     DiLoCoStrategy,
+    Exchange,
+    Meeting,
     OptimSpec,
     Strategy,
 )
-from vecgym.strategy.base import State
 
 FOLDER = Path(__file__).parent.parent / "notebooks" / "figures"
 WIDTH = 900  # pixels of every figure
@@ -169,13 +168,11 @@ def schedule(path: Path, quick: bool) -> None:
 # --------------------------------------------------------------------------------------------- (d) equivalence
 
 
-class WrongAverage(CommunicationModule):
+class WrongMean(Average):
     """A mean over the nodes of this process only: all of them when stacked, and too few on processes."""
 
-    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        if (ctx.step + 1) % 10:
-            return params, state
-        return tree.map(lambda p: p.mean(0, keepdim=True), params), state  # right: ctx.comm.mean(params)
+    def agree(self, values: Tree, at: Meeting) -> Tree:
+        return tree.map(lambda x: x.mean(0, keepdim=True), values)  # right: at.comm.mean(values)
 
 
 def equivalence(path: Path, quick: bool) -> None:
@@ -184,7 +181,7 @@ def equivalence(path: Path, quick: bool) -> None:
     model = GPT(vocab_size=16, context=8, num_layers=1, num_heads=2, width=16)
     data = TokenWindows(torch.randint(3, (4000,)).cumsum(0) % 16, context=8)
     right: Strategy = DiLoCoStrategy("adamw", H=10, lr=1e-2)
-    wrong: Strategy = CommunicateOptimizeStrategy([WrongAverage()], "adamw", lr=1e-2)
+    wrong: Strategy = Strategy("adamw", [Exchange(WrongMean(), every=10)], lr=1e-2)
     curves: dict[tuple[Strategy, str], list[float]] = {}
     for strategy, num_processes in ((right, 4), (wrong, 2)):
         report = vecgym.verify(strategy, model, data, 4, num_processes, steps=12 if quick else 60)

@@ -56,8 +56,8 @@ def bare(workload: Workload, device: str, half: bool, alternative: str) -> Calla
     """vecgym's own step."""
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
-    from vecgym.strategy.simulated import simulation_of
     from vecgym.strategy import DiLoCoStrategy
+    from vecgym.strategy.simulated import simulation_of
 
     model = workload.model().to(device)
     engine = Engine(model, autocast=half, compile=alternative == "compiled")

@@ -147,8 +147,8 @@ def run_vecgym(name: str, num_nodes: int, blocks: int, threads: int) -> Result:
     """The same in this process."""
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
-    from vecgym.strategy.simulated import simulation_of
     from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
+    from vecgym.strategy.simulated import simulation_of
 
     torch.set_num_threads(threads)
     workload = WORKLOADS[name]

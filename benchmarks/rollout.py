@@ -51,8 +51,8 @@ def serve_mode(name: str, inner: str, num_steps: int, mode: str) -> None:
     from vecgym import rollout, rollout_jvp
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
-    from vecgym.strategy.simulated import simulation_of
     from vecgym.strategy import DiLoCoStrategy
+    from vecgym.strategy.simulated import simulation_of
 
     workload = WORKLOADS[name]
     model = workload.model()

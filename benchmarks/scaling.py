@@ -53,8 +53,8 @@ def measure_here(name: str, strategy_name: str, num_nodes: int, threads: int, re
     from vecgym import estimate_memory
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
-    from vecgym.strategy.simulated import simulation_of
     from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
+    from vecgym.strategy.simulated import simulation_of
 
     def make_strategy() -> Any:
         return AllReduceStrategy() if strategy_name == "allreduce" else DiLoCoStrategy(H=H)

@@ -32,9 +32,9 @@ from vecgym.compress.dct import grid
 from vecgym.core import tree
 from vecgym.engine import Engine
 from vecgym.simulation import State
-from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy import DiLoCoStrategy, GossipStrategy, SPARTAStrategy, Strategy
 from vecgym.strategy.catalogue import CATALOGUE
+from vecgym.strategy.simulated import simulation_of
 
 LR = 1e-3
 H = 20
@@ -61,7 +61,7 @@ class Timed:
         self.comm = StackedCollectives(num_nodes)
         self.seconds = dict.fromkeys(("gradients", "optimizer"), 0.0)
         self._watch(self.engine, "gradients", "gradients")
-        self._watch(strategy, "optimize", "optimizer")
+        self._watch(strategy.inner, "step", "optimizer")
         self.simulation = simulation_of(model, strategy, self.comm, engine=self.engine, max_steps=10**6)
         self.state: State = self.simulation.init()
 
@@ -94,9 +94,12 @@ class Timed:
 
     def state_bytes(self) -> dict[str, int]:
         """What evolves, beyond a model's buffers."""
-        home, modules = self.state.home, self.state.shared["modules"]
-        parts = {"params": home["params"], "optimizer": home["optimizer"], "strategy": modules}
-        return {name: tree.num_bytes(values) for name, values in parts.items()}
+        found = {name: self.state.home[name] for name in ("params", "optimizer")}
+        others = [
+            held for of in (self.state.own, self.state.shared) for name, held in of.items()
+            if name not in (*found, "buffers")
+        ]  # fmt: skip
+        return {**{name: tree.num_bytes(held) for name, held in found.items()}, "strategy": tree.num_bytes(others)}
 
 
 def demo_flop(workload: Workload) -> dict[str, int]:

@@ -36,8 +36,8 @@ def stepper(name: str, kind: str, comm: Any) -> Callable[[], None]:
     from workloads import WORKLOADS
 
     from vecgym.core import tree
-    from vecgym.strategy.simulated import simulation_of
     from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
+    from vecgym.strategy.simulated import simulation_of
 
     workload = WORKLOADS[name]
     strategy = AllReduceStrategy("adamw", lr=1e-3) if kind == "allreduce" else DiLoCoStrategy("adamw", H=H, lr=1e-3)

@@ -11,6 +11,8 @@ each, so that what else the machine does meets both alike. A ratio is that of th
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import os
 import sys
@@ -21,6 +23,19 @@ from turns import Turns, serve, take_turns
 
 BLOCK = 20  # steps
 STRATEGIES = ("diloco", "allreduce")
+SIMULATIONS = [  # where it has been, the newest first
+    ("vecgym.strategy.simulated", "simulation_of"),
+    ("vecgym.simulation.adapted", "simulation_of"),  # of strategies that were modules with hooks
+    ("vecgym.engine.simulation", "Simulation"),  # before the kernel
+]
+
+
+def simulation_maker() -> Any:
+    """What makes a simulation of a model, a strategy and collectives, in whichever version this process has."""
+    for module, name in SIMULATIONS:
+        with contextlib.suppress(ImportError, AttributeError):
+            return getattr(importlib.import_module(module), name)
+    raise ImportError(f"this vecgym has none of {', '.join('.'.join(place) for place in SIMULATIONS)}")
 
 
 def serve_steps(name: str, strategy_name: str, quick: bool) -> None:
@@ -31,12 +46,7 @@ def serve_steps(name: str, strategy_name: str, quick: bool) -> None:
     from vecgym import strategy as strategies
     from vecgym.collectives import StackedCollectives
 
-    make: Any
-    try:
-        from vecgym.strategy.simulated import simulation_of as make
-    except ImportError:  # before the kernel
-        from vecgym.engine.simulation import Simulation as make  # type: ignore[no-redef]
-
+    make = simulation_maker()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     workload = WORKLOADS[name]
     num_nodes = min(workload.num_nodes, 4) if quick else workload.num_nodes

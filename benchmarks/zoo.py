@@ -36,22 +36,23 @@ from vecgym.core.tree import Tree
 from vecgym.data import TokenWindows, encode_text
 from vecgym.data.text import read_text
 from vecgym.models import GPT
+from vecgym.simulation import RunFacts
 from vecgym.strategy import (
     AllReduceStrategy,
     Average,
-    CommunicateOptimizeStrategy,
-    Context,
     DeMoStrategy,
     DESLOCStrategy,
     EagerDiLoCoStrategy,
+    Exchange,
     FedAvgStrategy,
     GossipStrategy,
     GPAStrategy,
     LocalAdamStrategy,
     Mean,
+    Meeting,
     MuLoCoStrategy,
     NoLoCoStrategy,
-    OuterStep,
+    Outer,
     PALSGDStrategy,
     SparseLoCoStrategy,
     SPARTADiLoCoStrategy,
@@ -59,7 +60,6 @@ from vecgym.strategy import (
     Strategy,
     StreamingDiLoCoStrategy,
 )
-from vecgym.strategy.base import State
 
 K, H, STEPS, WARMUP, BATCH, VAL_SIZE = 4, 15, 300, 20, 4, 96
 CONTEXT, LAYERS, HEADS, WIDTH = 32, 2, 2, 48
@@ -69,6 +69,7 @@ STEP_SECONDS, BANDWIDTH, LATENCY, LIKE_PARAMETERS = 0.05, 1e9, 0.01, 100e6
 NESTEROV = OptimSpec("sgd", lr=0.7, momentum=0.9, nesterov=True)
 
 Make = Callable[[Any], Strategy]
+State = dict[str, Any]
 
 
 class Case(NamedTuple):
@@ -87,8 +88,7 @@ def cases(H: int, steps: int, warmup: int) -> dict[str, Case]:
         return {"inner_optim": OptimSpec("adamw", lr=lr, betas=(0.9, 0.95), weight_decay=0.1), **inner}
 
     def diloco(lr: Any, average: Average | None = None) -> Strategy:
-        step = OuterStep(average or Mean(), H=H, outer_optim=NESTEROV)
-        return CommunicateOptimizeStrategy([step], **adamw(lr))
+        return Strategy(exchanges=[Exchange(Outer(average or Mean(), NESTEROV), every=H)], **adamw(lr))
 
     def streaming(**more: Any) -> Make:
         return lambda lr: StreamingDiLoCoStrategy(H=H, num_fragments=3, **{"alpha": 0.5, **more}, **adamw(lr))
@@ -106,7 +106,7 @@ def cases(H: int, steps: int, warmup: int) -> dict[str, Case]:
         "AllReduce": Case(lambda lr: AllReduceStrategy(**adamw(lr))),
         "FedAvg": Case(lambda lr: FedAvgStrategy(H=H, **adamw(lr))),
         "DiLoCo": Case(diloco),
-        "DiLoCo, mean a round late": Case(lambda lr: diloco(lr, RoundBefore(H))),
+        "DiLoCo, mean a round late": Case(lambda lr: diloco(lr, RoundBefore())),
         "Eager DiLoCo": Case(lambda lr: EagerDiLoCoStrategy(H=H, **adamw(lr))),
         "Streaming": Case(streaming(delay=0, alpha=0.0)),
         **late,
@@ -129,15 +129,16 @@ def cases(H: int, steps: int, warmup: int) -> dict[str, Case]:
 class RoundBefore(Average):
     """The mean of the round before: the naive way to let the exchange last as long as a round. At first 0."""
 
-    def __init__(self, H: int) -> None:
-        self.H = H
+    def lag(self, every: int) -> int:
+        return every
 
-    def init(self, values: Tree, ctx: Context) -> State:
-        return {"last": values}
+    def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
+        return {}, {"last": values}
 
-    def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        with ctx.comm.ledger.lagging(self.H):
-            return state["last"], {"last": ctx.comm.mean(values)}
+    def agree(self, values: Tree, at: Meeting) -> Tree:
+        last: Tree = at.shared["last"]
+        at.shared["last"] = at.comm.mean(values)
+        return last
 
 
 @dataclass

@@ -59,8 +59,8 @@ def joined(batches: Sequence[Sequence[Any]]) -> list[list[Any]]:
 class Recording(StackedCollectives):
     """Collectives that remember over which groups they averaged."""
 
-    def __init__(self, num_nodes: int, num_configs: int = 1) -> None:
-        super().__init__(num_nodes, num_configs)
+    def __init__(self, num_nodes: int) -> None:
+        super().__init__(num_nodes)
         self.drawn: list[Groups] = []
 
     def mean(

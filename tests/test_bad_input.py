@@ -40,9 +40,10 @@ from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
-    DiLoCoCommunicator,
     DiLoCoStrategy,
+    Exchange,
     FedAvgStrategy,
+    Mean,
 )
 
 
@@ -121,7 +122,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"strategy": None}, TypeError, ["NoneType", "Strategy object", "DiLoCoStrategy("]),
     ({"strategy": "diloco"}, TypeError, ["str", "Strategy object", "DiLoCoStrategy("]),
     ({"strategy": DiLoCoStrategy}, TypeError, ["the class DiLoCoStrategy", "object"]),
-    ({"strategy": AveragingCommunicator()}, TypeError, ["AveragingCommunicator", "Strategy object"]),
+    ({"strategy": AveragingCommunicator()}, TypeError, ["Exchange", "Strategy object"]),
     ({"strategy": FedAvgStrategy(island_size=5)}, ValueError, ["island_size=5", "3 nodes", "island_size <= 3", "None"]),
     (
         {"strategy": FedAvgStrategy(island_size=3, participation=0.5)},
@@ -438,7 +439,7 @@ def test_misspelt_keywords_of_strategies(cls: type, keyword: str) -> None:
     [
         lambda: CommunicateOptimizeStrategy([], "sgd", learning_rate=0.1),  # type: ignore[call-arg]
         lambda: AveragingCommunicator(islandsize=2),  # type: ignore[call-arg]
-        lambda: DiLoCoCommunicator(h=2),  # type: ignore[call-arg]
+        lambda: Exchange(Mean(), h=2),  # type: ignore[call-arg]
         lambda: AllReduceStrategy(H=2),  # type: ignore[call-arg]
         lambda: cast(Any, AllReduceStrategy)("sgd", 0.1),
         lambda: CommunicateOptimizeStrategy(),  # type: ignore[call-arg]
@@ -501,7 +502,7 @@ def test_bad_strategies(cls: type, make: Callable[[type], Any], error: type[Exce
         (
             lambda: CommunicateOptimizeStrategy(AveragingCommunicator()),  # type: ignore[arg-type]
             TypeError,
-            ["communication_modules", "list", "[AveragingCommunicator("],
+            ["communication_modules", "list", "[Exchange(Mean()"],
         ),
         (lambda: CommunicateOptimizeStrategy([AveragingCommunicator]), TypeError, ["communication_modules"]),  # type: ignore[list-item]
         (lambda: CommunicateOptimizeStrategy([FedAvgStrategy()]), TypeError, ["FedAvgStrategy", "CommunicationModule"]),  # type: ignore[list-item]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import vecgym
 from tests.fitting import dataset, fit, same, same_run
 from tests.fuzz.common import time_limit
-from tests.helpers import assert_same_bits, known
+from tests.helpers import assert_same_bits
 from tests.models import make_model
 from tests.test_properties import NAMES, STEPS, make
 from vecgym import CSVLogger, DivergenceError, Logger, TensorBoardLogger, Trainer, VecgymWarning
@@ -41,8 +41,8 @@ from vecgym.runs.checkpoint import FORM, Checkpointer, settings_of
 from vecgym.runs.recorder import Recorder
 from vecgym.simulation import Simulation
 from vecgym.strategy import (
-    AveragingCommunicator,
     CommunicateOptimizeStrategy,
+    CommunicationModule,
     DiLoCoStrategy,
     FedAvgStrategy,
     GossipStrategy,
@@ -195,38 +195,38 @@ def test_data_of_each_node_with_random_transforms(num_workers: int, tmp_path: Pa
     assert_same(train(resume=at(tmp_path, 5), **given), whole)
 
 
-class Plain(AveragingCommunicator):
+class Plain(CommunicationModule):
     """Whose state has whatever a file can hold."""
 
     def init(self, params: Any, ctx: Any) -> Any:
         return {"count": 0, "none": None, "empty": {}, "list": [torch.zeros(1, 2)], "pair": (True, "text"), 3: 0.5}
 
     def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
-        shared, _ = super().exchange_parameters(params, {}, ctx)
+        shared = ctx.comm.mean(params) if ctx.step % 2 else params
         grown = [*state["list"], torch.full((1, 2), float(state["count"]))]
         factor = 1 + 1e-3 * state["count"]
         return {n: p * factor for n, p in shared.items()}, {**state, "count": state["count"] + 1, "list": grown}
 
 
 def test_the_state_of_a_module_may_be_anything_plain(tmp_path: Path) -> None:
-    strategy = CommunicateOptimizeStrategy([Plain(H=2)], "sgd", lr=0.1)
+    strategy = CommunicateOptimizeStrategy([Plain()], "sgd", lr=0.1)
     whole = train(tmp_path, strategy=strategy, exact=True)
     assert whole.state is not None
     for settings in ({}, BACKENDS["2 processes"]):
         resumed = train(tmp_path / "2", strategy=strategy, resume=at(tmp_path, 4), exact=True, **settings)
         assert same_run(resumed, whole)
-        held = runfile.read(at(tmp_path / "2", STEPS))["state"]["shared"]["modules"]["0"]
-        for found in (held, known(resumed).strategy["0"] if resumed.state else held):
-            assert repr(found) == repr(known(whole).strategy["0"])
+        held = runfile.read(at(tmp_path / "2", STEPS))["state"]["shared"]["0/state"]
+        for found in (held, resumed.state.shared["0/state"] if resumed.state else held):
+            assert repr(found) == repr(whole.state.shared["0/state"])
         shutil.rmtree(tmp_path / "2")
 
 
 def test_what_a_module_cannot_keep_in_a_file_is_named_at_the_start(tmp_path: Path) -> None:
-    class Odd(AveragingCommunicator):
+    class Odd(CommunicationModule):
         def init(self, params: Any, ctx: Any) -> Any:
             return {"random": random.Random(1)}
 
-    with pytest.raises(TypeError, match=r"state\['shared'\]\['modules'\]\['0'\]\['random'\] is of type Random"):
+    with pytest.raises(TypeError, match=r"state\['shared'\]\['0/state'\]\['random'\] is of type Random"):
         train(tmp_path, strategy=CommunicateOptimizeStrategy([Odd()], "sgd", lr=0.1))
 
 
@@ -878,9 +878,9 @@ def test_divergence_saves_nothing_more(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({"strategy": "fedavg"}, "strategy: saved DiLoCoStrategy, given FedAvgStrategy"),
-        ({"strategy": DiLoCoStrategy("sgd", H=4, lr=0.1)}, r"communication_modules\[0\].H: saved 3, given 4"),
-        ({"strategy": make("diloco", max_norm=1.0)}, "strategy.max_norm: saved None, given 1.0"),
-        ({"strategy": make("diloco", lr_scheduler=lambda step: 0.5**step)}, "strategy.lr_scheduler: saved None"),
+        ({"strategy": DiLoCoStrategy("sgd", H=4, lr=0.1)}, r"exchanges\[0\].every: saved 3, given 4"),
+        ({"strategy": make("diloco", max_norm=1.0)}, "strategy.inner.max_norm: saved None, given 1.0"),
+        ({"strategy": make("diloco", lr_scheduler=lambda step: 0.5**step)}, "strategy.inner.lr_scheduler: saved None"),
         ({"model": "WithFrozen"}, "buffer seen: saved nothing, given int64"),
         ({"dtype": torch.float64}, r"parameter first.weight: saved float32 \[32, 16\], given float64 \[32, 16\]"),
         ({"num_nodes": 3}, "num_nodes: saved 4, given 3"),

@@ -155,7 +155,7 @@ def test_options_reach_the_run(text_file, tmp_path, undrawn):
     for part in [
         '"engine": "loop"',
         "lr=0.125",
-        "H=4",
+        "every=4",
         '"seed": 7',
         '"num_nodes": 4',
         '"max_steps": 12',
@@ -203,7 +203,7 @@ def test_all_strategies_have_the_same_inner_optimizer():
     args = argparse.Namespace(lr=0.01, steps=100, H=5, outer_lr=0.5, outer_momentum=0.25)
     made = [compare.make_strategy(name, args) for name in compare.STRATEGIES]
     assert len({repr(strategy.inner_optim) for strategy in made}) == 1
-    assert {(s.warmup_steps, s.cosine_anneal, s.max_norm) for s in made} == {(5, True, 1.0)}
+    assert {(s.inner.warmup_steps, s.inner.cosine_anneal, s.inner.max_norm) for s in made} == {(5, True, 1.0)}
     assert "SGD, lr=0.5, momentum=0.25, nesterov=True" in repr(made[-1])
 
 

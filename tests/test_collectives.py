@@ -158,26 +158,6 @@ def test_a_value_stored_once_acts_like_its_copies(operation: str, shape: tuple[i
     assert result.shape[0] == 1 or not same  # stays stored once
 
 
-@pytest.mark.parametrize("num_configs", [2, 3])
-@pytest.mark.parametrize("shape", [(), (2, 3)], ids=str)
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_configurations_keep_to_themselves(operation: str, shape: tuple[int, ...], num_configs: int) -> None:
-    ours, _ = OPERATIONS[operation]
-    x = draw(num_configs * K, *shape)
-    comm = StackedCollectives(K, num_configs)
-    result = ours(comm, x)
-    assert result.shape[0] == num_configs * K
-    assert comm.node_ids.tolist() == list(range(K)) * num_configs
-    for c in range(num_configs):
-        alone = ours(StackedCollectives(K), x[c * K : (c + 1) * K])
-        here = result[c * K : (c + 1) * K]
-        close(here, alone.expand_as(here))
-    once = ours(StackedCollectives(K, num_configs), x[:1])
-    alone = ours(StackedCollectives(K), x[:1])
-    wide = torch.cat([alone.expand(K, *alone.shape[1:])] * num_configs)
-    close(once.expand_as(wide), wide)
-
-
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_tree_is_its_tensors_one_by_one(operation: str) -> None:
     ours, _ = OPERATIONS[operation]
@@ -216,14 +196,13 @@ def test_collectives_compose_to_known_identities() -> None:
     assert torch.equal(comm.permute(comm.permute(x, SOURCE), inverse), x)
 
 
-@pytest.mark.parametrize("num_configs", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_mixing_in_place_and_with_a_prepared_matrix(shape: tuple[int, ...], num_configs: int) -> None:
+def test_mixing_in_place_and_with_a_prepared_matrix(shape: tuple[int, ...]) -> None:
     """Dense and sparse matrices, contiguous and transposed tensors, stored K times and once."""
-    comm = StackedCollectives(K, num_configs)
+    comm = StackedCollectives(K)
     for weights in (WEIGHTS, torch.eye(K, dtype=torch.float64)[SOURCE], draw(K, K, seed=2)):
         for prepared in (weights, Mixing.of(weights)):
-            for x in (draw(num_configs * K, *shape), draw(1, *shape), draw(*shape, num_configs * K).movedim(-1, 0)):
+            for x in (draw(K, *shape), draw(1, *shape), draw(*shape, K).movedim(-1, 0)):
                 expected = comm.mix(x, weights)
                 close(comm.mix(x, prepared), expected)
                 close(comm.mix(x.clone(), prepared, inplace=True), expected)
@@ -234,13 +213,12 @@ def test_mixing_in_place_and_with_a_prepared_matrix(shape: tuple[int, ...], num_
 # --------------------------------------------------------------------------------------- derivatives
 
 
-@pytest.mark.parametrize("num_configs", [1, 2])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_derivatives(operation: str, num_configs: int) -> None:
+def test_derivatives(operation: str) -> None:
     ours, _ = OPERATIONS[operation]
-    for rows in (1, num_configs * K):
+    for rows in (1, K):
         x = draw(rows, 2).requires_grad_()
-        assert torch.autograd.gradcheck(lambda x: ours(StackedCollectives(K, num_configs), x), x, check_forward_ad=True)
+        assert torch.autograd.gradcheck(lambda x: ours(StackedCollectives(K), x), x, check_forward_ad=True)
 
 
 @pytest.mark.parametrize("shape", [(), (2,)], ids=str)
@@ -306,10 +284,10 @@ WHO: dict[str, Any] = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_bytes_equal_the_closed_form(operation: str) -> None:
-    """Whatever the values, stored once or K times, in one configuration or several."""
+    """Whatever the values, stored once or K times."""
     sent, participants = BYTES[operation]
-    for rows, num_configs, factor in ((K, 1, 1.0), (1, 1, 1.0), (2 * K, 2, 1.0), (K, 1, 0.0)):
-        comm = StackedCollectives(K, num_configs)
+    for rows, factor in ((K, 1.0), (1, 1.0), (K, 0.0)):
+        comm = StackedCollectives(K)
         comm.ledger.begin_step(7)
         tree = {"w": factor * draw(rows, 2, 3).float(), "b": draw(rows, 2).float(), "scale": draw(rows)}
         OPERATIONS[operation][0](comm, tree)
@@ -392,7 +370,6 @@ def test_the_ledger_counts_every_call() -> None:
 
 ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "no node": (lambda: StackedCollectives(0), "num_nodes=0"),
-    "no configuration": (lambda: StackedCollectives(2, 0), "num_configs=0"),
     "overlapping groups": (lambda: StackedCollectives(K).mean(draw(K), [[0, 1], [1, 2]]), "disjoint"),
     "a node twice": (lambda: StackedCollectives(K).sum(draw(K), [[0, 0]]), "disjoint"),
     "a node too many": (lambda: StackedCollectives(K).mean(draw(K), [[0, 5]]), "0 to 4"),

@@ -107,7 +107,7 @@ def test_run_writes_history_figure_and_settings(config: str, capsys: pytest.Capt
     assert printed.err == ""
     history = read_csv("out")
     assert history["step"] == [0, 1, 2, 3, 4]
-    assert history.settings["hyperparameters"]["communication_modules"][0]["H"] == 2
+    assert history.settings["hyperparameters"]["exchanges"][0]["every"] == 2
     assert Path("out/run.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tests.fitting import alone, dataset, fit
-from tests.helpers import NEEDS_LOOP, known
+from tests.helpers import NEEDS_LOOP
 from tests.models import MODELS, NO_VMAP, make_model
 from vecgym import Trainer, VecgymWarning, sweep
 from vecgym.core import tree
@@ -143,8 +143,8 @@ def both_fits(strategy: Strategy) -> tuple[Trainer, Trainer]:
 
 
 def assert_same_state(ours: Trainer, theirs: Trainer) -> None:
-    for kind in ("params", "buffers", "optimizer", "strategy"):
-        a, b = (getattr(known(trainer), kind) for trainer in (ours, theirs))
+    for kind in ("own", "shared"):
+        a, b = (getattr(trainer.state, kind) for trainer in (ours, theirs))
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 

@@ -11,32 +11,31 @@ import torch
 from torch import Tensor
 
 from tests.fitting import dataset, fit, params
-from tests.helpers import assert_close, known, run, stacked
+from tests.helpers import assert_close, run, stacked
 from tests.models import make_batches, make_model
 from vecgym import sweep
 from vecgym.collectives import StackedCollectives
 from vecgym.optim import OptimSpec
+from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     CommunicationModule,
     Context,
-    DeMoStrategy,
-    GradientAveraging,
+    Exchange,
+    Mean,
     Strategy,
-    compressed,
-    delayed,
     every,
 )
 
 K, STEPS = 3, 4
 
 
-def strategy(*modules: CommunicationModule, **settings: Any) -> Strategy:
+def strategy(*modules: Any, **settings: Any) -> Strategy:
     return CommunicateOptimizeStrategy(list(modules), **{"inner_optim": "sgd", "lr": 0.1, **settings})
 
 
-def trained(*modules: CommunicationModule, num_nodes: int = K, steps: int = STEPS, **settings: Any) -> Any:
+def trained(*modules: Any, num_nodes: int = K, steps: int = STEPS, **settings: Any) -> Any:
     batches = stacked(make_batches("MLP", steps, num_nodes, dtype=torch.float64))
     return run(make_model("MLP", dtype=torch.float64), strategy(*modules, **settings), batches)
 
@@ -80,7 +79,7 @@ class Both(Resting, Gradients):
 class Around(Gradients):
     """A user's wrapper, which has its own exchange of gradients."""
 
-    def __init__(self, module: CommunicationModule) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
 
@@ -89,31 +88,21 @@ class Around(Gradients):
     "modules",
     [
         [AveragingCommunicator(participation=0.5), Gradients()],
-        [Resting(active_nodes=lambda ctx: [0]), GradientAveraging()],
-        [every(2, Resting(active_nodes=lambda ctx: [0])), compressed(every(2, GradientAveraging()), "int8")],
+        [Resting(active_nodes=lambda ctx: [0]), Exchange(Mean(), of="gradients")],
+        [every(2, Resting(active_nodes=lambda ctx: [0])), every(2, Exchange(Mean(), of="gradients"))],
         [Both(active_nodes=lambda ctx: [0])],
         [AveragingCommunicator(participation=0.5), Around(AveragingCommunicator())],
     ],
     ids=lambda modules: "-".join(type(module).__name__ for module in modules),
 )
-def test_an_exchange_of_gradients_is_never_skipped_without_a_word(modules: list[CommunicationModule]) -> None:
+def test_an_exchange_of_gradients_is_never_skipped_without_a_word(modules: list[Any]) -> None:
     with pytest.raises(ValueError, match="lets some nodes sit out, and"):
         strategy(*modules)
 
 
-def test_a_strategy_that_exchanges_gradients_itself_lets_nobody_rest() -> None:
-    class Own(Strategy):
-        def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
-            return ctx.comm.mean(grads), state
-
-    Own(communication_modules=[AveragingCommunicator()])
-    with pytest.raises(ValueError, match="and Own exchanges the gradients"):
-        Own(communication_modules=[AveragingCommunicator(participation=0.5)])
-
-
 def test_what_lets_everybody_train_goes_with_gradients() -> None:
-    strategy(AveragingCommunicator(participation=1), GradientAveraging())
-    strategy(every(2, delayed(AveragingCommunicator(), 1)), Gradients())
+    strategy(AveragingCommunicator(participation=1), Exchange(Mean(), of="gradients"))
+    strategy(every(2, Exchange(Mean(), delay=1)), Gradients())
 
 
 @pytest.mark.parametrize(
@@ -223,13 +212,6 @@ def test_an_exchange_that_gives_no_pair(wrong: Any, method: str, wrap: Any) -> N
         trained(wrap(module))
 
 
-def test_inside_of_a_combinator_the_module_itself_is_named() -> None:
-    module = Gradients(exchange_parameters=lambda params, state, ctx: None, exchange_gradients=lambda *a: None)
-    for wrapped in (delayed(module, 1), compressed(module, "int8", reference=False)):
-        with pytest.raises(TypeError, match=r"returned None; expected a tuple of two"):
-            trained(wrapped)
-
-
 @pytest.mark.parametrize("case", STATES)
 @pytest.mark.parametrize("method", ["init", "exchange_parameters"])
 def test_a_state_that_is_none(case: str, method: str) -> None:
@@ -244,7 +226,7 @@ def test_a_state_may_hold_plain_values() -> None:
         return params, {"count": state["count"] + 1, "of": {3: "a text"}}
 
     result = trained(Mine(init=lambda params, ctx: {"count": 0, "of": {}}, exchange_parameters=own))
-    assert known(result).strategy["0"] == {"count": STEPS, "of": {3: "a text"}}
+    assert result.state.shared["0/state"] == {"count": STEPS, "of": {3: "a text"}}
 
 
 def test_with_participation_local_gradients_are_of_those_who_train() -> None:
@@ -289,7 +271,7 @@ def test_a_module_is_told_the_inner_learning_rate_of_each_step() -> None:
     module, rare = Recorder(), Recorder()
     trained(module, every(2, rare), warmup_steps=2, cosine_anneal=True, steps=6)
     made = strategy(warmup_steps=2, cosine_anneal=True)
-    expected = [made.lr(Context(StackedCollectives(K), step=step, max_steps=6)) for step in range(6)]
+    expected = [made.rates(made.timetable(RunFacts(K, 6)), step)[0] for step in range(6)]
     assert len(set(expected)) == 6
     phases = ["local_gradients", "exchange_gradients", "exchange_parameters"]
     assert set(module._seen.pop("init")) == {expected[0]}
@@ -320,13 +302,8 @@ def test_with_it_a_module_can_take_the_inner_step_itself() -> None:
     assert_close(moved.params, expected, 1e-14)
 
 
-def test_a_context_without_a_strategy_has_none_and_takes_one() -> None:
-    comm = StackedCollectives(K)
-    assert Context(comm).lr is None
-    module = Recorder()
-    strategy(module).exchange_parameters({"w": torch.zeros(1)}, {"0": {}}, Context(comm, lr=0.5))
-    assert module._seen["exchange_parameters"] == [0.5]
-    assert DeMoStrategy(lr=0.1).lr(Context(comm)) == 0.1
+def test_a_context_without_a_strategy_has_none() -> None:
+    assert Context(StackedCollectives(K)).lr is None
 
 
 def test_a_sweep_goes_on_where_nobody_trains() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,27 +15,34 @@ from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, AdamW, Optimizer
 
-from tests.helpers import Recording, Run, advance, assert_close, assert_same_bits, difference, run, stack, stacked
+from tests.helpers import Run, advance, assert_close, assert_same_bits, difference, run, stack, stacked
 from tests.models import make_batches, make_model
 from vecgym.collectives import StackedCollectives
+from vecgym.collectives.ledger import Ledger
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.engine.batching_rules import TwiceDifferentiable
 from vecgym.optim import OptimSpec
+from vecgym.simulation.simulation import Batches, Request
+from vecgym.simulation.stack import Stack
+from vecgym.simulation.state import State
+from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     CommunicationModule,
     Context,
-    DiLoCoCommunicator,
     DiLoCoStrategy,
+    Exchange,
     FedAvgStrategy,
+    Mean,
+    Outer,
     Strategy,
 )
-from vecgym.strategy.base import State
 from vecgym.strategy.simulated import simulation_of
+from vecgym.sweeps.groups import groups_of
 
 K = 3
 STEPS = 8
@@ -162,15 +170,10 @@ def test_the_donating_step_refuses_what_it_cannot_differentiate() -> None:
         f(*f.tensors(), differentiable=False)
 
 
-# -------------------------------------------------------------- (b) configurations folded into one run
+# -------------------------------------------------------------- (b) configurations as the rows of one run
 
 
-def folded(values: tuple[float, float]) -> Tensor:
-    """One number for each configuration as one for each of its nodes, `[2 K]`."""
-    return torch.tensor(values, dtype=torch.float64).repeat_interleave(K)
-
-
-Configured = Callable[[Any, Any], Strategy]  # (inner lr, outer lr): numbers, or `[2 K]`
+Configured = Callable[[Any, Any], Strategy]  # (inner lr, outer lr)
 
 FOLDED: dict[str, Configured] = {
     "allreduce": lambda optim, outer: AllReduceStrategy(optim, max_norm=0.5),
@@ -184,34 +187,66 @@ FOLDED: dict[str, Configured] = {
     "diloco": lambda optim, outer: DiLoCoStrategy(optim, OptimSpec(SGD, lr=outer, momentum=0.9, nesterov=True), H=3),
     "diloco-outer-adam": lambda optim, outer: DiLoCoStrategy(optim, OptimSpec("adam", lr=outer), H=3),
     "islands-and-diloco": lambda optim, outer: CommunicateOptimizeStrategy(
-        [AveragingCommunicator(island_size=2), DiLoCoCommunicator(OptimSpec(SGD, lr=outer), H=3)], optim
+        [AveragingCommunicator(island_size=2), Exchange(Outer(Mean(), OptimSpec(SGD, lr=outer)), every=3)], optim
     ),
 }
 RATES: dict[str, tuple[float, float]] = {"sgd": (0.1, 0.3), "adamw": (0.003, 0.02)}
 OUTER_RATES = (0.7, 0.4)
 
 
+class Both(NamedTuple):
+    """Two configurations in one run."""
+
+    losses: Tensor  # [steps, 2 K]
+    states: list[State]  # of each
+    ledgers: list[Ledger]  # of each
+
+
+def rows_of_one_run(
+    strategies: Sequence[Strategy], model: nn.Module, own: list[list[Any]], *, engine: str = "vmap",
+    chunk_size: int | None = None, node_threads: int | None = 1, differentiable: bool = False,
+) -> Both:  # fmt: skip
+    """Train both in one stack; `own[c]` are the batches of configuration c."""
+    batches = [tree.map_leaves(lambda x: x.flatten(0, 1), stack(pair)) for pair in zip(*own)]  # [2 K, B, ...]
+    order, groups = groups_of(strategies, [RunFacts(K, len(batches))] * 2)
+    assert order == [0, 1]
+    local = Engine(model, engine=engine, chunk_size=chunk_size, node_threads=node_threads)
+    local.prepare(batches[0])
+
+    def read(requests: Iterator[Request]) -> Batches:
+        for rows, counts in requests:
+            batch = batches[counts if isinstance(counts, int) else counts[0]]
+            yield tree.map_leaves(lambda x: x[rows], batch), None  # noqa: B023
+
+    simulation = Stack(local, groups, StackedCollectives(K), read)
+    ticks, ahead = itertools.tee(simulation.timetable.ticks())
+    stream = read(simulation.requests(ahead))
+    state, losses, ledgers = simulation.init(), [], [Ledger(), Ledger()]
+    for events in ticks:
+        state, row = simulation.tick(state, events, stream, pure=differentiable)
+        losses.append(row.losses)
+        for c, ledger in enumerate(ledgers):
+            mine = simulation.group_with(c)
+            ledger.add(row.tick - 1, [t for t, group in zip(row.transfers, row.groups) if group == mine])
+    return Both(torch.stack(losses), [simulation.alone(state, c) for c in range(2)], ledgers)
+
+
 def fold(
-    make: Callable[[Any, Any], Strategy],
-    model: nn.Module,
-    own: list[list[Any]],
-    rates: tuple[float, float],
-    **settings: Any,
-) -> tuple[Run, list[Run]]:
-    """Both configurations in one run, and each by itself; `own[c]` are the batches of configuration c."""
-    both = [tree.map_leaves(lambda x: x.flatten(0, 1), stack(pair)) for pair in zip(*own)]  # [2 K, B, ...]
-    together = run(model, make(folded(rates), folded(OUTER_RATES)), both, comm=Recording(K, num_configs=2), **settings)
-    alone = [run(model, make(rates[c], OUTER_RATES[c]), own[c], **settings) for c in range(2)]
-    return together, alone
+    make: Configured, model: nn.Module, own: list[list[Any]], rates: tuple[float, float], **settings: Any
+) -> tuple[Both, list[Run]]:
+    """Both configurations in one run, and each by itself."""
+    strategies = [make(rates[c], OUTER_RATES[c]) for c in range(2)]
+    together = rows_of_one_run(strategies, model, own, **settings)
+    return together, [run(model, strategies[c], own[c], **settings) for c in range(2)]
 
 
-def check_fold(together: Run, alone: list[Run]) -> None:
+def check_fold(together: Both, alone: list[Run]) -> None:
     for c in range(2):
-        mine = slice(c * K, (c + 1) * K)
+        mine, state = slice(c * K, (c + 1) * K), together.states[c]
         assert_close(together.losses[:, mine], alone[c].losses, 1e-12, f"losses of {c}")
-        assert_close({n: p[mine] for n, p in together.params.items()}, alone[c].params, 1e-12, f"params of {c}")
-        assert_close({n: p[mine] for n, p in together.buffers.items()}, alone[c].buffers, 1e-12, f"buffers of {c}")
-        assert list(together.comm.ledger) == list(alone[c].comm.ledger)  # bytes of one node of one configuration
+        assert_close(nodes.expand(state.params, K), alone[c].params, 1e-12, f"params of {c}")
+        assert_close(nodes.expand(state.buffers, K), alone[c].buffers, 1e-12, f"buffers of {c}")
+        assert list(together.ledgers[c]) == list(alone[c].comm.ledger)  # bytes of one node of one configuration
     assert difference(alone[0].params, alone[1].params) > 1e-3
 
 
@@ -242,9 +277,8 @@ def test_a_configuration_has_its_own_derivative(name: str) -> None:
     model = make_model("MLP", dtype=torch.float64)
     make: Configured = lambda lr, outer: FOLDED[name](OptimSpec(SGD, lr=lr), outer)  # noqa: E731
     rates = torch.tensor(RATES["sgd"], dtype=torch.float64, requires_grad=True)
-    both = [tree.map_leaves(lambda x: x.flatten(0, 1), stack(pair)) for pair in zip(*own)]
-    strategy = make(rates.repeat_interleave(K), folded(OUTER_RATES))
-    result = run(model, strategy, both, comm=Recording(K, num_configs=2), differentiable=True)
+    strategies = [make(rates[c], OUTER_RATES[c]) for c in range(2)]
+    result = rows_of_one_run(strategies, model, own, differentiable=True)
     (found,) = torch.autograd.grad(result.losses[-1].nansum(), rates)
     for c in range(2):
         rate = rates[c].detach().requires_grad_()
@@ -266,10 +300,10 @@ class QuantisedAverage(CommunicationModule):
         self.step = step
         self.H = H
 
-    def init(self, params: Tree, ctx: Context) -> State:
+    def init(self, params: Tree, ctx: Context) -> Any:
         return {"last": params}
 
-    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+    def exchange_parameters(self, params: Tree, state: Any, ctx: Context) -> tuple[Tree, Any]:
         if (ctx.step + 1) % self.H != 0:
             return params, state
         moved = tree.map(torch.sub, params, state["last"])
@@ -323,7 +357,7 @@ def test_an_own_module_is_differentiable() -> None:
     assert found.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_an_own_module_folds_configurations() -> None:
+def test_own_modules_are_groups_of_their_own_in_a_stack() -> None:
     own = [stacked(make_batches("MLP", 7, K, seed=s, dtype=torch.float64)) for s in (0, 1)]
     check_fold(*fold(quantised, make_model("MLP", dtype=torch.float64), own, (0.02, 0.1)))
 

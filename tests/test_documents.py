@@ -26,7 +26,6 @@ from torch.utils.data import Dataset, DistributedSampler, TensorDataset
 
 import vecgym
 from tests.fitting import alone, dataset, params
-from tests.helpers import known
 from tests.models import MLP, make_data, make_model
 from vecgym import CSVLogger, DivergenceError, LocalTrainer, Logger, OptimSpec, Trainer, VecgymWarning
 from vecgym.compat import exogym
@@ -214,7 +213,7 @@ def test_a_strategy_says_what_is_exchanged_and_how_parameters_change(trainer: Lo
 
     class MyStrategy(Strategy):
         def __init__(self, **kwargs: Any) -> None:
-            super().__init__(communication_modules=[HalfWay()], **kwargs)
+            super().__init__(exchanges=[HalfWay()], **kwargs)
 
     trainer.fit(MyStrategy(inner_optim="sgd", lr=0.1), 3, max_steps=2, **QUIET)
     assert [entry.operation for entry in trainer.ledger] == ["mean", "mean"]
@@ -648,7 +647,7 @@ def test_tracked_metrics() -> None:
     assert last["bytes_per_s"] == pytest.approx(last["bytes_step"] * last["steps_per_s"], rel=0.5)
     assert last["memory_bytes"] > 2**20
     assert trainer.history["lr"][1] > trainer.history["lr"][-1]
-    assert "'H': 2" in repr(trainer.history.settings["hyperparameters"])
+    assert "'every': 2" in repr(trainer.history.settings["hyperparameters"])
 
 
 def test_log_interval(trainer: LocalTrainer, tmp_path: Path) -> None:
@@ -723,10 +722,11 @@ def test_fine_tuned_diloco() -> None:
         warmup_steps=1000
     )  # fmt: skip
     assert strategy.inner_optim == OptimSpec("adamw", lr=1e-4)
-    (outer,) = strategy.communication_modules
+    (outer,) = strategy.exchanges
     assert "OptimSpec(SGD, lr=0.5, momentum=0.9, nesterov=True)" in repr(outer)
-    assert "H=200" in repr(outer)
-    assert (strategy.max_norm, strategy.lr_scheduler, strategy.warmup_steps) == (1.0, "cosine", 1000)
+    assert outer.every == 200
+    inner = strategy.inner
+    assert (inner.max_norm, inner.lr_scheduler, inner.warmup_steps) == (1.0, "cosine", 1000)
     trainer = LocalTrainer(make_model("MLP"), dataset("MLP"))
     with pytest.warns(VecgymWarning, match="H=200"):
         trainer.fit(strategy=strategy, num_nodes=2, max_steps=4, batch_size=4, **QUIET)
@@ -855,7 +855,7 @@ def test_hardware_specific_tuning() -> None:
         strategy = DiLoCoStrategy(H=50)  # Lower H for MPS
     else:
         strategy = DiLoCoStrategy(H=200)  # Higher H for CUDA  # fmt: skip
-    assert ("H=50" if torch.backends.mps.is_available() else "H=200") in repr(strategy)
+    assert ("every=50" if torch.backends.mps.is_available() else "every=200") in repr(strategy)
     assert strategy.inner_optim.cls is torch.optim.AdamW
 
 
@@ -885,9 +885,11 @@ def test_positions(by_position: Strategy, by_name: Strategy) -> None:
 
 
 def test_defaults() -> None:
-    assert "H=100" in repr(DiLoCoStrategy())
-    assert "H=1," in repr(FedAvgStrategy())
-    assert "SGD, lr=0.7, momentum=0.9, nesterov=True" in repr(DiLoCoStrategy(outer_optim=torch.optim.SGD))
+    assert DiLoCoStrategy().exchanges[0].every == 100
+    assert FedAvgStrategy().exchanges[0].every == 1
+    assert "SGD, lr=0.7, momentum=0.9, nesterov=True" in repr(
+        DiLoCoStrategy(outer_optim=torch.optim.SGD).exchanges[0].how.optim.spec
+    )
     for strategy in (AllReduceStrategy(), FedAvgStrategy(), DiLoCoStrategy()):
         assert strategy.inner_optim.cls is torch.optim.AdamW
 
@@ -1084,7 +1086,7 @@ def outer_optimizer_cls(tmp_path: Path) -> Iterator[bool]:
     simulator = simulated(outer_optimizer_cls=torch.optim.Adam, outer_optimizer_kwargs={"lr": 0.1}, num_epochs=2)
     assert simulator.trainer is not None
     assert simulator.trainer.state is not None
-    yield "exp_avg" in repr(known(simulator.trainer).strategy)
+    yield "exp_avg" in repr(simulator.trainer.state.shared)
 
 
 def outer_optimizer_kwargs(tmp_path: Path) -> Iterator[bool]:

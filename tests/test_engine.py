@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from tests.fitting import STRATEGIES, alone, dataset, fit, params, same, same_run
-from tests.helpers import NEEDS_LOOP, known
+from tests.helpers import NEEDS_LOOP
 from tests.models import MODELS, RANDOM, make_model
 from vecgym import OptimSpec, Trainer, VecgymWarning
 from vecgym.data import Batches
@@ -252,7 +252,7 @@ def test_all_reduce_stores_everything_once(num_nodes: int, engine: str, optim: s
     )
     assert trainer.state is not None
     assert {p.shape[0] for p in trainer.state.params.values()} == {1}
-    stored = [x for x in leaves(known(trainer).optimizer) if x.dim() > 0]
+    stored = [x for x in leaves(trainer.state.home["optimizer"]) if x.dim() > 0]
     assert {x.shape[0] for x in stored} <= {1}
     assert stored or optim == "sgd"
     assert {p.shape[0] for p in trainer.nodes.params.values()} == {num_nodes}
@@ -262,7 +262,8 @@ def test_all_reduce_stores_everything_once(num_nodes: int, engine: str, optim: s
 def test_diloco_stores_the_outer_state_once() -> None:
     trainer = run("MLP", DiLoCoStrategy("adamw", H=2, lr=0.01))
     assert trainer.state is not None
-    assert {x.shape[0] for x in leaves(known(trainer).strategy) if x.dim() > 0} == {1}
+    assert trainer.state.shared.keys() - {"buffers"} == {"0.0/params", "0.0/outer"}
+    assert {x.shape[0] for x in leaves(trainer.state.shared)} == {1}
     assert {x.shape[0] for x in leaves(trainer.state.params)} == {5}
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from tests.fuzz import Case, Failure, Refusal, asynchronous, configurations, oddities, relations, rollouts, sweeps
-from vecgym.collectives import StackedCollectives, base, ledger
+from vecgym.collectives import base, ledger
 from vecgym.collectives.ledger import Ledger
 from vecgym.core import tree
-from vecgym.engine import Engine
+from vecgym.engine import loop
 from vecgym.simulation import Simulation
 from vecgym.simulation.events import Traffic
-from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator, HeLoCo, average, fedopt
+from vecgym.strategy import Exchange, HeLoCo, Meeting, Outer, Rounds, fedopt
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of settings without effect: many are drawn
 
@@ -61,6 +61,15 @@ def test_what_was_found_stays_mended(name: str) -> None:
 
 
 FOUND_SWEEPS: dict[str, dict[str, Any]] = {
+    # The second group read the batches of the first one's next steps.
+    "groups that exchange gradients one after the other": {
+        "run": {"num_nodes": 2},
+        "rows": [
+            {"strategy": {"kind": "allreduce"}, "inner": {"name": "sgd", "lr": 0.1}},
+            {"strategy": {"kind": "allreduce"}, "inner": {"name": "adam", "lr": 0.05}},
+            {"strategy": {"kind": "fedavg", "mu": 0.1, "H": 2}, "inner": {"name": "sgd", "lr": 0.1}},
+        ],
+    },
     # An optimizer with a value for each node makes the parameters, one copy for all nodes until then, differ.
     "a value for each node next to numbers": {
         "run": {"num_nodes": 3},
@@ -158,24 +167,21 @@ def test_what_was_found_of_sweeps_stays_mended(name: str) -> None:
 
 
 def wrong_sign(patch: pytest.MonkeyPatch) -> None:
-    right = DiLoCoCommunicator._outer_step
+    right = Outer.agree
 
-    def step(self: Any, params: Any, state: Any, ctx: Any) -> Any:
-        mirrored = tree.map(lambda outer, p: 2 * outer - p, state["params"], params)
-        return right(self, mirrored, state, ctx)
+    def agree(self: Any, values: Any, at: Meeting) -> Any:
+        mirrored = tree.map(lambda outer, p: 2 * outer - p, at.shared["params"], values)
+        return right(self, mirrored, at)
 
-    patch.setattr(DiLoCoCommunicator, "_outer_step", step)
+    patch.setattr(Outer, "agree", agree)
 
 
 def one_step_late(patch: pytest.MonkeyPatch) -> None:
-    def exchange(self: Any, params: Any, state: Any, ctx: Any) -> Any:
-        return self.average(params, state, ctx) if ctx.step and ctx.step % self.H == 0 else (params, state)
-
-    patch.setattr(AveragingCommunicator, "exchange_parameters", exchange)
+    patch.setattr(Rounds, "due", lambda self, step: step > 0 and step % self.H == 0)
 
 
 def wrong_weight(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(average, "node_weights", lambda weighting, ctx: None)
+    patch.setattr(Meeting, "weights", lambda self, weighting: None)
 
 
 def wrong_bytes(patch: pytest.MonkeyPatch) -> None:
@@ -185,14 +191,8 @@ def wrong_bytes(patch: pytest.MonkeyPatch) -> None:
 
 def stale_sample(patch: pytest.MonkeyPatch) -> None:
     """Those who train are the sample of the round, those who are averaged the first one."""
-    right = StackedCollectives.server_mean
-    first: list[Any] = []
-
-    def server_mean(self: Any, x: Any, participants: Any, weights: Any = None) -> Any:
-        first.append(participants)
-        return right(self, x, first[0], weights)
-
-    patch.setattr(StackedCollectives, "server_mean", server_mean)
+    right = Exchange.senders
+    patch.setattr(Exchange, "senders", lambda *given: lambda step, rows: right(*given)(0, rows))  # type: ignore[misc]
 
 
 def yogi_as_adam(patch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def received_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def named_nodes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(average, "node_weights", lambda weighting, ctx: tuple(range(1, ctx.comm.num_nodes + 1)))
+    patch.setattr(Meeting, "weights", lambda self, weighting: tuple(range(1, self.comm.num_nodes + 1)))
 
 
 def forgetful(patch: pytest.MonkeyPatch) -> None:
@@ -260,8 +260,9 @@ def forgetful(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ledger, "load", load)
 
 
-def together(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Engine, "written", frozenset())
+def unnoticed(patch: pytest.MonkeyPatch) -> None:
+    """What a forward pass writes to a parameter is lost."""
+    patch.setattr(loop, "settle", lambda values, after: None)
 
 
 ABSENT = {"availability": 0.5, "max_steps": 7}
@@ -279,7 +280,7 @@ FAULTS_OF: dict[str, tuple[ModuleType, Callable[[pytest.MonkeyPatch], None], Cas
     "bytes": (relations, received_once, Case({"relation": "conserved", "strategy": "demo"}, 5), "conserved"),
     "names": (relations, named_nodes, Case({"relation": "permuted", "strategy": "fedavg-weighted"}, 5), "permuted"),
     "ledger": (relations, forgetful, Case({"relation": "resumed", "strategy": "diloco", "max_steps": 9}, 8), "resumed"),
-    "writes": (oddities, together, Case({"model": "centered"}, 573), "params"),
+    "writes": (oddities, unnoticed, Case({"model": "refilled", "engine": "loop"}, 573), "params"),
 }
 
 

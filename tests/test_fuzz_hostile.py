@@ -78,7 +78,7 @@ ONCE: dict[ModuleType, list[Case]] = {
             ("vecgym.plot.plot_schedule", "found", "3"),
             ("vecgym.rollout_jvp", "primals", "3"),
             ("vecgym.strategy.RandomSelector", "p", "tensor(2)"),
-            ("vecgym.strategy.ServerCommunicator", "server", "3"),
+            ("vecgym.strategy.FedAvgStrategy", "server_optim", "3"),
             ("vecgym.OptimSpec", "param_groups", "nn.Linear(2, 2)"),
             ("vecgym.compat.diloco_sim.DilocoSimulatorConfig", "ckpt_interval", "set()"),
             ("vecgym.compat.diloco_sim.DilocoSimulatorConfig", "port", "a strategy"),
@@ -94,15 +94,15 @@ ONCE: dict[ModuleType, list[Case]] = {
             ("vecgym.optim.clip_grad_norm", "max_norm", "tensor([1., 2., 3.])"),
             ("vecgym.rollout_jvp", "strategy", "its class"),
             ("vecgym.strategy.CommunicateOptimizeStrategy", "lr_scheduler", "a function"),
-            ("vecgym.strategy.GossipCommunicator", "topology", "nn.Linear(2, 2)"),
+            ("vecgym.strategy.Mix", "topology", "nn.Linear(2, 2)"),
             ("vecgym.strategy.GossipStrategy", "topology", "a function"),
             ("vecgym.sweep", "strategy", "int"),
             ("vecgym.collectives.topology.check_doubly_stochastic", "name", "tensor(2)"),
             ("vecgym.verify", "dtype", "['a']"),
-            ("vecgym.strategy.delayed", "d", "2**62"),  # built a queue without end
+            ("vecgym.strategy.Exchange", "delay", "2**62"),  # built a queue without end
             ("vecgym.strategy.SPARTAStrategy", "delay", "10**30"),
             ("vecgym.compat.exogym.SPARTAStrategy", "async_sparta_delay", "2**62"),
-            ("vecgym.strategy.OuterStep", "fragments", "2**62"),
+            ("vecgym.strategy.Exchange", "fragments", "2**62"),
             ("vecgym.strategy.RankStrategy", "lr_scheduler", "nn.Linear(2, 2)"),  # an error of a node's thread
             ('vecgym.OptimSpec("muon")', "ns_steps", "2**62"),  # made that many steps
         ]

@@ -27,14 +27,15 @@ from vecgym.records.columns import PER_NODE, SCALARS
 from vecgym.records.loggers import _default_wandb_mode, read_csv
 from vecgym.strategy import (
     AllReduceStrategy,
-    AveragingCommunicator,
+    Average,
     CommunicateOptimizeStrategy,
-    DiLoCoCommunicator,
+    Compressed,
     DiLoCoStrategy,
+    Exchange,
     FedAvgStrategy,
+    Mean,
+    Outer,
     Strategy,
-    compressed,
-    delayed,
     every,
 )
 from vecgym.strategy.described import described
@@ -134,7 +135,7 @@ def test_wandb_offline_reads_back(quiet_wandb: Any, tmp_path: Path) -> None:
     assert (run.project, run.display_name) == ("research", "diloco")
     settings = trainer.history.settings
     assert {name: config[name] for name in settings} == settings
-    assert config["hyperparameters"]["communication_modules"][0]["outer_optim"]["lr"] == 0.7
+    assert config["hyperparameters"]["exchanges"][0]["how"]["optim"]["spec"]["lr"] == 0.7
     assert [row["_step"] for row in rows] == [0, 1, 2, 3]
     for found, row in zip(rows, trainer.history):
         for name, value in row.items():
@@ -542,6 +543,10 @@ def test_rates_are_of_the_step() -> None:
     assert min(memory[1]) > 2**20
 
 
+def outer(lr: Any, average: Average | None = None) -> Outer:
+    return Outer(average or Mean(), OptimSpec("sgd", lr=lr, momentum=0.9, nesterov=True))
+
+
 T1 = torch.tensor([[0.5], [0.25]])  # an outer learning rate for each of two outer steps
 
 
@@ -550,12 +555,12 @@ T1 = torch.tensor([[0.5], [0.25]])  # an outer learning rate for each of two out
     [
         (lambda: DiLoCoStrategy("sgd", H=2, lr=0.1, outer_lr=0.4), [0.4] * 4 + [None]),
         (lambda: DiLoCoStrategy("sgd", H=2, lr=0.1, outer_lr=T1), [0.5, 0.5, 0.25, 0.25, None]),
-        (lambda: FedAvgStrategy("sgd", H=2, lr=0.1, server_optim="avgm", server_lr=0.3), [0.3] * 5),
+        (lambda: FedAvgStrategy("sgd", H=2, lr=0.1, server_optim="avgm", server_lr=0.3), [0.3] * 4 + [None]),
         (lambda: AllReduceStrategy("sgd", lr=0.1), [None] * 5),
-        (lambda: _composed(every(2, DiLoCoCommunicator("sgd", 1, outer_lr=T1))), [0.5, 0.5, 0.25, 0.25, None]),
-        (lambda: _composed(delayed(DiLoCoCommunicator("sgd", 2, outer_lr=0.2), 1)), [0.2] * 4 + [None]),
-        (lambda: _composed(compressed(DiLoCoCommunicator("sgd", 2, outer_lr=0.2), "int8")), [0.2] * 4 + [None]),
-        (lambda: _composed(AveragingCommunicator(H=2), DiLoCoCommunicator("sgd", 2, outer_lr=0.2)), [0.2] * 4 + [None]),
+        (lambda: _composed(every(2, Exchange(outer(T1)))), [0.5, 0.5, 0.25, 0.25, None]),
+        (lambda: _composed(Exchange(outer(0.2), every=2, delay=1, late="change")), [0.2] * 4 + [None]),
+        (lambda: _composed(Exchange(outer(0.2, Compressed(Mean(), "int8")), every=2)), [0.2] * 4 + [None]),
+        (lambda: _composed(Exchange(Mean(), every=2), Exchange(outer(0.2), every=2)), [0.2] * 4 + [None]),
     ],
 )  # fmt: skip
 def test_outer_learning_rate_is_recorded(strategy: Any, expected: list[float | None]) -> None:
@@ -563,8 +568,8 @@ def test_outer_learning_rate_is_recorded(strategy: Any, expected: list[float | N
     assert [row.get("outer_lr") for row in history] == [x if x is None else pytest.approx(x) for x in expected]
 
 
-def _composed(*modules: Any) -> Strategy:
-    return CommunicateOptimizeStrategy(list(modules), "sgd", lr=0.1)
+def _composed(*exchanges: Exchange) -> Strategy:
+    return CommunicateOptimizeStrategy(exchanges, "sgd", lr=0.1)
 
 
 def test_hyperparameters_are_plain_data() -> None:
@@ -581,24 +586,24 @@ def test_hyperparameters_are_plain_data() -> None:
     assert (inner["class"], inner["betas"], inner["eps"]) == ("AdamW", [0.8, 0.9], 1e-8)
     assert inner["lr"] == pytest.approx([0.1, 0.2])
     assert "lambda" in inner["param_groups"]
-    [module] = found["communication_modules"]
-    assert (module["module"]["H"], module["module"]["outer_optim"]["momentum"]) == (7, 0.9)
-    assert module["codec"] == {"class": "Quantise", "bits": 8, "stochastic": False}
+    [exchange] = found["exchanges"]
+    assert (exchange["every"], exchange["how"]["optim"]["spec"]["momentum"]) == (7, 0.9)
+    assert exchange["how"]["inner"]["codec"] == {"class": "Quantise", "bits": 8, "stochastic": False}
     assert found["max_norm"] == 1.0
     assert "schedule" in found["lr_scheduler"]
 
 
 def test_hyperparameters_of_anything() -> None:
-    class Odd(AveragingCommunicator):
+    class Odd(Mean):
         def __init__(self) -> None:
-            super().__init__(H=2)
+            super().__init__()
             self.me = self
             self.many = torch.zeros(1000)
             self.device = torch.device("cpu")
             self.numpy = np.float32(0.5)
             self.model = MLP()
 
-    text = json.dumps(described(CommunicateOptimizeStrategy([Odd()], "sgd", lr=0.1)))
+    text = json.dumps(described(CommunicateOptimizeStrategy([Exchange(Odd(), every=2)], "sgd", lr=0.1)))
     for part in ('"numpy": 0.5', "torch.float32 [1000]", "Odd ...", "device(type='cpu')", "MLP("):
         assert part in text
 

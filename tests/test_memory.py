@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import vecgym
 import vecgym.runs.memory as fitting
 from tests.fitting import alone, dataset, fit, params, same_run
-from tests.helpers import known
 from tests.models import make_model
 from vecgym import MemoryEstimate, Trainer, estimate_memory
 from vecgym.collectives import StackedCollectives
@@ -65,8 +64,11 @@ def test_what_lasts_is_what_a_run_holds(name: str) -> None:
     assert trainer.state is not None
     found = {n: part.total_bytes for n, part in estimate.parts.items()}
     assert found["parameters"] == tree.num_bytes(trainer.state.params)
-    assert within(found["optimizer"], tree.num_bytes(known(trainer).optimizer))
-    assert within(found["strategy"], tree.num_bytes(known(trainer).strategy))
+    state = trainer.state
+    assert within(found["optimizer"], tree.num_bytes(state.home["optimizer"]))
+    trained = ("params", "buffers", "optimizer")
+    kept = [{name: x for name, x in held.items() if name not in trained} for held in (state.own, state.shared)]
+    assert within(found["strategy"], sum(map(tree.num_bytes, kept)))
     assert found["batch"] == K * 4 * (64 * 4 + 8)
 
 

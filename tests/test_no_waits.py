@@ -41,20 +41,18 @@ from vecgym.runs.run import Run, Task
 from vecgym.simulation import Simulation, State
 from vecgym.strategy import (
     EF21,
-    AveragingCommunicator,
     CommunicateOptimizeStrategy,
     Compressed,
     Corrupted,
     DeMoStrategy,
     DiLoCoStrategy,
+    Exchange,
     FedAvgStrategy,
     GossipStrategy,
     Mean,
-    OuterStep,
-    Parameters,
+    Outer,
     PartitionedSelector,
     Private,
-    ProximalTerm,
     Robust,
     SparseCommunicator,
     SPARTAStrategy,
@@ -72,12 +70,12 @@ def from_catalogue(name: str) -> Strategy:
     return CATALOGUE[name].make(H=3, p=0.3, max_norm=1.0, **inner)
 
 
-def composed(*modules: Any) -> Callable[[], Strategy]:
-    return lambda: CommunicateOptimizeStrategy(list(modules), "sgd", lr=0.1)
+def composed(*exchanges: Any) -> Callable[[], Strategy]:
+    return lambda: CommunicateOptimizeStrategy(list(exchanges), "sgd", lr=0.1)
 
 
 def outer(average: Any) -> Callable[[], Strategy]:
-    return composed(OuterStep(average, H=2))
+    return composed(Exchange(Outer(average), every=2))
 
 
 MORE: dict[str, Callable[[], Strategy]] = {
@@ -102,9 +100,9 @@ MORE: dict[str, Callable[[], Strategy]] = {
     "islands and rest": lambda: FedAvgStrategy("adam", lr=0.1, H=2, participation=0.5, island_size=2),
     "one of four": lambda: FedAvgStrategy("adam", lr=0.1, H=2, participation=0.25),
     "one peer": lambda: GossipStrategy("one_peer_exponential", every=2, inner_optim="sgd", lr=0.1),
-    "every other": composed(every(2, AveragingCommunicator())),
-    "proximal": composed(ProximalTerm(0.1), AveragingCommunicator(H=2)),
-    "median of islands": composed(Parameters(Robust("median", island_size=2), every=2)),
+    "every other": composed(every(2, Exchange(Mean()))),
+    "proximal": lambda: FedAvgStrategy("sgd", lr=0.1, H=2, proximal_mu=0.1),
+    "median of islands": composed(Exchange(Robust("median", island_size=2), every=2)),
     "liars": outer(Corrupted(Robust("trimmed_mean", trim=1), [1])),
     "private": outer(Private(Mean(), clip=1.0, noise=0.1)),
     "codes": outer(Compressed(Mean(), TopK(0.1))),

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
-from vecgym.strategy.average import Weighting
 
 from vecgym import Trainer
 from vecgym.data import (
@@ -25,6 +24,7 @@ from vecgym.data import (
 )
 from vecgym.plot import plot_partition
 from vecgym.strategy import FedAvgStrategy
+from vecgym.strategy.averages import Weighting
 
 Make = Callable[..., Partition]  # (data, num_nodes, seed=...)
 KINDS: dict[str, Make] = {

@@ -18,7 +18,8 @@ import pytest
 
 import vecgym
 from tests.test_floors import FLOORS
-from vecgym.strategy import CommunicationModule
+from vecgym.simulation import Part
+from vecgym.strategy import Average, CommunicationModule, Strategy
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -147,13 +148,41 @@ def test_the_floors_are_those_that_are_tested() -> None:
     assert [set(names.split()) for _, names in reversed(rows)] == floors
 
 
-def test_the_contract_has_every_method() -> None:
-    methods = dict(inspect.getmembers(CommunicationModule, inspect.isfunction))
-    public = {name: list(inspect.signature(f).parameters)[1:] for name, f in methods.items() if name[0] != "_"}
-    table = GUIDE["writing_a_strategy"].split("## The contract")[1].split("\n\n")[2]
-    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
-    named = {name: args.split(", ") for name, args in re.findall(r"`(\w+)\((.*?)\)`", " ".join(cells))}
-    assert named == {name: args or [""] for name, args in public.items()}
+CONTRACTS = {"The contract": (Strategy, Part, Average), "Hooks, as in 0.2": (CommunicationModule,)}
+
+
+@pytest.mark.parametrize("section", CONTRACTS)
+def test_the_contract_names_what_there_is(section: str) -> None:
+    """Methods with their arguments; of the hooks every one, and of a `Part` every attribute."""
+    text = GUIDE["writing_a_strategy"].split(f"## {section}\n")[1].split("\n## ")[0]
+    tables = dict(re.findall(r"^\| (?:method )?of (?:a )?`(\w+)` \|.*?\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE))
+    assert tables.keys() == {cls.__name__ for cls in CONTRACTS[section]}
+    for cls in CONTRACTS[section]:
+        cells = " ".join(re.findall(r"^\| (`.*?) \|", tables[cls.__name__], re.MULTILINE))
+        if cls is Part:
+            shown = set(re.findall(r"`part\.(\w+)", cells + tables["Part"]))
+            made = set(re.findall(r"self\.(\w+)", inspect.getsource(Part.__init__)))
+            public = {name for name in {*dir(Part), *made} if name[0] != "_"}
+            internal = {
+                "check_reads",
+                "given",
+                "group",
+                "here",
+                "next_batch",
+                "place",
+                "put",
+                "read_at",
+                "simulation",
+                "skip_batch",
+            }
+            assert shown - public == set()
+            assert public - shown == internal
+            continue
+        named = {name: args.split(", ") for name, args in re.findall(r"`(\w+)\((.*?)\)`", cells)}
+        methods = {name: list(inspect.signature(getattr(cls, name)).parameters)[1:] for name in named}
+        assert named == {name: args or [""] for name, args in methods.items()}
+        if cls is CommunicationModule:
+            assert named.keys() == {name for name, _ in inspect.getmembers(cls, inspect.isfunction) if name[0] != "_"}
 
 
 def test_where_to_add_what_exists() -> None:

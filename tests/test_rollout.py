@@ -14,9 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
-from vecgym.strategy.compose import delayed, every
-from vecgym.strategy.compression import compressed
-from vecgym.strategy.most_moved import TopKSparseCommunicator
 
 import vecgym
 import vecgym.strategy
@@ -26,6 +23,7 @@ from vecgym import Trainer
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.collectives.topology import ring
+from vecgym.compress import TopK
 from vecgym.core import nodes, tree
 from vecgym.data import Batches
 from vecgym.engine import Engine, EngineName
@@ -35,19 +33,24 @@ from vecgym.runs.optimize import optimize_schedule, project_to_budget
 from vecgym.runs.rollout import Outcome, rollout, rollout_jvp
 from vecgym.strategy import (
     AllReduceStrategy,
-    AveragingCommunicator,
     CommunicateOptimizeStrategy,
     CommunicationModule,
-    DiLoCoCommunicator,
+    Compressed,
     DiLoCoStrategy,
     EagerDiLoCoStrategy,
+    Exchange,
     FedAvgStrategy,
-    GradientAveraging,
+    Mean,
+    MostMoved,
+    Outer,
     SparseLoCoStrategy,
     Strategy,
     StreamingDiLoCoStrategy,
+    StrongestCosines,
+    SyncWeight,
+    every,
 )
-from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy
+from vecgym.strategy.demo import DeMoStrategy
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.gpa import GPAStrategy
 from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
@@ -155,7 +158,7 @@ def nesterov(**numbers: Any) -> OptimSpec:
     return OptimSpec(SGD, **{"lr": 0.7, "momentum": 0.9, "nesterov": True} | numbers)
 
 
-def modules(*made: CommunicationModule, lr: Any = 0.1, momentum: Any = 0.9) -> Strategy:
+def modules(*made: Exchange | CommunicationModule, lr: Any = 0.1, momentum: Any = 0.9) -> Strategy:
     return CommunicateOptimizeStrategy(list(made), OptimSpec(SGD, lr=lr, momentum=momentum))
 
 
@@ -320,33 +323,29 @@ CASES: dict[str, tuple[Make, Values]] = {
         {"lr": 0.3, "outer_lr": 0.7},
     ),
     "every": (
-        lambda lr, outer_lr: modules(every(2, DiLoCoCommunicator(nesterov(lr=outer_lr), H=1)), lr=lr),
+        lambda lr, outer_lr: modules(every(2, Exchange(Outer(Mean(), nesterov(lr=outer_lr)))), lr=lr),
         {"lr": 0.1, "outer_lr": 0.7},
     ),
     "delayed": (
-        lambda momentum: modules(delayed(AveragingCommunicator(H=2), 1), momentum=momentum),
+        lambda momentum: modules(Exchange(Mean(), every=2, delay=1, late="change"), momentum=momentum),
         {"momentum": 0.5},
     ),
-    "delayed-relaxed": (
-        lambda sync_weight: modules(delayed(AveragingCommunicator(sync_weight=sync_weight), 1)),
-        {"sync_weight": WEIGHTS},
-    ),
     "topk-of-everything": (  # a code that loses nothing: straight-through is then exact
-        lambda lr: modules(compressed(GradientAveraging(), "topk", fraction=1.0), lr=lr),
+        lambda lr: modules(Exchange(Compressed(Mean(), TopK(1.0)), of="gradients"), lr=lr),
         {"lr": 0.1},
     ),
     "topk-of-everything-diloco": (
-        lambda outer_lr: modules(compressed(DiLoCoCommunicator(nesterov(lr=outer_lr), H=2), "topk", fraction=1.0)),
+        lambda outer_lr: modules(Exchange(Outer(Compressed(Mean(), TopK(1.0)), nesterov(lr=outer_lr)), every=2)),
         {"outer_lr": 0.7},
     ),
-    "topk-sparse": (lambda lr: modules(TopKSparseCommunicator(0.3), lr=lr), {"lr": 0.1}),
+    "topk-sparse": (lambda lr: modules(Exchange(MostMoved(0.3)), lr=lr), {"lr": 0.1}),
     "demo": (lambda lr, wd: DeMoStrategy(compression_topk=4, weight_decay=wd, lr=lr), {"lr": 0.02, "wd": 0.5}),
     "demo-weight-decay-of-each-step": (
         lambda wd: DeMoStrategy(compression_topk=4, weight_decay=wd, lr=0.02),
         {"wd": torch.linspace(0.2, 0.9, T, dtype=F64)[:, None]},
     ),
     "demo-without-sign": (
-        lambda lr, decay: CommunicateOptimizeStrategy([DeMoCommunicator(decay, 4)], OptimSpec(SGD, lr=lr)),
+        lambda lr, decay: modules(Exchange(StrongestCosines(decay, 4), of="gradients"), lr=lr, momentum=0.0),
         {"lr": 0.3, "decay": 0.9},
     ),
     "schedule-as-a-function": (
@@ -576,7 +575,7 @@ def test_an_outer_rate_per_round() -> None:
 def test_the_derivative_at_a_momentum_of_0() -> None:
     """There is no momentum buffer at 0, unless a derivative is taken there."""
     zero = torch.tensor(0.0, dtype=F64)
-    loss = lambda momentum: outcome_of(modules(AveragingCommunicator(H=2), momentum=momentum)).loss  # noqa: E731
+    loss = lambda momentum: outcome_of(modules(Exchange(Mean(), every=2), momentum=momentum)).loss  # noqa: E731
     # Only momenta >= 0 are allowed: one-sided differences of fourth order.
     f = [float(loss(i * 1e-3)) for i in range(5)]
     expected = (-25 * f[0] + 48 * f[1] - 36 * f[2] + 16 * f[3] - 3 * f[4]) / 12e-3
@@ -606,7 +605,7 @@ TRAINED: dict[str, Callable[[], Strategy]] = {
     "gossip": lambda: GossipStrategy("ring", inner_optim="sgd", lr=0.1),
     "sparta-diloco": lambda: SPARTADiLoCoStrategy(0.2, 1, 3, "adamw", delay=1, lr=0.01),
     "relaxed": lambda: DiLoCoStrategy("sgd", lr=0.1, sync_weight=WEIGHTS),
-    "compressed": lambda: modules(compressed(AveragingCommunicator(H=2), "topk", fraction=0.2)),
+    "compressed": lambda: modules(Exchange(Compressed(Mean(), TopK(0.2), reference=True), every=2)),
 }
 MODELS = [("MLP", name) for name in TRAINED] + [("CNN", "diloco"), ("GPT", "fedavg"), ("Dropout", "fedavg"),
                                                 ("LSTM", "fedavg"), ("WithFrozen", "allreduce")]  # fmt: skip
@@ -929,7 +928,7 @@ def test_what_has_no_influence_has_gradient_0() -> None:
     one = lambda: torch.tensor(0.5, dtype=F64, requires_grad=True)  # noqa: E731
     late = one()
     start = {n: p.detach()[None].clone().requires_grad_() for n, p in setting()[0].named_parameters()}
-    outcome = outcome_of(modules(DiLoCoCommunicator(nesterov(lr=late), H=T)), params=start)
+    outcome = outcome_of(modules(Exchange(Outer(Mean(), nesterov(lr=late)), every=T)), params=start)
     by_lr = torch.autograd.grad(outcome.losses.sum(), late, retain_graph=True)
     assert by_lr[0].item() == 0  # the outer step comes after the last loss
     assert torch.autograd.grad(outcome.bytes.sum(), late)[0].item() == 0
@@ -938,7 +937,7 @@ def test_what_has_no_influence_has_gradient_0() -> None:
     for segments in (None, 2):
         loss = outcome_of(strategy, segments=segments).loss
         assert torch.autograd.grad(loss, unused)[0].item() == 0
-    last = lambda lr: outcome_of(modules(DiLoCoCommunicator(nesterov(lr=lr), H=T))).losses.sum()  # noqa: E731
+    last = lambda lr: outcome_of(modules(Exchange(Outer(Mean(), nesterov(lr=lr)), every=T))).losses.sum()  # noqa: E731
     assert torch.func.grad(last)(late.detach()) == 0
 
 
@@ -957,7 +956,7 @@ def test_codes_pass_derivatives_straight_through() -> None:
     """The derivative of a compressed average is that of the plain one, at the values that the code gave."""
 
     class Rounded(CommunicationModule):
-        """What `compressed(..., "int8")` sends without error feedback, as plain operations with .detach()."""
+        """What `Compressed(Mean(), "int8")` sends without error feedback, as plain operations with .detach()."""
 
         def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
             coded = ctx.comm.mean(tree.map(self.code, grads))
@@ -969,7 +968,7 @@ def test_codes_pass_derivatives_straight_through() -> None:
             return (x / scale).round() * scale
 
     lr = torch.tensor(0.3, dtype=F64, requires_grad=True)
-    found = outcome_of(modules(compressed(GradientAveraging(), "int8", error_feedback=False), lr=lr))
+    found = outcome_of(modules(Exchange(Compressed(Mean(), "int8", error_feedback=False), of="gradients"), lr=lr))
     expected = outcome_of(modules(Rounded(), lr=lr))
     assert_close(found.loss, expected.loss, 1e-12)
     assert_close(torch.autograd.grad(found.loss, lr)[0], torch.autograd.grad(expected.loss, lr)[0], 1e-10)
@@ -1007,8 +1006,8 @@ def test_what_cannot_be_differentiated_is_refused_with_the_way_out() -> None:
     assert outcome_of(AllReduceStrategy(OptimSpec(OwnSGD, lr=0.3))).loss.isfinite()
     with pytest.raises(ValueError, match=r"p_sparta is a tensor: no derivative.*p_sparta=0.3.*sync_weight"):
         SPARTAStrategy(lr, "sgd", lr=0.1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="compress a module whose sync_weight is 0 or 1"):
-        compressed(AveragingCommunicator(sync_weight=WEIGHTS), "topk")
+    with pytest.raises(ValueError, match="give a sync_weight that is 0 or 1"):
+        Exchange(Compressed(Mean(), "topk"), every=SyncWeight(WEIGHTS))
     with pytest.raises(ValueError, match=r"inside a transform of torch.func.*segments=None"):
         torch.func.grad(lambda x: outcome_of(of_three(x), segments=2).loss)(THREE)
     with pytest.raises(ValueError, match="requires grad"):

@@ -37,7 +37,7 @@ same on every node". What needs torch is imported when it is first used.
 - Figures: `vecgym.plot`, with `plot_runs` (`Trainer.plot`), `plot_comparison`, `plot_history`, `plot_sensitivity`,
   `plot_schedule` and others
 - Processes: `Trainer.fit(backend="processes", num_processes=W)`, `verify`
-- Underneath: `vecgym.sweeps.merged`, the pure step; `vecgym.engine`, the gradients of all nodes;
+- Underneath: `vecgym.simulation`, timetables and handlers; `vecgym.engine`, the gradients of all nodes;
   `vecgym.collectives`, exchanges, topologies and the ledger; `vecgym.compress`, codecs;
   `vecgym.records`, `vecgym.runs`, `vecgym.sweeps`, `vecgym.core`
 - Errors: `DivergenceError`, `ProcessError`, `VecgymWarning`; all others are `ValueError` and `TypeError`, with the fix

@@ -78,7 +78,8 @@ UNDERNEATH = (
     "vecgym.runs.rollout.", "vecgym.optim.schedule", "vecgym.simulation", "vecgym.collectives.topology",
     "vecgym.strategy.HALoSStrategy.region_of",
     "vecgym.core.tree", "vecgym.runs.verification.", "vecgym.optim.ElementwiseRule", "vecgym.optim.PerNodeRule",
-    "vecgym.strategy.Context", "vecgym.plot.default_window", "vecgym.data.Batches.", "vecgym.OptimSpec.mapped",
+    "vecgym.strategy.Context", "vecgym.strategy.Meeting", "vecgym.optim.Optimizer.",
+    "vecgym.plot.default_window", "vecgym.data.Batches.", "vecgym.OptimSpec.mapped",
     "vecgym.plot.pareto_front",
     "vecgym.plot.smooth", "vecgym.Ledger",
 )  # fmt: skip
@@ -102,7 +103,10 @@ MADE = {
 # ... the methods that a run calls, of what users write or give, ...
 PROTOCOL = {
     "init", "active_nodes", "local_gradients", "exchange_gradients", "exchange_parameters", "outer_learning_rate",
-    "stack_key", "stacked", "optimize", "lr", "select", "encode", "decode", "average", "reduce", "compresses", "update",
+    "agree", "settle", "write", "change", "changed", "gather", "shares", "told", "lag", "outer", "outer_lr", "agreed",
+    "marks", "trains", "senders", "facts", "times", "parts", "numbered", "timetable", "check_run", "alike", "rates",
+    "drawn", "load_hidden_state", "exchange_moments", "outer_parameters",
+    "optimize", "lr", "select", "encode", "decode", "average", "reduce", "compresses", "update",
     "mixing", "residual", "step_bytes", "exchange", "check", "check_steps", "check_present", "idle",
     "start", "resume", "log", "finish", "append", "forward", "logits", "val_metrics", "rate", "groups", "rule", "at",
     "after_step", "own", "count", "draw", "of", "correct", "steps_of_rounds", "check_updates",
@@ -112,7 +116,7 @@ PROTOCOL = {
 }  # fmt: skip
 # ... and arguments with these annotations.
 HANDED_ON = {"Tree", "State", "Context", "Code", "Draw", "Shapes", "Slots", "OptState", "T", "Engine", "Collectives",
-             "Runner", "Groups", "Exchange", "Mixing", "Batches"}  # fmt: skip
+             "Runner", "Groups", "Exchange", "Mixing", "Batches", "Meeting", "RunFacts"}  # fmt: skip
 DECORATION = (
     "title",
     "loss_label",

@@ -17,38 +17,41 @@ from tests.helpers import Recording
 from tests.reference import compression
 from vecgym import OptimSpec
 from vecgym.collectives import StackedCollectives
+from vecgym.compress import RandomK, TopK
 from vecgym.core import rng
+from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
-    Context,
-    DeMoCommunicator,
     DeMoStrategy,
-    DiLoCoCommunicator,
     DiLoCoStrategy,
+    Exchange,
     FedAvgStrategy,
-    GossipCommunicator,
     GossipStrategy,
-    GradientAveraging,
+    Mean,
+    Meeting,
+    Mix,
+    MostMoved,
+    Outer,
     PartitionedSelector,
-    ProximalTerm,
     RandomSelector,
     ScheduledSelector,
     Selector,
-    ServerCommunicator,
+    ServerMean,
     ServerOptimizer,
     ShuffledSequentialSelector,
     SparseCommunicator,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
-    TopKSparseCommunicator,
-    compressed,
-    delayed,
+    StrongestCosines,
+    SyncWeight,
     every,
 )
+from vecgym.strategy.averages import outer_spec
+from vecgym.strategy.coded import coded
+from vecgym.strategy.selectors import Draws
 
 CLASSES: dict[str, type[Optimizer]] = {
     name.lower(): getattr(torch.optim, name)
@@ -75,9 +78,12 @@ class Run:
     num_examples: tuple[int, ...]
     shapes: Mapping[str, torch.Size]  # of what is trained
 
-    def context(self, step: int) -> Context:
-        comm = StackedCollectives(self.num_nodes)
-        return Context(comm, step=step, max_steps=self.max_steps, seed=self.seed, num_examples=self.num_examples)
+    @property
+    def facts(self) -> RunFacts:
+        return RunFacts(self.num_nodes, self.max_steps, seed=self.seed, num_examples=self.num_examples)
+
+    def meeting(self, exchange: int, step: int) -> Meeting:
+        return Meeting(StackedCollectives(self.num_nodes), exchange=exchange, step=step, seed=self.seed)
 
 
 def scale(key: str, num_nodes: int) -> Tensor:
@@ -247,8 +253,8 @@ DEMO_LR = 0.01
 
 
 def _composed(s: Settings, K: int, T: int, spec: OptimSpec, common: dict[str, Any]) -> Strategy:
-    modules = [library_module(module, K, T) for module in s["modules"]]
-    return CommunicateOptimizeStrategy(modules, spec, **common)
+    exchanges = [library_exchange(module, K, T) for module in s["modules"]]
+    return CommunicateOptimizeStrategy(exchanges, spec, **common)
 
 
 MAKERS: dict[str, Callable[..., Strategy]] = {
@@ -257,45 +263,57 @@ MAKERS: dict[str, Callable[..., Strategy]] = {
 }  # fmt: skip
 
 
-def library_module(s: Settings, K: int, T: int) -> CommunicationModule:
+def library_exchange(s: Settings, K: int, T: int) -> Exchange:
     kind = s["kind"]
     options: dict[str, Any]
     if kind == "gradients":
-        return GradientAveraging()
+        return Exchange(Mean(), of="gradients")
     if kind == "average":
         options = {key: s[key] for key in ("H", "island_size", "participation", "weighting", "resting") if key in s}
         return AveragingCommunicator(sync_weight=shares(s.get("share"), T), **options)
     if kind == "server":
         server = ServerOptimizer(s["name"], **{key: s[key] for key in ("lr", "betas", "tau") if key in s})
-        options = {key: s[key] for key in ("H", "participation", "weighting") if key in s}
-        return ServerCommunicator(server, **options)
-    if kind == "proximal":
-        return ProximalTerm(mu_of(s, K), s.get("H", 1))
+        average = Outer(ServerMean(s.get("weighting", "equal")), server.spec)
+        return Exchange(average, every=s.get("H", 1), participation=s.get("participation", 1.0))
     if kind == "diloco":
-        options = {key: s[key] for key in ("H", "outer_lr") if key in s}
-        return DiLoCoCommunicator(outer_of(s), sync_weight=shares(s.get("share"), T), **options)
+        share, average = shares(s.get("share"), T), Outer(Mean(), outer_spec(outer_of(s), s.get("outer_lr")))
+        return Exchange(average, every=s.get("H", 100) if share is None else SyncWeight(share))
     if kind == "sparse":
         options = {"delay": s.get("delay", 0), "interval": s.get("interval", 1), "quantization_bits": s.get("bits")}
         return SparseCommunicator(selector_of(s), **options)
     if kind == "topk_sparse":
-        return TopKSparseCommunicator(s.get("fraction", 0.2), s.get("bits"))
+        return Exchange(MostMoved(s.get("fraction", 0.2), s.get("bits")))
     if kind == "gossip":
-        return GossipCommunicator(topology_of(s, K), s.get("every", 1))
+        return Exchange(Mix(topology_of(s, K)), every=s.get("every", 1))
     if kind == "demo":
-        return DeMoCommunicator(**demo_options(s))
+        return Exchange(StrongestCosines(**demo_options(s)), of="gradients")
     if kind == "every":
-        return every(s.get("n", 2), library_module(s["module"], K, max(1, T // s.get("n", 2))))
+        return every(s.get("n", 2), library_exchange(s["module"], K, max(1, T // s.get("n", 2))))
+    inner = library_exchange(s["module"], K, T)
     if kind == "delayed":
-        return delayed(library_module(s["module"], K, T), s.get("d", 1))
-    return compressed(
-        library_module(s["module"], K, T), s.get("method", "int8"), error_feedback=s.get("error_feedback", True),
-        reference=s.get("reference"), **method_options(s),
+        return with_settings(inner, delay=s.get("d", 1), late="change" if s.get("d", 1) else "value")
+    return with_settings(inner, how=coded_average(s, inner))
+
+
+def with_settings(exchange: Exchange, **changes: Any) -> Exchange:
+    """The same exchange with other settings."""
+    names = ("how", "every", "of", "delay", "late", "participation", "resting")
+    return Exchange(**{**{name: getattr(exchange, name) for name in names}, **changes})
+
+
+def coded_average(s: Settings, inner: Exchange) -> Any:
+    """The average of an exchange with codes in it; of parameters themselves what has changed since the last one."""
+    of_values = s["module"]["kind"] == "average"
+    reference = s.get("reference")
+    return coded(
+        inner.how, codec_of(s), error_feedback=s.get("error_feedback", True), purpose=f"compress {inner.of}",
+        reference=inner.of == "parameters" and (of_values if reference is None else reference),
     )  # fmt: skip
 
 
-def method_options(s: Settings) -> dict[str, Any]:
+def codec_of(s: Settings) -> Any:
     method = s.get("method", "int8")
-    return {"fraction": s.get("fraction", 0.2)} if method in ("topk", "randomk") else {}
+    return {"topk": TopK, "randomk": RandomK}[method](s.get("fraction", 0.2)) if method[-1] == "k" else method
 
 
 # ----------------------------------------------------------------------------------------------- the twin's side
@@ -322,20 +340,21 @@ def expanded(s: Settings) -> list[Settings]:
 
 
 def twin_modules(s: Settings, strategy: Strategy, run: Run) -> list[naive.Module]:
-    pairs = zip(expanded(s), strategy.communication_modules, strict=True)
-    return [twin_module(module, of_library, run) for module, of_library in pairs]
+    settings, exchanges = expanded(s), list(strategy.exchanges)
+    assert len([x for x in settings if x["kind"] != "proximal"]) == len(exchanges)
+    return [twin_module(x, None if x["kind"] == "proximal" else exchanges.pop(0), run) for x in settings]
 
 
-def twin_module(s: Settings, module: Any, run: Run) -> naive.Module:
-    """The naive exchange; `module`, the library's own, is asked for what is drawn at random, and for nothing else."""
+def twin_module(s: Settings, exchange: Any, run: Run) -> naive.Module:
+    """The naive exchange; `exchange`, the library's own, is asked for what is drawn at random, and for nothing else."""
     kind, K = s["kind"], run.num_nodes
     if kind == "gradients":
         return naive.AverageGradients()
     if kind == "average":
-        return _twin_average(s, module, run)
+        return _twin_average(s, exchange, run)
     if kind == "server":
         options = {key: s[key] for key in ("lr", "betas", "tau", "H", "weighting") if key in s}
-        return naive.Server(s["name"], participants=participants(s, module, run), **options)
+        return naive.Server(s["name"], participants=participants(s, exchange, run), **options)
     if kind == "proximal":
         mu = s.get("mu", 0.3)
         return naive.Proximal((mu * scale("mu", K)).tolist() if s.get("mu_per_node") else mu, s.get("H", 1))
@@ -343,35 +362,37 @@ def twin_module(s: Settings, module: Any, run: Run) -> naive.Module:
         share = shares(s.get("share"), run.max_steps)
         return naive.DiLoCo(outer_optimizer(s), s.get("H", 100), share, s.get("outer_lr", 0.7))
     if kind == "sparse":
-        return naive.Sparse(masks(module, run), s.get("interval", 1), s.get("delay", 0), s.get("bits"))
+        return naive.Sparse(
+            masks(exchange, s.get("interval", 1), run), s.get("interval", 1), s.get("delay", 0), s.get("bits")
+        )
     if kind == "topk_sparse":
         return naive.TopKSparse(s.get("fraction", 0.2), s.get("bits"))
     if kind == "gossip":
-        return naive.Gossip(matrices(s, module, run), s.get("every", 1))
+        return naive.Gossip(matrices(s, exchange, run), s.get("every", 1))
     if kind == "demo":
         return naive.DeMo(s.get("decay", 0.999), s.get("k", 32), s.get("chunk", 64))
     if kind == "every":
         n = s.get("n", 2)
         inner = Run(K, max(1, run.max_steps // n), run.seed, run.num_examples, run.shapes)
-        return naive.Every(n, twin_module(s["module"], module.module if n > 1 else module, inner))
+        return naive.Every(n, twin_module(s["module"], library_exchange(s["module"], K, inner.max_steps), inner))
     if kind == "delayed":
         d = s.get("d", 1)
-        return naive.Delayed(d, twin_module(s["module"], module.module if d > 0 else module, run))
-    return _twin_compressed(s, module, run)
+        return naive.Delayed(d, twin_module(s["module"], exchange, run))
+    return _twin_compressed(s, run)
 
 
-def _twin_average(s: Settings, module: Any, run: Run) -> naive.Average:
-    drawn = participants(s, module, run)
+def _twin_average(s: Settings, exchange: Exchange, run: Run) -> naive.Average:
+    drawn = participants(s, exchange, run)
     keeps_rounds = "island_size" not in s and "share" not in s
     at_server = drawn is not None and s.get("resting", "server" if keeps_rounds else "keep") == "server"
 
     def islands(t: int) -> naive.Groups:
+        members = drawn(t) if drawn else list(range(run.num_nodes))
         comm = Recording(run.num_nodes)
-        context = Context(comm, step=t, max_steps=run.max_steps, seed=run.seed, num_examples=run.num_examples)
-        module.exchange_parameters({"x": torch.zeros(run.num_nodes)}, {}, context)
+        at = Meeting(comm.among(members), step=t, seed=run.seed, examples=[run.num_examples[node] for node in members])
+        exchange.average({"x": torch.zeros(len(members))}, at)
         found = comm.drawn[-1]
-        members = sorted(node for island in found for node in island)
-        assert members == (drawn(t) if drawn else list(range(run.num_nodes))), "islands are not a partition"
+        assert members == sorted(node for island in found for node in island), "islands are not a partition"
         assert all(len(island) == s["island_size"] for island in found[:-1]), "an island of another size"
         return found
 
@@ -382,14 +403,18 @@ def _twin_average(s: Settings, module: Any, run: Run) -> naive.Average:
     )  # fmt: skip
 
 
-def participants(s: Settings, module: Any, run: Run) -> Callable[[int], list[int]] | None:
+def participants(s: Settings, exchange: Exchange, run: Run) -> Callable[[int], list[int]] | None:
     share = s.get("participation", 1.0)
     if share == 1:
         return None
 
+    trains = exchange.trains(run.facts)
+    assert trains is not None
+
     def drawn(t: int) -> list[int]:
-        found = module.active_nodes(run.context(t))
-        first = module.active_nodes(run.context(t - t % s.get("H", 1)))
+        found = trains(t, range(run.num_nodes))
+        first = trains(t - t % s.get("H", 1), range(run.num_nodes))
+        assert found is not None
         assert found == first, "another sample within a round"
         assert len(set(found)) == max(1, round(share * run.num_nodes)), "a sample of another size"
         return list(found)
@@ -403,19 +428,20 @@ def outer_optimizer(s: Settings) -> Callable[[list[Tensor]], Optimizer]:
     return lambda params: torch.optim.SGD(params, lr=s.get("outer_lr", 0.7), momentum=0.9, nesterov=True)
 
 
-def masks(module: SparseCommunicator, run: Run) -> Callable[[int], dict[str, Tensor]]:
-    shapes = dict(run.shapes)
-    state = module.index_selector.init(shapes, run.context(0))
+def masks(exchange: Any, interval: int, run: Run) -> Callable[[int], dict[str, Tensor]]:
+    shapes, selector = dict(run.shapes), exchange.how.selector
+    state = selector.init(shapes, Draws(run.seed))
 
     def mask(t: int) -> dict[str, Tensor]:
         nonlocal state
-        found, state = module.index_selector.select(shapes, state, t // module.interval, run.context(t))
+        found: dict[str, Tensor]
+        found, state = selector.select(shapes, state, (t + 1) // interval - 1, Draws(run.seed, t))
         return found
 
     return mask
 
 
-def matrices(s: Settings, module: GossipCommunicator, run: Run) -> Callable[[int, int], Tensor]:
+def matrices(s: Settings, exchange: Any, run: Run) -> Callable[[int, int], Tensor]:
     """By the definitions of the graphs; only random matchings are the library's."""
     K, name = run.num_nodes, s.get("topology", "ring")
 
@@ -426,7 +452,7 @@ def matrices(s: Settings, module: GossipCommunicator, run: Run) -> Callable[[int
                 W[i, (i + other) % K] = 1 / len({o % K for o in others})
         return W
 
-    def matrix(exchange: int, t: int) -> Tensor:
+    def matrix(number: int, t: int) -> Tensor:
         log = math.ceil(math.log2(K))
         if name == "ring":
             return hears(0, 1, -1)
@@ -435,12 +461,12 @@ def matrices(s: Settings, module: GossipCommunicator, run: Run) -> Callable[[int
         if name == "exponential":
             return hears(0, *(2**k for k in range(log)))
         if name == "one_peer_exponential":
-            return hears(0, 2 ** (exchange % log)) if K > 1 else hears(0)
+            return hears(0, 2 ** (number % log)) if K > 1 else hears(0)
         if name == "torus":
             return torus(K)
         if name == "random_matching":
-            return module.mixing(run.context(t)).weights
-        return doubly_stochastic(K, {"matrix": 0, "matrices": exchange % 2, "function": t}[name])
+            return exchange.how.mixing(run.meeting(number, t)).weights
+        return doubly_stochastic(K, {"matrix": 0, "matrices": number % 2, "function": t}[name])
 
     return matrix
 
@@ -455,10 +481,9 @@ def torus(K: int) -> Tensor:
     return W
 
 
-def _twin_compressed(s: Settings, module: Any, run: Run) -> naive.Module:
-    # What is drawn at random depends on the seed alone, and the module without codes says it plainly.
-    plain = library_module(s["module"], run.num_nodes, run.max_steps) if s["module"] is not s else module.module
-    inner = twin_module(s["module"], plain, run)
+def _twin_compressed(s: Settings, run: Run) -> naive.Module:
+    # What is drawn at random depends on the seed alone, and the exchange without codes says it plainly.
+    inner = twin_module(s["module"], library_exchange(s["module"], run.num_nodes, run.max_steps), run)
     by_argument = s.get("by_argument", False)
     method, fraction = s.get("method", "int8"), 0.01 if by_argument else s.get("fraction", 0.2)
     compares = s["module"]["kind"] != "average"  # with a state of its own

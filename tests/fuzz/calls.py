@@ -31,34 +31,41 @@ from vecgym.collectives import StackedCollectives, topology
 from vecgym.collectives.ledger import Transfer
 from vecgym.compat import diloco_sim, exogym
 from vecgym.compress.codecs import Draw
-from vecgym.core import rng
+from vecgym.core import rng, tree
 from vecgym.engine import Engine, ModelFacts, Plan
+from vecgym.optim import Optimizer
 from vecgym.records import loggers
 from vecgym.records.history import History
 from vecgym.runs import memory
 from vecgym.runs.verification import Check, Difference
 from vecgym.simulation import Simulation, availability
 from vecgym.simulation.availability import Dropout, Facts
-from vecgym.simulation.state import HookState
+from vecgym.simulation.state import State
+from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
     AsyncStrategy,
+    Average,
     AveragingCommunicator,
     Context,
     DelayedNesterov,
-    DiLoCoCommunicator,
     DiLoCoStrategy,
+    Exchange,
     FedBuff,
+    GPAStrategy,
     HeLoCo,
     Mean,
-    MostMoved,
+    Meeting,
     OuterOptimizer,
+    PALSGDStrategy,
     RandomSelector,
     RankStrategy,
     Rounds,
+    Selector,
     ServerOptimizer,
-    Sparse,
     Strategy,
 )
+from vecgym.strategy.averages import ExchangeFacts
+from vecgym.strategy.selectors import Draws
 from vecgym.strategy.simulated import simulation_of
 
 K, STEPS, DIM = 2, 2, 3
@@ -240,14 +247,29 @@ def engine() -> Engine:
     return made
 
 
-def simulation() -> Simulation:
-    return simulation_of(Line(), strategy(), StackedCollectives(K), engine=engine(), max_steps=STEPS)
+def simulation(of: Strategy | None = None) -> Simulation:
+    return simulation_of(Line(), of or strategy(), StackedCollectives(K), engine=engine(), max_steps=STEPS)
 
 
-def known() -> HookState:
-    made = simulation()
-    found: HookState = made.algorithm.as_hooks_know(made.init())
-    return found
+def state() -> State:
+    return simulation().init()
+
+
+def facts() -> RunFacts:
+    """What a strategy or an exchange is told before a run."""
+    return RunFacts(K, STEPS, num_examples=(8, 8), names=("w",))
+
+
+def of_exchanges() -> ExchangeFacts:
+    """What an average is told."""
+    return Exchange(Mean()).facts(facts())
+
+
+def meeting(average: Any) -> Meeting:
+    """Of nodes that use an average for the first time."""
+    own, shared = average.init(_theta(), of_exchanges())
+    wide = tree.map_leaves(lambda x: x.expand(K, *x.shape[1:]).clone(), own)
+    return Meeting(StackedCollectives(K), wide, shared, examples=(8, 8))
 
 
 def partition() -> data.Partition:
@@ -333,6 +355,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "communication_modules": lambda: [AveragingCommunicator()], "count": lambda: 1, "ctx": context, "d": lambda: 1,
     "data": lambda: torch.arange(16) % 4, "dataset": examples, "device": lambda: torch.device("cpu"),
     "directory": lambda: "log", "engine": lambda: "auto", "eval_batch": lambda: examples(4), "exchange": lambda: 0,
+    "how": Mean,
     "extra": dict, "generator": lambda: torch.Generator().manual_seed(0), "grads": tree_of_nodes,
     "grid": lambda: {"lr": [0.1, 0.2]}, "high": lambda: 2.0, "histories": lambda: {"run": history()},
     "history": history, "index": lambda: 0, "island_size": lambda: 2, "keys": lambda: {"w": "w"},
@@ -342,7 +365,8 @@ VALUES: dict[str, Callable[[], Any]] = {
     "num_bytes": lambda: 10.0, "num_nodes": lambda: K, "num_processes": lambda: 1, "num_steps": lambda: 4,
     "num_tokens": lambda: 2, "optim": lambda: "sgd", "p": lambda: 0.5, "params": tree_of_nodes,
     "partition": partition, "path": lambda: "out.csv", "points": lambda: [(1.0, 2.0), (2.0, 1.0)],
-    "purpose": lambda: "fuzz", "row": row, "rows": lambda: [row()], "runner": lambda: _swept()._runner,
+    "purpose": lambda: "fuzz", "row": row, "rows": lambda: [row()], "run": facts,
+    "names": lambda: ["w"], "runner": lambda: _swept()._runner,
     "seed": lambda: 1, "server": ServerOptimizer, "settings": lambda: {"num_nodes": K},
     "spec": lambda: vecgym.OptimSpec("sgd"), "step": lambda: 1, "strategy": strategy,
     "text": lambda: "abc" * 50, "tokens": lambda: torch.arange(10) % 4,
@@ -384,6 +408,10 @@ def _chain() -> compress.Chain:
 def _codes() -> dict[str, Any]:
     """Of each node, as `of_codes` takes them."""
     return {name: compress.Sign().encode(x, drawn()) for name, x in tree_of_nodes().items()}
+
+
+def _sgd() -> Optimizer:
+    return Optimizer(vecgym.OptimSpec("sgd", lr=0.1))
 
 
 def _moments() -> dict[str, Any]:
@@ -452,7 +480,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
         "engine": engine, "state": lambda: simulation().init(),
         "sets": lambda: [data.EvalBatches(examples(4), 2, None, K)]},
     "vecgym.runs.evaluation.among": {"members": lambda: [0]},
-    "vecgym.strategy.Strategy.result": {"state": known},
+    "vecgym.strategy.Strategy.result": {"state": state},
     **{f"vecgym.collectives.{name}.fetched": {"sources": lambda: [1], "receivers": lambda: [0]}
        for name in ("Collectives", "StackedCollectives")},
     "vecgym.data.Batches.read": {"requests": lambda: [([0, 1], 0)], "shard_sizes": lambda: None},
@@ -515,36 +543,33 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.optim.schedule.lambda_cosine": {},
     "vecgym.optim.schedule.check_schedule": {"name": lambda: "cosine"},
     "vecgym.optim.schedule.make_schedule": {"name": lambda: "cosine"},
-    "vecgym.strategy.compressed": {},
-    "vecgym.strategy.GossipCommunicator.mixing": {},
     **{f"vecgym.strategy.{name}": {"codec": lambda: "int8"} for name in ("Compressed", "EF21")},
+    "vecgym.strategy.every": {"exchange": lambda: Exchange(Mean())},
+    "vecgym.strategy.Exchange": {"shared": dict, "tick": lambda: 0},
+    "vecgym.strategy.StrongestCosines.residual": {"held": lambda: {"w": torch.ones(K, 1, DIM)}},
+    "vecgym.strategy.GPAStrategy.average": {"state": lambda: simulation(GPAStrategy("sgd", lr=0.1)).init()},
+    "vecgym.strategy.PALSGDStrategy.drawn": {"step": lambda: 0},
+    "vecgym.strategy.Strategy": {
+        "timetable": lambda: strategy().timetable(facts()), "shared": lambda: state().shared,
+        "tick": lambda: 0},
+    "vecgym.strategy.PALSGDStrategy.rates": {
+        "timetable": lambda: PALSGDStrategy("sgd", lr=0.1).timetable(facts()), "tick": lambda: 0},
+    **{f"vecgym.strategy.{name}": {"state": dict} for name in
+       ("RankStrategy.load_state_dict", "Strategy.load_hidden_state")},
+    "vecgym.strategy.Meeting": {
+        "weighting": lambda: "examples", "common": lambda: True, "index": lambda: {"w": torch.tensor([0])},
+        "of_nodes": lambda: torch.ones(K), "number": lambda: 0.5, "drawn": tree_of_nodes,
+        "like": lambda: torch.ones(K, DIM), "x": lambda: torch.ones(K, DIM),
+        "new": lambda: {"w": torch.ones(K, 1)}},
+    "vecgym.optim.Optimizer": {
+        "counts": lambda: 0, "optimizers": lambda: [_sgd()] * 2, "num_rows": lambda: K, "whose": lambda: "x",
+        "state": lambda: _sgd().init(tree_of_nodes()),
+        "slots": lambda: _sgd().init(tree_of_nodes()), "spec": lambda: vecgym.OptimSpec("sgd"), "lr": lambda: 0.1},
     "vecgym.strategy.Context.of_rows": {"rows": lambda: torch.tensor([0])},
     "vecgym.strategy.CommunicationModule.exchange_moments": {"moments": _moments},
-    "vecgym.strategy.Moments.exchange_moments": {"moments": _moments},
-    **{f"vecgym.strategy.{name}.of_codes": {"codes": _codes, "codec": compress.Sign, "like": tree_of_nodes}
-       for name in ("Mean", "Robust", "ServerMean")},
-    "vecgym.strategy.Strategy.exchange_moments": {"optimizer": dict, "state": dict},
-    "vecgym.strategy.Strategy.take_rows": {"state": tree_of_nodes, "rows": lambda: torch.tensor([0])},
-    "vecgym.strategy.Strategy.put_rows": {"state": tree_of_nodes, "rows": lambda: torch.tensor([0]),
-                                         "new": lambda: {"w": torch.ones(1, DIM)}, "inplace": lambda: False},
-    "vecgym.strategy.When.exchange": {"exchange": lambda: lambda params, state, ctx: (params, state), "state": dict},
-    "vecgym.strategy.base.check_interval": {"name": lambda: "H", "value": lambda: 1},
-    "vecgym.strategy.base.moments_in": {"optimizer": _moments},
-    "vecgym.strategy.base.with_moments": {"optimizer": _moments, "moments": _moments},
-    "vecgym.strategy.base.optimizer_step": {
-        "rule": lambda: vecgym.OptimSpec("sgd").rule(), "step": lambda: 0,
-        "state": lambda: vecgym.OptimSpec("sgd").rule().init(tree_of_nodes())},
-    "vecgym.strategy.base.overrides": {"method": lambda: "active_nodes"},
     "vecgym.strategy.Corrupted": {"nodes": lambda: [0]},
     "vecgym.strategy.Sparse": {"selector": lambda: RandomSelector(0.5)},
-    "vecgym.strategy.Sparse.write": {"agreed": lambda: Sparse(0.5, Mean()).empty(tree_of_nodes())},
-    **{f"vecgym.strategy.{name}.stacked": {"modules": lambda: [DiLoCoCommunicator(H=1)] * 2}
-       for name in ("EagerCommunicator", "OuterStep", "Parameters", "StreamingCommunicator")},
-    "vecgym.strategy.Rounds.exchange": {"exchange": lambda: lambda params, state, ctx: (params, state), "state": dict},
-    "vecgym.strategy.ProximalTerm": {"mu": lambda: 0.1},
     "vecgym.strategy.SyncWeight": {"weights": lambda: torch.ones(STEPS)},
-    "vecgym.strategy.SyncWeight.exchange": {"exchange": lambda: lambda params, state, ctx: (params, state),
-                                            "state": dict},
     "vecgym.strategy.ScheduledSelector": {"H": lambda: 2},
     "vecgym.collectives.topology.random_islands": {"nodes": lambda: [0, 1, 2, 3]},
     "vecgym.collectives.topology.torus": {"num_nodes": lambda: 4},
@@ -592,9 +617,7 @@ VALUES_OF |= {
     "vecgym.simulation.availability.as_availability": {"value": lambda: Dropout(0.1)},
     "vecgym.collectives.Collectives.among": {"members": lambda: [0]},
     "vecgym.collectives.StackedCollectives.among": {"members": lambda: [0]},
-    "vecgym.strategy.EF21.check_present": {"counts": lambda: [K]},
-    **{f"vecgym.strategy.{name}.check_present": {"counts": lambda: [1]} for name in
-       ("Average", "CommunicationModule", "Mix", "Robust", "Strategy")},
+    "vecgym.strategy.CommunicationModule.check_present": {"counts": lambda: [1]},
 }  # fmt: skip
 
 _SIZES = {"sizes": lambda: {"w": 4 * DIM}}
@@ -628,12 +651,6 @@ VALUES_OF |= {
     "vecgym.clock.price": {**_NETWORK, "transfers": lambda: [[transfer()]]},
     "vecgym.clock.required_bandwidth": {**_NETWORK, "transfers": lambda: [[transfer()]]},
     **{f"vecgym.optim.Fed{name}": {"params": lambda: Line().parameters()} for name in ("Adagrad", "Adam", "Yogi")},
-    "vecgym.strategy.Mix.of_codes": {"codes": _codes, "codec": compress.Sign, "like": tree_of_nodes},
-    "vecgym.strategy.MostMoved.write": {"agreed": lambda: MostMoved(0.5).empty(tree_of_nodes())},
-    "vecgym.strategy.ServerOptimizer.update": {
-        "delta": tree_of_nodes,
-        "slots": lambda: ServerOptimizer().init(tree_of_nodes()),
-    },
     "vecgym.collectives.topology.plain_who": {"who": lambda: ((0, 1),)},
     "vecgym.collectives.topology.who_of": {"plain": lambda: ["groups", [0, 1]]},
 }
@@ -665,10 +682,6 @@ VALUES_OF |= {
         "state": functools.partial(_state_of_server, OuterOptimizer),
     },
     "vecgym.strategy.RoundsOf": {"H": lambda: lambda step: 1},
-    "vecgym.strategy.RoundsOf.exchange": {
-        "exchange": lambda: lambda params, state, ctx: (params, state),
-        "state": dict,
-    },
     "vecgym.strategy.GPAStrategy": {"optimizer": lambda: {"z": tree_of_nodes()}},
     "vecgym.OptimSpec.at_each": {"by_count": lambda: lambda of_step: of_step(0)},
     "vecgym.clock.Compute.drawn": {"node": lambda: 0, "block": lambda: 0},
@@ -698,9 +711,9 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.compat.diloco_sim.DilocoSimulator": simulator,
     "vecgym.compat.diloco_sim.DilocoSimulatorConfig": config,
     "vecgym.strategy.Average": Mean,
+    "vecgym.strategy.Meeting": lambda: meeting(Mean()),
     "vecgym.strategy.When": lambda: Rounds(1),
     "vecgym.strategy.Selector": lambda: RandomSelector(0.5),
-    "vecgym.strategy.CommunicationModule": AveragingCommunicator,
     "vecgym.strategy.Strategy": strategy,
     "vecgym.strategy.RankStrategy": rank,
     "vecgym.collectives.topology.Mixing": lambda: topology.Mixing.of(doubly_stochastic()),
@@ -772,10 +785,11 @@ def _takes_arguments(value: Any) -> bool:
     return True
 
 
-def _is_of_the_kernel(method: Any) -> bool:
+def _is_of_the_kernel(method: Any, asynchronous: bool) -> bool:
     """Whether this is a handler of an algorithm, or what the kernel asks it before a run."""
     names = list(inspect.signature(method).parameters)[1:2] if inspect.isfunction(method) else []
-    return names in (["part"], ["run"], ["times"], ["events"]) or getattr(method, "__name__", "") == "own_parameters"
+    told = ("part", "times", "events", "run") if asynchronous else ("part", "times", "events")
+    return bool(names) and (names[0] in told or method.__name__ == "own_parameters")
 
 
 def _methods(owner: str, cls: Any) -> list[Target]:
@@ -785,7 +799,7 @@ def _methods(owner: str, cls: Any) -> list[Target]:
     found = []
     for name, value in vars(cls).items():
         inner = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-        if getattr(cls, "asynchronous", False) and _is_of_the_kernel(inner):
+        if _is_of_the_kernel(inner, getattr(cls, "asynchronous", False)):
             continue
         if not name.startswith("_") and inspect.isfunction(inner) and inner.__module__.startswith("vecgym"):
             bound = inner is not value
@@ -802,6 +816,11 @@ class NoValue(LookupError):
 
 def good_value(target: Target, name: str) -> Any:
     """A new value that works for an argument."""
+    if target.owner and inspect.isclass(cls := targets()[target.owner].function):
+        if issubclass(cls, Average) and name in OF_AVERAGES:
+            return OF_AVERAGES[name](target)
+        if issubclass(cls, Selector) and name == "at":
+            return Draws()
     for table in (VALUES_OF.get(target.name, {}), VALUES_OF.get(target.owner, {}), VALUES):
         if name in table:
             return table[name]()
@@ -817,10 +836,36 @@ def _state(target: Target) -> Any:
     if not hasattr(made, "init"):
         raise NoValue(f"{target.name}: no state without init")
     first = {"w": torch.Size([DIM])} if "Selector" in target.owner else tree_of_nodes()
-    state = made.init(first, context())
-    if isinstance(made, Strategy):
-        return state[0] if target.name.endswith("optimize") else state[1]
-    return state
+    return made.init(first, Draws() if isinstance(made, Selector) else context())
+
+
+def _at(target: Target) -> Meeting:
+    """A meeting for a method of an average: what comes after the nodes agreed finds that they did."""
+    average, method = _object(targets()[target.owner]), target.name.rpartition(".")[2]
+    at = meeting(average)
+    if method in ("settle", "write"):
+        average.agree(tree_of_nodes(), at)
+    if method == "changed":
+        average.change(tree_of_nodes(), at)
+    return at
+
+
+def _message(target: Target, how: str) -> Any:
+    average = _object(targets()[target.owner])
+    return getattr(average, how)(tree_of_nodes(), meeting(average))
+
+
+OF_AVERAGES: dict[str, Callable[[Target], Any]] = {
+    "at": _at,
+    "message": functools.partial(_message, how="agree"),
+    "change": functools.partial(_message, how="change"),
+    "shared": lambda target: _at(target).shared,
+    "run": lambda target: of_exchanges(),
+    "every": lambda target: 1,
+    "codes": lambda target: _codes() if target.name.endswith("of_codes") else tree_of_nodes(),
+    "codec": lambda target: compress.Sign(),
+    "like": lambda target: tree_of_nodes(),
+}
 
 
 def _object(cls: Target) -> Any:

@@ -173,10 +173,6 @@ def gradients(draw: Draw) -> Settings:
     return {"kind": "gradients"}
 
 
-def proximal(draw: Draw) -> Settings:
-    return {"kind": "proximal", **some(draw, 0.6, mu=[0.5, 0.1], H=[2, 3]), **some(draw, 0.2, mu_per_node=True)}
-
-
 METHODS = ("topk", "randomk", "int8", "int4", "sign")
 
 
@@ -190,14 +186,15 @@ def compressed(draw: Draw) -> Settings:
 
 
 def wrapped(draw: Draw) -> Settings:
-    """An exchange within `every` or `delayed`."""
+    """An exchange in units of some steps, or a late one."""
     inner = draw.choice([gradients, average, server, diloco, sparse, gossip, demo, topk_sparse, compressed])(draw)
     if draw.random() < 0.5 or inner["kind"] in ("gradients", "demo"):
         return {"kind": "every", "n": draw.choice([2, 3]), "module": inner}
+    inner.pop("delay", None)  # an exchange has one
     return {"kind": "delayed", "d": draw.choice([1, 2]), "module": inner}
 
 
-EXCHANGES = (average, server, diloco, sparse, topk_sparse, gossip, demo, gradients, proximal, compressed, wrapped)
+EXCHANGES = (average, server, diloco, sparse, topk_sparse, gossip, demo, gradients, compressed, wrapped)
 
 
 # -------------------------------------------------------------------------------------------------- strategies

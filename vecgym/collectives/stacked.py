@@ -23,31 +23,24 @@ CACHED_ELEMENTS = 1 << 17  # of a block of columns that is mixed at once: 0.5 Mi
 class StackedCollectives(Collectives):
     """Collectives among K nodes stacked in this process, `[K, *]`.
 
-    With `num_configs` = C > 1 the tensors hold C independent configurations of K nodes each, `[C * K, *]`, and
-    every collective stays within its configuration: results that would be `[1, *]` are `[C * K, *]`, equal
-    within a configuration.
-
     >>> comm = StackedCollectives(2)
     >>> comm.mean(torch.tensor([[1.0], [3.0]]))
     tensor([[2.]])
-    >>> StackedCollectives(2, num_configs=2).mean(torch.tensor([1.0, 3.0, 10.0, 20.0]))
-    tensor([ 2.,  2., 15., 15.])
     >>> pair = StackedCollectives(4).among([1, 3])
     >>> pair.broadcast(torch.tensor([5.0, 7.0]), src=1), pair.among([1]).members
     (tensor([7.]), (3,))
     """
 
-    def __init__(self, num_nodes: int, num_configs: int = 1, ledger: Ledger | None = None) -> None:
-        if num_nodes < 1 or num_configs < 1:
-            raise ValueError(f"num_nodes={num_nodes} and num_configs={num_configs} must be at least 1.")
+    num_configs = 1  # of a group, each with its own nodes: see `GroupCollectives`
+
+    def __init__(self, num_nodes: int, ledger: Ledger | None = None) -> None:
+        if num_nodes < 1:
+            raise ValueError(f"num_nodes={num_nodes} must be at least 1.")
         self.num_nodes = num_nodes
-        self.num_configs = num_configs
-        self.node_ids = torch.arange(num_nodes).repeat(num_configs)
+        self.node_ids = torch.arange(num_nodes)
         self.ledger = Ledger() if ledger is None else ledger
 
     def among(self, members: Sequence[int]) -> StackedCollectives:
-        if self.num_configs > 1:
-            raise ValueError("among() does not support several configurations: call it for each configuration.")
         subset = StackedCollectives(len(members), ledger=self.ledger)
         subset._count_among(self, members)
         return subset
@@ -59,17 +52,13 @@ class StackedCollectives(Collectives):
     def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
         if x.shape[0] == 1:  # the same on every node: K equal terms, or those of a group
             return x if average or self.num_nodes == 1 else self._replicated_sum(x, groups)
-        y = self._by_config(x)  # [C, K, *]
-        reduced = _reduced(y, groups, average)
-        if groups is None:
-            return reduced[0] if self.num_configs == 1 else reduced.expand_as(y).reshape(x.shape)
-        return reduced.reshape(x.shape)
+        return _reduced(x[None], groups, average)[0]
 
     def _replicated_sum(self, x: Tensor, groups: Groups | None) -> Tensor:
         if groups is None:
             return x * self.num_nodes
         count = placed(self._times(groups, x.dtype), x.device)
-        return x * count.repeat(self.num_configs).view(-1, *[1] * (x.dim() - 1))
+        return x * count.view(-1, *[1] * (x.dim() - 1))
 
     def _times(self, groups: Groups, dtype: torch.dtype) -> Tensor:
         """Return how many values each node's group adds up, `[K]`."""
@@ -79,26 +68,17 @@ class StackedCollectives(Collectives):
         return sizes
 
     def _all_gather(self, x: Tensor) -> Tensor:
-        everyone = self._by_config(self._expanded(x))  # [C, K, *]
-        return everyone.repeat_interleave(self.num_nodes, 0) if self.num_configs > 1 else everyone
+        return self._expanded(x)[None]
 
     def _broadcast(self, x: Tensor, src: int) -> Tensor:
-        if x.shape[0] == 1:
-            return x
-        y = self._by_config(x)
-        source = y[:, src : src + 1]
-        return source[0] if self.num_configs == 1 else source.expand_as(y).reshape(x.shape)
+        return x if x.shape[0] == 1 else x[src : src + 1]
 
     def _permute(self, x: Tensor, source: Tensor) -> Tensor:
-        if x.shape[0] == 1:
-            return x
-        return self._by_config(x).index_select(1, placed(source, x.device)).reshape(x.shape)
+        return x if x.shape[0] == 1 else x.index_select(0, placed(source, x.device))
 
     def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
-        y = self._by_config(self._expanded(x))
-        matrix = placed(weights, x.device, x.dtype)
-        mixed = matrix @ y.flatten(2) if y.dim() > 2 else y @ matrix.T
-        return mixed.reshape(y.shape).flatten(0, 1)
+        y, matrix = self._expanded(x), placed(weights, x.device, x.dtype)
+        return (matrix @ y.flatten(1) if y.dim() > 1 else y @ matrix.T).reshape(y.shape)
 
     def _mix_inplace(self, x: Tensor, mixing: Mixing) -> Tensor:
         if len(x) != self.num_configs * self.num_nodes or not x.is_contiguous() or x.numel() == 0:
@@ -118,7 +98,7 @@ class StackedCollectives(Collectives):
         if self.num_configs == 1:
             return lambda part: weights @ part
         batch = weights.expand(self.num_configs, -1, -1)
-        return lambda part: torch.bmm(batch, self._by_config(part)).flatten(0, 1)
+        return lambda part: torch.bmm(batch, part.unflatten(0, (self.num_configs, -1))).flatten(0, 1)
 
     def _gather_neighbours(self, mixing: Mixing, like: Tensor) -> Callable[[Tensor], Tensor]:
         """Return the function from `[C * K, P]` to the weighted sums of the rows that each node receives."""
@@ -129,10 +109,7 @@ class StackedCollectives(Collectives):
         return lambda part: F.embedding_bag(sources, part.contiguous(), starts, mode="sum", per_sample_weights=values)
 
     def _expanded(self, x: Tensor) -> Tensor:
-        return x.expand(len(self.node_ids), *x.shape[1:])
-
-    def _by_config(self, x: Tensor) -> Tensor:
-        return x.unflatten(0, (self.num_configs, self.num_nodes))
+        return x.expand(self.num_nodes, *x.shape[1:])
 
 
 class GroupCollectives(StackedCollectives):
@@ -156,7 +133,8 @@ class GroupCollectives(StackedCollectives):
     """
 
     def __init__(self, comm: StackedCollectives, num_configs: int) -> None:
-        super().__init__(comm.num_nodes, num_configs, comm.ledger)
+        super().__init__(comm.num_nodes, comm.ledger)
+        self.num_configs = num_configs
         self.node_ids, self.shapes_only = comm.node_ids, comm.shapes_only
         self.members, self._run_nodes, self._comm = comm.members, comm.run_nodes, comm
 

@@ -4,7 +4,7 @@ Read a page with `help(vecgym.guide.sweeps)`, or render all of them and the API 
 
 Use:
 
-- `vecgym.guide.strategies`: all strategies, composing modules, optimizers
+- `vecgym.guide.strategies`: all strategies, composing exchanges, optimizers
 - `vecgym.guide.asynchronous`: nodes that do not wait for the slowest, staleness, servers
 - `vecgym.guide.sweeps`: grids, random search, resuming, executors
 - `vecgym.guide.gradients`: rollouts, meta-gradients, optimized schedules

@@ -32,27 +32,27 @@ the state, its method changes them, and they are put back:
 | `state` | `State`: what is each node's `own` and what is `shared`; `Rows`, and how they are put back |
 | `simulation` | `Part`, all that a handler sees; `Simulation`, which takes, calls, puts, and asks the engine for gradients |
 | `run` | the loop |
-| `adapted` | strategies of communication modules, whose hooks become handlers: `rejoin`, `train`, `exchange` |
-| `exchanges`, `returning` | what the hooks keep once for all nodes; what nodes that return begin with |
+| `stack` | several groups of configurations as one simulation: a sweep is rows |
+| `returning` | what nodes that return begin with |
 
 Absent nodes are rows that an event does not have; a node that rests is one that `train` does not have; what is late is
 an event later in the timetable. Nothing else knows of them. `fit`, `rollout` and estimates of memory are this loop with
 different listeners; `verify` goes through two timetables in step. Since it is known beforehand who reads what, workers
 read ahead in every kind of run.
 
-Asynchronous strategies are algorithms of the kernel, each in one file: its settings, its rules, its handlers. All other
-strategies have hooks, and `adapted.simulation_of(model, strategy, comm)` makes algorithms of them. The configurations of
-a sweep that are trained together still take their steps by `vecgym.sweeps.merged`.
+Strategies are algorithms of the kernel. `vecgym.strategy.Strategy` has an inner optimizer and `Exchange`s, whose marks make
+its timetable; an exchange has an `Average`, how nodes agree. Asynchronous strategies have their rules and handlers in one
+file each. `simulated.simulation_of(model, strategy, comm)` brings a strategy, nodes and absences together. The
+configurations of a sweep are groups of rows: those that differ in numbers only are one group, with one call of each handler.
 
 The walk of a batch, from `fit` to the recorded loss:
 
 1. `Trainer.fit` (runs) checks the arguments, `Run` prepares the run and listens to the loop, `vecgym.simulation.run`.
 2. The timetable says who reads what. `Batches` (data) finds the examples and reads them, in workers if there are any.
-3. `Simulation.tick` takes the rows of an event out of the state and calls its handler: `train` of `Adapted`.
+3. `Simulation.tick` takes the rows of an event out of the state and calls its handler: `train` of the strategy.
 4. That asks `Engine.gradients` for gradients, which are computed for all nodes at once or node by node; then the
-   strategy for what is exchanged, and the optimizer (optim) for a step.
-5. `exchange` lets the strategy's modules exchange parameters through `ctx.comm`; the ledger (collectives) notes the
-   bytes.
+   optimizer (optim) for a step.
+5. `meet` lets the nodes agree through `at.comm`, as an exchange's average says; the ledger (collectives) notes the bytes.
 6. What was assigned is put back, and `Recorder` (runs) makes the row of the history.
 
 ## Where to add what
@@ -62,7 +62,7 @@ The walk of a batch, from `fit` to the recorded loss:
 | a strategy | see `vecgym.guide.writing_a_strategy` | |
 | an asynchronous strategy | a file of `vecgym/strategy`: an `EventDriven` with `rules(times)`, `init(run, params)` and a method for each kind of event | `MADE` in `tests/test_scheduled.py`; a twin, as `tests/reference/asynchronous.py` |
 | a codec | a `Codec` in `vecgym/compress`, its name in `METHODS` | `CODECS` in `tests/test_compression.py`, its bound in `tests/test_codecs.py`, its distortion in `benchmarks/compression.py` |
-| a topology | a function K → matrix in `vecgym/collectives/topology.py`, its name in `FIXED` of `vecgym/strategy/gossip.py` | `tests/test_topology.py`, `CASES` in `tests/test_gossip.py` |
+| a topology | a function K → matrix in `vecgym/collectives/topology.py`, its name in `FIXED` of `vecgym/strategy/mixing.py` | `tests/test_topology.py`, `CASES` in `tests/test_gossip.py` |
 | a selector of coordinates | a `Selector` in `vecgym/strategy/selectors.py` | `SELECTORS` in `tests/test_sparta.py` |
 | an optimizer | nothing is needed: any class runs node by node. Elementwise ones run stacked with a formula in `ELEMENTWISE` of `vecgym/optim/formulas.py`; a name in `OPTIMIZERS` of `vecgym/optim/spec.py` | `CASES` in `tests/test_optim.py` |
 | a collective | `vecgym/collectives/base.py`, and both backends beside it | `tests/test_collectives.py`, `tests/test_distributed.py` |

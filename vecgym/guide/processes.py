@@ -6,7 +6,7 @@ of which holds L = K / W stacked nodes. They communicate by gloo between CPUs an
 >>> import torch, vecgym
 >>> from vecgym import Trainer
 >>> from vecgym.models import Classifier
->>> from vecgym.strategy import CommunicateOptimizeStrategy, CommunicationModule, DiLoCoStrategy
+>>> from vecgym.strategy import Average, DiLoCoStrategy, Exchange, Strategy
 >>> _ = torch.manual_seed(0)
 >>> x = torch.randn(1024, 20)
 >>> dataset = torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
@@ -94,7 +94,7 @@ This is tested with gloo on CPUs. It has never been run on GPUs.
 ![Largest relative difference of a parameter between stacked and real processes, at each of 60 steps: 0 in exact mode, below 1e-15 else; of a wrong strategy above 0.1 from its first exchange on](../../notebooks/figures/equivalence.png)
 
 `vecgym.verify` trains the stacked form and real processes in step, and compares them after each step. The wrong
-strategy in the figure averages with torch instead of `ctx.comm`, and so reaches only the nodes of its own process
+strategy in the figure averages with torch instead of `at.comm`, and so reaches only the nodes of its own process
 (`python benchmarks/figures.py --figures equivalence`).
 
 ```bash
@@ -103,7 +103,7 @@ vecgym verify --strategy diloco --num-processes 4
 
 ```text
 diloco: passed
-DiLoCoStrategy(OptimSpec(AdamW, lr=0.01), DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, ...), H=3))
+DiLoCoStrategy(OptimSpec(AdamW, lr=0.01), Exchange(Outer(Mean()), every=3))
 4 nodes in 4 processes, 20 steps, torch.float64
         params   buffers  losses   optimizer  strategy  ledger_bytes  bound
 exact   0        0        0        0          0         0             0      pass
@@ -124,10 +124,10 @@ is rounded, ranked or compared can fall to the other side. float64 makes it rare
 Use it on your own strategy, in Python or as a command for a function in a file that returns a strategy, or a dict as
 for `vecgym run`:
 
->>> class Average(CommunicationModule):
-...     def exchange_parameters(self, params, state, ctx):
-...         return ctx.comm.mean(params), state
->>> strategy = CommunicateOptimizeStrategy([Average()], "adamw", lr=3e-3)
+>>> class Plain(Average):
+...     def agree(self, values, at):
+...         return at.comm.mean(values)
+>>> strategy = Strategy("adamw", [Exchange(Plain())], lr=3e-3)
 >>> report = vecgym.verify(strategy, model, dataset, num_nodes=4, num_processes=2, steps=10, dtype=torch.float64)
 >>> report.passed
 True
@@ -138,12 +138,11 @@ vecgym verify experiment.py:diloco --num-nodes 4 --num-processes 2
 
 A failure names the first step, tensor and node that differ, and which rules of the contract
 (`vecgym.guide.writing_a_strategy`) to read; see `report.checks[0].finding`. With `p.mean(0, keepdim=True)` in place of
-`ctx.comm.mean(p)`:
+`at.comm.mean(p)`:
 
 ```text
-exact: step 0, params first.weight of node 0: differs by 0.039. Read: Other nodes only through `ctx.comm`; Random numbers
-from `ctx.generator(purpose, *ids)`, with the step among the ids; what evolves in the state; nothing is assigned after
-`__init__`.
+exact: step 0, params first.weight of node 0: differs by 0.039. Read: Other nodes only through `comm`; Random numbers from
+`generator(purpose, *ids)`, with the step among the ids; what evolves in the state; nothing is assigned after `__init__`.
 ```
 
 If processes do not call the same collectives, the error says which process called what at which step.

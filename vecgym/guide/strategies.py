@@ -1,17 +1,17 @@
 """Strategies: what the nodes exchange, and when
 
-A strategy is an inner optimizer and a list of communication modules. Every node takes its own optimizer step; the
-modules say what the nodes exchange of their gradients before it, and of their parameters after it.
+A strategy is an inner optimizer and a list of exchanges. Every node takes its own optimizer step; the exchanges say what
+becomes of the gradients before it, and of the parameters and the optimizer's moments after it.
 
 The examples of this page use 8 nodes and a small classifier:
 
 >>> import torch, vecgym
 >>> from vecgym import OptimSpec, Trainer
 >>> from vecgym.core import tree
+>>> from vecgym.simulation import spread
 >>> from vecgym.models import Classifier
 >>> from vecgym.strategy import (
-...     AllReduceStrategy, AveragingCommunicator, CommunicateOptimizeStrategy, CommunicationModule, DiLoCoStrategy,
-...     SparseCommunicator, Strategy, all_reduce, every,
+...     AllReduceStrategy, Average, Compressed, DiLoCoStrategy, Exchange, Mean, Outer, Sparse, Strategy, all_reduce, every,
 ... )
 >>> _ = torch.manual_seed(0)
 >>> x = torch.randn(1024, 20)
@@ -48,7 +48,7 @@ code goes to each of the others.
 | `SPARTADiLoCoStrategy` | both | p · AR / `sparta_interval` + AR / H |
 | `GossipStrategy` | a weighted mean with the neighbours in a ring, torus, exponential graph, random matching, or any doubly stochastic matrix | degree · b · P / `every` |
 | `DeMoStrategy` | the k strongest cosine components of each chunk of a local momentum, every step; the sign of their mean is the update | N k · (8 + b) per chunk |
-| `CommunicateOptimizeStrategy` | what its modules say | what the ledger says |
+| `Strategy`, `CommunicateOptimizeStrategy` | what its exchanges say | what the ledger says |
 
 The docstring of each strategy has the update rule in the paper's symbols, what the strategy keeps, its bytes, and every
 deviation from the paper.
@@ -146,7 +146,7 @@ Algorithms that are settings of these strategies (a test has each, written out i
 | BMUF (Chen and Huo, 2016) | the same, with lr = zeta and momentum = eta |
 | BMUF, Nesterov | the same, with `nesterov=True` |
 | Lookahead (1907.08610) | `DiLoCoStrategy(inner, OptimSpec("sgd", lr=alpha), H)` with one node |
-| OpenDiLoCo (2407.07852) | DiLoCo with a code of half precision: `OuterStep(Compressed(Mean(), code, error_feedback=False), H=H)`, with the code below |
+| OpenDiLoCo (2407.07852) | DiLoCo with a code of half precision: `Exchange(Outer(Compressed(Mean(), code, error_feedback=False)), every=H)`, with the code below |
 | Qsparse-local-SGD (1906.02367) | `DiLoCoStrategy("sgd", OptimSpec("sgd", lr=1.0), H, compression=TopK(fraction))` |
 | post-local SGD (1808.07217) | `FedAvgStrategy("sgd", H=lambda step: 1 if step < switch else H)` |
 
@@ -160,39 +160,35 @@ An object of this class is a code of half precision:
 ...     def decode(self, code, like):
 ...         return code["values"].to(like.dtype)
 
-## Composing modules
+## Composing exchanges
 
-The modules behind these strategies can be combined freely. They act in the order of the list:
+How nodes agree, when, and on what are three choices, which an `Exchange` brings together. Exchanges can be combined
+freely. They act in the order of the list:
 
->>> composed = CommunicateOptimizeStrategy(
-...     [SparseCommunicator(0.01), every(10, AveragingCommunicator(island_size=4))], "adamw", lr=3e-3
+>>> composed = Strategy(
+...     "adamw", [Exchange(Sparse(0.01, Mean())), Exchange(Mean(island_size=4), every=10)], lr=3e-3
 ... )
 >>> averaged = trainer.fit(composed, num_nodes=8, max_steps=10)
 
-- `every(n, module)` lets a module act at every n-th step only.
-- `delayed(module, d)` applies the module's change d steps later.
-- `compressed(module, method)` compresses the average that the module takes, with error feedback. The methods are
-  `"topk"`, `"chunktopk"`, `"randomk"`, `"int8"`, `"int4"`, `"int2"`, `"stat8"`, `"stat4"`, `"stat2"`, `"qsgd"`,
-  `"natural"`, `"ternary"`, `"sign"`, `"powersgd"`, or a codec from `vecgym.compress`, whose page says what each sends, and
-  how far what is read may be from what was meant.
-
-### From independent parts
-
-How nodes agree, when, and on what are three choices. Underneath, every strategy is made of them:
-
-| choice | parts |
+| choice | how it is made |
 |---|---|
-| how nodes agree on a value | `Mean` (with islands, participation, weights), `ServerMean`, `Mix` (a topology), `Robust` (a median, a trimmed mean), `MostMoved` (each node's own choice of coordinates), `StrongestCosines` (DeMo's) |
-| ... and around one of these | `Sparse` (some coordinates), `Compressed` (codes, with error feedback, its decay and momentum), `EF21` (codes of what has changed), `Corrupted` (some nodes lie), `Private` (clipped, with noise) |
-| on what | `Gradients`, `Parameters`, `OuterStep` (the movement since the last round, for an outer optimizer; `CorrectedOuterStep` where it is corrected first), `Moments` (of the inner optimizer) |
-| when | every H steps, with an offset (`Rounds`), in rounds whose length a function gives (`RoundsOf`), or weights that can be differentiated (`SyncWeight`) |
+| how nodes agree on a value | `Mean` (with islands, weights), `ServerMean`, `Mix` (a topology), `Robust` (a median, a trimmed mean), `MostMoved` (each node's own choice of coordinates), `NoLoCo` (in pairs), `StrongestCosines` (DeMo's) |
+| ... and around one of these | `Outer` (a step of an outer optimizer on the movements), `Eager` (the same, a round late), `Sparse` (some coordinates), `Compressed` (codes, with error feedback, its decay and momentum), `EF21` (codes of what has changed), `Corrupted` (some nodes lie), `Private` (clipped, with noise) |
+| on what | `of="parameters"`, `"gradients"`, `"moments"` (of the inner optimizer), or one of its slots, such as `"exp_avg"` |
+| when | `every=` a number of steps, a function that gives the length of each round, or `Rounds`, `RoundsOf`, or weights that can be differentiated (`SyncWeight`) |
+| how late | `delay=` steps; `late="value"` writes the result over what the nodes hold by then, `late="change"` adds the change |
+| which part | `fragments=` cuts the model into parts that are exchanged at different steps |
+| who | `participation=` a fraction of the nodes in each round; `resting=`, what the others do; `lost=`, the probability that a message is lost |
+| what a node keeps | `keep=` the share of its own value |
 
-DiLoCo in islands of four, with half of the nodes in each round and 5 % of the coordinates sent:
+`every(n, exchange)` lets an exchange count in units of n steps. Methods of `Compressed` are `"topk"`, `"chunktopk"`,
+`"randomk"`, `"int8"`, `"int4"`, `"int2"`, `"stat8"`, `"stat4"`, `"stat2"`, `"qsgd"`, `"natural"`, `"ternary"`, `"sign"`,
+`"powersgd"`, or a codec from `vecgym.compress`, whose page says what each sends, and how far what is read may be from what
+was meant. DiLoCo in islands of four, with half of the nodes in each round and 5 % of the coordinates sent:
 
 >>> from vecgym.compress import TopK
->>> from vecgym.strategy import Compressed, Mean, OuterStep
->>> module = OuterStep(Compressed(Mean(island_size=4, participation=0.5), TopK(0.05)), H=5)
->>> averaged = trainer.fit(CommunicateOptimizeStrategy([module], "adamw", lr=3e-3), num_nodes=8, max_steps=10)
+>>> exchange = Exchange(Outer(Compressed(Mean(island_size=4), TopK(0.05))), every=5, participation=0.5)
+>>> averaged = trainer.fit(Strategy("adamw", [exchange], lr=3e-3), num_nodes=8, max_steps=10)
 
 ## Who is there
 
@@ -238,7 +234,7 @@ A run in which some nodes are never there equals one without them, to the bit wi
 on a CPU, and with three quarters of the nodes or more present with `exact=True`. (Without it all then train at once, and the
 absent get back what they had, which is faster.) `rollout` and `verify` take `availability` too. On real processes a node
 that is absent sends nothing; what all nodes store once is told to its process, uncounted, by one of those that are there.
-`OuterStep(..., lost=0.1)` loses messages, as DiLoCo's paper does: see there.
+`Exchange(..., lost=0.1)` loses messages, as DiLoCo's paper does: see there.
 
 ## Optimizers and learning rates
 
@@ -262,29 +258,26 @@ Every strategy takes `lr`, `max_norm` (clips each node's gradient), `lr_schedule
 
 ## A strategy of your own
 
-A module works on stacked tensors `[K, *]`. A node dimension of size 1 means "the same on every node". This one averages
-the parameters every H steps, but sends only 8 bits of each node's change since the last exchange, and adds the rounding
-error to the next one:
+Most strategies are a new way to agree, an `Average`. It gets the values of all nodes, stacked, and `at`, the meeting: who
+meets, and what is remembered of each node (`at.own`) and of all together (`at.shared`). A node dimension of size 1 means
+"the same on every node". This one averages the parameters, but sends only 8 bits of each node's change since the last
+exchange, and adds the rounding error to the next one:
 
->>> class QuantisedAverage(CommunicationModule):
-...     def __init__(self, H):
-...         self.H = H
+>>> class EightBits(Average):
+...     def init(self, values, run):  # what evolves: of each node, and of all
+...         return {"error": tree.map(torch.zeros_like, values)}, {"last": values}
 ...
-...     def init(self, params, ctx):  # what evolves: a tree of tensors, returned by every exchange
-...         return {"shared": params, "error": tree.map(torch.zeros_like, params)}
+...     def agree(self, values, at):  # what the nodes go on with
+...         change = tree.map(lambda x, last, e: x - last + e, values, at.shared["last"], at.own["error"])
+...         sent = tree.map(lambda x: self.rounded(x, at), change)
+...         at.own["error"] = tree.map(torch.sub, change, sent)
+...         at.shared["last"] = tree.map(torch.add, at.shared["last"], at.comm.mean(sent))
+...         return at.shared["last"]
 ...
-...     def exchange_parameters(self, params, state, ctx):
-...         if (ctx.step + 1) % self.H:
-...             return params, state
-...         change = tree.map(lambda p, s, e: p - s + e, params, state["shared"], state["error"])
-...         sent = tree.map(self.to_8_bits, change)
-...         shared = tree.map(torch.add, state["shared"], ctx.comm.mean(sent))
-...         return shared, {"shared": shared, "error": tree.map(torch.sub, change, sent)}
-...
-...     def to_8_bits(self, x):  # one scale for each node's tensor
-...         scale = x.abs().flatten(1).amax(1).clamp(min=1e-12).view(-1, *[1] * (x.dim() - 1)) / 127
+...     def rounded(self, x, at):  # one scale for each node's tensor
+...         scale = spread(at.flat(x).abs().amax(-1).clamp(min=1e-12) / 127, x)
 ...         return (x / scale).round() * scale
->>> strategy = CommunicateOptimizeStrategy([QuantisedAverage(H=5)], "adamw", lr=3e-3)
+>>> strategy = Strategy("adamw", [Exchange(EightBits(), every=5)], lr=3e-3)
 >>> averaged = trainer.fit(strategy, num_nodes=8, max_steps=10)
 >>> len(trainer.ledger)
 2
@@ -293,7 +286,14 @@ error to the next one:
 True
 
 The ledger counts the tensors handed to a collective. Here that is 4 bytes per value, since the rounded values are still
-floats. `vecgym.guide.writing_a_strategy` says what such a module may do and what it may not.
+floats. When it happens, how late, to which part of the model and to which nodes are arguments of `Exchange`, so this
+average works in all these ways:
+
+>>> late = Strategy("adamw", [Exchange(EightBits(), every=5, fragments=2, delay=2)], lr=3e-3)
+>>> averaged = trainer.fit(late, num_nodes=8, max_steps=10)
+
+What is no exchange, such as a step with another gradient, is a subclass of `Strategy` with a method for each kind of
+event: `vecgym.guide.writing_a_strategy` has an example, and says what averages and methods may do and what they may not.
 
 ## Written for one rank
 
@@ -306,10 +306,7 @@ meet in the collectives. Results and ledger are the same, but it is slower. The 
 ...             all_reduce(p.grad, op="mean")
 ...         self.optim.step()
 ...         super().step()  # advances the learning-rate schedule
->>> class AllNodes(CommunicationModule):  # what all nodes do, on [K, *] tensors
-...     def exchange_gradients(self, grads, state, ctx):
-...         return ctx.comm.mean(grads), state
->>> native = CommunicateOptimizeStrategy([AllNodes()], "sgd", lr=0.1)
+>>> native = Strategy("sgd", [Exchange(Mean(), of="gradients")], lr=0.1)  # what all nodes do, on [K, *] tensors
 >>> one, other = [
 ...     trainer.fit(strategy, num_nodes=8, max_steps=10) for strategy in (PerRank("sgd", lr=0.1), native)
 ... ]

@@ -3,11 +3,59 @@
 `vecgym.guide.strategies` has a first example. This page is for strategies that are to become part of vecgym, or to run
 everywhere that the built-in ones do: on processes, in sweeps, in rollouts and from checkpoints.
 
+## What a strategy is
+
+A strategy is settings, and either an expression of exchanges or marks and handlers. Choose the first of these that is
+enough:
+
+1. **An expression.** `Strategy("adamw", [Exchange(Outer(Mean()), every=100)])` is DiLoCo. A named strategy is a
+   signature, a docstring and such an expression, as in `vecgym/strategy/diloco.py`.
+2. **An average of your own** in such an expression, as in `vecgym/strategy/averages.py`.
+3. **Marks and handlers of your own**, as in `vecgym/strategy/palsgd.py`: the timetable marks what happens in which steps,
+   and a method of the same name handles it.
+
+Elastic averaging (EASGD, arXiv 1412.6651) is of the third kind. Every H steps each node moves towards a center, and the
+center towards the mean of the nodes:
+
+>>> import torch, vecgym
+>>> from vecgym.core import tree
+>>> from vecgym.models import Line
+>>> from vecgym.simulation import Mark
+>>> from vecgym.strategy import Strategy
+>>> class EASGD(Strategy):
+...     own_numbers = ("alpha", "beta")  # may differ between the configurations of a stack
+...
+...     def __init__(self, inner_optim=None, H=10, alpha=0.1, beta=0.9, **inner):
+...         super().__init__(inner_optim, **inner)
+...         self.H, self.alpha, self.beta = H, alpha, beta
+...
+...     def marks(self, run):  # what is due, and when
+...         return [Mark("pull", self.H)]
+...
+...     def init(self, run, params):  # what evolves: of each node, and of all together
+...         own, shared = super().init(run, params)
+...         return own, {**shared, "center": params}
+...
+...     def pull(self, part):  # the handler
+...         params, center = part.params, part.shared["center"]
+...         mean = part.comm.mean(params)
+...         part.params = tree.map(lambda x, c: x - part.each(self.alpha, x) * (x - c), params, center)
+...         part.shared["center"] = tree.map(lambda c, m: c + part.each(self.beta, c) * (m - c), center, mean)
+>>> strategy = EASGD("sgd", H=2, lr=0.1)
+>>> report = vecgym.verify(strategy, Line(), torch.ones(64), num_nodes=4, num_processes=2, steps=4, dtype=torch.float64)
+>>> report.passed  # the same numbers on two real processes
+True
+>>> found = vecgym.sweep(
+...     Line(), torch.ones(64), strategy=lambda alpha: EASGD("sgd", H=2, alpha=alpha, lr=0.1),
+...     grid={"alpha": [0.0, 0.5]}, num_nodes=4, max_steps=4, batch_size=2, device="cpu", progress=False,
+... )
+>>> [row["status"] for row in found.rows]  # both in one stack
+['finished', 'finished']
+
 ## Step by step
 
-1. **Write it** in `vecgym/strategy/NAME.py`: a `CommunicationModule` that says what is exchanged, and a `Strategy` that
-   combines it with an inner optimizer, as `vecgym/strategy/diloco.py` does. Check early with `vecgym.verify` that it
-   gives the same numbers on real processes.
+1. **Write it** in `vecgym/strategy/NAME.py`. Check early with `vecgym.verify` that it gives the same numbers on real
+   processes.
 2. **Document it** in the docstring of the strategy: one line; the update rule in the paper's symbols; what it keeps,
    with shapes; the bytes sent per node and step; the arguments; an example, which the tests execute; the paper, and
    every deviation from it, or "No deviation".
@@ -17,8 +65,9 @@ everywhere that the built-in ones do: on processes, in sweeps, in rollouts and f
    `tests/test_twins.py`, or a file of its own such as `tests/test_demo.py`.
 5. **Add a row to the catalogue**, `CATALOGUE` in `vecgym/strategy/catalogue.py`: how to make the strategy; and a card to
    `CARDS` in `tests/cards.py`: its twin, its bytes in closed form, its properties. `vecgym verify`, `vecgym compare`, the
-   benchmarks, `tests/test_properties.py` and `tests/test_distributed.py` take theirs from there. In `tests/test_properties.py`, add to `ARGUMENTS` a value for each constructor
-   argument that changes a run, and to `REFUSED` what cannot work.
+   benchmarks, `tests/test_properties.py` and `tests/test_distributed.py` take theirs from there. In
+   `tests/test_properties.py`, add to `ARGUMENTS` a value for each constructor argument that changes a run, and to
+   `REFUSED` what cannot work.
 6. **Add a case** to `CASES` of `tests/test_sweep.py` (the curve in a stack equals the one alone), and to
    `tests/test_rollout.py` for each number that it takes (the gradient equals finite differences).
 7. **Announce it**: a row in the tables of strategies in `README.md` and `vecgym/guide/strategies.py`, and a
@@ -30,47 +79,112 @@ Tests report what an exported strategy lacks of steps 2, 3 and 5, and of the swe
 
 ## The contract
 
-A module overrides some of these methods. L of the K nodes are in this process. Every tensor is `[L, *]`, or `[1, *]` if
-it is the same on every node.
+A subclass of `Strategy` overrides some of these:
+
+| method of `Strategy` | when | what it does |
+|---|---|---|
+| `check(num_nodes, max_steps)` | before the run | raise a `ValueError` for what cannot work, and warn of what has no effect |
+| `marks(run)` | before the run | list what is due in which steps, and for whom: `Mark(what, when, lag, who, of)` |
+| `trains(run)` | before the run | say who trains in a step, as a function (step, present nodes) → some of them; None: all |
+| `timetable(run)` | before the run | return all events of the run, if `marks` and `trains` are not enough |
+| `init(run, params)` | once | return what each node has of its own, and what all share: trees of tensors `[1, *]`, by name |
+| `train(part)` | each step | gradients and the optimizer's step of nodes that train each by itself |
+| `train_jointly(part)` | each step, in its place | the same, where something is exchanged in between |
+| `rejoin(part)` | where nodes return | what they begin with |
+| `result(state)` | where the model is asked for | return the parameters whose mean is evaluated, returned and saved: those of the nodes, if it is not overridden; or a slow average, say |
+| `rates(timetable, tick, nodes)` | each step | return the inner and the outer learning rate, to be recorded |
+
+`run` is a `RunFacts`: the number of nodes and steps, the seed, who is present when, the examples of each node, the names of
+the parameters. All else is a handler, a method with the name of a mark. It gets a `Part`, the rows of the nodes that the
+event is for:
+
+| of a `Part` | what it is |
+|---|---|
+| `part.params` | the parameters of these nodes, `[rows, *]`, or `[1, *]` where all share them; assign to it |
+| `part.own["name"]`, `part.shared["name"]` | what each of these nodes has of its own, `[rows, *]`, and what all share, `[1, *]`; assign, or `del` |
+| `part.home` | the one of the two that holds parameters and optimizer |
+| `part.gradients(at, mean)` | the gradients on the next batch, at the parameters or elsewhere; `part.losses` has the losses |
+| `part.optimize(grads, lr)` | the inner optimizer's step of these nodes |
+| `part.report(losses, ...)` | a row of the history: the losses, and other columns |
+| `part.comm` | the collectives among these nodes, the only way to other nodes |
+| `part.lr` | the inner learning rate of the next step, schedule included |
+| `part.counts`, `part.made`, `part.tick` | what data and rates go by; the optimizer's steps that were made; the steps of the run |
+| `part.event` | the event: `part.event.info` is a `Due(number, step, of)`, with the number of times that it was due before |
+| `part.rows`, `part.nodes` | the rows of these nodes, and their ids, in this process |
+| `part.each(number, like)` | a setting, a number or one for each node, shaped to multiply a tensor of these nodes |
+| `part.generator(purpose, *ids)` | random numbers that are the same in every process |
+| `part.inplace` | whether what was given may be overwritten, if it is assigned afterwards |
+| `part.size` | the number C of configurations; 1 except in a stack |
+| `part.memo` | what handlers keep within a step |
+| `part.run`, `part.algorithm` | what was known before the run; the settings of these nodes |
+
+An `Average` has settings, too, and is told of a `Meeting`, `at`:
+
+| method of `Average` | when | what it does |
+|---|---|---|
+| `check(run)` | before the run | raise a `ValueError`; `run.fewest` and `run.most` are the numbers of nodes that may meet |
+| `init(values, run)` | once | return what it remembers of each node, and of all together, `[1, *]` both |
+| `agree(values, at)` | when the nodes meet | return a message: what they go on with, if it overrides nothing else |
+| `settle(message, at)` | once for each message | change what all share, such as the parameters of an outer optimizer |
+| `write(message, values, at)` | at once, or `delay` steps later | return what the nodes go on with |
+
+Three methods, since a message may be used later, by fewer nodes or by others. What is under way is kept with the state, so
+that a resumed run goes on with it. `at.own` and `at.shared` are what it remembers; `at.comm`, `at.generator`, `at.lr` and
+`at.inplace` are as in a `Part`; `at.exchange` counts the exchanges, by which everything goes that changes from one to the
+next. `common = False` says that not all nodes go on with the same.
+
+These rules hold for handlers and averages:
+
+| rule | why | what finds violations |
+|---|---|---|
+| Other nodes only through `comm`, the same calls in every process: `mean`, `sum`, `all_gather`, `broadcast`, `permute`, `mix`, and through a server `server_mean`, `server_sum`, `server_gather`, `server_send`; `all_gather(x, readers=...)` where a node reads those of its group or its neighbours only. Never `x.mean(0)`, no rank, device, process, backend. The rows in a process may be none: `[0, *]` | the K nodes may be in several processes | `vecgym.verify`, `tests/test_distributed.py`, `tests/test_floors.py` |
+| What is the same on all nodes is `[1, *]`, and is kept in `shared` | stored and computed once; it goes on with those who are present | `tests/test_properties.py`: "stored once" |
+| Settings on `self`, under their own names; what evolves in the state; nothing is assigned after `__init__`. No counts in the state: they are the event's | checkpoints, segments of a rollout and stacks hold the state alone; logs the `repr` | "a saved state continues", "every constructor argument" |
+| The timetable depends on no trained number | what each node reads, and who meets, is known in advance | |
+| Overwrite what was given only if `inplace`, and assign it afterwards | a differentiable step is pure | "the pure step equals the donating one" |
+| Only tensor operations on what may be differentiated: no `.item()`, no `float()`, no branch on a value | learning rates, momenta and weights may be tensors with gradients | `tests/test_rollout.py` |
+| A setting of each node, `[K]`, through `part.each` or `at.scaled` | where only some nodes train or are here, their rows | `tests/test_rollout.py` |
+| Random numbers from `generator(purpose, *ids)`, with the step among the ids; those of a node with its id | the same in every process, when resumed, and next to other strategies | "running twice", `tests/test_distributed.py` |
+| Hand to a collective what a node would send, in the dtype that it would have; what a shared seed gives is not sent | the ledger counts what is handed over, and the number of bytes must not depend on the values | "bytes equal the closed form" |
+| With `exact`, work node by node where that changes bits: in matrix products over all nodes (`at.exact`, `part.simulation.exact`) | the same bits for any number of processes | `vecgym.verify`, "exact" |
+| A user's mistake is a `ValueError` or `TypeError` at construction, or in `check`: what was given, what is allowed, the fix | not after an hour | `REFUSED`, `tests/test_bad_input.py` |
+
+## What a stack requires
+
+In a sweep, configurations that differ in numbers only are one group, with one call of each handler for all of them. Own
+tensors are then `[C, K, *]`, shared ones `[C, 1, *]`, and a setting in which they differ is `[C]`. Code that is written for
+`[K, *]` and `[1, *]` works on them, too, under these conditions:
+
+- Name the settings that may differ: `own_numbers` of a strategy, `numbers` of an average. All others must be equal, or it
+  is another group. `None` says that the code is for one configuration: it is then trained with the others, and has
+  handlers called for itself. A strategy with methods of its own that does not set `own_numbers` is taken for one of these.
+- Multiply by a setting through `part.each(number, like)`, `at.scaled(number, x)` or `vecgym.simulation.spread`.
+- Reduce and index over named dimensions only: `at.flat(x)` is `[.., K, n]`, `at.rows(x)` is `[C K, *]` and `at.apart` leads
+  back, `at.lead` counts the dimensions before those of a parameter.
+
+`tests/test_sweep.py` compares every strategy in a stack with itself alone.
+
+## Hooks, as in 0.2
+
+A `CommunicationModule` runs for one version more. It may stand in the list of a strategy, next to exchanges. It is never
+part of a group, and with `availability` it is for runs in one process. L of the K nodes are in this process; every tensor
+is `[L, *]`, or `[1, *]` if it is the same on every node.
 
 | method of `CommunicationModule` | when | what it may do |
 |---|---|---|
 | `check(num_nodes, max_steps)` | before the run | raise a `ValueError` for what cannot work, and warn of what has no effect |
 | `init(params, ctx)` | once | return the first state, nested dicts of tensors; it may keep `params`, which are a copy |
 | `check_present(counts, num_nodes)` | before the first step, with `availability` | raise a ValueError if it cannot work while so many are there |
-| `idle(ctx)` | with `availability` | whether nothing is exchanged in this step but gradients; it saves time |
 | `active_nodes(ctx)` | each step | list the ids of the nodes that train in this step, perhaps none; None: all |
-| `local_gradients(grads, params, state, ctx)` | after the gradients | add to each node's own gradient; no communication |
+| `local_gradients(grads, params, state, ctx)` | after the gradients | add to each node's own gradient; no communication where some rest |
 | `exchange_gradients(grads, state, ctx)` | before clipping and optimizer; refused next to a module with `active_nodes` | anything with `ctx.comm`; return gradients and state |
-| `exchange_moments(moments, state, ctx)` | after the optimizer, before the parameters | what it keeps in the shape of the parameters, such as AdamW's `exp_avg`: anything with `ctx.comm`; return moments and state |
+| `exchange_moments(moments, state, ctx)` | after the optimizer, before the parameters | what it keeps in the shape of the parameters: anything with `ctx.comm`; return moments and state |
 | `exchange_parameters(params, state, ctx)` | after the optimizer | anything with `ctx.comm`; return parameters and state |
 | `outer_parameters(state)` | with `availability` and `rejoin="shared"` | return the parameters that it keeps once for all, `[1, *]`, from which a node that returns begins; `{}`: it has none |
 | `outer_learning_rate(ctx)` | each step | return that of its own optimizer, to be recorded; None: it has none |
-| `stack_key()`, `stacked(modules, num_nodes)` | in a sweep | merge the modules of all configurations into one, which is faster; optional |
-| `when = Rounds(H)`, an attribute | each step | say when it exchanges, if not at every step: `ctx.exchange`, by which averages such as `Sparse` and `Mix` go, and who takes part, counts by it |
-| `mean_gradient = True`, an attribute | each step | declare that only the mean of the gradients is used: one gradient of the mean loss is computed |
 
-A `Strategy` whose model is not the mean of the nodes' parameters overrides `result(state)`: it returns the parameters whose
-mean is evaluated, returned and saved, a slow average that it keeps, say.
-
-All but `check` receive a `Context`: `ctx.comm`, the collectives; `ctx.step` of `ctx.max_steps`, from 0; `ctx.lr`, the
-inner learning rate of this step, schedule and warm-up included (a number, or a tensor `[]` or `[K]`); `ctx.seed`,
-`ctx.num_examples`, `ctx.exchange`, the exchanges of the module so far, `ctx.inplace`, `ctx.rows` and `ctx.exact`. Names and shapes of what a method returns are checked,
-and an error says which module returned what.
-
-These rules hold for all methods:
-
-| rule | why | what finds violations |
-|---|---|---|
-| Other nodes only through `ctx.comm`, the same calls in every process: `mean`, `sum`, `all_gather`, `broadcast`, `permute`, `mix`, and through a server `server_mean`, `server_sum`, `server_gather`, `server_send`; `all_gather(x, readers=...)` where a node reads those of its group or its neighbours only. Never `x.mean(0)`, no rank, device, process, backend | the K nodes may be in several processes | `vecgym.verify`, `tests/test_distributed.py`, `tests/test_floors.py` |
-| Take and return `[1, *]` for what all nodes share, and let it broadcast | stored and computed once | `tests/test_properties.py`: "stored once" |
-| A state's `[1, *]` is what all nodes have together, a count too: where some are absent it goes on with the others. What each node counts for itself has a row for each, `torch.zeros(len(ctx.node_steps))`, or is `ctx.node_steps` | the steps of the others are not those of who is absent | `tests/test_availability.py` |
-| Hyperparameters on `self`, under their own names; what evolves in the state; nothing is assigned after `__init__` | checkpoints, segments of a rollout and stacks hold the state alone; logs the `repr` | "a saved state continues", "every constructor argument" |
-| Overwrite what was given only if `ctx.inplace` (what a module keeps needs no clone: the step sees to it) | a differentiable step is pure; any other owns its state | "the pure step equals the donating one" |
-| Only tensor operations on what may be differentiated: no `.item()`, no `float()`, no branch on a value | learning rates, momenta and weights may be tensors with gradients | `tests/test_rollout.py` |
-| A hyperparameter of each node, `[K]`, through `ctx.own(value)`; `ctx.lr` too | where only some nodes train or are here, their rows | `tests/test_rollout.py` |
-| Random numbers from `ctx.generator(purpose, *ids)`, with the step among the ids; those of a node with its id from `ctx.comm.ids` | the same in every process, when resumed, and next to other strategies | "running twice", `tests/test_distributed.py` |
-| Hand to a collective what a node would send, in the dtype that it would have; what a shared seed gives is not sent | the ledger counts what is handed over, and the number of bytes must not depend on the values | "bytes equal the closed form" |
-| With `ctx.exact`, work node by node where that changes bits: in matrix products over all nodes | the same bits for any number of processes | `vecgym.verify`, "exact" |
-| A user's mistake is a `ValueError` or `TypeError` at construction, or in `check`: what was given, what is allowed, the fix | not after an hour | `REFUSED`, `tests/test_bad_input.py` |
+All but `check` and `check_present` receive a `Context`, or a state that they have made. Most modules become an `Average`:
+`exchange_parameters` is `agree`, with `at` in place of `ctx`, and the state in `at.own` and `at.shared`;
+`exchange_gradients` the same, in an `Exchange(..., of="gradients")`; `if (ctx.step + 1) % H` is `every=H`.
+`local_gradients` and `active_nodes` become `train` and `trains` of a `Strategy`.
 """

@@ -53,6 +53,9 @@ class Optimizer:
     0.25
     >>> optimizer.step(params, grads, state, count=1, lr=0.25)[0]
     {'w': tensor([0.7500, 0.5000])}
+    >>> optimizer.scheduled, optimizer.changes, optimizer.per_node, optimizer.wide(num_rows=2) is optimizer
+    (True, True, False, True)
+    >>> optimizer.check(num_nodes=2, max_steps=10, whose="inner optimizer")
     """
 
     def __init__(
@@ -207,7 +210,7 @@ class Optimizer:
     ) -> tuple[Tree, Slots]:  # fmt: skip
         if self.max_norm is not None:
             grads, _ = clip_grad_norm(grads, _own(self.max_norm, nodes), inplace=inplace)
-        told = {"step": torch.tensor(counts), **state}
+        told = {"step": torch.stack(counts) if isinstance(counts[0], Tensor) else torch.tensor(counts), **state}
         if self._unit is not None and inplace and len(counts) == 1 and _is_rows(lr) and self._few(params):
             return self._scaled(params, grads, told, lr)
         params, new = self._rule_at(params, counts, nodes).update(params, grads, told, lr=lr, inplace=inplace)

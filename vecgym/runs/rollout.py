@@ -407,7 +407,7 @@ class _Segment:
         self.step = state.tick
         first = state.tick if simulation.run.presence is None else 0  # a node that was absent reads earlier ones
         own = [step if first <= t < until else None for t, step in enumerate(steps)]
-        self.reads = simulation.algorithm.strategy, own
+        self.reads = simulation.algorithm, own
         self.outside = _differentiable_tensors(self.reads)
         tensors, self._before = _flatten(_trees(state))
         self.tensors = [*tensors, *self.outside]
@@ -416,7 +416,7 @@ class _Segment:
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         new = {id(x): value for x, value in zip(self.outside, tensors[len(tensors) - len(self.outside) :])}
         strategy, steps = replaced(self.reads, new)
-        simulation = self.simulation.of(self.simulation.algorithm.of(strategy), partial(batches_at, steps))
+        simulation = self.simulation.of(strategy, partial(batches_at, steps))
         state, record = _run(simulation, State(self.step, **_filled(self._before, tensors)), self.until)
         outputs, self._after = _flatten({"state": _trees(state), "record": dict(enumerate(record))})
         return outputs

@@ -44,11 +44,11 @@ KINDS = ("losses", "buffers", "optimizer", "params", "strategy")
 
 # Rules of the contract, in the words of `vecgym.guide.writing_a_strategy`.
 RULES = {
-    "comm": "Other nodes only through `ctx.comm`",
+    "comm": "Other nodes only through `comm`",
     "self": "what evolves in the state; nothing is assigned after `__init__`",
-    "own": "A hyperparameter of each node, `[K]`, through `ctx.own(value)`",
-    "random": "Random numbers from `ctx.generator(purpose, *ids)`, with the step among the ids",
-    "exact": "With `ctx.exact`, work node by node where that changes bits",
+    "own": "A setting of each node, `[K]`, through `part.each` or `at.scaled`",
+    "random": "Random numbers from `generator(purpose, *ids)`, with the step among the ids",
+    "exact": "With `exact`, work node by node where that changes bits",
 }
 
 
@@ -92,7 +92,7 @@ class Finding(NamedTuple):
         rule: of the contract in `vecgym.guide.writing_a_strategy`, one or several.
 
     >>> print(Finding(3, "params", "net.0.weight", node=2, gap=0.25, rule=RULES["comm"]))
-    step 3, params net.0.weight of node 2: differs by 0.25. Read: Other nodes only through `ctx.comm`.
+    step 3, params net.0.weight of node 2: differs by 0.25. Read: Other nodes only through `comm`.
     """
 
     step: int
@@ -484,7 +484,7 @@ def verify(options: VerifyOptions) -> Report:
 
     Raises:
         ValueError, TypeError: for invalid arguments.
-        ProcessError: if the strategy fails, or its processes do not make the same calls of `ctx.comm`; the error says
+        ProcessError: if the strategy fails, or its processes do not make the same calls of `comm`; the error says
             which process called what at which step.
 
     >>> from vecgym.models import Line

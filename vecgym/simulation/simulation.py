@@ -24,6 +24,9 @@ from vecgym.simulation.timetable import Event, RunFacts, Timetable
 Request = tuple[list[int], "int | list[int]"]  # rows of this process, and which of its own batches each reads
 Batches = Iterator[tuple[Any, "list[int] | None"]]  # a batch, and how many of the examples are each row's own
 Before = Callable[["Event", "Draft"], None]
+LARGE = (
+    1 << 14
+)  # parameters of a node, from which on their copies cost more than one call of the optimizer for each run
 CACHED_PLACES = 64  # sets of rows whose collectives are cached
 
 
@@ -244,7 +247,9 @@ class Part:
             lr: another learning rate than `lr`.
         """
         own, simulation, home = self.home is self.own, self.simulation, self.home
-        if (self.rows or not own) and not simulation.dry:
+        if self._steps_on_views:
+            self._optimize_runs(grads, lr)
+        elif (self.rows or not own) and not simulation.dry:
             inner = self.algorithm.inner
             if self.size == 1:
                 lr = self.lr if lr is None else lr
@@ -261,6 +266,28 @@ class Part:
             home.put_flat("params", params)
             home.put_flat("optimizer", slots)
         self._num_steps += 1
+
+    @property
+    def _steps_on_views(self) -> bool:
+        """Whether rows that are apart step in views of the state: of a large model copies cost more than calls."""
+        home, simulation = self.home, self.simulation
+        if not (isinstance(home, Rows) and isinstance(home.index, Tensor) and self.inplace and simulation.large):
+            return False
+        return not (simulation.exact or {"params", "optimizer"} & home.assigned.keys())
+
+    def _optimize_runs(self, grads: Tree, lr: Any) -> None:
+        """Take the step of one run of consecutive rows after the other."""
+        rows, lr = self.rows, self.lr if lr is None else lr
+        several = isinstance(lr, Tensor) and lr.dim() > 0 and len(lr) > 1
+        starts = [i for i, row in enumerate(rows) if i == 0 or row != rows[i - 1] + 1]
+        for a, b in zip(starts, [*starts[1:], len(rows)]):
+            counts, made = (_some(self._later(x), a, b) for x in (self.counts, self.made))
+            event = self.event._replace(rows=tuple(rows[a:b]), counts=counts, made=made)
+            part = Part(self.simulation, self._draft, event)
+            part.optimize(tree.map(lambda g: g[a:b] if len(g) > 1 else g, grads), lr[a:b] if several else lr)  # noqa: B023
+            part.put()
+        assert isinstance(self.home, Rows)
+        self.home.forget("params", "optimizer")
 
     def _later(self, counts: int | list[int]) -> int | list[int]:
         """Return the counts after the steps of this event; what is shared goes by the tick."""
@@ -281,7 +308,7 @@ class Part:
         of_nodes = isinstance(number, Tensor) and number.dim() > int(self.size > 1) and number.shape[-1] > 1
         if not of_nodes or len(self.nodes) == self.run.num_nodes:
             return number
-        return number[..., placed(torch.tensor(self.nodes), number.device)]
+        return number[..., placed(torch.tensor(self.nodes, dtype=torch.long), number.device)]
 
     def each(self, number: Any, like: Tensor) -> Any:
         """Shape a setting, a number or one for each node of the run, `[K]`, to multiply a tensor of these rows."""
@@ -412,11 +439,12 @@ class Simulation:
         self.groups = [Group(algorithm, run)]
         self.here = range(run.num_nodes) if here is None else here
         self.minibatch_size, self.exact, self.dry = minibatch_size, exact, dry
+        self.large = sum(p.numel() for p in engine.params.values()) > LARGE
         check_run(algorithm, run)
         self.timetable = algorithm.timetable(run)
         self._places = functools.lru_cache(CACHED_PLACES)(self._place)
 
-    dry = False  # also of a stack
+    dry = large = False  # also of a stack
 
     def of(self, algorithm: Algorithm, read: Callable[[Iterator[Request]], Batches]) -> Simulation:
         """Return the same run with other settings of the algorithm, on other data."""
@@ -630,6 +658,10 @@ class Simulation:
             index = placed(places, sums.device)
             sums, times = sums.index_add(0, index, losses), times.index_add(0, index, torch.ones_like(losses))
         return (sums / times).masked_fill(times == 0, torch.nan)  # 0 / 0 is a different nan on some processors
+
+
+def _some(counts: int | list[int], a: int, b: int) -> int | tuple[int, ...]:
+    return counts if isinstance(counts, int) else tuple(counts[a:b])
 
 
 def _later(counts: int | list[int], steps: int) -> int | list[int]:

@@ -109,6 +109,11 @@ class Rows:
     def __delitem__(self, name: str) -> None:
         self.assigned[name] = None
 
+    def forget(self, *names: str) -> None:
+        """Take these trees anew when they are asked for: they have been written to in another way."""
+        for name in names:
+            self._taken.pop(name, None)
+
     def first(self, name: str) -> Any:
         """Return a copy of the first of all rows, `[1, *]`: a form to use if none of the rows is here."""
         return tree.map_leaves(lambda x: x[:1].clone(), self.whole[name])

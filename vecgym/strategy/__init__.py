@@ -12,8 +12,9 @@ Your own:    Strategy(inner_optim, [Exchange(...), ...]), the base of all, whose
 Exchanges:   Exchange(how, every, of, delay, ...): how nodes agree, when (Rounds, RoundsOf or SyncWeight; When, the
              base), and of what; every(n, exchange): in units of n steps; AveragingCommunicator and SparseCommunicator
              make one
-Averages:    Average, the base: Mean, ServerMean, Mix, Robust, MostMoved, NoLoCo, StrongestCosines; around one: Outer,
-             Eager, Sparse, Compressed, EF21, Corrupted, Private. ServerOptimizer: those of federated servers
+Averages:    Average, the base, which is told of a Meeting: Mean, ServerMean, Mix, Robust, MostMoved, NoLoCo,
+             StrongestCosines; around one: Outer, Eager, Sparse, Compressed, EF21, Corrupted, Private. ServerOptimizer:
+             those of federated servers
 Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequentialSelector, PartitionedSelector
 Optimizers:  OptimSpec
 
@@ -39,7 +40,7 @@ from vecgym.strategy.averages import (
     Robust,
     ServerMean,
 )
-from vecgym.strategy.base import CommunicateOptimizeStrategy, Strategy
+from vecgym.strategy.base import CommunicateOptimizeStrategy, Strategy, every
 from vecgym.strategy.coded import EF21, Compressed
 from vecgym.strategy.communication import CommunicationModule, Context
 from vecgym.strategy.coordinates import MostMoved, Sparse
@@ -47,7 +48,7 @@ from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.demo import DeMoStrategy, StrongestCosines
 from vecgym.strategy.diloco import DiLoCoStrategy
 from vecgym.strategy.eager import EagerDiLoCoStrategy
-from vecgym.strategy.exchange import Exchange, Meeting, every
+from vecgym.strategy.exchange import Exchange, Meeting
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.gossip import GossipStrategy

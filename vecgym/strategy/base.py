@@ -65,6 +65,20 @@ class Strategy(LocalTraining):
     ...     print(state.params["w"])
     tensor([0.5000, 1.5000])
     tensor([1.5000, 1.5000])
+
+    What a run asks of a strategy:
+
+    >>> run = RunFacts(num_nodes=2, num_steps=4)
+    >>> strategy.check(num_nodes=2, max_steps=4)
+    >>> strategy.check_run(run)
+    >>> strategy.inner_optim, strategy.training, len(strategy.marks(run)), strategy.trains(run)
+    (OptimSpec(SGD, lr=0.25), 'train', 1, None)
+    >>> strategy.alike(run), strategy.mean_gradient, strategy.outer_lr(run, 0), strategy.outer(state.shared, ["w"])
+    (False, False, None, {})
+    >>> strategy.numbers, strategy.draws, strategy.hidden_state()
+    ((), False, None)
+    >>> strategy.load_hidden_state(None)
+    >>> strategy.close()
     """
 
     # True where nodes do not wait for one another: there are no steps of all of them; see `AsyncStrategy`.
@@ -89,7 +103,7 @@ class Strategy(LocalTraining):
         self.inner = Optimizer(
             spec, max_norm=max_norm, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps, cosine_anneal=cosine_anneal
         )
-        self.exchanges = _numbered(exchanges)
+        self.exchanges = _numbered("exchanges", exchanges)
         self._check_resting()
 
     def __init_subclass__(cls) -> None:
@@ -175,7 +189,9 @@ class Strategy(LocalTraining):
     def alike(self, run: RunFacts) -> bool:
         """Whether all nodes have the same parameters and optimizer at every step, so that these are stored once."""
         together = any(exchange.common and exchange.always for exchange in self._of_gradients)
-        parted = run.presence is not None and run.presence.rejoin == "own"
+        presence: Any = run.presence
+        absent = presence is not None and min(presence.counts) < run.num_nodes
+        parted = absent and presence.rejoin == "own"
         return together and not parted and all(e.common for e in self.exchanges) and not self.inner.per_node
 
     def through_server(self) -> Strategy:
@@ -330,18 +346,31 @@ class CommunicateOptimizeStrategy(Strategy):
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         **inner: Unpack[InnerOptions],
     ) -> None:
-        super().__init__(inner_optim, communication_modules, **inner)
+        super().__init__(inner_optim, _numbered("communication_modules", communication_modules), **inner)
 
 
-def _numbered(exchanges: Sequence[Any]) -> tuple[Any, ...]:
+def every(n: int, exchange: Exchange | CommunicationModule) -> Any:
+    """Let an exchange count in units of n steps: its interval, delay, offsets, and what it draws at random.
+
+    >>> from vecgym.strategy import Mean
+    >>> every(5, Exchange(Mean(), every=10, delay=1))  # every 50 steps, 5 late
+    Exchange(Mean(), every=10, delay=1, unit=5)
+    """
+    found = Hooks(exchange) if isinstance(exchange, CommunicationModule) else exchange
+    check.instance("exchange", found, (Exchange, Hooks), "an Exchange, such as Exchange(Mean(), every=10)")
+    return found.in_units(n)
+
+
+def _numbered(argument: str, exchanges: Sequence[Any]) -> tuple[Any, ...]:
     """Return exchanges that know their places; a module with hooks becomes one."""
     if not isinstance(exchanges, (list, tuple)):
-        raise TypeError(f"exchanges is {check.kind_of(exchanges)}; give a list, such as [Exchange(Mean(), every=10)].")
+        kind = check.kind_of(exchanges)
+        raise TypeError(f"{argument} is {kind}; give a list, such as [Exchange(Mean(), every=10)].")
     found = [Hooks(x) if isinstance(x, CommunicationModule) else x for x in exchanges]
-    for exchange in found:
+    for i, exchange in enumerate(found):
         if not isinstance(exchange, (Exchange, Hooks)):
             raise TypeError(
-                f"exchanges has {check.kind_of(exchange)}; each must be an Exchange, such as Exchange(Mean(), "
-                "every=10)."
+                f"{argument}[{i}] is {check.kind_of(exchange)}; give an Exchange, such as Exchange(Mean(), every=10), "
+                "or a CommunicationModule."
             )
     return tuple(exchange.numbered(i) for i, exchange in enumerate(found))

@@ -160,8 +160,6 @@ class CommunicationModule:
     ...         return ctx.comm.mean(tree.map(lambda x: (x * 128).round() / 128, params)), state
     """
 
-    # True where only the nodes' mean gradient is used: one gradient of the mean loss is then computed.
-    mean_gradient = False
     # False where `active_nodes` never leaves out a node.
     lets_rest = True
     # When it exchanges, a `vecgym.strategy.When` such as `Rounds(10)`: `ctx.exchange` counts by it. None: every step.
@@ -181,7 +179,10 @@ class CommunicationModule:
         """
 
     def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
-        """Raise a ValueError if the module cannot work while only so many of the nodes are present."""
+        """Raise a ValueError if the module cannot work while only so many of the nodes are present.
+
+        >>> CommunicationModule().check_present([1, 2], num_nodes=2)
+        """
         return
 
     def init(self, params: Tree, ctx: Context) -> State:
@@ -210,18 +211,6 @@ class CommunicationModule:
         [3]
         """
         return None
-
-    def idle(self, ctx: Context) -> bool:
-        """Return whether the module exchanges neither parameters nor moments in this step, and keeps its state.
-
-        >>> class Rare(CommunicationModule):
-        ...     def idle(self, ctx):
-        ...         return (ctx.step + 1) % 3 != 0
-        >>> from vecgym.collectives import StackedCollectives
-        >>> [Rare().idle(Context(StackedCollectives(2), step=step)) for step in range(4)]
-        [True, True, False, True]
-        """
-        return not (overrides(self, "exchange_parameters") or overrides(self, "exchange_moments"))
 
     def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
         """Add to each node's own gradient, before anything is exchanged; all are `[1 or L, *]` trees.

@@ -29,13 +29,12 @@ from vecgym.collectives.topology import sample_nodes
 from vecgym.core import check, rng, tree
 from vecgym.core.devices import placed
 from vecgym.core.transforms import readable
-from vecgym.core.tree import Tree
+from vecgym.core.tree import Tree, differentiated
 from vecgym.simulation.simulation import Part, spread
 from vecgym.simulation.state import Rows
 from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
 from vecgym.strategy.averages import Around, Average, ExchangeFacts, ServerMean, State, check_average, innermost
 from vecgym.strategy.coded import Compressed
-from vecgym.strategy.communication import CommunicationModule
 from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
 from vecgym.strategy.settings import Settings, shown
 from vecgym.strategy.when import Rounds, SyncWeight, When, as_when, check_delay, check_in_time
@@ -117,6 +116,30 @@ class Meeting:
     >>> at = Meeting(StackedCollectives(2), step=7)
     >>> at.ids, at.lead, at.flat(torch.zeros(2, 3, 4)).shape, at.replace(step=8).step
     (tensor([0, 1]), 1, torch.Size([2, 12]), 8)
+    >>> at.made, at.lr, at.home(common=True) is at.shared  # without a run
+    (0, 0.0, True)
+    >>> at.generator("mask", at.step).initial_seed() == at.generator("mask", at.step).initial_seed()
+    True
+
+    A setting of each node; coordinates; what is common to all:
+
+    >>> x, index = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, {"w": torch.tensor([1])}
+    >>> at.scaled(torch.tensor([10.0, 100.0]), x["w"]), at.here(0.5), at.each(torch.ones(2), x["w"]).shape
+    (tensor([[ 10.,  20.],
+            [300., 400.]]), 0.5, torch.Size([2, 1]))
+    >>> at.taken(x, index)["w"].tolist(), at.written(x, index, {"w": torch.zeros(2, 1)})["w"].tolist()
+    ([[2.0], [4.0]], [[1.0, 0.0], [3.0, 0.0]])
+    >>> part = at.of(index)  # what is remembered is read and written at these coordinates
+    >>> at.shapes(x), at.wide({"w": torch.zeros(1, 2)})["w"].shape
+    ({'w': torch.Size([2])}, torch.Size([2, 2]))
+
+    A group of three configurations, and what is the same in each of them:
+
+    >>> group, values = at.replace(size=3, lead=2), {"w": torch.zeros(3, 2, 5)}
+    >>> group.rows(values)["w"].shape, group.apart(group.rows(values))["w"].shape
+    (torch.Size([6, 5]), torch.Size([3, 2, 5]))
+    >>> group.of_one(group.for_all(index))
+    {'w': tensor([1])}
     """
 
     def __init__(
@@ -133,22 +156,32 @@ class Meeting:
         self.last = True
         self.examples: tuple[int, ...] | None = None  # of all who meet
         self.rate: Callable[[], Any] = float
-        vars(self).update(more)
+        self.lead = 1
+        self._update(more)
         self.lead = 2 if self.size > 1 else 1
 
     def replace(self, **changes: Any) -> Meeting:
         """Return a copy in which some attributes are others."""
         twin = copy.copy(self)
-        vars(twin).update(changes)
+        twin._update(changes)
         return twin
 
+    def _update(self, changes: Mapping[str, Any]) -> None:
+        held = vars(self)
+        if not changes.keys() <= held.keys():
+            unknown = ", ".join(sorted(changes.keys() - held.keys()))
+            raise TypeError(f"a Meeting has no {unknown}; it has {', '.join(held)}.")
+        held.update(changes)
+
     @property
-    def made(self) -> float:
-        """Exchanges made before this one."""
+    def made(self) -> int | Tensor:
+        """Exchanges made before this one; of those in part the sum of their weights, float64, with its derivative."""
         if self.weights_before is None:
             return self.exchange
+        made = self.weights_before.sum(dtype=torch.float64)
         with readable():
-            return sum(self.weights_before.detach().tolist())
+            whole = float(made.detach())
+        return int(whole) if whole == int(whole) and not differentiated(made) else made
 
     @property
     def ids(self) -> Tensor:
@@ -321,6 +354,19 @@ class Exchange(Settings):
     >>> [(mark.what, mark.lag) for mark in Exchange(Mean(), every=2, delay=1).marks(run)]
     [('agree', 0), ('write', 1)]
 
+    What a strategy asks of an exchange:
+
+    >>> exchange, params = Exchange(Mean(), every=2, participation=0.5).numbered(3), {"w": torch.zeros(1)}
+    >>> exchange.check_present(run)
+    >>> exchange.average is exchange.how, exchange.common, exchange.plain, exchange.always  # among some, common to none
+    (False, False, False, False)
+    >>> exchange.lets_rest, exchange.needs_all, exchange.draws, exchange.numbers
+    (True, False, True, ('keep',))
+    >>> len(exchange.senders(run)(0, range(2)))
+    1
+    >>> exchange.init(params, run), exchange.outer({}, ["w"]), exchange.in_units(5).unit
+    (({}, {}), {}, 5)
+
     References: fragments and delays: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a
     Distributed Free Lunch", arXiv 2501.18512; deviation: fragments are found by names. A late change: Zhou et al.,
     "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed Averaging", arXiv
@@ -347,9 +393,7 @@ class Exchange(Settings):
         self.offsets = _offsets(offsets, fragments)
         check.choice("pattern", pattern, get_args(Pattern))
         self.pattern = pattern
-        self.participation = check.number(
-            "participation", participation, "(0, 1]", "the fraction of nodes that trains in a round"
-        )
+        self.participation = check_participation(participation)
         self.resting = resting if resting is None else check.choice("resting", resting, ("take", "keep"), "None")
         self.lost = check.number("lost", lost, "[0, 1)", "the probability that a node's message is lost")
         self.unit = check.integer("unit", unit, what="the steps that count as one")
@@ -538,6 +582,11 @@ class Exchange(Settings):
         return self.average.draws or self.participation < 1 or self.lost > 0
 
     @property
+    def needs_all(self) -> bool:
+        """Whether all nodes must train in every step."""
+        return self.of == "gradients"
+
+    @property
     def lets_rest(self) -> bool:
         """Whether some nodes do not train in some rounds."""
         return self.participation < 1
@@ -560,9 +609,9 @@ class Exchange(Settings):
         return twin
 
     def in_units(self, n: int) -> Exchange:
-        """Return the same which counts in units of n times as many steps; see `every`."""
+        """Return the same exchange, which counts in units of n steps; see `every`."""
         twin = copy.copy(self)
-        twin.unit = self.unit * n
+        twin.unit = self.unit * check.integer("n", n, what="the number of optimizer steps between two exchanges")
         return twin
 
     def through_server(self) -> Exchange:
@@ -891,25 +940,6 @@ class Exchange(Settings):
         return weight.detach() if part.inplace else weight  # a run in place sends all of what it uses in part
 
 
-def every(n: int, exchange: Any) -> Any:
-    """Let an exchange count in units of n steps: its interval, delay, offsets, and what it draws at random.
-
-    Of a `CommunicationModule` the hooks that exchange are called every n steps, and are told a time that counts these.
-
-    >>> from vecgym.strategy.averages import Mean
-    >>> every(5, Exchange(Mean(), every=10, delay=1))  # every 50 steps, 5 late
-    Exchange(Mean(), every=10, delay=1, unit=5)
-    """
-    check.integer("n", n, what="the number of optimizer steps between two exchanges")
-    if isinstance(exchange, CommunicationModule):
-        from vecgym.strategy.hooks import Hooks  # which is an exchange, and imports this module
-
-        return Hooks(exchange, n)
-    if not hasattr(exchange, "in_units"):
-        check.instance("exchange", exchange, Exchange, "an Exchange, such as Exchange(Mean(), every=10)")
-    return exchange.in_units(n)
-
-
 def blend(part: Part, weight: Tensor) -> None:
     """Make everything that an event has changed only in part: (1 - a) old + a new, exactly old at 0 and new at 1."""
 
@@ -966,6 +996,15 @@ def num_participants(participation: float, num_nodes: int) -> int:
     1
     """
     return max(1, round(participation * num_nodes))
+
+
+def check_participation(value: Any) -> float:
+    """Return the fraction of the nodes that trains in a round, if it is one.
+
+    >>> check_participation(0.5)
+    0.5
+    """
+    return check.number("participation", value, "(0, 1]", "the fraction of nodes that trains in a round")
 
 
 class _InUnits:

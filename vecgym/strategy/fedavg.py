@@ -15,7 +15,7 @@ from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Mean, Outer, ServerMean, Weighting
 from vecgym.strategy.base import Strategy
-from vecgym.strategy.exchange import Exchange
+from vecgym.strategy.exchange import Exchange, check_participation
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.when import SyncWeight, as_when, make_sync_weight
@@ -59,6 +59,7 @@ def AveragingCommunicator(  # the name that EXO Gym's users know
     """
     weight = make_sync_weight(sync_weight, H, default=1)
     rounds_of_all = island_size is None and sync_weight is None
+    participation = check_participation(participation)
     resting = check_resting(resting, rounds_of_all or participation == 1)
     served = resting == "server" and participation < 1
     average = ServerMean(weighting) if served else Mean(island_size, weighting)

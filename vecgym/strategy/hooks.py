@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
-from vecgym.core import nodes
+from vecgym.core import check, nodes
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.simulation.presence import Presence, missed
-from vecgym.simulation.simulation import Part
+from vecgym.simulation.simulation import Part, Place
 from vecgym.simulation.timetable import Every, Mark, RunFacts, Who
 from vecgym.strategy import contract
 from vecgym.strategy.communication import CommunicationModule, Context, State, overrides
@@ -57,8 +57,10 @@ class Hooks:
         return twin
 
     def in_units(self, n: int) -> Hooks:
-        """Return the same whose hooks are called n times as rarely; see `every`."""
-        return Hooks(self.module, self.every * n)
+        """Return the same, whose hooks that exchange are called every n steps."""
+        twin = copy.copy(self)
+        twin.every = self.every * check.integer("n", n, what="the number of optimizer steps between two exchanges")
+        return twin
 
     def through_server(self) -> Hooks:
         """Return itself: what a module with hooks averages is its own affair."""
@@ -112,7 +114,7 @@ class Hooks:
         """Call the hooks between gradients and the optimizer's step."""
         ctx, state = self._context(part), self._state(part)
         if overrides(self.module, "local_gradients"):
-            resting = len(part.rows) < len(self._present(part))
+            resting = len(part.rows) < len(_place(part, part.run.there(part.tick)).rows)
             grads = contract.local_gradients(self.module, grads, part.params, state, ctx, silent=resting)
         if overrides(self.module, "exchange_gradients") and (part.tick + 1) % self.every == 0:
             grads, new = contract.exchange_gradients(self.module, grads, state, ctx)
@@ -161,17 +163,14 @@ class Hooks:
     def _steps(self, run: RunFacts) -> int:
         return max(1, run.num_steps // self.every)
 
-    def _present(self, part: Part) -> list[int]:
-        return part.simulation.place(part.run.there(part.tick)).rows
-
     def _context(self, part: Part) -> Context:
         """Return what the hooks are told: about the nodes that are present, or of these about those that train."""
         run, presence, made, step = part.run, part.run.presence, part.made, part.tick
-        there, counts = run.there(step), [made] * len(part.rows) if isinstance(made, int) else made
+        there, counts = run.there(step), [made] * len(part.nodes) if isinstance(made, int) else made
         nodes_there = range(run.num_nodes) if there is None else there
-        ids = None if len(part.rows) == run.num_nodes else torch.tensor(part.rows)
+        ids = None if len(part.nodes) == run.num_nodes else torch.tensor(part.nodes)
         ctx = Context(
-            part.simulation.place(there).comm, step=step // self.every, node_steps=torch.tensor(counts),
+            _place(part, there).comm, step=step // self.every, node_steps=torch.tensor(counts),
             max_steps=self._steps(run), seed=run.seed, inplace=part.inplace, differentiable=not part.inplace, rows=ids,
             exact=part.simulation.exact, own_time=presence is not None and part.home is part.own,
             num_examples=None if run.num_examples is None else tuple(run.num_examples[node] for node in nodes_there),
@@ -190,31 +189,41 @@ class Hooks:
     def _lr(self, part: Part) -> Any:
         """Return the inner learning rate as hooks are told it: one for all, or `[K]`."""
         lr = part.lr
-        if not isinstance(lr, Tensor) or lr.dim() == 0 or len(part.rows) == part.run.num_nodes:
+        if not isinstance(lr, Tensor) or lr.dim() == 0 or len(part.nodes) == part.run.num_nodes:
             return lr
-        ids = placed(torch.tensor(part.rows), lr.device)
+        ids = placed(torch.tensor(part.nodes), lr.device)
         return lr.new_zeros(part.run.num_nodes).index_copy(0, ids, lr.expand(len(ids)))
 
     def _state(self, part: Part) -> State:
         """Return the module's state, of the event's rows."""
         state: State = part.shared[self._name]
-        if len(part.rows) == len(part.simulation.here):
-            return state
-        taken: State = nodes.take_rows(state, torch.tensor(part.rows))
-        return taken
+        rows, _ = _rows(part)
+        return state if rows is None else nodes.take_rows(state, rows)
 
     def _put(self, part: Part, new: State) -> None:
         """Put the module's state back, beside that of the other nodes."""
-        old, rows, num_rows = part.shared[self._name], torch.tensor(part.rows), part.run.num_nodes
+        old, (rows, num_rows) = part.shared[self._name], _rows(part)
+        if rows is None:
+            part.shared[self._name] = new
+            return
 
         def put(x: Any, was: Any) -> Any:
-            if not isinstance(x, Tensor) or (len(x) == 1 and (len(rows) > 1 or was is None or len(was) == 1)):
+            if not isinstance(x, Tensor) or (len(x) == 1 and (len(part.rows) > 1 or was is None or len(was) == 1)):
                 return x
             return nodes.put_rows({} if was is None else {"": was}, rows, {"": x}, num_rows, inplace=False)[""]
 
-        if len(rows) < len(part.simulation.here):
-            new = _joined(put, new, old)
-        part.shared[self._name] = new
+        part.shared[self._name] = _joined(put, new, old)
+
+
+def _place(part: Part, rows: tuple[int, ...] | None) -> Place:
+    """Return the place of some of the nodes of a part's run; None: of all of them."""
+    return part.simulation.place(rows, part.event.group)
+
+
+def _rows(part: Part) -> tuple[Tensor | None, int]:
+    """Return where a part's rows are among those of its run in this process, and how many these are; None: all."""
+    here = _place(part, None).nodes
+    return None if len(part.nodes) == len(here) else torch.tensor([here.index(node) for node in part.nodes]), len(here)
 
 
 def _joined(put: Any, new: Any, old: Any) -> Any:

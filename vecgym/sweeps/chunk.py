@@ -31,6 +31,7 @@ from vecgym.simulation import Event, RunFacts, State
 from vecgym.simulation.simulation import Draft, Request
 from vecgym.simulation.stack import Stack
 from vecgym.simulation.state import Metrics, Result
+from vecgym.strategy.base import Strategy
 from vecgym.strategy.per_rank import as_strategy
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.groups import groups_of
@@ -198,6 +199,7 @@ class Chunk:
             runs.append(facts)
             presences.append(presence)
         order, groups = groups_of(strategies, runs)
+        self._some_rest = [strategies[c].trains(runs[c]) is not None for c in order]
         self.configs = [self.configs[c] for c in order]
         self.presences = [presences[c] for c in order]
         self.ledgers = [Ledger() for _ in order]
@@ -221,8 +223,7 @@ class Chunk:
 
     def _waits(self, c: int) -> bool:
         """Whether some nodes of a configuration may not train in some steps."""
-        strategy = self.configs[c].strategy
-        return self.presences[c] is not None or any(exchange.lets_rest for exchange in strategy.exchanges)
+        return self.presences[c] is not None or self._some_rest[c]
 
     def batches(self) -> Iterator[Sequence[Event]]:
         """Start the clock, and return the events of each remaining step; see `step`."""
@@ -268,7 +269,7 @@ class Chunk:
             found = self._steady.get(number)
             if found is None:
                 found = self._rates_of(group, self.simulation.tables[number], step)
-                if not group.algorithm.inner.changes:
+                if not group.algorithm.inner.changes and type(group.algorithm).rates is Strategy.rates:
                     self._steady[number] = found
             rates += found
         return rates
@@ -372,6 +373,8 @@ class Reading:
         which: the place among these of each configuration's.
         num_nodes: K.
 
+    Of groups that read one after the other, the same rows of the same data are read once.
+
     >>> from vecgym.data import Batches
     >>> batches = [Batches(torch.arange(8) + 10 * s, num_nodes=2, batch_size=1, shuffle=False) for s in range(2)]
     >>> [batch.T for batch, _ in Reading(batches, [0, 1, 0], num_nodes=2)(iter([([0, 1, 2, 3, 4, 5], 0), ([1, 3], 1)]))]
@@ -385,30 +388,34 @@ class Reading:
         *own, all_requests = itertools.tee(requests, len(self.sources) + 1)
         streams = [source.read(self._of(s, own[s])) for s, source in enumerate(self.sources)]
         whole = len(self.which) * self.num_nodes
-        for rows, _ in all_requests:
+        parts: list[Any] = [None] * len(streams)
+        read: list[Request | None] = [None] * len(streams)
+        for rows, counts in all_requests:
             everyone = len(rows) == whole
             configs = range(len(self.which)) if everyone else sorted({row // self.num_nodes for row in rows})
-            here = {self.which[c] for c in configs}
-            parts = [next(stream) if s in here else None for s, stream in enumerate(streams)]
+            for s in {self.which[c] for c in configs}:
+                if (request := self._request(s, rows, counts)) != read[s]:
+                    parts[s], read[s] = next(streams[s]), request
             yield self._joined([parts[self.which[c]] for c in configs], parts, everyone)
 
     def _of(self, source: int, requests: Iterator[Request]) -> Iterator[Request]:
-        """Yield the requests for one of the distinct data: those of the first configuration that has it."""
-        first, K = self.which.index(source) * self.num_nodes, self.num_nodes
-        everyone = list(range(K))
+        """Yield what is to be read of one of the distinct data."""
+        last = None
         for rows, counts in requests:
-            if isinstance(counts, int):
-                at = (
-                    everyone
-                    if len(rows) == len(self.which) * K
-                    else [row - first for row in rows if first <= row < first + K]
-                )
-                if at:
-                    yield at, counts
-                continue
-            pairs = [(row - first, count) for row, count in zip(rows, counts) if first <= row < first + K]
-            if pairs:
-                yield [row for row, _ in pairs], [count for _, count in pairs]
+            if (request := self._request(source, rows, counts)) not in (None, last):
+                last = request
+                yield request
+
+    def _request(self, source: int, rows: Sequence[int], counts: int | Sequence[int]) -> Request | None:
+        """Return the part of a request that is for the first configuration in it that has this data."""
+        K = self.num_nodes
+        first = next((row - row % K for row in rows if self.which[row // K] == source), None)
+        if first is None:
+            return None
+        if isinstance(counts, int):
+            return [row - first for row in rows if first <= row < first + K], counts
+        pairs = [(row - first, count) for row, count in zip(rows, counts) if first <= row < first + K]
+        return [row for row, _ in pairs], [count for _, count in pairs]
 
     def _joined(self, of_configs: list[Any], parts: list[Any], everyone: bool) -> tuple[Any, list[int] | None]:
         limits = None
