@@ -103,6 +103,13 @@ class Average(Settings):
     >>> now = {"w": torch.tensor([1.5, 3.0])}  # the first node has gone on
     >>> relay.write(message, now, at)["w"], relay.changed(change, now, at)["w"]
     (tensor([1.]), tensor([1.5000, 1.0000]))
+
+    What else an exchange asks:
+
+    >>> relay.check(ExchangeFacts(num_nodes=2))
+    >>> relay.settle(message, at)  # nothing that all share changes
+    >>> relay.one_message, relay.rate(0), relay.outer({})
+    (True, None, {})
     """
 
     numbers: tuple[str, ...] | None = ()
@@ -248,8 +255,8 @@ class Mean(Reduction):
 
     >>> from vecgym.strategy.exchange import Meeting
     >>> at, values = Meeting(StackedCollectives(4)), {"w": torch.tensor([1.0, 2.0, 3.0, 6.0])}
-    >>> Mean()(values, at)["w"], Mean(island_size=2)(values, at)["w"]
-    (tensor([3.]), tensor([1.5000, 1.5000, 4.5000, 4.5000]))
+    >>> Mean()(values, at)["w"], Mean(island_size=2)(values, at)["w"], Mean(island_size=2).groups(at)
+    (tensor([3.]), tensor([1.5000, 1.5000, 4.5000, 4.5000]), [[2, 3], [0, 1]])
     """
 
     linear = True
