@@ -641,6 +641,7 @@ class Outer(Around):
     ) -> None:  # fmt: skip
         super().__init__(inner)
         self.optim = Optimizer(outer_spec(optim))
+        self._alike = not self.optim.per_node  # alone; of a merged one a value may be each configuration's
         self.correct = correct
         if correct is not None and not callable(correct):
             check.choice("correct", correct, CORRECTIONS, "a function, or None")
@@ -650,11 +651,15 @@ class Outer(Around):
         _check_alone(self)
         if isinstance(self.correct, str) and self.correct == "heloco":
             _momentum(self.optim.spec)
-        if isinstance(self.correct, str) and self.correct == "median_norm" and not self.common:
+        if isinstance(self.correct, str) and self.correct == "median_norm" and not self.inner.common:
             raise ValueError(
                 f'correct="median_norm" is the median of all nodes, and in {self.inner!r} not all agree: leave out '
                 "islands and participation."
             )
+
+    @property
+    def common(self) -> bool:  # type: ignore[override]
+        return self.inner.common and self._alike
 
     @property
     def numbers(self) -> tuple[str, ...] | None:  # type: ignore[override]
