@@ -48,13 +48,14 @@ from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.demo import DeMoStrategy, StrongestCosines
 from vecgym.strategy.diloco import DiLoCoStrategy
 from vecgym.strategy.eager import EagerDiLoCoStrategy
-from vecgym.strategy.exchange import Exchange, Meeting
+from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.gpa import GPAStrategy
 from vecgym.strategy.halos import HALoSStrategy
 from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
+from vecgym.strategy.meeting import Meeting
 from vecgym.strategy.mixing import Mix
 from vecgym.strategy.muloco import MuLoCoStrategy
 from vecgym.strategy.noloco import NoLoCoStrategy
