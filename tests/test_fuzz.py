@@ -61,6 +61,14 @@ def test_what_was_found_stays_mended(name: str) -> None:
 
 
 FOUND_SWEEPS: dict[str, dict[str, Any]] = {
+    # The gradients of a node in all configurations were clipped as if they were one.
+    "clipped gradients of DeMo in a group": {
+        "run": {},
+        "rows": [
+            {"strategy": {"kind": "demo", "k": 4, "chunk": 2}, "max_norm": 0.1, **more}
+            for more in ({}, {}, {"max_norm_per_node": True}, {"max_norm_per_node": True})
+        ],
+    },
     # The second group read the batches of the first one's next steps.
     "groups that exchange gradients one after the other": {
         "run": {"num_nodes": 2},
