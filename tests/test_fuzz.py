@@ -153,6 +153,10 @@ def test_what_is_written_to_in_a_later_pass_only_is_refused() -> None:
 
 
 FOUND_RELATIONS: dict[str, tuple[dict[str, Any], int]] = {
+    # The ledgers of a sweep's rows did not know the number of nodes, so that the rows could not be priced.
+    "a priced sweep of nodes that may be absent": (
+        {"relation": "swept", "strategy": "gpa", "clock": "pairs", "availability": 0.9}, 652,
+    ),
     # The stack was taken to exchange gradients, whatever its configurations do.
     "a sweep of a model that writes to its parameters": (
         {"relation": "swept", "strategy": "diloco-topk", "model": "normed"}, 249,

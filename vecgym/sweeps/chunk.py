@@ -209,6 +209,9 @@ class Chunk:
             minibatch_size=self.configs[0].settings["minibatch_size"],
         )  # fmt: skip
         self.state: Any = self.simulation.init(self._initial())
+        sizes = self.simulation.comm.ledger.sizes
+        for ledger in self.ledgers:
+            ledger.announce(self.configs[0].num_nodes, sizes)
 
     def _read(self) -> Reading:
         """Return what reads for all rows; configurations of which the same nodes read the same data share a stream."""
