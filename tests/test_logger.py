@@ -555,7 +555,7 @@ T1 = torch.tensor([[0.5], [0.25]])  # an outer learning rate for each of two out
     [
         (lambda: DiLoCoStrategy("sgd", H=2, lr=0.1, outer_lr=0.4), [0.4] * 4 + [None]),
         (lambda: DiLoCoStrategy("sgd", H=2, lr=0.1, outer_lr=T1), [0.5, 0.5, 0.25, 0.25, None]),
-        (lambda: FedAvgStrategy("sgd", H=2, lr=0.1, server_optim="avgm", server_lr=0.3), [0.3] * 5),
+        (lambda: FedAvgStrategy("sgd", H=2, lr=0.1, server_optim="avgm", server_lr=0.3), [0.3] * 4 + [None]),
         (lambda: AllReduceStrategy("sgd", lr=0.1), [None] * 5),
         (lambda: _composed(every(2, Exchange(outer(T1)))), [0.5, 0.5, 0.25, 0.25, None]),
         (lambda: _composed(Exchange(outer(0.2), every=2, delay=1, late="change")), [0.2] * 4 + [None]),

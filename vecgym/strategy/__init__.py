@@ -12,8 +12,9 @@ Your own:    Strategy(inner_optim, [Exchange(...), ...]), the base of all, whose
 Exchanges:   Exchange(how, every, of, delay, ...): how nodes agree, when (Rounds, RoundsOf or SyncWeight; When, the
              base), and of what; every(n, exchange): in units of n steps; AveragingCommunicator and SparseCommunicator
              make one
-Averages:    Average, the base: Mean, ServerMean, Mix, Robust, MostMoved, NoLoCo, StrongestCosines; around one: Outer,
-             Eager, Sparse, Compressed, EF21, Corrupted, Private. ServerOptimizer: those of federated servers
+Averages:    Average, the base, which is told of a Meeting: Mean, ServerMean, Mix, Robust, MostMoved, NoLoCo,
+             StrongestCosines; around one: Outer, Eager, Sparse, Compressed, EF21, Corrupted, Private. ServerOptimizer:
+             those of federated servers
 Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequentialSelector, PartitionedSelector
 Optimizers:  OptimSpec
 

@@ -30,6 +30,7 @@ from vecgym.optim import OptimSpec, clip_grad_norm, ensure_optim_spec
 from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.optimizer import Optimizer
 from vecgym.simulation.timetable import RunFacts
+from vecgym.strategy.corrections import CORRECTIONS, Correction, heloco, outer_momentum
 from vecgym.strategy.meeting import Meeting
 from vecgym.strategy.settings import Settings, same, shown
 
@@ -37,7 +38,6 @@ Weighting = Literal["equal", "examples"]  # of the nodes in a mean
 State = dict[str, Any]  # what an average remembers, by name: trees of tensors
 Codes = dict[str, Tree]  # the codes of each tensor, in parts
 Rule = Callable[[Tensor], Tensor]
-Correction = Callable[[Tree, State, "Meeting"], Tree]  # (movements, the outer optimizer's state) -> movements
 
 OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's
 
@@ -101,6 +101,13 @@ class Average(Settings):
     >>> now = {"w": torch.tensor([1.5, 3.0])}  # the first node has gone on
     >>> relay.write(message, now, at)["w"], relay.changed(change, now, at)["w"]
     (tensor([1.]), tensor([1.5000, 1.0000]))
+
+    What else an exchange asks:
+
+    >>> relay.check(ExchangeFacts(num_nodes=2))
+    >>> relay.settle(message, at)  # nothing that all share changes
+    >>> relay.one_message, relay.rate(0), relay.outer({})
+    (True, None, {})
     """
 
     numbers: tuple[str, ...] | None = ()
@@ -246,8 +253,8 @@ class Mean(Reduction):
 
     >>> from vecgym.strategy.meeting import Meeting
     >>> at, values = Meeting(StackedCollectives(4)), {"w": torch.tensor([1.0, 2.0, 3.0, 6.0])}
-    >>> Mean()(values, at)["w"], Mean(island_size=2)(values, at)["w"]
-    (tensor([3.]), tensor([1.5000, 1.5000, 4.5000, 4.5000]))
+    >>> Mean()(values, at)["w"], Mean(island_size=2)(values, at)["w"], Mean(island_size=2).groups(at)
+    (tensor([3.]), tensor([1.5000, 1.5000, 4.5000, 4.5000]), [[2, 3], [0, 1]])
     """
 
     linear = True
@@ -641,7 +648,7 @@ class Outer(Around):
     def _check(self) -> None:
         _check_alone(self)
         if isinstance(self.correct, str) and self.correct == "heloco":
-            _momentum(self.optim.spec)
+            outer_momentum(self.optim.spec)
         if isinstance(self.correct, str) and self.correct == "median_norm" and not self.common:
             raise ValueError(
                 f'correct="median_norm" is the median of all nodes, and in {self.inner!r} not all agree: leave out '
@@ -702,7 +709,7 @@ class Outer(Around):
     @property
     def _correction(self) -> Correction:
         if self.correct == "heloco":
-            return functools.partial(heloco, momentum=_momentum(self.optim.spec))
+            return functools.partial(heloco, momentum=outer_momentum(self.optim.spec))
         return CORRECTIONS[self.correct] if isinstance(self.correct, str) else self.correct  # type: ignore[return-value]
 
     def __repr__(self) -> str:
@@ -878,60 +885,6 @@ class NoLoCo(Average):
 
     def rate(self, exchange: int) -> Any:
         return self.lr
-
-
-# ------------------------------------------------------------------------------------------------------ corrections
-
-
-def heloco(moved: Tree, optimizer: State, at: Meeting, momentum: float | Tensor = 0.9) -> Tree:
-    """Correct each node's movement, tensor by tensor, by the mean of past ones; see `vecgym.strategy.HeLoCo`.
-
-    That mean is (1 - momentum) times torch's buffer, which is their sum.
-
-    >>> from vecgym.strategy.meeting import Meeting
-    >>> moved, held = {"w": torch.tensor([[-1.0, 1.0], [1.0, 1.0]])}, {"w": torch.tensor([[2.0, 0.0]])}
-    >>> heloco(moved, {"momentum_buffer": held}, Meeting(StackedCollectives(2)), momentum=0.5)["w"]
-    tensor([[-0.8867,  1.0000],
-            [ 1.0000,  1.0000]])
-    """
-    from vecgym.strategy.servers import corrected  # a server's module, which imports others
-
-    means = tree.map(lambda m: tree.per_node(1 - momentum, m) * m, optimizer["momentum_buffer"])
-    return tree.map(corrected, moved, means)
-
-
-def median_norm(moved: Tree, optimizer: State, at: Meeting) -> Tree:
-    """Shrink each node's movement, tensor by tensor, to the median of the nodes' norms, if its own is larger.
-
-    Of an even number of nodes the median is the lower of the middle two, as `torch.median` has it. A number of each
-    tensor of each node is sent.
-
-    >>> from vecgym.strategy.meeting import Meeting
-    >>> moved = {"w": torch.tensor([[3.0, 4.0], [6.0, 8.0], [0.0, 100.0]])}
-    >>> median_norm(moved, {}, Meeting(StackedCollectives(3)))["w"]
-    tensor([[ 3.,  4.],
-            [ 6.,  8.],
-            [ 0., 10.]])
-    """
-    squares = torch.stack([at.flat(x * x).sum(1) for x in moved.values()], 1)
-    size = squares.where(squares > 0, 1.0).sqrt()  # if a tensor has not moved, its movement stays 0
-    ordered = at.comm.all_gather(size * (squares > 0)).sort(1).values  # [1, K, tensors]
-    factors = (ordered[:, (ordered.shape[1] - 1) // 2] / size).clamp(max=1)
-    return {name: x * at.each(f.to(x.dtype), x) for (name, x), f in zip(moved.items(), factors.unbind(1))}
-
-
-CORRECTIONS: dict[str, Correction] = {"heloco": heloco, "median_norm": median_norm}
-
-
-def _momentum(optim: OptimSpec) -> Any:
-    hyper = optim.hyper
-    found = hyper.get("momentum", 0)
-    if optim.cls is not torch.optim.SGD or hyper["dampening"] != 0 or not (isinstance(found, Tensor) or found > 0):
-        raise ValueError(
-            f'correct="heloco" goes by the outer momentum, and {optim!r} has none, or dampens it: give SGD with '
-            'momentum, such as OptimSpec("sgd", lr=0.7, momentum=0.9, nesterov=True).'
-        )
-    return found
 
 
 # ------------------------------------------------------------------------------------------------------ small parts

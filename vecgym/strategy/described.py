@@ -14,6 +14,7 @@ from vecgym.strategy.base import Strategy
 from vecgym.strategy.communication import CommunicationModule
 from vecgym.strategy.hooks import Hooks
 from vecgym.strategy.inner import StepOptions
+from vecgym.strategy.settings import Settings
 
 OPTIONS = tuple(StepOptions.__annotations__)  # of the inner optimizer
 MAX_VALUES = 64  # of a tensor: a larger one is described by its shape
@@ -45,7 +46,7 @@ def described(value: Any, depth: int = 0) -> Any:
         return {"class": value.cls.__name__, **described(value.hyper, depth), **groups}
     if isinstance(value, Hooks):
         return described(value.module, depth - 1)
-    if isinstance(value, (Strategy, CommunicationModule)) or type(value).__module__.startswith("vecgym."):
+    if isinstance(value, (Strategy, CommunicationModule, Settings)) or type(value).__module__.startswith("vecgym."):
         own = {name: x for name, x in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
         if isinstance(value, Strategy):  # as its arguments are named
             inner: Any = own.pop("inner")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -84,6 +84,30 @@ class Meeting:
     >>> at = Meeting(StackedCollectives(2), step=7)
     >>> at.ids, at.lead, at.flat(torch.zeros(2, 3, 4)).shape, at.replace(step=8).step
     (tensor([0, 1]), 1, torch.Size([2, 12]), 8)
+    >>> at.made, at.lr, at.home(common=True) is at.shared  # without a run
+    (0, 0.0, True)
+    >>> at.generator("mask", at.step).initial_seed() == at.generator("mask", at.step).initial_seed()
+    True
+
+    A setting of each node; coordinates; what is common to all:
+
+    >>> x, index = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, {"w": torch.tensor([1])}
+    >>> at.scaled(torch.tensor([10.0, 100.0]), x["w"]), at.here(0.5), at.each(torch.ones(2), x["w"]).shape
+    (tensor([[ 10.,  20.],
+            [300., 400.]]), 0.5, torch.Size([2, 1]))
+    >>> at.taken(x, index)["w"].tolist(), at.written(x, index, {"w": torch.zeros(2, 1)})["w"].tolist()
+    ([[2.0], [4.0]], [[1.0, 0.0], [3.0, 0.0]])
+    >>> part = at.of(index)  # what is remembered is read and written at these coordinates
+    >>> at.shapes(x), at.wide({"w": torch.zeros(1, 2)})["w"].shape
+    ({'w': torch.Size([2])}, torch.Size([2, 2]))
+
+    A group of three configurations, and what is the same in each of them:
+
+    >>> group, values = at.replace(size=3, lead=2), {"w": torch.zeros(3, 2, 5)}
+    >>> group.rows(values)["w"].shape, group.apart(group.rows(values))["w"].shape
+    (torch.Size([6, 5]), torch.Size([3, 2, 5]))
+    >>> group.of_one(group.for_all(index))
+    {'w': tensor([1])}
     """
 
     def __init__(
@@ -100,14 +124,22 @@ class Meeting:
         self.last = True
         self.examples: tuple[int, ...] | None = None  # of all who meet
         self.rate: Callable[[], Any] = float
-        vars(self).update(more)
+        self.lead = 1
+        self._update(more)
         self.lead = 2 if self.size > 1 else 1
 
     def replace(self, **changes: Any) -> Meeting:
         """Return a copy in which some attributes are others."""
         twin = copy.copy(self)
-        vars(twin).update(changes)
+        twin._update(changes)
         return twin
+
+    def _update(self, changes: Mapping[str, Any]) -> None:
+        held = vars(self)
+        if not changes.keys() <= held.keys():
+            unknown = ", ".join(sorted(changes.keys() - held.keys()))
+            raise TypeError(f"a Meeting has no {unknown}; it has {', '.join(held)}.")
+        held.update(changes)
 
     @property
     def made(self) -> int | Tensor:
