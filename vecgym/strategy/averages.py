@@ -30,7 +30,6 @@ from vecgym.optim import OptimSpec, clip_grad_norm, ensure_optim_spec
 from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.optimizer import Optimizer
 from vecgym.simulation.timetable import RunFacts
-from vecgym.strategy.corrections import CORRECTIONS, Correction, heloco, outer_momentum
 from vecgym.strategy.meeting import Meeting
 from vecgym.strategy.settings import Settings, same, shown
 
@@ -38,7 +37,9 @@ Weighting = Literal["equal", "examples"]  # of the nodes in a mean
 State = dict[str, Any]  # what an average remembers, by name: trees of tensors
 Codes = dict[str, Tree]  # the codes of each tensor, in parts
 Rule = Callable[[Tensor], Tensor]
+Correction = Callable[[Tree, State, "Meeting"], Tree]  # (movements, the outer optimizer's state) -> movements
 
+_TINY = 1e-8
 OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's
 
 
@@ -640,6 +641,7 @@ class Outer(Around):
     ) -> None:  # fmt: skip
         super().__init__(inner)
         self.optim = Optimizer(outer_spec(optim))
+        self._alike = not self.optim.per_node  # alone; of a merged one a value may be each configuration's
         self.correct = correct
         if correct is not None and not callable(correct):
             check.choice("correct", correct, CORRECTIONS, "a function, or None")
@@ -648,12 +650,16 @@ class Outer(Around):
     def _check(self) -> None:
         _check_alone(self)
         if isinstance(self.correct, str) and self.correct == "heloco":
-            outer_momentum(self.optim.spec)
-        if isinstance(self.correct, str) and self.correct == "median_norm" and not self.common:
+            _momentum(self.optim.spec)
+        if isinstance(self.correct, str) and self.correct == "median_norm" and not self.inner.common:
             raise ValueError(
                 f'correct="median_norm" is the median of all nodes, and in {self.inner!r} not all agree: leave out '
                 "islands and participation."
             )
+
+    @property
+    def common(self) -> bool:  # type: ignore[override]
+        return self.inner.common and self._alike
 
     @property
     def numbers(self) -> tuple[str, ...] | None:  # type: ignore[override]
@@ -709,7 +715,7 @@ class Outer(Around):
     @property
     def _correction(self) -> Correction:
         if self.correct == "heloco":
-            return functools.partial(heloco, momentum=outer_momentum(self.optim.spec))
+            return functools.partial(heloco, momentum=_momentum(self.optim.spec))
         return CORRECTIONS[self.correct] if isinstance(self.correct, str) else self.correct  # type: ignore[return-value]
 
     def __repr__(self) -> str:
@@ -885,6 +891,91 @@ class NoLoCo(Average):
 
     def rate(self, exchange: int) -> Any:
         return self.lr
+
+
+# ------------------------------------------------------------------------------------------------------ corrections
+
+
+def heloco(moved: Tree, optimizer: State, at: Meeting, momentum: float | Tensor = 0.9) -> Tree:
+    """Correct each node's movement, tensor by tensor, by the mean of past ones; see `vecgym.strategy.HeLoCo`.
+
+    That mean is (1 - momentum) times torch's buffer, which is their sum.
+
+    >>> from vecgym.strategy.meeting import Meeting
+    >>> moved, held = {"w": torch.tensor([[-1.0, 1.0], [1.0, 1.0]])}, {"w": torch.tensor([[2.0, 0.0]])}
+    >>> heloco(moved, {"momentum_buffer": held}, Meeting(StackedCollectives(2)), momentum=0.5)["w"]
+    tensor([[-0.8867,  1.0000],
+            [ 1.0000,  1.0000]])
+    """
+    means = tree.map(lambda m: tree.per_node(1 - momentum, m) * m, optimizer["momentum_buffer"])
+    return tree.map(corrected, moved, means)
+
+
+def corrected(delta: Tensor, momentum: Tensor) -> Tensor:
+    """Correct movements `[L, *]` by the momentum `[1 or L, *]` of the same tensor; see `HeLoCo`. Nothing is read.
+
+    >>> corrected(torch.tensor([[-1.0, 1.0]]), torch.tensor([[1.0, 0.0]]))
+    tensor([[-0.8867,  1.0000]])
+    """
+    size, pull = _norm(delta), _norm(momentum)
+    toward, along = delta / _nonzero(size), momentum / _nonzero(pull)
+    cosine = _total(toward * along)
+    confidence = size / (size + 3 * pull + _TINY)
+    away = delta - (-0.5 * cosine * confidence).clamp(max=0.5) * cosine * size * along
+    turn = ((1 - cosine) * confidence).clamp(max=1)
+    mixed = (1 - turn) * toward + turn * along
+    turned = size * mixed / _nonzero(_norm(mixed))
+    found = torch.where(cosine < 0, away, torch.where(cosine < 0.2, turned, delta))
+    return torch.where((size < _TINY) | (pull < _TINY), delta, found)
+
+
+def _norm(x: Tensor) -> Tensor:
+    """The 2-norm of each row; its derivative at 0 is 0."""
+    square = _total(x * x)
+    return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
+
+
+def _total(x: Tensor) -> Tensor:
+    """Sum each row, `[L, *]` -> `[L, 1, ...]`."""
+    return x.reshape(len(x), -1).sum(1).view(-1, *[1] * (x.dim() - 1))
+
+
+def _nonzero(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x, 1.0)
+
+
+def median_norm(moved: Tree, optimizer: State, at: Meeting) -> Tree:
+    """Shrink each node's movement, tensor by tensor, to the median of the nodes' norms, if its own is larger.
+
+    Of an even number of nodes the median is the lower of the middle two, as `torch.median` has it. A number of each
+    tensor of each node is sent.
+
+    >>> from vecgym.strategy.meeting import Meeting
+    >>> moved = {"w": torch.tensor([[3.0, 4.0], [6.0, 8.0], [0.0, 100.0]])}
+    >>> median_norm(moved, {}, Meeting(StackedCollectives(3)))["w"]
+    tensor([[ 3.,  4.],
+            [ 6.,  8.],
+            [ 0., 10.]])
+    """
+    squares = torch.stack([at.flat(x * x).sum(1) for x in moved.values()], 1)
+    size = squares.where(squares > 0, 1.0).sqrt()  # if a tensor has not moved, its movement stays 0
+    ordered = at.comm.all_gather(size * (squares > 0)).sort(1).values  # [1, K, tensors]
+    factors = (ordered[:, (ordered.shape[1] - 1) // 2] / size).clamp(max=1)
+    return {name: x * at.each(f.to(x.dtype), x) for (name, x), f in zip(moved.items(), factors.unbind(1))}
+
+
+CORRECTIONS: dict[str, Correction] = {"heloco": heloco, "median_norm": median_norm}
+
+
+def _momentum(optim: OptimSpec) -> Any:
+    hyper = optim.hyper
+    found = hyper.get("momentum", 0)
+    if optim.cls is not torch.optim.SGD or hyper["dampening"] != 0 or not (isinstance(found, Tensor) or found > 0):
+        raise ValueError(
+            f'correct="heloco" goes by the outer momentum, and {optim!r} has none, or dampens it: give SGD with '
+            'momentum, such as OptimSpec("sgd", lr=0.7, momentum=0.9, nesterov=True).'
+        )
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------ small parts

@@ -21,9 +21,9 @@ from vecgym.compress.dct import (
 )
 from vecgym.core import check, tree
 from vecgym.core.devices import on_host, placed
-from vecgym.core.tree import Tree, per_node
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec, check_max_norm, clip_grad_norm
-from vecgym.simulation.simulation import Part
+from vecgym.simulation.simulation import Part, spread
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Average
 from vecgym.strategy.base import Strategy
@@ -249,7 +249,7 @@ class DeMoStrategy(Strategy):
         grads = part.gradients()
         with torch.no_grad():  # the derivative of the sign is 0
             if self.max_norm is not None:
-                grads, _ = clip_grad_norm(grads, part.here(self.max_norm), inplace=part.inplace)
+                grads = self._clipped(part, grads, self.max_norm)
             grads = tree.map(lambda g: _scaled(g, part.lr, part.inplace), grads)
             with part.comm.ledger.of_gradients():
                 mean = self.exchanges[0].now(part, grads)
@@ -257,9 +257,18 @@ class DeMoStrategy(Strategy):
         part.optimize(signs)
         part.report(part.losses)
 
+    def _clipped(self, part: Part, grads: Tree, max_norm: float | Tensor) -> Tree:
+        """Clip the gradient of each node, in each configuration of a group."""
+        norm, size = part.here(max_norm), part.size
+        if size == 1:
+            return clip_grad_norm(grads, norm, inplace=part.inplace)[0]
+        norm = norm.repeat(size) if isinstance(norm, Tensor) and norm.dim() else norm
+        flat, _ = clip_grad_norm(tree.map(lambda g: g.flatten(0, 1), grads), norm, inplace=part.inplace)
+        return tree.map(lambda g: g.unflatten(0, (size, -1)), flat)
+
 
 def _scaled(g: Tensor, lr: float | Tensor, inplace: bool) -> Tensor:
-    factor = per_node(placed(lr, g.device) if isinstance(lr, Tensor) else lr, g)
+    factor = spread(placed(lr, g.device) if isinstance(lr, Tensor) else lr, g)
     return g.mul_(factor) if inplace and g.is_contiguous() else g * factor
 
 

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from vecgym.compress import Compressor
 from vecgym.optim import OptimSpec
-from vecgym.strategy.averages import Average, Mean, Outer, outer_spec
+from vecgym.strategy.averages import Average, Correction, Mean, Outer, outer_spec
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.coded import Compressed
-from vecgym.strategy.corrections import Correction
 from vecgym.strategy.exchange import DEFAULT_H, Exchange
 from vecgym.strategy.inner import InnerOptions, inner_rate, takes_options
 from vecgym.strategy.when import SyncWeight, as_when, make_sync_weight

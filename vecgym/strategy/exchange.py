@@ -45,6 +45,9 @@ NOT_IN_PART = (
 Put = Callable[[Tree], None]
 
 
+# --------------------------------------------------------------------------------------------------------- exchange
+
+
 class Of(NamedTuple):
     """What a mark of an exchange is about.
 
@@ -232,7 +235,7 @@ class Exchange(Settings):
         delay=10 in Exchange(Mean(), delay=10) is not smaller than the run's 5 steps
         """
         K, steps = run.num_nodes, self._steps(run)
-        check_in_time(self, "delay", max(self._delays(1)), run.num_steps)
+        check_in_time(self, "delay", max(self.delay) if isinstance(self.delay, tuple) else self.delay, steps)
         if self.unit > 1:
             Rounds(self.unit, name="unit").check(run.num_steps, self)
         if self.offsets is None and hasattr(self._when, "check"):

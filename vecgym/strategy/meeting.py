@@ -1,4 +1,4 @@
-"""What an average is told: who meets, which exchange it is, and what is remembered of it."""
+"""What an average is told: who meets, which exchange it is, and what it remembers."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ from vecgym.core import check, tree
 from vecgym.core.transforms import readable
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec
-from vecgym.strategy.averages import OUTER_DEFAULTS, State, outer_spec
-from vecgym.strategy.corrections import corrected
+from vecgym.strategy.averages import OUTER_DEFAULTS, State, corrected, outer_spec
 from vecgym.strategy.settings import shown
 
 StalenessName = Literal["none", "inverse_sqrt"]
