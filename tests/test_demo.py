@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.fitting import dataset
 from tests.helpers import (
     NEEDS_LOOP,
     Run,
@@ -42,6 +43,7 @@ from tests.reference import common
 from tests.reference.demo import basis as twin_basis
 from tests.reference.demo import dct as twin_dct
 from tests.reference.demo import demo, fold, make_chunks
+from vecgym import Trainer, sweep
 from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
@@ -529,3 +531,17 @@ def test_a_strategy_can_be_shown_copied_and_pickled() -> None:
         "Exchange(StrongestCosines(compression_topk=8), of='gradients'))"
     )
     assert repr(copy.deepcopy(strategy)) == repr(pickle.loads(pickle.dumps(strategy))) == repr(strategy)
+
+
+def test_rates_of_each_node_in_a_sweep_are_those_of_its_runs() -> None:
+    data, rates = dataset("MLP"), [torch.linspace(1e-3, 0.02, 3), torch.linspace(0.05, 0.01, 3)]
+    given: dict[str, Any] = {"max_steps": 4, "batch_size": 4, "device": "cpu", "progress": False}
+
+    def make(lr: Tensor) -> DeMoStrategy:
+        return DeMoStrategy(compression_topk=2, compression_chunk=8, lr=lr, max_norm=torch.tensor([0.1, 0.5, 1.0]))
+
+    result = sweep(make_model("MLP"), data, strategy=make, grid={"lr": rates}, num_nodes=3, **given)
+    for i, lr in enumerate(rates):
+        trainer = Trainer(make_model("MLP"), data)
+        trainer.fit(make(lr), 3, **given)
+        assert result.history(i)["train_loss"] == pytest.approx(trainer.history["train_loss"], abs=1e-6)

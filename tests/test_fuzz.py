@@ -61,6 +61,14 @@ def test_what_was_found_stays_mended(name: str) -> None:
 
 
 FOUND_SWEEPS: dict[str, dict[str, Any]] = {
+    # The gradients of a node in all configurations were clipped as if they were one.
+    "clipped gradients of DeMo in a group": {
+        "run": {},
+        "rows": [
+            {"strategy": {"kind": "demo", "k": 4, "chunk": 2}, "max_norm": 0.1, **more}
+            for more in ({}, {}, {"max_norm_per_node": True}, {"max_norm_per_node": True})
+        ],
+    },
     # The second group read the batches of the first one's next steps.
     "groups that exchange gradients one after the other": {
         "run": {"num_nodes": 2},
@@ -145,6 +153,10 @@ def test_what_is_written_to_in_a_later_pass_only_is_refused() -> None:
 
 
 FOUND_RELATIONS: dict[str, tuple[dict[str, Any], int]] = {
+    # The ledgers of a sweep's rows did not know the number of nodes, so that the rows could not be priced.
+    "a priced sweep of nodes that may be absent": (
+        {"relation": "swept", "strategy": "gpa", "clock": "pairs", "availability": 0.9}, 652,
+    ),
     # The stack was taken to exchange gradients, whatever its configurations do.
     "a sweep of a model that writes to its parameters": (
         {"relation": "swept", "strategy": "diloco-topk", "model": "normed"}, 249,

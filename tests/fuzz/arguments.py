@@ -105,7 +105,7 @@ PROTOCOL = {
     "init", "active_nodes", "local_gradients", "exchange_gradients", "exchange_parameters", "outer_learning_rate",
     "agree", "settle", "write", "change", "changed", "gather", "shares", "told", "lag", "outer", "outer_lr", "agreed",
     "marks", "trains", "senders", "facts", "times", "parts", "numbered", "timetable", "check_run", "alike", "rates",
-    "drawn", "load_hidden_state", "exchange_moments", "outer_parameters",
+    "drawn", "load_hidden_state", "check_optimizer", "exchange_moments", "outer_parameters",
     "optimize", "lr", "select", "encode", "decode", "average", "reduce", "compresses", "update",
     "mixing", "residual", "step_bytes", "exchange", "check", "check_steps", "check_present", "idle",
     "start", "resume", "log", "finish", "append", "forward", "logits", "val_metrics", "rate", "groups", "rule", "at",
