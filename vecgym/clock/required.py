@@ -78,7 +78,7 @@ def dry_run(
         if p.requires_grad and name not in unused
     }
     run = RunFacts(K, T, seed, num_examples=(1,) * K)  # weights change no bytes
-    simulation = Simulation(cast(Engine, Shapes(params)), strategy, run, comm, nothing_to_read, dry=True)
+    simulation = DrySimulation(cast(Engine, Shapes(params)), strategy, run, comm, nothing_to_read)
     try:
         state = simulation.init()
         for events in simulation.timetable.ticks():
@@ -93,6 +93,12 @@ def dry_run(
             "price trainer.ledger."
         ) from error
     return comm.ledger
+
+
+class DrySimulation(Simulation):
+    """A simulation in which nothing has values."""
+
+    dry = True
 
 
 class Shapes:

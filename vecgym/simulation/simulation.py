@@ -425,26 +425,26 @@ class Simulation:
             read ahead in every kind of run.
         here: the rows of this process, consecutive; None: all.
         minibatch_size: examples at a time.
-        dry: nothing has values: gradients are shapes, and the optimizer takes no step.
         exact: each row takes its optimizer step by itself, so that its bits do not depend on which other rows are here.
     """
 
     def __init__(
         self, engine: Engine, algorithm: Any, run: RunFacts, comm: Collectives,
         read: Callable[[Iterator[Request]], Batches], *, here: range | None = None, minibatch_size: int | None = None,
-        exact: bool = False, dry: bool = False,
+        exact: bool = False,
     ) -> None:  # fmt: skip
         run = replace(run, names=tuple(engine.params))
         self.engine, self.algorithm, self.run, self.comm, self.read = engine, algorithm, run, comm, read
         self.groups = [Group(algorithm, run)]
         self.here = range(run.num_nodes) if here is None else here
-        self.minibatch_size, self.exact, self.dry = minibatch_size, exact, dry
+        self.minibatch_size, self.exact = minibatch_size, exact
         self.large = sum(p.numel() for p in engine.params.values()) > LARGE
         check_run(algorithm, run)
         self.timetable = algorithm.timetable(run)
         self._places = functools.lru_cache(CACHED_PLACES)(self._place)
 
-    dry = large = False  # also of a stack
+    # Attributes of classes: in a dry one nothing has values, gradients are shapes, and the optimizer takes no step.
+    dry = large = False
 
     def of(self, algorithm: Algorithm, read: Callable[[Iterator[Request]], Batches]) -> Simulation:
         """Return the same run with other settings of the algorithm, on other data."""

@@ -75,10 +75,17 @@ def shown(x: object, **instead: Any) -> str:
 
 
 def own_settings(x: object, **instead: Any) -> list[str]:
-    """Show the arguments of an object that it holds by the same names, and that are not their defaults; see `shown`."""
+    """Show the arguments of an object that it holds by the same names, and that are not their defaults; see `shown`.
+
+    >>> class Named:
+    ...     def __init__(self, name, **inner):
+    ...         self.name, self.inner = name, "made of the rest"
+    >>> own_settings(Named("a", lr=0.1))
+    ["'a'"]
+    """
     values, parts = {**vars(x), **instead}, []
     for name, parameter in inspect.signature(type(x)).parameters.items():
-        if name not in values:
+        if name not in values or parameter.kind is parameter.VAR_KEYWORD:
             continue
         if parameter.default is parameter.empty:
             parts.append(_text(values[name]))
