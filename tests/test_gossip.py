@@ -34,6 +34,7 @@ from tests.reference.gossip import gossip
 from vecgym import Trainer
 from vecgym.collectives import StackedCollectives, topology
 from vecgym.collectives.base import T
+from vecgym.collectives.stacked import GroupCollectives
 from vecgym.collectives.topology import Mixing
 from vecgym.core import rng
 from vecgym.core.errors import VecgymWarning
@@ -80,8 +81,8 @@ def alternate(num_nodes: int) -> Callable[[int], Tensor]:
 class Recorded(StackedCollectives):
     """Collectives that remember the matrices."""
 
-    def __init__(self, num_nodes: int, num_configs: int = 1) -> None:
-        super().__init__(num_nodes, num_configs)
+    def __init__(self, num_nodes: int) -> None:
+        super().__init__(num_nodes)
         self.drawn: dict[int, Tensor] = {}
 
     def mix(self, x: T, weights: Tensor | Mixing, inplace: bool = False) -> T:
@@ -399,9 +400,8 @@ def test_what_is_no_symmetry_does_not() -> None:
 # ------------------------------------------------------------------------------------- how it is mixed
 
 
-def naive_mix(x: Tensor, W: Tensor, num_configs: int = 1) -> Tensor:
-    K = len(W)
-    return torch.cat([torch.einsum("ij,j...->i...", W, x[c * K : (c + 1) * K]) for c in range(num_configs)])
+def naive_mix(x: Tensor, W: Tensor) -> Tensor:
+    return torch.einsum("ij,j...->i...", W, x)
 
 
 GRAPHS: dict[str, Tensor] = {
@@ -424,9 +424,13 @@ def test_mixing_in_place_equals_the_definition(graph: str, shape: tuple[int, ...
     """In the storage that it was given, whatever the matrix, the shape and the number of configurations."""
     W = GRAPHS[graph]
     assert Mixing.of(W).sparse == ("gathered" in graph)
-    x = torch.randn(num_configs * len(W), *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    comm = StackedCollectives(len(W), num_configs)
-    expected = naive_mix(x, W, num_configs)
+    x = torch.randn(num_configs, len(W), *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    comm = StackedCollectives(len(W))
+    expected = torch.stack([naive_mix(one, W) for one in x])
+    if num_configs > 1:
+        comm = GroupCollectives(comm, num_configs)
+    else:
+        x, expected = x[0], expected[0]
     assert_close(comm.mix({"x": x}, W), {"x": expected}, 1e-13)
     given = x.clone()
     (mixed,) = comm.mix({"x": given}, W, inplace=True).values()

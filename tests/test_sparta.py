@@ -786,7 +786,7 @@ any_every: Any = every
         (lambda: any_every(0, AveragingCommunicator()), ValueError, "n=0 must be an integer >= 1"),
         (lambda: any_every(2, "averaging"), TypeError, "an Exchange, such as"),
         (lambda: any_every(2, AnySparta()), TypeError, "an Exchange, such as"),
-        (lambda: any_every(AveragingCommunicator(), 2), ValueError, r"n=Exchange\(Mean"),
+        (lambda: any_every(AveragingCommunicator(), 2), TypeError, "exchange is of type int; give an Exchange"),
         (lambda: late(Mean(), -1), ValueError, "delay=-1 must be an integer >= 0"),
         (lambda: late(Mean(), 0), ValueError, 'late="change" without a delay'),
         (lambda: late(Mean(), 2, of="gradients"), ValueError, "used at once"),
