@@ -213,7 +213,7 @@ class Chunk:
         self.state: Any = self.simulation.init(self._initial())
         told = self.simulation.comm.ledger
         for ledger in self.ledgers:
-            ledger.announce(told.num_nodes, told.sizes)
+            ledger.announce(self.configs[0].num_nodes, told.sizes)
 
     def _read(self) -> Reading:
         """Return what reads for all rows; configurations of which the same nodes read the same data share a stream."""
