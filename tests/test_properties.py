@@ -1344,7 +1344,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "3 nodes that take part",
     ),
-    "exchanges that are no list": (lambda: Strategy(exchanges=Exchange(Mean())), TypeError, "list"),  # type: ignore[arg-type]
+    "exchanges that are no list": (
+        lambda: Strategy(exchanges=Exchange(Mean())),  # type: ignore[arg-type]
+        TypeError,
+        "list",
+    ),
     "a class as an exchange": (
         lambda: CommunicateOptimizeStrategy([Exchange]),
         TypeError,
