@@ -155,9 +155,9 @@ class MostMoved(Average):
         message: dict[str, Tree] = {"mean": {}, "touched": {}}
         for name, shape in shapes.items():  # of all nodes: [C, K, k]
             c, n = sent[name].long(), shape.numel()
-            mean = mean_of_senders(c[:, :, None], received[name][:, :, None], n).view(-1, *shape)
+            mean = mean_of_senders(c[:, :, None], received[name][:, :, None], n).view(len(c), *shape)
             touched = torch.zeros(len(c), n, dtype=torch.bool, device=c.device).scatter_(1, c.flatten(1), True)
-            message["mean"][name], message["touched"][name] = mean, touched.view(-1, *shape)
+            message["mean"][name], message["touched"][name] = mean, touched.view(len(c), *shape)
         message = {kind: at.apart(x) for kind, x in message.items()}
         at.shared["last"] = {name: x.detach() for name, x in _over(message, last).items()}
         return message
