@@ -170,24 +170,29 @@ class StackRun:
 
 
 def run_stack(
-    model: nn.Module, strategies: Sequence[Strategy], batches: Sequence[Any], num_nodes: int, engine: str = "vmap"
-) -> StackRun:
-    """Train several configurations, which must be one group, on `batches`, `[C K, B, ...]` each."""
+    model: nn.Module, strategies: Sequence[Strategy], batches: Sequence[Any], num_nodes: int, engine: str = "vmap",
+    differentiable: bool = False,
+) -> StackRun:  # fmt: skip
+    """Train several configurations, in the order of their groups, on `batches`, `[C K, B, ...]` each."""
     C, K = len(strategies), num_nodes
-    _, groups = groups_of(strategies, [RunFacts(K, len(batches), 42)] * C)
-    assert len(groups) == 1
+    order, groups = groups_of(strategies, [RunFacts(K, len(batches), 42)] * C)
+    assert order == list(range(C))
     local, comm = Engine(model, engine=engine, node_threads=1), StackedCollectives(K)
     local.prepare(batches[0], mean=False)
     stack = Stack(local, groups, comm, nothing_to_read)
     state, losses = stack.init(), []
     for batch in batches:
-        state, row = stack.step(state, batch)
+        state, row = stack.step(state, batch, pure=differentiable)
         losses.append(row.losses.reshape(C, K))
         comm.ledger.add(state.tick - 1, row.transfers)
-    held = state.shared["0"].get("params")
-    params = nodes.expand(held, C) if held else state.own["params"]
-    n = 1 if held else K
-    each = [{name: x[c * n : (c + 1) * n].expand(K, *x.shape[1:]) for name, x in params.items()} for c in range(C)]
+    each: list[Tree] = []
+    for number, group in enumerate(groups):
+        held = state.shared[str(number)].get("params")
+        for c in range(group.size):
+            first = group.first + c * K
+            rows = slice(c, c + 1) if held else slice(first, first + K)
+            of_one = {name: x[rows] for name, x in (held or state.own["params"]).items()}
+            each.append({name: x.expand(K, *x.shape[1:]) for name, x in of_one.items()})
     return StackRun(torch.stack(losses), state, each, comm)
 
 
@@ -196,7 +201,7 @@ def meeting(
 ) -> Meeting:
     """A meeting of all nodes, who remember what the average begins with: `values`, `[1 or K, *]`, of the first."""
     comm = StackedCollectives(comm) if isinstance(comm, int) else comm
-    own, shared = average.init(tree.map(lambda x: x[:1], values), RunFacts(comm.num_nodes))
+    own, shared = average.init(tree.map(lambda x: x[:1].clone(), values), RunFacts(comm.num_nodes))
     own = tree.map_leaves(lambda x: x.expand(comm.num_nodes, *x.shape[1:]).clone(), own)
     return Meeting(comm, own, shared, inplace=inplace, inplace_state=inplace, **more)
 

@@ -1,4 +1,4 @@
-"""Averages, and the modules that hold them: today's strategies out of bricks, and what only bricks can say."""
+"""Averages, and the exchanges that hold them: named strategies out of bricks, and what only bricks can say."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from vecgym.strategy.robust import median
 
-from tests.helpers import Recording, assert_close, known, run, stacked
+from tests.helpers import Recording, assert_close, meeting, run, stacked
 from tests.models import make_batches, make_model
 from vecgym import OptimSpec, verify
 from vecgym.collectives import StackedCollectives
 from vecgym.compress import QSGD, Chain, ChunkedTopK, PowerSGD, Quantise, RandomK, StatQuantise, TopK
 from vecgym.compress.codecs import Draw
 from vecgym.core.errors import VecgymWarning
+from vecgym.simulation.simulation import Part
+from vecgym.simulation.timetable import Mark, RunFacts
 from vecgym.strategy import (
     EF21,
     AllReduceStrategy,
@@ -28,14 +29,14 @@ from vecgym.strategy import (
     Context,
     Corrupted,
     DiLoCoStrategy,
+    Exchange,
     FedAvgStrategy,
     GossipStrategy,
-    Gradients,
     Mean,
+    Meeting,
     Mix,
     MostMoved,
-    OuterStep,
-    Parameters,
+    Outer,
     PartitionedSelector,
     Private,
     RandomSelector,
@@ -47,9 +48,10 @@ from vecgym.strategy import (
     Strategy,
     StrongestCosines,
     SyncWeight,
-    delayed,
     every,
 )
+from vecgym.strategy.averages import ExchangeFacts, median
+from vecgym.strategy.selectors import Draws
 
 K, LR, SEED = 5, 0.1, 42
 NESTEROV = OptimSpec("sgd", lr=0.7, momentum=0.9, nesterov=True)
@@ -60,43 +62,43 @@ def lie(x: Tensor) -> Tensor:
     return -20 * x
 
 
-def of(*modules: CommunicationModule) -> Strategy:
-    return CommunicateOptimizeStrategy(list(modules), "sgd", lr=LR)
+def of(*exchanges: Exchange | CommunicationModule) -> Strategy:
+    return CommunicateOptimizeStrategy(list(exchanges), "sgd", lr=LR)
 
 
-# ----------------------------------------------------------------------------------------- today's strategies
+# ----------------------------------------------------------------------------------------- named strategies
 
-PAIRS: dict[str, tuple[Callable[[], CommunicationModule], Callable[[], Strategy]]] = {
-    "AllReduce": (lambda: Gradients(Mean()), lambda: AllReduceStrategy("sgd", lr=LR)),
-    "FedAvg": (lambda: Parameters(Mean(), every=4), lambda: FedAvgStrategy("sgd", H=4, lr=LR)),
+PAIRS: dict[str, tuple[Callable[[], Exchange], Callable[[], Strategy]]] = {
+    "AllReduce": (lambda: Exchange(Mean(), of="gradients"), lambda: AllReduceStrategy("sgd", lr=LR)),
+    "FedAvg": (lambda: Exchange(Mean(), every=4), lambda: FedAvgStrategy("sgd", H=4, lr=LR)),
     "FedAvg in islands": (
-        lambda: Parameters(Mean(2), every=4),
+        lambda: Exchange(Mean(2), every=4),
         lambda: FedAvgStrategy("sgd", H=4, island_size=2, lr=LR),
     ),
     "FedAvg at a server": (
-        lambda: Parameters(ServerMean(participation=0.4), every=4),
+        lambda: Exchange(ServerMean(), every=4, participation=0.4),
         lambda: FedAvgStrategy("sgd", H=4, participation=0.4, lr=LR),
     ),
     "FedAvg in part": (
-        lambda: Parameters(Mean(), SyncWeight([0.5] * 12)),
+        lambda: Exchange(Mean(), SyncWeight([0.5] * 12)),
         lambda: FedAvgStrategy("sgd", sync_weight=[0.5] * 12, lr=LR),
     ),
-    "SPARTA": (lambda: Parameters(Sparse(0.2, Mean())), lambda: SPARTAStrategy(0.2, "sgd", lr=LR)),
+    "SPARTA": (lambda: Exchange(Sparse(0.2, Mean())), lambda: SPARTAStrategy(0.2, "sgd", lr=LR)),
     "SPARTA, late": (
-        lambda: Parameters(Sparse(RandomSelector(0.2), Mean()), delay=2),
+        lambda: Exchange(Sparse(RandomSelector(0.2), Mean()), delay=2),
         lambda: SPARTAStrategy(0.2, "sgd", delay=2, lr=LR),
     ),
-    "gossip": (lambda: Parameters(Mix("ring"), every=2), lambda: GossipStrategy("ring", 2, "sgd", lr=LR)),
-    "DiLoCo": (lambda: OuterStep(Mean(), NESTEROV, H=4), lambda: DiLoCoStrategy("sgd", NESTEROV, H=4, lr=LR)),
+    "gossip": (lambda: Exchange(Mix("ring"), every=2), lambda: GossipStrategy("ring", 2, "sgd", lr=LR)),
+    "DiLoCo": (lambda: Exchange(Outer(Mean(), NESTEROV), every=4), lambda: DiLoCoStrategy("sgd", NESTEROV, H=4, lr=LR)),
     "DiLoCo, top-k": (
-        lambda: OuterStep(Compressed(Mean(), TopK(0.2)), NESTEROV, H=4),
+        lambda: Exchange(Outer(Compressed(Mean(), TopK(0.2)), NESTEROV), every=4),
         lambda: DiLoCoStrategy("sgd", NESTEROV, H=4, lr=LR, compression=TopK(0.2)),
     ),
 }
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_todays_strategies_are_bricks(name: str) -> None:
+def test_named_strategies_are_bricks(name: str) -> None:
     brick, today = PAIRS[name]
     model, batches = make_model("MLP", dtype=torch.float64), stacked(make_batches("MLP", 12, K, 3, dtype=torch.float64))
     ours, theirs = run(model, of(brick()), batches), run(model, today(), batches)
@@ -134,9 +136,9 @@ class Node:
         self.m = {name: torch.zeros_like(p) for name, p in self.theta.items()}
         self.e = {name: torch.zeros_like(p) for name, p in self.theta.items()}
 
-    def train(self, c: Tensor) -> None:
+    def train(self, c: Tensor, names: str = "ab") -> None:
         target = {"a": c[:, :4].mean(0), "b": c[:, 4:].mean(0)}
-        self.theta = {name: p - LR * (p - target[name]) for name, p in self.theta.items()}
+        self.theta |= {name: self.theta[name] - LR * (self.theta[name] - target[name]) for name in names}
 
     def step_outer(self, name: str, delta: Tensor) -> None:
         """SLOW, a torch SGD with momentum."""
@@ -162,19 +164,20 @@ def strongest(x: Tensor, k: int) -> Tensor:
 def test_topk_diloco_in_islands_of_those_who_take_part(decay: float, differentiable: bool) -> None:
     """One expression. Who takes part, and with whom, is asked of the library; all else is the twin's."""
     H, steps = 3, 14
-    mean = Mean(island_size=2, participation=0.8)
-    module = OuterStep(Compressed(mean, TopK(k=2), decay=decay), SLOW, H=H)
-    ours = run(Two(), of(module), batches(steps), differentiable=differentiable, seed=SEED)
+    how = Outer(Compressed(Mean(island_size=2), TopK(k=2), decay=decay), SLOW)
+    ours = run(Two(), of(Exchange(how, H, participation=0.8)), batches(steps), differentiable=differentiable, seed=SEED)
     nodes, sizes = [Node() for _ in range(K)], set()
     for t, c in enumerate(batches(steps)):
-        ctx = Context(StackedCollectives(K), step=t, max_steps=steps, seed=SEED, exchange=t // H)
-        active = mean.active_nodes(ctx)
-        assert len(active or ()) == 4
-        for i in active or ():
+        active = ours.active[t] or ()
+        assert len(active) == 4
+        assert active == ours.active[t - t % H]
+        for i in active:
             nodes[i].train(c[i])
         if (t + 1) % H:
             continue
-        for island in mean.groups(ctx) or ():
+        at = Meeting(StackedCollectives(K).among(active), step=t, seed=SEED)
+        for members in Mean(island_size=2).groups(at) or ():
+            island = [active[i] for i in members]
             sizes.add(len(island))
             for name in ("a", "b"):
                 sent = []
@@ -194,8 +197,8 @@ def test_topk_diloco_in_islands_of_those_who_take_part(decay: float, differentia
 def test_streaming_diloco(delay: int, alpha: float, differentiable: bool) -> None:
     """Two fragments, a and b; a delay may be longer than a round."""
     H, steps = 4, 19
-    module = OuterStep(Mean(), SLOW, H=H, fragments=2, delay=delay, alpha=alpha)
-    ours = run(Two(), of(module), batches(steps), differentiable=differentiable)
+    exchange = Exchange(Outer(Mean(), SLOW), H, fragments=2, offsets=[4, 6], delay=delay, keep=alpha)
+    ours = run(Two(), of(exchange), batches(steps), differentiable=differentiable)
     nodes = [Node() for _ in range(K)]
     under_way: dict[tuple[str, int], Tensor] = {}
     for t, c in enumerate(batches(steps)):
@@ -218,15 +221,14 @@ def test_streaming_diloco(delay: int, alpha: float, differentiable: bool) -> Non
 @pytest.mark.parametrize("delay", [0, 3])
 def test_streaming_diloco_of_those_who_take_part(delay: int) -> None:
     """Who trains when a fragment is sent takes part, and takes the step later; all others keep what they have."""
-    H, steps, mean = 4, 19, Mean(participation=0.6)
-    module = OuterStep(mean, SLOW, H=H, fragments=2, delay=delay, alpha=0.5)
-    ours = run(Two(), of(module), batches(steps), seed=SEED)
+    H, steps = 4, 19
+    exchange = Exchange(Outer(Mean(), SLOW), H, fragments=2, offsets=[4, 6], delay=delay, keep=0.5, participation=0.6)
+    ours = run(Two(), of(exchange), batches(steps), seed=SEED)
     nodes, under_way = [Node() for _ in range(K)], {}
     for t, c in enumerate(batches(steps)):
-        active = (
-            mean.active_nodes(Context(StackedCollectives(K), step=t, max_steps=steps, seed=SEED, exchange=t // H)) or []
-        )
+        active = ours.active[t] or ()
         assert len(active) == 3
+        assert active == ours.active[t - t % H]
         for i in active:
             nodes[i].train(c[i])
         for name, offset in (("a", 4), ("b", 6)):
@@ -242,8 +244,8 @@ def test_streaming_diloco_of_those_who_take_part(delay: int) -> None:
 
 @pytest.mark.parametrize("offsets", [[1, 3], [4, 2]])
 def test_offsets(offsets: list[int]) -> None:
-    module = OuterStep(Mean(), SLOW, H=4, fragments=2, offsets=offsets)
-    ours = run(Two(), of(module), batches(9))
+    exchange = Exchange(Outer(Mean(), SLOW), every=4, fragments=2, offsets=offsets)
+    ours = run(Two(), of(exchange), batches(9))
     sent: dict[int, list[int]] = {}
     for entry in ours.comm.ledger:
         sent.setdefault(entry.payload_bytes // 8, []).append(entry.step + 1)
@@ -255,7 +257,7 @@ def test_a_liar(rule: str) -> None:
     """The mean follows it; the median and the trimmed mean are those of a naive loop, near the honest ones."""
     how = {"mean": Mean(), "median": Robust("median"), "trimmed": Robust("trimmed_mean", trim=1)}[rule]
     steps = 8
-    ours = run(Two(), of(Gradients(Corrupted(how, [1], lie))), batches(steps))
+    ours = run(Two(), of(Exchange(Corrupted(how, [1], lie), of="gradients")), batches(steps))
     node = Node()
     for c in batches(steps):
         target = torch.cat([node.theta["a"], node.theta["b"]]) - c.mean(1)  # [K, 7], the gradients
@@ -266,31 +268,34 @@ def test_a_liar(rule: str) -> None:
             g = g[2] if rule == "median" else g[1:-1].mean(0)
         node.theta = {"a": node.theta["a"] - LR * g[:4], "b": node.theta["b"] - LR * g[4:]}
     check([node] * K, ours.params)
-    honest = run(Two(), of(Gradients(Mean())), batches(steps))
+    honest = run(Two(), of(Exchange(Mean(), of="gradients")), batches(steps))
     far = max(float((ours.params[name] - honest.params[name]).abs().max()) for name in ("a", "b"))
     assert (far > 5) == (rule == "mean"), far
 
 
 @pytest.mark.parametrize(
-    "around", [lambda inner: Corrupted(inner, list(range(6)), lie), lambda inner: Private(inner, 1e-3, 1.0)]
+    "around", [lambda inner: Corrupted(inner, list(range(K)), lie), lambda inner: Private(inner, 1e-3, 1.0)]
 )
 def test_who_takes_no_part_keeps_what_it_has(around: Callable[[Average], Average]) -> None:
-    x, ctx = {"w": torch.arange(6.0)[:, None]}, Context(StackedCollectives(6))
-    how = around(Mean(participation=0.5))
-    active = how.active_nodes(ctx) or []
-    found, _ = how(x, {}, ctx)
-    assert [i for i in range(6) if torch.equal(found["w"][i], x["w"][i])] == [i for i in range(6) if i not in active]
+    ours = run(Two(), of(Exchange(around(Mean()), participation=0.5)), batches(1), seed=SEED)
+    alone = run(Two(), of(), batches(1)).params
+    start = Two()
+    for i in range(K):
+        for name, p in start.named_parameters():
+            rests = i not in (ours.active[0] or ())
+            assert torch.equal(ours.params[name][i], p) == rests
+            assert rests or not torch.equal(ours.params[name][i], alone[name][i])
 
 
-@pytest.mark.parametrize("how", [Mean(participation=0.6), Sparse(1.0, Mean(participation=0.6))])
+@pytest.mark.parametrize("how", [Mean(), Sparse(1.0, Mean())])
 def test_late_averages_of_those_who_took_part(how: Average) -> None:
     """What some agreed on is written by them, whoever takes part by then."""
     H, delay, steps = 2, 3, 11
-    ours = run(Two(), of(Parameters(how, every=H, delay=delay)), batches(steps), seed=SEED)
+    ours = run(Two(), of(Exchange(how, every=H, delay=delay, participation=0.6)), batches(steps), seed=SEED)
     nodes, under_way = [Node() for _ in range(K)], {}
     for t, c in enumerate(batches(steps)):
-        ctx = Context(StackedCollectives(K), step=t, max_steps=steps, seed=SEED, exchange=t // H)
-        active = how.active_nodes(ctx) or []
+        active = ours.active[t] or ()
+        assert len(active) == 3
         for i in active:
             nodes[i].train(c[i])
         if (t + 1) % H == 0:
@@ -303,24 +308,21 @@ def test_late_averages_of_those_who_took_part(how: Average) -> None:
 
 def test_the_median_in_islands() -> None:
     comm, x = Recording(6), {"w": torch.arange(6.0)[:, None] ** 2}
-    ctx = Context(comm, seed=3)
-    how = Robust("median", island_size=3)
-    found, _ = how(x, {}, ctx)
-    for island in how.groups(ctx) or ():
+    how, at = Robust("median", island_size=3), Meeting(comm, seed=3)
+    found = how(x, at)
+    for island in how.groups(at) or ():
         expected = x["w"][list(island)].median(0).values
         assert all(torch.equal(found["w"][i], expected) for i in island)
 
 
-def exchanges(how: Average, inplace: bool, num_exchanges: int = 6) -> Iterator[tuple[Tensor, Tensor, Context]]:
+def exchanges(how: Average, inplace: bool, num_exchanges: int = 6) -> Iterator[tuple[Tensor, Tensor, Meeting]]:
     """What the nodes give, [K, 7], and what they get, in one exchange after the other."""
     g = torch.Generator().manual_seed(2)
-    ctx = Context(StackedCollectives(K), seed=SEED, inplace=inplace)
-    state = how.init({"w": torch.zeros(1, 7, dtype=torch.float64)}, ctx)
+    begun = meeting(how, {"w": torch.zeros(1, 7, dtype=torch.float64)}, K, inplace=inplace, seed=SEED)
     for i in range(num_exchanges):
         x = torch.randn(K, 7, generator=g, dtype=torch.float64)
-        ctx = Context(StackedCollectives(K), step=i, exchange=i, seed=SEED, inplace=inplace)
-        found, state = how({"w": x.clone()}, state, ctx)
-        yield x, found["w"].expand(K, -1), ctx
+        at = begun.replace(comm=StackedCollectives(K), step=i, exchange=i)
+        yield x, how({"w": x.clone()}, at)["w"].expand(K, -1), at
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -328,9 +330,9 @@ def test_the_residuals_of_drawn_coordinates(inplace: bool) -> None:
     """A coordinate that is not drawn keeps its residual, which is sent when it is drawn again."""
     selector, e = PartitionedSelector(0.4), torch.zeros(K, 7, dtype=torch.float64)
     shapes = {"w": torch.Size([7])}
-    drawn = selector.init(shapes, Context(StackedCollectives(K), seed=SEED))
-    for x, found, ctx in exchanges(Sparse(selector, Compressed(Mean(), TopK(k=1), decay=0.5)), inplace):
-        index, drawn = selector.select(shapes, drawn, ctx.exchange, ctx)
+    drawn = selector.init(shapes, Draws(SEED))
+    for x, found, meets in exchanges(Sparse(selector, Compressed(Mean(), TopK(k=1), decay=0.5)), inplace):
+        index, drawn = selector.select(shapes, drawn, meets.exchange, Draws(SEED, meets.step))
         at, expected = index["w"], x.clone()
         p = x[:, at] + 0.5 * e[:, at]
         sent = torch.stack([strongest(row, 1) for row in p])
@@ -338,59 +340,81 @@ def test_the_residuals_of_drawn_coordinates(inplace: bool) -> None:
         assert_close({"w": found}, {"w": expected}, 1e-14)
 
 
-@pytest.mark.parametrize("inplace", [True, False])
-def test_codes_to_a_server_and_the_residuals_of_those_who_send_none(inplace: bool) -> None:
-    how, e = Compressed(ServerMean(participation=0.4), TopK(k=2)), torch.zeros(K, 7, dtype=torch.float64)
-    for x, found, ctx in exchanges(how, inplace):
-        senders, p = how.active_nodes(ctx) or [], x + e
-        sent = {i: strongest(p[i], 2) for i in senders}
-        for i in senders:
-            e[i] = p[i] - sent[i]
-        assert_close({"w": found}, {"w": torch.stack(list(sent.values())).mean(0).expand(K, -1)}, 1e-14)
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_codes_to_a_server_and_the_residuals_of_those_who_send_none(differentiable: bool) -> None:
+    steps, exchange = 9, Exchange(Compressed(ServerMean(), TopK(k=2)), participation=0.4)
+    ours = run(Two(), of(exchange), batches(steps), seed=SEED, differentiable=differentiable)
+    nodes = [Node() for _ in range(K)]
+    for t, c in enumerate(batches(steps)):
+        senders = ours.active[t] or ()
+        assert len(senders) == 2
+        for name in ("a", "b"):
+            sent = []
+            for i in senders:
+                nodes[i].train(c[i], name)
+                p = nodes[i].theta[name] + nodes[i].e[name]
+                sent.append(strongest(p, 2))
+                nodes[i].e[name] = p - sent[-1]
+            for node in nodes:
+                node.theta[name] = torch.stack(sent).mean(0)
+    check(nodes, ours.params)
+    for name in ("a", "b"):
+        assert_close(ours.state.own["0.0/residual"][name], torch.stack([node.e[name] for node in nodes]), 1e-12)
+    assert any(i not in (ours.active[-1] or ()) and bool(node.e["a"].any()) for i, node in enumerate(nodes))
 
 
 @pytest.mark.parametrize("inplace", [True, False])
 def test_codes_to_neighbours(inplace: bool) -> None:
     how, e = Compressed(Mix("ring"), TopK(k=2)), torch.zeros(K, 7, dtype=torch.float64)
-    for x, found, ctx in exchanges(how, inplace):
+    for x, found, at in exchanges(how, inplace):
         p = x + e
         sent = torch.stack([strongest(row, 2) for row in p])
         e = p - sent
         assert_close({"w": found}, {"w": (sent.roll(1, 0) + sent + sent.roll(-1, 0)) / 3}, 1e-14)
-        (entry,) = ctx.comm.ledger
+        (entry,) = at.comm.ledger
         assert (entry.operation, entry.sent_bytes) == ("all_gather", 2 * 2 * (8 + 4))  # to both neighbours
 
 
 @pytest.mark.parametrize(
-    ("inner", "pairs", "of"), [(Mean(island_size=2), 2 * 2, 4), (Mean(island_size=2, participation=0.4), 2, 2),
-                               (Robust(island_size=3), 3 * 2 + 2 * 1, 5), (Mean(participation=0.6), 3 * 2, 3)],
+    ("inner", "members", "pairs"),
+    [(Mean(island_size=2), 5, 2 * 2), (Mean(island_size=2), 2, 2), (Robust(island_size=3), 5, 3 * 2 + 2 * 1),
+     (Mean(), 3, 3 * 2)],
 )  # fmt: skip
-def test_codes_go_to_the_nodes_of_an_island(inner: Any, pairs: int, of: int) -> None:
+def test_codes_go_to_the_nodes_of_an_island(inner: Any, members: int, pairs: int) -> None:
     """Whoever is alone, or sits out, sends nothing."""
-    ctx = Context(StackedCollectives(5))
-    Compressed(inner, TopK(k=2), error_feedback=False)({"w": torch.ones(5, 7)}, {}, ctx)
-    (entry,) = ctx.comm.ledger
+    comm, senders = StackedCollectives(5), members - (inner == Mean(island_size=2) and members % 2)
+    among = comm.among(list(range(members)))
+    Compressed(inner, TopK(k=2), error_feedback=False)({"w": torch.ones(members, 7)}, Meeting(among))
+    (entry,) = comm.ledger
     assert entry.sent_bytes == entry.received_bytes == pairs * 2 * (4 + 4) / 5
-    assert ctx.comm.ledger.total_payload_bytes == of * 2 * (4 + 4) / 5
+    assert comm.ledger.total_payload_bytes == senders * 2 * (4 + 4) / 5
+
+
+class Pushed(nn.Module):
+    """Its gradient is what the batch says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return -(self.w * batch).sum(-1).mean()
 
 
 def test_what_moved_most_is_written_late_where_it_was_sent() -> None:
     """The other coordinates stay as the nodes have them by then."""
-    module = Parameters(MostMoved(fraction=0.25), delay=2)
-    params, seen = {"w": torch.zeros(2, 4)}, []
-    state = module.init(params, Context(StackedCollectives(2)))
-    for step, moved in enumerate([[8.0, 0, 0, 0], [0, 0, 1.0, 0], [0, 1.0, 0, 0]]):
-        params = {"w": params["w"] + torch.tensor([moved, [0.0] * 4])}
-        params, state = module.exchange_parameters(params, state, Context(StackedCollectives(2), step=step))
-        seen.append(params["w"].tolist())
+    strategy = CommunicateOptimizeStrategy([Exchange(MostMoved(fraction=0.25), delay=2)], "sgd", lr=1.0)
+    moved = [[8.0, 0, 0, 0], [0, 0, 1.0, 0], [0, 1.0, 0, 0]]
+    pushes = [torch.tensor([[push], [[0.0] * 4]]) for push in moved]
+    seen = [run(Pushed(), strategy, pushes[:t], max_steps=3).params["w"].tolist() for t in (1, 2, 3)]
     assert seen[1] == [[8, 0, 1, 0], [0, 0, 0, 0]]
     assert seen[2] == [[4, 1, 1, 0], [4, 0, 0, 0]]  # node 1 sent its first coordinate too: of equals the first
 
 
 def test_what_is_private_is_clipped_and_blurred_as_much_as_it_says() -> None:
     comm, x = StackedCollectives(4), {"a": torch.full((4, 30_000), 3.0), "b": torch.full((4, 10_000), 3.0)}
-    found, _ = Private(Mean(), clip=2.0, noise=0.5)(x, {}, Context(comm))
-    clipped, _ = Private(Mean(), clip=2.0, noise=0.0)(x, {}, Context(comm))
+    found = Private(Mean(), clip=2.0, noise=0.5)(x, Meeting(comm))
+    clipped = Private(Mean(), clip=2.0, noise=0.0)(x, Meeting(comm))
     norm = torch.cat([clipped["a"], clipped["b"]], 1).norm().item()
     assert norm == pytest.approx(2.0, rel=1e-4)
     noise = torch.cat([found["a"] - clipped["a"], found["b"] - clipped["b"]], 1)
@@ -400,38 +424,37 @@ def test_what_is_private_is_clipped_and_blurred_as_much_as_it_says() -> None:
 
 # ------------------------------------------------------------------------------------ the same on real processes
 
-PROCESSES: dict[str, Callable[[], CommunicationModule]] = {
-    "top-k, islands, participation": lambda: OuterStep(
-        Compressed(Mean(island_size=2, participation=0.75), TopK(0.3), decay=0.9), NESTEROV, H=3
+PROCESSES: dict[str, Callable[[], Exchange]] = {
+    "top-k, islands, participation": lambda: Exchange(
+        Outer(Compressed(Mean(island_size=2), TopK(0.3), decay=0.9), NESTEROV), every=3, participation=0.75
     ),
-    "streaming": lambda: OuterStep(Mean(), NESTEROV, H=4, fragments=2, delay=2, alpha=0.5),
-    "streaming, sparse": lambda: OuterStep(Sparse(0.5, Mean(2)), NESTEROV, H=4, fragments=2, delay=3),
-    "top-k in two bits": lambda: OuterStep(
-        Compressed(Mean(), Chain(TopK(0.4), Quantise(2)), decay=0.95), NESTEROV, H=3
+    "streaming": lambda: Exchange(Outer(Mean(), NESTEROV), every=4, fragments=2, delay=2, keep=0.5),
+    "streaming, sparse": lambda: Exchange(Outer(Sparse(0.5, Mean(2)), NESTEROV), every=4, fragments=2, delay=3),
+    "top-k in two bits": lambda: Exchange(
+        Outer(Compressed(Mean(), Chain(TopK(0.4), Quantise(2)), decay=0.95), NESTEROV), every=3
     ),
-    "chunks in bins, momentum": lambda: OuterStep(
-        Compressed(Mean(), Chain(ChunkedTopK(2, 2, "senders"), StatQuantise(2)), decay=0.9, momentum=0.5), NESTEROV, H=3
+    "chunks in bins, momentum": lambda: Exchange(Outer(CHUNKS, NESTEROV), every=3),
+    "qsgd, estimates": lambda: Exchange(EF21(Mean(), QSGD(3, bucket=2)), of="gradients"),
+    "powers of two, islands": lambda: Exchange(Outer(Compressed(Mean(2), "natural"), NESTEROV), every=2),
+    "ternary to a server": lambda: Exchange(
+        Compressed(ServerMean(), "ternary", reference=True), every=2, participation=0.5
     ),
-    "qsgd, estimates": lambda: Gradients(EF21(Mean(), QSGD(3, bucket=2))),
-    "powers of two, islands": lambda: OuterStep(Compressed(Mean(2), "natural"), NESTEROV, H=2),
-    "ternary to a server": lambda: Parameters(
-        Compressed(ServerMean(participation=0.5), "ternary", reference=True), every=2
+    "a liar, mean": lambda: Exchange(Corrupted(Mean(), [1], lie), of="gradients"),
+    "a liar, median": lambda: Exchange(Outer(Corrupted(Robust("median"), [1], lie), NESTEROV), every=3),
+    "codes to a server": lambda: Exchange(
+        Compressed(ServerMean(), TopK(0.3), reference=True), every=2, participation=0.5
     ),
-    "a liar, mean": lambda: Gradients(Corrupted(Mean(), [1], lie)),
-    "a liar, median": lambda: OuterStep(Corrupted(Robust("median"), [1], lie), NESTEROV, H=3),
-    "codes to a server": lambda: Parameters(
-        Compressed(ServerMean(participation=0.5), TopK(0.3), reference=True), every=2
-    ),
-    "codes to neighbours": lambda: Parameters(Compressed(Mix("ring"), Chain(TopK(0.4), Quantise(2))), every=2),
-    "codes of drawn coordinates, late": lambda: Parameters(
+    "codes to neighbours": lambda: Exchange(Compressed(Mix("ring"), Chain(TopK(0.4), Quantise(2))), every=2),
+    "codes of drawn coordinates, late": lambda: Exchange(
         Sparse(PartitionedSelector(0.5), Compressed(Mean(), "int8", reference=True)), every=2, delay=1
     ),
-    "what moved most, late": lambda: Parameters(MostMoved(0.3, bits=8), every=2, delay=1),
-    "strongest cosines": lambda: OuterStep(StrongestCosines(0.9, 2, 4), NESTEROV, H=3),
-    "codes, median, private": lambda: OuterStep(
-        Private(Compressed(Robust("median", island_size=3), "int8"), clip=1.0, noise=0.1), NESTEROV, H=2
+    "what moved most, late": lambda: Exchange(MostMoved(0.3, bits=8), every=2, delay=1),
+    "strongest cosines": lambda: Exchange(Outer(StrongestCosines(0.9, 2, 4), NESTEROV), every=3),
+    "codes, median, private": lambda: Exchange(
+        Outer(Private(Compressed(Robust("median", island_size=3), "int8"), clip=1.0, noise=0.1), NESTEROV), every=2
     ),
 }
+CHUNKS = Compressed(Mean(), Chain(ChunkedTopK(2, 2, "senders"), StatQuantise(2)), decay=0.9, momentum=0.5)
 
 
 @pytest.mark.parametrize("name", PROCESSES)
@@ -443,8 +466,9 @@ def test_real_processes_compute_the_same(name: str) -> None:
 
 def test_derivatives_through_an_average_in_islands() -> None:
     def loss(lr: Tensor) -> Tensor:
-        module = OuterStep(Mean(2, participation=0.8), OptimSpec("sgd", lr=lr, momentum=0.6), H=2, delay=1, alpha=0.3)
-        return run(Two(), of(module), batches(8), differentiable=True, seed=SEED).losses[-1].nansum()
+        outer = Outer(Mean(2), OptimSpec("sgd", lr=lr, momentum=0.6))
+        exchange = Exchange(outer, every=2, delay=1, keep=0.3, participation=0.8)
+        return run(Two(), of(exchange), batches(8), differentiable=True, seed=SEED).losses[-1].nansum()
 
     lr = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(loss(lr), lr)
@@ -455,13 +479,17 @@ def test_derivatives_through_an_average_in_islands() -> None:
 # ------------------------------------------------------------------------------------------------ what is refused
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "gradients of some": (lambda: Gradients(Mean(participation=0.5)), ValueError, "lets some nodes sit out"),
-    "no average": (lambda: Parameters(Mean), TypeError, r"give an Average, such as Mean\(\)"),  # type: ignore[arg-type]
-    "a late SyncWeight": (lambda: Parameters(Mean(), SyncWeight([1]), delay=1), ValueError, "cannot be late"),
-    "offsets": (lambda: OuterStep(Mean(), offsets=[1, 2]), ValueError, "one number for each fragment"),
-    "alpha": (lambda: OuterStep(Mean(), alpha=1.0), ValueError, r"alpha=1.0 must be a number in \[0, 1\)"),
+    "gradients of some": (
+        lambda: Exchange(Mean(), of="gradients", participation=0.5),
+        ValueError,
+        "lets some nodes sit out",
+    ),
+    "no average": (lambda: Exchange(Mean), TypeError, r"give an Average, such as Mean\(\)"),  # type: ignore[arg-type]
+    "a late SyncWeight": (lambda: Exchange(Mean(), SyncWeight([1]), delay=1), ValueError, "leave out .* delay"),
+    "offsets": (lambda: Exchange(Outer(Mean()), 100, offsets=[1, 2]), ValueError, "one number for each of the 1 frag"),
+    "keep": (lambda: Exchange(Outer(Mean()), keep=1.5), ValueError, r"keep=1.5 must be a number in \[0, 1\]"),
     "fragments of a SyncWeight": (
-        lambda: OuterStep(Mean(), H=SyncWeight([1]), fragments=2),
+        lambda: Exchange(Outer(Mean()), SyncWeight([1]), fragments=2),
         ValueError,
         "leave out fragments",
     ),
@@ -486,17 +514,25 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "matrices for other coordinates": (
         lambda: Sparse(PartitionedSelector(0.5), Compressed(Mean(), PowerSGD(1))).init(
-            {"w": torch.zeros(1, 4, 4)}, Context(StackedCollectives(2))
+            {"w": torch.zeros(1, 4, 4)}, RunFacts(2)
         ),
         ValueError,
         "not a value for each coordinate",
     ),
     "trim": (lambda: Robust("trimmed_mean"), ValueError, "trim=1"),
-    "too much trimmed": (lambda: Robust("trimmed_mean", 2).check(4, 10), ValueError, "leaves nothing of 4 nodes"),
-    "a liar who is not there": (lambda: Corrupted(Mean(), [4]).check(4, 10), IndexError, "node 4 of 4"),
+    "too much trimmed": (
+        lambda: Robust("trimmed_mean", 2).check(ExchangeFacts(4)),
+        ValueError,
+        "leaves nothing of 4 nodes",
+    ),
+    "a liar who is not there": (lambda: Corrupted(Mean(), [4]).check(ExchangeFacts(4)), IndexError, "node 4 of 4"),
     "twice the same liar": (lambda: Corrupted(Mean(), [1, 1]), ValueError, "different node ids"),
     "no attack": (lambda: Corrupted(Mean(), [1], 3), TypeError, "a function of a tensor"),  # type: ignore[arg-type]
-    "islands too large": (lambda: Parameters(Mean(4)).check(3, 10), ValueError, "island_size=4 is larger than the 3"),
+    "islands too large": (
+        lambda: Exchange(Mean(4)).check(RunFacts(3, 10)),
+        ValueError,
+        "island_size=4 is larger than the 3",
+    ),
 }
 
 
@@ -509,9 +545,9 @@ def test_what_cannot_work_is_refused(setting: str) -> None:
 
 def test_what_never_happens_warns() -> None:
     with pytest.warns(VecgymWarning, match="every=11 is larger than the run's 10 steps"):
-        Parameters(Mean(), every=11).check(4, 10)
+        Exchange(Mean(), every=11).check(RunFacts(4, 10))
     with pytest.raises(ValueError, match=r"delay=10 .* takes effect"):
-        OuterStep(Mean(), H=2, delay=10).check(4, 10)
+        Exchange(Outer(Mean()), every=2, delay=10).check(RunFacts(4, 10))
 
 
 def test_times() -> None:
@@ -522,14 +558,15 @@ def test_times() -> None:
 
 def test_a_users_average() -> None:
     class Largest(Average):
-        def __call__(self, values: Any, state: Any, ctx: Context) -> Any:
-            return {name: x.amax(1) for name, x in ctx.comm.all_gather(values).items()}, {"count": state["count"] + 1}
+        def agree(self, values: Any, at: Meeting) -> Any:
+            at.shared["count"] = at.shared["count"] + 1
+            return {name: x.amax(1) for name, x in at.comm.all_gather(values).items()}
 
-        def init(self, values: Any, ctx: Context) -> Any:
-            return {"count": torch.zeros(1)}
+        def init(self, values: Any, run: Any) -> Any:
+            return {}, {"count": torch.zeros(1)}
 
-    ours = run(Two(), of(Parameters(Largest(), every=2)), batches(5))
-    assert known(ours).strategy["0"]["count"].item() == 2
+    ours = run(Two(), of(Exchange(Largest(), every=2)), batches(5))
+    assert ours.state.shared["0.0/count"].item() == 2
     assert ours.params["a"].shape[0] == K
     assert torch.equal(median(torch.tensor([[[3.0], [1.0], [2.0]]])), torch.tensor([[2.0]]))
 
@@ -538,45 +575,50 @@ def test_a_users_average() -> None:
 
 
 class Own(CommunicationModule):
-    """As somebody writes it who has not read how the library's modules count: an average of the parameters."""
+    """An average of the parameters in hooks, with what it remembers in the module's state."""
 
-    def __init__(self, average: Average, H: int = 1) -> None:
-        self.average, self.H = average, H
-
-    def init(self, params: Any, ctx: Context) -> Any:
-        return self.average.init(params, ctx)
-
-    def exchange_parameters(self, params: Any, state: Any, ctx: Context) -> Any:
-        if (ctx.step + 1) % self.H:
-            return params, state
-        return self.average(params, state, ctx)
-
-
-class Timed(Own):
-    """The same, which says when it exchanges, and that only some nodes may train."""
-
-    def __init__(self, average: Average, H: int) -> None:
-        super().__init__(average, H)
-        self.when = Rounds(H)
-
-    def active_nodes(self, ctx: Context) -> Any:
-        return self.average.active_nodes(ctx)
-
-
-class OwnGradients(CommunicationModule):
     def __init__(self, average: Average) -> None:
         self.average = average
 
     def init(self, params: Any, ctx: Context) -> Any:
-        return self.average.init(params, ctx)
+        own, shared = self.average.init(params, RunFacts(ctx.comm.num_nodes))
+        return {"own": own, "shared": shared}
+
+    def met(self, values: Any, state: Any, ctx: Context) -> Any:
+        own, shared = dict(state["own"]), dict(state["shared"])
+        at = Meeting(ctx.comm, own, shared, exchange=ctx.exchange, step=ctx.step, seed=ctx.seed)
+        return self.average(values, at), {"own": own, "shared": shared}
+
+    def exchange_parameters(self, params: Any, state: Any, ctx: Context) -> Any:
+        return self.met(params, state, ctx)
+
+
+class Timed(Own):
+    """The same, which says when it exchanges."""
+
+    def __init__(self, average: Average, H: int) -> None:
+        super().__init__(average)
+        self.when = Rounds(H)
+
+    def exchange_parameters(self, params: Any, state: Any, ctx: Context) -> Any:
+        return self.met(params, state, ctx) if self.when.due(ctx.step) else (params, state)
+
+
+class OwnGradients(Own):
+    def exchange_parameters(self, params: Any, state: Any, ctx: Context) -> Any:
+        return params, state
 
     def exchange_gradients(self, grads: Any, state: Any, ctx: Context) -> Any:
-        return self.average(grads, state, ctx)
+        return self.met(grads, state, ctx)
 
 
 class OwnStrategy(Strategy):
-    def exchange_parameters(self, params: Any, state: Any, ctx: Context) -> Any:
-        return Mix("one_peer_exponential")(params, {}, ctx)[0], state
+    def marks(self, run: RunFacts) -> Any:
+        return [Mark("meet")]
+
+    def meet(self, part: Part) -> None:
+        at = Meeting(part.comm, exchange=part.event.info.number, step=part.tick, seed=part.run.seed)
+        part.params = Mix("one_peer_exponential")(part.params, at)
 
 
 COUNTING: dict[str, Callable[[], Average]] = {
@@ -600,46 +642,26 @@ def same(own: Strategy, known: Strategy) -> None:
 @pytest.mark.parametrize("name", COUNTING)
 def test_a_users_module_counts_its_exchanges(name: str) -> None:
     make = COUNTING[name]
-    same(of(Own(make())), of(Parameters(make())))
-    same(of(every(3, Own(make()))), of(Parameters(make(), every=3)))
-    same(of(Timed(make(), 3)), of(Parameters(make(), every=3)))
-    same(of(every(2, Timed(make(), 3))), of(Parameters(make(), every=6)))
-    same(of(delayed(Own(make()), 2)), of(delayed(Parameters(make()), 2)))
-    same(of(OwnGradients(make())), of(Gradients(make())))
-    same(of(delayed(every(3, Own(make())), 2)), of(delayed(Parameters(make(), every=3), 2)))
-
-
-def test_a_users_module_draws_who_takes_part() -> None:
-    same(of(Timed(Mean(participation=0.5), 3)), of(Parameters(Mean(participation=0.5), every=3)))
-    same(of(Timed(ServerMean(participation=0.3), 4)), of(Parameters(ServerMean(participation=0.3), every=4)))
+    same(of(Own(make())), of(Exchange(make())))
+    same(of(every(3, Own(make()))), of(every(3, Exchange(make()))))
+    same(of(Timed(make(), 3)), of(Exchange(make(), every=3)))
+    same(of(every(2, Timed(make(), 3))), of(every(2, Exchange(make(), every=3))))
+    same(of(OwnGradients(make())), of(Exchange(make(), of="gradients")))
 
 
 def test_a_users_strategy_counts_its_steps() -> None:
-    same(OwnStrategy("sgd", lr=LR), of(Parameters(Mix("one_peer_exponential"))))
+    same(OwnStrategy("sgd", lr=LR), of(Exchange(Mix("one_peer_exponential"))))
 
 
 def test_other_coordinates_each_time() -> None:
     """Four steps, four sets of them."""
-    module, ctx, x = Own(Sparse(0.1, Mean())), Context(StackedCollectives(2)), torch.randn(2, 1000)
-    state, seen = module.init({"w": x}, ctx), set()
+    sparse, x = Sparse(0.1, Mean()), {"w": torch.randn(2, 1000)}
+    at, seen = meeting(sparse, x, 2), set()
     for step in range(4):
-        after, state = module.exchange_parameters({"w": x}, state, Context(StackedCollectives(2), step=step))
-        seen.add(tuple((after["w"][0] == after["w"][1]).nonzero().flatten().tolist()))
+        after = sparse(x, at.replace(step=step, exchange=step))["w"]
+        seen.add(tuple((after[0] == after[1]).nonzero().flatten().tolist()))
     assert len(seen) == 4
     assert 4 * 70 < sum(map(len, seen)) < 4 * 130
-
-
-@pytest.mark.parametrize("around", [lambda m: m, lambda m: delayed(m, 1), lambda m: every(2, m)])
-@pytest.mark.parametrize("name", COUNTING)
-def test_a_module_that_hides_when_it_exchanges_is_refused(name: str, around: Any) -> None:
-    """What it would average is then not known: the third exchange, or the tenth?"""
-    with pytest.raises(ValueError, match=r"Own.*does not say when.*self\.when = Rounds\(H\).*every\(H, module\)"):
-        same(of(around(Own(COUNTING[name](), H=3))), of())
-
-
-def test_what_does_not_count_need_not_say_when() -> None:
-    for make in (Mean, lambda: Robust("median"), lambda: Mix("ring"), lambda: Compressed(Mean(), TopK(0.5))):
-        same(of(Own(make(), H=3)), of(Parameters(make(), every=3)))
 
 
 # ------------------------------------------------------------------------------------------------- codes of codes
@@ -670,18 +692,18 @@ def test_a_few_values_in_two_bits(first: str, k: int) -> None:
 def test_a_chain_keeps_the_books() -> None:
     """What was not sent is what is left, and a part of it comes back."""
     codec = Chain(TopK(k=2), Quantise(2))
-    average, ctx = Compressed(Mean(), codec, decay=0.5), Context(StackedCollectives(2))
+    average = Compressed(Mean(), codec, decay=0.5)
     g = torch.Generator().manual_seed(3)
     values = [{"w": torch.randn(2, 6, generator=g, dtype=torch.float64)} for _ in range(4)]
-    state = average.init(values[0], ctx)
+    at = meeting(average, values[0], 2)
     e = torch.zeros(2, 6, dtype=torch.float64)
     for x in values:
-        mean, state = average(x, state, ctx)
+        mean = average(x, at)
         p = x["w"] + 0.5 * e
         sent = codec.decode(codec.encode(p), p)
         e = p - sent
         assert_close({"w": mean["w"]}, {"w": sent.mean(0, keepdim=True)}, 1e-14)
-        assert_close(state["residual"], {"w": e}, 1e-14)
+        assert_close(at.own["residual"], {"w": e}, 1e-14)
 
 
 def test_what_a_chain_refuses() -> None:

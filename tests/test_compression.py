@@ -1,4 +1,4 @@
-"""Codecs, the wrapper `compressed`, quantised averages and `TopKSparseCommunicator`."""
+"""Codecs, averages of codes, and what moved most."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW
-from vecgym.strategy.compose import delayed, every
-from vecgym.strategy.compression import compressed, with_compression
-from vecgym.strategy.most_moved import TopKSparseCommunicator
 
 from tests.helpers import (
     Run,
     assert_close,
     assert_same_bits,
     difference,
-    known,
+    meeting,
     reordered,
     rows,
     run,
+    run_stack,
     saved,
     simulation,
     stacked,
@@ -34,6 +32,7 @@ from tests.reference import common
 from tests.reference import compression as reference
 from tests.reference.common import Result
 from vecgym.collectives import StackedCollectives
+from vecgym.collectives.stacked import GroupCollectives
 from vecgym.compress import (
     QSGD,
     ChunkedTopK,
@@ -55,25 +54,26 @@ from vecgym.compress.packing import pack, pack_trits, unpack, unpack_trits
 from vecgym.core import rng, tree
 from vecgym.core.tree import Tree
 from vecgym.strategy import (
-    AllReduceStrategy,
-    AveragingCommunicator,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
     Compressed,
-    Context,
-    DiLoCoCommunicator,
     DiLoCoStrategy,
+    Exchange,
     FedAvgStrategy,
-    GossipCommunicator,
-    GradientAveraging,
     Mean,
+    Meeting,
+    Mix,
+    MostMoved,
     OptimSpec,
-    ServerCommunicator,
+    Outer,
+    ServerMean,
     ServerOptimizer,
+    Sparse,
     Strategy,
+    SyncWeight,
+    every,
 )
+from vecgym.strategy.averages import Average
 from vecgym.strategy.selectors import PartitionedSelector, RandomSelector
-from vecgym.strategy.sparta import SparseCommunicator
 
 K = 5
 H = 5
@@ -116,8 +116,13 @@ def values(*shape: int, dtype: torch.dtype = DOUBLE) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=dtype)
 
 
-def quantised(x: Tree, bits: int, ctx: Context) -> Tree:
-    return Compressed(Mean(), Quantise(bits), error_feedback=False)(x, {}, ctx)[0]
+def quantised(x: Tree, bits: int, at: Meeting) -> Tree:
+    return Compressed(Mean(), Quantise(bits), error_feedback=False)(x, at)
+
+
+def compressed(method: str | Compressor, phase: str = "gradients", **settings: Any) -> Compressed:
+    codec = CODECS[method] if isinstance(method, str) else method
+    return Compressed(Mean(), codec, purpose=f"compress {phase}", **settings)
 
 
 def codec_of(name: str) -> Codec:
@@ -418,30 +423,32 @@ def twin_average(method: str, phase: str, error_feedback: bool) -> reference.Ave
 
 @dataclass(frozen=True)
 class Case:
-    module: Callable[[], CommunicationModule]
+    exchange: Callable[[Average], Exchange]
     phase: str
     inner: tuple[type[torch.optim.Optimizer], dict[str, Any]]
     twin: Callable[..., Result]
 
 
 CASES = {
-    "allreduce": Case(GradientAveraging, "gradients", (SGD, {"lr": 0.05, "momentum": 0.5}), reference.allreduce),
+    "allreduce": Case(
+        lambda how: Exchange(how, of="gradients"), "gradients", (SGD, {"lr": 0.05, "momentum": 0.5}),
+        reference.allreduce,
+    ),
     "diloco": Case(
-        lambda: DiLoCoCommunicator(H=H), "parameters", (AdamW, {"lr": 0.01}), functools.partial(reference.diloco, H=H)
+        lambda how: Exchange(Outer(how), every=H), "parameters", (AdamW, {"lr": 0.01}),
+        functools.partial(reference.diloco, H=H),
     ),
     "fedavg": Case(
-        lambda: AveragingCommunicator(H=H),
-        "parameters",
-        (SGD, {"lr": 0.1, "momentum": 0.5}),
+        lambda how: Exchange(how, every=H), "parameters", (SGD, {"lr": 0.1, "momentum": 0.5}),
         functools.partial(reference.fedavg, H=H),
     ),
-}
+}  # fmt: skip
 
 
-def strategy(case: str, method: str, **settings: Any) -> Strategy:
+def strategy(case: str, method: str | Compressor, **settings: Any) -> Strategy:
     cls, options = CASES[case].inner
-    module = compressed(CASES[case].module(), CODECS[method], **settings)
-    return CommunicateOptimizeStrategy([module], OptimSpec(cls, **options))
+    how = compressed(method, CASES[case].phase, reference=case == "fedavg", **settings)
+    return CommunicateOptimizeStrategy([CASES[case].exchange(how)], OptimSpec(cls, **options))
 
 
 @functools.cache
@@ -469,14 +476,13 @@ def test_compressed_exchanges_equal_their_twins(case: str, method: str, num_node
     theirs = CASES[case].twin(start, data, num_nodes, average, inner=CASES[case].inner)
     assert_close(ours.losses, theirs.losses, TOLERANCE, "losses")
     assert_close(ours.params, stacks(theirs), TOLERANCE, "params")
-    state = known(ours).strategy["0"].get("average", {}) if case == "diloco" else known(ours).strategy["0"]
-    assert ("residual" in state) == error_feedback
+    assert ("0.0/residual" in ours.state.own) == error_feedback
     if error_feedback:
         residuals = {name: torch.stack(of_nodes) for name, of_nodes in average.residuals.items()}
-        assert_close(state["residual"], residuals, TOLERANCE, "residual")
+        assert_close(ours.state.own["0.0/residual"], residuals, TOLERANCE, "residual")
         assert max(float(x.abs().max()) for x in residuals.values()) > 1e-4
     if case == "diloco":
-        outer = known(ours).strategy["0"]["params"]
+        outer = ours.state.shared["0.0/params"]
         assert_close(outer, {name: x[None] for name, x in theirs.outer.items()}, TOLERANCE, "outer")
 
 
@@ -484,22 +490,26 @@ def test_compressed_exchanges_equal_their_twins(case: str, method: str, num_node
 @pytest.mark.parametrize("num_nodes", [1, 2, K])
 def test_topk_sparse_averaging_equals_its_twin(num_nodes: int, bits: int | None) -> None:
     start, data = make_model("MLP", dtype=DOUBLE), batches(num_nodes)
-    module = TopKSparseCommunicator(0.05, quantization_bits=bits)
-    ours = run(start, CommunicateOptimizeStrategy([module], OptimSpec(SGD, lr=0.1, momentum=0.5)), stacked(data))
+    exchange = Exchange(MostMoved(0.05, bits))
+    ours = run(start, CommunicateOptimizeStrategy([exchange], OptimSpec(SGD, lr=0.1, momentum=0.5)), stacked(data))
     codec = None if bits is None else reference.quantise(bits)
     inner = (SGD, {"lr": 0.1, "momentum": 0.5})
     theirs = reference.topk_sparse(start, data, num_nodes, fraction=0.05, inner=inner, codec=codec)
     assert_close(ours.losses, theirs.losses, TOLERANCE, "losses")
     assert_close(ours.params, stacks(theirs), TOLERANCE, "params")
     last = {name: torch.stack([of_node[name] for of_node in theirs.residuals]) for name in ours.params}
-    assert_close(known(ours).strategy["0"]["last"], last, TOLERANCE, "last")
+    assert_close(ours.state.shared["0.0/last"], last, TOLERANCE, "last")
 
 
-# --------------------------------------------------------------------------------------------- the wrapper
+# -------------------------------------------------------------------------------------- averages of codes
 
 
-def context(step: int = 0, inplace: bool = True, num_nodes: int = 4) -> Context:
-    return Context(StackedCollectives(num_nodes), step=step, max_steps=100, seed=SEED, inplace=inplace)
+def plain_meeting(num_nodes: int = 4) -> Meeting:
+    return Meeting(StackedCollectives(num_nodes), seed=SEED)
+
+
+def begun(average: Average, values: Tree, inplace: bool = True, num_nodes: int = 4) -> Meeting:
+    return meeting(average, values, num_nodes, inplace=inplace, seed=SEED)
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -508,20 +518,20 @@ def test_what_was_sent_and_the_residual_are_what_was_given(method: str, inplace:
     """The sum over exchanges, of the averages over nodes: PowerSGD's nodes too."""
     shapes: dict[str, tuple[int, ...]] = {"w": (12, 10), "v": (9,), "c": (8, 3, 3, 2), "s": ()}
     params = {name: torch.zeros(1, *shape, dtype=DOUBLE) for name, shape in shapes.items()}
-    module = compressed(GradientAveraging(), CODECS[method])
-    state = module.init(params, context())
+    coded = compressed(method)
+    at = begun(coded, params, inplace)
     given, received = params, params
     for step in range(7):
         grads = {
             name: torch.randn(4, *shape, dtype=DOUBLE, generator=generator(step)) for name, shape in shapes.items()
         }
         before = tree.map(torch.clone, grads)
-        average, state = module.exchange_gradients(grads, state, context(step, inplace))
-        assert_same_bits(grads, before)  # the module may need it
+        average = coded(grads, at.replace(step=step, exchange=step))
+        assert_same_bits(grads, before)
         assert {len(x) for x in average.values()} == {1}
         given = tree.map(lambda total, g: total + g.mean(0, keepdim=True), given, grads)
         received = tree.map(torch.add, received, average)
-    residual = tree.map(lambda e: e.mean(0, keepdim=True), state["residual"])
+    residual = tree.map(lambda e: e.mean(0, keepdim=True), at.own["residual"])
     assert_close(tree.map(torch.add, received, residual), given, 1e-13)
     assert difference(received, given) > 1e-3
 
@@ -531,16 +541,13 @@ def test_sending_everything_is_not_compressing(case: str) -> None:
     """Top-k and random-k of everything, PowerSGD of full rank."""
     start, data = make_model("MLP", dtype=DOUBLE), stacked(batches(steps=12))
     cls, options = CASES[case].inner
-    plain = run(start, CommunicateOptimizeStrategy([CASES[case].module()], OptimSpec(cls, **options)), data)
+    plain = run(start, CommunicateOptimizeStrategy([CASES[case].exchange(Mean())], OptimSpec(cls, **options)), data)
     for codec in (TopK(1.0), TopK(k=10**6), RandomK(1.0), PowerSGD(32)):
         for error_feedback in (True, False):
-            module = compressed(CASES[case].module(), codec, error_feedback=error_feedback)
-            ours = run(start, CommunicateOptimizeStrategy([module], OptimSpec(cls, **options)), data)
-            assert_close(ours.params, plain.params, 1e-12, repr(module))
+            ours = run(start, strategy(case, codec, error_feedback=error_feedback), data)
+            assert_close(ours.params, plain.params, 1e-12, repr(codec))
             if error_feedback:
-                state = known(ours).strategy["0"]
-                residual = (state["average"] if case == "diloco" else state)["residual"]
-                assert max(float(x.abs().max()) for x in residual.values()) < 1e-15
+                assert max(float(x.abs().max()) for x in ours.state.own["0.0/residual"].values()) < 1e-15
 
 
 @pytest.mark.parametrize("method", CODECS)
@@ -550,35 +557,40 @@ def test_compressed_fedavg_is_compressed_diloco_without_an_outer_optimizer(metho
         pytest.skip("not symmetric: 0 is sent as positive; of four bins one is in the middle; at random it goes up")
     start, data = make_model("MLP", dtype=DOUBLE), stacked(batches(steps=20))
     inner = OptimSpec(AdamW, lr=0.01)
-    modules = [AveragingCommunicator(H=H), DiLoCoCommunicator(OptimSpec(SGD, lr=1.0), H=H)]
-    first, second = (
-        run(start, CommunicateOptimizeStrategy([compressed(module, CODECS[method])], inner), data) for module in modules
-    )
+    averages = [
+        compressed(method, "parameters", reference=True),
+        Outer(compressed(method, "parameters"), OptimSpec(SGD, lr=1.0)),
+    ]
+    first, second = (run(start, CommunicateOptimizeStrategy([Exchange(how, H)], inner), data) for how in averages)
     assert_close(first.params, second.params, 1e-12)
 
 
-OTHERS: dict[str, tuple[Callable[[], CommunicationModule], dict[str, Any]]] = {
-    "a server": (lambda: ServerCommunicator(ServerOptimizer("adam", lr=0.1), H=3), {}),
-    "a sample at a server": (lambda: AveragingCommunicator(H=3, participation=0.6), {}),
-    "a sample at an optimizing server": (
-        lambda: ServerCommunicator(ServerOptimizer("avgm"), H=3, participation=0.6, weighting="examples"),
-        {},
+Coded = Callable[..., Average]  # (an average, more) -> it, of codes
+
+OTHERS: dict[str, Callable[[Coded], Exchange]] = {
+    "a server": lambda coded: Exchange(Outer(coded(ServerMean()), ServerOptimizer("adam", lr=0.1).spec), every=3),
+    "a sample at a server": lambda coded: Exchange(coded(ServerMean(), reference=True), every=3, participation=0.6),
+    "a sample at an optimizing server": lambda coded: Exchange(
+        Outer(coded(ServerMean("examples")), ServerOptimizer("avgm").spec), every=3, participation=0.6
     ),
-    "drawn coordinates": (lambda: SparseCommunicator(RandomSelector(0.3)), {}),
-    "drawn coordinates, late": (lambda: SparseCommunicator(PartitionedSelector(0.3), delay=2), {}),
-    "neighbours": (lambda: GossipCommunicator("random_matching" if K % 2 == 0 else "ring"), {"reference": False}),
+    "drawn coordinates": lambda coded: Exchange(Sparse(0.3, coded(Mean(), reference=True))),
+    "drawn coordinates, late": lambda coded: Exchange(
+        Sparse(PartitionedSelector(0.3), coded(Mean(), reference=True)), delay=2
+    ),
+    "neighbours": lambda coded: Exchange(coded(Mix("random_matching" if K % 2 == 0 else "ring"))),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_sending_everything_is_not_compressing_in_other_exchanges(name: str) -> None:
     """What only some send, of some coordinates, or to some: with error feedback, and a reference where there is one."""
-    module, settings = OTHERS[name]
     start, data = make_model("MLP", dtype=DOUBLE), stacked(batches(steps=12))
     examples: dict[str, Any] = {"num_examples": tuple(range(1, K + 1))}
-    plain = run(start, CommunicateOptimizeStrategy([module()], "sgd", lr=0.1), data, **examples)
+    exact = OTHERS[name](lambda average, **settings: average)
+    plain = run(start, CommunicateOptimizeStrategy([exact], "sgd", lr=0.1), data, **examples)
     for differentiable in (False, True):
-        coded = CommunicateOptimizeStrategy([compressed(module(), TopK(1.0), **settings)], "sgd", lr=0.1)
+        exchange = OTHERS[name](lambda average, **settings: Compressed(average, TopK(1.0), **settings))
+        coded = CommunicateOptimizeStrategy([exchange], "sgd", lr=0.1)
         ours = run(start, coded, data, differentiable=differentiable, **examples)
         assert_close(ours.params, plain.params, 1e-12)
         assert ours.comm.ledger.total_bytes > 0
@@ -588,7 +600,7 @@ def make(case: str, method: str) -> Strategy:
     """One of CASES, or sparse averaging."""
     if case != "sparse":
         return strategy(case, method)
-    return CommunicateOptimizeStrategy([TopKSparseCommunicator(FRACTION, 8)], OptimSpec(SGD, lr=0.1, momentum=0.5))
+    return CommunicateOptimizeStrategy([Exchange(MostMoved(FRACTION, 8))], OptimSpec(SGD, lr=0.1, momentum=0.5))
 
 
 EVERYTHING = [(case, method) for case in CASES for method in CODECS] + [("sparse", "int8")]
@@ -645,13 +657,14 @@ def test_permuting_the_nodes_permutes_the_results(case: str, method: str) -> Non
 def test_configurations_of_a_sweep_do_not_mix(case: str, method: str) -> None:
     """Two configurations of three nodes equal two runs; they draw the same random numbers."""
     start, data = make_model("MLP", dtype=DOUBLE), stacked(batches(6, 12))
-    both = run(start, make(case, method), data, comm=StackedCollectives(3, num_configs=2))
+    both = run_stack(start, [make(case, method) for _ in range(2)], data, 3)
     for i in range(2):
         of_one = list(range(3 * i, 3 * i + 3))
         alone = run(start, make(case, method), reordered(data, of_one))
-        assert_close(rows(both.params, of_one), alone.params, 1e-11)
-        assert both.comm.ledger.total_bytes == alone.comm.ledger.total_bytes
-    assert difference(rows(both.params, [0]), rows(both.params, [3])) > 1e-3
+        assert_close(both.params[i], alone.params, 1e-11)
+        calls = 2 if method == "powersgd" else 1  # a group by itself
+        assert both.comm.ledger.total_bytes == calls * alone.comm.ledger.total_bytes
+    assert difference(rows(both.params[0], [0]), rows(both.params[1], [0])) > 1e-3
 
 
 @pytest.mark.parametrize("method", [method for method in CODECS if method not in RANDOM])
@@ -670,19 +683,14 @@ def test_equal_nodes_do_what_one_node_alone_does(method: str) -> None:
 def test_derivatives_pass_straight_through(method: str) -> None:
     """The value is that of the code, the derivative that of the plain average; state is constant."""
     x = {"w": values(4, 12, 10).requires_grad_()}
-    for module in (
-        compressed(GradientAveraging(), CODECS[method]),
-        compressed(AveragingCommunicator(), CODECS[method]),
-    ):
-        state = module.init({"w": values(1, 12, 10).requires_grad_()}, context())
+    for coded in (compressed(method), compressed(method, "parameters", reference=True)):
+        at = begun(coded, {"w": values(1, 12, 10).requires_grad_()}, inplace=False)
         for step in range(2):
-            ctx = context(step, inplace=False)
-            exchange = module.exchange_parameters if "reference" in state else module.exchange_gradients
-            average, state = exchange(x, state, ctx)
+            average = coded(x, at.replace(step=step, exchange=step))
             weights = values(12, 10)
             (slope,) = torch.autograd.grad((average["w"][0] * weights).sum(), x["w"])
             assert_close({"w": slope}, {"w": (weights / 4).expand(4, 12, 10)}, 1e-15)
-            assert not any(leaf.requires_grad for leaf in tree.leaves(state))
+            assert not any(leaf.requires_grad for leaf in tree.leaves([at.own, at.shared]))
         with torch.no_grad():
             assert difference({"w": average["w"]}, {"w": x["w"].mean(0, keepdim=True)}) > 1e-4
 
@@ -704,90 +712,91 @@ def test_a_run_can_be_differentiated(case: str, method: str) -> None:
 @pytest.mark.parametrize("bits", [None, 4])
 def test_sparse_averaging_has_the_derivatives_of_its_mean(bits: int | None) -> None:
     x = {"w": values(4, 30).requires_grad_()}
-    module = TopKSparseCommunicator(1.0, bits)
-    state = module.init({"w": torch.zeros(1, 30, dtype=DOUBLE)}, context())
-    new, state = module.exchange_parameters(x, state, context(inplace=False))
+    average = MostMoved(1.0, bits)
+    at = begun(average, {"w": torch.zeros(1, 30, dtype=DOUBLE)}, inplace=False)
+    new = average(x, at)
     (slope,) = torch.autograd.grad(new["w"][2].sum(), x["w"])
     assert_close({"w": slope}, {"w": torch.full((4, 30), 0.25, dtype=DOUBLE)}, 1e-15)
-    assert not state["last"]["w"].requires_grad
+    assert not at.shared["last"]["w"].requires_grad
 
 
 # ---------------------------------------------------------------------------------- groups, weights, other modules
 
 
-class IslandGradients(CommunicationModule):
-    """Average gradients in the groups given, weighted."""
+class InGroups(Mean):
+    """The mean in the groups given; None: of all."""
 
-    def __init__(self, groups: list[list[int]] | None, weights: list[float] | None = None) -> None:
-        self.groups = groups
-        self.weights = weights
+    def __init__(self, given: list[list[int]] | None, weighting: Any) -> None:
+        super().__init__(None if given is None else 2, weighting)
+        self.given = given
 
-    def exchange_gradients(self, grads: Tree, state: Any, ctx: Context) -> tuple[Tree, Any]:
-        return ctx.comm.mean(grads, groups=self.groups, weights=self.weights), state
+    def groups(self, at: Meeting) -> Any:
+        return self.given
 
 
-@pytest.mark.parametrize("weights", [None, [1.0, 2.0, 3.0, 0.0, 2.0]])
-@pytest.mark.parametrize("groups", [None, [[0, 1], [2, 4], [3]], [[1, 4, 2]]])
-@pytest.mark.parametrize("num_configs", [1, 2])
+@pytest.mark.parametrize("weights", [None, (1, 2, 3, 1, 2), (1, 2, 3, 0, 2)])
+@pytest.mark.parametrize(("groups", "num_configs"), [(None, 1), (None, 2), ([[0, 1], [2, 4], [3]], 1)])
 @pytest.mark.parametrize("method", GATHERED)
 def test_groups_and_weights(method: str, num_configs: int, groups: Any, weights: Any) -> None:
-    """The average is that of the codes of the own group; a node in none keeps its own value, and its residual."""
-    if weights is not None and groups is not None and [3] in groups:
-        weights = [1.0, 2.0, 3.0, 1.0, 2.0]
-    module = compressed(IslandGradients(groups, weights), CODECS[method])
-    comm = StackedCollectives(5, num_configs)
-    x = {"w": values(5 * num_configs, 4, 5)}
-    state = module.init({"w": torch.zeros(1, 4, 5, dtype=DOUBLE)}, Context(comm))
+    """The average is that of the codes of the own group, and of all in each configuration."""
+    if groups is not None and weights is not None:
+        weights = (1, 2, 3, 1, 2)
+    C = num_configs
+    coded = Compressed(InGroups(groups, "examples" if weights else "equal"), CODECS[method])
+    comm: Any = StackedCollectives(5) if C == 1 else GroupCollectives(StackedCollectives(5), C)
+    x = values(C, 5, 4, 5)
+    own = {"residual": {"w": torch.zeros(C, 5, 4, 5, dtype=DOUBLE) if C > 1 else torch.zeros(5, 4, 5, dtype=DOUBLE)}}
     for step in range(2):
-        ctx = Context(comm, step=step, max_steps=9, seed=SEED, inplace=True)
-        before = state["gradients"]["residual"]["w"].clone().expand(5 * num_configs, 4, 5)
-        average, state = module.exchange_gradients(x, state, ctx)
-        codec = codec_of(method)
-        own = Draw(functools.partial(key, "gradients", "w", step), comm.node_ids)
-        p = x["w"] + before
-        sent = codec.decode(codec.encode(p, own), p)
-        outside = torch.tensor([groups is not None and all(int(i) not in g for g in groups) for i in comm.node_ids])
-        sent[outside] = x["w"][outside]
-        expected = StackedCollectives(5, num_configs).mean(sent, groups, weights)
-        assert_close(average, {"w": expected.expand_as(average["w"])}, 1e-13)
-        assert_close(state["gradients"]["residual"], {"w": p - sent}, 1e-13)
+        at = Meeting(
+            comm, own, step=step, seed=SEED, examples=weights, size=C, nodes=list(range(5)), inplace=True,
+            inplace_state=True,
+        )  # fmt: skip
+        before = own["residual"]["w"].clone().view(C, 5, 4, 5)
+        average = coded({"w": x.clone() if C > 1 else x[0].clone()}, at)["w"].view(C, -1, 4, 5)
+        codec, draw = codec_of(method), Draw(functools.partial(unnamed, "w", step), torch.arange(5))
+        for c in range(C):
+            p = x[c] + before[c]
+            sent = codec.decode(codec.encode(p, draw), p)
+            expected = StackedCollectives(5).mean(sent, groups, weights)
+            assert_close(average[c], expected.expand_as(average[c]), 1e-13)
+            assert_close(own["residual"]["w"].view(C, 5, 4, 5)[c], p - sent, 1e-13)
+
+
+def unnamed(name: str, *ids: int) -> torch.Generator:
+    return rng.generator(SEED, f"compress {name}", *ids)
 
 
 def test_weighted_fedavg() -> None:
     start, data = make_model("MLP", dtype=DOUBLE), stacked(batches(3, 12))
-    weighted = AveragingCommunicator(H=H, weighting="examples")
+    weighted = Mean(weighting="examples")
     settings: dict[str, Any] = {"num_examples": (10, 20, 30)}
     inner = OptimSpec(SGD, lr=0.1)
-    plain = run(start, CommunicateOptimizeStrategy([weighted], inner), data, **settings)
+    plain = run(start, CommunicateOptimizeStrategy([Exchange(weighted, H)], inner), data, **settings)
     for codec in (TopK(1.0), PowerSGD(32)):
-        ours = run(start, CommunicateOptimizeStrategy([compressed(weighted, codec)], inner), data, **settings)
+        exchange = Exchange(Compressed(weighted, codec, reference=True), H)
+        ours = run(start, CommunicateOptimizeStrategy([exchange], inner), data, **settings)
         assert_close(ours.params, plain.params, 1e-12)
 
 
-def test_other_combinators_around_it_and_in_it() -> None:
+def test_units_and_delays_around_it() -> None:
     start, data = make_model("MLP", dtype=DOUBLE), stacked(batches(3, 12))
-    inner = OptimSpec(SGD, lr=0.1)
 
-    def result(module: CommunicationModule) -> Run:
-        return run(start, CommunicateOptimizeStrategy([module], inner), data)
+    def result(exchange: Exchange) -> Run:
+        return run(start, CommunicateOptimizeStrategy([exchange], OptimSpec(SGD, lr=0.1)), data)
 
-    expected = result(compressed(AveragingCommunicator(H=4), "int8"))
-    for module in (
-        compressed(every(4, AveragingCommunicator()), "int8"),
-        every(4, compressed(AveragingCommunicator(), "int8")),
-        compressed(delayed(AveragingCommunicator(H=4), 0), "int8"),
-    ):
-        assert_close(result(module).params, expected.params, 1e-13)
-    late = result(delayed(compressed(AveragingCommunicator(H=4), TopK(1.0)), 2))
-    assert_close(late.params, result(delayed(AveragingCommunicator(H=4), 2)).params, 1e-12)
+    coded = compressed("int8", "parameters", reference=True)
+    assert_same_bits(result(every(4, Exchange(coded))).params, result(Exchange(coded, every=4)).params)
+    whole = compressed(TopK(1.0), "parameters", reference=True)
+    late, plain = (result(Exchange(how, every=4, delay=2, late="change")) for how in (whole, Mean()))
+    assert_close(late.params, plain.params, 1e-12)
 
 
 def test_nodes_that_begin_differently_share_the_reference_of_node_0() -> None:
     params = {"w": values(4, 6)}
-    module = compressed(AveragingCommunicator(), TopK(1.0))
-    state = module.init(params, context())
-    assert_same_bits(state["reference"], {"w": params["w"][:1]})
-    new, _ = module.exchange_parameters(params, state, context())
+    coded = compressed(TopK(1.0), reference=True)
+    at = begun(coded, params)
+    assert_same_bits(at.shared["reference"], {"w": params["w"][:1]})
+    new = coded(params, at)
     assert_close(new, {"w": params["w"].mean(0, keepdim=True)}, 1e-14)
 
 
@@ -796,49 +805,47 @@ def test_nodes_that_begin_differently_share_the_reference_of_node_0() -> None:
 
 @pytest.mark.parametrize(("bits", "payload"), [(8, 31 + 4), (4, 16 + 4)])
 def test_a_quantised_mean(bits: int, payload: int) -> None:
-    ctx = context()
+    at = plain_meeting()
     x = values(4, 31)
     codec = Quantise(bits)
-    mean = quantised({"w": x}, bits, ctx)
+    mean = quantised({"w": x}, bits, at)
     assert_close(mean, {"w": codec.decode(codec.encode(x), x).mean(0, keepdim=True)}, 1e-14)
-    assert ctx.comm.ledger.total_payload_bytes == payload
-    assert ctx.comm.ledger.total_bytes == 3 * payload  # to three others
+    assert at.comm.ledger.total_payload_bytes == payload
+    assert at.comm.ledger.total_bytes == 3 * payload  # to three others
     x.requires_grad_()
-    (slope,) = torch.autograd.grad(quantised({"w": x}, bits, context(inplace=False))["w"].sum(), x)
+    (slope,) = torch.autograd.grad(quantised({"w": x}, bits, plain_meeting())["w"].sum(), x)
     assert_close({"w": slope}, {"w": torch.full((4, 31), 0.25, dtype=DOUBLE)}, 1e-15)
 
 
 def test_sparta_with_quantised_values_is_sparta_compressed() -> None:
     """What `quantised` does in the place of its mean; the mask is drawn as without compression."""
     params = {"w": values(4, 200)}
-    plain = SparseCommunicator(RandomSelector(0.1))
-    module = compressed(plain, "int8", error_feedback=False, reference=False)
-    new, _ = module.exchange_parameters(params, module.init(params, context()), context(inplace=False))
-    exact, _ = plain.exchange_parameters(params, plain.init(params, context()), context(inplace=False))
+    plain, coded = (Sparse(RandomSelector(0.1), how) for how in (Mean(), compressed("int8", error_feedback=False)))
+    new, exact = (sparse(params, begun(sparse, params, inplace=False)) for sparse in (coded, plain))
     chosen = (exact["w"] != params["w"]).any(0)
     assert 5 < int(chosen.sum()) < 50
     assert_same_bits({"w": new["w"][:, ~chosen]}, {"w": params["w"][:, ~chosen]})
-    expected = quantised({"w": params["w"][:, chosen]}, 8, context())
+    expected = quantised({"w": params["w"][:, chosen]}, 8, plain_meeting())
     assert_close({"w": new["w"][:, chosen]}, {"w": expected["w"].expand(4, -1)}, 1e-14)
 
 
 def test_sparse_averaging_of_everything_is_averaging() -> None:
     start, data = make_model("MLP", dtype=DOUBLE), stacked(batches(steps=12))
-    ours = run(start, CommunicateOptimizeStrategy([TopKSparseCommunicator(1.0)], "sgd", lr=0.1), data)
+    ours = run(start, CommunicateOptimizeStrategy([Exchange(MostMoved(1.0))], "sgd", lr=0.1), data)
     assert_close(ours.params, run(start, FedAvgStrategy("sgd", H=1, lr=0.1), data).params, 1e-12)
 
 
 def test_sparse_averaging_by_hand() -> None:
     """Two nodes; one coordinate each; the first sends 0, the second 2; then both what moved most since."""
-    module = TopKSparseCommunicator(0.25)
-    state = module.init({"w": torch.zeros(1, 4)}, context(num_nodes=2))
+    average = MostMoved(0.25)
+    at = begun(average, {"w": torch.zeros(1, 4)}, num_nodes=2)
     x = torch.tensor([[5.0, 1.0, 0.0, 0.0], [1.0, 0.0, 3.0, 0.0]])
-    new, state = module.exchange_parameters({"w": x}, state, context(num_nodes=2))
+    new = average({"w": x}, at)
     assert new["w"].tolist() == [[5.0, 1.0, 3.0, 0.0], [5.0, 0.0, 3.0, 0.0]]
-    assert state["last"]["w"].tolist() == [[5.0, 0.0, 3.0, 0.0]]
-    new, state = module.exchange_parameters({"w": new["w"] + torch.tensor([0.5, 1, 0, 0])}, state, context(num_nodes=2))
+    assert at.shared["last"]["w"].tolist() == [[5.0, 0.0, 3.0, 0.0]]
+    new = average({"w": new["w"] + torch.tensor([0.5, 1, 0, 0])}, at)
     assert new["w"].tolist() == [[5.5, 1.5, 3.0, 0.0]] * 2  # coordinate 1 moved by 2 and by 1: the mean of both
-    assert state["last"]["w"].tolist() == [[5.0, 1.5, 3.0, 0.0]]
+    assert at.shared["last"]["w"].tolist() == [[5.0, 1.5, 3.0, 0.0]]
 
 
 # ------------------------------------------------------------------------------------------------- by name, errors
@@ -856,19 +863,15 @@ def test_methods_by_name() -> None:
     }
     assert repr(make_codec("topk", k=3)) == "TopK(fraction=None, k=3)"
     assert repr(make_codec("int8", stochastic=True)) == "Quantise(bits=8, stochastic=True)"
-    module = GradientAveraging()
-    assert with_compression(module, None) is module
-    assert repr(with_compression(module, Sign())) == "compressed(GradientAveraging(), Sign(), error_feedback=True)"
-    assert not compressed(module, "sign").mean_gradient
-    assert repr(compressed(AveragingCommunicator(), "int8", reference=False)).endswith(", reference=False)")
+    assert repr(Compressed(Mean(), "sign", reference=True)) == "Compressed(Mean(), Sign(), reference=True)"
+    assert not CommunicateOptimizeStrategy([Exchange(compressed("sign"), of="gradients")]).mean_gradient
 
 
 def test_int8_diloco_trains_like_diloco() -> None:
     start, data = make_model("MLP", dtype=DOUBLE), stacked(batches(steps=50))
     inner = OptimSpec(SGD, lr=0.1)
     plain = run(start, DiLoCoStrategy(inner, H=10), data)
-    module = compressed(DiLoCoCommunicator(H=10), "int8")
-    ours = run(start, CommunicateOptimizeStrategy([module], inner), data)
+    ours = run(start, DiLoCoStrategy(inner, H=10, compression="int8"), data)
     moved = max(float((p - p0.detach()).abs().max()) for p, p0 in zip(plain.params.values(), start.parameters()))
     assert 0 < difference(ours.params, plain.params) < 0.01 * moved
     assert ours.comm.ledger.total_payload_bytes < 0.13 * plain.comm.ledger.total_payload_bytes  # 1 byte, and 8
@@ -877,45 +880,19 @@ def test_int8_diloco_trains_like_diloco() -> None:
     assert ours.comm.ledger.total_bytes == pytest.approx(ratio * plain.comm.ledger.total_bytes, rel=0.03)
 
 
-def exchange(module: CommunicationModule, phase: str = "parameters") -> None:
-    params = {"w": values(4, 12, 10)}
-    state = module.init({"w": params["w"][:1]}, context())
-    (module.exchange_parameters if phase == "parameters" else module.exchange_gradients)(params, state, context())
-
-
-class Twice(CommunicationModule):
-    def exchange_gradients(self, grads: Tree, state: Any, ctx: Context) -> tuple[Tree, Any]:
-        return ctx.comm.mean(ctx.comm.mean(grads)), state
-
-
-class OneTensor(CommunicationModule):
-    def exchange_gradients(self, grads: Tree, state: Any, ctx: Context) -> tuple[Tree, Any]:
-        return {name: ctx.comm.mean(x) for name, x in grads.items()}, state
-
-
-class Gather(CommunicationModule):
-    def exchange_gradients(self, grads: Tree, state: Any, ctx: Context) -> tuple[Tree, Any]:
-        return tree.map(lambda x: x.mean(1), ctx.comm.all_gather(grads)), state
-
-
-class Counting(AveragingCommunicator):
-    def init(self, params: Tree, ctx: Context) -> Any:
-        return {"count": torch.zeros(1)}
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "k": (lambda: TopK(k=0), ValueError, "k=0 must be an integer >= 1"),
-    "k by name": (lambda: compressed(GradientAveraging(), "topk", k=0), ValueError, "k=0"),
+    "k by name": (lambda: make_codec("topk", k=0), ValueError, "k=0"),
     "k and fraction": (lambda: TopK(0.1, k=3), ValueError, "give one of them"),
     "fraction 0": (lambda: TopK(0.0), ValueError, r"fraction=0.0 must be a number in \(0, 1\]"),
     "fraction above 1": (lambda: RandomK(1.5), ValueError, "fraction=1.5"),
     "fraction nan": (lambda: RandomK(math.nan), ValueError, "fraction=nan"),
-    "sparse fraction": (lambda: TopKSparseCommunicator(2.0), ValueError, "fraction=2.0"),
+    "sparse fraction": (lambda: MostMoved(2.0), ValueError, "fraction=2.0"),
     "bits": (lambda: Quantise(5), ValueError, "bits=5"),
-    "sparse bits": (lambda: TopKSparseCommunicator(0.1, 16), ValueError, "quantization_bits=16"),
-    "quantised bits": (lambda: quantised({}, 3, context()), ValueError, "bits=3"),
+    "sparse bits": (lambda: MostMoved(0.1, 16), ValueError, "bits=16"),
+    "quantised bits": (lambda: quantised({}, 3, plain_meeting()), ValueError, "bits=3"),
     "rank": (lambda: PowerSGD(0), ValueError, "rank=0"),
-    "unknown method": (lambda: compressed(GradientAveraging(), "top-k"), ValueError, "did you mean 'topk'"),
+    "unknown method": (lambda: Compressed(Mean(), "top-k"), ValueError, "did you mean 'topk'"),
     "method of a wrong type": (lambda: make_codec(8), TypeError, "method=8"),  # type: ignore[arg-type]
     "unknown option": (
         lambda: make_codec("topk", fractoin=0.1),
@@ -924,50 +901,31 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "option of sign": (lambda: make_codec("sign", k=1), TypeError, "no argument 'k'. It has: none"),
     "options of a codec": (lambda: make_codec(Sign(), k=1), TypeError, "already has its options"),
-    "no module": (lambda: compressed("diloco", "topk"), TypeError, "takes a CommunicationModule"),  # type: ignore[arg-type]
-    "a strategy": (lambda: compressed(AllReduceStrategy(), "topk"), TypeError, "AllReduceStrategy"),  # type: ignore[arg-type]
+    "no average": (lambda: Compressed("diloco", "topk"), TypeError, r"give Mean\(\)"),  # type: ignore[arg-type]
     "unbiased with feedback": (
-        lambda: compressed(GradientAveraging(), "randomk", unbiased=True),
+        lambda: Compressed(Mean(), RandomK(unbiased=True)),
         ValueError,
         "error_feedback=False",
     ),
     "no draw": (lambda: RandomK(0.5).encode(torch.ones(1, 2)), ValueError, "draws random numbers"),
-    "islands": (lambda: compressed(AveragingCommunicator(island_size=2), "topk"), ValueError, "island_size=2"),
+    "islands": (lambda: Compressed(Mean(2), "topk", reference=True), ValueError, "island_size=None"),
     "some who keep what they have": (
-        lambda: compressed(AveragingCommunicator(participation=0.5, resting="keep"), "int8"),
+        lambda: Exchange(Compressed(Mean(), "int8", reference=True), participation=0.5),
         ValueError,
         "reference=False",
     ),
-    "neighbours": (lambda: compressed(GossipCommunicator("ring"), "int8"), ValueError, "reference=False"),
+    "neighbours": (lambda: Compressed(Mix("ring"), "int8", reference=True), ValueError, "reference=False"),
     "in part": (
-        lambda: compressed(AveragingCommunicator(sync_weight=[0.5, 1]), "int8"),
+        lambda: Exchange(Compressed(Mean(), "int8"), SyncWeight([0.5, 1])),
         ValueError,
         "exchanges in part",
     ),
     "what is compressed": (
-        lambda: exchange(compressed(compressed(AveragingCommunicator(), "int8"), "topk")),
-        ValueError,
-        "all_gather",
+        lambda: Compressed(Compressed(Mean(), "int8"), "topk"),
+        TypeError,
+        r"give Mean\(\)",
     ),
-    "islands that are found out late": (
-        lambda: exchange(compressed(every(1, delayed(AveragingCommunicator(2), 1)), "int8")),
-        ValueError,
-        "averages within groups",
-    ),
-    "islands of powersgd": (
-        lambda: exchange(compressed(IslandGradients([[0, 1]]), "powersgd"), "gradients"),
-        ValueError,
-        "do not share",
-    ),
-    "reference of gradients": (
-        lambda: compressed(GradientAveraging(), "topk", reference=True),
-        ValueError,
-        "exchanges no parameters",
-    ),
-    "parameters themselves": (lambda: exchange(compressed(Counting(), "topk")), ValueError, "reference=True"),
-    "two means": (lambda: exchange(compressed(Twice(), "topk"), "gradients"), ValueError, "a second time"),
-    "a tensor": (lambda: exchange(compressed(OneTensor(), "topk"), "gradients"), ValueError, "takes trees"),
-    "another collective": (lambda: exchange(compressed(Gather(), "topk"), "gradients"), ValueError, "all_gather"),
+    "islands of powersgd": (lambda: Compressed(Mean(2), "powersgd"), ValueError, "do not share"),
 }
 
 
@@ -982,11 +940,11 @@ def test_what_cannot_work_is_refused(setting: str) -> None:
 @pytest.mark.parametrize("method", [*CODECS, "randomk unbiased"])
 def test_tensors_without_elements(method: str, shape: tuple[int, ...]) -> None:
     codec, error_feedback = (CODECS[method], True) if method in CODECS else (RandomK(0.5, unbiased=True), False)
-    module = compressed(GradientAveraging(), codec, error_feedback=error_feedback)
+    coded = compressed(codec, error_feedback=error_feedback)
     given = {"w": torch.zeros(4, *shape)}
-    average, state = module.exchange_gradients(given, module.init({"w": given["w"][:1]}, context()), context())
-    assert average["w"].shape == (1, *shape)
-    assert all(x.isfinite().all() for x in tree.leaves(state))
+    at = begun(coded, given)
+    assert coded(given, at)["w"].shape == (1, *shape)
+    assert all(x.isfinite().all() for x in tree.leaves([at.own, at.shared]))
 
 
 @pytest.mark.parametrize("method", CODECS)
@@ -995,11 +953,11 @@ def test_what_is_the_same_on_every_node_may_be_given_once(method: str) -> None:
     once = {"w": values(1, 12, 10)}
     results = []
     for x in (once, tree.map(lambda y: y.expand(4, 12, 10), once)):
-        module = compressed(GradientAveraging(), CODECS[method])
-        state = module.init(once, context())
+        coded = compressed(method)
+        at = begun(coded, once)
         for step in range(3):
-            average, state = module.exchange_gradients(x, state, context(step))
-        results.append((average, state["residual"]))
+            average = coded(tree.map(torch.clone, x), at.replace(step=step, exchange=step))
+        results.append((average, at.own["residual"]))
     assert_close(results[0][0], results[1][0], 1e-13)
     assert_close(results[0][1], results[1][1], 1e-13)
 
@@ -1007,18 +965,18 @@ def test_what_is_the_same_on_every_node_may_be_given_once(method: str) -> None:
 def test_the_reference_is_not_the_parameters() -> None:
     """What comes after may overwrite the parameters that an exchange gave back."""
     params = {"w": values(4, 12, 10)}
-    module = compressed(AveragingCommunicator(), "int8")
-    new, state = module.exchange_parameters(params, module.init({"w": params["w"][:1]}, context()), context())
-    assert new["w"].data_ptr() != state["reference"]["w"].data_ptr()
+    coded = compressed("int8", reference=True)
+    at = begun(coded, params)
+    assert coded(params, at)["w"].data_ptr() != at.shared["reference"]["w"].data_ptr()
 
 
 def test_parameters_can_be_sent_as_they_are() -> None:
     """Where that is asked for: in islands too, and by some of the nodes."""
     start, data = make_model("MLP", dtype=DOUBLE), stacked(batches(steps=12))
-    for settings in ({}, {"island_size": 2}, {"participation": 0.6, "resting": "keep"}):
-        module = AveragingCommunicator(H=4, **settings)
-        plain = run(start, CommunicateOptimizeStrategy([module], "sgd", lr=0.1), data)
+    for mean, settings in ((Mean(), {}), (Mean(2), {}), (Mean(), {"participation": 0.6})):
+        exact = Exchange(mean, every=4, **settings)
+        plain = run(start, CommunicateOptimizeStrategy([exact], "sgd", lr=0.1), data)
         for codec in (TopK(1.0), Quantise(8)):
-            wrapped = compressed(module, codec, reference=False)
-            ours = run(start, CommunicateOptimizeStrategy([wrapped], "sgd", lr=0.1), data)
+            exchange = Exchange(Compressed(mean, codec), every=4, **settings)
+            ours = run(start, CommunicateOptimizeStrategy([exchange], "sgd", lr=0.1), data)
             assert difference(ours.params, plain.params) < (1e-12 if isinstance(codec, TopK) else 0.02)

@@ -35,10 +35,11 @@ from vecgym.strategy.averages import (
     Robust,
     ServerMean,
 )
+from vecgym.strategy.base import every
 from vecgym.strategy.coded import EF21, Compressed
 from vecgym.strategy.coordinates import MostMoved, Sparse
-from vecgym.strategy.base import every
-from vecgym.strategy.exchange import Exchange, Meeting
+from vecgym.strategy.exchange import Exchange
+from vecgym.strategy.meeting import Meeting
 from vecgym.strategy.mixing import Mix
 from vecgym.strategy.selectors import PartitionedSelector, ScheduledSelector
 from vecgym.strategy.when import Rounds, SyncWeight

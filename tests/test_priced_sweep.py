@@ -19,7 +19,7 @@ from vecgym.clock import Compute, Network
 from vecgym.models import Line
 from vecgym.simulation.availability import Deadline, Dropout
 from vecgym.strategy import AsyncStrategy, DecoupledDiLoCoStrategy, DiLoCoStrategy
-from vecgym.sweeps.alone import Alone
+from vecgym.sweeps.chunk import Chunk
 
 NETWORKS = {"near": Network("1 kbit/s"), "far": Network("1 kbit/s", "50 ms")}
 COMPUTE = Compute.lognormal(0.2, 0.3)
@@ -164,14 +164,14 @@ def test_a_row_with_absent_nodes_that_is_continued(tmp_path: Path, monkeypatch: 
     dropout, options = Dropout(0.3, mean_steps=2), {"network": NETWORKS["far"], "compute": Compute(0.2)}
     whole = swept_with(dropout, **options).rows[0]
     options["resume"] = tmp_path / "sweep.pt"
-    step = Alone.step
+    step = Chunk.step
 
-    def stopped(self: Alone, batches: Any, measured: bool) -> list[int]:
+    def stopped(self: Chunk, batches: Any, measured: bool) -> list[int]:
         if self.state.step == 3:
             signal.raise_signal(signal.SIGINT)
         return step(self, batches, measured)
 
-    monkeypatch.setattr(Alone, "step", stopped)
+    monkeypatch.setattr(Chunk, "step", stopped)
     with pytest.warns(vecgym.VecgymWarning, match="interrupted"):
         part = swept_with(dropout, **options).rows[0]
     monkeypatch.undo()

@@ -1345,7 +1345,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "3 nodes that take part",
     ),
     "exchanges that are no list": (lambda: Strategy(exchanges=Exchange(Mean())), TypeError, "list"),  # type: ignore[arg-type]
-    "a class as an exchange": (lambda: CommunicateOptimizeStrategy([Exchange]), TypeError, "must be an Exchange"),
+    "a class as an exchange": (
+        lambda: CommunicateOptimizeStrategy([Exchange]),
+        TypeError,
+        "is the class Exchange; give an Exchange",
+    ),
     "unknown optimizer": (lambda: AllReduceStrategy("adamv"), ValueError, "did you mean"),
     "all gradients of some nodes": (
         lambda: CommunicateOptimizeStrategy(

@@ -1,4 +1,4 @@
-"""SPARTA, SPARTA + DiLoCo and the combinators: against naive twins, exact identities, statistics of the masks.
+"""SPARTA, SPARTA + DiLoCo, units and delays: against naive twins, exact identities, statistics of the masks.
 
 Statistical tests have fixed seeds, so they give the same answer every time. Their limits are those that a correct
 program would pass with probability 1 - 1e-6: 4.9 standard deviations.
@@ -20,8 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import TensorDataset
-from vecgym.strategy.compose import delayed, every
-from vecgym.strategy.most_moved import TopKSparseCommunicator
 
 from tests.helpers import (
     Recording,
@@ -30,10 +28,11 @@ from tests.helpers import (
     assert_close,
     assert_same_bits,
     difference,
-    known,
+    meeting,
     reordered,
     rows,
     run,
+    run_stack,
     saved,
     simulation,
     stacked,
@@ -47,22 +46,26 @@ from vecgym import Trainer
 from vecgym.collectives import StackedCollectives
 from vecgym.core.errors import VecgymWarning
 from vecgym.simulation.availability import Trace
+from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
+    Average,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     CommunicationModule,
     Context,
-    DiLoCoCommunicator,
     DiLoCoStrategy,
+    Exchange,
     FedAvgStrategy,
-    GradientAveraging,
     Mean,
+    MostMoved,
     OptimSpec,
-    OuterStep,
-    ProximalTerm,
+    Outer,
+    Sparse,
     Strategy,
+    every,
 )
 from vecgym.strategy.selectors import (
+    Draws,
     PartitionedSelector,
     RandomSelector,
     ScheduledSelector,
@@ -71,6 +74,7 @@ from vecgym.strategy.selectors import (
 )
 from vecgym.strategy.selectors import ShuffledSequentialSelector as SequentialSelector
 from vecgym.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
+from vecgym.strategy.when import as_when
 
 TOLERANCE = 1e-10
 STEPS = 50
@@ -91,15 +95,11 @@ DILOCO_CASES = {  # sparta_interval, H, delay
 }
 
 
-def ctx_at(step: int, seed: int = 0, num_nodes: int = 1) -> Context:
-    return Context(StackedCollectives(num_nodes), step=step, max_steps=10**6, seed=seed)
-
-
 def draws(selector: Selector, steps: int, shapes: dict[str, torch.Size] = SHAPES, seed: int = 0) -> list[dict]:
     """The first exchanges' indices, one exchange per step."""
-    state, drawn = selector.init(shapes, ctx_at(0, seed)), []
+    state, drawn = selector.init(shapes, Draws(seed)), []
     for step in range(steps):
-        index, state = selector.select(shapes, state, step, ctx_at(step, seed))
+        index, state = selector.select(shapes, state, step, Draws(seed, step))
         drawn.append(index)
     return drawn
 
@@ -115,12 +115,12 @@ class Recorded(Selector):
         self.selector = selector
         self.drawn: dict[int, dict[str, Tensor]] = {}
 
-    def init(self, shapes: Any, ctx: Context) -> Any:
-        return self.selector.init(shapes, ctx)
+    def init(self, shapes: Any, at: Any) -> Any:
+        return self.selector.init(shapes, at)
 
-    def select(self, shapes: Any, state: Any, exchange: int, ctx: Context) -> Any:
-        index, state = self.selector.select(shapes, state, exchange, ctx)
-        self.drawn[ctx.step] = index
+    def select(self, shapes: Any, state: Any, exchange: int, at: Any) -> Any:
+        index, state = self.selector.select(shapes, state, exchange, at)
+        self.drawn[at.step] = index
         return index, state
 
     def mask(self, step: int, name: str, shape: torch.Size) -> Tensor:
@@ -128,6 +128,10 @@ class Recorded(Selector):
         if name in self.drawn[step]:
             chosen[self.drawn[step][name]] = True
         return chosen.view(shape)
+
+
+def late(how: Average, delay: int, **settings: Any) -> Exchange:
+    return Exchange(how, delay=delay, late="change", **settings)
 
 
 def alone(optim: Any, **settings: Any) -> Strategy:
@@ -153,11 +157,11 @@ def compare(ours: Run, theirs: Result) -> None:
     buffers = [dict(m.named_buffers()) for m in theirs.models]
     assert_close(ours.buffers, {name: torch.stack([b[name] for b in buffers]) for name in buffers[0]}, TOLERANCE)
     for i, (p, optimizer) in enumerate(zip(params, theirs.optimizers)):
-        held = {s: {n: x[i] for n, x in v.items()} for s, v in known(ours).optimizer.items() if s != "step"}
+        held = {s: {n: x[i] for n, x in v.items()} for s, v in ours.state.home["optimizer"].items()}
         expected = {s: {n: optimizer.state[p[n]][s] for n in p} for s in held}
         assert_close(held, expected, TOLERANCE, f"inner optimizer of node {i}")
     if theirs.outer:
-        outer = known(ours).strategy["1"]["params"]
+        outer = ours.state.shared["1.0/params"]
         assert_close({name: x[0] for name, x in outer.items()}, theirs.outer, TOLERANCE, "outer parameters")
 
 
@@ -166,9 +170,9 @@ def masks(selector: str, model: str, interval: int = 1) -> Recorded:
     """What the selector draws over a whole run; the same for any number of nodes and any engine."""
     recorded = Recorded(SELECTORS[selector]())
     shapes = {name: p.shape for name, p in common.parameters(start(model)).items()}
-    state = recorded.init(shapes, ctx_at(0, seed=42))
+    state = recorded.init(shapes, Draws(42))
     for step in range(interval - 1, STEPS, interval):
-        _, state = recorded.select(shapes, state, step // interval, replace(ctx_at(step, seed=42), max_steps=STEPS))
+        _, state = recorded.select(shapes, state, step // interval, Draws(42, step))
     return recorded
 
 
@@ -186,7 +190,8 @@ def check_sparta(selector: str, delay: int, model: str, num_nodes: int, engine: 
     compare(ours, twin(selector, delay, model, num_nodes))
     expected = masks(selector, model).drawn
     assert all(same(recorded.drawn[step], expected[step]) for step in range(STEPS))
-    assert set(known(ours).strategy["0"].get("queue", {})) == {str(slot) for slot in range(delay)}
+    late = {name for name in ours.state.shared if "message" in name}
+    assert late == {f"0.0/message {step}" for step in range(STEPS - delay, STEPS)}
 
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
@@ -335,17 +340,14 @@ def test_an_outer_step_every_step_leaves_nothing_to_sparta() -> None:
 # ----------------------------------------------------------------------------------------- the exchange
 
 
-def exchange(
-    module: CommunicationModule, params: dict[str, Tensor], num_nodes: int, inplace: bool, steps: int = 1
-) -> Any:
+def exchange(made: Exchange, params: dict[str, Tensor], num_nodes: int, inplace: bool, steps: int = 1) -> Any:
     """The parameters after some exchanges without training, and the ledger."""
     comm = StackedCollectives(num_nodes)
-    state = module.init({n: p.clone() for n, p in params.items()}, Context(comm))
-    for step in range(steps):
+    begun = meeting(made.how, params, comm, inplace=inplace, seed=0)
+    (when,) = made.times(list(params))
+    for step in filter(as_when(when, "every").due, range(steps)):
         comm.ledger.begin_step(step)
-        params, state = module.exchange_parameters(
-            params, state, Context(comm, step=step, max_steps=steps, seed=0, inplace=inplace)
-        )
+        params = made.how(params, begun.replace(step=step, exchange=as_when(when, "every").count(step)))
     return params, comm.ledger
 
 
@@ -384,18 +386,6 @@ def test_what_is_the_same_on_every_node_stays_so_and_costs_the_same_bytes(inplac
     assert_same_bits(one, random_params(1))
     assert list(ledger_one) == list(ledger_three)
     assert ledger_one.total_bytes > 0
-
-
-@pytest.mark.parametrize("inplace", [True, False])
-def test_late_values_that_differ_between_nodes_reach_parameters_that_did_not(inplace: bool) -> None:
-    """Two configurations, whose parameters were the same when the late values arrive."""
-    comm = StackedCollectives(2, num_configs=2)
-    module = SparseCommunicator(sparsification_rate=1.0, delay=1)
-    wide, same = torch.tensor([1.0, 3.0, 10.0, 20.0]), torch.tensor([7.0])
-    state = module.init({"w": wide}, Context(comm))
-    _, state = module.exchange_parameters({"w": wide}, state, Context(comm, max_steps=2, inplace=inplace))
-    after, _ = module.exchange_parameters({"w": same}, state, Context(comm, step=1, max_steps=2, inplace=inplace))
-    assert after["w"].tolist() == [2.0, 2.0, 15.0, 15.0]
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -469,8 +459,8 @@ def test_the_number_of_parts_is_exact() -> None:
 
 
 def test_the_selectors_need_little_state() -> None:
-    assert RandomSelector(0.5).init(SHAPES, ctx_at(0)) == ScheduledSelector(0.5, 9).init(SHAPES, ctx_at(0)) == {}
-    assert {n: x.shape for n, x in SequentialSelector(0.5).init(SHAPES, ctx_at(0)).items()} == {
+    assert RandomSelector(0.5).init(SHAPES, Draws()) == ScheduledSelector(0.5, 9).init(SHAPES, Draws()) == {}
+    assert {n: x.shape for n, x in SequentialSelector(0.5).init(SHAPES, Draws()).items()} == {
         n: (1, s.numel()) for n, s in SHAPES.items()
     }
 
@@ -483,7 +473,7 @@ def z(observed: float, expected: float, variance: float) -> float:
 def test_how_many_are_selected(n: int, p: float) -> None:
     """The count is binomial: its mean n p and its variance n p (1 - p)."""
     T = 4000
-    counts = torch.tensor([len(bernoulli_indices(n, p, ctx_at(0).generator("test", t))) for t in range(T)]).double()
+    counts = torch.tensor([len(bernoulli_indices(n, p, Draws().generator("test", t))) for t in range(T)]).double()
     variance = n * p * (1 - p)
     assert z(float(counts.mean()), n * p, variance / T) < SIGMAS
     fourth = variance * (1 + 3 * (n - 2) * p * (1 - p))  # the central moment
@@ -495,7 +485,7 @@ def test_every_coordinate_is_selected_equally_often_and_independently_of_its_nei
     n, T = 200, 4000
     chosen = torch.zeros(T, n, dtype=torch.float64)
     for t in range(T):
-        chosen[t, bernoulli_indices(n, p, ctx_at(0).generator("test", t))] = 1
+        chosen[t, bernoulli_indices(n, p, Draws().generator("test", t))] = 1
     chi_square = float(((chosen.sum(0) - T * p) ** 2 / (T * p * (1 - p))).sum())
     assert z(chi_square, n, 2 * n) < SIGMAS
     centred = chosen - p
@@ -507,7 +497,7 @@ def test_every_subset_has_its_exact_probability() -> None:
     n, p, T = 4, 0.35, 8_000
     counts = torch.zeros(2**n, dtype=torch.float64)
     for t in range(T):
-        counts[sum(2**i for i in bernoulli_indices(n, p, ctx_at(0).generator("subset", t)).tolist())] += 1
+        counts[sum(2**i for i in bernoulli_indices(n, p, Draws().generator("subset", t)).tolist())] += 1
     sizes = torch.tensor([bin(i).count("1") for i in range(2**n)])
     expected = T * p**sizes * (1 - p) ** (n - sizes)
     assert z(float(((counts - expected) ** 2 / expected).sum()), 2**n - 1, 2 * (2**n - 1)) < SIGMAS
@@ -516,7 +506,7 @@ def test_every_subset_has_its_exact_probability() -> None:
 @pytest.mark.parametrize("n", [0, 1, 3, 1000])
 @pytest.mark.parametrize("p", [0, 0.0, 1e-300, 1e-12, 0.5, 1 - 1e-15, 1, 1.0])
 def test_extreme_rates(n: int, p: float) -> None:
-    index = bernoulli_indices(n, p, ctx_at(0).generator("test"))
+    index = bernoulli_indices(n, p, Draws().generator("test"))
     assert index.dtype == torch.int64
     if p < 1e-9 or p > 1 - 1e-9:
         assert index.tolist() == (list(range(n)) if p > 0.5 else [])
@@ -585,7 +575,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     },
     "sparta-diloco": lambda: SPARTADiLoCoStrategy(0.2, 2, 5, "adamw", delay=3, lr=0.01),
     "every": lambda: CommunicateOptimizeStrategy([every(3, SparseCommunicator(PartitionedSelector(0.3), delay=1))]),
-    "delayed": lambda: CommunicateOptimizeStrategy([delayed(DiLoCoCommunicator(H=4), 3)], lr=0.01),
+    "delayed": lambda: CommunicateOptimizeStrategy([late(Outer(Mean()), 3, every=4)], lr=0.01),
 }
 
 
@@ -605,14 +595,22 @@ def test_a_run_resumed_from_a_file_is_the_uninterrupted_one(name: str) -> None:
 
 def test_what_is_under_way_does_not_keep_whole_orders() -> None:
     """A file with a queue holds the few selected indices, not the permutations that they were cut from."""
-    module = SparseCommunicator(PartitionedSelector(0.001), delay=2)
-    params, comm = {"w": torch.randn(2, 100_000)}, StackedCollectives(2)
-    state = module.init(params, Context(comm))
-    for step in range(2):
-        _, state = module.exchange_parameters(params, state, Context(comm, step=step))
+    strategy = CommunicateOptimizeStrategy([SparseCommunicator(PartitionedSelector(0.001), delay=2)], "sgd", lr=0.1)
+    state = run(Wide(), strategy, [torch.zeros(2, 1, 1)] * 2, max_steps=9).state
+    held = {name: x for name, x in (state.own | state.shared).items() if "message" in name or "index" in name}
+    assert len(held) == 4
     file = io.BytesIO()
-    torch.save(state["queue"], file)
-    assert file.tell() < 10_000
+    torch.save(held, file)
+    assert file.tell() < 20_000
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(100_000))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.w.square().mean() + batch.sum()
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -641,14 +639,14 @@ def test_the_derivative_with_respect_to_the_learning_rate(selector: str, delay: 
     check_derivative(loss, 0.3)
 
 
-@pytest.mark.parametrize("combinator", [lambda m: every(2, m), lambda m: delayed(m, 2), lambda m: m])
-def test_the_derivative_through_outer_steps(combinator: Any) -> None:
+@pytest.mark.parametrize("more", [{"unit": 2}, {"delay": 2, "late": "change"}, {"delay": 1}, {}], ids=str)
+def test_the_derivative_through_outer_steps(more: Any) -> None:
     batches = stacked(data("MLP", 3, 12))
 
     def loss(outer_lr: Tensor) -> Tensor:
-        outer = DiLoCoCommunicator(OptimSpec(SGD, lr=outer_lr, momentum=0.9), H=2)
-        modules = [SparseCommunicator(sparsification_rate=0.2, delay=1), combinator(outer)]
-        strategy = CommunicateOptimizeStrategy(modules, "sgd", lr=0.3)
+        outer = Exchange(Outer(Mean(), OptimSpec(SGD, lr=outer_lr, momentum=0.9)), every=2, **more)
+        exchanges = [SparseCommunicator(sparsification_rate=0.2, delay=1), outer]
+        strategy = CommunicateOptimizeStrategy(exchanges, "sgd", lr=0.3)
         return run(start("MLP"), strategy, batches, differentiable=True).losses[-1].mean()
 
     check_derivative(loss, 0.5)
@@ -669,15 +667,10 @@ def test_two_configurations_in_one_program_equal_two_runs(name: str, differentia
     batches = stacked(data("MLP", 6, 12))
     halves = [reordered(batches, order) for order in ([0, 1, 2], [3, 4, 5])]
     apart = [run(start("MLP"), STRATEGIES[name](), half) for half in halves]
-    together = run(
-        start("MLP"),
-        STRATEGIES[name](),
-        batches,
-        comm=StackedCollectives(3, num_configs=2),
-        differentiable=differentiable,
-    )
-    expected = {n: torch.cat([one.params[n] for one in apart]) for n in together.params}
-    assert_close(together.params, expected, 1e-12)
+    strategies = [STRATEGIES[name]() for _ in range(2)]
+    together = run_stack(start("MLP"), strategies, batches, 3, differentiable=differentiable)
+    for found, expected in zip(together.params, apart):
+        assert_close(found, expected.params, 1e-12)
     assert together.comm.ledger.total_bytes == apart[0].comm.ledger.total_bytes
 
 
@@ -715,10 +708,10 @@ def test_the_seed_and_every_argument_change_the_run() -> None:
 
 
 @pytest.mark.parametrize("bits", [None, 8])
-def test_topk_is_another_module(bits: int | None) -> None:
+def test_topk_is_another_exchange(bits: int | None) -> None:
     batches = stacked(data("MLP", 3, 6))
     ours = run(start("MLP"), SPARTAStrategy(0.2, compression_method="topk", quantization_bits=bits, lr=0.01), batches)
-    theirs = composed([TopKSparseCommunicator(0.2, bits)], batches)
+    theirs = composed([Exchange(MostMoved(0.2, bits))], batches)
     assert_same_bits(ours.params, theirs.params)
     random = run(start("MLP"), SPARTAStrategy(0.2, compression_method="random", lr=0.01), batches)
     assert_same_bits(random.params, composed([SparseCommunicator(0.2)], batches).params)
@@ -728,17 +721,17 @@ def test_topk_is_another_module(bits: int | None) -> None:
 def test_quantised_sparta_averages_what_can_be_read(bits: int, levels: int) -> None:
     """By hand: a scale for each node and tensor, and integers of so many bits."""
     recorded = Recorded(PartitionedSelector(0.5))
-    module = SparseCommunicator(recorded, quantization_bits=bits)
+    sparse = SparseCommunicator(recorded, quantization_bits=bits).how
     params = {"w": torch.randn(3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}
-    given, ctx = {"w": params["w"].clone()}, ctx_at(0, num_nodes=3)
-    after, _ = module.exchange_parameters(params, module.init(params, ctx), ctx)
+    given, at = {"w": params["w"].clone()}, meeting(sparse, params, 3)
+    after = sparse(params, at)
     (drawn,) = recorded.drawn.values()
     values = given["w"].flatten(1)[:, drawn["w"]]
     scale = values.abs().amax(1, keepdim=True).float() / levels
     expected = given["w"].flatten(1).clone()
     expected[:, drawn["w"]] = ((values / scale).round() * scale).mean(0).to(torch.float64)
     torch.testing.assert_close(after["w"].flatten(1), expected, rtol=1e-6, atol=1e-7)
-    assert ctx.comm.ledger.total_payload_bytes == math.ceil(len(drawn["w"]) * bits / 8) + 4
+    assert at.comm.ledger.total_payload_bytes == math.ceil(len(drawn["w"]) * bits / 8) + 4
 
 
 # ------------------------------------------------------------------------------------------ bad input
@@ -749,7 +742,6 @@ AnyMixed: Any = SPARTADiLoCoStrategy
 AnySparse: Any = SparseCommunicator
 AnyRandom: Any = RandomSelector
 any_every: Any = every
-any_delayed: Any = delayed
 
 
 @pytest.mark.parametrize(
@@ -792,12 +784,13 @@ any_delayed: Any = delayed
         (lambda: ScheduledSelector(0.1, 0), ValueError, "H=0"),
         (lambda: ScheduledSelector(0.1, 1), ValueError, "H=1: .* give H >= 2"),
         (lambda: any_every(0, AveragingCommunicator()), ValueError, "n=0 must be an integer >= 1"),
-        (lambda: any_every(2, "averaging"), TypeError, "takes a CommunicationModule"),
-        (lambda: any_every(AveragingCommunicator(), 2), ValueError, "n=AveragingCommunicator"),
-        (lambda: any_delayed(AveragingCommunicator(), -1), ValueError, "d=-1 must be an integer >= 0"),
-        (lambda: any_delayed(2, AveragingCommunicator()), ValueError, "d=AveragingCommunicator"),
-        (lambda: any_delayed(AnySparta(), 2), TypeError, "takes a CommunicationModule"),
-        (lambda: any_delayed(GradientAveraging(), 2), ValueError, "never changes parameters"),
+        (lambda: any_every(2, "averaging"), TypeError, "an Exchange, such as"),
+        (lambda: any_every(2, AnySparta()), TypeError, "an Exchange, such as"),
+        (lambda: any_every(AveragingCommunicator(), 2), ValueError, r"n=Exchange\(Mean"),
+        (lambda: late(Mean(), -1), ValueError, "delay=-1 must be an integer >= 0"),
+        (lambda: late(Mean(), 0), ValueError, 'late="change" without a delay'),
+        (lambda: late(Mean(), 2, of="gradients"), ValueError, "used at once"),
+        (lambda: AnySparta(0.1, compression_method="topk", quantization_bits=16), ValueError, "quantization_bits=16"),
     ],
 )
 def test_bad_input(make: Callable[[], Any], error: type[Exception], match: str) -> None:
@@ -807,7 +800,7 @@ def test_bad_input(make: Callable[[], Any], error: type[Exception], match: str) 
 
 def test_the_same_rate_twice_is_no_conflict() -> None:
     assert repr(SparseCommunicator(RandomSelector(0.1), sparsification_rate=0.1)) == (
-        "SparseCommunicator(RandomSelector(p=0.1), delay=0, interval=1)"
+        "Exchange(Sparse(RandomSelector(p=0.1), Mean()))"
     )
     assert "p=0.005" in repr(SPARTAStrategy())
     assert "p=0.01" in repr(SparseCommunicator())
@@ -818,11 +811,11 @@ def test_the_same_rate_twice_is_no_conflict() -> None:
     ("module", "max_steps", "match"),
     [
         (SparseCommunicator(interval=6), 5, "interval=6 .* never exchanges"),
-        (every(6, AveragingCommunicator()), 5, "n=6 .* never exchanges"),
+        (every(6, AveragingCommunicator()), 5, "unit=6 .* never exchanges"),
         (every(3, AveragingCommunicator(H=2)), 5, "H=2 is larger than the run's 1 steps"),
     ],
 )
-def test_settings_without_effect_warn(module: CommunicationModule, max_steps: int, match: str) -> None:
+def test_settings_without_effect_warn(module: Exchange, max_steps: int, match: str) -> None:
     strategy = CommunicateOptimizeStrategy([module])
     with pytest.warns(VecgymWarning, match=match):
         strategy.check(2, max_steps)
@@ -835,11 +828,11 @@ def test_settings_without_effect_warn(module: CommunicationModule, max_steps: in
     ("module", "max_steps", "match"),
     [
         (SparseCommunicator(delay=5), 5, "delay=5 .* takes effect.* Give a smaller delay, or more steps"),
-        (delayed(AveragingCommunicator(), 5), 5, "d=5 .* takes effect"),
-        (every(3, delayed(AveragingCommunicator(), 2)), 6, "d=2 .* the run's 2 steps"),  # exchanges, inside `every`
+        (late(Mean(), 5), 5, "delay=5 .* takes effect"),
+        (every(3, late(Mean(), 2)), 6, "delay=2 .* the run's 2 steps"),  # in units
     ],
 )
-def test_a_delay_as_long_as_the_run_is_refused(module: CommunicationModule, max_steps: int, match: str) -> None:
+def test_a_delay_as_long_as_the_run_is_refused(module: Exchange, max_steps: int, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         CommunicateOptimizeStrategy([module]).check(2, max_steps)
     CommunicateOptimizeStrategy([module]).check(2, max_steps + 3)
@@ -849,23 +842,23 @@ def test_a_delay_as_long_as_the_run_is_refused(module: CommunicationModule, max_
     ("steps", "allowed"),
     [*((n, r"a number in .0, 1000000.: ") for n in (2**62, 1_000_001)), (10**30, r"an integer >= 0 and < 2\*\*63: ")],
 )
-def test_a_queue_that_no_machine_can_hold_is_refused(steps: int, allowed: str) -> None:
+def test_a_delay_that_no_machine_can_hold_is_refused(steps: int, allowed: str) -> None:
     for make in (
-        lambda: delayed(AveragingCommunicator(), steps),
+        lambda: late(Mean(), steps),
         lambda: SparseCommunicator(delay=steps),
-        lambda: OuterStep(Mean(), delay=steps),
+        lambda: Exchange(Outer(Mean()), delay=steps),
     ):
         with pytest.raises(ValueError, match=f"must be {allowed}optimizer steps"):
             make()
 
 
-def test_what_does_not_fit_the_run_is_found_inside_combinators() -> None:
-    for wrap in (lambda m: every(2, m), lambda m: delayed(m, 2)):
+def test_what_does_not_fit_the_run_is_found_in_units_and_delays() -> None:
+    for made in (every(2, Exchange(Mean(4))), late(Mean(4), 2)):
         with pytest.raises(ValueError, match="island_size=4 is larger than the 3 nodes"):
-            wrap(AveragingCommunicator(island_size=4)).check(3, 100)
+            made.check(RunFacts(3, 100))
 
 
-# ----------------------------------------------------------------------------------------- combinators
+# ------------------------------------------------------------------------------------ units and delays
 
 
 def composed(modules: Any, batches: Any, model: str = "MLP", **settings: Any) -> Run:
@@ -875,21 +868,23 @@ def composed(modules: Any, batches: Any, model: str = "MLP", **settings: Any) ->
 @pytest.mark.parametrize("model", ["MLP", "CNN"])
 def test_every_n_of_every_h_is_every_n_h(model: str) -> None:
     batches = stacked(data(model, 3, 25))
-    for make in (DiLoCoCommunicator, AveragingCommunicator):
-        ours = composed([every(3, make(H=2))], batches, model)
-        theirs = composed([make(H=6)], batches, model)
+    for how in (Outer(Mean()), Mean()):
+        ours = composed([every(3, Exchange(how, every=2))], batches, model)
+        theirs = composed([Exchange(how, every=6)], batches, model)
         assert_same_bits(ours.params, theirs.params)
         assert list(ours.comm.ledger) == list(theirs.comm.ledger)
 
 
-def test_what_a_module_adds_to_each_gradient_it_also_adds_inside_combinators() -> None:
+def test_what_a_module_adds_to_each_gradient_it_also_adds_in_units() -> None:
+    class Decay(CommunicationModule):
+        def local_gradients(self, grads: Any, params: Any, state: Any, ctx: Context) -> Any:
+            return {name: g + 0.5 * params[name] for name, g in grads.items()}
+
     batches = stacked(data("MLP", 3, 12))
-    theirs = composed([AveragingCommunicator(H=4), ProximalTerm(0.5, H=4)], batches)
+    theirs, ours = (composed([AveragingCommunicator(H=4), m], batches) for m in (Decay(), every(2, Decay())))
     without = composed([AveragingCommunicator(H=4)], batches)
     assert difference(theirs.params, without.params) > 1e-6
-    for late in (every(2, ProximalTerm(0.5, H=2)), delayed(ProximalTerm(0.5, H=4), 3)):
-        ours = composed([AveragingCommunicator(H=4), late], batches)
-        assert_same_bits(ours.params, theirs.params)
+    assert_same_bits(ours.params, theirs.params)
 
 
 def test_every_n_exchanges_is_the_interval_of_sparta() -> None:
@@ -928,7 +923,7 @@ def test_every_n_rounds_keep_their_participants_and_islands() -> None:
 def test_gradients_averaged_every_n_steps_by_hand() -> None:
     """Quadratic: theta_i <- theta_i - gamma g_i, and with the mean gradient at every second step."""
     batches = stacked(data("Quadratic", 3, 6))
-    strategy = CommunicateOptimizeStrategy([every(2, GradientAveraging())], "sgd", lr=0.1)
+    strategy = CommunicateOptimizeStrategy([every(2, Exchange(Mean(), of="gradients"))], "sgd", lr=0.1)
     ours = run(start("Quadratic"), strategy, batches)
     theta = start("Quadratic").get_parameter("x").detach().expand(3, -1)
     for step, (c,) in enumerate(batches):
@@ -938,10 +933,8 @@ def test_gradients_averaged_every_n_steps_by_hand() -> None:
     assert [e.step for e in ours.comm.ledger] == [1, 3, 5]
 
 
-def test_one_and_zero_are_the_module_itself() -> None:
-    module = AveragingCommunicator()
-    assert every(1, module) is module
-    assert delayed(module, 0) is module
+def test_units_of_one_step_are_the_exchange_itself() -> None:
+    assert every(1, AveragingCommunicator()) == AveragingCommunicator() != every(2, AveragingCommunicator())
 
 
 @pytest.mark.parametrize("differentiable", [False, True])
@@ -952,8 +945,7 @@ def test_delayed_averaging_by_hand(d: int, H: int, sparse: bool, differentiable:
     """theta_{t+d} += mean(theta_t) - theta_t, with theta_t taken before what is due at t is added."""
     steps = 14
     batches = stacked(data("Quadratic", 3, steps))
-    module = SparseCommunicator(sparsification_rate=1, interval=H) if sparse else AveragingCommunicator(H=H)
-    strategy = CommunicateOptimizeStrategy([delayed(module, d)], "sgd", lr=0.1)
+    strategy = CommunicateOptimizeStrategy([late(Sparse(1.0, Mean()) if sparse else Mean(), d, every=H)], "sgd", lr=0.1)
     ours = run(start("Quadratic"), strategy, batches, differentiable=differentiable)
     theta = start("Quadratic").get_parameter("x").detach().expand(3, -1)
     due: dict[int, Tensor] = {}
@@ -963,8 +955,8 @@ def test_delayed_averaging_by_hand(d: int, H: int, sparse: bool, differentiable:
             due[step + d] = theta.mean(0, keepdim=True) - theta
         theta = theta + due.pop(step, torch.zeros(()))
     torch.testing.assert_close(ours.params["x"], theta, rtol=1e-12, atol=1e-12)
-    waiting = {int(slot): x["x"].shape for slot, x in known(ours).strategy["0"]["queue"].items() if x["x"].numel()}
-    assert waiting == {t % d: x.shape for t, x in due.items()}
+    waiting = {name: x["x"].shape for name, x in ours.state.own.items() if "message" in name}
+    assert waiting == {f"0.0/message {t - d}": x.shape for t, x in due.items()}
 
 
 def test_late_changes_keep_the_mean_of_the_nodes() -> None:
@@ -972,7 +964,7 @@ def test_late_changes_keep_the_mean_of_the_nodes() -> None:
     batches = stacked(data("Quadratic", 4, 20))
     results = [
         run(start("Quadratic"), CommunicateOptimizeStrategy(modules, "sgd", lr=0.1), batches).params["x"].mean(0)
-        for modules in ([], [delayed(AveragingCommunicator(H=3), 2)], [delayed(every(3, AveragingCommunicator()), 4)])
+        for modules in ([], [late(Mean(), 2, every=3)], [late(Mean(), 4, every=3)])
     ]
     for mean in results[1:]:
         torch.testing.assert_close(mean, results[0], rtol=1e-12, atol=1e-12)
@@ -982,14 +974,14 @@ def test_a_late_diloco_step_reaches_the_parameters_d_steps_later() -> None:
     """Until the first change is due, the nodes are independent; then they differ from those."""
     batches = stacked(data("MLP", 3, 7))
     for steps, same in ((6, True), (7, False)):
-        late = composed([delayed(DiLoCoCommunicator(H=4), 3)], batches[:steps])
+        ours = composed([late(Outer(Mean()), 3, every=4)], batches[:steps])
         free = composed([], batches[:steps])
-        assert (difference(late.params, free.params) == 0) is same
+        assert (difference(ours.params, free.params) == 0) is same
 
 
-def test_combinators_show_what_they_hold() -> None:
-    module = delayed(every(3, SparseCommunicator()), 2)
-    assert repr(module) == "delayed(every(3, SparseCommunicator(RandomSelector(p=0.01), delay=0, interval=1)), 2)"
+def test_exchanges_show_their_units_and_delays() -> None:
+    made = every(3, late(Sparse(0.01, Mean()), 2))
+    assert repr(made) == "Exchange(Sparse(RandomSelector(p=0.01), Mean()), delay=2, late='change', unit=3)"
 
 
 def test_recording_collectives_see_one_mean_per_exchange() -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from vecgym.strategy.average import Weighting
 
 import vecgym.strategy
 from tests.fitting import Rows
@@ -37,46 +36,46 @@ from vecgym.plot import pareto_front, plot_axis, plot_heatmap, plot_pareto
 from vecgym.records import runfile
 from vecgym.records.columns import MEASURED
 from vecgym.records.rows import averaged, labelled, select
+from vecgym.simulation import Part
 from vecgym.strategy import (
     AllReduceStrategy,
-    AveragingCommunicator,
     CommunicateOptimizeStrategy,
     CommunicationModule,
+    Compressed,
     Context,
-    DeMoCommunicator,
     DeMoStrategy,
     DESLOCStrategy,
-    DiLoCoCommunicator,
     DiLoCoStrategy,
     EagerDiLoCoStrategy,
+    Exchange,
     FedAvgStrategy,
-    GossipCommunicator,
     GossipStrategy,
     GPAStrategy,
-    GradientAveraging,
     LocalAdamStrategy,
+    Mean,
+    Mix,
+    MostMoved,
     MuLoCoStrategy,
     NoLoCoStrategy,
+    Outer,
     PALSGDStrategy,
     PartitionedSelector,
     RankStrategy,
     ScheduledSelector,
     ShuffledSequentialSelector,
-    SparseCommunicator,
+    Sparse,
     SparseLoCoStrategy,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
     StreamingDiLoCoStrategy,
-    TopKSparseCommunicator,
+    StrongestCosines,
     all_reduce,
-    compressed,
-    delayed,
     every,
 )
-from vecgym.sweeps.chunk import Chunk
+from vecgym.strategy.averages import Weighting
 from vecgym.sweeps.options import points
-from vecgym.sweeps.stack import prepared_engine
+from vecgym.sweeps.stack import chunk_of, prepared_engine
 
 K = 4
 STEPS = 7
@@ -141,8 +140,8 @@ RING = [[0.5, 0.25, 0, 0.25], [0.25, 0.5, 0.25, 0], [0, 0.25, 0.5, 0.25], [0.25,
 PAIRS = [[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5], [0, 0, 0.5, 0.5]]
 
 
-def composed(*modules: CommunicationModule, lr: float = 0.1) -> Strategy:
-    return CommunicateOptimizeStrategy(modules, OptimSpec("sgd", lr=lr, momentum=0.9))
+def composed(*exchanges: Exchange | CommunicationModule, lr: float = 0.1) -> Strategy:
+    return CommunicateOptimizeStrategy(exchanges, OptimSpec("sgd", lr=lr, momentum=0.9))
 
 
 CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
@@ -267,20 +266,21 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
         {"k": [2, 4], "lr": [1e-2, 1e-3], "decay": [0.0, 0.1], "seed": [0, 1]},
     ),
     "CommunicateOptimizeStrategy": (
-        lambda first, lr: composed(first, AveragingCommunicator(H=3), lr=lr),
-        {"first": [SparseCommunicator(0.2), AveragingCommunicator(island_size=2), GossipCommunicator("ring"),
-                   TopKSparseCommunicator(0.1), DiLoCoCommunicator(H=2)], "lr": [0.1, 0.02]},
+        lambda first, lr: composed(first, Exchange(Mean(), every=3), lr=lr),
+        {"first": [Exchange(Sparse(0.2, Mean())), Exchange(Mean(island_size=2)), Exchange(Mix("ring")),
+                   Exchange(MostMoved(0.1)), Exchange(Outer(Mean()), every=2)], "lr": [0.1, 0.02]},
     ),
     "combinators": (
-        lambda n, d, lr: composed(delayed(every(n, AveragingCommunicator()), d), lr=lr),
+        lambda n, d, lr: composed(every(n, Exchange(Mean(), delay=d, late="change" if d else "value")), lr=lr),
         {"n": [1, 2], "d": [0, 1, 2], "lr": [0.1, 0.02]},
     ),
     "compressed gradients": (
-        lambda codec, n: composed(every(n, compressed(GradientAveraging(), codec))),
+        lambda codec, n: composed(Exchange(Compressed(Mean(), codec), every=n, of="gradients")),
         {"codec": ["int8", TopK(0.2)], "n": [1, 2]},
     ),
-    "DeMoCommunicator": (
-        lambda k, lr: composed(DeMoCommunicator(compression_topk=k, compression_chunk=16), lr=lr),
+    "StrongestCosines": (
+        lambda k, lr: composed(Exchange(StrongestCosines(compression_topk=k, compression_chunk=16), of="gradients"),
+                               lr=lr),
         {"k": [2, 4], "lr": [1e-2, 1e-3]},
     ),
     "AllReduce, numbers of each node": (
@@ -353,8 +353,8 @@ def test_gradients_are_exchanged_beside_configurations_whose_nodes_sit_out() -> 
     resting = FedAvgStrategy("sgd", H=2, participation=0.3, lr=0.05)
     exchanging = [
         DeMoStrategy(lr=0.01),
-        CommunicateOptimizeStrategy([compressed(GradientAveraging(), "int8")], "sgd", lr=0.05),
-        CommunicateOptimizeStrategy([every(2, GradientAveraging())], "sgd", lr=0.05),
+        CommunicateOptimizeStrategy([Exchange(Compressed(Mean(), "int8"), of="gradients")], "sgd", lr=0.05),
+        CommunicateOptimizeStrategy([Exchange(Mean(), every=2, of="gradients")], "sgd", lr=0.05),
     ]
     for strategies in ([resting, *exchanging], [*exchanging, resting]):
         check_all(run_sweep(None, {"strategy": strategies}))
@@ -472,14 +472,20 @@ class Halves(CommunicationModule):
         return tree.map(lambda p, m: (p + m) / 2, params, ctx.comm.mean(params)), state
 
 
-def with_own_rate(lr: float) -> Strategy:
-    strategy = outer(lr)
-    strategy.lr = lambda ctx: lr / (1 + ctx.step)  # type: ignore[method-assign]
-    return strategy
+class OwnRate(DiLoCoStrategy):
+    """Its learning rate falls as the steps go on."""
+
+    def train(self, part: Part) -> None:
+        part.optimize(part.gradients(), part.lr / (1 + part.tick))
+        part.report(part.losses)
+
+    def rates(self, timetable: Any, tick: int, nodes: Any = None) -> tuple[Any, Any]:
+        lr, outer_lr = super().rates(timetable, tick, nodes)
+        return lr / (1 + tick), outer_lr
 
 
 def test_a_learning_rate_of_a_strategys_own() -> None:
-    check_all(run_sweep(with_own_rate, {"lr": [1e-2, 1e-3]}))
+    check_all(run_sweep(lambda lr: OwnRate("adamw", H=2, lr=lr), {"lr": [1e-2, 1e-3]}))
 
 
 def test_a_users_own_strategies() -> None:
@@ -686,13 +692,13 @@ def test_the_first_of_a_stack_may_diverge() -> None:
 def test_exchanges_that_are_alike_are_one(make: Any, grid: dict[str, Any], sizes: list[int]) -> None:
     runner = run_sweep(make, grid, dry_run=True)._runner
     configs = runner.programs[0].configs
-    chunk = Chunk(configs, prepared_engine(configs, runner.options))
-    assert [exchange.size for exchange in chunk.merged.exchanges] == sizes
+    chunk = chunk_of(configs, prepared_engine(configs, runner.options))
+    assert [group.size for group in chunk.simulation.groups] == sizes
 
 
 def test_gradients_are_exchanged_although_nodes_of_other_configurations_sit_out() -> None:
     resting = FedAvgStrategy("sgd", lr=0.1, H=2, participation=0.5)
-    powersgd = CommunicateOptimizeStrategy([compressed(GradientAveraging(), "powersgd")], "sgd", lr=0.1)
+    powersgd = CommunicateOptimizeStrategy([Exchange(Compressed(Mean(), "powersgd"), of="gradients")], "sgd", lr=0.1)
     for others in ([DeMoStrategy(lr=0.01)], [DeMoStrategy(lr=0.01), FedAvgStrategy("sgd", lr=0.1), powersgd]):
         check_all(run_sweep(None, {"strategy": [resting, *others]}))
 
@@ -853,14 +859,16 @@ def kept(path: Path, **given: Any) -> SweepResult:
         settings.pop(key) for key in ("model", "train", "val", "schedule", "groups", "H", "weights")
     )
 
-    class Weighted(AveragingCommunicator):
+    class Weighted(Mean):
         def __init__(self) -> None:
-            super().__init__(H=H)
+            super().__init__()
             self.table = weights
 
     def strategy(lr: float) -> Strategy:
         spec = OptimSpec("adamw", lr=lr, param_groups=groups)
-        return CommunicateOptimizeStrategy([Weighted()], spec, lr_scheduler=schedule if lr < 0.1 else None)
+        return CommunicateOptimizeStrategy(
+            [Exchange(Weighted(), every=H)], spec, lr_scheduler=schedule if lr < 0.1 else None
+        )
 
     return sweep(model, train, val, strategy=strategy, resume=path, device="cpu", progress=False, **settings)
 
@@ -875,15 +883,15 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "validation": ({"val": data(num_examples=11, seed=1)}, "validation data: saved TensorDataset of 10, given"),
     "no validation": ({"val": None}, "validation data: saved TensorDataset of 10, given None"),
     "schedule": ({"schedule": decaying(0.8)}, r"learning rate of step 1 of row 1: saved 0\.009, given 0\.008"),
-    "groups": ({"groups": lambda name, p: {}}, r"strategy\.inner_optim\.param_groups: saved no_decay, given .*lambda"),
+    "groups": ({"groups": lambda name, p: {}}, r"strategy\.inner\.spec\.param_groups: saved no_decay, given .*lambda"),
     "tensor": (
         {"weights": torch.arange(2000.0).index_fill(0, torch.tensor([1000]), 0.0)},
-        r"strategy\.communication_modules\[0\]\.table: saved float32 \[2000\] with checksum",
+        r"strategy\.exchanges\[0\]\.how\.table: saved float32 \[2000\] with checksum",
     ),
     "grid": ({"grid": {"lr": [0.1, 0.02]}}, r"grid\['lr'\] of row 1: saved 0\.01, given 0\.02"),
     "more": ({"grid": {"lr": [0.1, 0.02, 0.03]}}, "number of configurations: saved 2, given 3"),
     "axes": ({"grid": {"lr": [0.1, 0.02], "seed": [0]}}, "axes: saved lr, given lr, seed"),
-    "H": ({"H": 1}, r"strategy\.communication_modules\[0\]\.H: saved 2, given 1"),
+    "H": ({"H": 1}, r"strategy\.exchanges\[0\]\.every: saved 2, given 1"),
     "batch_size": ({"batch_size": 2}, "batch_size: saved 4, given 2"),
     "max_steps": ({"max_steps": 3}, "number of steps: saved 2, given 3"),
     "num_nodes": ({"num_nodes": 3}, "num_nodes: saved 2, given 3"),

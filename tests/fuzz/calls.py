@@ -545,8 +545,8 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.optim.schedule.make_schedule": {"name": lambda: "cosine"},
     **{f"vecgym.strategy.{name}": {"codec": lambda: "int8"} for name in ("Compressed", "EF21")},
     "vecgym.strategy.every": {"exchange": lambda: Exchange(Mean())},
-    "vecgym.strategy.Exchange": {
-        "shared": dict, "tick": lambda: 0, "optimizer": lambda: {"exp_avg": tree_of_nodes()}},
+    "vecgym.strategy.Exchange": {"shared": dict, "tick": lambda: 0},
+    "vecgym.strategy.Exchange.check_optimizer": {"optimizer": dict},
     "vecgym.strategy.StrongestCosines.residual": {"held": lambda: {"w": torch.ones(K, 1, DIM)}},
     "vecgym.strategy.GPAStrategy.average": {"state": lambda: simulation(GPAStrategy("sgd", lr=0.1)).init()},
     "vecgym.strategy.PALSGDStrategy.drawn": {"step": lambda: 0},

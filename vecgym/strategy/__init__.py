@@ -12,8 +12,9 @@ Your own:    Strategy(inner_optim, [Exchange(...), ...]), the base of all, whose
 Exchanges:   Exchange(how, every, of, delay, ...): how nodes agree, when (Rounds, RoundsOf or SyncWeight; When, the
              base), and of what; every(n, exchange): in units of n steps; AveragingCommunicator and SparseCommunicator
              make one
-Averages:    Average, the base: Mean, ServerMean, Mix, Robust, MostMoved, NoLoCo, StrongestCosines; around one: Outer,
-             Eager, Sparse, Compressed, EF21, Corrupted, Private. ServerOptimizer: those of federated servers
+Averages:    Average, the base, which is told of a Meeting: Mean, ServerMean, Mix, Robust, MostMoved, NoLoCo,
+             StrongestCosines; around one: Outer, Eager, Sparse, Compressed, EF21, Corrupted, Private. ServerOptimizer:
+             those of federated servers
 Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequentialSelector, PartitionedSelector
 Optimizers:  OptimSpec
 
@@ -47,13 +48,14 @@ from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.demo import DeMoStrategy, StrongestCosines
 from vecgym.strategy.diloco import DiLoCoStrategy
 from vecgym.strategy.eager import EagerDiLoCoStrategy
-from vecgym.strategy.exchange import Exchange, Meeting
+from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.gpa import GPAStrategy
 from vecgym.strategy.halos import HALoSStrategy
 from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
+from vecgym.strategy.meeting import Meeting
 from vecgym.strategy.mixing import Mix
 from vecgym.strategy.muloco import MuLoCoStrategy
 from vecgym.strategy.noloco import NoLoCoStrategy

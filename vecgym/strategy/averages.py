@@ -15,7 +15,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -30,10 +30,8 @@ from vecgym.optim import OptimSpec, clip_grad_norm, ensure_optim_spec
 from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.optimizer import Optimizer
 from vecgym.simulation.timetable import RunFacts
+from vecgym.strategy.meeting import Meeting
 from vecgym.strategy.settings import Settings, same, shown
-
-if TYPE_CHECKING:
-    from vecgym.strategy.exchange import Meeting
 
 Weighting = Literal["equal", "examples"]  # of the nodes in a mean
 State = dict[str, Any]  # what an average remembers, by name: trees of tensors
@@ -41,6 +39,7 @@ Codes = dict[str, Tree]  # the codes of each tensor, in parts
 Rule = Callable[[Tensor], Tensor]
 Correction = Callable[[Tree, State, "Meeting"], Tree]  # (movements, the outer optimizer's state) -> movements
 
+_TINY = 1e-8
 OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's
 
 
@@ -88,7 +87,7 @@ class Average(Settings):
 
     Example: the value of another node in each exchange.
 
-    >>> from vecgym.strategy.exchange import Meeting
+    >>> from vecgym.strategy.meeting import Meeting
     >>> class Relay(Average):
     ...     def agree(self, values, at):
     ...         return at.comm.broadcast(values, src=at.exchange % at.comm.num_nodes)
@@ -103,6 +102,13 @@ class Average(Settings):
     >>> now = {"w": torch.tensor([1.5, 3.0])}  # the first node has gone on
     >>> relay.write(message, now, at)["w"], relay.changed(change, now, at)["w"]
     (tensor([1.]), tensor([1.5000, 1.0000]))
+
+    What else an exchange asks:
+
+    >>> relay.check(ExchangeFacts(num_nodes=2))
+    >>> relay.settle(message, at)  # nothing that all share changes
+    >>> relay.one_message, relay.rate(0), relay.outer({})
+    (True, None, {})
     """
 
     numbers: tuple[str, ...] | None = ()
@@ -246,10 +252,10 @@ class Mean(Reduction):
         ValueError: for island_size < 1 or another weighting; before the first step for an island larger than the number
             of nodes that meet, and if the numbers of examples are not known.
 
-    >>> from vecgym.strategy.exchange import Meeting
+    >>> from vecgym.strategy.meeting import Meeting
     >>> at, values = Meeting(StackedCollectives(4)), {"w": torch.tensor([1.0, 2.0, 3.0, 6.0])}
-    >>> Mean()(values, at)["w"], Mean(island_size=2)(values, at)["w"]
-    (tensor([3.]), tensor([1.5000, 1.5000, 4.5000, 4.5000]))
+    >>> Mean()(values, at)["w"], Mean(island_size=2)(values, at)["w"], Mean(island_size=2).groups(at)
+    (tensor([3.]), tensor([1.5000, 1.5000, 4.5000, 4.5000]), [[2, 3], [0, 1]])
     """
 
     linear = True
@@ -311,7 +317,7 @@ class ServerMean(Reduction):
     Args:
         weighting: see `Mean`.
 
-    >>> from vecgym.strategy.exchange import Meeting
+    >>> from vecgym.strategy.meeting import Meeting
     >>> ServerMean()({"w": torch.tensor([1.0, 2.0, 3.0, 6.0])}, Meeting(StackedCollectives(4)))
     {'w': tensor([3.])}
     """
@@ -373,7 +379,7 @@ class Robust(Mean):
     Raises:
         ValueError: for another rule, trim < 1, `trim` with another rule; before the first step if it leaves nothing.
 
-    >>> from vecgym.strategy.exchange import Meeting
+    >>> from vecgym.strategy.meeting import Meeting
     >>> at, values = Meeting(StackedCollectives(4)), {"w": torch.tensor([1.0, 2.0, 3.0, -600.0])}
     >>> Robust("median")(values, at), Robust("trimmed_mean", trim=1)(values, at)
     ({'w': tensor([1.5000])}, {'w': tensor([1.5000])})
@@ -513,7 +519,7 @@ class Corrupted(Around):
         ValueError, TypeError: for what is no list of different ids; before the first step for a node that the run does
             not have.
 
-    >>> from vecgym.strategy.exchange import Meeting
+    >>> from vecgym.strategy.meeting import Meeting
     >>> at, values = Meeting(StackedCollectives(3)), {"w": torch.tensor([1.0, 2.0, 3.0])}
     >>> Corrupted(Mean(), [1], lambda x: -20 * x)(values, at)
     {'w': tensor([-12.])}
@@ -555,7 +561,7 @@ class Private(Around):
         clip: > 0, the largest 2-norm of what a node sends.
         noise: >= 0, in units of `clip`.
 
-    >>> from vecgym.strategy.exchange import Meeting
+    >>> from vecgym.strategy.meeting import Meeting
     >>> at, values = Meeting(StackedCollectives(2)), {"w": torch.tensor([[3.0, 4.0], [0.3, 0.4]])}
     >>> Private(Mean(), clip=1.0, noise=0.0)(values, at)
     {'w': tensor([[0.4500, 0.6000]])}
@@ -615,7 +621,7 @@ class Outer(Around):
         ValueError: for an `inner` with outer parameters of its own; for "heloco" with another optimizer than SGD with
             momentum and without dampening; for "median_norm" with an average that is not the same for all.
 
-    >>> from vecgym.strategy.exchange import Meeting
+    >>> from vecgym.strategy.meeting import Meeting
     >>> outer = Outer(Mean())
     >>> at = Meeting(StackedCollectives(2), *outer.init({"w": torch.zeros(1)}, RunFacts(2)))
     >>> outer({"w": torch.tensor([1.0, 3.0])}, at)["w"]  # 0.7 (2 + 0.9 * 2), on both nodes
@@ -635,6 +641,7 @@ class Outer(Around):
     ) -> None:  # fmt: skip
         super().__init__(inner)
         self.optim = Optimizer(outer_spec(optim))
+        self._alike = not self.optim.per_node  # alone; of a merged one a value may be each configuration's
         self.correct = correct
         if correct is not None and not callable(correct):
             check.choice("correct", correct, CORRECTIONS, "a function, or None")
@@ -644,11 +651,15 @@ class Outer(Around):
         _check_alone(self)
         if isinstance(self.correct, str) and self.correct == "heloco":
             _momentum(self.optim.spec)
-        if isinstance(self.correct, str) and self.correct == "median_norm" and not self.common:
+        if isinstance(self.correct, str) and self.correct == "median_norm" and not self.inner.common:
             raise ValueError(
                 f'correct="median_norm" is the median of all nodes, and in {self.inner!r} not all agree: leave out '
                 "islands and participation."
             )
+
+    @property
+    def common(self) -> bool:  # type: ignore[override]
+        return self.inner.common and self._alike
 
     @property
     def numbers(self) -> tuple[str, ...] | None:  # type: ignore[override]
@@ -727,7 +738,7 @@ class Eager(Around):
         inner: how the nodes agree on the movement; `Mean()` in the paper.
         optim: see `Outer`.
 
-    >>> from vecgym.strategy.exchange import Meeting
+    >>> from vecgym.strategy.meeting import Meeting
     >>> eager = Eager(Mean(), OptimSpec("sgd", lr=1.0))
     >>> at = Meeting(StackedCollectives(2), *eager.init({"w": torch.zeros(1)}, RunFacts(2)))
     >>> params = eager({"w": torch.tensor([1.0, 3.0])}, at)
@@ -817,7 +828,7 @@ class NoLoCo(Average):
         ValueError: for group_size < 1, lr or gamma < 0, a momentum outside [0, 1); before the first step for a group of
             more nodes than there are.
 
-    >>> from vecgym.strategy.exchange import Meeting
+    >>> from vecgym.strategy.meeting import Meeting
     >>> average = NoLoCo(lr=0.5)
     >>> at = Meeting(StackedCollectives(2), *average.init({"w": torch.tensor([0.0, 4.0])}, RunFacts(2)))
     >>> average({"w": torch.tensor([1.0, 7.0])}, at)["w"]  # 2, the mean phi, + 0.5 (1 + 3) / 2
@@ -890,16 +901,47 @@ def heloco(moved: Tree, optimizer: State, at: Meeting, momentum: float | Tensor 
 
     That mean is (1 - momentum) times torch's buffer, which is their sum.
 
-    >>> from vecgym.strategy.exchange import Meeting
+    >>> from vecgym.strategy.meeting import Meeting
     >>> moved, held = {"w": torch.tensor([[-1.0, 1.0], [1.0, 1.0]])}, {"w": torch.tensor([[2.0, 0.0]])}
     >>> heloco(moved, {"momentum_buffer": held}, Meeting(StackedCollectives(2)), momentum=0.5)["w"]
     tensor([[-0.8867,  1.0000],
             [ 1.0000,  1.0000]])
     """
-    from vecgym.strategy.servers import corrected  # a server's module, which imports others
-
     means = tree.map(lambda m: tree.per_node(1 - momentum, m) * m, optimizer["momentum_buffer"])
     return tree.map(corrected, moved, means)
+
+
+def corrected(delta: Tensor, momentum: Tensor) -> Tensor:
+    """Correct movements `[L, *]` by the momentum `[1 or L, *]` of the same tensor; see `HeLoCo`. Nothing is read.
+
+    >>> corrected(torch.tensor([[-1.0, 1.0]]), torch.tensor([[1.0, 0.0]]))
+    tensor([[-0.8867,  1.0000]])
+    """
+    size, pull = _norm(delta), _norm(momentum)
+    toward, along = delta / _nonzero(size), momentum / _nonzero(pull)
+    cosine = _total(toward * along)
+    confidence = size / (size + 3 * pull + _TINY)
+    away = delta - (-0.5 * cosine * confidence).clamp(max=0.5) * cosine * size * along
+    turn = ((1 - cosine) * confidence).clamp(max=1)
+    mixed = (1 - turn) * toward + turn * along
+    turned = size * mixed / _nonzero(_norm(mixed))
+    found = torch.where(cosine < 0, away, torch.where(cosine < 0.2, turned, delta))
+    return torch.where((size < _TINY) | (pull < _TINY), delta, found)
+
+
+def _norm(x: Tensor) -> Tensor:
+    """The 2-norm of each row; its derivative at 0 is 0."""
+    square = _total(x * x)
+    return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
+
+
+def _total(x: Tensor) -> Tensor:
+    """Sum each row, `[L, *]` -> `[L, 1, ...]`."""
+    return x.reshape(len(x), -1).sum(1).view(-1, *[1] * (x.dim() - 1))
+
+
+def _nonzero(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x, 1.0)
 
 
 def median_norm(moved: Tree, optimizer: State, at: Meeting) -> Tree:
@@ -908,7 +950,7 @@ def median_norm(moved: Tree, optimizer: State, at: Meeting) -> Tree:
     Of an even number of nodes the median is the lower of the middle two, as `torch.median` has it. A number of each
     tensor of each node is sent.
 
-    >>> from vecgym.strategy.exchange import Meeting
+    >>> from vecgym.strategy.meeting import Meeting
     >>> moved = {"w": torch.tensor([[3.0, 4.0], [6.0, 8.0], [0.0, 100.0]])}
     >>> median_norm(moved, {}, Meeting(StackedCollectives(3)))["w"]
     tensor([[ 3.,  4.],

@@ -65,6 +65,20 @@ class Strategy(LocalTraining):
     ...     print(state.params["w"])
     tensor([0.5000, 1.5000])
     tensor([1.5000, 1.5000])
+
+    What a run asks of a strategy:
+
+    >>> run = RunFacts(num_nodes=2, num_steps=4)
+    >>> strategy.check(num_nodes=2, max_steps=4)
+    >>> strategy.check_run(run)
+    >>> strategy.inner_optim, strategy.training, len(strategy.marks(run)), strategy.trains(run)
+    (OptimSpec(SGD, lr=0.25), 'train', 1, None)
+    >>> strategy.alike(run), strategy.mean_gradient, strategy.outer_lr(run, 0), strategy.outer(state.shared, ["w"])
+    (False, False, None, {})
+    >>> strategy.numbers, strategy.draws, strategy.hidden_state()
+    ((), False, None)
+    >>> strategy.load_hidden_state(None)
+    >>> strategy.close()
     """
 
     # True where nodes do not wait for one another: there are no steps of all of them; see `AsyncStrategy`.

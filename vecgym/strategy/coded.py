@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Around, Average, ExchangeFacts, Reduction, State
-
-if TYPE_CHECKING:
-    from vecgym.strategy.exchange import Meeting
+from vecgym.strategy.meeting import Meeting
 
 NO_ISLANDS = (
     "What is sent of parameters is their difference to the last average, and only an average of all nodes is the same "
@@ -73,7 +71,7 @@ class Compressed(Around):
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.compress import TopK
     >>> from vecgym.strategy.averages import Mean
-    >>> from vecgym.strategy.exchange import Meeting
+    >>> from vecgym.strategy.meeting import Meeting
     >>> average, x = Compressed(Mean(), TopK(k=1)), {"w": torch.tensor([[1.0, 4.0], [8.0, 2.0]])}
     >>> at = Meeting(StackedCollectives(2), *average.init({"w": torch.zeros(1, 2)}, RunFacts(2)))
     >>> average(x, at)["w"], at.own["residual"]["w"]
@@ -221,7 +219,7 @@ class EF21(Compressed):
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.compress import TopK
     >>> from vecgym.strategy.averages import Mean
-    >>> from vecgym.strategy.exchange import Meeting
+    >>> from vecgym.strategy.meeting import Meeting
     >>> average, x = EF21(Mean(), TopK(k=1)), {"w": torch.tensor([[1.0, 4.0], [8.0, 2.0]])}
     >>> at = Meeting(StackedCollectives(2), *average.init({"w": torch.zeros(1, 2)}, RunFacts(2)))
     >>> for _ in range(2):  # the largest of each row, then the other one

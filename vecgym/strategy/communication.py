@@ -179,7 +179,10 @@ class CommunicationModule:
         """
 
     def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
-        """Raise a ValueError if the module cannot work while only so many of the nodes are present."""
+        """Raise a ValueError if the module cannot work while only so many of the nodes are present.
+
+        >>> CommunicationModule().check_present([1, 2], num_nodes=2)
+        """
         return
 
     def init(self, params: Tree, ctx: Context) -> State:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,8 @@ from vecgym.core.tree import Tree
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Around, Average, State, decode_all, gathered_codes
 from vecgym.strategy.coded import constant, straight_through
+from vecgym.strategy.meeting import Meeting
 from vecgym.strategy.selectors import RandomSelector, Selector
-
-if TYPE_CHECKING:
-    from vecgym.strategy.exchange import Meeting
 
 
 class Sparse(Around):
@@ -41,7 +39,7 @@ class Sparse(Around):
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.strategy.averages import Mean
-    >>> from vecgym.strategy.exchange import Meeting
+    >>> from vecgym.strategy.meeting import Meeting
     >>> sparse, values = Sparse(0.5, Mean()), {"w": torch.tensor([[1.0, 2.0, 3.0], [3.0, 4.0, 5.0]])}
     >>> sparse(values, Meeting(StackedCollectives(2), *sparse.init(values, RunFacts(2))))["w"]
     tensor([[1., 3., 3.],
@@ -126,7 +124,7 @@ class MostMoved(Average):
         bits: send the values in 8, 4 or 2 bits, one scale per tensor and node; None: as they are.
 
     >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.strategy.exchange import Meeting
+    >>> from vecgym.strategy.meeting import Meeting
     >>> average = MostMoved(fraction=0.5)
     >>> at = Meeting(StackedCollectives(2), *average.init({"w": torch.zeros(1, 2)}, RunFacts(2)))
     >>> average({"w": torch.tensor([[5.0, 1.0], [1.0, 3.0]])}, at)["w"]  # the first sends 5, the second 3

@@ -27,8 +27,9 @@ from vecgym.simulation.simulation import Part, spread
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Average
 from vecgym.strategy.base import Strategy
-from vecgym.strategy.exchange import Exchange, Meeting
+from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.inner import StepOptions, takes_options
+from vecgym.strategy.meeting import Meeting
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -17,25 +17,23 @@ An exchange is an event, `meet`. If what is agreed on is used later, or by other
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from vecgym.collectives import Collectives
 from vecgym.collectives.topology import sample_nodes
 from vecgym.core import check, rng, tree
 from vecgym.core.devices import placed
-from vecgym.core.transforms import readable
-from vecgym.core.tree import Tree, differentiated
+from vecgym.core.tree import Tree
 from vecgym.simulation.simulation import Part, spread
 from vecgym.simulation.state import Rows
 from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
 from vecgym.strategy.averages import Around, Average, ExchangeFacts, ServerMean, State, check_average, innermost
 from vecgym.strategy.coded import Compressed
 from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
+from vecgym.strategy.meeting import Held, Meeting
 from vecgym.strategy.settings import Settings, shown
 from vecgym.strategy.when import Rounds, SyncWeight, When, as_when, check_delay, check_in_time
 
@@ -45,217 +43,6 @@ NOT_IN_PART = (
     "1 and do not require grad."
 )
 Put = Callable[[Tree], None]
-
-
-# --------------------------------------------------------------------------------------------------------- meetings
-
-
-class Held:
-    """What an exchange remembers, by name: some of what an event's rows hold, or of what all share.
-
-    Args:
-        rows: all that they hold, by label and name.
-        label: of the exchange, and the fragment.
-    """
-
-    def __init__(self, rows: Any, label: str) -> None:
-        self.rows, self.label = rows, label
-
-    def __contains__(self, name: str) -> bool:
-        return f"{self.label}/{name}" in self.rows
-
-    def __getitem__(self, name: str) -> Any:
-        return self.rows[f"{self.label}/{name}"]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.rows[f"{self.label}/{name}"] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.rows[f"{self.label}/{name}"]
-
-
-class HeldOf:
-    """The same of some coordinates: read from them, and written to them."""
-
-    def __init__(self, held: Any, index: Tree, at: Meeting) -> None:
-        self.held, self.index, self.at = held, index, at
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.held
-
-    def __getitem__(self, name: str) -> Any:
-        return self.at.taken(self.held[name], self.index)
-
-    def __setitem__(self, name: str, value: Tree) -> None:
-        whole = self.held[name]
-        self.held[name] = {**whole, **self.at.written(whole, self.index, value, inplace=self.at.inplace_state)}
-
-
-class Meeting:
-    """All that an average is told: who meets, which exchange it is, and what it remembers.
-
-    Values are `[K, *]` and what is common `[1, *]`; of a group of C configurations `[C, K, *]` and `[C, 1, *]`.
-    Arithmetic and collectives work on both. What goes row by row, such as a code, takes `rows(x)`, `[C K, *]`, and
-    `apart` leads back; what goes by coordinate takes `flat(x)`, `[.., K, n]`.
-
-    Attributes:
-        comm: the collectives among those who meet, the only way to other nodes.
-        own, shared: what the exchange remembers of each node and of all, by name.
-        exchange: exchanges before this one, by the exchange's own count; with a `SyncWeight` the step.
-        made: exchanges made before this one: with a `SyncWeight` the sum of the weights, else `exchange`.
-        step: steps before the one after which the nodes agree.
-        nodes: the ids of the nodes in this process, of one configuration.
-        size: C.
-        lead: dimensions before those of a parameter: 2 in a group, else 1.
-        inplace: the values may be overwritten.
-        inplace_state: what is remembered may be overwritten, if it is assigned afterwards; not under differentiation.
-        exact: the bits of a node's own work must not depend on which other nodes are in this process.
-        last: whether the message is used for the last time.
-
-    >>> from vecgym.collectives import StackedCollectives
-    >>> at = Meeting(StackedCollectives(2), step=7)
-    >>> at.ids, at.lead, at.flat(torch.zeros(2, 3, 4)).shape, at.replace(step=8).step
-    (tensor([0, 1]), 1, torch.Size([2, 12]), 8)
-    """
-
-    def __init__(
-        self, comm: Collectives, own: Any = None, shared: Any = None, *, exchange: int = 0, step: int = 0,
-        seed: int = 0, **more: Any,
-    ) -> None:  # fmt: skip
-        self.comm, self.exchange, self.step, self.seed = comm, exchange, step, seed
-        self.own: Any = {} if own is None else own
-        self.shared: Any = {} if shared is None else shared
-        self.nodes: list[int] = comm.ids.tolist()
-        self.size = 1
-        self.weights_before: Tensor | None = None  # of a `SyncWeight`
-        self.inplace = self.inplace_state = self.exact = False
-        self.last = True
-        self.examples: tuple[int, ...] | None = None  # of all who meet
-        self.rate: Callable[[], Any] = float
-        self.lead = 1
-        self._update(more)
-        self.lead = 2 if self.size > 1 else 1
-
-    def replace(self, **changes: Any) -> Meeting:
-        """Return a copy in which some attributes are others."""
-        twin = copy.copy(self)
-        twin._update(changes)
-        return twin
-
-    def _update(self, changes: Mapping[str, Any]) -> None:
-        held = vars(self)
-        if not changes.keys() <= held.keys():
-            unknown = ", ".join(sorted(changes.keys() - held.keys()))
-            raise TypeError(f"a Meeting has no {unknown}; it has {', '.join(held)}.")
-        held.update(changes)
-
-    @property
-    def made(self) -> int | Tensor:
-        """Exchanges made before this one; of those in part the sum of their weights, float64, with its derivative."""
-        if self.weights_before is None:
-            return self.exchange
-        made = self.weights_before.sum(dtype=torch.float64)
-        with readable():
-            whole = float(made.detach())
-        return int(whole) if whole == int(whole) and not differentiated(made) else made
-
-    @property
-    def ids(self) -> Tensor:
-        """The ids of the nodes in this process, of one configuration, `[K]`."""
-        return torch.tensor(self.nodes, dtype=torch.long)
-
-    @property
-    def lr(self) -> Any:
-        """The inner learning rate, schedule included; see `Part.lr`."""
-        return self.rate()
-
-    def generator(self, purpose: str, *ids: int) -> torch.Generator:
-        """Return a generator keyed by (seed, purpose, ids): the same on every node and in every process."""
-        return rng.generator(self.seed, purpose, *ids)
-
-    def weights(self, weighting: str) -> tuple[float, ...] | None:
-        """Return the weight of each node that meets; None: all alike.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> Meeting(StackedCollectives(2), examples=(30, 10)).weights("examples")
-        (30.0, 10.0)
-        """
-        if weighting == "equal":
-            return None
-        assert self.examples is not None
-        return tuple(map(float, self.examples))
-
-    def home(self, common: bool) -> Any:
-        """Return where something is remembered that is common to all, or not."""
-        return self.shared if common else self.own
-
-    # ------------------------------------------------------------------------------------------------------- shapes
-
-    def rows(self, values: Tree) -> Tree:
-        """Show `[C, K, *]` as `[C K, *]`."""
-        return values if self.size == 1 else tree.map(lambda x: x.flatten(0, 1), values)
-
-    def apart(self, values: Tree) -> Tree:
-        """Show `[C K, *]` as `[C, K, *]`."""
-        return values if self.size == 1 else tree.map(lambda x: x.unflatten(0, (self.size, -1)), values)
-
-    def wide(self, values: Tree) -> Tree:
-        """Expand what is common, `[.., 1, *]`, to `[.., K, *]`."""
-        K, before = len(self.nodes), self.lead - 1
-        return tree.map(lambda x: x.expand(*x.shape[:before], K, *x.shape[self.lead :]), values)
-
-    def shapes(self, values: Tree) -> dict[str, torch.Size]:
-        """Return the shapes of one node's values."""
-        return {name: x.shape[self.lead :] for name, x in values.items()}
-
-    def flat(self, x: Tensor) -> Tensor:
-        """Show `[.., K, *shape]` as `[.., K, n]`."""
-        return x.reshape(*x.shape[: self.lead], math.prod(x.shape[self.lead :]))
-
-    def each(self, of_nodes: Tensor, like: Tensor) -> Tensor:
-        """Shape one value for each node in this process, `[K]`, to broadcast with `like`, `[.., K, *]`."""
-        return placed(of_nodes, like.device).reshape(-1, *[1] * (like.dim() - self.lead))
-
-    def scaled(self, number: Any, x: Tensor) -> Tensor:
-        """Multiply by a setting: a number, one for each node of the run, or one for each configuration."""
-        return spread(self.here(number), x) * x
-
-    def here(self, number: Any) -> Any:
-        """Return a setting of the nodes in this process: of `[K]` or `[C, K]` their values, else as it is."""
-        of_nodes = isinstance(number, Tensor) and number.dim() > self.lead - 1 and number.shape[-1] > 1
-        return number[..., placed(self.ids, number.device)] if of_nodes else number
-
-    # -------------------------------------------------------------------------------------------------- coordinates
-
-    def taken(self, values: Tree, index: Tree) -> Tree:
-        """Take the flat coordinates `index`, `[m]`, of each tensor `[.., K, *]`: `[.., K, m]`."""
-        return {name: self.flat(values[name]).index_select(-1, where) for name, where in index.items()}
-
-    def written(self, values: Tree, index: Tree, new: Tree, inplace: bool | None = None) -> Tree:
-        """Write `new`, `[.., K, m]`, into tensors `[.., K, *]` at the flat coordinates `index`, `[m]`."""
-        inplace = self.inplace if inplace is None else inplace
-        return {name: self._written(values[name], where, new[name], inplace) for name, where in index.items()}
-
-    def _written(self, x: Tensor, where: Tensor, new: Tensor, inplace: bool) -> Tensor:
-        shape = torch.broadcast_shapes(x.shape[: self.lead], new.shape[: self.lead])
-        new = new.expand(*shape, -1)
-        if inplace and x.shape[: self.lead] == shape and x.is_contiguous():
-            self.flat(x).index_copy_(-1, where, new)
-            return x
-        wide = x.expand(*shape, *x.shape[self.lead :])
-        return self.flat(wide).index_copy(-1, where, new).view(wide.shape)
-
-    def of(self, index: Tree) -> Meeting:
-        """Return the same meeting about some coordinates: what is remembered is read and written there only."""
-        return self.replace(own=HeldOf(self.own, index, self), shared=HeldOf(self.shared, index, self))
-
-    def of_one(self, drawn: Any) -> Any:
-        """Return what is the same in all configurations as it is in one."""
-        return drawn if self.size == 1 else tree.map_leaves(lambda x: x[0], drawn)
-
-    def for_all(self, drawn: Any) -> Any:
-        """Return what is the same in all configurations for each of them."""
-        return drawn if self.size == 1 else tree.map_leaves(lambda x: x.expand(self.size, *x.shape), drawn)
 
 
 # --------------------------------------------------------------------------------------------------------- exchange
@@ -329,6 +116,19 @@ class Exchange(Settings):
     ('meet', [1, 3])
     >>> [(mark.what, mark.lag) for mark in Exchange(Mean(), every=2, delay=1).marks(run)]
     [('agree', 0), ('write', 1)]
+
+    What a strategy asks of an exchange:
+
+    >>> exchange, params = Exchange(Mean(), every=2, participation=0.5).numbered(3), {"w": torch.zeros(1)}
+    >>> exchange.check_present(run)
+    >>> exchange.average is exchange.how, exchange.common, exchange.plain, exchange.always  # among some, common to none
+    (False, False, False, False)
+    >>> exchange.lets_rest, exchange.needs_all, exchange.draws, exchange.numbers
+    (True, False, True, ('keep',))
+    >>> len(exchange.senders(run)(0, range(2)))
+    1
+    >>> exchange.init(params, run), exchange.outer({}, ["w"]), exchange.in_units(5).unit
+    (({}, {}), {}, 5)
 
     References: fragments and delays: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a
     Distributed Free Lunch", arXiv 2501.18512; deviation: fragments are found by names. A late change: Zhou et al.,
@@ -435,7 +235,7 @@ class Exchange(Settings):
         delay=10 in Exchange(Mean(), delay=10) is not smaller than the run's 5 steps
         """
         K, steps = run.num_nodes, self._steps(run)
-        check_in_time(self, "delay", max(self._delays(1)), steps)
+        check_in_time(self, "delay", max(self.delay) if isinstance(self.delay, tuple) else self.delay, steps)
         if self.unit > 1:
             Rounds(self.unit, name="unit").check(run.num_steps, self)
         if self.offsets is None and hasattr(self._when, "check"):

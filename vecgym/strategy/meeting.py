@@ -1,143 +1,250 @@
-"""Where the nodes' threads meet: one runs at a time, from one collective to the next."""
+"""What an average is told: who meets, which exchange it is, and what it remembers."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+import copy
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vecgym.collectives import Collectives
-from vecgym.core.rng import GlobalStates
+from vecgym.core import rng, tree
+from vecgym.core.devices import placed
+from vecgym.core.transforms import readable
+from vecgym.core.tree import Tree, differentiated
+from vecgym.simulation.simulation import spread
 
-_here = threading.local()  # .node and .meeting of the thread
 
-
-class RankMeeting:
-    """Where the nodes' threads meet. One runs at a time, node 0 first; at a meeting the last to come computes for all.
+class Held:
+    """What an exchange remembers, by name: some of what an event's rows hold, or of what all share.
 
     Args:
-        comm: what carries out the collectives.
-        states: of the global random generators, one for each node; replaced by what the nodes leave behind.
+        rows: all that they hold, by label and name.
+        label: of the exchange, and the fragment.
     """
 
-    def __init__(self, comm: Collectives, states: list[GlobalStates]) -> None:
-        self.comm = comm
-        self.num_nodes = comm.num_nodes
-        self.states = states
-        self._turns = [threading.Semaphore(0) for _ in range(self.num_nodes)]
-        self._failed = False
-        self._given: list[Any] = [None] * self.num_nodes
-        self._result: Any = None
+    def __init__(self, rows: Any, label: str) -> None:
+        self.rows, self.label = rows, label
 
-    def exchange(self, node: int, operation: str, value: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """Stack what the nodes give, `[K, *]`, and return what `compute` makes of it."""
-        what = f"{operation} of shape {list(value.shape)}"
-        return self._meet(node, what, value.detach(), lambda given: compute(torch.stack(list(given))))
+    def __contains__(self, name: str) -> bool:
+        return f"{self.label}/{name}" in self.rows
 
-    def share(self, node: int, operation: str, value: Any) -> list[Any]:
-        """Return what every node gives, in node order; nothing goes to the ledger."""
-        return self._meet(node, operation, value, list)
+    def __getitem__(self, name: str) -> Any:
+        return self.rows[f"{self.label}/{name}"]
 
-    def finish(self, node: int) -> None:
-        """End a node's work, where all must meet: none may still wait in a collective."""
-        self.share(node, "the end of its work", None)
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.rows[f"{self.label}/{name}"] = value
 
-    def enter(self, node: int) -> None:
-        """Wait for the first turn."""
-        if node == 0:
-            self._turns[0].release()
-        self._wait(node)
-
-    def leave(self, node: int) -> None:
-        """Give up the last turn."""
-        self.states[node] = GlobalStates.now()
-        if node + 1 < self.num_nodes:
-            self._turns[node + 1].release()
-
-    def abort(self) -> None:
-        """Release all threads: none must wait for one that has failed."""
-        self._failed = True
-        for turn in self._turns:
-            turn.release()
-
-    def _meet(self, node: int, operation: str, value: Any, compute: Callable[[Sequence[Any]], Any]) -> Any:
-        self._given[node] = (operation, value)
-        if node == self.num_nodes - 1:
-            self._result = self._computed(compute)
-        self.states[node] = GlobalStates.now()
-        self._turns[(node + 1) % self.num_nodes].release()
-        self._wait(node)
-        if isinstance(self._result, Exception):
-            raise self._result
-        return self._result
-
-    def _wait(self, node: int) -> None:
-        self._turns[node].acquire()
-        if self._failed:
-            raise _AnotherFailed
-        self.states[node].restore()
-
-    def _computed(self, compute: Callable[[Sequence[Any]], Any]) -> Any:
-        places: dict[str, int] = {}
-        for node, (operation, _) in enumerate(self._given):
-            places.setdefault(operation, node)
-        if len(places) > 1:
-            which = ", ".join(f"node {node} in {operation}" for operation, node in places.items())
-            return RuntimeError(
-                f"the nodes are not at the same place: {which}. Every node must call the same collectives in the "
-                "same order."
-            )
-        try:
-            return compute([x for _, x in self._given])
-        except Exception as error:  # raised in every thread
-            return error
+    def __delitem__(self, name: str) -> None:
+        del self.rows[f"{self.label}/{name}"]
 
 
-class _AnotherFailed(Exception):
-    """Ends a thread that has nothing to wait for any more."""
+class HeldOf:
+    """The same of some coordinates: read from them, and written to them."""
+
+    def __init__(self, held: Any, index: Tree, at: Meeting) -> None:
+        self.held, self.index, self.at = held, index, at
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.held
+
+    def __getitem__(self, name: str) -> Any:
+        return self.at.taken(self.held[name], self.index)
+
+    def __setitem__(self, name: str, value: Tree) -> None:
+        whole = self.held[name]
+        self.held[name] = {**whole, **self.at.written(whole, self.index, value, inplace=self.at.inplace_state)}
 
 
-def run_ranks(work: Callable[[int], None], meeting: RankMeeting, threads: Executor) -> None:
-    """Run `work(node)` for all nodes, a thread each, taking turns; the first error of a node is raised here.
+class Meeting:
+    """All that an average is told: who meets, which exchange it is, and what it remembers.
 
-    The global random states are afterwards what they were.
+    Values are `[K, *]` and what is common `[1, *]`; of a group of C configurations `[C, K, *]` and `[C, 1, *]`.
+    Arithmetic and collectives work on both. What goes row by row, such as a code, takes `rows(x)`, `[C K, *]`, and
+    `apart` leads back; what goes by coordinate takes `flat(x)`, `[.., K, n]`.
+
+    Attributes:
+        comm: the collectives among those who meet, the only way to other nodes.
+        own, shared: what the exchange remembers of each node and of all, by name.
+        exchange: exchanges before this one, by the exchange's own count; with a `SyncWeight` the step.
+        made: exchanges made before this one: with a `SyncWeight` the sum of the weights, else `exchange`.
+        step: steps before the one after which the nodes agree.
+        nodes: the ids of the nodes in this process, of one configuration.
+        size: C.
+        lead: dimensions before those of a parameter: 2 in a group, else 1.
+        inplace: the values may be overwritten.
+        inplace_state: what is remembered may be overwritten, if it is assigned afterwards; not under differentiation.
+        exact: the bits of a node's own work must not depend on which other nodes are in this process.
+        last: whether the message is used for the last time.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> at = Meeting(StackedCollectives(2), step=7)
+    >>> at.ids, at.lead, at.flat(torch.zeros(2, 3, 4)).shape, at.replace(step=8).step
+    (tensor([0, 1]), 1, torch.Size([2, 12]), 8)
+    >>> at.made, at.lr, at.home(common=True) is at.shared  # without a run
+    (0, 0.0, True)
+    >>> at.generator("mask", at.step).initial_seed() == at.generator("mask", at.step).initial_seed()
+    True
+
+    A setting of each node; coordinates; what is common to all:
+
+    >>> x, index = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, {"w": torch.tensor([1])}
+    >>> at.scaled(torch.tensor([10.0, 100.0]), x["w"]), at.here(0.5), at.each(torch.ones(2), x["w"]).shape
+    (tensor([[ 10.,  20.],
+            [300., 400.]]), 0.5, torch.Size([2, 1]))
+    >>> at.taken(x, index)["w"].tolist(), at.written(x, index, {"w": torch.zeros(2, 1)})["w"].tolist()
+    ([[2.0], [4.0]], [[1.0, 0.0], [3.0, 0.0]])
+    >>> part = at.of(index)  # what is remembered is read and written at these coordinates
+    >>> at.shapes(x), at.wide({"w": torch.zeros(1, 2)})["w"].shape
+    ({'w': torch.Size([2])}, torch.Size([2, 2]))
+
+    A group of three configurations, and what is the same in each of them:
+
+    >>> group, values = at.replace(size=3, lead=2), {"w": torch.zeros(3, 2, 5)}
+    >>> group.rows(values)["w"].shape, group.apart(group.rows(values))["w"].shape
+    (torch.Size([6, 5]), torch.Size([3, 2, 5]))
+    >>> group.of_one(group.for_all(index))
+    {'w': tensor([1])}
     """
 
-    def run(node: int) -> BaseException | None:
-        _here.meeting, _here.node = meeting, node
-        try:
-            meeting.enter(node)
-            work(node)
-            meeting.finish(node)
-            meeting.leave(node)
-        except BaseException as error:
-            meeting.abort()
-            return error
-        finally:
-            del _here.meeting, _here.node
-        return None
+    def __init__(
+        self, comm: Collectives, own: Any = None, shared: Any = None, *, exchange: int = 0, step: int = 0,
+        seed: int = 0, **more: Any,
+    ) -> None:  # fmt: skip
+        self.comm, self.exchange, self.step, self.seed = comm, exchange, step, seed
+        self.own: Any = {} if own is None else own
+        self.shared: Any = {} if shared is None else shared
+        self.nodes: list[int] = comm.ids.tolist()
+        self.size = 1
+        self.weights_before: Tensor | None = None  # of a `SyncWeight`
+        self.inplace = self.inplace_state = self.exact = False
+        self.last = True
+        self.examples: tuple[int, ...] | None = None  # of all who meet
+        self.rate: Callable[[], Any] = float
+        self.lead = 1
+        self._update(more)
+        self.lead = 2 if self.size > 1 else 1
 
-    before = GlobalStates.now()
-    try:
-        errors = list(threads.map(run, range(meeting.num_nodes)))
-    finally:
-        before.restore()
-    for node, error in enumerate(errors):
-        if error is not None and not isinstance(error, _AnotherFailed):
-            raise RuntimeError(f"node {node}: {type(error).__name__}: {error}") from error
+    def replace(self, **changes: Any) -> Meeting:
+        """Return a copy in which some attributes are others."""
+        twin = copy.copy(self)
+        twin._update(changes)
+        return twin
 
+    def _update(self, changes: Mapping[str, Any]) -> None:
+        held = vars(self)
+        if not changes.keys() <= held.keys():
+            unknown = ", ".join(sorted(changes.keys() - held.keys()))
+            raise TypeError(f"a Meeting has no {unknown}; it has {', '.join(held)}.")
+        held.update(changes)
 
-def here() -> tuple[RankMeeting, int]:
-    """Return the meeting and the node of the thread that asks."""
-    if not is_rank():
-        raise RuntimeError("all_reduce, broadcast and all_gather of a rank work inside Strategy.step() only.")
-    return _here.meeting, _here.node
+    @property
+    def made(self) -> int | Tensor:
+        """Exchanges made before this one; of those in part the sum of their weights, float64, with its derivative."""
+        if self.weights_before is None:
+            return self.exchange
+        made = self.weights_before.sum(dtype=torch.float64)
+        with readable():
+            whole = float(made.detach())
+        return int(whole) if whole == int(whole) and not differentiated(made) else made
 
+    @property
+    def ids(self) -> Tensor:
+        """The ids of the nodes in this process, of one configuration, `[K]`."""
+        return torch.tensor(self.nodes, dtype=torch.long)
 
-def is_rank() -> bool:
-    """Whether this thread is a node's."""
-    return hasattr(_here, "meeting")
+    @property
+    def lr(self) -> Any:
+        """The inner learning rate, schedule included; see `Part.lr`."""
+        return self.rate()
+
+    def generator(self, purpose: str, *ids: int) -> torch.Generator:
+        """Return a generator keyed by (seed, purpose, ids): the same on every node and in every process."""
+        return rng.generator(self.seed, purpose, *ids)
+
+    def weights(self, weighting: str) -> tuple[float, ...] | None:
+        """Return the weight of each node that meets; None: all alike.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> Meeting(StackedCollectives(2), examples=(30, 10)).weights("examples")
+        (30.0, 10.0)
+        """
+        if weighting == "equal":
+            return None
+        assert self.examples is not None
+        return tuple(map(float, self.examples))
+
+    def home(self, common: bool) -> Any:
+        """Return where something is remembered that is common to all, or not."""
+        return self.shared if common else self.own
+
+    # ------------------------------------------------------------------------------------------------------- shapes
+
+    def rows(self, values: Tree) -> Tree:
+        """Show `[C, K, *]` as `[C K, *]`."""
+        return values if self.size == 1 else tree.map(lambda x: x.flatten(0, 1), values)
+
+    def apart(self, values: Tree) -> Tree:
+        """Show `[C K, *]` as `[C, K, *]`."""
+        return values if self.size == 1 else tree.map(lambda x: x.unflatten(0, (self.size, -1)), values)
+
+    def wide(self, values: Tree) -> Tree:
+        """Expand what is common, `[.., 1, *]`, to `[.., K, *]`."""
+        K, before = len(self.nodes), self.lead - 1
+        return tree.map(lambda x: x.expand(*x.shape[:before], K, *x.shape[self.lead :]), values)
+
+    def shapes(self, values: Tree) -> dict[str, torch.Size]:
+        """Return the shapes of one node's values."""
+        return {name: x.shape[self.lead :] for name, x in values.items()}
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Show `[.., K, *shape]` as `[.., K, n]`."""
+        return x.reshape(*x.shape[: self.lead], math.prod(x.shape[self.lead :]))
+
+    def each(self, of_nodes: Tensor, like: Tensor) -> Tensor:
+        """Shape one value for each node in this process, `[K]`, to broadcast with `like`, `[.., K, *]`."""
+        return placed(of_nodes, like.device).reshape(-1, *[1] * (like.dim() - self.lead))
+
+    def scaled(self, number: Any, x: Tensor) -> Tensor:
+        """Multiply by a setting: a number, one for each node of the run, or one for each configuration."""
+        return spread(self.here(number), x) * x
+
+    def here(self, number: Any) -> Any:
+        """Return a setting of the nodes in this process: of `[K]` or `[C, K]` their values, else as it is."""
+        of_nodes = isinstance(number, Tensor) and number.dim() > self.lead - 1 and number.shape[-1] > 1
+        return number[..., placed(self.ids, number.device)] if of_nodes else number
+
+    # -------------------------------------------------------------------------------------------------- coordinates
+
+    def taken(self, values: Tree, index: Tree) -> Tree:
+        """Take the flat coordinates `index`, `[m]`, of each tensor `[.., K, *]`: `[.., K, m]`."""
+        return {name: self.flat(values[name]).index_select(-1, where) for name, where in index.items()}
+
+    def written(self, values: Tree, index: Tree, new: Tree, inplace: bool | None = None) -> Tree:
+        """Write `new`, `[.., K, m]`, into tensors `[.., K, *]` at the flat coordinates `index`, `[m]`."""
+        inplace = self.inplace if inplace is None else inplace
+        return {name: self._written(values[name], where, new[name], inplace) for name, where in index.items()}
+
+    def _written(self, x: Tensor, where: Tensor, new: Tensor, inplace: bool) -> Tensor:
+        shape = torch.broadcast_shapes(x.shape[: self.lead], new.shape[: self.lead])
+        new = new.expand(*shape, -1)
+        if inplace and x.shape[: self.lead] == shape and x.is_contiguous():
+            self.flat(x).index_copy_(-1, where, new)
+            return x
+        wide = x.expand(*shape, *x.shape[self.lead :])
+        return self.flat(wide).index_copy(-1, where, new).view(wide.shape)
+
+    def of(self, index: Tree) -> Meeting:
+        """Return the same meeting about some coordinates: what is remembered is read and written there only."""
+        return self.replace(own=HeldOf(self.own, index, self), shared=HeldOf(self.shared, index, self))
+
+    def of_one(self, drawn: Any) -> Any:
+        """Return what is the same in all configurations as it is in one."""
+        return drawn if self.size == 1 else tree.map_leaves(lambda x: x[0], drawn)
+
+    def for_all(self, drawn: Any) -> Any:
+        """Return what is the same in all configurations for each of them."""
+        return drawn if self.size == 1 else tree.map_leaves(lambda x: x.expand(self.size, *x.shape), drawn)

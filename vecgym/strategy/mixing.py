@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.strategy.averages import ExchangeFacts, Reduction
-
-if TYPE_CHECKING:
-    from vecgym.strategy.exchange import Meeting
+from vecgym.strategy.meeting import Meeting
 
 FIXED: dict[str, Callable[[int], Tensor]] = {
     "ring": graphs.ring,
@@ -50,7 +48,7 @@ class Mix(Reduction):
             another size than the number of nodes, and a number of nodes that the topology cannot connect.
 
     >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.strategy.exchange import Meeting
+    >>> from vecgym.strategy.meeting import Meeting
     >>> Mix("ring")({"w": torch.tensor([3.0, 0.0, 0.0, 0.0])}, Meeting(StackedCollectives(4)))
     {'w': tensor([1., 1., 0., 1.])}
     """
@@ -92,7 +90,7 @@ class Mix(Reduction):
         """Return the matrix of this exchange.
 
         >>> from vecgym.collectives import StackedCollectives
-        >>> from vecgym.strategy.exchange import Meeting
+        >>> from vecgym.strategy.meeting import Meeting
         >>> Mix("ring").mixing(Meeting(StackedCollectives(5))).weights[0]
         tensor([0.3333, 0.3333, 0.0000, 0.0000, 0.3333], dtype=torch.float64)
         """

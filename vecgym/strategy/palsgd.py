@@ -59,7 +59,7 @@ class PALSGDStrategy(Strategy):
     defaults of p, pull and H are ours: no program of the authors was found to compare with.
     """
 
-    own_numbers = ("pull_strength",)
+    own_numbers = ("pull",)
 
     @takes_options(InnerOptions)
     def __init__(
@@ -74,12 +74,12 @@ class PALSGDStrategy(Strategy):
         **inner: Unpack[InnerOptions],
     ) -> None:
         self.p = check.number("p", p, "[0, 1)", "the probability of a step towards the outer parameters")
-        self.pull_strength = check.per_node("pull", pull, "[0, inf)", "how strong such a step is")
+        self.pull = check.per_node("pull", pull, "[0, inf)", "how strong such a step is")
         exchange = Exchange(Outer(Mean(), outer_spec(outer_optim, outer_lr)), every=as_when(H, "H"))
         super().__init__(inner_optim, [exchange], **inner)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        check.per_node("pull", self.pull_strength, num_nodes=num_nodes)
+        check.per_node("pull", self.pull, num_nodes=num_nodes)
         super().check(num_nodes, max_steps)
 
     def drawn(self, run: RunFacts, step: int, rows: Sequence[int]) -> list[bool]:
@@ -99,19 +99,19 @@ class PALSGDStrategy(Strategy):
 
     def marks(self, run: RunFacts) -> list[Mark]:
         who = lambda step, rows: [row for row, pulled in zip(rows, self.drawn(run, step, rows)) if pulled]  # noqa: E731
-        return [*([Mark("pull", who=who)] if self.p else []), *super().marks(run)]
+        return [*([Mark("approach", who=who)] if self.p else []), *super().marks(run)]
 
     def train(self, part: Part) -> None:
         part.optimize(part.gradients(), part.lr / (1 - self.p))
         part.report(part.losses)
 
-    def pull(self, part: Part) -> None:
+    def approach(self, part: Part) -> None:
         """Move nodes towards the outer parameters."""
         share = part.lr / (1 - self.p) * ((1 - self.p) / self.p)
         outer = self.outer(part.shared, list(part.params))
 
         def pulled(x: Tensor, to: Tensor) -> Tensor:
-            return x - spread(share, x) * part.each(self.pull_strength, x) * (x - to)
+            return x - spread(share, x) * part.each(self.pull, x) * (x - to)
 
         part.params = tree.map(pulled, part.params, outer)
 

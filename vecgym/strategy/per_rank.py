@@ -30,7 +30,7 @@ from vecgym.optim.schedule import make_schedule
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.base import Strategy
-from vecgym.strategy.meeting import RankMeeting, here, is_rank, run_ranks
+from vecgym.strategy.ranks import RankMeeting, here, is_rank, run_ranks
 
 
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:

@@ -19,7 +19,7 @@ from vecgym.core import check, tree
 from vecgym.core.transforms import readable
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec
-from vecgym.strategy.averages import OUTER_DEFAULTS, State, outer_spec
+from vecgym.strategy.averages import OUTER_DEFAULTS, State, corrected, outer_spec
 from vecgym.strategy.settings import shown
 
 StalenessName = Literal["none", "inverse_sqrt"]
@@ -320,42 +320,6 @@ class HeLoCo(Server):
 
     def __repr__(self) -> str:
         return f"HeLoCo(lr={self._lr}, momentum={self.momentum}, rho={self.rho})"
-
-
-_TINY = 1e-8
-
-
-def corrected(delta: Tensor, momentum: Tensor) -> Tensor:
-    """Correct movements `[L, *]` by the momentum `[1 or L, *]` of the same tensor; see `HeLoCo`. Nothing is read.
-
-    >>> corrected(torch.tensor([[-1.0, 1.0]]), torch.tensor([[1.0, 0.0]]))
-    tensor([[-0.8867,  1.0000]])
-    """
-    size, pull = _norm(delta), _norm(momentum)
-    toward, along = delta / _nonzero(size), momentum / _nonzero(pull)
-    cosine = _total(toward * along)
-    confidence = size / (size + 3 * pull + _TINY)
-    away = delta - (-0.5 * cosine * confidence).clamp(max=0.5) * cosine * size * along
-    turn = ((1 - cosine) * confidence).clamp(max=1)
-    mixed = (1 - turn) * toward + turn * along
-    turned = size * mixed / _nonzero(_norm(mixed))
-    found = torch.where(cosine < 0, away, torch.where(cosine < 0.2, turned, delta))
-    return torch.where((size < _TINY) | (pull < _TINY), delta, found)
-
-
-def _norm(x: Tensor) -> Tensor:
-    """The 2-norm of each row; its derivative at 0 is 0."""
-    square = _total(x * x)
-    return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
-
-
-def _total(x: Tensor) -> Tensor:
-    """Sum each row, `[L, *]` -> `[L, 1, ...]`."""
-    return x.reshape(len(x), -1).sum(1).view(-1, *[1] * (x.dim() - 1))
-
-
-def _nonzero(x: Tensor) -> Tensor:
-    return torch.where(x > 0, x, 1.0)
 
 
 def one_number(name: str, value: Any, within: str, what: str = "") -> float | Tensor:

@@ -215,6 +215,7 @@ def _exchange(
                 'compression_method="topk" chooses the coordinates by itself and exchanges at once: leave out '
                 "index_selector and delay, and so correct_delay."
             )
-        return Exchange(MostMoved(DEFAULT_RATE if p_sparta is None else p_sparta, quantization_bits))
+        bits = None if quantization_bits is None else check_bits("quantization_bits", quantization_bits)
+        return Exchange(MostMoved(DEFAULT_RATE if p_sparta is None else p_sparta, bits))
     selector = _selector(index_selector, "p_sparta", p_sparta, DEFAULT_RATE)
     return SparseCommunicator(selector, delay=delay, correct_delay=correct_delay, quantization_bits=quantization_bits)

@@ -31,6 +31,7 @@ from vecgym.simulation import Event, RunFacts, State
 from vecgym.simulation.simulation import Draft, Request
 from vecgym.simulation.stack import Stack
 from vecgym.simulation.state import Metrics, Result
+from vecgym.strategy.base import Strategy
 from vecgym.strategy.per_rank import as_strategy
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.groups import groups_of
@@ -198,6 +199,7 @@ class Chunk:
             runs.append(facts)
             presences.append(presence)
         order, groups = groups_of(strategies, runs)
+        self._some_rest = [strategies[c].trains(runs[c]) is not None for c in order]
         self.configs = [self.configs[c] for c in order]
         self.presences = [presences[c] for c in order]
         self.ledgers = [Ledger() for _ in order]
@@ -209,9 +211,9 @@ class Chunk:
             minibatch_size=self.configs[0].settings["minibatch_size"],
         )  # fmt: skip
         self.state: Any = self.simulation.init(self._initial())
-        sizes = self.simulation.comm.ledger.sizes
+        told = self.simulation.comm.ledger
         for ledger in self.ledgers:
-            ledger.announce(self.configs[0].num_nodes, sizes)
+            ledger.announce(told.num_nodes, told.sizes)
 
     def _read(self) -> Reading:
         """Return what reads for all rows; configurations of which the same nodes read the same data share a stream."""
@@ -224,8 +226,7 @@ class Chunk:
 
     def _waits(self, c: int) -> bool:
         """Whether some nodes of a configuration may not train in some steps."""
-        strategy = self.configs[c].strategy
-        return self.presences[c] is not None or any(exchange.lets_rest for exchange in strategy.exchanges)
+        return self.presences[c] is not None or self._some_rest[c]
 
     def batches(self) -> Iterator[Sequence[Event]]:
         """Start the clock, and return the events of each remaining step; see `step`."""
@@ -271,7 +272,7 @@ class Chunk:
             found = self._steady.get(number)
             if found is None:
                 found = self._rates_of(group, self.simulation.tables[number], step)
-                if not group.algorithm.inner.changes:
+                if not group.algorithm.inner.changes and type(group.algorithm).rates is Strategy.rates:
                     self._steady[number] = found
             rates += found
         return rates
