@@ -153,6 +153,9 @@ def test_what_is_written_to_in_a_later_pass_only_is_refused() -> None:
 
 
 FOUND_RELATIONS: dict[str, tuple[dict[str, Any], int]] = {
+    "what moved most of a parameter without elements": (
+        {"relation": "priced", "strategy": "most-moved", "model": "idle", "clock": "one"}, 206,
+    ),
     # The ledgers of a sweep's rows did not know the number of nodes, so that the rows could not be priced.
     "a priced sweep of nodes that may be absent": (
         {"relation": "swept", "strategy": "gpa", "clock": "pairs", "availability": 0.9}, 652,

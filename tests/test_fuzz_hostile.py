@@ -79,6 +79,7 @@ ONCE: dict[ModuleType, list[Case]] = {
             ("vecgym.rollout_jvp", "primals", "3"),
             ("vecgym.strategy.RandomSelector", "p", "tensor(2)"),
             ("vecgym.strategy.FedAvgStrategy", "server_optim", "3"),
+            ("vecgym.optim.Optimizer", "spec", "object()"),
             ("vecgym.OptimSpec", "param_groups", "nn.Linear(2, 2)"),
             ("vecgym.compat.diloco_sim.DilocoSimulatorConfig", "ckpt_interval", "set()"),
             ("vecgym.compat.diloco_sim.DilocoSimulatorConfig", "port", "a strategy"),

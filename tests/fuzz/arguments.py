@@ -65,7 +65,7 @@ HOSTILE: dict[str, Callable[[], Any]] = {
 UNKNOWN = {"seeds": 1, "batchsize": 2, "learning_rate": 0.1, "H_": 3, "deivce": "cpu", "nesterow": True}
 LONG = (
     "max_steps", "num_epochs", "iterations", "steps", "num_steps", "samples", "num_tokens", "max_rounds", "timeout_s",
-    "eval_iters", "max_configs", "tolerance", "count", "num_layers",
+    "eval_iters", "max_configs", "tolerance", "count", "num_layers", "step",
 )  # fmt: skip
 WORK = {"2**62", "10**30", "1e300", "inf"}  # of these: as many steps, or layers, as were asked for are no hang
 

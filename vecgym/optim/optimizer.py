@@ -62,7 +62,7 @@ class Optimizer:
         self, spec: OptimSpec, *, max_norm: float | Tensor | None = None, lr_scheduler: str | Schedule | None = None,
         warmup_steps: int = 0, cosine_anneal: bool = False,
     ) -> None:  # fmt: skip
-        self.spec = spec
+        self.spec = check.instance("spec", spec, OptimSpec, 'an OptimSpec, such as OptimSpec("sgd", lr=0.1)')
         self.max_norm = None if max_norm is None else check_max_norm(max_norm)
         check_schedule(lr_scheduler, warmup_steps, cosine_anneal)
         self.lr_scheduler, self.warmup_steps, self.cosine_anneal = lr_scheduler, warmup_steps, cosine_anneal
