@@ -155,7 +155,11 @@ CASES: dict[str, Case] = {
     ),
     "local-adam-clipped-warm": Case(
         lambda: CommunicateOptimizeStrategy(
-            [AveragingCommunicator(H=4), every(4, Exchange(Mean(), of="moments"))], "adamw", lr=0.01, max_norm=0.3, warmup_steps=WARMUP
+            [AveragingCommunicator(H=4), every(4, Exchange(Mean(), of="moments"))],
+            "adamw",
+            lr=0.01,
+            max_norm=0.3,
+            warmup_steps=WARMUP,
         ),
         functools.partial(
             local_adam,
