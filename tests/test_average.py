@@ -424,6 +424,7 @@ def test_what_is_private_is_clipped_and_blurred_as_much_as_it_says() -> None:
 
 # ------------------------------------------------------------------------------------ the same on real processes
 
+CHUNKS = Compressed(Mean(), Chain(ChunkedTopK(2, 2, "senders"), StatQuantise(2)), decay=0.9, momentum=0.5)
 PROCESSES: dict[str, Callable[[], Exchange]] = {
     "top-k, islands, participation": lambda: Exchange(
         Outer(Compressed(Mean(island_size=2), TopK(0.3), decay=0.9), NESTEROV), every=3, participation=0.75
@@ -454,7 +455,6 @@ PROCESSES: dict[str, Callable[[], Exchange]] = {
         Outer(Private(Compressed(Robust("median", island_size=3), "int8"), clip=1.0, noise=0.1), NESTEROV), every=2
     ),
 }
-CHUNKS = Compressed(Mean(), Chain(ChunkedTopK(2, 2, "senders"), StatQuantise(2)), decay=0.9, momentum=0.5)
 
 
 @pytest.mark.parametrize("name", PROCESSES)

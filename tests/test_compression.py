@@ -973,7 +973,8 @@ def test_the_reference_is_not_the_parameters() -> None:
 def test_parameters_can_be_sent_as_they_are() -> None:
     """Where that is asked for: in islands too, and by some of the nodes."""
     start, data = make_model("MLP", dtype=DOUBLE), stacked(batches(steps=12))
-    for mean, settings in ((Mean(), {}), (Mean(2), {}), (Mean(), {"participation": 0.6})):
+    cases: list[tuple[Mean, dict[str, Any]]] = [(Mean(), {}), (Mean(2), {}), (Mean(), {"participation": 0.6})]
+    for mean, settings in cases:
         exact = Exchange(mean, every=4, **settings)
         plain = run(start, CommunicateOptimizeStrategy([exact], "sgd", lr=0.1), data)
         for codec in (TopK(1.0), Quantise(8)):
