@@ -155,14 +155,10 @@ CASES: dict[str, Case] = {
     ),
     "local-adam-clipped-warm": Case(
         lambda: CommunicateOptimizeStrategy(
-<<<<<<< HEAD
-            [AveragingCommunicator(H=4), every(4, Exchange(Mean(), of="moments"))], "adamw", lr=0.01, max_norm=0.3,
-=======
             [AveragingCommunicator(H=4), every(4, Exchange(Mean(), of="moments"))],
             "adamw",
             lr=0.01,
             max_norm=0.3,
->>>>>>> port1
             warmup_steps=WARMUP,
         ),
         functools.partial(
