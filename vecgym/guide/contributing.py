@@ -7,7 +7,8 @@ README.md has a picture of the floors on which the packages stand, and names the
 - **The node dimension comes first**, and size 1 means "the same on every node". Hence AllReduce keeps one copy of
   parameters and optimizer state for all nodes and computes one gradient, and DiLoCo keeps one outer copy.
 - **State is explicit.** What evolves is a tree of tensors that `init` returns and a tick takes and gives back. A tick
-  may overwrite the state that it is given, unless it runs with `pure=True`: then it is a pure function, and gradients with respect to learning rates, momenta or anything else flow through whole runs.
+  may overwrite the state that it is given, unless it runs with `pure=True`: then it is a pure function, and gradients with
+  respect to learning rates, momenta or anything else flow through whole runs.
 - **What was sent is a value, too.** A step returns its `Transfer`s, and the ledger of a run is made of them.
 - **Only `vecgym/engine/` calls `vmap`.** Strategies are tensor operations on `[K, *]` trees and a `comm` object. That
   is what lets one source run stacked, distributed, swept and differentiated.
@@ -40,19 +41,46 @@ an event later in the timetable. Nothing else knows of them. `fit`, `rollout` an
 different listeners; `verify` goes through two timetables in step. Since it is known beforehand who reads what, workers
 read ahead in every kind of run.
 
-Strategies are algorithms of the kernel. `vecgym.strategy.Strategy` has an inner optimizer and `Exchange`s, whose marks make
-its timetable; an exchange has an `Average`, how nodes agree. Asynchronous strategies have their rules and handlers in one
-file each. `simulated.simulation_of(model, strategy, comm)` brings a strategy, nodes and absences together. The
-configurations of a sweep are groups of rows: those that differ in numbers only are one group, with one call of each handler.
+## Strategies
 
-The walk of a batch, from `fit` to the recorded loss:
+Strategies are algorithms of the kernel. `vecgym.strategy.Strategy` has an inner `Optimizer` and `Exchange`s, whose marks
+make its timetable; an exchange has an `Average`, which says how nodes agree. None of them holds what evolves, nor a count:
+
+>>> from vecgym.strategy import Exchange, Mean, Outer, Strategy
+>>> strategy = Strategy("sgd", [Exchange(Outer(Mean()), every=5)], lr=0.1)
+>>> [mark.what for mark in strategy.marks(RunFacts(num_nodes=4, num_steps=10))]
+['meet']
+
+| module | holds |
+|---|---|
+| `base`, `simulated` | `Strategy`; `simulation_of(model, strategy, comm)`, where a strategy, nodes and absences come together |
+| `exchange`, `when`, `fragments` | `Exchange`: its marks, what is late, lost or kept; when; of which part of the model |
+| `meeting` | `Meeting`, all that an average is told |
+| `averages` | `Mean`, `ServerMean`, `Robust`; around another: `Outer`, `Eager`, `Corrupted`, `Private` |
+| `coded`, `coordinates`, `mixing`, `selectors` | averages of codes, of some coordinates, with neighbours |
+| a file for each algorithm | settings, and handlers where exchanges do not say it all |
+| `asynchronous`, `servers` | `EventDriven`, whose rules say when nodes meet a server; how it takes what arrives |
+| `per_rank`, `ranks` | strategies written for one rank, and their threads |
+| `communication`, `contract`, `hooks` | a `CommunicationModule` with hooks, run as an exchange |
+
+What is written once for all of them: an interval, a delay, fragments, participation and lost messages are the exchange's;
+error feedback is an average's; counts of steps are the event's; learning rates are the optimizer's.
+
+A sweep (`vecgym.simulation.Stack`) is rows. Configurations that differ in numbers only are a group, with one call of each
+handler: it sees `[C, K, *]` and `[C, 1, *]`, and `numbers` of averages and `own_numbers` of strategies name what may
+differ. The others share the calls for gradients and local steps.
+
+## The walk of a batch
+
+From `fit` to the recorded loss:
 
 1. `Trainer.fit` (runs) checks the arguments, `Run` prepares the run and listens to the loop, `vecgym.simulation.run`.
 2. The timetable says who reads what. `Batches` (data) finds the examples and reads them, in workers if there are any.
 3. `Simulation.tick` takes the rows of an event out of the state and calls its handler: `train` of the strategy.
 4. That asks `Engine.gradients` for gradients, which are computed for all nodes at once or node by node; then the
    optimizer (optim) for a step.
-5. `meet` lets the nodes agree through `at.comm`, as an exchange's average says; the ledger (collectives) notes the bytes.
+5. `meet` lets the nodes agree through `at.comm`, as an exchange's average says; the ledger (collectives) notes the
+   bytes. What is used later is two events: at `agree` the nodes make a message, at `write` they take it.
 6. What was assigned is put back, and `Recorder` (runs) makes the row of the history.
 
 ## Where to add what
@@ -61,6 +89,7 @@ The walk of a batch, from `fit` to the recorded loss:
 |---|---|---|
 | a strategy | see `vecgym.guide.writing_a_strategy` | |
 | an asynchronous strategy | a file of `vecgym/strategy`: an `EventDriven` with `rules(times)`, `init(run, params)` and a method for each kind of event | `MADE` in `tests/test_scheduled.py`; a twin, as `tests/reference/asynchronous.py` |
+| an average | an `Average` in `vecgym/strategy/averages.py`, with `agree(values, at)` | `tests/test_average.py`, `tests/test_exchange.py`: alone, in groups, late, of some nodes |
 | a codec | a `Codec` in `vecgym/compress`, its name in `METHODS` | `CODECS` in `tests/test_compression.py`, its bound in `tests/test_codecs.py`, its distortion in `benchmarks/compression.py` |
 | a topology | a function K → matrix in `vecgym/collectives/topology.py`, its name in `FIXED` of `vecgym/strategy/mixing.py` | `tests/test_topology.py`, `CASES` in `tests/test_gossip.py` |
 | a selector of coordinates | a `Selector` in `vecgym/strategy/selectors.py` | `SELECTORS` in `tests/test_sparta.py` |
