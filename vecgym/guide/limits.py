@@ -9,7 +9,7 @@
   on the MLP. Stacking cannot reduce the arithmetic of convolutions, or of a large model: see
   `vecgym.guide.performance`.
 - Processes are tested with gloo on CPUs, and have never been run on GPUs.
-- Asynchronous strategies, and messages that are lost (`Exchange(lost=)`), are for runs in one process.
+- Asynchronous strategies are for runs in one process.
 
 ## Models
 
