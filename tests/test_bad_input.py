@@ -504,9 +504,9 @@ def test_bad_strategies(cls: type, make: Callable[[type], Any], error: type[Exce
             TypeError,
             ["communication_modules", "list", "[Exchange(Mean()"],
         ),
-        (lambda: CommunicateOptimizeStrategy([AveragingCommunicator]), TypeError, ["communication_modules"]),  # type: ignore[list-item]
-        (lambda: CommunicateOptimizeStrategy([FedAvgStrategy()]), TypeError, ["FedAvgStrategy", "CommunicationModule"]),  # type: ignore[list-item]
-        (lambda: CommunicateOptimizeStrategy("sgd"), TypeError, ["communication_modules"]),  # type: ignore[arg-type]
+        (lambda: CommunicateOptimizeStrategy([AveragingCommunicator]), TypeError, ["communication_modules"]),
+        (lambda: CommunicateOptimizeStrategy([FedAvgStrategy()]), TypeError, ["FedAvgStrategy", "CommunicationModule"]),
+        (lambda: CommunicateOptimizeStrategy("sgd"), TypeError, ["communication_modules"]),
         (lambda: OptimSpec("sgd", learning_rate=0.1), TypeError, ["'learning_rate'", "SGD", "lr"]),
         (lambda: OptimSpec("sgd", momentun=0.9), TypeError, ["'momentun'", "did you mean 'momentum'"]),
         (lambda: OptimSpec("adamw", momentum=0.9), TypeError, ["'momentum'", "AdamW", "betas"]),

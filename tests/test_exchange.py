@@ -637,7 +637,8 @@ SHAPES = {"w": (3, 4), "b": (5,)}
 def test_a_group_is_each_of_its_configurations(name: str, common: bool, change: bool, inplace: bool) -> None:
     """Three exchanges of `[C, K, *]`, or of `[C, 1, *]`, beside those of each configuration by itself."""
     begin = [values_of(100 + c, 1) for c in range(C)]
-    facts, told = run_facts(), {"seed": 42, "examples": EXAMPLES, "inplace_state": inplace}
+    facts = run_facts()
+    told: dict[str, Any] = {"seed": 42, "examples": EXAMPLES, "inplace_state": inplace}
     whole = OF_GROUPS[name](RATES)
     assert whole.numbers is not None
     own, shared = whole.init(tree.map(lambda *x: torch.cat(x), *begin), facts)  # what is `[1, *]` is each one's
@@ -658,8 +659,9 @@ def test_a_group_is_each_of_its_configurations(name: str, common: bool, change: 
         for c in range(C):
             average, here = each[c], alone[c].replace(**number)
             wanted = average.change(given[c], here) if change else average(given[c], here)
-            for x, y in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
-                assert torch.allclose(*torch.broadcast_tensors(x[c], y), rtol=1e-12, atol=1e-14)
+            for of_group, y in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
+                z, y = torch.broadcast_tensors(of_group[c], y)
+                assert torch.allclose(z, y, rtol=1e-12, atol=1e-14)
     assert at.comm.ledger.total_bytes == alone[0].comm.ledger.total_bytes
 
 

@@ -483,7 +483,7 @@ def for_one_node(strategy: Strategy) -> Strategy:
     """The same strategy with islands that one node can fill."""
     for exchange in strategy.exchanges:
         if isinstance(exchange.how, Mean) and exchange.how.island_size is not None:
-            exchange.how = Mean(1, exchange.how.weighting)
+            exchange.how = Mean(1, exchange.how.weighting)  # type: ignore[arg-type]
     return strategy
 
 
@@ -1371,7 +1371,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a flag of an optimizer": (lambda: Strategy(OptimSpec("sgd", nesterov="no")), TypeError, "nesterov='no'"),
     "fused": (lambda: Strategy(OptimSpec("adam", fused=1)), TypeError, "fused=1 must be True or False"),
     "cosine_anneal": (lambda: Strategy("sgd", cosine_anneal="no"), TypeError, "cosine_anneal='no'"),  # type: ignore[arg-type]
-    "stochastic": (lambda: Quantise(8, stochastic="no"), TypeError, "stochastic='no'"),
+    "stochastic": (lambda: Quantise(8, stochastic="no"), TypeError, "stochastic='no'"),  # type: ignore[arg-type]
     "unbiased": (lambda: RandomK(0.1, unbiased=0), TypeError, "unbiased=0 must be True"),  # type: ignore[arg-type]
     "error_feedback": (
         lambda: Compressed(Mean(), "int8", error_feedback="no"),  # type: ignore[arg-type]

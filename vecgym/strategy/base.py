@@ -73,7 +73,8 @@ class Strategy(LocalTraining):
     >>> strategy.check_run(run)
     >>> strategy.inner_optim, strategy.training, len(strategy.marks(run)), strategy.trains(run)
     (OptimSpec(SGD, lr=0.25), 'train', 1, None)
-    >>> strategy.alike(run), strategy.mean_gradient, strategy.outer_lr(run, 0), strategy.outer(state.shared, ["w"])
+    >>> outer = strategy.outer_parameters(state.shared, ["w"])
+    >>> strategy.alike(run), strategy.mean_gradient, strategy.outer_lr(run, 0), outer
     (False, False, None, {})
     >>> strategy.numbers, strategy.draws, strategy.hidden_state()
     ((), False, None)
@@ -244,7 +245,7 @@ class Strategy(LocalTraining):
         common = Shared(Tree(), set())
         if presence.rejoin == "shared":
             names = list(params)
-            common = Shared(self.outer(part.shared, names), self.agreed(part.run, names, part.tick - 1))
+            common = Shared(self.outer_parameters(part.shared, names), self.agreed(part.run, names, part.tick - 1))
         begin = sent(params, presence, common, part.comm, part.tick, once=list(params) if alike else [])
         back = [i for i, row in enumerate(part.rows) if row in set(part.event.info)]
         if back and not alike:
@@ -283,7 +284,7 @@ class Strategy(LocalTraining):
         rates = (exchange.outer_lr(step, run) for exchange in self.exchanges)
         return next((lr for lr in rates if lr is not None), None)
 
-    def outer(self, shared: Any, names: Sequence[str]) -> Tree:
+    def outer_parameters(self, shared: Any, names: Sequence[str]) -> Tree:
         """Return the parameters `[1, *]` that exchanges hold once for all nodes, from which a returning node begins."""
         found: Tree = {}
         for exchange in self.exchanges:

@@ -108,7 +108,7 @@ class PALSGDStrategy(Strategy):
     def approach(self, part: Part) -> None:
         """Move nodes towards the outer parameters."""
         share = part.lr / (1 - self.p) * ((1 - self.p) / self.p)
-        outer = self.outer(part.shared, list(part.params))
+        outer = self.outer_parameters(part.shared, list(part.params))
 
         def pulled(x: Tensor, to: Tensor) -> Tensor:
             return x - spread(share, x) * part.each(self.pull, x) * (x - to)
