@@ -27,6 +27,8 @@ from vecgym.collectives import topology as graphs
 from vecgym.collectives.topology import Links, exponential
 from vecgym.compress import TopK
 from vecgym.core import rng
+from vecgym.core.tree import Tree
+from vecgym.simulation import Part
 from vecgym.simulation.availability import Availability, Both, Deadline, Dropout, Facts, LocalSteps, Sampled, Trace
 from vecgym.simulation.presence import Presence
 from vecgym.simulation.returning import Shared, sent
@@ -155,6 +157,30 @@ def test_the_rate_is_that_of_the_step_whoever_is_there(model: nn.Module) -> None
     there = [few.table[tick].nonzero().flatten().tolist() for tick in range(5)]
     rates = [torch.as_tensor(strategy.rates(timetable, tick, nodes)[0]).tolist() for tick, nodes in enumerate(there)]
     assert rates == [1.0, 0.5, [0.5, 0.25], 0.25, 0.125]
+
+
+@pytest.mark.parametrize("lr", [0.01, torch.arange(1.0, 6.0, dtype=F64) / 100], ids=["one rate", "own rates"])
+@pytest.mark.parametrize("name", ["diloco", "local-adam", "gossip", "fedavg"])
+def test_rows_apart_step_in_place_as_in_copies(name: str, lr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a large model step where they are, each run of consecutive ones at its own counts."""
+    table = Trace(torch.tensor([[1, 0, 1, 1, 0], [0, 1, 0, 1, 1], [1, 1, 0, 1, 1], [1, 0, 0, 0, 1], [1] * 5]).bool())
+    calls: list[Tree] = []
+    runs = Part._optimize_runs
+
+    def counted(part: Part, grads: Tree, lr: Any) -> None:
+        calls.append(grads)
+        runs(part, grads, lr)
+
+    monkeypatch.setattr(Part, "_optimize_runs", counted)
+    found: dict[int, dict[str, Tensor]] = {}
+    for large in (0, 1 << 30):
+        monkeypatch.setattr("vecgym.simulation.simulation.LARGE", large)
+        strategy = CATALOGUE[name].make(H=2, p=0.3, inner_optim="adamw", lr=lr, warmup_steps=3)
+        state = Taken(strategy, batches_of(5, 5, F64), table, model=make_model("MLP", dtype=F64)).run(5).state
+        found[large] = flat({**state.shared, **state.own})
+        assert len(calls) == (0 if large else 4)
+        calls.clear()
+    assert difference(found[0], found[1 << 30]) < 1e-14
 
 
 def renamed(at: Callable[..., Meeting], members: Sequence[int], *given: Any, **more: Any) -> Meeting:

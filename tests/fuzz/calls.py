@@ -514,8 +514,6 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     },
     "vecgym.clock.AsyncTimeline.plot": {"path": lambda: "run.png"},
     "vecgym.clock.Network.within": {"members": lambda: [0]},
-    "vecgym.core.nodes.put_together": {"rows": lambda: torch.tensor([0]), "new": lambda: {"w": torch.ones(1, DIM)},
-                                       "values": tree_of_nodes, "inplace": lambda: False},
     "vecgym.core.nodes.put_rows": {"rows": lambda: torch.tensor([0]), "new": lambda: {"w": torch.ones(1, DIM)},
                               "inplace": lambda: False},
     "vecgym.core.nodes.expand": {"values": lambda: {"w": torch.ones(1, DIM)}},

@@ -239,22 +239,6 @@ def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
     return tree.map_leaves(put, new, values)
 
 
-def put_together(values: Any, rows: Tensor, new: Any, num_nodes: int, inplace: bool) -> Any:
-    """Replace rows like `put_rows`, of state that the nodes share: a `[1, *]` tensor in `new` becomes every node's.
-
-    >>> put_together({"w": torch.tensor([5.0])}, torch.tensor([0, 1]), {"w": torch.tensor([9.0])}, 3, inplace=True)
-    {'w': tensor([9.])}
-    """
-
-    def put(x: Tensor, old: Tensor | None) -> Tensor:
-        if len(x) == 1 and (len(rows) > 1 or old is None or len(old) == 1):
-            return x
-        merged: Tensor = put_rows({} if old is None else {"": old}, rows, {"": x}, num_nodes, inplace)[""]
-        return merged
-
-    return tree.map_leaves(put, new, values)
-
-
 def unshared(exchanged: dict[str, Any], before: dict[str, Any], overwritten: Sequence[Tree]) -> dict[str, Any]:
     """Clone tensors of the modules' states that share memory with parameters or gradients, which is overwritten later.
 

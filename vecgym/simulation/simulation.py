@@ -24,9 +24,7 @@ from vecgym.simulation.timetable import Event, RunFacts, Timetable
 Request = tuple[list[int], "int | list[int]"]  # rows of this process, and which of its own batches each reads
 Batches = Iterator[tuple[Any, "list[int] | None"]]  # a batch, and how many of the examples are each row's own
 Before = Callable[["Event", "Draft"], None]
-LARGE = (
-    1 << 14
-)  # parameters of a node, from which on their copies cost more than one call of the optimizer for each run
+LARGE = 1 << 14  # parameters of a node, from which on copies cost more than a call of the optimizer for each run
 CACHED_PLACES = 64  # sets of rows whose collectives are cached
 
 

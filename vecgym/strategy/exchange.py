@@ -123,8 +123,8 @@ class Exchange(Settings):
     >>> exchange.check_present(run)
     >>> exchange.average is exchange.how, exchange.common, exchange.plain, exchange.always  # among some, common to none
     (False, False, False, False)
-    >>> exchange.lets_rest, exchange.needs_all, exchange.draws, exchange.numbers
-    (True, False, True, ('keep',))
+    >>> exchange.lets_rest, exchange.draws, exchange.numbers
+    (True, True, ('keep',))
     >>> len(exchange.senders(run)(0, range(2)))
     1
     >>> exchange.init(params, run), exchange.outer({}, ["w"]), exchange.in_units(5).unit
@@ -343,11 +343,6 @@ class Exchange(Settings):
     def draws(self) -> bool:
         """Whether random numbers are drawn."""
         return self.average.draws or self.participation < 1 or self.lost > 0
-
-    @property
-    def needs_all(self) -> bool:
-        """Whether all nodes must train in every step."""
-        return self.of == "gradients"
 
     @property
     def lets_rest(self) -> bool:

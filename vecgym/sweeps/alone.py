@@ -38,14 +38,14 @@ class AsyncChunk(Chunk):
         self.presences, self.pure = [None], True
         self.state = self.simulation.init(self._initial())
 
-    def step(self, batches: Sequence[Event], measured: bool) -> list[int]:
+    def step(self, events: Sequence[Event], measured: bool) -> list[int]:
         """Let the server make an update, and return which configurations have diverged in it.
 
         Args:
-            batches: the events up to it.
+            events: those up to it.
             measured: has no meaning here: all nodes are measured with the server's parameters.
         """
-        self.state, row = self.simulation.tick(self.state, batches, self._batches)
+        self.state, row = self.simulation.tick(self.state, events, self._batches)
         ledger, metrics = self.simulation.comm.ledger, self.simulation.metrics(row)
         ledger.add(row.tick - 1, row.transfers)
         losses = row.losses.cpu().double()[None].numpy()

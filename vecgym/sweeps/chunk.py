@@ -228,18 +228,18 @@ class Chunk:
         """Whether some nodes of a configuration may not train in some steps."""
         return self.presences[c] is not None or self._some_rest[c]
 
-    def batches(self) -> Iterator[Sequence[Event]]:
+    def ticks(self) -> Iterator[Sequence[Event]]:
         """Start the clock, and return the events of each remaining step; see `step`."""
         self._start = time.perf_counter() - self._before
         ticks, ahead = itertools.tee(self.simulation.timetable.ticks(self.state.tick))
         self._batches = self.simulation.read(self.simulation.requests(ahead))
         return ticks
 
-    def step(self, batches: Sequence[Event], measured: bool) -> list[int]:
+    def step(self, events: Sequence[Event], measured: bool) -> list[int]:
         """Train one step, and return which configurations have diverged in it.
 
         Args:
-            batches: the events of the step.
+            events: those of the step.
             measured: whether to measure how far the nodes are apart before they exchange parameters.
         """
         distances: list[float] = []
@@ -249,7 +249,7 @@ class Chunk:
                 distances.extend(self._distances(draft.own, draft.shared, draft.tick))
 
         step = self.state.tick
-        self.state, row = self.simulation.tick(self.state, batches, self._batches, before=measure if measured else None)
+        self.state, row = self.simulation.tick(self.state, events, self._batches, before=measure if measured else None)
         if measured and not distances:
             distances = self._distances(self.state.own, self.state.shared, step)
         losses = row.losses.cpu().double().view(len(self.configs), -1).numpy()  # [C, K]

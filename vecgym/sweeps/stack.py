@@ -65,13 +65,13 @@ class Stack:
         It ends after the last step, or when no configuration is left. Then comes `end`, and `close` whatever happens.
         """
         chunk, interval = self.chunk, self.options.val_interval
-        all_batches = chunk.batches()
+        ticks = chunk.ticks()
         if chunk.state.step == 0:
             chunk.evaluate()
-        for batches in all_batches:
+        for events in ticks:
             step, count = chunk.state.step + 1, len(chunk.left)
             evaluated = step == chunk.num_steps or (interval is not None and step % interval == 0)
-            diverged = chunk.step(batches, evaluated)
+            diverged = chunk.step(events, evaluated)
             for c in diverged:
                 self.curves[chunk.configs[c].index] = chunk.curve(c, DIVERGED)
             if chunk.left and evaluated:
