@@ -32,6 +32,7 @@ from vecgym import (
 )  # fmt: skip
 from vecgym.compress import TopK
 from vecgym.core import tree
+from vecgym.core.tree import Tree
 from vecgym.plot import pareto_front, plot_axis, plot_heatmap, plot_pareto
 from vecgym.records import runfile
 from vecgym.records.columns import MEASURED
@@ -53,6 +54,7 @@ from vecgym.strategy import (
     GPAStrategy,
     LocalAdamStrategy,
     Mean,
+    Meeting,
     Mix,
     MostMoved,
     MuLoCoStrategy,
@@ -491,6 +493,30 @@ def test_a_learning_rate_of_a_strategys_own() -> None:
 def test_a_users_own_strategies() -> None:
     check_all(run_sweep(lambda lr: PerRank("sgd", lr=lr), {"lr": [0.1, 0.02], "seed": [0, 1]}))
     check_all(run_sweep(lambda H, lr: composed(Halves(H), lr=lr), {"H": [1, 2, 3], "lr": [0.1, 0.02]}))
+
+
+class NoisyMean(Mean):
+    """A user's own average that draws random numbers, and does not say so."""
+
+    def write(self, message: Tree, values: Tree, at: Meeting) -> Tree:
+        return {n: x + torch.rand(1, generator=at.generator("noise", at.step)) for n, x in message.items()}
+
+
+class NoisyGradients(Strategy):
+    """A strategy with steps of its own, for stacks, that draws random numbers, and does not say so."""
+
+    own_numbers = ()
+
+    def train(self, part: Part) -> None:
+        noise = torch.rand(1, generator=part.generator("noise", part.tick))
+        part.optimize(tree.map(lambda g: g + noise, part.gradients()))
+        part.report(part.losses)
+
+
+@pytest.mark.parametrize("make", [lambda lr: Strategy("sgd", [Exchange(NoisyMean(), every=2)], lr=lr),
+                                  lambda lr: NoisyGradients("sgd", [Exchange(Mean(), every=2)], lr=lr)])  # fmt: skip
+def test_what_may_draw_random_numbers_draws_those_of_its_seed(make: Callable[[float], Strategy]) -> None:
+    check_all(run_sweep(make, {"lr": [0.1, 0.02], "seed": [0, 1]}))
 
 
 @pytest.mark.parametrize("settings", [{"minibatch_size": 2}, {"chunk_size": 3}, {"engine": "loop"},

@@ -115,6 +115,12 @@ class Average(Settings):
     common: bool = True
     plain: bool = False
 
+    def __init_subclass__(cls) -> None:
+        """Take it that a class draws random numbers, unless it says itself that it does not."""
+        super().__init_subclass__()
+        if "draws" not in vars(cls):
+            cls.draws = True  # type: ignore[assignment, method-assign]
+
     @property
     def draws(self) -> bool:
         """Whether it draws random numbers, so that configurations of different seeds are no group.
@@ -291,7 +297,7 @@ class Mean(Reduction):
 
     @property
     def draws(self) -> bool:
-        return self.island_size is not None or type(self).agree not in (Mean.agree, Robust.agree)
+        return self.island_size is not None
 
     def groups(self, at: Meeting) -> Groups | None:
         """Return the islands of this exchange; None: one of all."""
@@ -332,7 +338,7 @@ class ServerMean(Reduction):
 
     @property
     def draws(self) -> bool:
-        return type(self).agree is not ServerMean.agree
+        return False
 
     def check(self, run: ExchangeFacts) -> None:
         check_examples(self.weighting, run)
@@ -389,6 +395,8 @@ class Robust(Mean):
 
     linear = False
     plain = False
+
+    draws = Mean.draws
 
     def __init__(self, rule: str | Rule = "median", trim: int | None = None, island_size: int | None = None) -> None:
         if not callable(rule):
@@ -682,7 +690,7 @@ class Outer(Around):
 
     @property
     def draws(self) -> bool:
-        return self.inner.draws or callable(self.correct) or type(self).agree is not Outer.agree
+        return self.inner.draws or callable(self.correct)
 
     def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
         own, shared = self.inner.init(tree.map(torch.zeros_like, values), run)
@@ -774,7 +782,7 @@ class Eager(Around):
 
     @property
     def draws(self) -> bool:
-        return self.inner.draws or type(self).agree is not Eager.agree
+        return self.inner.draws
 
     def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
         nothing = tree.map(torch.zeros_like, values)

@@ -88,6 +88,8 @@ class Strategy(LocalTraining):
     pure = True
     # Settings of the class's own that may differ within a group of a sweep; None: its methods are for one of them.
     own_numbers: tuple[str, ...] | None = ()
+    # True if the class's own methods draw random numbers: each seed of a sweep then has a group of its own.
+    own_draws = False
 
     def __init__(
         self,
@@ -108,11 +110,15 @@ class Strategy(LocalTraining):
         self._check_resting()
 
     def __init_subclass__(cls) -> None:
-        """Train what has methods of its own by itself in a sweep, unless it says that it works on stacks."""
+        """Train what has methods of its own by itself in a sweep, unless it says that it works on stacks.
+
+        It draws random numbers, too, unless it says that it does not.
+        """
         super().__init_subclass__()
         own = {name for name, value in vars(cls).items() if callable(value) and not name.startswith("__")}
-        if "own_numbers" not in vars(cls) and own - {"check"}:
-            cls.own_numbers = None
+        if own - {"check"}:
+            cls.own_numbers = vars(cls).get("own_numbers")
+            cls.own_draws = vars(cls).get("own_draws", True)
 
     @property
     def numbers(self) -> tuple[str, ...] | None:
@@ -122,7 +128,7 @@ class Strategy(LocalTraining):
     @property
     def draws(self) -> bool:
         """Whether it draws random numbers: if not, configurations of several seeds can be one group of a sweep."""
-        return type(self).trains is not Strategy.trains or any(exchange.draws for exchange in self.exchanges)
+        return self.own_draws or any(exchange.draws for exchange in self.exchanges)
 
     @property
     def inner_optim(self) -> OptimSpec:

@@ -221,6 +221,7 @@ class DeMoStrategy(Strategy):
     """
 
     own_numbers = ()
+    own_draws = False
 
     @takes_options(StepOptions)
     def __init__(

@@ -100,6 +100,7 @@ Exchange(Mean(island_size=4), every=5))
     """
 
     own_numbers = ("proximal_mu",)
+    own_draws = False
 
     @takes_options(InnerOptions)
     def __init__(

@@ -62,6 +62,7 @@ class GPAStrategy(Strategy):
     """
 
     own_numbers = ("mu_x", "mu_y")
+    own_draws = False
 
     @takes_options(InnerOptions)
     def __init__(
