@@ -320,7 +320,7 @@ STRATEGIES: dict[str, Row] = {
     "sparta-partitioned-late-corrected": Row(
         lambda **kw: SPARTAStrategy(index_selector=PartitionedSelector(1 / 3), delay=2, correct_delay=True, **kw),
         thirds,
-        per_node=("mean",),
+        per_node=("message",),
     ),
     "sparta-int4": Row(
         lambda **kw: SPARTAStrategy(index_selector=PartitionedSelector(1.0), quantization_bits=4, **kw),

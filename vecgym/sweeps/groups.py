@@ -92,8 +92,10 @@ def key_of(setting: Any) -> Any:
     numbers = setting.numbers
     if numbers is None:  # its code is for one configuration
         return Apart()
-    values = _settings(setting)
-    return type(setting), *((name, _form(x) if name in numbers else key_of(x)) for name, x in values.items())
+    values = {name: _form(x) if name in numbers else key_of(x) for name, x in _settings(setting).items()}
+    # The merged one has the first one's private values.
+    private = {name: x for name, x in vars(setting).items() if name[0] == "_" and isinstance(x, (int, float, str))}
+    return type(setting), *values.items(), *private.items()
 
 
 def _value_key(value: Any) -> Any:
