@@ -485,7 +485,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "lets some nodes sit out",
     ),
     "no average": (lambda: Exchange(Mean), TypeError, r"give an Average, such as Mean\(\)"),  # type: ignore[arg-type]
-    "a late SyncWeight": (lambda: Exchange(Mean(), SyncWeight([1]), delay=1), ValueError, "leave out .* delay"),
     "offsets": (lambda: Exchange(Outer(Mean()), 100, offsets=[1, 2]), ValueError, "one number for each of the 1 frag"),
     "keep": (lambda: Exchange(Outer(Mean()), keep=1.5), ValueError, r"keep=1.5 must be a number in \[0, 1\]"),
     "fragments of a SyncWeight": (

@@ -197,16 +197,20 @@ WRONG: dict[str, Callable[[], Any]] = {
     "how is the class": lambda: Exchange(Mean),  # type: ignore[arg-type]
     "every=0 must be an integer >= 1": lambda: Exchange(Mean(), every=0),
     "keep=1.5 must be a number in": lambda: Exchange(Mean(), keep=1.5),
-    "says when all exchange": lambda: Exchange(Mean(), SyncWeight([0, 1]), delay=1),
+    "says when all exchange": lambda: Exchange(Mean(), SyncWeight([0, 1]), fragments=2),
     "exchanges in part": lambda: Exchange(Compressed(Mean(), "int8"), SyncWeight([0.5, 1])),
     "lets some nodes sit out": lambda: Exchange(Mean(), of="gradients", participation=0.5),
     "used at once": lambda: Exchange(Mean(), of="gradients", delay=1),
     "has no effect": lambda: Exchange(Mean(), late="change"),
     "needs a server": lambda: Exchange(Mean(), participation=0.5, resting="take"),
-    "lost=0.5 with delay=0 and Mean": lambda: Exchange(Mean(2), lost=0.5),
+    "is not lost": lambda: Exchange(ServerMean(), lost=0.5, participation=0.5),
+    "must be smaller than every=2": lambda: Exchange(Mean(), lambda t: 3 - (t > 6), delay=[0] * 5 + [2]).check(
+        run_facts()
+    ),
+    "each node's own, needs rounds": lambda: Exchange(Mean(), SyncWeight([1] * T), delay=[0] * 5 + [2]),
     "must be smaller than every=3": lambda: Exchange(Outer(Mean()), 3, delay=[0, 3]),
     "offsets=\\[1\\]: give a list": lambda: Exchange(Mean(), 3, fragments=2, offsets=[1]),
-    "what is sent takes a round": lambda: Exchange(Eager(Mean()), every=lambda step: 3),
+    "what is sent takes a round": lambda: Exchange(Eager(Mean()), SyncWeight([0, 1])),
     "the same on all: average over all": lambda: Exchange(
         Compressed(Mean(), "topk", reference=True), participation=0.5
     ),
@@ -351,12 +355,20 @@ EXPRESSIONS: dict[str, Callable[[], Strategy]] = {
     "DiLoCo in islands, top-k": adamw(Exchange(Outer(Compressed(Mean(2), TopK(0.1))), 5)),
     "DiLoCo, messages lost": adamw(Exchange(Outer(Mean()), 3, lost=0.6)),
     "DiLoCo, messages lost, top-k": adamw(Exchange(Outer(Compressed(Mean(), TopK(0.1))), 3, lost=0.4)),
+    "DiLoCo in islands, messages lost": adamw(Exchange(Outer(Mean(2)), 3, lost=0.4)),
+    "half take part, messages lost": adamw(Exchange(Mean(), 3, participation=0.5, lost=0.4)),
+    "SPARTA, delay 3, messages lost": adamw(Exchange(Sparse(0.1, Mean()), delay=3, lost=0.5)),
+    "gossip, 2 late as a change, messages lost": adamw(Exchange(Mix("ring"), delay=2, late="change", lost=0.4)),
     "DiLoCo, two lie": adamw(Exchange(Outer(Corrupted(Robust("median"), [1, 4], torch.neg)), 5)),
     "DiLoCo, private": adamw(Exchange(Outer(Private(Mean(), clip=0.5, noise=0.1)), 5)),
     "gradients, private": adamw(Exchange(Private(Mean(), clip=0.5, noise=0.1), of="gradients")),
     "gradients, two lie": adamw(Exchange(Corrupted(Robust("trimmed_mean", trim=1), [1]), of="gradients")),
     "a median in islands": adamw(Exchange(Robust("median", island_size=3), 3)),
     "DiLoCo, sync_weight": adamw(Exchange(Outer(Mean()), SyncWeight(WEIGHTS))),
+    "DiLoCo, sync_weight, 2 late": adamw(Exchange(Outer(Mean()), SyncWeight(WEIGHTS), delay=2)),
+    "SPARTA, sync_weight, a late change": adamw(
+        Exchange(Sparse(0.3, Mean()), SyncWeight(WEIGHTS), delay=2, late="change")
+    ),
     "DiLoCo, AdamW, some steps": adamw(
         Exchange(Outer(Mean(), OptimSpec("adamw", lr=0.01)), SyncWeight([0, 0, 0, 1] * 5))
     ),
@@ -369,7 +381,11 @@ EXPRESSIONS: dict[str, Callable[[], Strategy]] = {
     "Streaming DiLoCo, a delay for each node": streaming(Mean(), delay=DELAYS),
     "Streaming DiLoCo, alpha for each node": streaming(Mean(), keep=torch.linspace(0, 1, K)),
     "Streaming DiLoCo, offsets": streaming(Mean(), offsets=[2, 5]),
+    "Streaming DiLoCo, H a function": adamw(
+        Exchange(Outer(Mean()), lambda step: 4 + step // 4, delay=2, keep=0.5, fragments=FRAGMENTS)
+    ),
     "Eager DiLoCo": adamw(Exchange(Eager(Mean()), 5)),
+    "Eager DiLoCo, H a function": adamw(Exchange(Eager(Mean()), lambda step: 2 + step // 4)),
     "NoLoCo": adamw(Exchange(NoLoCo(), 5)),
     "NoLoCo, groups of 4, a rate for each node": adamw(Exchange(NoLoCo(4, lr=torch.linspace(0.1, 0.9, K)), 5)),
     "SPARTA": adamw(Exchange(Sparse(0.1, Mean()))),
@@ -406,6 +422,68 @@ EXPRESSIONS: dict[str, Callable[[], Strategy]] = {
 
 def gap(a: Tree, b: Tree) -> float:
     return max(float((x.double() - b[name].double()).abs().max()) for name, x in a.items())
+
+
+SAME: dict[str, tuple[Exchange, Exchange]] = {
+    "Eager DiLoCo": (Exchange(Eager(Mean()), 3), Exchange(Eager(Mean()), lambda step: 3)),
+    "fragments": (
+        Exchange(Outer(Mean()), 4, fragments=FRAGMENTS, delay=2),
+        Exchange(Outer(Mean()), lambda step: 4, fragments=FRAGMENTS, delay=2),
+    ),
+    "weights of 1, late": (
+        Exchange(Mean(), delay=2), Exchange(Mean(), SyncWeight(torch.ones(T, requires_grad=True)), delay=2),
+    ),
+    "weights of 1, a late change": (
+        Exchange(Outer(Mean()), delay=2, late="change"),
+        Exchange(Outer(Mean()), SyncWeight(torch.ones(T, requires_grad=True)), delay=2, late="change"),
+    ),
+    "some steps, late": (
+        Exchange(Outer(Mean()), 2, delay=3), Exchange(Outer(Mean()), SyncWeight([0, 1] * 10), delay=3),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("absent", [False, True])
+@pytest.mark.parametrize("name", SAME)
+def test_said_in_another_way(name: str, absent: bool) -> None:
+    table = TABLE if absent else None
+    (a, sent), (b, sent_too) = (ours(adamw(exchange)(), torch.float64, table) for exchange in SAME[name])
+    assert gap(a, b) < 1e-12
+    assert [(x.lag, x.payload_bytes) for x in sent] == [(x.lag, x.payload_bytes) for x in sent_too]
+
+
+def test_fragments_have_their_turns_in_rounds_of_any_length() -> None:
+    exchange = Exchange(Mean(), lambda step: 4 if step < 8 else 6, fragments=FRAGMENTS)
+    first, second = exchange.times(NAMES)
+    assert [step for step in range(20) if first.due(step)] == [1, 5, 10, 16]
+    assert [step for step in range(20) if second.due(step)] == [3, 7, 13, 19]
+    assert [first.count(step) for step in (0, 1, 2, 5, 6, 9, 10, 11)] == [0, 0, 1, 1, 2, 2, 2, 3]
+
+
+@pytest.mark.parametrize("late", ["value", "change"])
+def test_a_late_exchange_in_part(late: str) -> None:
+    """By hand: x <- (1 - a) x + a m, with the mean m of two steps before; or x <- x + a (m - y) of that time."""
+    weights = torch.linspace(0, 1, 6, dtype=torch.float64).roll(3)
+    strategy = Strategy("sgd", [Exchange(Mean(), SyncWeight(weights), delay=2, late=late)], lr=0.1)
+    params = {name: p.detach().expand(K, *p.shape) for name, p in make_model(torch.float64).named_parameters()}
+    messages = []
+    for step in range(6):
+        for i in range(K):
+            own = {name: x[i].clone().requires_grad_() for name, x in params.items()}
+            loss = torch.func.functional_call(make_model(torch.float64), own, (batch_of(i, step, torch.float64),))
+            grads = torch.autograd.grad(loss, list(own.values()))
+            for (name, x), grad in zip(own.items(), grads):
+                params[name] = params[name].clone()
+                params[name][i] = x.detach() - 0.1 * grad
+        messages.append({name: (x.mean(0), x) for name, x in params.items()})
+        if step >= 2 and weights[step - 2]:
+            a = weights[step - 2]
+            for name, (mean, old) in messages[step - 2].items():
+                x = params[name]
+                params[name] = (1 - a) * x + a * mean if late == "value" else x + a * (mean - old)
+    simulation = simulation_with(strategy, num_steps=6)
+    found = run(simulation, simulation.init()).params
+    assert gap(found, params) < 1e-12
 
 
 REFUSED_ABSENT = ("DiLoCo, EF21", "DiLoCo, trimmed mean", "gradients, two lie")  # by both
@@ -542,6 +620,14 @@ SETTINGS: dict[str, tuple[Any, Callable[[Tensor], Strategy]]] = {
     ),
     "sync_weight of outer steps": (
         [0.1, 0.9, 0.3, 0.5, 0.9, 0.2], lambda w: Strategy("adamw", [Exchange(Outer(Mean()), SyncWeight(w))], lr=1e-2),
+    ),
+    "sync_weight, late": (
+        [0.1, 0.9, 0.3, 0.5, 0.8, 0.2],
+        lambda w: Strategy("adamw", [Exchange(Outer(Mean()), SyncWeight(w), delay=2)], lr=1e-2),
+    ),
+    "sync_weight, a late change": (
+        [0.1, 0.9, 0.3, 0.5, 0.8, 0.2],
+        lambda w: Strategy("adamw", [Exchange(Mean(), SyncWeight(w), delay=1, late="change")], lr=1e-2),
     ),
     "what each node keeps": (
         [0.1, 0.3, 0.5, 0.6, 0.7, 0.8],

@@ -176,8 +176,8 @@ freely. They act in the order of the list:
 | ... and around one of these | `Outer` (a step of an outer optimizer on the movements), `Eager` (the same, a round late), `Sparse` (some coordinates), `Compressed` (codes, with error feedback, its decay and momentum), `EF21` (codes of what has changed), `Corrupted` (some nodes lie), `Private` (clipped, with noise) |
 | on what | `of="parameters"`, `"gradients"`, `"moments"` (of the inner optimizer), or one of its slots, such as `"exp_avg"` |
 | when | `every=` a number of steps, a function that gives the length of each round, or `Rounds`, `RoundsOf`, or weights that can be differentiated (`SyncWeight`) |
-| how late | `delay=` steps; `late="value"` writes the result over what the nodes hold by then, `late="change"` adds the change |
-| which part | `fragments=` cuts the model into parts that are exchanged at different steps |
+| how late | `delay=` steps; `late="value"` writes the result over what the nodes hold by then, `late="change"` adds the change; what a `SyncWeight` weighs is written, or added, in part |
+| which part | `fragments=` cuts the model into parts that are exchanged at different steps of a round |
 | who | `participation=` a fraction of the nodes in each round; `resting=`, what the others do; `lost=`, the probability that a message is lost |
 | what a node keeps | `keep=` the share of its own value |
 

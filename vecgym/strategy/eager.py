@@ -43,7 +43,8 @@ class EagerDiLoCoStrategy(Strategy):
     Args:
         inner_optim: the local optimizer, AdamW when not given.
         outer_optim: SGD(lr=0.7, momentum=0.9, nesterov=True) when not given, or given as "sgd".
-        H: inner steps per round; the outer step follows every H-th optimizer step.
+        H: inner steps per round; the outer step follows every H-th optimizer step. Also a function of the step at which
+            a round begins.
         lr, inner_lr: two names for the inner learning rate.
         outer_lr: the outer learning rate.
         compression: how each node sends its movement; see `DiLoCoStrategy`.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -35,7 +36,7 @@ from vecgym.strategy.coded import Compressed
 from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
 from vecgym.strategy.meeting import Held, Meeting
 from vecgym.strategy.settings import Settings, shown
-from vecgym.strategy.when import Rounds, SyncWeight, When, as_when, check_delay, check_in_time
+from vecgym.strategy.when import Rounds, RoundsOf, SyncWeight, When, as_when, check_delay, check_in_time
 
 DEFAULT_H = 100  # inner steps of a round: DiLoCo's
 NOT_IN_PART = (
@@ -86,7 +87,8 @@ class Exchange(Settings):
     Args:
         how: how the nodes agree.
         every: steps from one exchange to the next: a number, a function of the step at which a round begins, a
-            `SyncWeight`, or anything with `due(step)` and `count(step)`.
+            `SyncWeight`, or anything with `due(step)` and `count(step)`. With a `SyncWeight` that is neither 0 nor 1 a
+            value is written in part, and a change sent in part.
         of: "parameters"; "gradients", which the optimizer then takes; "moments", all that the inner optimizer keeps in
             the shape of the parameters; or the names of such slots, one or a list: "exp_avg".
         delay: steps until what was agreed on is used, one number or one for each node.
@@ -94,7 +96,8 @@ class Exchange(Settings):
         keep: what a node keeps of its own, in [0, 1]; one number, or `[K]`.
         fragments: their number, lists of names of parameters or modules, or a function from a parameter's name to 0, 1,
             ...; None: three blocks to a fragment; see `vecgym.strategy.fragments.cut`.
-        offsets: for each fragment the steps before its first exchange; (p + 1) every / F if not given.
+        offsets: for each fragment the steps before its first exchange; (p + 1) every / F if not given. If `every` is a
+            function, each fragment has its turn in each round, after as large a part of it.
         pattern: "strided" deals out the model's blocks to the fragments in turn; "sequential" keeps neighbours
             together.
         participation: the fraction of the nodes, drawn anew for each round (at least one), that trains and takes part.
@@ -170,8 +173,8 @@ class Exchange(Settings):
         if self.of == "gradients":
             self._check_gradients()
         if isinstance(self._when, SyncWeight):
-            if self.fragments != 1 or self.delay != 0 or self.offsets is not None:
-                raise ValueError(f"{self._when!r} says when all exchange: leave out fragments, offsets and delay.")
+            if self.fragments != 1 or self.offsets is not None:
+                raise ValueError(f"{self._when!r} says when all exchange: leave out fragments and offsets.")
             if not self._when.binary and _holds(self.how, Compressed):
                 raise ValueError(
                     f"{self!r} exchanges in part, and what was sent of a code, its residual and its reference have no "
@@ -179,15 +182,24 @@ class Exchange(Settings):
                 )
         if self.offsets is not None and not isinstance(self._when, Rounds):
             raise ValueError(f"offsets={self.offsets} go with rounds of equal length: give every as a number.")
-        if self.how.lag(1) and not isinstance(self._when, Rounds):
-            raise ValueError(f"{self.how!r}: what is sent takes a round, of equal length: give every as a number.")
-        if isinstance(self.delay, tuple) and max(self.delay) >= self._when.H:
+        rounds = isinstance(self._when, (Rounds, RoundsOf))
+        if self.how.lag(1) and not rounds:
+            raise ValueError(f"{self.how!r}: what is sent takes a round: give every as a number or a function.")
+        if isinstance(self.delay, tuple) and not rounds:
             raise ValueError(
-                f"delay={max(self.delay)} must be smaller than every={self._when!r}: what is sent arrives before it is "
-                "sent again. Give smaller delays, or a larger number."
+                f"delay={self.delay}, each node's own, needs rounds: give every as a number or a function."
             )
+        if isinstance(self._when, Rounds):
+            self._check_arrival(self._when.H)
         self._check_late()
         self._check_participation()
+
+    def _check_arrival(self, gap: int) -> None:
+        if isinstance(self.delay, tuple) and max(self.delay) >= gap:
+            raise ValueError(
+                f"delay={max(self.delay)} must be smaller than every={gap}: what is sent arrives before it is sent "
+                "again. Give smaller delays, or a larger number."
+            )
 
     def _check_gradients(self) -> None:
         if self.participation < 1 or self.lost:
@@ -217,10 +229,10 @@ class Exchange(Settings):
                 f'resting="take" needs a server, which sends to those who sit out, and {self.how!r} has none: give '
                 'ServerMean(), or resting="keep".'
             )
-        if self.lost and (self.delay != 0 or not innermost(self.how).common or self.participation < 1):
+        if self.lost and self._takes:
             raise ValueError(
-                f"lost={self.lost} with delay={self.delay} and {self.how!r}: messages are lost on their way to one "
-                "average of all nodes, which is used at once. Leave out the delay, islands and participation."
+                f'lost={self.lost}: what a server sends to those who sit out is not lost. Give resting="keep", or '
+                "leave out lost."
             )
         self.average  # what does not work among some nodes refuses  # noqa: B018
 
@@ -242,6 +254,9 @@ class Exchange(Settings):
             self._when.check(steps, self)
         elif self.offsets is not None:
             Rounds(self._when.H, min(self.offsets)).check(steps, self)
+        if isinstance(self._when, RoundsOf):
+            for step in filter(self._when.due, range(steps)):
+                self._check_arrival(self._when.gap(step))
         if isinstance(self.delay, tuple) and len(self.delay) != K:
             raise ValueError(f"delay is for {len(self.delay)} nodes and the run has {K}: give a number, or [{K}].")
         check.per_node("keep", self.keep, num_nodes=K)
@@ -402,12 +417,12 @@ class Exchange(Settings):
         [Rounds(6, offset=3), 6]
         """
         count = 1 if self.fragments == 1 else len(self.parts(names))
-        if (count == 1 and self.offsets is None) or not isinstance(self._when, Rounds):
-            whens = [self._when] * count
+        if self.offsets is not None:
+            whens = [Rounds(self._when.H, offset) for offset in self.offsets]
+        elif count > 1 and hasattr(self._when, "part"):
+            whens = [self._when.part(p, count) for p in range(count)]
         else:
-            H = self._when.H
-            firsts = [max(1, (p + 1) * H // count) for p in range(count)] if self.offsets is None else self.offsets
-            whens = [Rounds(H, first) for first in firsts]
+            whens = [self._when] * count
         return whens if self.unit == 1 else [_InUnits(when, self.unit) for when in whens]
 
     def marks(self, run: RunFacts) -> list[Mark]:
@@ -463,13 +478,15 @@ class Exchange(Settings):
 
     def senders(self, run: RunFacts, fragment: int = 0) -> Who | None:
         """Return who takes part in an exchange, of those present; None: all."""
+        trains = self.trains(run)
         if not self.lost:
-            return self.trains(run)
+            return trains
         first = next(iter(self.parts(run.names)[fragment]), "")
 
         def heard(step: int, rows: Sequence[int]) -> list[int]:
             drawn = torch.rand(run.num_nodes, generator=rng.generator(run.seed, f"lost {first}", step // self.unit))
-            return [row for row in rows if drawn[row] >= self.lost]
+            part = (trains(step, rows) if trains else None) or rows
+            return [row for row in part if drawn[row] >= self.lost]
 
         return heard
 
@@ -542,45 +559,44 @@ class Exchange(Settings):
 
     def meet(self, part: Part) -> None:
         """Agree, and go on with it."""
-        weight, ledger = self._weight(part), part.comm.ledger
-        if weight is None:
-            with ledger.stretched(self.unit), ledger.lagging(self.average.lag(self._when.H)):
-                self._meet(part, blended=False)
-            return
-        with ledger.weighted(1.0 if part.inplace or part.simulation.dry else weight):
-            self._meet(part, blended=True)
+        average, weight = self.average, self._weight(part)
+        with self._sending(part, weight, self._lag(part.event.info.step)):
+            for label, values, put in self._values(part):
+                at = self._at(part, label, inplace=_is_zero(self.keep), weight=weight)
+                put(self._checked(self._kept(average(values, at), values, at), values, at))
         blend(part, weight)
-
-    def _meet(self, part: Part, blended: bool) -> None:
-        average = self.average
-        for label, values, put in self._values(part):
-            at = self._at(part, label, inplace=not blended and _is_zero(self.keep), inplace_state=not blended)
-            put(self._checked(self._kept(average(values, at), values, at), values, at))
 
     def agree(self, part: Part) -> None:
         """Make a message."""
-        average, ledger, delays = self.average, part.comm.ledger, self.delay
+        average, delays, weight = self.average, self.delay, self._weight(part)
         least, most = (delays, delays) if isinstance(delays, int) else (min(delays), max(delays))
         more: Any = 0 if isinstance(delays, int) else tuple(delay - least for delay in delays)
-        with ledger.stretched(self.unit), ledger.lagging(least + average.lag(self._when.H)), ledger.lagging(more):
+        with self._sending(part, weight, least + self._lag(part.event.info.step)), part.comm.ledger.lagging(more):
             for label, values, _ in self._values(part):
-                at = self._at(part, label, inplace=False)
+                at = self._at(part, label, inplace=False, weight=weight)
                 if part.run.presence is not None:
                     self._forget(part, label, at.step - most)
                 make = average.agree if self.late == "value" else average.change
                 self._messages(at)[f"message {at.step}"] = make(values, at)
+        if self.late == "change":  # a value is written in part
+            blend(part, weight)
 
     def settle(self, part: Part) -> None:
         """Change what all share by a message."""
+        weight = self._weight(part)
         for label, _, _ in self._values(part):
-            at = self._at(part, label, inplace=False)
-            self.average.settle(self._messages(at)[f"message {at.step}"], at)
+            at = self._at(part, label, inplace=False, weight=weight)
+            held, name = self._messages(at), f"message {at.step}"
+            if name in held:  # else all were lost
+                self.average.settle(held[name], at)
+        blend(part, weight)
 
     def write(self, part: Part) -> None:
         """Go on with what was agreed on."""
         average, of = self.average, part.event.info.of
+        weight = self._weight(part) if self.late == "value" else None  # a change was sent in part
         for label, values, put in self._values(part):
-            at = self._at(part, label, inplace=_is_zero(self.keep)).replace(last=of.last)
+            at = self._at(part, label, inplace=_is_zero(self.keep), weight=weight).replace(last=of.last)
             held, name = self._messages(at), f"message {at.step}"
             if self.late == "change":
                 new = average.changed(held[name], values, at)
@@ -591,20 +607,34 @@ class Exchange(Settings):
             if of.last:
                 del held[name]
             put(self._checked(self._kept(new, values, at), values, at))
+        blend(part, weight)
 
     def now(self, part: Part, grads: Tree) -> Tree:
         """Exchange gradients, before the optimizer's step; between exchanges each node has its own."""
         (when,), step, ledger = self.times(part.run.names), part.tick, part.comm.ledger
         if not when.due(step):
             return grads
-        with ledger.of_gradients(), ledger.stretched(self.unit), ledger.lagging(self.average.lag(self._when.H)):
+        with ledger.of_gradients(), self._sending(part, None, self._lag(step)):
             at = self._at(part, self._labels(0)[0][0], due=Due(when.count(step), step, Of(self._index)))
             return self._checked(self.average(grads, at), grads, at)
 
     # ------------------------------------------------------------------------------------------------- small parts
 
+    def _lag(self, step: int) -> int:
+        """Return how many steps later what is sent in this step is used, beyond the delay."""
+        rounds = isinstance(self._when, (Rounds, RoundsOf))
+        return self.average.lag(self._when.gap(step // self.unit)) if rounds else 0
+
+    @contextmanager
+    def _sending(self, part: Part, weight: Tensor | None, lag: int) -> Iterator[None]:
+        """Tell the ledger about what is sent meanwhile."""
+        ledger = part.comm.ledger
+        counted = weight is not None and not (part.inplace or part.simulation.dry)
+        with ledger.stretched(self.unit), ledger.lagging(lag), ledger.weighted(weight) if counted else nullcontext():  # type: ignore[arg-type]
+            yield
+
     def _at(
-        self, part: Part, label: str, inplace: bool = True, inplace_state: bool = True, due: Due | None = None
+        self, part: Part, label: str, inplace: bool = True, weight: Tensor | None = None, due: Due | None = None
     ) -> Meeting:  # fmt: skip
         number, step, of = part.event.info if due is None else due
         run, members = part.run, part.event.rows
@@ -614,7 +644,7 @@ class Exchange(Settings):
         return Meeting(
             part.comm, Held(part.own, label), Held(part.shared, label), exchange=number,
             step=(step - of.lag) // self.unit, seed=run.seed, nodes=part.nodes, size=part.size, examples=examples,
-            inplace=inplace and part.inplace, inplace_state=inplace_state and part.inplace,
+            inplace=inplace and weight is None and part.inplace, inplace_state=weight is None and part.inplace,
             exact=part.simulation.exact, rate=lambda: part.lr,
             weights_before=when.weights[:number] if isinstance(when, SyncWeight) else None,
         )  # fmt: skip
@@ -625,7 +655,7 @@ class Exchange(Settings):
     def _forget(self, part: Part, label: str, until: int) -> None:
         """Drop the messages that nobody has taken in time, since none was present who could."""
         for rows in _trees(part):
-            for name in [x for x in rows.whole if x.startswith((f"{label}/message ", f"{label}/index "))]:
+            for name in [x for x in rows.whole if x.startswith(f"{label}/") and _is_under_way(x)]:
                 if int(name.rsplit(" ", 1)[1]) < until:
                     del rows[name]
 
@@ -698,26 +728,37 @@ class Exchange(Settings):
         return weight.detach() if part.inplace else weight  # a run in place sends all of what it uses in part
 
 
-def blend(part: Part, weight: Tensor) -> None:
-    """Make everything that an event has changed only in part: (1 - a) old + a new, exactly old at 0 and new at 1."""
+def blend(part: Part, weight: Tensor | None) -> None:
+    """Make everything that an event has changed only in part: (1 - a) old + a new, exactly old at 0 and new at 1.
+
+    A message, which was not there before, is a change: of it, too, only a part is made.
+    """
+    if weight is None:
+        return
 
     def between(new: Tensor, old: Tensor | None) -> Tensor:
-        if old is None:
-            raise ValueError(NOT_IN_PART)
+        if new is old or not (new.is_floating_point() or old is not None):  # an index of a message
+            return new
         share = placed(weight, new.device, new.dtype if new.is_floating_point() else torch.float64)
-        return new if new is old else (1 - share) * old + share * new
+        return share * new if old is None else (1 - share) * old + share * new
 
     for rows in _trees(part):
         before = getattr(rows, "shown", rows.taken)  # of a group `[C, K, *]`, as what is assigned
         for name, new in rows.assigned.items():
             if new is not None:
-                rows.assigned[name] = tree.map_leaves(between, new, before(name))
+                if not (old := before(name)) and not _is_under_way(name):
+                    raise ValueError(NOT_IN_PART)
+                rows.assigned[name] = tree.map_leaves(between, new, old)
 
 
 def _trees(part: Part) -> list[Rows]:
     """Return what holds the trees of an event: in a stack, what all groups have and what this one has are apart."""
     found: list[Any] = [part.own, part.shared]
     return [x for rows in found for x in ((rows.common, rows.others) if hasattr(rows, "common") else (rows,))]
+
+
+def _is_under_way(name: str) -> bool:
+    return "/message " in name or "/index " in name
 
 
 def moments_in(optimizer: Mapping[str, Any], params: Tree) -> dict[str, Tree]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,7 @@ from vecgym.strategy.coded import Compressed
 from vecgym.strategy.exchange import DEFAULT_H, Exchange
 from vecgym.strategy.fragments import Fragments, Pattern
 from vecgym.strategy.inner import InnerOptions, inner_rate, takes_options
-from vecgym.strategy.when import Rounds
+from vecgym.strategy.when import as_when
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -51,7 +51,8 @@ class StreamingDiLoCoStrategy(Strategy):
     Args:
         inner_optim: the local optimizer, AdamW when not given.
         outer_optim: SGD(lr=0.4, momentum=0.9, nesterov=True) when not given, or given as "sgd".
-        H: inner steps between two exchanges of a fragment.
+        H: inner steps between two exchanges of a fragment: a number, or a function of the step at which a round begins,
+            in which each fragment has its turn.
         num_fragments: F, with that of what is outside of the transformer blocks: embedding, last norm, head. A block is
             what a number stands for in the names of the parameters, as in `h.3.attn.weight`; a model without numbers
             is cut by its modules. No more than there are. 1 is the whole model; None: three blocks to a fragment.
@@ -94,7 +95,7 @@ fragments=4))
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int = DEFAULT_H,
+        H: int | Callable[[int], int] = DEFAULT_H,
         num_fragments: int | None = None,
         *,
         fragments: Fragments | None = None,
@@ -118,10 +119,11 @@ fragments=4))
         average = Mean() if codec is None else Compressed(Mean(), codec, error_feedback=False)
         exchange = Exchange(
             Outer(average, outer_spec(outer_optim, outer_lr, OUTER_LR)),
-            every=Rounds(H), delay=delay, keep=alpha, fragments=number if fragments is None else fragments,
+            every=as_when(H, "H"), delay=delay, keep=alpha, fragments=number if fragments is None else fragments,
             pattern=pattern, offsets=offsets,
         )  # fmt: skip
-        check_below(exchange.delay, H)
+        if not callable(H):
+            check_below(exchange.delay, H)
         super().__init__(inner_optim, [exchange], **inner)
 
     def check(self, num_nodes: int, max_steps: int) -> None:

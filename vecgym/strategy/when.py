@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,9 +19,6 @@ from vecgym.core.tree import differentiated
 class When(ABC):
     """The steps at which nodes exchange.
 
-    Attributes:
-        H: optimizer steps from one exchange to the next, where these are always as many.
-
     Example: more and more rarely.
 
     >>> class PowersOfTwo(When):
@@ -34,8 +31,6 @@ class When(ABC):
     >>> [step for step in range(20) if when.due(step)], when.count(7)
     ([0, 1, 3, 7, 15], 3)
     """
-
-    H = 1
 
     @abstractmethod
     def due(self, step: int) -> bool:
@@ -74,6 +69,8 @@ class Rounds(When):
     [3, 7]
     >>> [step for step in range(10) if Rounds(4, offset=2).due(step)]
     [1, 5, 9]
+    >>> Rounds(4).gap(3), Rounds(4).part(0, num_parts=2)  # to the next; the first of two fragments
+    (4, Rounds(4, offset=2))
     """
 
     def __init__(self, H: int, offset: int | None = None, name: str = "H") -> None:
@@ -87,6 +84,14 @@ class Rounds(When):
 
     def count(self, step: int) -> int:
         return step // self.H if self.usual else max(0, (step + self.H - self.offset) // self.H)
+
+    def gap(self, step: int) -> int:
+        """Return the optimizer steps from the exchange after `step` to the next one."""
+        return self.H
+
+    def part(self, index: int, num_parts: int) -> Rounds:
+        """Return when the fragment of this number is exchanged: they have their turns within a round."""
+        return Rounds(self.H, max(1, (index + 1) * self.H // num_parts))
 
     @property
     def usual(self) -> bool:
@@ -125,6 +130,8 @@ class RoundsOf(When):
     >>> when = RoundsOf(lambda step: 1 if step < 3 else 4)
     >>> [step for step in range(12) if when.due(step)], when.count(7)
     ([0, 1, 2, 6, 10], 4)
+    >>> when.gap(6), [step for step in range(12) if when.part(0, num_parts=2).due(step)]
+    (4, [0, 1, 2, 4, 8])
     """
 
     def __init__(self, H: Callable[[int], int], name: str = "H") -> None:
@@ -150,11 +157,30 @@ class RoundsOf(When):
         return ends
 
     def due(self, step: int) -> bool:
-        ends = self._ends(step + 1)
-        return ends[bisect_left(ends, step + 1)] == step + 1
+        _, begin, length = self.round(step)
+        return step + 1 == begin + length
 
     def count(self, step: int) -> int:
-        return bisect_right(self._ends(step), step)
+        return self.round(step)[0]
+
+    def gap(self, step: int) -> int:
+        """Return the optimizer steps from the exchange after `step` to the next one: of a round that ends there."""
+        return self.round(step + 1)[2]
+
+    def round(self, step: int) -> tuple[int, int, int]:
+        """Return the number of the round that a step is in, the step at which it begins, and its length.
+
+        >>> RoundsOf(lambda step: 1 if step < 3 else 4).round(5)
+        (3, 3, 4)
+        """
+        ends = self._ends(step)
+        number = bisect_right(ends, step)
+        begin = ends[number - 1] if number else 0
+        return number, begin, ends[number] - begin
+
+    def part(self, index: int, num_parts: int) -> When:
+        """Return when the fragment of this number is exchanged: they have their turns within each round."""
+        return _PartOf(self, index + 1, num_parts)
 
     def check(self, max_steps: int, who: object = "the module") -> None:
         first = self._ends(max_steps)[0]
@@ -165,6 +191,24 @@ class RoundsOf(When):
 
     def __repr__(self) -> str:
         return f"RoundsOf({getattr(self.function, '__name__', repr(self.function))})"
+
+
+class _PartOf(When):
+    """When n of m parts of each round are done."""
+
+    def __init__(self, rounds: RoundsOf, n: int, m: int) -> None:
+        self.rounds, self.n, self.m = rounds, n, m
+
+    def due(self, step: int) -> bool:
+        return step + 1 == self._turn(step)[1]
+
+    def count(self, step: int) -> int:
+        number, turn = self._turn(step)
+        return number + (turn <= step)
+
+    def _turn(self, step: int) -> tuple[int, int]:
+        number, begin, length = self.rounds.round(step)
+        return number, begin + max(1, self.n * length // self.m)
 
 
 # What the functions have given: no part of the objects, which are compared and sent to other processes.
