@@ -79,17 +79,25 @@ def plain(row: dict[str, Any], skipped: tuple[str, ...] = MEASURED) -> dict[str,
 
 
 def check_row(result: SweepResult, index: int, kind: str = "MLP", **settings: Any) -> None:
-    """The very bits of the run of it alone."""
+    """The run of it alone; its very bits where it was in no stack with others."""
     trainer, averaged = run_alone(result, index, kind, **settings)
     found, expected = result.history(index).rows, trainer.history.rows
-    assert [plain(row) for row in found] == [plain(row) for row in expected]
+    chunk = next(chunk for program in result._runner.programs for chunk in program.chunks if index in chunk)
     assert [set(row) for row in found] == [set(row) for row in expected]
+    if len(chunk) == 1:
+        assert [plain(row) for row in found] == [plain(row) for row in expected]
+    for ours, theirs in zip(found, expected):
+        for name in set(ours) - set(MEASURED):
+            wanted = None if theirs[name] is None else pytest.approx(theirs[name], rel=1e-10, nan_ok=True)
+            assert ours[name] == wanted, (theirs["step"], name)
     for name, x in averaged.state_dict().items():
-        assert torch.equal(result.model(index).state_dict()[name], x), name
+        torch.testing.assert_close(result.model(index).state_dict()[name], x, rtol=1e-10, atol=1e-10)
+        assert len(chunk) > 1 or torch.equal(result.model(index).state_dict()[name], x), name
     last, row = trainer.history.rows[-1], result.rows[index]
     for name in ("sim_seconds", "version", "staleness", "staleness_max", "num_arrived", "local_steps_total",
                  "train_loss", "val_loss", "bytes_total"):  # fmt: skip
-        assert row[name] == last.get(name), name
+        wanted = last.get(name)
+        assert row[name] == (None if wanted is None else pytest.approx(wanted, rel=1e-10)), name
     assert (row["status"], row["steps"]) == ("finished", last["step"])
 
 
@@ -216,9 +224,9 @@ def test_explained_and_not_trained() -> None:
     assert first == "3 configurations in 2 programs:"
     assert re.match(r"program 0: 2 configurations, num_nodes=3, batch_size=4, 7 updates, MLP, AsyncStrategy;",
                     asynchronous)  # fmt: skip
-    assert "2 stacks of up to 1 (AsyncStrategy: each by itself)" in asynchronous
+    assert "1 stack (all in one stack)" in asynchronous
     assert "8 steps" in synchronous
-    assert "another kind of strategy" in why
+    assert "another plan (what happens when)" in why
     assert {row["status"] for row in result.rows} == {"pending"}
 
 
@@ -260,11 +268,16 @@ GRIDS: dict[str, tuple[Make, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+SIZES = {"rates": {8}, "servers": {1, 2, 4}, "staleness": {2}, "rounds of unequal length, schedules": {2},
+         "optimizers that cannot be one": {1}, "windows": {2}, "one by one": {2}}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", GRIDS)
 def test_every_row_is_the_run_of_it_alone(name: str) -> None:
     make, grid = GRIDS[name]
     result = run(make, grid, network=NETWORK, max_updates=9)
-    assert {len(chunk) for program in result._runner.programs for chunk in program.chunks} == {1}, result.explain()
+    sizes = {len(chunk) for program in result._runner.programs for chunk in program.chunks}
+    assert sizes == SIZES[name], result.explain()
     for index in range(len(result)):
         check_row(result, index)
 
@@ -361,7 +374,7 @@ def test_others_are_resumed(name: str, after: int, tmp_path: pathlib.Path) -> No
     assert_same(kept(path, **given), kept(None, **given))
 
 
-@pytest.mark.parametrize("after", [8, 20, 40])
+@pytest.mark.parametrize("after", [8, 12, 20])
 def test_interrupted_and_resumed(after: int, tmp_path: pathlib.Path) -> None:
     """Ctrl-C keeps what there is; the same call goes on from the file, to the same bits."""
     path = tmp_path / "sweep.pt"

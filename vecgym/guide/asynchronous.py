@@ -199,7 +199,7 @@ tensor(True)
 ## Limits
 
 Dropout masks depend on which nodes share a call, so a model with dropout is reproducible for one setting of `together`.
-`sweep` trains configurations of asynchronous strategies one after the other.
+`sweep` stacks configurations of `AsyncStrategy` that differ in numbers only, and trains the others one after the other.
 
 One process: real processes (`backend=`, `exact=True`), `verify`, `dry_run`, `estimate_memory` and `compile=True` are
 for synchronous strategies, and say so. An asynchronous run is not priced on other networks afterwards, since these

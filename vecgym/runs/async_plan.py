@@ -110,5 +110,14 @@ class Updates(Simulation):
 
     def _rates(self, arrivals: Sequence[Arrival]) -> Any:
         """Return the inner learning rates of the last steps of some arrivals: a number, or one for each."""
-        last = [arrival.first_step + arrival.num_steps - 1 for arrival in arrivals]
-        return self.strategy.inner.lr(last, self.timetable.max_steps, [arrival.node for arrival in arrivals])
+        last, nodes = last_steps(arrivals)
+        return self.strategy.inner.lr(last, self.timetable.max_steps, nodes)
+
+
+def last_steps(arrivals: Sequence[Arrival]) -> tuple[list[int], list[int]]:
+    """Return the last step of the round of each arrival, and its node.
+
+    >>> last_steps([Arrival(time=1.0, node=2, first_step=4, num_steps=3)])
+    ([6], [2])
+    """
+    return [x.first_step + x.num_steps - 1 for x in arrivals], [x.node for x in arrivals]

@@ -301,6 +301,14 @@ class Part:
     def _apart(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (self.size, -1))
 
+    def flat(self, values: Tree) -> Tree:
+        """Show `[C, rows, *]` of several configurations as `[C rows, *]`."""
+        return values if self.size == 1 else tree.map(lambda x: x.flatten(0, 1), values)
+
+    def apart(self, values: Tree) -> Tree:
+        """Show `[C rows, *]` as `[C, rows, *]`, as a handler of several configurations has it."""
+        return values if self.size == 1 else tree.map(self._apart, values)
+
     def here(self, number: Any) -> Any:
         """Return a setting of the nodes in this process: of `[K]` or `[C, K]` their values, else as it is."""
         of_nodes = isinstance(number, Tensor) and number.dim() > int(self.size > 1) and number.shape[-1] > 1

@@ -74,7 +74,7 @@ class Together:
                 while events and not events[0].reads:
                     yield events.pop(0)
             heads = [events.pop(0) for events in left if events]
-            joined = [head for head in heads if head.what == "train" and head.reads == 1]
+            joined = [head for head in heads if head[:1] + head[3:5] == ("train", 1, None)]  # a step of nodes that wait
             if joined:
                 yield self._joint(joined)
             yield from (head for head in heads if head not in joined)

@@ -68,20 +68,23 @@ class EventDriven(Strategy):
 
     def optimized(self, part: Part, params: Tree, grads: Tree, counts: int | list[int]) -> Tree:
         """Take the inner optimizer's step of these rows, which have made so many before; return their parameters."""
-        simulation = part.simulation
-        lr = self.inner.lr(counts, simulation.timetable.max_steps, part.rows)
-        new, part.own["optimizer"] = self.inner.step(
-            params, grads, part.own["optimizer"], counts, lr, inplace=part.inplace, nodes=part.rows,
+        simulation, several = part.simulation, part.size > 1
+        inner, nodes = (self.inner.wide(len(part.nodes)), None) if several else (self.inner, part.rows)
+        lr = inner.lr(counts, simulation.table_of(part.event.group).max_steps, nodes)
+        new, slots = inner.step(
+            part.flat(params), part.flat(grads), part.own.flat("optimizer"), counts, lr, inplace=part.inplace,
+            nodes=nodes,
             exact=simulation.engine.plan.engine == "loop",  # promises bits that do not depend on who trains beside it
         )  # fmt: skip
-        return new
+        part.own.put_flat("optimizer", slots)
+        return part.apart(new)
 
     def send(self, part: Part, operation: str, who: ServerLinks | Links, names: Sequence[str] | None = None) -> None:
         """Record a message of all parameters, or of some."""
         sizes = part.comm.ledger.sizes
         names = tuple(sizes) if names is None else tuple(names)
-        payload, K = sum(sizes[name] for name in names), part.simulation.run.num_nodes
-        part.comm.ledger.record(Transfer(operation, payload, K, who, tensors=names))
+        payload = sum(sizes[name] for name in names)
+        part.comm.ledger.record(Transfer(operation, payload, part.run.num_nodes, who, tensors=names))
 
     def server_of(self, num_nodes: int) -> Server | None:
         """Return the server whose parameters are those of the run, if there is one."""
@@ -137,9 +140,9 @@ class InRounds(EventDriven):
         part.own["local"], part.own["loss"] = params, loss
 
     def arrived(self, part: Part) -> Tree:
-        """Return what a round has moved, `[1, *]`, which is now at its server."""
-        self.send(part, "server_gather", ServerLinks(up=tuple(part.rows), down=()))
-        return tree.map(torch.sub, part.own["start"], part.own["local"])
+        """Return what a round has moved, `[1, *]`, which is now at its server; of several configurations `[C, *]`."""
+        self.send(part, "server_gather", ServerLinks(up=tuple(part.nodes), down=()))
+        return part.flat(tree.map(torch.sub, part.own["start"], part.own["local"]))
 
     def round_loss(self, part: Part) -> Tensor:
         """Return the mean loss over the steps of a round, `[1]`."""
@@ -147,9 +150,9 @@ class InRounds(EventDriven):
         return loss
 
     def begin_from(self, part: Part, params: Tree) -> None:
-        """Let nodes begin their next rounds from what a server sends, `[1, *]`."""
-        part.own["start"] = part.own["local"] = params
-        for node in part.rows:
+        """Let nodes begin their next rounds from what a server sends, `[1, *]`; of several configurations `[C, *]`."""
+        part.own["start"] = part.own["local"] = part.apart(params)
+        for node in part.nodes:
             self.send(part, "server_send", ServerLinks(up=(), down=(node,)))
 
 
@@ -203,6 +206,9 @@ class AsyncStrategy(InRounds):
     begin a new optimizer in each round.
     """
 
+    own_numbers = ()
+    own_draws = False
+
     @takes_options(InnerOptions)
     def __init__(
         self,
@@ -230,7 +236,7 @@ class AsyncStrategy(InRounds):
         self.dylu = check.flag("dylu", dylu)
         self.local_steps = None if local_steps is None else counts_of(local_steps)
         self.staleness = agreed("staleness", staleness, "none", self.server.staleness)
-        self.weight = staleness_weight("staleness", self.staleness)
+        staleness_weight("staleness", self.staleness)
         self.together = check.flag("together", together)
         if dylu and local_steps is not None:
             raise ValueError("dylu=True and local_steps both say how many steps a node makes: give one of them.")
@@ -271,22 +277,25 @@ class AsyncStrategy(InRounds):
         """Take a movement: as the server corrects it, and weighted."""
         arrival: Arrival = part.event.info
         part.report(self.round_loss(part))
-        moved = self.server_of(part.simulation.run.num_nodes).correct(self.arrived(part), part.shared["server"])
-        moved = weighted(moved, self.weight(arrival.staleness))
+        moved = self.server_of(part.run.num_nodes).correct(self.arrived(part), part.shared.flat("server"))
+        moved = weighted(moved, staleness_weight("staleness", self.staleness)(arrival.staleness))
         part.memo.setdefault("moved", {})[arrival.node, arrival.round] = moved
 
     def update(self, part: Part) -> None:
         """Let the server make an update of the mean of what has arrived since the last one."""
         moved = [part.memo["moved"][key] for key in sorted(part.memo["moved"])]
         mean = moved[0] if len(moved) == 1 else tree.map(lambda *each: torch.stack(each, 1).mean(1), *moved)
-        part.shared["params"], part.shared["server"] = self.server_of(part.simulation.run.num_nodes).update(
-            part.shared["params"], mean, part.shared["server"], part.event.info.version - 1, inplace=part.inplace
-        )
+        params, held = self.server_of(part.run.num_nodes).update(
+            part.shared.flat("params"), mean, part.shared.flat("server"), part.event.info.version - 1,
+            inplace=part.inplace,
+        )  # fmt: skip
+        part.shared.put_flat("params", params)
+        part.shared.put_flat("server", held)
 
     def restart(self, part: Part) -> None:
         """Send nodes what they begin with."""
-        server = self.server_of(part.simulation.run.num_nodes)
-        self.begin_from(part, server.start(part.shared["params"], part.shared["server"]))
+        server = self.server_of(part.run.num_nodes)
+        self.begin_from(part, server.start(part.shared.flat("params"), part.shared.flat("server")))
 
 
 def check_synchronous(strategy: Strategy) -> None:

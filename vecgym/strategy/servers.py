@@ -53,11 +53,26 @@ class Server(ABC):
     ({'w': tensor([3.])}, {})
     >>> server.lr(0) is None, server.correct(params, {}) is params, server.start(params, {}) is params
     (True, True, True)
+    >>> server.numbers is None  # in a sweep, its configurations are trained one by one
+    True
     """
 
+    # Settings that may have a value for each configuration of a sweep, `[C]`, where parameters, movements and state are
+    # `[C, *]`; None: its methods are for one of them.
+    own_numbers: tuple[str, ...] | None = None
     # Movements of which an update is made, and their weights; None: as the strategy says.
     buffer: int | None = None
     staleness: StalenessName | None = None
+
+    def __init_subclass__(cls) -> None:
+        """Train configurations with a server of one's own one by one, unless it says that it works on several."""
+        super().__init_subclass__()
+        cls.own_numbers = vars(cls).get("own_numbers")
+
+    @property
+    def numbers(self) -> tuple[str, ...] | None:
+        """The class's `own_numbers`."""
+        return self.own_numbers
 
     def check(self, num_nodes: int, num_updates: int) -> None:
         """Raise a ValueError if the server cannot work for this run."""
@@ -113,27 +128,38 @@ class OuterOptimizer(Server):
     >>> server, params = OuterOptimizer(OptimSpec("sgd", lr=0.5)), {"w": torch.zeros(1)}
     >>> server.update(params, {"w": torch.ones(1)}, server.init(params), update=0)[0], server.lr(0)
     ({'w': tensor([-0.5000])}, 0.5)
+    >>> server.outer_optim
+    OptimSpec(SGD, lr=0.5)
     """
+
+    own_numbers: tuple[str, ...] | None = ()
 
     def __init__(
         self, outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None, lr: float | Tensor | None = None
     ) -> None:
-        self.outer_optim = outer_spec(outer_optim, lr)
-        self._optimizer = Optimizer(self.outer_optim)
+        self.optimizer = Optimizer(outer_spec(outer_optim, lr))
+
+    @property
+    def outer_optim(self) -> OptimSpec:
+        """The class of the server's optimizer, and its hyperparameters."""
+        return self.optimizer.spec
 
     def check(self, num_nodes: int, num_updates: int) -> None:
         self.outer_optim.check_steps(1, num_updates, "server's optimizer")
 
     def init(self, params: Tree) -> State:
-        return self._optimizer.init(params)
+        return self.optimizer.init(params)
 
     def update(
         self, params: Tree, movement: Tree, state: State, update: int, inplace: bool = False
     ) -> tuple[Tree, State]:
-        return self._optimizer.step(params, movement, state, update, inplace=inplace)
+        return self.optimizer.step(params, movement, state, update, inplace=inplace)
 
     def lr(self, update: int) -> float | Tensor | None:
         return self.outer_optim.at(update).hyper.get("lr")
+
+    def __repr__(self) -> str:
+        return shown(self, outer_optim=self.outer_optim)
 
 
 class FedBuff(OuterOptimizer):
@@ -151,6 +177,7 @@ class FedBuff(OuterOptimizer):
     divided by `buffer`, and the weights are divided by that of a usual staleness. lr = 1 is nobody's default but ours.
     """
 
+    own_numbers = ("momentum",)
     staleness = "inverse_sqrt"
 
     def __init__(self, buffer: int = 10, lr: float | Tensor = 1.0, momentum: float | Tensor = 0.0) -> None:
@@ -191,6 +218,8 @@ class DelayedNesterov(Server):
     No deviation.
     """
 
+    own_numbers = ("rate", "momentum", "c")
+
     def __init__(
         self,
         lr: float | Tensor = OUTER_DEFAULTS["lr"],
@@ -198,7 +227,7 @@ class DelayedNesterov(Server):
         buffer: int | None = None,
         c: float | Tensor = 0.0,
     ) -> None:
-        self._lr = one_number("lr", lr, "[0, inf)")
+        self.rate = one_number("lr", lr, "[0, inf)")
         self.momentum = one_number("momentum", momentum, "[0, 1)")
         self.num_arrivals = check.optional_integer("buffer", buffer, what="None is the number of nodes")
         self.c = one_number("c", c, "[0, 1]", "what of the momentum is spread over the arrivals in between")
@@ -234,14 +263,14 @@ class DelayedNesterov(Server):
             momentum = tree.map(lambda m, d: tree.per_node(beta, m) * m + d / N, momentum, buffer)
             buffer, share = tree.map(torch.zeros_like, buffer), 1 - c * N + c
         step = tree.map(lambda m, g: tree.per_node(share * beta, m) * m + g / N, momentum, movement)
-        stepped = tree.map(lambda p, x: p - tree.per_node(self._lr, x) * x, params, step)
+        stepped = tree.map(lambda p, x: p - tree.per_node(self.rate, x) * x, params, step)
         return stepped, {"momentum": momentum, "buffer": buffer}
 
     def lr(self, update: int) -> float | Tensor | None:
-        return self._lr
+        return self.rate
 
     def __repr__(self) -> str:
-        return f"DelayedNesterov(lr={self._lr}, momentum={self.momentum}, buffer={self.num_arrivals}, c={self.c})"
+        return f"DelayedNesterov(lr={self.rate}, momentum={self.momentum}, buffer={self.num_arrivals}, c={self.c})"
 
 
 class HeLoCo(Server):
@@ -278,13 +307,15 @@ class HeLoCo(Server):
     other.
     """
 
+    own_numbers = ("rate", "momentum", "rho")
+
     def __init__(
         self,
         lr: float | Tensor = OUTER_DEFAULTS["lr"],
         momentum: float | Tensor = OUTER_DEFAULTS["momentum"],
         rho: float | Tensor | None = None,
     ) -> None:
-        self._lr = one_number("lr", lr, "[0, inf)")
+        self.rate = one_number("lr", lr, "[0, inf)")
         self.momentum = one_number("momentum", momentum, "[0, 1)")
         self.rho = None if rho is None else one_number("rho", rho, "[0, inf)", "the weight of an arrival")
 
@@ -297,7 +328,7 @@ class HeLoCo(Server):
         return {"momentum": tree.map(torch.zeros_like, params)}
 
     def start(self, params: Tree, state: State) -> Tree:
-        return tree.map(lambda p, m: p - tree.per_node(self._lr * self.momentum, m) * m, params, state["momentum"])
+        return tree.map(lambda p, m: p - tree.per_node(self.rate * self.momentum, m) * m, params, state["momentum"])
 
     def correct(self, movement: Tree, state: State) -> Tree:
         rho = self.rho
@@ -313,13 +344,13 @@ class HeLoCo(Server):
             lambda m, g: tree.per_node(mu, m) * m + tree.per_node(1 - mu, g) * g, state["momentum"], movement
         )
         step = tree.map(lambda g, m: g + tree.per_node(mu, m) * m, movement, held)
-        return tree.map(lambda p, x: p - tree.per_node(self._lr, x) * x, params, step), {"momentum": held}
+        return tree.map(lambda p, x: p - tree.per_node(self.rate, x) * x, params, step), {"momentum": held}
 
     def lr(self, update: int) -> float | Tensor | None:
-        return self._lr
+        return self.rate
 
     def __repr__(self) -> str:
-        return f"HeLoCo(lr={self._lr}, momentum={self.momentum}, rho={self.rho})"
+        return f"HeLoCo(lr={self.rate}, momentum={self.momentum}, rho={self.rho})"
 
 
 def one_number(name: str, value: Any, within: str, what: str = "") -> float | Tensor:
@@ -333,7 +364,7 @@ def one_number(name: str, value: Any, within: str, what: str = "") -> float | Te
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{name} has shape {list(value.shape)}: there is one server, give one number.")
     found: float | Tensor = check.per_node(name, value, within, what)
-    return found
+    return found.reshape(()) if isinstance(found, Tensor) else found
 
 
 def staleness_weight(name: str, value: Any) -> Staleness:

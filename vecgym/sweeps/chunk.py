@@ -188,13 +188,14 @@ class Chunk:
         strategies, runs, presences = [], [], []
         for config in self.configs:
             strategy = as_strategy(config.strategy, copy.deepcopy(config.model).to(self.engine.device))
-            presence = config.presence()
+            presence = config.presence() if config.plan is None else None  # a plan knows who is absent
             if presence is not None:
                 presence.tell()
                 strategy = strategy.through_server() if presence.server else strategy
             facts = RunFacts(
-                config.num_nodes, self.num_steps, config.settings["seed"], presence, tuple(config.train.shard_sizes)
-            )
+                config.num_nodes, self.num_steps, config.settings["seed"], presence, tuple(config.train.shard_sizes),
+                config.plan,
+            )  # fmt: skip
             strategies.append(strategy)
             runs.append(facts)
             presences.append(presence)
@@ -347,17 +348,18 @@ class Chunk:
     def load(self, state: dict[str, Any], curves: dict[int, Curve]) -> None:
         """Continue from a saved state, and from what those that are left had recorded up to it, by their places."""
         self.left = list(curves)
-        self._load_state(state, curves[self.left[0]])
+        self._load_state(state, curves)
         for c, curve in curves.items():
             self.observed.load(c, curve)
         if self.state.step > 0:
             self._before = float(curves[self.left[0]].columns["seconds"][-1])
 
-    def _load_state(self, state: dict[str, Any], first: Curve) -> None:
+    def _load_state(self, state: dict[str, Any], curves: dict[int, Curve]) -> None:
         placed = placed_as(state, vars(self.state), self.engine.device)
         self.state = State(state["tick"], placed["own"], placed["shared"])
-        if first.ledger is not None:
-            self.ledgers[self.left[0]].load(first.ledger)
+        for c, curve in curves.items():
+            if curve.ledger is not None:
+                self.ledgers[c].load(curve.ledger)
 
 
 class Measured(NamedTuple):

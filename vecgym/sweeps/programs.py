@@ -14,6 +14,7 @@ from vecgym.runs.options import resolve_device
 from vecgym.simulation import RunFacts
 from vecgym.strategy import Strategy
 from vecgym.sweeps.configurations import Configuration, alike, examined
+from vecgym.sweeps.groups import key_of
 from vecgym.sweeps.options import SweepOptions
 
 # On a CPU, a stack of more arithmetic than this in a step gains nothing by being larger: what it costs is no longer
@@ -85,11 +86,14 @@ def explain(programs: Sequence[Program]) -> str:
 
 def _key(config: Configuration) -> dict[str, Any]:
     """Return what configurations of one program have in common, besides their model's structure."""
+    alone = _alone(config.strategy)
     return {
-        "kind of strategy (stacked, or each by itself)": type(config.strategy) if _alone(config.strategy) else None,
+        "kind of strategy (stacked, or each by itself)": type(config.strategy) if alone else None,
         **{name: config.settings[name] for name in ("num_nodes", "batch_size", "minibatch_size")},
         "number of steps": config.num_steps,
         "availability": config.settings["availability"] is not None,
+        "plan (what happens when)": None if alone or config.plan is None else id(config.plan),
+        "settings that are no numbers": None if alone or config.plan is None else key_of(config.strategy),
         "place of the parameters (one copy for all nodes, or one for each)": config.strategy.mean_gradient,
     }
 
@@ -130,8 +134,9 @@ def _program(configs: list[Configuration], options: SweepOptions) -> Program:
 
 def _alone(strategy: Strategy) -> bool:
     """Whether configurations of this strategy are trained one after the other."""
-    other_model = type(strategy).result is not Strategy.result  # than the mean of the nodes' parameters
-    return strategy.asynchronous or other_model
+    if strategy.asynchronous:
+        return bool(key_of(strategy) != key_of(strategy))  # it holds what equals nothing else
+    return type(strategy).result is not Strategy.result  # another model than the mean of the nodes' parameters
 
 
 def max_memory_bytes(options: SweepOptions) -> int:
