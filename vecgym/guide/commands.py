@@ -37,7 +37,7 @@ def diloco(H=20, lr=3e-3):
 
 ```bash
 vecgym run experiment.py:diloco --output runs/diloco-20
-vecgym run experiment.py:diloco --set H=50 max_steps=1000 --output runs/diloco-50
+vecgym run experiment.py:diloco --set H=50 max_steps=1000 max_bytes=1e6 --output runs/diloco-50
 vecgym plot runs/diloco-20 runs/diloco-50 --x bytes --output both.png
 ```
 

@@ -233,7 +233,8 @@ class Trainer(Generic[M]):
     def after_step(self, row: dict[str, Any]) -> None:
         """Override this: it is called with the complete row of each step, and before the first step.
 
-        It is not called with `backend="processes"`, where other processes take the steps.
+        If it raises StopIteration, the run ends after this step. It is not called with `backend="processes"`, where
+        other processes take the steps.
 
         >>> import torch
         >>> from vecgym.strategy import FedAvgStrategy
