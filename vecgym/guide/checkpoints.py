@@ -58,7 +58,7 @@ Checkpoints and `sweep(resume=)` compare what a run is given, and a little of wh
 | what | compared by |
 |---|---|
 | numbers, texts, tensors in settings and strategies | value |
-| functions and classes: schedules, `param_groups`, topologies, `collate_fn` | qualified name; schedules also by the learning rates of some steps |
+| functions and classes: schedules, `loss_fn`, `param_groups`, topologies, `collate_fn` | qualified name; schedules also by the learning rates of some steps |
 | other objects | class, and what their attributes hold; random generators by kind, torch's also by seed |
 | the model | modules, and shapes and dtypes of parameters and buffers; and **its loss**, to 1e-3 |
 | data | number of examples, and a digest of the first batch |

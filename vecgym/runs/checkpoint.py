@@ -40,7 +40,7 @@ from vecgym.core import rng, tree
 from vecgym.core.devices import placed_as
 from vecgym.core.errors import Damaged, warn
 from vecgym.core.files import Lock, remove_partial
-from vecgym.core.nodes import Nodes
+from vecgym.core.nodes import LOSS_FN, Nodes
 from vecgym.core.objects import GENERATORS
 from vecgym.core.rng import GlobalStates
 from vecgym.core.tree import Tree
@@ -596,7 +596,8 @@ def of_model(model: nn.Module, trained: Collection[str], name: str = "model") ->
     forms = {f"parameter {n}": tree.form(p) + ("" if n in trained else ", not trained")
              for n, p in model.named_parameters()}  # fmt: skip
     forms |= {f"buffer {n}": tree.form(b) for n, b in model.named_buffers()}
-    return {**settings_of(model, name), **{f"{name}, {which}": form for which, form in forms.items()}}
+    forms_of_loss = settings_of(vars(model).get(LOSS_FN), f"{name}, loss_fn") if LOSS_FN in vars(model) else {}
+    return {**settings_of(model, name), **forms_of_loss, **{f"{name}, {which}": form for which, form in forms.items()}}
 
 
 def settings_of(x: Any, name: str, seen: dict[int, Any] | None = None, depth: int = 0) -> dict[str, Any]:

@@ -19,9 +19,11 @@ from vecgym import strategy as strategies
 from vecgym.clock import Compute, Network
 from vecgym.collectives.distributed import check_divides
 from vecgym.core import check, tree
+from vecgym.core.nodes import LOSS_FN
 from vecgym.core.options import Options, checks_of
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, EngineName
+from vecgym.engine.contract import with_loss
 from vecgym.engine.plan import check_engine, check_settings
 from vecgym.records.loggers import Logger, as_loggers
 from vecgym.simulation.availability import Availability, Facts, as_availability
@@ -206,6 +208,24 @@ OneOrMoreLoggers = Annotated[Logger | Sequence[Logger] | None, lambda name, valu
 
 
 # ------------------------------------------------------------------------------------------------------ the options
+
+
+@dataclass(frozen=True)
+class Modelled(Options):
+    """A model that is given with its loss.
+
+    Args:
+        loss_fn: a function (module, batch) -> the mean loss, or a dict of it, as "loss", and metrics for validation:
+            it replaces the model's `forward(batch)`, and `val_metrics`. None: the model returns its loss.
+    """
+
+    _: KW_ONLY
+    loss_fn: Callable[[nn.Module, Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        model: Any = vars(self)["model"]
+        self.settle(model=with_loss(model, self.loss_fn))
 
 
 @dataclass(frozen=True)
@@ -553,7 +573,7 @@ def _pair(name: str, value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class DifferentiableRun(Options):
+class DifferentiableRun(Modelled):
     """What is trained, on which batches, and how it is evaluated.
 
     Args:
@@ -585,6 +605,8 @@ class DifferentiableRun(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.loss_fn is not None and isinstance(self.engine, Engine) and LOSS_FN not in vars(self.engine.model):
+            raise ValueError('the engine was made without loss_fn: give engine="auto", which makes one with it.')
         if self.params is not None:
             check.instance("params", self.params, Mapping, "{name: tensor [1 or K, *]}, or None")
         if self.num_examples is not None:
