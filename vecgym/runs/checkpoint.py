@@ -55,6 +55,10 @@ from vecgym.simulation import Simulation, State
 from vecgym.strategy import Strategy
 
 NAME = "step-{:09d}.pt"
+OF_SCHEDULES = (
+    'a schedule such as "cosine" is laid out over max_steps: give it a length of its own from the first run on, '
+    "lr_scheduler=vecgym.optim.schedule.lambda_cosine(max_steps=1000, cosine_anneal=True), or all max_steps, and stop="
+)
 LOCK = ".run.lock"  # exists while a run is in progress
 FORM: dict[str, Any] = {
     **runfile.FORM,
@@ -445,9 +449,10 @@ class Identity:
         return eval_loss(self.simulation.engine, params, first, self.batch)
 
     def _different_rates(self, saved: Mapping[int, list[float]]) -> list[str]:
-        """Return, as a line, the first difference between the learning rates of the saved run and of this one."""
+        """Return the first difference between the learning rates of the saved run and of this one, in lines."""
         rates = self._learning_rates(step for step in saved if step < self.simulation.timetable.max_steps)
-        return differences(in_words({step: saved[step] for step in rates}), in_words(rates))[:1]
+        lines = differences(in_words({step: saved[step] for step in rates}), in_words(rates))[:1]
+        return [*lines, OF_SCHEDULES] if lines else []
 
     def _learning_rates(self, steps: Iterable[int]) -> dict[int, list[float]]:
         return learning_rates(self.strategy, self.simulation.comm.num_nodes, self.simulation.timetable.max_steps, steps)
