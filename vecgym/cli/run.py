@@ -20,8 +20,8 @@ def allowed() -> tuple[str, ...]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Train as configured by a Python function that returns a dict of model, train_dataset, val_dataset and the
-    arguments of Trainer.fit. Write the history as CSV, a figure of it, and config.json."""
+    """Train as configured by a Python function that returns a dict of model, train_dataset, val_dataset, loss_fn and
+    the arguments of Trainer.fit. Write the history as CSV, a figure of it, and config.json."""
     parser.epilog = "example: vecgym run experiment.py:diloco --set H=50 max_steps=1000 --output runs/diloco-50"
     add_run_options(parser)
 

@@ -15,8 +15,8 @@ Each has `--help`, which does not load torch and so comes at once.
 
 ## Configurations
 
-A configuration is a function in a file. It returns a dict with `model`, `train_dataset`, `val_dataset` and the
-arguments of `Trainer.fit`:
+A configuration is a function in a file. It returns a dict with `model`, `train_dataset`, `val_dataset`, `loss_fn`
+and the arguments of `Trainer.fit`:
 
 ```python
 # experiment.py
