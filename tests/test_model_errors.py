@@ -71,7 +71,7 @@ class Parameterless(nn.Module):
 
 BEFORE_A_CALL: dict[str, tuple[Any, list[str]]] = {
     "no forward": (NoForward, ["NoForward", "no forward", "training_step(batch, 0)"]),
-    "two arguments": (Two, ["forward(x", "'y'", "F.cross_entropy(self.net(x), y)"]),
+    "two arguments": (Two, ["forward(x", "'y'", "F.cross_entropy(module(x), y)"]),
     "no parameters": (Parameterless, ["no trainable parameter", "requires_grad_(True)"]),
     "frozen": (lambda: Loss().requires_grad_(False), ["no trainable parameter"]),
     "scripted": (lambda: torch.jit.script(Net()), ["TorchScript", "give the original nn.Module"]),
@@ -94,8 +94,8 @@ def test_what_is_no_model_is_refused_before_any_call(name: str) -> None:
 
 
 @pytest.mark.parametrize("make", [Net, Lightning])
-def test_a_network_instead_of_a_model_is_told_the_wrapper(make: type[nn.Module]) -> None:
-    """It fails on the tuple; the message shows what it was given, and the wrapper, which works."""
+def test_a_network_instead_of_a_model_is_told_of_loss_fn(make: type[nn.Module]) -> None:
+    """It fails on the tuple; the message shows what it was given, and a loss_fn, which works."""
     for engine in ("auto", "loop"):
         with pytest.raises(RuntimeError) as raised:
             fit(make(), alone(), data=dataset("MLP"), engine=engine)
@@ -104,17 +104,18 @@ def test_a_network_instead_of_a_model_is_told_the_wrapper(make: type[nn.Module])
             "first batch, (float32 [4, 16], int64 [4])",
             "must be Tensor, not",
             "test_model_errors.py",
-            "class WithLoss",
+            "def loss(module, batch)",
         ):
             assert part in message
         assert ("training_step" in message) == (make is Lightning)
         assert "vmap" not in message
-    with pytest.raises(ValueError, match=r"shape \[4, 10\], not a scalar(?s:.*)class WithLoss"):
+    with pytest.raises(ValueError, match=r"shape \[4, 10\], not a scalar(?s:.*)def loss"):
         fit(make(), alone(), data=torch.zeros(24, 16))
-    found: dict[str, Any] = {"nn": nn, "F": F}
-    code = message[message.index("    class") : message.index("\n\nand give")]
+    found: dict[str, Any] = {"F": F}
+    code = message[message.index("    def loss") : message.index("\n\nin place of")]
     exec("\n".join(line[4:] for line in code.splitlines()), found)
-    fit(found["WithLoss"](make()), alone(), data=dataset("MLP"))
+    trainer = Trainer(make(), dataset("MLP"), loss_fn=found["loss"])
+    trainer.fit(alone(), 3, batch_size=4, device="cpu", progress=False)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -433,7 +434,7 @@ class Labelled(OfKeywords):
 
 def test_a_batch_of_names_gets_advice_for_one() -> None:
     data = [{"x": torch.ones(3)} for _ in range(24)]
-    advice = r"(.|\n)*return self\.net\(\*\*batch\)\.loss"
+    advice = r"(.|\n)*return module\(\*\*batch\)\.loss"
     with pytest.raises(ValueError, match="returned a dict, not a scalar tensor" + advice):
         fit(OfKeywords(), "FedAvg", data=data)
     with pytest.raises(RuntimeError, match="must be Tensor, not dict" + advice):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,14 @@ def python_blocks(text: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
-@pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if python_blocks(text)])
+def marked(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.hf) if name == "hugging_face" else name
+
+
+@pytest.mark.parametrize("name", [marked(name) for name, text in TEXTS.items() if python_blocks(text)])
 def test_code_blocks_run_in_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "hugging_face":
+        pytest.importorskip("transformers", reason="transformers is missing: pip install vecgym[hf]")
     monkeypatch.chdir(tmp_path)  # where what they write goes
     namespace: dict[str, object] = {"__name__": name.lower()}
     for i, block in enumerate(python_blocks(TEXTS[name])):

@@ -10,7 +10,7 @@ import vecgym
 from vecgym.cli.configuration import add_run_options, output_of, read_configuration
 from vecgym.cli.values import table
 
-OF_TRAINER = ("model", "train_dataset", "val_dataset")  # all other keys are arguments of Trainer.fit
+OF_TRAINER = ("model", "train_dataset", "val_dataset", "loss_fn")  # all other keys are arguments of Trainer.fit
 NEEDED = ("model", "train_dataset", "strategy", "num_nodes")
 
 
@@ -20,8 +20,8 @@ def allowed() -> tuple[str, ...]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Train as configured by a Python function that returns a dict of model, train_dataset, val_dataset and the
-    arguments of Trainer.fit. Write the history as CSV, a figure of it, and config.json."""
+    """Train as configured by a Python function that returns a dict of model, train_dataset, val_dataset, loss_fn and
+    the arguments of Trainer.fit. Write the history as CSV, a figure of it, and config.json."""
     parser.epilog = "example: vecgym run experiment.py:diloco --set H=50 max_steps=1000 --output runs/diloco-50"
     add_run_options(parser)
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from vecgym.records.rows import counted
 
     config = read_configuration(args, NEEDED, allowed())
-    trainer = vecgym.Trainer(*[config.pop(name, None) for name in OF_TRAINER])
+    trainer = vecgym.Trainer(**{name: config.pop(name, None) for name in OF_TRAINER})
     loggers = as_loggers(config.pop("logger", None))
     first = os.environ.get("RANK", "0") == "0"  # the first of torchrun's processes, with backend="distributed"
     output = output_of(args, "history.csv", resumes=bool(config.get("resume")) or not first)

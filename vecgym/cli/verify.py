@@ -63,7 +63,7 @@ def _from_file(args: argparse.Namespace) -> tuple[dict[str, Callable[[], vecgym.
     config = read_configuration(args, ("strategy",), allowed(), alone=("strategy", vecgym.strategy.Strategy))
     if ("model" in config) != ("train_dataset" in config):
         raise ValueError(f"{args.config}: give model and train_dataset, or neither to use a small GPT.")
-    names = ("model", "train_dataset", "batch_size", "seed", "num_nodes")
+    names = ("model", "loss_fn", "train_dataset", "batch_size", "seed", "num_nodes")
     task = {name.removeprefix("train_"): config[name] for name in names if name in config}
     return {args.config: lambda: config["strategy"]}, task
 

@@ -16,6 +16,7 @@ from vecgym.core.devices import on_host, placed
 from vecgym.core.tree import Tree
 
 M = TypeVar("M", bound=nn.Module)
+LOSS_FN = "vecgym_loss_fn"  # the attribute of a model that holds a function in place of its forward
 
 
 def expand(values: Tree, num_nodes: int) -> Tree:
@@ -179,6 +180,7 @@ def fill(model: M, values: Tree) -> M:
     7.0
     """
     filled = copy.deepcopy(model)
+    vars(filled).pop(LOSS_FN, None)
     device = next(iter(values.values())).device if values else torch.device("cpu")
     filled.to(device)
     tensors = {**dict(filled.named_parameters()), **dict(filled.named_buffers())}

@@ -8,7 +8,7 @@ import re
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,34 +17,59 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from vecgym.core import check, tree
 from vecgym.core.errors import ModelError
+from vecgym.core.nodes import LOSS_FN
 from vecgym.engine import hooks
 
-WRAPPER = """The model is called as model(batch) and must return the mean loss over the batch as one number: wrap it,
+M = TypeVar("M", bound=nn.Module)
+WRAPPER = """The model is called as model(batch) and must return the mean loss over the batch as one number: give
+loss_fn=loss,
 
-    class WithLoss(nn.Module):
-        def __init__(self, net):
-            super().__init__()
-            self.net = net
+    def loss(module, batch):
+        {body}
 
-        def forward(self, batch):
-            {body}
-
-and give WithLoss(net); vecgym.models.Classifier(net) is that for classes."""
-OF_A_NETWORK = "x, y = batch\n            return F.cross_entropy(self.net(x), y)"
-OF_TRAINING_STEP = "return self.net.training_step(batch, 0)  # if that returns only the loss"
-
-
-OF_KEYWORDS = "return self.net(**batch).loss  # of a transformers model with labels, say"
+in place of that call, or vecgym.models.Classifier(net), which is that for classes."""
+OF_A_NETWORK = "x, y = batch\n        return F.cross_entropy(module(x), y)"
+OF_TRAINING_STEP = "return module.training_step(batch, 0)  # if that returns only the loss"
+OF_KEYWORDS = "return module(**batch).loss  # of a transformers model with labels, say"
+OF_LOSS_FN = "loss_fn(module, batch) must return the mean loss over the batch as one number, or a dict with it."
 
 
 def fix(model: nn.Module, batch: Any = None) -> str:
-    """Show how to wrap a network for such batches, as code.
+    """Show how to give the loss of a network for such batches, as code.
 
     >>> print(fix(nn.Linear(2, 1)).splitlines()[-3])
-                return F.cross_entropy(self.net(x), y)
+            return F.cross_entropy(module(x), y)
     """
+    if LOSS_FN in vars(model):
+        return OF_LOSS_FN
     of_batch = OF_KEYWORDS if isinstance(batch, Mapping) else OF_A_NETWORK
     return WRAPPER.format(body=OF_TRAINING_STEP if hasattr(model, "training_step") else of_batch)
+
+
+def with_loss(model: M, loss_fn: Any) -> M:
+    """Return a model whose loss is `loss_fn(model, batch)` in place of `model(batch)`; it shares everything else.
+
+    >>> model = nn.Linear(2, 1)
+    >>> square = with_loss(model, lambda module, batch: module(batch).square().mean())
+    >>> square is model, square.weight is model.weight
+    (False, True)
+    """
+    if loss_fn is None or not isinstance(model, nn.Module):
+        return model
+    give = "give a function of both: lambda module, batch: F.cross_entropy(module(batch[0]), batch[1])"
+    if not callable(loss_fn) or isinstance(loss_fn, (nn.Module, type)):
+        raise TypeError(f"loss_fn is {check.kind_of(loss_fn)}; {give}.")
+    try:
+        inspect.signature(loss_fn).bind(model, None)
+    except ValueError:  # it is not written in Python
+        pass
+    except TypeError as error:
+        raise TypeError(f"loss_fn cannot be called as loss_fn(module, batch): {error}; {give}.") from None
+    new = object.__new__(type(model))  # copy.copy() refuses parametrized modules
+    vars(new).update(vars(model))
+    vars(new)[LOSS_FN] = loss_fn  # not a submodule, and no hindrance to an attribute of the model's own
+    hooks.check_hooks(new)  # it may hold the module, instead of calling the one that it is given
+    return new
 
 
 def check_model(model: Any) -> None:
@@ -62,7 +87,8 @@ def check_model(model: Any) -> None:
         )
     for name, module in model.named_modules():
         _check_kind(module, name)
-    _check_forward(model)
+    if LOSS_FN not in vars(model):
+        _check_forward(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             f"the model, of type {type(model).__name__}, has no trainable parameter: nothing can be trained. "
@@ -207,7 +233,7 @@ def check_differentiable(model: nn.Module, written: Collection[str] = ()) -> Non
 
 
 def offers_metrics(model: nn.Module) -> bool:
-    """Whether a model defines its own validation metrics; see `Engine.measures`.
+    """Whether a model defines its own validation metrics, and no `loss_fn` is in their place; see `Engine.measures`.
 
     >>> class Classifier(nn.Module):
     ...     def val_metrics(self, batch):
@@ -215,11 +241,11 @@ def offers_metrics(model: nn.Module) -> bool:
     >>> offers_metrics(Classifier()), offers_metrics(nn.Linear(1, 1))
     (True, False)
     """
-    return callable(getattr(type(model), "val_metrics", None))
+    return LOSS_FN not in vars(model) and callable(getattr(type(model), "val_metrics", None))
 
 
-def check_val_metrics(metrics: Any) -> None:
-    """Raise the error that says what a model's `val_metrics` must return.
+def check_val_metrics(metrics: Any, what: str = "val_metrics(batch)") -> None:
+    """Raise the error that says what a model's `val_metrics`, or a `loss_fn`, must return.
 
     >>> check_val_metrics({"loss": torch.tensor(1.0), "accuracy": torch.tensor(0.5)})
     >>> try:
@@ -231,10 +257,10 @@ def check_val_metrics(metrics: Any) -> None:
     needed = 'Return scalar tensors, means over the batch, by name: {"loss": self(batch), "accuracy": accuracy}.'
     if not isinstance(metrics, dict) or "loss" not in metrics:
         result = f"the keys {list(metrics)}" if isinstance(metrics, dict) else f"a {type(metrics).__name__}"
-        raise ModelError(f'val_metrics(batch) returned {result}; a dict with "loss" is needed. {needed}')
+        raise ModelError(f'{what} returned {result}; a dict with "loss" is needed. {needed}')
     for name, x in metrics.items():
         if not isinstance(x, Tensor) or x.dim() != 0 or not x.is_floating_point():
-            raise ModelError(f"val_metrics(batch) returned {_described(x)} as {name!r}. {needed}")
+            raise ModelError(f"{what} returned {_described(x)} as {name!r}. {needed}")
 
 
 def shown_batch(batch: Any) -> str:

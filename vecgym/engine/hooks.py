@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
+from vecgym.core.nodes import LOSS_FN
+
 M = TypeVar("M", bound=nn.Module)
 OF_A_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -92,7 +94,7 @@ def _check_closures(model: nn.Module) -> None:
                     raise ValueError(
                         f"{where} is a function that holds the model's parameter {names[id(x)]!r}, or what it belongs "
                         "to: it would see the value that the parameter has now, in every step of every node. Let "
-                        "forward do it; a hook of a module is given that module."
+                        "forward do it; a hook of a module, and loss_fn, is given that module."
                     )
 
 
@@ -111,7 +113,7 @@ def _functions(model: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
             continue
         for key, value in vars(module).items():
             if isinstance(value, types.FunctionType) and key != "_compiled_call_impl":
-                yield f"{key!r} of {of}", value
+                yield "loss_fn" if key == LOSS_FN else f"{key!r} of {of}", value
 
 
 def _references(function: Callable[..., Any]) -> list[Any]:

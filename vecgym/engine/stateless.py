@@ -15,9 +15,22 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from vecgym.core import tree
+from vecgym.core.nodes import LOSS_FN
 from vecgym.core.tree import Tree
 from vecgym.engine import hooks
 from vecgym.engine.contract import check_loss, check_val_metrics, offers_metrics
+
+
+def outcome(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """Return a model's loss on a batch, and the metrics that its `loss_fn` returns, by name."""
+    loss_fn = vars(model).get(LOSS_FN)
+    if loss_fn is None:
+        return {"loss": model(batch)}
+    result = loss_fn(model, batch)
+    if not isinstance(result, dict):
+        return {"loss": result}
+    check_val_metrics(result, "loss_fn(module, batch)")
+    return dict(result)
 
 
 class Skeleton:
@@ -48,16 +61,16 @@ class Skeleton:
         Activation checkpointing runs the model again in the backward pass, which must find these tensors.
         """
         with self._holding(tensors):
-            loss = self.model(batch)
+            loss = outcome(self.model, batch)["loss"]
             result = backward(loss) if backward else None
             places = {name: self._places[name][0] for name in self._buffers}
             return loss, {name: holder[key] for name, (holder, key) in places.items()}, result
 
     def measure(self, tensors: Tree, batch: Any) -> Tree:
-        """Return the validation metrics: the loss, or what the model's own `val_metrics` returns."""
+        """Return the validation metrics: the loss, or what `loss_fn` or else the model's own `val_metrics` returns."""
         with self._holding(tensors):
             if not offers_metrics(self.model):
-                return {"loss": self.model(batch)}
+                return outcome(self.model, batch)
             metrics = self.model.val_metrics(batch)  # type: ignore[operator]
             check_val_metrics(metrics)
             return dict(metrics)
@@ -74,6 +87,17 @@ class Skeleton:
         finally:
             for holder, key, x in before:
                 holder[key] = x
+
+
+class _Called(nn.Module):
+    """A model, or its `loss_fn`, as a module that returns the loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> Tensor:
+        return outcome(self.model, batch)["loss"]
 
 
 class StatelessModel:
@@ -106,6 +130,7 @@ class StatelessModel:
         self._hooks = hooks.of_parameters(model)
         self._train = [Skeleton(model, training=True)]
         self._eval = Skeleton(model, training=False)
+        self._called = _Called(self._train[0].model)
         # nn.Embedding with max_norm scales rows of its weight in every forward pass, also in eval mode.
         self._writes_params = any(getattr(module, "max_norm", None) is not None for module in model.modules())
 
@@ -167,7 +192,8 @@ class StatelessModel:
             shared: all other tensors, the frozen parameters too.
         """
         after = dict(changed)
-        loss = torch.func.functional_call(self._train[0].model, (params, after, shared), (batch,))
+        values = tuple({f"model.{name}": x for name, x in tensors.items()} for tensors in (params, after, shared))
+        loss = torch.func.functional_call(self._called, values, (batch,))
         return loss, after
 
     def gradient(self, leaves: Tree, buffers: Tree, batch: Any, thread: int = 0) -> tuple[Tensor, Tree, Any]:

@@ -11,6 +11,7 @@ Use:
 - `vecgym.guide.clock`: how long a run takes on your network; dry runs
 - `vecgym.guide.processes`: `torch.distributed`, 8 GPUs, several machines, `verify`
 - `vecgym.guide.data_and_models`: models, datasets, partitions, engines
+- `vecgym.guide.hugging_face`: models of transformers, from tokens in a file to a saved average
 - `vecgym.guide.results`: history, metrics, loggers, plots
 - `vecgym.guide.checkpoints`: saving, resuming, what a resumed run must share
 - `vecgym.guide.memory`: estimates, limits, how many nodes fit
@@ -41,6 +42,7 @@ from vecgym.guide import (
     contributing,
     data_and_models,
     gradients,
+    hugging_face,
     limits,
     memory,
     performance,
@@ -60,6 +62,7 @@ __all__ = [
     "contributing",
     "data_and_models",
     "gradients",
+    "hugging_face",
     "limits",
     "memory",
     "performance",

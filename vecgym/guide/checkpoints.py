@@ -39,7 +39,9 @@ Files of `CSVLogger` and `TensorBoardLogger` have no row lost or doubled, and `W
   device of that name is never opened. If the disk is full, the run warns and continues.
 - **What must match.** Strategy, model, K, seed and batch size are checked, and a different one is refused with the
   difference. Other data of the same length only causes a warning. More steps are refused only where the learning rates
-  depend on their number (`"cosine"`). A new run in the folder of another is refused.
+  depend on their number (`"cosine"`): give such a schedule its own length,
+  `lr_scheduler=vecgym.optim.schedule.lambda_cosine(max_steps=1000, cosine_anneal=True)`, or give all `max_steps` and
+  end earlier (`stop=`, `max_seconds=`, `max_bytes=`). A new run in the folder of another is refused.
 - **One run at a time.** While a run goes on it holds the folder, by a lock on the file `.run.lock`. Another that is begun
   there meanwhile is refused, and told which process holds it. The lock ends with its process, however that ends.
 - **What may change.** Engine, chunk and micro-batch size, device and number of processes may change; a warning says
@@ -58,7 +60,7 @@ Checkpoints and `sweep(resume=)` compare what a run is given, and a little of wh
 | what | compared by |
 |---|---|
 | numbers, texts, tensors in settings and strategies | value |
-| functions and classes: schedules, `param_groups`, topologies, `collate_fn` | qualified name; schedules also by the learning rates of some steps |
+| functions and classes: schedules, `loss_fn`, `param_groups`, topologies, `collate_fn` | qualified name; schedules also by the learning rates of some steps |
 | other objects | class, and what their attributes hold; random generators by kind, torch's also by seed |
 | the model | modules, and shapes and dtypes of parameters and buffers; and **its loss**, to 1e-3 |
 | data | number of examples, and a digest of the first batch |

@@ -15,8 +15,8 @@ Each has `--help`, which does not load torch and so comes at once.
 
 ## Configurations
 
-A configuration is a function in a file. It returns a dict with `model`, `train_dataset`, `val_dataset` and the
-arguments of `Trainer.fit`:
+A configuration is a function in a file. It returns a dict with `model`, `train_dataset`, `val_dataset`, `loss_fn`
+and the arguments of `Trainer.fit`:
 
 ```python
 # experiment.py
@@ -37,7 +37,7 @@ def diloco(H=20, lr=3e-3):
 
 ```bash
 vecgym run experiment.py:diloco --output runs/diloco-20
-vecgym run experiment.py:diloco --set H=50 max_steps=1000 --output runs/diloco-50
+vecgym run experiment.py:diloco --set H=50 max_steps=1000 max_bytes=1e6 --output runs/diloco-50
 vecgym plot runs/diloco-20 runs/diloco-50 --x bytes --output both.png
 ```
 

@@ -110,6 +110,7 @@ From `fit` to the recorded loss:
 pip install -e ".[dev]"
 pytest                                           # the tests and all examples in docstrings, on all cores
 pytest -m slow                                   # the tests that take longest, which the line above leaves out
+pip install -e ".[hf]" && pytest -m hf           # models of transformers, and their page of the guide
 pytest -n 0 tests/test_properties.py -k diloco   # what every strategy must do, for some strategies
 pytest -n 0 vecgym/strategy/diloco.py            # the examples of one module
 pytest benchmarks; .ci/notebooks                 # every benchmark, shortened, and every notebook

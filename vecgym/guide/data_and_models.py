@@ -15,6 +15,26 @@ the form in which the dataset yields its examples.
 ...         x, y = batch
 ...         return (self.linear(x).squeeze(-1) - y).square().mean()
 
+Any other module is given with its loss: a function of the module and a batch, which takes the place of `forward`.
+
+>>> def loss_fn(module, batch):
+...     x, y = batch
+...     return (module(x).squeeze(-1) - y).square().mean()
+>>> from vecgym import Trainer
+>>> from vecgym.strategy import FedAvgStrategy
+>>> x = torch.randn(64, 20)
+>>> trainer = Trainer(torch.nn.Linear(20, 1), torch.utils.data.TensorDataset(x, x[:, 0]), loss_fn=loss_fn)
+>>> trainer.fit(FedAvgStrategy("sgd", H=5, lr=0.1), num_nodes=4, max_steps=10)
+Linear(in_features=20, out_features=1, bias=True)
+
+- It may return a dict, `{"loss": ..., "accuracy": ...}` of scalars, whose other entries validation records
+  (`vecgym.guide.results`), and takes the place of the module's `val_metrics`, too.
+- It must use the module that it is given, which has the parameters of a node. Parameters have the module's own names,
+  and `fit` returns a module of its class.
+- `sweep`, `rollout`, `optimize_schedule`, `verify` and `estimate_memory` take `loss_fn=` as well, and configurations of
+  `vecgym run`, `sweep` and `verify` may have it. A run resumes with a function of the same name, and the same loss.
+- Models from Hugging Face: `vecgym.guide.hugging_face`.
+
 `vecgym.models.Classifier` wraps a network that returns logits, and `vecgym.models.GPT` is a small nanoGPT.
 
 - Batch norm keeps separate statistics for each node. They are not exchanged during a run, and averaged at its end.
@@ -27,10 +47,8 @@ the form in which the dataset yields its examples.
 One dataset is dealt to the nodes exactly as `torch.utils.data.DistributedSampler` does with `set_epoch`. To choose the
 examples of each node yourself, pass a factory `(rank, num_nodes, train_dataset) -> Dataset`.
 
->>> from vecgym import Trainer
 >>> from vecgym.data import partition_dirichlet
 >>> from vecgym.models import Classifier
->>> from vecgym.strategy import FedAvgStrategy
 >>> _ = torch.manual_seed(0)
 >>> x = torch.randn(1024, 20)
 >>> labels = x[:, :4].argmax(1)

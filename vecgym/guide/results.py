@@ -33,7 +33,7 @@ collective: its operation, bytes, and the nodes that took part.
 
 ## Metrics of a model
 
-If a model has a method `val_metrics(batch)`, validation calls it. It returns a dict of scalars, which are means over
+If a model has a method `val_metrics(batch)`, validation calls it. (A `loss_fn` returns such a dict itself.) It returns a dict of scalars, which are means over
 the batch and include "loss". They become the columns `val_NAME` (averaged model) and `val_NAME_local` (mean of the
 nodes). Like the forward pass, it runs for all nodes at once where `vmap` can. Functions of the mean loss go into a
 dict `loss_metrics`:
@@ -78,6 +78,48 @@ dict `loss_metrics`:
 `pip install vecgym[wandb]` and `pip install vecgym[tensorboard]` install what the last two need. Without an account, or
 with `mode="offline"`, wandb writes files only. A logger that fails is dropped with a warning, and training continues. A
 logger of your own is a subclass of `vecgym.Logger` with `start(settings)`, `log(row)` and `finish()`.
+
+## When a run ends
+
+After `max_steps`, or earlier: at `max_seconds` simulated seconds on a `network=` (`vecgym.guide.clock`), at `max_bytes`
+that a node has sent, or when a function of the row says so. So "who is best after equal time" is one argument:
+
+>>> from vecgym.clock import Compute, Network
+>>> from vecgym.strategy import AllReduceStrategy
+>>> for strategy in AllReduceStrategy("adamw", lr=3e-3), DiLoCoStrategy("adamw", H=20, lr=3e-3):
+...     averaged = trainer.fit(
+...         strategy, num_nodes=8, max_steps=500, max_seconds=60.0,
+...         network=Network("100 Mbit/s", latency="80 ms"), compute=Compute(0.2),
+...     )
+...     last = trainer.history.rows[-1]
+...     print(f"{last['step']} steps, {last['sim_seconds']:.1f} s, {last['bytes_total']:.0f} bytes: {last['val_loss']:.1f}")
+46 steps, 60.7 s, 27048 bytes: 1.1
+239 steps, 60.1 s, 6468 bytes: 0.3
+
+`stop` is early stopping: a function of the row, or an object that remembers.
+
+>>> class Patience:
+...     def __init__(self, evaluations):
+...         self.evaluations, self.losses = evaluations, []
+...
+...     def __call__(self, row):
+...         if "val_loss" in row:
+...             self.losses.append(row["val_loss"])
+...         return len(self.losses) > self.evaluations and min(self.losses[-self.evaluations:]) > min(self.losses)
+>>> averaged = trainer.fit(
+...     DiLoCoStrategy("adamw", H=5, lr=0.3), num_nodes=8, max_steps=500, val_interval=10, stop=Patience(3)
+... )
+>>> trainer.history.last("step") < 500
+True
+
+- The run ends with the first step that reaches a limit (an asynchronous one before the update that would exceed
+  `max_seconds`). That step is evaluated, logged and saved as a last one, and `fit` returns its model.
+- With `save_dir=`, `resume=True` and a wider limit it goes on, with the bits of a run that never stopped. `max_steps`
+  stays what it was, so a cosine is no obstacle; it is cut where the run ends. `stop` sees the earlier rows first.
+- On several processes all stop after the same step. `consensus_distance_before` is missing there if the last step has an
+  exchange and was not to be evaluated anyway.
+- A logger, or an override of `Trainer.after_step`, may raise StopIteration. A logger gets a row when the next step has
+  been taken, and on `backend="processes"` some steps later; `stop` and `after_step` end the run at once.
 
 The progress bar shows loss, bytes and steps per second; `progress=False` turns it off.
 

@@ -27,7 +27,9 @@ WandbMode = Literal["online", "offline", "disabled"]
 class Logger:
     """Receive the settings of a run when it starts, then its rows, then a call when it ends.
 
-    A logger that fails is reported by one warning and not called again; it never stops the training.
+    A logger that fails is reported by one warning and not called again; it never stops the training. If it raises
+    StopIteration, the run ends as after its last step. It gets a row when the next step has been taken, and on several
+    processes some steps later: `Trainer.fit(stop=)` is exact.
 
     >>> class Printing(Logger):
     ...     def log(self, row):

@@ -40,7 +40,7 @@ from vecgym.core import rng, tree
 from vecgym.core.devices import placed_as
 from vecgym.core.errors import Damaged, warn
 from vecgym.core.files import Lock, remove_partial
-from vecgym.core.nodes import Nodes
+from vecgym.core.nodes import LOSS_FN, Nodes
 from vecgym.core.objects import GENERATORS
 from vecgym.core.rng import GlobalStates
 from vecgym.core.tree import Tree
@@ -55,6 +55,10 @@ from vecgym.simulation import Simulation, State
 from vecgym.strategy import Strategy
 
 NAME = "step-{:09d}.pt"
+OF_SCHEDULES = (
+    'a schedule such as "cosine" is laid out over max_steps: give it a length of its own from the first run on, '
+    "lr_scheduler=vecgym.optim.schedule.lambda_cosine(max_steps=1000, cosine_anneal=True), or all max_steps, and stop="
+)
 LOCK = ".run.lock"  # exists while a run is in progress
 FORM: dict[str, Any] = {
     **runfile.FORM,
@@ -445,9 +449,10 @@ class Identity:
         return eval_loss(self.simulation.engine, params, first, self.batch)
 
     def _different_rates(self, saved: Mapping[int, list[float]]) -> list[str]:
-        """Return, as a line, the first difference between the learning rates of the saved run and of this one."""
+        """Return the first difference between the learning rates of the saved run and of this one, in lines."""
         rates = self._learning_rates(step for step in saved if step < self.simulation.timetable.max_steps)
-        return differences(in_words({step: saved[step] for step in rates}), in_words(rates))[:1]
+        lines = differences(in_words({step: saved[step] for step in rates}), in_words(rates))[:1]
+        return [*lines, OF_SCHEDULES] if lines else []
 
     def _learning_rates(self, steps: Iterable[int]) -> dict[int, list[float]]:
         return learning_rates(self.strategy, self.simulation.comm.num_nodes, self.simulation.timetable.max_steps, steps)
@@ -596,7 +601,8 @@ def of_model(model: nn.Module, trained: Collection[str], name: str = "model") ->
     forms = {f"parameter {n}": tree.form(p) + ("" if n in trained else ", not trained")
              for n, p in model.named_parameters()}  # fmt: skip
     forms |= {f"buffer {n}": tree.form(b) for n, b in model.named_buffers()}
-    return {**settings_of(model, name), **{f"{name}, {which}": form for which, form in forms.items()}}
+    forms_of_loss = settings_of(vars(model).get(LOSS_FN), f"{name}, loss_fn") if LOSS_FN in vars(model) else {}
+    return {**settings_of(model, name), **forms_of_loss, **{f"{name}, {which}": form for which, form in forms.items()}}
 
 
 def settings_of(x: Any, name: str, seen: dict[int, Any] | None = None, depth: int = 0) -> dict[str, Any]:

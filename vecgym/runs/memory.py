@@ -27,14 +27,14 @@ from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import tree
 from vecgym.core.nodes import squared_consensus_distance
-from vecgym.core.options import Options, function_of
+from vecgym.core.options import function_of
 from vecgym.core.tree import Tree
 from vecgym.data import Batches
 from vecgym.engine import Engine, EngineName, Local, Plan, choose_plan
 from vecgym.engine.contract import check_model
 from vecgym.engine.plan import MAX_FLOP_IN_STACK, check_engine
 from vecgym.records.rows import aligned
-from vecgym.runs.options import Chosen, Count, FitOptions, Flag, OptionalCount, check_parts, check_strategy
+from vecgym.runs.options import Chosen, Count, FitOptions, Flag, Modelled, OptionalCount, check_parts, check_strategy
 from vecgym.simulation import Event, Simulation, State
 from vecgym.simulation.simulation import Draft
 from vecgym.strategy import Strategy
@@ -112,7 +112,7 @@ def _device(name: str, device: torch.device | str) -> torch.device:
 
 
 @dataclass(frozen=True)
-class MemoryOptions(Options):
+class MemoryOptions(Modelled):
     """All that `estimate_memory` takes.
 
     Args:
@@ -137,10 +137,10 @@ class MemoryOptions(Options):
     device: Annotated[torch.device | str, _device] = "cpu"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_model(self.model)
         check_strategy(self.strategy, self.num_nodes)
         check_synchronous(self.strategy)
-        super().__post_init__()
         if self.minibatch_size is not None:
             check_parts(self.batch_size, self.minibatch_size)
 

@@ -52,6 +52,7 @@ __all__ = ["Link", "check_alone", "choose_start_method", "joined", "run"]
 
 GRACE_S = 2.0  # to wait after a first error, for others that may say more, such as who caused it
 POLL_S = 0.1
+STOP = 1  # why a run ends early: somebody asks for it; otherwise the number of a signal, which is greater
 # Errors of the user: raised here as they were raised there.
 USER_ERRORS = {error.__name__: error for error in (ValueError, TypeError, FileNotFoundError, Damaged)}
 
@@ -80,7 +81,7 @@ class Link:
 
     Attributes:
         rank, num_processes: of this process, and W.
-        interrupted: empty until the process that started this one passes on a Ctrl-C; see `interrupts`.
+        interrupted: empty until the process that started this one passes on a Ctrl-C, or `STOP`; see `interrupts`.
 
     >>> def work(link):
     ...     link.beat()  # it makes progress
@@ -131,7 +132,8 @@ def run(
     Args:
         device: with a CUDA device each process gets a GPU, in turn.
         num_nodes: held by the processes in equal parts; names them in errors: "process 1 (nodes 2-3)".
-        on_message: called here with each message of `link.send(message)`, in order.
+        on_message: called here with each message of `link.send(message)`, in order. If it raises StopIteration, `STOP`
+            is passed on to `link.interrupted`.
         timeout_s: if no process communicates or sends anything for this long, one of them hangs.
         start_method: "fork" or "spawn"; None: `choose_start_method(device)`.
 
@@ -262,12 +264,15 @@ class _Children:
                 if not self.began:
                     raise KeyboardInterrupt
                 passed_on, quiet = True, 0
-                for pipe in self.pipes.values():
-                    with contextlib.suppress(OSError):
-                        pipe.send_bytes(b"Ctrl-C")
+                self._pass_on(signal.SIGINT)
             if ended - self.results.keys() or quiet * POLL_S > self.shared.timeout_s:
                 raise self._failure()
         return [self.results[rank] for rank in range(len(self.processes))]
+
+    def _pass_on(self, why: int) -> None:
+        for pipe in self.pipes.values():
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(bytes([why]))
 
     def _ended(self) -> set[int]:
         return {rank for rank, process in enumerate(self.processes) if process.exitcode is not None}
@@ -289,7 +294,10 @@ class _Children:
     def _take(self, rank: int, kind: str, value: Any) -> None:
         if kind == "message":
             self.began = True
-            self.on_message(value)
+            try:
+                self.on_message(value)
+            except StopIteration:
+                self._pass_on(STOP)
         elif kind == "warning":
             text, ours = value
             warn(text, VecgymWarning if ours else UserWarning)
@@ -370,13 +378,12 @@ def _settle(link: Link, shared: _Shared) -> None:
 
 
 def _follow_parent(link: Link) -> None:
-    """Record a Ctrl-C that the parent passes on; exit when the parent does, even if it is killed."""
+    """Record what the parent passes on, a Ctrl-C or `STOP`; exit when the parent does, even if it is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     with contextlib.suppress(EOFError, OSError):
         while parent.sentinel not in connection.wait([link.pipe, parent.sentinel]):
-            link.pipe.recv_bytes()
-            link.interrupted.append(signal.SIGINT)
+            link.interrupted += link.pipe.recv_bytes()
     os._exit(1)
 
 
@@ -420,7 +427,7 @@ def interrupts() -> Iterator[list[int]]:
     signals: list[int] = []
 
     def handler(signum: int, frame: Any) -> None:
-        if signals:
+        if signum in signals:
             raise KeyboardInterrupt
         signals.append(signum)
 
@@ -521,7 +528,7 @@ class Session:
         self.wire = comm.wire if isinstance(comm, DistributedCollectives) else None
         self.num_processes = self.wire.num_processes if self.wire is not None else 1
         self.rank = self.wire.rank if self.wire is not None else 0
-        self._interrupted = False
+        self._asked = 0  # why the run ends, as all processes know
 
     def largest(self, count: int) -> int:
         return max(self.each(count))
@@ -546,19 +553,23 @@ class Session:
         if self.num_processes == 1:
             return metrics
         losses, own_rates = metrics.losses, metrics.num_present is not None
-        columns = [losses, torch.full_like(losses, float(bool(interrupted)))]
+        columns = [losses, torch.full_like(losses, max(interrupted, default=0))]
         columns += [torch.as_tensor(metrics.lr, device=losses.device)] if own_rates else []
         values = everyone(torch.stack([x.double() for x in columns], 1), self.comm, losses.device)  # [K, 2 or 3]
-        self._interrupted = bool(values[:, 1].any())
+        self._asked = int(values[:, 1].max())
         lr: Any = metrics.lr
         if own_rates:
             rates = values[:, 2][~values[:, 2].isnan()]
             lr = float(rates[0]) if bool((rates == rates[0]).all()) else rates
         return metrics._replace(losses=values[:, 0].to(losses.dtype), lr=lr)
 
-    def stop(self, interrupted: list[int]) -> bool:
-        """Return whether the run ends after this step."""
-        return bool(interrupted) if self.num_processes == 1 else self._interrupted
+    def agree(self, stop: bool) -> None:
+        """End the run after this step if any process asks for it; all processes call this."""
+        self._asked = max(self._asked, *map(int, self.each(stop)))
+
+    def stop(self, interrupted: list[int]) -> int:
+        """Return why the run ends after this step: `STOP`, a signal, or 0."""
+        return max(self._asked, *(interrupted if self.num_processes == 1 else ()), 0)
 
     def each(self, value: Any) -> list[Any]:
         """Return every process's value, in the order of their ranks."""

@@ -19,9 +19,11 @@ from vecgym import strategy as strategies
 from vecgym.clock import Compute, Network
 from vecgym.collectives.distributed import check_divides
 from vecgym.core import check, tree
+from vecgym.core.nodes import LOSS_FN
 from vecgym.core.options import Options, checks_of
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, EngineName
+from vecgym.engine.contract import with_loss
 from vecgym.engine.plan import check_engine, check_settings
 from vecgym.records.loggers import Logger, as_loggers
 from vecgym.simulation.availability import Availability, Facts, as_availability
@@ -176,6 +178,15 @@ def optional_number(name: str, value: Any, within: str, what: str) -> float | No
     return None if value is None else check.number(name, value, within, what)
 
 
+def optional_function(name: str, value: Any) -> Any:
+    """Return a function of a row, or None."""
+    if value is not None and not callable(value):
+        raise TypeError(
+            f'{name} is {check.kind_of(value)}; give a function of a row: lambda row: row["train_loss"] < 2'
+        )
+    return value
+
+
 # The type of an option, and the function `(name, value) -> value` that checks it.
 Count = Annotated[int, check.integer]
 OptionalCount = Annotated[int | None, check.optional_integer]
@@ -186,6 +197,8 @@ Seconds = Annotated[float, partial(check.number, within="(0, inf]", what="second
 FRACTION = "the fraction of the device's memory that the run may use, such as 0.8"
 Fraction = Annotated[float | None, partial(optional_number, within="(0, 1]", what=FRACTION)]
 SimulatedSeconds = Annotated[float | None, partial(optional_number, within="(0, inf)", what="simulated seconds")]
+MaxBytes = Annotated[float | None, partial(optional_number, within="(0, inf)", what="bytes that a node sends")]
+StopFunction = Annotated[Callable[[dict[str, Any]], Any] | None, optional_function]
 NumExamples = Annotated[
     int | None, partial(check.optional_integer, least=0, what="0 never evaluates, None uses all examples")
 ]
@@ -195,6 +208,24 @@ OneOrMoreLoggers = Annotated[Logger | Sequence[Logger] | None, lambda name, valu
 
 
 # ------------------------------------------------------------------------------------------------------ the options
+
+
+@dataclass(frozen=True)
+class Modelled(Options):
+    """A model that is given with its loss.
+
+    Args:
+        loss_fn: a function (module, batch) -> the mean loss, or a dict of it, as "loss", and metrics for validation:
+            it replaces the model's `forward(batch)`, and `val_metrics`. None: the model returns its loss.
+    """
+
+    _: KW_ONLY
+    loss_fn: Callable[[nn.Module, Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        model: Any = vars(self)["model"]
+        self.settle(model=with_loss(model, self.loss_fn))
 
 
 @dataclass(frozen=True)
@@ -377,7 +408,13 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         max_updates: of an asynchronous run: updates of the server, instead of `max_steps`, which then counts local
             steps, averaged over the nodes. The first limit reached ends the run; `val_interval`, `log_interval` and
             `checkpoint_interval` count updates.
-        max_seconds: of an asynchronous run: its maximum of simulated seconds.
+        max_seconds: simulated seconds. A synchronous run needs `network`, `compute` and `max_steps` for it, and ends
+            with the step that reaches them, an asynchronous one before the update that exceeds them.
+        max_bytes: bytes that a node sends, the column `bytes_total`. The run ends with the step that reaches them; it
+            needs `max_steps` too, over which learning rates are laid out.
+        stop: a function of the row of each step, `trainer.history`'s columns by name: the run ends after the first for
+            which it is true, or raises StopIteration. That step is evaluated and saved as the last one, and
+            `resume=True` with a wider limit goes on from there; the function then gets the earlier rows first.
         val_seconds: of an asynchronous run: simulated seconds between evaluations, instead of `val_interval`.
 
     >>> from vecgym.strategy import AllReduceStrategy
@@ -396,6 +433,8 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
     availability: Present = None
     max_updates: OptionalCount = None
     max_seconds: SimulatedSeconds = None
+    max_bytes: MaxBytes = None
+    stop: StopFunction = None
     val_seconds: SimulatedSeconds = None
 
     def __post_init__(self) -> None:
@@ -404,6 +443,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         super().__post_init__()
         self._check_clock()
         self._check_asynchronous()
+        self._check_limits()
         if self.minibatch_size is not None:
             check_parts(self.batch_size, self.minibatch_size)
         if self.num_processes is not None:
@@ -421,7 +461,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
 
     def _check_asynchronous(self) -> None:
         """Raise a ValueError for what an asynchronous run needs or does not support, or what only it supports."""
-        only = [name for name in ("max_updates", "max_seconds", "val_seconds") if vars(self)[name] is not None]
+        only = [name for name in ("max_updates", "val_seconds") if vars(self)[name] is not None]
         if not self.strategy.asynchronous:
             if only:
                 raise ValueError(
@@ -435,12 +475,49 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         for option, value in refused.items():
             check_left_out(self.strategy, option, vars(self)[option], value)
 
+    def _check_limits(self) -> None:
+        """Raise a ValueError for a limit without what it needs."""
+        asynchronous = self.strategy.asynchronous
+        if self.max_seconds is not None and self.network is None and not asynchronous:
+            raise ValueError(
+                f"max_seconds={self.max_seconds:g} are simulated seconds: give network= and compute= too, such as "
+                'network=vecgym.clock.Network("1 Gbit/s", "50 ms"), compute=vecgym.clock.Compute(0.4).'
+            )
+        given = [name for name in ("max_seconds", "max_bytes") if vars(self)[name] is not None]
+        planned = asynchronous and (self.max_seconds, self.max_updates) != (None, None)
+        if given and self.max_steps is None and not planned:
+            raise ValueError(
+                f"{given[0]}={vars(self)[given[0]]:g} needs max_steps: the run ends with the first limit reached, and "
+                "its learning rates are laid out over max_steps."
+            )
+
+    @property
+    def limited(self) -> bool:
+        """Whether a run may end before its last step."""
+        return any(limit is not None for limit in (self.max_seconds, self.max_bytes, self.stop))
+
+    def ends(self, row: dict[str, Any]) -> bool:
+        """Return whether a run ends after the step of this row."""
+        limits = {"sim_seconds": self.max_seconds, "bytes_total": self.max_bytes}
+        if any(limit is not None and row.get(name, 0.0) >= limit for name, limit in limits.items()):
+            return True
+        try:
+            return self.stop is not None and bool(self.stop(row))
+        except StopIteration:
+            return True
+        except KeyError as error:
+            raise ValueError(
+                f"stop asks for {error}, which the row of step {row['step']} does not have. Validations are only in "
+                f"each row of val_interval={self.val_interval}: row.get({error}, math.inf). It has {', '.join(row)}."
+            ) from error
+
     @property
     def recorded(self) -> dict[str, Any]:
         """The options that are recorded in a run's settings."""
         names = ("batch_size", "minibatch_size", "shuffle", "seed", "autocast", "exact")
         on = {} if self.network is None else {"network": repr(self.network), "compute": repr(self.compute)}
         on |= {} if self.availability is None else {"availability": repr(self.availability)}
+        on |= {name: limit for name in ("max_seconds", "max_bytes") if (limit := vars(self)[name]) is not None}
         return {**{name: vars(self)[name] for name in names}, **on}
 
 
@@ -496,7 +573,7 @@ def _pair(name: str, value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class DifferentiableRun(Options):
+class DifferentiableRun(Modelled):
     """What is trained, on which batches, and how it is evaluated.
 
     Args:
@@ -528,6 +605,8 @@ class DifferentiableRun(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.loss_fn is not None and isinstance(self.engine, Engine) and LOSS_FN not in vars(self.engine.model):
+            raise ValueError('the engine was made without loss_fn: give engine="auto", which makes one with it.')
         if self.params is not None:
             check.instance("params", self.params, Mapping, "{name: tensor [1 or K, *]}, or None")
         if self.num_examples is not None:

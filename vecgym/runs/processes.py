@@ -81,6 +81,8 @@ class ProcessesRun(Generic[M]):
             self.history.append(row)
             self._loggers.log(row)
             advance(bar, row)
+            if self._loggers.stopped:
+                raise StopIteration
         else:
             settings = {**row, "backend": "processes"}
             self.history = History(settings, before)

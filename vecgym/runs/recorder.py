@@ -264,11 +264,16 @@ def mean_rate(lr: float | Tensor) -> float:
 
 
 class Loggers:
-    """The user's loggers; one that fails is reported once and dropped."""
+    """The user's loggers; one that fails is reported once and dropped.
+
+    Attributes:
+        stopped: whether one of them has raised StopIteration, which asks for the end of the run.
+    """
 
     def __init__(self, logger: Logger | Sequence[Logger] | None, interval: int) -> None:
         self._alive = list(as_loggers(logger))
         self._interval = interval
+        self.stopped = False
 
     def start(self, settings: dict[str, Any], before: Sequence[dict[str, Any]] = ()) -> None:
         """Begin the run, or resume it after the rows `before`."""
@@ -293,6 +298,8 @@ class Loggers:
         for logger in list(self._alive):
             try:
                 getattr(logger, method)(*args)
-            except Exception as error:  # noqa: PERF203 - whatever a logger does, the training continues
+            except StopIteration:  # noqa: PERF203
+                self.stopped = True
+            except Exception as error:  # whatever a logger does, the training continues
                 self._alive.remove(logger)
                 warn(f"{type(logger).__name__} failed and is dropped: {error!r}")

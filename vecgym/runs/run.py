@@ -23,7 +23,7 @@ from vecgym.records.history import History
 from vecgym.runs.checkpoint import Checkpointer
 from vecgym.runs.evaluation import average, correlation, distance_of, evaluated_columns
 from vecgym.runs.memory import fitting_sizes
-from vecgym.runs.multiprocess import Session, interrupts
+from vecgym.runs.multiprocess import STOP, Session, interrupts
 from vecgym.runs.options import FitOptions, presence_of
 from vecgym.runs.recorder import Loggers, Recorder
 from vecgym.simulation import Event, Row, Simulation, State, run
@@ -57,13 +57,14 @@ class Run(Generic[M]):
         comm: the collectives of the nodes in this process.
         device: of these nodes.
         after_step: called with the complete row of each step, and before the first step with that of step 0. It needs
-            the losses of every step on the host; with None they can stay on a device.
+            the losses of every step on the host; with None they can stay on a device. StopIteration ends the run.
 
     Attributes:
         history, ledger: of the run.
         state: of the simulation, after the last step taken.
         nodes: the stacked final state; None until the loop has ended.
-        interrupts: yields, during the loop, a list that is no longer empty once the run must end after this step.
+        interrupts: yields, during the loop, a list that is no longer empty once the run must end after this step: of
+            signals, or `STOP`.
     """
 
     unit = "step"  # of progress
@@ -100,7 +101,7 @@ class Run(Generic[M]):
             self.recorder.computing = self.presence.computing
             if session.rank == 0:
                 self.presence.tell()
-        if after_step is not None:
+        if after_step is not None or options.stop is not None:
             self.recorder.interval = 1
         self.checkpoints = Checkpointer(self.options, self.simulation, self.recorder, session)
         if self.checkpoints.run_id is not None:
@@ -111,7 +112,7 @@ class Run(Generic[M]):
         self._distance_before: Tensor | None = None  # of the nodes, before the exchange of an evaluated step
 
     def loop(self) -> None:
-        """Train: after each step record, evaluate, log, save a checkpoint, and stop if interrupted."""
+        """Train: after each step record, evaluate, log, save a checkpoint, and stop if interrupted or asked to."""
         recorder, checkpoints = self.recorder, self.checkpoints
         progress = tqdm(total=self.num_steps, initial=self.state.step, disable=not self.progress, unit=self.unit)
         try:
@@ -120,11 +121,14 @@ class Run(Generic[M]):
                 checkpoints.begin()
                 if checkpoints.resumed is None:
                     self._begin()
-                    self._tell()
+                    self._agree(self._told())
                     checkpoints.save_if_due(self.state, last=False)
-                self._go(interrupted)
+                else:  # a function with a memory sees the earlier rows again
+                    self._agree([self.options.ends(row) for row in self.history if row["step"]][-1:] == [True])
+                if self.session.stop(interrupted) != STOP:
+                    self._go(interrupted)
                 recorder.flush()
-                if self.session.stop(interrupted):
+                if self.session.stop(interrupted) > STOP:
                     how = checkpoints.how_to_resume()
                     raise KeyboardInterrupt(f"interrupted after {self.unit} {self.state.step} of {self.num_steps}{how}")
         finally:
@@ -145,17 +149,21 @@ class Run(Generic[M]):
     def _after(self, interrupted: list[int], state: State, row: Row) -> None:
         """Record a step and the measurements after it."""
         evaluated = self._is_evaluated(state.step)
-        if evaluated and self._distance_before is None:
-            self._measure(state.params, state.step - 1)
         self.state = state
         self._record(row, interrupted, evaluated)
         if evaluated:
-            self.evaluate()
-        self._tell()
+            self._evaluate_step()
+        told = self._told()
+        self._agree(told or (self.options.limited and self.options.ends(self.recorder.row)))
+        if self.recorder.loggers.stopped:
+            interrupted.append(STOP)
+        if not evaluated and self.session.stop(interrupted) == STOP:
+            self._evaluate_step()
+        self._distance_before = None
 
     def _stopped(self, interrupted: list[int], state: State) -> bool:
         """Save a checkpoint if one is due; return whether the run ends after this step."""
-        stop = self.session.stop(interrupted)
+        stop = self.session.stop(interrupted) > 0
         self.checkpoints.save_if_due(state, last=stop or state.step == self.num_steps)
         return stop
 
@@ -165,9 +173,6 @@ class Run(Generic[M]):
         if is_due(self.state.step, self.options.correlation_interval):
             members = self.simulation.members(self.state.step - 1)
             self.recorder.add(correlation=correlation(self.state.params, self.comm, members))
-        if self._distance_before is not None:
-            self.recorder.add(consensus_distance_before=float(fetched(self._distance_before)))
-        self._distance_before = None
 
     def _metrics(self, row: Row) -> Metrics:
         step, presence, simulation = row.tick - 1, self.presence, self.simulation
@@ -209,6 +214,13 @@ class Run(Generic[M]):
         if columns:
             self.recorder.add(**columns)
 
+    def _evaluate_step(self) -> None:
+        if self._distance_before is None and self._is_measured(self.state.step):
+            self._measure(self.state.params, self.state.step - 1)
+        if self._distance_before is not None:
+            self.recorder.add(consensus_distance_before=float(fetched(self._distance_before)))
+        self.evaluate()
+
     def average(self) -> M:
         """Return a copy of the model with the mean of the present nodes; all processes must call this."""
         result = self.simulation.result(self.state)
@@ -218,15 +230,35 @@ class Run(Generic[M]):
     def _observe(self, event: Event, draft: Draft) -> None:
         """Measure the nodes' distance before the first event after their training."""
         prepares = event.reads or event.what == "rejoin"
-        if not prepares and self._distance_before is None and self._is_evaluated(draft.tick + 1):
+        if not prepares and self._distance_before is None and self._is_measured(draft.tick + 1):
             self._measure(draft.params, draft.tick)
+
+    def _is_measured(self, step: int) -> bool:
+        """Whether the nodes' distance is measured, since this step is evaluated or may be the last.
+
+        In several processes that takes an exchange, which it is worth only where a step is sure to be evaluated.
+        """
+        return self._is_evaluated(step) or (self._may_stop and self.session.num_processes == 1)
 
     def _measure(self, params: Tree, tick: int) -> None:
         self._distance_before = distance_of(params, self.comm, self.simulation.members(tick))
 
-    def _tell(self) -> None:
-        if self.after_step is not None:
-            self.after_step(self.recorder.row)
+    @property
+    def _may_stop(self) -> bool:
+        return self.after_step is not None or self.options.limited
+
+    def _told(self) -> bool:
+        """Call `after_step` with the row; return whether it asks for the end of the run."""
+        try:
+            if self.after_step is not None:
+                self.after_step(self.recorder.row)
+        except StopIteration:
+            return True
+        return False
+
+    def _agree(self, stop: bool) -> None:
+        if self._may_stop:
+            self.session.agree(stop)
 
     def _all_params(self) -> Tree:
         """Return all parameters, frozen ones too, `[1 or L, *]`, in the model's order."""

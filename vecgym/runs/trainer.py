@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
@@ -16,7 +16,7 @@ from vecgym.core import check
 from vecgym.core.nodes import Nodes
 from vecgym.core.options import takes
 from vecgym.data.checks import check_dataset
-from vecgym.engine.contract import check_model, counting_memory
+from vecgym.engine.contract import check_model, counting_memory, with_loss
 from vecgym.records import runfile
 from vecgym.records.history import History
 from vecgym.runs.asynchronous import AsyncRun
@@ -40,6 +40,8 @@ class Trainer(Generic[M]):
         train_dataset: a map-style dataset, dealt to the nodes, or a factory
             `(rank, num_nodes, train_dataset) -> Dataset`, called once per node; see `vecgym.data.Batches`.
         val_dataset: likewise, the same for all nodes when it is a dataset; None: no validation.
+        loss_fn: a function (module, batch) -> the mean loss, or a dict of it, as "loss", and metrics for validation: it
+            replaces the model's `forward(batch)`, and `val_metrics`.
 
     Attributes, after (or during, or after an interrupted) `fit`:
         run: the run itself.
@@ -62,11 +64,15 @@ class Trainer(Generic[M]):
     (Ledger(2 collectives, 8 bytes sent per node), 4)
     """
 
-    def __init__(self, model: M, train_dataset: Any, val_dataset: Any = None) -> None:
+    def __init__(
+        self, model: M, train_dataset: Any, val_dataset: Any = None, *,
+        loss_fn: Callable[[M, Any], Any] | None = None,
+    ) -> None:  # fmt: skip
         if isinstance(train_dataset, nn.Module) and not isinstance(model, nn.Module):
             raise TypeError(f"model is {check.kind_of(model)}; the model comes first, Trainer(model, train_dataset).")
-        check_model(model)
+        check_model(with_loss(model, loss_fn))
         self.model = model
+        self.loss_fn = loss_fn
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
         check_dataset(train_dataset, "train_dataset")
@@ -200,10 +206,11 @@ class Trainer(Generic[M]):
             KeyboardInterrupt: on Ctrl-C, after the step in progress; `history` and `nodes` hold the run so far.
             FileNotFoundError: if the path to resume from does not exist.
         """
-        check_model(self.model)  # it may have changed
+        model = with_loss(self.model, self.loss_fn)
+        check_model(model)  # it may have changed
         if options.backend != "distributed":
             check_alone(f'a run with backend="{options.backend}"', 'give backend="distributed", or ')
-        task = Task(self.model, self.train_dataset, self.val_dataset)
+        task = Task(model, self.train_dataset, self.val_dataset)
         with self._alone(), counting_memory(options.num_nodes, self.model):
             if options.backend == "processes":
                 self.run = ProcessesRun(task, options)
@@ -233,7 +240,8 @@ class Trainer(Generic[M]):
     def after_step(self, row: dict[str, Any]) -> None:
         """Override this: it is called with the complete row of each step, and before the first step.
 
-        It is not called with `backend="processes"`, where other processes take the steps.
+        If it raises StopIteration, the run ends after this step. It is not called with `backend="processes"`, where
+        other processes take the steps.
 
         >>> import torch
         >>> from vecgym.strategy import FedAvgStrategy

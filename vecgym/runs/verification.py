@@ -23,13 +23,13 @@ from vecgym.collectives.distributed import DistributedCollectives, check_divides
 from vecgym.collectives.ledger import Entry
 from vecgym.collectives.wire import Disagreement, Wire
 from vecgym.core import check, tree
-from vecgym.core.options import Options, function_of
+from vecgym.core.options import function_of
 from vecgym.data import Batches
 from vecgym.engine import Engine, hooks
 from vecgym.engine.plan import check_engine
 from vecgym.records.rows import aligned, counted
 from vecgym.runs import multiprocess
-from vecgym.runs.options import Count, Present, Seconds, Seed, check_strategy, presence_of
+from vecgym.runs.options import Count, Modelled, Present, Seconds, Seed, check_strategy, presence_of
 from vecgym.simulation import Simulation, State
 from vecgym.simulation.simulation import Request
 from vecgym.strategy import Strategy
@@ -425,7 +425,7 @@ def _precision(name: str, value: Any) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class VerifyOptions(Options):
+class VerifyOptions(Modelled):
     """All that `verify` takes.
 
     Args:

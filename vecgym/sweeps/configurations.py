@@ -18,6 +18,7 @@ from vecgym.collectives.base import payload_bytes
 from vecgym.core import check, tree
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import Engine, hooks
+from vecgym.engine.contract import with_loss
 from vecgym.records.rows import label
 from vecgym.runs.async_plan import AsyncPlan, stop_of
 from vecgym.runs.options import check_clocks, check_compute, check_left_out, checked, presence_of
@@ -274,7 +275,7 @@ def make_configurations(points: Iterable[Point], options: SweepOptions) -> list[
         settings = checked({name: point.get(name, vars(options)[name]) for name in SETTINGS})
         given = point["strategy"] if options.strategy is None else options.strategy
         strategy = given if isinstance(given, Strategy) else _called("strategy", given, point, Strategy)
-        model = _model(options.model, point, models)
+        model = _model(options, point, models)
         each = none if settings["availability"] is None else each_compute
         if strategy.asynchronous:
             each = each_clock
@@ -306,13 +307,14 @@ def _check_settings(configs: Iterable[Configuration], options: SweepOptions) -> 
                 )
 
 
-def _model(model: Any, point: Point, made: dict[Any, nn.Module]) -> nn.Module:
+def _model(options: SweepOptions, point: Point, made: dict[Any, nn.Module]) -> nn.Module:
     """Return the model of a point, the same one for all points with the same values of its axes."""
+    model = options.model
     if not isinstance(model, nn.Module):
         names, _, takes_any = Arguments.of(model)
         key = tuple((name, repr(value)) for name, value in point.items() if name in names or takes_any)
         if key not in made:
-            made[key] = _called("model", model, point, nn.Module)
+            made[key] = with_loss(_called("model", model, point, nn.Module), options.loss_fn)
         model = made[key]
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"the model, {check.kind_of(model)}, has no trainable parameter: nothing can be trained.")

@@ -16,12 +16,12 @@ from torch import nn
 from vecgym.clock import Compute, Network
 from vecgym.core import check, rng
 from vecgym.core.check import kind_of
-from vecgym.core.options import Options
 from vecgym.records.rows import label
 from vecgym.runs.options import (
     Count,
     EngineOptions,
     Flag,
+    Modelled,
     OptionalCount,
     Present,
     SimulatedSeconds,
@@ -178,7 +178,7 @@ def _executor(name: str, value: Any) -> Executor | None:
 
 
 @dataclass(frozen=True)
-class Swept(Options):
+class Swept(Modelled):
     """What is trained, and on what.
 
     Args:
