@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     (output / "table.md").write_text(result.table() + "\n")
     result.to_csv(output / "rows.csv")
     figures = draw(result, output)
-    print(f"\n{result.table()}\n\nRows: {output / 'rows.csv'}")
+    print(f"\n{result.table()}\n\n{result}\nRows: {output / 'rows.csv'}")
     print("\n".join(f"Figure: {path}" for path in figures))
     return 0
 
