@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from vecgym import SweepResult, VecgymWarning, sweep
 from vecgym.models import Classifier
 from vecgym.plot import plot_differences
-from vecgym.records.rows import compared, difference, t_quantile
+from vecgym.records.rows import averaged, compared, difference, t_quantile
 from vecgym.strategy import DiLoCoStrategy, FedAvgStrategy, Strategy
 
 
@@ -241,6 +241,15 @@ def test_without_seeds_or_numbers() -> None:
     planned = run({"lr": [0.01], "seed": [0, 1]}, strategy=lambda lr: make(FedAvgStrategy, lr), dry_run=True)
     with pytest.raises(ValueError, match="no configuration that finished has a number as 'val_loss'"):
         planned.compare("lr")
+
+
+def test_what_a_run_took_is_no_axis() -> None:
+    rows = [
+        {"lr": lr, "seed": seed, "status": "finished", "val_loss": lr + seed, "sim_seconds": 3.0 + seed,
+         "sim_utilization": 0.5 + 0.1 * seed} for lr in (0.1, 0.2) for seed in (0, 1)
+    ]  # fmt: skip
+    assert [row["sim_utilization"] for row in averaged(rows, "seed")] == [0.55, 0.55]
+    assert [row["seeds"] for row in compared(rows, "lr", "sim_seconds", 0.1, over="seed")] == [2, 2]
 
 
 # ------------------------------------------------------------------------------------------------ figures
