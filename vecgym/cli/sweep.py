@@ -9,7 +9,7 @@ from pathlib import Path
 import vecgym
 from vecgym.cli.configuration import add_run_options, output_of, read_configuration
 
-NEEDED = ("model", "train_dataset", "grid")
+NEEDED = ("model", "train_dataset")
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -122,6 +122,64 @@ axis may be a distribution, `vecgym.Uniform(a, b)` or `vecgym.LogUniform(a, b)`:
 >>> all(1e-4 <= row["lr"] <= 1e-1 for row in random_search.rows)
 True
 
+## A tuner asks: any list of configurations
+
+`points=` takes the place of `grid=`: a list of {axis: value}, all with the same axes, becomes one stacked program, whose
+rows are in the order of the list.
+
+>>> asked = [{"lr": 1e-3, "H": 5, "seed": 0}, {"lr": 2e-3, "H": 8, "seed": 3}, {"lr": 1e25, "H": 5, "seed": 0}]
+>>> result = vecgym.sweep(
+...     model, dataset, dataset, strategy=lambda lr, H: DiLoCoStrategy("adamw", H=H, lr=lr), points=asked, **settings
+... )
+>>> [(row["H"], row["status"]) for row in result.rows]
+[(5, 'finished'), (8, 'finished'), (5, 'diverged')]
+
+So a tuner that can ask for many at once has them trained at once. With Optuna (`pip install vecgym[optuna]`), three rounds
+of 32 trials; what diverged is a failed trial, which the sampler leaves out:
+
+```python
+import optuna
+import torch
+import vecgym
+from vecgym.models import Classifier
+from vecgym.strategy import DiLoCoStrategy
+
+torch.manual_seed(0)
+x = torch.randn(1024, 20)
+dataset = torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
+model = Classifier(torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)))
+
+
+def point(trial):
+    return {
+        "lr": trial.suggest_float("lr", 1e-3, 1e3, log=True),  # the largest diverge
+        "outer_lr": trial.suggest_float("outer_lr", 0.1, 2.0),
+        "H": trial.suggest_int("H", 2, 20),
+    }
+
+
+study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
+for _ in range(3):
+    trials = [study.ask() for _ in range(32)]
+    result = vecgym.sweep(
+        model, dataset, dataset, points=[point(trial) for trial in trials],
+        strategy=lambda lr, outer_lr, H: DiLoCoStrategy("sgd", H=H, lr=lr, outer_lr=outer_lr),
+        num_nodes=4, max_steps=40, batch_size=16, progress=False,
+    )
+    for trial, row in zip(trials, result.rows):
+        if row["status"] == "finished":
+            study.tell(trial, row["val_loss"])
+        else:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+
+print(study.best_params, study.best_value)
+failed = study.get_trials(states=[optuna.trial.TrialState.FAIL])
+print(f"{len(study.trials)} trials, of which {len(failed)} failed")
+assert len(study.trials) == 96 and failed
+```
+
+prints a best loss of 0.0965, and "96 trials, of which 8 failed" (Optuna 5.0).
+
 ## What shares a program
 
 Configurations are stacked if they agree in K, batch size, number of steps and the structure of the model, and in
