@@ -136,8 +136,9 @@ def test_of_several_seeds_it_shows_spreads_and_differences(text_file, tmp_path, 
         shown = [float(x) for x in table_of(printed)[name][0].split(" ± ")]
         assert shown == pytest.approx([statistics.mean(losses[name]), statistics.stdev(losses[name])], rel=0.05)
     assert '"seed": 4' in (tmp_path / "diloco-seed-4" / "config.json").read_text()
-    first = {read_history(tmp_path, folder)[0]["val_loss"] for folder in folders["fedavg"]}
-    assert len(first) == 2  # other initial weights
+    assert main(tiny(text_file, tmp_path / "alone", "--strategies", "diloco", "--seed", "4")) == 0
+    alone, of_four = read_history(tmp_path / "alone", "diloco"), read_history(tmp_path, "diloco-seed-4")
+    assert [row["val_loss"] for row in of_four] == [row["val_loss"] for row in alone]
     assert "± over 2 seeds: standard deviation" in printed
     *_, line = [line for line in printed.splitlines() if line.startswith("|")]
     gap = statistics.mean(b - a for a, b in zip(losses["fedavg"], losses["diloco"]))

@@ -150,6 +150,15 @@ def test_at_each_value_of_the_other_axes(result: SweepResult) -> None:
     assert rows[0]["difference"] == pytest.approx(rows[0]["train_loss"] - rows[2]["train_loss"])
 
 
+def test_a_baseline_may_be_any_object_or_its_label() -> None:
+    rules = [lambda: 0.003, lambda: 0.01, lambda: 0.02]
+    result = run({"rule": rules, "seed": [0, 1]}, strategy=lambda rule: make(FedAvgStrategy, rule()))
+    for baseline in (rules[1], "lambda 2"):
+        rows = result.compare("rule", baseline=baseline)
+        assert [row["difference"] is None for row in rows] == [False, True, False]
+    assert [row["difference"] is None for row in result.compare("rule")] == [True, False, False]
+
+
 def test_it_prints_as_a_table(result: SweepResult) -> None:
     row = result.compare("kind")[1]
     head, _, base, other = str(result.compare("kind")).splitlines()

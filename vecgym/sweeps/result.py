@@ -347,10 +347,10 @@ class SweepResult:
         axes = [name for name in self.axes if name in means[0]]
         names = [*axes, *(columns or [name for name in means[0] if name not in axes and _tells(name, means)])]
         finished = [row for row in means if row["status"] == FINISHED]
-        lowest = {n: min((r[n] for r in finished if check.is_finite(r[n])), default=None) for n in names if "loss" in n}
+        losses = {n: [row[n] for row in finished if check.is_finite(row[n])] for n in names if "loss" in n}
         lines = [[(column_label(name) if escaped else name).translate(escaped) for name in names]]
         for mean, group in zip(means, members):
-            best = {name for name in names if mean["status"] == FINISHED and mean[name] == lowest.get(name, math.nan)}
+            best = {name for name, of_all in losses.items() if mean[name] == min(of_all, default=math.nan)}
             texts = {name: _measured(name, mean[name], [row[name] for row in group]) for name in names}
             shown = {name: text.translate(escaped) for name, text in texts.items()}
             lines.append([bold.format(text) if name in best else text for name, text in shown.items()])
