@@ -249,6 +249,14 @@ def test_network(tmp_path: Path) -> None:
     assert "| measured / gloo |" in table
 
 
+def test_tuner(tmp_path: Path) -> None:
+    pytest.importorskip("optuna", reason="Optuna is an extra: pip install vecgym[optuna]")
+    table, result = run_quick("tuner.py", tmp_path)
+    assert "| trials are trained | trials | of them failed | seconds | best val loss |" in table
+    assert [side["trials"] for side in result["sides"].values()] == [4, 4]
+    assert result["ratio"] > 0
+
+
 def test_sweep(tmp_path: Path) -> None:
     table, result = run_quick("sweep.py", tmp_path, "--cases", "tiny", "tiny allreduce")
     assert "| case | strategy | C | steps | sweep s | fits s | fits / sweep | target | met | val loss gap |" in table

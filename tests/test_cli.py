@@ -4,6 +4,7 @@ import argparse
 import csv
 import os
 import re
+import statistics
 import subprocess
 import sys
 import types
@@ -124,6 +125,27 @@ def test_figure_and_histories_are_where_it_says(compared):
         assert str(output / name / "history.csv") in printed
 
 
+def test_of_several_seeds_it_shows_spreads_and_differences(text_file, tmp_path, capsys, undrawn):
+    assert main(tiny(text_file, tmp_path, "--strategies", "fedavg", "diloco", "--seed", "3", "--seeds", "2")) == 0
+    printed = capsys.readouterr().out
+    folders = {"fedavg": ["fedavg", "fedavg-seed-4"], "diloco": ["diloco", "diloco-seed-4"]}
+    losses = {}
+    for name, of_seeds in folders.items():
+        last = [read_history(tmp_path, folder)[-1] for folder in of_seeds]
+        losses[name] = [float(row["val_loss"]) for row in last]
+        shown = [float(x) for x in table_of(printed)[name][0].split(" ± ")]
+        assert shown == pytest.approx([statistics.mean(losses[name]), statistics.stdev(losses[name])], rel=0.05)
+    assert '"seed": 4' in (tmp_path / "diloco-seed-4" / "config.json").read_text()
+    assert main(tiny(text_file, tmp_path / "alone", "--strategies", "diloco", "--seed", "4")) == 0
+    alone, of_four = read_history(tmp_path / "alone", "diloco"), read_history(tmp_path, "diloco-seed-4")
+    assert [row["val_loss"] for row in of_four] == [row["val_loss"] for row in alone]
+    assert "± over 2 seeds: standard deviation" in printed
+    *_, line = [line for line in printed.splitlines() if line.startswith("|")]
+    gap = statistics.mean(b - a for a, b in zip(losses["fedavg"], losses["diloco"]))
+    assert line.split("|")[1].strip() == "diloco"
+    assert float(line.split("|")[3]) == pytest.approx(gap, rel=0.1)
+
+
 def test_without_allreduce_the_reduction_is_against_its_closed_form(text_file, tmp_path, capsys, undrawn):
     assert main(tiny(text_file, tmp_path, "--strategies", "diloco", "--H", "6")) == 0
     table = table_of(capsys.readouterr().out)
@@ -175,7 +197,7 @@ def test_progress_bar_unless_told_otherwise(text_file, tmp_path, capsys, undrawn
 def test_defaults_and_quick_fill_in_what_is_not_given(monkeypatch):
     seen: list[argparse.Namespace] = []
 
-    def stop(args):
+    def stop(args, seed):
         seen.append(args)
         raise ValueError("seen enough")
 
@@ -444,7 +466,7 @@ def test_table_is_aligned():
     history, longer = History(), History()
     history.append({"val_loss": 1.23456, "val_loss_local": 1.5, "bytes_total": 2.5e9, "seconds": 123.45})
     longer.append({"val_loss": 1.0, "val_loss_local": 1.5, "bytes_total": 2.5e9, "seconds": 1.0})
-    lines = comparison_table({"a": history, "longer": longer}, 1e10).splitlines()
+    lines = comparison_table({"a": {0: history}, "longer": {0: longer}}, 1e10).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[1].split() == ["a", "1.2346", "1.5000", "2.5", "GB", "4x", "123.5"]
 

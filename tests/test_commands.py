@@ -227,7 +227,7 @@ def test_sweep_writes_rows_figures_and_explains(config: str, capsys: pytest.Capt
 
 def test_sweep_that_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", config, "--output", "out"]) == 1
-    assert "config returned no 'grid'" in capsys.readouterr().err
+    assert "give either grid=" in capsys.readouterr().err
     assert not Path("out").exists()
 
 

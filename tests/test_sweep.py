@@ -89,11 +89,11 @@ def data(name: str = "MLP", num_examples: int = 90, seed: int = 0) -> Any:
     return Rows(made) if isinstance(made, dict) else TensorDataset(*made)
 
 
-def run_sweep(strategy: Any, grid: Mapping[str, Any], model: Any = "MLP", **settings: Any) -> SweepResult:
+def run_sweep(strategy: Any, grid: Mapping[str, Any] | None, model: Any = "MLP", **settings: Any) -> SweepResult:
     name = model if isinstance(model, str) else "MLP"
     module = make_model(model, dtype=F64) if isinstance(model, str) else model
     settings = {"num_nodes": K, "max_steps": STEPS, "batch_size": 4, "val_interval": 3, **settings}
-    if "num_nodes" in grid:
+    if grid is not None and "num_nodes" in grid:
         del settings["num_nodes"]
     common = {"device": "cpu", "progress": False, "keep_models": True}
     return sweep(module, data(name), data(name, 10, seed=1), strategy=strategy, grid=grid, **{**common, **settings})
@@ -1024,6 +1024,56 @@ def test_random_search() -> None:
     assert 0.4 < sum(lr < 1e-3 for lr in many) / 400 < 0.6  # as many below the geometric mean as above
 
 
+# -------------------------------------------------------------------------------------- any list of points
+
+POINTS = [
+    {"lr": 0.02, "H": 3, "seed": 1}, {"H": 2, "lr": 0.1, "seed": 0}, {"lr": 1e200, "H": 2, "seed": 0},
+    {"lr": 0.07, "H": 2, "seed": 5}, {"lr": 0.02, "H": 3, "seed": 1},
+]  # fmt: skip  # one diverges, and one is there twice
+
+
+def run_points(points: Any, **settings: Any) -> SweepResult:
+    make = lambda lr, H: DiLoCoStrategy("sgd", H=H, lr=lr)  # noqa: E731
+    return run_sweep(make, None, points=points, **settings)
+
+
+def test_points_are_one_stack_in_their_order() -> None:
+    result = run_points(iter(POINTS))
+    assert sum(len(program.chunks) for program in result._runner.programs) == 1
+    assert [{name: row[name] for name in ("lr", "H", "seed")} for row in result.rows] == POINTS
+    assert [row["status"] for row in result.rows] == ["finished", "finished", "diverged", "finished", "finished"]
+    assert result.axes == ["lr", "H", "seed"]
+    for index in (0, 1, 3, 4):
+        check_row(result, index)
+    assert {**result.rows[0]} == {**result.rows[4]}
+    assert result.best(over=None)["lr"] == min(result.rows[:2] + result.rows[3:], key=lambda row: row["val_loss"])["lr"]
+
+
+def test_points_of_a_grid_are_the_grid() -> None:
+    grid: dict[str, Any] = {"lr": [0.1, 0.02], "H": [2, 3]}
+    result = run_points([{"lr": lr, "H": H} for lr in grid["lr"] for H in grid["H"]])
+    assert result.rows == run_sweep(lambda lr, H: DiLoCoStrategy("sgd", H=H, lr=lr), grid).rows
+
+
+def test_points_of_settings_and_models_are_several_programs() -> None:
+    points = [{"num_nodes": n, "batch_size": b, "width": w} for n, b, w in ((2, 4, 4), (3, 4, 4), (2, 2, 8))]
+    result = run_sweep(
+        DiLoCoStrategy("sgd", H=2, lr=0.1), None, lambda width: seeded_model(0, width), points=points, num_nodes=None,
+    )  # fmt: skip
+    assert len(result._runner.programs) == 3
+    assert [row["num_nodes"] for row in result.rows] == [2, 3, 2]
+    assert len({row["val_loss"] for row in result.rows}) == 3
+
+
+def test_points_are_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.pt"
+    first = run_points(POINTS, resume=path)
+    again = run_points(POINTS, resume=path, max_memory_bytes=1)  # nothing is trained, so no memory is too little
+    assert str(again.rows) == str(first.rows)
+    with pytest.raises(ValueError, match="holds another sweep"):
+        run_points([{**POINTS[0], "lr": 0.5}, *POINTS[1:]], resume=path)
+
+
 # --------------------------------------------------------------------------------------------- the result
 
 
@@ -1125,7 +1175,7 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, r"grid\['lr'\]=0.1 is of type float; an axis is a list of values: \[0.1\]", {"grid": {"lr": 0.1}}),
     (TypeError, r"an axis is a list of values: \['abc'\]", {"grid": {"lr": "abc"}}),
     (TypeError, "grid is of type list; give a dict of axes", {"grid": [0.1]}),
-    (ValueError, "strategy takes lr, which the grid does not have", {"grid": {"seed": [1]}}),
+    (ValueError, "strategy takes lr, which is not an axis: there are seed", {"grid": {"seed": [1]}}),
     (ValueError, r"grid\['H'\] is not used: strategy does not take it", {"grid": {"H": [1]}}),
     (ValueError, "there is no strategy", {"strategy": None, "grid": {"seed": [0]}}),
     (TypeError, "strategy is of type int; give a function of the axes", {"strategy": 3, "grid": {"seed": [0]}}),
@@ -1166,6 +1216,29 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
         r"grid\['lr'\] is not used.*strategy and model, given as an object, takes no axis: give a function",
         {"strategy": FedAvgStrategy()},
     ),
+    (ValueError, "give either grid=.*or points=", {"points": [{"lr": 0.1}]}),
+    (ValueError, "give either grid=.*or points=", {"grid": None}),
+    (ValueError, r"points is empty: give at least one configuration, .*\[{\"lr\"", {"grid": None, "points": []}),
+    (ValueError, r"points\[0\] is empty: give", {"grid": None, "points": [{}]}),
+    (TypeError, "points is of type dict; give a list of configurations", {"grid": None, "points": {"lr": [0.1]}}),
+    (TypeError, "points is of type int; give a list of configurations", {"grid": None, "points": 3}),
+    (TypeError, r"points\[1\].*of type float; give a dict such as", {"grid": None, "points": [{"lr": 0.1}, 0.2]}),
+    (TypeError, r"points\[0\] has an axis 3 of type int", {"grid": None, "points": [{3: 0.1}]}),
+    (ValueError, r"points\[1\]\['lr'\] is nan", {"grid": None, "points": [{"lr": 0.1}, {"lr": float("nan")}]}),
+    (
+        ValueError,
+        r"points\[2\] and points\[0\] differ in their axes: only one of them has H, seed. Give every point a value",
+        {"grid": None, "points": [{"lr": 0.1, "H": 3}, {"lr": 0.2, "H": 3}, {"lr": 0.1, "seed": 1}]},
+    ),
+    (ValueError, r"points\[i\]\['rl'\] is not used.*did you mean 'lr'", {"grid": None, "points": [{"lr": 1, "rl": 2}]}),
+    (
+        ValueError,
+        r"takes lr, which is not an axis.*Add points\[i\]\[\"lr\"\]=",
+        {"grid": None, "points": [{"seed": 0}]},
+    ),
+    (ValueError, r"an axis points\[i\]\[\"num_nodes\"\]", {"grid": None, "points": [{"lr": 1, "num_nodes": 2}]}),
+    (ValueError, "samples=2 draws from a grid; points are", {"grid": None, "points": [{"lr": 0.1}], "samples": 2}),
+    (ValueError, "2 configurations, more than max_con", {"grid": None, "points": [{"lr": 0.1}] * 2, "max_configs": 1}),
     (TypeError, "progress='no' must be True or False", {"progress": "no"}),
     (TypeError, "keep_models='no' must be True or False", {"keep_models": "no"}),
     (TypeError, "dry_run=1 must be True or False", {"dry_run": 1}),

@@ -122,6 +122,16 @@ def test_a_process_pool_gives_the_same_rows_and_bits(pool: ProcessPoolExecutor) 
     assert_same(found, expected)
 
 
+def test_points_stay_with_the_process_that_sweeps(pool: ProcessPoolExecutor) -> None:
+    """What cannot be sent may be in them, such as functions of a step."""
+    points = [{"rule": rule, "seed": seed} for seed in (0, 1) for rule in (lambda: 2, lambda: 3)]
+    given: dict[str, Any] = {"strategy": lambda rule: DiLoCoStrategy("adamw", H=rule(), lr=0.01), "grid": None}
+    given |= {"points": points, "chunk_configs": 2}
+    found, expected = run(pool, **given), run(**given)
+    assert [row["rule"]() for row in found.rows] == [2, 3, 2, 3]
+    assert_same(found, expected)
+
+
 @pytest.mark.slow  # two interpreters import torch
 def test_spawned_workers_have_the_threads_of_this_process() -> None:
     torch.set_num_threads(2)

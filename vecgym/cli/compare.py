@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--outer-lr", positive, "learning rate of diloco's outer optimizer, SGD with Nesterov momentum")
     add("--outer-momentum", positive, "its momentum; the paper's 0.9 suits longer runs")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of initialisation and data order (0)")
+    parser.add_argument(
+        "--seeds", type=count, default=1, metavar="N",
+        help="train each strategy with so many seeds, from --seed on, which takes as many times as long (1)",
+    )  # fmt: skip
     parser.add_argument("--device", help="cpu, cuda or mps (the best one available)")
     parser.add_argument("--engine", choices=ENGINES, default="auto", help="how nodes are computed (auto)")
     parser.add_argument("--compile", action="store_true", help="compile the gradients, which takes seconds per run")
@@ -67,30 +72,32 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is None:
             setattr(args, name, value)
     strategies = {name: make_strategy(name, args) for name in dict.fromkeys(args.strategies)}
-    trainer = _trainer(args)
-    num_params = sum(p.numel() for p in trainer.model.parameters())
+    trainers = {seed: _trainer(args, seed) for seed in range(args.seed, args.seed + args.seeds)}
+    num_params = sum(p.numel() for p in trainers[args.seed].model.parameters())
+    sent = allreduce_bytes(args.num_nodes, num_params, args.steps)
     args.output.mkdir(parents=True, exist_ok=True)
     print(
         f"{args.num_nodes} nodes, {args.steps} steps of {args.batch_size} x {args.context} characters per node.\n"
         f"GPT of {num_params:,} parameters on {args.text or 'the source text of Python itself'}."
     )
-    runs: dict[str, vecgym.History] = {}
+    runs: dict[str, dict[int, vecgym.History]] = {}
     try:
-        for name, strategy in strategies.items():
-            print(f"\n{strategy}", flush=True)
+        for (seed, trainer), (name, strategy) in itertools.product(trainers.items(), strategies.items()):
+            folder = args.output / (name if seed == args.seed else f"{name}-seed-{seed}")
+            print(f"\n{strategy}{f', seed {seed}' if args.seeds > 1 else ''}", flush=True)
             trainer.fit(
                 strategy, args.num_nodes, max_steps=args.steps, batch_size=args.batch_size, val_size=VAL_SIZE,
-                val_interval=max(1, args.steps // NUM_EVALUATIONS), seed=args.seed, device=args.device,
-                engine=args.engine, compile=args.compile, logger=vecgym.CSVLogger(args.output / name),
+                val_interval=max(1, args.steps // NUM_EVALUATIONS), seed=seed, device=args.device,
+                engine=args.engine, compile=args.compile, logger=vecgym.CSVLogger(folder),
                 progress=not args.no_progress,
             )  # fmt: skip
-            runs[name] = trainer.history
+            runs.setdefault(name, {})[seed] = trainer.history
     except (KeyboardInterrupt, DivergenceError):
-        print(f"\n{name} stopped early; its history so far is in {args.output / name}", file=sys.stderr)
+        print(f"\n{name} stopped early; its history so far is in {folder}", file=sys.stderr)
         if runs:
-            _report(runs, allreduce_bytes(args.num_nodes, num_params, args.steps), args)
+            _report(runs, sent, args)
         raise
-    _report(runs, allreduce_bytes(args.num_nodes, num_params, args.steps), args)
+    _report(runs, sent, args)
     return 0
 
 
@@ -123,7 +130,7 @@ def make_strategy(name: str, args: argparse.Namespace) -> vecgym.strategy.Strate
     )
 
 
-def _trainer(args: argparse.Namespace) -> vecgym.Trainer[vecgym.models.GPT]:
+def _trainer(args: argparse.Namespace, seed: int) -> vecgym.Trainer[vecgym.models.GPT]:
     """Return a trainer for the GPT on windows of the text."""
     from vecgym.core import rng
     from vecgym.data.text import read_text, split_text, standard_library_text
@@ -131,37 +138,60 @@ def _trainer(args: argparse.Namespace) -> vecgym.Trainer[vecgym.models.GPT]:
     text = read_text(args.text) if args.text else standard_library_text()
     vocabulary = "".join(sorted(set(text)))
     tokens = [vecgym.data.encode_text(part, vocabulary)[0] for part in split_text(text)]
-    with rng.private(args.seed):
+    with rng.private(seed):
         model = vecgym.models.GPT(len(vocabulary), args.context, args.layers, args.heads, args.width)
     return vecgym.Trainer(model, *(vecgym.data.TokenWindows(part, args.context) for part in tokens))
 
 
-def _report(runs: dict[str, vecgym.History], reference_bytes: float, args: argparse.Namespace) -> None:
-    """Print the table, and draw the figure."""
+def _report(runs: dict[str, dict[int, vecgym.History]], reference_bytes: float, args: argparse.Namespace) -> None:
+    """Print the table and, of several seeds, the differences; draw the figure."""
     print(f"\n{comparison_table(runs, reference_bytes)}\n")
     print("val loss: nats per character; sent: by each node in total; less: than allreduce with as many steps")
-    figure, title = args.output / "comparison.png", f"A small GPT trained on {args.num_nodes} nodes, H = {args.H}"
-    vecgym.plot.plot_comparison(runs, figure, title=title, loss_label="loss (nats per character)")
+    title = f"A small GPT trained on {args.num_nodes} nodes, H = {args.H}"
+    if args.seeds > 1:
+        print(f"± over {args.seeds} seeds: standard deviation\n\n{differences(runs)}\n")
+        title += f", seed {args.seed} of {args.seeds}"
+    figure, firsts = args.output / "comparison.png", {name: of_seeds[args.seed] for name, of_seeds in runs.items()}
+    vecgym.plot.plot_comparison(firsts, figure, title=title, loss_label="loss (nats per character)")
     print(f"Figure: {figure}\nHistories: {', '.join(str(args.output / name / 'history.csv') for name in runs)}")
 
 
-def comparison_table(runs: dict[str, vecgym.History], reference_bytes: float) -> str:
-    """Format a table with a line per run; `reference_bytes` are those that AllReduce sends per node.
+def differences(runs: dict[str, dict[int, vecgym.History]]) -> Any:
+    """Return the differences of the validation losses to those of the first strategy, at the same seeds."""
+    from vecgym.records.rows import compared
+    from vecgym.sweeps.result import Comparison
+
+    rows = [
+        {"strategy": name, "seed": seed, "val_loss": history.last("val_loss")}
+        for name, of_seeds in runs.items() for seed, history in of_seeds.items()
+    ]  # fmt: skip
+    return Comparison(compared(rows, "strategy", "val_loss", rows[0]["strategy"], over="seed"))
+
+
+def comparison_table(runs: dict[str, dict[int, vecgym.History]], reference_bytes: float) -> str:
+    """Format a table with a line per strategy; `reference_bytes` are those that AllReduce sends per node.
+
+    Args:
+        runs: name -> seed -> history; of several seeds, the line has means, and losses with the standard deviation.
 
     >>> history = vecgym.History()
     >>> history.append({"val_loss": 2.0, "val_loss_local": 2.1, "bytes_total": 5e6, "seconds": 3.0})
-    >>> print(comparison_table({"fedavg": history}, reference_bytes=1e8))
+    >>> print(comparison_table({"fedavg": {0: history}}, reference_bytes=1e8))
     strategy  val loss  val loss of nodes    sent  less  seconds
     fedavg      2.0000             2.1000  5.0 MB   20x      3.0
     """
     from matplotlib.ticker import EngFormatter
 
+    from vecgym.records.rows import with_spread
+
     rows = [["strategy", "val loss", "val loss of nodes", "sent", "less", "seconds"]]
-    for name, history in runs.items():
-        average, nodes, sent, seconds = map(history.last, ("val_loss", "val_loss_local", "bytes_total", "seconds"))
-        less = f"{reference_bytes / sent:.3g}x" if sent else "-"
-        sent = EngFormatter(unit="B", places=1)(sent)
-        rows.append([name, f"{average:.4f}", f"{nodes:.4f}", sent, less, f"{seconds:.1f}"])
+    for name, of_seeds in runs.items():
+        columns = ("val_loss", "val_loss_local", "bytes_total", "seconds")
+        averages, nodes, sent, seconds = ([history.last(c) for history in of_seeds.values()] for c in columns)
+        less = f"{reference_bytes / sent[0]:.3g}x" if sent[0] else "-"
+        losses = [f"{x[0]:.4f}" if len(x) == 1 else with_spread(x) for x in (averages, nodes)]
+        took = f"{sum(seconds) / len(seconds):.1f}"
+        rows.append([name, *losses, EngFormatter(unit="B", places=1)(sent[0]), less, took])
     return table(rows)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import vecgym
 from vecgym.cli.configuration import add_run_options, output_of, read_configuration
 
-NEEDED = ("model", "train_dataset", "grid")
+NEEDED = ("model", "train_dataset")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     (output / "table.md").write_text(result.table() + "\n")
     result.to_csv(output / "rows.csv")
     figures = draw(result, output)
-    print(f"\n{result.table()}\n\nRows: {output / 'rows.csv'}")
+    print(f"\n{result.table()}\n\n{result}\nRows: {output / 'rows.csv'}")
     print("\n".join(f"Figure: {path}" for path in figures))
     return 0
 

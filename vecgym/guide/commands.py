@@ -46,6 +46,9 @@ vecgym plot runs/diloco-20 runs/diloco-50 --x bytes --output both.png
 shared a program. `vecgym verify FILE.py:function` compares the strategy that the function returns with itself on
 processes. Earlier results are replaced only with `--overwrite`.
 
+`vecgym compare --seeds 3` trains each strategy with three seeds. Losses are then means ± over 3 seeds (the standard
+deviation), and a second table has the differences to the first strategy, seed by seed, with their 95 % intervals.
+
 ## Threads
 
 vecgym says how torch's threads wait for work, so that they do not keep the cores from other programs. If your

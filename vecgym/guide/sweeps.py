@@ -6,7 +6,7 @@ nodes, whose gradients are computed in one call. Exchanges stay within each conf
 
 >>> import torch, vecgym
 >>> from vecgym.models import Classifier
->>> from vecgym.strategy import DiLoCoStrategy
+>>> from vecgym.strategy import DiLoCoStrategy, FedAvgStrategy, LocalAdamStrategy
 >>> _ = torch.manual_seed(0)
 >>> x = torch.randn(1024, 20)
 >>> dataset = torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
@@ -39,10 +39,70 @@ Along the Pareto front the mean loss over the seeds falls from 1.25 to 1.04 for 
 >>> len(result.history(0)["train_loss"])  # the whole curve of the first row: the start, and 40 steps
 41
 
-`print(result.table())` shows all rows, `result.to_pandas()` and `history.to_pandas()` return data frames.
+`print(result.table())` shows means ± standard deviations over the seeds, and `table(over=None)` every run;
+`result.to_pandas()` and `history.to_pandas()` return data frames.
 Figures: `plot` draws bands over the seeds, `plot_heatmap(x, y)` two axes, `plot_pareto()` loss against bytes.
 
 >>> figure = result.plot(x="H", y="val_loss", hue="lr")
+
+## Is the difference real?
+
+Configurations of one seed share initial weights, the order of the data, and masks. What a seed does to all of them is no
+part of their *differences*, which vary far less than the losses. `compare` takes them seed by seed:
+
+>>> def mlp(seed):
+...     torch.manual_seed(seed)
+...     return Classifier(torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)))
+>>> settings = dict(num_nodes=4, max_steps=60, batch_size=16, progress=False)
+>>> rounds = vecgym.sweep(
+...     mlp, dataset, dataset, strategy=lambda H: DiLoCoStrategy("adamw", H=H, lr=3e-3),
+...     grid={"H": [5, 6, 20], "seed": range(8)}, **settings,
+... )
+>>> rounds.compare("H")
+|  H | val_loss | difference | standard error |      95 % interval | seeds |
+|---:|---------:|-----------:|---------------:|-------------------:|------:|
+|  5 |   0.3360 |            |                |                    |     8 |
+|  6 |   0.3771 |    +0.0411 |         0.0029 | +0.0344 to +0.0478 |     8 |
+| 20 |   0.7088 |    +0.3728 |         0.0065 | +0.3574 to +0.3882 |     8 |
+>>> rounds.compare("H", paired=False)  # as if the seeds had nothing in common
+|  H | val_loss | difference | standard error |    95 % interval | seeds |
+|---:|---------:|-----------:|---------------:|-----------------:|------:|
+|  5 |    0.336 |            |                |                  |     8 |
+|  6 |    0.377 |     +0.041 |          0.012 | +0.015 to +0.068 |     8 |
+| 20 |    0.709 |     +0.373 |          0.013 | +0.345 to +0.400 |     8 |
+
+A standard error that is k times smaller saves k² times the runs. The more alike two configurations are, the more it is:
+
+>>> alike = vecgym.sweep(
+...     mlp, dataset, dataset, strategy=lambda strategy: strategy("adamw", H=10, lr=3e-3),
+...     grid={"strategy": [FedAvgStrategy, LocalAdamStrategy], "seed": range(8)}, **settings,
+... )
+>>> paired, apart = (alike.compare("strategy", paired=paired)[1] for paired in (True, False))
+>>> apart["standard_error"] / paired["standard_error"] > 50
+True
+>>> paired["low"] > 0, apart["low"] > 0  # Local Adam is a little worse here: eight pairs show it, two means do not
+(True, False)
+
+Each value of the axis is compared at the best of the other axes, such as its own learning rate; with `best=False`, at each
+of them. The baseline is the first value, or `baseline=`. A seed that diverged is left out and counted, and where
+configurations do not share their seeds, a warning says what was compared instead. `plot(baseline=)` draws the same
+differences and intervals:
+
+>>> figure = result.plot(x="lr", hue="H", baseline=5)
+
+For a paper, `table` has LaTeX, with the lowest loss in bold:
+
+>>> print(rounds.table("latex", columns=["val_loss", "bytes_total"]))
+% ± over 8 seeds: standard deviation
+\\begin{tabular}{rrr}
+\\toprule
+H & validation loss & bytes sent per node \\\\
+\\midrule
+5 & \\textbf{0.336 $\\pm$ 0.022} & 57.9 kB \\\\
+6 & 0.377 $\\pm$ 0.027 & 48.2 kB \\\\
+20 & 0.709 $\\pm$ 0.029 & 14.5 kB \\\\
+\\bottomrule
+\\end{tabular}
 
 ## Axes
 
@@ -61,6 +121,64 @@ axis may be a distribution, `vecgym.Uniform(a, b)` or `vecgym.LogUniform(a, b)`:
 ... )
 >>> all(1e-4 <= row["lr"] <= 1e-1 for row in random_search.rows)
 True
+
+## A tuner asks: any list of configurations
+
+`points=` takes the place of `grid=`: a list of {axis: value}, all with the same axes, becomes one stacked program, whose
+rows are in the order of the list.
+
+>>> asked = [{"lr": 1e-3, "H": 5, "seed": 0}, {"lr": 2e-3, "H": 8, "seed": 3}, {"lr": 1e25, "H": 5, "seed": 0}]
+>>> result = vecgym.sweep(
+...     model, dataset, dataset, strategy=lambda lr, H: DiLoCoStrategy("adamw", H=H, lr=lr), points=asked, **settings
+... )
+>>> [(row["H"], row["status"]) for row in result.rows]
+[(5, 'finished'), (8, 'finished'), (5, 'diverged')]
+
+So a tuner that can ask for many at once has them trained at once. With Optuna (`pip install vecgym[optuna]`), three rounds
+of 32 trials; what diverged is a failed trial, which the sampler leaves out:
+
+```python
+import optuna
+import torch
+import vecgym
+from vecgym.models import Classifier
+from vecgym.strategy import DiLoCoStrategy
+
+torch.manual_seed(0)
+x = torch.randn(1024, 20)
+dataset = torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
+model = Classifier(torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)))
+
+
+def point(trial):
+    return {
+        "lr": trial.suggest_float("lr", 1e-3, 1e3, log=True),  # the largest diverge
+        "outer_lr": trial.suggest_float("outer_lr", 0.1, 2.0),
+        "H": trial.suggest_int("H", 2, 20),
+    }
+
+
+study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
+for _ in range(3):
+    trials = [study.ask() for _ in range(32)]
+    result = vecgym.sweep(
+        model, dataset, dataset, points=[point(trial) for trial in trials],
+        strategy=lambda lr, outer_lr, H: DiLoCoStrategy("sgd", H=H, lr=lr, outer_lr=outer_lr),
+        num_nodes=4, max_steps=40, batch_size=16, progress=False,
+    )
+    for trial, row in zip(trials, result.rows):
+        if row["status"] == "finished":
+            study.tell(trial, row["val_loss"])
+        else:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+
+print(study.best_params, study.best_value)
+failed = study.get_trials(states=[optuna.trial.TrialState.FAIL])
+print(f"{len(study.trials)} trials, of which {len(failed)} failed")
+assert len(study.trials) == 96 and failed
+```
+
+prints a best loss of 0.0965, and "96 trials, of which 8 failed" (Optuna 5.0).
 
 ## What shares a program
 

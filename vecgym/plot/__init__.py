@@ -3,7 +3,7 @@
 from vecgym.plot.runs import default_window, plot_comparison, plot_history, plot_runs, smooth
 from vecgym.plot.schedules import plot_partition, plot_schedule, plot_sensitivity
 from vecgym.plot.style import NotebookFigure
-from vecgym.plot.sweeps import pareto_front, plot_axis, plot_heatmap, plot_pareto
+from vecgym.plot.sweeps import pareto_front, plot_axis, plot_differences, plot_heatmap, plot_pareto
 
 __all__ = [
     "NotebookFigure",
@@ -11,6 +11,7 @@ __all__ = [
     "pareto_front",
     "plot_axis",
     "plot_comparison",
+    "plot_differences",
     "plot_heatmap",
     "plot_history",
     "plot_pareto",

@@ -15,7 +15,7 @@ from matplotlib.ticker import NullLocator
 from vecgym.core import check
 from vecgym.plot import style
 from vecgym.records.columns import column_label
-from vecgym.records.rows import Rows, as_rows, averaged, check_over, groups
+from vecgym.records.rows import Rows, as_rows, averaged, check_over, compared, counted, groups
 
 
 class PlotData(NamedTuple):
@@ -82,17 +82,79 @@ def plot_axis(
     for value, look in zip(values, style.line_styles(values)):
         line = [row for row in data.rows if hue is None or row[hue] == value]
         summaries = {v: _summary([row for row in line if row[x] == v], data, best) for v in places}
-        at = [v for v in places if summaries[v] is not None]
-        middle, low, high = zip(*[summaries[v] for v in at]) if at else ((), (), ())
-        axes.plot([places[v] for v in at], middle, label=_label(hue, value), markersize=5.5, **look)
-        if low != high and not (best and data.over is None):
-            style.draw_band(axes, [places[v] for v in at], low, high, look["color"])
+        _draw_line(axes, places, summaries, _label(hue, value), look, band=not (best and data.over is None))
     style.finish(axes, "", x, column_label(data.value))
     if hue is not None:
         _legend_of_values(axes, hue, values)
     what = f"{'the best' if best else 'mean'} of the configurations that share {x}{f' and {hue}' if hue else ''}"
     spread = f", and the range of {data.over}s" if data.over is not None else "" if best else ", and their range"
     return style.done(figure, data.title(title or f"{column_label(data.value)}:\n{what}{spread}"), path)
+
+
+def plot_differences(
+    rows: Rows,
+    x: str,
+    y: str = "val_loss",
+    hue: str | None = None,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    baseline: Any,
+    title: str | None = None,
+    over: str = "seed",
+) -> Figure:
+    """Draw how far a column is from that of a baseline, at each value of an axis: at 0 there is no difference.
+
+    A line is the mean over the seeds of the difference at the same seed, and its band the 95 % interval; each value has
+    the best of the other axes, see `SweepResult.compare`. Where a band does not reach 0, the difference is hardly
+    chance.
+
+    Args:
+        rows, x, y, hue, path, title, over: as for `plot_axis`.
+        baseline: a value of `hue`, to which the others are compared at the same x; without hue, a value of x.
+
+    Raises:
+        ValueError: for an unknown column, or a baseline that is no value of the axis.
+
+    >>> rows = [{"lr": lr, "seed": seed, "val_loss": lr + seed} for lr in (0.1, 0.2) for seed in (0, 1)]
+    >>> line = plot_differences(rows, "lr", baseline=0.1).axes[0].lines[0]
+    >>> [round(float(v), 3) for v in line.get_ydata()]
+    [0.0, 0.1]
+    """
+    style.check_shared(path, title)
+    data = _plot_data(rows, y, over, "y", x=x, hue=hue)
+    if data.over is None:
+        raise ValueError(f"over={over!r} is not an axis besides x and hue: differences are over the seeds of an axis.")
+    axis, values = hue or x, _values(data.rows, hue)
+    if baseline not in (there := _values(data.rows, axis)):
+        raise ValueError(f"baseline={baseline!r} is not a value of {axis!r}, which has {', '.join(map(_text, there))}.")
+    figure, (axes,) = style.new_figure(7, 4.4)
+    places = _places(axes, data.finite, x)
+    parts = [data.rows] if hue is None else [[row for row in data.rows if row[x] == v] for v in places]
+    found = [row for part in parts for row in compared(part, axis, y, baseline, over=data.over)]
+    for value, look in zip(values, style.line_styles(values)):
+        line = [row for row in found if hue is None or row[hue] == value]
+        spans = {row[x]: (row["difference"], row["low"], row["high"]) for row in line if row["difference"] is not None}
+        zeros = {row[x]: (0.0, 0.0, 0.0) for row in line if row[axis] == baseline}
+        _draw_line(axes, places, {**spans, **zeros}, _label(hue, value), look)
+    style.finish(axes, "", x, f"{column_label(y)}: difference")
+    axes.axhline(0, color="0.4", linewidth=0.8, zorder=0)
+    if hue is not None:
+        _legend_of_values(axes, hue, values)
+    what = f"{column_label(y)} less that of {axis} = {_text(baseline)} at the same {over}"
+    seeds = counted(len(_values(data.rows, over)), over)
+    return style.done(figure, data.title(title or f"{what},\nmean and 95 % interval over {seeds}"), path)
+
+
+def _draw_line(
+    axes: Axes, places: Mapping[Any, float], spans: Mapping[Any, Any], label: str | None, look: dict[str, Any],
+    band: bool = True,
+) -> None:  # fmt: skip
+    """Draw the middle, and the band from low to high, of each place that has them."""
+    at = [v for v in places if spans.get(v) is not None]
+    middle, low, high = zip(*[spans[v] for v in at]) if at else ((), (), ())
+    axes.plot([places[v] for v in at], middle, label=label, markersize=5.5, **look)
+    if band and low != high:
+        style.draw_band(axes, [places[v] for v in at], low, high, look["color"])
 
 
 def _summary(rows: Rows, data: PlotData, best: bool) -> tuple[float, float, float] | None:

@@ -86,7 +86,9 @@ COLUMNS = {
         "seconds until every node has ended the step, on the run's `network`",
         label="seconds on the network", swept=True,
     ),
-    "sim_utilization": Column("fraction of `sim_seconds` in which the nodes computed, averaged over the nodes"),
+    "sim_utilization": Column(
+        "fraction of `sim_seconds` in which the nodes computed, averaged over the nodes", swept=True
+    ),
     "train_losses": Column("each node's training loss; nan where it did not train", per_node=True),
     "val_losses": Column("each node's validation loss", per_node=True),
 }  # fmt: skip

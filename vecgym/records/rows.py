@@ -1,15 +1,17 @@
-"""The rows of a sweep, one dict for each run: select them, average them over seeds, and format their values."""
+"""The rows of a sweep, one dict for each run: select them, average and compare them over seeds, format their values."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from vecgym.core import check
+from vecgym.core.errors import warn
 from vecgym.records.columns import COLUMNS, UPDATE_COLUMNS
 
 Row = dict[str, Any]  # column -> value
@@ -92,6 +94,154 @@ def _mean(group: Sequence[Mapping[str, Any]], over: str) -> Row:
         mean["steps"] = min(row["steps"] for row in group)
     mean["runs"] = len(group)
     return mean
+
+
+class Difference(NamedTuple):
+    """How far one thing is from another, over the seeds.
+
+    Attributes:
+        difference: its mean; nan without a seed.
+        standard_error: of that mean; nan, as is the interval, with fewer than two seeds.
+        low, high: the ends of the 95 % interval, by Student's t.
+        seeds: how many it is over.
+        left_out: seeds that both were given, and one has no number for.
+    """
+
+    difference: float
+    standard_error: float
+    low: float
+    high: float
+    seeds: int
+    left_out: int
+
+
+def difference(
+    values: Mapping[Any, float], others: Mapping[Any, float], paired: bool = True, name: str = "this"
+) -> Difference:
+    """Return how far some values are from others.
+
+    Paired, it is the mean of the differences at each seed, which lack what a seed does to both. If only some seeds are
+    shared, it is over these, and if none is, it is not paired; both with a warning. Not paired, it is the difference of
+    the means, with the standard error and the degrees of freedom of Welch.
+
+    Args:
+        values, others: seed -> number. One that is not finite leaves its seed out, with a warning.
+        name: of what the values are, for warnings.
+
+    >>> found = difference({0: 1.25, 1: 2.0, 2: 3.25}, {0: 1.0, 1: 2.0, 2: 3.0})
+    >>> [round(x, 4) for x in found]
+    [0.1667, 0.0833, -0.1919, 0.5252, 3, 0]
+    >>> round(difference({0: 1.25, 1: 2.0, 2: 3.25}, {0: 1.0, 1: 2.0, 2: 3.0}, paired=False).standard_error, 4)
+    0.8207
+    """
+    shared = [seed for seed in values if seed in others]
+    missing = [seed for seed in shared if not (check.is_finite(values[seed]) and check.is_finite(others[seed]))]
+    if paired and len(shared) < max(len(values), len(others)):
+        then = "only these are compared" if shared else "the difference is not paired, and needs many more runs"
+        of_both = f"{name} has {counted(len(values), 'seed')} and the baseline {len(others)}"
+        warn(f"{of_both}, of which they share {len(shared)}: {then}. Give both the same seeds.")
+    if missing:
+        warn(
+            f"{name} is compared without {len(missing)} of {counted(len(shared), 'seed')}, in which it or the baseline "
+            "diverged or did not finish: the others flatter what diverges."
+        )
+    if paired and shared:
+        samples = [np.array([values[seed] - others[seed] for seed in shared if seed not in missing])]
+    else:
+        samples = [np.array([x for x in each.values() if check.is_finite(x)]) for each in (values, others)]
+    means = [float(x.mean()) if len(x) else math.nan for x in samples]
+    errors = [float(x.var(ddof=1)) / len(x) if len(x) > 1 else math.nan for x in samples]  # squared
+    squared = sum(errors)
+    degrees = squared**2 / sum(e**2 / (len(x) - 1) for e, x in zip(errors, samples)) if squared > 0 else 1.0
+    mean, error = means[0] - sum(means[1:]), math.sqrt(squared)
+    half = error * t_quantile(degrees)
+    return Difference(mean, error, mean - half, mean + half, len(samples[0]), len(missing))
+
+
+def t_quantile(degrees: float) -> float:
+    """Return the 0.975 quantile of Student's t: how many standard errors a 95 % interval reaches to each side.
+
+    >>> [round(t_quantile(degrees), 4) for degrees in (1, 2, 7.5, 1000)]
+    [12.7062, 4.3027, 2.333, 1.9623]
+    """
+    log_peak = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - math.log(degrees * math.pi) / 2
+    places, weights = np.polynomial.legendre.leggauss(100)  # for integrals over [-1, 1]
+
+    def density(t: Any) -> Any:
+        return np.exp(log_peak - (degrees + 1) / 2 * np.log1p(t**2 / degrees))
+
+    t = 1.9  # below every quantile, from where Newton's method rises to it: the distribution is concave
+    for _ in range(50):
+        t += float((0.475 - t / 2 * weights @ density(t / 2 * (places + 1))) / density(t))
+    return t
+
+
+def rounded(value: float, error: float, sign: str = "") -> str:
+    """Format a number with as many decimals as its error has with two digits.
+
+    >>> rounded(1.23456, 0.0123), rounded(1.23456, 0.0), rounded(0.5, 0.25, sign="+")
+    ('1.235', '1.23456', '+0.50')
+    """
+    decimals = 1 - math.floor(math.log10(error)) if check.is_finite(error) and error > 0 else 9
+    return f"{value:{sign}.{max(decimals, 0)}f}" if -3 < decimals < 9 else f"{value:{sign}.6g}"
+
+
+def with_spread(values: Sequence[float]) -> str:
+    """Format the mean of numbers, with their standard deviation if they differ.
+
+    >>> with_spread([1.25, 1.5, 1.75]), with_spread([2.0, 2.0])
+    ('1.50 ± 0.25', '2')
+    """
+    spread = float(np.std(values, ddof=1)) if min(values) < max(values) else 0.0
+    return rounded(float(np.mean(values)), spread) + (f" ± {rounded(spread, spread)}" if spread else "")
+
+
+def by_seed(rows: Rows, metric: str, over: str) -> dict[Any, float]:
+    """Return seed -> the mean of a metric over the runs that finished with a number; nan without one.
+
+    >>> by_seed([{"seed": 0, "val_loss": 1.0}, {"seed": 1, "val_loss": 2.0, "status": "diverged"}], "val_loss", "seed")
+    {0: 1.0, 1: nan}
+    """
+    found: dict[Any, list[float]] = {row[over]: [] for row in rows}
+    for row in rows:
+        if row.get("status", "finished") == "finished" and check.is_finite(row[metric]):
+            found[row[over]].append(row[metric])
+    return {seed: float(np.mean(values)) if values else math.nan for seed, values in found.items()}
+
+
+def compared(
+    rows: Rows, axis: str, metric: str, baseline: Any, *, over: str, best: bool = True, paired: bool = True
+) -> list[Row]:
+    """Return a row for each value of an axis, with the mean of a metric and its `Difference` from the baseline's.
+
+    For the arguments, see `SweepResult.compare`; the values of the axes are labels.
+
+    >>> rows = [{"H": H, "seed": seed, "val_loss": H + seed} for H in (1, 3) for seed in (0, 1)]
+    >>> compared(rows, "H", "val_loss", 1, over="seed")[1]["difference"]
+    2.0
+    """
+    others = [name for name in axes_of(rows) if name not in (axis, over)]
+    found = [({name: g[0][name] for name in (axis, *others)}, by_seed(g, metric, over)) for g in groups(rows, over)]
+    if best:
+        values = dict.fromkeys(point[axis] for point, _ in found)
+        found = [min((each for each in found if each[0][axis] == value), key=_rank) for value in values]
+    matching = [] if best else others  # what a configuration and that of the baseline have in common
+    bases = {tuple(point[n] for n in matching): losses for point, losses in found if point[axis] == baseline}
+    shown = []
+    for point, losses in found:
+        base = bases.get(tuple(point[name] for name in matching))
+        missing, mean = _rank((point, losses))
+        gap: Row = {**dict.fromkeys(Difference._fields), "seeds": len(losses) - missing, "left_out": missing}
+        if base is not None and point[axis] != baseline:
+            gap = difference(losses, base, paired, f"{axis}={point[axis]}")._asdict()
+        shown.append({**point, metric: mean, **gap})
+    return shown
+
+
+def _rank(found: tuple[Row, Mapping[Any, float]]) -> tuple[int, float]:
+    """Return how many seeds of a configuration have no number, and the mean over the others."""
+    finite = [x for x in found[1].values() if check.is_finite(x)]
+    return len(found[1]) - len(finite), float(np.mean(finite)) if finite else math.nan
 
 
 def select(rows: Rows, where: Mapping[str, Any] | None) -> list[Row]:

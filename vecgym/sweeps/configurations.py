@@ -202,8 +202,8 @@ class Arguments(NamedTuple):
         return cls(frozenset(p.name for p in named), required, any(p.kind is p.VAR_KEYWORD for p in parameters))
 
 
-def check_axes(axes: Iterable[str], strategy: Any, model: Any) -> None:
-    """Check that every axis is used, and that every function gets the arguments that it requires."""
+def check_axes(axes: Iterable[str], strategy: Any, model: Any, source: str = "grid") -> None:
+    """Check that every axis of the `source` is used, and that every function gets the arguments that it requires."""
     axes = list(axes)
     if isinstance(model, Strategy) or isinstance(strategy, nn.Module):
         raise TypeError(
@@ -220,17 +220,17 @@ def check_axes(axes: Iterable[str], strategy: Any, model: Any) -> None:
                 raise TypeError(f"{what} is {check.kind_of(given)}; give {WANTED[what]}.") from None
     if strategy is None and "strategy" not in axes:
         raise ValueError("there is no strategy: give strategy=lambda lr: DiLoCoStrategy('adamw', lr=lr), say.")
-    _check_names(axes, functions, strategy)
+    _check_names(axes, functions, strategy, source)
     for what, arguments in functions.items():
         missing = sorted(arguments.required - set(axes))
         if missing:
             raise ValueError(
-                f"{what} takes {', '.join(missing)}, which the grid does not have: its axes are {', '.join(axes)}. "
-                f'Add grid["{missing[0]}"]=[...], or give the argument a default value.'
+                f"{what} takes {', '.join(missing)}, which is not an axis: there are {', '.join(axes)}. "
+                f'Add {source}["{missing[0]}"]=..., or give the argument a default value.'
             )
 
 
-def _check_names(axes: list[str], functions: dict[str, Arguments], strategy: Any) -> None:
+def _check_names(axes: list[str], functions: dict[str, Arguments], strategy: Any, source: str) -> None:
     """Check that every axis is an argument of a function, or a setting."""
     allowed = {*SETTINGS}.union(*[arguments.names for arguments in functions.values()])
     allowed |= {"strategy"} if strategy is None else set()
@@ -241,8 +241,8 @@ def _check_names(axes: list[str], functions: dict[str, Arguments], strategy: Any
             fixed = [what for what in ("strategy", "model") if what not in functions and strategy is not None]
             makes = f" ({' and '.join(fixed)}, given as an object, takes no axis: give a function)" if fixed else ""
             raise ValueError(
-                f"grid[{name!r}] is not used: {' and '.join(functions) or 'nothing'} does not take it, and it is no "
-                f"setting{makes}{check.did_you_mean(name, allowed)} Allowed: {', '.join(sorted(allowed))}."
+                f"{source}[{name!r}] is not used: {' and '.join(functions) or 'nothing'} does not take it, and it is "
+                f"no setting{makes}{check.did_you_mean(name, allowed)} Allowed: {', '.join(sorted(allowed))}."
             )
 
 

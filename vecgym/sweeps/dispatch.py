@@ -199,8 +199,8 @@ def _train(sweep: str, shared: tuple[SweepOptions, dict[str, Any]], work: Work, 
 
 def _shared(options: SweepOptions) -> tuple[SweepOptions, dict[str, Any]]:
     """Return what all jobs of a sweep carry: options, and settings of torch."""
-    bare = replace(options, model=nn.Module(), strategy=None, grid={}, resume=None, executor=None, network=None,
-                   compute=None)  # fmt: skip
+    bare = replace(options, model=nn.Module(), strategy=None, grid={}, points=None, resume=None, executor=None,
+                   network=None, compute=None)  # fmt: skip
     return bare, torch_settings()
 
 

@@ -107,6 +107,30 @@ def _checked_axis(name: Any, values: Any, samples: int | None) -> list[Any] | Un
     return values
 
 
+def checked_points(points: Any) -> list[Point]:
+    """Return the points of a list of configurations, which have the same axes."""
+    example = '{"lr": 1e-3, "seed": 0}'
+    if isinstance(points, (Mapping, str, bytes)) or not isinstance(points, Iterable):
+        raise TypeError(f"points is {kind_of(points)}; give a list of configurations, such as [{example}].")
+    given = [check.instance(f"points[{i}]", p, Mapping, f"a dict such as {example}") for i, p in enumerate(points)]
+    if not given or not given[0]:
+        what = "points[0]" if given else "points"
+        raise ValueError(f"{what} is empty: give at least one configuration, with an axis, such as [{example}].")
+    for i, point in enumerate(given):
+        if point.keys() != given[0].keys():
+            names = ", ".join(sorted(map(str, point.keys() ^ given[0].keys())))
+            raise ValueError(
+                f"points[{i}] and points[0] differ in their axes: only one of them has {names}. Give every point a "
+                "value of it, the default for instance, or sweep those that have it apart from the others."
+            )
+        for name, value in point.items():
+            if not isinstance(name, str):
+                raise TypeError(f"points[{i}] has an axis {name!r} {kind_of(name)}; its name is a text, such as 'lr'.")
+            if isinstance(value, float) and math.isnan(value):
+                raise ValueError(f"points[{i}][{name!r}] is nan: leave this configuration out.")
+    return [dict(point) for point in given]
+
+
 def count_points(axes: Mapping[str, Any], samples: int | None) -> int:
     """Count what `points` yields."""
     return math.prod(map(len, axes.values())) if samples is None else samples
@@ -201,13 +225,15 @@ class SweepOptions(EngineOptions, Training, Swept):
         grid: axis -> its values. Axes are arguments of `strategy` and `model`, and the settings "num_nodes",
             "batch_size", "minibatch_size", "max_steps", "num_epochs", "max_updates", "max_seconds", "seed" and
             "shuffle".
+        points: in place of a grid, any list of configurations, {axis: value} each, with the same axes: what a tuner
+            asks for. The rows are in their order; a point may be there twice.
         num_nodes: K, unless it is an axis.
         samples: draw so many random points, each axis by itself, from its values or from a `Uniform` or
             `LogUniform` range; None: all points of the grid.
         sample_seed: of these draws.
         chunk_configs: the most configurations in one stack; None: chosen by memory and arithmetic.
         max_memory_bytes: what a stack may take, roughly; None: half of what is free. A larger one is split.
-        max_configs: refuse a grid of more.
+        max_configs: refuse a sweep of more.
         keep_models: keep each configuration's averaged model: `result.model(i)`.
         resume: a file in which results are kept (written whole, every minute and at the end of each stack); if it is
             there already, the sweep resumes from it.
@@ -224,7 +250,8 @@ class SweepOptions(EngineOptions, Training, Swept):
     """
 
     strategy: Strategy | Callable[..., Strategy] | None = None
-    grid: Mapping[str, Iterable[Any] | Uniform]
+    grid: Mapping[str, Iterable[Any] | Uniform] | None = None
+    points: Iterable[Mapping[str, Any]] | None = None
     num_nodes: OptionalCount = None
     samples: OptionalCount = None
     sample_seed: Annotated[int, check.seed] = 0
@@ -243,6 +270,10 @@ class SweepOptions(EngineOptions, Training, Swept):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.grid is None) == (self.points is None):
+            raise ValueError('give either grid={"lr": [1e-3, 3e-3]}, or points=[{"lr": 1e-3}, {"lr": 3e-3}].')
+        if self.points is not None and self.samples is not None:
+            raise ValueError(f"samples={self.samples} draws from a grid; points are taken as they are: leave one out.")
         for name in ("train_dataset", "val_dataset"):
             data = vars(self)[name]
             if isinstance(data, (nn.Module, Strategy)):

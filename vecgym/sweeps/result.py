@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from vecgym.clock import dry_run, price
-from vecgym.collectives.ledger import Ledger
+from vecgym.collectives.ledger import Ledger, readable_bytes
 from vecgym.core import check, nodes
 from vecgym.core.files import write_atomically
+from vecgym.records.columns import column_label
 from vecgym.records.history import History
-from vecgym.records.rows import Row, averaged, counted, data_frame, label, labelled, select
+from vecgym.records.rows import (
+    MEASURES,
+    Difference,
+    Row,
+    averaged,
+    axes_of,
+    check_over,
+    compared,
+    counted,
+    data_frame,
+    groups,
+    label,
+    labelled,
+    rounded,
+    select,
+    with_spread,
+)
 from vecgym.sweeps.chunk import FINISHED, NOTHING, PARTIAL, PENDING, Curve
 from vecgym.sweeps.configurations import Configuration, Point
 from vecgym.sweeps.options import check_clock, clocks
@@ -112,8 +130,11 @@ class SweepResult:
     ({1: 16.0, 2: 8.0}, 0)
     >>> result.best("val_loss")["lr"], result.history(0)["step"], type(result.model(0)).__name__
     (0.1, [0, 1, 2, 3, 4], 'Line')
-    >>> result.table().splitlines()[0]
-    '| H |   lr |   status | steps | train_loss | val_loss | val_loss_local | consensus_distance | bytes_total |'
+    >>> print(result.table(columns=["val_loss", "bytes_total"], where={"H": 2}))
+    | H |   lr |    val_loss | bytes_total |
+    |--:|-----:|------------:|------------:|
+    | 2 | 0.01 |     14.6333 |         8 B |
+    | 2 |  0.1 | **5.34088** |         8 B |
     >>> result.explain().splitlines()[0]
     '4 configurations in 1 program:'
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -228,25 +249,114 @@ class SweepResult:
         Raises:
             ValueError: for a column that is not there or has no number.
         """
-        rows = select(self.rows, where)
-        check.column("column", column, rows[0])
-        finished = [row for row in averaged(rows, over) if row["status"] == FINISHED]
-        finite = [row for row in finished if check.is_finite(row.get(column))]
+        rows = averaged(select(self.rows, where), over)
+        return min(self._finite("column", column, rows), key=lambda row: row[column])
+
+    def _finite(self, name: str, column: str, rows: list[Row]) -> list[Row]:
+        """Return the rows that finished with a number in a column; a ValueError if there is none."""
+        check.column(name, column, rows[0])
+        finite = [row for row in rows if row["status"] == FINISHED and check.is_finite(row[column])]
         if not finite:
             is_missing = column.startswith("val") and self._runner.options.val_dataset is None
             hint = " Give a val_dataset." if is_missing else ""
             raise ValueError(f"no configuration that finished has a number as {column!r}.{hint}")
-        return min(finite, key=lambda row: row[column])
+        return finite
 
-    def table(self) -> str:
-        """Return the rows as text, in Markdown."""
-        rows = labelled(self.rows)
-        columns = [name for name in rows[0] if name in self.axes or any(row[name] is not None for row in rows)]
-        cells = [columns, *[[_cell(row[name]) for name in columns] for row in rows]]
-        widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-        lines = ["| " + " | ".join(text.rjust(width) for text, width in zip(line, widths)) + " |" for line in cells]
-        rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
-        return "\n".join([lines[0], rule, *lines[1:]])
+    def compare(
+        self, axis: str, metric: str = "val_loss", *, baseline: Any = None, over: str = "seed", best: bool = True,
+        paired: bool = True, where: Where = None,
+    ) -> Comparison:  # fmt: skip
+        """Compare the values of an axis with a baseline: how large is the difference, and is it more than chance?
+
+        Configurations of one seed share initial weights, the order of the data and masks. So they are compared seed by
+        seed: these differences vary far less than the losses do, and a few seeds often suffice. If the 95 % interval
+        does not contain 0, the difference is hardly chance.
+
+        Args:
+            axis: its values are compared.
+            baseline: one of them; None: the first.
+            over: the axis of what is repeated.
+            best: compare each value at its best, the values of the other axes with the lowest mean, as one does with
+                tuned learning rates; these are shown. The choice is by the same seeds, so a value with more
+                configurations to choose from is favoured: if that matters, compare the chosen ones with new seeds.
+                False: compare with the baseline at each value of the other axes.
+            paired: False: compare the means as if the seeds had nothing in common (Welch's interval).
+            where: of these rows only; see `best`.
+
+        Returns:
+            A list that prints as a table, with a row for each value, or each configuration: the axes, the mean of the
+            metric, the mean `difference`, its `standard_error`, the ends of its 95 % interval (Student's t) `low` and
+            `high`, `seeds`, and those `left_out`. In the row of the baseline, and where there is none, they are None.
+
+        Warns:
+            VecgymWarning: if not all seeds are shared: then it is over those that are, or not paired if none is; and if
+                runs have diverged, or not finished: such a seed is left out. A configuration with fewer of them is
+                better than any other.
+
+        Raises:
+            ValueError: for an unknown axis, metric or baseline, and without an axis of seeds.
+
+        >>> import torch
+        >>> from vecgym.models import Line
+        >>> from vecgym.strategy import DiLoCoStrategy
+        >>> from vecgym.sweeps import sweep
+        >>> result = sweep(
+        ...     Line(), torch.randn(64, generator=torch.Generator().manual_seed(0)), torch.zeros(1),
+        ...     strategy=lambda H: DiLoCoStrategy("sgd", H=H, lr=0.1), grid={"H": [1, 2, 4], "seed": range(4)},
+        ...     num_nodes=2, max_steps=4, batch_size=2, device="cpu", progress=False,
+        ... )
+        >>> result.compare("H", baseline=4)
+        | H | val_loss | difference | standard error |    95 % interval | seeds |
+        |--:|---------:|-----------:|---------------:|-----------------:|------:|
+        | 1 |    0.096 |     +0.065 |          0.029 | -0.027 to +0.156 |     4 |
+        | 2 |    0.062 |     +0.031 |          0.020 | -0.034 to +0.096 |     4 |
+        | 4 |    0.031 |            |                |                  |     4 |
+        """
+        rows = select(self.rows, where)
+        check.choice("axis", axis, axes_of(rows))
+        self._finite("metric", metric, rows)
+        for name, value in (("best", best), ("paired", paired)):
+            check.flag(name, value)
+        if over == axis or check_over(rows, over) is None:
+            raise ValueError(
+                f"over={over!r} is not an axis besides {axis!r}: compare needs several runs of each configuration, by "
+                'grid["seed"]=range(5), say.'
+            )
+        base = _label_of(rows[0][axis] if baseline is None else baseline, axis, rows)
+        return Comparison(compared(labelled(rows), axis, metric, base, over=over, best=best, paired=paired))
+
+    def table(
+        self, form: str = "markdown", *, columns: Sequence[str] = (), over: str | None = "seed", where: Where = None
+    ) -> str:
+        """Return the rows as text: measures as mean ± standard deviation over the seeds, the lowest losses in bold.
+
+        Args:
+            form: "markdown", or "latex", for its package booktabs.
+            columns: the measures to show; none: all that were recorded.
+            over: the axis to average over, if it is there; None: each run has a row.
+            where: of these rows only; see `best`.
+
+        Raises:
+            ValueError: for another form, or an unknown column.
+        """
+        bold, escaped = FORMS[check.choice("form", form, FORMS)]
+        rows = labelled(select(self.rows, where))
+        over, means, members = check_over(rows, over), averaged(rows, over), groups(rows, over)
+        for name in columns:
+            check.column("columns", name, means[0])
+        axes = [name for name in self.axes if name in means[0]]
+        names = [*axes, *(columns or [name for name in means[0] if name not in axes and _tells(name, means)])]
+        finished = [row for row in means if row["status"] == FINISHED]
+        losses = {n: [row[n] for row in finished if check.is_finite(row[n])] for n in names if "loss" in n}
+        lines = [[(column_label(name) if escaped else name).translate(escaped) for name in names]]
+        for mean, group in zip(means, members):
+            best = {name for name, of_all in losses.items() if mean[name] == min(of_all, default=math.nan)}
+            texts = {name: _measured(name, mean[name], [row[name] for row in group]) for name in names}
+            shown = {name: text.translate(escaped) for name, text in texts.items()}
+            lines.append([bold.format(text) if name in best else text for name, text in shown.items()])
+        runs = sorted({len(group) for group in members})
+        seeds = f"{runs[0]} to {counted(runs[-1], str(over))}" if runs[1:] else counted(runs[0], str(over))
+        return _as_text(form, lines, "" if over is None or runs[-1] == 1 else f"± over {seeds}: standard deviation")
 
     def to_csv(self, path: File) -> None:
         """Write the rows; the file appears whole or not at all."""
@@ -262,12 +372,20 @@ class SweepResult:
 
     def plot(
         self, x: str, y: str = "val_loss", hue: str | None = None, path: File | None = None, *,
-        where: Where = None, **settings: Any,
+        where: Where = None, baseline: Any = None, **settings: Any,
     ) -> Figure:  # fmt: skip
-        """Draw a column against an axis, a line for each value of `hue`; see `vecgym.plot.plot_axis`, and `best`."""
-        from vecgym.plot import plot_axis  # matplotlib takes a while to import
+        """Draw a column against an axis, a line for each value of `hue`; see `vecgym.plot.plot_axis`, and `best`.
 
-        return plot_axis(self._shown(where), x, y, hue, path, **settings)
+        With `baseline`, a value of `hue`, or without hue of `x`: draw the differences to it with their 95 % intervals,
+        those of `compare`; see `vecgym.plot.plot_differences`.
+        """
+        from vecgym.plot import plot_axis, plot_differences  # matplotlib takes a while to import
+
+        if baseline is None:
+            return plot_axis(self._shown(where), x, y, hue, path, **settings)
+        check.choice("x" if hue is None else "hue", axis := hue or x, self.axes)
+        base = _label_of(baseline, axis, select(self.rows, where))
+        return plot_differences(self._shown(where), x, y, hue, path, baseline=base, **settings)
 
     def plot_heatmap(
         self, x: str, y: str, value: str = "val_loss", path: File | None = None, *, where: Where = None, **settings: Any
@@ -304,6 +422,69 @@ class SweepResult:
         for row in self.rows:
             counts[row["status"]] = counts.get(row["status"], 0) + 1
         return f"SweepResult({counted(len(self), 'configuration')}: {', '.join(f'{n} {s}' for s, n in counts.items())})"
+
+
+def _label_of(value: Any, axis: str, rows: list[Row]) -> Any:
+    """Return the label of a baseline, which is a value of an axis or its label."""
+    labels = {id(row[axis]): shown[axis] for row, shown in zip(rows, labelled(rows))}
+    shown = labels.get(id(value), label(value))
+    if shown not in labels.values():
+        there = ", ".join(map(_cell, dict.fromkeys(labels.values())))
+        raise ValueError(f"baseline={shown!r} is not a value of {axis!r}, which has {there}.")
+    return shown
+
+
+class Comparison(list[Row]):
+    """The rows of `SweepResult.compare`, shown as a table."""
+
+    def __repr__(self) -> str:
+        *axes, metric = (name for name in self[0] if name not in Difference._fields)
+        finest = min((row["standard_error"] for row in self if check.is_finite(row["standard_error"])), default=0.0)
+        lines = [[*axes, metric, "difference", "standard error", "95 % interval", "seeds"]]
+        for row in self:
+            gap, error = row["difference"], row["standard_error"]
+            texts = [rounded(gap, error, "+") if check.is_finite(gap) else "", "", ""]
+            if check.is_finite(error):
+                low, high = (rounded(row[end], error, "+") for end in ("low", "high"))
+                texts[1:] = rounded(error, error), f"{low} to {high}"
+            out = f" ({row['left_out']} left out)" if row["left_out"] else ""
+            mean = rounded(row[metric], finest)
+            lines.append([*[_cell(row[name]) for name in axes], mean, *texts, f"{row['seeds']}{out}"])
+        return _as_text("markdown", lines)
+
+
+LATEX = str.maketrans({
+    **{c: f"\\{c}" for c in "&%$#_{}"}, "±": r"$\pm$", "<": "$<$", ">": "$>$", "\\": r"\textbackslash{}",
+    "^": r"\textasciicircum{}", "~": r"\textasciitilde{}",
+})  # fmt: skip
+FORMS: dict[str, tuple[str, dict[int, str]]] = {"markdown": ("**{}**", {}), "latex": (r"\textbf{{{}}}", LATEX)}
+
+
+def _as_text(form: str, lines: list[list[str]], note: str = "") -> str:
+    """Lay out a table, of which the first line is the header."""
+    if form == "latex":
+        rows = [" & ".join(line) + r" \\" for line in lines]
+        frame = [rf"\begin{{tabular}}{{{'r' * len(lines[0])}}}", r"\toprule", rows[0], r"\midrule", *rows[1:]]
+        return "\n".join([*([f"% {note}"] if note else []), *frame, r"\bottomrule", r"\end{tabular}"])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    texts = ["| " + " | ".join(text.rjust(width) for text, width in zip(line, widths)) + " |" for line in lines]
+    rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
+    return "\n".join([texts[0], rule, *texts[1:], *(["", note] if note else [])])
+
+
+def _tells(name: str, rows: list[Row]) -> bool:
+    """Whether a column is worth its place: a measure that was recorded, or how runs have ended if not all are alike."""
+    values = {row[name] for row in rows}
+    if name in MEASURES:
+        return values != {None}
+    return (name == "status" and values != {FINISHED}) or (name == "steps" and len(values) > 1)
+
+
+def _measured(name: str, mean: Any, values: list[Any]) -> str:
+    """Format the mean of a measure with its standard deviation, if it has one."""
+    if name.startswith("bytes") and check.is_finite(mean):
+        return readable_bytes(mean)
+    return with_spread(values) if all(map(check.is_finite, values)) else _cell(mean)
 
 
 def _cell(value: Any) -> str:

@@ -1,12 +1,14 @@
-"""`sweep`: train every configuration of a grid."""
+"""`sweep`: train every configuration of a grid or a list."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from vecgym.core.errors import warn
 from vecgym.core.options import function_of
 from vecgym.runs import multiprocess
 from vecgym.sweeps.configurations import check_axes, make_configurations
-from vecgym.sweeps.options import SweepOptions, checked_axes, count_points, points
+from vecgym.sweeps.options import Point, SweepOptions, checked_axes, checked_points, count_points, points
 from vecgym.sweeps.result import Prices, SweepResult
 from vecgym.sweeps.runner import Runner
 from vecgym.sweeps.saving import ResultsFile
@@ -14,7 +16,7 @@ from vecgym.sweeps.saving import ResultsFile
 
 @function_of(SweepOptions)
 def sweep(options: SweepOptions) -> SweepResult:
-    """Train every configuration of a grid, or a random choice, in as few stacked programs as possible.
+    """Train every configuration of a grid, a random choice or a list, in as few stacked programs as possible.
 
     Each configuration's curve is that of `Trainer.fit` for it alone, up to rounding (and dropout masks). All those
     with equal `num_nodes`, batch sizes, number of steps and model structure are stacked, whatever their strategies;
@@ -42,17 +44,22 @@ def sweep(options: SweepOptions) -> SweepResult:
     (4, 2, [0, 1, 2, 3, 4])
     """
     multiprocess.check_alone("the sweep")
-    axes = checked_axes(options.grid, options.samples)
-    check_axes(axes, options.strategy, options.model)
+    chosen: Iterable[Point]
+    if options.points is None:
+        axes, source = checked_axes(options.grid, options.samples), "grid"
+        chosen, count = points(axes, options.samples, options.sample_seed), count_points(axes, options.samples)
+    else:
+        chosen, source = checked_points(options.points), "points[i]"
+        axes, count = dict.fromkeys(chosen[0]), len(chosen)
+    check_axes(axes, options.strategy, options.model, source)
     if ("num_nodes" in axes) == (options.num_nodes is not None):
-        raise ValueError('give the number of nodes once: num_nodes=8, or an axis grid["num_nodes"]=[4, 8].')
-    count = count_points(axes, options.samples)
+        raise ValueError(f'give the number of nodes once: num_nodes=8, or an axis {source}["num_nodes"]=...')
     if count > options.max_configs:
         raise ValueError(
-            f"the grid has {count:,} configurations, more than max_configs={options.max_configs:,}: give samples=100 "
-            f"for a random choice, shorter axes, or max_configs={count}."
+            f"the sweep has {count:,} configurations, more than max_configs={options.max_configs:,}: give samples=100 "
+            f"for a random choice of a grid, shorter axes, or max_configs={count}."
         )
-    runner = Runner(options, axes, make_configurations(points(axes, options.samples, options.sample_seed), options))
+    runner = Runner(options, axes, make_configurations(chosen, options))
     priced = any(not config.strategy.asynchronous for config in runner.configs)
     both = options.network is not None and options.compute is not None
     prices = Prices(options.network, options.compute) if priced and both else None
