@@ -1,4 +1,4 @@
-"""`vecgym price`: how long a recorded run takes on other networks."""
+"""`vecgym price`: how long strategies, or a recorded run, take on a network."""
 
 from __future__ import annotations
 
@@ -6,20 +6,43 @@ import argparse
 from pathlib import Path
 
 import vecgym
-from vecgym.cli.values import add_output, table
+from vecgym.cli.configuration import assignment, read_configuration
+from vecgym.cli.values import count, table
 
 BANDWIDTHS = ["100 Mbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s"]
 LATENCIES = ["0 ms", "50 ms"]
+OF_STRATEGIES = ("nodes", "H", "strategies", "tau", "steps")  # options that a recorded run does not have
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Price a run on a grid of networks: the seconds, and the fraction of them in which nodes compute. Nothing is
-    trained: a checkpoint, which fit(save_dir=RUN) writes at the end of the run, records what was sent."""
-    parser.epilog = 'example: vecgym price runs/a --bandwidth "1 Gbit/s" "10 Gbit/s" --latency 50ms --step-seconds 0.4'
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the save_dir of a run, or one of its checkpoints")
-    parser.add_argument("--bandwidth", nargs="+", default=BANDWIDTHS, metavar="B", help='of each link: "1 Gbit/s"')
-    parser.add_argument("--latency", nargs="+", default=LATENCIES, metavar="A", help="latencies of a message: 50ms")
-    parser.add_argument("--step-seconds", metavar="S", help="seconds of a step of one node (as measured in the run)")
+    """Price strategies on a network, or a recorded run on a grid of networks. Nothing is trained. Of a model, given by
+    its number of parameters or as a function in a file, the table has seconds of a step, the fraction of them in which
+    nodes compute, bytes and days for each strategy and H, and the bandwidth and H that are required. Of a run, a
+    checkpoint, which fit(save_dir=RUN) writes at the end, records what was sent."""
+    parser.epilog = (
+        'examples: vecgym price --parameters 150M --nodes 8 --step-seconds 0.6 --bandwidth "100 Mbit/s" --latency 80ms'
+        '; vecgym price runs/a --bandwidth "1 Gbit/s" "10 Gbit/s" --latency 50ms --step-seconds 0.4'
+    )
+    of = parser.add_mutually_exclusive_group(required=True)
+    of.add_argument(
+        "run_folder", type=Path, nargs="?", metavar="RUN", help="the save_dir of a run, or one of its checkpoints"
+    )
+    of.add_argument("--parameters", metavar="P", help="trainable parameters of a transformer, in float32: 150M, 7B")
+    of.add_argument(
+        "--model", dest="config", metavar="FILE.py:function", help="returns a module; it is called on the device meta"
+    )
+    parser.add_argument("--nodes", type=count, metavar="K", help="the number of nodes")
+    parser.add_argument("--step-seconds", metavar="S", help="seconds of a step of one node (of a run: as measured)")
+    parser.add_argument("--bandwidth", nargs="+", metavar="B", help='of each link: "1 Gbit/s"; of a run: several')
+    parser.add_argument("--latency", nargs="+", metavar="A", help="one way, half of a ping: 50ms; of a run: several")
+    parser.add_argument("--H", nargs="+", type=count, metavar="H", help="steps between exchanges (20 100 500)")
+    parser.add_argument("--strategies", nargs="+", metavar="NAME", help="of the catalogue; the first is the reference")
+    parser.add_argument("--tau", type=count, metavar="T", help="steps that an exchange of streaming may take (5)")
+    parser.add_argument("--steps", type=count, metavar="N", help="of the run, for its days (100000)")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", type=assignment,
+        help="an argument for the function of --model",
+    )  # fmt: skip
     parser.add_argument(
         "--all-reduce", default="ring", help="ring, halving_doubling, tree, server or gloo (%(default)s)"
     )
@@ -28,19 +51,65 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="bytes of a message; 0: one per tensor, inf: one per exchange (%(default)s)",
     )  # fmt: skip
     parser.add_argument("--no-overlap", action="store_true", help="let nodes wait while they send")
-    parser.add_argument("--utilization", type=float, default=0.95, help="report the bandwidth for it (%(default)s)")
-    add_output(parser, "vecgym-runs/price.png", "FILE")
+    parser.add_argument(
+        "--utilization", type=float, default=0.95, help="report the bandwidth, and H, for it (%(default)s)"
+    )
+    parser.add_argument("--plot", "--output", type=Path, metavar="FILE", help="draw a figure")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.set and args.config is None:
+        args.parser.error("--set needs --model FILE.py:function")
+    if args.run_folder is None:
+        return _price_strategies(args)
+    for name in OF_STRATEGIES:
+        if getattr(args, name) is not None:
+            args.parser.error(f"--{name} is of --parameters and --model: what {args.run_folder} sent is recorded")
+    return _price_run(args)
+
+
+def _price_strategies(args: argparse.Namespace) -> int:
+    """Print a table of strategies."""
+    import torch
+
+    from vecgym.clock import Compute, Network, price_strategies, units
+    from vecgym.clock.required import STRATEGIES, maker
+
+    for name, example in (("nodes", "8"), ("step_seconds", "0.6"), ("bandwidth", '"100 Mbit/s"'), ("latency", "80ms")):
+        value = getattr(args, name)
+        if value is None or (isinstance(value, list) and len(value) > 1):
+            args.parser.error(f"give one --{name.replace('_', '-')}, such as {example}")
+    if args.config is None:
+        model = units.count("--parameters", args.parameters)
+    else:
+        with torch.device("meta"):
+            model = read_configuration(args, ("model",), ("model",), alone=("model", torch.nn.Module))["model"]
+    settings = {} if args.tau is None else {"delay": args.tau}
+    prices = price_strategies(
+        model, args.nodes,
+        Network(*map(_number, (args.bandwidth[0], args.latency[0])), all_reduce=args.all_reduce,
+                bucket_bytes=args.bucket_bytes),
+        Compute(_number(args.step_seconds), overlap=not args.no_overlap),
+        H=args.H or [20, 100, 500], max_steps=args.steps or 100_000, utilization=args.utilization,
+        strategies={name: maker(name, **settings) for name in args.strategies or STRATEGIES},
+    )  # fmt: skip
+    print(prices)
+    if args.plot:
+        prices.plot(args.plot)
+        print(f"Figure: {args.plot}")
+    return 0
+
+
+def _price_run(args: argparse.Namespace) -> int:
+    """Print a table of networks."""
     from vecgym.clock import Compute, Network, price
     from vecgym.clock.required import Question
     from vecgym.clock.trace import plot_networks
     from vecgym.clock.units import bits_per_second, latency, readable_bandwidth, readable_time
     from vecgym.core import check
 
-    bandwidths = [bits_per_second("--bandwidth", _number(x)) for x in args.bandwidth]
-    latencies = [latency("--latency", x) for x in args.latency]
+    bandwidths = [bits_per_second("--bandwidth", _number(x)) for x in args.bandwidth or BANDWIDTHS]
+    latencies = [latency("--latency", x) for x in args.latency or LATENCIES]
     check.number("--utilization", args.utilization, "(0, 1)", "the fraction of the time in which nodes compute")
     options = {"all_reduce": args.all_reduce, "bucket_bytes": args.bucket_bytes}
     ledger, history = read_run(args.run_folder)
@@ -54,8 +123,9 @@ def run(args: argparse.Namespace) -> int:
         needed = question.bandwidth()
         goal = f"For {100 * args.utilization:g} % computing with a latency of {readable_time(a)}"
         print(question.why_none() if needed == float("inf") else f"{goal}: {readable_bandwidth(needed)}.")
-    plot_networks(timelines, args.output, title=str(args.run_folder))
-    print(f"Figure: {args.output}")
+    if args.plot:
+        plot_networks(timelines, args.plot, title=str(args.run_folder))
+        print(f"Figure: {args.plot}")
     return 0
 
 

@@ -19,8 +19,11 @@ Timeline(10 steps of 4 nodes: 4.6 s, 87.0 % computing)
 from vecgym.clock.asynchronous import AsyncTimeline
 from vecgym.clock.compute import Compute
 from vecgym.clock.network import Network
-from vecgym.clock.required import dry_run, required_bandwidth
+from vecgym.clock.required import Prices, dry_run, price_strategies, required_bandwidth, required_H
 from vecgym.clock.timeline import Timeline, price
 from vecgym.clock.trace import PerNode
 
-__all__ = ["AsyncTimeline", "Compute", "Network", "PerNode", "Timeline", "dry_run", "price", "required_bandwidth"]
+__all__ = [
+    "AsyncTimeline", "Compute", "Network", "PerNode", "Prices", "Timeline", "dry_run", "price", "price_strategies",
+    "required_H", "required_bandwidth",
+]  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from vecgym.clock.clock import Delivery, Need, StepRecord
 from vecgym.clock.compute import Compute
 from vecgym.clock.messages import NEVER, Messages
 from vecgym.clock.units import readable_time
+from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import check, files
 
 if TYPE_CHECKING:
@@ -346,4 +348,48 @@ def plot_networks(
         finish(axes, "", "bandwidth of a node's link", name)
     right.set_ylim(0, 103)
     left.legend(frameon=False, fontsize=9)
+    return done(figure, title, path)
+
+
+def plot_prices(
+    rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str] | None = None, *, title: str | None = None
+) -> Figure:
+    """Draw days, and utilization as bars: for each strategy and H, one for each way to send messages.
+
+    Args:
+        rows: of `vecgym.clock.price_strategies`.
+        path, title: as for `plot_timeline`.
+
+    >>> row = {"strategy": "diloco", "H": 20, "bucket_bytes": math.inf, "days": 3.0, "faster": 9.0, "utilization": 0.4}
+    >>> [label.get_text() for label in plot_prices([row]).axes[0].get_yticklabels()]
+    ['diloco, H = 20']
+    """
+    from vecgym.plot.style import COLOURS, check_shared, done, finish, new_figure
+
+    check_shared(path, title)
+    names = list(dict.fromkeys(f"{r['strategy']}" + (f", H = {r['H']}" if r["H"] else "") for r in rows))
+    ways = list(dict.fromkeys(r["bucket_bytes"] for r in rows))
+    figure, (left, right) = new_figure(10, 1.5 + 0.27 * len(names), columns=2, sharey=True)
+    for i, (way, colour) in enumerate(zip(ways, COLOURS)):
+        of_way = [r for r in rows if r["bucket_bytes"] == way]
+        places = [place + (i + 0.5) * 0.8 / len(ways) - 0.4 for place in range(len(of_way))]
+        label = "one message per exchange" if way == math.inf else f"messages of {readable_bytes(way)}"
+        left.plot([r["days"] for r in of_way], places, "o", color=colour)
+        for place, r in zip(places, of_way):
+            left.annotate(
+                f"{r['days']:.3g} ({r['faster']:.3g}x)", (r["days"], place), (6, 0), textcoords="offset points",
+                va="center", fontsize=7,
+            )  # fmt: skip
+        bars = right.barh(places, [100 * r["utilization"] for r in of_way], 0.8 / len(ways), color=colour, label=label)
+        right.bar_label(bars, fmt="%.1f %%", padding=3, fontsize=7)
+    left.set_yticks(range(len(names)), names)
+    left.invert_yaxis()
+    left.set_xscale("log")
+    left.xaxis.set_major_formatter("{x:g}")
+    left.set_xlim(right=left.get_xlim()[1] * 4)  # room for the texts
+    right.set_xlim(0, 115)
+    right.set_xticks(range(0, 101, 20))
+    finish(left, "", f"days (times as fast as {rows[0]['strategy']})", "")
+    finish(right, "", "computing, %", "")
+    figure.legend(*right.get_legend_handles_labels(), ncols=2, loc="outside lower center", frameon=False, fontsize=9)
     return done(figure, title, path)

@@ -1,4 +1,4 @@
-"""Bandwidths and times as people write them: "1 Gbit/s", "100 MB/s", "50 ms"."""
+"""Bandwidths, times and counts as people write them: "1 Gbit/s", "100 MB/s", "50 ms", "150M"."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from vecgym.core import check
 
 PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 BINARY = {"Ki": 2.0**10, "ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+COUNTS = {**PREFIXES, "B": 1e9}
 PARTS_OF_A_SECOND = {"ns": 1e9, "us": 1e6, "µs": 1e6, "μs": 1e6, "ms": 1e3, "s": 1.0, "min": 1 / 60, "h": 1 / 3600}
 
 _NUMBER = r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*"
+_COUNT = re.compile(_NUMBER + r"([kKMGBT]?)\s*")
 _BANDWIDTH = re.compile(_NUMBER + r"([kKMGT]i?|)(bit|bits|b|B|byte|bytes)(?:/s|ps)\s*")
 _TIME = re.compile(_NUMBER + f"({'|'.join(PARTS_OF_A_SECOND)})\\s*")
 
@@ -46,6 +48,24 @@ def bits_per_second(name: str, value: Any) -> float:
         bits = 8.0 if match[3] in ("B", "byte", "bytes") else 1.0
         return float(match[1]) * {**PREFIXES, **BINARY}[match[2]] * bits
     return check.number(name, value, "(0, inf]", 'bits per second, or a text such as "1 Gbit/s"')
+
+
+def count(name: str, value: Any) -> int:
+    """Return a whole number >= 1, from a number or a text such as "150M" or "1.5B" (k, M, B or G, T).
+
+    Raises:
+        ValueError: for anything else.
+
+    >>> count("parameters", "150M"), count("parameters", "1.5B"), count("parameters", 1000)
+    (150000000, 1500000000, 1000)
+    """
+    give = 'a whole number >= 1, or a text such as "150M" or "1.5B"'
+    if isinstance(value, str):
+        match = _COUNT.fullmatch(value)
+        if match is None:
+            raise ValueError(f"{name}={value!r} is not a count: give {give}.")
+        value = round(float(match[1]) * COUNTS[match[2]])
+    return check.integer(name, value, what=give)
 
 
 LONGEST_LATENCY = 10.0  # seconds: a larger number is probably one of milliseconds

@@ -36,12 +36,16 @@ class Knobs(NamedTuple):
         H: optimizer steps between two exchanges.
         p: the fraction of the coordinates that is exchanged.
         outer_optim: DiLoCo's; None: its default.
+        delay: steps that a fragment of Streaming DiLoCo may take, less than H.
+        fragments: of Streaming DiLoCo; None: its default.
         inner: the arguments that all strategies share (`inner_optim`, `lr`, `max_norm`, ...).
     """
 
     H: int = 3
     p: float = 0.1
     outer_optim: OptimSpec | None = None
+    delay: int = 1
+    fragments: int | None = 2
     inner: Mapping[str, Any] = {}
 
 
@@ -56,13 +60,16 @@ class Item(NamedTuple):
     build: Callable[[Knobs], Strategy]
     compared: bool = False
 
-    def make(self, H: int = 3, p: float = 0.1, outer_optim: OptimSpec | None = None, **inner: Any) -> Strategy:
+    def make(
+        self, H: int = 3, p: float = 0.1, outer_optim: OptimSpec | None = None, delay: int = 1,
+        fragments: int | None = 2, **inner: Any,
+    ) -> Strategy:  # fmt: skip
         """Make the strategy with those of these settings that it has; see `Knobs`.
 
         >>> CATALOGUE["fedavg"].make(H=5, p=0.01, inner_optim="sgd", lr=0.1)
         FedAvgStrategy(OptimSpec(SGD, lr=0.1), Exchange(Mean(), every=5))
         """
-        return self.build(Knobs(H, p, outer_optim, inner))
+        return self.build(Knobs(H, p, outer_optim, delay, fragments, inner))
 
 
 def _demo(knobs: Knobs) -> Strategy:
@@ -85,7 +92,7 @@ def _muloco(knobs: Knobs) -> Strategy:
 
 def _streaming(knobs: Knobs, **more: Any) -> Strategy:
     return StreamingDiLoCoStrategy(
-        H=knobs.H, outer_optim=knobs.outer_optim, num_fragments=2, delay=min(1, knobs.H - 1),
+        H=knobs.H, outer_optim=knobs.outer_optim, num_fragments=knobs.fragments, delay=min(knobs.delay, knobs.H - 1),
         **more, **knobs.inner,
     )  # fmt: skip
 
