@@ -22,6 +22,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = read_configuration(args, NEEDED, tuple(inspect.signature(vecgym.sweep).parameters))
+    if ("grid" in config) == ("points" in config):
+        raise ValueError(f"{args.config}: give either grid=, or points=, as vecgym.sweep takes them.")
     output = output_of(args, "rows.csv", resumes=args.resume or bool(config.get("dry_run")))
     output.mkdir(parents=True, exist_ok=True)
     if args.resume:

@@ -395,14 +395,16 @@ class Family:
     def _long(self) -> int:
         """Return a large H, half of which is possible too, with a delay for example."""
         long = LONG
-        while True:
-            try:
-                self.make(long // 2)
-                return long
-            except ValueError:
-                if long > LONGEST:
-                    raise
-                long *= 2
+        while long <= LONGEST and not self._possible(long // 2):
+            long *= 2
+        return long
+
+    def _possible(self, H: int) -> bool:
+        try:
+            self.make(H)
+        except ValueError:
+            return False
+        return True
 
     def _reached(self, H: int, network: Network, utilization: float) -> bool:
         try:
@@ -411,8 +413,11 @@ class Family:
             return False
 
     def _dry_run(self, H: int, rounds: int) -> tuple[Ledger, int]:
-        first = H * rounds
-        ledger = dry_run(self.model, self.make(H), self.num_nodes, 2 * first)
+        strategy = self.make(H)
+        delays = [exchange.delay for exchange in getattr(strategy, "exchanges", ())]
+        latest_of_all = max((max(x) if isinstance(x, tuple) else x for x in delays), default=0)
+        first = H * max(rounds, latest_of_all // H + 1)
+        ledger = dry_run(self.model, strategy, self.num_nodes, 2 * first)
         if (lag := latest(ledger)) >= first:
             return self.ledger(H, lag + 1)
         return lengthened(ledger, first, DRAWN_STEPS if self.compute.sigma else 0), first
@@ -498,7 +503,7 @@ class Prices(NamedTuple):
         goal = f"{100 * self.utilization:g} %"
         needs = (f"bandwidth for {goal}", f"H for {goal}")
         heads = ["strategy", "H", "sent/step", "time/step", "computing", "days", "faster", *needs]
-        lines = [self.title]
+        lines = textwrap.wrap(self.title, 115, subsequent_indent="  ")
         for bucket_bytes in dict.fromkeys(row["bucket_bytes"] for row in self.rows):
             rows = [row for row in self.rows if row["bucket_bytes"] == bucket_bytes]
             size = readable_bytes(bucket_bytes)

@@ -1,5 +1,44 @@
 """The clock: how long on your network? Train once, price everywhere
 
+## Which strategy, which H, which bandwidth?
+
+`vecgym price` answers without a run, for a number of parameters or a module (`--model FILE.py:function`). This is a
+model of 150 million parameters on 8 nodes, which compute 0.6 s a step and are 80 ms apart, at 100 Mbit/s each:
+
+```console
+$ vecgym price --parameters 150M --nodes 8 --step-seconds 0.6 --bandwidth "100 Mbit/s" --latency 80ms --plot price.png
+```
+
+It prints a table for messages of 25 MiB, as `torch.distributed` sends gradients, and one for a single message per
+exchange; the reason wherever no bandwidth or no H is enough; and draws a figure. `--strategies` takes names of the
+catalogue. From Python it is `price_strategies`, here with a few of its rows:
+
+>>> import math
+>>> from vecgym.clock import Compute, Network, price_strategies, required_H
+>>> network = Network("100 Mbit/s", latency="80 ms", bucket_bytes=math.inf)
+>>> strategies = ["allreduce", "diloco", "streaming-4-bits"]
+>>> prices = price_strategies("150M", 8, network, Compute(0.6), H=[100, 500], strategies=strategies, utilization=0.9)
+>>> print(prices)
+150,000,000 parameters (600 MB), 8 nodes, Network(100 Mbit/s, latency=80 ms, bucket_bytes=inf), Compute(600
+  ms), 100,000 steps
+<BLANKLINE>
+In one message per exchange:
+strategy            H  sent/step  time/step  computing   days  faster  bandwidth for 90 %  H for 90 %
+allreduce           -    1.05 GB     85.7 s      0.7 %   99.2      1x                none           -
+diloco            100    10.5 MB     1.45 s     41.3 %   1.68   59.1x         1.51 Gbit/s       1,277
+diloco            500     2.1 MB     770 ms     77.9 %  0.891    111x          261 Mbit/s       1,277
+streaming-4-bits  100    5.25 MB     875 ms     68.6 %   1.01     98x          207 Mbit/s         413
+streaming-4-bits  500    1.05 MB     655 ms     91.6 %  0.758    131x         87.3 Mbit/s         413
+allreduce: No bandwidth is enough for 90 % computing: the latency of 80 ms alone takes 8.96 s of 13.8 s.
+  Possible remedies: 17 times fewer exchanges (H).
+>>> required_H("150M", "diloco", num_nodes=8, network=network, compute=Compute(0.6), utilization=0.9)
+1277
+
+`prices.rows` has the numbers, `prices.plot("price.png")` the figure. The table compares time only. How much less a step
+learns with a larger H is what a run is for: the page `vecgym.guide.results` compares strategies at equal times.
+
+## A run that was recorded
+
 A synchronous algorithm computes the same numbers on any network. So a run is trained once, and its ledger, which says
 what was sent, is priced afterwards on as many networks as you like:
 

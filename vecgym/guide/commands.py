@@ -6,7 +6,7 @@
 | `vecgym run` | trains from a configuration: a function in a file |
 | `vecgym sweep` | runs a sweep from a configuration |
 | `vecgym plot` | draws runs that a `CSVLogger` or `vecgym run` wrote |
-| `vecgym price` | tells how long a recorded run takes on your network |
+| `vecgym price` | tells how long strategies, or a recorded run, take on your network |
 | `vecgym verify` | compares strategies with themselves on real processes |
 | `vecgym exogym` | runs a script written for EXO Gym |
 | `vecgym info` | shows versions, devices, threads and engines |
