@@ -3,7 +3,8 @@
 Both train the same configurations of the same workload; set-up, evaluation and recording count. Each is in a process of
 its own, and they take turns (sweep, fits, fits, sweep ...); the ratio is that of the medians over the rounds. A few
 configurations are fitted alone where all of them would take long, and their time is multiplied. `--stacks 1 8` measures
-the sweep in stacks of 1 and of 8 configurations, too.
+the sweep in stacks of 1 and of 8 configurations, too. DiLoCo of a network with one hidden layer is also trained by
+`by_hand.py`, a loop without a library, as the limit.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from by_hand import Sweep as ByHand
 from torch.utils.data import TensorDataset
 from turns import serve, take_turns
 from workloads import WORKLOADS, header, machine, markdown
@@ -55,7 +57,13 @@ class Case:
     target: float
 
 
+HUNDREDS: dict[str, list[Any]] = {
+    "H": [2, 5, 10, 25, 50], "lr": [10 ** (-4 + i / 7) for i in range(15)], "outer_lr": [0.3, 0.5, 0.7, 0.9],
+    "seed": [0, 1],
+}  # fmt: skip  # 600 configurations
+
 CASES = {
+    "600 runs": Case("tiny", "diloco", HUNDREDS, 50, 6, 18.0),
     "tiny": Case("tiny", "diloco", GRID, 300, 4, 18.0),
     "tiny fedavg": Case("tiny", "fedavg", GRID, 300, 4, 1.0),
     "tiny allreduce": Case("tiny", "allreduce", GRID, 300, 4, 1.0),
@@ -94,6 +102,15 @@ class Setting:
         found = [{name: row[name] for name in (*self.grid, "val_loss")} for row in result.rows]
         return {"seconds": seconds, "found": found, "explained": result.explain()}
 
+    def by_hand(self) -> dict[str, Any]:
+        """Seconds of a loop without a library, and the last validation losses."""
+        start = time.perf_counter()
+        common = self.common
+        loop = ByHand(self.configs, self.model, self.data, self.val_data, K, common["batch_size"])
+        losses = loop.train(common["max_steps"])
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "found": [{**c, "val_loss": losses[i]} for i, c in enumerate(self.configs)]}
+
     def fits(self) -> dict[str, Any]:
         """Seconds that fits of all configurations take, by those of a few, and their last validation losses."""
         make, configs = STRATEGIES[self.case.strategy], self.configs
@@ -111,7 +128,8 @@ class Setting:
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the sweep and of the fits, and how far their losses are apart."""
     quick = ["--quick"] if args.quick else []
-    sides = ["sweep", "fits", *[f"stacks of {size}" for size in args.stacks]]
+    by_hand = ["by hand"] if (CASES[name].workload, CASES[name].strategy) == ("tiny", "diloco") else []
+    sides = ["sweep", "fits", *by_hand, *[f"stacks of {size}" for size in args.stacks]]
     commands = {side: [str(Path(__file__).resolve()), "--serve", side, name, *quick] for side in sides}
     rounds = args.repeats, args.repeats
     turns = take_turns(commands, 0 if args.quick else None, args.threads, rounds=rounds)
@@ -119,30 +137,41 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     setting = Setting(CASES[name], args.quick)
     assert [{**row, "val_loss": 0} for row in swept] == [{**config, "val_loss": 0} for config in setting.configs]
     losses = {tuple(row[name] for name in setting.grid): row["val_loss"] for row in swept}
+    others = [row for side in by_hand for row in turns.figures[side][-1]["found"]]
     gaps = [
-        abs(losses[tuple(row[name] for name in setting.grid)] - row["val_loss"]) / row["val_loss"] for row in fitted
+        abs(losses[tuple(row[name] for name in setting.grid)] - row["val_loss"]) / row["val_loss"]
+        for row in [*fitted, *others]
     ]
     return {
         "num_configs": len(swept),
         "steps": setting.common["max_steps"],
         "sweep_s": turns.median("sweep"),
         "fits_s": turns.median("fits"),
+        "by_hand_s": turns.median("by hand") if by_hand else None,
         "ratio": turns.median("fits") / turns.median("sweep"),
         "val_loss_gap": max(gaps),
         "explained": turns.figures["sweep"][-1]["explained"],
-        "stacks_s": {side: turns.median(side) for side in sides[2:]},
+        "stacks_s": {side: turns.median(side) for side in sides[2 + len(by_hand) :]},
         "notes": turns.notes(),
     }
+
+
+def hand(found: dict[str, Any]) -> str:
+    """Return the seconds of the loop by hand, and how many times that the sweep takes."""
+    seconds = found["by_hand_s"]
+    return "" if seconds is None else f"{seconds:.2f} (sweep {found['sweep_s'] / seconds:.1f} x)"
 
 
 def report(results: dict[str, dict[str, Any]]) -> str:
     rows = [
         [name, CASES[name].strategy, str(found["num_configs"]), str(found["steps"]), f"{found['sweep_s']:.2f}",
          f"{found['fits_s']:.2f}", f"{found['ratio']:.2f}", f">= {CASES[name].target:g}",
-         "yes" if found["ratio"] >= CASES[name].target else "**no**", f"{found['val_loss_gap']:.1e}"]
+         "yes" if found["ratio"] >= CASES[name].target else "**no**", f"{found['val_loss_gap']:.1e}",
+         hand(found)]
         for name, found in results.items()
     ]  # fmt: skip
-    columns = ["case", "strategy", "C", "steps", "sweep s", "fits s", "fits / sweep", "target", "met", "val loss gap"]
+    columns = ["case", "strategy", "C", "steps", "sweep s", "fits s", "fits / sweep", "target", "met", "val loss gap",
+               "by hand s"]  # fmt: skip
     notes = "\n".join(f"- {name}: {found['notes']}" for name, found in results.items())
     return "\n\n".join([markdown(columns, rows), notes, *[found["explained"] for found in results.values()]])
 
@@ -153,6 +182,8 @@ def main() -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         setting = Setting(CASES[sys.argv[3]], quick="--quick" in sys.argv)
         side, _, stack = sys.argv[2].partition(" of ")
+        if side == "by hand":
+            return serve(setting.by_hand)
         return serve(setting.fits if side == "fits" else lambda: setting.sweep(int(stack) if stack else None))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME",

@@ -259,7 +259,10 @@ def test_tuner(tmp_path: Path) -> None:
 
 def test_sweep(tmp_path: Path) -> None:
     table, result = run_quick("sweep.py", tmp_path, "--cases", "tiny", "tiny allreduce")
-    assert "| case | strategy | C | steps | sweep s | fits s | fits / sweep | target | met | val loss gap |" in table
+    assert (
+        "| case | strategy | C | steps | sweep s | fits s | fits / sweep | target | met | val loss gap | by hand s |"
+        in table
+    )
     assert "2 configurations in 1 program:" in table
     for found in result["cases"].values():
         assert (found["num_configs"], found["steps"]) == (2, 4)
