@@ -46,7 +46,8 @@ class Sweep:
         self.outer = self.params[:: self.K].clone()
         self.momentum = torch.zeros_like(self.outer)
         self.outer_lr = torch.tensor([config["outer_lr"] for config in self.configs])[:, None]
-        self.calls, row = [], 0
+        self.calls: list[Any] = []  # an optimizer's rate, and its rows of parameters, gradients and moments
+        row = 0
         for lr, group in itertools.groupby(config["lr"] for config in self.configs):
             rows = slice(row, row + len(list(group)) * self.K)
             self.calls.append((lr, [[x[rows]] for x in (self.params, self.grads, self.exp_avg, self.exp_avg_sq)]))
