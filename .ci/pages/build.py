@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Render the guide and the reference with pdoc: `python .ci/pages/build.py FOLDER`. The templates beside this file say how.
+"""Render the guide and the reference with pdoc and the templates here: `python .ci/pages/build.py FOLDER`.
 
-The guide's pages come in the order of the list in `vecgym/guide/__init__.py`. The reference is the public interface: what
-modules have in `__all__`, at that place, and the modules that the guide names.
+The guide's pages come in the order of the list in `vecgym/guide/__init__.py`. The reference is the public interface:
+what modules have in `__all__`, at that place, and the modules that the guide names.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def guide_pages() -> list[Module]:
 
 def reference_pages(guide: list[Module]) -> Iterator[Module]:
     """The public modules: packages, those directly in vecgym, and what has `__all__` or is named by the guide."""
-    named = set(re.findall(r"`(vecgym[\w.]*)`", " ".join(page.docstring for page in guide)))
-    yield Module.from_name("vecgym")
+    root = Module.from_name("vecgym")
+    named = set(re.findall(r"`(vecgym[\w.]*)`", " ".join(page.docstring for page in (root, *guide))))
+    yield root
     for info in pkgutil.walk_packages(vecgym.__path__, "vecgym."):
         if not re.search(r"\.guide\b|__main__", info.name):
             module = Module.from_name(info.name)
@@ -80,7 +81,11 @@ def entries(module: Module, space: Namespace, places: dict[tuple[str, str], tupl
             yield from entries(module, member, places)
         elif isinstance(member, Function):
             own = {"fullname": member.fullname, "title": member.name, "qualname": member.qualname}
-            shown = {"kind": "function", "funcdef": member.funcdef, "signature": format_signature(member.signature, True)}
+            shown = {
+                "kind": "function",
+                "funcdef": member.funcdef,
+                "signature": format_signature(member.signature, True),
+            }
             yield {**common, **own, **shown, "doc": html(member, module)}
 
 
