@@ -70,7 +70,7 @@ class Sweep:
             losses[step] = self.gradients(x, y)
             count = [torch.tensor(step + 1.0)]
             for lr, tensors in self.calls:
-                torch._fused_adamw_(*tensors, [], count, lr=lr, **ADAMW)
+                torch._fused_adamw_(*tensors, [], count, lr=lr, **ADAMW)  # type: ignore[call-overload]
             self.exchange([c for c, config in enumerate(self.configs) if (step + 1) % config["H"] == 0])
             losses[step].isfinite().all().item()
             if (step + 1) % VAL_INTERVAL == 0 or step + 1 == num_steps:

@@ -1,8 +1,8 @@
 """Compression of what nodes send, and its bytes.
 
-Codecs:     Codec, the base; TopK, ChunkedTopK, RandomK; Quantise, StatQuantise, E3M0, four-bit floats; QSGD, Natural,
-            Ternary, Sign; Chain, two in sequence; PowerSGD, through two averages; a Compressor is one of these
-By name:    make_codec("topk"); check_fraction, check_bits
+- Codecs: Codec, the base; TopK, ChunkedTopK, RandomK; Quantise, StatQuantise, E3M0, four-bit floats; QSGD, Natural,
+  Ternary, Sign; Chain, two in sequence; PowerSGD, through two averages; a Compressor is one of these
+- By name: make_codec("topk"); check_fraction, check_bits
 
 Properties of the codes of n values, measured by `benchmarks/compression.py`:
 

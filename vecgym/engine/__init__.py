@@ -1,9 +1,9 @@
 """What the nodes compute by themselves: losses and gradients.
 
-Engine:     Engine, its settings (check_settings, EngineName, ENGINES), what it observes of a model (ModelFacts), how it
-            computes (Plan, choose_plan) and what it returns (Local)
-Backends:   vecgym.engine.backend.Backend is the protocol of `vmap` and `loop` and of `compiled`, which compile=True
-            adds; another one is a file and a name in BACKENDS
+- Engine: Engine, its settings (check_settings, EngineName, ENGINES), what it observes of a model (ModelFacts), how it
+  computes (Plan, choose_plan) and what it returns (Local)
+- Backends: vecgym.engine.backend.Backend is the protocol of `vmap` and `loop` and of `compiled`, which compile=True
+  adds; another one is a file and a name in BACKENDS
 """
 
 from vecgym.engine.backend import Local

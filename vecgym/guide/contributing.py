@@ -114,9 +114,10 @@ pip install -e ".[hf]" && pytest -m hf           # models of transformers, and t
 pytest -n 0 tests/test_properties.py -k diloco   # what every strategy must do, for some strategies
 pytest -n 0 vecgym/strategy/diloco.py            # the examples of one module
 pytest benchmarks; .ci/notebooks                 # every benchmark, shortened, and every notebook
-.ci/docs site                                    # guide and API as web pages, with all links checked
+.ci/docs site                                    # guide and API as web pages: links, search, three pages in a browser
 ruff check . && ruff format --check . && mypy
-.ci/run                                          # all of these in a fresh virtual environment
+python -m build && twine check --strict dist/*   # what users install
+.ci/run                                          # all of these in a fresh virtual environment, and the wheel in another
 .ci/run ends                                     # some tests with the oldest and the newest torch
 ```
 
@@ -124,6 +125,10 @@ vecgym needs torch 2.6 or later and Python 3.10 or later. `.ci/run` tests everyt
 collectives, optimizers, ledger, twins, second derivatives and golden traces with 2.6.0 and 2.14.1. If one of these
 cannot be installed, it says so. All this runs in one version of Python, the `python3` that it finds; for others there
 is only the linter, which refuses syntax that Python 3.10 lacks.
+
+Tests of web pages need a Chromium on the path (Debian's package `chromium`); without one they are skipped, and say so.
+`.github/workflows/tests.yml` runs the tests for every pull request, and `.ci/run` after it is merged;
+`.github/workflows/pages.yml` publishes the web pages.
 
 Tests have fixed seeds, measure no time, run in any order, and take at most ten minutes on two cores.
 

@@ -1,12 +1,12 @@
 """Optimizers on stacked tensors: every parameter is `[L, *shape]`, and L = 1 means the same on every node.
 
-Settings:  OptimSpec, or what ensure_optim_spec converts to one: a name in OPTIMIZERS or a torch.optim.Optimizer class
-Steps:     Optimizer, a spec with clipping and a schedule, told how many steps it has made
-Updates:   a Rule, by rule_of: ElementwiseRule, all nodes in one call, for the classes in FORMULAS (ELEMENTWISE and
-           Muon's); PerNodeRule, one torch optimizer per node, for any other. Their state is an OptState
-Classes:   Lion, Muon (torch's if it has one), FullPrecisionMuon, DionMuon, FedAdam, FedYogi, FedAdagrad: beyond
-           torch.optim
-Clipping:  clip_grad_norm, check_max_norm
+- Settings: OptimSpec, or what ensure_optim_spec converts to one: a name in OPTIMIZERS or a torch.optim.Optimizer class
+- Steps: Optimizer, a spec with clipping and a schedule, told how many steps it has made
+- Updates: a Rule, by rule_of: ElementwiseRule, all nodes in one call, for the classes in FORMULAS (ELEMENTWISE and
+  Muon's); PerNodeRule, one torch optimizer per node, for any other. Their state is an OptState
+- Classes: Lion, Muon (torch's if it has one), FullPrecisionMuon, DionMuon, FedAdam, FedYogi, FedAdagrad: beyond
+  torch.optim
+- Clipping: clip_grad_norm, check_max_norm
 """
 
 from vecgym.optim.clip import check_max_norm, clip_grad_norm

@@ -1,22 +1,22 @@
 """Training algorithms, one file each, and the parts they are made of.
 
-Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, StreamingDiLoCoStrategy,
-             EagerDiLoCoStrategy, SPARTAStrategy, SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy, NoLoCoStrategy,
-             LocalAdamStrategy, DESLOCStrategy, MuLoCoStrategy, GPAStrategy, PALSGDStrategy, SparseLoCoStrategy
-Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
-             HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
-             DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
-Your own:    Strategy(inner_optim, [Exchange(...), ...]), the base of all, whose methods handle the events of a run;
-             CommunicateOptimizeStrategy, the same by another name; RankStrategy, whose `step` is that of one rank and
-             calls all_reduce, broadcast, all_gather; CommunicationModule, whose hooks are told a Context
-Exchanges:   Exchange(how, every, of, delay, ...): how nodes agree, when (Rounds, RoundsOf or SyncWeight; When, the
-             base), and of what; every(n, exchange): in units of n steps; AveragingCommunicator and SparseCommunicator
-             make one
-Averages:    Average, the base, which is told of a Meeting: Mean, ServerMean, Mix, Robust, MostMoved, NoLoCo,
-             StrongestCosines; around one: Outer, Eager, Sparse, Compressed, EF21, Corrupted, Private. ServerOptimizer:
-             those of federated servers
-Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequentialSelector, PartitionedSelector
-Optimizers:  OptimSpec
+- Algorithms: AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, StreamingDiLoCoStrategy,
+  EagerDiLoCoStrategy, SPARTAStrategy, SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy, NoLoCoStrategy,
+  LocalAdamStrategy, DESLOCStrategy, MuLoCoStrategy, GPAStrategy, PALSGDStrategy, SparseLoCoStrategy
+- Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
+  HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
+  DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
+- Your own: Strategy(inner_optim, [Exchange(...), ...]), the base of all, whose methods handle the events of a run;
+  CommunicateOptimizeStrategy, the same by another name; RankStrategy, whose `step` is that of one rank and
+  calls all_reduce, broadcast, all_gather; CommunicationModule, whose hooks are told a Context
+- Exchanges: Exchange(how, every, of, delay, ...): how nodes agree, when (Rounds, RoundsOf or SyncWeight; When, the
+  base), and of what; every(n, exchange): in units of n steps; AveragingCommunicator and SparseCommunicator
+  make one
+- Averages: Average, the base, which is told of a Meeting: Mean, ServerMean, Mix, Robust, MostMoved, NoLoCo,
+  StrongestCosines; around one: Outer, Eager, Sparse, Compressed, EF21, Corrupted, Private. ServerOptimizer:
+  those of federated servers
+- Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequentialSelector, PartitionedSelector
+- Optimizers: OptimSpec
 
 >>> DiLoCoStrategy("adamw", H=100, lr=1e-3, compression="int8").exchanges[0]
 Exchange(Outer(Compressed(Mean(), Quantise(bits=8, stochastic=False), purpose='compress parameters')), every=100)
