@@ -1,15 +1,17 @@
-"""What holds for all tests: one thread per process, and which of them are slow.
+"""What holds for all tests: one thread per process, which of them are slow, and a browser.
 
 The tests run in parallel, and threads that wait for each other's cores crawl.
 """
 
 import os
+from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # also for the processes that tests start
 
 import pytest
 import torch
 
+from tests.browser import MISSING, Browser, find
 from tests.slow import is_slow
 
 torch.set_num_threads(1)
@@ -21,3 +23,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         test, _, case = item.name.partition("[")
         if is_slow(item.path.stem, test, case[:-1]):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    """A headless Chromium; without one the test is skipped, and says so."""
+    if find() is None:
+        pytest.skip(MISSING)
+    with Browser() as opened:
+        yield opened

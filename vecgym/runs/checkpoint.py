@@ -100,10 +100,11 @@ class Snapshots:
         buffers, own, num_nodes = everyone.pop("buffers"), everyone.pop("result"), self.simulation.comm.num_nodes
         saved = Nodes(self.engine.model, num_nodes, params, buffers, result.members, own)
         return {
-            **runfile.record(saved, state.step, self.recorder.history),
+            **runfile.record(
+                saved, state.step, self.recorder.history, self.recorder.ledger, self.recorder.options.clock
+            ),
             "state": {**everyone, "home": "shared" if state.home is state.shared else "own", **self._pending(state)},
             "ranks": self.simulation.algorithm.hidden_state(),
-            "ledger": self.recorder.ledger.state(),
             "recorder": self.recorder.state(),
             "random": random_states,
         }

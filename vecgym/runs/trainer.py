@@ -98,7 +98,7 @@ class Trainer(Generic[M]):
         return self.run.nodes
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the model that `fit` returned, each node's, the history and the settings to a file; see `vecgym.load`.
+        """Save the model that `fit` returned, each node's, the history, the ledger and the settings; see `vecgym.load`.
 
         Raises:
             AttributeError: before `fit`.
@@ -126,7 +126,9 @@ class Trainer(Generic[M]):
                 "checkpoint at its end, which has all of them."
             )
         step = self.history.last("step") or 0
-        runfile.write(path, runfile.record(replace(nodes, model=self.model), step, self.history))
+        assert self.run is not None
+        clock = self.run.options.clock
+        runfile.write(path, runfile.record(replace(nodes, model=self.model), step, self.history, self.ledger, clock))
 
     @overload
     def timeline(self) -> AsyncTimeline: ...
