@@ -6,6 +6,7 @@ import argparse
 import base64
 import html
 import time
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -144,30 +145,44 @@ def sent(history: vecgym.History, saved: vecgym.Saved | None) -> list[Html]:
 
 def timeline(history: vecgym.History, saved: vecgym.Saved | None) -> list[Html]:
     """Return when the nodes computed, waited and sent, if the run had a network."""
-    from vecgym.clock import Compute, Network, price
-    from vecgym.clock.trace import MAX_STEPS
+    from vecgym.clock.trace import MAX_STEPS, plot_timeline
     from vecgym.clock.units import readable_time
 
     if history.last("sim_seconds") is None:
         return []
     where = (str(history.settings.get(name)) for name in ("network", "compute"))
     parts = [tag("h3", "Timeline"), tag("p", " with ".join(where))]
-    if saved is None or not saved.clock or saved.ledger.asynchronous:  # whose order of events is not in the file
+    if saved is None or not saved.clock:
         return [*parts, totals(history, "sim_seconds", "sim_utilization")]
-    network, compute = (dict(saved.clock[name]) for name in ("network", "compute"))
-    del network["num_nodes"]
-    priced = price(saved.ledger, Network(**network), Compute.lognormal(compute.pop("seconds"), **compute))
+    of_run, summary, per_node = timed(saved)
     rows = [
         [name, *(readable_time(float(x)) for x in (seconds.mean(), seconds.min(), seconds.max()))]
-        for name, seconds in vars(priced.per_node).items()
+        for name, seconds in per_node.items()
     ]
-    first = max(0, next((entry.step for entry in saved.ledger), 0) - BEFORE)
-    last = min(first + MAX_STEPS, priced.num_steps)
+    sends = 0 if saved.ledger.asynchronous else next((entry.step for entry in saved.ledger), 0)
+    first = max(0, sends - BEFORE)
+    last = min(first + MAX_STEPS, of_run.num_steps)
     return [
-        *parts, tag("p", priced),
+        *parts, tag("p", summary),
         table(["per node", "mean", "lowest", "highest"], rows, numbers=True),
-        image(priced.plot(first=first, last=last), f"What each node did in steps {first + 1} to {last}"),
+        image(plot_timeline(of_run, first=first, last=last), f"What each node did in steps {first + 1} to {last}"),
     ]  # fmt: skip
+
+
+def timed(saved: vecgym.Saved) -> tuple[Any, str, dict[str, Any]]:
+    """Return a timeline to draw, a summary of it, and the seconds of each node."""
+    from vecgym.clock import Compute, Network, price
+    from vecgym.clock.trace import Bar
+
+    clock = saved.clock
+    if "bars" in clock:
+        bars = [Bar(*bar) for bar in clock["bars"]]
+        drawn = types.SimpleNamespace(num_steps=saved.step, num_nodes=saved.num_nodes, bars=lambda first, last: bars)
+        return drawn, clock["summary"], clock["per_node"]
+    network = {name: x for name, x in clock["network"].items() if name != "num_nodes"}  # which follows from the others
+    compute = {{"seconds": "median"}.get(name, name): x for name, x in clock["compute"].items()}
+    priced = price(saved.ledger, Network(**network), Compute.lognormal(**compute))
+    return priced, repr(priced), vars(priced.per_node)
 
 
 def totals(history: vecgym.History, *columns: str) -> Html:

@@ -54,7 +54,7 @@ class Saved:
         settings: the arguments of the run, and what was chosen automatically.
         params, buffers: of every node, `[K, *]`, or `[1, *]` if all nodes have the same.
         ledger: what was sent; empty in a file of an earlier version.
-        clock: the network and compute of the run as plain values; empty: the run had none.
+        clock: the network and compute of the run as plain values, of an asynchronous one its first bars; may be empty.
 
     >>> params = {"w": torch.tensor([1.0, 3.0])}
     >>> saved = Saved(10, 2, History(), settings={}, params=params, buffers={}, keys={"w": "w"}, extra={})

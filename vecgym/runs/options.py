@@ -442,13 +442,6 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
             check_left_out(self.strategy, option, vars(self)[option], value)
 
     @property
-    def clock(self) -> dict[str, Any]:
-        """The network and compute as plain values, for a file; empty: there are none, or of one's own classes."""
-        if type(self.network) is not Network or type(self.compute) is not Compute:
-            return {}
-        return {"network": dict(vars(self.network)), "compute": dict(vars(self.compute))}
-
-    @property
     def recorded(self) -> dict[str, Any]:
         """The options that are recorded in a run's settings."""
         names = ("batch_size", "minibatch_size", "shuffle", "seed", "autocast", "exact")

@@ -20,6 +20,7 @@ from vecgym.engine.contract import check_model, counting_memory
 from vecgym.records import runfile
 from vecgym.records.history import History
 from vecgym.runs.asynchronous import AsyncRun
+from vecgym.runs.checkpoint import clock_of
 from vecgym.runs.multiprocess import check_alone, joined_nodes
 from vecgym.runs.options import FitOptions
 from vecgym.runs.processes import ProcessesRun
@@ -127,7 +128,7 @@ class Trainer(Generic[M]):
             )
         step = self.history.last("step") or 0
         assert self.run is not None
-        clock = self.run.options.clock
+        clock = clock_of(self.run.options, getattr(self.run, "simulation", None))
         runfile.write(path, runfile.record(replace(nodes, model=self.model), step, self.history, self.ledger, clock))
 
     @overload
