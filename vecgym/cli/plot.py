@@ -41,7 +41,7 @@ def read_runs(paths: list[Path]) -> dict[str, tuple[vecgym.History, vecgym.Saved
 def runs_in(path: Path) -> list[Path]:
     """Return the path if it is a run, otherwise the runs in this folder."""
     if is_run(path) or not path.is_dir():
-        return [path]
+        return [path.parent if path.name == "history.csv" else path]
     return sorted(filter(is_run, path.iterdir())) or [path]
 
 

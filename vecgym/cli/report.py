@@ -150,8 +150,8 @@ def timeline(history: vecgym.History, saved: vecgym.Saved | None) -> list[Html]:
 
     if history.last("sim_seconds") is None:
         return []
-    where = (str(history.settings.get(name)) for name in ("network", "compute"))
-    parts = [tag("h3", "Timeline"), tag("p", " with ".join(where))]
+    where = [str(history.settings[name]) for name in ("network", "compute") if name in history.settings]
+    parts = [tag("h3", "Timeline"), tag("p", " with ".join(where) or "Messages take no time.")]
     if saved is None or not saved.clock:
         return [*parts, totals(history, "sim_seconds", "sim_utilization")]
     of_run, summary, per_node = timed(saved)
