@@ -24,7 +24,7 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 72rem; margin: 0 auto; padding: 1rem }
 h1, h2, h3 { line-height: 1.2; overflow-wrap: anywhere }
 h2 { margin-top: 2.5rem; border-bottom: 1px solid #ccc }
-img { max-width: 100%; height: auto }
+img { width: 100%; min-width: 44rem }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem }
 th, td { padding: .2rem .7rem .2rem 0; text-align: left; vertical-align: top }
@@ -233,8 +233,9 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]], numbers: bool = Fa
 
 
 def image(figure: Any, about: str) -> Html:
-    """Return a figure as a part of the page."""
-    return tag("img", src="data:image/png;base64," + base64.b64encode(figure._repr_png_()).decode(), alt=about)
+    """Return a figure as a part of the page; on a telephone it scrolls, so that it can be read."""
+    source = "data:image/png;base64," + base64.b64encode(figure._repr_png_()).decode()
+    return tag("div", tag("img", src=source, alt=about), **{"class": "wide"})
 
 
 def value(column: str, x: Any) -> Any:

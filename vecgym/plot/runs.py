@@ -288,7 +288,8 @@ def _check(histories: Mapping[str, History], path: Any, title: Any, window: Any)
 class LiveFigure(Logger):
     """The loss of a run in progress against steps and against bytes, drawn anew below the cell of a notebook.
 
-    Drawing stops the run meanwhile, and so takes at most a twentieth of its time, and one figure at the end.
+    Drawing stops the run meanwhile. So it takes at most a twentieth of the time, beside the first figure, after a
+    second, and the last, at the end.
 
     Raises:
         ValueError: at construction, outside of a notebook.
