@@ -15,14 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vecgym import __version__
-from vecgym.cli import compare, exogym, info, plot, price, run, sweep, verify
+from vecgym.cli import compare, exogym, info, plot, price, report, run, sweep, verify
 from vecgym.core.errors import DivergenceError, ProcessError
 
 COMMANDS = {
     "compare": (compare, "train a small GPT with several strategies and compare them"),
     "run": (run, "train as configured by a function in a file"),
     "sweep": (sweep, "run a sweep as configured by a function in a file"),
-    "plot": (plot, "draw logged runs"),
+    "plot": (plot, "draw saved runs"),
+    "report": (report, "write a page about saved runs"),
     "price": (price, "compute how long a recorded run takes on your network"),
     "verify": (verify, "check that strategies compute the same on real processes"),
     "exogym": (exogym, "run a script written for EXO Gym"),

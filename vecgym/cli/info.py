@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import platform
 
-import vecgym
 from vecgym.cli.compare import strategy_names
 from vecgym.cli.values import ENGINES
 
@@ -21,13 +18,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    devices = [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
-    devices += ["mps"] * torch.backends.mps.is_available() + [f"cpu ({os.cpu_count()} logical cores)"]
+    from vecgym.core.devices import environment
+
     facts = {
-        "vecgym": vecgym.__version__,
-        "python": f"{platform.python_version()} on {platform.platform()}",
-        "torch": torch.__version__,
-        "devices": ", ".join(devices),
+        **environment(),
         "threads": f"{torch.get_num_threads()} of torch on the CPU",
         "engines": ", ".join(ENGINES),
         "extras": ", ".join(extras()) or "none",

@@ -131,18 +131,12 @@ def _price_run(args: argparse.Namespace) -> int:
 
 def read_run(path: Path) -> tuple[vecgym.Ledger, vecgym.History]:
     """Read the ledger and the history of a run."""
-    from vecgym.records import runfile
-    from vecgym.runs.checkpoint import FORM
+    from vecgym.records.runfile import checkpoints_in
 
-    if path.is_dir():
-        checkpoints = runfile.checkpoints_in(path)
-        if not checkpoints:
-            raise ValueError(f"there is no checkpoint in {path}: fit(save_dir={str(path)!r}) writes one at the end.")
-        path = checkpoints[-1]
-    contents = runfile.read(path, FORM)
-    ledger = vecgym.Ledger()
-    ledger.load(contents["ledger"])
-    return ledger, vecgym.History(contents["settings"], runfile.unpacked_rows(contents["rows"]))
+    if path.is_dir() and not checkpoints_in(path):
+        raise ValueError(f"there is no checkpoint in {path}: fit(save_dir={str(path)!r}) writes one at the end.")
+    saved = vecgym.load(path)
+    return saved.ledger, saved.history
 
 
 def price_table(timelines: dict[float, dict[float, vecgym.clock.Timeline]]) -> str:

@@ -7,12 +7,31 @@ and so does a copy to the device that is not `non_blocking`. The few places of a
 
 from __future__ import annotations
 
+import os
+import platform
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vecgym.core import tree
+
+
+def environment() -> dict[str, str]:
+    """Return what a run depends on beside its settings: versions, and the devices that are present.
+
+    >>> list(environment())
+    ['vecgym', 'python', 'torch', 'devices']
+    """
+    devices = [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
+    devices += ["mps"] * torch.backends.mps.is_available() + [f"cpu ({os.cpu_count()} logical cores)"]
+    return {
+        "vecgym": sys.modules["vecgym"].__version__,  # which is above this floor
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "torch": str(torch.__version__),
+        "devices": ", ".join(devices),
+    }
 
 
 def on_host(x: Tensor) -> bool:

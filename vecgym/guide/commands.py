@@ -5,7 +5,8 @@
 | `vecgym compare` | trains a small GPT with several strategies, and compares them |
 | `vecgym run` | trains from a configuration: a function in a file |
 | `vecgym sweep` | runs a sweep from a configuration |
-| `vecgym plot` | draws runs that a `CSVLogger` or `vecgym run` wrote |
+| `vecgym plot` | draws saved runs |
+| `vecgym report` | writes a page about saved runs: one HTML file |
 | `vecgym price` | tells how long strategies, or a recorded run, take on your network |
 | `vecgym verify` | compares strategies with themselves on real processes |
 | `vecgym exogym` | runs a script written for EXO Gym |
@@ -39,6 +40,7 @@ def diloco(H=20, lr=3e-3):
 vecgym run experiment.py:diloco --output runs/diloco-20
 vecgym run experiment.py:diloco --set H=50 max_steps=1000 max_bytes=1e6 --output runs/diloco-50
 vecgym plot runs/diloco-20 runs/diloco-50 --x bytes --output both.png
+vecgym report runs/diloco-20 runs/diloco-50 --output both.html
 ```
 
 `--set` passes an argument to the function, or else replaces an item of the dict that it returns. In the same way,
@@ -48,6 +50,9 @@ processes. Earlier results are replaced only with `--overwrite`.
 
 `vecgym compare --seeds 3` trains each strategy with three seeds. Losses are then means ± over 3 seeds (the standard
 deviation), and a second table has the differences to the first strategy, seed by seed, with their 95 % intervals.
+
+`vecgym plot` and `vecgym report` take the folders of `vecgym run`, a `CSVLogger` and `fit(save_dir=)`, checkpoints and
+files of `trainer.save`; a folder without a run stands for those in it. What a report says is in `vecgym.guide.results`.
 
 ## Threads
 

@@ -121,13 +121,44 @@ True
 - A logger, or an override of `Trainer.after_step`, may raise StopIteration. A logger gets a row when the next step has
   been taken, and on `backend="processes"` some steps later; `stop` and `after_step` end the run at once.
 
-The progress bar shows loss, bytes and steps per second; `progress=False` turns it off.
+The progress bar shows loss, bytes and steps per second; `progress=False` turns it off. In a notebook `fit(live=True)`
+shows a figure of the loss against steps and against bytes below the cell, and draws it anew while the run goes on.
+Drawing takes at most a twentieth of the time, beside the first figure and the last.
 
 ## Plots
 
 >>> figure = trainer.plot(f"{folder}/run.png", x="bytes")
 
 draws losses, the spread of the nodes and their distance against steps, examples, bytes, payload or seconds.
-`vecgym.plot.plot_runs({"a": history, ...})` compares several runs, and `vecgym plot runs/a runs/b` those that a
-`CSVLogger` wrote.
+`vecgym.plot.plot_runs({"a": history, ...})` compares several runs, and `vecgym plot runs/a runs/b` saved ones.
+
+## A page to send
+
+`vecgym report RUN... --output FILE` writes one HTML file about saved runs, to look at, send and keep. It loads nothing and
+runs nothing, so it can be opened anywhere.
+
+>>> from vecgym.clock import Compute, Network
+>>> from vecgym.cli import main
+>>> for H in (5, 10):
+...     averaged = trainer.fit(
+...         DiLoCoStrategy("adamw", H=H, lr=3e-3), num_nodes=8, max_steps=20, val_interval=10,
+...         save_dir=f"{folder}/saved/H={H}", network=Network("100 Mbit/s", "80 ms"), compute=Compute(0.6),
+...     )
+>>> main(["report", f"{folder}/saved", "--output", f"{folder}/report.html"])  # as `vecgym report ...` does
+Report: ...report.html
+0
+
+The page has the last results of the runs side by side, the settings in which they differ, and their losses against
+steps, bytes and simulated seconds. Then of each run: the last rows of its history, what was sent by operation, when nodes
+computed, waited and sent, all settings, and the environment in which it ran:
+
+>>> import re
+>>> page = open(f"{folder}/report.html", encoding="utf-8").read()
+>>> re.findall("<h[123].*?>(.*?)</h", page)[:8]
+['2 runs', 'Settings that differ', 'Figures', 'H=10', 'Last rows', 'What was sent', 'Timeline', 'Environment']
+>>> re.findall("<td>(mean)</td><td>(.*?)</td><td>(.*?)</td>", page)  # calls, and in which steps
+[('mean', '2', '10 to 20'), ('mean', '4', '5 to 20')]
+
+What was sent by operation, and the timeline, are in checkpoints and files of `trainer.save`; what a `CSVLogger` alone wrote
+has the totals.
 """

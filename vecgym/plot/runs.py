@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -15,10 +17,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
 
+from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import check
 from vecgym.plot import style
 from vecgym.records.columns import X_AXES, column_label
 from vecgym.records.history import History
+from vecgym.records.loggers import Logger
 
 AMOUNTS = ("bytes_total", "bytes_payload_total")  # columns of bytes, which are constant between exchanges
 MANY_NODES = 16  # with so many nodes or more, their band is between percentiles
@@ -279,3 +283,62 @@ def _check(histories: Mapping[str, History], path: Any, title: Any, window: Any)
         check.instance(f"histories[{name!r}]", history, History, "a History such as trainer.history")
         if not any(row.get("train_loss") is not None for row in history):
             raise ValueError(f"histories[{name!r}] has no step to plot: train at least one.")
+
+
+class LiveFigure(Logger):
+    """The loss of a run in progress against steps and against bytes, drawn anew below the cell of a notebook.
+
+    Drawing stops the run meanwhile. So it takes at most a twentieth of the time, beside the first figure, after a
+    second, and the last, at the end.
+
+    Raises:
+        ValueError: at construction, outside of a notebook.
+
+    >>> LiveFigure()
+    Traceback (most recent call last):
+    ...
+    ValueError: live=True draws in a notebook, and this is none: leave it out. progress=True shows loss and bytes in a \
+terminal, and trainer.plot("run.png") draws the run.
+    """
+
+    SHARE = 0.05  # of the time may pass with drawing
+    LEAST = 1.0  # seconds between two figures
+
+    def __init__(self) -> None:
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        if getattr(shell, "kernel", None) is None:  # a terminal's IPython has none
+            raise ValueError(
+                "live=True draws in a notebook, and this is none: leave it out. progress=True shows loss and bytes in "
+                'a terminal, and trainer.plot("run.png") draws the run.'
+            )
+
+    def start(self, settings: dict[str, Any]) -> None:
+        self.resume(settings, [])
+
+    def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        self._history, self._place = History(settings, rows), None
+        self._due = time.perf_counter() + self.LEAST
+
+    def log(self, row: dict[str, Any]) -> None:
+        self._history.append(row)
+        if time.perf_counter() >= self._due:
+            self._draw()
+
+    def finish(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        from IPython.display import display
+
+        if self._history.last("train_loss") is None:
+            return
+        begin = time.perf_counter()
+        step, sent = self._history.last("step"), readable_bytes(self._history.last("bytes_total") or 0.0)
+        title = f"step {step} of {self._history.settings['max_steps']}, {sent} sent per node"
+        figure = plot_comparison({"run": self._history}, title=title)
+        if self._place is None:
+            self._place = display(figure, display_id=True)
+        else:
+            self._place.update(figure)
+        end = time.perf_counter()
+        self._due = end + max(self.LEAST, (end - begin) * (1 / self.SHARE - 1))

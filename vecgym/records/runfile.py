@@ -13,7 +13,7 @@ import types
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vecgym.collectives.ledger import Ledger
 from vecgym.core import check as checks
 from vecgym.core import nodes, tree
 from vecgym.core.check import kind_of
@@ -52,6 +53,8 @@ class Saved:
         history: see `vecgym.records.history`.
         settings: the arguments of the run, and what was chosen automatically.
         params, buffers: of every node, `[K, *]`, or `[1, *]` if all nodes have the same.
+        ledger: what was sent; empty in a file of an earlier version.
+        clock: the network and compute of the run as plain values, of an asynchronous one its first bars; may be empty.
 
     >>> params = {"w": torch.tensor([1.0, 3.0])}
     >>> saved = Saved(10, 2, History(), settings={}, params=params, buffers={}, keys={"w": "w"}, extra={})
@@ -68,6 +71,8 @@ class Saved:
     keys: dict[str, str]  # key of the state_dict -> name of the parameter or buffer; tied ones have several keys
     extra: dict[str, Any]  # everything else in the state_dict
     averaged: Tree | None = None  # the average, if it is not that of all nodes
+    ledger: Ledger = field(default_factory=Ledger)
+    clock: dict[str, Any] = field(default_factory=dict)
 
     @property
     def average(self) -> dict[str, Any]:
@@ -134,11 +139,16 @@ def load(path: str | os.PathLike[str]) -> Saved:
     path = [path, *checkpoints_in(path)][-1]
     contents = read(path, FORM)
     with naming(path):
-        history = History(contents["settings"], unpacked_rows(contents["rows"]))
-        return Saved(contents["step"], contents["num_nodes"], history, contents["settings"], **contents["models"])
+        history, ledger = History(contents["settings"], unpacked_rows(contents["rows"])), Ledger()
+        if "ledger" in contents:
+            ledger.load(contents["ledger"])
+        more = {"ledger": ledger, "clock": contents.get("clock", {})}
+        return Saved(
+            contents["step"], contents["num_nodes"], history, contents["settings"], **contents["models"], **more
+        )
 
 
-def record(saved: Nodes[Any], step: int, history: History) -> dict[str, Any]:
+def record(saved: Nodes[Any], step: int, history: History, ledger: Ledger, clock: Mapping[str, Any]) -> dict[str, Any]:
     """Return the contents for `load`: all nodes' parameters, including frozen ones, and buffers, `[1 or K, *]`."""
     model, params, buffers = saved.model, saved.params, saved.buffers
     is_mean_of_all = saved.members is None and saved.result is None
@@ -149,6 +159,8 @@ def record(saved: Nodes[Any], step: int, history: History) -> dict[str, Any]:
         "num_nodes": len(saved),
         "settings": {name: _readable(value) for name, value in history.settings.items()},
         "rows": packed_rows(history.rows),
+        "ledger": ledger.state(),
+        "clock": plain(dict(clock), "clock"),
         "models": {
             "params": {name: compact(params[name]) for name, _ in model.named_parameters()},
             "buffers": {name: compact(buffers[name]) for name, _ in model.named_buffers()},

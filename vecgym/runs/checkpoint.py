@@ -36,6 +36,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from vecgym.clock import Compute, Network
+from vecgym.clock.trace import MAX_NODES, MAX_STEPS
 from vecgym.core import rng, tree
 from vecgym.core.devices import placed_as
 from vecgym.core.errors import Damaged, warn
@@ -48,6 +50,7 @@ from vecgym.data import Batches
 from vecgym.engine import Engine
 from vecgym.records import runfile
 from vecgym.records.runfile import checkpoints_in, step_of
+from vecgym.runs.async_plan import AsyncPlan
 from vecgym.runs.multiprocess import Session
 from vecgym.runs.options import FitOptions
 from vecgym.runs.recorder import Recorder
@@ -104,10 +107,15 @@ class Snapshots:
         buffers, own, num_nodes = everyone.pop("buffers"), everyone.pop("result"), self.simulation.comm.num_nodes
         saved = Nodes(self.engine.model, num_nodes, params, buffers, result.members, own)
         return {
-            **runfile.record(saved, state.step, self.recorder.history),
+            **runfile.record(
+                saved,
+                state.step,
+                self.recorder.history,
+                self.recorder.ledger,
+                clock_of(self.recorder.options, self.simulation),
+            ),
             "state": {**everyone, "home": "shared" if state.home is state.shared else "own", **self._pending(state)},
             "ranks": self.simulation.algorithm.hidden_state(),
-            "ledger": self.recorder.ledger.state(),
             "recorder": self.recorder.state(),
             "random": random_states,
         }
@@ -323,6 +331,24 @@ class Checkpointer:
         for path in older[: -self.options.keep_checkpoints]:
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def clock_of(options: FitOptions, simulation: Simulation | None) -> dict[str, Any]:
+    """Return what a file says of a run's time, as plain values: the network and compute, with which the ledger can be
+    priced; of an asynchronous run, whose events are not in the file, the first bars. Nothing of users' own classes.
+
+    >>> from vecgym.strategy import AllReduceStrategy
+    >>> options = FitOptions(AllReduceStrategy(), 2, network=Network(1e9), compute=Compute(0.4))
+    >>> clock_of(options, None)["compute"]["seconds"]
+    tensor(0.4000, dtype=torch.float64)
+    """
+    plan = getattr(simulation, "schedule", None)
+    if isinstance(plan, AsyncPlan):
+        bars = [list(bar) for bar in plan.timeline.bars(0, MAX_STEPS) if bar.node < MAX_NODES]
+        return {"bars": bars, "summary": repr(plan.timeline), "per_node": vars(plan.timeline.per_node)}
+    if type(options.network) is not Network or type(options.compute) is not Compute:
+        return {}
+    return {"network": vars(options.network), "compute": vars(options.compute)}
 
 
 def _without_models(state: State) -> dict[str, Any]:

@@ -393,6 +393,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         correlation_interval: steps between measurements of the nodes' correlation; None: never.
         on_divergence: when a loss is NaN or infinite, "raise" a `DivergenceError`, "warn" once, or "ignore" it.
         logger: one or several `Logger`s.
+        live: in a notebook, a figure of loss and bytes below the cell, drawn anew from time to time.
         log_interval: steps between the rows that loggers receive; the history has every step. On a device (CUDA, MPS)
             losses are fetched only at these steps, at evaluations and at checkpoints, so that no other step waits for
             the device: rows of the history arrive then, and divergence is noticed no earlier. (A trainer that overrides
@@ -427,6 +428,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
     correlation_interval: OptionalCount = None
     on_divergence: Annotated[OnDivergence, partial(check.choice, allowed=get_args(OnDivergence))] = "raise"
     logger: OneOrMoreLoggers = None
+    live: Flag = False
     log_interval: Count = 1
     network: Network | None = None
     compute: Compute | None = None
@@ -450,6 +452,10 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
             check_divides(self.num_processes, self.num_nodes)
         if self.exact and self.compile:
             raise ValueError("exact=True computes node by node, and compile=True all at once: leave one of them out.")
+        if self.live:
+            from vecgym.plot.runs import LiveFigure  # matplotlib takes a while to import
+
+            self.settle(logger=[*as_loggers(self.logger), LiveFigure()], live=False)
 
     def _check_clock(self) -> None:
         check_clocks(self.num_nodes, self.network, self.compute)

@@ -108,6 +108,7 @@ class Recorder:
     steps, and whenever rows are needed.
 
     Attributes:
+        options: of the run.
         interval: steps between two fetches; `log_interval`, or less if the rows are needed earlier.
     """
 
@@ -115,7 +116,7 @@ class Recorder:
         self, history: History, ledger: Ledger, data: Batches, options: FitOptions, loggers: Loggers,
         limits: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        self._options = options
+        self.options = options
         self.interval = options.log_interval
         self.clock: RunningClock | None = None
         self.computing: Callable[[int], Tensor] | None = None  # step -> which nodes compute; None: all
@@ -135,8 +136,8 @@ class Recorder:
         self.loggers.start(dict(settings), self.history.rows)
         self._bar = bar
         self._start = time.perf_counter() - self._seconds
-        network, compute = self._options.network, self._options.compute
-        if network is not None and isinstance(compute, Compute) and not self._options.strategy.asynchronous:
+        network, compute = self.options.network, self.options.compute
+        if network is not None and isinstance(compute, Compute) and not self.options.strategy.asynchronous:
             self.clock = RunningClock(network, compute, self.ledger)
 
     def state(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from vecgym.collectives import Collectives
 from vecgym.core import nodes
-from vecgym.core.devices import fetched
+from vecgym.core.devices import environment, fetched
 from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
 from vecgym.data import Batches, EvalBatches, num_steps
@@ -280,7 +280,7 @@ class Run(Generic[M]):
             "num_nodes": options.num_nodes, "max_steps": self.num_steps, **options.recorded,
             "device": str(self.engine.device), "backend": options.backend, "num_processes": self.session.num_processes,
             "engine": plan.engine, "node_threads": plan.node_threads, "chunk_size": plan.chunk_size,
-            "channels_last": plan.channels_last, "engine_reason": plan.reason,
+            "channels_last": plan.channels_last, "engine_reason": plan.reason, "environment": environment(),
         }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from vecgym.engine.contract import check_model, counting_memory, with_loss
 from vecgym.records import runfile
 from vecgym.records.history import History
 from vecgym.runs.asynchronous import AsyncRun
+from vecgym.runs.checkpoint import clock_of
 from vecgym.runs.multiprocess import check_alone, joined_nodes
 from vecgym.runs.options import FitOptions
 from vecgym.runs.processes import ProcessesRun
@@ -104,7 +105,7 @@ class Trainer(Generic[M]):
         return self.run.nodes
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the model that `fit` returned, each node's, the history and the settings to a file; see `vecgym.load`.
+        """Save the model that `fit` returned, each node's, the history, the ledger and the settings; see `vecgym.load`.
 
         Raises:
             AttributeError: before `fit`.
@@ -132,7 +133,9 @@ class Trainer(Generic[M]):
                 "checkpoint at its end, which has all of them."
             )
         step = self.history.last("step") or 0
-        runfile.write(path, runfile.record(replace(nodes, model=self.model), step, self.history))
+        assert self.run is not None
+        clock = clock_of(self.run.options, getattr(self.run, "simulation", None))
+        runfile.write(path, runfile.record(replace(nodes, model=self.model), step, self.history, self.ledger, clock))
 
     @overload
     def timeline(self) -> AsyncTimeline: ...
