@@ -18,6 +18,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--x", choices=X_AXES, default="step", help="the horizontal axis (step)")
     add_output(parser, "vecgym-runs/plot.png", "FILE")
     parser.add_argument("--title", help="a title above the figure")
+    parser.add_argument("--panels", nargs="+", metavar="COLUMN", help="what to draw side by side: loss, or columns")
+    parser.add_argument("--log-x", action=argparse.BooleanOptionalAction, help="make the horizontal axis logarithmic")
+    parser.add_argument("--xlim", nargs=2, type=float, metavar=("FIRST", "LAST"), help="ends of the horizontal axis")
+    parser.add_argument("--legend", choices=("inside", "outside"), help="where the legend is (inside for few runs)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
     folders = [run for directory in args.directories for run in runs_in(directory)]
     histories = {name: read_csv(folder) for name, folder in by_name(folders).items()}
-    vecgym.plot.plot_runs(histories, args.output, x=args.x, title=args.title)
+    looks = {name: getattr(args, name) for name in ("x", "title", "panels", "log_x", "xlim", "legend")}
+    vecgym.plot.plot_runs(histories, args.output, **looks)
     print(f"Figure: {args.output}")
     return 0
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -124,11 +123,10 @@ def plot_partition(
     if partition.labels is not None:
         counts, labels = partition.counts.numpy(), partition.classes
     figure, (axes,) = style.new_figure(9, 3.8)
-    shades = colormaps["viridis"](np.linspace(0, 1, len(labels)))
+    colours = style.colours_of(labels, categories=True)
     width = 0.85 if len(counts) <= 50 else 1.0  # no gaps where bars are thin
     for c, (label, top) in enumerate(zip(labels, counts.cumsum(1).T)):
-        colour = style.COLOURS[c] if len(labels) <= len(style.COLOURS) else shades[c]
-        axes.bar(nodes, counts[:, c], bottom=top - counts[:, c], width=width, color=colour, label=str(label))
+        axes.bar(nodes, counts[:, c], bottom=top - counts[:, c], width=width, color=colours[c], label=str(label))
     axes.set_xlim(-0.6, len(counts) - 0.4)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     style.finish(axes, "", "node", "examples")

@@ -67,11 +67,13 @@ COLUMNS = {
         "RMS distance of the present nodes' parameters to their average, after the step",
         label="consensus distance", swept=True,
     ),
-    "consensus_distance_before": Column("consensus distance before the step's exchange of parameters"),
+    "consensus_distance_before": Column(
+        "consensus distance before the step's exchange of parameters", label="consensus distance before the exchange"
+    ),
     "num_present": Column("nodes present in the step, if `availability` lets some be absent"),
     "num_never_present": Column("nodes that have not been present in any step so far; averages leave them out"),
     "correlation": Column("mean correlation between the parameters of two nodes"),
-    "seconds": Column("seconds since the first step began", label="seconds of simulation", start=0.0, measured=True),
+    "seconds": Column("seconds since the first step began", label="seconds on this machine", start=0.0, measured=True),
     "steps_per_s": Column("steps per second since the previous row", measured=True),
     "examples_per_s": Column("examples per second of all nodes together, since the previous row", measured=True),
     "bytes_per_s": Column(
@@ -84,11 +86,13 @@ COLUMNS = {
     ),
     "sim_seconds": Column(
         "seconds until every node has ended the step, on the run's `network`",
-        label="seconds on the network", swept=True,
+        label="simulated seconds", swept=True,
     ),
     "sim_utilization": Column("fraction of `sim_seconds` in which the nodes computed, averaged over the nodes"),
-    "train_losses": Column("each node's training loss; nan where it did not train", per_node=True),
-    "val_losses": Column("each node's validation loss", per_node=True),
+    "train_losses": Column(
+        "each node's training loss; nan where it did not train", label="nodes' training losses", per_node=True
+    ),
+    "val_losses": Column("each node's validation loss", label="nodes' validation losses", per_node=True),
 }  # fmt: skip
 
 # Additional columns of asynchronous runs, whose steps are updates of a server.
@@ -120,8 +124,9 @@ X_AXES = {
 def column_label(name: str) -> str:
     """Return the label of a column in figures.
 
-    >>> column_label("val_loss"), column_label("H")
-    ('validation loss', 'H')
+    >>> column_label("val_loss"), column_label("val_accuracy"), column_label("H")
+    ('validation loss', 'validation accuracy', 'H')
     """
     columns = {**COLUMNS, **UPDATE_COLUMNS}
-    return (columns[name].label if name in columns else "") or name
+    named = f"validation {name[4:].replace('_', ' ')}" if name.startswith("val_") else name
+    return (columns[name].label if name in columns else "") or named
