@@ -21,7 +21,7 @@ from vecgym.core import check
 from vecgym.core.options import Options, function_of
 from vecgym.plot import style
 from vecgym.plot.style import Curves
-from vecgym.records.columns import PER_NODE, X_AXES, column_label
+from vecgym.records.columns import X_AXES, column_label, is_per_node
 from vecgym.records.history import History
 
 AMOUNTS = ("bytes_total", "bytes_payload_total")  # columns of bytes, which are constant between exchanges
@@ -231,7 +231,7 @@ def plot_runs(options: RunsFigure) -> Figure:
         if options.xlim or (panel not in DISTANCES and len(histories) > 1):
             style.begin_where_curves_differ(axes, curves[panel], options.xlim)
     kinds = [LINES, _band_label(histories)] if "loss" in panels else []
-    kinds += [PERCENTILES] * any(panel in PER_NODE for panel in panels)
+    kinds += [PERCENTILES] * any(map(is_per_node, panels))
     _legend(all_axes[0], list(histories), kinds, options.legend)
     return style.done(figure, options.title, options.path)
 

@@ -142,8 +142,9 @@ def begin_where_curves_differ(axes: Axes, curves: Curves, xlim: tuple[float, flo
     kept = [y[(at >= (at[-1] / 5 if first is None else first)) & (at <= last)] for at, y in curves if len(at)]
     finite = np.concatenate([y[np.isfinite(y)] for y in kept]) if kept else np.zeros(0)
     if len(finite) and finite.min() < finite.max():
-        (bottom, top), margin = axes.get_ylim(), 0.1 * (finite.max() - finite.min())
-        axes.set_ylim(max(bottom, finite.min() - margin), min(top, finite.max() + margin))
+        (bottom, top), low, high = axes.get_ylim(), finite.min(), finite.max()
+        margin = 0.1 * (high - low)
+        axes.set_ylim(max(bottom, low - margin, 0.0 if low > 0 else bottom), min(top, high + margin))
     bottom, top = axes.get_ylim()
     places = np.concatenate([at[(y >= bottom) & (y <= top) & (at > 0)] for at, y in curves]) if curves else np.zeros(0)
     if xlim is not None:

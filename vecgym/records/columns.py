@@ -31,8 +31,14 @@ class Column(NamedTuple):
     swept: bool = False
 
 
+EACH = "_each"  # ends the names of columns of the run's model on each node's own examples, such as "val_loss_each"
+# In figures, for parts of such names, in this order.
+_WORDS = {EACH: " on each node's examples", "_lowest_": ", lowest ", "_highest_": ", highest ",
+          "tenth": "tenth of the nodes", "_": " "}  # fmt: skip
+
 # In the order in which they are written. Each metric of a model (see `vecgym.runs.evaluation`) adds two columns:
-# `val_NAME`, of the average of the nodes, and `val_NAME_local`, the mean over the nodes.
+# `val_NAME`, of the average of the nodes, and `val_NAME_local`, the mean over the nodes. Where nodes have their own
+# validation sets, it adds `val_NAME_each`, `_p10`, `_p50`, `_p90`, `_lowest_tenth` and `_highest_tenth`.
 COLUMNS = {
     "step": Column("optimizer steps done", label="optimizer steps", start=0),
     "epoch": Column("epochs done: passes over the data", start=0.0),
@@ -121,12 +127,23 @@ X_AXES = {
 }  # fmt: skip
 
 
+def is_per_node(name: str) -> bool:
+    """Whether a column has one number for each node, `[K]`.
+
+    >>> is_per_node("train_losses"), is_per_node("val_accuracy_each"), is_per_node("val_accuracy")
+    (True, True, False)
+    """
+    return name in PER_NODE or name.endswith(EACH)
+
+
 def column_label(name: str) -> str:
     """Return the label of a column in figures.
 
-    >>> column_label("val_loss"), column_label("val_accuracy"), column_label("H")
-    ('validation loss', 'validation accuracy', 'H')
+    >>> column_label("val_loss"), column_label("val_accuracy_lowest_tenth"), column_label("H")
+    ('validation loss', 'validation accuracy, lowest tenth of the nodes', 'H')
     """
     columns = {**COLUMNS, **UPDATE_COLUMNS}
-    named = f"validation {name[4:].replace('_', ' ')}" if name.startswith("val_") else name
+    named = name.replace("val_", "validation ", 1) if name.startswith("val_") else name
+    for end, words in _WORDS.items() if named != name else ():
+        named = named.replace(end, words)
     return (columns[name].label if name in columns else "") or named
