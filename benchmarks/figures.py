@@ -95,12 +95,7 @@ def compare(path: Path, quick: bool) -> None:
         histories = {shown: read_csv(Path(folder, name)) for name, shown in NAMES.items()}
     figure = plot_comparison(histories, loss_label="loss (nats per character)")
     figure.suptitle("A small GPT trained on 8 nodes with five strategies")
-    left, right = figure.axes
-    left.set_ylim(top=3.2)  # without the first steps, which are alike
-    legend = left.get_legend()
-    if legend is not None:  # to where no curve is: what sends few bytes has not learnt much
-        right.legend(handles=legend.legend_handles, loc="lower left", frameon=False)
-        legend.remove()
+    figure.axes[0].set_ylim(top=3.2)  # without the first steps, which are alike
     save(path, [(figure, (WIDTH, 400))])
 
 

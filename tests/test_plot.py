@@ -13,6 +13,9 @@ from matplotlib.legend import Legend
 
 from tests.fitting import dataset, fit
 from vecgym import History, Trainer
+from vecgym.clock import Compute, Network, price
+from vecgym.clock.trace import plot_networks
+from vecgym.collectives.ledger import Transfer
 from vecgym.data import partition_iid
 from vecgym.plot import (
     plot_axis,
@@ -407,7 +410,8 @@ def test_panels_are_the_loss_and_columns() -> None:
     one, other = measured(num_nodes=21), measured(every=5)
     for row in one.rows[10:]:
         row["val_accuracy"] = row["step"] / STEPS
-    figure = plot_runs({"one": one, "other": other}, panels=["val_accuracy", "train_losses", "loss"], x="seconds")
+    runs, panels = {"one": one, "other": other}, ["val_accuracy", "train_losses", "loss"]
+    figure = plot_runs(runs, panels=panels, x="seconds", legend="inside")
     assert titles(figure) == ["validation accuracy", "nodes' training losses", "loss against seconds on this machine"]
     accuracy, nodes, _ = figure.axes
     assert len(accuracy.lines) == 1
@@ -454,8 +458,19 @@ def test_axes_begin_where_curves_differ() -> None:
     assert axes.get_ylim()[1] < 1.6  # about 1 at step 30
 
 
+@pytest.mark.parametrize(("seconds", "some"), [(1.0, {"4", "5"}), (1e-3, {"0.1", "0.01"})])
+def test_seconds_on_networks_are_numbers(seconds: float, some: set[str]) -> None:
+    steps = [[Transfer("mean", 10**6 if seconds == 1.0 else 10**5, 2)]] * 3
+    priced = {bandwidth: price(steps, Network(bandwidth), Compute(seconds)) for bandwidth in (1e7, 1e8, 1e9)}
+    axis = plot_networks({0.0: priced}).axes[0].yaxis
+    axis.figure.canvas.draw()
+    labels = [tick.get_text() for which in ("major", "minor") for tick in axis.get_ticklabels(which=which)]
+    assert some <= set(labels)
+    assert not [label for label in labels if "$" in label]
+
+
 def test_the_legend_is_where_it_was_asked_for() -> None:
-    few, many = {"a": make_history()}, {str(i): make_history() for i in range(6)}
+    few, many = {"a": make_history()}, {str(i): make_history() for i in range(4)}
     for runs, legend, outside in ((few, None, 0), (few, "outside", 1), (many, None, 1), (many, "inside", 0)):
         figure = plot_runs(runs, legend=legend)
         assert len(figure.legends) == outside

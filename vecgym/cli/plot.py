@@ -21,7 +21,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--panels", nargs="+", metavar="COLUMN", help="what to draw side by side: loss, or columns")
     parser.add_argument("--log-x", action=argparse.BooleanOptionalAction, help="make the horizontal axis logarithmic")
     parser.add_argument("--xlim", nargs=2, type=float, metavar=("FIRST", "LAST"), help="ends of the horizontal axis")
-    parser.add_argument("--legend", choices=("inside", "outside"), help="where the legend is (inside for few runs)")
+    parser.add_argument("--legend", choices=("inside", "outside"), help="where the legend is (inside if it is short)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -144,7 +144,7 @@ class RunsFigure(Options):
         log_x: whether the horizontal axis is logarithmic; None: bytes of several runs are, and simulated seconds if
             the runs differ in them by more than ten times.
         xlim: (first, last) of the horizontal axis, as it is labelled: optimizer steps, bytes, seconds ...
-        legend: "inside" the first panel, or "outside", below all of them; None: inside for up to five runs.
+        legend: "inside" the first panel, or "outside", below all of them; None: inside if it has up to five lines.
     """
 
     histories: Mapping[str, History]
@@ -357,8 +357,9 @@ def _legend(axes: Axes, names: list[str], kinds: Sequence[str], where: str | Non
         handles.append(Line2D([], [], color="0.3", marker="o", linewidth=1, label="validation, averaged model"))
         handles.append(Line2D([], [], color="0.3", alpha=style.LIGHT, linewidth=2, label="training (smoothed)"))
     handles += [Patch(color="0.3", alpha=0.15, linewidth=0, label=kind) for kind in kinds if kind not in ("", LINES)]
-    if where == "outside" or (where is None and len(names) > style.MAX_RUNS_INSIDE):
-        axes.figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=4)
+    if where == "outside" or (where is None and len(handles) > style.MAX_RUNS_INSIDE):
+        columns = min(4, 2 * len(axes.figure.axes))  # names are long
+        axes.figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=columns)
     else:
         axes.legend(handles=handles, loc="best", framealpha=0.8, edgecolor="none")
 
