@@ -117,6 +117,11 @@ class Classifier(nn.Module):
         x, y = batch
         return F.cross_entropy(self.net(x), y)
 
+    def val_metrics(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        x, y = batch
+        logits = self.net(x)
+        return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float().mean()}
+
 
 def mlp(images: Images, hidden: int) -> Classifier:
     """One hidden layer."""

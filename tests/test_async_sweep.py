@@ -315,7 +315,7 @@ def test_figures_and_tables(tmp_path: pathlib.Path) -> None:
     best = result.best("val_loss")
     assert best["runs"] == 2
     assert best["sim_seconds"] == result.rows[0]["sim_seconds"] or best["H"] == 2
-    assert result.plot_pareto(hue="H", x="sim_seconds").axes[0].get_xlabel() == "seconds on the network"
+    assert result.plot_pareto(hue="H", x="sim_seconds").axes[0].get_xlabel() == "simulated seconds"
     assert result.plot("H", "staleness", hue="lr").axes[0].get_ylabel() == "staleness"
     assert "| local_steps_total |" in result.table().splitlines()[0]
 

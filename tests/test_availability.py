@@ -525,6 +525,12 @@ def test_participation_and_sampled_send_the_same(name: str, fraction: float, mod
     assert sent[0] > 0
 
 
+def test_nodes_are_sampled_once() -> None:
+    with pytest.raises(ValueError, match=r"Sampled.* and participation=0.5 both draw a sample .* leave one"):
+        fit("MLP", PARTICIPATION["fedavg"](0.5), num_nodes=4, max_steps=H, availability=Sampled(0.5, H) & Dropout(0.1))
+    fit("MLP", PARTICIPATION["fedavg"](0.5), num_nodes=4, max_steps=H, availability=Dropout(0.1))
+
+
 def test_who_returns_in_a_round_is_sent_the_model_all_the_same(model: nn.Module) -> None:
     """Sampled in rounds of 1 step, and the exchange after every second: every other return is in a round."""
     availability = Sampled(0.4, H=1)

@@ -133,7 +133,7 @@ def test_loggers_and_figures(tmp_path: Path) -> None:
     logged = read_csv(tmp_path / "log")
     assert logged["sim_seconds"] == trainer.history["sim_seconds"]
     figure = trainer.plot(x="sim_seconds")
-    assert "seconds on the network" in [axes.get_xlabel() for axes in figure.axes]
+    assert "simulated seconds" in [axes.get_xlabel() for axes in figure.axes]
 
 
 def test_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:

@@ -249,6 +249,12 @@ def test_plot_draws_what_was_logged(config: str, undrawn: None, monkeypatch: pyt
         assert (seen["path"], seen["x"], seen["title"]) == (Path("both.png"), x, "two")
     assert main(["plot", "runs/b", "runs/a"]) == 0
     assert list(seen["histories"]) == ["b", "a"]
+    assert [seen[name] for name in ("panels", "log_x", "xlim", "legend")] == [None] * 4
+    look = ["--panels", "loss", "val_loss", "--no-log-x", "--xlim", "1", "4", "--legend", "outside"]
+    assert main(["plot", "runs", *look]) == 0
+    assert [seen[name] for name in ("panels", "log_x", "xlim", "legend")] == [
+        ["loss", "val_loss"], False, [1, 4], "outside"
+    ]  # fmt: skip
 
 
 def test_plot_as_a_file(config: str, capsys: pytest.CaptureFixture[str]) -> None:

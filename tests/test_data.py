@@ -579,13 +579,17 @@ def test_evaluation_with_a_factory_is_per_node() -> None:
 
     batches = EvalBatches(factory, 4, None, 3)
     assert calls == [(0, 3, False), (1, 3, False), (2, 3, False)]
-    assert (batches.per_node, batches.num_examples) == (True, 7)
-    ((first,), four), ((last,), three) = batches
-    assert (first.shape, four, last.shape, three) == ((3, 4), 4, (3, 3), 3)
-    assert (torch.cat([first, last], 1) // 100).tolist() == [[0] * 7, [1] * 7, [2] * 7]
-    part = EvalBatches(factory, 4, None, 3, node_ids=[2], agree=lambda shortest: 7)
-    assert same(list(part), [([first[2:]], 4), ([last[2:]], 3)])
-    assert EvalBatches(factory, 4, 5, 3).num_examples == 5
+    assert (batches.per_node, batches.num_examples, batches.sizes) == (True, 9, (7, 8, 9))
+    assert batches.places == [None, [1, 2], [0], [2]]
+    found = list(batches)
+    assert [(x.shape, count) for (x,), count in found] == [((3, 4), 4), ((2, 4), 4), ((1, 3), 3), ((1, 1), 1)]
+    for node in range(3):  # each has read the whole of its own
+        at = [range(3) if rows is None else rows for rows in batches.places]
+        own = torch.cat([x[rows.index(node)] for ((x,), _), rows in zip(found, at) if node in rows])
+        assert own.sort().values.tolist() == list(range(100 * node, 100 * node + 7 + node))
+    part = EvalBatches(factory, 4, None, 3, node_ids=[2])  # in a process of its own a node reads the same
+    assert torch.cat([x[0] for (x,), _ in part]).tolist() == own.tolist()
+    assert EvalBatches(factory, 4, 5, 3).sizes == (5, 5, 5)
 
 
 # -------------------------------------------------------------------------------------------- text, tokens

@@ -21,6 +21,7 @@ import vecgym
 from tests.fitting import Rows, alone, dataset, fit, same_run
 from tests.models import MLP, make_data
 from vecgym import CSVLogger, Logger, TensorBoardLogger, Trainer, VecgymWarning, WandbLogger
+from vecgym.data import partition_dirichlet
 from vecgym.models import GPT, Classifier
 from vecgym.optim import OptimSpec
 from vecgym.records.columns import PER_NODE, SCALARS
@@ -331,6 +332,20 @@ def test_csv_columns_that_come_late(tmp_path: Path) -> None:
     assert header == [*SCALARS, "val_new", "val_newer"]
     assert [row[-2:] for row in rows] == [["", ""], ["2.0", ""], ["4.0", "3.0"]]
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "history.csv"}
+
+
+def test_columns_of_each_node_are_logged_and_read_again(tmp_path: Path) -> None:
+    """A user's own metric, in a history that begins anew in the folder of one that had other columns."""
+    log = CSVLogger(tmp_path)
+    shards = partition_dirichlet(torch.arange(60) % 3, 4, 0.3, min_size=3).datasets(dataset("MLP", 60), held_out=0.3)
+    trainer, _ = fit("MLP", "FedAvg", num_nodes=4, data=shards, val=shards, max_steps=2, logger=log)
+    read = read_csv(tmp_path)
+    np.testing.assert_allclose(read.last("val_loss_each"), trainer.history.last("val_loss_each"))
+    assert read.last("val_loss_p50") == trainer.history.last("val_loss_p50")
+    assert "val_loss_each" not in (tmp_path / "history.csv").read_text()
+    assert trainer.history.to_pandas()["val_loss_each[3]"].notna().any()
+    fit("MLP", "FedAvg", num_nodes=4, max_steps=2, logger=log)
+    assert "val_loss_each" not in read_csv(tmp_path).columns
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ from vecgym.strategy.averages import Weighting
 Make = Callable[..., Partition]  # (data, num_nodes, seed=...)
 KINDS: dict[str, Make] = {
     "iid": partition_iid,
-    "dirichlet": lambda data, K, **kwargs: partition_dirichlet(data, K, 0.3, **kwargs),
-    "dirichlet, extreme": lambda data, K, **kwargs: partition_dirichlet(data, K, 1e-6, **kwargs),
-    "dirichlet, any size": lambda data, K, **kwargs: partition_dirichlet(data, K, 1.0, balanced=False, **kwargs),
+    "dirichlet": lambda data, K, **kwargs: partition_dirichlet(data, K, 0.3, balanced=True, **kwargs),
+    "dirichlet, extreme": lambda data, K, **kwargs: partition_dirichlet(data, K, 1e-6, balanced=True, **kwargs),
+    "dirichlet, any size": lambda data, K, **kwargs: partition_dirichlet(data, K, 1.0, **kwargs),
     "shards": partition_shards,
     "one shard": lambda data, K, **kwargs: partition_shards(data, K, 1, **kwargs),
     "quantity skew": lambda data, K, **kwargs: partition_quantity_skew(data, K, 0.5, **kwargs),
@@ -79,7 +79,7 @@ def test_the_seed_and_nothing_else_decides(make: Make) -> None:
         (KINDS["dirichlet"], 29),
         (KINDS["shards"], 28),  # 2 floor(2000 / 134)
         (lambda data, K, seed: partition_quantity_skew(data, K, 0.1, min_size=7, seed=seed), 7),
-        (lambda data, K, seed: partition_dirichlet(data, K, 0.5, balanced=False, min_size=4, seed=seed), 4),
+        (lambda data, K, seed: partition_dirichlet(data, K, 0.5, min_size=4, seed=seed), 4),
     ],
 )
 def test_no_node_has_fewer_examples_than_promised(make: Make, least: int) -> None:
@@ -113,7 +113,7 @@ def test_mixtures_are_as_uneven_as_dirichlet_says(alpha: float) -> None:
     K = 20
     found = []
     for seed in range(60):
-        partition = partition_dirichlet(EVEN, K, alpha, seed=seed)
+        partition = partition_dirichlet(EVEN, K, alpha, balanced=True, seed=seed)
         q = partition.counts / partition.counts.sum(1, keepdim=True)
         found.append(float(q.square().sum(1).mean()))
     m = len(EVEN) / K
@@ -124,7 +124,8 @@ def test_mixtures_are_as_uneven_as_dirichlet_says(alpha: float) -> None:
 def test_mixtures_follow_the_classes_of_the_data() -> None:
     """E q = p, for each node, also where the classes are of different sizes."""
     labels = torch.tensor([0] * 1200 + [1] * 600 + [2] * 200)
-    counts = torch.stack([partition_dirichlet(labels, 10, 1.0, seed=seed).counts for seed in range(200)]).double()
+    drawn = [partition_dirichlet(labels, 10, 1.0, balanced=True, seed=seed) for seed in range(200)]
+    counts = torch.stack([partition.counts for partition in drawn]).double()
     shares = counts.mean(0) / 200  # [K, classes]
     p = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
     error = (p * (1 - p) / 2 / 200).sqrt()  # of Dir(p): variance p (1 - p) / (alpha + 1)
@@ -134,14 +135,12 @@ def test_mixtures_follow_the_classes_of_the_data() -> None:
 def test_unbalanced_classes_are_shared_out_as_dirichlet_says() -> None:
     """A node's share of a class is Beta(alpha, (K - 1) alpha): mean 1 / K, variance (K - 1) / (K^2 (K alpha + 1))."""
     K, alpha = 5, 2.0
-    shares = torch.stack(
-        [partition_dirichlet(EVEN, K, alpha, balanced=False, seed=seed).counts / 200 for seed in range(100)]
-    )
+    shares = torch.stack([partition_dirichlet(EVEN, K, alpha, seed=seed).counts / 200 for seed in range(100)])
     variance = (K - 1) / (K**2 * (K * alpha + 1))
     error = (variance / (100 * C)) ** 0.5
     assert bool(((shares.mean((0, 2)) - 1 / K).abs() < 4 * error).all())
     assert abs(float((shares - 1 / K).square().mean()) / variance - 1) < 0.1
-    assert len(set(partition_dirichlet(EVEN, K, alpha, balanced=False).sizes)) > 1
+    assert len(set(partition_dirichlet(EVEN, K, alpha).sizes)) > 1
 
 
 def test_quantity_skew_is_in_the_sizes_alone() -> None:
@@ -184,7 +183,7 @@ class Mean(nn.Module):
 def test_training_reads_the_shards_and_weighs_by_their_sizes() -> None:
     x = torch.randn(40, 2, dtype=torch.float64)
     dataset = TensorDataset(x, torch.arange(40) % 4)
-    partition = partition_dirichlet(dataset, 3, 1.0, balanced=False, min_size=4)
+    partition = partition_dirichlet(dataset, 3, 1.0, min_size=4)
     shards = partition.datasets(dataset)
     batches = Batches(shards, 3, batch_size=4)
     assert batches.shard_sizes == partition.sizes
@@ -244,8 +243,8 @@ def test_labels_are_found_in_datasets() -> None:
         (lambda: partition_iid(EVEN[:3], 4), "num_nodes=4 is more than the 3 examples"),
         (lambda: partition_dirichlet(EVEN, 4, 0.0), "alpha=0.0 must be a number > 0"),
         (lambda: partition_dirichlet(EVEN, 4, float("nan")), "alpha=nan must be"),
-        (lambda: partition_dirichlet(EVEN, 200, 0.01, balanced=False, min_size=9), "min_size=9 .* balanced=True"),
-        (lambda: partition_dirichlet(EVEN, 4, 1.0, balanced=False, min_size=0), "min_size=0 must be"),
+        (lambda: partition_dirichlet(EVEN, 200, 0.01, min_size=9), "min_size=9 .* balanced=True"),
+        (lambda: partition_dirichlet(EVEN, 4, 1.0, min_size=0), "min_size=0 must be"),
         (lambda: partition_shards(EVEN, 4, 0), "shards_per_node=0 must be"),
         (lambda: partition_shards(EVEN[:7], 4, 2), "need 8 examples, .* there are 7: .* shards_per_node <= 1"),
         (lambda: partition_quantity_skew(EVEN, 4, -1), "alpha=-1 must be"),
@@ -268,16 +267,37 @@ def test_a_partition_itself_is_no_dataset() -> None:
         Batches(partition_iid(EVEN, 4), 4, 2)  # type: ignore[arg-type]
 
 
+def test_what_is_held_out_is_never_trained_on() -> None:
+    partition = partition_dirichlet(EVEN, 8, 0.3, min_size=2)
+    shards = partition.datasets(TensorDataset(EVEN), held_out=0.25)
+    for node, own in enumerate(partition.indices):
+        train, val = (set(shards(node, 8, train).indices) for train in (True, False))
+        assert train | val == set(own.tolist())
+        assert not train & val
+        assert len(val) == max(1, round(0.25 * len(own)))
+    again, other = (partition.datasets(TensorDataset(EVEN), 0.25, seed=seed) for seed in (42, 43))
+    assert shards(0, 8, False).indices == again(0, 8, False).indices != other(0, 8, False).indices
+    two = Partition((torch.tensor([0, 2]), torch.tensor([1, 3])))  # something is left to train on
+    assert [len(two.datasets(range(4), 0.9)(0, 2, train)) for train in (True, False)] == [1, 1]
+    alone = Partition((torch.tensor([0, 2]), torch.tensor([1])))
+    with pytest.raises(ValueError, match=r"node 1 has one example, and held_out=0.5 needs two.*min_size=2"):
+        alone.datasets(range(3), 0.5)
+    with pytest.raises(ValueError, match=r"held_out=1.0 must be a number in \[0, 1\)"):
+        two.datasets(range(4), 1.0)
+
+
 # ------------------------------------------------------------------------------------------------- figure
 
 
 def test_the_figure_shows_the_counts() -> None:
     for labels in (EVEN, EVEN % 3):  # a colour scale, and single colours
-        partition = partition_dirichlet(labels, 6, 0.5, balanced=False)
+        partition = partition_dirichlet(labels, 6, 0.5)
         axes = plot_partition(partition).axes[0]
         heights = [[bar.get_height() for bar in bars] for bars in axes.containers]
         assert heights == partition.counts.T.tolist()
         tops = [bar.get_y() + bar.get_height() for bar in axes.containers[-1]]
         assert tops == list(partition.sizes)
+        assert [text.get_text() for text in axes.texts] == [str(size) for size in partition.sizes]
+    assert not plot_partition(partition_iid(EVEN, 100)).axes[0].texts  # too many
     plain = plot_partition(partition_iid(torch.zeros(9, 2), 2)).axes[0]
     assert [bar.get_height() for bar in plain.patches] == [5, 4]  # type: ignore[attr-defined]

@@ -13,6 +13,9 @@ from matplotlib.legend import Legend
 
 from tests.fitting import dataset, fit
 from vecgym import History, Trainer
+from vecgym.clock import Compute, Network, price
+from vecgym.clock.trace import plot_networks
+from vecgym.collectives.ledger import Transfer
 from vecgym.data import partition_iid
 from vecgym.plot import (
     plot_axis,
@@ -25,7 +28,7 @@ from vecgym.plot import (
     plot_sensitivity,
     smooth,
 )
-from vecgym.plot.style import COLOURS
+from vecgym.plot.style import COLOURS, colours_of, line_styles
 from vecgym.records.columns import X_AXES, column_label
 from vecgym.records.optimized import OptimizedSchedule
 
@@ -383,10 +386,135 @@ def test_runs_without_distances_or_nodes_have_one_panel() -> None:
         plot_runs({"silent": history}, x="epochs")
 
 
+def titles(figure: Figure) -> list[str]:
+    return [axes.get_title() for axes in figure.axes]
+
+
+def test_the_distances_are_those_before_the_exchange_unless_all_are_zero() -> None:
+    history = measured()
+    for row in history.rows:
+        if "consensus_distance" in row:
+            row.update(consensus_distance=0.0, consensus_distance_before=2 / row["step"])
+    loss, before = "loss against optimizer steps", "consensus distance before the exchange"
+    figure = plot_runs({"one": history, "other": measured(every=5)})
+    assert titles(figure) == [loss, before]
+    assert line_of(figure.axes[1], COLOURS[0], marker=True)[1].tolist() == pytest.approx([0.2, 0.1, 2 / 30, 0.05])
+    assert len(figure.axes[1].lines) == 1  # the other has none of that name
+    for row in history.rows:
+        row.update(consensus_distance_before=0.0)
+    assert titles(plot_runs({"one": history})) == [loss]
+    assert titles(plot_runs({"one": history}, panels=[before := "consensus_distance_before"])) != [before]  # as asked
+
+
+def test_panels_are_the_loss_and_columns() -> None:
+    one, other = measured(num_nodes=21), measured(every=5)
+    for row in one.rows[10:]:
+        row["val_accuracy"] = row["step"] / STEPS
+    runs, panels = {"one": one, "other": other}, ["val_accuracy", "train_losses", "loss"]
+    figure = plot_runs(runs, panels=panels, x="seconds", legend="inside")
+    assert titles(figure) == ["validation accuracy", "nodes' training losses", "loss against seconds on this machine"]
+    accuracy, nodes, _ = figure.axes
+    assert len(accuracy.lines) == 1
+    np.testing.assert_allclose(line_of(accuracy, COLOURS[0], True), one.series("val_accuracy", "seconds"))
+    x, medians = line_of(nodes, COLOURS[0], True)
+    np.testing.assert_allclose((x, medians), one.series("train_loss", "seconds"))  # even steps from 0.9 to 1.1
+    edges = np.asarray(nodes.collections[0].get_paths()[0].vertices)[:, 1]
+    assert (edges.min(), edges.max()) == pytest.approx((0.92 * min(medians), 1.08 * max(medians)))
+    texts = [text.get_text() for text in legend_of(accuracy).get_texts()]
+    assert texts[:2] == ["one", "other"]
+    assert texts[-1] == "10 % to 90 % of the nodes"
+    texts = [text.get_text() for text in legend_of(plot_runs({"one": one}, panels=["val_loss"]).axes[0]).get_texts()]
+    assert texts == ["one"]  # there is neither a training loss nor a band
+
+
+def test_simulated_seconds_are_logarithmic_where_runs_differ_tenfold() -> None:
+    fast, slow = measured(), measured()
+    for row in slow.rows:
+        row["sim_seconds"] *= 10
+    runs = {"fast": fast, "slow": slow}
+    assert plot_runs(runs, x="sim_seconds").axes[0].get_xscale() == "linear"  # exactly ten times
+    for row in slow.rows:
+        row["sim_seconds"] *= 1.01
+    figure = plot_runs(runs, x="sim_seconds")
+    assert [axes.get_xscale() for axes in figure.axes] == ["log", "log"]
+    assert figure.axes[0].get_title() == "loss against simulated seconds"
+    figure.canvas.draw()  # a point at 0 seconds is no part of it
+    for x, log_x, expected in (("sim_seconds", False, "linear"), ("bytes", False, "linear"), ("step", True, "log")):
+        assert plot_runs(runs, x=x, log_x=log_x).axes[0].get_xscale() == expected
+
+
+def test_axes_begin_where_curves_differ() -> None:
+    """After the first fifth: 4 / (1 + 0.1 step) is 4 at first, 2.2 after 8 steps, and 0.8 in the end."""
+    runs = {"one": make_history(), "other": make_history(shift=0.1)}
+    low, high = plot_runs(runs, window=1).axes[0].get_ylim()
+    assert 2.2 < high < 2.7
+    assert low < 0.8
+    assert plot_comparison(runs, window=1).axes[0].get_ylim()[1] < 2.7
+    assert plot_runs({"one": make_history()}, window=1).axes[0].get_ylim()[1] > 4  # of one run all is shown
+    by_bytes = plot_runs(runs, x="bytes", window=1).axes[0]
+    assert 100 < by_bytes.get_xlim()[0] < 700  # not where the curves are out of sight, after the first exchange
+    axes = plot_runs(runs, window=1, xlim=(30, 40)).axes[0]
+    assert axes.get_xlim() == (30, 40)
+    assert axes.get_ylim()[1] < 1.6  # about 1 at step 30
+
+
+@pytest.mark.parametrize(("seconds", "some"), [(1.0, {"4", "5"}), (1e-3, {"0.1", "0.01"})])
+def test_seconds_on_networks_are_numbers(seconds: float, some: set[str]) -> None:
+    steps = [[Transfer("mean", 10**6 if seconds == 1.0 else 10**5, 2)]] * 3
+    priced = {bandwidth: price(steps, Network(bandwidth), Compute(seconds)) for bandwidth in (1e7, 1e8, 1e9)}
+    axis = plot_networks({0.0: priced}).axes[0].yaxis
+    axis.figure.canvas.draw()
+    labels = [tick.get_text() for which in ("major", "minor") for tick in axis.get_ticklabels(which=which)]
+    assert some <= set(labels)
+    assert not [label for label in labels if "$" in label]
+
+
+def test_the_legend_is_where_it_was_asked_for() -> None:
+    few, many = {"a": make_history()}, {str(i): make_history() for i in range(4)}
+    for runs, legend, outside in ((few, None, 0), (few, "outside", 1), (many, None, 1), (many, "inside", 0)):
+        figure = plot_runs(runs, legend=legend)
+        assert len(figure.legends) == outside
+        assert (figure.axes[0].get_legend() is None) == bool(outside)
+
+
+def test_refuses_what_no_figure_of_runs_can_show() -> None:
+    runs = {"one": make_history()}
+    with pytest.raises(ValueError, match=r"x='sim_seconds' was not recorded: .* fit\(network=, compute=\)"):
+        plot_runs(runs, x="sim_seconds")
+    with pytest.raises(ValueError, match=r"panels='val_los' is not known.* did you mean 'val_loss'"):
+        plot_runs(runs, panels=["loss", "val_los"])
+    with pytest.raises(TypeError, match=r"panels='loss' must be a list of names"):
+        plot_runs(runs, panels="loss")
+    with pytest.raises(TypeError, match=r"panels=\[\] must be a list"):
+        plot_runs(runs, panels=[])
+    with pytest.raises(ValueError, match=r"xlim=\(5, 1\) must be two numbers"):
+        plot_runs(runs, xlim=(5, 1))
+    with pytest.raises(ValueError, match=r"legend='below' is not known.*'inside', 'outside'"):
+        plot_runs(runs, legend="below")
+    with pytest.raises(TypeError, match=r"log_x=1 must be True or False"):
+        plot_runs(runs, log_x=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"plot_runs\(\) has no argument 'xlog'"):
+        plot_runs(runs, xlog=True)  # type: ignore[call-arg]
+
+
+def test_categories_have_colours_of_their_own_and_numbers_shades() -> None:
+    names, numbers = line_styles(["a", "b", True]), line_styles([0.1, 0.2, 0.4])
+    assert [look["color"] for look in names] == list(COLOURS[:3])
+    shades = [look["color"] for look in numbers]
+    assert shades[0] == line_styles(list(range(30)))[0]["color"]  # a scale has the same ends however many there are
+    assert not set(shades) & set(COLOURS)
+    for number in (8, 20):
+        assert len({look["color"] for look in line_styles([f"client {i}" for i in range(number)])}) == number
+    axes = plot_partition(partition_iid(torch.arange(100) % 10, 5)).axes[0]
+    assert len({to_hex(bars[0].get_facecolor()) for bars in axes.containers}) == 10
+    assert colours_of(range(10), categories=True) != colours_of(range(10), categories=False)
+
+
 def test_trainer_plot(tmp_path: Any) -> None:
     trainer, _ = fit("MLP", "DiLoCo", max_steps=3, val=dataset("MLP", 8))
+    assert titles(trainer.plot(panels=["val_loss"])) == ["validation loss"]
     figure = trainer.plot(tmp_path / "made" / "run.png", x="seconds", title="a run")
     assert (tmp_path / "made" / "run.png").read_bytes().startswith(b"\x89PNG")
-    assert figure.axes[0].get_xlabel() == "seconds of simulation"
+    assert figure.axes[0].get_xlabel() == "seconds on this machine"
     with pytest.raises(ValueError, match="has no step to plot"):
         Trainer(trainer.model, dataset("MLP")).plot()

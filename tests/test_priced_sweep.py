@@ -202,7 +202,7 @@ def test_networks_and_compute_as_axes() -> None:
 
 def test_the_pareto_front_against_seconds() -> None:
     figure = swept(network=NETWORKS, compute=COMPUTE).plot_pareto(hue="network", x="sim_seconds")
-    assert figure.axes[0].get_xlabel() == "seconds on the network"
+    assert figure.axes[0].get_xlabel() == "simulated seconds"
     assert "sim_seconds" in swept(network=NETWORKS, compute=COMPUTE).table()
 
 

@@ -124,7 +124,7 @@ def test_a_run_with_a_ledger_and_a_network(kind: str, folder: Path) -> None:
     figures = [attributes["alt"] for name, attributes in page.elements if name == "img"]
     assert figures[-1] == "What each node did in steps 1 to 12"
     assert figures[:-1] == [
-        f"The runs against {x}" for x in ("optimizer steps", "bytes sent per node", "seconds on the network")
+        f"The runs against {x}" for x in ("optimizer steps", "bytes sent per node", "simulated seconds")
     ]
 
 

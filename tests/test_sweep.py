@@ -538,7 +538,7 @@ def test_data_of_each_nodes_own() -> None:
         trainer = Trainer(model, factory, factory)
         averaged = trainer.fit(weighted(row["weighting"]), 3, seed=row["seed"], **common)
         assert_close(dict(result.model(i).state_dict()), dict(averaged.state_dict()), 1e-10)
-        for column in ("val_loss", "val_loss_local", "examples"):
+        for column in ("val_loss", "val_loss_local", "val_loss_each", "val_loss_p10", "examples"):
             assert result.history(i).last(column) == pytest.approx(trainer.history.last(column), rel=1e-10)
 
 

@@ -317,6 +317,34 @@ def test_validation_data_of_each_node(strategy: str, engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize("strategy", ["AllReduce", "FedAvg participation", "Alone"])
+def test_each_node_is_evaluated_on_all_that_is_its_own(strategy: str, engine: str) -> None:
+    """In batches of 4, of datasets of unequal size: the run's model, and each node's own."""
+    sizes = [9, 2, 4, 15, 1]
+    own = [make_data("MLP", size, 100 + rank, torch.float64) for rank, size in enumerate(sizes)]
+
+    def val(rank: int, num_nodes: int, train: bool) -> Dataset[Any]:
+        return dataset("MLP", sizes[rank], seed=100 + rank, dtype=torch.float64)
+
+    settings: dict[str, Any] = {"num_nodes": 5, "max_steps": 2, "engine": engine, "batch_size": 4}
+    data = dataset("MLP", dtype=torch.float64)
+    trainer, _ = fit(make_model("MLP", dtype=torch.float64), strategy, data=data, val=val, **settings)
+    each = [losses_by_hand(trainer, data)[0] for data in own]
+    of_nodes = [losses_by_hand(trainer, data)[1][rank] for rank, data in enumerate(own)]
+    last: Any = trainer.history.last
+    np.testing.assert_allclose(last("val_loss_each"), each, rtol=1e-12)
+    np.testing.assert_allclose(last("val_losses"), of_nodes, rtol=1e-12)
+    assert last("val_loss") == pytest.approx(np.average(each, weights=sizes), rel=1e-12)  # over all examples
+    assert last("val_loss_local") == pytest.approx(np.mean(of_nodes), rel=1e-12)
+    found = [last(f"val_loss_{name}") for name in ("lowest_tenth", "p10", "p50", "p90", "highest_tenth")]
+    low, high = min(each), max(each)
+    assert found == pytest.approx([low, *np.quantile(each, [0.1, 0.5, 0.9]), high], rel=1e-12)
+    few = fit(make_model("MLP", dtype=torch.float64), strategy, data=data, val=val, val_size=4, **settings)[0]
+    assert few.history.last("val_loss_each")[[1, 2, 4]] == pytest.approx(np.array(each)[[1, 2, 4]])
+    assert few.history.last("val_loss_each")[3] != pytest.approx(each[3])
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
 @pytest.mark.parametrize("strategy", ["AllReduce", "FedAvg participation", "DiLoCo"])
 @pytest.mark.parametrize("model", ["Dropout", "CNN", "WithFrozen"])
 def test_evaluation_does_not_change_training(model: str, strategy: str, engine: str) -> None:

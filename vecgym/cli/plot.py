@@ -15,6 +15,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     without a run stands for the runs in it, such as those of vecgym compare."""
     parser.epilog = "example: vecgym plot vecgym-runs/compare --x bytes --output comparison.png"
     add_options(parser, "vecgym-runs/plot.png")
+    parser.add_argument("--panels", nargs="+", metavar="COLUMN", help="what to draw side by side: loss, or columns")
+    parser.add_argument("--log-x", action=argparse.BooleanOptionalAction, help="make the horizontal axis logarithmic")
+    parser.add_argument("--xlim", nargs=2, type=float, metavar=("FIRST", "LAST"), help="ends of the horizontal axis")
+    parser.add_argument("--legend", choices=("inside", "outside"), help="where the legend is (inside if it is short)")
 
 
 def add_options(parser: argparse.ArgumentParser, output: str) -> None:
@@ -28,7 +32,8 @@ def add_options(parser: argparse.ArgumentParser, output: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     histories = {name: history for name, (history, _) in read_runs(args.runs).items()}
-    vecgym.plot.plot_runs(histories, args.output, x=args.x, title=args.title)
+    looks = {name: getattr(args, name) for name in ("x", "title", "panels", "log_x", "xlim", "legend")}
+    vecgym.plot.plot_runs(histories, args.output, **looks)
     print(f"Figure: {args.output}")
     return 0
 

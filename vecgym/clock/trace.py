@@ -331,7 +331,7 @@ def plot_networks(
     >>> [axes.get_ylabel() for axes in plot_networks(timelines).axes]
     ['seconds', 'computing, %']
     """
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, LogFormatter
 
     from vecgym.plot.style import COLOURS, check_shared, done, finish, new_figure
 
@@ -342,6 +342,8 @@ def plot_networks(
         left.plot(list(row), [float(t.seconds) for t in row.values()], "o-", color=colour, label=label)
         right.plot(list(row), [100 * float(t.utilization) for t in row.values()], "o-", color=colour, label=label)
     left.set_yscale("log")
+    left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))  # numbers, no powers of ten
     for axes, name in ((left, "seconds"), (right, "computing, %")):
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(EngFormatter("bit/s"))

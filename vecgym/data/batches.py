@@ -301,18 +301,22 @@ class EvalBatches:
     """The validation set in batches: an iterable of `(batch, number of examples)`, the same on every pass.
 
     One dataset is the same for all nodes: leaves are `[B, ...]`, without a node dimension. A factory is called
-    as `factory(rank, num_nodes, False)` for each node in this process: leaves are `[L, B, ...]`, and every node
-    reads as many examples as the node with the fewest has, so that each node's mean has the same weight.
+    as `factory(rank, num_nodes, False)` for each node in this process, and every node reads the whole of its own
+    dataset: leaves are `[n, B, ...]`, of the nodes that have so many examples left. `places` says for each batch which
+    of the L nodes in this process those are; None: all.
 
-    Examples come in a fixed order that depends on the seed alone; `val_size` is how many of them are read, from
-    the first on (all if None or larger than the dataset). The last batch may be smaller: weight means by the
-    number of examples. Batches of up to `CACHE_BYTES` in total are cached after the first full pass; do not
-    write into them. `drop_last` among `dataloader_kwargs` is for training and has no effect here. `agree` maps
-    the shortest length in this process to the shortest of all processes (a min all-reduce). Errors as in
-    `Batches`.
+    Examples come in a fixed order that depends on the seed alone; `val_size` is how many of them are read (of each
+    node), from the first on (all if None or larger than the dataset). `sizes` is how many that are, one number for
+    each node in this process, or one for all, and `num_examples` the most of them. A batch may be smaller than B:
+    weight means by the number of examples. Batches of up to `CACHE_BYTES` in total are cached after the first full
+    pass; do not write into them. `drop_last` among `dataloader_kwargs` is for training and has no effect here. Errors
+    as in `Batches`.
 
     >>> [(x.tolist(), count) for x, count in EvalBatches(torch.arange(3), 2, seed=1)]
     [([0, 2], 2), ([1], 1)]
+    >>> batches = EvalBatches(lambda rank, num_nodes, train: torch.arange(2 + rank) + 10 * rank, 2, num_nodes=2, seed=1)
+    >>> [(x.tolist(), count) for x, count in batches], batches.places, batches.sizes
+    ([([[1, 0], [11, 12]], 2), ([[10]], 1)], [None, [1]], (2, 3))
     """
 
     def __init__(
@@ -326,7 +330,6 @@ class EvalBatches:
         node_ids: Iterable[int] | None = None,
         dataloader_kwargs: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
-        agree: Callable[[int], int] | None = None,
         name: str = "val_dataset",
     ):
         self.batch_size = check.integer("batch_size", batch_size, 1)
@@ -336,18 +339,28 @@ class EvalBatches:
         rows = self.node_ids if self.per_node else (0,)
         seed = check.seed("seed", seed)
         self._source = Source(dataset, num_nodes, rows, False, seed, device, dataloader_kwargs, name)
-        length = _agreed(agree, min(self._source.lengths), self.per_node)
-        self.num_examples = length if val_size is None else min(length, check.integer("val_size", val_size, 1))
+        most = max(self._source.lengths) if val_size is None else check.integer("val_size", val_size, 1)
+        self.sizes = tuple(min(length, most) for length in self._source.lengths)
+        self.num_examples = max(self.sizes)
         orders = [
-            torch.randperm(length, generator=rng.generator(seed, "eval", row))[: self.num_examples]
-            for row, length in zip(rows, self._source.lengths)
+            torch.randperm(length, generator=rng.generator(seed, "eval", row))[torch.arange(self.num_examples) % size]
+            for row, length, size in zip(rows, self._source.lengths, self.sizes)
         ]
-        self._order = self._source.locate(torch.stack(orders))  # [L or 1, num_examples]
+        self._order = self._source.locate(torch.stack(orders))  # [L or 1, longest], the shorter ones repeated
+        self._cuts = list(self._cut())
+        self.places: list[list[int] | None] = [None if len(at) == len(rows) else at for at, _, _ in self._cuts]
         self._cache: list[tuple[Batch, int]] | None = None
 
     def __len__(self) -> int:
         """Count the batches."""
-        return -(-self.num_examples // self.batch_size)
+        return len(self._cuts)
+
+    def _cut(self) -> Iterator[tuple[list[int], int, int]]:
+        """Yield the nodes of each batch, which all read as many examples, with the first one and their number."""
+        for first in range(0, self.num_examples, self.batch_size):
+            counts = [min(self.batch_size, size - first) for size in self.sizes]
+            for count in sorted({count for count in counts if count > 0}, reverse=True):
+                yield [node for node, own in enumerate(counts) if own == count], first, count
 
     def __iter__(self) -> Iterator[tuple[Batch, int]]:
         if self._cache is not None:
@@ -364,9 +377,13 @@ class EvalBatches:
         self._cache = cache if num_bytes <= CACHE_BYTES else None
 
     def _read(self) -> Iterator[tuple[Batch, int]]:
-        parts = self._order.split(self.batch_size, dim=1)
-        for part, batch in zip(parts, self._source.stream(enumerate(parts))):
-            yield (batch if self.per_node else tree.map_leaves(itemgetter(0), batch)), part.shape[1]
+        def request(number: int) -> Request:
+            (_, first, count), at = self._cuts[number], self.places[number]
+            order = self._order[:, first : first + count]
+            return (number, order) if at is None else (number, order[at], at)
+
+        for (_, _, count), batch in zip(self._cuts, self._source.stream(map(request, range(len(self))))):
+            yield (batch if self.per_node else tree.map_leaves(itemgetter(0), batch)), count
 
 
 def chosen_batches(batches: Sequence[Any], which: Sequence[int]) -> Any:

@@ -95,18 +95,35 @@ class Partition:
         _, classes = self._labels.unique(return_inverse=True)
         return torch.stack([torch.bincount(classes[rows], minlength=len(self.classes)) for rows in self.indices])
 
-    def datasets(self, dataset: Any) -> Shards:
+    def datasets(self, dataset: Any, held_out: float = 0.0, *, seed: int = 42) -> Shards:
         """Split `dataset` into the nodes' shards; pass the result to `Trainer`, `sweep` or `Batches` as the dataset.
 
+        With `held_out` pass it as the validation set, too: each node is then evaluated on examples of its own.
+
+        Args:
+            dataset: the one that was partitioned.
+            held_out: the fraction of each node's examples that it does not train on, drawn at random, at least one.
+            seed: of what is held out.
+
         Raises:
-            ValueError: if the dataset has another length.
+            ValueError: if the dataset has another length, or a node with a single example is to hold one out.
 
         >>> from torch.utils.data import TensorDataset
         >>> x, y = torch.randn(6, 3), torch.tensor([0, 0, 0, 1, 1, 1])
         >>> shards = partition_shards(y, num_nodes=2, shards_per_node=1).datasets(TensorDataset(x, y))
         >>> [sorted({int(label) for _, label in shards(rank, 2)}) for rank in range(2)]
         [[0], [1]]
+        >>> shards = partition_shards(y, num_nodes=2, shards_per_node=1).datasets(TensorDataset(x, y), held_out=0.3)
+        >>> [[len(shards(rank, 2, train)) for train in (True, False)] for rank in range(2)]
+        [[2, 1], [2, 1]]
         """
+        check.number("held_out", held_out, "[0, 1)", "the fraction of each node's examples to evaluate it on")
+        check.seed("seed", seed)
+        if held_out and min(self.sizes) < 2:
+            raise ValueError(
+                f"node {self.sizes.index(1)} has one example, and held_out={held_out} needs two: one to train on, one "
+                "to hold out. Fix: min_size=2 for the partition, or fewer nodes."
+            )
         try:
             size = len(dataset)
         except TypeError:
@@ -116,7 +133,7 @@ class Partition:
                 f"the dataset has {size} examples, but the partition has {self.num_examples}: "
                 "give the dataset that was partitioned, or partition this one."
             )
-        return Shards(dataset, self)
+        return Shards(dataset, self, held_out, seed)
 
     @property
     def _labels(self) -> Tensor:
@@ -138,6 +155,8 @@ class Shards:
 
     dataset: Any
     partition: Partition
+    held_out: float = 0.0
+    seed: int = 42
 
     def __call__(self, rank: int, num_nodes: int, train: bool = True) -> Subset[Any]:
         if num_nodes != self.partition.num_nodes:
@@ -145,7 +164,12 @@ class Shards:
                 f"num_nodes={num_nodes}, but the data is partitioned for {self.partition.num_nodes} nodes. "
                 f"Fix: num_nodes={self.partition.num_nodes}, or a partition for {num_nodes} nodes."
             )
-        return Subset(self.dataset, self.partition.indices[rank].tolist())
+        rows = self.partition.indices[rank]
+        if self.held_out:
+            order = torch.from_numpy(_generator(self.seed, f"held out {rank}").permutation(len(rows)))
+            count = min(max(1, round(self.held_out * len(rows))), len(rows) - 1)
+            rows = rows[order[count:] if train else order[:count]].sort().values
+        return Subset(self.dataset, rows.tolist())
 
 
 def partition_iid(data: Any, num_nodes: int, *, seed: int = 42) -> Partition:
@@ -169,25 +193,26 @@ def partition_iid(data: Any, num_nodes: int, *, seed: int = 42) -> Partition:
 
 
 def partition_dirichlet(
-    data: Any, num_nodes: int, alpha: float, *, balanced: bool = True, min_size: int = 1, seed: int = 42
+    data: Any, num_nodes: int, alpha: float, *, balanced: bool = False, min_size: int = 1, seed: int = 42
 ) -> Partition:
     """Give each node its own mixture of the classes; the smaller alpha, the fewer classes a node has.
+
+    Each class c is divided among the nodes in shares s_c ~ Dir(alpha 1_K), so that the sizes differ, too, as with
+    Flower's `DirichletPartitioner` (whose `min_partition_size` is 10). The shares are redrawn until every node has
+    `min_size` examples.
 
     Balanced: node k draws q_k ~ Dir(alpha p), with p the classes' shares in the data, and n / K examples from the
     classes with probabilities q_k, without replacement. Exhausted classes leave the mixture, and a node whose classes
     are all exhausted draws a new mixture of the remaining ones: the last nodes get what is left. Nodes draw in a
     random order. Every node has floor(n / K) or ceil(n / K) examples.
 
-    Unbalanced: each class c is divided among the nodes in shares s_c ~ Dir(alpha 1_K), so the sizes differ, too. The
-    shares are redrawn until every node has `min_size` examples.
-
     Args:
         data: the labels, or a dataset that has labels; see `partition_iid`.
         num_nodes: K.
-        alpha: the concentration, > 0. In Dir(alpha p) alpha is the sum over all classes, in Dir(alpha 1_K) it is the
-            value of each node: at the same alpha the balanced form is more heterogeneous.
+        alpha: the concentration, > 0. In Dir(alpha 1_K) alpha is the value of each node, in Dir(alpha p) it is the sum
+            over all classes: at the same alpha the balanced form has fewer classes on a node.
         balanced: whether all nodes have the same number of examples.
-        min_size: the minimum number of examples per node of the unbalanced form.
+        min_size: the minimum number of examples per node, unless they are balanced.
         seed: the seed of the partition.
 
     Raises:
@@ -195,15 +220,15 @@ def partition_dirichlet(
             is not reached in 1000 draws.
 
     >>> labels = torch.arange(10).repeat(100)
-    >>> {size for size in partition_dirichlet(labels, num_nodes=20, alpha=0.1).sizes}
+    >>> partition_dirichlet(labels, num_nodes=5, alpha=0.3).sizes
+    (226, 197, 217, 132, 228)
+    >>> set(partition_dirichlet(labels, num_nodes=20, alpha=0.1, balanced=True).sizes)
     {50}
-    >>> min(partition_dirichlet(labels, num_nodes=20, alpha=0.1, balanced=False, min_size=5).sizes) >= 5
-    True
 
-    References: balanced, Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
-    Classification", arXiv 1909.06335. Deviation: what happens when a class is exhausted, which the paper leaves open.
-    Unbalanced, Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", arXiv 1905.12022;
-    `min_size` as in Li et al., "Federated Learning on Non-IID Data Silos", arXiv 2102.02079.
+    References: Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", arXiv 1905.12022;
+    `min_size` as in Li et al., "Federated Learning on Non-IID Data Silos", arXiv 2102.02079. Balanced, Hsu et al.,
+    "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", arXiv 1909.06335.
+    Deviation: what happens when a class is exhausted, which the paper leaves open.
     """
     check.flag("balanced", balanced)
     check.integer("min_size", min_size)

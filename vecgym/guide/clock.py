@@ -19,8 +19,8 @@ catalogue. From Python it is `price_strategies`, here with a few of its rows:
 >>> strategies = ["allreduce", "diloco", "streaming-4-bits"]
 >>> prices = price_strategies("150M", 8, network, Compute(0.6), H=[100, 500], strategies=strategies, utilization=0.9)
 >>> print(prices)
-150,000,000 parameters (600 MB), 8 nodes, Network(100 Mbit/s, latency=80 ms, bucket_bytes=inf), Compute(600
-  ms), 100,000 steps
+150,000,000 parameters (600 MB), 8 nodes, Network(100 Mbit/s, latency=80 ms, bucket_bytes=inf), Compute(600 ms),
+  100,000 steps
 <BLANKLINE>
 In one message per exchange:
 strategy            H  sent/step  time/step  computing   days  faster  bandwidth for 90 %  H for 90 %

@@ -53,12 +53,34 @@ examples of each node yourself, pass a factory `(rank, num_nodes, train_dataset)
 >>> x = torch.randn(1024, 20)
 >>> labels = x[:, :4].argmax(1)
 >>> dataset = torch.utils.data.TensorDataset(x, labels)
->>> partition = partition_dirichlet(labels, 8, alpha=0.3)  # different mixtures of classes
->>> trainer = Trainer(Classifier(torch.nn.Linear(20, 4)), partition.datasets(dataset))
+>>> partition = partition_dirichlet(labels, 8, alpha=0.3, min_size=10)  # unlike mixtures of classes, of unlike size
+>>> partition.sizes
+(114, 112, 73, 171, 113, 32, 321, 88)
+>>> partition.counts[0]  # of each class on node 0
+tensor([86,  5,  8, 15])
+>>> shards = partition.datasets(dataset, held_out=0.2)  # a fifth of each node's examples is to evaluate it on
+>>> trainer = Trainer(Classifier(torch.nn.Linear(20, 4)), shards, shards)
 >>> averaged = trainer.fit(FedAvgStrategy("sgd", H=5, lr=0.1), num_nodes=8, max_steps=10)
 
-The other partitions are `partition_iid`, `partition_shards` (a few classes on each node) and `partition_quantity_skew`.
-`vecgym.plot.plot_partition` draws any of them.
+The other partitions are `partition_iid`, `partition_shards` (a few classes on each node), `partition_quantity_skew`, and
+`partition_dirichlet(balanced=True)`, where all nodes have equally many examples. `vecgym.plot.plot_partition` draws the
+counts of any of them.
+
+**Metrics of each node on its own data.** Where the validation set is a factory, too, such as `shards` above, each node has
+one of its own and reads the whole of it, in batches of its own size. `val_loss` and `val_accuracy` are then those of the
+run's model over the examples of all, and there are, of every metric:
+
+| column | what it is |
+|---|---|
+| `val_accuracy_each` | the run's model on each node's own examples, `[K]` |
+| `val_accuracy_p10`, `_p50`, `_p90` | percentiles of these over the nodes |
+| `val_accuracy_lowest_tenth`, `_highest_tenth` | the mean of a tenth of the nodes, at least one: the worst decile is the lowest of an accuracy, and the highest of a loss |
+
+>>> trainer.history.last("val_accuracy_each").round(2)
+array([0.52, 0.77, 0.67, 0.44, 0.78, 0.33, 0.47, 0.78])
+>>> [round(trainer.history.last(f"val_accuracy_{name}"), 2) for name in ("lowest_tenth", "p50", "highest_tenth")]
+[0.33, 0.59, 0.78]
+>>> figure = trainer.plot(panels=["val_accuracy_each", "val_accuracy_lowest_tenth"])  # the nodes' median and middle 80 %
 
 - `TensorDataset`, a `Subset` of it, and datasets with `__getitems__` are read without Python code per example. Others
   go through a `DataLoader` with your `dataloader_kwargs`.

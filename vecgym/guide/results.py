@@ -129,8 +129,31 @@ Drawing takes at most a twentieth of the time, beside the first figure and the l
 
 >>> figure = trainer.plot(f"{folder}/run.png", x="bytes")
 
-draws losses, the spread of the nodes and their distance against steps, examples, bytes, payload or seconds.
-`vecgym.plot.plot_runs({"a": history, ...})` compares several runs, and `vecgym plot runs/a runs/b` saved ones.
+draws losses, the spread of the nodes and how far they are apart before they exchange, against steps, examples, bytes,
+payload or seconds. `vecgym.plot.plot_runs({"a": history, ...})` compares several runs, and `vecgym plot runs/a runs/b`
+saved ones. For a slide, say what is to be on it:
+
+>>> from vecgym.plot import plot_runs
+>>> from vecgym.strategy import AllReduceStrategy
+>>> histories = {"DiLoCo": trainer.history}
+>>> averaged = trainer.fit(AllReduceStrategy("adamw", lr=3e-3), num_nodes=8, max_steps=20, val_interval=10)
+>>> histories["DDP"] = trainer.history
+>>> figure = plot_runs(
+...     histories, f"{folder}/slide.png", x="bytes", panels=["loss", "val_accuracy"], xlim=(1e3, 1e5), legend="outside"
+... )
+>>> [axes.get_title() for axes in figure.axes]
+['loss against bytes sent per node', 'validation accuracy']
+
+| argument | what it says |
+|---|---|
+| `panels` | "loss", or any columns; of a column with a number for each node, the median and the middle 80 % |
+| `log_x` | a logarithmic axis: by itself for bytes, and for simulated seconds in which runs differ more than tenfold |
+| `xlim` | where the horizontal axis begins and ends; the vertical one follows |
+| `legend` | "inside", or "outside", below the panels |
+
+A panel in which all is zero is left out unless you ask for it. Where there are several runs, their first fifth, in which
+all losses fall, leaves the figure at the top. Runs and classes have the colours of categories, numbers (such as `hue="lr"`
+in a sweep) those of a scale.
 
 ## A page to send
 

@@ -215,9 +215,13 @@ once; the mean takes an exchange of its own, unless they have just averaged. Wha
 with those who are there in any case. AllReduce only exchanges gradients: a node that returns with its own parameters stays
 apart for good, so give `rejoin="shared"`.
 
-Federated learning's participation is `Sampled(fraction, H)`, or the strategy's own `participation=fraction`: the same nodes,
-rounds and bytes. Both go through a server, which is cheaper: each participant sends its parameters, and is sent those of
-the next round. (With `rejoin="own"`, as with `resting="keep"`, there is none, and those present average in a ring.)
+**To sample clients, give the strategy `participation=`**: `FedAvgStrategy(participation=0.1)`, or an `Exchange` in any
+strategy that you put together. In each round a new sample of the nodes begins with the server's parameters and sends its own
+back. `Sampled` is for strategies without that argument, such as `DiLoCoStrategy` or AllReduce, and draws the same nodes: where
+both can say it, nodes, rounds, losses and bytes are equal (a test compares them). Both at once are an error. `Dropout`,
+`Trace` and `Deadline` are about failures, and go with `participation=`: whoever is there is sampled from. Both ways go
+through a server, which is cheaper: each participant sends its parameters, and is sent those of the next round. (With
+`rejoin="own"`, as with `resting="keep"`, there is none, and those present average in a ring.)
 
 >>> from vecgym.availability import Dropout
 >>> averaged = trainer.fit(DiLoCoStrategy("adamw", H=5, lr=3e-3), num_nodes=8, max_steps=10,

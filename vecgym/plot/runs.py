@@ -6,8 +6,10 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Annotated, Any
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -19,13 +21,19 @@ from matplotlib.ticker import EngFormatter
 
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import check
+from vecgym.core.options import Options, function_of
 from vecgym.plot import style
-from vecgym.records.columns import X_AXES, column_label
+from vecgym.plot.style import Curves
+from vecgym.records.columns import X_AXES, column_label, is_per_node
 from vecgym.records.history import History
 from vecgym.records.loggers import Logger
 
 AMOUNTS = ("bytes_total", "bytes_payload_total")  # columns of bytes, which are constant between exchanges
+DISTANCES = ("consensus_distance_before", "consensus_distance")  # of which one is drawn unless all are zero
+LEGENDS = ("inside", "outside")
+LINES = "lines"  # the kinds of lines of losses, in a legend
 MANY_NODES = 16  # with so many nodes or more, their band is between percentiles
+PERCENTILES = "10 % to 90 % of the nodes"
 
 
 def plot_comparison(
@@ -40,7 +48,8 @@ def plot_comparison(
 
     A light line is the training loss: the mean over the nodes, smoothed over `window` steps. Markers are the
     validation loss of the averaged model. The axis of bytes is logarithmic: it omits what was recorded before anything
-    was sent, and shows a run that never sends anything as a horizontal line at its last loss.
+    was sent, and shows a run that never sends anything as a horizontal line at its last loss. Of several runs
+    the vertical axis fits what follows the first fifth, in which all losses fall, so that it shows where they differ.
 
     Args:
         histories: {name: history}, in the order of the legend.
@@ -62,13 +71,16 @@ def plot_comparison(
     """
     _check(histories, path, title, window)
     figure, (by_step, by_bytes) = style.new_figure(11, 4.6, columns=2, sharey=True)
-    for (name, history), look in zip(histories.items(), style.line_styles(list(histories))):
-        _draw_losses(by_step, name, history, "step", look, window)
-        _draw_losses(by_bytes, name, history, "bytes_total", look, window)
-    style.finish(by_step, "loss against steps", column_label("step"), loss_label)
-    style.finish(by_bytes, "loss against communication", column_label("bytes_total"), "")
-    style.scale_bytes(by_bytes, _sent(histories))
-    _legend(by_step, list(histories))
+    for axes, x in ((by_step, "step"), (by_bytes, "bytes_total")):
+        curves: Curves = []
+        for (name, history), look in zip(histories.items(), style.line_styles(list(histories))):
+            curves += _draw_losses(axes, name, history, x, look, window)
+        style.finish(axes, f"loss against {column_label(x)}", column_label(x), loss_label if x == "step" else "")
+        if x == "bytes_total":
+            style.scale_bytes(axes, _ends(histories, x))
+        if len(histories) > 1:
+            style.begin_where_curves_differ(axes, curves)
+    _legend(by_step, list(histories), [LINES])
     return style.done(figure, title, path)
 
 
@@ -117,78 +129,161 @@ def plot_history(
     return style.done(figure, None, path)
 
 
-def plot_runs(
-    histories: Mapping[str, History],
-    path: str | os.PathLike[str] | None = None,
-    *,
-    x: str = "step",
-    title: str | None = None,
-    loss_label: str = "loss",
-    window: int | None = None,
-) -> Figure:
-    """Draw runs: the losses with their spread over the nodes, and the consensus distance, against one of six axes.
+def _if_given(checked: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    return lambda name, value: None if value is None else checked(name, value)
 
-    Left: a light line is the training loss, the mean over the nodes, smoothed over `window` steps. Its band ranges from
-    the lowest to the highest node or, if a run has 16 nodes or more, from the 10th to the 90th percentile. Markers are
-    the validation loss of the averaged model. Right: the consensus distance, if it was recorded: the root mean square
-    distance of the nodes' parameters to their average, at the evaluations.
+
+@dataclass(frozen=True)
+class RunsFigure(Options):
+    """What `plot_runs` draws.
 
     Args:
         histories: {name: history}, in the order of the legend.
         path, title, loss_label, window: as for `plot_comparison`.
-        x: "step", "examples", "bytes" (sent per node) or "payload" (as papers report), which are logarithmic for
-            several runs, "seconds" (of the simulation) or "sim_seconds" (on the run's network).
+        x: "step", "examples", "bytes" (sent per node) or "payload" (as papers report), "seconds" (on this machine) or
+            "sim_seconds" (on the run's network).
+        panels: what to draw, side by side: "loss", or columns of the histories, such as ["loss", "val_accuracy"]. Of a
+            column with a number for each node it draws the median, and a band from the 10th to the 90th percentile.
+            None: the loss and, unless they are all zero, the distances between the nodes before they exchange.
+        log_x: whether the horizontal axis is logarithmic; None: bytes of several runs are, and simulated seconds if
+            the runs differ in them by more than ten times.
+        xlim: (first, last) of the horizontal axis, as it is labelled: optimizer steps, bytes, seconds ...
+        legend: "inside" the first panel, or "outside", below all of them; None: inside if it has up to five lines.
+    """
+
+    histories: Mapping[str, History]
+    path: str | os.PathLike[str] | None = None
+    _: KW_ONLY
+    x: Annotated[str, partial(check.choice, allowed=X_AXES)] = "step"
+    title: str | None = None
+    loss_label: str = "loss"
+    window: int | None = None
+    panels: Sequence[str] | None = None
+    log_x: Annotated[bool | None, _if_given(check.flag)] = None
+    xlim: Annotated[tuple[float, float] | None, _if_given(style.checked_limits)] = None
+    legend: Annotated[str | None, _if_given(partial(check.choice, allowed=LEGENDS, otherwise="None"))] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self.histories, self.path, self.title, self.window)
+        if all(history.last(self.column) is None for history in self.histories.values()):
+            raise ValueError(f"x={self.x!r} was not recorded: give another x, or for seconds fit(network=, compute=).")
+        columns = dict.fromkeys(["loss", *(name for history in self.histories.values() for name in history.columns)])
+        panels = self._panels() if self.panels is None else self.panels
+        if isinstance(panels, str) or not isinstance(panels, Sequence) or not panels:
+            raise TypeError(f'panels={panels!r} must be a list of names, such as ["loss", "val_loss"].')
+        self.settle(panels=[check.choice("panels", name, columns) for name in panels])
+        if self.log_x is None:
+            ends, amount = _ends(self.histories, self.column), self.column in AMOUNTS
+            far_apart = self.x == "sim_seconds" and bool(ends) and max(ends) > 10 * min(ends)
+            self.settle(log_x=far_apart or (amount and len(self.histories) > 1))
+
+    @property
+    def column(self) -> str:
+        """The column of the horizontal axis."""
+        return X_AXES[self.x]
+
+    def _panels(self) -> list[str]:
+        """Return the loss, and the first of the distances with anything to show."""
+        histories = self.histories.values()
+        return ["loss", *[name for name in DISTANCES if any(any(h.series(name)[1]) for h in histories)][:1]]
+
+
+@function_of(RunsFigure)
+def plot_runs(options: RunsFigure) -> Figure:
+    """Draw runs: the losses with their spread over the nodes, and other columns, against one of six axes.
+
+    A light line is the training loss, the mean over the nodes, smoothed over `window` steps. Its band ranges from the
+    lowest to the highest node or, if a run has 16 nodes or more, from the 10th to the 90th percentile. Markers are the
+    validation loss of the averaged model. Beside it are the nodes' distances: the root mean square distance of their
+    parameters to the average, at the evaluations. Of several runs the vertical axis fits what follows the first
+    fifth, in which all losses fall, so that it shows where they differ.
+
+    Args:
+        {arguments}
 
     Raises:
-        ValueError: if there are no histories, or one has no step, or for an unknown x.
+        ValueError: if there are no histories, or one has no step, or for an unknown x, panel or legend.
         TypeError: for anything but `History` objects.
 
     >>> run = History()
     >>> for step in range(1, 9):
     ...     run.append({"step": step, "train_loss": 1 / step, "seconds": 0.1 * step, "consensus_distance": 0.5})
-    >>> [axes.get_xlabel() for axes in plot_runs({"diloco": run}, x="seconds").axes]
-    ['seconds of simulation', 'seconds of simulation']
+    >>> [axes.get_title() for axes in plot_runs({"diloco": run}, x="seconds", xlim=(0.2, 0.8)).axes]
+    ['loss against seconds on this machine', 'consensus distance']
+    >>> plot_runs({"diloco": run}, panels=["train_loss"], log_x=True, legend="outside").axes[0].get_xscale()
+    'log'
     """
-    _check(histories, path, title, window)
-    column = X_AXES[check.choice("x", x, X_AXES)]
-    apart = {n: h for n, h in histories.items() if "consensus_distance" in h.columns}
-    figure, panels = style.new_figure(11 if apart else 7, 4.6, columns=2 if apart else 1, sharex=True)
-    node_losses = {n: h.node_array("train_losses") for n, h in histories.items() if "train_losses" in h.columns}
-    many = any(losses.shape[1] >= MANY_NODES for losses in node_losses.values())
-    for (name, history), look in zip(histories.items(), style.line_styles(list(histories))):
-        if name in node_losses:
-            at = np.array(history.series("train_losses", column)[0], dtype=np.float64)
-            losses = smooth(node_losses[name], window or default_window(history))
-            low, high = _percentiles(losses) if many else style.span(losses)
-            keep = _last_at_place(at)
-            style.draw_band(panels[0], at[keep], low[keep], high[keep], look["color"])
-        _draw_losses(panels[0], name, history, column, look, window)
-        if name in apart:
-            panels[1].plot(*_curve(history, "consensus_distance", column, 1), **look, markersize=5.5, label=name)
-    style.finish(panels[0], f"loss against {'steps' if x == 'step' else x}", column_label(column), loss_label)
-    if apart:
-        style.finish(panels[1], "consensus distance", column_label(column), "RMS distance of a node to the average")
-        panels[1].set_ylim(bottom=0)
-    if column in AMOUNTS:
-        style.scale_bytes(panels[0], _sent(histories, column), logarithmic=len(histories) > 1)
-    elif x == "examples":
-        panels[0].xaxis.set_major_formatter(EngFormatter())
-    band = "10 % to 90 % of the nodes" if many else "lowest to highest node"
-    _legend(panels[0], list(histories), band if node_losses else "")
-    return style.done(figure, title, path)
+    histories, panels = options.histories, options.panels or []
+    figure, all_axes = style.new_figure(max(7, 5.5 * len(panels)), 4.6, columns=len(panels), sharex=True)
+    label, curves = column_label(options.column), {panel: Curves() for panel in panels}
+    for axes, panel in zip(all_axes, panels):
+        for (name, history), look in zip(histories.items(), style.line_styles(list(histories))):
+            curves[panel] += _draw(axes, panel, name, history, look, options)
+        away = "RMS distance of a node to the average" if panel in DISTANCES else ""
+        title = f"loss against {label}" if panel == "loss" else column_label(panel)
+        style.finish(axes, title, label, options.loss_label if panel == "loss" else away)
+        if panel in DISTANCES:
+            axes.set_ylim(bottom=0)
+    if options.column in AMOUNTS:
+        style.scale_bytes(all_axes[0], _ends(histories, options.column), logarithmic=bool(options.log_x))
+    elif options.log_x:
+        all_axes[0].set_xscale("log", nonpositive="mask")
+    if options.x == "examples":
+        all_axes[0].xaxis.set_major_formatter(EngFormatter())
+    for axes, panel in zip(all_axes, panels):
+        if options.xlim or (panel not in DISTANCES and len(histories) > 1):
+            style.begin_where_curves_differ(axes, curves[panel], options.xlim)
+    kinds = [LINES, _band_label(histories)] if "loss" in panels else []
+    kinds += [PERCENTILES] * any(map(is_per_node, panels))
+    _legend(all_axes[0], list(histories), kinds, options.legend)
+    return style.done(figure, options.title, options.path)
 
 
-def _sent(histories: Mapping[str, History], column: str = "bytes_total") -> list[float]:
-    """Return the bytes of the runs that sent any."""
-    return [sent for history in histories.values() if (sent := history.last(column))]
+def _draw(axes: Axes, panel: str, name: str, history: History, look: dict[str, Any], options: RunsFigure) -> Curves:
+    """Draw one run in a panel; return the curves to which the axes are fitted."""
+    x, window = options.column, options.window or default_window(history)
+    if panel == "loss":
+        if history.series("train_losses")[1]:
+            at, losses = _curve(history, "train_losses", x, window)
+            low, high = _percentiles(losses)[::2] if _many_nodes(options.histories) else style.span(losses)
+            style.draw_band(axes, at, low, high, look["color"])
+        return _draw_losses(axes, name, history, x, look, window)
+    if panel not in history.columns or not history.series(panel, x)[1]:
+        return []
+    at, values = _curve(history, panel, x, 1)
+    curves = [(at, values)]
+    if values.ndim > 1:
+        low, middle, high = _percentiles(values)
+        style.draw_band(axes, at, low, high, look["color"])
+        curves = [(at, middle), (at, low), (at, high)]
+    axes.plot(*curves[0], **look, markersize=5.5, label=name)
+    return curves
 
 
-def _percentiles(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the 10th and the 90th percentile of each row's finite entries; nan if there are none."""
+def _many_nodes(histories: Mapping[str, History]) -> bool:
+    """Whether the bands of the training losses are between percentiles."""
+    arrays = [history.node_array() for history in histories.values() if "train_losses" in history.columns]
+    return any(losses.shape[1] >= MANY_NODES for losses in arrays)
+
+
+def _band_label(histories: Mapping[str, History]) -> str:
+    """Describe the bands of the training losses; "" if there are none."""
+    if not any("train_losses" in history.columns for history in histories.values()):
+        return ""
+    return f"training, {PERCENTILES if _many_nodes(histories) else 'lowest to highest node'}"
+
+
+def _ends(histories: Mapping[str, History], column: str) -> list[float]:
+    """Return the last entry of each run, such as the bytes that it sent, where there is one above zero."""
+    return [end for history in histories.values() if (end := history.last(column))]
+
+
+def _percentiles(rows: np.ndarray) -> np.ndarray:
+    """Return the 10th, 50th and 90th percentile of each row's finite entries, `[3, T]`; nan if there are none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a step in which no node has a finite loss
-        low, high = np.nanpercentile(np.where(np.isfinite(rows), rows, np.nan), [10, 90], axis=1)
-    return low, high
+        return np.nanpercentile(np.where(np.isfinite(rows), rows, np.nan), [10, 50, 90], axis=1)
 
 
 def _last_at_place(at: np.ndarray) -> np.ndarray:
@@ -229,16 +324,14 @@ def default_window(history: History) -> int:
     return max(1, len(history) // 40)
 
 
-def _draw_losses(axes: Axes, name: str, history: History, x: str, look: dict[str, str], window: int | None) -> None:
+def _draw_losses(axes: Axes, name: str, history: History, x: str, look: dict[str, Any], window: int | None) -> Curves:
     """Draw training losses as a light line and validation losses as markers, against the column `x`."""
-    axes.plot(
-        *_curve(history, "train_loss", x, window or default_window(history)), color=look["color"], alpha=style.LIGHT,
-        linewidth=1.8,
-    )  # fmt: skip
+    curves = [_curve(history, "train_loss", x, window or default_window(history))]
+    axes.plot(*curves[0], color=look["color"], alpha=style.LIGHT, linewidth=1.8)
     validated = "val_loss" in history.columns
     if validated:
-        at, losses = _curve(history, "val_loss", x, 1)
-        axes.plot(at, losses, **look, markersize=5.5, markeredgecolor="white", markeredgewidth=0.6, linewidth=1.0)  # type: ignore[arg-type]
+        curves.append(_curve(history, "val_loss", x, 1))
+        axes.plot(*curves[1], **look, markersize=5.5, markeredgecolor="white", markeredgewidth=0.6, linewidth=1.0)
     if x in AMOUNTS and not history.last(x):  # it has no place on the axis: draw a line across
         last = history.last("val_loss" if validated else "train_loss")
         axes.axhline(last, color=look["color"], linestyle=":")
@@ -246,6 +339,7 @@ def _draw_losses(axes: Axes, name: str, history: History, x: str, look: dict[str
             f"{name}: sends nothing", (0.02, last), (0, 3), xycoords=("axes fraction", "data"),
             textcoords="offset points", color=look["color"], fontsize=9,
         )  # fmt: skip
+    return curves
 
 
 def _curve(history: History, column: str, x: str, window: int) -> tuple[np.ndarray, np.ndarray]:
@@ -256,21 +350,22 @@ def _curve(history: History, column: str, x: str, window: int) -> tuple[np.ndarr
     return at[keep], values[keep]
 
 
-def _legend(axes: Axes, names: list[str], spread: str = "") -> None:
-    """Add a legend of the runs' colours, and of lines and markers."""
+def _legend(axes: Axes, names: list[str], kinds: Sequence[str], where: str | None = None) -> None:
+    """Add a legend of the runs' colours, and of the kinds of lines and bands."""
     keep = style.every_few(len(names))
     looks = style.line_styles(names)
     handles: list[Artist] = [Line2D([], [], **looks[i], linewidth=2, label=names[i]) for i in keep]
     if len(keep) < len(names):
         handles.append(Line2D([], [], linestyle="", label=f"... of {len(names)} runs"))
-    handles.append(Line2D([], [], color="0.3", marker="o", linewidth=1, label="validation, averaged model"))
-    handles.append(Line2D([], [], color="0.3", alpha=style.LIGHT, linewidth=2, label="training (smoothed)"))
-    if spread:
-        handles.append(Patch(color="0.3", alpha=0.15, linewidth=0, label=f"training, {spread}"))
-    if len(names) > style.MAX_RUNS_INSIDE:
-        axes.figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=4)
+    if LINES in kinds:
+        handles.append(Line2D([], [], color="0.3", marker="o", linewidth=1, label="validation, averaged model"))
+        handles.append(Line2D([], [], color="0.3", alpha=style.LIGHT, linewidth=2, label="training (smoothed)"))
+    handles += [Patch(color="0.3", alpha=0.15, linewidth=0, label=kind) for kind in kinds if kind not in ("", LINES)]
+    if where == "outside" or (where is None and len(handles) > style.MAX_RUNS_INSIDE):
+        columns = min(4, 2 * len(axes.figure.axes))  # names are long
+        axes.figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=columns)
     else:
-        axes.legend(handles=handles, frameon=False)
+        axes.legend(handles=handles, loc="best", framealpha=0.8, edgecolor="none")
 
 
 def _check(histories: Mapping[str, History], path: Any, title: Any, window: Any) -> None:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -17,6 +16,8 @@ from vecgym.core import check
 from vecgym.data.partition import Partition
 from vecgym.plot import style
 from vecgym.records.optimized import OptimizedSchedule
+
+MAX_COUNTS = 30  # of bars with a number above them
 
 
 def plot_sensitivity(
@@ -107,6 +108,8 @@ def plot_partition(
 ) -> Figure:
     """Draw the number of examples of each class on each node: a stacked bar per node, a colour per class.
 
+    Above the bars of up to 30 nodes stands how many examples each has.
+
     Args:
         partition: with labels, as from `vecgym.data.partition_dirichlet`; without labels, all bars have one colour.
         path, title: as for `plot_comparison`. The default title describes the partition.
@@ -124,11 +127,13 @@ def plot_partition(
     if partition.labels is not None:
         counts, labels = partition.counts.numpy(), partition.classes
     figure, (axes,) = style.new_figure(9, 3.8)
-    shades = colormaps["viridis"](np.linspace(0, 1, len(labels)))
+    colours = style.colours_of(labels, categories=True)
     width = 0.85 if len(counts) <= 50 else 1.0  # no gaps where bars are thin
     for c, (label, top) in enumerate(zip(labels, counts.cumsum(1).T)):
-        colour = style.COLOURS[c] if len(labels) <= len(style.COLOURS) else shades[c]
-        axes.bar(nodes, counts[:, c], bottom=top - counts[:, c], width=width, color=colour, label=str(label))
+        axes.bar(nodes, counts[:, c], bottom=top - counts[:, c], width=width, color=colours[c], label=str(label))
+    if len(counts) <= MAX_COUNTS:
+        for node, size in zip(nodes, partition.sizes):
+            axes.annotate(str(size), (node, size), (0, 2), textcoords="offset points", ha="center", fontsize=8)
     axes.set_xlim(-0.6, len(counts) - 0.4)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     style.finish(axes, "", "node", "examples")

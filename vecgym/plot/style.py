@@ -18,6 +18,8 @@ from torch import Tensor
 
 from vecgym.core import check
 
+Curves = list[tuple[np.ndarray, np.ndarray]]
+
 # The palette of Okabe and Ito, suitable for colour-blind readers, in order of contrast.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
@@ -115,12 +117,60 @@ def scale_bytes(axes: Axes, sent: Sequence[float], *, logarithmic: bool = True) 
     axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
 
 
+def checked_limits(name: str, value: Any) -> tuple[float, float]:
+    """Return the limits of an axis, two numbers of which the first is smaller.
+
+    >>> checked_limits("xlim", (0, 50))
+    (0.0, 50.0)
+    >>> checked_limits("xlim", (50, 50))
+    Traceback (most recent call last):
+    ...
+    ValueError: xlim=(50, 50) must be two numbers, (first, last), of which the first is smaller.
+    """
+    pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(map(check.is_finite, value))
+    if not pair or value[0] >= value[1]:
+        raise ValueError(f"{name}={value!r} must be two numbers, (first, last), of which the first is smaller.")
+    return float(value[0]), float(value[1])
+
+
+def begin_where_curves_differ(axes: Axes, curves: Curves, xlim: tuple[float, float] | None = None) -> None:
+    """Fit the vertical axis to what follows the first fifth of the curves, which is much the same in all, or to `xlim`.
+
+    What is outside leaves the figure. A logarithmic axis begins where the first curve comes into view.
+    """
+    first, last = xlim or (None, np.inf)
+    kept = [y[(at >= (at[-1] / 5 if first is None else first)) & (at <= last)] for at, y in curves if len(at)]
+    finite = np.concatenate([y[np.isfinite(y)] for y in kept]) if kept else np.zeros(0)
+    if len(finite) and finite.min() < finite.max():
+        (bottom, top), low, high = axes.get_ylim(), finite.min(), finite.max()
+        margin = 0.1 * (high - low)
+        axes.set_ylim(max(bottom, low - margin, 0.0 if low > 0 else bottom), min(top, high + margin))
+    bottom, top = axes.get_ylim()
+    places = np.concatenate([at[(y >= bottom) & (y <= top) & (at > 0)] for at, y in curves]) if curves else np.zeros(0)
+    if xlim is not None:
+        axes.set_xlim(xlim)
+    elif axes.get_xscale() == "log" and len(places):
+        axes.set_xlim(left=places.min() / 1.2)
+
+
+def colours_of(values: Sequence[Any], categories: bool) -> list[str]:
+    """Return a colour for each value: of up to 20 categories unlike ones, of numbers and of more shades in order.
+
+    >>> colours_of(["a", "b"], categories=True), colours_of([1, 2], categories=False)
+    (['#0072B2', '#D55E00'], ['#440154', '#bddf26'])
+    """
+    if categories and len(values) <= len(COLOURS):
+        return list(COLOURS[: len(values)])
+    if categories and len(values) <= 20:  # the ten strong ones before the ten pale ones
+        tones = colormaps["tab20"](range(20))
+        return [to_hex(tone) for tone in (*tones[::2], *tones[1::2])][: len(values)]
+    return [to_hex(shade) for shade in colormaps["viridis"](np.linspace(0, 0.9, len(values)))]
+
+
 def line_styles(values: list[Any]) -> list[dict[str, Any]]:
-    """Return a colour and a marker for each value: shades in order if there are more values than colours."""
-    if len(values) <= len(COLOURS):
-        return [{"color": colour, "marker": marker} for colour, marker in zip(COLOURS, MARKERS)]
-    shades = map(to_hex, colormaps["viridis"](np.linspace(0, 0.95, len(values))))
-    return [{"color": shade, "marker": MARKERS[i % len(MARKERS)]} for i, shade in enumerate(shades)]
+    """Return a colour and a marker for each value; see `colours_of`."""
+    colours = colours_of(values, categories=len(values) == 1 or not all(map(check.is_number, values)))
+    return [{"color": colour, "marker": MARKERS[i % len(MARKERS)]} for i, colour in enumerate(colours)]
 
 
 def legend_beside(axes: Axes, handles: Sequence[Any], labels: Sequence[str], title: str) -> None:

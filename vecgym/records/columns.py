@@ -31,8 +31,14 @@ class Column(NamedTuple):
     swept: bool = False
 
 
+EACH = "_each"  # ends the names of columns of the run's model on each node's own examples, such as "val_loss_each"
+# In figures, for parts of such names, in this order.
+_WORDS = {EACH: " on each node's examples", "_lowest_": ", lowest ", "_highest_": ", highest ",
+          "tenth": "tenth of the nodes", "_": " "}  # fmt: skip
+
 # In the order in which they are written. Each metric of a model (see `vecgym.runs.evaluation`) adds two columns:
-# `val_NAME`, of the average of the nodes, and `val_NAME_local`, the mean over the nodes.
+# `val_NAME`, of the average of the nodes, and `val_NAME_local`, the mean over the nodes. Where nodes have their own
+# validation sets, it adds `val_NAME_each`, `_p10`, `_p50`, `_p90`, `_lowest_tenth` and `_highest_tenth`.
 COLUMNS = {
     "step": Column("optimizer steps done", label="optimizer steps", start=0),
     "epoch": Column("epochs done: passes over the data", start=0.0),
@@ -67,11 +73,13 @@ COLUMNS = {
         "RMS distance of the present nodes' parameters to their average, after the step",
         label="consensus distance", swept=True,
     ),
-    "consensus_distance_before": Column("consensus distance before the step's exchange of parameters"),
+    "consensus_distance_before": Column(
+        "consensus distance before the step's exchange of parameters", label="consensus distance before the exchange"
+    ),
     "num_present": Column("nodes present in the step, if `availability` lets some be absent"),
     "num_never_present": Column("nodes that have not been present in any step so far; averages leave them out"),
     "correlation": Column("mean correlation between the parameters of two nodes"),
-    "seconds": Column("seconds since the first step began", label="seconds of simulation", start=0.0, measured=True),
+    "seconds": Column("seconds since the first step began", label="seconds on this machine", start=0.0, measured=True),
     "steps_per_s": Column("steps per second since the previous row", measured=True),
     "examples_per_s": Column("examples per second of all nodes together, since the previous row", measured=True),
     "bytes_per_s": Column(
@@ -84,13 +92,15 @@ COLUMNS = {
     ),
     "sim_seconds": Column(
         "seconds until every node has ended the step, on the run's `network`",
-        label="seconds on the network", swept=True,
+        label="simulated seconds", swept=True,
     ),
     "sim_utilization": Column(
         "fraction of `sim_seconds` in which the nodes computed, averaged over the nodes", swept=True
     ),
-    "train_losses": Column("each node's training loss; nan where it did not train", per_node=True),
-    "val_losses": Column("each node's validation loss", per_node=True),
+    "train_losses": Column(
+        "each node's training loss; nan where it did not train", label="nodes' training losses", per_node=True
+    ),
+    "val_losses": Column("each node's validation loss", label="nodes' validation losses", per_node=True),
 }  # fmt: skip
 
 # Additional columns of asynchronous runs, whose steps are updates of a server.
@@ -119,11 +129,23 @@ X_AXES = {
 }  # fmt: skip
 
 
+def is_per_node(name: str) -> bool:
+    """Whether a column has one number for each node, `[K]`.
+
+    >>> is_per_node("train_losses"), is_per_node("val_accuracy_each"), is_per_node("val_accuracy")
+    (True, True, False)
+    """
+    return name in PER_NODE or name.endswith(EACH)
+
+
 def column_label(name: str) -> str:
     """Return the label of a column in figures.
 
-    >>> column_label("val_loss"), column_label("H")
-    ('validation loss', 'H')
+    >>> column_label("val_loss"), column_label("val_accuracy_lowest_tenth"), column_label("H")
+    ('validation loss', 'validation accuracy, lowest tenth of the nodes', 'H')
     """
     columns = {**COLUMNS, **UPDATE_COLUMNS}
-    return (columns[name].label if name in columns else "") or name
+    named = name.replace("val_", "validation ", 1) if name.startswith("val_") else name
+    for end, words in _WORDS.items() if named != name else ():
+        named = named.replace(end, words)
+    return (columns[name].label if name in columns else "") or named

@@ -11,7 +11,7 @@ import numpy as np
 
 from vecgym.core import check
 from vecgym.core.files import write_atomically
-from vecgym.records.columns import COLUMNS, PER_NODE
+from vecgym.records.columns import COLUMNS, is_per_node
 from vecgym.records.rows import Row, counted, data_frame
 
 
@@ -76,7 +76,7 @@ class History:
         ...     (pathlib.Path(directory) / "run.csv").read_text().split()
         ['step,train_loss,val_loss', '0,,2.0', '1,1.5,']
         """
-        names = [name for name in self.columns if name not in PER_NODE]
+        names = [name for name in self.columns if not is_per_node(name)]
         with write_atomically(path, "w") as file:
             writer = csv.DictWriter(file, names, extrasaction="ignore", restval="")
             writer.writeheader()

@@ -18,7 +18,7 @@ import numpy as np
 from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.core.files import is_regular, write_atomically
-from vecgym.records.columns import INTEGERS, PER_NODE, SCALARS
+from vecgym.records.columns import EACH, INTEGERS, PER_NODE, SCALARS, is_per_node
 from vecgym.records.history import History
 
 WandbMode = Literal["online", "offline", "disabled"]
@@ -105,8 +105,8 @@ class CSVLogger(Logger):
         self.directory.mkdir(parents=True, exist_ok=True)
         text = json.dumps(settings, indent=2, default=str)
         (self.directory / "config.json").write_text(text + "\n")
-        for name in PER_NODE:
-            (self.directory / f"{name}.csv").unlink(missing_ok=True)
+        for path in _per_node_files(self.directory):
+            path.unlink(missing_ok=True)
         self._columns = list(SCALARS)
         self._write("history", self._columns)
 
@@ -116,14 +116,14 @@ class CSVLogger(Logger):
             self.log(row)
 
     def log(self, row: dict[str, Any]) -> None:
-        if new := [name for name in row if name not in self._columns and name not in PER_NODE]:
+        if new := [name for name in row if name not in self._columns and not is_per_node(name)]:
             self._widen(new)
         self._write("history", [row.get(name, "") for name in self._columns])
-        for name in PER_NODE:
-            if row.get(name) is not None:
+        for name, values in row.items():
+            if is_per_node(name) and values is not None:
                 if name not in self._files:
-                    self._write(name, ["step", *(f"node_{i}" for i in range(len(row[name])))])
-                self._write(name, [row["step"], *row[name]])
+                    self._write(name, ["step", *(f"node_{i}" for i in range(len(values)))])
+                self._write(name, [row["step"], *values])
 
     def finish(self) -> None:
         for file in self._files.values():
@@ -172,14 +172,19 @@ def read_csv(directory: str | os.PathLike[str]) -> History:
             row = {name: float(cell) for name, cell in cells.items() if cell not in ("", None)}
             history.append({**row, **{name: int(row[name]) for name in INTEGERS if name in row}})
         by_step = {row["step"]: row for row in history}
-        for name in PER_NODE:
-            for cells in _read_rows(folder / f"{name}.csv"):
+        for path in _per_node_files(folder):
+            for cells in _read_rows(path):
                 step = int(cells.pop("step"))
                 if step in by_step:
-                    by_step[step][name] = np.array([float(cell) for cell in cells.values()])
+                    by_step[step][path.stem] = np.array([float(cell) for cell in cells.values()])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError, csv.Error, OSError) as error:
         raise ValueError(f"{folder} cannot be read as the files of a CSVLogger: {error}") from error
     return history
+
+
+def _per_node_files(folder: Path) -> list[Path]:
+    """Return where the columns with a number for each node are, or may be."""
+    return [*(folder / f"{name}.csv" for name in PER_NODE), *sorted(folder.glob(f"*{EACH}.csv"))]
 
 
 def _read_rows(path: Path) -> list[dict[str, str]]:
@@ -343,9 +348,9 @@ class TensorBoardLogger(Logger):
 
 def _flat(row: dict[str, Any], per_node: bool) -> dict[str, float]:
     """Flatten a row to numbers: of per-node columns the minimum, the maximum and, if `per_node`, each entry."""
-    flat = {name: value for name, value in row.items() if name not in PER_NODE and value is not None}
-    for name in PER_NODE:
-        if row.get(name) is not None:
+    flat = {name: value for name, value in row.items() if not is_per_node(name) and value is not None}
+    for name in filter(is_per_node, row):
+        if row[name] is not None:
             values = np.asarray(row[name], np.float64)
             flat[f"{name}/min"], flat[f"{name}/max"] = float(np.fmin.reduce(values)), float(np.fmax.reduce(values))
             if per_node:

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,12 +22,14 @@ from vecgym.data import EvalBatches
 from vecgym.data.batches import chosen_batches, places
 from vecgym.engine import Engine
 from vecgym.engine.plan import batches_at_once
+from vecgym.records.columns import EACH
 from vecgym.runs.memory import peak_bytes
 from vecgym.simulation.state import Result
 
 MAX_JOINED_BYTES = 2**25  # of batches that are evaluated in one call
 
-Piece = tuple[Any, Any, bool, int]  # see `_batches`
+Piece = tuple[Any, Any, bool, int, Tensor | None]  # see `_batches`
+Places = list[tuple[int, Tensor | None]]  # for each batch: its size, and the rows of the nodes that read it; None: all
 Measured = dict[str, list[tuple[Tensor, Tensor]]]  # by name, for each batch: of the averaged models, and of the nodes
 
 
@@ -53,11 +56,11 @@ class _Initial(NamedTuple):
 
 def _measured(
     engine: Engine, state: _Measurable, sets: Sequence[EvalBatches], comm: Collectives, result: Result
-) -> tuple[Measured, list[int]]:
-    """Measure all batches on the model's device, `[C or L]` and `[1 or L]` each, and count their examples."""
+) -> tuple[Measured, Places]:
+    """Measure all batches on the model's device, `[C or L]` and `[1 or L]` each, and say whose they are."""
     C, num_local = len(sets), len(comm.node_ids)
     values = state.params, state.buffers
-    means = [averages(x, C, comm, result.members) for x in (result.params, state.buffers)]
+    means: Sequence[Tree] = [averages(x, C, comm, result.members) for x in (result.params, state.buffers)]
     alone = num_local == 1 < comm.num_nodes  # [1, *] is then this node's own
     same = not alone and result.params is state.params and all(x.shape[0] in (1, C) for x in tree.leaves(values))
     # If each node has its own validation set, the averaged model has a loss on each of them.
@@ -65,28 +68,36 @@ def _measured(
         means = [nodes.expand(x, num_local) for x in means]
     each_node = values if C == 1 else tuple(nodes.expand(x, num_local) for x in values)
     measured: Measured = {}
-    sizes = []
+    whose: Places = []
     most = batches_at_once(engine.plan, engine.facts, comm.num_nodes, engine.device)
     for batches in _at_once(_batches(sets, num_local), most):
         several = len(batches) > 1
         batch, batch_of_each, own_batches = _joined(batches) if several else batches[0][:3]
-        settings = {"own_batches": own_batches, "several": several}
-        of_means = of_nodes = engine.measures(means[0], means[1], batch, **settings)
+        settings, rows = {"own_batches": own_batches, "several": several}, batches[0][4]
+        params, buffers = _readers(means, rows)
+        of_means = of_nodes = engine.measures(params, buffers, batch, **settings)
         if not same:
-            of_nodes = engine.measures(each_node[0], each_node[1], batch_of_each, **settings)
+            params, buffers = _readers(each_node, rows)
+            of_nodes = engine.measures(params, buffers, batch_of_each, **settings)
         for name, x in of_means.items():
             pair = (x, of_nodes[name])
             measured.setdefault(name, []).extend(zip(*[x.unbind(1) for x in pair]) if several else [pair])
-        sizes += [size for *_, size in batches]
-    return measured, sizes
+        whose += [(size, rows) for *_, size, rows in batches]
+    return measured, whose
+
+
+def _readers(values: Sequence[Tree], rows: Tensor | None) -> Sequence[Tree]:
+    """Return the parameters and buffers of the nodes that read a batch."""
+    return values if rows is None else [nodes.take_rows(x, rows, copy=False) for x in values]
 
 
 def _at_once(batches: Iterator[Piece], most: int) -> Iterator[list[Piece]]:
     """Group neighbouring batches of the same form: up to `most`, and up to `MAX_JOINED_BYTES`."""
 
     def form(piece: Piece) -> list[Any]:
-        leaves = tree.flatten(piece[0])
-        return [(path, x.shape, x.dtype) if isinstance(x, Tensor) else (path, x) for path, x in leaves]
+        leaves, rows = tree.flatten(piece[0]), piece[4]
+        shapes = [(path, x.shape, x.dtype) if isinstance(x, Tensor) else (path, x) for path, x in leaves]
+        return [None if rows is None else rows.tolist(), *shapes]
 
     for _, group in itertools.groupby(batches, key=form):
         alike = iter(group)
@@ -97,7 +108,7 @@ def _at_once(batches: Iterator[Piece], most: int) -> Iterator[list[Piece]]:
 
 def _joined(batches: Sequence[Piece]) -> tuple[Any, Any, bool]:
     """Join G batches: `[B, ...]` to `[G, B, ...]`, each model's own to `[n, G, B, ...]`."""
-    for_means, for_nodes, (own_batches, *_), _ = zip(*batches)
+    for_means, for_nodes, (own_batches, *_), *_ = zip(*batches)
 
     def join(batches: Sequence[Any]) -> Any:
         return tree.map_leaves(lambda *x: torch.stack(x, dim=int(own_batches)), *batches)
@@ -107,53 +118,86 @@ def _joined(batches: Sequence[Piece]) -> tuple[Any, Any, bool]:
 
 
 def _columns_of_each(
-    measured: Measured, sizes: Sequence[int], sets: Sequence[EvalBatches], comm: Collectives, engine: Engine,
+    measured: Measured, whose: Places, sets: Sequence[EvalBatches], comm: Collectives, engine: Engine,
     members: Sequence[int] | None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return the columns of each configuration: means over the examples, on the host, of all processes' nodes."""
-    C, num_local, count = len(sets), len(comm.node_ids), sum(sizes)
-    parts: list[dict[str, tuple[float, Tensor]]] = [{} for _ in sets]
+    C, num_local, per_node = len(sets), len(comm.node_ids), sets[0].per_node
+    count = torch.tensor([size for batches in sets for size in batches.sizes] if per_node else sum(x for x, _ in whose))
+    counts = everyone(count, comm, engine.device) if per_node else count.expand(C)
+    parts: list[dict[str, tuple[float, Tensor, Tensor | None]]] = [{} for _ in sets]
     for name, batches in measured.items():
-        mean = local = torch.zeros((), dtype=torch.float64)
-        for (of_means, of_nodes), size in zip(batches, sizes):
-            mean, local = mean + of_means.double() * size, local + of_nodes.double() * size
-        mean = everyone(mean, comm, engine.device) if sets[0].per_node else mean
+        mean, local = (_summed(x, whose, num_local) for x in zip(*batches))
+        mean = everyone(mean, comm, engine.device) if per_node else mean
         local = everyone(nodes.expanded(local, num_local) / count, comm, engine.device)
-        for part, average_here, local_here in zip(parts, mean.view(C, -1), local.view(C, -1)):
-            part[name] = float(average_here.mean() / count), local_here
+        for part, total, examples, of_nodes in zip(parts, mean.view(C, -1), counts.view(C, -1), local.view(C, -1)):
+            part[name] = float(total.sum() / examples.sum()), of_nodes, total / examples if per_node else None
     return [_columns(part, engine.model, members) for part in parts]
 
 
+def _summed(values: Sequence[Tensor], whose: Places, num_local: int) -> Tensor:
+    """Sum over the examples from means over batches, in the order of the batches."""
+    total = torch.zeros((), dtype=torch.float64)
+    for x, (size, rows) in zip(values, whose):
+        sums = x.double() * size
+        total = total + (sums if rows is None else sums.new_zeros(num_local).index_copy(0, rows, sums))
+    return total
+
+
 def _columns(
-    measured: dict[str, tuple[float, Tensor]], model: nn.Module, members: Sequence[int] | None
+    measured: dict[str, tuple[float, Tensor, Tensor | None]], model: nn.Module, members: Sequence[int] | None
 ) -> dict[str, Any]:
-    """Return the columns of means over the examples, by name: of the averaged model, and of each node, `[K]`."""
-    loss, losses = measured["loss"]
+    """Return the columns of means over the examples, by name: of the averaged model, and of each node, `[K]`.
+
+    The third is the averaged model's on each node's own examples, `[K]`, if nodes have their own.
+    """
+    loss, losses, of_each = measured["loss"]
     for name, function in loss_metrics(model).items():
-        measured[name] = float(function(torch.tensor(loss, dtype=torch.float64))), function(losses)
+        value = float(function(torch.tensor(loss, dtype=torch.float64)))
+        measured[name] = value, function(losses), None if of_each is None else function(of_each)
     columns: dict[str, Any] = {"val_loss": loss, "val_loss_local": None, "val_losses": losses.numpy()}  # in this order
-    for name, (average, per_node) in measured.items():
+    for name, (average, per_node, each) in measured.items():
         if name in ("loss_local", "losses"):
             raise ValueError(f"the model has a metric called {name!r}, which is already a column: rename it.")
         local = float((per_node if members is None else per_node[list(members)]).mean())
         columns |= {f"val_{name}": average, f"val_{name}_local": local}
+        columns |= {} if each is None else spread_columns(f"val_{name}", each.numpy())
     return columns
 
 
+def spread_columns(name: str, values: np.ndarray) -> dict[str, Any]:
+    """Return the columns of a metric that the run's model has on each node's own examples, `[K]`.
+
+    The values themselves; their 10th, 50th and 90th percentile; and the means of the lowest and the highest tenth of
+    the nodes, at least one: the worst decile is the lowest of an accuracy, and the highest of a loss.
+
+    >>> columns = spread_columns("val_accuracy", np.linspace(0.0, 1.0, 21))
+    >>> list(columns)[:3], [round(float(x), 3) for x in list(columns.values())[1:]]
+    (['val_accuracy_each', 'val_accuracy_p10', 'val_accuracy_p50'], [0.1, 0.5, 0.9, 0.025, 0.975])
+    """
+    ordered, tenth = np.sort(values), max(1, round(len(values) / 10))
+    ends = {"lowest_tenth": ordered[:tenth], "highest_tenth": ordered[-tenth:]}
+    quantiles = dict(zip(("p10", "p50", "p90"), np.quantile(values, [0.1, 0.5, 0.9]).tolist()))
+    summaries = {**quantiles, **{end: float(some.mean()) for end, some in ends.items()}}
+    return {f"{name}{EACH}": values, **{f"{name}_{key}": value for key, value in summaries.items()}}
+
+
 def _batches(sets: Sequence[EvalBatches], num_local: int) -> Iterator[Piece]:
-    """Yield a batch for the averaged models, one for the nodes, whether each model has its own, and the size."""
+    """Yield a batch for the averaged models, one for the nodes, whether each model has its own, the size, and rows."""
     distinct, which = places(sets)
-    for batches_and_sizes in zip(*distinct):
+    num_nodes = num_local // len(sets)
+    for at, *batches_and_sizes in zip(sets[0].places, *distinct):
         batches, (size, *_) = zip(*batches_and_sizes)
         if sets[0].per_node:
             selected = chosen_batches(batches, which)
-            yield selected, selected, True, size
+            rows = None if at is None else torch.tensor([num_nodes * c + row for c in range(len(sets)) for row in at])
+            yield selected, selected, True, size, rows
         elif len(distinct) == 1:
-            yield batches[0], batches[0], False, size
+            yield batches[0], batches[0], False, size, None
         else:
             selected = chosen_batches([tree.map_leaves(lambda x: x[None], batch) for batch in batches], which)
-            repeated = tree.map_leaves(lambda x: x.repeat_interleave(num_local // len(sets), 0), selected)
-            yield selected, repeated, True, size
+            repeated = tree.map_leaves(lambda x: x.repeat_interleave(num_nodes, 0), selected)
+            yield selected, repeated, True, size, None
 
 
 def averages(values: Tree, num_configs: int, comm: Collectives, members: Sequence[int] | None = None) -> Tree:
@@ -194,7 +238,8 @@ def evaluated_columns(
 
     It measures in eval mode, without changing the state or any random state: the loss; the metrics that the model's
     `val_metrics(batch)` returns, each a mean over the examples (see `Engine.measures`); and the functions of the mean
-    loss in the model's attribute `loss_metrics`, a dict such as `{"perplexity": torch.exp}`.
+    loss in the model's attribute `loss_metrics`, a dict such as `{"perplexity": torch.exp}`. Where nodes have their own
+    validation sets, the means of the run's model are over the examples of all, and there are `spread_columns`.
 
     Args:
         sets: the validation batches of each configuration. Their nodes are those of `comm`, one configuration after the
@@ -216,12 +261,12 @@ def evaluated_columns(
         params, buffers = (tree.map(lambda x: x[:1], values) for values in (state.params, state.buffers))
         state, result = _Initial(params, buffers), result._replace(params=params)
     with torch.no_grad():
-        measured, sizes = _measured(engine, state, val_sets, comm, result) if val_sets else ({}, [])
+        measured, whose = _measured(engine, state, val_sets, comm, result) if val_sets else ({}, [])
         distances = distances_of(state.params, len(sets), comm, result.members) if state.step > 0 else []
         measured, distances = fetched((measured, distances))
         rows: list[dict[str, Any]] = [{} for _ in sets]
         if val_sets:
-            rows = _columns_of_each(measured, sizes, val_sets, comm, engine, result.members)
+            rows = _columns_of_each(measured, whose, val_sets, comm, engine, result.members)
     for columns, distance in zip(rows, distances):
         columns["consensus_distance"] = float(distance)
     memory = peak_bytes(engine.device)

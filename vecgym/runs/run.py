@@ -302,8 +302,8 @@ def _validation_batches(
         return None
     size = options.minibatch_size or options.batch_size
     return EvalBatches(
-        dataset, size, options.val_size, options.num_nodes, agree=session.smallest,
-        seed=options.seed, device=device, node_ids=session.comm.node_ids, dataloader_kwargs=options.dataloader_kwargs,
+        dataset, size, options.val_size, options.num_nodes, seed=options.seed, device=device,
+        node_ids=session.comm.node_ids, dataloader_kwargs=options.dataloader_kwargs,
     )  # fmt: skip
 
 

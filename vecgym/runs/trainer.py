@@ -170,13 +170,16 @@ class Trainer(Generic[M]):
         assert compute is not None
         return price(self.ledger, network, compute)
 
-    def plot(self, path: str | os.PathLike[str] | None = None, *, x: str = "step", title: str | None = None) -> Figure:
+    def plot(
+        self, path: str | os.PathLike[str] | None = None, *, x: str = "step", title: str | None = None, **look: Any
+    ) -> Figure:
         """Draw the last run: losses with the nodes' spread, and consensus distance; see `vecgym.plot.plot_runs`.
 
         Args:
             path: where to save the figure as well, such as "run.png".
             x: "step", "examples", "bytes", "payload", "seconds", or after `fit(network=, compute=)` "sim_seconds".
             title: of the figure.
+            look: `panels`, `log_x`, `xlim`, `legend`, `loss_label`, `window` of `plot_runs`.
 
         >>> import torch
         >>> from vecgym.strategy import FedAvgStrategy
@@ -188,7 +191,7 @@ class Trainer(Generic[M]):
         """
         from vecgym.plot import plot_runs  # matplotlib takes a while to import
 
-        return plot_runs({"run": self.history}, path, x=x, title=title)
+        return plot_runs({"run": self.history}, path, x=x, title=title, **look)
 
     @takes(FitOptions)
     def fit(self, options: FitOptions) -> M:

@@ -270,6 +270,11 @@ class Exchange(Settings):
                 f"availability={presence.availability!r} makes nodes wait for others, but {self!r} exchanges gradients "
                 "in every step: use a strategy that exchanges parameters every H steps."
             )
+        if self.participation < 1 and getattr(presence, "server", False):
+            raise ValueError(
+                f"availability={presence.availability!r} and participation={self.participation} both draw a sample of "
+                "the nodes, of which few would be in both: leave one of them out."
+            )
         if self.offsets is not None and len(self.offsets) != (count := len(self.parts(run.names))):
             raise ValueError(
                 f"offsets={self.offsets} are {len(self.offsets)}, and the model is cut into {count} fragments: give "
