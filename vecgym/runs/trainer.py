@@ -184,7 +184,7 @@ class Trainer(Generic[M]):
         >>> import torch
         >>> from vecgym.strategy import FedAvgStrategy
         >>> from vecgym.models import Line
-        >>> trainer, strategy = Trainer(Line(), torch.arange(8.0)), FedAvgStrategy("sgd", lr=0.1)
+        >>> trainer, strategy = Trainer(Line(), torch.arange(8.0)), FedAvgStrategy("sgd", H=2, lr=0.1)
         >>> averaged = trainer.fit(strategy, num_nodes=2, batch_size=2, device="cpu", progress=False)
         >>> [axes.get_xlabel() for axes in trainer.plot().axes if axes.get_xlabel()]
         ['optimizer steps', 'optimizer steps']
