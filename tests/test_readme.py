@@ -38,11 +38,12 @@ def marked(name: str) -> Any:
 
 @pytest.mark.parametrize("name", [marked(name) for name, text in TEXTS.items() if python_blocks(text)])
 def test_code_blocks_run_in_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "hugging_face":
-        pytest.importorskip("transformers", reason="transformers is missing: pip install vecgym[hf]")
     monkeypatch.chdir(tmp_path)  # where what they write goes
-    for extra in re.findall(r"^import (optuna)$", "".join(python_blocks(TEXTS[name])), re.MULTILINE):
-        pytest.importorskip(extra, reason=f"{extra} is an extra: pip install vecgym[{extra}]")
+    for module in re.findall(
+        r"^(?:import|from) (optuna|transformers)\b", "".join(python_blocks(TEXTS[name])), re.MULTILINE
+    ):
+        extra = {"transformers": "hf"}.get(module, module)
+        pytest.importorskip(module, reason=f"{module} is an extra: pip install vecgym[{extra}]")
     namespace: dict[str, object] = {"__name__": name.lower()}
     for i, block in enumerate(python_blocks(TEXTS[name])):
         exec(compile(block, f"{name}, block {i}", "exec"), namespace)
