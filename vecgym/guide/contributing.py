@@ -1,6 +1,6 @@
 """Contributing: where to add what, and the checks
 
-README.md has a picture of the floors on which the packages stand, and names the three files to read first.
+README.md names the three files to read first.
 
 ## Ideas behind the code
 
@@ -12,6 +12,25 @@ README.md has a picture of the floors on which the packages stand, and names the
 - **What was sent is a value, too.** A step returns its `Transfer`s, and the ledger of a run is made of them.
 - **Only `vecgym/engine/` calls `vmap`.** Strategies are tensor operations on `[K, *]` trees and a `comm` object. That
   is what lets one source run stacked, distributed, swept and differentiated.
+
+## Floors
+
+Packages stand on floors, and import only from below. A test compares this picture with the code:
+
+```text
+11 | cli                                        | commands
+10 | compat                                     | interfaces of other simulators
+ 9 | sweeps                                     | stacks of configurations
+ 8 | runs                                       | Trainer, processes, checkpoints, rollouts, verification, memory
+ 7 | clock                                      | seconds on a network, from the ledger
+ 6 | logger plot                                | loggers by their short name; figures
+ 5 | availability records                       | who is there; what a run leaves behind: history, logs, files
+ 4 | strategy                                   | one algorithm per file
+ 3 | simulation                                 | timetables, and events that take rows of a state and put them back
+ 2 | engine                                     | the gradients of all nodes
+ 1 | data models collectives compress optim     | batches, networks, exchanges and their ledger, codecs, optimizers
+ 0 | core guide                                 | trees of tensors, random numbers, nodes, files, errors; the manual
+```
 
 ## The kernel: a timetable and handlers
 
@@ -102,7 +121,7 @@ From `fit` to the recorded loss:
 | a benchmark | `benchmarks/NAME.py` that prints a table, says how long it takes, and has `--quick` | `benchmarks/test_benchmarks.py` |
 | a command | `vecgym/cli/NAME.py` with `options(parser)` and `run(args)`, a row in `COMMANDS` | `tests/test_commands.py` |
 | a page of this guide | `vecgym/guide/NAME.py`, one docstring; a row in README's table and in `vecgym/guide/__init__.py` | `tests/test_readme.py`, `.ci/docs` |
-| a package | on a floor, in `FLOORS` of `tests/test_floors.py` and in README's picture | `tests/test_floors.py`, `tests/test_api.py` |
+| a package | on a floor, in `FLOORS` of `tests/test_floors.py` and in the picture above | `tests/test_floors.py`, `tests/test_api.py` |
 
 ## Checks
 

@@ -48,6 +48,10 @@ code goes to each of the others.
 | `SPARTADiLoCoStrategy` | both | p · AR / `sparta_interval` + AR / H |
 | `GossipStrategy` | a weighted mean with the neighbours in a ring, torus, exponential graph, random matching, or any doubly stochastic matrix | degree · b · P / `every` |
 | `DeMoStrategy` | the k strongest cosine components of each chunk of a local momentum, every step; the sign of their mean is the update | N k · (8 + b) per chunk |
+| `AsyncStrategy` | nobody waits: a server takes each node's movement when it arrives, as `OuterOptimizer`, `DelayedNesterov`, `FedBuff` or `HeLoCo`; `dylu`, grace, staleness | b · P / H, and as many received |
+| `HALoSStrategy` | the same with a server in each region, and a global one | b · P / H |
+| `DecoupledDiLoCoStrategy` | nodes never stop, and a server merges each fragment of those that have sent it | b · P / H |
+| `ADPSGDStrategy` | a node that ends a step averages with one random neighbour | 2 b · P |
 | `Strategy`, `CommunicateOptimizeStrategy` | what its exchanges say | what the ledger says |
 
 The docstring of each strategy has the update rule in the paper's symbols, what the strategy keeps, its bytes, and every

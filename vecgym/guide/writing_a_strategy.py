@@ -70,7 +70,7 @@ True
    `REFUSED` what cannot work.
 6. **Add a case** to `CASES` of `tests/test_sweep.py` (the curve in a stack equals the one alone), and to
    `tests/test_rollout.py` for each number that it takes (the gradient equals finite differences).
-7. **Announce it**: a row in the tables of strategies in `README.md` and `vecgym/guide/strategies.py`, and a
+7. **Announce it**: a row in the table of strategies in `vecgym/guide/strategies.py`, and a
    line in `CHANGELOG.md`.
 8. **Break the code once**, and watch each of these tests fail.
 
