@@ -88,7 +88,6 @@ ONCE: dict[ModuleType, list[Case]] = {
             ("vecgym.compat.exogym.SimpleReduceStrategy", "max_norm", "a function"),
             ("vecgym.compat.exogym.Trainer.fit", "dataloader_kwargs", "['a']"),
             ("vecgym.compress.Quantise", "bits", "np.array([1, 2])"),
-            ("vecgym.data.EvalBatches", "agree", "tensor of -inf"),
             ("vecgym.data.num_steps", "num_epochs", "torch.float16"),
             ("vecgym.data.partition_iid", "data", "tensor(2)"),
             ("vecgym.load", "path", "''"),

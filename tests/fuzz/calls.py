@@ -440,6 +440,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.SweepResult": _CHECKED,
     "vecgym.SweepResult.to_csv": {"path": lambda: "rows.csv"},
     "vecgym.SweepResult.plot_heatmap": {"y": lambda: "lr"},
+    "vecgym.SweepResult.compare": {"axis": lambda: "H", "over": lambda: "lr"},
     "vecgym.load": {"path": lambda: file("run.pt")},
     "vecgym.optimize_schedule": {"strategy": lambda: lambda w: DiLoCoStrategy("sgd", lr=0.1, sync_weight=w),
                                  "H": lambda: 1, "iterations": lambda: 1},
@@ -488,6 +489,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.runs.rollout.batches_at": {"steps": lambda: steps(), "requests": lambda: [([0, 1], 0)]},
     "vecgym.runs.evaluation.averages": {"num_configs": lambda: 1},
     "vecgym.runs.evaluation.distances_of": {"num_configs": lambda: 1},
+    "vecgym.runs.evaluation.spread_columns": {"values": lambda: np.linspace(0.0, 1.0, 3)},
     "vecgym.runs.evaluation.everyone": {"x": lambda: torch.ones(K)},
     "vecgym.runs.multiprocess.run": {"function": lambda: work},
     "vecgym.engine.ModelFacts": {
@@ -538,6 +540,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.plot.plot_axis": _PLOT,
     "vecgym.plot.plot_heatmap": _HEAT,
     "vecgym.plot.plot_pareto": _PLOT,
+    "vecgym.plot.plot_differences": {**_PLOT, "baseline": lambda: 1, "over": lambda: "lr"},
     "vecgym.plot.smooth": {"values": lambda: [1.0, 2.0, 3.0]},
     "vecgym.optim.schedule.lambda_cosine": {},
     "vecgym.optim.schedule.check_schedule": {"name": lambda: "cosine"},
@@ -585,7 +588,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.runs.verification.Check": {"bound": lambda: 0.0, "rows": lambda: check().rows, "column": lambda: "params"},
     "vecgym.runs.verification.Report": {
         "strategy": lambda: "x", "dtype": lambda: torch.float64, "checks": lambda: (check(),)},
-    "vecgym.sweep": {**_LR, "device": lambda: "cpu", "num_nodes": lambda: K},
+    "vecgym.sweep": {**_LR, "grid": lambda: {"lr": [0.1, 0.2]}, "device": lambda: "cpu", "num_nodes": lambda: K},
     "vecgym.compat.exogym.CommunicateOptimizeStrategy": {
         "communication_modules": lambda: [exogym.AveragingCommunicator()]},
     "vecgym.compat.exogym.Trainer": {"val_dataset": lambda: None},
@@ -649,6 +652,8 @@ VALUES_OF |= {
     },
     "vecgym.clock.Timeline.plot": {"path": lambda: "run.png"},
     "vecgym.clock.price": {**_NETWORK, "transfers": lambda: [[transfer()]]},
+    "vecgym.clock.price_strategies": {**_NETWORK, "model": lambda: 1000, "strategies": lambda: ["allreduce"]},
+    "vecgym.clock.required_H": {**_NETWORK, "model": lambda: 1000, "strategy": lambda: "fedavg"},
     "vecgym.clock.required_bandwidth": {**_NETWORK, "transfers": lambda: [[transfer()]]},
     **{f"vecgym.optim.Fed{name}": {"params": lambda: Line().parameters()} for name in ("Adagrad", "Adam", "Yogi")},
     "vecgym.collectives.topology.plain_who": {"who": lambda: ((0, 1),)},
@@ -888,7 +893,9 @@ def good_arguments(target: Target) -> dict[str, Any]:
 ALSO: dict[str, tuple[str, ...]] = {
     "vecgym.Trainer.fit": tuple(SETTINGS),
     "vecgym.simulation.availability.LocalSteps": ("steps",),
-    "vecgym.sweep": (*SETTINGS, "strategy", "num_nodes"),
+    "vecgym.sweep": (*SETTINGS, "strategy", "grid", "num_nodes"),
+    "vecgym.SweepResult.compare": ("over",),
+    "vecgym.plot.plot_differences": ("over",),
     "vecgym.compat.exogym.Trainer.fit": ("max_steps", "batch_size", "strategy", "num_nodes"),
     "vecgym.optimize_schedule": ("H", "iterations"),
     "vecgym.verify": ("num_nodes", "num_processes", "steps"),
