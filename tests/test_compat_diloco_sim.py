@@ -355,11 +355,11 @@ def test_one_node_has_its_own_loss_only() -> None:
 
 
 def test_an_error_in_a_hook_ends_the_run() -> None:
-    def stop(stats: TrainStats) -> None:
-        raise StopIteration(stats.loss)
+    def fail(stats: TrainStats) -> None:
+        raise LookupError(stats.loss)
 
-    simulator = DilocoSimulator(**arguments(train_loss_hook=stop))
-    with pytest.raises(StopIteration):
+    simulator = DilocoSimulator(**arguments(train_loss_hook=fail))
+    with pytest.raises(LookupError):
         simulator.train()
     assert simulator.local_step == 1
     assert len(simulator.history) == 2  # what was recorded stays
