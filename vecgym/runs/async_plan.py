@@ -117,7 +117,7 @@ class Updates(Simulation):
 def last_steps(arrivals: Sequence[Arrival]) -> tuple[list[int], list[int]]:
     """Return the last step of the round of each arrival, and its node.
 
-    >>> last_steps([Arrival(9.0, node=2, round=1, version=1, staleness=0, first_step=4, num_steps=3, begin=5.0, end=8.0)])
+    >>> last_steps([Arrival(9.0, 2, round=1, version=1, staleness=0, first_step=4, num_steps=3, begin=5.0, end=8.0)])
     ([6], [2])
     """
     return [x.first_step + x.num_steps - 1 for x in arrivals], [x.node for x in arrivals]
