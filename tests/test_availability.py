@@ -1040,9 +1040,36 @@ def test_a_row_of_a_sweep_is_the_fit(seed: int, tmp_path: Path) -> None:
             if name in history.columns:
                 found, expected = ([x for x in h[name] if x is not None] for h in (history, trainer.history))
                 assert found == pytest.approx(expected, rel=1e-5, nan_ok=True), (i, name)
-    assert "each by itself" in result.explain()
+    assert "1 stack (all in one stack)" in result.explain()
     assert [row["val_loss"] for row in swept(resume=tmp_path / "sweep.pt").rows] == [r["val_loss"] for r in result.rows]
     one: dict[str, Any] = {"strategy": made, "grid": {"lr": [0.1, 0.2]}, "resume": tmp_path / "other", **given}
     sweep(model, data, availability=Dropout(0.1), **one)
     with pytest.raises(ValueError, match="availability"):
         sweep(model, data, availability=Dropout(0.2), **one)
+
+
+@pytest.mark.parametrize("name", [
+    "allreduce", "fedavg", "diloco", "streaming", "eager", "sparta", "gossip", "demo", "noloco", "sparseloco",
+    "local-adam",
+])  # fmt: skip
+def test_configurations_of_a_stack_are_the_runs_of_each(name: str) -> None:
+    """Each with absences of its own: seeds, rules, and what returning nodes begin with."""
+    model, data = make_model("MLP", dtype=torch.float64), dataset("MLP", dtype=torch.float64)
+    grid: dict[str, Any] = {"availability": [Dropout(0.4, 2, rejoin="shared"), Dropout(0.3, 2, rejoin="own"), None],
+                            "lr": [0.01, 0.02], "seed": [1, 2]}  # fmt: skip
+    if name == "allreduce":
+        grid["availability"].pop(1)  # gradients need what is shared
+
+    def made(lr: float) -> Strategy:
+        return CATALOGUE[name].make(inner_optim="adamw", lr=lr)
+
+    result = sweep(model, data, data, strategy=made, grid=grid, num_nodes=4, max_steps=8, batch_size=4,
+                   device="cpu", progress=False)  # fmt: skip
+    for i, row in enumerate(result.rows):
+        trainer, _ = fit(model, made(row["lr"]), num_nodes=4, max_steps=8, seed=row["seed"], data=data, val=data,
+                         availability=grid["availability"][i // 4])  # fmt: skip
+        expected = trainer.history.last("val_loss")
+        assert (row["val_loss"], row["bytes_total"]) == (
+            pytest.approx(expected, rel=1e-9),
+            trainer.ledger.total_bytes,
+        ), i

@@ -69,7 +69,7 @@ class EventDriven(Strategy):
     def optimized(self, part: Part, params: Tree, grads: Tree, counts: int | list[int]) -> Tree:
         """Take the inner optimizer's step of these rows, which have made so many before; return their parameters."""
         simulation, several = part.simulation, part.size > 1
-        inner, nodes = (self.inner.wide(len(part.nodes)), None) if several else (self.inner, part.rows)
+        inner, nodes = (self.inner.wide(len(part.nodes)), None) if several else (self.inner, part.nodes)
         lr = inner.lr(counts, simulation.table_of(part.event.group).max_steps, nodes)
         new, slots = inner.step(
             part.flat(params), part.flat(grads), part.own.flat("optimizer"), counts, lr, inplace=part.inplace,

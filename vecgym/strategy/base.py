@@ -253,7 +253,7 @@ class Strategy(LocalTraining):
             names = list(params)
             common = Shared(self.outer_parameters(part.shared, names), self.agreed(part.run, names, part.tick - 1))
         begin = sent(params, presence, common, part.comm, part.tick, once=list(params) if alike else [])
-        back = [i for i, row in enumerate(part.rows) if row in set(part.event.info)]
+        back = [i for i, node in enumerate(part.nodes) if node in set(part.event.info)]
         if back and not alike:
             part.params = nodes.put_rows(params, torch.tensor(back), begin, len(part.rows), part.inplace)
 

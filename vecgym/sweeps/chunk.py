@@ -25,7 +25,7 @@ from vecgym.records import runfile
 from vecgym.records.columns import START
 from vecgym.records.history import History
 from vecgym.records.rows import Row
-from vecgym.runs.evaluation import distances_of, evaluated_columns
+from vecgym.runs.evaluation import distance_of, distances_of, evaluated_columns
 from vecgym.runs.recorder import StepRows, add_losses, mean_rate
 from vecgym.simulation import Event, RunFacts, State
 from vecgym.simulation.simulation import Draft, Request
@@ -297,9 +297,13 @@ class Chunk:
 
     def _distances(self, own: Any, shared: Any, tick: int) -> list[float]:
         """Return how far the nodes of each configuration are apart."""
-        members = None if self.presences[0] is None else self.presences[0].present(tick)
         comm, params = self.simulation.comm, self.simulation.parameters(own, shared)
-        return list(map(float, fetched(distances_of(params, len(self.configs), comm, members))))
+        if not any(self.presences):
+            return list(map(float, fetched(distances_of(params, len(self.configs), comm))))
+        parts = zip(*[x.chunk(len(self.configs)) for x in params.values()])
+        among = [None if presence is None else presence.present(tick) for presence in self.presences]
+        found = [distance_of(dict(zip(params, part)), comm, some) for part, some in zip(parts, among)]
+        return list(map(float, fetched(found)))
 
     def _diverged(self, losses: np.ndarray, active: np.ndarray) -> list[int]:
         """Take those that diverge in this step from those that are left."""
@@ -310,17 +314,23 @@ class Chunk:
 
     def evaluate(self) -> None:
         """Add columns to the rows of the present step."""
-        validation, measured, result = [config.val for config in self.configs], *self._measured()
-        comm = StackedCollectives(len(self.configs) * self.configs[0].num_nodes)
-        found = evaluated_columns(self.engine, measured, validation, comm, result)
+        found: dict[int, dict[str, Any]] = {}
+        if len(self.configs) == 1 or any(self.presences):  # each model is the mean of the nodes that were there
+            for c in self.left:
+                measured, result = self.simulation.alone(self.state, c), self.simulation.result(self.state, c)
+                found[c] = self._evaluated([self.configs[c]], measured, result)[0]
+        else:
+            found = dict(enumerate(self._evaluated(self.configs, *self._measured())))
         for c in self.left:
             if shown := self._shown(found[c]):
                 self.observed.evaluated(c, self.state.step, **shown)
 
+    def _evaluated(self, configs: Sequence[Configuration], measured: Any, result: Result) -> list[dict[str, Any]]:
+        comm = StackedCollectives(len(configs) * configs[0].num_nodes)
+        return evaluated_columns(self.engine, measured, [config.val for config in configs], comm, result)
+
     def _measured(self) -> tuple[Any, Any]:
         """Return all nodes' parameters and buffers, and what the models of the configurations are the means of."""
-        if len(self.configs) == 1:
-            return self.simulation.alone(self.state, 0), self.simulation.result(self.state)
         params, buffers = (each(self.state.own, self.state.shared)
                            for each in (self.simulation.parameters, self.simulation.buffers))  # fmt: skip
         return Measured(self.state.tick, params, buffers), Result(params)
@@ -423,15 +433,29 @@ class Reading:
         return [row for row, _ in pairs], [count for _, count in pairs]
 
     def _joined(self, of_configs: list[Any], parts: list[Any], everyone: bool) -> tuple[Any, list[int] | None]:
-        limits = None
-        if any(limit is not None for _, limit in of_configs):
+        limits, widths = None, {_width(batch) for batch, _ in of_configs}
+        if len(widths) > 1 or any(limit is not None for _, limit in of_configs):
             limits = [x for batch, limit in of_configs for x in (limit or _full(batch))]
-        if everyone:
-            return chosen_batches([batch for batch, _ in parts], self.which), limits
-        return nodes.join_rows([batch for batch, _ in of_configs]), limits
+        chosen = [_widened(batch, max(widths)) for batch, _ in (parts if everyone else of_configs)]
+        return (chosen_batches(chosen, self.which) if everyone else nodes.join_rows(chosen)), limits
+
+
+def _width(batch: Any) -> int:
+    """Return the number of examples of the rows of a batch `[n, B, ...]`, of which some may be repeated."""
+    first = next(iter(tree.leaves(batch)))
+    return first.shape[1] if first.dim() > 1 else 0
+
+
+def _widened(batch: Any, width: int) -> Any:
+    """Repeat the last examples of a batch `[n, B, ...]` up to so many; `limits` say how many are its own.
+
+    >>> _widened(torch.tensor([[1, 2]]), 4)
+    tensor([[1, 2, 2, 2]])
+    """
+    missing = width - _width(batch)
+    return tree.map_leaves(lambda x: torch.cat([x, *[x[:, -1:]] * missing], 1), batch) if missing else batch
 
 
 def _full(batch: Any) -> list[int]:
     """Return the number of examples of each row of a batch `[n, B, ...]`."""
-    first = next(iter(tree.leaves(batch)))
-    return [first.shape[1]] * len(first)
+    return [_width(batch)] * len(next(iter(tree.leaves(batch))))

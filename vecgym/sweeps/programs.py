@@ -109,9 +109,7 @@ def _program(configs: list[Configuration], options: SweepOptions) -> Program:
     bytes_per_config, flop = _costs(configs[0])
     size, reason = len(configs), "all in one stack"
     chosen_here = options.chunk_configs is None and resolve_device(options.device).type == "cpu"
-    if configs[0].settings["availability"] is not None:
-        size, reason = 1, "availability: each by itself"
-    elif _alone(configs[0].strategy):
+    if _alone(configs[0].strategy):
         size, reason = 1, f"{type(configs[0].strategy).__name__}: each by itself"
     elif options.chunk_configs is not None and options.chunk_configs < size:
         size, reason = options.chunk_configs, f"chunk_configs={options.chunk_configs}"
