@@ -33,6 +33,8 @@ from vecgym import (
 from vecgym.compress import TopK
 from vecgym.core import tree
 from vecgym.core.tree import Tree
+from vecgym.data import partition_dirichlet
+from vecgym.models import Classifier
 from vecgym.plot import pareto_front, plot_axis, plot_heatmap, plot_pareto
 from vecgym.records import runfile
 from vecgym.records.columns import MEASURED
@@ -1371,3 +1373,27 @@ def test_the_result_draws_itself() -> None:
         plot_axis([{"lr": 0.1, "val_loss": None}], "lr")
     with pytest.raises(ValueError, match="no row to plot"):
         plot_pareto([])
+
+
+def test_rows_have_the_models_metrics() -> None:
+    """... those of each client as well: the largest is found, and compared seed by seed."""
+    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    labels = x[:, :4].argmax(1)
+    shards = partition_dirichlet(labels, 4, alpha=0.5, min_size=10).datasets(TensorDataset(x, labels), held_out=0.3)
+    model = Classifier(torch.nn.Linear(8, 4))
+    result = sweep(
+        model, shards, shards, strategy=lambda H, lr: FedAvgStrategy("sgd", H=H, lr=lr),
+        grid={"H": [1, 2], "lr": [1e-4, 0.5], "seed": [0, 1]}, num_nodes=4, max_steps=20, batch_size=8,
+        progress=False, device="cpu",
+    )  # fmt: skip
+    assert result.axes == ["H", "lr", "seed"]
+    for i, row in enumerate(result.rows):
+        history = result.history(i)
+        for name in ("val_accuracy", "val_accuracy_p50", "val_accuracy_lowest_tenth"):
+            assert row[name] == history.last(name)
+        assert "val_accuracy_each" not in row
+    best, worst = (result.best("val_accuracy", largest=largest) for largest in (True, False))
+    assert (best["lr"], worst["lr"]) == (0.5, 1e-4)
+    found = [result.compare("H", "val_accuracy", largest=largest) for largest in (True, False)]
+    assert [[row["lr"] for row in rows] for rows in found] == [[0.5, 0.5], [1e-4, 1e-4]]
+    assert max(row["val_accuracy"] for row in found[0]) == best["val_accuracy"]

@@ -35,13 +35,22 @@ def as_rows(rows: Rows) -> list[Row]:
     return [dict(check.instance("one of rows", row, Mapping, give)) for row in rows]
 
 
+def is_measure(name: str) -> bool:
+    """Whether a column holds what was measured: also the metrics of a model, which begin with "val_".
+
+    >>> is_measure("train_loss"), is_measure("val_accuracy"), is_measure("lr")
+    (True, True, False)
+    """
+    return name in MEASURES or name.startswith("val_")
+
+
 def axes_of(rows: Rows) -> list[str]:
     """Return the names of the axes.
 
     >>> axes_of([{"lr": 0.1, "seed": 0, "status": "finished", "val_loss": 2.0}])
     ['lr', 'seed']
     """
-    return [name for name in rows[0] if name not in MEASURES and name not in STATES] if rows else []
+    return [name for name in rows[0] if not is_measure(name) and name not in STATES] if rows else []
 
 
 def check_over(rows: Rows, over: str | None) -> str | None:
@@ -84,8 +93,8 @@ def averaged(rows: Rows, over: str | None) -> list[Row]:
 
 def _mean(group: Sequence[Mapping[str, Any]], over: str) -> Row:
     mean = Row({name: value for name, value in group[0].items() if name != over})
-    for name in MEASURES:
-        if name in mean:
+    for name in group[0]:
+        if is_measure(name):
             values = [row[name] for row in group]
             mean[name] = None if None in values else float(np.mean(values))
     if "status" in mean:
@@ -210,8 +219,9 @@ def by_seed(rows: Rows, metric: str, over: str) -> dict[Any, float]:
 
 
 def compared(
-    rows: Rows, axis: str, metric: str, baseline: Any, *, over: str, best: bool = True, paired: bool = True
-) -> list[Row]:
+    rows: Rows, axis: str, metric: str, baseline: Any, *, over: str, best: bool = True, paired: bool = True,
+    largest: bool = False,
+) -> list[Row]:  # fmt: skip
     """Return a row for each value of an axis, with the mean of a metric and its `Difference` from the baseline's.
 
     For the arguments, see `SweepResult.compare`; the values of the axes are labels.
@@ -224,7 +234,8 @@ def compared(
     found = [({name: g[0][name] for name in (axis, *others)}, by_seed(g, metric, over)) for g in groups(rows, over)]
     if best:
         values = dict.fromkeys(point[axis] for point, _ in found)
-        found = [min((each for each in found if each[0][axis] == value), key=_rank) for value in values]
+        rank = functools.partial(_rank, sign=-1 if largest else 1)
+        found = [min((each for each in found if each[0][axis] == value), key=rank) for value in values]
     matching = [] if best else others  # what a configuration and that of the baseline have in common
     bases = {tuple(point[n] for n in matching): losses for point, losses in found if point[axis] == baseline}
     shown = []
@@ -238,10 +249,10 @@ def compared(
     return shown
 
 
-def _rank(found: tuple[Row, Mapping[Any, float]]) -> tuple[int, float]:
-    """Return how many seeds of a configuration have no number, and the mean over the others."""
+def _rank(found: tuple[Row, Mapping[Any, float]], sign: int = 1) -> tuple[int, float]:
+    """Return how many seeds of a configuration have no number, and the mean over the others, with this sign."""
     finite = [x for x in found[1].values() if check.is_finite(x)]
-    return len(found[1]) - len(finite), float(np.mean(finite)) if finite else math.nan
+    return len(found[1]) - len(finite), sign * float(np.mean(finite)) if finite else math.nan
 
 
 def select(rows: Rows, where: Mapping[str, Any] | None) -> list[Row]:

@@ -73,7 +73,8 @@ class Curve:
             self.last["train_loss"] = float(losses[-1][active[-1]].mean()) if active[-1].any() else np.nan
             self.last["bytes_total"] = float(self.totals[-1, 0])
         for row in runfile.unpacked_rows(self.evaluations):
-            self.last |= {name: row[name] for name in NOTHING if name in row}
+            metrics = [name for name in row if name.startswith("val_") and isinstance(row[name], float)]
+            self.last |= {name: row[name] for name in (*NOTHING, *metrics) if name in row}
 
     @property
     def totals(self) -> np.ndarray:

@@ -17,7 +17,6 @@ from vecgym.core.files import write_atomically
 from vecgym.records.columns import column_label
 from vecgym.records.history import History
 from vecgym.records.rows import (
-    MEASURES,
     Difference,
     Row,
     averaged,
@@ -27,6 +26,7 @@ from vecgym.records.rows import (
     counted,
     data_frame,
     groups,
+    is_measure,
     label,
     labelled,
     rounded,
@@ -110,8 +110,9 @@ class SweepResult:
     Attributes:
         rows: one dict per configuration, in the order of the grid: its axes, `status` ("finished", "diverged",
             "interrupted", "pending"), `steps`, and the last of `train_loss`, `val_loss`, `val_loss_local`,
-            `consensus_distance`, and `bytes_total`, sent per node; of asynchronous runs, whose steps are updates, also
-            `sim_seconds`, `version`, `staleness`, `staleness_max`, `num_arrived` and `local_steps_total`.
+            `consensus_distance`, the model's metrics (`val_accuracy` and the like), and `bytes_total`, sent per node;
+            of asynchronous runs, whose steps are updates, also `sim_seconds`, `version`, `staleness`,
+            `staleness_max`, `num_arrived` and `local_steps_total`.
         axes: the names of the axes.
 
     >>> import tempfile, pathlib
@@ -238,10 +239,13 @@ class SweepResult:
             )
         return nodes.fill(config.model, curve.average)
 
-    def best(self, column: str = "val_loss", *, over: str | None = "seed", where: Where = None) -> Point:
+    def best(
+        self, column: str = "val_loss", *, largest: bool = False, over: str | None = "seed", where: Where = None
+    ) -> Point:
         """Return the configuration with the smallest value of a column, among those that finished.
 
         Args:
+            largest: return the one with the largest value, such as an accuracy.
             over: the axis to average over: the value is a mean over its runs, all of which finished, and "runs" how
                 many they are. None: each run by itself, so that the luckiest seed wins.
             where: of these rows only: axis -> its value, or a function of a value that is true.
@@ -250,7 +254,8 @@ class SweepResult:
             ValueError: for a column that is not there or has no number.
         """
         rows = averaged(select(self.rows, where), over)
-        return min(self._finite("column", column, rows), key=lambda row: row[column])
+        sign = -1 if check.flag("largest", largest) else 1
+        return min(self._finite("column", column, rows), key=lambda row: sign * row[column])
 
     def _finite(self, name: str, column: str, rows: list[Row]) -> list[Row]:
         """Return the rows that finished with a number in a column; a ValueError if there is none."""
@@ -264,7 +269,7 @@ class SweepResult:
 
     def compare(
         self, axis: str, metric: str = "val_loss", *, baseline: Any = None, over: str = "seed", best: bool = True,
-        paired: bool = True, where: Where = None,
+        paired: bool = True, largest: bool = False, where: Where = None,
     ) -> Comparison:  # fmt: skip
         """Compare the values of an axis with a baseline: how large is the difference, and is it more than chance?
 
@@ -280,6 +285,7 @@ class SweepResult:
                 tuned learning rates; these are shown. The choice is by the same seeds, so a value with more
                 configurations to choose from is favoured: if that matters, compare the chosen ones with new seeds.
                 False: compare with the baseline at each value of the other axes.
+            largest: the highest mean is the best, as of an accuracy.
             paired: False: compare the means as if the seeds had nothing in common (Welch's interval).
             where: of these rows only; see `best`.
 
@@ -315,7 +321,7 @@ class SweepResult:
         rows = select(self.rows, where)
         check.choice("axis", axis, axes_of(rows))
         self._finite("metric", metric, rows)
-        for name, value in (("best", best), ("paired", paired)):
+        for name, value in (("best", best), ("paired", paired), ("largest", largest)):
             check.flag(name, value)
         if over == axis or check_over(rows, over) is None:
             raise ValueError(
@@ -323,7 +329,8 @@ class SweepResult:
                 'grid["seed"]=range(5), say.'
             )
         base = _label_of(rows[0][axis] if baseline is None else baseline, axis, rows)
-        return Comparison(compared(labelled(rows), axis, metric, base, over=over, best=best, paired=paired))
+        settings: dict[str, Any] = {"over": over, "best": best, "paired": paired, "largest": largest}
+        return Comparison(compared(labelled(rows), axis, metric, base, **settings))
 
     def table(
         self, form: str = "markdown", *, columns: Sequence[str] = (), over: str | None = "seed", where: Where = None
@@ -475,7 +482,7 @@ def _as_text(form: str, lines: list[list[str]], note: str = "") -> str:
 def _tells(name: str, rows: list[Row]) -> bool:
     """Whether a column is worth its place: a measure that was recorded, or how runs have ended if not all are alike."""
     values = {row[name] for row in rows}
-    if name in MEASURES:
+    if is_measure(name):
         return values != {None}
     return (name == "status" and values != {FINISHED}) or (name == "steps" and len(values) > 1)
 
