@@ -591,7 +591,7 @@ def test_a_job_that_begins_after_the_sweep_has_ended_trains_nothing() -> None:
 
     run(Kept(), max_steps=4)
     for train, args in Kept.jobs:
-        assert pickle.loads(train(*args)) == {"curves": {}, "partial": None, "messages": []}
+        assert pickle.loads(train(*args)) == {"curves": {}, "partial": None, "engine": "", "messages": []}
 
 
 SCRIPT = """

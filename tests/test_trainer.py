@@ -714,7 +714,8 @@ def test_settings_of_the_history() -> None:
     assert settings["strategy"] == repr(STRATEGIES["FedAvg"]())
     chosen = {key: settings[key] for key in ("num_nodes", "max_steps", "batch_size", "minibatch_size", "seed")}
     assert chosen == {"num_nodes": 3, "max_steps": 2, "batch_size": 4, "minibatch_size": 2, "seed": 7}
-    assert (settings["device"], settings["shuffle"], settings["engine"]) == ("cpu", False, "vmap")
+    assert (settings["device"], settings["shuffle"]) == ("cpu", False)
+    assert settings["engine"] in ("recorded", "vmap")  # the first if it is measured to be faster
 
 
 def test_the_training_loss_is_before_the_update() -> None:

@@ -10,10 +10,9 @@ import contextlib
 import functools
 import math
 import re
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vecgym.core import tree
 from vecgym.core.nodes import expand
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import Keys, Local, NodeSlice, apart, settle, sizes_of
+from vecgym.engine.backend import Local, NodeSlice, apart, settle
 from vecgym.engine.contract import cause
 from vecgym.engine.stateless import StatelessModel
+from vecgym.engine.trial import Trial, first_part, timed, turned
 from vecgym.engine.vmap import Vmap
 
 MANY = 10**6
@@ -35,13 +35,6 @@ MANY = 10**6
 # model is off by far more.
 TOLERANCE = {torch.float64: (1e-10, 1e-13), torch.float32: (1e-3, 1e-6)}
 LOW_PRECISION = (0.1, 1e-2)  # also autocast: fused operations keep float32 where vmap rounds between them
-
-
-class Trial(NamedTuple):
-    """The result of a trial: `refusal`, why the model is not compiled, or else a `report` in words."""
-
-    refusal: str
-    report: str
 
 
 class Compiled(Vmap):
@@ -127,43 +120,6 @@ class Compiled(Vmap):
         steps = math.ceil(compile_s / (plain_s - compiled_s)) if plain_s > compiled_s else None
         earned = "no faster here" if steps is None else f"earned after {steps} steps"
         return Trial("", f"compiled in {compile_s:.1f} s, {earned}")
-
-
-def first_part(model: StatelessModel, batch: Any, mean: bool) -> NodeSlice:
-    """Return the inputs of a first step; buffers are copies.
-
-    Args:
-        batch: of the nodes in one call, leaves `[n, B, ...]`.
-        mean: for the gradient of the mean loss instead of each node's.
-    """
-    size, _ = sizes_of(batch)
-    params = {name: p.detach()[None] for name, p in model.params.items()}
-    buffers = {name: b[None].clone() for name, b in model.buffers.items()}
-    params = params if mean else expand(params, size)
-    return NodeSlice(params, model.own_buffers(buffers, size, False), batch, Keys([0] * size, 0, range(size)))
-
-
-def turned(batch: Any) -> Any:
-    """Return another batch of the same shapes.
-
-    >>> turned((torch.tensor([[1, 2], [3, 4]]),))
-    (tensor([[4, 3],
-            [2, 1]]),)
-    """
-    return tree.map_leaves(lambda x: x.flip(0, *([1] if x.dim() > 1 else [])), batch)
-
-
-def timed(backend: Vmap, part: NodeSlice, mean: bool) -> tuple[Local, float]:
-    """Compute one pass; return its result and the seconds that it took."""
-    start = time.perf_counter()
-    if mean:
-        ((grads, losses),) = backend.mean_gradients(part, part.size)
-        local = Local(grads, losses, part.buffers)
-    else:
-        local = backend.gradients(part, dict)
-    if local.losses.device.type == "cuda":
-        torch.cuda.synchronize(local.losses.device)
-    return local, time.perf_counter() - start
 
 
 def difference(expected: Local, actual: Local, autocast: bool) -> str:

@@ -3,11 +3,12 @@
 A backend runs the L nodes of this process on the same stacked state; the results are equal up to rounding:
 
 - `vmap`: all nodes in one vectorised call (or in chunks of `chunk_size` nodes, to bound memory);
+- `recorded`: the operations of `vmap`, written down, which gives the same bits: for small models, with engine="auto";
 - `loop`: node after node, for models that `vmap` cannot run, for debugging, and where it is faster;
 - `compiled`: `vmap`, compiled (`compile=True`), if the model can be.
 
-The first two can be spread over `node_threads` CPU threads, each of which then uses one thread inside its operations.
-A `Plan` says how.
+`vmap` and `loop` can be spread over `node_threads` CPU threads, each of which then uses one thread inside its
+operations. A `Plan` says how.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from vecgym.engine.plan import (
     settle_threads,
     start_threads,
 )
+from vecgym.engine.recorded import Recorded
 from vecgym.engine.stateless import StatelessModel, plain_attention
 
 
@@ -78,7 +80,7 @@ class Engine:
     ...         self.w = nn.Parameter(torch.zeros(()))
     ...     def forward(self, x):
     ...         return (self.w - x).square().mean()
-    >>> engine, batch, params = Engine(Line()), torch.tensor([[1.0], [3.0]]), {"w": torch.zeros(1)}
+    >>> engine, batch, params = Engine(Line(), engine="vmap"), torch.tensor([[1.0], [3.0]]), {"w": torch.zeros(1)}
     >>> engine.prepare(batch).engine, engine.device, engine.written
     ('vmap', device(type='cpu'), frozenset())
     >>> local = engine.gradients(params, {}, batch, seed=0, step=0)
@@ -117,6 +119,7 @@ class Engine:
         self.params, self.frozen, self.buffers = self._stateless.params, self._stateless.frozen, self._stateless.buffers
         self._backends = {name: backend(self._stateless) for name, backend in BACKENDS.items()}
         self._compiled = Compiled(self._stateless) if compile else None
+        self._recorded = Recorded(self._stateless)
         if self._compiled is not None:
             self._backends["compiled"] = self._compiled
         by_node = engine == "loop" or bool(hooks.on_gradients(model))
@@ -126,12 +129,16 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------- set-up
 
-    def prepare(self, batch: Any, agree: Callable[[ModelFacts], ModelFacts] | None = None, mean: bool = False) -> Plan:
+    def prepare(
+        self, batch: Any, agree: Callable[[ModelFacts], ModelFacts] | None = None, mean: bool = False,
+        trains: bool = True,
+    ) -> Plan:  # fmt: skip
         """Examine and check the model on one step's batch `[L, B, ...]`, and choose the plan.
 
         Args:
             agree: maps this process's facts to those that all processes use.
             mean: whether the run needs the gradient of the nodes' mean loss.
+            trains: whether it needs gradients that are not differentiated.
         """
         engine = self.settings[0]
         of_one = tree.map_leaves(lambda x: plain(x)[0], batch)
@@ -147,6 +154,8 @@ class Engine:
         if self._compiled is not None and facts.vmap_error is None:
             self.use(self._tried_plan(self._compiled, batch, plan, mean))
             return self.plan
+        if engine == "auto" and plan.engine == "vmap" and plan.node_threads == 1 and trains:
+            plan = self._recorded_plan(batch, plan, mean)
         if facts.vmap_error is not None and engine == "auto":
             warn(
                 f"{str(facts.vmap_error).splitlines()[0]} Its nodes are computed one after the other. "
@@ -210,6 +219,14 @@ class Engine:
             return plan
         return Plan("compiled", chunk_size=plan.chunk_size, reason=report)
 
+    def _recorded_plan(self, batch: Any, plan: Plan, mean: bool) -> Plan:
+        """Return `plan` with the operations written down, if that is safe and faster."""
+        self._backends["recorded"] = self._recorded = Recorded(self._stateless)
+        refusal = self._recorded.tried(tree.map_leaves(lambda x: x[: plan.chunk_size], batch), mean)
+        if refusal:
+            return replace(plan, reason=f"{plan.reason}; operations not written down: {refusal}")
+        return replace(plan, engine="recorded", reason=f"{plan.reason}, operations written down")
+
     # -------------------------------------------------------------------------------------------- training
 
     def gradients(
@@ -238,6 +255,8 @@ class Engine:
             differentiable: the result can be differentiated; no input is overwritten.
             limits: how many of the B examples are each node's own, from the first; None: all.
         """
+        if self.plan.engine == "recorded" and (change := self._recorded.ended):
+            self.use(replace(self.plan, engine="vmap", reason=f"all nodes in one call; operations dropped: {change}"))
         describe = contract.derivative_error if differentiable else None
         if differentiable:
             contract.check_differentiable(self.model, self.written)

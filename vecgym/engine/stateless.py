@@ -142,6 +142,11 @@ class StatelessModel:
         values = self.params or self.frozen
         return next(iter(values.values())).device if values else torch.device("cpu")
 
+    def structure(self, thread: int) -> nn.Module:
+        """Return the structure that a thread calls in training."""
+        self.serve(thread + 1)
+        return self._train[thread].model
+
     def learn(self, random: bool, mutated: Collection[str], written: Collection[str] = ()) -> None:
         """Record whether a training step draws random numbers, and which buffers and parameters it changes."""
         self.random, self._mutated, self.written = random, mutated, written

@@ -45,9 +45,9 @@ class Vmap:
         leaves = {n: p.detach().expand(part.size, *p.shape[1:]).requires_grad_() for n, p in part.params.items()}
         return self._gradients(leaves, {}, part, thread)
 
-    def _of_mean(self, part: NodeSlice, num_nodes: int) -> tuple[Tree, Tensor]:
+    def _of_mean(self, part: NodeSlice, num_nodes: int, thread: int = 0) -> tuple[Tree, Tensor]:
         leaves = {name: self.model.leaf(name, p[0]) for name, p in part.params.items()}
-        return self._gradients({}, leaves, part, 0, num_nodes)
+        return self._gradients({}, leaves, part, thread, num_nodes)
 
     def _gradients(
         self, own_leaves: Tree, shared_leaves: Tree, part: NodeSlice, thread: int, divisor: int = 1

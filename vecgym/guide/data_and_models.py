@@ -97,14 +97,28 @@ The engine computes the gradients of all nodes.
 
 | `engine=` | how |
 |---|---|
-| `"auto"` | the default: chooses by a fixed rule, and spreads the nodes over CPU threads where that is faster |
+| `"auto"` | the default: chooses by a fixed rule, spreads the nodes over CPU threads where that is faster, and takes the operations of small models from a list |
 | `"vmap"` | all nodes in one call, or `chunk_size` at a time |
 | `"loop"` | one node after the other, for any model |
 
-`"auto"` never measures, so a script gives the same bits at every run on one machine. `history.settings` records the
-choice. Where a node's step on a CPU has much arithmetic in convolutions of images, it takes the loop, and lets the
+The rule never measures, so a script gives the same bits at every run on one machine. `history.settings` records the
+choice, and the reason (`"engine"` and `"engine_reason"`). Where a node's step on a CPU has much arithmetic in convolutions of images, it takes the loop, and lets the
 channels be last in memory, which is a third faster than the order in which they come (`"channels_last"` in the
 settings).
+
+With a small model, most of a step is not arithmetic: it is Python, vmap and autograd. So `"auto"` writes down which
+operations `vmap` calls, once for each shape of a batch, and then calls these (`"recorded"` in the settings). Every bit
+is that of `"vmap"`: gradients, losses, buffers, and the masks of dropout. It does so for at most 100,000 parameters a
+node, where it is at least 5 % faster, and where a forward does the same in every step. To be sure of that, it reads the
+code of the forward. `vmap` computes, and the reason is in the settings, for a forward that
+
+- sets attributes, imports, or prints;
+- draws from Python's or numpy's random numbers, or looks at the clock or at the seed;
+- reads a tensor's value in Python (`.item()`);
+- reads a list, a dict, a tensor or an object outside the model: pass it in the batch, or make it the model's own.
+
+Functions, modules, and numbers outside the model are fine. They are compared before every step. If one has changed,
+such as a global number that a callback sets, `vmap` computes from then on, with the new value.
 
 Where `vmap` cannot run a model, a message names the line of the model, and the loop takes over. The CPU cores then work
 on different nodes. This happens with LSTMs, Python branches on tensor values, hooks on gradients, embeddings with

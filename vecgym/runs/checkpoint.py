@@ -514,7 +514,7 @@ def _arithmetic(options: FitOptions, simulation: Simulation, session: Session) -
     plan = simulation.engine.plan
     return {
         "device": simulation.engine.device.type,
-        "engine": plan.engine,
+        "engine": "vmap" if plan.engine == "recorded" else plan.engine,  # the same bits
         "chunk_size": plan.chunk_size,
         "node_threads": plan.node_threads,
         **({"channels_last": True} if plan.channels_last else {}),

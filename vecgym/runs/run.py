@@ -134,6 +134,7 @@ class Run(Generic[M]):
         finally:
             checkpoints.close()
             self.nodes = self._final_nodes()
+            self.history.settings.update(self._engine_settings())
             self.simulation.close()
             recorder.finish()
 
@@ -274,13 +275,20 @@ class Run(Generic[M]):
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings for the history: the user's options, and what was chosen automatically."""
-        options, plan = self.options, self.engine.plan
+        options = self.options
         return {
             "strategy": repr(options.strategy), "hyperparameters": described(options.strategy),
             "num_nodes": options.num_nodes, "max_steps": self.num_steps, **options.recorded,
             "device": str(self.engine.device), "backend": options.backend, "num_processes": self.session.num_processes,
+            **self._engine_settings(), "environment": environment(),
+        }  # fmt: skip
+
+    def _engine_settings(self) -> dict[str, Any]:
+        """Return how the nodes are computed, which may change during the run."""
+        plan = self.engine.plan
+        return {
             "engine": plan.engine, "node_threads": plan.node_threads, "chunk_size": plan.chunk_size,
-            "channels_last": plan.channels_last, "engine_reason": plan.reason, "environment": environment(),
+            "channels_last": plan.channels_last, "engine_reason": plan.reason,
         }  # fmt: skip
 
 

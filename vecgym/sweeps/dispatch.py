@@ -165,7 +165,7 @@ def train(sweep: str, shared: Any, work: Any) -> bytes:
         warnings.simplefilter("always", VecgymWarning)
         curves: dict[int, Curve] = {}
         try:
-            partial = None if sweep in _ended else _train(sweep, _read(shared), _read(work), curves)
+            partial, engine = (None, "") if sweep in _ended else _train(sweep, _read(shared), _read(work), curves)
         except Exception as error:
             if not _can_be_sent(error):
                 raise RuntimeError(f"{type(error).__name__}: {error}") from error
@@ -175,7 +175,7 @@ def train(sweep: str, shared: Any, work: Any) -> bytes:
             warnings.showwarning(other.message, other.category, other.filename, other.lineno)
     messages = [str(each.message) for each in caught if issubclass(each.category, VecgymWarning)]
     found = {index: curve.state() for index, curve in curves.items()}
-    return _packed({"curves": found, "partial": partial, "messages": messages})
+    return _packed({"curves": found, "partial": partial, "engine": engine, "messages": messages})
 
 
 def _train(sweep: str, shared: tuple[SweepOptions, dict[str, Any]], work: Work, curves: dict[int, Curve]) -> Any:
@@ -194,7 +194,7 @@ def _train(sweep: str, shared: tuple[SweepOptions, dict[str, Any]], work: Work, 
                 if sweep in _ended:
                     break
         stack.end()
-    return stack.partial
+        return stack.partial, str(engine.plan)
 
 
 def _shared(options: SweepOptions) -> tuple[SweepOptions, dict[str, Any]]:

@@ -35,12 +35,14 @@ class Program:
         chunks: the indices of those that are trained together, one chunk after the other.
         reason: for this size of the chunks.
         bytes_per_config: that a configuration takes in a stack, roughly.
+        engine: how its last stack was computed, and why; "" before.
     """
 
     configs: list[Configuration]
     chunks: list[list[int]]
     reason: str
     bytes_per_config: int
+    engine: str = ""
 
     def explain(self) -> str:
         """Describe the program in a line."""
@@ -53,6 +55,7 @@ class Program:
             f"batch_size={config.settings['batch_size']}, {counted(config.num_steps, what)}, "
             f"{type(config.model).__name__}, {', '.join(strategies)}; {stacks} ({self.reason}), "
             f"about {readable_bytes(len(self.chunks[0]) * self.bytes_per_config)}"
+            + (f"; engine: {self.engine}" if self.engine else "")
         )
 
 

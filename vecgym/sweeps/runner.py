@@ -92,6 +92,7 @@ class Runner:
 
         def record(work: Work, found: dict[str, Any]) -> None:
             self.curves |= found["curves"]
+            self.programs[self._program(work.configs)].engine = found["engine"]
             self._leave(work, found["partial"])
             bar.update(sum(self.configs[i].num_steps for i in work.indices) - work.steps_done)
             save()
@@ -105,12 +106,16 @@ class Runner:
 
     def _engine(self, chunk: list[Configuration]) -> Engine:
         """Return the engine of a chunk; chunks of equal size of a program share one."""
-        program = next(i for i, one in enumerate(self.programs) if any(chunk[0] is config for config in one.configs))
+        program = self._program(chunk)
         key = program, len(chunk)
         if key not in self._engines:
             with torch.enable_grad():
                 self._engines[key] = prepared_engine(chunk, self.options)
+                self.programs[program].engine = str(self._engines[key].plan)
         return self._engines[key]
+
+    def _program(self, chunk: list[Configuration]) -> int:
+        return next(i for i, one in enumerate(self.programs) if any(chunk[0] is config for config in one.configs))
 
     def _close(self) -> None:
         for engine in self._engines.values():

@@ -1,0 +1,340 @@
+"""The backend `recorded`: the operations of `vmap` on all nodes, written down once and then called one after the other.
+
+A small model's gradient spends most of its time in modules, function modes, vmap and autograd, not in arithmetic. What
+these call in the end is a list of operations. Calling that does the same arithmetic, so every result has the same bits.
+
+That is right only for a forward that does the same in every step. `Recorded` makes sure of it:
+
+- `Watch` reads the forward's Python code, and before every pass compares what else that reads;
+- an operation that hands values of tensors to Python is refused;
+- a list is made twice, from different values, with the same result, and compared with `vmap` bit by bit.
+
+Inputs of other shapes have another list. Where there is none, `vmap` computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import _AutoDispatchBelowAutograd, _functorch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vecgym.core import tree
+from vecgym.core.tree import Tree
+from vecgym.engine.backend import NodeSlice
+from vecgym.engine.constancy import Uncertain, Watch
+from vecgym.engine.stateless import StatelessModel
+from vecgym.engine.trial import first_part, timed
+from vecgym.engine.vmap import Vmap
+
+THREAD = 1  # its structure is for this backend alone: if a pass changes it, `vmap` still has one as it was
+MAX_LISTS = 16
+MAX_PARAMETERS = 100_000  # of a node: with more of them, the operations take nearly all the time
+MIN_SPEEDUP = 1.05
+
+
+class Recorded(Vmap):
+    """All nodes at once, by lists of operations. Evaluation and derivatives of gradients are those of `vmap`.
+
+    Attributes:
+        ended: what has changed, so that `vmap` computes from now on; "" before.
+    """
+
+    def __init__(self, model: StatelessModel) -> None:
+        super().__init__(model)
+        self.ended = ""
+        self._refusal = "a batch holds a tensor twice or something else, or a mode of torch is entered"
+        self._lists: dict[Any, Operations | None] = {}
+        self._watch: Watch | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "ended": "the engine is a copy", "_lists": {}, "_watch": None}
+
+    def tried(self, batch: Any, mean: bool) -> str:
+        """Write down the pass of a first step, and compare its time with that of `vmap`; say why not, or "".
+
+        Args:
+            batch: of the nodes in one call, leaves `[n, B, ...]`.
+            mean: try the gradient of the mean loss instead of those of each node.
+        """
+
+        if sum(p.numel() for p in self.model.params.values()) > MAX_PARAMETERS:
+            return f"more than {MAX_PARAMETERS:,} parameters"
+        if self.model.recomputes:
+            return "its backward pass runs parts of it again"
+        try:
+            self._watch = Watch(self.model.structure(THREAD))
+        except Uncertain as error:
+            return str(error)
+
+        def seconds(form: Vmap) -> float:
+            return timed(form, first_part(self.model, batch, mean), mean)[1]
+
+        part = first_part(self.model, batch, mean)
+        if self._list(part, part.size if mean else 0, self._inputs(part)) is None:
+            return self.ended or self._refusal
+        if min(seconds(Vmap(self.model)) for _ in range(3)) < MIN_SPEEDUP * min(seconds(self) for _ in range(3)):
+            return "no faster here"
+        return ""
+
+    def _of_each(self, part: NodeSlice, thread: int) -> tuple[Tree, Tensor]:
+        return self._computed(part, 0)
+
+    def _of_mean(self, part: NodeSlice, num_nodes: int, thread: int = 0) -> tuple[Tree, Tensor]:
+        return self._computed(part, num_nodes)
+
+    def _computed(self, part: NodeSlice, num_nodes: int) -> tuple[Tree, Tensor]:
+        """Compute a pass by its list, if it has one.
+
+        Args:
+            num_nodes: of the mean loss whose gradient is computed; 0: compute that of each node.
+        """
+        if self.ended or self._watch is None:
+            return self._by_vmap(part, num_nodes, thread=0)
+        inputs = self._inputs(part)
+        operations = self._list(part, num_nodes, inputs)
+        if operations is not None and (change := self._watch.changed()):
+            self.ended = change
+        if operations is None or self.ended:
+            return self._by_vmap(part, num_nodes, thread=0 if self.ended else THREAD)
+        try:
+            *grads, losses = operations(inputs)
+        except Exception:  # of the model, such as an index out of range: vmap raises it where the model does
+            return self._by_vmap(part, num_nodes, THREAD)
+        return dict(zip(part.params, grads)), losses
+
+    def _by_vmap(self, part: NodeSlice, num_nodes: int, thread: int) -> tuple[Tree, Tensor]:
+        return super()._of_mean(part, num_nodes, thread) if num_nodes else super()._of_each(part, thread)
+
+    def _list(self, part: NodeSlice, num_nodes: int, inputs: list[Tensor]) -> Operations | None:
+        """Return the list of a pass; write it down if it is new, and there is room."""
+        key = self._key(part, num_nodes, inputs)
+        if key is not None and key not in self._lists and len(self._lists) < MAX_LISTS:
+            self._lists[key] = self._written_down(part, num_nodes)
+        return self._lists.get(key)
+
+    def _inputs(self, part: NodeSlice) -> list[Tensor]:
+        """Return all tensors that a pass reads, but for what is watched."""
+        params, buffers, frozen = part.params.values(), part.buffers.values(), self.model.frozen.values()
+        return [*params, *buffers, *frozen, *tree.leaves(part.batch)]
+
+    def _key(self, part: NodeSlice, num_nodes: int, inputs: list[Tensor]) -> Any:
+        """Return what decides on a pass's list, but for what is watched; None: it has none."""
+        modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+        if modes or _functorch.peek_interpreter_stack() is not None or not torch.is_grad_enabled():
+            return None
+        if torch.is_autocast_enabled(self.model.device.type) or len({id(x) for x in inputs}) < len(inputs):
+            return None
+        paths, others = [], 0
+        for path, x in tree.flatten(part.batch):
+            paths.append(path)
+            others += not isinstance(x, Tensor)
+        shapes = tuple([(type(x), x.shape, x.stride(), x.dtype) for x in inputs])
+        return None if others else (part.size, num_nodes, torch.get_default_dtype(), shapes, *paths)
+
+    def _written_down(self, part: NodeSlice, num_nodes: int) -> Operations | None:
+        """Write down a pass twice, and compare the list with `vmap`; None, with a reason noted, if it is wrong."""
+        assert self._watch is not None
+        seeded, lists = functools.partial(self.model.seeded, part.keys.of(0)), []
+        try:
+            for changed in (_copied, _varied):
+                some = changed(part)
+                with seeded(), Recording(self._inputs(some)) as recording:
+                    grads, losses = self._by_vmap(some, num_nodes, THREAD)
+                if change := self._watch.changed():
+                    self.ended = f"{change} during a pass"
+                    return None
+                lists.append(recording.operations([*grads.values(), losses]))
+                ours, theirs = changed(part), changed(part)
+                with seeded():
+                    *actual, loss = lists[0](self._inputs(ours))
+                with seeded():
+                    grads, losses = self._by_vmap(theirs, num_nodes, THREAD)
+                expected = [*grads.values(), losses, *theirs.buffers.values()]
+                if not all(map(_same_bits, expected, [*actual, loss, *ours.buffers.values()])):
+                    raise Uncertain("the list of its operations computes something else")
+            if lists[0] != lists[1]:
+                raise Uncertain("its operations depend on values")
+        except Exception as error:  # also of the model, whose own pass then raises it
+            self._refusal = str(error) if isinstance(error, Uncertain) else f"{type(error).__name__} in a pass"
+            return None
+        return lists[0]
+
+
+class Step(NamedTuple):
+    """An operation: a function, the places of its arguments and of its result, and those that are needed no more."""
+
+    function: Callable[..., Any]
+    reads: list[int]
+    writes: int
+    over: tuple[int, ...] = ()
+
+
+class Operations:
+    """A list of operations on numbered places, which hold the inputs first, and constants. Two may be equal."""
+
+    def __init__(self, places: list[Any], steps: list[Step], results: list[int], text: list[Any]) -> None:
+        self._places, self._steps, self._results, self._text = places, steps, results, text
+
+    def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
+        places = self._places.copy()
+        places[: len(inputs)] = inputs
+        with _AutoDispatchBelowAutograd():
+            for function, reads, writes, over in self._steps:
+                places[writes] = function(*[places[i] for i in reads])
+                for i in over:  # so that its memory serves the next one
+                    places[i] = None
+        return [places[i] for i in self._results]
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Operations)
+        return self._text == other._text and all(map(_same_value, self._places, other._places))
+
+
+class Recording(TorchDispatchMode):
+    """Write down the operations that are called while it is entered.
+
+    Each tensor has a place. A view that changes nothing has that of what it views.
+    """
+
+    def __init__(self, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self._problem = ""
+        self._places: list[Any] = [None] * len(inputs)
+        self._place_of = {id(x): i for i, x in enumerate(inputs)}
+        self._kept: list[Any] = list(inputs)  # so that no other tensor gets their ids
+        self._steps: list[tuple[Step, bool]] = []  # and whether it does more than to return its result
+        self._text: list[Any] = []  # what is called, on which places
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # with True, torch imports its compiler here, which takes a second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+            self._problem = f"it hands values of tensors to Python ({func})"
+        with torch._C.DisableTorchFunction():
+            function, out = _called(func, args, kwargs)
+        self._kept.append((args, kwargs, out))
+        if isinstance(out, Tensor) and _is_alias(func, args, out):
+            self._place_of.setdefault(id(out), self._place(args[0]))
+            return out
+        reads = [self._place(x) for x in (*args, *kwargs.values())]
+        self._text.append((func, tuple(kwargs), reads))
+        acts = func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags
+        self._write(_with_names(function, list(kwargs)) if kwargs else function, reads, out, acts)
+        return out
+
+    def _write(self, function: Callable[..., Any], reads: list[int], out: Any, acts: bool = False) -> int:
+        """Write down a call, and what takes its results apart; return the place of what it returns."""
+        place = self._new(None)
+        self._steps.append((Step(function, reads, place), acts))
+        if isinstance(out, Tensor):  # what is changed in place has a place already
+            self._place_of.setdefault(id(out), place)
+        elif isinstance(out, (list, tuple)):
+            for i, x in enumerate(out):
+                self._write(operator.itemgetter(i), [place], x)
+        return place
+
+    def _place(self, value: Any) -> int:
+        """Return the place of an argument; a tensor that has none is a constant, as what is no tensor."""
+        if isinstance(value, (list, tuple)) and any(True for _ in tree.leaves(value)):
+            return self._write(_listed, [self._place(x) for x in value], None)
+        if not isinstance(value, Tensor):
+            return self._new(value)
+        if id(value) not in self._place_of:
+            self._place_of[id(value)] = self._new(value)
+        return self._place_of[id(value)]
+
+    def _new(self, value: Any) -> int:
+        self._places.append(value)
+        return len(self._places) - 1
+
+    def operations(self, results: list[Tensor]) -> Operations:
+        """Return what was written down, without what has no effect on these results."""
+        if self._problem or not all(id(x) in self._place_of for x in results):
+            raise Uncertain(self._problem or "its gradients are computed elsewhere")
+        of_results = [self._place_of[id(x)] for x in results]
+        needed, steps = set(of_results), []
+        for step, acts in reversed(self._steps):
+            if acts or step.writes in needed:
+                touched = {*step.reads, step.writes}
+                over = [i for i in touched - needed if self._places[i] is None]
+                steps.append(step._replace(over=tuple(over)))
+                needed |= touched
+        return Operations(self._places, steps[::-1], of_results, self._text)
+
+
+def _listed(*values: Any) -> list[Any]:
+    return list(values)
+
+
+def _with_names(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    """Let a function take its last arguments, which have these names, without them."""
+
+    def call(*values: Any) -> Any:
+        return function(*values[: -len(names)], **dict(zip(names, values[-len(names) :])))
+
+    return call
+
+
+def _called(func: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any]:
+    """Call an operation by torch's own Python function, if there is one: it takes half as long."""
+    if func is torch.ops.aten.lift_fresh.default:  # of a constant, which later operations may write to
+        return torch.clone, torch.clone(args[0])
+    name = func._schema.name.removeprefix("aten::")
+    for holder in (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn):
+        if (function := getattr(holder, name, None)) is not None:
+            with contextlib.suppress(TypeError):
+                return function, function(*args, **kwargs)
+    return func._op, func(*args, **kwargs)
+
+
+def _is_alias(func: Any, args: Any, out: Tensor) -> bool:
+    """Whether an operation returns its first argument as it is."""
+    x = args[0] if args else None
+    if not isinstance(x, Tensor) or x is out or func._schema.is_mutable:
+        return False
+    return _geometry(x) == _geometry(out) and x.untyped_storage()._cdata == out.untyped_storage()._cdata
+
+
+def _geometry(x: Tensor) -> tuple[Any, ...]:
+    return x.dtype, x.shape, x.stride(), x.storage_offset()
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    same = (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+    return same and torch.equal(a.detach().reshape(-1).view(torch.uint8), b.detach().reshape(-1).view(torch.uint8))
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    return _same_bits(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else repr(a) == repr(b)
+
+
+def _copied(part: NodeSlice) -> NodeSlice:
+    """Copy what a pass may write to, with the same strides."""
+    batch = tree.map_leaves(lambda x: _remade(x, torch.clone), part.batch)
+    return part._replace(buffers=tree.map(lambda x: _remade(x, torch.clone), part.buffers), batch=batch)
+
+
+def _varied(part: NodeSlice) -> NodeSlice:
+    """Return other values: smaller parameters and buffers, and the batch's in another order."""
+
+    def smaller(x: Tensor) -> Tensor:
+        return _remade(x, lambda flat: flat * 0.9 if x.is_floating_point() else flat.clone())
+
+    batch = tree.map_leaves(lambda x: _remade(x, lambda flat: flat.flip(0)), part.batch)
+    return part._replace(params=tree.map(smaller, part.params), buffers=tree.map(smaller, part.buffers), batch=batch)
+
+
+def _remade(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Change the values of a tensor into new memory, with the same strides."""
+    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride())) if x.numel() else 0
+    return change(x.as_strided((span,), (1,))).as_strided(x.shape, x.stride())
