@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import time
@@ -178,7 +179,8 @@ def engine_of(model: nn.Module, batch: Any, engine: str = "auto") -> Engine:
 
 
 def gradients(engine: Engine, batch: Any, **options: Any) -> Any:
-    params = {name: p.detach()[None].clone() for name, p in engine.params.items()}
+    num_nodes = len(next(tree.leaves(batch)))
+    params = {name: p.detach().expand(num_nodes, *p.shape).clone() for name, p in engine.params.items()}
     buffers = {name: b[None].clone() for name, b in engine.buffers.items()}
     return engine.gradients(params, buffers, batch, seed=0, step=0, **options)
 
@@ -195,24 +197,41 @@ def test_sixteen_lists_and_then_vmap() -> None:
     assert ours.plan.engine == "recorded"
 
 
+class Auto(nn.Module):
+    """A linear autoencoder of 4 numbers; batch (input, target)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.layer(batch[0]), batch[1])
+
+
 def test_a_batch_with_one_tensor_twice() -> None:
     """Its list could not tell the two apart in a later batch."""
-
-    class Auto(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, batch: Any) -> Tensor:
-            return F.mse_loss(self.layer(batch[0]), batch[1])
-
     x, y = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-    torch.manual_seed(0)
-    ours = engine_of(Auto(), (x, x.clone()))
-    theirs = Engine(ours.model, engine="vmap")
-    theirs.prepare((x, y))
+    ours, theirs = (engine_of(Auto(), (x[:, :1], y[:, :1]), kind) for kind in ("auto", "vmap"))
+    assert ours.plan.engine == "recorded"
     for batch in ((x, x), (x, y), (y, y)):
         assert torch.equal(gradients(ours, batch).losses, gradients(theirs, batch).losses)
+
+
+def test_lists_are_compared() -> None:
+    """What they call, on what, and the constants."""
+
+    def written(compute: Callable[[Tensor], Tensor]) -> recorded.Operations:
+        x = torch.ones(2)
+        with recorded.Recording([x]) as recording:
+            y = compute(x)
+        return recording.operations([y])
+
+    assert written(lambda x: 2 * x + 1) == written(lambda x: 2 * x + 1)
+    assert written(lambda x: x * torch.tensor(3.0)) == written(lambda x: x * torch.tensor(3.0))
+    assert written(lambda x: 2 * x + 1) != written(lambda x: 2 * x - 1)
+    assert written(lambda x: 2 * x) != written(lambda x: 3 * x)
+    assert written(lambda x: x * torch.tensor(3.0)) != written(lambda x: x * torch.tensor(4.0))
 
 
 def test_not_above_a_size_nor_where_it_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -521,15 +540,44 @@ def test_a_hook_of_a_module_is_part_of_the_forward() -> None:
     assert both(lambda: hooked(drawn), data, before=seed).history.settings["engine"] == "vmap"
 
 
-def test_modes_of_torch_are_entered_for_vmap() -> None:
-    """An autocast or a mode around a run sees the operations that it would see without a list."""
-    batch = torch.randn(2, 3, 16), torch.zeros(2, 3, dtype=torch.long)
-    ours, theirs = (engine_of(Trap(), batch, kind) for kind in ("auto", "vmap"))
+def test_an_autocast_around_a_run_is_seen() -> None:
+    """It changes operations that are no longer in the list."""
+
+    class Cosine(Auto):
+        def forward(self, batch: Any) -> Tensor:
+            return F.cosine_embedding_loss(self.layer(batch[0]), batch[1], torch.ones(len(batch[0])))
+
+    batch = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    ours, theirs = (engine_of(Cosine(), batch, kind) for kind in ("auto", "vmap"))
     assert ours.plan.engine == "recorded"
     with torch.autocast("cpu"):
         a, b = gradients(ours, batch), gradients(theirs, batch)
+    assert a.losses.dtype == b.losses.dtype
     assert torch.equal(a.losses, b.losses)
     assert not torch.equal(a.losses, gradients(theirs, batch).losses)
+
+
+def test_a_copied_engine_has_no_lists() -> None:
+    batch = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    ours = engine_of(Auto(), batch)
+    copied = copy.deepcopy(ours)
+    assert torch.equal(gradients(copied, batch).losses, gradients(ours, batch).losses)
+    assert (ours.plan.engine, copied.plan.engine) == ("recorded", "vmap")
+
+
+def test_an_error_names_the_line_of_the_model() -> None:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(4, 2)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.table(tokens).square().mean()
+
+    engine = engine_of(Looking(), torch.zeros(2, 3, dtype=torch.long))
+    assert engine.plan.engine == "recorded"
+    with pytest.raises(RuntimeError, match=r"one of the nodes 0 to 1 .*step 0.*self\.table\(tokens\)"):
+        gradients(engine, torch.full((2, 3), 7))
 
 
 def test_derivatives_of_gradients_are_those_of_vmap() -> None:

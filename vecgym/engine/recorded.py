@@ -49,7 +49,7 @@ class Recorded(Vmap):
     def __init__(self, model: StatelessModel) -> None:
         super().__init__(model)
         self.ended = ""
-        self._refusal = "a batch holds a tensor twice or something else, or a mode of torch is entered"
+        self._refusal = "its batches hold something else than tensors, or a mode of torch is entered"
         self._lists: dict[Any, Operations | None] = {}
         self._watch: Watch | None = None
 
@@ -73,10 +73,14 @@ class Recorded(Vmap):
         except Uncertain as error:
             return str(error)
 
-        def seconds(form: Vmap) -> float:
-            return timed(form, first_part(self.model, batch, mean), mean)[1]
+        def first() -> NodeSlice:  # with the strides that parameters have in a run
+            part = first_part(self.model, batch, mean)
+            return part._replace(params=tree.map(torch.Tensor.contiguous, part.params))
 
-        part = first_part(self.model, batch, mean)
+        def seconds(form: Vmap) -> float:
+            return timed(form, first(), mean)[1]
+
+        part = first()
         if self._list(part, part.size if mean else 0, self._inputs(part)) is None:
             return self.ended or self._refusal
         if min(seconds(Vmap(self.model)) for _ in range(3)) < MIN_SPEEDUP * min(seconds(self) for _ in range(3)):
@@ -129,7 +133,7 @@ class Recorded(Vmap):
         modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
         if modes or _functorch.peek_interpreter_stack() is not None or not torch.is_grad_enabled():
             return None
-        if torch.is_autocast_enabled(self.model.device.type) or len({id(x) for x in inputs}) < len(inputs):
+        if torch.is_autocast_enabled(self.model.device.type):
             return None
         paths, others = [], 0
         for path, x in tree.flatten(part.batch):
