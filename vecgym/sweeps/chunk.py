@@ -434,7 +434,8 @@ class Reading:
         return [row for row, _ in pairs], [count for _, count in pairs]
 
     def _joined(self, of_configs: list[Any], parts: list[Any], everyone: bool) -> tuple[Any, list[int] | None]:
-        limits, widths = None, {_width(batch) for batch, _ in of_configs}
+        distinct = {id(batch): batch for batch, _ in of_configs}
+        limits, widths = None, {_width(batch) for batch in distinct.values()}
         if len(widths) > 1 or any(limit is not None for _, limit in of_configs):
             limits = [x for batch, limit in of_configs for x in (limit or _full(batch))]
         chosen = [_widened(batch, max(widths)) for batch, _ in (parts if everyone else of_configs)]
