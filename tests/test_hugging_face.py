@@ -75,7 +75,7 @@ def test_a_run_is_that_of_plain_modules(name: str, data: Windows) -> None:
     model = make(name).double()
     trainer = Trainer(model, data, data, loss_fn=loss_fn)
     averaged = trainer.fit(FedAvgStrategy("sgd", H=2, lr=0.1), 3, max_steps=4, shuffle=False, **SETTINGS)
-    assert trainer.history.settings["engine"] == "vmap"
+    assert trainer.history.settings["engine"] in ("recorded", "vmap")
     assert type(averaged) is type(model)
     nodes = [copy.deepcopy(model).train() for _ in range(3)]
     losses = []
