@@ -2,8 +2,8 @@
 
 - Engine: Engine, its settings (check_settings, EngineName, ENGINES), what it observes of a model (ModelFacts), how it
   computes (Plan, choose_plan) and what it returns (Local)
-- Backends: vecgym.engine.backend.Backend is the protocol of `vmap` and `loop` and of `compiled`, which compile=True
-  adds; another one is a file and a name in BACKENDS
+- Backends: vecgym.engine.backend.Backend is the protocol of `vmap` and `loop`, of `recorded`, which engine="auto" takes
+  for small models, and of `compiled`, which compile=True adds; another one is a file and a name in BACKENDS
 """
 
 from vecgym.engine.backend import Local

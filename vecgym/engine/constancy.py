@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
 # Whose functions return the same for the same arguments and modes, but for those of IMPURE.
-TRUSTED = {"torch", "math", "einops", "functools", "itertools", "operator", "collections", "dataclasses", "typing"}
+TRUSTED = {"torch", "math", "einops", "functools", "itertools", "operator", "collections", "dataclasses", "typing",
+           "enum", "abc"}  # fmt: skip
 IMPURE = ("torch.random", "torch.distributed", "torch.cuda", "torch.backends", "torch.jit", "torch._dynamo")
 BUILTINS = {
     "abs", "all", "any", "bool", "callable", "complex", "dict", "divmod", "enumerate", "filter", "float", "frozenset",
@@ -29,26 +30,18 @@ BUILTINS = {
     "object", "pow", "range", "repr", "reversed", "round", "set", "slice", "sorted", "str", "sum", "super", "tuple",
     "type", "zip", "Ellipsis", "NotImplemented",
 }  # fmt: skip
-CONSTANTS = {
-    bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.layout,
-    torch.memory_format,
-}  # fmt: skip
-COMPILED = (
-    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType,
-    types.GetSetDescriptorType,
-)  # fmt: skip
-ACTS = {
-    "IMPORT_NAME": "imports", "STORE_GLOBAL": "sets", "DELETE_GLOBAL": "deletes", "STORE_ATTR": "sets",
-    "DELETE_ATTR": "deletes",
-}  # fmt: skip
+CONSTANTS = {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device,
+             torch.layout, torch.memory_format}  # fmt: skip
+COMPILED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
+            types.ClassMethodDescriptorType, types.GetSetDescriptorType)  # fmt: skip
+ACTS = {"IMPORT_NAME": "imports", "STORE_GLOBAL": "sets", "DELETE_GLOBAL": "deletes", "STORE_ATTR": "sets",
+        "DELETE_ATTR": "deletes"}  # fmt: skip
+VALUES = {"tolist", "numpy", "data_ptr", "__array__"}  # read a tensor in Python, with no operation that would show it
 MAKING = {"__init__", "__new__", "__post_init__"}  # a forward calls them only of a class whose objects it makes
-ASIDE = MAKING | {
-    "__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__deepcopy__",
-}  # fmt: skip
-FIXED = (
-    nn.Module, type, enum.Enum, types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod,
-    property, *COMPILED,
-)  # fmt: skip
+ASIDE = MAKING | {"__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__",
+                  "__deepcopy__"}  # fmt: skip
+FIXED = (nn.Module, type, enum.Enum, types.FunctionType, types.MethodType, functools.partial, staticmethod,
+         classmethod, property, *COMPILED)  # fmt: skip
 OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
 
 
@@ -91,7 +84,7 @@ class Watch:
         """Say what is not as it was; "" if everything is."""
         for container, size in self._sizes:
             if len(container) != size:
-                return f"the entries of a {type(container).__name__} have changed"
+                return "an attribute or an entry was added or removed"
         try:
             for container, key, value in self._items:
                 if container[key] is not value:
@@ -179,17 +172,22 @@ class Watch:
         defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
         self._outer(defaults, f"a default of {function.__name__}")
         if not _is_trusted(function.__globals__.get("__name__", ""), where):
+            self._sizes.append((vars(function), len(vars(function))))
+            for name in vars(function):
+                self._member(function, name)
             self._code(function.__code__, function.__globals__)
 
     def _code(self, code: types.CodeType, scope: dict[str, Any]) -> None:
         """Follow the global names that code looks up, and the code within it."""
         self._names.update(code.co_names)
+        if read := VALUES.intersection(code.co_names):
+            raise Uncertain(f"{code.co_name} hands values of tensors to Python ({min(read)})")
         instructions = [i for i in dis.get_instructions(code) if i.opname != "EXTENDED_ARG"]
         for at, instruction in enumerate(instructions):
             if (verb := ACTS.get(instruction.opname)) and code.co_name not in MAKING:
                 raise Uncertain(f"{code.co_name} {verb} {instruction.argval!r}")
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
-                self._name(instruction.argval, scope, _attributes(instructions, at + 1))
+                self._name(instruction.argval, scope, _reads(instructions, at + 1))
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._code(constant, scope)
@@ -205,8 +203,10 @@ class Watch:
         self._items.append((scope, name, value))
         while isinstance(value, (types.ModuleType, type)) and (name := next(attributes, "")):
             holders = [vars(kind) for kind in (value.__mro__ if isinstance(value, type) else [value])]
-            holder = next((holder for holder in holders if name in holder), {name: getattr(value, name, None)})
-            value, where = holder[name], f"{where}.{name}"
+            holder, where = next((holder for holder in holders if name in holder), None), f"{where}.{name}"
+            if holder is None:
+                raise Uncertain(f"the global {where!r} is made up when it is read")
+            value = holder[name]
             self._items.append((holder, name, value))
         if not (isinstance(value, types.ModuleType) and _is_trusted(value.__name__, where)):
             self._outer(value, f"the global {where!r}")
@@ -222,7 +222,9 @@ class Watch:
     def _meets(self, kind: type) -> None:
         """Note a class whose objects the forward meets; what it uses of it is followed at the end."""
         kinds = [base for base in kind.__mro__ if base.__module__ != "builtins"]
-        self._classes |= {base for base in kinds if not _is_trusted(base.__module__, base.__name__)}
+        new = {base for base in kinds if not _is_trusted(base.__module__, base.__name__)} - self._classes
+        self._sizes += [(vars(base), len(vars(base))) for base in new]  # a class may get what one above it has
+        self._classes |= new
 
     def _used(self, kind: type) -> set[str]:
         """Return the names that the forward may use of a class."""
@@ -232,12 +234,12 @@ class Watch:
         special = {name for name in names if name.startswith("__") and callable(vars(kind)[name])}
         return special | (names & (self._names | {"forward"}))
 
-    def _member(self, kind: type, name: str) -> None:
-        self._items.append((vars(kind), name, vars(kind)[name]))
-        self._outer(vars(kind)[name], f"{kind.__name__}.{name}")
+    def _member(self, holder: type | types.FunctionType, name: str) -> None:
+        self._items.append((vars(holder), name, vars(holder)[name]))
+        self._outer(vars(holder)[name], f"{holder.__name__}.{name}")
 
 
-def _attributes(instructions: list[dis.Instruction], at: int) -> Iterator[str]:
+def _reads(instructions: list[dis.Instruction], at: int) -> Iterator[str]:
     """Yield the attributes that are read one of the other, from an instruction on."""
     while instructions[at].opname in ("LOAD_ATTR", "LOAD_METHOD"):
         yield instructions[at].argval

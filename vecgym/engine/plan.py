@@ -47,7 +47,9 @@ MAX_EVALUATION = {"cpu": (2e9, 2**22), "other": (1e12, 2**30)}
 
 @dataclass(frozen=True)
 class Plan:
-    """How the nodes are computed: `engine` "vmap" or "loop", nodes per call, and threads over nodes.
+    """How the nodes are computed: `engine`, nodes per call, and threads over nodes.
+
+    `engine`: "vmap" or "loop"; `Engine.prepare` puts "recorded" or "compiled" in place of "vmap".
 
     `channels_last`: the memory order of each node's images from its first convolution on; see `ChannelsLast`.
 

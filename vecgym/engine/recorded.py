@@ -63,7 +63,6 @@ class Recorded(Vmap):
             batch: of the nodes in one call, leaves `[n, B, ...]`.
             mean: try the gradient of the mean loss instead of those of each node.
         """
-
         if sum(p.numel() for p in self.model.params.values()) > MAX_PARAMETERS:
             return f"more than {MAX_PARAMETERS:,} parameters"
         if self.model.recomputes:
@@ -131,16 +130,12 @@ class Recorded(Vmap):
     def _key(self, part: NodeSlice, num_nodes: int, inputs: list[Tensor]) -> Any:
         """Return what decides on a pass's list, but for what is watched; None: it has none."""
         modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
-        if modes or _functorch.peek_interpreter_stack() is not None or not torch.is_grad_enabled():
+        inside = _functorch.peek_interpreter_stack() is not None or torch.is_autocast_enabled(self.model.device.type)
+        paths = [path if isinstance(x, Tensor) else None for path, x in tree.flatten(part.batch)]
+        if modes or inside or not torch.is_grad_enabled() or None in paths:
             return None
-        if torch.is_autocast_enabled(self.model.device.type):
-            return None
-        paths, others = [], 0
-        for path, x in tree.flatten(part.batch):
-            paths.append(path)
-            others += not isinstance(x, Tensor)
-        shapes = tuple([(type(x), x.shape, x.stride(), x.dtype) for x in inputs])
-        return None if others else (part.size, num_nodes, torch.get_default_dtype(), shapes, *paths)
+        shapes = [(type(x), x.shape, x.stride(), x.dtype) for x in inputs]
+        return part.size, num_nodes, torch.get_default_dtype(), *shapes, *paths
 
     def _written_down(self, part: NodeSlice, num_nodes: int) -> Operations | None:
         """Write down a pass twice, and compare the list with `vmap`; None, with a reason noted, if it is wrong."""
@@ -250,7 +245,7 @@ class Recording(TorchDispatchMode):
     def _place(self, value: Any) -> int:
         """Return the place of an argument; a tensor that has none is a constant, as what is no tensor."""
         if isinstance(value, (list, tuple)) and any(True for _ in tree.leaves(value)):
-            return self._write(_listed, [self._place(x) for x in value], None)
+            return self._write(lambda *values: list(values), [self._place(x) for x in value], None)
         if not isinstance(value, Tensor):
             return self._new(value)
         if id(value) not in self._place_of:
@@ -274,10 +269,6 @@ class Recording(TorchDispatchMode):
                 steps.append(step._replace(over=tuple(over)))
                 needed |= touched
         return Operations(self._places, steps[::-1], of_results, self._text)
-
-
-def _listed(*values: Any) -> list[Any]:
-    return list(values)
 
 
 def _with_names(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:

@@ -114,7 +114,7 @@ code of the forward. `vmap` computes, and the reason is in the settings, for a f
 
 - sets attributes, imports, or prints;
 - draws from Python's or numpy's random numbers, or looks at the clock or at the seed;
-- reads a tensor's value in Python (`.item()`);
+- reads a tensor's value in Python (`.item()`, `.tolist()`, `.numpy()`);
 - reads a list, a dict, a tensor or an object outside the model: pass it in the batch, or make it the model's own.
 
 Functions, modules, and numbers outside the model are fine. They are compared before every step. If one has changed,
