@@ -237,6 +237,30 @@ def test_what_the_model_raises_in_the_middle_of_a_run() -> None:
     assert trainer.nodes.params["table.weight"].shape == (2, 10, 1)
 
 
+@pytest.mark.parametrize("engine", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("strategy", [alone, AllReduceStrategy])
+@pytest.mark.parametrize("token", [-1, 10])
+def test_no_node_reads_the_table_of_another(token: int, strategy: Callable[[], Any], engine: str) -> None:
+    """Of a token that is out of range on a node, whose row vmap would look up in the next node's table."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 1)
+
+        def forward(self, index: Tensor) -> Tensor:
+            return self.table(index).mean()
+
+    good, bad = torch.zeros(16, dtype=torch.long), torch.zeros(16, dtype=torch.long)
+    bad[13] = token  # on node 1 of 4, in the second step
+    run: dict[str, Any] = {"batch_size": 2, "shuffle": False, "engine": engine, "progress": False, "device": "cpu"}
+    trainer = Trainer(Table(), bad)
+    with pytest.raises((IndexError, RuntimeError), match="index out of range"):
+        trainer.fit(strategy(), 4, max_steps=2, **run)
+    with pytest.raises((IndexError, RuntimeError), match="index out of range"):
+        Trainer(Table(), good, bad).fit(strategy(), 4, max_steps=1, **run)
+
+
 # ------------------------------------------------------------------------------------------------------- storage
 
 

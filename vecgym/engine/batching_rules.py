@@ -83,10 +83,22 @@ def _open(*values: Tensor | None) -> _Opened | None:
     return _Opened(level, size, tensors, dims)
 
 
+def _outside(x: Tensor) -> Tensor:
+    """Return a tensor as it is outside of every vmap."""
+    while _is_batched(x):
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
     if padding_idx is not None:
         row = torch.arange(weight.shape[0], device=weight.device) == padding_idx % weight.shape[0]
         weight = torch.where(row[:, None], weight.detach(), weight)
+    if _is_batched(input):
+        # vmap looks all nodes up in one table, in which a token out of range would find the row of another node.
+        tokens, num_rows = _outside(input), weight.shape[0]
+        in_range = (tokens.clamp(0, num_rows - 1) == tokens).all()
+        torch._assert_async(in_range, f"index out of range: the embedding has {num_rows} rows")
     return F.embedding(input, weight, None, *args, **kwargs)
 
 

@@ -227,7 +227,7 @@ class Recording(TorchDispatchMode):
             return out
         reads = [self._place(x) for x in (*args, *kwargs.values())]
         self._text.append((func, tuple(kwargs), reads))
-        acts = func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags
+        acts = func._schema.is_mutable or not func._schema.returns or torch.Tag.nondeterministic_seeded in func.tags
         self._write(_with_names(function, list(kwargs)) if kwargs else function, reads, out, acts)
         return out
 
