@@ -269,3 +269,17 @@ def test_plot_as_a_file(config: str, capsys: pytest.CaptureFixture[str]) -> None
 def test_info_names_the_extras(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
     assert re.search(r"^extras +\S", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_info_of_a_run_says_which_engine_and_why(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["run", config, "--output", "a", "--no-progress"])
+    capsys.readouterr()
+    assert main(["info", "a"]) == 0
+    shown = capsys.readouterr().out
+    settings = read_csv("a").settings
+    assert shown.startswith("a\n")
+    for name in ("strategy", "num_nodes", "engine", "engine_reason"):
+        assert re.search(rf"^{name} +{re.escape(str(settings[name]))}$", shown, re.MULTILINE)
+    assert "hyperparameters" not in shown
+    assert main(["info", "nowhere"]) == 1
+    assert "vecgym info: error: nowhere holds no run: " in capsys.readouterr().err

@@ -27,7 +27,7 @@ COMMANDS = {
     "price": (price, "compute how long a recorded run takes on your network"),
     "verify": (verify, "check that strategies compute the same on real processes"),
     "exogym": (exogym, "run a script written for EXO Gym"),
-    "info": (info, "show versions, devices, threads and engines"),
+    "info": (info, "show versions, devices, threads and engines, or the settings of saved runs"),
 }
 
 

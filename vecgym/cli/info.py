@@ -1,9 +1,12 @@
-"""`vecgym info`: the environment of a run, for bug reports."""
+"""`vecgym info`: the environment of a run, for bug reports, and what a saved run was given and chose."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from vecgym.cli.compare import strategy_names
 from vecgym.cli.values import ENGINES
@@ -12,23 +15,44 @@ OPTIONAL = ("wandb", "tensorboard", "torchvision", "scikit-learn")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Show versions, devices, threads and engines, for a run or a bug report."""
+    """Show versions, devices, threads and engines, for a bug report; or the settings of saved runs, with the engine
+    that computed their gradients, and why it was chosen."""
+    about = "the folder or file of a run, whose settings are shown in place of what is here"
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help=about)
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.runs:
+        print_table(here())
+        return 0
+    from vecgym.cli.plot import read_runs
+    from vecgym.cli.report import flat
+
+    for name, (history, _) in read_runs(args.runs).items():
+        print(name)  # its strategy says the hyperparameters in one line
+        settings = {key: value for key, value in history.settings.items() if key != "hyperparameters"}
+        print_table(dict(flat(settings)))
+    return 0
+
+
+def here() -> dict[str, Any]:
+    """Return what a run would have on this machine."""
     import torch
 
     from vecgym.core.devices import environment
 
-    facts = {
+    return {
         **environment(),
         "threads": f"{torch.get_num_threads()} of torch on the CPU",
-        "engines": ", ".join(ENGINES),
+        "engines": f"{', '.join(ENGINES)}; auto may record small models",
         "extras": ", ".join(extras()) or "none",
         "strategies": ", ".join(strategy_names()),
     }
-    print("\n".join(f"{name:<12}{value}" for name, value in facts.items()))
-    return 0
+
+
+def print_table(facts: Mapping[str, Any]) -> None:
+    width = max(map(len, facts), default=0) + 2
+    print("\n".join(f"{name:<{width}}{value}" for name, value in facts.items()))
 
 
 def extras() -> list[str]:

@@ -10,7 +10,7 @@
 | `vecgym price` | tells how long strategies, or a recorded run, take on your network |
 | `vecgym verify` | compares strategies with themselves on real processes |
 | `vecgym exogym` | runs a script written for EXO Gym |
-| `vecgym info` | shows versions, devices, threads and engines |
+| `vecgym info` | shows versions, devices, threads and engines; of saved runs, the settings, the engine and why it was chosen |
 
 Each has `--help`, which does not load torch and so comes at once.
 
