@@ -57,7 +57,7 @@ def test_versions(tmp_path: Path) -> None:
 
 def test_step_time(tmp_path: Path) -> None:
     table, result = run_quick("step_time.py", tmp_path, "--workloads", "tiny", "--engines")
-    assert "| ratio | target | measured | met |" in table
+    assert "| ratio, or difference | target | measured | met |" in table
     assert re.search(r"- tiny, bare: (recorded|vmap) \(all nodes in one call", table)
     tiny = result["workloads"]["tiny"]
     assert {
@@ -69,7 +69,9 @@ def test_step_time(tmp_path: Path) -> None:
         "fit / bare",
         "fit short epochs / bare",
         "beside / loop",
+        "start of fit - of fit vmap, ms",
     } < set(tiny["ratios"])
+    assert all(tiny["start_ms"][fit] > 0 for fit in ("fit", "fit vmap", "fit allreduce"))
     names = {"loop", "fit", "bare", "big", "fit allreduce", "beside", "bare vmap x1", "bare loop x1", "floor"}
     assert all(tiny["ms"][name] > 0 for name in names)
     # Forward pass, and the gradients of two weights and of one input: 2 * 8 * (16 * 32 + 32 * 2) * 2 + 2 * 8 * 32 * 2.
