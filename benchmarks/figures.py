@@ -3,7 +3,9 @@
 (a) compare.png: what several strategies reach on real text, against steps and against bytes (`vecgym compare`);
 (b) sweep.png: 16 configurations of DiLoCo with 4 seeds each in one program, as a heat map and with their Pareto front;
 (c) schedule.png: how much the final loss changes with each exchange, and a schedule found by descent;
-(d) equivalence.png: stacked against real processes, step by step, and a strategy that is wrong.
+(d) equivalence.png: stacked against real processes, step by step, and a strategy that is wrong;
+(e) price.png: what `vecgym price` draws for 150 million parameters on 8 nodes that are 80 ms apart;
+(f) equal_time.png: the losses of three strategies in the same simulated time on such a network.
 """
 
 from __future__ import annotations
@@ -26,16 +28,18 @@ from workloads import Batch, header
 
 import vecgym
 from vecgym import cli
+from vecgym.clock import Compute, Network, price_strategies
 from vecgym.core import tree
 from vecgym.core.files import write_atomically
 from vecgym.core.tree import Tree
 from vecgym.data import Batches, TokenWindows, partition_dirichlet
 from vecgym.models import GPT
-from vecgym.plot import plot_comparison, plot_schedule, plot_sensitivity
+from vecgym.plot import plot_comparison, plot_runs, plot_schedule, plot_sensitivity
 from vecgym.plot.style import COLOURS, MARKERS
 from vecgym.records.loggers import read_csv
 from vecgym.records.rows import counted
 from vecgym.strategy import (
+    AllReduceStrategy,
     Average,
     DiLoCoStrategy,
     Exchange,
@@ -101,19 +105,26 @@ def compare(path: Path, quick: bool) -> None:
 
 # --------------------------------------------------------------------------------------------- (b) a sweep
 
+OUTER = OptimSpec("sgd", lr=0.7, momentum=0.5, nesterov=True)
+
+
+def products(num_examples: int) -> tuple[TensorDataset, TensorDataset]:
+    """Which of four products of two inputs is the largest: two thirds to train on, the rest to validate on."""
+    x = torch.randn(num_examples, 20)
+    y = (x[:, :8].view(-1, 4, 2).prod(2) + 0.3 * torch.randn(num_examples, 4)).argmax(1)
+    data, part = TensorDataset(x, y), num_examples * 2 // 3
+    return TensorDataset(*data[:part]), TensorDataset(*data[part:])
+
 
 def sweep(path: Path, quick: bool) -> None:
     """How often the nodes meet and the inner learning rate, four seeds of each: 512 nodes at once."""
     torch.manual_seed(0)
     model = Classifier(20, 32, nn.ReLU())
-    x = torch.randn(6144, 20)
-    y = (x[:, :8].view(-1, 4, 2).prod(2) + 0.3 * torch.randn(6144, 4)).argmax(1)  # which of four products is largest
-    train, val = TensorDataset(x[:4096], y[:4096]), TensorDataset(x[4096:], y[4096:])
+    train, val = products(6144)
     shards = partition_dirichlet(train, 8, alpha=0.3, balanced=True).datasets(train)  # each its own classes
-    outer = OptimSpec("sgd", lr=0.7, momentum=0.5, nesterov=True)
     result = vecgym.sweep(
         model, shards, val,
-        strategy=lambda H, lr: DiLoCoStrategy("adamw", outer, H=H, lr=lr),
+        strategy=lambda H, lr: DiLoCoStrategy("adamw", OUTER, H=H, lr=lr),
         grid={"H": [2, 5, 20, 50], "lr": [3e-3, 1e-2, 2e-2, 4e-2], "seed": range(1 if quick else 4)},
         num_nodes=8, max_steps=20 if quick else 200, batch_size=16, device="cpu", progress=False,
     )  # fmt: skip
@@ -203,8 +214,40 @@ def equivalence(path: Path, quick: bool) -> None:
     save(path, [(figure, (WIDTH, 380))])
 
 
+# ------------------------------------------------------------------------------------------ (e, f) networks
+
+
+def price(path: Path, quick: bool) -> None:
+    """The days of 100,000 steps at 100 Mbit/s, and how much of them is computing."""
+    network = Network("100 Mbit/s", latency="80 ms")
+    prices = price_strategies("150M", 8, network, Compute(0.6), H=[100] if quick else [20, 100, 500])
+    print(prices)
+    title = "150 million parameters on 8 nodes: 100 Mbit/s, 80 ms apart, 0.6 s of computing a step"
+    save(path, [(prices.plot(title=title), (WIDTH, 580))])
+
+
+def equal_time(path: Path, quick: bool) -> None:
+    """Data-parallel training and DiLoCo with two H for 60 s, against steps and against these seconds."""
+    torch.manual_seed(0)
+    trainer, histories = vecgym.Trainer(Classifier(20, 64, nn.ReLU()), *products(12288)), {}
+    strategies = {f"DiLoCo, H = {H}": DiLoCoStrategy("adamw", OUTER, H=H, lr=1e-2) for H in (5, 20)}
+    for name, strategy in {"AllReduce (DDP)": AllReduceStrategy("adamw", lr=1e-2), **strategies}.items():
+        trainer.fit(
+            strategy, num_nodes=8, max_steps=1000, max_seconds=20 if quick else 60, batch_size=16, val_interval=10,
+            network=Network("100 Mbit/s", latency="80 ms"), compute=Compute(0.2), device="cpu", progress=False,
+        )  # fmt: skip
+        last = trainer.history.rows[-1]
+        print(f"{name}: {last['step']} steps, {last['sim_seconds']:.1f} s, loss {last['val_loss']:.3f}")
+        histories[name] = trainer.history
+    for_steps, for_seconds = (plot_runs(histories, x=x, panels=["val_loss"]) for x in ("step", "sim_seconds"))
+    for_steps.axes[0].title.set_text("validation loss (one seed) against steps")
+    for_seconds.axes[0].title.set_text("the same against simulated seconds")
+    save(path, [(for_steps, (WIDTH // 2, 360)), (for_seconds, (WIDTH // 2, 360))])
+
+
 FIGURES: dict[str, Callable[[Path, bool], None]] = {
     "compare": compare, "sweep": sweep, "schedule": schedule, "equivalence": equivalence,
+    "price": price, "equal_time": equal_time,
 }  # fmt: skip
 
 

@@ -523,12 +523,12 @@ def test_diloco_scaling(tmp_path: Path) -> None:
 def test_figures(tmp_path: Path) -> None:
     printed = run("figures.py", "--quick", "--threads", "1", "--output", str(tmp_path))
     assert re.search(r"^\d+ s in all$", printed, re.MULTILINE)
-    for name in ("compare", "sweep", "schedule", "equivalence"):
+    for name in ("compare", "sweep", "schedule", "equivalence", "price", "equal_time"):
         assert f"{name}.png: " in printed
         with Image.open(tmp_path / f"{name}.png") as image:
             assert (image.format, image.width) == ("PNG", 900)
             assert len(image.convert("RGB").getcolors(1 << 20) or []) > 20, "nothing is drawn"
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(list(tmp_path.iterdir())) == 6
     # what a wrong strategy is drawn for: verify finds it, and passes the other
     assert (printed.count("  pass\n"), printed.count("  FAIL at step 9\n")) == (2, 2)
 

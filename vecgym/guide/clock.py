@@ -10,8 +10,11 @@ $ vecgym price --parameters 150M --nodes 8 --step-seconds 0.6 --bandwidth "100 M
 ```
 
 It prints a table for messages of 25 MiB, as `torch.distributed` sends gradients, and one for a single message per
-exchange; the reason wherever no bandwidth or no H is enough; and draws a figure. `--strategies` takes names of the
-catalogue. From Python it is `price_strategies`, here with a few of its rows:
+exchange; the reason wherever no bandwidth or no H is enough; and draws a figure:
+
+![Days for 100,000 steps and the part of them that is computing, for data-parallel training, FedAvg, DiLoCo and Streaming DiLoCo with three H, SPARTA and DeMo; in messages of 25 MiB and in one per exchange](../../notebooks/figures/price.png)
+
+`--strategies` takes names of the catalogue. From Python it is `price_strategies`, here with a few of its rows:
 
 >>> import math
 >>> from vecgym.clock import Compute, Network, price_strategies, required_H
