@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -253,3 +254,33 @@ def by_batch_size(
     return Local(
         tree.map(joined, *[local.grads for local in results]), losses[placed(back, losses.device)], part.buffers
     )
+
+
+# ---------------------------------------------------------------------------------- trials before training
+
+
+def first_part(model: StatelessModel, batch: Any, mean: bool) -> NodeSlice:
+    """Return the inputs of a first step; buffers are copies.
+
+    Args:
+        batch: of the nodes in one call, leaves `[n, B, ...]`.
+        mean: for the gradient of the mean loss instead of each node's.
+    """
+    size, _ = sizes_of(batch)
+    params = {name: p.detach()[None] for name, p in model.params.items()}
+    buffers = {name: b[None].clone() for name, b in model.buffers.items()}
+    params = params if mean else nodes.expand(params, size)
+    return NodeSlice(params, model.own_buffers(buffers, size, False), batch, Keys([0] * size, 0, range(size)))
+
+
+def timed(backend: Backend, part: NodeSlice, mean: bool) -> tuple[Local, float]:
+    """Compute one pass; return its result and the seconds that it took."""
+    start = time.perf_counter()
+    if mean:
+        ((grads, losses),) = backend.mean_gradients(part, part.size)
+        local = Local(grads, losses, part.buffers)
+    else:
+        local = backend.gradients(part, dict)
+    if local.losses.device.type == "cuda":
+        torch.cuda.synchronize(local.losses.device)
+    return local, time.perf_counter() - start

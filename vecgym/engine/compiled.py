@@ -22,10 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vecgym.core import tree
 from vecgym.core.nodes import expand
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import Local, NodeSlice, apart, settle
+from vecgym.engine.backend import Local, NodeSlice, apart, first_part, settle, timed
 from vecgym.engine.contract import cause
 from vecgym.engine.stateless import StatelessModel
-from vecgym.engine.trial import Trial, first_part, timed, turned
 from vecgym.engine.vmap import Vmap
 
 MANY = 10**6
@@ -90,12 +89,15 @@ class Compiled(Vmap):
         grads, (losses, after) = grad(mean_loss, has_aux=True)(params)
         return grads, losses, after
 
-    def tried(self, batch: Any, mean: bool, autocast: bool) -> Trial:
-        """Compile, compare with `vmap`, and time both; raise a RuntimeError if there is no compiler.
+    def tried(self, batch: Any, mean: bool, autocast: bool) -> tuple[str, str]:
+        """Compile, compare with `vmap`, and time both; return why this backend is not used, or else a report in words.
 
         Args:
             batch: of the nodes in one call, leaves `[n, B, ...]`.
             mean: try the gradient of the mean loss instead of those of each node.
+
+        Raises:
+            RuntimeError: if there is no compiler.
         """
         reference, work = Vmap(self.model), functools.partial(first_part, self.model, mean=mean)
         expected, _ = timed(reference, work(batch), mean)
@@ -106,20 +108,30 @@ class Compiled(Vmap):
                 with torch._dynamo.config.patch(error_on_recompile=True):
                     timed(self, work(batch), mean)
         except torch._dynamo.exc.RecompileError as error:
-            return Trial(f"{_changed(error)}, so that every step would compile it anew: keep that in a buffer", "")
+            return f"{_changed(error)}, so that every step would compile it anew: keep that in a buffer", ""
         except Exception as error:  # whatever the compiler raises: without it the model runs
             _check_compiler(error)
-            return Trial(first_line(cause(error), "torch.compile gives no reason"), "")
+            return first_line(cause(error), "torch.compile gives no reason"), ""
         if wrong := difference(expected, actual, autocast):
-            return Trial(f"compiled, {wrong}", "")
+            return f"compiled, {wrong}", ""
         plain_s, compiled_s = (min(timed(form, work(batch), mean)[1] for _ in range(3)) for form in (reference, self))
         # On CUDA the last calls replayed a recording: with another batch it must compute that batch's results.
-        expected, actual = (timed(form, work(turned(batch)), mean)[0] for form in (reference, self))
+        expected, actual = (timed(form, work(_turned(batch)), mean)[0] for form in (reference, self))
         if wrong := difference(expected, actual, autocast):
-            return Trial(f"compiled, {wrong}", "")
+            return f"compiled, {wrong}", ""
         steps = math.ceil(compile_s / (plain_s - compiled_s)) if plain_s > compiled_s else None
         earned = "no faster here" if steps is None else f"earned after {steps} steps"
-        return Trial("", f"compiled in {compile_s:.1f} s, {earned}")
+        return "", f"compiled in {compile_s:.1f} s, {earned}"
+
+
+def _turned(batch: Any) -> Any:
+    """Return another batch of the same shapes.
+
+    >>> _turned((torch.tensor([[1, 2], [3, 4]]),))
+    (tensor([[4, 3],
+            [2, 1]]),)
+    """
+    return tree.map_leaves(lambda x: x.flip(0, *([1] if x.dim() > 1 else [])), batch)
 
 
 def difference(expected: Local, actual: Local, autocast: bool) -> str:

@@ -27,10 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vecgym.core import tree
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import NodeSlice
+from vecgym.engine.backend import NodeSlice, first_part, timed
 from vecgym.engine.constancy import Uncertain, Watch
 from vecgym.engine.stateless import StatelessModel
-from vecgym.engine.trial import first_part, timed
 from vecgym.engine.vmap import Vmap
 
 THREAD = 1  # its structure is for this backend alone: if a pass changes it, `vmap` still has one as it was
