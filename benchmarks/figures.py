@@ -98,7 +98,7 @@ def compare(path: Path, quick: bool) -> None:
             raise SystemExit("vecgym compare has failed: see above.")
         histories = {shown: read_csv(Path(folder, name)) for name, shown in NAMES.items()}
     figure = plot_comparison(histories, loss_label="loss (nats per character)")
-    figure.suptitle("A small GPT trained on 8 nodes with five strategies")
+    figure.suptitle("A small GPT trained on 8 nodes with five strategies, one seed")
     figure.axes[0].set_ylim(top=3.2)  # without the first steps, which are alike
     save(path, [(figure, (WIDTH, 400))])
 
