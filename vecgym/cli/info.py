@@ -11,7 +11,7 @@ from typing import Any
 from vecgym.cli.compare import strategy_names
 from vecgym.cli.values import ENGINES
 
-OPTIONAL = ("wandb", "tensorboard", "torchvision", "scikit-learn")
+OPTIONAL = ("wandb", "tensorboard", "torchvision", "scikit-learn", "transformers", "optuna")
 
 
 def options(parser: argparse.ArgumentParser) -> None:

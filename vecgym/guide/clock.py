@@ -152,7 +152,7 @@ Nodes that are absent (`availability`) do not compute: the ledger knows who was 
 
 Nodes that sit out a round (`participation`) are counted as computing, and then as waiting until the server has ended
 the round, from whose result they begin a later one; nobody waits for them within it. So `seconds` are right where
-nodes are equally fast; `utilization` and `per_node` do not tell resting from computing.
+nodes are equally fast; `utilization` and `per_node` do not distinguish resting from computing.
 
 ## Where the time goes
 

@@ -53,6 +53,8 @@ deviation), and a second table has the differences to the first strategy, seed b
 
 `vecgym plot` and `vecgym report` take the folders of `vecgym run`, a `CSVLogger` and `fit(save_dir=)`, checkpoints and
 files of `trainer.save`; a folder without a run stands for those in it. What a report says is in `vecgym.guide.results`.
+The folder of `vecgym run` has a history, but no ledger. For a report with a timeline, and for `vecgym price`, save the run
+too: `--set save_dir=runs/diloco-20/saved`.
 
 ## Threads
 

@@ -51,7 +51,7 @@ An object with a memory, such as one with patience, is in `vecgym.guide.results`
 
 ## Let Optuna choose
 
-Ask for many trials, train them as one program, and tell what came out; diverged trials are in `vecgym.guide.sweeps`.
+Ask for many trials, train them as one program, and tell what came out. A run that diverged is a failed trial.
 
 ```python
 import optuna
@@ -63,11 +63,14 @@ from vecgym.strategy import DiLoCoStrategy
 study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
 trials = [study.ask() for _ in range(8)]
 result = vecgym.sweep(
-    Line(), torch.ones(64), torch.zeros(1), strategy=lambda lr: DiLoCoStrategy("sgd", H=5, lr=lr), num_nodes=4,
-    points=[{"lr": trial.suggest_float("lr", 1e-3, 1e-1, log=True)} for trial in trials], max_steps=20, progress=False,
+    Line(), torch.ones(64), torch.ones(1), strategy=lambda lr: DiLoCoStrategy("sgd", H=5, lr=lr), num_nodes=4,
+    points=[{"lr": trial.suggest_float("lr", 1e-3, 1e3, log=True)} for trial in trials], max_steps=60, progress=False,
 )
 for trial, row in zip(trials, result.rows):
-    study.tell(trial, row["val_loss"])
+    if row["status"] == "finished":
+        study.tell(trial, row["val_loss"])
+    else:
+        study.tell(trial, state=optuna.trial.TrialState.FAIL)
 print(study.best_params)
 ```
 

@@ -128,7 +128,7 @@ True
 
 The progress bar shows loss, bytes and steps per second; `progress=False` turns it off. In a notebook `fit(live=True)`
 shows a figure of the loss against steps and against bytes below the cell, and draws it anew while the run goes on.
-Drawing takes at most a twentieth of the time, beside the first figure and the last.
+Apart from the first and the last figure, drawing takes at most 5 % of the time.
 
 ## Plots
 
@@ -156,8 +156,8 @@ saved ones. For a slide, say what is to be on it:
 | `xlim` | where the horizontal axis begins and ends; the vertical one follows |
 | `legend` | "inside", or "outside", below the panels |
 
-A panel in which all is zero is left out unless you ask for it. Where there are several runs, their first fifth, in which
-all losses fall, leaves the figure at the top. Runs and classes have the colours of categories, numbers (such as `hue="lr"`
+A panel in which all is zero is left out unless you ask for it. Where there are several runs, the
+vertical axis is cut so that the steep first fifth runs off the top. Runs and classes have the colours of categories, numbers (such as `hue="lr"`
 in a sweep) those of a scale.
 
 ## A page to send

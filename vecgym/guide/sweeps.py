@@ -47,8 +47,8 @@ Figures: `plot` draws bands over the seeds, `plot_heatmap(x, y)` two axes, `plot
 
 ## Is the difference real?
 
-Configurations of one seed share initial weights, the order of the data, and masks. What a seed does to all of them is no
-part of their *differences*, which vary far less than the losses. `compare` takes them seed by seed:
+Configurations of one seed share initial weights, the order of the data, and masks. Effects of a seed that all of
+them share cancel in their *differences*, which vary far less than the losses. `compare` takes them seed by seed:
 
 >>> def mlp(seed):
 ...     torch.manual_seed(seed)
@@ -185,7 +185,7 @@ prints a best loss of 0.0965, and "96 trials, of which 8 failed" (Optuna 5.0).
 Configurations are stacked if they agree in K, batch size, number of steps and the structure of the model, and in
 whether they keep one copy of the parameters for all nodes, as AllReduce does. `result.explain()` shows the programs. A
 program that is too large for memory, or larger than pays off, is cut into several (`chunk_configs`,
-`max_memory_bytes`). With one copy of the parameters that is early: from a small MLP on, each configuration of AllReduce is
+`max_memory_bytes`). For strategies with one copy of the parameters that point comes early: from a small MLP on, each configuration of AllReduce is
 faster alone.
 
 ## Asynchronous strategies
@@ -234,7 +234,7 @@ default is half of what is free where `sweep` is called, for each stack.
 machine of W cores want `torch.set_num_threads(1)` before the sweep. Jobs in threads of one process take turns. Bits are
 the same on processors of the same kind.
 
-**What is sent** is what the functions of axes have made: models, strategies and settings, with the data, in every job. So
+**Each job receives** the models, strategies and settings that your functions returned, and the data. So
 `strategy=` and `model=` may be lambdas, and so may values of an axis. Models, data sets and functions within
 strategies must be found where the worker looks: for pickle, at the top of an installed module; Dask and Ray send local
 ones too. A large data set is best one that opens its files when it is first read, so that only the path is sent.

@@ -157,7 +157,7 @@ tensors are then `[C, K, *]`, shared ones `[C, 1, *]`, and a setting in which th
 
 - Name the settings that may differ: `own_numbers` of a strategy, `numbers` of an average. All others must be equal, or it
   is another group. `None` says that the code is for one configuration: it is then trained with the others, and has
-  handlers called for itself. A strategy with methods of its own that does not set `own_numbers` is taken for one of these.
+  handlers called for itself. A strategy with methods of its own that does not set `own_numbers` is treated as one of these.
 - Configurations of different seeds are one group, too, if nothing draws random numbers. What has methods of its own is
   taken to draw some, unless it says that it does not: `own_draws = False` of a strategy, `draws = False` of an average.
 - Multiply by a setting through `part.each(number, like)`, `at.scaled(number, x)` or `vecgym.simulation.spread`.
