@@ -64,7 +64,7 @@ study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
 trials = [study.ask() for _ in range(8)]
 result = vecgym.sweep(
     Line(), torch.ones(64), torch.ones(1), strategy=lambda lr: DiLoCoStrategy("sgd", H=5, lr=lr), num_nodes=4,
-    points=[{"lr": trial.suggest_float("lr", 1e-3, 1e3, log=True)} for trial in trials], max_steps=60, progress=False,
+    points=[{"lr": trial.suggest_float("lr", 1e-2, 1e2, log=True)} for trial in trials], max_steps=60, progress=False,
 )
 for trial, row in zip(trials, result.rows):
     if row["status"] == "finished":
