@@ -153,17 +153,17 @@ def _data(data: Any, name: str) -> dict[str, Any]:
 
 def _computed(runner: Runner) -> dict[str, Any]:
     """Return checksums of the first batches, and each distinct model's loss of node 0's, at its initial weights."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     first = {config.num_nodes: config for config in reversed(runner.configs)}
     for num_nodes, config in sorted(first.items()):
-        found[f"{checkpoint.FIRST_BATCH} of {num_nodes} nodes"] = _checksum(*(config.train.batch(0) for _ in range(2)))
+        values[f"{checkpoint.FIRST_BATCH} of {num_nodes} nodes"] = _checksum(*(config.train.batch(0) for _ in range(2)))
         if config.val is not None:
             read = (next(iter(config.val))[0] for _ in range(2))
-            found[f"first batch of the validation data of {num_nodes} nodes"] = _checksum(*read)
+            values[f"first batch of the validation data of {num_nodes} nodes"] = _checksum(*read)
     for name, config in _models(runner):
-        if not found[f"{checkpoint.FIRST_BATCH} of {config.num_nodes} nodes"].startswith(RANDOM):
-            found[f"loss of the initial {name}"] = _initial_loss(config, runner.options.device)
-    return found
+        if not values[f"{checkpoint.FIRST_BATCH} of {config.num_nodes} nodes"].startswith(RANDOM):
+            values[f"loss of the initial {name}"] = _initial_loss(config, runner.options.device)
+    return values
 
 
 def _initial_loss(config: Configuration, device: Any) -> float:
