@@ -290,7 +290,7 @@ class MessagePlan(NamedTuple):
         weight: see `Transfer`.
         order: (transfer, its message) of each message in turn.
         bursts: the same, consecutive messages of one exchange together.
-        done: the fraction of the backward pass after which each leaves, `[M]`.
+        leaves: the fraction of the backward pass after which each leaves, `[M]`.
         needs: for each lag and each exchange: steps until needed, the place of the last message needed then, the
             fraction of the forward pass that needs it, and by which nodes, `[K]`; None: by all. Messages leave last
             layer first and arrive in order, so a node only ever waits for the last one.
@@ -301,7 +301,7 @@ class MessagePlan(NamedTuple):
     weight: float | Tensor
     order: tuple[tuple[int, int], ...]
     bursts: tuple[Burst, ...]
-    done: Tensor
+    leaves: Tensor
     needs: tuple[tuple[int, int, float, Tensor | None], ...]
     busy: tuple[Tensor, Tensor]
 
@@ -356,8 +356,8 @@ class Planner:
         )
         weight = transfers[0].transfer.weight
         up, down = (weight * torch.stack(x).sum(0) for x in zip(*(x.exchange.busy(x.amounts) for x in transfers)))
-        bursts, done = tuple(_bursts(transfers, order)), self.rest[layers]
-        return MessagePlan(transfers, weight, order, bursts, done, needs, (up, down))
+        bursts, leaves = tuple(_bursts(transfers, order)), self.rest[layers]
+        return MessagePlan(transfers, weight, order, bursts, leaves, needs, (up, down))
 
     def _lags(self, transfer: Transfer) -> list[tuple[int, tuple[bool, ...] | None]]:
         """Return after how many steps a transfer is needed, each with the nodes that need it then; None: all."""

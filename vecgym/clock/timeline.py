@@ -155,7 +155,7 @@ class Clock:
 
     def _send(self, which: int, plan: MessagePlan, forward: Tensor, backward: Tensor) -> Delivery:
         """Send the messages of a plan. A weight w in (0, 1) scales every delay that they cause by w."""
-        ready = forward[:, None] + backward[:, None] * plan.done  # [K, M]
+        ready = forward[:, None] + backward[:, None] * plan.leaves  # [K, M]
         before = self._up, self._down
         arrival, up, down = self._pass(plan, ready)
         w = plan.weight

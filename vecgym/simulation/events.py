@@ -591,8 +591,6 @@ ENDS, ARRIVES = range(2)  # of a round
 class _Rounds(RoundsAgenda):
     """Nodes that train in rounds, a server, and the window in which nodes that have arrived wait."""
 
-    rules: Rules
-
     def __init__(self, rules: Rules, step_seconds: StepSeconds) -> None:
         super().__init__(rules, step_seconds)
         K = len(rules.num_steps)

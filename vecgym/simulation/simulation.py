@@ -136,6 +136,10 @@ class Part:
     """The rows of an event. What is assigned to `own` and `shared` is put back after the event's handler.
 
     Attributes:
+        algorithm: the settings of these configurations.
+        run: what was known about the run in advance.
+        tick: number of ticks before this one.
+        inplace: whether tensors may be overwritten if they are assigned afterwards; not under differentiation.
         own: what these nodes have of their own, `part.own["params"]` for instance, `[rows, *]`.
         shared: what all nodes share, `[1, *]`.
         home: the one of the two that holds parameters and optimizer.
@@ -154,6 +158,8 @@ class Part:
         self.place = place = simulation.place(event.rows, event.group)
         self.rows, self.comm, self.size = place.rows, place.comm, place.size
         self.group = simulation.group_of(event.group)
+        self.algorithm, self.run = self.group.algorithm, self.group.run
+        self.tick, self.inplace = draft.tick, not draft.pure
         self.own, self.shared, self.memo, self._columns = simulation.trees(draft, event, place)
         self.home: Rows | SplitRows = self.shared if "params" in self.shared.whole else self.own
         self.counts = simulation.counts_here(event, event.counts)
@@ -163,29 +169,9 @@ class Part:
         self._num_read = self._num_steps = 0
 
     @property
-    def algorithm(self) -> Any:
-        """The settings of these configurations."""
-        return self.group.algorithm
-
-    @property
-    def run(self) -> RunFacts:
-        """What was known about the run in advance."""
-        return self.group.run
-
-    @property
     def nodes(self) -> list[int]:
         """The node ids of these rows, in each configuration."""
         return self.place.nodes if self.size == 1 else self.place.nodes[: len(self.rows) // self.size]
-
-    @property
-    def tick(self) -> int:
-        """Number of ticks before this one."""
-        return self._draft.tick
-
-    @property
-    def inplace(self) -> bool:
-        """Whether tensors may be overwritten if they are assigned afterwards; not under differentiation."""
-        return not self._draft.pure
 
     @property
     def params(self) -> Tree:

@@ -114,8 +114,8 @@ class Curve:
             else:
                 outer_lr, per_call = (float(self.columns[name][t]) for name in ("outer_lr", "nodes_per_call"))
                 metrics = metrics._replace(outer_lr=None if np.isnan(outer_lr) else outer_lr)
-                epoch, seen = plan.epoch(t + 1, config.train), plan.seen(t + 1, config.train)
-                row = rows.of_step(t + 1, metrics, num_bytes, seconds[t], epoch, seen)
+                epoch, num_examples = plan.epoch(t + 1, config.train), plan.seen(t + 1, config.train)
+                row = rows.of_step(t + 1, metrics, num_bytes, seconds[t], epoch, num_examples)
                 row.update(plan.columns(t + 1), nodes_per_call=None if np.isnan(per_call) else per_call)
             add_losses(row, losses, trained)
             yield row
@@ -393,7 +393,10 @@ class Chunk:
                 measured, result = self.simulation.alone(self.state, c), self.simulation.result(self.state, c)
                 columns[c] = self._evaluated([self.configs[c]], measured, result)[0]
         else:
-            columns = dict(enumerate(self._evaluated(self.configs, *self._measured())))
+            own, shared = self.state.own, self.state.shared
+            params, buffers = self.simulation.parameters(own, shared), self.simulation.buffers(own, shared)
+            measured = State(self.state.tick, {"params": params, "buffers": buffers}, {})
+            columns = dict(enumerate(self._evaluated(self.configs, measured, Result(params))))
         for c in self.training:
             if shown := self._shown(columns[c]):
                 self.observed.evaluated(c, self.state.step, **shown)
@@ -401,12 +404,6 @@ class Chunk:
     def _evaluated(self, configs: Sequence[Configuration], measured: Any, result: Result) -> list[dict[str, Any]]:
         comm = StackedCollectives(len(configs) * configs[0].num_nodes)
         return evaluated_columns(self.engine, measured, [config.val for config in configs], comm, result)
-
-    def _measured(self) -> tuple[Any, Any]:
-        """Return all nodes' parameters and buffers, and what the models of the configurations are the means of."""
-        params, buffers = (each(self.state.own, self.state.shared)
-                           for each in (self.simulation.parameters, self.simulation.buffers))  # fmt: skip
-        return State(self.state.tick, {"params": params, "buffers": buffers}, {}), Result(params)
 
     def _shown(self, columns: dict[str, Any]) -> dict[str, Any]:
         return columns
