@@ -30,8 +30,7 @@ from vecgym.core import rng
 from vecgym.core.tree import Tree
 from vecgym.simulation import Part
 from vecgym.simulation.availability import Availability, Both, Deadline, Dropout, Facts, LocalSteps, Sampled, Trace
-from vecgym.simulation.presence import Presence
-from vecgym.simulation.returning import Shared, sent
+from vecgym.simulation.presence import Presence, Shared, sent
 from vecgym.simulation.state import State
 from vecgym.strategy import (
     AllReduceStrategy,

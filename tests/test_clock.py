@@ -19,10 +19,10 @@ from tests.reference import clock as twin
 from vecgym import dry_run
 from vecgym.clock import Compute, Network, Timeline, price, required_bandwidth
 from vecgym.clock.asynchronous import TimesOf
-from vecgym.clock.clock import Clock
 from vecgym.clock.cost import ring_order
 from vecgym.clock.messages import Planner
 from vecgym.clock.network import Routes
+from vecgym.clock.timeline import Clock
 from vecgym.collectives import base as collectives
 from vecgym.collectives.distributed import buckets
 from vecgym.collectives.ledger import Ledger, Transfer

@@ -78,8 +78,8 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.averages import Weighting
+from vecgym.sweeps.chunk import Work, chunk_of, prepared_engine
 from vecgym.sweeps.options import points
-from vecgym.sweeps.stack import chunk_of, prepared_engine
 
 K = 4
 STEPS = 7
@@ -720,7 +720,7 @@ def test_the_first_of_a_stack_may_diverge() -> None:
 def test_exchanges_that_are_alike_are_one(make: Any, grid: dict[str, Any], sizes: list[int]) -> None:
     runner = run_sweep(make, grid, dry_run=True)._runner
     configs = runner.programs[0].configs
-    chunk = chunk_of(configs, prepared_engine(configs, runner.options))
+    chunk = chunk_of(Work(configs), runner.options, prepared_engine(configs, runner.options), {})
     assert [group.size for group in chunk.simulation.groups] == sizes
 
 

@@ -35,7 +35,8 @@ from vecgym.clock import Compute, Network
 from vecgym.records import runfile
 from vecgym.records.columns import MEASURED
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, SPARTAStrategy
-from vecgym.sweeps import dispatch
+from vecgym.sweeps import runner
+from vecgym.sweeps.runner import Trained
 
 F64 = torch.float64
 K = 2
@@ -548,7 +549,7 @@ def test_a_sweep_that_was_interrupted_in_several_stacks_goes_on(executor: Any, t
         """Ctrl-C comes to two jobs, each in a process of its own."""
 
         def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-            dispatch._ended.clear()
+            runner._ended.clear()
             dataset.left = 5 if self.submitted < 2 else -1
             return super().submit(fn, *args, **kwargs)
 
@@ -560,7 +561,7 @@ def test_a_sweep_that_was_interrupted_in_several_stacks_goes_on(executor: Any, t
 
 
 def test_ctrl_c_does_not_wait_for_workers_that_do_not_hear(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "GRACE_S", 0.5)
+    monkeypatch.setattr(runner, "GRACE_S", 0.5)
     release = threading.Event()
 
     class Deaf(ThreadPoolExecutor):
@@ -591,7 +592,7 @@ def test_a_job_that_begins_after_the_sweep_has_ended_trains_nothing() -> None:
 
     run(Kept(), max_steps=4)
     for train, args in Kept.jobs:
-        assert pickle.loads(train(*args)) == {"curves": {}, "partial": None, "engine": "", "messages": []}
+        assert pickle.loads(train(*args)) == Trained(curves={}, partial=None, engine="", messages=[])
 
 
 SCRIPT = """

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecgym.clock import trace
 from vecgym.clock.compute import BLOCK, Compute
 from vecgym.clock.network import Network, Routes
 from vecgym.clock.trace import Bar, PerNode, TimelineBase
@@ -40,8 +39,9 @@ class TimesOf:
     @cached_property
     def absences(self) -> Absences | None:
         """When nodes are not there: row t of an availability's table is of the t-th step, the mean over the nodes."""
-        given = self.availability
-        return None if given is None else absences_of(given, self.nominal, self.compute, self.seed)
+        if self.availability is None:
+            return None
+        return absences_of(self.availability, self.nominal, self.compute, self.seed)
 
     @property
     def nominal(self) -> list[float]:
@@ -51,7 +51,16 @@ class TimesOf:
     @property
     def seconds(self) -> StepSeconds:
         """The seconds of each step of each node."""
-        return step_seconds_of(self.compute, self.num_nodes)
+        nominal, compute = self.nominal, self.compute
+        if compute.sigma == 0:
+            return lambda node, step: nominal[node]
+
+        @functools.cache
+        def factors(node: int, block: int) -> list[float]:
+            values: list[float] = (compute.sigma * compute.drawn(node, block)).exp().tolist()
+            return values
+
+        return lambda node, step: nominal[node] * factors(node, step // BLOCK)[step % BLOCK]
 
     def wires(self, sizes: Sequence[int] | None = None) -> Wires | None:
         if self.network is None:
@@ -61,8 +70,8 @@ class TimesOf:
     def wires_within(self, regions: Sequence[Sequence[int]]) -> Wires | None:
         if self.network is None:
             return None
-        self.network.check(self.num_nodes)
-        outside, sizes = wires_of(self.network, self.num_nodes, list(self.sizes.values())), list(self.sizes.values())
+        sizes = list(self.sizes.values())
+        outside = wires_of(self.network, self.num_nodes, sizes)
         up, down, latency = list(outside.up), list(outside.down), list(outside.latency)
         for members in regions:
             inside = wires_of(self.network.within(members), len(members), sizes)
@@ -88,24 +97,6 @@ class TimesOf:
         return 1 if self.network is None else len(bucketed(sizes, self.network.bucket_bytes))
 
 
-def step_seconds_of(compute: Compute, num_nodes: int) -> StepSeconds:
-    """Return the seconds of each step of a node, as a function (node, step) -> seconds.
-
-    >>> step_seconds_of(Compute([0.5, 2.0]), num_nodes=2)(1, 7)
-    2.0
-    """
-    nominal = compute.seconds.expand(num_nodes).tolist()
-    if compute.sigma == 0:
-        return lambda node, step: nominal[node]
-
-    @functools.cache
-    def factors(node: int, block: int) -> list[float]:
-        values: list[float] = (compute.sigma * compute.drawn(node, block)).exp().tolist()
-        return values
-
-    return lambda node, step: nominal[node] * factors(node, step // BLOCK)[step % BLOCK]
-
-
 def absences_of(availability: Availability, nominal: Sequence[float], compute: Compute, seed: int) -> Absences:
     """Return when the nodes of an asynchronous run are not there, looked at as far as its time goes.
 
@@ -114,8 +105,8 @@ def absences_of(availability: Availability, nominal: Sequence[float], compute: C
             which nobody is there.
 
     >>> from vecgym.simulation.availability import Trace
-    >>> found = absences_of(Trace([[True, False], [True, True]]), [1.0, 2.0], Compute([1.0, 2.0]), seed=0)
-    >>> found.seconds, found.is_there(1, 1.0), found.begins(1, 1.0)
+    >>> absences = absences_of(Trace([[True, False], [True, True]]), [1.0, 2.0], Compute([1.0, 2.0]), seed=0)
+    >>> absences.seconds, absences.is_there(1, 1.0), absences.begins(1, 1.0)
     (1.5, False, 1.5)
     """
     facts = Facts(len(nominal), BLOCK, seed, compute)
@@ -206,9 +197,6 @@ class AsyncTimeline(TimelineBase):
     events: Sequence[Happening]
     network: Network | None
     absences: bool = False
-
-    plot = trace.plot_timeline  # as methods: their first argument is a timeline
-    save_trace = trace.save_trace
 
     @property
     def num_steps(self) -> int:

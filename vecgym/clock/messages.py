@@ -2,7 +2,7 @@
 
 A `Planner` turns transfers into messages; an exchange computes when they arrive.
 
-`Meeting` is a collective among groups of nodes: it begins once the last participant is ready and all their links are
+`Rendezvous` is a collective among groups of nodes: it begins once the last participant is ready and all their links are
 free, and occupies the links until it ends. `Mesh` is messages from node to node: each leaves once its sender is ready
 and the sender's previous one has been delivered, and concurrent messages of a node share its link. Both take a sequence
 of M messages in one call: a queue that serves them in order is a running maximum.
@@ -85,7 +85,7 @@ def paired(ready: Tensor, service: Tensor, carrying: Tensor, free: Tensor) -> Te
     return torch.stack(ends, -1).cummax(-1).values
 
 
-class Meeting:
+class Rendezvous:
     """Collectives among groups of nodes.
 
     Args:
@@ -100,10 +100,10 @@ class Meeting:
         source: the group whose result each node needs, `[K]`; G: none.
 
     >>> from vecgym.clock.network import Network
-    >>> meeting = Meeting(Routes(Network(8.0), 2), [(0, 1)])
+    >>> rendezvous = Rendezvous(Routes(Network(8.0), 2), [(0, 1)])
     >>> ready, free = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-    >>> ten_bytes = meeting.amounts("mean", torch.tensor([10.0], dtype=torch.float64))
-    >>> meeting.run(ready, ten_bytes, free, free).arrival
+    >>> ten_bytes = rendezvous.amounts("mean", torch.tensor([10.0], dtype=torch.float64))
+    >>> rendezvous.run(ready, ten_bytes, free, free).arrival
     tensor([[12.]], dtype=torch.float64)
     """
 
@@ -175,7 +175,7 @@ class Mesh:
     A node sends to all its neighbours in parallel. Over one link of B bytes per second, d messages take d S / B and
     arrive together; over a link for each pair, each takes its own time. The node's next messages leave after that.
 
-    The methods are those of `Meeting`.
+    The methods are those of `Rendezvous`.
 
     Args:
         routes: of the network.
@@ -251,7 +251,7 @@ def _padded(rows: Tensor, values: tuple[Tensor, Tensor, Tensor], num_rows: int) 
     return tables[0], tables[1], tables[2]
 
 
-Exchange = Meeting | Mesh
+Exchange = Rendezvous | Mesh
 
 
 class Messages(NamedTuple):
@@ -263,7 +263,7 @@ class Messages(NamedTuple):
         layers: the first layer of each, `[M]`, descending; a message leaves after the backward pass of that layer.
         last: the last layer of each, `[M]`.
         sizes: bytes of each, `[M]`.
-        amounts: how long each occupies the links, see `Meeting.amounts`, `[..., M]`.
+        amounts: how long each occupies the links, see `Rendezvous.amounts`, `[..., M]`.
     """
 
     transfer: Transfer
@@ -290,7 +290,7 @@ class MessagePlan(NamedTuple):
         weight: see `Transfer`.
         order: (transfer, its message) of each message in turn.
         bursts: the same, consecutive messages of one exchange together.
-        done: the fraction of the backward pass after which each leaves, `[M]`.
+        leaves: the fraction of the backward pass after which each leaves, `[M]`.
         needs: for each lag and each exchange: steps until needed, the place of the last message needed then, the
             fraction of the forward pass that needs it, and by which nodes, `[K]`; None: by all. Messages leave last
             layer first and arrive in order, so a node only ever waits for the last one.
@@ -301,7 +301,7 @@ class MessagePlan(NamedTuple):
     weight: float | Tensor
     order: tuple[tuple[int, int], ...]
     bursts: tuple[Burst, ...]
-    done: Tensor
+    leaves: Tensor
     needs: tuple[tuple[int, int, float, Tensor | None], ...]
     busy: tuple[Tensor, Tensor]
 
@@ -356,8 +356,8 @@ class Planner:
         )
         weight = transfers[0].transfer.weight
         up, down = (weight * torch.stack(x).sum(0) for x in zip(*(x.exchange.busy(x.amounts) for x in transfers)))
-        bursts, done = tuple(_bursts(transfers, order)), self.rest[layers]
-        return MessagePlan(transfers, weight, order, bursts, done, needs, (up, down))
+        bursts, leaves = tuple(_bursts(transfers, order)), self.rest[layers]
+        return MessagePlan(transfers, weight, order, bursts, leaves, needs, (up, down))
 
     def _lags(self, transfer: Transfer) -> list[tuple[int, tuple[bool, ...] | None]]:
         """Return after how many steps a transfer is needed, each with the nodes that need it then; None: all."""
@@ -407,9 +407,9 @@ class Planner:
             group = [*sorted({*who.up, *who.down}), K]
             # A node that sits out begins a later round from what the server has sent, so none may run ahead of it.
             receivers = range(K) if who.down else ()
-            return Meeting(self.routes, [group], receivers) if len(group) > 1 else None
+            return Rendezvous(self.routes, [group], receivers) if len(group) > 1 else None
         groups = [g for g in ([tuple(range(K))] if who is None else who) if len(g) > 1]
-        return Meeting(self.routes, groups, pairs=pairs) if groups else None
+        return Rendezvous(self.routes, groups, pairs=pairs) if groups else None
 
 
 def _bursts(transfers: tuple[Messages, ...], order: tuple[tuple[int, int], ...]) -> Iterator[Burst]:

@@ -99,7 +99,8 @@ def dry_run(
         if p.requires_grad and name not in unused
     }
     run = RunFacts(K, T, seed, num_examples=(1,) * K)  # weights change no bytes
-    simulation = DrySimulation(cast(Engine, Shapes(params)), strategy, run, comm, nothing_to_read)
+    simulation = Simulation(cast(Engine, Shapes(params)), strategy, run, comm, nothing_to_read)
+    simulation.dry = True
     try:
         state = simulation.init()
         for events in simulation.timetable.ticks():
@@ -137,12 +138,6 @@ def as_model(model: nn.Module | int | str) -> nn.Module:
     h = [nn.Sequential(*(nn.Linear(*shape, **META) for shape in ((d, 3 * d), (d, d), (d, 4 * d), (4 * d, d))))
          for _ in range(blocks)]  # fmt: skip
     return nn.ModuleDict({**outside, "h": nn.ModuleList(h)})
-
-
-class DrySimulation(Simulation):
-    """A simulation in which nothing has values."""
-
-    dry = True
 
 
 class Shapes:
@@ -186,10 +181,10 @@ def required_bandwidth(
     """
     check.number("utilization", utilization, "(0, 1)", "the fraction of the time in which nodes compute")
     question = Question(transfers, compute, utilization, seconds("latency", latency), sizes, options)
-    needed = question.bandwidth()
-    if needed == math.inf:
+    bandwidth = question.bandwidth()
+    if bandwidth == math.inf:
         warn(question.why_none())
-    return needed
+    return bandwidth
 
 
 @dataclass(frozen=True)
@@ -260,8 +255,8 @@ overlap, Compute(overlap=True).'
         """Yield the changes of which each one makes some bandwidth enough."""
         yield f"{rarer} times fewer exchanges (H)"
         if self.options.get("bucket_bytes") != math.inf:
-            needed = self._with(bucket_bytes=math.inf).bandwidth()
-            figure = readable_bandwidth(needed) if needed < math.inf else "not enough by itself"
+            least = self._with(bucket_bytes=math.inf).bandwidth()
+            figure = readable_bandwidth(least) if least < math.inf else "not enough by itself"
             yield f"one message per exchange, bucket_bytes=math.inf: {figure}"
         for name in sorted(ALL_REDUCE.keys() - {"gloo", "server"}):
             if name != self.options.get("all_reduce", "ring") and self._with(all_reduce=name).reached():
@@ -364,8 +359,8 @@ class Family:
         names = ("all_reduce", "all_gather", "bucket_bytes", "server_bandwidth")
         options = {name: getattr(network, name) for name in names}
         question = Question(ledger, self.compute, utilization, network.latency, options=options, first=first)
-        needed = question.bandwidth()
-        return needed, question.why_none() if needed == math.inf else None
+        bandwidth = question.bandwidth()
+        return bandwidth, question.why_none() if bandwidth == math.inf else None
 
     def required_H(self, network: Network, utilization: float) -> tuple[float, str | None]:
         """Return the least H; if none is enough, inf and the reason."""
@@ -464,10 +459,10 @@ def required_H(
     """
     check.instance("network", network, Network, "a Network, such as Network(1e9, 0.05)")
     check.number("utilization", utilization, "(0, 1)", "the fraction of the time in which nodes compute")
-    needed, why = Family(model, strategy, num_nodes, compute).required_H(network, utilization)
+    least, why = Family(model, strategy, num_nodes, compute).required_H(network, utilization)
     if why is not None:
         warn(why)
-    return needed
+    return least
 
 
 class Prices(NamedTuple):
@@ -590,10 +585,10 @@ def price_strategies(
     for bucket_bytes in dict.fromkeys((network.bucket_bytes, math.inf)):
         on = copy.copy(network)
         on.bucket_bytes = bucket_bytes
-        found = [row for name, family in families.items() for row in _rows(name, family, periods, on, utilization)]
-        for row in found:
+        of_way = [row for name, family in families.items() for row in _rows(name, family, periods, on, utilization)]
+        for row in of_way:
             days = row["seconds_per_step"] * max_steps / SECONDS_PER_DAY
-            faster = found[0]["seconds_per_step"] / row["seconds_per_step"]
+            faster = of_way[0]["seconds_per_step"] / row["seconds_per_step"]
             rows.append({**row, "days": days, "faster": faster})
     params = [p for p in model.parameters() if p.requires_grad]
     size = f"{sum(p.numel() for p in params):,} parameters ({readable_bytes(sum(p.nbytes for p in params))})"

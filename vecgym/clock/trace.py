@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vecgym.clock.clock import Delivery, Need, StepRecord
 from vecgym.clock.compute import Compute
-from vecgym.clock.messages import NEVER, Messages
+from vecgym.clock.messages import NEVER, MessagePlan, Messages
 from vecgym.clock.units import readable_time
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import check, files
@@ -37,6 +36,61 @@ KINDS = {  # (label in a legend, index of the colour)
 }
 MAX_NODES = 16
 MAX_STEPS = 12  # that a figure shows by default
+
+
+class Delivery(NamedTuple):
+    """The messages of a plan and their times in one step, for figures and traces.
+
+    Attributes:
+        plan: the messages.
+        ready: when each node was ready for each message, `[K, M]`.
+        up, down: until when the links were busy beforehand, `[K + 1]`.
+        arrival: when each message arrived, `[K or 1, M]`.
+    """
+
+    plan: MessagePlan
+    ready: Tensor
+    up: Tensor
+    down: Tensor
+    arrival: Tensor
+
+
+class StepRecord(NamedTuple):
+    """What the nodes did in one step, `[K]` seconds each.
+
+    Attributes:
+        step: counted from 0.
+        begin: when they could have begun, had all messages arrived.
+        forward: when the forward pass ended.
+        end: when the backward pass ended.
+        seconds: how long they computed.
+        needs: what the forward pass waited for.
+        deliveries: what was sent.
+    """
+
+    step: int
+    begin: Tensor
+    forward: Tensor
+    end: Tensor
+    seconds: Tensor
+    needs: tuple[Need, ...]
+    deliveries: tuple[Delivery, ...]
+
+
+class Need(NamedTuple):
+    """What a forward pass waits for: the last of the messages that it needs.
+
+    Attributes:
+        arrival: when the message arrives, `[K or 1]`.
+        rest: the fraction of the forward pass that needs it.
+        step, plan, place: the step that sent it, the index of the plan in that step, and of the message in that plan.
+    """
+
+    arrival: Tensor
+    rest: float
+    step: int
+    plan: int
+    place: int
 
 
 class Bar(NamedTuple):
@@ -81,49 +135,6 @@ class PerNode:
     waited: Tensor
     sent: Tensor
     received: Tensor
-
-
-@dataclass(frozen=True)
-class TimelineBase:
-    """What every node did when, in a synchronous or an asynchronous run.
-
-    Attributes:
-        seconds: how long the run took.
-        utilization: computed / (computed + waited), averaged over the nodes.
-        per_node: how each node spent its time.
-        compute: how long the nodes compute.
-    """
-
-    seconds: Any
-    utilization: Any
-    per_node: PerNode
-    compute: Compute
-
-    @property
-    def num_nodes(self) -> int:
-        """K, the number of nodes."""
-        return len(self.per_node.computed)
-
-    @property
-    def num_steps(self) -> int:
-        """T, the number of steps, or of updates."""
-        raise NotImplementedError
-
-    def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:
-        """Return what every node did in the steps from `first` to before `last`, for figures and traces."""
-        raise NotImplementedError
-
-    def _within(self, first: int, last: int | None) -> tuple[int, int]:
-        """Check `first` and `last`, and return them, clipped to `num_steps`."""
-        end = self.num_steps if last is None else check.integer("last", last, 0)
-        first = check.integer("first", first, 0, "the first step, or update, counted from 0")
-        return min(first, self.num_steps), min(end, self.num_steps)
-
-    def _describe(self, what: str) -> str:
-        return (
-            f"{type(self).__name__}({self.num_steps} {what} {self.num_nodes} nodes: "
-            f"{readable_time(float(self.seconds))}, {100 * float(self.utilization):.1f} % computing)"
-        )
 
 
 def bars(records: Sequence[StepRecord], first: int = 0) -> list[Bar]:
@@ -310,6 +321,52 @@ def _draw(axes: Axes, bar: Bar, colour: str, least: float) -> None:
     if bar.kind == "wait" and bar.waits_for is not None and bar.end - bar.begin > least:
         middle = (bar.begin + bar.end) / 2
         axes.text(middle, bar.node - 0.12, f"node {bar.waits_for}", ha="center", va="center", fontsize=7)
+
+
+@dataclass(frozen=True)
+class TimelineBase:
+    """What every node did when, in a synchronous or an asynchronous run.
+
+    Attributes:
+        seconds: how long the run took.
+        utilization: computed / (computed + waited), averaged over the nodes.
+        per_node: how each node spent its time.
+        compute: how long the nodes compute.
+    """
+
+    seconds: Any
+    utilization: Any
+    per_node: PerNode
+    compute: Compute
+
+    plot = plot_timeline  # as methods: their first argument is a timeline
+    save_trace = save_trace
+
+    @property
+    def num_nodes(self) -> int:
+        """K, the number of nodes."""
+        return len(self.per_node.computed)
+
+    @property
+    def num_steps(self) -> int:
+        """T, the number of steps, or of updates."""
+        raise NotImplementedError
+
+    def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:
+        """Return what every node did in the steps from `first` to before `last`, for figures and traces."""
+        raise NotImplementedError
+
+    def _within(self, first: int, last: int | None) -> tuple[int, int]:
+        """Check `first` and `last`, and return them, clipped to `num_steps`."""
+        end = self.num_steps if last is None else check.integer("last", last, 0)
+        first = check.integer("first", first, 0, "the first step, or update, counted from 0")
+        return min(first, self.num_steps), min(end, self.num_steps)
+
+    def _describe(self, what: str) -> str:
+        return (
+            f"{type(self).__name__}({self.num_steps} {what} {self.num_nodes} nodes: "
+            f"{readable_time(float(self.seconds))}, {100 * float(self.utilization):.1f} % computing)"
+        )
 
 
 def plot_networks(

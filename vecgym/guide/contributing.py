@@ -46,14 +46,12 @@ the state, its method changes them, and they are put back:
 | module | holds |
 |---|---|
 | `timetable` | `Event`, `Mark`, `Lockstep`: who trains, who meets, who returns, and at which of their own counts |
-| `availability`, `presence` | who is there in which steps, as a rule and as a table |
+| `availability`, `presence` | who is there in which steps, as a rule and as a table; what nodes that return begin with |
 | `events` | when nodes meet a server that does not wait: `Rules`, messages on links, one agenda for all of it |
 | `scheduled` | `Scheduled`, `Waves`: such events as timetables, with `train` where a result is first needed |
 | `state` | `State`: what is each node's `own` and what is `shared`; `Rows`, and how they are put back |
-| `simulation` | `Part`, all that a handler sees; `Simulation`, which takes, calls, puts, and asks the engine for gradients |
-| `run` | the loop |
+| `simulation` | `run`, the loop; `Simulation`, which takes, calls, puts, and asks for gradients; `Part`, all that a handler sees |
 | `stack` | several groups of configurations as one simulation: a sweep is rows |
-| `returning` | what nodes that return begin with |
 
 Absent nodes are rows that an event does not have; a node that rests is one that `train` does not have; what is late is
 an event later in the timetable. Nothing else knows of them. `fit`, `rollout` and estimates of memory are this loop with

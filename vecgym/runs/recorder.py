@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from vecgym.clock import Compute
-from vecgym.clock.clock import RunningClock
+from vecgym.clock.timeline import RunningClock
 from vecgym.clock.units import readable_time
 from vecgym.collectives.ledger import Ledger, readable_bytes
 from vecgym.core.devices import fetched, on_host

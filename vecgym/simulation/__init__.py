@@ -4,31 +4,12 @@ The timetable says what happens when, and to which rows. An algorithm has a meth
 takes its rows out of the state, its method changes them, and they are put back. A run does nothing else.
 """
 
-from vecgym.simulation.run import run
-from vecgym.simulation.simulation import Algorithm, Group, LocalTraining, Part, Place, Row, Simulation, spread
+from vecgym.simulation.simulation import Algorithm, Group, LocalTraining, Part, Place, Row, Simulation, run, spread
 from vecgym.simulation.stack import Stack
 from vecgym.simulation.state import Rows, State
 from vecgym.simulation.timetable import Due, Event, Every, Lockstep, Mark, Recurrence, RunFacts, Timetable
 
 __all__ = [
-    "Algorithm",
-    "Due",
-    "Event",
-    "Every",
-    "Group",
-    "LocalTraining",
-    "Lockstep",
-    "Mark",
-    "Part",
-    "Place",
-    "Recurrence",
-    "Row",
-    "Rows",
-    "RunFacts",
-    "Simulation",
-    "Stack",
-    "State",
-    "Timetable",
-    "run",
-    "spread",
+    "Algorithm", "Due", "Event", "Every", "Group", "LocalTraining", "Lockstep", "Mark", "Part", "Place", "Recurrence",
+    "Row", "Rows", "RunFacts", "Simulation", "Stack", "State", "Timetable", "run", "spread",
 ]  # fmt: skip

@@ -42,6 +42,10 @@ class Happening(Protocol):
     def time(self) -> float:
         """Simulated seconds."""
 
+    @property
+    def what(self) -> str:
+        """The method of the algorithm that handles it."""
+
 
 class Arrival(NamedTuple):
     """The movement of a round reaches the server.
@@ -66,6 +70,10 @@ class Arrival(NamedTuple):
     end: float
 
     @property
+    def what(self) -> str:
+        return "arrive"
+
+    @property
     def rows(self) -> tuple[int, ...]:
         return (self.node,)
 
@@ -77,6 +85,10 @@ class Update(NamedTuple):
     version: int
     num_arrivals: int
 
+    @property
+    def what(self) -> str:
+        return "update"
+
 
 class Restart(NamedTuple):
     """The server sends its parameters to nodes, which begin their next rounds when they have them."""
@@ -85,6 +97,10 @@ class Restart(NamedTuple):
     nodes: tuple[int, ...]
     version: int
     begins: tuple[float, ...]
+
+    @property
+    def what(self) -> str:
+        return "restart"
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -282,13 +298,6 @@ class Rules:
             seconds = step_seconds(node, step)
             took += max(0.0, min(seconds, end - time))
             time += seconds
-        return took
-
-    def seconds_of_round(self, node: int, first_step: int, step_seconds: StepSeconds) -> float:
-        """Return how long a round takes, summed from left to right."""
-        took = 0.0
-        for step in range(first_step, first_step + self.num_steps[node]):
-            took += step_seconds(node, step)
         return took
 
 
@@ -542,26 +551,28 @@ class RoundsAgenda(Agenda):
         if self.rules.absences is not None:
             self.push(time, STEPS, node)
             return
-        end = time + self.rules.seconds_of_round(node, first, self.step_seconds)
-        self.began[node] = Begun(time, end, version)
-        self.push(*self.ends(end, node))
+        took = 0.0
+        for step in range(first, self.steps[node]):
+            took += self.step_seconds(node, step)
+        self.began[node] = Begun(time, time + took, version)
+        self.push(*self.ends(time + took, node))
 
-    def step(self, time: float, node: int, done: int) -> Iterable[Happening]:
+    def step(self, time: float, node: int, num_done: int) -> Iterable[Happening]:
         """Let a node begin its next step, end its round, or wait until it is back."""
-        self.push(*self.next_step(time, node, done))
+        self.push(*self.next_step(time, node, num_done))
         begun = self.began[node]
-        self.began[node] = begun._replace(begin=begun.begin if done else time, end=time)
+        self.began[node] = begun._replace(begin=begun.begin if num_done else time, end=time)
         return ()
 
-    def next_step(self, time: float, node: int, done: int) -> Entry:
-        """Return the entry of what a node does after `done` steps of its round."""
+    def next_step(self, time: float, node: int, num_done: int) -> Entry:
+        """Return the entry of what a node does after `num_done` steps of its round."""
         count, absences = self.rules.num_steps[node], self.rules.absences
         assert absences is not None
-        if done == count:
+        if num_done == count:
             return self.ends(time, node)
         if (back := absences.begins(node, time)) > time:
-            return back, STEPS, node, done
-        return time + self.step_seconds(node, self.steps[node] - count + done), STEPS, node, done + 1
+            return back, STEPS, node, num_done
+        return time + self.step_seconds(node, self.steps[node] - count + num_done), STEPS, node, num_done + 1
 
     def arrival(self, time: float, node: int, version: int) -> Arrival:
         """Return the arrival of a node's round at a server of this version."""
@@ -579,8 +590,6 @@ ENDS, ARRIVES = range(2)  # of a round
 
 class _Rounds(RoundsAgenda):
     """Nodes that train in rounds, a server, and the window in which nodes that have arrived wait."""
-
-    rules: Rules
 
     def __init__(self, rules: Rules, step_seconds: StepSeconds) -> None:
         super().__init__(rules, step_seconds)

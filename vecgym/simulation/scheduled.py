@@ -24,15 +24,13 @@ from vecgym.simulation.events import Arrival, Happening, Restart, Schedule, Upda
 from vecgym.simulation.timetable import Event
 
 Pending = tuple[int, ...]
-WHAT = {Arrival: "arrive", Restart: "restart", Update: "update"}
 
 
 class Scheduled:
     """The events of an asynchronous run whose nodes train in rounds. A tick ends with an update of the server.
 
-    `arrive`, `restart` and `update` handle an `Arrival`, a `Restart` and an `Update`; any other happening names its
-    handler in an attribute `what`. The happening is the event's `info`; that of a `train` is the number of steps of the
-    round before it.
+    A happening's `what` names the method that handles it: `arrive`, `restart`, `update` or another. The happening is
+    the event's `info`; that of a `train` is the number of steps of the round before it.
 
     Args:
         schedule: all that happens; None is an error.
@@ -101,11 +99,11 @@ class Scheduled:
 
 def _round(rows: Sequence[int], steps: Sequence[int], num_steps: dict[int, int]) -> Iterator[Event]:
     """Let nodes train a round after `steps` steps. Nodes with a shorter round are left out of the later events."""
-    done = 0
+    trained = 0
     for until in sorted({num_steps[node] for node in rows}):
         here = tuple(node for node in rows if num_steps[node] >= until)
-        yield Event("train", here, tuple(steps[node] + done for node in here), until - done, info=done)
-        done = until
+        yield Event("train", here, tuple(steps[node] + trained for node in here), until - trained, info=trained)
+        trained = until
 
 
 def event_of(happening: Happening) -> Event:
@@ -114,8 +112,7 @@ def event_of(happening: Happening) -> Event:
     >>> event_of(Restart(time=1.0, nodes=(2,), version=0, begins=(1.0,)))[:2]
     ('restart', (2,))
     """
-    what = WHAT.get(type(happening)) or happening.what  # type: ignore[attr-defined]
-    return Event(what, getattr(happening, "rows", None), getattr(happening, "first_step", 0), info=happening)
+    return Event(happening.what, getattr(happening, "rows", None), getattr(happening, "first_step", 0), info=happening)
 
 
 class Waves(Scheduled):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -135,6 +136,10 @@ class Part:
     """The rows of an event. What is assigned to `own` and `shared` is put back after the event's handler.
 
     Attributes:
+        algorithm: the settings of these configurations.
+        run: what was known about the run in advance.
+        tick: number of ticks before this one.
+        inplace: whether tensors may be overwritten if they are assigned afterwards; not under differentiation.
         own: what these nodes have of their own, `part.own["params"]` for instance, `[rows, *]`.
         shared: what all nodes share, `[1, *]`.
         home: the one of the two that holds parameters and optimizer.
@@ -153,38 +158,20 @@ class Part:
         self.place = place = simulation.place(event.rows, event.group)
         self.rows, self.comm, self.size = place.rows, place.comm, place.size
         self.group = simulation.group_of(event.group)
+        self.algorithm, self.run = self.group.algorithm, self.group.run
+        self.tick, self.inplace = draft.tick, not draft.pure
         self.own, self.shared, self.memo, self._columns = simulation.trees(draft, event, place)
         self.home: Rows | SplitRows = self.shared if "params" in self.shared.whole else self.own
-        self.counts = self._here(event.counts)
-        self.made = self.counts if event.made is None else self._here(event.made)
+        self.counts = simulation.counts_here(event, event.counts)
+        self.made = self.counts if event.made is None else simulation.counts_here(event, event.made)
         self.losses: Tensor | None = None
-        self.given: Local | None = None  # gradients that were computed together with other groups'
+        self.precomputed: Local | None = None  # gradients that were computed together with other groups'
         self._num_read = self._num_steps = 0
-
-    @property
-    def algorithm(self) -> Any:
-        """The settings of these configurations."""
-        return self.group.algorithm
-
-    @property
-    def run(self) -> RunFacts:
-        """What was known about the run in advance."""
-        return self.group.run
 
     @property
     def nodes(self) -> list[int]:
         """The node ids of these rows, in each configuration."""
         return self.place.nodes if self.size == 1 else self.place.nodes[: len(self.rows) // self.size]
-
-    @property
-    def tick(self) -> int:
-        """Number of ticks before this one."""
-        return self._draft.tick
-
-    @property
-    def inplace(self) -> bool:
-        """Whether tensors may be overwritten if they are assigned afterwards; not under differentiation."""
-        return not self._draft.pure
 
     @property
     def params(self) -> Tree:
@@ -206,13 +193,13 @@ class Part:
             mean: only the mean of the gradients is used. If the nodes share their parameters, it alone may be
                 computed, `[1, *]`.
         """
-        local = self.simulation.gradients(self, at, mean) if self.given is None else self._given(at)
+        local = self.simulation.gradients(self, at, mean) if self.precomputed is None else self._precomputed(at)
         self.losses, grads = local.losses, local.grads
         if self.size > 1:
             self.losses, grads = self._apart(self.losses), tree.map(self._apart, grads)
         return grads
 
-    def _given(self, at: Tree | None) -> Local:
+    def _precomputed(self, at: Tree | None) -> Local:
         self._num_read += 1
         self.check_reads(at_end=False)
         if at is not None or "params" in self.home.of("params").assigned:
@@ -221,8 +208,8 @@ class Part:
                 "begins, but in a stack the events `train` of all groups share one call: give it another name, "
                 'Lockstep(run, train="step").'
             )
-        assert self.given is not None
-        return self.given
+        assert self.precomputed is not None
+        return self.precomputed
 
     @property
     def lr(self) -> Any:
@@ -353,28 +340,17 @@ class Part:
 
     def check_reads(self, *, at_end: bool) -> None:
         """Raise a ValueError if these rows have read more batches than their event declares, or fewer at its end."""
-        done, reads = self._num_read, self.event.reads if self.rows else 0
-        if done > reads or (at_end and done < reads):
+        reads = self.event.reads if self.rows else 0
+        if self._num_read > reads or (at_end and self._num_read < reads):
             raise ValueError(
-                f"{self.event.what!r} in tick {self.tick} reads {done} batches, but its event has reads={reads}: the "
-                "timetable must declare all reads in advance."
+                f"{self.event.what!r} in tick {self.tick} reads {self._num_read} batches, but its event has "
+                f"reads={reads}: the timetable must declare all reads in advance."
             )
 
     def put(self) -> None:
         """Write what was assigned into the tick's state."""
         own = [self.own.common, self.own.others] if isinstance(self.own, SplitRows) else [self.own]
         put_back([*own, self.shared], pure=self._draft.pure)
-
-    def _here(self, counts: int | tuple[int, ...]) -> int | list[int]:
-        """Return the counts of the rows in this process; one number if all are equal."""
-        if isinstance(counts, int):
-            return counts
-        every, mine = self.simulation.run.num_nodes, self.place.nodes
-        if self.event.group is None:
-            every, mine = len(self.simulation.here), self.rows
-        count_of = dict(zip(range(every) if self.event.rows is None else self.event.rows, counts))
-        local = [count_of[row] for row in mine]
-        return local[0] if len(set(local)) == 1 else local
 
 
 class Row(NamedTuple):
@@ -407,8 +383,8 @@ class Row(NamedTuple):
         if self.stack and None not in [event.group for event in self.events if event.reads and event.rows is None]:
             trained = [(event.group, event.rows) for event in self.events if event.reads]
             rows = [some if group is None else self.stack[group].rows(some) for group, some in trained]
-        found = None if None in rows else sorted({row for some in rows for row in some or ()})
-        return None if self.stack and found is not None and len(found) == len(self.losses) else found
+        active = None if None in rows else sorted({row for some in rows for row in some or ()})
+        return None if self.stack and active is not None and len(active) == len(self.losses) else active
 
     def sent_by(self, group: int) -> tuple[Transfer, ...]:
         """Return what each configuration of a group has sent.
@@ -447,10 +423,11 @@ class Simulation:
         self.large = sum(p.numel() for p in engine.params.values()) > LARGE
         check_run(algorithm, run)
         self.timetable = algorithm.timetable(run)
-        self._places = functools.lru_cache(CACHED_PLACES)(self._place)
+        self.place = functools.lru_cache(CACHED_PLACES)(self._place)
 
-    # Attributes of classes: in a dry one nothing has values, gradients are shapes, and the optimizer takes no step.
-    dry = large = False
+    large = False
+    stacked: Sequence[Group] = ()  # the groups, if there are several
+    dry = False  # in a dry simulation nothing has values: gradients are shapes, and the optimizer takes no step
 
     def of(self, algorithm: Algorithm, read: Callable[[Iterator[Request]], Batches]) -> Simulation:
         """Return the same run with other settings of the algorithm, on other data."""
@@ -461,33 +438,43 @@ class Simulation:
 
     def init(self, params: Tree | None = None) -> State:
         """Return the state before the first tick, with the model's own parameters or with others, `[1, *]`."""
+        params, constant, changing = self._initial(params)
+        own, shared = self.algorithm.init(self.run, params)
+        return State(
+            0,
+            tree.map_leaves(self._rows_here, {"buffers": changing, **own}),
+            tree.map_leaves(torch.clone, {"buffers": constant, **shared}),
+        )
+
+    def _initial(self, params: Tree | None) -> tuple[Tree, Tree, Tree]:
+        """Return the initial parameters, the buffers that never change, and the others; announce what may be sent."""
         if params is None:
             params = {name: p.detach()[None].clone() for name, p in self.engine.params.items()}
         self.comm.ledger.announce(self.run.num_nodes, {name: payload_bytes(p) for name, p in params.items()})
-        own, shared = self.algorithm.init(self.run, params)
         buffers: list[Tree] = [{}, {}]
         for name, b in self.engine.buffers.items():
             buffers[self.engine.changes(name)][name] = b[None]
-        return State(
-            0,
-            tree.map_leaves(self._rows_here, {"buffers": buffers[True], **own}),
-            tree.map_leaves(torch.clone, {"buffers": buffers[False], **shared}),
-        )
+        return params, buffers[False], buffers[True]
 
     def result(self, state: State) -> Result:
         """Return what the run's model is the mean of: the one rule for what is evaluated, returned and saved."""
-        rule = getattr(self.algorithm, "result", None)
-        return Result(state.params if rule is None else rule(state), self.members(state.tick - 1))
+        return self._result(self.groups[0], state)
+
+    def _result(self, group: Group, state: State) -> Result:
+        rule = getattr(group.algorithm, "result", None)
+        members = group.run.there(state.tick - 1) if state.tick > 0 else None
+        return Result(state.params if rule is None else rule(state), members)
 
     def members(self, tick: int) -> tuple[int, ...] | None:
         """Return the nodes that are present in a tick; None: all, as before the first tick."""
         return None if tick < 0 else self.run.there(tick)
 
     def close(self) -> None:
-        """End the threads of the engine and the algorithm; a later tick starts them again."""
+        """End the threads of the engine and the algorithms; a later tick starts them again."""
         self.engine.close()
-        if hasattr(self.algorithm, "close"):
-            self.algorithm.close()
+        for group in self.groups:
+            if hasattr(group.algorithm, "close"):
+                group.algorithm.close()
 
     def step(
         self, state: State, batch: Any, *, limits: list[int] | None = None, pure: bool = False,
@@ -529,16 +516,17 @@ class Simulation:
 
     def readers(self, event: Event) -> Request:
         """Return the event's rows in this process, and their counts: one number if all are equal."""
-        rows, counts = self.place(event.rows, event.group).rows, event.counts
-        if isinstance(counts, int):
-            return rows, counts
-        count_of = self.counts_of(event)
-        each = [count_of[row] for row in rows]
-        return rows, each[0] if each and each.count(each[0]) == len(each) else each
+        return self.place(event.rows, event.group).rows, self.counts_here(event, event.counts)
 
-    def counts_of(self, event: Event) -> dict[int, int]:
-        """Return the count of each row of an event, in all processes."""
-        return dict(event.each(self.run.num_nodes))
+    def counts_here(self, event: Event, counts: int | tuple[int, ...]) -> int | list[int]:
+        """Return some counts of an event's rows for those in this process: one number if all are equal."""
+        if isinstance(counts, int):
+            return counts
+        place, of_stack = self.place(event.rows, event.group), event.group is None
+        every = range(len(self.here) if of_stack else self.run.num_nodes)
+        count_of = dict(zip(every if event.rows is None else event.rows, counts))
+        each = [count_of[row] for row in (place.rows if of_stack else place.nodes)]
+        return each[0] if len(set(each)) == 1 else each
 
     def tick(
         self, state: State, events: Sequence[Event], batches: Batches, *, pure: bool = False,
@@ -558,7 +546,10 @@ class Simulation:
                 if before is not None:
                     before(event, draft)
                 self.handle(draft, event)
-        row = Row(state.tick + 1, self._losses(draft), tuple(transfers), events, draft.columns, tuple(draft.groups))
+        row = Row(
+            state.tick + 1, self._losses(draft), tuple(transfers), events, draft.columns, tuple(draft.groups),
+            self.stacked,
+        )  # fmt: skip
         return State(state.tick + 1, draft.own, draft.shared), row
 
     def draft(self, state: State, batches: Batches, pure: bool) -> Draft:
@@ -577,18 +568,14 @@ class Simulation:
         """Return a group's timetable."""
         return self.timetable
 
-    def place(self, rows: tuple[int, ...] | None, group: int | None = 0) -> Place:
-        """Return where some rows are; it is cached."""
-        return self._places(rows, group)
-
-    def handle(self, draft: Draft, event: Event, given: Local | None = None) -> None:
+    def handle(self, draft: Draft, event: Event, precomputed: Local | None = None) -> None:
         """Take the event's rows, let its method change them, and put them back.
 
         Args:
-            given: their gradients, where they are known already.
+            precomputed: their gradients, where they are known already.
         """
         part = Part(self, draft, event)
-        part.comm.step, part.given = draft.tick, given
+        part.comm.step, part.precomputed = draft.tick, precomputed
         handler = getattr(part.algorithm, event.what, None)
         if handler is None:
             raise TypeError(f"{type(part.algorithm).__name__} has no method {event.what!r}, named by its timetable.")
@@ -641,14 +628,21 @@ class Simulation:
                 )
         return written
 
-    def _place(self, rows: tuple[int, ...] | None, group: int | None) -> Place:
-        K = self.run.num_nodes
-        if rows is not None and not (rows == tuple(sorted(set(rows))) and set(rows) <= set(range(K))):
-            raise ValueError(f"an event has rows {rows}; they must be distinct, ascending and from 0 to {K - 1}.")
-        comm = self.comm if rows is None or len(rows) == K else self.comm.among(rows)
-        here = [row for row in (range(K) if rows is None else rows) if row in self.here]
+    def _place(self, rows: tuple[int, ...] | None, group: int | None = 0) -> Place:
+        K, chosen = self.run.num_nodes, self._chosen(rows)
+        comm = self.comm if len(chosen) == K else self.comm.among(chosen)
+        here = [row for row in chosen if row in self.here]
         at = index_of([row - self.here.start for row in here], len(self.here))
         return Place(here, at, comm, here, [self.run.seed] * len(here))
+
+    def _chosen(self, rows: tuple[int, ...] | None) -> Sequence[int]:
+        """Return the nodes of an event."""
+        K = self.run.num_nodes
+        if rows is None:
+            return range(K)
+        if rows != tuple(sorted(set(rows))) or not set(rows) <= set(range(K)):
+            raise ValueError(f"an event has rows {rows}; they must be distinct, ascending and from 0 to {K - 1}.")
+        return rows
 
     def _losses(self, draft: Draft) -> Tensor:
         """Return the mean of the losses reported for each row."""
@@ -664,6 +658,37 @@ class Simulation:
             index = placed(places, sums.device)
             sums, times = sums.index_add(0, index, losses), times.index_add(0, index, torch.ones_like(losses))
         return (sums / times).masked_fill(times == 0, torch.nan)  # 0 / 0 is a different nan on some processors
+
+
+Listener = Callable[[State, Row], None]
+
+
+def run(
+    simulation: Simulation, state: State, listeners: Sequence[Listener] = (), *, pure: bool = False,
+    before: Before | None = None, stop: Callable[[State], bool] | None = None,
+) -> State:  # fmt: skip
+    """Run the timetable from the state's tick to its end, or until `stop`; return the last state.
+
+    Args:
+        state: must not be used afterwards, unless `pure`.
+        listeners: called after each tick with the state and its measurements.
+        pure: the run can be differentiated. In the state that it returns, names may share memory: only a pure run can
+            continue from it.
+        before: called before each event; see `Simulation.tick`.
+    """
+    ticks, ahead = itertools.tee(simulation.timetable.ticks(state.tick))
+    batches = simulation.read(simulation.requests(ahead))
+    try:
+        for events in ticks:
+            state, row = simulation.tick(state, events, batches, pure=pure, before=before)
+            for listener in listeners:
+                listener(state, row)
+            if stop is not None and stop(state):
+                break
+    finally:
+        if isinstance(batches, Generator):
+            batches.close()
+    return state
 
 
 def _some(counts: int | list[int], a: int, b: int) -> int | tuple[int, ...]:

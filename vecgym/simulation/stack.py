@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
-from vecgym.collectives.base import payload_bytes
 from vecgym.collectives.stacked import GroupCollectives
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
@@ -30,7 +29,6 @@ from vecgym.simulation.simulation import (
     Part,
     Place,
     Request,
-    Row,
     Simulation,
     check_run,
     index_of,
@@ -68,12 +66,12 @@ class Together:
         for each in zip(*[table.ticks(start) for table in self.tables]):
             yield list(self._side_by_side([[e._replace(group=g) for e in events] for g, events in enumerate(each)]))
 
-    def _side_by_side(self, left: list[list[Event]]) -> Iterator[Event]:
-        while any(left):
-            for events in left:  # what comes before the next step of all
+    def _side_by_side(self, coming: list[list[Event]]) -> Iterator[Event]:
+        while any(coming):
+            for events in coming:  # what comes before the next step of all
                 while events and not events[0].reads:
                     yield events.pop(0)
-            heads = [events.pop(0) for events in left if events]
+            heads = [events.pop(0) for events in coming if events]
             joined = [head for head in heads if head[:1] + head[3:5] == ("train", 1, None)]  # a step of nodes that wait
             if joined:
                 yield self._joint(joined)
@@ -114,17 +112,18 @@ class Stack(Simulation):
     Args:
         groups: neighbours, from row 0 on, of the same number of nodes and ticks.
         comm: the collectives of the nodes of one configuration.
-        engine, read, minibatch_size, exact: see `Simulation`.
+        engine, read, minibatch_size: see `Simulation`.
     """
 
     def __init__(
         self, engine: Engine, groups: Sequence[Group], comm: StackedCollectives,
-        read: Callable[[Iterator[Request]], Batches], *, minibatch_size: int | None = None, exact: bool = False,
+        read: Callable[[Iterator[Request]], Batches], *, minibatch_size: int | None = None,
     ) -> None:  # fmt: skip
         _check(groups, comm)
         names = tuple(engine.params)
-        self.engine, self.comm, self.read, self.minibatch_size, self.exact = engine, comm, read, minibatch_size, exact
+        self.engine, self.comm, self.read, self.minibatch_size, self.exact = engine, comm, read, minibatch_size, False
         self.groups = [group._replace(run=replace(group.run, names=names)) for group in groups]
+        self.stacked = self.groups
         self.run, self.algorithm = self.groups[0].run, self.groups[0].algorithm
         self.num_configs = sum(group.size for group in groups)
         self.here = range(self.num_configs * self.run.num_nodes)
@@ -134,7 +133,7 @@ class Stack(Simulation):
         self.tables = [group.algorithm.timetable(group.run) for group in self.groups]
         self.timetable = Together(self.groups, self.tables)
         self.whole = self._whole()
-        self._places = functools.lru_cache(CACHED_PLACES)(self._place)
+        self.place = functools.lru_cache(CACHED_PLACES)(self._place)
 
     def _whole(self) -> Group | None:
         """Return all rows as a group, each with numbers of its own, if all train by one step of one optimizer."""
@@ -159,12 +158,7 @@ class Stack(Simulation):
         Args:
             params: `[1 or number of configurations, *]`; None: the model's.
         """
-        if params is None:
-            params = {name: p.detach()[None].clone() for name, p in self.engine.params.items()}
-        self.comm.ledger.announce(self.run.num_nodes, {name: payload_bytes(p) for name, p in params.items()})
-        changing: list[Tree] = [{}, {}]
-        for name, b in self.engine.buffers.items():
-            changing[self.engine.changes(name)][name] = b[None].clone()
+        params, constant, changing = tree.map_leaves(torch.clone, self._initial(params))
         own: dict[str, Any] = {}
         shared, common, start = dict[str, Any](), list[dict[str, Any]](), 0
         for number, group in enumerate(self.groups):
@@ -173,12 +167,12 @@ class Stack(Simulation):
                 mine = {name: p[start : start + 1] if len(p) > 1 else p for name, p in params.items()}
                 each.append(algorithm.init(group.run, mine))
                 start += 1
-            rows = [tree.map_leaves(self._rows_of_one, {"buffers": changing[True], **values}) for values, _ in each]
+            rows = [tree.map_leaves(self._rows_of_one, {"buffers": changing, **values}) for values, _ in each]
             held = joined(rows)
             common.append({name: held.pop(name) for name in self._common() if name in held})
             own[str(number)] = held
-            constant = tree.map(lambda b: b.expand(group.size, *b.shape[1:]), changing[False])  # noqa: B023
-            shared[str(number)] = {"buffers": constant, **joined([values for _, values in each])}
+            buffers = tree.map(lambda b: b.expand(group.size, *b.shape[1:]), constant)  # noqa: B023
+            shared[str(number)] = {"buffers": buffers, **joined([values for _, values in each])}
         sizes = [len(group.rows()) for group in self.groups]
         return State(0, {**joined(common, sizes), **own}, shared)
 
@@ -233,16 +227,7 @@ class Stack(Simulation):
 
     def result(self, state: State, config: int = 0) -> Result:
         """Return what the model of one configuration is the mean of."""
-        group = self.groups[self.group_with(config)]
-        rule, mine = getattr(group.algorithm, "result", None), self.alone(state, config)
-        members = None if state.tick == 0 else group.run.there(state.tick - 1)
-        return Result(mine.params if rule is None else rule(mine), members)
-
-    def close(self) -> None:
-        self.engine.close()
-        for group in self.groups:
-            if hasattr(group.algorithm, "close"):
-                group.algorithm.close()
+        return self._result(self.groups[self.group_with(config)], self.alone(state, config))
 
     # --------------------------------------------------------------------------------------------------------- events
 
@@ -253,12 +238,6 @@ class Stack(Simulation):
 
     def table_of(self, group: int | None) -> Timetable:
         return self.tables[group or 0]
-
-    def counts_of(self, event: Event) -> dict[int, int]:
-        if event.group is None:
-            return dict(event.each(len(self.here)))
-        place, count_of = self.place(event.rows, event.group), dict(event.each(self.run.num_nodes))
-        return {row: count_of[node] for row, node in zip(place.rows, place.nodes)}
 
     def draft(self, state: State, batches: Batches, pure: bool) -> Draft:
         own = {name: dict(x) if name not in COMMON else x for name, x in state.own.items()}
@@ -285,11 +264,11 @@ class Stack(Simulation):
         here = {*own[str(group)], *shared[str(group)]} - {"buffers"}
         return ["buffers"] if "params" in here else [name for name in self._common() if name not in here]
 
-    def handle(self, draft: Draft, event: Event, given: Local | None = None) -> None:
+    def handle(self, draft: Draft, event: Event, precomputed: Local | None = None) -> None:
         if event.group is None:
             self._train(draft, event)
         else:
-            super().handle(draft, event, given)
+            super().handle(draft, event, precomputed)
         draft.groups += [event.group] * (len(draft.transfers) - len(draft.groups))
 
     def _train(self, draft: Draft, event: Event) -> None:
@@ -318,13 +297,7 @@ class Stack(Simulation):
             start += size
         draft.batches = batches
 
-    def tick(
-        self, state: State, events: Sequence[Event], batches: Batches, *, pure: bool = False, before: Any = None
-    ) -> tuple[State, Row]:
-        state, row = super().tick(state, events, batches, pure=pure, before=before)
-        return state, row._replace(stack=self.groups)
-
-    def _place(self, rows: tuple[int, ...] | None, group: int | None) -> Place:
+    def _place(self, rows: tuple[int, ...] | None, group: int | None = 0) -> Place:
         K, comm = self.run.num_nodes, self.comm
         assert isinstance(comm, StackedCollectives)
         if group is None:
@@ -332,9 +305,7 @@ class Stack(Simulation):
             ids = [row % K for row in every]
             return Place(every, index_of(every, len(self.here)), comm, ids, [self._seeds[row // K] for row in every])
         first, size = self.groups[group].first, self.groups[group].size
-        if rows is not None and not (rows == tuple(sorted(set(rows))) and set(rows) <= set(range(K))):
-            raise ValueError(f"an event has rows {rows}; they must be distinct, ascending and from 0 to {K - 1}.")
-        chosen = range(K) if rows is None else rows
+        chosen = self._chosen(rows)
         comm = comm.among(chosen) if len(chosen) < K else comm
         every = self.groups[group].rows(rows)
         return Place(

@@ -101,7 +101,7 @@ class Rows:
     def __getitem__(self, name: str) -> Any:
         if name not in self:
             raise KeyError(f"no {name!r} here; there are {sorted({*self.whole, *self.assigned})}")
-        return self.assigned[name] if name in self.assigned else self.taken(name)
+        return self.assigned[name] if name in self.assigned else self.shown(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.assigned[name] = value
@@ -113,10 +113,6 @@ class Rows:
         """Take these trees anew when they are asked for: they have been written to in another way."""
         for name in names:
             self._taken.pop(name, None)
-
-    def first(self, name: str) -> Any:
-        """Return a copy of the first of all rows, `[1, *]`: a form to use if none of the rows is here."""
-        return tree.map_leaves(lambda x: x[:1].clone(), self.whole[name])
 
     def of(self, name: str) -> Rows:
         """Return those that hold a name; see `SplitRows`."""
@@ -133,6 +129,10 @@ class Rows:
     def changes(self) -> Iterable[tuple[str, Any]]:
         """Return what was assigned, `[1 or rows, *]`; None: deleted."""
         return self.assigned.items()
+
+    def shown(self, name: str) -> Any:
+        """Return a tree as it was when the event began, in the form in which it is shown to handlers."""
+        return self.taken(name)
 
     def taken(self, name: str) -> Any:
         """Return a tree as it was when the event began, `[rows, *]`."""
@@ -169,13 +169,7 @@ class GroupRows(Rows):
         self.num_configs, self.num_rows = num_configs, num_rows
         self._shown: dict[str, Any] = {}
 
-    def __getitem__(self, name: str) -> Any:
-        if name not in self:
-            raise KeyError(f"no {name!r} here; there are {sorted({*self.whole, *self.assigned})}")
-        return self.assigned[name] if name in self.assigned else self.shown(name)
-
     def shown(self, name: str) -> Any:
-        """Return a tree as it was when the event began, `[C, K or 1, *]`."""
         if name not in self._shown:
             self._shown[name] = tree.map_leaves(self._apart, self.taken(name))
         return self._shown[name]
@@ -237,10 +231,6 @@ class SplitRows:
     def __delitem__(self, name: str) -> None:
         del self.of(name)[name]
 
-    def first(self, name: str) -> Any:
-        """Return a copy of the first of all rows; see `Rows.first`."""
-        return self.of(name).first(name)
-
     def flat(self, name: str) -> Any:
         """Return a tree as engine and optimizer take it, `[rows, *]`."""
         return self.of(name).flat(name)
@@ -250,13 +240,13 @@ class SplitRows:
         self.of(name).put_flat(name, value)
 
 
-def _converted(new: Any, known: Any, counterpart: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """Convert a tree; a tensor that is known is its counterpart, so that nothing is copied onto itself."""
-    if new is known:
+def _converted(new: Any, old: Any, counterpart: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Convert a tree; a tensor of the `old` tree becomes its counterpart, so that nothing is copied onto itself."""
+    if new is old:
         return counterpart
     if isinstance(new, dict):
-        known, counterpart = ({} if x is None else x for x in (known, counterpart))
-        return {n: _converted(x, known.get(n), counterpart.get(n), convert) for n, x in new.items()}
+        old, counterpart = ({} if x is None else x for x in (old, counterpart))
+        return {n: _converted(x, old.get(n), counterpart.get(n), convert) for n, x in new.items()}
     return tree.map_leaves(convert, new)
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from vecgym.core import check
 from vecgym.simulation.events import Schedule
+from vecgym.simulation.presence import Presence
 
 # (step, present nodes) -> some of these; None: all of them
 Who = Callable[[int, Sequence[int]], "Sequence[int] | None"]
@@ -125,23 +126,6 @@ class Due(NamedTuple):
     of: Any = None
 
 
-class Attendance(Protocol):
-    """Which nodes are present in which steps; `vecgym.simulation.presence.Presence` implements it."""
-
-    def present(self, step: int) -> tuple[int, ...] | None:
-        """Return the present nodes; None: all."""
-
-    def training(self, step: int) -> tuple[int, ...] | None:
-        """Return the present nodes that train; None: all of them."""
-
-    def returning(self, step: int) -> tuple[int, ...]:
-        """Return the present nodes that were absent in the step before."""
-
-    @property
-    def rejoin(self) -> str:
-        """What they begin with: their "own" parameters, what the others have "shared", or those of a "neighbour"."""
-
-
 @dataclass(frozen=True)
 class RunFacts:
     """What an algorithm and its timetable may know before the first step.
@@ -159,7 +143,7 @@ class RunFacts:
     num_nodes: int
     num_steps: int = 1
     seed: int = 42
-    presence: Attendance | None = None
+    presence: Presence | None = None
     num_examples: tuple[int, ...] | None = None
     schedule: Schedule | None = None
     names: tuple[str, ...] = ()

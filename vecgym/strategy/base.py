@@ -13,8 +13,7 @@ from vecgym.core import check, nodes
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec, ensure_optim_spec
 from vecgym.optim.schedule import Schedule
-from vecgym.simulation.presence import Presence
-from vecgym.simulation.returning import Shared, sent
+from vecgym.simulation.presence import Presence, Shared, sent
 from vecgym.simulation.simulation import LocalTraining, Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts, Timetable, Who

@@ -1,4 +1,4 @@
-"""The configurations that are trained together: one simulation, and what it shows of each of them."""
+"""A chunk: configurations that are trained together, as one simulation, and what each of them records."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,21 +20,25 @@ from vecgym.core.devices import fetched, placed_as
 from vecgym.core.tree import Tree
 from vecgym.data import Batches
 from vecgym.data.batches import chosen_batches
-from vecgym.engine import Engine
+from vecgym.engine import Engine, hooks
 from vecgym.records import runfile
 from vecgym.records.columns import START
 from vecgym.records.history import History
 from vecgym.records.rows import Row
+from vecgym.runs.async_plan import last_steps
+from vecgym.runs.asynchronous import recorded_of
 from vecgym.runs.evaluation import distance_of, distances_of, evaluated_columns
 from vecgym.runs.recorder import StepRows, add_losses, mean_rate
 from vecgym.simulation import Event, RunFacts, State
 from vecgym.simulation.simulation import Draft, Request
 from vecgym.simulation.stack import Stack
 from vecgym.simulation.state import Metrics, Result
+from vecgym.strategy.asynchronous import EventDriven
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.per_rank import as_strategy
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.groups import groups_of
+from vecgym.sweeps.options import SweepOptions
 
 PENDING, PARTIAL, FINISHED, DIVERGED = "pending", "interrupted", "finished", "diverged"
 # What a result shows of a configuration that has recorded nothing, besides its point.
@@ -110,8 +114,8 @@ class Curve:
             else:
                 outer_lr, per_call = (float(self.columns[name][t]) for name in ("outer_lr", "nodes_per_call"))
                 metrics = metrics._replace(outer_lr=None if np.isnan(outer_lr) else outer_lr)
-                epoch, seen = plan.epoch(t + 1, config.train), plan.seen(t + 1, config.train)
-                row = rows.of_step(t + 1, metrics, num_bytes, seconds[t], epoch, seen)
+                epoch, num_examples = plan.epoch(t + 1, config.train), plan.seen(t + 1, config.train)
+                row = rows.of_step(t + 1, metrics, num_bytes, seconds[t], epoch, num_examples)
                 row.update(plan.columns(t + 1), nodes_per_call=None if np.isnan(per_call) else per_call)
             add_losses(row, losses, trained)
             yield row
@@ -124,7 +128,7 @@ class Curve:
 class Observed:
     """The records of C configurations in T steps, in arrays `[T, C, *]`; see `Curve`."""
 
-    def __init__(self, num_steps: int, num_configs: int, num_nodes: int, updates: bool = False) -> None:
+    def __init__(self, num_steps: int, num_configs: int, num_nodes: int, updates: bool) -> None:
         shape = (num_steps, num_configs)
         three, one = ["bytes"], ["seconds", "lr"]  # numbers of each step
         if updates:
@@ -156,24 +160,103 @@ class Observed:
         self.evaluations[c] = {row["step"]: row for row in runfile.unpacked_rows(curve.evaluations)}
 
 
-class Chunk:
-    """C configurations of equal number of nodes and steps, as one simulation.
-
-    Args:
-        configs: those next to one another that can do something in one call; see `vecgym.sweeps.merged`.
-        engine: prepared, of a model that is built like theirs.
+@dataclass
+class Work:
+    """What a chunk has to do.
 
     Attributes:
-        left: the places of those that have not diverged. The rows of the others stay, as nan, and are not recorded.
+        configs: those that it begins with, or began with.
+        partial: where it was left; None: it begins.
+        curves: index of a configuration -> what it had recorded when it was left.
     """
 
-    def __init__(self, configs: Sequence[Configuration], engine: Engine) -> None:
-        self.configs, self.engine = list(configs), engine
-        self.left = list(range(len(configs)))
-        self.num_steps = configs[0].num_steps
-        self.observed = self._observed(configs[0].num_nodes)
+    configs: list[Configuration]
+    partial: dict[str, Any] | None = None
+    curves: dict[int, Curve] = field(default_factory=dict)
+
+    @property
+    def indices(self) -> list[int]:
+        """Those that are to be trained."""
+        return [config.index for config in self.configs] if self.partial is None else list(self.partial["left"])
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of all configurations, in the part that was done before."""
+        return 0 if self.partial is None else self.partial["steps"] * len(self.partial["left"])
+
+
+class Chunk:
+    """C configurations of equal number of nodes and steps, trained from the start or from where they were left.
+
+    Args:
+        work: what it has to do, with those next to one another that can do something in one call; see `groups_of`.
+        engine: prepared; see `prepared_engine`.
+        curves: index of a configuration -> what it has recorded: written here.
+
+    Attributes:
+        training: the places of those that have not diverged. The rows of the others stay, as nan, and are not recorded.
+        partial: where it was left, if it did not come to its end and can be continued.
+    """
+
+    def __init__(self, work: Work, options: SweepOptions, engine: Engine, curves: dict[int, Curve]) -> None:
+        self.configs, self.options, self.engine, self.curves = work.configs, options, engine, curves
+        self.training = list(range(len(self.configs)))
+        self.num_steps = self.configs[0].num_steps
+        asynchronous = self.configs[0].strategy.asynchronous
+        self.observed = Observed(self.num_steps, len(self.configs), self.configs[0].num_nodes, asynchronous)
         self._start, self._before = 0.0, 0.0  # the clock at the start, and the seconds before that
         self._begin()
+        self.partial = work.partial
+        if work.partial is not None:
+            self._load(work.partial, work.curves)
+
+    def steps(self) -> Iterator[int]:
+        """Train, and yield after each step how many steps of all configurations are done, or need not be done.
+
+        It ends after the last step, or when all configurations have diverged. Then comes `end`, and `close` whatever
+        happens.
+        """
+        self._start = time.perf_counter() - self._before
+        ticks, ahead = itertools.tee(self.simulation.timetable.ticks(self.state.tick))
+        self._batches = self.simulation.read(self.simulation.requests(ahead))
+        interval = self.options.val_interval
+        if self.state.step == 0:
+            self.evaluate()
+        for events in ticks:
+            step, count = self.state.step + 1, len(self.training)
+            evaluated = step == self.num_steps or (interval is not None and step % interval == 0)
+            diverged = self.step(events, evaluated)
+            for c in diverged:
+                self.curves[self.configs[c].index] = self.curve(c, DIVERGED)
+            if self.training and evaluated:
+                self.evaluate()
+            yield count + len(diverged) * (self.num_steps - step)
+            if not self.training:
+                return
+
+    def end(self) -> None:
+        """Record the configurations that are still training: finished, or interrupted."""
+        if self.training and self.state.step < self.num_steps:
+            self.keep()
+            return
+        for c in self.training:
+            self.curves[self.configs[c].index] = self.curve(c, FINISHED)
+        self.partial = None
+
+    def close(self) -> None:
+        """End the threads of engine and strategies."""
+        self.simulation.close()
+
+    def keep(self) -> None:
+        """Keep what has been done so far; strategies written for one rank, which are not pure, cannot be continued."""
+        for c in self.training:
+            self.curves[self.configs[c].index] = self.curve(c, PARTIAL)
+        begun = [config.index for config in self.configs]
+        partial = {
+            "begun": begun, "left": [begun[c] for c in self.training], "steps": self.state.step,
+            "state": vars(self.state),
+        }  # fmt: skip
+        self.partial = partial if self.pure else None
 
     def _initial(self) -> Tree:
         """Return the initial parameters of the configurations' models, `[C, *]`."""
@@ -181,15 +264,12 @@ class Chunk:
         device = self.engine.device
         return {name: torch.stack([m[name].detach().to(device) for m in models]) for name in self.engine.params}
 
-    def _observed(self, num_nodes: int) -> Observed:
-        return Observed(self.num_steps, len(self.configs), num_nodes)
-
     def _begin(self) -> None:
         """Make the simulation of all configurations, those of a group next to one another, and its state."""
-        strategies, runs, presences = [], [], []
+        strategies, runs = [], []
         for config in self.configs:
             strategy = as_strategy(config.strategy, copy.deepcopy(config.model).to(self.engine.device))
-            presence = config.presence() if config.plan is None else None  # a plan knows who is absent
+            presence = config.presence()
             if presence is not None:
                 presence.tell()
                 strategy = strategy.through_server() if presence.server else strategy
@@ -199,43 +279,34 @@ class Chunk:
             )  # fmt: skip
             strategies.append(strategy)
             runs.append(facts)
-            presences.append(presence)
         order, groups = groups_of(strategies, runs)
-        self._some_rest = [strategies[c].trains(runs[c]) is not None for c in order]
         self.configs = [self.configs[c] for c in order]
-        self.presences = [presences[c] for c in order]
-        self.ledgers = [Ledger() for _ in order]
+        self.presences: list[Any] = [runs[c].presence for c in order]
+        some_rest = [strategies[c].trains(runs[c]) is not None for c in order]
         self._steady: dict[int, list[float]] = {}  # the learning rates of groups whose rates never change
         self.pure = all(strategy.pure for strategy in strategies)
         self._groups = [number for number, group in enumerate(groups) for _ in range(group.size)]
+        num_nodes = self.configs[0].num_nodes
         self.simulation: Any = Stack(
-            self.engine, groups, StackedCollectives(self.configs[0].num_nodes), self._read(),
+            self.engine, groups, StackedCollectives(num_nodes), self._read(some_rest),
             minibatch_size=self.configs[0].settings["minibatch_size"],
         )  # fmt: skip
         self.state: Any = self.simulation.init(self._initial())
-        told = self.simulation.comm.ledger
+        self.ledgers = [Ledger() for _ in order]
         for ledger in self.ledgers:
-            ledger.announce(self.configs[0].num_nodes, told.sizes)
+            ledger.announce(num_nodes, self.simulation.comm.ledger.sizes)
 
-    def _read(self) -> Reading:
-        """Return what reads for all rows; configurations of which the same nodes read the same data share a stream."""
-        alike = [
-            (id(config.train), self._groups[c] if self._waits(c) else None) for c, config in enumerate(self.configs)
-        ]
+    def _read(self, some_rest: Sequence[bool]) -> Reading:
+        """Return what reads for all rows; configurations of which the same nodes read the same data share a stream.
+
+        Args:
+            some_rest: of each configuration, whether its strategy lets some nodes rest in some steps.
+        """
+        waits = [rest or presence is not None for rest, presence in zip(some_rest, self.presences)]
+        alike = [(id(config.train), self._groups[c] if waits[c] else None) for c, config in enumerate(self.configs)]
         streams = list(dict.fromkeys(alike))
         sources = [self.configs[alike.index(key)].train for key in streams]
         return Reading(sources, [streams.index(key) for key in alike], self.configs[0].num_nodes)
-
-    def _waits(self, c: int) -> bool:
-        """Whether some nodes of a configuration may not train in some steps."""
-        return self.presences[c] is not None or self._some_rest[c]
-
-    def ticks(self) -> Iterator[Sequence[Event]]:
-        """Start the clock, and return the events of each remaining step; see `step`."""
-        self._start = time.perf_counter() - self._before
-        ticks, ahead = itertools.tee(self.simulation.timetable.ticks(self.state.tick))
-        self._batches = self.simulation.read(self.simulation.requests(ahead))
-        return ticks
 
     def step(self, events: Sequence[Event], measured: bool) -> list[int]:
         """Train one step, and return which configurations have diverged in it.
@@ -255,37 +326,38 @@ class Chunk:
         if measured and not distances:
             distances = self._distances(self.state.own, self.state.shared, step)
         losses = row.losses.cpu().double().view(len(self.configs), -1).numpy()  # [C, K]
-        active: np.ndarray = np.full(losses.shape, row.active is None)
-        if row.active is not None:
-            active.flat[row.active] = True
-        self.observed.put(
-            step, train_losses=losses, active=active, lr=self._rates(step), bytes=self._sent(step, row),
-            seconds=time.perf_counter() - self._start,
-        )  # fmt: skip
-        diverged = self._diverged(losses, active)
-        for c in self.left if distances else []:
+        columns = self._columns(row)
+        self.observed.put(step, train_losses=losses, seconds=time.perf_counter() - self._start, **columns)
+        diverged = self._diverged(losses, columns["active"])
+        for c in self.training if distances else []:
             self.observed.evaluated(c, step + 1, consensus_distance_before=distances[c])
         return diverged
+
+    def _columns(self, row: Any) -> dict[str, Any]:
+        """Return what else is recorded of a step."""
+        active: np.ndarray = np.full((len(self.configs), self.configs[0].num_nodes), row.active is None)
+        if row.active is not None:
+            active.flat[row.active] = True
+        step = row.tick - 1
+        return {"active": active, "lr": self._rates(step), "bytes": self._sent(step, row)}
 
     def _rates(self, step: int) -> list[float]:
         """Return the inner learning rate of each configuration; where nodes differ, their mean."""
         rates: list[float] = []
         for number, group in enumerate(self.simulation.groups):
-            found = self._steady.get(number)
-            if found is None:
-                found = self._rates_of(group, self.simulation.tables[number], step)
+            of_group = self._steady.get(number)
+            if of_group is None:
+                of_group = self._rates_of(group, self.simulation.tables[number], step)
                 if not group.algorithm.inner.changes and type(group.algorithm).rates is Strategy.rates:
-                    self._steady[number] = found
-            rates += found
+                    self._steady[number] = of_group
+            rates += of_group
         return rates
 
     def _rates_of(self, group: Any, table: Any, step: int) -> list[float]:
         presence, there = group.run.presence, group.run.there(step)
         own = None if presence is None else list(range(group.run.num_nodes) if there is None else there)
         lr, _ = group.algorithm.rates(table, step, own)
-        several = group.size > 1 and isinstance(lr, Tensor) and lr.dim() > 0
-        each: list[float] = lr.reshape(group.size, -1).double().mean(1).tolist() if several else []
-        return each or [mean_rate(lr)] * group.size
+        return _means(lr, group.size)
 
     def _sent(self, step: int, row: Any) -> list[tuple[float, float, float]]:
         """Return what a node of each configuration has sent, received and handed over."""
@@ -303,46 +375,43 @@ class Chunk:
             return list(map(float, fetched(distances_of(params, len(self.configs), comm))))
         parts = zip(*[x.chunk(len(self.configs)) for x in params.values()])
         among = [None if presence is None else presence.present(tick) for presence in self.presences]
-        found = [distance_of(dict(zip(params, part)), comm, some) for part, some in zip(parts, among)]
-        return list(map(float, fetched(found)))
+        distances = [distance_of(dict(zip(params, part)), comm, some) for part, some in zip(parts, among)]
+        return list(map(float, fetched(distances)))
 
     def _diverged(self, losses: np.ndarray, active: np.ndarray) -> list[int]:
-        """Take those that diverge in this step from those that are left."""
+        """Take those that diverge in this step from those that are training."""
         finite = np.isfinite(np.where(active, losses, 0.0).sum(1))  # where no node trains, nothing diverges
-        diverged = [c for c in self.left if not finite[c]]
-        self.left = [c for c in self.left if finite[c]]
+        diverged = [c for c in self.training if not finite[c]]
+        self.training = [c for c in self.training if finite[c]]
         return diverged
 
     def evaluate(self) -> None:
         """Add columns to the rows of the present step."""
-        found: dict[int, dict[str, Any]] = {}
+        columns: dict[int, dict[str, Any]] = {}
         if len(self.configs) == 1 or any(self.presences):  # each model is the mean of the nodes that were there
-            for c in self.left:
+            for c in self.training:
                 measured, result = self.simulation.alone(self.state, c), self.simulation.result(self.state, c)
-                found[c] = self._evaluated([self.configs[c]], measured, result)[0]
+                columns[c] = self._evaluated([self.configs[c]], measured, result)[0]
         else:
-            found = dict(enumerate(self._evaluated(self.configs, *self._measured())))
-        for c in self.left:
-            if shown := self._shown(found[c]):
+            own, shared = self.state.own, self.state.shared
+            params, buffers = self.simulation.parameters(own, shared), self.simulation.buffers(own, shared)
+            measured = State(self.state.tick, {"params": params, "buffers": buffers}, {})
+            columns = dict(enumerate(self._evaluated(self.configs, measured, Result(params))))
+        for c in self.training:
+            if shown := self._shown(columns[c]):
                 self.observed.evaluated(c, self.state.step, **shown)
 
     def _evaluated(self, configs: Sequence[Configuration], measured: Any, result: Result) -> list[dict[str, Any]]:
         comm = StackedCollectives(len(configs) * configs[0].num_nodes)
         return evaluated_columns(self.engine, measured, [config.val for config in configs], comm, result)
 
-    def _measured(self) -> tuple[Any, Any]:
-        """Return all nodes' parameters and buffers, and what the models of the configurations are the means of."""
-        params, buffers = (each(self.state.own, self.state.shared)
-                           for each in (self.simulation.parameters, self.simulation.buffers))  # fmt: skip
-        return Measured(self.state.tick, params, buffers), Result(params)
-
     def _shown(self, columns: dict[str, Any]) -> dict[str, Any]:
         return columns
 
-    def curve(self, c: int, status: str, keep_model: bool = False) -> Curve:
+    def curve(self, c: int, status: str) -> Curve:
         """Return what a configuration has recorded so far."""
         average = None
-        if keep_model:
+        if status == FINISHED and self.options.keep_models:
             result = self.simulation.result(self.state, c)
             values = {**result.params, **self.simulation.alone(self.state, c).buffers}
             average = {n: x.detach().to("cpu", copy=True) for n, x in nodes.mean(values, result.members).items()}
@@ -351,34 +420,93 @@ class Chunk:
             curve.ledger = self.ledgers[c].state()
         return curve
 
-    @property
-    def can_be_saved(self) -> bool:
-        """Whether `state` is all that evolves: strategies written for one rank keep theirs to themselves."""
-        return self.pure
-
-    def load(self, state: dict[str, Any], curves: dict[int, Curve]) -> None:
-        """Continue from a saved state, and from what those that are left had recorded up to it, by their places."""
-        self.left = list(curves)
-        self._load_state(state, curves)
-        for c, curve in curves.items():
+    def _load(self, partial: dict[str, Any], curves: dict[int, Curve]) -> None:
+        """Continue from a saved state, and from what those that were training had recorded up to it."""
+        self.training = [c for c, config in enumerate(self.configs) if config.index in partial["left"]]
+        state = placed_as(partial["state"], vars(self.state), self.engine.device)
+        self.state = State(state["tick"], state["own"], state["shared"])
+        for c in self.training:
+            curve = curves[self.configs[c].index]
             self.observed.load(c, curve)
-        if self.state.step > 0:
-            self._before = float(curves[self.left[0]].columns["seconds"][-1])
+            self._load_ledger(self.ledgers[c], curve)
+            self._before = float(curve.columns["seconds"][-1]) if self.state.step > 0 else 0.0
 
-    def _load_state(self, state: dict[str, Any], curves: dict[int, Curve]) -> None:
-        placed = placed_as(state, vars(self.state), self.engine.device)
-        self.state = State(state["tick"], placed["own"], placed["shared"])
-        for c, curve in curves.items():
-            if curve.ledger is not None:
-                self.ledgers[c].load(curve.ledger)
+    def _load_ledger(self, ledger: Ledger, curve: Curve) -> None:
+        if curve.ledger is not None:
+            ledger.load(curve.ledger)
 
 
-class Measured(NamedTuple):
-    """What an evaluation measures: all nodes of several configurations, `[C, *]` or `[C K, *]`."""
+class AsyncChunk(Chunk):
+    """Asynchronous configurations of one plan: the same happens in all of them at the same time.
 
-    step: int
-    params: Tree
-    buffers: Tree
+    Their steps are updates of the server. How far the nodes are apart before an exchange is not measured: all are
+    evaluated with the server's parameters.
+    """
+
+    def step(self, events: Sequence[Event], measured: bool) -> list[int]:
+        return super().step(events, measured=False)
+
+    def _columns(self, row: Any) -> dict[str, Any]:
+        sent = [row.sent_by(number) for number in self._groups]
+        for ledger, transfers in zip(self.ledgers, sent):
+            ledger.add(row.tick - 1, transfers)
+        plan: Any = self.configs[0].plan
+        active: np.ndarray = np.zeros((len(self.configs), self.configs[0].num_nodes), dtype=bool)
+        active[:, [arrival.node for arrival in plan.arrivals(row.tick)]] = True
+        per_call = self.simulation.tables[0].columns(row.tick)["nodes_per_call"]
+        return {
+            "active": active, "bytes": [bytes_of(transfers) for transfers in sent],
+            "totals": [ledger.totals for ledger in self.ledgers],
+            "nodes_per_call": np.nan if per_call is None else per_call, **self._each_rates(plan, row.tick),
+        }  # fmt: skip
+
+    def _each_rates(self, plan: Any, tick: int) -> dict[str, list[float]]:
+        """Return the learning rates of each configuration, of the nodes and of the server; nan where there is none."""
+        rates = dict[str, list[float]](lr=[], outer_lr=[])
+        for group in self.simulation.groups:
+            strategy: EventDriven = group.algorithm
+            steps, nodes = last_steps(plan.arrivals(tick))
+            if group.size == 1:
+                lr = strategy.inner.lr(steps, plan.max_steps, nodes)
+            else:
+                lr = strategy.inner.wide(len(nodes)).lr(steps * group.size, plan.max_steps)
+            outer_lr = strategy.server_rate(plan.updates[tick - 1], group.run.num_nodes)
+            rates["lr"] += _means(lr, group.size)
+            rates["outer_lr"] += _means(np.nan if outer_lr is None else outer_lr, group.size)
+        return rates
+
+    def _shown(self, columns: dict[str, Any]) -> dict[str, Any]:
+        return recorded_of(self.configs[0].strategy, self.configs[0].num_nodes, columns)
+
+    def _load_ledger(self, ledger: Ledger, curve: Curve) -> None:
+        if len(curve.totals):
+            ledger.total_bytes, ledger.total_received_bytes, ledger.total_payload_bytes = map(float, curve.totals[-1])
+
+
+def chunk_of(work: Work, options: SweepOptions, engine: Engine, curves: dict[int, Curve]) -> Chunk:
+    """Return what trains these configurations; for the arguments, see `Chunk`."""
+    kind = AsyncChunk if work.configs[0].strategy.asynchronous else Chunk
+    return kind(work, options, engine, curves)
+
+
+def prepared_engine(configs: list[Configuration], options: SweepOptions) -> Engine:
+    """Return an engine for chunks of configurations like these, and of as many."""
+    model = hooks.copied(configs[0].model).to(options.device)
+    engine = Engine(
+        model, engine=options.engine, chunk_size=options.chunk_size, node_threads=options.node_threads,
+        compile=options.compile,
+    )  # fmt: skip
+    mean = len(configs) == 1 and configs[0].strategy.mean_gradient
+    engine.prepare(nodes.join_rows([config.train.batch(0) for config in configs]), mean=mean)
+    return engine
+
+
+def _means(rates: Any, size: int) -> list[float]:
+    """Return the mean rate of each configuration, of a number, `[C]` or `[C rows]`."""
+    if size == 1 or not isinstance(rates, Tensor) or rates.numel() == 1:
+        return [mean_rate(rates)] * size
+    means: list[float] = rates.detach().reshape(size, -1).double().mean(1).tolist()
+    return means
 
 
 class Reading:

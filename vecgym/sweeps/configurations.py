@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,8 @@ from vecgym.engine import Engine, hooks
 from vecgym.engine.contract import with_loss
 from vecgym.records.rows import label
 from vecgym.runs.async_plan import AsyncPlan, stop_of
-from vecgym.runs.options import check_clocks, check_compute, check_left_out, checked, presence_of
+from vecgym.runs.options import check_clocks, check_compute, check_left_out, checked
+from vecgym.simulation.availability import Facts
 from vecgym.simulation.presence import Presence
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven, check_synchronous
@@ -39,30 +39,29 @@ class Data:
 
     def __init__(self, options: SweepOptions) -> None:
         self.options = options
-        self._made: dict[tuple[Any, ...], Any] = {}
+        self._by_key: dict[tuple[Any, ...], Any] = {}
         self._unused: list[tuple[nn.Module, frozenset[str]]] = []
 
     def unused(self, config: Configuration) -> frozenset[str]:
-        """Return the parameters that have no influence on the loss; models that are built alike share what is found."""
-        for model, found in self._unused:
+        """Return the parameters that have no influence on the loss; models that are built alike share the answer."""
+        for model, names in self._unused:
             if alike(model, config.model):
-                return found
+                return names
         engine, _ = examined(config)
         assert engine.facts is not None
         self._unused.append((config.model, engine.facts.unused))
         return engine.facts.unused
 
-    def batches(self, kind: Any, dataset: Any, **given: Any) -> Any:
+    def batches(self, kind: Any, dataset: Any, **settings: Any) -> Any:
         """Return the batches of a kind, of a dataset with these settings."""
-        options = self.options
-        more = {"device": options.device, "dataloader_kwargs": options.dataloader_kwargs}
-        return self.once((kind, *given.values()), lambda: kind(dataset, **given, **more))
+        of_all = {"device": self.options.device, "dataloader_kwargs": self.options.dataloader_kwargs}
+        return self.once((kind, *settings.values()), lambda: kind(dataset, **settings, **of_all))
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Return what `make` gives, and the same for the same key."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if key not in self._by_key:
+            self._by_key[key] = make()
+        return self._by_key[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,16 +94,17 @@ class Configuration:
 
     def presence(self) -> Presence | None:
         """Return who is present in which steps; None: all, always, or there are no steps of all nodes."""
-        if self.strategy.asynchronous:
+        settings = self.settings
+        if self.strategy.asynchronous or settings["availability"] is None:
             return None
-        given = {name: self.settings[name] for name in ("availability", "num_nodes", "seed", "batch_size")}
-        given["compute"] = self.compute
-        return presence_of(SimpleNamespace(**given), self.num_steps, tuple(self.train.shard_sizes))
+        shards = tuple(self.train.shard_sizes)
+        facts = Facts(self.num_nodes, self.num_steps, settings["seed"], self.compute, shards, settings["batch_size"])
+        return Presence(settings["availability"], facts)
 
     @cached_property
     def train(self) -> Batches:
-        given = {name: self.settings[name] for name in ("num_nodes", "batch_size", "seed", "shuffle")}
-        return self.data.batches(Batches, self.data.options.train_dataset, **given)
+        settings = {name: self.settings[name] for name in ("num_nodes", "batch_size", "seed", "shuffle")}
+        return self.data.batches(Batches, self.data.options.train_dataset, **settings)
 
     @cached_property
     def val(self) -> EvalBatches | None:
@@ -150,8 +150,10 @@ class Configuration:
                 rounds, strategy.buffer, strategy.max_wait, strategy.grace, tuple(sizes.items()), id(compute),
                 id(network), stop,
             )  # fmt: skip
-        given = (strategy, self.num_nodes, compute, network, sizes, self.settings["seed"], stop, availability)
-        return self.data.once(key, lambda: AsyncPlan.of(*given))
+        seed = self.settings["seed"]
+        return self.data.once(
+            key, lambda: AsyncPlan.of(strategy, self.num_nodes, compute, network, sizes, seed, stop, availability)
+        )
 
     def check(self, options: SweepOptions) -> None:
         """Raise a ValueError if the strategy cannot work for this run."""
@@ -212,12 +214,12 @@ def check_axes(axes: Iterable[str], strategy: Any, model: Any, source: str = "gr
     if model is None:
         raise TypeError(f"model is None; give {WANTED['model']}.")
     functions: dict[str, Arguments] = {}
-    for what, given in (("strategy", strategy), ("model", model)):
-        if given is not None and not isinstance(given, (Strategy, nn.Module)):
+    for what, value in (("strategy", strategy), ("model", model)):
+        if value is not None and not isinstance(value, (Strategy, nn.Module)):
             try:
-                functions[what] = Arguments.of(given)
+                functions[what] = Arguments.of(value)
             except (TypeError, ValueError):
-                raise TypeError(f"{what} is {check.kind_of(given)}; give {WANTED[what]}.") from None
+                raise TypeError(f"{what} is {check.kind_of(value)}; give {WANTED[what]}.") from None
     if strategy is None and "strategy" not in axes:
         raise ValueError("there is no strategy: give strategy=lambda lr: DiLoCoStrategy('adamw', lr=lr), say.")
     _check_names(axes, functions, strategy, source)
@@ -249,15 +251,15 @@ def _check_names(axes: list[str], functions: dict[str, Arguments], strategy: Any
 def _called(what: str, function: Any, point: Point, wanted: type) -> Any:
     """Call a function of axes with those that it takes."""
     names, _, takes_any = Arguments.of(function)
-    given = {name: value for name, value in point.items() if name in names or (takes_any and name not in SETTINGS)}
-    call = f"{what}({', '.join(f'{name}={label(value)}' for name, value in given.items())})"
+    axes = {name: value for name, value in point.items() if name in names or (takes_any and name not in SETTINGS)}
+    call = f"{what}({', '.join(f'{name}={label(value)}' for name, value in axes.items())})"
     try:
-        made = function(**given)
+        result = function(**axes)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{call}: {error}") from error
-    if not isinstance(made, wanted):
-        raise TypeError(f"{call} returned {made!r}; give {WANTED[what]}.")
-    return made
+    if not isinstance(result, wanted):
+        raise TypeError(f"{call} returned {result!r}; give {WANTED[what]}.")
+    return result
 
 
 def make_configurations(points: Iterable[Point], options: SweepOptions) -> list[Configuration]:
@@ -268,15 +270,15 @@ def make_configurations(points: Iterable[Point], options: SweepOptions) -> list[
     configs: list[Configuration] = []
     models: dict[Any, nn.Module] = {}
     data = Data(options)
-    none, each_compute, each_clock = (
-        clocks(*given) for given in ((None, None), (None, options.compute), (options.network, options.compute))
-    )
+    no_clock, each_compute = clocks(None, None), clocks(None, options.compute)
+    each_clock = clocks(options.network, options.compute)
     for point in points:
         settings = checked({name: point.get(name, vars(options)[name]) for name in SETTINGS})
-        given = point["strategy"] if options.strategy is None else options.strategy
-        strategy = given if isinstance(given, Strategy) else _called("strategy", given, point, Strategy)
+        strategy = point["strategy"] if options.strategy is None else options.strategy
+        if not isinstance(strategy, Strategy):
+            strategy = _called("strategy", strategy, point, Strategy)
         model = _model(options, point, models)
-        each = none if settings["availability"] is None else each_compute
+        each = no_clock if settings["availability"] is None else each_compute
         if strategy.asynchronous:
             each = each_clock
         else:
@@ -307,15 +309,15 @@ def _check_settings(configs: Iterable[Configuration], options: SweepOptions) -> 
                 )
 
 
-def _model(options: SweepOptions, point: Point, made: dict[Any, nn.Module]) -> nn.Module:
+def _model(options: SweepOptions, point: Point, models: dict[Any, nn.Module]) -> nn.Module:
     """Return the model of a point, the same one for all points with the same values of its axes."""
     model = options.model
     if not isinstance(model, nn.Module):
         names, _, takes_any = Arguments.of(model)
         key = tuple((name, repr(value)) for name, value in point.items() if name in names or takes_any)
-        if key not in made:
-            made[key] = with_loss(_called("model", model, point, nn.Module), options.loss_fn)
-        model = made[key]
+        if key not in models:
+            models[key] = with_loss(_called("model", model, point, nn.Module), options.loss_fn)
+        model = models[key]
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"the model, {check.kind_of(model)}, has no trainable parameter: nothing can be trained.")
     return model

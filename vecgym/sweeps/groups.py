@@ -59,7 +59,7 @@ def groups_of(algorithms: Sequence[Any], runs: Sequence[RunFacts]) -> tuple[list
     return [c for chosen in alike.values() for c in chosen], groups
 
 
-def run_key(run: RunFacts, draws: bool = True) -> tuple[Any, ...]:
+def run_key(run: RunFacts, draws: bool) -> tuple[Any, ...]:
     """Runs of equal key can be one group's: their nodes are present in the same steps, and draw the same numbers.
 
     Args:

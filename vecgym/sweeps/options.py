@@ -17,16 +17,7 @@ from vecgym.clock import Compute, Network
 from vecgym.core import check, rng
 from vecgym.core.check import kind_of
 from vecgym.records.rows import label
-from vecgym.runs.options import (
-    Count,
-    EngineOptions,
-    Flag,
-    Modelled,
-    OptionalCount,
-    Present,
-    SimulatedSeconds,
-    Training,
-)
+from vecgym.runs.options import Count, EngineOptions, Flag, Modelled, OptionalCount, Present, SimulatedSeconds, Training
 from vecgym.strategy import Strategy
 
 Point = dict[str, Any]
@@ -94,16 +85,16 @@ def _checked_axis(name: Any, values: Any, samples: int | None) -> list[Any] | Un
     values = list(values)
     if not values:
         raise ValueError(f"grid[{name!r}] is empty: give at least one value, or leave the axis out.")
-    seen = set()
+    keys = set()
     for value in values:
         if isinstance(value, float) and math.isnan(value):
             raise ValueError(f"grid[{name!r}] has nan among its values: leave it out.")
         plain = isinstance(value, (bool, int, float, str))
         key = (isinstance(value, bool), value) if plain else id(value)
-        if key in seen:  # its run would count twice
+        if key in keys:  # its run would count twice
             shown = value if plain else label(value)
             raise ValueError(f"grid[{name!r}] has {shown!r} twice: give each value once.")
-        seen.add(key)
+        keys.add(key)
     return values
 
 
@@ -112,13 +103,13 @@ def checked_points(points: Any) -> list[Point]:
     example = '{"lr": 1e-3, "seed": 0}'
     if isinstance(points, (Mapping, str, bytes)) or not isinstance(points, Iterable):
         raise TypeError(f"points is {kind_of(points)}; give a list of configurations, such as [{example}].")
-    given = [check.instance(f"points[{i}]", p, Mapping, f"a dict such as {example}") for i, p in enumerate(points)]
-    if not given or not given[0]:
-        what = "points[0]" if given else "points"
+    rows = [check.instance(f"points[{i}]", p, Mapping, f"a dict such as {example}") for i, p in enumerate(points)]
+    if not rows or not rows[0]:
+        what = "points[0]" if rows else "points"
         raise ValueError(f"{what} is empty: give at least one configuration, with an axis, such as [{example}].")
-    for i, point in enumerate(given):
-        if point.keys() != given[0].keys():
-            names = ", ".join(sorted(map(str, point.keys() ^ given[0].keys())))
+    for i, point in enumerate(rows):
+        if point.keys() != rows[0].keys():
+            names = ", ".join(sorted(map(str, point.keys() ^ rows[0].keys())))
             raise ValueError(
                 f"points[{i}] and points[0] differ in their axes: only one of them has {names}. Give every point a "
                 "value of it, the default for instance, or sweep those that have it apart from the others."
@@ -128,12 +119,7 @@ def checked_points(points: Any) -> list[Point]:
                 raise TypeError(f"points[{i}] has an axis {name!r} {kind_of(name)}; its name is a text, such as 'lr'.")
             if isinstance(value, float) and math.isnan(value):
                 raise ValueError(f"points[{i}][{name!r}] is nan: leave this configuration out.")
-    return [dict(point) for point in given]
-
-
-def count_points(axes: Mapping[str, Any], samples: int | None) -> int:
-    """Count what `points` yields."""
-    return math.prod(map(len, axes.values())) if samples is None else samples
+    return [dict(point) for point in rows]
 
 
 def points(axes: Mapping[str, Any], samples: int | None, sample_seed: int) -> Iterator[Point]:

@@ -122,7 +122,7 @@ def _program(configs: list[Configuration], options: SweepOptions) -> Program:
         fastest = max(1, int(MAX_FLOP_IN_STACK // flop))
         if fastest < size:
             size, reason = fastest, f"{flop / 1e9:.2g} GFLOP a step each: a larger stack is not faster"
-    limit = max_memory_bytes(options)
+    limit = options.max_memory_bytes or available_bytes(resolve_device(options.device))
     fitting = max(1, limit // max(1, bytes_per_config))
     if fitting < size:
         size, reason = fitting, f"{readable_bytes(bytes_per_config)} each of {readable_bytes(limit)}"
@@ -138,11 +138,6 @@ def _alone(strategy: Strategy) -> bool:
     if strategy.asynchronous:
         return bool(key_of(strategy) != key_of(strategy))  # it holds what equals nothing else
     return type(strategy).result is not Strategy.result  # another model than the mean of the nodes' parameters
-
-
-def max_memory_bytes(options: SweepOptions) -> int:
-    """Return what a stack may take."""
-    return options.max_memory_bytes or available_bytes(resolve_device(options.device))
 
 
 def _costs(config: Configuration) -> tuple[int, int]:

@@ -46,14 +46,14 @@ File = str | os.PathLike[str]
 Where = Mapping[str, Any] | None  # axis -> its value, or a condition
 
 
-class Prices:
+class Pricing:
     """Seconds of configurations, for each network and each compute; remembered.
 
     Args:
         network, compute: one, or {name: one}: an axis of the rows.
 
     >>> from vecgym.clock import Compute, Network
-    >>> prices = Prices({"fast": Network(1e9), "slow": Network(1e6)}, Compute(0.4))
+    >>> prices = Pricing({"fast": Network(1e9), "slow": Network(1e6)}, Compute(0.4))
     >>> prices.points
     [{'network': 'fast'}, {'network': 'slow'}]
     """
@@ -64,7 +64,7 @@ class Prices:
         self.points = [clock.point for clock in self._clocks]
         self.axes = list(self.points[0])
         self._ledgers: dict[int, Ledger] = {}
-        self._found: dict[tuple[int, int, int], dict[str, Any]] = {}
+        self._columns: dict[tuple[int, int, int], dict[str, Any]] = {}
 
     def places(self, config: Configuration) -> list[int]:
         """The points that a configuration is priced at: all; of its own compute, if that is among them."""
@@ -77,7 +77,7 @@ class Prices:
         if ledger is None:
             return {**self.points[place], "sim_seconds": None, "sim_utilization": None}
         key = config.index, place, ledger.num_steps
-        if key not in self._found:
+        if key not in self._columns:
             network, compute = self._clocks[place][1:]
             assert network is not None
             assert compute is not None
@@ -85,8 +85,8 @@ class Prices:
             columns = {"sim_seconds": timeline.seconds, "sim_utilization": timeline.utilization}
             # Where the network takes another route than a ring, a node's link carries other bytes than in training.
             sent = {"bytes_total": ledger.routed(network.routes).total_bytes} if network.routes else {}
-            self._found[key] = {**self.points[place], **sent, **columns}
-        return self._found[key]
+            self._columns[key] = {**self.points[place], **sent, **columns}
+        return self._columns[key]
 
     def _ledger(self, config: Configuration, curve: Curve | None) -> Ledger | None:
         """What a configuration sends in all; where nodes may be absent, what it has sent: nobody knows it before."""
@@ -149,7 +149,7 @@ class SweepResult:
     (4, 9)
     """
 
-    def __init__(self, runner: Runner, prices: Prices | None = None) -> None:
+    def __init__(self, runner: Runner, prices: Pricing | None = None) -> None:
         self._runner = runner
         self._prices = prices
         self._asynchronous = any(config.strategy.asynchronous for config in runner.configs)
@@ -199,7 +199,7 @@ class SweepResult:
                 "asynchronous runs go in the order of their own network's and nodes' times: sweep again, with network= "
                 "and compute=, of which either may be a dict, {name: one}."
             )
-        return SweepResult(self._runner, Prices(network, compute))
+        return SweepResult(self._runner, Pricing(network, compute))
 
     def _config(self, index: int) -> Configuration:
         return self._places[check.index("index", index, len(self))][0]

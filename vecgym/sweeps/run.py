@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from vecgym.core.errors import warn
 from vecgym.core.options import function_of
 from vecgym.runs import multiprocess
 from vecgym.sweeps.configurations import check_axes, make_configurations
-from vecgym.sweeps.options import Point, SweepOptions, checked_axes, checked_points, count_points, points
-from vecgym.sweeps.result import Prices, SweepResult
+from vecgym.sweeps.options import Point, SweepOptions, checked_axes, checked_points, points
+from vecgym.sweeps.result import Pricing, SweepResult
 from vecgym.sweeps.runner import Runner
 from vecgym.sweeps.saving import ResultsFile
 
@@ -47,7 +48,8 @@ def sweep(options: SweepOptions) -> SweepResult:
     chosen: Iterable[Point]
     if options.points is None:
         axes, source = checked_axes(options.grid, options.samples), "grid"
-        chosen, count = points(axes, options.samples, options.sample_seed), count_points(axes, options.samples)
+        chosen = points(axes, options.samples, options.sample_seed)
+        count = options.samples or math.prod(map(len, axes.values()))
     else:
         chosen, source = checked_points(options.points), "points[i]"
         axes, count = dict.fromkeys(chosen[0]), len(chosen)
@@ -62,7 +64,7 @@ def sweep(options: SweepOptions) -> SweepResult:
     runner = Runner(options, axes, make_configurations(chosen, options))
     priced = any(not config.strategy.asynchronous for config in runner.configs)
     both = options.network is not None and options.compute is not None
-    prices = Prices(options.network, options.compute) if priced and both else None
+    prices = Pricing(options.network, options.compute) if priced and both else None
     result, file = SweepResult(runner, prices), ResultsFile(runner) if options.resume is not None else None
     if file is not None:
         file.load()

@@ -153,17 +153,17 @@ def _data(data: Any, name: str) -> dict[str, Any]:
 
 def _computed(runner: Runner) -> dict[str, Any]:
     """Return checksums of the first batches, and each distinct model's loss of node 0's, at its initial weights."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     first = {config.num_nodes: config for config in reversed(runner.configs)}
     for num_nodes, config in sorted(first.items()):
-        found[f"{checkpoint.FIRST_BATCH} of {num_nodes} nodes"] = _checksum(*(config.train.batch(0) for _ in range(2)))
+        values[f"{checkpoint.FIRST_BATCH} of {num_nodes} nodes"] = _checksum(*(config.train.batch(0) for _ in range(2)))
         if config.val is not None:
             read = (next(iter(config.val))[0] for _ in range(2))
-            found[f"first batch of the validation data of {num_nodes} nodes"] = _checksum(*read)
+            values[f"first batch of the validation data of {num_nodes} nodes"] = _checksum(*read)
     for name, config in _models(runner):
-        if not found[f"{checkpoint.FIRST_BATCH} of {config.num_nodes} nodes"].startswith(RANDOM):
-            found[f"loss of the initial {name}"] = _initial_loss(config, runner.options.device)
-    return found
+        if not values[f"{checkpoint.FIRST_BATCH} of {config.num_nodes} nodes"].startswith(RANDOM):
+            values[f"loss of the initial {name}"] = _initial_loss(config, runner.options.device)
+    return values
 
 
 def _initial_loss(config: Configuration, device: Any) -> float:
@@ -172,9 +172,9 @@ def _initial_loss(config: Configuration, device: Any) -> float:
     return checkpoint.eval_loss(engine, params, buffers, tree.map_leaves(lambda x: x[:1], config.train.batch(0)))
 
 
-def _same(saved: Any, given: Any) -> bool:
-    is_loss = isinstance(saved, float) and isinstance(given, float)
-    return checkpoint.same_loss(saved, given) if is_loss else saved == given
+def _same(saved: Any, now: Any) -> bool:
+    is_loss = isinstance(saved, float) and isinstance(now, float)
+    return checkpoint.same_loss(saved, now) if is_loss else saved == now
 
 
 def _checksum(once: Any, again: Any) -> str:
@@ -184,11 +184,11 @@ def _checksum(once: Any, again: Any) -> str:
     return f"{RANDOM}, {[list(x.shape) for x in tree.leaves(once)]}"
 
 
-def _first_differences(saved: Columns, given: Columns) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values of each column in the first row in which they differ, saved and given, by the name to show."""
+def _first_differences(saved: Columns, now: Columns) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of each column in the first row in which they differ, saved and now, by the name to show."""
     differing: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-    for name in dict.fromkeys([*saved, *given]):
-        a, b = saved.get(name, [checkpoint.NOTHING]), given.get(name, [checkpoint.NOTHING])
+    for name in dict.fromkeys([*saved, *now]):
+        a, b = saved.get(name, [checkpoint.NOTHING]), now.get(name, [checkpoint.NOTHING])
         number = max(len(a), len(b))
         for row, (x, y) in enumerate(zip(a * (number // len(a)), b * (number // len(b)))):
             if repr(x) != repr(y):
