@@ -6,7 +6,7 @@ import argparse
 import contextlib
 
 from vecgym.cli.compare import strategy_names
-from vecgym.cli.values import ENGINES
+from vecgym.cli.configuration import ENGINES
 
 OPTIONAL = ("wandb", "tensorboard", "torchvision", "scikit-learn")
 
