@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from vecgym.collectives.ledger import bytes_of
-from vecgym.runs.async_plan import last_steps
-from vecgym.runs.asynchronous import recorded_of
+from vecgym.runs.async_plan import last_steps, recorded_of
 from vecgym.simulation import Event
 from vecgym.strategy.asynchronous import EventDriven
 from vecgym.sweeps.chunk import Chunk, Curve, Observed
