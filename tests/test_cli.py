@@ -18,7 +18,7 @@ import vecgym.data.text as corpus
 from vecgym import Trainer
 from vecgym.cli import COMMANDS, main
 from vecgym.cli.compare import allreduce_bytes, comparison_table
-from vecgym.cli.values import ENGINES as ENGINE_NAMES
+from vecgym.cli.configuration import ENGINES as ENGINE_NAMES
 from vecgym.data.text import read_text, split_text, standard_library_text
 from vecgym.engine import ENGINES
 from vecgym.models import GPT

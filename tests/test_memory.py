@@ -20,7 +20,7 @@ from vecgym.core.nodes import squared_consensus_distance
 from vecgym.engine import Engine, Local, Plan
 from vecgym.models import GPT, Classifier
 from vecgym.runs import memory
-from vecgym.runs.memory import Live, Part, memory_limit, stepping
+from vecgym.runs.memory import Live, MemoryPart, memory_limit, stepping
 from vecgym.simulation import Event
 from vecgym.simulation.simulation import Draft
 from vecgym.strategy import (
@@ -98,7 +98,7 @@ def test_the_table() -> None:
     assert "40 kB" in lines[1]
     lasting = sum(estimate.parts[n].total_bytes for n in ("parameters", "gradients", "optimizer", "strategy", "batch"))
     assert estimate.total_bytes >= lasting
-    more = MemoryEstimate({**estimate.parts, "activations": Part(10**9, nodes=2)}, 16)
+    more = MemoryEstimate({**estimate.parts, "activations": MemoryPart(10**9, nodes=2)}, 16)
     assert more.total_bytes == pytest.approx(lasting + 2e9)  # in place of the exchange, not beside it
 
 
@@ -282,7 +282,6 @@ def limited(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
     """Room for an estimate of `limit` bytes."""
     monkeypatch.setattr(fitting, "RESERVED_BYTES", 0)
     monkeypatch.setattr(fitting, "memory_limit", lambda device: int(fitting.MARGIN * limit))
-    fitting._fitted_sizes.clear()
 
 
 class Wide(nn.Module):
@@ -376,24 +375,6 @@ def test_a_given_minibatch_size_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings["chunk_size"], settings["minibatch_size"]) == (1, 8)
     with pytest.raises(MemoryError):
         fit(model, alone(), **given, minibatch_size=16)
-
-
-def test_the_answer_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, data = wide()
-    limited(monkeypatch, total(2) + 1)
-    calls: list[int] = []
-    search = fitting._search
-
-    def counted(*args: Any) -> fitting.Sizes:
-        calls.append(1)
-        return search(*args)
-
-    monkeypatch.setattr(fitting, "_search", counted)
-    for _ in range(2):
-        fit(model, alone(), num_nodes=4, data=data, batch_size=16, max_steps=2, max_memory_usage=1.0)
-    assert len(calls) == 1
-    fit(model, alone(), num_nodes=4, data=data, batch_size=8, max_steps=2, max_memory_usage=1.0)
-    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("wrong", [0, -0.5, 1.5, 80, "0.8", True])

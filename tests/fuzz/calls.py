@@ -426,7 +426,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.CSVLogger": {},
     "vecgym.DivergenceError": {"nodes": lambda: [0]},
     "vecgym.ProcessError": {"rank": lambda: 0, "nodes": lambda: "node 0", "what": lambda: "x"},
-    "vecgym.MemoryEstimate": {"parts": lambda: {"parameters": memory.Part(8, 0, K)}, "device": lambda: "cpu"},
+    "vecgym.MemoryEstimate": {"parts": lambda: {"parameters": memory.MemoryPart(8, 0, K)}, "device": lambda: "cpu"},
     "vecgym.Nodes": {"params": tree_of_nodes},
     "vecgym.Ledger.weighted": {"weight": lambda: 0.5},
     "vecgym.Ledger.routed": {"routes": lambda: {"all_gather": "server"}},

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import vecgym
-from vecgym.cli.values import ENGINES, add_output, count, positive, table
+from vecgym.cli.configuration import ENGINES, add_output, count, positive
 from vecgym.core.errors import DivergenceError
 
 STRATEGIES = ("allreduce", "fedavg", "diloco")  # by default
@@ -182,7 +182,7 @@ def comparison_table(runs: dict[str, dict[int, vecgym.History]], reference_bytes
     """
     from matplotlib.ticker import EngFormatter
 
-    from vecgym.records.rows import with_spread
+    from vecgym.records.rows import aligned, with_spread
 
     rows = [["strategy", "val loss", "val loss of nodes", "sent", "less", "seconds"]]
     for name, of_seeds in runs.items():
@@ -192,7 +192,7 @@ def comparison_table(runs: dict[str, dict[int, vecgym.History]], reference_bytes
         losses = [f"{x[0]:.4f}" if len(x) == 1 else with_spread(x) for x in (averages, nodes)]
         took = f"{sum(seconds) / len(seconds):.1f}"
         rows.append([name, *losses, EngFormatter(unit="B", places=1)(sent[0]), less, took])
-    return table(rows)
+    return "\n".join(aligned(rows))
 
 
 def allreduce_bytes(num_nodes: int, num_params: int, steps: int) -> float:

@@ -1,4 +1,4 @@
-"""Configurations: names in a Python file, specified as `FILE.py` or `FILE.py:function` on the command line."""
+"""Shared by several commands: values of options, and configurations, functions in a Python file."""
 
 from __future__ import annotations
 
@@ -6,15 +6,39 @@ import argparse
 import ast
 import importlib.util
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from vecgym.cli.values import add_output
-
 DEFAULT_FUNCTION = "config"
+ENGINES = ("auto", "vmap", "loop")  # as in vecgym.engine, whose import would import torch
+
+
+def _above_0(kind: Callable[[str], float], what: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return parse
+
+
+count = _above_0(int, "a whole number >= 1")
+positive = _above_0(float, "a number > 0")
+
+
+def add_output(parser: argparse.ArgumentParser, default: str, metavar: str = "DIR") -> None:
+    """Add --output; its default is None if it depends on a NAME."""
+    path = None if "NAME" in default else Path(default)
+    about = f"where the results go ({default})"
+    parser.add_argument("--output", type=Path, default=path, metavar=metavar, help=about)
 
 
 def add_options(parser: argparse.ArgumentParser, optional: bool = False) -> None:
@@ -23,10 +47,13 @@ def add_options(parser: argparse.ArgumentParser, optional: bool = False) -> None
         "config", metavar="CONFIG.py[:function]", nargs="?" if optional else None,
         help=f"a Python file, and the function in it ({DEFAULT_FUNCTION})",
     )  # fmt: skip
-    parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", type=assignment,
-        help="an argument for the function or, if it has no such parameter, an item to replace in its result",
-    )  # fmt: skip
+    add_set(parser, "an argument for the function or, if it has no such parameter, an item to replace in its result")
+
+
+def add_set(parser: argparse.ArgumentParser, about: str) -> None:
+    """Add --set."""
+    values: Any = {"nargs": "+", "action": "extend", "default": [], "metavar": "KEY=VALUE", "type": assignment}
+    parser.add_argument("--set", **values, help=about)
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -53,16 +80,16 @@ def assignment(text: str) -> tuple[str, Any]:
 
 
 def read_configuration(
-    args: argparse.Namespace, needed: tuple[str, ...], allowed: tuple[str, ...], alone: tuple[str, type] | None = None
+    args: argparse.Namespace, required: tuple[str, ...], allowed: tuple[str, ...], alone: tuple[str, type] | None = None
 ) -> dict[str, Any]:
     """Call the function of `args.config` with the settings of `args.set`, and return its result.
 
     Args:
-        needed, allowed: keys of the dict that the function returns.
+        required, allowed: keys of the dict that the function returns.
         alone: the key and the class of an item that the function may return instead of a dict.
 
     Raises:
-        ValueError: for a missing file or function, a missing key of `needed`, or a key that is not `allowed`. Errors
+        ValueError: for a missing file or function, a missing key of `required`, or a key that is not `allowed`. Errors
             in the file propagate.
     """
     path, function = _function(args.config)
@@ -90,8 +117,8 @@ def read_configuration(
     if wrong := [key for key in config if key not in allowed]:
         raise ValueError(f"{where} returned {wrong[0]!r}; allowed: {', '.join(allowed)}.")
     config = {**config, **items, **({"progress": False} if getattr(args, "no_progress", False) else {})}
-    if missing := [key for key in needed if key not in config]:
-        raise ValueError(f"{where} returned no {missing[0]!r}; it must return {', '.join(needed)}.")
+    if missing := [key for key in required if key not in config]:
+        raise ValueError(f"{where} returned no {missing[0]!r}; it must return {', '.join(required)}.")
     return config
 
 

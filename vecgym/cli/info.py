@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vecgym.cli.compare import strategy_names
-from vecgym.cli.values import ENGINES
+from vecgym.cli.configuration import ENGINES
 
 OPTIONAL = ("wandb", "tensorboard", "torchvision", "scikit-learn", "transformers", "optuna")
 

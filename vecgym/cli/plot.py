@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import vecgym
-from vecgym.cli.values import add_output
+from vecgym.cli.configuration import add_output
 from vecgym.records.columns import X_AXES
 
 

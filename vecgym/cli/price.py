@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 
 import vecgym
-from vecgym.cli.configuration import assignment, read_configuration
-from vecgym.cli.values import count, table
+from vecgym.cli.configuration import add_set, count, read_configuration
 
 BANDWIDTHS = ["100 Mbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s"]
 LATENCIES = ["0 ms", "50 ms"]
@@ -39,10 +38,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies", nargs="+", metavar="NAME", help="of the catalogue; the first is the reference")
     parser.add_argument("--tau", type=count, metavar="T", help="steps that an exchange of streaming may take (5)")
     parser.add_argument("--steps", type=count, metavar="N", help="of the run, for its days (100000)")
-    parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", type=assignment,
-        help="an argument for the function of --model",
-    )  # fmt: skip
+    add_set(parser, "an argument for the function of --model")
     parser.add_argument(
         "--all-reduce", default="ring", help="ring, halving_doubling, tree, server or gloo (%(default)s)"
     )
@@ -120,9 +116,9 @@ def _price_run(args: argparse.Namespace) -> int:
     print(price_table(timelines))
     for a in latencies:
         question = Question(ledger, compute, args.utilization, a, options=options)
-        needed = question.bandwidth()
+        bandwidth = question.bandwidth()
         goal = f"For {100 * args.utilization:g} % computing with a latency of {readable_time(a)}"
-        print(question.why_none() if needed == float("inf") else f"{goal}: {readable_bandwidth(needed)}.")
+        print(question.why_none() if bandwidth == float("inf") else f"{goal}: {readable_bandwidth(bandwidth)}.")
     if args.plot:
         plot_networks(timelines, args.plot, title=str(args.run_folder))
         print(f"Figure: {args.plot}")
@@ -146,12 +142,13 @@ def price_table(timelines: dict[float, dict[float, vecgym.clock.Timeline]]) -> s
     bandwidth
     """
     from vecgym.clock.units import readable_bandwidth, readable_time
+    from vecgym.records.rows import aligned
 
     rows = [["bandwidth", *(f"{readable_time(a)} latency" for a in timelines)]]
     for b in next(iter(timelines.values()), {}):
         cells = [f"{readable_time(t[b].seconds)}, {100 * t[b].utilization:.1f} %" for t in timelines.values()]
         rows.append([readable_bandwidth(b), *cells])
-    return table(rows)
+    return "\n".join(aligned(rows))
 
 
 def _number(text: str) -> str | float:

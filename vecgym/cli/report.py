@@ -40,7 +40,7 @@ footer { margin-top: 3rem; color: #666; font-size: .85rem }
 
 
 class Html(str):
-    """What is HTML already: `tag` escapes all other text."""
+    """Text that is already HTML: `tag` escapes all other text."""
 
     __slots__ = ()
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def overview(histories: Mapping[str, vecgym.History], x: str) -> list[Html]:
-    """Return what several runs have together: results, the settings in which they differ, figures."""
+    """Return the parts that compare the runs: results, the settings in which they differ, figures."""
     shown = [name for name in SUMMARY if any(h.last(name) is not None for h in histories.values())]
     rows = []
     for i, (name, h) in enumerate(histories.items()):
@@ -95,15 +95,15 @@ def differences(settings: Sequence[Mapping[str, str]]) -> Iterator[list[str]]:
     >>> list(differences([{"seed": "0", "lr": "0.1"}, {"seed": "0", "lr": "0.2"}]))
     [['lr', '0.1', '0.2']]
     """
-    for name in dict.fromkeys(name for given in settings for name in given):
-        values = [given.get(name, "") for given in settings]
-        everywhere = all(name in given for given in settings) or not name.startswith("hyperparameters.")
+    for name in dict.fromkeys(name for of_run in settings for name in of_run):
+        values = [of_run.get(name, "") for of_run in settings]
+        everywhere = all(name in of_run for of_run in settings) or not name.startswith("hyperparameters.")
         if len(set(values)) > 1 and everywhere and name != "run_id":
             yield [name, *values]
 
 
 def about(history: vecgym.History, saved: vecgym.Saved | None) -> list[Html]:
-    """Return what is said of one run."""
+    """Return the section about one run."""
     rows = history.rows[-ROWS:]
     columns = [c for c in history.columns if any(isinstance(row.get(c), (int, float)) for row in rows)]
     columns.sort(key=lambda column: column not in ("step", *SUMMARY))  # the others may not fit
@@ -206,8 +206,8 @@ def page(title: str, parts: Sequence[Html]) -> str:
         tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
         tag("title", title), tag("style", Html(STYLE)),
     ]  # fmt: skip
-    made = f"Written by vecgym {vecgym.__version__} on {time.strftime('%Y-%m-%d %H:%M %Z')}."
-    body = tag("body", tag("h1", title), *parts, tag("footer", made))
+    written = f"Written by vecgym {vecgym.__version__} on {time.strftime('%Y-%m-%d %H:%M %Z')}."
+    body = tag("body", tag("h1", title), *parts, tag("footer", written))
     return "<!doctype html>\n" + tag("html", tag("head", *head), body, lang="en")
 
 
@@ -218,12 +218,12 @@ def tag(name: str, /, *contents: Any, **attributes: str) -> Html:
     '<p id="a">&lt;script&gt;<b>1</b></p>'
     """
     inside = "".join(x if isinstance(x, Html) else html.escape(str(x)) for x in contents)
-    given = "".join(f' {key.replace("_", "-")}="{html.escape(text)}"' for key, text in attributes.items())
-    return Html(f"<{name}{given}>" + ("" if name in ("img", "meta") else f"{inside}</{name}>"))
+    attributes_text = "".join(f' {key.replace("_", "-")}="{html.escape(text)}"' for key, text in attributes.items())
+    return Html(f"<{name}{attributes_text}>" + ("" if name in ("img", "meta") else f"{inside}</{name}>"))
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]], numbers: bool = False) -> Html:
-    """Return a table that scrolls by itself where it is too wide; columns of the history say what they are."""
+    """Return a table that scrolls where it is too wide; a column of the history has its meaning as a tooltip."""
     columns = {**COLUMNS, **UPDATE_COLUMNS}
     cells = [tag("th", name, **({"title": columns[name].meaning} if name in columns else {})) for name in head]
     lines = [tag("tr", *cells)] * bool(cells) + [
@@ -233,13 +233,13 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]], numbers: bool = Fa
 
 
 def image(figure: Any, about: str) -> Html:
-    """Return a figure as a part of the page; on a telephone it scrolls, so that it can be read."""
+    """Return a figure as a part of the page; on a phone it scrolls, so that it stays readable."""
     source = "data:image/png;base64," + base64.b64encode(figure._repr_png_()).decode()
     return tag("div", tag("img", src=source, alt=about), **{"class": "wide"})
 
 
 def value(column: str, x: Any) -> Any:
-    """Return a number of the history for reading.
+    """Format a number of the history for reading.
 
     >>> value("bytes_total", 1234567.0), value("val_loss", 0.123456789), value("step", 3)
     ('1.23 MB', '0.123457', 3)

@@ -8,7 +8,6 @@ import os
 
 import vecgym
 from vecgym.cli.configuration import add_run_options, output_of, read_configuration
-from vecgym.cli.values import table
 
 OF_TRAINER = ("model", "train_dataset", "val_dataset", "loss_fn")  # all other keys are arguments of Trainer.fit
 NEEDED = ("model", "train_dataset", "strategy", "num_nodes")
@@ -28,7 +27,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from vecgym.records.loggers import as_loggers
-    from vecgym.records.rows import counted
+    from vecgym.records.rows import aligned, counted
 
     config = read_configuration(args, NEEDED, allowed())
     trainer = vecgym.Trainer(**{name: config.pop(name, None) for name in OF_TRAINER})
@@ -45,5 +44,5 @@ def run(args: argparse.Namespace) -> int:
             vecgym.plot.plot_runs({output.name: history}, output / "run.png", title=type(config["strategy"]).__name__)
             names = ("step", "train_loss", "val_loss", "bytes_total", "seconds")
             rows = [[name, f"{history.last(name):.6g}"] for name in names if name in history.columns]
-            print(f"{table(rows)}\nHistory: {output / 'history.csv'}\nFigure: {output / 'run.png'}")
+            print(*aligned(rows), f"History: {output / 'history.csv'}", f"Figure: {output / 'run.png'}", sep="\n")
     return 0

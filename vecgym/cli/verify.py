@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import vecgym
-from vecgym.cli.configuration import add_options, read_configuration
+from vecgym.cli.configuration import add_options, count, read_configuration
 from vecgym.cli.run import allowed
-from vecgym.cli.values import count
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -234,7 +234,9 @@ def plot_runs(options: RunsFigure) -> Figure:
     for axes, panel in zip(all_axes, panels):
         if options.xlim or (panel not in DISTANCES and len(histories) > 1):
             style.begin_where_curves_differ(axes, curves[panel], options.xlim)
-    kinds = [LINES, _band_label(histories)] if "loss" in panels else []
+    kinds = [LINES] if "loss" in panels else []
+    if kinds and (num_nodes := _num_nodes(histories)):
+        kinds.append(f"training, {PERCENTILES if num_nodes >= MANY_NODES else 'lowest to highest node'}")
     kinds += [PERCENTILES] * any(map(is_per_node, panels))
     _legend(all_axes[0], list(histories), kinds, options.legend)
     return style.done(figure, options.title, options.path)
@@ -246,7 +248,7 @@ def _draw(axes: Axes, panel: str, name: str, history: History, look: dict[str, A
     if panel == "loss":
         if history.series("train_losses")[1]:
             at, losses = _curve(history, "train_losses", x, window)
-            low, high = _percentiles(losses)[::2] if _many_nodes(options.histories) else style.span(losses)
+            low, high = _percentiles(losses)[::2] if _num_nodes(options.histories) >= MANY_NODES else style.span(losses)
             style.draw_band(axes, at, low, high, look["color"])
         return _draw_losses(axes, name, history, x, look, window)
     if panel not in history.columns or not history.series(panel, x)[1]:
@@ -261,17 +263,10 @@ def _draw(axes: Axes, panel: str, name: str, history: History, look: dict[str, A
     return curves
 
 
-def _many_nodes(histories: Mapping[str, History]) -> bool:
-    """Whether the bands of the training losses are between percentiles."""
+def _num_nodes(histories: Mapping[str, History]) -> int:
+    """Return the most nodes of which a run has the training losses; 0: there are none."""
     arrays = [history.node_array() for history in histories.values() if "train_losses" in history.columns]
-    return any(losses.shape[1] >= MANY_NODES for losses in arrays)
-
-
-def _band_label(histories: Mapping[str, History]) -> str:
-    """Describe the bands of the training losses; "" if there are none."""
-    if not any("train_losses" in history.columns for history in histories.values()):
-        return ""
-    return f"training, {PERCENTILES if _many_nodes(histories) else 'lowest to highest node'}"
+    return max((losses.shape[1] for losses in arrays), default=0)
 
 
 def _ends(histories: Mapping[str, History], column: str) -> list[float]:
@@ -360,7 +355,7 @@ def _legend(axes: Axes, names: list[str], kinds: Sequence[str], where: str | Non
     if LINES in kinds:
         handles.append(Line2D([], [], color="0.3", marker="o", linewidth=1, label="validation, averaged model"))
         handles.append(Line2D([], [], color="0.3", alpha=style.LIGHT, linewidth=2, label="training (smoothed)"))
-    handles += [Patch(color="0.3", alpha=0.15, linewidth=0, label=kind) for kind in kinds if kind not in ("", LINES)]
+    handles += [Patch(color="0.3", alpha=0.15, linewidth=0, label=kind) for kind in kinds if kind != LINES]
     if where == "outside" or (where is None and len(handles) > style.MAX_RUNS_INSIDE):
         columns = min(4, 2 * len(axes.figure.axes))  # names are long
         axes.figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=columns)

@@ -136,11 +136,11 @@ def checked_limits(name: str, value: Any) -> tuple[float, float]:
 def begin_where_curves_differ(axes: Axes, curves: Curves, xlim: tuple[float, float] | None = None) -> None:
     """Fit the vertical axis to what follows the first fifth of the curves, which is much the same in all, or to `xlim`.
 
-    What is outside leaves the figure. A logarithmic axis begins where the first curve comes into view.
+    What lies outside is not shown. A logarithmic axis begins where the first curve comes into view.
     """
     first, last = xlim or (None, np.inf)
-    kept = [y[(at >= (at[-1] / 5 if first is None else first)) & (at <= last)] for at, y in curves if len(at)]
-    finite = np.concatenate([y[np.isfinite(y)] for y in kept]) if kept else np.zeros(0)
+    shown = [y[(at >= (at[-1] / 5 if first is None else first)) & (at <= last)] for at, y in curves if len(at)]
+    finite = np.concatenate([y[np.isfinite(y)] for y in shown]) if shown else np.zeros(0)
     if len(finite) and finite.min() < finite.max():
         (bottom, top), low, high = axes.get_ylim(), finite.min(), finite.max()
         margin = 0.1 * (high - low)

@@ -130,9 +130,9 @@ def plot_differences(
     figure, (axes,) = style.new_figure(7, 4.4)
     places = _places(axes, data.finite, x)
     parts = [data.rows] if hue is None else [[row for row in data.rows if row[x] == v] for v in places]
-    found = [row for part in parts for row in compared(part, axis, y, baseline, over=data.over)]
+    differences = [row for part in parts for row in compared(part, axis, y, baseline, over=data.over)]
     for value, look in zip(values, style.line_styles(values)):
-        line = [row for row in found if hue is None or row[hue] == value]
+        line = [row for row in differences if hue is None or row[hue] == value]
         spans = {row[x]: (row["difference"], row["low"], row["high"]) for row in line if row["difference"] is not None}
         zeros = {row[x]: (0.0, 0.0, 0.0) for row in line if row[axis] == baseline}
         _draw_line(axes, places, {**spans, **zeros}, _label(hue, value), look)

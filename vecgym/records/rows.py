@@ -105,7 +105,7 @@ def _mean(group: Sequence[Mapping[str, Any]], over: str) -> Row:
     return mean
 
 
-class Difference(NamedTuple):
+class MeanDifference(NamedTuple):
     """How far one thing is from another, over the seeds.
 
     Attributes:
@@ -126,7 +126,7 @@ class Difference(NamedTuple):
 
 def difference(
     values: Mapping[Any, float], others: Mapping[Any, float], paired: bool = True, name: str = "this"
-) -> Difference:
+) -> MeanDifference:
     """Return how far some values are from others.
 
     Paired, it is the mean of the differences at each seed, which lack what a seed does to both. If only some seeds are
@@ -137,8 +137,8 @@ def difference(
         values, others: seed -> number. One that is not finite leaves its seed out, with a warning.
         name: of what the values are, for warnings.
 
-    >>> found = difference({0: 1.25, 1: 2.0, 2: 3.25}, {0: 1.0, 1: 2.0, 2: 3.0})
-    >>> [round(x, 4) for x in found]
+    >>> gap = difference({0: 1.25, 1: 2.0, 2: 3.25}, {0: 1.0, 1: 2.0, 2: 3.0})
+    >>> [round(x, 4) for x in gap]
     [0.1667, 0.0833, -0.1919, 0.5252, 3, 0]
     >>> round(difference({0: 1.25, 1: 2.0, 2: 3.25}, {0: 1.0, 1: 2.0, 2: 3.0}, paired=False).standard_error, 4)
     0.8207
@@ -164,7 +164,7 @@ def difference(
     degrees = squared**2 / sum(e**2 / (len(x) - 1) for e, x in zip(errors, samples)) if squared > 0 else 1.0
     mean, error = means[0] - sum(means[1:]), math.sqrt(squared)
     half = error * t_quantile(degrees)
-    return Difference(mean, error, mean - half, mean + half, len(samples[0]), len(missing))
+    return MeanDifference(mean, error, mean - half, mean + half, len(samples[0]), len(missing))
 
 
 def t_quantile(degrees: float) -> float:
@@ -211,18 +211,18 @@ def by_seed(rows: Rows, metric: str, over: str) -> dict[Any, float]:
     >>> by_seed([{"seed": 0, "val_loss": 1.0}, {"seed": 1, "val_loss": 2.0, "status": "diverged"}], "val_loss", "seed")
     {0: 1.0, 1: nan}
     """
-    found: dict[Any, list[float]] = {row[over]: [] for row in rows}
+    of_seeds: dict[Any, list[float]] = {row[over]: [] for row in rows}
     for row in rows:
         if row.get("status", "finished") == "finished" and check.is_finite(row[metric]):
-            found[row[over]].append(row[metric])
-    return {seed: float(np.mean(values)) if values else math.nan for seed, values in found.items()}
+            of_seeds[row[over]].append(row[metric])
+    return {seed: float(np.mean(values)) if values else math.nan for seed, values in of_seeds.items()}
 
 
 def compared(
     rows: Rows, axis: str, metric: str, baseline: Any, *, over: str, best: bool = True, paired: bool = True,
     largest: bool = False,
 ) -> list[Row]:  # fmt: skip
-    """Return a row for each value of an axis, with the mean of a metric and its `Difference` from the baseline's.
+    """Return a row for each value of an axis, with the mean of a metric and its `MeanDifference` from the baseline's.
 
     For the arguments, see `SweepResult.compare`; the values of the axes are labels.
 
@@ -231,28 +231,28 @@ def compared(
     2.0
     """
     others = [name for name in axes_of(rows) if name not in (axis, over)]
-    found = [({name: g[0][name] for name in (axis, *others)}, by_seed(g, metric, over)) for g in groups(rows, over)]
+    points = [({name: g[0][name] for name in (axis, *others)}, by_seed(g, metric, over)) for g in groups(rows, over)]
     if best:
-        values = dict.fromkeys(point[axis] for point, _ in found)
+        values = dict.fromkeys(point[axis] for point, _ in points)
         rank = functools.partial(_rank, sign=-1 if largest else 1)
-        found = [min((each for each in found if each[0][axis] == value), key=rank) for value in values]
+        points = [min((each for each in points if each[0][axis] == value), key=rank) for value in values]
     matching = [] if best else others  # what a configuration and that of the baseline have in common
-    bases = {tuple(point[n] for n in matching): losses for point, losses in found if point[axis] == baseline}
+    bases = {tuple(point[n] for n in matching): losses for point, losses in points if point[axis] == baseline}
     shown = []
-    for point, losses in found:
+    for point, losses in points:
         base = bases.get(tuple(point[name] for name in matching))
         missing, mean = _rank((point, losses))
-        gap: Row = {**dict.fromkeys(Difference._fields), "seeds": len(losses) - missing, "left_out": missing}
+        gap: Row = {**dict.fromkeys(MeanDifference._fields), "seeds": len(losses) - missing, "left_out": missing}
         if base is not None and point[axis] != baseline:
             gap = difference(losses, base, paired, f"{axis}={point[axis]}")._asdict()
         shown.append({**point, metric: mean, **gap})
     return shown
 
 
-def _rank(found: tuple[Row, Mapping[Any, float]], sign: int = 1) -> tuple[int, float]:
+def _rank(point: tuple[Row, Mapping[Any, float]], sign: int = 1) -> tuple[int, float]:
     """Return how many seeds of a configuration have no number, and the mean over the others, with this sign."""
-    finite = [x for x in found[1].values() if check.is_finite(x)]
-    return len(found[1]) - len(finite), sign * float(np.mean(finite)) if finite else math.nan
+    finite = [x for x in point[1].values() if check.is_finite(x)]
+    return len(point[1]) - len(finite), sign * float(np.mean(finite)) if finite else math.nan
 
 
 def select(rows: Rows, where: Mapping[str, Any] | None) -> list[Row]:

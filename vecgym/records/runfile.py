@@ -203,12 +203,12 @@ def write(path: str | os.PathLike[str], contents: Mapping[str, Any]) -> None:
 
 
 def read(
-    path: str | os.PathLike[str], needed: Mapping[str, Any] | None = None, *, mmap: bool = False, check: bool = True
+    path: str | os.PathLike[str], required: Mapping[str, Any] | None = None, *, mmap: bool = False, check: bool = True
 ) -> dict[str, Any]:
     """Read a file of `write`, with its tensors on the CPU.
 
     Args:
-        needed: the required contents: names -> types, nested like the contents.
+        required: the contents: names -> types, nested like the contents.
         mmap: read tensors only when they are used.
         check: verify the checksums of the whole file.
 
@@ -238,7 +238,7 @@ def read(
             f"{path} has version {version!r}, but this vecgym reads version {VERSION}: use the vecgym that wrote it."
         )
     with naming(path):
-        wrong = difference(contents, needed or {}, more=True)
+        wrong = difference(contents, required or {}, more=True)
     if wrong:
         raise Damaged(f"{path} does not have the contents that vecgym writes: {wrong}.")
     return contents

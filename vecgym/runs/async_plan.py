@@ -13,7 +13,6 @@ from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches
 from vecgym.engine import Engine
 from vecgym.simulation import Row, RunFacts, Simulation
-from vecgym.simulation.availability import Availability
 from vecgym.simulation.events import Arrival, Schedule, Stop, schedule, updates_of
 from vecgym.simulation.state import Metrics
 from vecgym.strategy.asynchronous import EventDriven
@@ -34,7 +33,7 @@ class AsyncPlan(Schedule):
     @classmethod
     def of(
         cls, strategy: EventDriven, num_nodes: int, compute: Compute, network: Network | None, sizes: Mapping[str, int],
-        seed: int, stop: Stop, availability: Availability | None = None,
+        seed: int, stop: Stop, availability: Any = None,
     ) -> AsyncPlan:  # fmt: skip
         """Return the plan of a run.
 
@@ -106,12 +105,9 @@ class Updates(Simulation):
         arrivals, K = self.schedule.arrivals(row.tick), self.run.num_nodes
         outer_lr = self.strategy.server_rate(self.schedule.updates[row.tick - 1], K)
         active = sorted({arrival.node for arrival in arrivals})
-        return Metrics(row.losses, self._rates(arrivals), active, outer_lr, row.transfers)
-
-    def _rates(self, arrivals: Sequence[Arrival]) -> Any:
-        """Return the inner learning rates of the last steps of some arrivals: a number, or one for each."""
         last, nodes = last_steps(arrivals)
-        return self.strategy.inner.lr(last, self.timetable.max_steps, nodes)
+        lr = self.strategy.inner.lr(last, self.timetable.max_steps, nodes)  # a number, or one for each arrival
+        return Metrics(row.losses, lr, active, outer_lr, row.transfers)
 
 
 def last_steps(arrivals: Sequence[Arrival]) -> tuple[list[int], list[int]]:
@@ -121,3 +117,19 @@ def last_steps(arrivals: Sequence[Arrival]) -> tuple[list[int], list[int]]:
     ([6], [2])
     """
     return [x.first_step + x.num_steps - 1 for x in arrivals], [x.node for x in arrivals]
+
+
+OF_NODES = ("val_losses", "consensus_distance", "consensus_distance_before")
+
+
+def recorded_of(strategy: Any, num_nodes: int, columns: dict[str, Any]) -> dict[str, Any]:
+    """Return the recorded columns of an evaluation: with a server, none of each node, since all have its parameters.
+
+    >>> from vecgym.strategy import ADPSGDStrategy, AsyncStrategy
+    >>> columns = {"val_loss": 1.0, "val_loss_local": 1.0, "val_losses": [1.0, 1.0], "consensus_distance_before": 0.0}
+    >>> recorded_of(AsyncStrategy(), 2, columns), list(recorded_of(ADPSGDStrategy(), 2, columns))
+    ({'val_loss': 1.0}, ['val_loss', 'val_loss_local', 'val_losses'])
+    """
+    if strategy.server_of(num_nodes) is None:
+        return {name: x for name, x in columns.items() if name != "consensus_distance_before"}
+    return {name: x for name, x in columns.items() if not name.endswith("_local") and name not in OF_NODES}

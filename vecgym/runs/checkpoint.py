@@ -77,92 +77,8 @@ FORM: dict[str, Any] = {
 }
 
 
-class Snapshots:
-    """Take snapshots of a run, and restore them.
-
-    Args:
-        simulation, recorder: what evolves.
-        session: of the run.
-    """
-
-    def __init__(self, simulation: Simulation, recorder: Recorder, session: Session) -> None:
-        self.simulation = simulation
-        self.recorder = recorder
-        self.session = session
-        self.engine = simulation.engine
-
-    def take(self, state: State) -> dict[str, Any] | None:
-        """Return everything that evolves, to be saved; None except in the first process. All processes call this."""
-        result = self.simulation.result(state)
-        own = None if result.params is state.params else result.params
-        models = {"params": state.params, "buffers": state.buffers}
-        models = models if state.tick else tree.map_leaves(lambda x: x[:1], models)  # all nodes begin alike
-        local = {**models, "result": own, **_without_models(state)}
-        everyone = self.session.gathered(local)
-        random_states = self.session.each(GlobalStates.now().packed())
-        if everyone is None:
-            return None
-        everyone["own"] = _widened(everyone.get("own", {}), self.simulation.comm.num_nodes)
-        params = {**everyone.pop("params"), **self._frozen()}
-        buffers, own, num_nodes = everyone.pop("buffers"), everyone.pop("result"), self.simulation.comm.num_nodes
-        saved = Nodes(self.engine.model, num_nodes, params, buffers, result.members, own)
-        return {
-            **runfile.record(
-                saved,
-                state.step,
-                self.recorder.history,
-                self.recorder.ledger,
-                clock_of(self.recorder.options, self.simulation),
-            ),
-            "state": {**everyone, "home": "shared" if state.home is state.shared else "own", **self._pending(state)},
-            "ranks": self.simulation.algorithm.hidden_state(),
-            "recorder": self.recorder.state(),
-            "random": random_states,
-        }
-
-    def restore(self, contents: Mapping[str, Any], template: State) -> State:
-        """Resume from a snapshot: restore everything but the random generators, which are set last."""
-        comm, frozen = self.simulation.comm, self.engine.frozen
-        models = contents["models"]
-        expected = {"params": {**template.params, **self._frozen()}, "buffers": template.buffers}
-        expected = tree.map_leaves(lambda x: x[:1], expected)  # any number of nodes may be in this process
-        _check_alike({kind: models[kind] for kind in expected}, expected, comm.num_nodes)
-        trained = {name: models["params"][name] for name in template.params}
-        saved = runfile.restored({"models": {"params": trained, "buffers": models["buffers"]}, **contents["state"]})
-        saved = placed_as(self.session.rows_here(saved), vars(template), self.engine.device)
-        state = _with_models(saved, template, len(comm.node_ids))
-        # At the start an optimizer may hold less. Its "numbers" are Python numbers, and may become floats.
-        optimizer, started = (x.home.get("optimizer", {}) for x in (state, template))
-        started = {slot: x for slot, x in started.items() if slot != "numbers"}
-        _check_alike({"optimizer": optimizer}, {"optimizer": started}, len(comm.node_ids), more=True)
-        self.random_states(contents)
-        rows = runfile.unpacked_rows(contents["rows"])
-        self.recorder.ledger.load(contents["ledger"])
-        if contents["ranks"] is not None:
-            self.simulation.algorithm.load_hidden_state(runfile.restored(contents["ranks"]))
-        for name, p in frozen.items():
-            p.copy_(models["params"][name][0])
-        self.recorder.load(contents["recorder"], rows)
-        if "pending" in saved:
-            self.simulation.timetable.resume(contents["step"], saved["pending"])
-        return replace(state, tick=contents["step"])
-
-    def random_states(self, contents: Mapping[str, Any]) -> GlobalStates:
-        """Return the states of the global random generators; they are set just before the first step."""
-        states, rank = contents["random"], self.session.rank
-        return GlobalStates.unpacked(states[rank] if len(states) == self.session.num_processes else states[0])
-
-    def _pending(self, state: State) -> dict[str, list[int]]:
-        """Return the nodes that have begun and are not computed: from here on a longer run has another timetable."""
-        timetable = self.simulation.timetable
-        return {"pending": list(timetable.pending(state.tick))} if hasattr(timetable, "pending") else {}
-
-    def _frozen(self) -> dict[str, Tensor]:
-        return {name: p[None] for name, p in self.engine.frozen.items()}
-
-
 class Checkpointer:
-    """Decide when a run is saved, which files stay, and what it resumes from. Without a folder nothing is saved.
+    """Save a run from time to time, remove old files, and restore the newest. Without a folder nothing is saved.
 
     A failed write (on a full disk) warns; the run continues, and earlier checkpoints stay.
 
@@ -187,7 +103,6 @@ class Checkpointer:
             return
         session.first(self._take_folder)
         with self.locked():
-            self._snapshots = Snapshots(simulation, recorder, session)
             self._identity = Identity(options, simulation, recorder.data, session)
             if options.resume is not False:
                 self.resumed = self._load()
@@ -211,7 +126,7 @@ class Checkpointer:
     def begin(self) -> None:
         """Set the global random generators, just before the first step."""
         if self._contents is not None:
-            self._snapshots.random_states(self._contents).restore()
+            self._random_states(self._contents).restore()
             self._contents = None
 
     def save_if_due(self, state: State, last: bool) -> None:
@@ -221,7 +136,7 @@ class Checkpointer:
         if self.folder is None or not due:
             return
         self.recorder.flush()
-        contents = self._snapshots.take(state)
+        contents = self._snapshot(state)
         if contents is None:
             return
         path = self.folder / NAME.format(state.step)
@@ -249,7 +164,7 @@ class Checkpointer:
                 self._identity.check(contents, path)
                 template = template or self.simulation.init()
                 with runfile.naming(path):
-                    state = self._snapshots.restore(contents, template)
+                    state = self._restore(contents, template)
             except Damaged as error:
                 damage = str(error)
             if not (damages := [*filter(None, self.session.each(damage))]):
@@ -332,6 +247,74 @@ class Checkpointer:
             with contextlib.suppress(OSError):
                 path.unlink()
 
+    # What a checkpoint holds.
+
+    def _snapshot(self, state: State) -> dict[str, Any] | None:
+        """Return everything that evolves, to be saved; None except in the first process. All processes call this."""
+        result = self.simulation.result(state)
+        own = None if result.params is state.params else result.params
+        models = {"params": state.params, "buffers": state.buffers}  # which have their own place in a file
+        others = {kind: {name: x for name, x in values.items() if name not in models}
+                  for kind, values in (("own", state.own), ("shared", state.shared))}  # fmt: skip
+        models = models if state.tick else tree.map_leaves(lambda x: x[:1], models)  # all nodes begin alike
+        local = {**models, "result": own, **others}
+        everyone = self.session.gathered(local)
+        random_states = self.session.each(GlobalStates.now().packed())
+        if everyone is None:
+            return None
+        everyone["own"] = _widened(everyone.get("own", {}), self.simulation.comm.num_nodes)
+        params = {**everyone.pop("params"), **self._frozen()}
+        buffers, own, num_nodes = everyone.pop("buffers"), everyone.pop("result"), self.simulation.comm.num_nodes
+        saved = Nodes(self.simulation.engine.model, num_nodes, params, buffers, result.members, own)
+        clock = clock_of(self.recorder.options, self.simulation)
+        return {
+            **runfile.record(saved, state.step, self.recorder.history, self.recorder.ledger, clock),
+            "state": {**everyone, "home": "shared" if state.home is state.shared else "own", **self._pending(state)},
+            "ranks": self.simulation.algorithm.hidden_state(),
+            "recorder": self.recorder.state(),
+            "random": random_states,
+        }
+
+    def _restore(self, contents: Mapping[str, Any], template: State) -> State:
+        """Resume from a snapshot: restore everything but the random generators, which are set last."""
+        comm, engine = self.simulation.comm, self.simulation.engine
+        models = contents["models"]
+        expected = {"params": {**template.params, **self._frozen()}, "buffers": template.buffers}
+        expected = tree.map_leaves(lambda x: x[:1], expected)  # any number of nodes may be in this process
+        _check_alike({kind: models[kind] for kind in expected}, expected, comm.num_nodes)
+        trained = {name: models["params"][name] for name in template.params}
+        saved = runfile.restored({"models": {"params": trained, "buffers": models["buffers"]}, **contents["state"]})
+        saved = placed_as(self.session.rows_here(saved), vars(template), engine.device)
+        state = _with_models(saved, template, len(comm.node_ids))
+        # At the start an optimizer may hold less. Its "numbers" are Python numbers, and may become floats.
+        optimizer, started = (x.home.get("optimizer", {}) for x in (state, template))
+        started = {slot: x for slot, x in started.items() if slot != "numbers"}
+        _check_alike({"optimizer": optimizer}, {"optimizer": started}, len(comm.node_ids), more=True)
+        self._random_states(contents)
+        rows = runfile.unpacked_rows(contents["rows"])
+        self.recorder.ledger.load(contents["ledger"])
+        if contents["ranks"] is not None:
+            self.simulation.algorithm.load_hidden_state(runfile.restored(contents["ranks"]))
+        for name, p in engine.frozen.items():
+            p.copy_(models["params"][name][0])
+        self.recorder.load(contents["recorder"], rows)
+        if "pending" in saved:
+            self.simulation.timetable.resume(contents["step"], saved["pending"])
+        return replace(state, tick=contents["step"])
+
+    def _random_states(self, contents: Mapping[str, Any]) -> GlobalStates:
+        """Return the states of the global random generators; they are set just before the first step."""
+        states, rank = contents["random"], self.session.rank
+        return GlobalStates.unpacked(states[rank] if len(states) == self.session.num_processes else states[0])
+
+    def _pending(self, state: State) -> dict[str, list[int]]:
+        """Return the nodes that have begun and are not computed: from here on a longer run has another timetable."""
+        timetable = self.simulation.timetable
+        return {"pending": list(timetable.pending(state.tick))} if hasattr(timetable, "pending") else {}
+
+    def _frozen(self) -> dict[str, Tensor]:
+        return {name: p[None] for name, p in self.simulation.engine.frozen.items()}
+
 
 def clock_of(options: FitOptions, simulation: Simulation | None) -> dict[str, Any]:
     """Return what a file says of a run's time, as plain values: the network and compute, with which the ledger can be
@@ -349,15 +332,6 @@ def clock_of(options: FitOptions, simulation: Simulation | None) -> dict[str, An
     if type(options.network) is not Network or type(options.compute) is not Compute:
         return {}
     return {"network": vars(options.network), "compute": vars(options.compute)}
-
-
-def _without_models(state: State) -> dict[str, Any]:
-    """Return the two trees without parameters and buffers, which have their own place in a file."""
-    of_models = ("params", "buffers")
-    return {
-        name: {key: x for key, x in values.items() if key not in of_models}
-        for name, values in (("own", state.own), ("shared", state.shared))
-    }
 
 
 def _with_models(saved: dict[str, Any], template: State, num_rows: int) -> State:
@@ -481,7 +455,7 @@ class Identity:
         return [*lines, OF_SCHEDULES] if lines else []
 
     def _learning_rates(self, steps: Iterable[int]) -> dict[int, list[float]]:
-        return learning_rates(self.strategy, self.simulation.comm.num_nodes, self.simulation.timetable.max_steps, steps)
+        return learning_rates(self.strategy, self.simulation.timetable.max_steps, steps)
 
 
 def another_run(path: Path, differing: list[str]) -> ValueError:
@@ -540,14 +514,14 @@ def same(a: Any, b: Any) -> bool:
 
 
 def differences(
-    saved: Mapping[str, Any], given: Mapping[str, Any], same: Callable[[Any, Any], bool] = same
+    saved: Mapping[str, Any], here: Mapping[str, Any], same: Callable[[Any, Any], bool] = same
 ) -> list[str]:
     """Return the differences, one per line.
 
     >>> differences({"seed": 1, "strategy.H": 3}, {"seed": 1, "strategy.H": 5})
     ['strategy.H: saved 3, given 5']
     """
-    pairs = {name: (saved.get(name, NOTHING), given.get(name, NOTHING)) for name in {**saved, **given}}
+    pairs = {name: (saved.get(name, NOTHING), here.get(name, NOTHING)) for name in {**saved, **here}}
     lines = [f"{name}: saved {a}, given {b}" for name, (a, b) in pairs.items() if not same(a, b)]
     more = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
     return lines[:MAX_LINES] + more
@@ -566,11 +540,11 @@ def sampled(num_steps: int, number: int) -> list[int]:
     return sorted(step for step in steps if 0 <= step < num_steps)
 
 
-def learning_rates(strategy: Strategy, num_nodes: int, num_steps: int, steps: Iterable[int]) -> dict[int, list[float]]:
+def learning_rates(strategy: Strategy, num_steps: int, steps: Iterable[int]) -> dict[int, list[float]]:
     """Return the inner learning rate at some steps, or that of each node; nothing if the optimizer has none.
 
     >>> from vecgym.strategy import FedAvgStrategy
-    >>> learning_rates(FedAvgStrategy("sgd", lr=0.5, warmup_steps=2), 4, 10, [0, 1, 2])
+    >>> learning_rates(FedAvgStrategy("sgd", lr=0.5, warmup_steps=2), 10, [0, 1, 2])
     {0: [0.0], 1: [0.25], 2: [0.5]}
     """
     rates = {}
@@ -606,13 +580,13 @@ def eval_loss(engine: Engine, params: Tree, buffers: Tree, batch: Any) -> float:
             return math.nan
 
 
-def same_loss(saved: float, given: float, tolerance: float = TOLERANCE) -> bool:
+def same_loss(saved: float, here: float, tolerance: float = TOLERANCE) -> bool:
     """Whether two losses of a model are equal up to rounding, or there is none to compare with.
 
     >>> same_loss(2.0, 2.001), same_loss(2.0, 2.01), same_loss(math.nan, 2.0)
     (True, False, True)
     """
-    return math.isnan(saved) or math.isclose(saved, given, rel_tol=tolerance, abs_tol=1e-6)
+    return math.isnan(saved) or math.isclose(saved, here, rel_tol=tolerance, abs_tol=1e-6)
 
 
 # ----------------------------------------------------------------------------------------------------------- settings
@@ -631,7 +605,7 @@ def of_model(model: nn.Module, trained: Collection[str], name: str = "model") ->
     return {**settings_of(model, name), **forms_of_loss, **{f"{name}, {which}": form for which, form in forms.items()}}
 
 
-def settings_of(x: Any, name: str, seen: dict[int, Any] | None = None, depth: int = 0) -> dict[str, Any]:
+def settings_of(x: Any, name: str, visited: dict[int, Any] | None = None, depth: int = 0) -> dict[str, Any]:
     """Describe an object's contents: name -> plain value, independent of addresses and of the order of names.
 
     >>> class Spec:
@@ -642,17 +616,17 @@ def settings_of(x: Any, name: str, seen: dict[int, Any] | None = None, depth: in
     >>> settings_of(torch.zeros(2), "x") == settings_of(torch.ones(2), "x")
     False
     """
-    seen = {} if seen is None else seen  # id -> the object, kept alive so that no other gets its id
+    visited = {} if visited is None else visited  # id -> the object, kept alive so that no other gets its id
     what, contents = _described(x)
-    if contents and (id(x) in seen or depth > MAX_DEPTH):
+    if contents and (id(x) in visited or depth > MAX_DEPTH):
         return {name: "see above"}
-    seen[id(x)] = x
+    visited[id(x)] = x
     is_long = len(contents) > LONG
     inner: dict[str, Any] = {}
     for part, value in contents.items():
-        inner |= settings_of(value, part if is_long else name + part, seen, depth + 1)
+        inner |= settings_of(value, part if is_long else name + part, visited, depth + 1)
     if not hasattr(x, "__dict__"):  # sharing a list or having an equal one makes no difference
-        del seen[id(x)]
+        del visited[id(x)]
     if is_long:
         return {name: f"{what} with checksum {_hashed(repr(sorted(inner.items())).encode())}"}
     return {name: what, **inner}

@@ -7,8 +7,9 @@ of this is part of the training: nothing is recorded in the ledger.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,6 @@ from vecgym.data.batches import chosen_batches, places
 from vecgym.engine import Engine
 from vecgym.engine.plan import batches_at_once
 from vecgym.records.columns import EACH
-from vecgym.runs.memory import peak_bytes
 from vecgym.simulation.state import Result
 
 MAX_JOINED_BYTES = 2**25  # of batches that are evaluated in one call
@@ -33,36 +33,17 @@ Places = list[tuple[int, Tensor | None]]  # for each batch: its size, and the ro
 Measured = dict[str, list[tuple[Tensor, Tensor]]]  # by name, for each batch: of the averaged models, and of the nodes
 
 
-class _Measurable(Protocol):
-    """A state of a run: the number of steps, and each node's model, `[1 or L, *]`."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def params(self) -> Tree: ...
-
-    @property
-    def buffers(self) -> Tree: ...
-
-
-class _Initial(NamedTuple):
-    """The model that all nodes begin with, `[1, *]`."""
-
-    params: Tree
-    buffers: Tree
-    step: int = 0
-
-
 def _measured(
-    engine: Engine, state: _Measurable, sets: Sequence[EvalBatches], comm: Collectives, result: Result
+    engine: Engine, values: tuple[Tree, Tree], sets: Sequence[EvalBatches], comm: Collectives, result: Result
 ) -> tuple[Measured, Places]:
-    """Measure all batches on the model's device, `[C or L]` and `[1 or L]` each, and say whose they are."""
+    """Measure all batches on the model's device, `[C or L]` and `[1 or L]` each, and say whose they are.
+
+    `values` are each node's parameters and buffers, `[1 or L, *]`.
+    """
     C, num_local = len(sets), len(comm.node_ids)
-    values = state.params, state.buffers
-    means: Sequence[Tree] = [averages(x, C, comm, result.members) for x in (result.params, state.buffers)]
+    means: Sequence[Tree] = [averages(x, C, comm, result.members) for x in (result.params, values[1])]
     alone = num_local == 1 < comm.num_nodes  # [1, *] is then this node's own
-    same = not alone and result.params is state.params and all(x.shape[0] in (1, C) for x in tree.leaves(values))
+    same = not alone and result.params is values[0] and all(x.shape[0] in (1, C) for x in tree.leaves(values))
     # If each node has its own validation set, the averaged model has a loss on each of them.
     if sets[0].per_node and C > 1:
         means = [nodes.expand(x, num_local) for x in means]
@@ -228,11 +209,7 @@ def distances_of(
 
 
 def evaluated_columns(
-    engine: Engine,
-    state: _Measurable,
-    sets: Sequence[EvalBatches | None],
-    comm: Collectives,
-    result: Result | None = None,
+    engine: Engine, state: Any, sets: Sequence[EvalBatches | None], comm: Collectives, result: Result | None = None
 ) -> list[dict[str, Any]]:
     """Return the columns that an evaluation adds to the history of each of C configurations, measured together.
 
@@ -242,6 +219,7 @@ def evaluated_columns(
     validation sets, the means of the run's model are over the examples of all, and there are `spread_columns`.
 
     Args:
+        state: has the `step`, and each node's `params` and `buffers`, `[1 or L, *]`.
         sets: the validation batches of each configuration. Their nodes are those of `comm`, one configuration after the
             other; if C > 1, all of them are in this process.
         result: what the run's model is the mean of; None: of all nodes' parameters.
@@ -256,13 +234,15 @@ def evaluated_columns(
     >>> [(columns["val_loss"], columns["val_loss_local"], columns["consensus_distance"]) for columns in rows]
     [(0.0, 1.0, 1.0), (9.0, 10.0, 1.0)]
     """
-    val_sets, result = [batches for batches in sets if batches is not None], result or Result(state.params)
-    if state.step == 0 and len(sets) == 1 and result.params is state.params:  # all nodes begin alike
-        params, buffers = (tree.map(lambda x: x[:1], values) for values in (state.params, state.buffers))
-        state, result = _Initial(params, buffers), result._replace(params=params)
+    val_sets = [batches for batches in sets if batches is not None]
+    params, buffers = state.params, state.buffers
+    result = result or Result(params)
+    if state.step == 0 and len(sets) == 1 and result.params is params:  # all nodes begin alike
+        params, buffers = (tree.map(lambda x: x[:1], values) for values in (params, buffers))
+        result = result._replace(params=params)
     with torch.no_grad():
-        measured, whose = _measured(engine, state, val_sets, comm, result) if val_sets else ({}, [])
-        distances = distances_of(state.params, len(sets), comm, result.members) if state.step > 0 else []
+        measured, whose = _measured(engine, (params, buffers), val_sets, comm, result) if val_sets else ({}, [])
+        distances = distances_of(params, len(sets), comm, result.members) if state.step > 0 else []
         measured, distances = fetched((measured, distances))
         rows: list[dict[str, Any]] = [{} for _ in sets]
         if val_sets:
@@ -338,17 +318,6 @@ def average(values: Tree, comm: Collectives, members: Sequence[int] | None = Non
 
 
 @torch.no_grad()
-def consensus_distance(params: Tree, comm: Collectives) -> float:
-    """Return `vecgym.core.nodes.consensus_distance`; processes exchange only sums.
-
-    >>> from vecgym.collectives import StackedCollectives
-    >>> consensus_distance({"w": torch.tensor([1.0, 3.0])}, StackedCollectives(2))
-    1.0
-    """
-    return float(distance_of(params, comm))
-
-
-@torch.no_grad()
 def distance_of(params: Tree, comm: Collectives, members: Sequence[int] | None = None) -> Tensor:
     """Return `consensus_distance` where the parameters are, `[]`: on a device, without waiting for it.
 
@@ -378,3 +347,19 @@ def correlation(params: Tree, comm: Collectives, members: Sequence[int] | None =
     """
     params, comm = among(params, comm, members)
     return nodes.correlation(comm.everyone(params), comm.num_nodes)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak memory: allocated on CUDA, else resident in this process; on MPS the driver's current memory.
+
+    >>> peak_bytes(torch.device("cpu")) > 2**20
+    True
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    import resource  # does not exist on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -42,16 +42,16 @@ from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.per_rank import as_strategy
 from vecgym.strategy.simulated import simulation_of
 
-__all__ = ["MemoryEstimate", "Part", "estimate_memory"]
+__all__ = ["MemoryEstimate", "MemoryPart", "estimate_memory"]
 
 NO_LIMIT = 2**60  # cgroups report at least this if there is no limit
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """The memory of one kind of tensor: `per_node_bytes` for each of `nodes`, and `shared_bytes` once.
 
-    >>> Part(per_node_bytes=100, shared_bytes=50, nodes=8).total_bytes
+    >>> MemoryPart(per_node_bytes=100, shared_bytes=50, nodes=8).total_bytes
     850
     """
 
@@ -76,12 +76,13 @@ class MemoryEstimate:
         device: where the run would be.
         notes: what could not be counted.
 
-    >>> estimate = MemoryEstimate({"parameters": Part(40, nodes=2), "exchange": Part(40, 40, 2)}, num_nodes=2)
+    >>> parts = {"parameters": MemoryPart(40, nodes=2), "exchange": MemoryPart(40, 40, 2)}
+    >>> estimate = MemoryEstimate(parts, num_nodes=2)
     >>> estimate.total_bytes, str(estimate).splitlines()[1].split()
     (200, ['parameters', '40', 'B', '2', '-', '80', 'B'])
     """
 
-    parts: dict[str, Part]
+    parts: dict[str, MemoryPart]
     num_nodes: int
     device: str = "cpu"
     notes: tuple[str, ...] = ()
@@ -175,7 +176,7 @@ def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
     >>> batch = torch.zeros(16, 1000), torch.zeros(16, dtype=torch.long)
     >>> diloco = estimate_memory(model, DiLoCoStrategy("adamw", H=10), 8, 16, batch)
     >>> P = 4 * (1000 * 10 + 10)
-    >>> diloco.parts["parameters"] == Part(P, nodes=8), diloco.parts["strategy"].shared_bytes >= 2 * P
+    >>> diloco.parts["parameters"] == MemoryPart(P, nodes=8), diloco.parts["strategy"].shared_bytes >= 2 * P
     (True, True)
     >>> estimate_memory(model, AllReduceStrategy("adamw"), 8).parts["optimizer"].total_bytes // P
     2
@@ -204,8 +205,8 @@ def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
 def _fits(model: nn.Module) -> bool:
     """Whether a few nodes, their gradients and a copy of the model fit into this machine's free memory."""
     params = list(model.parameters())
-    needed = 8 * sum(p.nbytes for p in params)
-    return not any(p.is_meta for p in params) and needed <= 2 * available_bytes(torch.device("cpu"))
+    few_nodes = 8 * sum(p.nbytes for p in params)
+    return not any(p.is_meta for p in params) and few_nodes <= 2 * available_bytes(torch.device("cpu"))
 
 
 def _examples(batch: Any, minibatch_size: int | None) -> Any:
@@ -234,9 +235,9 @@ class Estimator:
         self.P = tree.num_bytes(engine.params)
         self.complete = True  # whether the strategy's steps could be taken
         self._passed: dict[tuple[Any, ...], Passing] = {}  # not functools.cache, which would keep the model alive
-        self._lasting: dict[tuple[Any, ...], tuple[dict[str, Part], bool]] = {}
+        self._lasting: dict[tuple[Any, ...], tuple[dict[str, MemoryPart], bool]] = {}
 
-    def parts(self, plan: Plan, minibatch_size: int | None) -> dict[str, Part]:
+    def parts(self, plan: Plan, minibatch_size: int | None) -> dict[str, MemoryPart]:
         """Return the rows of the table."""
         nodes, cut = self.num_local, minibatch_size is not None
         at_a_time = nodes_at_a_time(plan, nodes)
@@ -249,17 +250,17 @@ class Estimator:
         parts, mean = self._lasting[layout]
         # Parts of the nodes write into storage that lasts; parts of the batch are added up beside it.
         whole = self.P if mean else self.P * nodes
-        gradients = Part(0, whole) if mean else Part((2 if cut and in_parts else 1) * self.P, 0, nodes)
+        gradients = MemoryPart(0, whole) if mean else MemoryPart((2 if cut and in_parts else 1) * self.P, 0, nodes)
         adding = max(0, 4 * whole - gradients.total_bytes) if cut else 0  # two terms, one weighted, and the sum
-        exchange = max(parts["exchange"], Part(0, adding), key=lambda part: part.total_bytes)
-        buffers = Part(tree.num_bytes(self.engine.buffers), nodes=nodes)
+        exchange = max(parts["exchange"], MemoryPart(0, adding), key=lambda part: part.total_bytes)
+        buffers = MemoryPart(tree.num_bytes(self.engine.buffers), nodes=nodes)
         table = {"parameters": parts["parameters"], "gradients": gradients, "optimizer": parts["optimizer"],
                  "strategy": parts["strategy"], "buffers": buffers}  # fmt: skip
         if sample is not None:
             peak = plan.node_threads * sample.peak(most) + whole * (in_parts + cut)
             peak -= plan.node_threads * self.P if plan.engine == "loop" and not mean else 0
-            table["batch"] = Part(tree.num_bytes(self.batch), nodes=nodes)
-            table["activations"] = Part(*divmod(max(0, peak - gradients.total_bytes), at_a_time), at_a_time)
+            table["batch"] = MemoryPart(tree.num_bytes(self.batch), nodes=nodes)
+            table["activations"] = MemoryPart(*divmod(max(0, peak - gradients.total_bytes), at_a_time), at_a_time)
         return {**table, "exchange": exchange}
 
     def _pass(self, *key: Any) -> Passing:
@@ -270,13 +271,13 @@ class Estimator:
             self._passed[key] = passing(self.engine, _examples(self.batch, minibatch_size), most, mean)
         return self._passed[key]
 
-    def _stepping(self, strided: frozenset[str], in_parts: bool) -> tuple[dict[str, Part], bool]:
+    def _stepping(self, strided: frozenset[str], in_parts: bool) -> tuple[dict[str, MemoryPart], bool]:
         """Return what lasts from step to step and what an exchange takes; and whether gradients are of the mean."""
         K, P, mean = self.num_nodes, self.P, False
         if not self.strategy.pure:  # a copy of everything for each node
             rule, one = self.strategy.inner_optim.rule(), {n: p.detach()[None] for n, p in self.engine.params.items()}
-            optimizer = Part(tree.num_bytes(rule.init(one)))
-            parts = {"parameters": Part(P), "optimizer": optimizer, "strategy": Part(), "exchange": Part(P, P)}
+            parts = {"parameters": MemoryPart(P), "optimizer": MemoryPart(tree.num_bytes(rule.init(one)))}
+            parts |= {"strategy": MemoryPart(), "exchange": MemoryPart(P, P)}
         else:
             steps = stepping(self.strategy, self.engine.params, K, self.max_steps, strided, in_parts)
             self.complete, mean = steps.complete, steps.rows == 1 < K
@@ -286,20 +287,20 @@ class Estimator:
             parts["strategy"] = part_of(state, others)
             # Whole copies of all nodes' parameters count for each node; the rest counts once.
             copies = steps.temporary_bytes // max(1, K * P)
-            parts["exchange"] = Part(copies * P, steps.temporary_bytes - copies * K * P)
+            parts["exchange"] = MemoryPart(copies * P, steps.temporary_bytes - copies * K * P)
         return {name: replace(part, nodes=self.num_local) for name, part in parts.items()}, mean
 
 
-def part_of(state: State, chosen: Collection[str]) -> Part:
+def part_of(state: State, chosen: Collection[str]) -> MemoryPart:
     """Return the memory of what nodes have of their own and of what they share, of the names that are chosen.
 
     >>> state = State(0, own={"params": {"w": torch.ones(4, 2)}}, shared={"outer": {"w": torch.ones(1, 2)}})
     >>> part_of(state, {"params", "outer"})
-    Part(per_node_bytes=8, shared_bytes=8, nodes=4)
+    MemoryPart(per_node_bytes=8, shared_bytes=8, nodes=4)
     """
     own, shared = ({name: x for name, x in held.items() if name in chosen} for held in (state.own, state.shared))
     rows = max((len(x) for x in tree.leaves(state.own)), default=1)
-    return Part(tree.num_bytes(own) // rows, tree.num_bytes(shared), rows)
+    return MemoryPart(tree.num_bytes(own) // rows, tree.num_bytes(shared), rows)
 
 
 def nodes_at_a_time(plan: Plan, num_nodes: int) -> int:
@@ -362,22 +363,6 @@ def _memory(pages: str, otherwise: int) -> int:
         return otherwise
 
 
-def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory: allocated on CUDA, else resident in this process; on MPS the driver's current memory.
-
-    >>> peak_bytes(torch.device("cpu")) > 2**20
-    True
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory()
-    import resource  # does not exist on Windows
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 # ------------------------------------------------------------------------------------------------- counting bytes
 
 
@@ -395,14 +380,14 @@ class Live(TorchDispatchMode):
     (4000, 8000)
     """
 
-    def __init__(self, known: object = ()) -> None:
-        """Ignore the storages of `known`, nested tensors that exist already."""
+    def __init__(self, ignored: object = ()) -> None:
+        """Ignore the storages of `ignored`, nested tensors that exist already."""
         super().__init__()
         self.now = self.peak = 0
         self.trace: list[int] = []
         # By the storage's address. The reference's callback removes the entry, so the entry keeps the reference alive.
-        self._alive: dict[int, object] = {x.untyped_storage()._cdata: None for x in tree.leaves(known)}
-        self._known = known
+        self._alive: dict[int, object] = {x.untyped_storage()._cdata: None for x in tree.leaves(ignored)}
+        self._ignored = ignored
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -427,7 +412,7 @@ class Live(TorchDispatchMode):
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self._known = ()
+        self._ignored = ()
 
 
 # ----------------------------------------------------------------------------------------- the nodes' gradients
@@ -613,9 +598,6 @@ class Sizes:
     report: dict[str, Any]
 
 
-_fitted_sizes: dict[tuple[Any, ...], Sizes] = {}  # of this process
-
-
 def fitting_sizes(engine: Engine, options: FitOptions, batch: Any, max_steps: int, num_processes: int = 1) -> Sizes:
     """Return the largest cut of a step that fits into `options.max_memory_usage`.
 
@@ -625,8 +607,7 @@ def fitting_sizes(engine: Engine, options: FitOptions, batch: Any, max_steps: in
     if the model's buffers change in training (batch norm): its statistics would be those of the parts.
 
     On CUDA it measures a call of `engine.gradients`, by the allocator's peak. Elsewhere `estimate_memory` estimates the
-    step; a quarter is added and, on a CPU, `RESERVED_BYTES`. `report["measured"]` says which. Results are cached for
-    the process.
+    step; a quarter is added and, on a CPU, `RESERVED_BYTES`. `report["measured"]` says which.
 
     Args:
         engine: prepared; its plan is where the search begins.
@@ -637,33 +618,25 @@ def fitting_sizes(engine: Engine, options: FitOptions, batch: Any, max_steps: in
         MemoryError: if nothing fits; it says what to change.
     """
     assert options.max_memory_usage is not None
-    share = 1 if engine.device.type == "cuda" else num_processes
-    limit = int(options.max_memory_usage * memory_limit(engine.device) / share)
-    shapes = [(tuple(x.shape), x.dtype) for x in tree.leaves([batch, engine.params])]
-    key = (limit, options.num_nodes, max_steps, options.minibatch_size, engine.autocast, str(engine.device),
-           *map(repr, (options.strategy, engine.model, engine.plan, shapes)))  # fmt: skip
-    if key not in _fitted_sizes:
-        _fitted_sizes[key] = _search(engine, options, batch, max_steps, limit)
-    return _fitted_sizes[key]
-
-
-def _search(engine: Engine, options: FitOptions, batch: Any, max_steps: int, limit: int) -> Sizes:
     assert engine.facts is not None
-    num_local, batch_size = next((x.shape[0], x.shape[1] if x.dim() > 1 else 1) for x in tree.leaves(batch))
     measured = engine.device.type == "cuda"
+    share = 1 if measured else num_processes
+    limit = int(options.max_memory_usage * memory_limit(engine.device) / share)
+    num_local, batch_size = next((x.shape[0], x.shape[1] if x.dim() > 1 else 1) for x in tree.leaves(batch))
     estimator = _estimator(engine, options, batch, max_steps, num_local)
-    needed = 0
+    num_bytes = 0
     for plan, size in _cuts(engine, num_local, batch_size, options.minibatch_size):
         estimate = MemoryEstimate(estimator.parts(plan, size), num_local, str(engine.device))
-        needed = _with_margin(estimate.total_bytes, engine.device)
         if measured:
-            needed = _measured(engine, plan, batch, size, estimate)
-        if needed <= limit:
-            report = {"limit_bytes": limit, "needed_bytes": needed, "measured": measured}
+            num_bytes = _measured(engine, plan, batch, size, estimate)
+        else:
+            num_bytes = round(MARGIN * estimate.total_bytes) + (RESERVED_BYTES if engine.device.type == "cpu" else 0)
+        if num_bytes <= limit:
+            report = {"limit_bytes": limit, "needed_bytes": num_bytes, "measured": measured}
             return Sizes(plan.chunk_size, size, report)
     cut = " The batch is not cut, since the model has batch norm or the like." if engine.facts.mutated else ""
     raise MemoryError(
-        f"{options.num_nodes} nodes with batch_size={batch_size} need at least {readable_bytes(needed)}, "
+        f"{options.num_nodes} nodes with batch_size={batch_size} need at least {readable_bytes(num_bytes)}, "
         f"{'measured' if measured else 'estimated'}, and max_memory_usage allows {readable_bytes(limit)}.{cut} Give a "
         "smaller batch_size, fewer nodes, or a larger max_memory_usage; vecgym.estimate_memory shows what uses how "
         "much."
@@ -677,11 +650,6 @@ def _estimator(engine: Engine, options: FitOptions, batch: Any, max_steps: int, 
     with torch.enable_grad():
         copied.prepare(tree.map_leaves(lambda x: x[None, : options.minibatch_size], of_one))
     return Estimator(copied, options.strategy, options.num_nodes, max_steps, of_one, num_local)
-
-
-def _with_margin(estimated_bytes: int, device: torch.device) -> int:
-    """Return the memory that a process needs on a device, given the estimate."""
-    return round(MARGIN * estimated_bytes) + (RESERVED_BYTES if device.type == "cpu" else 0)
 
 
 def _cuts(engine: Engine, num_local: int, batch_size: int, fixed: int | None) -> Iterator[tuple[Plan, int | None]]:

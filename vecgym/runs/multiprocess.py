@@ -205,12 +205,11 @@ def check_importable(*values: Any) -> None:
 
 def _pickled(call: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes:
     """Pickle a call for a new interpreter; with cloudpickle, including definitions in a notebook."""
-    dumps: Callable[[Any], bytes] = pickle.dumps
     try:
-        import cloudpickle
-
-        dumps = cloudpickle.dumps
+        from cloudpickle import dumps
     except ImportError:
+        from pickle import dumps
+
         check_importable(call[0], *call[1])
     try:
         return dumps(call)
@@ -529,12 +528,6 @@ class Session:
         self.num_processes = self.wire.num_processes if self.wire is not None else 1
         self.rank = self.wire.rank if self.wire is not None else 0
         self._asked = 0  # why the run ends, as all processes know
-
-    def largest(self, count: int) -> int:
-        return max(self.each(count))
-
-    def smallest(self, count: int) -> int:
-        return min(self.each(count))
 
     def joined(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Join the numbers of all nodes, from one for each node here."""

@@ -58,11 +58,8 @@ def optimize_schedule(options: ScheduleOptions) -> OptimizedSchedule:
     ([0.0, 0.0, 0.0, 1.0], 1.0, True)
     """
     problem = _Problem(options)
-    if options.mixing is None:
-        schedule, weights, uniform, losses = _optimized_times(problem)
-    else:
-        schedule, uniform, losses = _optimized_mixing(problem, options.mixing)
-        weights = schedule
+    optimized = _optimized_times(problem) if options.mixing is None else _optimized_mixing(problem, options.mixing)
+    schedule, weights, uniform, losses = optimized
     outcome = problem.outcome(schedule)
     data = options.held_out
     held_out = [None if data is None else problem.loss(w, data) for w in (schedule, uniform)]
@@ -252,8 +249,8 @@ def project_to_budget(z: Tensor, total: float) -> Tensor:
 # ------------------------------------------------------------------------------------- mixing matrices
 
 
-def _optimized_mixing(problem: _Problem, start: Tensor) -> tuple[Tensor, Tensor, list[float]]:
-    """Return (matrices, initial matrices, losses of the descent)."""
+def _optimized_mixing(problem: _Problem, start: Tensor) -> tuple[Tensor, Tensor, Tensor, list[float]]:
+    """Return (matrices, once more as weights, initial matrices, losses of the descent)."""
     H, budget_bytes = problem.options.H, problem.options.budget_bytes
     if H is not None:
         raise ValueError(f"H={H!r} with mixing: the strategy says how often nodes mix, GossipStrategy(W, every={H}).")
@@ -275,7 +272,8 @@ def _optimized_mixing(problem: _Problem, start: Tensor) -> tuple[Tensor, Tensor,
             "matrix of fewer links, or mix less often."
         )
     points, losses = problem.descend(start.log(), sinkhorn)
-    return sinkhorn(points[-1]), start, losses
+    matrices = sinkhorn(points[-1])
+    return matrices, matrices, start, losses
 
 
 def sinkhorn(z: Tensor, tolerance: float = 1e-12, max_rounds: int = 10_000) -> Tensor:

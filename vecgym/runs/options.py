@@ -301,28 +301,14 @@ class EngineOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computation(EngineOptions):
-    """How the nodes are computed, in what precision, and within what memory.
+class FitOptions(EngineOptions, Training, Simulated):
+    """All that `Trainer.fit` takes.
 
     Args:
         autocast: mixed precision in the forward passes.
         max_memory_usage: a fraction of the device's memory, such as 0.8: `chunk_size`, and then `minibatch_size` unless
             you set it, are chosen so that the run fits; see `vecgym.runs.memory.fitting_sizes`. Measured on CUDA,
             estimated elsewhere; the result is in `history.settings["memory"]`.
-
-    >>> Computation(engine="loop", node_threads=2).chunk_size is None
-    True
-    """
-
-    autocast: Flag = False
-    max_memory_usage: Fraction = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Processes(Options):
-    """Which processes hold the nodes.
-
-    Args:
         backend: "stacked": all nodes in this process; "processes": in `num_processes` processes started
             for this run (see `vecgym.runs.multiprocess`); "distributed": in the processes of the existing
             torch.distributed group, or of torchrun, each of which calls `fit`. The first process logs;
@@ -331,32 +317,6 @@ class Processes(Options):
         exact: on a CPU, give the same bits with any backend and any W: node by node, in one thread, and each
             collective on all nodes in one place. Slow: meant for verification. Otherwise results differ by rounding.
         timeout_s: with "processes", seconds without any exchange or record after which the run is ended.
-
-    >>> Processes(backend="processes", num_processes=4).exact
-    False
-    """
-
-    backend: Annotated[Backend, partial(check.choice, allowed=get_args(Backend))] = "stacked"
-    num_processes: OptionalCount = None
-    exact: Flag = False
-    timeout_s: Seconds = TIMEOUT_S
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.backend == "processes" and self.num_processes is None:
-            raise ValueError('backend="processes" needs num_processes=W, a divisor of num_nodes.')
-        if self.backend != "processes" and self.num_processes is not None:
-            raise ValueError(
-                f"num_processes={self.num_processes} with backend={self.backend!r} has no effect: give "
-                'backend="processes"; torchrun takes the number as --nproc-per-node.'
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoints(Options):
-    """When a run is saved, and what it resumes from.
-
-    Args:
         save_dir: a folder for checkpoints, files `step-000000100.pt` from which the run can be resumed as if it had
             never stopped; see `vecgym.runs.checkpoint`. One is written at the start, one at the end, and one on
             Ctrl-C. Only one run at a time may use the folder.
@@ -364,31 +324,6 @@ class Checkpoints(Options):
         resume: True: resume from the newest intact checkpoint in `save_dir`, or start anew if there is none. Or
             the path of a checkpoint, or of another folder of them.
         keep_checkpoints: number of checkpoints to keep; older ones are removed.
-
-    >>> Checkpoints(save_dir="runs/a", checkpoint_interval=100).keep_checkpoints
-    2
-    """
-
-    save_dir: Annotated[str | os.PathLike[str] | None, checked_folder] = None
-    checkpoint_interval: OptionalCount = None
-    resume: Annotated[bool | str | os.PathLike[str], checked_resume] = False
-    keep_checkpoints: Count = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.save_dir is None and self.resume is True:
-            raise ValueError("resume=True needs save_dir, the folder with the run's checkpoints.")
-        if self.save_dir is None and self.checkpoint_interval is not None:
-            raise ValueError(
-                f"checkpoint_interval={self.checkpoint_interval} needs save_dir, the folder to save them in."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
-    """All that `Trainer.fit` takes.
-
-    Args:
         gradient_accumulation: another way to set `minibatch_size`: N means `minibatch_size=batch_size / N`.
         correlation_interval: steps between measurements of the nodes' correlation; None: never.
         on_divergence: when a loss is NaN or infinite, "raise" a `DivergenceError`, "warn" once, or "ignore" it.
@@ -424,6 +359,16 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
     (8, 'loop')
     """
 
+    autocast: Flag = False
+    max_memory_usage: Fraction = None
+    backend: Annotated[Backend, partial(check.choice, allowed=get_args(Backend))] = "stacked"
+    num_processes: OptionalCount = None
+    exact: Flag = False
+    timeout_s: Seconds = TIMEOUT_S
+    save_dir: Annotated[str | os.PathLike[str] | None, checked_folder] = None
+    checkpoint_interval: OptionalCount = None
+    resume: Annotated[bool | str | os.PathLike[str], checked_resume] = False
+    keep_checkpoints: Count = 2
     gradient_accumulation: int | None = None
     correlation_interval: OptionalCount = None
     on_divergence: Annotated[OnDivergence, partial(check.choice, allowed=get_args(OnDivergence))] = "raise"
@@ -443,6 +388,8 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         minibatch_size = accumulated(self.batch_size, self.minibatch_size, self.gradient_accumulation)
         self.settle(minibatch_size=minibatch_size, gradient_accumulation=None)
         super().__post_init__()
+        self._check_processes()
+        self._check_folder()
         self._check_clock()
         self._check_asynchronous()
         self._check_limits()
@@ -456,6 +403,23 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
             from vecgym.plot.runs import LiveFigure  # matplotlib takes a while to import
 
             self.settle(logger=[*as_loggers(self.logger), LiveFigure()], live=False)
+
+    def _check_processes(self) -> None:
+        if self.backend == "processes" and self.num_processes is None:
+            raise ValueError('backend="processes" needs num_processes=W, a divisor of num_nodes.')
+        if self.backend != "processes" and self.num_processes is not None:
+            raise ValueError(
+                f"num_processes={self.num_processes} with backend={self.backend!r} has no effect: give "
+                'backend="processes"; torchrun takes the number as --nproc-per-node.'
+            )
+
+    def _check_folder(self) -> None:
+        if self.save_dir is None and self.resume is True:
+            raise ValueError("resume=True needs save_dir, the folder with the run's checkpoints.")
+        if self.save_dir is None and self.checkpoint_interval is not None:
+            raise ValueError(
+                f"checkpoint_interval={self.checkpoint_interval} needs save_dir, the folder to save them in."
+            )
 
     def _check_clock(self) -> None:
         check_clocks(self.num_nodes, self.network, self.compute)
@@ -489,11 +453,11 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
                 f"max_seconds={self.max_seconds:g} are simulated seconds: give network= and compute= too, such as "
                 'network=vecgym.clock.Network("1 Gbit/s", "50 ms"), compute=vecgym.clock.Compute(0.4).'
             )
-        given = [name for name in ("max_seconds", "max_bytes") if vars(self)[name] is not None]
+        limit = next((name for name in ("max_seconds", "max_bytes") if vars(self)[name] is not None), None)
         planned = asynchronous and (self.max_seconds, self.max_updates) != (None, None)
-        if given and self.max_steps is None and not planned:
+        if limit is not None and self.max_steps is None and not planned:
             raise ValueError(
-                f"{given[0]}={vars(self)[given[0]]:g} needs max_steps: the run ends with the first limit reached, and "
+                f"{limit}={vars(self)[limit]:g} needs max_steps: the run ends with the first limit reached, and "
                 "its learning rates are laid out over max_steps."
             )
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from vecgym.clock import Compute
 from vecgym.clock.timeline import RunningClock
 from vecgym.clock.units import readable_time
 from vecgym.collectives.ledger import Ledger, readable_bytes
@@ -86,9 +85,9 @@ class StepRows:
 
     def _num_examples(self, size: int, metrics: Metrics) -> int:
         """Count the examples of all nodes together in a step with batches of this size."""
-        if self.limits is None:
-            return size * (metrics.losses.shape[0] if metrics.active is None else len(metrics.active))
         trained = range(metrics.losses.shape[0]) if metrics.active is None else metrics.active
+        if self.limits is None:
+            return size * len(trained)
         return sum(min(size, self.limits[node]) for node in trained)
 
 
@@ -137,7 +136,7 @@ class Recorder:
         self._bar = bar
         self._start = time.perf_counter() - self._seconds
         network, compute = self.options.network, self.options.compute
-        if network is not None and isinstance(compute, Compute) and not self.options.strategy.asynchronous:
+        if network is not None and compute is not None and not self.options.strategy.asynchronous:
             self.clock = RunningClock(network, compute, self.ledger)
 
     def state(self) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.func import jvp, vjp
 
-from vecgym.clock.asynchronous import TimesOf
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.base import payload_bytes
 from vecgym.core import check, nodes, tree
@@ -29,10 +28,10 @@ from vecgym.engine import Engine, EngineName
 from vecgym.engine.contract import check_differentiable
 from vecgym.optim.formulas import root
 from vecgym.optim.per_node import PerNodeRule
-from vecgym.runs.async_plan import Updates
+from vecgym.runs.async_plan import AsyncPlan, Updates
 from vecgym.runs.options import JvpOptions, RolloutOptions, check_rollout, presence_of
 from vecgym.simulation import Row, Simulation, State, run
-from vecgym.simulation.events import Arrival, Happening, Schedule, Stop, schedule, updates_of
+from vecgym.simulation.events import Arrival, Happening, Schedule, Stop
 from vecgym.simulation.state import Result
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import EventDriven
@@ -288,28 +287,21 @@ def _run_async(
             f"params differ between nodes, but in {type(strategy).__name__} all start from the server's: give [1, *]."
         )
     sizes = {name: payload_bytes(p[None]) for name, p in engine.params.items()}
-    times = TimesOf(K, options.compute, options.network, sizes, options.seed)
-    rules, seconds = strategy.rules(times), times.seconds
-    most = K * len(steps) if options.max_updates is None else options.max_updates
-    updates = _with_batches(updates_of(schedule(rules, seconds, Stop(updates=most))), len(steps))
+    stop = Stop(updates=K * len(steps) if options.max_updates is None else options.max_updates)
+    plan = AsyncPlan.of(strategy, K, options.compute, options.network, sizes, options.seed, stop)
+    updates = _with_batches(plan.updates, len(steps))
     if not updates:
         raise ValueError(
-            f"{len(steps)} batches are too few for a first update: a round has {max(rules.num_steps)} steps."
+            f"{len(steps)} batches are too few for a first update: a round has {max(plan.rules.num_steps)} steps."
         )
-    losses, sent = [], []
-
-    def record(state: State, row: Row) -> None:
-        losses.append(row.losses)
-        sent.append(sum(transfer.sent_bytes for transfer in row.transfers))
-
     with readable():
         simulation = Updates(
-            engine, strategy, Schedule(rules, updates), partial(_at_own_steps, steps), seed=options.seed,
+            engine, strategy, Schedule(plan.rules, updates), partial(_at_own_steps, steps), seed=options.seed,
             num_examples=options.num_examples,
         )  # fmt: skip
-        state = run(simulation, simulation.init(initial), [record], pure=True)
-    records = torch.stack(losses), losses[0].new_zeros(len(updates)), torch.tensor(sent, dtype=torch.float64)
-    return state, records, simulation.result(state)
+        state = simulation.init(initial)
+    state, (losses, _, sent) = _run(simulation, state, len(updates))
+    return state, (losses, losses.new_zeros(len(updates)), sent), simulation.result(state)
 
 
 def _at_own_steps(
@@ -444,7 +436,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         part, tensors = ctx.part, ctx.saved_tensors
-        places = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed and tensors[i].is_floating_point()]
+        places = [i for i, wanted in enumerate(ctx.needs_input_grad[1:]) if wanted and tensors[i].is_floating_point()]
         sent = [i for i, g in enumerate(grads) if g is not None]
 
         def outputs(*values: Tensor) -> list[Tensor]:

@@ -1,11 +1,11 @@
-"""A run: `Run.loop` is all of it, on one page."""
+"""A run: `Run.loop` is all of it, on one page. An `AsyncRun` advances from one update of the server to the next."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from vecgym.collectives import Collectives
+from vecgym.collectives.base import payload_bytes
 from vecgym.core import nodes
 from vecgym.core.devices import environment, fetched
 from vecgym.core.nodes import Nodes
@@ -20,6 +21,7 @@ from vecgym.core.tree import Tree
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import Engine, hooks
 from vecgym.records.history import History
+from vecgym.runs.async_plan import AsyncPlan, Updates, recorded_of, stop_of
 from vecgym.runs.checkpoint import Checkpointer
 from vecgym.runs.evaluation import average, correlation, distance_of, evaluated_columns
 from vecgym.runs.memory import fitting_sizes
@@ -30,6 +32,7 @@ from vecgym.simulation import Event, Row, Simulation, State, run
 from vecgym.simulation.presence import Presence
 from vecgym.simulation.simulation import Draft
 from vecgym.simulation.state import Metrics
+from vecgym.strategy.asynchronous import EventDriven
 from vecgym.strategy.described import described
 from vecgym.strategy.simulated import simulation_of
 
@@ -77,6 +80,7 @@ class Run(Generic[M]):
         self.comm = comm
         self.session = session = Session(comm)
         self.after_step = after_step
+        self._may_stop = after_step is not None or options.limited
         self.train = _training_batches(task.train_dataset, options, session, device)
         self.num_steps = num_steps(self.train, options.num_epochs, options.max_steps)
         options.strategy.check(comm.num_nodes, self.num_steps)
@@ -93,7 +97,6 @@ class Run(Generic[M]):
         if options.network is not None:
             self.ledger.routes = options.network.routes
         self.history = History({**self._settings(), **memory})
-        self.progress = options.progress and session.rank == 0
         loggers = Loggers(options.logger if session.rank == 0 else None, options.log_interval)
         limits = self.train.limits_of(num_examples)
         self.recorder = Recorder(self.history, self.ledger, self.train, options, loggers, limits)
@@ -114,21 +117,24 @@ class Run(Generic[M]):
     def loop(self) -> None:
         """Train: after each step record, evaluate, log, save a checkpoint, and stop if interrupted or asked to."""
         recorder, checkpoints = self.recorder, self.checkpoints
-        progress = tqdm(total=self.num_steps, initial=self.state.step, disable=not self.progress, unit=self.unit)
+        shown = self.options.progress and self.session.rank == 0
+        progress = tqdm(total=self.num_steps, initial=self.state.step, disable=not shown, unit=self.unit)
         try:
-            with torch.enable_grad(), self.interrupts() as interrupted, progress as bar:
+            with torch.enable_grad(), self.interrupts() as self._interrupted, progress as bar:
                 recorder.start(self.history.settings, bar)
                 checkpoints.begin()
                 if checkpoints.resumed is None:
-                    self._begin()
-                    self._agree(self._told())
+                    if self.options.strategy.asynchronous:  # its first row has the time, even without a validation
+                        recorder.add(sim_seconds=0.0)
+                    self.evaluate()
+                    self._agree(self._asked_to_end())
                     checkpoints.save_if_due(self.state, last=False)
                 else:  # a function with a memory sees the earlier rows again
                     self._agree([self.options.ends(row) for row in self.history if row["step"]][-1:] == [True])
-                if self.session.stop(interrupted) != STOP:
-                    self._go(interrupted)
+                if self.session.stop(self._interrupted) != STOP:
+                    run(self.simulation, self.state, [self._after], before=self._observe, stop=self._stopped)
                 recorder.flush()
-                if self.session.stop(interrupted) > STOP:
+                if self.session.stop(self._interrupted) > STOP:
                     how = checkpoints.how_to_resume()
                     raise KeyboardInterrupt(f"interrupted after {self.unit} {self.state.step} of {self.num_steps}{how}")
         finally:
@@ -138,38 +144,29 @@ class Run(Generic[M]):
             self.simulation.close()
             recorder.finish()
 
-    def _begin(self) -> None:
-        """Record the evaluation before the first step."""
-        self.evaluate()
-
-    def _go(self, interrupted: list[int]) -> None:
-        stopped = functools.partial(self._stopped, interrupted)
-        after = functools.partial(self._after, interrupted)
-        run(self.simulation, self.state, [after], before=self._observe, stop=stopped)
-
-    def _after(self, interrupted: list[int], state: State, row: Row) -> None:
+    def _after(self, state: State, row: Row) -> None:
         """Record a step and the measurements after it."""
         evaluated = self._is_evaluated(state.step)
         self.state = state
-        self._record(row, interrupted, evaluated)
+        self._record(row, evaluated)
         if evaluated:
             self._evaluate_step()
-        told = self._told()
-        self._agree(told or (self.options.limited and self.options.ends(self.recorder.row)))
+        asked = self._asked_to_end()
+        self._agree(asked or (self._may_stop and self.options.ends(self.recorder.row)))
         if self.recorder.loggers.stopped:
-            interrupted.append(STOP)
-        if not evaluated and self.session.stop(interrupted) == STOP:
+            self._interrupted.append(STOP)
+        if not evaluated and self.session.stop(self._interrupted) == STOP:
             self._evaluate_step()
         self._distance_before = None
 
-    def _stopped(self, interrupted: list[int], state: State) -> bool:
+    def _stopped(self, state: State) -> bool:
         """Save a checkpoint if one is due; return whether the run ends after this step."""
-        stop = self.session.stop(interrupted) > 0
+        stop = self.session.stop(self._interrupted) > 0
         self.checkpoints.save_if_due(state, last=stop or state.step == self.num_steps)
         return stop
 
-    def _record(self, row: Row, interrupted: list[int], evaluated: bool) -> None:
-        metrics = self.session.observed(self._metrics(row), interrupted)
+    def _record(self, row: Row, evaluated: bool) -> None:
+        metrics = self.session.observed(self._metrics(row), self._interrupted)
         self.recorder.step(self.state.step, metrics, fetch=evaluated)
         if is_due(self.state.step, self.options.correlation_interval):
             members = self.simulation.members(self.state.step - 1)
@@ -193,11 +190,7 @@ class Run(Generic[M]):
 
     def _is_evaluated(self, step: int) -> bool:
         """Whether the nodes are evaluated after this step."""
-        return step == self.num_steps or self._evaluates(step)
-
-    def _evaluates(self, step: int) -> bool:
-        """Whether the nodes are evaluated after this step, which is not the last."""
-        return is_due(step, self.options.val_interval)
+        return step == self.num_steps or is_due(step, self.options.val_interval)
 
     def _simulation(self, num_examples: tuple[int, ...]) -> Simulation:
         options = self.options
@@ -205,13 +198,15 @@ class Run(Generic[M]):
         return simulation_of(
             self.model, options.strategy, self.comm, engine=self.engine, max_steps=self.num_steps, seed=options.seed,
             minibatch_size=options.minibatch_size, num_examples=num_examples, exact=options.exact,
-            presence=self.presence, read=functools.partial(self.train.read, shard_sizes=num_examples),
+            presence=self.presence, read=partial(self.train.read, shard_sizes=num_examples),
         )  # fmt: skip
 
     def evaluate(self) -> None:
-        """Record the validation losses, and how far apart the nodes are."""
+        """Record the validation losses, and how far apart the nodes are; with a server, only its model's loss."""
         result = self.simulation.result(self.state)
         (columns,) = evaluated_columns(self.engine, self.state, [self.val], self.comm, result)
+        if self.options.strategy.asynchronous:
+            columns = recorded_of(self.options.strategy, self.options.num_nodes, columns)
         if columns:
             self.recorder.add(**columns)
 
@@ -244,11 +239,7 @@ class Run(Generic[M]):
     def _measure(self, params: Tree, tick: int) -> None:
         self._distance_before = distance_of(params, self.comm, self.simulation.members(tick))
 
-    @property
-    def _may_stop(self) -> bool:
-        return self.after_step is not None or self.options.limited
-
-    def _told(self) -> bool:
+    def _asked_to_end(self) -> bool:
         """Call `after_step` with the row; return whether it asks for the end of the run."""
         try:
             if self.after_step is not None:
@@ -292,14 +283,72 @@ class Run(Generic[M]):
         }  # fmt: skip
 
 
+class AsyncRun(Run[M]):
+    """The asynchronous training of one model; see `Run`.
+
+    The order of all events is known before the first step: `plan`.
+
+    Attributes:
+        plan: all events, and what they imply.
+        timeline: what every node did when.
+    """
+
+    unit = "update"
+    simulation: Updates
+
+    def _simulation(self, num_examples: tuple[int, ...]) -> Updates:
+        options, strategy, K = self.options, self.options.strategy, self.options.num_nodes
+        assert isinstance(strategy, EventDriven)
+        assert options.compute is not None
+        sizes = {name: payload_bytes(p[None]) for name, p in self.engine.params.items()}
+        stop = stop_of(self.num_steps, K, options.max_updates, options.max_seconds, options.max_steps)
+        self.plan = AsyncPlan.of(
+            strategy, K, options.compute, options.network, sizes, options.seed, stop, options.availability
+        )
+        self.timeline = self.plan.timeline
+        self.num_steps = len(self.plan.updates)
+        return Updates(
+            self.engine, strategy, self.plan, self.train.read, seed=options.seed, num_examples=num_examples,
+            minibatch_size=options.minibatch_size,
+        )  # fmt: skip
+
+    def _measure(self, params: Tree, tick: int) -> None:
+        return  # the server's parameters are what is evaluated
+
+    def _record(self, row: Row, evaluated: bool) -> None:
+        step, plan = row.tick, self.plan
+        self.recorder.step(
+            step, self.simulation.metrics(row), epoch=plan.epoch(step, self.train), seen=plan.seen(step, self.train),
+            fetch=evaluated, **self.simulation.timetable.columns(step),
+        )  # fmt: skip
+
+    def _is_evaluated(self, step: int) -> bool:
+        interval = self.options.val_seconds
+        if interval is None or step == self.num_steps:
+            return super()._is_evaluated(step)
+        now = float(self.timeline.update_seconds[step - 1])
+        before = float(self.timeline.update_seconds[step - 2]) if step > 1 else 0.0
+        return now // interval > before // interval
+
+    def _final_nodes(self) -> Nodes[M]:
+        """Return the nodes with the strategy's `own_parameters`; the run's model is still the server's."""
+        K, strategy, state = self.options.num_nodes, self.simulation.strategy, self.state
+        params: Tree = {**self._all_params(), **strategy.own_parameters(state)}
+        result = self.simulation.result(state).params
+        of_nodes = result is strategy.own_parameters(state)
+        expanded = nodes.expand(params, K), nodes.expand(state.buffers, K)
+        return Nodes(self.model, K, *expanded, result=None if of_nodes else nodes.expand(result, K))
+
+
 def is_due(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0
 
 
 def _training_batches(dataset: Any, options: FitOptions, session: Session, device: torch.device) -> Batches:
     return Batches(
-        dataset, options.num_nodes, options.batch_size, shuffle=options.shuffle, agree=session.largest,
-        seed=options.seed, device=device, node_ids=session.comm.node_ids, dataloader_kwargs=options.dataloader_kwargs,
+        dataset, options.num_nodes, options.batch_size, shuffle=options.shuffle, seed=options.seed, device=device,
+        node_ids=session.comm.node_ids, dataloader_kwargs=options.dataloader_kwargs,
+        agree=lambda longest: max(session.each(longest)),
     )  # fmt: skip
 
 
@@ -336,8 +385,8 @@ def _fitted(
     if options.max_memory_usage is None:
         return options, {}
     sizes = fitting_sizes(engine, options, train.batch(0), max_steps, session.num_processes)
-    chunk_size = session.smallest(sizes.chunk_size or options.num_nodes)
-    minibatch_size = session.smallest(sizes.minibatch_size or options.batch_size)
+    chunk_size = min(session.each(sizes.chunk_size or options.num_nodes))
+    minibatch_size = min(session.each(sizes.minibatch_size or options.batch_size))
     if sizes.chunk_size is not None:
         engine.use(replace(engine.plan, chunk_size=chunk_size))
     if minibatch_size < options.batch_size:

@@ -494,11 +494,7 @@ def verify(options: VerifyOptions) -> Report:
     (True, ['exact', 'native'], 0.0)
     """
     [checks, *_] = multiprocess.run(
-        _verify_in_process,
-        options.num_processes,
-        (options,),
-        num_nodes=options.num_nodes,
-        timeout_s=options.timeout_s,
+        _verify_in_process, options.num_processes, (options,), num_nodes=options.num_nodes, timeout_s=options.timeout_s
     )
     return Report(repr(options.strategy), options.num_nodes, options.num_processes, options.dtype, tuple(checks))
 

@@ -25,8 +25,7 @@ from vecgym.records import runfile
 from vecgym.records.columns import START
 from vecgym.records.history import History
 from vecgym.records.rows import Row
-from vecgym.runs.async_plan import last_steps
-from vecgym.runs.asynchronous import recorded_of
+from vecgym.runs.async_plan import last_steps, recorded_of
 from vecgym.runs.evaluation import distance_of, distances_of, evaluated_columns
 from vecgym.runs.recorder import StepRows, add_losses, mean_rate
 from vecgym.simulation import Event, RunFacts, State

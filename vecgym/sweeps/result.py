@@ -17,7 +17,7 @@ from vecgym.core.files import write_atomically
 from vecgym.records.columns import column_label
 from vecgym.records.history import History
 from vecgym.records.rows import (
-    Difference,
+    MeanDifference,
     Row,
     averaged,
     axes_of,
@@ -445,7 +445,7 @@ class Comparison(list[Row]):
     """The rows of `SweepResult.compare`, shown as a table."""
 
     def __repr__(self) -> str:
-        *axes, metric = (name for name in self[0] if name not in Difference._fields)
+        *axes, metric = (name for name in self[0] if name not in MeanDifference._fields)
         finest = min((row["standard_error"] for row in self if check.is_finite(row["standard_error"])), default=0.0)
         lines = [[*axes, metric, "difference", "standard error", "95 % interval", "seeds"]]
         for row in self:

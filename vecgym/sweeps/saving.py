@@ -140,7 +140,7 @@ def _of_row(config: Configuration, model: int) -> dict[str, Any]:
     if (availability := config.settings["availability"]) is not None:
         values |= checkpoint.settings_of(availability, "availability")
     steps = checkpoint.sampled(config.num_steps, SAMPLES)
-    rates = checkpoint.learning_rates(config.strategy, config.num_nodes, config.num_steps, steps)
+    rates = checkpoint.learning_rates(config.strategy, config.num_steps, steps)
     return {**values, **checkpoint.in_words(rates), **checkpoint.settings_of(config.strategy, "strategy")}
 
 
