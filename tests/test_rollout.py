@@ -51,11 +51,11 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.demo import DeMoStrategy
+from vecgym.strategy.diloco import NoLoCoStrategy
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.gpa import GPAStrategy
 from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
 from vecgym.strategy.muloco import MuLoCoStrategy
-from vecgym.strategy.noloco import NoLoCoStrategy
 from vecgym.strategy.palsgd import PALSGDStrategy
 from vecgym.strategy.selectors import PartitionedSelector
 from vecgym.strategy.simulated import simulation_of

@@ -30,8 +30,7 @@ from vecgym.simulation import Event, Row, Simulation, State, run
 from vecgym.simulation.presence import Presence
 from vecgym.simulation.simulation import Draft
 from vecgym.simulation.state import Metrics
-from vecgym.strategy.described import described
-from vecgym.strategy.simulated import simulation_of
+from vecgym.strategy.simulated import described, simulation_of
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -42,23 +42,18 @@ from vecgym.strategy.averages import (
 )
 from vecgym.strategy.base import CommunicateOptimizeStrategy, Strategy, every
 from vecgym.strategy.coded import EF21, Compressed
-from vecgym.strategy.communication import CommunicationModule, Context
-from vecgym.strategy.coordinates import MostMoved, Sparse
 from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.demo import DeMoStrategy, StrongestCosines
-from vecgym.strategy.diloco import DiLoCoStrategy
-from vecgym.strategy.eager import EagerDiLoCoStrategy
+from vecgym.strategy.diloco import DiLoCoStrategy, EagerDiLoCoStrategy, NoLoCoStrategy, SparseLoCoStrategy
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
-from vecgym.strategy.fedopt import ServerOptimizer
-from vecgym.strategy.gossip import GossipStrategy
+from vecgym.strategy.federated_averaging import AveragingCommunicator, FedAvgStrategy, ServerOptimizer
+from vecgym.strategy.gossip import GossipStrategy, Mix
 from vecgym.strategy.gpa import GPAStrategy
 from vecgym.strategy.halos import HALoSStrategy
+from vecgym.strategy.hooks import CommunicationModule, Context
 from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
 from vecgym.strategy.meeting import Meeting
-from vecgym.strategy.mixing import Mix
 from vecgym.strategy.muloco import MuLoCoStrategy
-from vecgym.strategy.noloco import NoLoCoStrategy
 from vecgym.strategy.palsgd import PALSGDStrategy
 from vecgym.strategy.per_rank import RankStrategy, all_gather, all_reduce, broadcast
 from vecgym.strategy.selectors import (
@@ -69,8 +64,7 @@ from vecgym.strategy.selectors import (
     ShuffledSequentialSelector,
 )
 from vecgym.strategy.servers import DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer, Server
-from vecgym.strategy.sparseloco import SparseLoCoStrategy
-from vecgym.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
+from vecgym.strategy.sparta import MostMoved, Sparse, SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
 from vecgym.strategy.streaming import StreamingDiLoCoStrategy
 from vecgym.strategy.when import Rounds, RoundsOf, SyncWeight, When
 

@@ -20,8 +20,8 @@ from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import EventDriven
-from vecgym.strategy.inner import InnerOptions, takes_options
-from vecgym.strategy.mixing import FIXED
+from vecgym.strategy.gossip import FIXED
+from vecgym.strategy.settings import InnerOptions, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -22,8 +22,8 @@ from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts, Timetable
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import DEFAULT_H
-from vecgym.strategy.inner import InnerOptions, StepOptions, takes_options
 from vecgym.strategy.servers import OuterOptimizer, Server, Staleness, StalenessName, staleness_weight
+from vecgym.strategy.settings import InnerOptions, StepOptions, takes_options
 from vecgym.strategy.when import check_interval
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ are `[C, K, *]` and `[C, 1, *]`, and the same code works on them.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.optimizer import Optimizer
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.meeting import Meeting
-from vecgym.strategy.settings import Settings, same, shown
+from vecgym.strategy.settings import Settings, altered, same, shown
 
 Weighting = Literal["equal", "examples"]  # of the nodes in a mean
 State = dict[str, Any]  # what an average remembers, by name: trees of tensors
@@ -187,9 +186,7 @@ class Average(Settings):
         >>> Outer(Mean()).common, Outer(Mean()).of_some().common, Outer(ServerMean()).of_some().common
         (True, False, True)
         """
-        twin = copy.copy(self)
-        twin.common = False
-        return twin
+        return altered(self, common=False)
 
     def through_server(self) -> Average:
         """Return the same with a server's mean in place of a mean of all nodes.
@@ -280,9 +277,7 @@ class Mean(Reduction):
         return self.common and self.weighting == "equal"
 
     def of_some(self) -> Average:
-        twin = copy.copy(self)
-        twin._common = False
-        return twin
+        return altered(self, _common=False)
 
     def through_server(self) -> Average:
         return ServerMean(self.weighting) if type(self) is Mean and self.common else self  # type: ignore[arg-type]
@@ -476,9 +471,12 @@ class Around(Average):
         >>> Private(Mean(), clip=1.0, noise=0.1).around(ServerMean())
         Private(ServerMean(), 1.0, 0.1)
         """
-        twin = copy.copy(self)
-        twin.inner = inner
+        twin = altered(self, inner=inner)
+        twin._check()
         return twin
+
+    def _check(self) -> None:
+        """Raise a ValueError for settings that do not go together."""
 
     def of_some(self) -> Average:
         return self.around(self.inner.of_some())
@@ -656,7 +654,14 @@ class Outer(Around):
         self._check()
 
     def _check(self) -> None:
-        _check_alone(self)
+        alone = self.inner
+        while isinstance(alone, Around) and not isinstance(alone, Outer):
+            alone = alone.inner
+        if isinstance(alone, (Outer, NoLoCo)):  # both would have outer parameters of one name
+            raise ValueError(
+                f"{type(self).__name__} around {alone!r}: one outer step within another. Give each an exchange of its "
+                "own, or Mean()."
+            )
         if isinstance(self.correct, str) and self.correct == "heloco":
             _momentum(self.optim.spec)
         if isinstance(self.correct, str) and self.correct == "median_norm" and not self.inner.common:
@@ -677,12 +682,6 @@ class Outer(Around):
     @property
     def one_message(self) -> bool:
         return self.common
-
-    def around(self, inner: Average) -> Average:
-        twin = super().around(inner)
-        assert isinstance(twin, Outer)
-        twin._check()
-        return twin
 
     def check(self, run: ExchangeFacts) -> None:
         super().check(run)
@@ -730,7 +729,7 @@ class Outer(Around):
         return shown(self, optim=_unless_default(self.optim))
 
 
-class Eager(Around):
+class Eager(Outer):
     """An outer step with what the other nodes did a round before, and what a node itself did in this one.
 
     Delta~_i(t) = inner_j(Delta_j(t - 1)) + (Delta_i(t) - Delta_i(t - 1)) / K;  Delta(-1) = 0;
@@ -760,34 +759,16 @@ class Eager(Around):
     """
 
     common = False
-    one_message = False
 
-    def __init__(
-        self, inner: Average, optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None
-    ) -> None:  # fmt: skip
-        super().__init__(inner)
-        self.optim = Optimizer(outer_spec(optim))
-        _check_alone(self)
-
-    @property
-    def numbers(self) -> tuple[str, ...] | None:  # type: ignore[override]
-        return None if self.inner.numbers is None or not _elementwise(self.optim.spec) else ()
+    def __init__(self, inner: Average, optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None) -> None:
+        super().__init__(inner, optim)
 
     def lag(self, every: int) -> int:
         return every
 
-    def check(self, run: ExchangeFacts) -> None:
-        super().check(run)
-        self.optim.check(run.num_nodes, run.num_exchanges, "outer optimizer")
-
-    @property
-    def draws(self) -> bool:
-        return self.inner.draws
-
     def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
-        nothing = tree.map(torch.zeros_like, values)
-        own, shared = self.inner.init(nothing, run)
-        return {**own, "params": values, "outer": self.optim.init(values), "others": nothing}, shared
+        own, shared = super().init(values, run)
+        return {**own, "others": tree.map(torch.zeros_like, values)}, shared
 
     def agree(self, values: Tree, at: Meeting) -> Tree:
         moved, K = tree.map(torch.sub, at.own["params"], values), at.comm.num_nodes
@@ -795,23 +776,6 @@ class Eager(Around):
         delta = tree.map(lambda others, own: others + own / K, at.own["others"], moved)
         at.own["others"] = tree.map(lambda of_all, own: of_all - own / K, mean, moved)
         return delta
-
-    def settle(self, message: Tree, at: Meeting) -> None:
-        params, state = at.own["params"], at.own["outer"]
-        at.own["params"], at.own["outer"] = outer_step(self.optim, params, message, state, at, at.nodes)
-
-    def write(self, message: Tree, values: Tree, at: Meeting) -> Tree:
-        new: Tree = at.own["params"]
-        return new
-
-    def rate(self, exchange: int) -> Any:
-        return self.optim.spec.lr_at(exchange)
-
-    def outer(self, shared: Any) -> Tree:
-        return {}
-
-    def __repr__(self) -> str:
-        return shown(self, optim=_unless_default(self.optim))
 
 
 class NoLoCo(Average):
@@ -1076,18 +1040,6 @@ def innermost(average: Average) -> Average:
     while isinstance(average, Around):
         average = average.inner
     return average
-
-
-def _check_alone(average: Outer | Eager) -> None:
-    """Raise a ValueError if what it is around has outer parameters, too: both would have one name."""
-    inner: Average = average.inner
-    while isinstance(inner, Around) and not isinstance(inner, (Outer, Eager)):
-        inner = inner.inner
-    if isinstance(inner, (Outer, Eager, NoLoCo)):
-        raise ValueError(
-            f"{type(average).__name__} around {inner!r}: one outer step within another. Give each an exchange of its "
-            "own, or Mean()."
-        )
 
 
 def _elementwise(spec: OptimSpec) -> bool:

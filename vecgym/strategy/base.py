@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +17,9 @@ from vecgym.simulation.returning import Shared, sent
 from vecgym.simulation.simulation import LocalTraining, Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts, Timetable, Who
-from vecgym.strategy.communication import CommunicationModule
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.hooks import Hooks
-from vecgym.strategy.inner import InnerOptions, takes_options
-from vecgym.strategy.settings import own_settings
+from vecgym.strategy.hooks import CommunicationModule, Hooks
+from vecgym.strategy.settings import InnerOptions, altered, own_settings, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -209,9 +206,7 @@ class Strategy(LocalTraining):
         >>> strategy.through_server().exchanges
         (Exchange(ServerMean(), every=2), Exchange(Mean(island_size=2)))
         """
-        twin = copy.copy(self)
-        twin.exchanges = tuple(exchange.through_server() for exchange in self.exchanges)
-        return twin
+        return altered(self, exchanges=tuple(exchange.through_server() for exchange in self.exchanges))
 
     # ------------------------------------------------------------------------------------------------------- handlers
 

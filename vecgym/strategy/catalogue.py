@@ -15,16 +15,13 @@ from vecgym.optim import OptimSpec
 from vecgym.strategy.allreduce import AllReduceStrategy
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.demo import DeMoStrategy
-from vecgym.strategy.diloco import DiLoCoStrategy
-from vecgym.strategy.eager import EagerDiLoCoStrategy
-from vecgym.strategy.fedavg import FedAvgStrategy
+from vecgym.strategy.diloco import DiLoCoStrategy, EagerDiLoCoStrategy, NoLoCoStrategy, SparseLoCoStrategy
+from vecgym.strategy.federated_averaging import FedAvgStrategy
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.gpa import GPAStrategy
 from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
 from vecgym.strategy.muloco import MuLoCoStrategy
-from vecgym.strategy.noloco import NoLoCoStrategy
 from vecgym.strategy.palsgd import PALSGDStrategy
-from vecgym.strategy.sparseloco import SparseLoCoStrategy
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 from vecgym.strategy.streaming import StreamingDiLoCoStrategy
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from vecgym.core.tree import Tree
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Around, Average, ExchangeFacts, Reduction, State
 from vecgym.strategy.meeting import Meeting
+from vecgym.strategy.settings import altered
 
 NO_ISLANDS = (
     "What is sent of parameters is their difference to the last average, and only an average of all nodes is the same "
@@ -112,9 +112,6 @@ class Compressed(Around):
             raise ValueError(f"{given} without error_feedback has no effect: leave one of them out.")
         if not (self.momentum or self.masking):
             raise ValueError("masking=False without a momentum has no effect: give momentum=0.9, say, or leave it out.")
-        self._check_inner()
-
-    def _check_inner(self) -> None:
         if self.reference and not self.inner.common:
             raise ValueError(f"{self!r}: {NO_ISLANDS}")
         if isinstance(self.codec, PowerSGD) and not (self.inner.common and self.inner.linear):
@@ -127,12 +124,6 @@ class Compressed(Around):
     def numbers(self) -> tuple[str, ...] | None:  # type: ignore[override]
         alone = self.inner.numbers is None or not self.inner.common or isinstance(self.codec, PowerSGD)
         return None if alone else ()
-
-    def around(self, inner: Average) -> Average:
-        twin = super().around(inner)
-        assert isinstance(twin, Compressed)
-        twin._check_inner()
-        return twin
 
     def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
         own, shared = self.inner.init(values, run)
@@ -234,8 +225,8 @@ class EF21(Compressed):
     def __init__(self, inner: Average, codec: str | Compressor, *, purpose: str = "compress") -> None:
         super().__init__(inner, codec, purpose=purpose)
 
-    def _check_inner(self) -> None:
-        super()._check_inner()
+    def _check(self) -> None:
+        super()._check()
         equal = getattr(self.inner, "weighting", "equal") == "equal"
         if not (self.inner.common and self.inner.linear and equal):
             raise ValueError(
@@ -306,9 +297,7 @@ def straight_through(read: Tree, values: Tree, at: Meeting, smooth: Callable[[Me
     """
     if at.inplace_state or not any(map(tree.differentiated, values.values())):
         return read
-    comm = copy.copy(at.comm)
-    comm.ledger = Ledger()
-    exact = smooth(at.replace(comm=comm, inplace=False))
+    exact = smooth(at.replace(comm=altered(at.comm, ledger=Ledger()), inplace=False))
     return {name: x + (exact[name] - exact[name].detach()) for name, x in read.items()}
 
 

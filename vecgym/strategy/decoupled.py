@@ -32,8 +32,8 @@ from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import EventDriven, countable
-from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.servers import OuterOptimizer, Server, one_number
+from vecgym.strategy.settings import InnerOptions, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -28,8 +28,8 @@ from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Average
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.inner import StepOptions, takes_options
 from vecgym.strategy.meeting import Meeting
+from vecgym.strategy.settings import StepOptions, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

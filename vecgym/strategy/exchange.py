@@ -16,10 +16,9 @@ An exchange is an event, `meet`. If what is agreed on is used later, or by other
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -34,8 +33,9 @@ from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
 from vecgym.strategy.averages import Around, Average, ExchangeFacts, ServerMean, State, check_average, innermost
 from vecgym.strategy.coded import Compressed
 from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
-from vecgym.strategy.meeting import Held, Meeting
-from vecgym.strategy.settings import Settings, shown
+from vecgym.strategy.hooks import moments_in, with_moment
+from vecgym.strategy.meeting import Held, Meeting, Of, check_values
+from vecgym.strategy.settings import Settings, altered, shown
 from vecgym.strategy.when import Rounds, RoundsOf, SyncWeight, When, as_when, check_delay, check_in_time
 
 DEFAULT_H = 100  # inner steps of a round: DiLoCo's
@@ -47,24 +47,6 @@ Put = Callable[[Tree], None]
 
 
 # --------------------------------------------------------------------------------------------------------- exchange
-
-
-class Of(NamedTuple):
-    """What a mark of an exchange is about.
-
-    Attributes:
-        exchange: its place among those of the strategy.
-        fragment: the number of the fragment.
-        settles: whether the event changes what all share.
-        last: whether the message is used for the last time.
-        lag: steps since the nodes agreed, if the mark is due that much later.
-    """
-
-    exchange: int
-    fragment: int = 0
-    settles: bool = True
-    last: bool = True
-    lag: int = 0
 
 
 class Exchange(Settings):
@@ -382,15 +364,12 @@ class Exchange(Settings):
 
     def numbered(self, index: int) -> Exchange:
         """Return the same exchange as the one at a place among those of a strategy."""
-        twin = copy.copy(self)
-        twin._index = index
-        return twin
+        return altered(self, _index=index)
 
     def in_units(self, n: int) -> Exchange:
         """Return the same exchange, which counts in units of n steps; see `every`."""
-        twin = copy.copy(self)
-        twin.unit = self.unit * check.integer("n", n, what="the number of optimizer steps between two exchanges")
-        return twin
+        n = check.integer("n", n, what="the number of optimizer steps between two exchanges")
+        return altered(self, unit=self.unit * n)
 
     def through_server(self) -> Exchange:
         """Return the same with a server's mean in place of a mean of all nodes; of gradients, itself.
@@ -399,11 +378,7 @@ class Exchange(Settings):
         >>> Exchange(Mean(), every=5).through_server(), Exchange(Mean(), of="gradients").through_server()
         (Exchange(ServerMean(), every=5), Exchange(Mean(), of='gradients'))
         """
-        if self.of == "gradients":
-            return self
-        twin = copy.copy(self)
-        twin.how = self.how.through_server()
-        return twin
+        return self if self.of == "gradients" else altered(self, how=self.how.through_server())
 
     def parts(self, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         """Return the names of the parameters in each fragment.
@@ -697,28 +672,8 @@ class Exchange(Settings):
         return {name: torch.lerp(y.expand_as(old[name]), old[name], _share(share, y)) for name, y in new.items()}
 
     def _checked(self, new: Any, old: Tree, at: Meeting) -> Tree:
-        """Return what an average made of values, if it has their names and shapes."""
-        if new is old:
-            return old
-        if not isinstance(new, dict) or not all(isinstance(x, Tensor) for x in new.values()):
-            kind = type(new).__name__
-            raise TypeError(f"{self.how!r} returned {kind}; expected a dict, name -> tensor.")
-        if new.keys() != old.keys():
-            odd = "leaves out" if (missing := old.keys() - new.keys()) else "adds"
-            names = ", ".join(sorted(map(str, missing or new.keys() - old.keys())))
-            raise ValueError(f"{self.how!r} returned values that {odd} {names}; expected the names {', '.join(old)}.")
-        K, lead = len(at.nodes), at.lead
-        for name, x in new.items():
-            y = old[name]
-            if x is not y and (
-                x.shape[lead:] != y.shape[lead:] or x.dim() != y.dim() or x.shape[lead - 1] not in (1, K)
-            ):
-                shape = [f"1 or {K}" if K > 1 else "1", *map(str, y.shape[lead:])]
-                raise ValueError(
-                    f"{self.how!r} returned {name!r} in shape {list(x.shape)}; expected [{', '.join(shape)}]: the "
-                    "nodes first, or 1 for what is the same on all."
-                )
-        return new
+        """Return what the average made of values, if it has their names and shapes."""
+        return check_values(new, old, len(at.nodes), self.how, lead=at.lead)
 
     def __repr__(self) -> str:
         one = isinstance(self.of, tuple) and len(self.of) == 1
@@ -764,33 +719,6 @@ def _trees(part: Part) -> list[Rows]:
 
 def _is_under_way(name: str) -> bool:
     return "/message " in name or "/index " in name
-
-
-def moments_in(optimizer: Mapping[str, Any], params: Tree) -> dict[str, Tree]:
-    """Return what an inner optimizer keeps in the shape of the parameters, by slot.
-
-    >>> from vecgym.optim import OptimSpec
-    >>> params = {"w": torch.zeros(1, 3)}
-    >>> sorted(moments_in(OptimSpec("adamw").rule().init(params), params))
-    ['exp_avg', 'exp_avg_sq']
-    """
-    found = {
-        slot: {name: x for name, x in values.items() if name in params and x.shape[1:] == params[name].shape[1:]}
-        for slot, values in optimizer.get("tensors", optimizer).items()  # some rules keep what is no tensor apart
-        if isinstance(values, dict)
-    }
-    return {slot: values for slot, values in found.items() if values}
-
-
-def with_moment(optimizer: Mapping[str, Any], slot: str, new: Tree) -> dict[str, Any]:
-    """Return an inner optimizer's state with new values in a slot.
-
-    >>> with_moment({"exp_avg": {"w": torch.zeros(1)}}, "exp_avg", {"w": torch.ones(1)})
-    {'exp_avg': {'w': tensor([1.])}}
-    """
-    held = optimizer.get("tensors", optimizer)
-    changed = {**held, slot: {**held[slot], **new}}
-    return {**optimizer, "tensors": changed} if "tensors" in optimizer else changed
 
 
 def num_participants(participation: float, num_nodes: int) -> int:

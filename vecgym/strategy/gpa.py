@@ -17,7 +17,7 @@ from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Mean
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.inner import InnerOptions, takes_options
+from vecgym.strategy.settings import InnerOptions, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -31,8 +31,8 @@ from vecgym.simulation.events import (
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import InRounds, agreed, countable, counts_of, weighted
-from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.servers import DelayedNesterov, Server, Staleness, StalenessName, one_number, staleness_weight
+from vecgym.strategy.settings import InnerOptions, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

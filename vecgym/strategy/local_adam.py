@@ -12,7 +12,7 @@ from vecgym.optim import OptimSpec
 from vecgym.strategy.averages import Mean
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import DEFAULT_H, Exchange
-from vecgym.strategy.inner import InnerOptions, takes_options
+from vecgym.strategy.settings import InnerOptions, takes_options
 from vecgym.strategy.when import When, as_when, interval
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from vecgym.strategy.averages import Mean, Outer, outer_spec
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.coded import Compressed
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.inner import StepOptions, takes_options
+from vecgym.strategy.settings import StepOptions, takes_options
 from vecgym.strategy.when import as_when
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from vecgym.simulation.timetable import Mark, RunFacts, Who
 from vecgym.strategy.averages import Mean, Outer, outer_spec
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import DEFAULT_H, Exchange
-from vecgym.strategy.inner import InnerOptions, takes_options
+from vecgym.strategy.settings import InnerOptions, takes_options
 from vecgym.strategy.when import When, as_when
 
 if TYPE_CHECKING:

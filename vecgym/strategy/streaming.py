@@ -17,7 +17,7 @@ from vecgym.strategy.base import Strategy
 from vecgym.strategy.coded import Compressed
 from vecgym.strategy.exchange import DEFAULT_H, Exchange
 from vecgym.strategy.fragments import Fragments, Pattern
-from vecgym.strategy.inner import InnerOptions, inner_rate, takes_options
+from vecgym.strategy.settings import InnerOptions, inner_rate, takes_options
 from vecgym.strategy.when import as_when
 
 if TYPE_CHECKING:
