@@ -287,10 +287,10 @@ class Strategy(LocalTraining):
 
     def outer_parameters(self, shared: Any, names: Sequence[str]) -> Tree:
         """Return the parameters `[1, *]` that exchanges hold once for all nodes, from which a returning node begins."""
-        found: Tree = {}
+        params: Tree = {}
         for exchange in self.exchanges:
-            found |= exchange.outer(shared, names)
-        return found
+            params |= exchange.outer(shared, names)
+        return params
 
     def agreed(self, run: RunFacts, names: Sequence[str], tick: int) -> set[str]:
         """Return the parameters that are equal on all nodes after a step's exchanges.
@@ -300,11 +300,11 @@ class Strategy(LocalTraining):
         >>> [strategy.agreed(run, ["w"], tick) for tick in range(2)]
         [set(), {'w'}]
         """
-        found: set[str] = set()
+        agreed: set[str] = set()
         for exchange in self.exchanges:
             equal, changed = exchange.agreed(run, names, tick)
-            found = (found - changed) | equal
-        return found
+            agreed = (agreed - changed) | equal
+        return agreed
 
     def hidden_state(self) -> Any:
         """Return what evolves outside of the state, for a file; None where the strategy is `pure`."""
@@ -358,21 +358,17 @@ def every(n: int, exchange: Exchange | CommunicationModule) -> Any:
     >>> every(5, Exchange(Mean(), every=10, delay=1))  # every 50 steps, 5 late
     Exchange(Mean(), every=10, delay=1, unit=5)
     """
-    found = Hooks(exchange) if isinstance(exchange, CommunicationModule) else exchange
-    check.instance("exchange", found, (Exchange, Hooks), "an Exchange, such as Exchange(Mean(), every=10)")
-    return found.in_units(n)
+    return _as_exchange("exchange", exchange).in_units(n)
 
 
 def _numbered(argument: str, exchanges: Sequence[Any]) -> tuple[Any, ...]:
-    """Return exchanges that know their places; a module with hooks becomes one."""
-    if not isinstance(exchanges, (list, tuple)):
-        kind = check.kind_of(exchanges)
-        raise TypeError(f"{argument} is {kind}; give a list, such as [Exchange(Mean(), every=10)].")
-    found = [Hooks(x) if isinstance(x, CommunicationModule) else x for x in exchanges]
-    for i, exchange in enumerate(found):
-        if not isinstance(exchange, (Exchange, Hooks)):
-            raise TypeError(
-                f"{argument}[{i}] is {check.kind_of(exchange)}; give an Exchange, such as Exchange(Mean(), every=10), "
-                "or a CommunicationModule."
-            )
-    return tuple(exchange.numbered(i) for i, exchange in enumerate(found))
+    """Return exchanges that know their places."""
+    check.instance(argument, exchanges, (list, tuple), "a list, such as [Exchange(Mean(), every=10)]")
+    return tuple(_as_exchange(f"{argument}[{i}]", x).numbered(i) for i, x in enumerate(exchanges))
+
+
+def _as_exchange(argument: str, value: Any) -> Any:
+    """Return an exchange; a module with hooks becomes one."""
+    exchange = Hooks(value) if isinstance(value, CommunicationModule) else value
+    give = "an Exchange, such as Exchange(Mean(), every=10), or a CommunicationModule"
+    return check.instance(argument, exchange, (Exchange, Hooks), give)

@@ -18,7 +18,7 @@ from vecgym.strategy.averages import Mean, Outer, ServerMean, Weighting
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import Exchange, check_participation
 from vecgym.strategy.settings import InnerOptions, takes_options
-from vecgym.strategy.when import SyncWeight, as_when, make_sync_weight
+from vecgym.strategy.when import SyncWeight, as_when, rounds_or_weights
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -57,13 +57,13 @@ def AveragingCommunicator(  # the name that EXO Gym's users know
     >>> AveragingCommunicator(H=2), AveragingCommunicator(participation=0.5)
     (Exchange(Mean(), every=2), Exchange(ServerMean(), participation=0.5))
     """
-    weight = make_sync_weight(sync_weight, H, default=1)
+    when = rounds_or_weights(H, sync_weight, usual=1)
     rounds_of_all = island_size is None and sync_weight is None
     participation = check_participation(participation)
     resting = check_resting(resting, rounds_of_all or participation == 1)
     served = resting == "server" and participation < 1
     average = ServerMean(weighting) if served else Mean(island_size, weighting)
-    return Exchange(average, every=as_when(H, "H") if weight is None else weight, participation=participation)
+    return Exchange(average, every=when, participation=participation)
 
 
 class FedAvgStrategy(Strategy):
@@ -245,17 +245,15 @@ class ServerOptimizer:
     tau: float | Tensor = 1e-3
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise TypeError(
-                f"server_optim is {check.kind_of(self.name)}; give one of {', '.join(map(repr, SPECS))}, with "
-                "server_lr=, server_betas=, server_tau=. A server with any optimizer is that of "
-                "DiLoCoStrategy(outer_optim=OptimSpec(...))."
-            )
+        give = (
+            f"one of {', '.join(map(repr, SPECS))}, with server_lr=, server_betas=, server_tau=. A server with any "
+            "optimizer is that of DiLoCoStrategy(outer_optim=OptimSpec(...))"
+        )
+        check.instance("server_optim", self.name, str, give)
         check.choice("server_optim", self.name, SPECS)
         check.per_node("server_lr", self.lr, "[0, inf)")
         check.per_node("server_tau", self.tau, "(0, inf)")
-        pair = isinstance(self.betas, (tuple, list)) and len(self.betas) == 2
-        if not pair:
+        if not isinstance(self.betas, (tuple, list)) or len(self.betas) != 2:
             raise ValueError(f"server_betas={self.betas!r} must be two numbers in [0, 1).")
         for beta in self.betas:
             check.per_node("server_betas", beta, "[0, 1)", "each of the two numbers")

@@ -76,10 +76,10 @@ class Mix(Reduction):
 
     def check(self, run: ExchangeFacts) -> None:
         K = run.num_nodes
-        given = list(_cycle(self.topology)) if isinstance(self.topology, Tensor) else []
-        if 0 < run.num_exchanges < len(given):
+        matrices = list(_cycle(self.topology)) if isinstance(self.topology, Tensor) else []
+        if 0 < run.num_exchanges < len(matrices):
             warn(
-                f"topology has {len(given)} matrices and the run {run.num_exchanges} exchanges: those from "
+                f"topology has {len(matrices)} matrices and the run {run.num_exchanges} exchanges: those from "
                 f"{run.num_exchanges} on are never used."
             )
         size = len(self._mixing(K, 0, 0, lambda exchange: torch.Generator()).weights)
@@ -89,7 +89,7 @@ class Mix(Reduction):
                 f'[{K}, {K}], or a name such as "ring".'
             )
         if run.fewest < K:
-            for weights in given:
+            for weights in matrices:
                 _check_symmetric(weights, "topology")
 
     def mixing(self, at: Meeting) -> Mixing:
@@ -105,8 +105,8 @@ class Mix(Reduction):
             return self._mixing(at.comm.num_nodes, at.step, at.exchange, drawn)
         if isinstance(self.topology, str):
             return self._mixing_of_some(self.topology, at.comm.num_nodes, at.exchange, drawn)
-        found = self._mixing(at.comm.run_nodes, at.step, at.exchange, drawn).weights
-        return Mixing.of(among(found, at.comm.members))
+        weights = self._mixing(at.comm.run_nodes, at.step, at.exchange, drawn).weights
+        return Mixing.of(among(weights, at.comm.members))
 
     def agree(self, values: Tree, at: Meeting) -> Tree:
         return at.comm.mix(values, self.mixing(at), inplace=at.inplace)

@@ -19,7 +19,7 @@ from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.simulation.presence import Presence, missed
 from vecgym.simulation.simulation import Part, Place
-from vecgym.simulation.timetable import Every, Mark, RunFacts, Who
+from vecgym.simulation.timetable import Mark, RunFacts, Who
 from vecgym.strategy.meeting import Of, a_kind, check_values
 from vecgym.strategy.settings import altered
 
@@ -157,7 +157,6 @@ class CommunicationModule:
 
         >>> CommunicationModule().check_present([1, 2], num_nodes=2)
         """
-        return
 
     def init(self, params: Tree, ctx: Context) -> State:
         """Return the first state. `params` are a copy that the module may keep.
@@ -334,7 +333,7 @@ class Hooks:
     def marks(self, run: RunFacts) -> Iterator[Mark]:
         """Yield when its hooks after the optimizer's step are called."""
         if self._has("exchange_parameters") or self._has("exchange_moments"):
-            yield Mark("meet", Every(self.every), of=Of(self.index))
+            yield Mark("meet", self.every, of=Of(self.index))
 
     def trains(self, run: RunFacts) -> Who | None:
         """Return who trains."""
@@ -344,22 +343,18 @@ class Hooks:
 
         def active(step: int, rows: Sequence[int]) -> list[int] | None:
             among = comm if len(rows) == run.num_nodes else comm.among(list(rows))
-            places = self._active(self._told(among, run, step, lr=0.0))
-            return None if places is None else [rows[i] for i in places]
+            places = self.module.active_nodes(self._told(among, run, step, lr=0.0))
+            if places is None:
+                return None
+            ids = isinstance(places, Sequence) and all(check.is_integer(place) for place in places)
+            if not ids or len(set(places)) != len(places) or any(not 0 <= place < len(rows) for place in places):
+                raise ValueError(
+                    f"{self.module!r}.active_nodes returned {places!r}; expected None (all nodes train) or a list of "
+                    f"different node ids, 0 to {len(rows) - 1}."
+                )
+            return [rows[i] for i in places]
 
         return active
-
-    def _active(self, ctx: Context) -> list[int] | None:
-        places = self.module.active_nodes(ctx)
-        if places is None:
-            return None
-        ids = isinstance(places, Sequence) and all(check.is_integer(node) for node in places)
-        if not ids or len(set(places)) != len(places) or any(not 0 <= node < ctx.comm.num_nodes for node in places):
-            raise ValueError(
-                f"{self.module!r}.active_nodes returned {places!r}; expected None (all nodes train) or a list of "
-                f"different node ids, 0 to {ctx.comm.num_nodes - 1}."
-            )
-        return places
 
     def init(self, params: Tree, run: RunFacts) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the module's state as what all nodes share."""
@@ -378,8 +373,8 @@ class Hooks:
             grads = self._local_gradients(grads, part.params, state, ctx, silent=resting)
         if self.of_all and (part.tick + 1) % self.every == 0:
             with ctx.comm.ledger.of_gradients():
-                found = self.module.exchange_gradients(grads, state, ctx)
-            grads, new = self._exchanged(found, "gradients", grads, state, ctx)
+                returned = self.module.exchange_gradients(grads, state, ctx)
+            grads, new = self._exchanged(returned, "gradients", grads, state, ctx)
             if new is not state and part.inplace:  # the optimizer may write to the gradients, which a module may keep
                 new = nodes.unshared({"": new}, {"": state}, (grads,))[""]
             self._put(part, new)
@@ -395,15 +390,19 @@ class Hooks:
                 for slot, values in moments.items():
                     part.home["optimizer"] = with_moment(part.home["optimizer"], slot, values)
             if self._has("exchange_parameters"):
-                found = self.module.exchange_parameters(params, state, ctx)
-                part.params, state = self._exchanged(found, "parameters", params, state, ctx)
+                returned = self.module.exchange_parameters(params, state, ctx)
+                part.params, state = self._exchanged(returned, "parameters", params, state, ctx)
         self._put(part, state)
 
     def _local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context, silent: bool) -> Tree:
         """Call the hook; `silent`: some nodes sit out, so that nobody may communicate."""
-        if silent:
-            refusal = lambda name: f"{self.module!r}.local_gradients calls ctx.comm.{name} {SILENT}"  # noqa: E731
-            ctx = ctx.replace(comm=Refusing(ctx.comm, refusal))
+
+        def refuse(operation: str, *what: Any) -> None:
+            raise ValueError(f"{self.module!r}.local_gradients calls ctx.comm.{operation} {SILENT}")
+
+        if silent:  # every collective is announced first, but `everyone`, which is none
+            comm = altered(ctx.comm, _announce=refuse, everyone=lambda values: refuse("everyone"))
+            ctx = ctx.replace(comm=comm)
         new = self.module.local_gradients(grads, params, state, ctx)
         num_rows = len(ctx.comm.node_ids) if ctx.rows is None else len(ctx.rows)
         return check_values(new, grads, num_rows, self.module, ".local_gradients", "gradients")
@@ -440,15 +439,15 @@ class Hooks:
 
     # -------------------------------------------------------------------------------------------------------- checks
 
-    def _pair(self, found: Any, what: str) -> tuple[Any, Any]:
-        if not isinstance(found, tuple) or len(found) != 2:
+    def _pair(self, returned: Any, what: str) -> tuple[Any, Any]:
+        if not isinstance(returned, tuple) or len(returned) != 2:
             who = f"{self.module!r}.exchange_{what}"
-            raise TypeError(f"{who} returned {a_kind(found)}; expected a tuple of two: ({what}, state).")
-        return found
+            raise TypeError(f"{who} returned {a_kind(returned)}; expected a tuple of two: ({what}, state).")
+        return returned
 
-    def _exchanged(self, found: Any, what: str, old: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+    def _exchanged(self, returned: Any, what: str, old: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """Return what `exchange_<what>` returned: values like the old ones, and a state."""
-        new, new_state = self._pair(found, what)
+        new, new_state = self._pair(returned, what)
         hook = f"exchange_{what}"
         check_values(new, old, len(ctx.comm.node_ids), self.module, f".{hook}", what)
         if new_state is not state:
@@ -483,7 +482,8 @@ class Hooks:
 
     def _context(self, part: Part) -> Context:
         """Return what the hooks are told: about the nodes that are present, or of these about those that train."""
-        run, presence, made, step = part.run, part.run.presence, part.made, part.tick
+        run, made, step = part.run, part.made, part.tick
+        presence = run.presence if isinstance(run.presence, Presence) else None
         there, counts = run.there(step), [made] * len(part.nodes) if isinstance(made, int) else made
         nodes_there = range(run.num_nodes) if there is None else there
         ids = None if len(part.nodes) == run.num_nodes else torch.tensor(part.nodes)
@@ -492,17 +492,13 @@ class Hooks:
             differentiable=not part.inplace, rows=ids, exact=part.simulation.exact,
             own_time=presence is not None and part.home is part.own,
             num_examples=None if run.num_examples is None else tuple(run.num_examples[node] for node in nodes_there),
-            missed=self._missed(presence, ids), lr=self._lr(part),
+            missed=None if presence is None else lambda step: missed(presence, ids, (step + 1) * self.every - 1),
+            lr=self._lr(part),
         )  # fmt: skip
         training = part.simulation.table_of(part.event.group).training(step)  # type: ignore[attr-defined]  # of Lockstep
         if training is not None and training != there:
             ctx = ctx.replace(active=tuple(i for i, node in enumerate(nodes_there) if node in set(training)))
         return ctx
-
-    def _missed(self, presence: Any, ids: Tensor | None) -> Any:
-        if not isinstance(presence, Presence):
-            return None
-        return lambda step: missed(presence, ids, (step + 1) * self.every - 1)
 
     def _lr(self, part: Part) -> Any:
         """Return the inner learning rate as hooks are told it: one for all, or `[K]`."""
@@ -544,41 +540,6 @@ def _rows(part: Part) -> tuple[Tensor | None, int]:
     return None if len(part.nodes) == len(here) else torch.tensor([here.index(node) for node in part.nodes]), len(here)
 
 
-class Refusing(Collectives):
-    """Collectives that say who is there, and carry out no operation.
-
-    Args:
-        comm: those that would.
-        refusal: the name of an operation -> why it is refused.
-
-    >>> import torch
-    >>> from vecgym.collectives import StackedCollectives
-    >>> comm = Refusing(StackedCollectives(2), "{} is not allowed".format)
-    >>> comm.num_nodes
-    2
-    >>> comm.mean(torch.ones(2))
-    Traceback (most recent call last):
-    ...
-    ValueError: mean is not allowed
-    """
-
-    def __init__(self, comm: Collectives, refusal: Callable[[str], str]) -> None:
-        self.num_nodes, self.node_ids, self.ledger = comm.num_nodes, comm.node_ids, comm.ledger
-        self.members, self._run_nodes = comm.members, comm.run_nodes
-        self._refusal = refusal
-
-    def _announce(self, operation: str, x: Any, who: Any = None) -> None:
-        raise ValueError(self._refusal(operation))
-
-    def everyone(self, x: Tree) -> Tree:
-        raise ValueError(self._refusal("everyone"))
-
-    def _never(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError  # every operation is announced first
-
-    _sum = _all_gather = _broadcast = _permute = _mix = _never
-
-
 def moments_in(optimizer: Mapping[str, Any], params: Tree) -> dict[str, Tree]:
     """Return what an inner optimizer keeps in the shape of the parameters, by slot.
 
@@ -587,12 +548,12 @@ def moments_in(optimizer: Mapping[str, Any], params: Tree) -> dict[str, Tree]:
     >>> sorted(moments_in(OptimSpec("adamw").rule().init(params), params))
     ['exp_avg', 'exp_avg_sq']
     """
-    found = {
+    slots = {
         slot: {name: x for name, x in values.items() if name in params and x.shape[1:] == params[name].shape[1:]}
         for slot, values in optimizer.get("tensors", optimizer).items()  # some rules keep what is no tensor apart
         if isinstance(values, dict)
     }
-    return {slot: values for slot, values in found.items() if values}
+    return {slot: values for slot, values in slots.items() if values}
 
 
 def with_moment(optimizer: Mapping[str, Any], slot: str, new: Tree) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from vecgym.core import check, rng
 from vecgym.core.objects import restore, state_of
 from vecgym.core.rng import GlobalStates
 from vecgym.core.tree import Tree
-from vecgym.optim import OptimSpec
 from vecgym.optim.schedule import make_schedule
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
@@ -87,9 +86,9 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
     tensor([3., 3.])
     """
     meeting, node = here()
-    found = meeting.exchange(node, f"broadcast from {src}", tensor, lambda x: meeting.comm.broadcast(x, src))
+    sent = meeting.exchange(node, f"broadcast from {src}", tensor, lambda x: meeting.comm.broadcast(x, src))
     with torch.no_grad():
-        return tensor.copy_(found[0])
+        return tensor.copy_(sent[0])
 
 
 def all_gather(tensor: Tensor) -> Tensor:
@@ -197,11 +196,6 @@ class RankStrategy(Strategy):
             group["lr"] = group["initial_lr"] * schedule(self.local_step)
 
 
-@runtime_checkable
-class _WithStep(Protocol):
-    def step(self) -> None: ...
-
-
 def as_strategy(strategy: Strategy, model: nn.Module) -> Strategy:
     """Return the strategy for all nodes at once: `strategy`, or what runs its `step` on each of them.
 
@@ -212,7 +206,7 @@ def as_strategy(strategy: Strategy, model: nn.Module) -> Strategy:
     >>> [as_strategy(strategy, nn.Linear(1, 1)).pure for strategy in (AllReduceStrategy(), Alone())]
     [True, False]
     """
-    return _Ranks(strategy, model) if isinstance(strategy, _WithStep) else strategy
+    return _Ranks(strategy, model) if hasattr(strategy, "step") else strategy
 
 
 def _copy_for_rank(strategy: Strategy) -> Any:
@@ -323,21 +317,6 @@ class _Ranks(Strategy):
         return self._lr, None
 
 
-__all__ = [
-    "OptimSpec",
-    "RankMeeting",
-    "RankStrategy",
-    "all_gather",
-    "all_reduce",
-    "as_strategy",
-    "barrier",
-    "broadcast",
-    "here",
-    "is_rank",
-    "run_ranks",
-]
-
-
 _here = threading.local()  # .node and .meeting of the thread
 
 
@@ -366,10 +345,6 @@ class RankMeeting:
     def share(self, node: int, operation: str, value: Any) -> list[Any]:
         """Return what every node gives, in node order; nothing goes to the ledger."""
         return self._meet(node, operation, value, list)
-
-    def finish(self, node: int) -> None:
-        """End a node's work, where all must meet: none may still wait in a collective."""
-        self.share(node, "the end of its work", None)
 
     def enter(self, node: int) -> None:
         """Wait for the first turn."""
@@ -437,7 +412,7 @@ def run_ranks(work: Callable[[int], None], meeting: RankMeeting, threads: Execut
         try:
             meeting.enter(node)
             work(node)
-            meeting.finish(node)
+            meeting.share(node, "the end of its work", None)  # none may still wait in a collective
             meeting.leave(node)
         except BaseException as error:
             meeting.abort()

@@ -358,8 +358,8 @@ def one_number(name: str, value: Any, within: str, what: str = "") -> float | Te
     """
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{name} has shape {list(value.shape)}: there is one server, give one number.")
-    found: float | Tensor = check.per_node(name, value, within, what)
-    return found.reshape(()) if isinstance(found, Tensor) else found
+    number: float | Tensor = check.per_node(name, value, within, what)
+    return number.reshape(()) if isinstance(number, Tensor) else number
 
 
 def staleness_weight(name: str, value: Any) -> Staleness:
@@ -379,9 +379,9 @@ def staleness_weight(name: str, value: Any) -> Staleness:
 
 
 def _checked_weight(name: str, function: Staleness, staleness: int) -> Any:
-    found = check.called(name, function, staleness)
-    if isinstance(found, bool) or not isinstance(found, (int, float, Tensor)):
+    weight = check.called(name, function, staleness)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float, Tensor)):
         raise TypeError(
-            f"{name}({staleness}) returned {found!r}; give a function of the staleness that returns a number."
+            f"{name}({staleness}) returned {weight!r}; give a function of the staleness that returns a number."
         )
-    return found
+    return weight

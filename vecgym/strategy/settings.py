@@ -158,8 +158,8 @@ lr_scheduler, warmup_steps, cosine_anneal.
     ]
 
     def decorate(init: Constructor) -> Constructor:
-        given = inspect.signature(init)
-        own = [p for p in given.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        signature = inspect.signature(init)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         names = [p.name for p in (*own[1:], *shared)]
 
         @functools.wraps(init)
@@ -167,7 +167,7 @@ lr_scheduler, warmup_steps, cosine_anneal.
             check.keywords(type(self).__name__, kwargs, names)
             init(self, *args, **kwargs)
 
-        checked.__signature__ = given.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+        checked.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
         return cast(Constructor, checked)
 
     return decorate

@@ -13,7 +13,6 @@ from vecgym.compress.codecs import index_dtype, part_of
 from vecgym.compress.dct import mean_of_senders, strongest
 from vecgym.core import check
 from vecgym.core.devices import placed
-from vecgym.core.rng import generator
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.simulation.timetable import RunFacts
@@ -22,7 +21,7 @@ from vecgym.strategy.base import Strategy
 from vecgym.strategy.coded import Compressed, constant, straight_through
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.meeting import Meeting
-from vecgym.strategy.selectors import RandomSelector, Selector, check_rate
+from vecgym.strategy.selectors import Draws, RandomSelector, Selector, check_rate
 from vecgym.strategy.settings import InnerOptions, takes_options
 from vecgym.strategy.when import Rounds, as_when, check_interval
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 
 METHODS = ("random", "topk")
+A_SELECTOR = "a Selector, such as PartitionedSelector(0.01)"
 
 DEFAULT_RATE = 0.005  # EXO Gym's
 
@@ -130,8 +130,25 @@ class SPARTAStrategy(Strategy):
         quantization_bits: int | None = None,
         **inner: Unpack[InnerOptions],
     ) -> None:
-        module = _exchange(p_sparta, index_selector, delay, correct_delay, compression_method, quantization_bits)
-        super().__init__(inner_optim, [module], **inner)
+        if compression_method not in (None, *METHODS):
+            raise ValueError(
+                f"compression_method={compression_method!r} is not known; allowed: {', '.join(map(repr, METHODS))}, or "
+                "None. Any average can be compressed: Compressed(average, codec)."
+            )
+        if compression_method == "topk":
+            if index_selector is not None or delay != 0 or correct_delay:
+                raise ValueError(
+                    'compression_method="topk" chooses the coordinates by itself and exchanges at once: leave out '
+                    "index_selector and delay, and so correct_delay."
+                )
+            bits = None if quantization_bits is None else check_bits("quantization_bits", quantization_bits)
+            exchange = Exchange(MostMoved(DEFAULT_RATE if p_sparta is None else p_sparta, bits))
+        else:
+            selector = _selector(index_selector, "p_sparta", p_sparta, DEFAULT_RATE)
+            exchange = SparseCommunicator(
+                selector, delay=delay, correct_delay=correct_delay, quantization_bits=quantization_bits
+            )
+        super().__init__(inner_optim, [exchange], **inner)
 
 
 class SPARTADiLoCoStrategy(Strategy):
@@ -188,44 +205,13 @@ def _selector(selector: Selector | None, name: str, rate: float | None, default:
     """Return the selector given, or a random one of this rate."""
     if selector is None:
         return RandomSelector(default if rate is None else check_rate(name, rate))
-    if not isinstance(selector, Selector):
-        raise TypeError(
-            f"index_selector={selector!r} is a {type(selector).__name__}; give a Selector, such as "
-            "PartitionedSelector(0.01)."
-        )
+    check.instance("index_selector", selector, Selector, A_SELECTOR)
     if rate is not None and rate != selector.p:
         raise ValueError(
             f"{name}={rate!r} and index_selector={selector!r} say different things about what is exchanged: "
             "give one of them."
         )
     return selector
-
-
-def _exchange(
-    p_sparta: float | None,
-    index_selector: Selector | None,
-    delay: int,
-    correct_delay: bool,
-    compression_method: str | None,
-    quantization_bits: int | None,
-) -> Exchange:
-    """Return the module that exchanges after every step."""
-    if compression_method not in (None, *METHODS):
-        allowed = ", ".join(map(repr, METHODS))
-        raise ValueError(
-            f"compression_method={compression_method!r} is not known; allowed: {allowed}, or None. Any average can "
-            "be compressed: Compressed(average, codec)."
-        )
-    if compression_method == "topk":
-        if index_selector is not None or delay != 0 or correct_delay:
-            raise ValueError(
-                'compression_method="topk" chooses the coordinates by itself and exchanges at once: leave out '
-                "index_selector and delay, and so correct_delay."
-            )
-        bits = None if quantization_bits is None else check_bits("quantization_bits", quantization_bits)
-        return Exchange(MostMoved(DEFAULT_RATE if p_sparta is None else p_sparta, bits))
-    selector = _selector(index_selector, "p_sparta", p_sparta, DEFAULT_RATE)
-    return SparseCommunicator(selector, delay=delay, correct_delay=correct_delay, quantization_bits=quantization_bits)
 
 
 class Sparse(Around):
@@ -258,7 +244,7 @@ class Sparse(Around):
     def __init__(self, selector: Selector | float, inner: Average) -> None:
         super().__init__(inner)
         selector = RandomSelector(selector) if isinstance(selector, (int, float)) else selector
-        self.selector = check.instance("selector", selector, Selector, "a Selector, such as PartitionedSelector(0.01)")
+        self.selector = check.instance("selector", selector, Selector, A_SELECTOR)
 
     def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
         own, shared = self.inner.init(values, run)
@@ -270,43 +256,42 @@ class Sparse(Around):
                     f"{self!r} averages other coordinates each time, and {self.inner!r} keeps something that is not a "
                     "value for each coordinate: give an average without a state, or a codec such as TopK or Quantise."
                 )
-        state = self.selector.init(shapes, _Beginning(run))
+        state = self.selector.init(shapes, Draws(run.seed))
         return own, {**shared, "selector": state} if state else shared
 
     def agree(self, values: Tree, at: Meeting) -> Any:
         index = self._drawn(values, at)
-        at.shared[f"index {at.step}"] = at.for_all({name: where[None] for name, where in index.items()})
         return self.inner.agree(at.taken(values, index), at.of(index))
 
     def settle(self, message: Any, at: Meeting) -> None:
         self.inner.settle(message, at.of(self._index(at)))
 
     def write(self, message: Any, values: Tree, at: Meeting) -> Tree:
-        index = self._index(at)
-        if at.last:
-            del at.shared[f"index {at.step}"]
-        new = self.inner.write(message, at.taken(values, index), at.of(index))
-        return {**values, **at.written(values, index, new)}
+        return self._written(self.inner.write, message, values, at)
 
     def change(self, values: Tree, at: Meeting) -> Tree:
         index = self._drawn(values, at)
-        at.shared[f"index {at.step}"] = at.for_all({name: where[None] for name, where in index.items()})
         return self.inner.change(at.taken(values, index), at.of(index))
 
     def changed(self, change: Tree, values: Tree, at: Meeting) -> Tree:
+        return self._written(self.inner.changed, change, values, at)
+
+    def _written(self, write: Callable[[Any, Tree, Meeting], Tree], message: Any, values: Tree, at: Meeting) -> Tree:
+        """Write at the coordinates of this exchange, and forget these with the message."""
         index = self._index(at)
         if at.last:
             del at.shared[f"index {at.step}"]
-        new = self.inner.changed(change, at.taken(values, index), at.of(index))
-        return {**values, **at.written(values, index, new)}
+        return {**values, **at.written(values, index, write(message, at.taken(values, index), at.of(index)))}
 
     def _drawn(self, values: Tree, at: Meeting) -> Tree:
-        """Draw the coordinates of this exchange, the same in all configurations of a group."""
+        """Draw the coordinates of this exchange, the same in all configurations of a group, and remember them."""
         held = at.of_one(at.shared["selector"]) if "selector" in at.shared else {}
         index, state = self.selector.select(at.shapes(values), held, at.exchange, at)
         if state is not held:
             at.shared["selector"] = at.for_all(state)
-        return {name: placed(where, values[name].device) for name, where in index.items()}
+        index = {name: placed(where, values[name].device) for name, where in index.items()}
+        at.shared[f"index {at.step}"] = at.for_all({name: where[None] for name, where in index.items()})
+        return index
 
     def _index(self, at: Meeting) -> Tree:
         return {name: where[0] for name, where in at.of_one(at.shared[f"index {at.step}"]).items()}
@@ -392,15 +377,3 @@ class MostMoved(Average):
 def _over(message: Any, values: Tree) -> Tree:
     """Return the values with the means where any node has sent."""
     return {name: torch.where(message["touched"][name], message["mean"][name], x) for name, x in values.items()}
-
-
-class _Beginning:
-    """What a selector may ask before the first step."""
-
-    step = exchange = 0
-
-    def __init__(self, run: RunFacts) -> None:
-        self.seed = run.seed
-
-    def generator(self, purpose: str, *ids: int) -> torch.Generator:
-        return generator(self.seed, purpose, *ids)
