@@ -37,11 +37,11 @@ from vecgym.strategy.averages import (
 )
 from vecgym.strategy.base import every
 from vecgym.strategy.coded import EF21, Compressed
-from vecgym.strategy.coordinates import MostMoved, Sparse
 from vecgym.strategy.exchange import Exchange
+from vecgym.strategy.gossip import Mix
 from vecgym.strategy.meeting import Meeting
-from vecgym.strategy.mixing import Mix
 from vecgym.strategy.selectors import PartitionedSelector, ScheduledSelector
+from vecgym.strategy.sparta import MostMoved, Sparse
 from vecgym.strategy.when import Rounds, SyncWeight
 from vecgym.sweeps.groups import groups_of
 

@@ -51,7 +51,7 @@ from vecgym.strategy import (
     SPARTAStrategy,
     Strategy,
 )
-from vecgym.strategy.gpa import FAST
+from vecgym.strategy.allreduce import FAST
 from vecgym.strategy.selectors import Draws
 
 STEPS, K, WARMUP = 50, 5, 8

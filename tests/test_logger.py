@@ -39,7 +39,7 @@ from vecgym.strategy import (
     Strategy,
     every,
 )
-from vecgym.strategy.described import described
+from vecgym.strategy.simulated import described
 
 WITHOUT_WANDB = "needs wandb: pip install vecgym[wandb]"
 WITHOUT_TENSORBOARD = "needs tensorboard: pip install vecgym[tensorboard]"

@@ -50,13 +50,10 @@ from vecgym.strategy import (
     SyncWeight,
     every,
 )
+from vecgym.strategy.allreduce import GPAStrategy
 from vecgym.strategy.demo import DeMoStrategy
+from vecgym.strategy.diloco import DESLOCStrategy, LocalAdamStrategy, MuLoCoStrategy, NoLoCoStrategy, PALSGDStrategy
 from vecgym.strategy.gossip import GossipStrategy
-from vecgym.strategy.gpa import GPAStrategy
-from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
-from vecgym.strategy.muloco import MuLoCoStrategy
-from vecgym.strategy.noloco import NoLoCoStrategy
-from vecgym.strategy.palsgd import PALSGDStrategy
 from vecgym.strategy.selectors import PartitionedSelector
 from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy

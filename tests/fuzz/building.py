@@ -24,6 +24,7 @@ from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
+    Compressed,
     DeMoStrategy,
     DiLoCoStrategy,
     Exchange,
@@ -49,8 +50,7 @@ from vecgym.strategy import (
     SyncWeight,
     every,
 )
-from vecgym.strategy.averages import outer_spec
-from vecgym.strategy.coded import coded
+from vecgym.strategy.averages import Around, Average, Reduction, outer_spec
 from vecgym.strategy.selectors import Draws
 
 CLASSES: dict[str, type[Optimizer]] = {
@@ -309,6 +309,16 @@ def coded_average(s: Settings, inner: Exchange) -> Any:
         inner.how, codec_of(s), error_feedback=s.get("error_feedback", True), purpose=f"compress {inner.of}",
         reference=inner.of == "parameters" and (of_values if reference is None else reference),
     )  # fmt: skip
+
+
+def coded(average: Average, codec: Any, **options: Any) -> Average | None:
+    """Put `Compressed` around the innermost average in `average`. None: that one cannot be taken of codes."""
+    if isinstance(average, Reduction):
+        return Compressed(average, codec, **options)
+    if isinstance(average, Compressed) or not isinstance(average, Around):
+        return None
+    inner = coded(average.inner, codec, **options)
+    return None if inner is None else average.around(inner)
 
 
 def codec_of(s: Settings) -> Any:

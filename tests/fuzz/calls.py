@@ -568,7 +568,6 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
         "counts": lambda: 0, "optimizers": lambda: [_sgd()] * 2, "num_rows": lambda: K, "whose": lambda: "x",
         "state": lambda: _sgd().init(tree_of_nodes()),
         "slots": lambda: _sgd().init(tree_of_nodes()), "spec": lambda: vecgym.OptimSpec("sgd"), "lr": lambda: 0.1},
-    "vecgym.strategy.Context.of_rows": {"rows": lambda: torch.tensor([0])},
     "vecgym.strategy.CommunicationModule.exchange_moments": {"moments": _moments},
     "vecgym.strategy.Corrupted": {"nodes": lambda: [0]},
     "vecgym.strategy.Sparse": {"selector": lambda: RandomSelector(0.5)},
@@ -616,7 +615,6 @@ for _name, _given in _AVAILABLE.items():
         if _method in vars(getattr(availability, _name)):
             VALUES_OF[f"vecgym.simulation.availability.{_name}.{_method}"] = _FACTS
 VALUES_OF |= {
-    "vecgym.strategy.Context.by_count": {"of_step": lambda: lambda step: 0.1},
     "vecgym.simulation.availability.as_availability": {"value": lambda: Dropout(0.1)},
     "vecgym.collectives.Collectives.among": {"members": lambda: [0]},
     "vecgym.collectives.StackedCollectives.among": {"members": lambda: [0]},
@@ -691,7 +689,6 @@ VALUES_OF |= {
     "vecgym.OptimSpec.at_each": {"by_count": lambda: lambda of_step: of_step(0)},
     "vecgym.clock.Compute.drawn": {"node": lambda: 0, "block": lambda: 0},
     "vecgym.strategy.AsyncStrategy.steps_of_rounds": {"step_seconds": lambda: [1.0, 2.0]},
-    "vecgym.strategy.Context.by_count": {"of_step": lambda: lambda step: 2.0 * step},
 }
 
 OBJECTS: dict[str, Callable[[], Any]] = {

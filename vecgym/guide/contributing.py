@@ -70,15 +70,15 @@ make its timetable; an exchange has an `Average`, which says how nodes agree. No
 
 | module | holds |
 |---|---|
-| `base`, `simulated` | `Strategy`; `simulation_of(model, strategy, comm)`, where a strategy, nodes and absences come together |
+| `base`, `simulated` | `Strategy`; `simulation_of(model, strategy, comm)`, where a strategy, nodes and absences come together; `described`, for loggers |
 | `exchange`, `when`, `fragments` | `Exchange`: its marks, what is late, lost or kept; when; of which part of the model |
-| `meeting` | `Meeting`, all that an average is told |
+| `meeting`, `settings` | `Meeting`, all that an average is told; settings that are compared and shown, arguments that all strategies share |
 | `averages` | `Mean`, `ServerMean`, `Robust`; around another: `Outer`, `Eager`, `Corrupted`, `Private` |
-| `coded`, `coordinates`, `mixing`, `selectors` | averages of codes, of some coordinates, with neighbours |
-| a file for each algorithm | settings, and handlers where exchanges do not say it all |
+| `coded`, `selectors` | averages of codes; which coordinates are exchanged |
+| a file for each algorithm, and for its relatives | settings, the average where it is its own, and handlers where exchanges do not say it all |
 | `asynchronous`, `servers` | `EventDriven`, whose rules say when nodes meet a server; how it takes what arrives |
-| `per_rank`, `ranks` | strategies written for one rank, and their threads |
-| `communication`, `contract`, `hooks` | a `CommunicationModule` with hooks, run as an exchange |
+| `per_rank` | strategies written for one rank, and their threads |
+| `hooks` | a `CommunicationModule` with hooks, run as an exchange |
 
 What is written once for all of them: an interval, a delay, fragments, participation and lost messages are the exchange's;
 error feedback is an average's; counts of steps are the event's; learning rates are the optimizer's.
@@ -108,7 +108,7 @@ From `fit` to the recorded loss:
 | an asynchronous strategy | a file of `vecgym/strategy`: an `EventDriven` with `rules(times)`, `init(run, params)` and a method for each kind of event | `MADE` in `tests/test_scheduled.py`; a twin, as `tests/reference/asynchronous.py` |
 | an average | an `Average` in `vecgym/strategy/averages.py`, with `agree(values, at)` | `tests/test_average.py`, `tests/test_exchange.py`: alone, in groups, late, of some nodes |
 | a codec | a `Codec` in `vecgym/compress`, its name in `METHODS` | `CODECS` in `tests/test_compression.py`, its bound in `tests/test_codecs.py`, its distortion in `benchmarks/compression.py` |
-| a topology | a function K → matrix in `vecgym/collectives/topology.py`, its name in `FIXED` of `vecgym/strategy/mixing.py` | `tests/test_topology.py`, `CASES` in `tests/test_gossip.py` |
+| a topology | a function K → matrix in `vecgym/collectives/topology.py`, its name in `FIXED` of `vecgym/strategy/gossip.py` | `tests/test_topology.py`, `CASES` in `tests/test_gossip.py` |
 | a selector of coordinates | a `Selector` in `vecgym/strategy/selectors.py` | `SELECTORS` in `tests/test_sparta.py` |
 | an optimizer | nothing is needed: any class runs node by node. Elementwise ones run stacked with a formula in `ELEMENTWISE` of `vecgym/optim/formulas.py`; a name in `OPTIMIZERS` of `vecgym/optim/spec.py` | `CASES` in `tests/test_optim.py` |
 | a collective | `vecgym/collectives/base.py`, and both backends beside it | `tests/test_collectives.py`, `tests/test_distributed.py` |

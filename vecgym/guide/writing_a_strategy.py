@@ -11,7 +11,7 @@ enough:
 1. **An expression.** `Strategy("adamw", [Exchange(Outer(Mean()), every=100)])` is DiLoCo. A named strategy is a
    signature, a docstring and such an expression, as in `vecgym/strategy/diloco.py`.
 2. **An average of your own** in such an expression, as in `vecgym/strategy/averages.py`.
-3. **Marks and handlers of your own**, as in `vecgym/strategy/palsgd.py`: the timetable marks what happens in which steps,
+3. **Marks and handlers of your own**, as in `PALSGDStrategy` (`vecgym/strategy/diloco.py`): the timetable marks what happens in which steps,
    and a method of the same name handles it.
 
 Elastic averaging (EASGD, arXiv 1412.6651) is of the third kind. Every H steps each node moves towards a center, and the

@@ -181,7 +181,7 @@ class OptimSpec:
         return self.replace(**map_leaves(lambda x: _at(x, step), self.kwargs))
 
     def at_each(self, by_count: Callable[[Callable[[int], Any]], Any]) -> OptimSpec:
-        """Return the spec of nodes that have taken different numbers of steps; see `vecgym.strategy.Context.by_count`.
+        """Return the spec of nodes that have taken different numbers of steps: `by_count` gathers the value of each.
 
         >>> spec = OptimSpec("sgd", lr=torch.tensor([[0.1], [0.01]]))
         >>> spec.at_each(lambda of_step: torch.stack([of_step(1), of_step(0)])).lr

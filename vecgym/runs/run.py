@@ -33,8 +33,7 @@ from vecgym.simulation.presence import Presence
 from vecgym.simulation.simulation import Draft
 from vecgym.simulation.state import Metrics
 from vecgym.strategy.asynchronous import EventDriven
-from vecgym.strategy.described import described
-from vecgym.strategy.simulated import simulation_of
+from vecgym.strategy.simulated import described, simulation_of
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,4 +1,4 @@
-"""Training algorithms, one file each, and the parts they are made of.
+"""Training algorithms, and the parts they are made of.
 
 - Algorithms: AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, StreamingDiLoCoStrategy,
   EagerDiLoCoStrategy, SPARTAStrategy, SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy, NoLoCoStrategy,
@@ -27,7 +27,7 @@ participation=0.5))
 
 from vecgym.optim import OptimSpec
 from vecgym.strategy.ad_psgd import ADPSGDStrategy
-from vecgym.strategy.allreduce import AllReduceStrategy, SimpleReduceStrategy
+from vecgym.strategy.allreduce import AllReduceStrategy, GPAStrategy, SimpleReduceStrategy
 from vecgym.strategy.asynchronous import AsyncStrategy
 from vecgym.strategy.averages import (
     Average,
@@ -42,24 +42,25 @@ from vecgym.strategy.averages import (
 )
 from vecgym.strategy.base import CommunicateOptimizeStrategy, Strategy, every
 from vecgym.strategy.coded import EF21, Compressed
-from vecgym.strategy.communication import CommunicationModule, Context
-from vecgym.strategy.coordinates import MostMoved, Sparse
 from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.demo import DeMoStrategy, StrongestCosines
-from vecgym.strategy.diloco import DiLoCoStrategy
-from vecgym.strategy.eager import EagerDiLoCoStrategy
+from vecgym.strategy.diloco import (
+    DESLOCStrategy,
+    DiLoCoStrategy,
+    EagerDiLoCoStrategy,
+    LocalAdamStrategy,
+    MuLoCoStrategy,
+    NoLoCoStrategy,
+    PALSGDStrategy,
+    SparseLoCoStrategy,
+    StreamingDiLoCoStrategy,
+)
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
-from vecgym.strategy.fedopt import ServerOptimizer
-from vecgym.strategy.gossip import GossipStrategy
-from vecgym.strategy.gpa import GPAStrategy
+from vecgym.strategy.federated_averaging import AveragingCommunicator, FedAvgStrategy, ServerOptimizer
+from vecgym.strategy.gossip import GossipStrategy, Mix
 from vecgym.strategy.halos import HALoSStrategy
-from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
+from vecgym.strategy.hooks import CommunicationModule, Context
 from vecgym.strategy.meeting import Meeting
-from vecgym.strategy.mixing import Mix
-from vecgym.strategy.muloco import MuLoCoStrategy
-from vecgym.strategy.noloco import NoLoCoStrategy
-from vecgym.strategy.palsgd import PALSGDStrategy
 from vecgym.strategy.per_rank import RankStrategy, all_gather, all_reduce, broadcast
 from vecgym.strategy.selectors import (
     PartitionedSelector,
@@ -69,9 +70,7 @@ from vecgym.strategy.selectors import (
     ShuffledSequentialSelector,
 )
 from vecgym.strategy.servers import DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer, Server
-from vecgym.strategy.sparseloco import SparseLoCoStrategy
-from vecgym.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
-from vecgym.strategy.streaming import StreamingDiLoCoStrategy
+from vecgym.strategy.sparta import MostMoved, Sparse, SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
 from vecgym.strategy.when import Rounds, RoundsOf, SyncWeight, When
 
 __all__ = [

@@ -17,11 +17,10 @@ from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.simulation.events import Arrival, Happening, Restart, Rules, StepSeconds, Times, Traffic, Wires
 from vecgym.simulation.simulation import Part
-from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import EventDriven
-from vecgym.strategy.inner import InnerOptions, takes_options
-from vecgym.strategy.mixing import FIXED
+from vecgym.strategy.gossip import FIXED
+from vecgym.strategy.settings import InnerOptions, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -79,6 +78,7 @@ class ADPSGDStrategy(EventDriven):
     """
 
     H = 1
+    nodes_have = "params"
 
     @takes_options(InnerOptions)
     def __init__(
@@ -97,8 +97,7 @@ class ADPSGDStrategy(EventDriven):
         self.together = check.flag("together", together)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        """Raise a ValueError if the strategy cannot work for this run."""
-        self.check_rounds(None, num_nodes)
+        super().check(num_nodes, max_steps)
         self.weights(num_nodes)
 
     def weights(self, num_nodes: int) -> Tensor:
@@ -127,10 +126,6 @@ class ADPSGDStrategy(EventDriven):
         """Return what each node has: `params`, `start`, with which its present step began, and `grads` there."""
         own, shared = super().init(run, params)
         return {**own, "params": params, "start": params, "grads": tree.map(torch.zeros_like, params)}, shared
-
-    def own_parameters(self, state: State) -> Tree:
-        params: Tree = state.own["params"]
-        return params
 
     def train(self, part: Part) -> None:
         """Compute gradients of where steps began."""
@@ -275,18 +270,15 @@ class PairRules(Rules):
         return [average, step] if self.average_first else [step, average]
 
 
-def _topology(given: Any) -> str | Tensor:
-    if isinstance(given, str):
-        return check.choice("topology", given, tuple(FIXED), "a matrix [K, K] of weights")
+def _topology(topology: Any) -> str | Tensor:
+    if isinstance(topology, str):
+        return check.choice("topology", topology, tuple(FIXED), "a matrix [K, K] of weights")
     allowed = 'topology must be a name such as "ring", or a matrix [K, K] of weights >= 0'
     try:
-        weights = torch.as_tensor(given, dtype=torch.float64)
+        weights = torch.as_tensor(topology, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{allowed}, and is {given!r}.") from error
-    if (
-        weights.dim() != 2
-        or weights.shape[0] != weights.shape[1]
-        or not bool((weights >= 0).all() & weights.isfinite().all())
-    ):
+        raise TypeError(f"{allowed}, and is {topology!r}.") from error
+    square = weights.dim() == 2 and weights.shape[0] == weights.shape[1]
+    if not square or not bool((weights >= 0).all() & weights.isfinite().all()):
         raise ValueError(f"{allowed}, and is {weights.tolist()}.")
     return weights

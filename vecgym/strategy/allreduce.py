@@ -1,16 +1,23 @@
-"""AllReduce: what torch's DistributedDataParallel does (Li et al., arXiv 2006.15704)."""
+"""The mean gradient at every step: AllReduce, what torch's DistributedDataParallel does, and GPA, a smooth DiLoCo."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
+from vecgym.core import check, tree
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
+from vecgym.optim.formulas import FORMULAS
+from vecgym.simulation.simulation import Part, spread
+from vecgym.simulation.state import State
+from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Mean
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.inner import InnerOptions, takes_options
+from vecgym.strategy.settings import InnerOptions, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -46,3 +53,111 @@ class AllReduceStrategy(Strategy):
 
 
 SimpleReduceStrategy = AllReduceStrategy  # EXO Gym's other name for it
+
+
+FAST = "z"  # what the state calls the parameters that the optimizer steps
+
+
+class GPAStrategy(Strategy):
+    """Every step, all nodes take the optimizer's step from z with the mean gradient at y; x follows z slowly.
+
+    y = mu_y x + (1 - mu_y) z;  z <- inner(z, mean_i g_i(y));  x <- mu_x x + (1 - mu_x) z.
+
+    A smooth DiLoCo without rounds: mu_x = 0.9^(1 / H) is what H is there, 0.9967 about 32 steps. With mu_x = 0 it is
+    AllReduce. With one node it is what the paper is about.
+
+    | kept                            | shape    | bytes                                            |
+    |---------------------------------|----------|--------------------------------------------------|
+    | y, z and the inner optimizer's  | `[1, *]` | once for all: 2 b P, and the optimizer's, of z   |
+
+    x is not kept: x = (y - (1 - mu_y) z) / mu_y, which `average` gives. Bytes sent per node and step:
+    2 (K - 1) / K * b * P.
+
+    Args:
+        inner_optim: the optimizer, AdamW when not given; its weight decay is that of z.
+        mu_x: in [0, 1), what x keeps of itself in a step.
+        mu_y: in (0, 1], the part of x in y.
+        decay: what a decoupled weight decay wd, such as AdamW's, does. "paper": it is part of the step of z, and x
+            follows. "code": as in the authors' program, which keeps y and not x, and shrinks z before it takes it out
+            of y: x gains mu_x (1 / mu_y - 1) lr wd z at every step.
+        lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: see `Strategy`.
+
+    Raises:
+        ValueError: for mu_x outside [0, 1) or mu_y outside (0, 1], or another `decay`.
+
+    >>> GPAStrategy("adamw", mu_x=0.9934, lr=1e-3)
+    GPAStrategy(OptimSpec(AdamW, lr=0.001), Exchange(Mean(), of='gradients'), mu_x=0.9934)
+
+    Reference: Defazio et al., "Smoothing DiLoCo with Primal Averaging for Faster Training of LLMs", arXiv 2512.17131,
+    and its code, github.com/facebookresearch/optimizers, gpa/gpa_adamw.py, whose defaults these are but for `decay`.
+    Without weight decay both are the same. Its `use_wd_on_y=True` is not offered. Deviation: evaluations, and the model
+    that `fit` returns, are those of y, the parameters that are trained; the paper has those of x.
+    """
+
+    own_numbers = ("mu_x", "mu_y")
+    own_draws = False
+
+    @takes_options(InnerOptions)
+    def __init__(
+        self,
+        inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        mu_x: float | Tensor = 0.9967,
+        mu_y: float | Tensor = 0.7,
+        decay: Literal["paper", "code"] = "paper",
+        **inner: Unpack[InnerOptions],
+    ) -> None:
+        self.mu_x = check.per_node("mu_x", mu_x, "[0, 1)", "what x keeps of itself in a step")
+        self.mu_y = check.per_node("mu_y", mu_y, "(0, 1]", "the part of x in y")
+        check.choice("decay", decay, ("paper", "code"))
+        self.decay = decay
+        super().__init__(inner_optim, [Exchange(Mean(), of="gradients")], **inner)
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        super().check(num_nodes, max_steps)
+        for name in ("mu_x", "mu_y"):
+            check.per_node(name, getattr(self, name), num_nodes=num_nodes)
+
+    def alike(self, run: RunFacts) -> bool:
+        one = all(not isinstance(mu, Tensor) or mu.numel() == 1 for mu in (self.mu_x, self.mu_y))
+        return one and super().alike(run)
+
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
+        own, shared = super().init(run, params)
+        (shared if "params" in shared else own)[FAST] = params
+        return own, shared
+
+    def train_jointly(self, part: Part) -> None:
+        """Step z by the mean gradient at y, and move y."""
+        grads, y, z = self.joint_gradients(part), part.params, part.home[FAST]
+        mu_x, mu_y = self.mu_x, self.mu_y
+
+        def slow_part(y: Tensor, z: Tensor) -> Tensor:  # mu_x mu_y x
+            return part.each(mu_x, y) * (y - part.each(1 - mu_y, z) * z)
+
+        def moved(kept: Tensor, z: Tensor) -> Tensor:
+            return kept + part.each(1 - mu_x * mu_y, z) * z
+
+        kept = tree.map(slow_part, y, z if self.decay == "paper" else self._shrunk(part, z))  # before z is stepped
+        part.params = z
+        part.optimize(grads)
+        part.home[FAST] = part.params
+        part.params = tree.map(moved, kept, part.home[FAST])
+        part.report(part.losses)
+
+    def _shrunk(self, part: Part, z: Tree) -> Tree:
+        """Return z after a decoupled weight decay of this step alone."""
+        rate, shrunk = part.lr, dict(z)
+        for spec, names, base in self.inner_optim.at(part.tick).groups(z):
+            if getattr(FORMULAS.get(spec.cls), "decoupled", spec.hyper.get("decoupled_weight_decay")):
+                lr = rate if base is None else rate * (spec.lr / base)
+                for name in names:
+                    shrunk[name] = z[name] * (1 - spread(lr, z[name]) * part.each(spec.hyper["weight_decay"], z[name]))
+        return shrunk
+
+    def average(self, state: State) -> Tree:
+        """Return x, which the state does not hold.
+
+        >>> GPAStrategy("sgd", mu_y=0.5).average(State(0, {}, {"params": {"w": 6.0}, FAST: {"w": 8.0}}))
+        {'w': 4.0}
+        """
+        return tree.map(lambda y, z: (y - (1 - self.mu_y) * z) / self.mu_y, state.params, state.home[FAST])

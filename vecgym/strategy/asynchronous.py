@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -22,8 +22,8 @@ from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts, Timetable
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import DEFAULT_H
-from vecgym.strategy.inner import InnerOptions, StepOptions, takes_options
 from vecgym.strategy.servers import OuterOptimizer, Server, Staleness, StalenessName, staleness_weight
+from vecgym.strategy.settings import InnerOptions, own_settings, takes_options
 from vecgym.strategy.when import check_interval
 
 if TYPE_CHECKING:
@@ -39,11 +39,13 @@ class EventDriven(Strategy):
     Attributes:
         H: local steps of a round.
         together: whether what several nodes compute is computed in one call.
+        nodes_have: what the state calls the nodes' own parameters.
     """
 
     asynchronous = True
     H: int
     together: bool
+    nodes_have: str
 
     def rules(self, times: Times) -> Rules:
         """Return how nodes and server work together in a run that takes these times."""
@@ -59,7 +61,8 @@ class EventDriven(Strategy):
 
     def own_parameters(self, state: State) -> Tree:
         """Return the nodes' own parameters, `[K, *]`."""
-        raise NotImplementedError
+        params: Tree = state.own[self.nodes_have]
+        return params
 
     def server_rate(self, events: Sequence[Happening], num_nodes: int) -> float | Tensor | None:
         """Return the learning rate of the update in which these events end; None: there is none."""
@@ -92,25 +95,15 @@ class EventDriven(Strategy):
 
     def check_updates(self, num_nodes: int, num_updates: int) -> None:
         """Raise a ValueError if the strategy cannot work for so many updates."""
-        return
 
-    def check_rounds(self, local_steps: Sequence[int] | None, num_nodes: int) -> None:
-        """Raise a ValueError for settings that are not for so many nodes."""
-        if local_steps is not None and len(local_steps) != num_nodes:
-            raise ValueError(
-                f"local_steps is for {len(local_steps)} nodes and the run has {num_nodes}: give [{num_nodes}]."
-            )
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        """Raise a ValueError for settings that are not for so many nodes; see also `check_updates`."""
         if self.inner.max_norm is not None:
             check.per_node("max_norm", self.inner.max_norm, "(0, inf]", num_nodes=num_nodes)
 
     def __repr__(self) -> str:
-        shared = ("inner_optim", "lr", "server", *StepOptions.__annotations__)
-        parts = self._parts()
-        parts += [repr(vars(self)["server"])] if "server" in vars(self) else []
-        for name, parameter in inspect.signature(type(self)).parameters.items():
-            if name not in shared and repr(getattr(self, name)) != repr(parameter.default):
-                parts.append(f"{name}={_shown(getattr(self, name))}")
-        return f"{type(self).__name__}({', '.join(parts)})"
+        server = [repr(self.server)] if hasattr(self, "server") else []
+        return f"{type(self).__name__}({', '.join([*self._parts(), *server, *own_settings(self, server=None)])})"
 
 
 class InRounds(EventDriven):
@@ -118,16 +111,42 @@ class InRounds(EventDriven):
 
     A node's own: `start`, with which its present round began; `local`, what it has trained of that since; `loss`, the
     sum over the steps of the round.
+
+    Attributes:
+        local_steps: of each node in a round; None: see `steps_of_rounds`.
+        dylu: whether slower nodes make fewer, a share of H that is rounded down, or up with `rounds_up`.
     """
+
+    nodes_have = "start"
+    local_steps: tuple[int, ...] | None
+    dylu: bool
+    rounds_up = False
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         own, shared = super().init(run, params)
         return {**own, "start": params, "local": params}, shared
 
-    def own_parameters(self, state: State) -> Tree:
-        """Return the parameters from which each node's present round began."""
-        params: Tree = state.own["start"]
-        return params
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        if self.local_steps is not None and len(self.local_steps) != num_nodes:
+            raise ValueError(
+                f"local_steps is for {len(self.local_steps)} nodes and the run has {num_nodes}: give [{num_nodes}]."
+            )
+        super().check(num_nodes, max_steps)
+
+    def steps_of_rounds(self, step_seconds: Sequence[float]) -> tuple[int, ...]:
+        """Return H_i of each node, whose steps take so long.
+
+        >>> AsyncStrategy(H=10, dylu=True).steps_of_rounds([0.1, 0.25, 9.0])
+        (10, 4, 1)
+        """
+        if self.local_steps is not None:
+            return self.local_steps
+        if not self.dylu:
+            return (self.H,) * len(step_seconds)
+        fastest = min(step_seconds)
+        shares = [self.H * (fastest / s if s > 0 else 1.0) for s in step_seconds]
+        # A share that is whole but for rounding is whole.
+        return tuple(max(1, math.ceil(x - 1e-9) if self.rounds_up else math.floor(x + 1e-9)) for x in shares)
 
     def train(self, part: Part) -> None:
         """Make the steps of a round, or the rest of it where others have fewer."""
@@ -241,29 +260,11 @@ class AsyncStrategy(InRounds):
         if dylu and local_steps is not None:
             raise ValueError("dylu=True and local_steps both say how many steps a node makes: give one of them.")
 
-    def check(self, num_nodes: int, max_steps: int) -> None:
-        """Raise a ValueError if the strategy cannot work for so many nodes; see `check_updates`."""
-        self.check_rounds(self.local_steps, num_nodes)
-
     def check_updates(self, num_nodes: int, num_updates: int) -> None:
         self.server.check(num_nodes, num_updates)
 
     def server_of(self, num_nodes: int) -> Server:
         return self.server.of(num_nodes)
-
-    def steps_of_rounds(self, step_seconds: Sequence[float]) -> tuple[int, ...]:
-        """Return H_i of each node, whose steps take so long.
-
-        >>> AsyncStrategy(H=10, dylu=True).steps_of_rounds([0.1, 0.25, 9.0])
-        (10, 4, 1)
-        """
-        if self.local_steps is not None:
-            return self.local_steps
-        if not self.dylu:
-            return (self.H,) * len(step_seconds)
-        fastest = min(step_seconds)
-        # A share that is whole but for rounding is whole.
-        return tuple(max(1, int(self.H * (fastest / s if s > 0 else 1.0) + 1e-9)) for s in step_seconds)
 
     def rules(self, times: Times) -> Rules:
         steps = self.steps_of_rounds(times.nominal)
@@ -330,18 +331,17 @@ def weighted(movement: Tree, weight: Any) -> Tree:
     return tree.map(lambda x: weight * x, movement)
 
 
-def agreed(name: str, given: Any, default: Any, of_server: Any) -> Any:
+def agreed(name: str, setting: Any, default: Any, of_server: Any) -> Any:
     """Return what the server prescribes, or what was given."""
-    if of_server is None or given == of_server:
-        return given
-    if given != default:
-        raise ValueError(f"{name}={given!r}, and the server has {name}={of_server!r}: leave out {name}.")
+    if of_server is None or setting == of_server:
+        return setting
+    if setting != default:
+        raise ValueError(f"{name}={setting!r}, and the server has {name}={of_server!r}: leave out {name}.")
     return of_server
 
 
 def counts_of(values: Any) -> tuple[int, ...]:
-    if isinstance(values, Tensor) and values.device.type == "meta":
-        raise ValueError("local_steps is on the device meta, where tensors have no values: create it on the CPU.")
+    check.has_values("local_steps", values)
     plain = values.tolist() if isinstance(values, Tensor) else values
     if not isinstance(plain, (list, tuple)) or not plain:
         raise TypeError(f"local_steps={values!r} must be a list of each node's steps in a round, such as [10, 5].")
@@ -354,7 +354,3 @@ def countable(name: str, value: int) -> int:
     if value > MOST:
         raise ValueError(f"{name}={value} must be at most {MOST}: the run would never come to its first update.")
     return value
-
-
-def _shown(value: Any) -> str:
-    return getattr(value, "__name__", repr(value))

@@ -11,7 +11,6 @@ are `[C, K, *]` and `[C, 1, *]`, and the same code works on them.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.optimizer import Optimizer
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.meeting import Meeting
-from vecgym.strategy.settings import Settings, same, shown
+from vecgym.strategy.settings import Settings, altered, same, shown
 
 Weighting = Literal["equal", "examples"]  # of the nodes in a mean
 State = dict[str, Any]  # what an average remembers, by name: trees of tensors
@@ -84,6 +83,7 @@ class Average(Settings):
             work on `[C, K, *]`, and each configuration has a group of its own.
         common: whether all nodes go on with the same.
         plain: whether it is the mean of all nodes and nothing else.
+        in_part: whether an exchange may be made in part, as a `SyncWeight` asks for.
 
     Example: the value of another node in each exchange.
 
@@ -114,6 +114,7 @@ class Average(Settings):
     numbers: tuple[str, ...] | None = ()
     common: bool = True
     plain: bool = False
+    in_part: bool = True
 
     def __init_subclass__(cls) -> None:
         """Take it that a class draws random numbers, unless it says itself that it does not."""
@@ -145,7 +146,6 @@ class Average(Settings):
 
     def check(self, run: ExchangeFacts) -> None:
         """Raise a ValueError if the average cannot work for this run."""
-        return
 
     def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
         """Return what it remembers of each node, and of all together, `[1, *]` both.
@@ -163,7 +163,6 @@ class Average(Settings):
 
     def settle(self, message: Any, at: Meeting) -> None:
         """Change what all share: called once for each message, by whoever is present then."""
-        return
 
     def write(self, message: Any, values: Tree, at: Meeting) -> Tree:
         """Return what the nodes go on with, with the names and shapes of `values`."""
@@ -187,9 +186,7 @@ class Average(Settings):
         >>> Outer(Mean()).common, Outer(Mean()).of_some().common, Outer(ServerMean()).of_some().common
         (True, False, True)
         """
-        twin = copy.copy(self)
-        twin.common = False
-        return twin
+        return altered(self, common=False)
 
     def through_server(self) -> Average:
         """Return the same with a server's mean in place of a mean of all nodes.
@@ -280,9 +277,7 @@ class Mean(Reduction):
         return self.common and self.weighting == "equal"
 
     def of_some(self) -> Average:
-        twin = copy.copy(self)
-        twin._common = False
-        return twin
+        return altered(self, _common=False)
 
     def through_server(self) -> Average:
         return ServerMean(self.weighting) if type(self) is Mean and self.common else self  # type: ignore[arg-type]
@@ -350,8 +345,8 @@ class ServerMean(Reduction):
         weights = at.weights(self.weighting)
         if weights is None:
             return None
-        given = torch.tensor([weights], dtype=torch.float64)
-        return given / given.sum()
+        row = torch.tensor([weights], dtype=torch.float64)
+        return row / row.sum()
 
     def gather(self, codes: Tree, at: Meeting) -> Tree:
         return at.comm.server_gather(codes)
@@ -467,6 +462,10 @@ class Around(Average):
         return self.inner.common
 
     @property
+    def in_part(self) -> bool:  # type: ignore[override]
+        return self.inner.in_part
+
+    @property
     def one_message(self) -> bool:
         return self.inner.one_message
 
@@ -476,9 +475,12 @@ class Around(Average):
         >>> Private(Mean(), clip=1.0, noise=0.1).around(ServerMean())
         Private(ServerMean(), 1.0, 0.1)
         """
-        twin = copy.copy(self)
-        twin.inner = inner
+        twin = altered(self, inner=inner)
+        twin._check()
         return twin
+
+    def _check(self) -> None:
+        """Raise a ValueError for settings that do not go together."""
 
     def of_some(self) -> Average:
         return self.around(self.inner.of_some())
@@ -656,7 +658,14 @@ class Outer(Around):
         self._check()
 
     def _check(self) -> None:
-        _check_alone(self)
+        alone = self.inner
+        while isinstance(alone, Around) and not isinstance(alone, Outer):
+            alone = alone.inner
+        if isinstance(alone, (Outer, NoLoCo)):  # both would have outer parameters of one name
+            raise ValueError(
+                f"{type(self).__name__} around {alone!r}: one outer step within another. Give each an exchange of its "
+                "own, or Mean()."
+            )
         if isinstance(self.correct, str) and self.correct == "heloco":
             _momentum(self.optim.spec)
         if isinstance(self.correct, str) and self.correct == "median_norm" and not self.inner.common:
@@ -671,18 +680,13 @@ class Outer(Around):
 
     @property
     def numbers(self) -> tuple[str, ...] | None:  # type: ignore[override]
-        alone = self.inner.numbers is None or self.correct is not None or not _elementwise(self.optim.spec)
-        return None if alone else ()
+        rule = FORMULAS.get(self.optim.spec.cls)
+        elementwise = rule is not None and not rule.of_matrices and self.optim.spec.param_groups is None
+        return () if elementwise and self.inner.numbers is not None and self.correct is None else None
 
     @property
     def one_message(self) -> bool:
         return self.common
-
-    def around(self, inner: Average) -> Average:
-        twin = super().around(inner)
-        assert isinstance(twin, Outer)
-        twin._check()
-        return twin
 
     def check(self, run: ExchangeFacts) -> None:
         super().check(run)
@@ -705,9 +709,16 @@ class Outer(Around):
         return self.inner(moved, at.replace(inplace=at.inplace_state))
 
     def settle(self, message: Tree, at: Meeting) -> None:
-        held = at.home(self.common)
-        nodes = None if self.common else at.nodes
-        held["params"], held["outer"] = outer_step(self.optim, held["params"], message, held["outer"], at, nodes)
+        held, optim = at.home(self.common), self.optim
+        made, count = at.made, at.exchange  # type: tuple[Any, Any]
+        if isinstance(made, Tensor) or made != count:  # an exchange that is made in part counts in part
+            spec = optim.spec.at(count)  # the rate goes by the exchange, the optimizer's own count by steps made
+            optim = optim if spec is optim.spec else Optimizer(spec)
+            count = [made] if isinstance(made, Tensor) else made
+        held["params"], held["outer"] = optim.step(
+            held["params"], message, held["outer"], count, inplace=at.inplace_state,
+            nodes=None if self.common or at.size > 1 else at.nodes, exact=at.exact,
+        )  # fmt: skip
 
     def write(self, message: Tree, values: Tree, at: Meeting) -> Tree:
         new: Tree = at.home(self.common)["params"]
@@ -727,10 +738,11 @@ class Outer(Around):
         return CORRECTIONS[self.correct] if isinstance(self.correct, str) else self.correct  # type: ignore[return-value]
 
     def __repr__(self) -> str:
-        return shown(self, optim=_unless_default(self.optim))
+        usual = same(self.optim.spec, outer_spec(None))
+        return shown(self, optim=None if usual else self.optim.spec)
 
 
-class Eager(Around):
+class Eager(Outer):
     """An outer step with what the other nodes did a round before, and what a node itself did in this one.
 
     Delta~_i(t) = inner_j(Delta_j(t - 1)) + (Delta_i(t) - Delta_i(t - 1)) / K;  Delta(-1) = 0;
@@ -760,34 +772,16 @@ class Eager(Around):
     """
 
     common = False
-    one_message = False
 
-    def __init__(
-        self, inner: Average, optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None
-    ) -> None:  # fmt: skip
-        super().__init__(inner)
-        self.optim = Optimizer(outer_spec(optim))
-        _check_alone(self)
-
-    @property
-    def numbers(self) -> tuple[str, ...] | None:  # type: ignore[override]
-        return None if self.inner.numbers is None or not _elementwise(self.optim.spec) else ()
+    def __init__(self, inner: Average, optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None) -> None:
+        super().__init__(inner, optim)
 
     def lag(self, every: int) -> int:
         return every
 
-    def check(self, run: ExchangeFacts) -> None:
-        super().check(run)
-        self.optim.check(run.num_nodes, run.num_exchanges, "outer optimizer")
-
-    @property
-    def draws(self) -> bool:
-        return self.inner.draws
-
     def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
-        nothing = tree.map(torch.zeros_like, values)
-        own, shared = self.inner.init(nothing, run)
-        return {**own, "params": values, "outer": self.optim.init(values), "others": nothing}, shared
+        own, shared = super().init(values, run)
+        return {**own, "others": tree.map(torch.zeros_like, values)}, shared
 
     def agree(self, values: Tree, at: Meeting) -> Tree:
         moved, K = tree.map(torch.sub, at.own["params"], values), at.comm.num_nodes
@@ -795,23 +789,6 @@ class Eager(Around):
         delta = tree.map(lambda others, own: others + own / K, at.own["others"], moved)
         at.own["others"] = tree.map(lambda of_all, own: of_all - own / K, mean, moved)
         return delta
-
-    def settle(self, message: Tree, at: Meeting) -> None:
-        params, state = at.own["params"], at.own["outer"]
-        at.own["params"], at.own["outer"] = outer_step(self.optim, params, message, state, at, at.nodes)
-
-    def write(self, message: Tree, values: Tree, at: Meeting) -> Tree:
-        new: Tree = at.own["params"]
-        return new
-
-    def rate(self, exchange: int) -> Any:
-        return self.optim.spec.lr_at(exchange)
-
-    def outer(self, shared: Any) -> Tree:
-        return {}
-
-    def __repr__(self) -> str:
-        return shown(self, optim=_unless_default(self.optim))
 
 
 class NoLoCo(Average):
@@ -877,11 +854,8 @@ class NoLoCo(Average):
         at = at.replace(inplace=False)
         mean = Mean(self.group_size if self.group_size < at.comm.num_nodes else None)
         moved = tree.map(torch.sub, values, at.own["params"])
-        together = mean.agree(moved, at)
-        return {
-            "moved": together,
-            "middle": mean.agree(at.own["params"], at),
-        }  # of the same groups: the step draws them
+        # Both are of the same groups, which the step draws.
+        return {"moved": mean.agree(moved, at), "middle": mean.agree(at.own["params"], at)}
 
     def settle(self, message: Any, at: Meeting) -> None:
         mu, eta, gamma = (functools.partial(at.scaled, number) for number in (self.momentum, self.lr, self.gamma))
@@ -925,22 +899,22 @@ def corrected(delta: Tensor, momentum: Tensor) -> Tensor:
     >>> corrected(torch.tensor([[-1.0, 1.0]]), torch.tensor([[1.0, 0.0]]))
     tensor([[-0.8867,  1.0000]])
     """
-    size, pull = _norm(delta), _norm(momentum)
-    toward, along = delta / _nonzero(size), momentum / _nonzero(pull)
+    size, pull = row_norms(delta), row_norms(momentum)
+    toward, along = delta / nonzero(size), momentum / nonzero(pull)
     cosine = _total(toward * along)
     confidence = size / (size + 3 * pull + _TINY)
     away = delta - (-0.5 * cosine * confidence).clamp(max=0.5) * cosine * size * along
     turn = ((1 - cosine) * confidence).clamp(max=1)
     mixed = (1 - turn) * toward + turn * along
-    turned = size * mixed / _nonzero(_norm(mixed))
-    found = torch.where(cosine < 0, away, torch.where(cosine < 0.2, turned, delta))
-    return torch.where((size < _TINY) | (pull < _TINY), delta, found)
+    turned = size * mixed / nonzero(row_norms(mixed))
+    by_angle = torch.where(cosine < 0, away, torch.where(cosine < 0.2, turned, delta))
+    return torch.where((size < _TINY) | (pull < _TINY), delta, by_angle)
 
 
-def _norm(x: Tensor) -> Tensor:
-    """The 2-norm of each row; its derivative at 0 is 0."""
+def row_norms(x: Tensor) -> Tensor:
+    """Return the 2-norm of each row, `[L, *]` -> `[L, 1, ...]`; its derivative at 0 is 0."""
     square = _total(x * x)
-    return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
+    return torch.where(square > 0, nonzero(square).sqrt(), 0.0)
 
 
 def _total(x: Tensor) -> Tensor:
@@ -948,7 +922,8 @@ def _total(x: Tensor) -> Tensor:
     return x.reshape(len(x), -1).sum(1).view(-1, *[1] * (x.dim() - 1))
 
 
-def _nonzero(x: Tensor) -> Tensor:
+def nonzero(x: Tensor) -> Tensor:
+    """Return 1 in place of what is not above 0, to divide by."""
     return torch.where(x > 0, x, 1.0)
 
 
@@ -977,13 +952,14 @@ CORRECTIONS: dict[str, Correction] = {"heloco": heloco, "median_norm": median_no
 
 def _momentum(optim: OptimSpec) -> Any:
     hyper = optim.hyper
-    found = hyper.get("momentum", 0)
-    if optim.cls is not torch.optim.SGD or hyper["dampening"] != 0 or not (isinstance(found, Tensor) or found > 0):
+    momentum = hyper.get("momentum", 0)
+    has_momentum = isinstance(momentum, Tensor) or momentum > 0
+    if optim.cls is not torch.optim.SGD or hyper["dampening"] != 0 or not has_momentum:
         raise ValueError(
             f'correct="heloco" goes by the outer momentum, and {optim!r} has none, or dampens it: give SGD with '
             'momentum, such as OptimSpec("sgd", lr=0.7, momentum=0.9, nesterov=True).'
         )
-    return found
+    return momentum
 
 
 # ------------------------------------------------------------------------------------------------------ small parts
@@ -1004,23 +980,6 @@ def outer_spec(
     return ensure_optim_spec(optim, argument="outer_optim", lr=outer_lr)
 
 
-def outer_step(
-    optim: Optimizer, params: Tree, delta: Tree, state: State, at: Meeting, nodes: list[int] | None
-) -> tuple[Tree, State]:
-    """Take the step of an outer optimizer: its rate goes by the exchange, its own count by the steps that it has made.
-
-    Args:
-        nodes: whose parameters and state these are; None: all nodes'.
-    """
-    made, count = at.made, at.exchange  # type: tuple[Any, Any]
-    if isinstance(made, Tensor) or made != count:  # an exchange that is made in part counts in part
-        spec = optim.spec.at(count)
-        optim = optim if spec is optim.spec else Optimizer(spec)
-        count = [made] if isinstance(made, Tensor) else made
-    nodes = nodes if at.size == 1 else None
-    return optim.step(params, delta, state, count, inplace=at.inplace_state, nodes=nodes, exact=at.exact)
-
-
 def check_average(name: str, value: Any) -> Average:
     """Return `value` if it is an `Average`.
 
@@ -1029,8 +988,8 @@ def check_average(name: str, value: Any) -> Average:
     ...
     TypeError: average is the class Mean; give an Average, such as Mean().
     """
-    found: Average = check.instance(name, value, Average, "an Average, such as Mean()")
-    return found
+    average: Average = check.instance(name, value, Average, "an Average, such as Mean()")
+    return average
 
 
 def check_examples(weighting: str, run: RunFacts) -> None:
@@ -1076,24 +1035,3 @@ def innermost(average: Average) -> Average:
     while isinstance(average, Around):
         average = average.inner
     return average
-
-
-def _check_alone(average: Outer | Eager) -> None:
-    """Raise a ValueError if what it is around has outer parameters, too: both would have one name."""
-    inner: Average = average.inner
-    while isinstance(inner, Around) and not isinstance(inner, (Outer, Eager)):
-        inner = inner.inner
-    if isinstance(inner, (Outer, Eager, NoLoCo)):
-        raise ValueError(
-            f"{type(average).__name__} around {inner!r}: one outer step within another. Give each an exchange of its "
-            "own, or Mean()."
-        )
-
-
-def _elementwise(spec: OptimSpec) -> bool:
-    """Whether an optimizer works on tensors `[C, K, *]` as on `[K, *]`."""
-    return spec.cls in FORMULAS and not FORMULAS[spec.cls].of_matrices and spec.param_groups is None
-
-
-def _unless_default(optim: Optimizer) -> OptimSpec | None:
-    return None if same(optim.spec, outer_spec(None)) else optim.spec

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +16,9 @@ from vecgym.simulation.presence import Presence, Shared, sent
 from vecgym.simulation.simulation import LocalTraining, Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts, Timetable, Who
-from vecgym.strategy.communication import CommunicationModule
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.hooks import Hooks
-from vecgym.strategy.inner import InnerOptions, takes_options
-from vecgym.strategy.settings import own_settings
+from vecgym.strategy.hooks import CommunicationModule, Hooks
+from vecgym.strategy.settings import InnerOptions, altered, own_settings, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -208,9 +205,7 @@ class Strategy(LocalTraining):
         >>> strategy.through_server().exchanges
         (Exchange(ServerMean(), every=2), Exchange(Mean(island_size=2)))
         """
-        twin = copy.copy(self)
-        twin.exchanges = tuple(exchange.through_server() for exchange in self.exchanges)
-        return twin
+        return altered(self, exchanges=tuple(exchange.through_server() for exchange in self.exchanges))
 
     # ------------------------------------------------------------------------------------------------------- handlers
 
@@ -291,10 +286,10 @@ class Strategy(LocalTraining):
 
     def outer_parameters(self, shared: Any, names: Sequence[str]) -> Tree:
         """Return the parameters `[1, *]` that exchanges hold once for all nodes, from which a returning node begins."""
-        found: Tree = {}
+        params: Tree = {}
         for exchange in self.exchanges:
-            found |= exchange.outer(shared, names)
-        return found
+            params |= exchange.outer(shared, names)
+        return params
 
     def agreed(self, run: RunFacts, names: Sequence[str], tick: int) -> set[str]:
         """Return the parameters that are equal on all nodes after a step's exchanges.
@@ -304,11 +299,11 @@ class Strategy(LocalTraining):
         >>> [strategy.agreed(run, ["w"], tick) for tick in range(2)]
         [set(), {'w'}]
         """
-        found: set[str] = set()
+        agreed: set[str] = set()
         for exchange in self.exchanges:
             equal, changed = exchange.agreed(run, names, tick)
-            found = (found - changed) | equal
-        return found
+            agreed = (agreed - changed) | equal
+        return agreed
 
     def hidden_state(self) -> Any:
         """Return what evolves outside of the state, for a file; None where the strategy is `pure`."""
@@ -362,21 +357,17 @@ def every(n: int, exchange: Exchange | CommunicationModule) -> Any:
     >>> every(5, Exchange(Mean(), every=10, delay=1))  # every 50 steps, 5 late
     Exchange(Mean(), every=10, delay=1, unit=5)
     """
-    found = Hooks(exchange) if isinstance(exchange, CommunicationModule) else exchange
-    check.instance("exchange", found, (Exchange, Hooks), "an Exchange, such as Exchange(Mean(), every=10)")
-    return found.in_units(n)
+    return _as_exchange("exchange", exchange).in_units(n)
 
 
 def _numbered(argument: str, exchanges: Sequence[Any]) -> tuple[Any, ...]:
-    """Return exchanges that know their places; a module with hooks becomes one."""
-    if not isinstance(exchanges, (list, tuple)):
-        kind = check.kind_of(exchanges)
-        raise TypeError(f"{argument} is {kind}; give a list, such as [Exchange(Mean(), every=10)].")
-    found = [Hooks(x) if isinstance(x, CommunicationModule) else x for x in exchanges]
-    for i, exchange in enumerate(found):
-        if not isinstance(exchange, (Exchange, Hooks)):
-            raise TypeError(
-                f"{argument}[{i}] is {check.kind_of(exchange)}; give an Exchange, such as Exchange(Mean(), every=10), "
-                "or a CommunicationModule."
-            )
-    return tuple(exchange.numbered(i) for i, exchange in enumerate(found))
+    """Return exchanges that know their places."""
+    check.instance(argument, exchanges, (list, tuple), "a list, such as [Exchange(Mean(), every=10)]")
+    return tuple(_as_exchange(f"{argument}[{i}]", x).numbered(i) for i, x in enumerate(exchanges))
+
+
+def _as_exchange(argument: str, value: Any) -> Any:
+    """Return an exchange; a module with hooks becomes one."""
+    exchange = Hooks(value) if isinstance(value, CommunicationModule) else value
+    give = "an Exchange, such as Exchange(Mean(), every=10), or a CommunicationModule"
+    return check.instance(argument, exchange, (Exchange, Hooks), give)

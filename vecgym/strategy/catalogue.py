@@ -1,7 +1,7 @@
 """The strategies by name, and how each is made.
 
 `vecgym verify` and `vecgym compare`, the tests of every strategy's properties and equivalence, and the benchmarks take
-their strategies from here: a new one is its file, its naive twin in `tests/reference`, a row here, and a card in
+their strategies from here: a new one is its class, its naive twin in `tests/reference`, a row here, and a card in
 `tests/cards.py` of what is known about it.
 """
 
@@ -12,21 +12,23 @@ from typing import Any, NamedTuple
 
 from vecgym.compress import TopK
 from vecgym.optim import OptimSpec
-from vecgym.strategy.allreduce import AllReduceStrategy
+from vecgym.strategy.allreduce import AllReduceStrategy, GPAStrategy
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.demo import DeMoStrategy
-from vecgym.strategy.diloco import DiLoCoStrategy
-from vecgym.strategy.eager import EagerDiLoCoStrategy
-from vecgym.strategy.fedavg import FedAvgStrategy
+from vecgym.strategy.diloco import (
+    DESLOCStrategy,
+    DiLoCoStrategy,
+    EagerDiLoCoStrategy,
+    LocalAdamStrategy,
+    MuLoCoStrategy,
+    NoLoCoStrategy,
+    PALSGDStrategy,
+    SparseLoCoStrategy,
+    StreamingDiLoCoStrategy,
+)
+from vecgym.strategy.federated_averaging import FedAvgStrategy
 from vecgym.strategy.gossip import GossipStrategy
-from vecgym.strategy.gpa import GPAStrategy
-from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
-from vecgym.strategy.muloco import MuLoCoStrategy
-from vecgym.strategy.noloco import NoLoCoStrategy
-from vecgym.strategy.palsgd import PALSGDStrategy
-from vecgym.strategy.sparseloco import SparseLoCoStrategy
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
-from vecgym.strategy.streaming import StreamingDiLoCoStrategy
 
 
 class Knobs(NamedTuple):
@@ -74,20 +76,21 @@ class Item(NamedTuple):
 
 def _demo(knobs: Knobs) -> Strategy:
     """Make DeMo, an optimizer of its own: its steps are signs, and a sixth of AdamW's learning rate suits them."""
-    inner = dict(knobs.inner)
-    spec = inner.pop("inner_optim", None)
-    lr = inner.pop("lr", None)
-    lr = (spec.lr if isinstance(spec, OptimSpec) else 6e-3) if lr is None else lr
+    lr, inner = _own_rate(knobs, 6e-3)
     return DeMoStrategy(lr=lr / 6, **inner)
 
 
 def _muloco(knobs: Knobs) -> Strategy:
     """Make MuLoCo, whose inner optimizers are its own; both take the learning rate that is given."""
-    inner = dict(knobs.inner)
-    spec = inner.pop("inner_optim", None)
-    lr = inner.pop("lr", None)
-    lr = (spec.lr if isinstance(spec, OptimSpec) else 0.02) if lr is None else lr
+    lr, inner = _own_rate(knobs, 0.02)
     return MuLoCoStrategy(knobs.outer_optim, H=knobs.H, lr=lr, adamw_lr=lr, **inner)
+
+
+def _own_rate(knobs: Knobs, usual: float) -> tuple[Any, dict[str, Any]]:
+    """Return the learning rate of a strategy with an inner optimizer of its own, and what else is given."""
+    inner = dict(knobs.inner)
+    spec, lr = inner.pop("inner_optim", None), inner.pop("lr", None)
+    return (spec.lr if isinstance(spec, OptimSpec) else usual) if lr is None else lr, inner
 
 
 def _streaming(knobs: Knobs, **more: Any) -> Strategy:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +15,7 @@ from vecgym.core.tree import Tree
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Around, Average, ExchangeFacts, Reduction, State
 from vecgym.strategy.meeting import Meeting
+from vecgym.strategy.settings import altered
 
 NO_ISLANDS = (
     "What is sent of parameters is their difference to the last average, and only an average of all nodes is the same "
@@ -87,6 +86,7 @@ class Compressed(Around):
     """
 
     inner: Reduction
+    in_part = False
 
     def __init__(
         self, inner: Average, codec: str | Compressor, *, error_feedback: bool = True, decay: float = 1.0,
@@ -105,16 +105,16 @@ class Compressed(Around):
         self._check()
 
     def _check(self) -> None:
-        """Raise a ValueError for settings that do not go together."""
-        check_feedback(self.codec, self.error_feedback)
+        if self.error_feedback and not self.codec.contractive:
+            raise ValueError(
+                f"{self.codec!r} sends more than there is, so that its expectation is right, and error feedback then "
+                "sends the excess back, ever larger: give error_feedback=False, or unbiased=False."
+            )
         if (self.decay != 1 or self.momentum) and not self.error_feedback:
-            given = f"decay={self.decay}" if self.decay != 1 else f"momentum={self.momentum}"
-            raise ValueError(f"{given} without error_feedback has no effect: leave one of them out.")
+            setting = f"decay={self.decay}" if self.decay != 1 else f"momentum={self.momentum}"
+            raise ValueError(f"{setting} without error_feedback has no effect: leave one of them out.")
         if not (self.momentum or self.masking):
             raise ValueError("masking=False without a momentum has no effect: give momentum=0.9, say, or leave it out.")
-        self._check_inner()
-
-    def _check_inner(self) -> None:
         if self.reference and not self.inner.common:
             raise ValueError(f"{self!r}: {NO_ISLANDS}")
         if isinstance(self.codec, PowerSGD) and not (self.inner.common and self.inner.linear):
@@ -128,16 +128,10 @@ class Compressed(Around):
         alone = self.inner.numbers is None or not self.inner.common or isinstance(self.codec, PowerSGD)
         return None if alone else ()
 
-    def around(self, inner: Average) -> Average:
-        twin = super().around(inner)
-        assert isinstance(twin, Compressed)
-        twin._check_inner()
-        return twin
-
     def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
         own, shared = self.inner.init(values, run)
-        kept = {"residual": self.error_feedback, "momentum": bool(self.momentum)}
-        own |= {name: tree.map(torch.zeros_like, values) for name, is_kept in kept.items() if is_kept}
+        memories = {"residual": self.error_feedback, "momentum": bool(self.momentum)}
+        own |= {name: tree.map(torch.zeros_like, values) for name, is_kept in memories.items() if is_kept}
         shared |= {"reference": values} if self.reference else {}
         shared |= {"codec": self.codec.init(values)} if isinstance(self.codec, PowerSGD) else {}
         return own, shared
@@ -178,9 +172,9 @@ class Compressed(Around):
             return Draw(lambda *ids: at.generator(f"{self.purpose} {name}", at.step, *ids), at.ids.repeat(at.size))
 
         if isinstance(codec, PowerSGD):
-            told = at.replace(inplace=False)
+            at_pure = at.replace(inplace=False)
             average, sent, at.shared["codec"] = codec.reduce(
-                p, at.shared["codec"], lambda y: self.inner.agree(y, told), draws
+                p, at.shared["codec"], lambda y: self.inner.agree(y, at_pure), draws
             )
             return average, sent
         rows = at.rows(p if at.size == 1 else at.wide(p))
@@ -234,8 +228,8 @@ class EF21(Compressed):
     def __init__(self, inner: Average, codec: str | Compressor, *, purpose: str = "compress") -> None:
         super().__init__(inner, codec, purpose=purpose)
 
-    def _check_inner(self) -> None:
-        super()._check_inner()
+    def _check(self) -> None:
+        super()._check()
         equal = getattr(self.inner, "weighting", "equal") == "equal"
         if not (self.inner.common and self.inner.linear and equal):
             raise ValueError(
@@ -267,33 +261,6 @@ class EF21(Compressed):
         return straight_through(read, values, at, lambda told: self.inner.agree(values, told))
 
 
-def coded(average: Average, codec: Compressor, **options: Any) -> Average | None:
-    """Put `Compressed` around the innermost average in `average`. None: that one cannot be taken of codes.
-
-    >>> from vecgym.strategy.averages import Mean, Outer
-    >>> coded(Outer(Mean()), make_codec("int8"))
-    Outer(Compressed(Mean(), Quantise(bits=8, stochastic=False)))
-    """
-    if isinstance(average, Reduction):
-        return Compressed(average, codec, **options)
-    if isinstance(average, Compressed) or not isinstance(average, Around):
-        return None
-    inner = coded(average.inner, codec, **options)
-    return None if inner is None else average.around(inner)
-
-
-def check_feedback(codec: Compressor, error_feedback: bool) -> None:
-    """Raise a ValueError for a codec that error feedback would make diverge.
-
-    >>> check_feedback(make_codec("randomk", unbiased=True), error_feedback=False)
-    """
-    if error_feedback and not codec.contractive:
-        raise ValueError(
-            f"{codec!r} sends more than there is, so that its expectation is right, and error feedback then sends the "
-            "excess back, ever larger: give error_feedback=False, or unbiased=False."
-        )
-
-
 def constant(values: Tree) -> Tree:
     """Detach the values: `no_grad` alone stops the derivatives of reverse mode only."""
     return tree.map(Tensor.detach, values)
@@ -306,9 +273,7 @@ def straight_through(read: Tree, values: Tree, at: Meeting, smooth: Callable[[Me
     """
     if at.inplace_state or not any(map(tree.differentiated, values.values())):
         return read
-    comm = copy.copy(at.comm)
-    comm.ledger = Ledger()
-    exact = smooth(at.replace(comm=comm, inplace=False))
+    exact = smooth(at.replace(comm=altered(at.comm, ledger=Ledger()), inplace=False))
     return {name: x + (exact[name] - exact[name].detach()) for name, x in read.items()}
 
 

@@ -29,11 +29,11 @@ from vecgym.simulation.events import (
 )
 from vecgym.simulation.scheduled import Waves
 from vecgym.simulation.simulation import Part
-from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import EventDriven, countable
-from vecgym.strategy.inner import InnerOptions, takes_options
+from vecgym.strategy.averages import nonzero, row_norms
 from vecgym.strategy.servers import OuterOptimizer, Server, one_number
+from vecgym.strategy.settings import InnerOptions, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -94,6 +94,8 @@ class DecoupledDiLoCoStrategy(EventDriven):
     keep their shard of the data.
     """
 
+    nodes_have = "local"
+
     @takes_options(InnerOptions)
     def __init__(
         self,
@@ -132,8 +134,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
         self.together = check.flag("together", together)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        """Raise a ValueError if the strategy cannot work for this run."""
-        self.check_rounds(None, num_nodes)
+        super().check(num_nodes, max_steps)
         if self.quorum is not None and self.quorum > num_nodes:
             raise ValueError(f"quorum={self.quorum} is more than the nodes: give at most {num_nodes}.")
         if len(self._tokens) not in (1, num_nodes):
@@ -153,7 +154,6 @@ class DecoupledDiLoCoStrategy(EventDriven):
         >>> DecoupledDiLoCoStrategy(tokens=4096.0).tokens_of(2)
         [4096.0, 4096.0]
         """
-        num_nodes = check.integer("num_nodes", num_nodes)
         return self._tokens if len(self._tokens) == num_nodes else self._tokens * num_nodes
 
     def fragments_of(self, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
@@ -200,10 +200,6 @@ class DecoupledDiLoCoStrategy(EventDriven):
         fragments = self.fragments_of({name: payload_bytes(p[:1]) for name, p in params.items()})
         server = {str(p): self.server.init({name: params[name] for name in x}) for p, x in enumerate(fragments)}
         return {**own, "local": params, "base": params}, {"params": params, "server": server}
-
-    def own_parameters(self, state: State) -> Tree:
-        params: Tree = state.own["local"]
-        return params
 
     def server_rate(self, events: Sequence[Happening], num_nodes: int) -> float | Tensor | None:
         return self.server.lr(next(event.version for event in events if isinstance(event, Closed)))
@@ -280,22 +276,15 @@ def merged(v: Tensor, weights: Sequence[float], merging: Merging) -> Tensor:
     w = torch.tensor(weights, dtype=v.dtype, device=v.device).view(-1, *[1] * (v.dim() - 1)) / sum(weights)
     if merging == "mean":
         return (w * v).sum(0, keepdim=True)
-    size = _lengths(v)
-    direction = (w * v / torch.where(size > 0, size, 1.0)).sum(0, keepdim=True)
-    length = _lengths(direction)
-    return (w * size).sum(0, keepdim=True) * direction / torch.where(length > 0, length, 1.0)
+    size = row_norms(v)
+    direction = (w * v / nonzero(size)).sum(0, keepdim=True)
+    return (w * size).sum(0, keepdim=True) * direction / nonzero(row_norms(direction))
 
 
-def _lengths(v: Tensor) -> Tensor:
-    """The 2-norm of each row, `[n, 1, ...]`; its derivative at 0 is 0."""
-    square = (v * v).flatten(1).sum(1).view(-1, *[1] * (v.dim() - 1)) if v.dim() > 1 else v * v
-    return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
-
-
-def _of_fragments(given: Server | None) -> Server:
-    if given is None:
+def _of_fragments(server: Server | None) -> Server:
+    if server is None:
         return OuterOptimizer()
-    server: Server = check.instance("server", given, Server, "a server such as OuterOptimizer(lr=0.7)")
+    check.instance("server", server, Server, "a server such as OuterOptimizer(lr=0.7)")
     if server.buffer not in (None, 1) or server.staleness is not None:
         raise ValueError(f"server={server!r} has a buffer of its own, and here the quorum says how many.")
     if any(getattr(type(server), x) is not getattr(Server, x) for x in ("correct", "start")):
@@ -305,22 +294,22 @@ def _of_fragments(given: Server | None) -> Server:
     return server
 
 
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+def _listed(tokens: Any) -> list[Any]:
+    return list(tokens) if isinstance(tokens, (list, tuple)) else [tokens]
 
 
-def _fragments(given: Any) -> int | tuple[tuple[str, ...], ...]:
-    if isinstance(given, int) and not isinstance(given, bool):
-        return check.integer("fragments", given, what="or lists of names of parameters")
-    if not isinstance(given, (list, tuple)) or not given:
-        raise TypeError(f"fragments={given!r} must be a number, or lists of names of parameters.")
-    return tuple(_names("fragments", names) for names in given)
+def _fragments(fragments: Any) -> int | tuple[tuple[str, ...], ...]:
+    if isinstance(fragments, int) and not isinstance(fragments, bool):
+        return check.integer("fragments", fragments, what="or lists of names of parameters")
+    if not isinstance(fragments, (list, tuple)) or not fragments:
+        raise TypeError(f"fragments={fragments!r} must be a number, or lists of names of parameters.")
+    return tuple(_names("fragments", names) for names in fragments)
 
 
-def _names(name: str, given: Any) -> tuple[str, ...]:
-    if not isinstance(given, (list, tuple)) or not all(isinstance(x, str) for x in given):
-        raise TypeError(f"{name}: {given!r} must be a list of names of parameters.")
-    return tuple(given)
+def _names(name: str, names: Any) -> tuple[str, ...]:
+    if not isinstance(names, (list, tuple)) or not all(isinstance(x, str) for x in names):
+        raise TypeError(f"{name}: {names!r} must be a list of names of parameters.")
+    return tuple(names)
 
 
 # ---------------------------------------------------------------------------------------------- what happens when

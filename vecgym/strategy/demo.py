@@ -28,8 +28,8 @@ from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Average
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.inner import StepOptions, takes_options
 from vecgym.strategy.meeting import Meeting
+from vecgym.strategy.settings import StepOptions, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -94,8 +94,8 @@ class StrongestCosines(Average):
                 len(old), len(rows[name])
             )  # what is the same for all, `[1, *]`, is each node's own from here
             old, x = (y.expand(num_rows, *y.shape[1:]) for y in (old, rows[name]))
-            found = self._update_in_place(old, x, at.exact) if at.inplace_state else self._update(old, x)
-            residual[name], indices[name], sent[name] = found
+            updated = self._update_in_place(old, x, at.exact) if at.inplace_state else self._update(old, x)
+            residual[name], indices[name], sent[name] = updated
         at.own["residual"] = at.apart(residual)
         indices, sent = (at.comm.all_gather(at.apart(x), inplace=True) for x in (indices, sent))  # [1, K, chunks, k]
         return at.apart({name: self._decode(indices[name], sent[name], x) for name, x in rows.items()})

@@ -16,10 +16,9 @@ An exchange is an event, `meet`. If what is agreed on is used later, or by other
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -32,11 +31,11 @@ from vecgym.simulation.simulation import Part, spread
 from vecgym.simulation.state import Rows
 from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
 from vecgym.strategy.averages import Around, Average, ExchangeFacts, ServerMean, State, check_average, innermost
-from vecgym.strategy.coded import Compressed
 from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
-from vecgym.strategy.meeting import Held, Meeting
-from vecgym.strategy.settings import Settings, shown
-from vecgym.strategy.when import Rounds, RoundsOf, SyncWeight, When, as_when, check_delay, check_in_time
+from vecgym.strategy.hooks import moments_in, with_moment
+from vecgym.strategy.meeting import Held, Meeting, Of, check_values
+from vecgym.strategy.settings import Settings, altered, shown
+from vecgym.strategy.when import Rounds, RoundsOf, SyncWeight, When, as_when
 
 DEFAULT_H = 100  # inner steps of a round: DiLoCo's
 NOT_IN_PART = (
@@ -47,24 +46,6 @@ Put = Callable[[Tree], None]
 
 
 # --------------------------------------------------------------------------------------------------------- exchange
-
-
-class Of(NamedTuple):
-    """What a mark of an exchange is about.
-
-    Attributes:
-        exchange: its place among those of the strategy.
-        fragment: the number of the fragment.
-        settles: whether the event changes what all share.
-        last: whether the message is used for the last time.
-        lag: steps since the nodes agreed, if the mark is due that much later.
-    """
-
-    exchange: int
-    fragment: int = 0
-    settles: bool = True
-    last: bool = True
-    lag: int = 0
 
 
 class Exchange(Settings):
@@ -175,7 +156,7 @@ class Exchange(Settings):
         if isinstance(self._when, SyncWeight):
             if self.fragments != 1 or self.offsets is not None:
                 raise ValueError(f"{self._when!r} says when all exchange: leave out fragments and offsets.")
-            if not self._when.binary and _holds(self.how, Compressed):
+            if not self._when.binary and not self.how.in_part:
                 raise ValueError(
                     f"{self!r} exchanges in part, and what was sent of a code, its residual and its reference have no "
                     "part: give a sync_weight that is 0 or 1 and does not require grad, or a number."
@@ -247,7 +228,12 @@ class Exchange(Settings):
         delay=10 in Exchange(Mean(), delay=10) is not smaller than the run's 5 steps
         """
         K, steps = run.num_nodes, self._steps(run)
-        check_in_time(self, "delay", max(self.delay) if isinstance(self.delay, tuple) else self.delay, steps)
+        latest = max(self.delay) if isinstance(self.delay, tuple) else self.delay
+        if 0 < latest >= steps:
+            raise ValueError(
+                f"delay={latest} in {self!r} is not smaller than the run's {steps} steps: nothing that it exchanges "
+                "takes effect, and all of it is kept. Give a smaller delay, or more steps."
+            )
         if self.unit > 1:
             Rounds(self.unit, name="unit").check(run.num_steps, self)
         if self.offsets is None and hasattr(self._when, "check"):
@@ -329,8 +315,8 @@ class Exchange(Settings):
             counts = counts - {0} or {K}
         usual = len(self.times(run.names)) == 1 and self.offsets is None
         number = self._when.count(steps) if usual else self._when.count(steps - 1) + 1
-        known = None if counts is None else tuple(sorted(counts))
-        return ExchangeFacts(**vars(run), counts=known, num_exchanges=number)
+        numbers = None if counts is None else tuple(sorted(counts))
+        return ExchangeFacts(**vars(run), counts=numbers, num_exchanges=number)
 
     def _steps(self, run: RunFacts) -> int:
         return max(1, run.num_steps // self.unit)
@@ -382,15 +368,12 @@ class Exchange(Settings):
 
     def numbered(self, index: int) -> Exchange:
         """Return the same exchange as the one at a place among those of a strategy."""
-        twin = copy.copy(self)
-        twin._index = index
-        return twin
+        return altered(self, _index=index)
 
     def in_units(self, n: int) -> Exchange:
         """Return the same exchange, which counts in units of n steps; see `every`."""
-        twin = copy.copy(self)
-        twin.unit = self.unit * check.integer("n", n, what="the number of optimizer steps between two exchanges")
-        return twin
+        n = check.integer("n", n, what="the number of optimizer steps between two exchanges")
+        return altered(self, unit=self.unit * n)
 
     def through_server(self) -> Exchange:
         """Return the same with a server's mean in place of a mean of all nodes; of gradients, itself.
@@ -399,11 +382,7 @@ class Exchange(Settings):
         >>> Exchange(Mean(), every=5).through_server(), Exchange(Mean(), of="gradients").through_server()
         (Exchange(ServerMean(), every=5), Exchange(Mean(), of='gradients'))
         """
-        if self.of == "gradients":
-            return self
-        twin = copy.copy(self)
-        twin.how = self.how.through_server()
-        return twin
+        return self if self.of == "gradients" else altered(self, how=self.how.through_server())
 
     def parts(self, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         """Return the names of the parameters in each fragment.
@@ -434,29 +413,29 @@ class Exchange(Settings):
         """Return what is due when, and for whom: the exchange's part of the timetable."""
         if self.of == "gradients":
             return []
-        found = []
+        marks = []
         for p, when in enumerate(self.times(run.names)):
             senders, of = self.senders(run, p), Of(self._index, p)
             if self.delay == 0 and not self._takes:
-                found.append(Mark("meet", when, 0, senders, of))
+                marks.append(Mark("meet", when, 0, senders, of))
             else:
-                found += [Mark("agree", when, 0, senders, of), *self._writes(run, when, senders, of)]
-        return found
+                marks += [Mark("agree", when, 0, senders, of), *self._writes(run, when, senders, of)]
+        return marks
 
     def _writes(self, run: RunFacts, when: Any, senders: Who | None, of: Of) -> list[Mark]:
         """Return the marks of those who use what was agreed on, each delay's by itself."""
         delays, takers = self._delays(run.num_nodes), None if self._takes else senders
         lags, settles = sorted(set(delays)), self.late == "value"
-        found = []
+        marks = []
         if settles and lags[0] and run.presence is not None and self.average.one_message and _settles(self.how):
             # Perhaps nobody is present then who was when they agreed; what all share changes all the same.
-            found.append(Mark("settle", _Later(when, lags[0]), 0, None, of._replace(lag=lags[0])))
+            marks.append(Mark("settle", _Later(when, lags[0]), 0, None, of._replace(lag=lags[0])))
             settles = False
         for lag in lags:
             who = _with_delay(takers, delays, lag) if len(lags) > 1 else takers
             about = of._replace(settles=settles and lag == lags[0], last=lag == lags[-1])
-            found.append(Mark("write", when, lag, who, about))
-        return found
+            marks.append(Mark("write", when, lag, who, about))
+        return marks
 
     def _delays(self, num_nodes: int) -> list[int]:
         """Return the delay of each node, in steps."""
@@ -512,8 +491,8 @@ class Exchange(Settings):
             if self.of != "parameters":
                 values = tree.map(torch.zeros_like, values)
             for label, _ in self._labels(p):
-                for found, held in zip((own, shared), self.average.init(values, facts)):
-                    found.update({f"{label}/{name}": value for name, value in held.items()})
+                for memory, held in zip((own, shared), self.average.init(values, facts)):
+                    memory.update({f"{label}/{name}": value for name, value in held.items()})
         if self.of == "moments" and (own or shared):
             raise ValueError(f'{self!r} keeps something for each slot: name them, of=["exp_avg", "exp_avg_sq"] say.')
         return own, shared
@@ -544,10 +523,10 @@ class Exchange(Settings):
             shared: what all share, by label and name.
             names: of the parameters.
         """
-        found: Tree = {}
+        params: Tree = {}
         for p in range(len(self.parts(names)) if self.of == "parameters" else 0):
-            found |= self.average.outer(Held(shared, f"{self._index}.{p}"))
-        return found
+            params |= self.average.outer(Held(shared, f"{self._index}.{p}"))
+        return params
 
     def outer_lr(self, step: int, run: RunFacts) -> Any:
         """Return the rate of the outer optimizer's next step, to be recorded; None: there is none, or no step any more.
@@ -694,31 +673,14 @@ class Exchange(Settings):
                 return old if keep else new
             return {name: torch.lerp(y, old[name], keep) for name, y in new.items()}
         share = at.here(keep)
-        return {name: torch.lerp(y.expand_as(old[name]), old[name], _share(share, y)) for name, y in new.items()}
+        return {
+            name: torch.lerp(y.expand_as(old[name]), old[name], placed(spread(share, y), y.device, y.dtype))
+            for name, y in new.items()
+        }
 
     def _checked(self, new: Any, old: Tree, at: Meeting) -> Tree:
-        """Return what an average made of values, if it has their names and shapes."""
-        if new is old:
-            return old
-        if not isinstance(new, dict) or not all(isinstance(x, Tensor) for x in new.values()):
-            kind = type(new).__name__
-            raise TypeError(f"{self.how!r} returned {kind}; expected a dict, name -> tensor.")
-        if new.keys() != old.keys():
-            odd = "leaves out" if (missing := old.keys() - new.keys()) else "adds"
-            names = ", ".join(sorted(map(str, missing or new.keys() - old.keys())))
-            raise ValueError(f"{self.how!r} returned values that {odd} {names}; expected the names {', '.join(old)}.")
-        K, lead = len(at.nodes), at.lead
-        for name, x in new.items():
-            y = old[name]
-            if x is not y and (
-                x.shape[lead:] != y.shape[lead:] or x.dim() != y.dim() or x.shape[lead - 1] not in (1, K)
-            ):
-                shape = [f"1 or {K}" if K > 1 else "1", *map(str, y.shape[lead:])]
-                raise ValueError(
-                    f"{self.how!r} returned {name!r} in shape {list(x.shape)}; expected [{', '.join(shape)}]: the "
-                    "nodes first, or 1 for what is the same on all."
-                )
-        return new
+        """Return what the average made of values, if it has their names and shapes."""
+        return check_values(new, old, len(at.nodes), self.how, lead=at.lead)
 
     def __repr__(self) -> str:
         one = isinstance(self.of, tuple) and len(self.of) == 1
@@ -758,39 +720,12 @@ def blend(part: Part, weight: Tensor | None) -> None:
 
 def _trees(part: Part) -> list[Rows]:
     """Return what holds the trees of an event: in a stack, what all groups have and what this one has are apart."""
-    found: list[Any] = [part.own, part.shared]
-    return [x for rows in found for x in ((rows.common, rows.others) if hasattr(rows, "common") else (rows,))]
+    both: list[Any] = [part.own, part.shared]
+    return [x for rows in both for x in ((rows.common, rows.others) if hasattr(rows, "common") else (rows,))]
 
 
 def _is_under_way(name: str) -> bool:
     return "/message " in name or "/index " in name
-
-
-def moments_in(optimizer: Mapping[str, Any], params: Tree) -> dict[str, Tree]:
-    """Return what an inner optimizer keeps in the shape of the parameters, by slot.
-
-    >>> from vecgym.optim import OptimSpec
-    >>> params = {"w": torch.zeros(1, 3)}
-    >>> sorted(moments_in(OptimSpec("adamw").rule().init(params), params))
-    ['exp_avg', 'exp_avg_sq']
-    """
-    found = {
-        slot: {name: x for name, x in values.items() if name in params and x.shape[1:] == params[name].shape[1:]}
-        for slot, values in optimizer.get("tensors", optimizer).items()  # some rules keep what is no tensor apart
-        if isinstance(values, dict)
-    }
-    return {slot: values for slot, values in found.items() if values}
-
-
-def with_moment(optimizer: Mapping[str, Any], slot: str, new: Tree) -> dict[str, Any]:
-    """Return an inner optimizer's state with new values in a slot.
-
-    >>> with_moment({"exp_avg": {"w": torch.zeros(1)}}, "exp_avg", {"w": torch.ones(1)})
-    {'exp_avg': {'w': tensor([1.])}}
-    """
-    held = optimizer.get("tensors", optimizer)
-    changed = {**held, slot: {**held[slot], **new}}
-    return {**optimizer, "tensors": changed} if "tensors" in optimizer else changed
 
 
 def num_participants(participation: float, num_nodes: int) -> int:
@@ -845,16 +780,8 @@ def _with_delay(who: Who | None, delays: Sequence[int], lag: int) -> Who:
     return chosen
 
 
-def _share(keep: Tensor, like: Tensor) -> Tensor:
-    return placed(spread(keep, like), like.device, like.dtype)
-
-
 def _is_zero(keep: float | Tensor) -> bool:
     return not isinstance(keep, Tensor) and keep == 0
-
-
-def _holds(average: Average, kind: type) -> bool:
-    return isinstance(average, kind) or (isinstance(average, Around) and _holds(average.inner, kind))
 
 
 def _settles(average: Average) -> bool:
@@ -876,14 +803,16 @@ def _of(of: Any) -> str | tuple[str, ...]:
     return tuple(names)
 
 
-def _delay(given: Any) -> int | tuple[int, ...]:
-    check.has_values("delay", given)
-    values = given.tolist() if hasattr(given, "tolist") else given
-    if not isinstance(values, (list, tuple)):
-        return check_delay("delay", values)
-    if not values:
+def _delay(delay: Any) -> int | tuple[int, ...]:
+    check.has_values("delay", delay)
+    values = delay.tolist() if hasattr(delay, "tolist") else delay
+    several = values if isinstance(values, (list, tuple)) else [values]
+    if not several:
         raise ValueError("delay=[] must have one number for each node.")
-    delays = tuple(check_delay("delay", x) for x in values)
+    what = "optimizer steps between an exchange and its effect; 0: at once"
+    delays = tuple(
+        int(check.number("delay", check.integer("delay", x, 0, what), "[0, 1000000]", what)) for x in several
+    )
     return delays[0] if len(set(delays)) == 1 else delays
 
 

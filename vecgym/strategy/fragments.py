@@ -30,11 +30,11 @@ def blocks_of(names: Sequence[str]) -> dict[str, list[str]]:
     {'first': ['first.weight', 'first.bias'], 'second': ['second.weight']}
     """
     numbered = {name: match.group() for name in names if (match := re.match(r"(.*?\.)??\d+(?=\.|$)", name))}
-    found: dict[str, list[str]] = {}
+    blocks: dict[str, list[str]] = {}
     for name in names:
         block = numbered.get(name, "") if numbered else name.rpartition(".")[0] or name
-        found.setdefault(block, []).append(name)
-    return found
+        blocks.setdefault(block, []).append(name)
+    return blocks
 
 
 def cut(names: Sequence[str], fragments: Fragments | None = None, pattern: Pattern = "strided") -> tuple[Names, ...]:
@@ -85,8 +85,8 @@ def _dealt(names: Names, number: int | None, pattern: Pattern) -> tuple[Names, .
 @functools.lru_cache(maxsize=64)
 def _listed(names: Names, lists: tuple[Names, ...]) -> tuple[Names, ...]:
     number: dict[str, int] = {}
-    for p, given in enumerate(lists):
-        for entry in given:
+    for p, entries in enumerate(lists):
+        for entry in entries:
             held = [name for name in names if name == entry or name.startswith(f"{entry}.")]
             twice = [name for name in held if name in number]
             if twice or not held:
@@ -95,9 +95,9 @@ def _listed(names: Names, lists: tuple[Names, ...]) -> tuple[Names, ...]:
                     + f"; the model has {', '.join(names)}, and each must be in one fragment."
                 )  # fmt: skip
             number |= dict.fromkeys(held, p)
-    left = [name for name in names if name not in number]
-    if left:
-        raise ValueError(f"fragments leave out {', '.join(left)}: name each parameter, or its module, in one of them.")
+    out = [name for name in names if name not in number]
+    if out:
+        raise ValueError(f"fragments leave out {', '.join(out)}: name each parameter, or its module, in one of them.")
     return _by_number(names, [number[name] for name in names])
 
 

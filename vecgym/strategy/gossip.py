@@ -1,19 +1,216 @@
-"""Gossip, D-PSGD: each node averages with its neighbours only (Lian et al., arXiv 1705.09056)."""
+"""Gossip: each node averages with its neighbours in a graph."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from vecgym.collectives import topology as graphs
+from vecgym.collectives.topology import Mixing
+from vecgym.core import check
+from vecgym.core.errors import warn
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
+from vecgym.strategy.averages import ExchangeFacts, Reduction
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.inner import InnerOptions, takes_options
-from vecgym.strategy.mixing import Mix, Topology
+from vecgym.strategy.meeting import Meeting
+from vecgym.strategy.settings import InnerOptions, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+FIXED: dict[str, Callable[[int], Tensor]] = {
+    "ring": graphs.ring,
+    "torus": graphs.torus,
+    "exponential": graphs.exponential,
+    "complete": graphs.complete,
+}
+NAMES = (*FIXED, "one_peer_exponential", "random_matching")
+
+Topology = str | Tensor | Sequence[Sequence[float]] | Callable[[int], Tensor]
+
+
+class Mix(Reduction):
+    """Each node averages with its neighbours in a graph: x_i <- sum_j W_ij x_j.
+
+    Args:
+        topology: W, the weights of the nodes' exchange; doubly stochastic.
+
+            - a name: "ring", "torus", "exponential", "complete", "one_peer_exponential" (another matrix each
+              exchange, in a cycle) or "random_matching" (drawn anew for each exchange); see `collectives.topology`;
+            - a matrix `[K, K]`, or matrices `[T, K, K]` taken in turn, one per exchange. A tensor with
+              `requires_grad` gets derivatives in a differentiable run;
+            - a function that takes the step, counted from 0, after which the nodes exchange, and returns `[K, K]`.
+
+    Bytes sent per node: degree times those of the values.
+
+    Raises:
+        ValueError: for an unknown name, a matrix that is not doubly stochastic; before the first step for a matrix of
+            another size than the number of nodes, and a number of nodes that the topology cannot connect.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.strategy.meeting import Meeting
+    >>> Mix("ring")({"w": torch.tensor([3.0, 0.0, 0.0, 0.0])}, Meeting(StackedCollectives(4)))
+    {'w': tensor([1., 1., 0., 1.])}
+    """
+
+    linear = True
+    common = False
+
+    def __init__(self, topology: Topology = "ring") -> None:
+        self.topology = _checked_topology(topology)
+        # A constant is looked at once. One that takes derivatives is looked at anew: it may have been trained since.
+        self._constant: list[Mixing] | None = None
+        if isinstance(self.topology, Tensor) and not self.topology.requires_grad:
+            self._constant = [Mixing.of(weights) for weights in _cycle(self.topology)]
+
+    @property
+    def draws(self) -> bool:
+        return not isinstance(self.topology, str) or self.topology == "random_matching"
+
+    def check(self, run: ExchangeFacts) -> None:
+        K = run.num_nodes
+        matrices = list(_cycle(self.topology)) if isinstance(self.topology, Tensor) else []
+        if 0 < run.num_exchanges < len(matrices):
+            warn(
+                f"topology has {len(matrices)} matrices and the run {run.num_exchanges} exchanges: those from "
+                f"{run.num_exchanges} on are never used."
+            )
+        size = len(self._mixing(K, 0, 0, lambda exchange: torch.Generator()).weights)
+        if size != K:
+            raise ValueError(
+                f"topology mixes {size} nodes, and the run has num_nodes={K}: give num_nodes={size}, a matrix "
+                f'[{K}, {K}], or a name such as "ring".'
+            )
+        if run.fewest < K:
+            for weights in matrices:
+                _check_symmetric(weights, "topology")
+
+    def mixing(self, at: Meeting) -> Mixing:
+        """Return the matrix of this exchange.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy.meeting import Meeting
+        >>> Mix("ring").mixing(Meeting(StackedCollectives(5))).weights[0]
+        tensor([0.3333, 0.3333, 0.0000, 0.0000, 0.3333], dtype=torch.float64)
+        """
+        drawn = lambda exchange: at.generator("matching", exchange)  # noqa: E731
+        if at.comm.members is None:
+            return self._mixing(at.comm.num_nodes, at.step, at.exchange, drawn)
+        if isinstance(self.topology, str):
+            return self._mixing_of_some(self.topology, at.comm.num_nodes, at.exchange, drawn)
+        weights = self._mixing(at.comm.run_nodes, at.step, at.exchange, drawn).weights
+        return Mixing.of(among(weights, at.comm.members))
+
+    def agree(self, values: Tree, at: Meeting) -> Tree:
+        return at.comm.mix(values, self.mixing(at), inplace=at.inplace)
+
+    def shares(self, at: Meeting) -> Tensor:
+        return self.mixing(at).weights[at.comm.node_ids]
+
+    def gather(self, codes: Tree, at: Meeting) -> Tree:
+        return at.comm.all_gather(codes, inplace=True, readers=self.mixing(at).links)
+
+    def _mixing_of_some(
+        self, topology: str, num_nodes: int, exchange: int, generator: Callable[[int], torch.Generator]
+    ) -> Mixing:
+        """Return the matrix of a topology by name among those present, however many these are."""
+        if topology == "random_matching" and num_nodes % 2:  # one is left, and keeps what it has
+            order = torch.randperm(num_nodes, generator=generator(exchange)).sort().indices
+            weights = torch.eye(num_nodes, dtype=torch.float64)
+            weights[1:, 1:] = graphs.random_matching(num_nodes - 1, generator(exchange)) if num_nodes > 1 else 1.0
+            return Mixing.of(weights[order][:, order])
+        try:
+            return self._mixing(num_nodes, 0, exchange, generator)
+        except ValueError:  # a torus of a prime number of nodes: a grid of one row, in which each is its own neighbour
+            eye = torch.eye(num_nodes, dtype=torch.float64)
+            return Mixing.of((3 * eye + eye.roll(1, 0) + eye.roll(-1, 0)) / 5)
+
+    def _mixing(self, num_nodes: int, step: int, exchange: int, generator: Callable[[int], torch.Generator]) -> Mixing:
+        if self._constant is not None:
+            return self._constant[exchange % len(self._constant)]
+        if isinstance(self.topology, Tensor):
+            matrices = _cycle(self.topology)
+            return Mixing.of(matrices[exchange % len(matrices)])
+        if not isinstance(self.topology, str):
+            weights = _as_matrix(check.called("topology", self.topology, step), f"topology({step})")
+            graphs.check_doubly_stochastic(weights, f"topology({step})")
+            return Mixing.of(weights)
+        if self.topology == "random_matching":
+            return Mixing.of(graphs.random_matching(num_nodes, generator(exchange)))
+        if self.topology == "one_peer_exponential":
+            return _one_peer_exponential(num_nodes, exchange % max(1, graphs.ceil_log2(num_nodes)))
+        return _fixed(self.topology, num_nodes)
+
+
+def among(weights: Tensor, members: Sequence[int]) -> Tensor:
+    """Return the mixing matrix of some of the nodes: the weight of those left out is each node's own.
+
+    >>> among(graphs.ring(4), [0, 1, 2])
+    tensor([[0.6667, 0.3333, 0.0000],
+            [0.3333, 0.3333, 0.3333],
+            [0.0000, 0.3333, 0.6667]], dtype=torch.float64)
+    """
+    _check_symmetric(weights, "topology")
+    ids = torch.tensor(members, device=weights.device)
+    inside = weights[ids][:, ids]
+    return inside + torch.diag(weights[ids].sum(1) - inside.sum(1))
+
+
+def _check_symmetric(weights: Tensor, name: str) -> None:
+    if not torch.allclose(weights.detach(), weights.detach().mT, atol=1e-6):
+        raise ValueError(
+            f"{name} is a matrix that is not symmetric, and some of its nodes may be absent: what is left of it would "
+            'not keep the mean. Give a symmetric one, or the name of a topology, such as "exponential".'
+        )
+
+
+@functools.lru_cache(maxsize=4)
+def _fixed(name: str, num_nodes: int) -> Mixing:
+    return Mixing.of(FIXED[name](num_nodes))
+
+
+@functools.lru_cache(maxsize=16)  # a whole cycle
+def _one_peer_exponential(num_nodes: int, round: int) -> Mixing:
+    return Mixing.of(graphs.one_peer_exponential(num_nodes, round))
+
+
+def _cycle(matrices: Tensor) -> Tensor:
+    """Return `[K, K]` or `[T, K, K]` as `[T, K, K]`."""
+    return matrices if matrices.dim() == 3 else matrices[None]
+
+
+def _checked_topology(topology: Any) -> str | Tensor | Callable[[int], Tensor]:
+    allowed = (
+        f"topology takes one of {', '.join(map(repr, NAMES))}; a matrix [K, K] or matrices [T, K, K]; or a function "
+        "step -> matrix."
+    )
+    if isinstance(topology, str) and topology in NAMES:
+        return topology
+    if isinstance(topology, (str, type, OptimSpec)):
+        raise ValueError(f"topology={topology!r}: {allowed} An optimizer goes by name: inner_optim={topology!r}.")
+    if callable(topology):
+        return topology
+    matrices = _as_matrix(topology, "topology", allowed)
+    if matrices.dim() not in (2, 3) or len(matrices) == 0:
+        raise ValueError(f"topology has shape {list(matrices.shape)}. {allowed}")
+    for t, weights in enumerate(_cycle(matrices)):
+        graphs.check_doubly_stochastic(weights, f"topology[{t}]" if matrices.dim() == 3 else "topology")
+    return matrices if matrices.requires_grad else matrices.clone()
+
+
+def _as_matrix(weights: Any, name: str, allowed: str = "Allowed: a matrix [K, K] of numbers.") -> Tensor:
+    """Return a tensor as it is, and Python's numbers in float64, as they are, not in torch's default type."""
+    try:
+        return weights if isinstance(weights, Tensor) else torch.as_tensor(weights, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}={weights!r}: {allowed}") from error
 
 
 class GossipStrategy(Strategy):

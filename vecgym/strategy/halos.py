@@ -31,8 +31,8 @@ from vecgym.simulation.events import (
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import InRounds, agreed, countable, counts_of, weighted
-from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.servers import DelayedNesterov, Server, Staleness, StalenessName, one_number, staleness_weight
+from vecgym.strategy.settings import InnerOptions, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -98,6 +98,8 @@ class HALoSStrategy(InRounds):
     their shard of the data and their optimizer's state.
     """
 
+    rounds_up = True
+
     @takes_options(InnerOptions)
     def __init__(
         self,
@@ -133,9 +135,8 @@ class HALoSStrategy(InRounds):
         self.together = check.flag("together", together)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        """Raise a ValueError if the strategy cannot work for this run."""
         self.regions_of(num_nodes)
-        self.check_rounds(self.local_steps, num_nodes)
+        super().check(num_nodes, max_steps)
 
     def check_updates(self, num_nodes: int, num_updates: int) -> None:
         regions = self.regions_of(num_nodes)
@@ -164,20 +165,6 @@ class HALoSStrategy(InRounds):
                 "every node into one region."
             )
         return self.regions
-
-    def steps_of_rounds(self, step_seconds: Sequence[float]) -> tuple[int, ...]:
-        """Return H_i of each node, whose steps take so long.
-
-        >>> HALoSStrategy(H=8).steps_of_rounds([0.1, 0.25, 9.0])
-        (8, 4, 1)
-        """
-        if self.local_steps is not None:
-            return self.local_steps
-        if not self.dylu:
-            return (self.H,) * len(step_seconds)
-        fastest = min(step_seconds)
-        # A share that is whole but for rounding is whole: -(-x // 1) is the ceiling.
-        return tuple(max(1, int(-(-(self.H * (fastest / s if s > 0 else 1.0) - 1e-9) // 1))) for s in step_seconds)
 
     def rules(self, times: Times) -> RegionRules:
         steps, regions = self.steps_of_rounds(times.nominal), self.regions_of(len(times.nominal))
@@ -294,27 +281,27 @@ def _label(part: Part) -> str:
     return f"{part.event.info.region}.{part.event.info.number}"
 
 
-def _regions(given: Any) -> int | Regions:
-    if isinstance(given, int) and not isinstance(given, bool):
-        return check.integer("regions", given, what="or the list of each region's nodes")
-    if not isinstance(given, (list, tuple)) or not all(isinstance(part, (list, tuple)) and part for part in given):
+def _regions(regions: Any) -> int | Regions:
+    if isinstance(regions, int) and not isinstance(regions, bool):
+        return check.integer("regions", regions, what="or the list of each region's nodes")
+    if not isinstance(regions, (list, tuple)) or not all(isinstance(part, (list, tuple)) and part for part in regions):
         raise TypeError(
-            f"regions={given!r} must be a number of regions, or the nodes of each, such as [[0, 1], [2, 3]]."
+            f"regions={regions!r} must be a number of regions, or the nodes of each, such as [[0, 1], [2, 3]]."
         )
-    return tuple(tuple(check.integer("regions", node, 0, what="ids of nodes") for node in part) for part in given)
+    return tuple(tuple(check.integer("regions", node, 0, what="ids of nodes") for node in part) for part in regions)
 
 
-def _of_each_message(name: str, given: Server | None, default: Server) -> Server:
+def _of_each_message(name: str, server: Server | None, default: Server) -> Server:
     """Return a server that makes an update of each movement."""
-    if given is None:
+    if server is None:
         return default
-    found: Server = check.instance(name, given, Server, "a server such as DelayedNesterov(lr=0.2, buffer=16)")
-    if found.buffer not in (None, 1):
+    check.instance(name, server, Server, "a server such as DelayedNesterov(lr=0.2, buffer=16)")
+    if server.buffer not in (None, 1):
         raise ValueError(
-            f"{name}={found!r} waits for {found.buffer} movements, and here each makes an update: give buffer=1, or "
+            f"{name}={server!r} waits for {server.buffer} movements, and here each makes an update: give buffer=1, or "
             "DelayedNesterov, whose momentum waits."
         )
-    return found
+    return server
 
 
 # ---------------------------------------------------------------------------------------------- what happens when

@@ -1,24 +1,271 @@
-"""Communication modules with hooks as exchanges: their hooks are called with a `Context` in every step."""
+"""Communication modules with hooks, the context that they are told, and the exchange that calls them in every step.
+
+What a hook returns is checked: an error says what came, from whom, and what is expected. That is cheap enough for every
+step: what a module leaves as it was is not looked at.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vecgym.collectives import StackedCollectives
-from vecgym.core import check, nodes
+from vecgym.collectives import Collectives, StackedCollectives
+from vecgym.core import check, nodes, rng, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.simulation.presence import Presence, missed
 from vecgym.simulation.simulation import Part, Place
-from vecgym.simulation.timetable import Every, Mark, RunFacts, Who
-from vecgym.strategy import contract
-from vecgym.strategy.communication import CommunicationModule, Context, State, overrides
-from vecgym.strategy.exchange import Of, moments_in, with_moment
+from vecgym.simulation.timetable import Mark, RunFacts, Who
+from vecgym.strategy.meeting import Of, a_kind, check_values
+from vecgym.strategy.settings import altered
+
+State = dict[str, Any]  # nested dicts of tensors: all that a module or strategy carries from step to step
+Slots = dict[str, Tree]  # slot -> parameter -> [1 or L, *]: what an inner optimizer keeps of each parameter
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a strategy may know at a step.
+
+    Attributes:
+        comm: the collectives, the only way to other nodes.
+        step: steps of the run done before this one, so 0 in the first.
+        node_steps: optimizer steps that each node here has done before this one, `[L]` integers: fewer than `step`
+            for a node that sat some out. When not given, `step` for all.
+        active: the ids of the nodes that train in this step, ascending; None: all, or not yet decided
+            (`active_nodes` decides).
+        max_steps: the length of the run.
+        seed: the run's seed; random numbers come from `generator`.
+        num_examples: of each node's shard, [K]; None where not known.
+        differentiable: derivatives are taken through the run.
+        inplace: the tensors given may be overwritten. False under differentiation, where every operation must
+            be pure.
+        rows: where only some nodes train, or are in this process, which of all nodes these are; see `own`.
+        exact: the bits of a node's own work must not depend on which other nodes are in this process. Elementwise
+            operations and reductions of each node by itself never do; a matrix product over all nodes may.
+        lr: the inner learning rate of this step, schedule and warm-up included: a number, or a tensor `[]` or `[K]`, of
+            which `own` gives the rows of the nodes that train here. A strategy tells its modules; None without one.
+        own_time: learning rates, other values given for each step, and the model's random numbers go by `node_steps`:
+            where nodes train at different times, each has done its own number of steps.
+        exchange: exchanges done before this one: as many as the module's `when` counts, `step` without one.
+        missed: where nodes may be absent: step -> which of the nodes here were absent in it; see `missing`.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> ctx = Context(StackedCollectives(4), step=3, seed=7)
+    >>> a, b = (torch.rand(3, generator=ctx.generator("mask", ctx.step)) for _ in range(2))
+    >>> torch.equal(a, b)  # the same (seed, purpose, ids), the same numbers
+    True
+    >>> ctx.replace(rows=torch.tensor([1, 3])).own(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    tensor([0.2000, 0.4000])
+    >>> ctx.node_steps, ctx.missing(2)
+    (tensor([3, 3, 3, 3]), None)
+    """
+
+    comm: Collectives
+    _: KW_ONLY
+    step: int = 0
+    node_steps: Tensor = None  # type: ignore[assignment]  # until __post_init__
+    active: tuple[int, ...] | None = None
+    max_steps: int = 1
+    seed: int = 0
+    inplace: bool = False
+    differentiable: bool = False
+    num_examples: tuple[int, ...] | None = None
+    rows: Tensor | None = None
+    exact: bool = False
+    lr: float | Tensor | None = None
+    own_time: bool = False
+    exchange: int = None  # type: ignore[assignment]  # until __post_init__
+    missed: Callable[[int], Tensor | None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.node_steps is None:
+            object.__setattr__(self, "node_steps", torch.full((len(self.comm.node_ids),), self.step))
+        if self.exchange is None:
+            object.__setattr__(self, "exchange", self.step)
+
+    def replace(self, **changes: Any) -> Context:
+        """Return a copy in which some values are others, as `dataclasses.replace` does in ten times the time.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> Context(StackedCollectives(3)).replace(step=5, lr=0.1).step
+        5
+        """
+        if unknown := changes.keys() - vars(self).keys():
+            raise TypeError(f"a Context has no {', '.join(sorted(unknown))}; it has {', '.join(vars(self))}.")
+        new = object.__new__(Context)
+        vars(new).update(vars(self), **changes)
+        return new
+
+    def missing(self, step: int) -> Tensor | None:
+        """Return which of the nodes here were absent in an earlier step, bool `[L]`; None: none was."""
+        return None if self.missed is None or step < 0 else self.missed(step)
+
+    def own(self, value: Any) -> Any:
+        """Return a hyperparameter for the nodes that train here: of `[K]` their rows; what all nodes share as it is."""
+        per_node = isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1
+        return value[placed(self.rows, value.device)] if per_node and self.rows is not None else value
+
+    def generator(self, purpose: str, *ids: int) -> torch.Generator:
+        """Return a generator keyed by (seed, purpose, ids): the same on every node and in every process."""
+        return rng.generator(self.seed, purpose, *ids)
+
+
+class CommunicationModule:
+    """One thing that nodes exchange. Override what you need; everything is `[L, *]` trees.
+
+    A module holds hyperparameters only. What evolves is its state, nested dicts of tensors `[1, *]` or `[L, *]`, which
+    `init` makes and the exchanges take and give back. What a method returns is checked: names and shapes are those that
+    it was given. With `ctx.inplace` an exchange may overwrite what it was given. It may keep any tensor in
+    its state, also one that it was given or that a collective returned.
+
+    Where nodes may be absent, what is `[1, *]` goes on with those that are there, and a row of `[L, *]` with its node:
+    a count of each node's own steps has a row for each, `torch.zeros(len(ctx.node_steps))`.
+
+    Example: every step, the nodes average a version of their parameters rounded to 8 bits.
+
+    >>> from vecgym.core import tree
+    >>> class RoundedAverage(CommunicationModule):
+    ...     def exchange_parameters(self, params, state, ctx):
+    ...         return ctx.comm.mean(tree.map(lambda x: (x * 128).round() / 128, params)), state
+    """
+
+    # False where `active_nodes` never leaves out a node.
+    lets_rest = True
+    # When it exchanges, a `vecgym.strategy.When` such as `Rounds(10)`: `ctx.exchange` counts by it. None: every step.
+    when: Any = None
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        """Raise a ValueError if the module cannot work for this run.
+
+        >>> class Pairs(CommunicationModule):
+        ...     def check(self, num_nodes, max_steps):
+        ...         if num_nodes % 2:
+        ...             raise ValueError(f"{num_nodes} nodes are not pairs: give an even number.")
+        >>> Pairs().check(num_nodes=3, max_steps=100)
+        Traceback (most recent call last):
+        ...
+        ValueError: 3 nodes are not pairs: give an even number.
+        """
+
+    def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
+        """Raise a ValueError if the module cannot work while only so many of the nodes are present.
+
+        >>> CommunicationModule().check_present([1, 2], num_nodes=2)
+        """
+
+    def init(self, params: Tree, ctx: Context) -> State:
+        """Return the first state. `params` are a copy that the module may keep.
+
+        >>> class Start(CommunicationModule):
+        ...     def init(self, params, ctx):
+        ...         return {"start": params}
+        >>> from vecgym.collectives import StackedCollectives
+        >>> Start().init({"w": torch.zeros(1)}, Context(StackedCollectives(2)))
+        {'start': {'w': tensor([0.])}}
+        """
+        return {}
+
+    def active_nodes(self, ctx: Context) -> list[int] | None:
+        """Return the ids of the nodes that train in this step, a list that may be empty; None: all.
+
+        The others keep parameters, buffers and optimizer state, and their losses are nan. Gradients are then
+        not exchanged: such a module cannot be combined with one that has `exchange_gradients`.
+
+        >>> class Turns(CommunicationModule):
+        ...     def active_nodes(self, ctx):
+        ...         return [ctx.step % ctx.comm.num_nodes]
+        >>> from vecgym.collectives import StackedCollectives
+        >>> Turns().active_nodes(Context(StackedCollectives(8), step=11))
+        [3]
+        """
+        return None
+
+    def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
+        """Add to each node's own gradient, before anything is exchanged; all are `[1 or L, *]` trees.
+
+        Where only some nodes train, L counts these, in the order of `ctx.rows`, and nobody may communicate.
+
+        >>> class Decay(CommunicationModule):
+        ...     def local_gradients(self, grads, params, state, ctx):
+        ...         return {name: g + 0.1 * params[name] for name, g in grads.items()}
+        >>> from vecgym.collectives import StackedCollectives
+        >>> grads, params = {"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 3.0])}
+        >>> Decay().local_gradients(grads, params, {}, Context(StackedCollectives(2)))
+        {'w': tensor([0.1000, 0.3000])}
+        """
+        return grads
+
+    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """Exchange gradients, before the optimizer: `[L, *]` -> those that the optimizer takes.
+
+        >>> class Averaged(CommunicationModule):
+        ...     def exchange_gradients(self, grads, state, ctx):
+        ...         return ctx.comm.mean(grads), state
+        >>> from vecgym.collectives import StackedCollectives
+        >>> grads, ctx = {"w": torch.tensor([1.0, 3.0])}, Context(StackedCollectives(2))
+        >>> Averaged().exchange_gradients(grads, {}, ctx)[0]
+        {'w': tensor([2.])}
+        """
+        return grads, state
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """Exchange parameters, after the optimizer: `[L, *]` -> those of the next step, `[1, *]` if all are equal."""
+        return params, state
+
+    def exchange_moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
+        """Exchange what the optimizer keeps, `{slot: {parameter: [1 or L, *]}}`, before `exchange_parameters`.
+
+        The slots are torch's, such as AdamW's "exp_avg" and "exp_avg_sq"; there are none if the optimizer keeps
+        nothing. Only tensors of the shape of their parameter are shown.
+
+        >>> class Averaged(CommunicationModule):
+        ...     def exchange_moments(self, moments, state, ctx):
+        ...         return {slot: ctx.comm.mean(values) for slot, values in moments.items()}, state
+        >>> from vecgym.collectives import StackedCollectives
+        >>> moments, ctx = {"exp_avg": {"w": torch.tensor([1.0, 3.0])}}, Context(StackedCollectives(2))
+        >>> Averaged().exchange_moments(moments, {}, ctx)[0]
+        {'exp_avg': {'w': tensor([2.])}}
+        """
+        return moments, state
+
+    def outer_parameters(self, state: State) -> Tree:
+        """Return the parameters `[1, *]` that the state holds once for all nodes: a node that returns may begin there.
+
+        >>> class Outer(CommunicationModule):
+        ...     def outer_parameters(self, state):
+        ...         return state["params"]
+        >>> Outer().outer_parameters({"params": {"w": torch.zeros(1)}}), CommunicationModule().outer_parameters({})
+        ({'w': tensor([0.])}, {})
+        """
+        return {}
+
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        """Return the learning rate of the module's own optimizer at this step, to be recorded; None: it has none.
+
+        >>> class Outer(CommunicationModule):
+        ...     def outer_learning_rate(self, ctx):
+        ...         return 0.5 / (1 + ctx.step)
+        >>> from vecgym.collectives import StackedCollectives
+        >>> Outer().outer_learning_rate(Context(StackedCollectives(2), step=4))
+        0.1
+        """
+        return None
+
+    def __repr__(self) -> str:
+        shown = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+A_STATE = "a state is a dict of tensors, [1, *] or [L, *], of plain values, or of such dicts"
+SILENT = (
+    "in a step in which some nodes sit out, so that not all would answer: communicate in exchange_parameters, or let "
+    "all nodes train (participation=1)."
+)
 
 
 class Hooks:
@@ -45,22 +292,22 @@ class Hooks:
 
     def __init__(self, module: CommunicationModule, every: int = 1) -> None:
         self.module, self.every, self.index = module, every, 0
-        adds = any(overrides(module, name) for name in ("local_gradients", "exchange_gradients"))
-        self.of = "gradients" if adds else "hooks"
-        self.of_all = overrides(module, "exchange_gradients")
-        self.lets_rest = overrides(module, "active_nodes") and module.lets_rest
+        self.of = "gradients" if self._has("local_gradients") or self._has("exchange_gradients") else "hooks"
+        self.of_all = self._has("exchange_gradients")
+        self.lets_rest = self._has("active_nodes") and module.lets_rest
+
+    def _has(self, hook: str) -> bool:
+        """Whether the module has a hook of its own."""
+        return getattr(type(self.module), hook) is not getattr(CommunicationModule, hook)
 
     def numbered(self, index: int) -> Hooks:
         """Return the same at this place among a strategy's exchanges."""
-        twin = copy.copy(self)
-        twin.index = index
-        return twin
+        return altered(self, index=index)
 
     def in_units(self, n: int) -> Hooks:
         """Return the same, whose hooks that exchange are called every n steps."""
-        twin = copy.copy(self)
-        twin.every = self.every * check.integer("n", n, what="the number of optimizer steps between two exchanges")
-        return twin
+        n = check.integer("n", n, what="the number of optimizer steps between two exchanges")
+        return altered(self, every=self.every * n)
 
     def through_server(self) -> Hooks:
         """Return itself: what a module with hooks averages is its own affair."""
@@ -73,7 +320,7 @@ class Hooks:
     def check_present(self, run: RunFacts) -> None:
         """Let the module check how many nodes are present."""
         if isinstance(run.presence, Presence):
-            if run.presence.waits and overrides(self.module, "exchange_gradients"):
+            if run.presence.waits and self.of_all:
                 raise ValueError(
                     f"availability={run.presence.availability!r} makes nodes wait for others, but {self.module!r} "
                     "exchanges gradients in every step: use a module that exchanges parameters every H steps."
@@ -85,39 +332,49 @@ class Hooks:
 
     def marks(self, run: RunFacts) -> Iterator[Mark]:
         """Yield when its hooks after the optimizer's step are called."""
-        if overrides(self.module, "exchange_parameters") or overrides(self.module, "exchange_moments"):
-            yield Mark("meet", Every(self.every), of=Of(self.index))
+        if self._has("exchange_parameters") or self._has("exchange_moments"):
+            yield Mark("meet", self.every, of=Of(self.index))
 
     def trains(self, run: RunFacts) -> Who | None:
         """Return who trains."""
-        if not overrides(self.module, "active_nodes"):
+        if not self._has("active_nodes"):
             return None
         comm = StackedCollectives(run.num_nodes)
 
         def active(step: int, rows: Sequence[int]) -> list[int] | None:
             among = comm if len(rows) == run.num_nodes else comm.among(list(rows))
-            ctx = Context(among, step=step // self.every, max_steps=self._steps(run), seed=run.seed, lr=0.0)
-            places = contract.active_nodes(self.module, ctx)
-            return None if places is None else [rows[i] for i in places]
+            places = self.module.active_nodes(self._told(among, run, step, lr=0.0))
+            if places is None:
+                return None
+            ids = isinstance(places, Sequence) and all(check.is_integer(place) for place in places)
+            if not ids or len(set(places)) != len(places) or any(not 0 <= place < len(rows) for place in places):
+                raise ValueError(
+                    f"{self.module!r}.active_nodes returned {places!r}; expected None (all nodes train) or a list of "
+                    f"different node ids, 0 to {len(rows) - 1}."
+                )
+            return [rows[i] for i in places]
 
         return active
 
     def init(self, params: Tree, run: RunFacts) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the module's state as what all nodes share."""
-        comm = StackedCollectives(run.num_nodes)
-        ctx = Context(comm, max_steps=self._steps(run), seed=run.seed, num_examples=run.num_examples, lr=0.0)
-        return {}, {self._name: contract.init(self.module, params, ctx)}
+        ctx = self._told(StackedCollectives(run.num_nodes), run, num_examples=run.num_examples, lr=0.0)
+        state = self.module.init(tree.map(torch.clone, params), ctx)
+        self._check_state(state, "init", ctx)
+        return {}, {self._name: state}
 
     # ------------------------------------------------------------------------------------------------------- handlers
 
     def now(self, part: Part, grads: Tree) -> Tree:
         """Call the hooks between gradients and the optimizer's step."""
         ctx, state = self._context(part), self._state(part)
-        if overrides(self.module, "local_gradients"):
+        if self._has("local_gradients"):
             resting = len(part.rows) < len(_place(part, part.run.there(part.tick)).rows)
-            grads = contract.local_gradients(self.module, grads, part.params, state, ctx, silent=resting)
-        if overrides(self.module, "exchange_gradients") and (part.tick + 1) % self.every == 0:
-            grads, new = contract.exchange_gradients(self.module, grads, state, ctx)
+            grads = self._local_gradients(grads, part.params, state, ctx, silent=resting)
+        if self.of_all and (part.tick + 1) % self.every == 0:
+            with ctx.comm.ledger.of_gradients():
+                returned = self.module.exchange_gradients(grads, state, ctx)
+            grads, new = self._exchanged(returned, "gradients", grads, state, ctx)
             if new is not state and part.inplace:  # the optimizer may write to the gradients, which a module may keep
                 new = nodes.unshared({"": new}, {"": state}, (grads,))[""]
             self._put(part, new)
@@ -127,21 +384,47 @@ class Hooks:
         """Call the hooks after the optimizer's step."""
         ctx, state, params = self._context(part), self._state(part), part.params
         with part.comm.ledger.stretched(self.every):
-            if overrides(self.module, "exchange_moments"):
+            if self._has("exchange_moments"):
                 moments = moments_in(part.home["optimizer"], params)
-                moments, state = contract.exchange_moments(self.module, moments, state, ctx)
+                moments, state = self._moments(moments, state, ctx)
                 for slot, values in moments.items():
                     part.home["optimizer"] = with_moment(part.home["optimizer"], slot, values)
-            if overrides(self.module, "exchange_parameters"):
-                part.params, state = contract.exchange_parameters(self.module, params, state, ctx)
+            if self._has("exchange_parameters"):
+                returned = self.module.exchange_parameters(params, state, ctx)
+                part.params, state = self._exchanged(returned, "parameters", params, state, ctx)
         self._put(part, state)
+
+    def _local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context, silent: bool) -> Tree:
+        """Call the hook; `silent`: some nodes sit out, so that nobody may communicate."""
+
+        def refuse(operation: str, *what: Any) -> None:
+            raise ValueError(f"{self.module!r}.local_gradients calls ctx.comm.{operation} {SILENT}")
+
+        if silent:  # every collective is announced first, but `everyone`, which is none
+            comm = altered(ctx.comm, _announce=refuse, everyone=lambda values: refuse("everyone"))
+            ctx = ctx.replace(comm=comm)
+        new = self.module.local_gradients(grads, params, state, ctx)
+        num_rows = len(ctx.comm.node_ids) if ctx.rows is None else len(ctx.rows)
+        return check_values(new, grads, num_rows, self.module, ".local_gradients", "gradients")
+
+    def _moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
+        new, new_state = self._pair(self.module.exchange_moments(moments, state, ctx), "moments")
+        if not isinstance(new, dict) or new.keys() != moments.keys():
+            raise ValueError(
+                f"{self.module!r}.exchange_moments returned {list(new) if isinstance(new, dict) else a_kind(new)} as "
+                f"moments; expected a dict of the slots that it was given: {', '.join(moments) or 'none'}."
+            )
+        for slot, values in new.items():
+            check_values(values, moments[slot], len(ctx.comm.node_ids), self.module, ".exchange_moments", slot)
+        if new_state is not state:
+            self._check_state(new_state, "exchange_moments", ctx)
+        return new, new_state
 
     # ------------------------------------------------------------------------------------------------- what it tells
 
     def outer_lr(self, step: int, run: RunFacts) -> Any:
         """Return the learning rate of the module's own optimizer; None: it has none."""
-        ctx = Context(StackedCollectives(1), step=step // self.every, max_steps=self._steps(run))
-        return self.module.outer_learning_rate(ctx)
+        return self.module.outer_learning_rate(self._told(StackedCollectives(1), run, step))
 
     def outer(self, shared: Any, names: Sequence[str]) -> Tree:
         """Return the parameters that the module keeps once for all nodes."""
@@ -149,10 +432,38 @@ class Hooks:
 
     def agreed(self, run: RunFacts, names: Sequence[str], tick: int) -> tuple[set[str], set[str]]:
         """Return which parameters are equal on all nodes after a step, none known, and which may have changed."""
-        return set(), set(names) if overrides(self.module, "exchange_parameters") else set()
+        return set(), set(names) if self._has("exchange_parameters") else set()
 
     def __repr__(self) -> str:
         return repr(self.module) if self.every == 1 else f"every({self.every}, {self.module!r})"
+
+    # -------------------------------------------------------------------------------------------------------- checks
+
+    def _pair(self, returned: Any, what: str) -> tuple[Any, Any]:
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            who = f"{self.module!r}.exchange_{what}"
+            raise TypeError(f"{who} returned {a_kind(returned)}; expected a tuple of two: ({what}, state).")
+        return returned
+
+    def _exchanged(self, returned: Any, what: str, old: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """Return what `exchange_<what>` returned: values like the old ones, and a state."""
+        new, new_state = self._pair(returned, what)
+        hook = f"exchange_{what}"
+        check_values(new, old, len(ctx.comm.node_ids), self.module, f".{hook}", what)
+        if new_state is not state:
+            self._check_state(new_state, hook, ctx)
+        return new, new_state
+
+    def _check_state(self, state: Any, hook: str, ctx: Context) -> None:
+        if not isinstance(state, dict):
+            raise TypeError(f"{self.module!r}.{hook} returned {a_kind(state)} as state; {A_STATE}.")
+        L = len(ctx.comm.node_ids)
+        for path, x in tree.flatten(state):  # a number or a text is kept in checkpoints too
+            if isinstance(x, Tensor) and (x.dim() == 0 or len(x) not in (1, L)):
+                raise ValueError(
+                    f"{self.module!r}.{hook} returned state{tree.path_name(path)} in shape {list(x.shape)} with "
+                    f"L = {L} nodes; {A_STATE}."
+                )
 
     # -------------------------------------------------------------------------------------------------------- helpers
 
@@ -163,28 +474,31 @@ class Hooks:
     def _steps(self, run: RunFacts) -> int:
         return max(1, run.num_steps // self.every)
 
+    def _told(self, comm: Collectives, run: RunFacts, step: int = 0, **more: Any) -> Context:
+        """Return what a hook is told in a step of the run; its time and its exchanges are counted in `every` steps."""
+        step, when = step // self.every, self.module.when
+        exchange = when.count(step) if hasattr(when, "due") else step
+        return Context(comm, step=step, exchange=exchange, max_steps=self._steps(run), seed=run.seed, **more)
+
     def _context(self, part: Part) -> Context:
         """Return what the hooks are told: about the nodes that are present, or of these about those that train."""
-        run, presence, made, step = part.run, part.run.presence, part.made, part.tick
+        run, made, step = part.run, part.made, part.tick
+        presence = run.presence if isinstance(run.presence, Presence) else None
         there, counts = run.there(step), [made] * len(part.nodes) if isinstance(made, int) else made
         nodes_there = range(run.num_nodes) if there is None else there
         ids = None if len(part.nodes) == run.num_nodes else torch.tensor(part.nodes)
-        ctx = Context(
-            _place(part, there).comm, step=step // self.every, node_steps=torch.tensor(counts),
-            max_steps=self._steps(run), seed=run.seed, inplace=part.inplace, differentiable=not part.inplace, rows=ids,
-            exact=part.simulation.exact, own_time=presence is not None and part.home is part.own,
+        ctx = self._told(
+            _place(part, there).comm, run, step, node_steps=torch.tensor(counts), inplace=part.inplace,
+            differentiable=not part.inplace, rows=ids, exact=part.simulation.exact,
+            own_time=presence is not None and part.home is part.own,
             num_examples=None if run.num_examples is None else tuple(run.num_examples[node] for node in nodes_there),
-            missed=self._missed(presence, ids), lr=self._lr(part),
+            missed=None if presence is None else lambda step: missed(presence, ids, (step + 1) * self.every - 1),
+            lr=self._lr(part),
         )  # fmt: skip
         training = part.simulation.table_of(part.event.group).training(step)  # type: ignore[attr-defined]  # of Lockstep
         if training is not None and training != there:
             ctx = ctx.replace(active=tuple(i for i, node in enumerate(nodes_there) if node in set(training)))
         return ctx
-
-    def _missed(self, presence: Any, ids: Tensor | None) -> Any:
-        if not isinstance(presence, Presence):
-            return None
-        return lambda step: missed(presence, ids, (step + 1) * self.every - 1)
 
     def _lr(self, part: Part) -> Any:
         """Return the inner learning rate as hooks are told it: one for all, or `[K]`."""
@@ -212,7 +526,7 @@ class Hooks:
                 return x
             return nodes.put_rows({} if was is None else {"": was}, rows, {"": x}, num_rows, inplace=False)[""]
 
-        part.shared[self._name] = _joined(put, new, old)
+        part.shared[self._name] = tree.map_leaves(put, new, old)
 
 
 def _place(part: Part, rows: tuple[int, ...] | None) -> Place:
@@ -226,7 +540,28 @@ def _rows(part: Part) -> tuple[Tensor | None, int]:
     return None if len(part.nodes) == len(here) else torch.tensor([here.index(node) for node in part.nodes]), len(here)
 
 
-def _joined(put: Any, new: Any, old: Any) -> Any:
-    if not isinstance(new, dict):
-        return put(new, old)
-    return {key: _joined(put, x, old.get(key) if isinstance(old, dict) else None) for key, x in new.items()}
+def moments_in(optimizer: Mapping[str, Any], params: Tree) -> dict[str, Tree]:
+    """Return what an inner optimizer keeps in the shape of the parameters, by slot.
+
+    >>> from vecgym.optim import OptimSpec
+    >>> params = {"w": torch.zeros(1, 3)}
+    >>> sorted(moments_in(OptimSpec("adamw").rule().init(params), params))
+    ['exp_avg', 'exp_avg_sq']
+    """
+    slots = {
+        slot: {name: x for name, x in values.items() if name in params and x.shape[1:] == params[name].shape[1:]}
+        for slot, values in optimizer.get("tensors", optimizer).items()  # some rules keep what is no tensor apart
+        if isinstance(values, dict)
+    }
+    return {slot: values for slot, values in slots.items() if values}
+
+
+def with_moment(optimizer: Mapping[str, Any], slot: str, new: Tree) -> dict[str, Any]:
+    """Return an inner optimizer's state with new values in a slot.
+
+    >>> with_moment({"exp_avg": {"w": torch.zeros(1)}}, "exp_avg", {"w": torch.ones(1)})
+    {'exp_avg': {'w': tensor([1.])}}
+    """
+    held = optimizer.get("tensors", optimizer)
+    changed = {**held, slot: {**held[slot], **new}}
+    return {**optimizer, "tensors": changed} if "tensors" in optimizer else changed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,24 @@ from vecgym.core.devices import placed
 from vecgym.core.transforms import readable
 from vecgym.core.tree import Tree, differentiated
 from vecgym.simulation.simulation import spread
+
+
+class Of(NamedTuple):
+    """What a mark of an exchange is about.
+
+    Attributes:
+        exchange: its place among those of the strategy.
+        fragment: the number of the fragment.
+        settles: whether the event changes what all share.
+        last: whether the message is used for the last time.
+        lag: steps since the nodes agreed, if the mark is due that much later.
+    """
+
+    exchange: int
+    fragment: int = 0
+    settles: bool = True
+    last: bool = True
+    lag: int = 0
 
 
 class Held:
@@ -248,3 +266,54 @@ class Meeting:
     def for_all(self, drawn: Any) -> Any:
         """Return what is the same in all configurations for each of them."""
         return drawn if self.size == 1 else tree.map_leaves(lambda x: x.expand(self.size, *x.shape), drawn)
+
+
+def check_values(
+    new: Any, old: Tree, num_rows: int, who: object, hook: str = "", what: str = "values", lead: int = 1
+) -> Tree:
+    """Return what a user's code has made of values, if it has their names and shapes, or `[.., 1, *]`.
+
+    Args:
+        new, old: what it returned, and what it was given.
+        num_rows: the nodes here.
+        who, hook: what has made them, for messages: the `repr` of an object, and the name of its method, ".mine".
+        what: what the values are, for messages.
+        lead: dimensions before those of a parameter.
+
+    >>> check_values({}, {"w": torch.zeros(2, 3)}, 2, int)
+    Traceback (most recent call last):
+    ...
+    ValueError: <class 'int'> returned values that leaves out w; expected the names it was given: w.
+    """
+    if new is old:
+        return old
+    if not isinstance(new, dict):
+        raise TypeError(f"{who!r}{hook} returned {a_kind(new)} as {what}; expected a dict, name -> tensor.")
+    if new.keys() != old.keys():
+        odd = "leaves out" if (missing := old.keys() - new.keys()) else "adds"
+        names = ", ".join(sorted(map(str, missing or new.keys() - old.keys())))
+        raise ValueError(
+            f"{who!r}{hook} returned {what} that {odd} {names}; expected the names it was given: {', '.join(old)}."
+        )
+    for name, x in new.items():
+        y = old[name]
+        if x is y:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{who!r}{hook} returned {a_kind(x)} for {name!r} of the {what}; expected tensors.")
+        if x.shape[lead:] != y.shape[lead:] or x.dim() != y.dim() or x.shape[lead - 1] not in (1, num_rows):
+            shape = [f"1 or {num_rows}" if num_rows > 1 else "1", *map(str, y.shape[lead:])]
+            raise ValueError(
+                f"{who!r}{hook} returned {name!r} of the {what} in shape {list(x.shape)}; expected "
+                f"[{', '.join(shape)}]: the nodes first, or 1 for what is the same on all."
+            )
+    return new
+
+
+def a_kind(value: Any) -> str:
+    """Describe what a user's code has returned, for a message.
+
+    >>> a_kind(None), a_kind([])
+    ('None', 'a list')
+    """
+    return "None" if value is None else f"a {type(value).__name__}"

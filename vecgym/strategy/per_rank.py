@@ -13,9 +13,10 @@ processes that are seeded alike do, and no node's draws depend on another's.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, runtime_checkable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,10 @@ from vecgym.core import check, rng
 from vecgym.core.objects import restore, state_of
 from vecgym.core.rng import GlobalStates
 from vecgym.core.tree import Tree
-from vecgym.optim import OptimSpec
 from vecgym.optim.schedule import make_schedule
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.base import Strategy
-from vecgym.strategy.ranks import RankMeeting, here, is_rank, run_ranks
 
 
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
@@ -87,9 +86,9 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
     tensor([3., 3.])
     """
     meeting, node = here()
-    found = meeting.exchange(node, f"broadcast from {src}", tensor, lambda x: meeting.comm.broadcast(x, src))
+    sent = meeting.exchange(node, f"broadcast from {src}", tensor, lambda x: meeting.comm.broadcast(x, src))
     with torch.no_grad():
-        return tensor.copy_(found[0])
+        return tensor.copy_(sent[0])
 
 
 def all_gather(tensor: Tensor) -> Tensor:
@@ -197,11 +196,6 @@ class RankStrategy(Strategy):
             group["lr"] = group["initial_lr"] * schedule(self.local_step)
 
 
-@runtime_checkable
-class _WithStep(Protocol):
-    def step(self) -> None: ...
-
-
 def as_strategy(strategy: Strategy, model: nn.Module) -> Strategy:
     """Return the strategy for all nodes at once: `strategy`, or what runs its `step` on each of them.
 
@@ -212,7 +206,7 @@ def as_strategy(strategy: Strategy, model: nn.Module) -> Strategy:
     >>> [as_strategy(strategy, nn.Linear(1, 1)).pure for strategy in (AllReduceStrategy(), Alone())]
     [True, False]
     """
-    return _Ranks(strategy, model) if isinstance(strategy, _WithStep) else strategy
+    return _Ranks(strategy, model) if hasattr(strategy, "step") else strategy
 
 
 def _copy_for_rank(strategy: Strategy) -> Any:
@@ -323,16 +317,127 @@ class _Ranks(Strategy):
         return self._lr, None
 
 
-__all__ = [
-    "OptimSpec",
-    "RankMeeting",
-    "RankStrategy",
-    "all_gather",
-    "all_reduce",
-    "as_strategy",
-    "barrier",
-    "broadcast",
-    "here",
-    "is_rank",
-    "run_ranks",
-]
+_here = threading.local()  # .node and .meeting of the thread
+
+
+class RankMeeting:
+    """Where the nodes' threads meet. One runs at a time, node 0 first; at a meeting the last to come computes for all.
+
+    Args:
+        comm: what carries out the collectives.
+        states: of the global random generators, one for each node; replaced by what the nodes leave behind.
+    """
+
+    def __init__(self, comm: Collectives, states: list[GlobalStates]) -> None:
+        self.comm = comm
+        self.num_nodes = comm.num_nodes
+        self.states = states
+        self._turns = [threading.Semaphore(0) for _ in range(self.num_nodes)]
+        self._failed = False
+        self._given: list[Any] = [None] * self.num_nodes
+        self._result: Any = None
+
+    def exchange(self, node: int, operation: str, value: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """Stack what the nodes give, `[K, *]`, and return what `compute` makes of it."""
+        what = f"{operation} of shape {list(value.shape)}"
+        return self._meet(node, what, value.detach(), lambda given: compute(torch.stack(list(given))))
+
+    def share(self, node: int, operation: str, value: Any) -> list[Any]:
+        """Return what every node gives, in node order; nothing goes to the ledger."""
+        return self._meet(node, operation, value, list)
+
+    def enter(self, node: int) -> None:
+        """Wait for the first turn."""
+        if node == 0:
+            self._turns[0].release()
+        self._wait(node)
+
+    def leave(self, node: int) -> None:
+        """Give up the last turn."""
+        self.states[node] = GlobalStates.now()
+        if node + 1 < self.num_nodes:
+            self._turns[node + 1].release()
+
+    def abort(self) -> None:
+        """Release all threads: none must wait for one that has failed."""
+        self._failed = True
+        for turn in self._turns:
+            turn.release()
+
+    def _meet(self, node: int, operation: str, value: Any, compute: Callable[[Sequence[Any]], Any]) -> Any:
+        self._given[node] = (operation, value)
+        if node == self.num_nodes - 1:
+            self._result = self._computed(compute)
+        self.states[node] = GlobalStates.now()
+        self._turns[(node + 1) % self.num_nodes].release()
+        self._wait(node)
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+    def _wait(self, node: int) -> None:
+        self._turns[node].acquire()
+        if self._failed:
+            raise _AnotherFailed
+        self.states[node].restore()
+
+    def _computed(self, compute: Callable[[Sequence[Any]], Any]) -> Any:
+        places: dict[str, int] = {}
+        for node, (operation, _) in enumerate(self._given):
+            places.setdefault(operation, node)
+        if len(places) > 1:
+            which = ", ".join(f"node {node} in {operation}" for operation, node in places.items())
+            return RuntimeError(
+                f"the nodes are not at the same place: {which}. Every node must call the same collectives in the "
+                "same order."
+            )
+        try:
+            return compute([x for _, x in self._given])
+        except Exception as error:  # raised in every thread
+            return error
+
+
+class _AnotherFailed(Exception):
+    """Ends a thread that has nothing to wait for any more."""
+
+
+def run_ranks(work: Callable[[int], None], meeting: RankMeeting, threads: Executor) -> None:
+    """Run `work(node)` for all nodes, a thread each, taking turns; the first error of a node is raised here.
+
+    The global random states are afterwards what they were.
+    """
+
+    def run(node: int) -> BaseException | None:
+        _here.meeting, _here.node = meeting, node
+        try:
+            meeting.enter(node)
+            work(node)
+            meeting.share(node, "the end of its work", None)  # none may still wait in a collective
+            meeting.leave(node)
+        except BaseException as error:
+            meeting.abort()
+            return error
+        finally:
+            del _here.meeting, _here.node
+        return None
+
+    before = GlobalStates.now()
+    try:
+        errors = list(threads.map(run, range(meeting.num_nodes)))
+    finally:
+        before.restore()
+    for node, error in enumerate(errors):
+        if error is not None and not isinstance(error, _AnotherFailed):
+            raise RuntimeError(f"node {node}: {type(error).__name__}: {error}") from error
+
+
+def here() -> tuple[RankMeeting, int]:
+    """Return the meeting and the node of the thread that asks."""
+    if not is_rank():
+        raise RuntimeError("all_reduce, broadcast and all_gather of a rank work inside Strategy.step() only.")
+    return _here.meeting, _here.node
+
+
+def is_rank() -> bool:
+    """Whether this thread is a node's."""
+    return hasattr(_here, "meeting")

@@ -6,7 +6,6 @@ come, each weighted by w(s) for a staleness of s versions. See `vecgym.strategy.
 
 from __future__ import annotations
 
-import copy
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from vecgym.core.transforms import readable
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec
 from vecgym.strategy.averages import OUTER_DEFAULTS, State, corrected, outer_spec
-from vecgym.strategy.settings import shown
+from vecgym.strategy.settings import altered, shown
 
 StalenessName = Literal["none", "inverse_sqrt"]
 Staleness = Callable[[int], Any]  # versions -> the weight of a movement, a number or a tensor
@@ -238,9 +237,7 @@ class DelayedNesterov(Server):
         self._check_c(self.num_arrivals or num_nodes)
 
     def of(self, num_nodes: int) -> Server:
-        twin = copy.copy(self)
-        twin.num_arrivals = self.num_arrivals or num_nodes
-        return twin
+        return altered(self, num_arrivals=self.num_arrivals or num_nodes)
 
     def _check_c(self, number: int) -> None:
         with readable():
@@ -320,9 +317,7 @@ class HeLoCo(Server):
         self.rho = None if rho is None else one_number("rho", rho, "[0, inf)", "the weight of an arrival")
 
     def of(self, num_nodes: int) -> Server:
-        twin = copy.copy(self)
-        twin.rho = num_nodes**-0.5 if self.rho is None else self.rho
-        return twin
+        return altered(self, rho=num_nodes**-0.5 if self.rho is None else self.rho)
 
     def init(self, params: Tree) -> State:
         return {"momentum": tree.map(torch.zeros_like, params)}
@@ -363,8 +358,8 @@ def one_number(name: str, value: Any, within: str, what: str = "") -> float | Te
     """
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{name} has shape {list(value.shape)}: there is one server, give one number.")
-    found: float | Tensor = check.per_node(name, value, within, what)
-    return found.reshape(()) if isinstance(found, Tensor) else found
+    number: float | Tensor = check.per_node(name, value, within, what)
+    return number.reshape(()) if isinstance(number, Tensor) else number
 
 
 def staleness_weight(name: str, value: Any) -> Staleness:
@@ -384,9 +379,9 @@ def staleness_weight(name: str, value: Any) -> Staleness:
 
 
 def _checked_weight(name: str, function: Staleness, staleness: int) -> Any:
-    found = check.called(name, function, staleness)
-    if isinstance(found, bool) or not isinstance(found, (int, float, Tensor)):
+    weight = check.called(name, function, staleness)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float, Tensor)):
         raise TypeError(
-            f"{name}({staleness}) returned {found!r}; give a function of the staleness that returns a number."
+            f"{name}({staleness}) returned {weight!r}; give a function of the staleness that returns a number."
         )
-    return found
+    return weight

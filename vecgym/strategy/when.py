@@ -226,53 +226,15 @@ def check_interval(name: str, value: Any) -> int:
     return check.integer(name, value, what="the number of optimizer steps between two exchanges")
 
 
-def interval(value: Any, name: str) -> Any:
-    """Return an integer >= 1, a `When`, or the `RoundsOf` a function of the step.
-
-    >>> interval(5, "H"), interval(int, "H")
-    (5, RoundsOf(int))
-    """
-    if isinstance(value, When):
-        return value
-    return RoundsOf(value, name) if callable(value) else check_interval(name, value)
-
-
 def as_when(value: int | When | Callable[[int], int], name: str) -> When:
     """Return `Rounds` of so many steps, the `When` given, or the `RoundsOf` a function.
 
     >>> as_when(5, "every"), as_when(SyncWeight([0, 1]), "every")
     (5, SyncWeight([0, 1]))
     """
-    found = interval(value, name)
-    return found if isinstance(found, When) else Rounds(found, name=name)
-
-
-def check_delay(name: str, value: Any) -> int:
-    """Return `value` if it is an integer >= 0, a number of optimizer steps for which a queue can be built.
-
-    >>> check_delay("delay", -1)
-    Traceback (most recent call last):
-    ...
-    ValueError: delay=-1 must be an integer >= 0: optimizer steps between an exchange and its effect; 0: at once.
-    """
-    what = "optimizer steps between an exchange and its effect; 0: at once"
-    return int(check.number(name, check.integer(name, value, 0, what), "[0, 1000000]", what))
-
-
-def check_in_time(who: object, name: str, delay: int, max_steps: int) -> None:
-    """Raise a ValueError if nothing that is exchanged takes effect before the run ends.
-
-    >>> check_in_time("SPARTA", "delay", 5, max_steps=5)
-    Traceback (most recent call last):
-    ...
-    ValueError: delay=5 in 'SPARTA' is not smaller than the run's 5 steps: nothing that it exchanges takes effect, and \
-all of it is kept. Give a smaller delay, or more steps.
-    """
-    if 0 < delay >= max_steps:
-        raise ValueError(
-            f"{name}={delay} in {who!r} is not smaller than the run's {max_steps} steps: nothing that it exchanges "
-            f"takes effect, and all of it is kept. Give a smaller {name}, or more steps."
-        )
+    if isinstance(value, When):
+        return value
+    return RoundsOf(value, name) if callable(value) else Rounds(value, name=name)
 
 
 class SyncWeight(When):
@@ -325,38 +287,37 @@ class SyncWeight(When):
         return f"SyncWeight([{shown}{'' if len(whole) <= 20 else f', ... {len(whole)} in all'}])"
 
 
-def make_sync_weight(weights: Tensor | Sequence[float] | SyncWeight | None, H: Any, default: int) -> SyncWeight | None:
-    """Return the `SyncWeight` of a module's arguments; H must then be left at its default.
+def rounds_or_weights(H: Any, weights: Tensor | Sequence[float] | SyncWeight | None, usual: int) -> When:
+    """Return when nodes exchange: the rounds of H, or the `SyncWeight` of weights, with which H is left at the usual.
 
-    >>> make_sync_weight([0, 1], H=5, default=1)
+    >>> rounds_or_weights(5, [0, 1], usual=1)
     Traceback (most recent call last):
     ...
     ValueError: H=5 and sync_weight both say when the nodes exchange: leave H out.
     """
     if weights is None:
-        return None
-    if not (check.is_integer(H) and default == H):
+        return as_when(H, "H")
+    if not (check.is_integer(H) and usual == H):
         raise ValueError(f"H={H} and sync_weight both say when the nodes exchange: leave H out.")
     return weights if isinstance(weights, SyncWeight) else SyncWeight(weights)
 
 
 def _checked(weights: Any) -> Tensor:
     allowed = "sync_weight takes [T] numbers in [0, 1], one for each step, such as [0, 0, 0, 1] * 25"
+    check.has_values("sync_weight", weights)
     try:
-        found = weights if isinstance(weights, Tensor) else torch.tensor(list(weights), dtype=torch.float64)
+        checked = weights if isinstance(weights, Tensor) else torch.tensor(list(weights), dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{allowed}; not {weights!r}.") from None
-    if found.dim() != 1 or len(found) == 0:
-        raise ValueError(f"sync_weight has shape {list(found.shape)}; {allowed}.")
-    if not found.is_floating_point():
-        found = found.double()
-    if found.device.type == "meta":
-        raise ValueError(f"sync_weight is on the device meta, where tensors have no values; {allowed}.")
-    bad = (~((found.detach() >= 0) & (found.detach() <= 1))).nonzero()  # nan too
+    if checked.dim() != 1 or len(checked) == 0:
+        raise ValueError(f"sync_weight has shape {list(checked.shape)}; {allowed}.")
+    if not checked.is_floating_point():
+        checked = checked.double()
+    bad = (~((checked.detach() >= 0) & (checked.detach() <= 1))).nonzero()  # nan too
     if len(bad):
         first = int(bad[0])
         raise ValueError(
-            f"sync_weight[{first}] = {float(found[first].detach()):.6g}; {allowed}. "
+            f"sync_weight[{first}] = {float(checked[first].detach()):.6g}; {allowed}. "
             "Where a gradient step left the range, take sync_weight.clamp(0, 1), or sigmoid of what is optimised."
         )
-    return found
+    return checked
