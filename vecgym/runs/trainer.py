@@ -13,8 +13,8 @@ from torch import nn
 from vecgym.clock import AsyncTimeline, Compute, Network, Timeline, price
 from vecgym.collectives.ledger import Ledger
 from vecgym.core import check
+from vecgym.core.check import takes
 from vecgym.core.nodes import Nodes
-from vecgym.core.options import takes
 from vecgym.data.checks import check_dataset
 from vecgym.engine.contract import check_model, counting_memory, with_loss
 from vecgym.records import runfile
