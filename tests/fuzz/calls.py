@@ -474,7 +474,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.data.text.read_text": {"path": lambda: file("text.txt")},
     "vecgym.data.text.standard_library_text": {"num_chars": lambda: 1000},
     "vecgym.data.text.split_text": {},
-    "vecgym.data.decode_text": {"tokens": lambda: torch.tensor([0, 1])},
+    "vecgym.data.text.decode_text": {"tokens": lambda: torch.tensor([0, 1])},
     "vecgym.data.Partition": {"indices": lambda: (torch.tensor([0, 1]), torch.tensor([2])), "labels": lambda: None},
     "vecgym.data.num_steps": {"batches": lambda: data.Batches(examples(), K, 2)},
     "vecgym.data.EvalBatches": {"num_nodes": lambda: K},
