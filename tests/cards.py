@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from vecgym.compress.codecs import bits_for
 from vecgym.compress.dct import grid
-from vecgym.compress.packing import bits_for
 from vecgym.strategy.catalogue import Knobs
 from vecgym.strategy.fragments import cut
 from vecgym.strategy.selectors import Draws, RandomSelector

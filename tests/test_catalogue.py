@@ -21,7 +21,7 @@ from vecgym import availability, dry_run, guide, sweep
 from vecgym.cli import compare
 from vecgym.clock import Compute, Network
 from vecgym.collectives import StackedCollectives
-from vecgym.collectives.topology import Server
+from vecgym.collectives.topology import ServerLinks
 from vecgym.runs.verification import STRATEGIES
 from vecgym.strategy import (
     ADPSGDStrategy,
@@ -118,7 +118,7 @@ def test_sent_is_received_without_a_server(name: str, num_nodes: int, absent: An
         assert there is not None or num_nodes == 1
         return
     for entry in trainer.ledger:
-        if isinstance(entry.transfer.who, Server):
+        if isinstance(entry.transfer.who, ServerLinks):
             assert CARDS[name].server
         else:
             assert entry.sent_bytes == entry.received_bytes

@@ -26,7 +26,7 @@ from vecgym.clock.timeline import Clock
 from vecgym.collectives import base as collectives
 from vecgym.collectives.distributed import buckets
 from vecgym.collectives.ledger import Ledger, Transfer
-from vecgym.collectives.topology import Links, Server
+from vecgym.collectives.topology import Links, ServerLinks
 from vecgym.simulation.events import Stop, Update, schedule
 from vecgym.strategy import (
     ADPSGDStrategy,
@@ -449,7 +449,7 @@ def test_asynchronous_movements_and_fragments_go_in_messages_too(bucket_bytes: f
     rules, seconds = AsyncStrategy(H=1).rules(times), times.seconds
     events = schedule(rules, seconds, Stop(updates=3))
     updates = [event.time for event in events if isinstance(event, Update)]
-    served = [Transfer("server_mean", sum(sizes.values()), 1, Server((0,), (0,)), tensors=tuple(sizes))]
+    served = [Transfer("server_mean", sum(sizes.values()), 1, ServerLinks((0,), (0,)), tensors=tuple(sizes))]
     timeline = price([served] * 3, network, compute, sizes=sizes)
     assert_near(timeline.step_seconds[0], 0.5 + 2 * (whole * 0.01 + 0.288))
     assert_near([b - a for a, b in itertools.pairwise(updates)], [timeline.step_seconds[0]] * 2)
@@ -494,8 +494,8 @@ def random_case(seed: int, weights: bool = False) -> tuple[list[list[Transfer]],
                 who = Links.of(*torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).unbind(1))
             elif operation.startswith("server"):
                 up, down = (tuple(sorted(draw.sample(range(K), draw.randint(1, K)))) for _ in range(2))
-                who = Server((), down) if operation == "server_send" else Server(up, ())
-                who = Server(up, up) if operation == "server_mean" else who
+                who = ServerLinks((), down) if operation == "server_send" else ServerLinks(up, ())
+                who = ServerLinks(up, up) if operation == "server_mean" else who
             weight = draw.choice([1.0, 1.0, 0.3, 0.8]) if weights else 1.0
             payload = draw.randint(10, 1000)
             lag, gradients = draw.choice([0, 0, 0, 1, 2]), draw.random() < 0.4

@@ -12,7 +12,7 @@ from torch import Tensor
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.base import check_groups
 from vecgym.collectives.ledger import Ledger, Transfer
-from vecgym.collectives.topology import Links, Mixing, Server
+from vecgym.collectives.topology import Links, Mixing, ServerLinks
 
 K = 5
 SHAPES: list[tuple[int, ...]] = [(), (3,), (2, 3), (2, 1, 3)]  # of one node: [L] to 4-D tensors
@@ -270,13 +270,13 @@ WHO: dict[str, Any] = {
         *[torch.tensor([(j, i) for i in range(K) for j in range(K) if i != j and j != 2]).T[k] for k in (0, 1)]
     ),
     "broadcast": ((3, 0, 1, 2, 4),),
-    "server_mean": Server(EVERYONE, EVERYONE),
-    "server_mean of some": Server((4, 1), (4, 1)),
-    "server_mean weighted": Server((4, 1), (4, 1)),
-    "server_sum": Server(EVERYONE, EVERYONE),
-    "server_sum of some": Server((4, 1), (4, 1)),
-    "server_gather": Server(EVERYONE, ()),
-    "server_gather of some": Server((4, 1), ()),
+    "server_mean": ServerLinks(EVERYONE, EVERYONE),
+    "server_mean of some": ServerLinks((4, 1), (4, 1)),
+    "server_mean weighted": ServerLinks((4, 1), (4, 1)),
+    "server_sum": ServerLinks(EVERYONE, EVERYONE),
+    "server_sum of some": ServerLinks((4, 1), (4, 1)),
+    "server_gather": ServerLinks(EVERYONE, ()),
+    "server_gather of some": ServerLinks((4, 1), ()),
     "mean weighted uneven": ((3, 0), (1, 4, 2)),
     **{f"{operation} {name}": tuple(map(tuple, g)) for operation in ("mean", "sum") for name, g in GROUPS.items()},
 }

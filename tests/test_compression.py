@@ -48,9 +48,8 @@ from vecgym.compress import (
     TopK,
     make_codec,
 )
-from vecgym.compress.codecs import Draw, index_dtype, part_of
+from vecgym.compress.codecs import Draw, index_dtype, pack, pack_trits, part_of, unpack, unpack_trits
 from vecgym.compress.dct import grid
-from vecgym.compress.packing import pack, pack_trits, unpack, unpack_trits
 from vecgym.core import rng, tree
 from vecgym.core.tree import Tree
 from vecgym.strategy import (

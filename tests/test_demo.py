@@ -46,8 +46,7 @@ from tests.reference.demo import demo, fold, make_chunks
 from vecgym import Trainer, sweep
 from vecgym.core import tree
 from vecgym.core.tree import Tree
-from vecgym.optim import OptimSpec
-from vecgym.optim.clip import clip_grad_norm
+from vecgym.optim import OptimSpec, clip_grad_norm
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,

@@ -69,7 +69,7 @@ ONCE: dict[ModuleType, list[Case]] = {
             ("vecgym.SweepResult.plot", "x", "None"),
             ("vecgym.Trainer.plot", "path", "3"),
             ("vecgym.data.Partition", "indices", "3"),
-            ("vecgym.data.decode_text", "vocabulary", "{}"),
+            ("vecgym.data.text.decode_text", "vocabulary", "{}"),
             ("vecgym.models.GPT.generate", "tokens", "'abc'"),
             ("vecgym.optim.clip_grad_norm", "inplace", "'abc'"),
             ("vecgym.plot.plot_comparison", "window", "0"),

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import vecgym.optim.elementwise as elementwise
 import vecgym.optim.formulas as formulas
+import vecgym.optim.rules as rules
 from tests.reference import optimizers as reference
 from vecgym.core.errors import VecgymWarning
 from vecgym.core.tree import map_leaves
@@ -212,7 +212,7 @@ def test_scheduled_learning_rate(case, inplace):
 @pytest.mark.parametrize("small_run", [0, 10**9], ids=["runs", "broadcast"])
 @pytest.mark.parametrize("name", PER_NODE)
 def test_hyperparameters_per_node(name, small_run, monkeypatch):
-    monkeypatch.setattr(elementwise, "_SMALL_RUN", small_run)
+    monkeypatch.setattr(rules, "_SMALL_RUN", small_run)
     spec = OptimSpec(name, lr=torch.tensor([0.01, 0.01, 0.03]), **{k: tensors(v) for k, v in PER_NODE[name].items()})
     lrs = [torch.tensor([0.01, 0.01, 0.03]) * (1 + step % 3) for step in range(STEPS)]
     for given in (None, lrs):
@@ -248,7 +248,7 @@ def test_hyperparameters_per_node_expand_one_stored_node(name):
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_nodes_may_have_made_different_numbers_of_steps(case, small_run, monkeypatch):
     """The nodes of three runs of 0, 1 and 7 steps, put into one stack, go on as they would alone."""
-    monkeypatch.setattr(elementwise, "_SMALL_RUN", small_run)
+    monkeypatch.setattr(rules, "_SMALL_RUN", small_run)
     spec = OptimSpec(case[0], **case[1])
     rule = spec.rule()
     made = [0, 1, 7]
@@ -1058,7 +1058,7 @@ def test_groups_may_have_another_optimizer():
 def test_lion_and_muon_of_several_runs_are_merged(name):
     specs = [OptimSpec(name, lr=0.01, weight_decay=0.1), OptimSpec(name, lr=0.03, weight_decay=0.2)]
     assert merge_key(specs[0]) == merge_key(specs[1])
-    merged = merged_spec(specs, [1, 2])
+    merged = merged_spec([specs[0], specs[1], specs[1]])
     params, _ = stacked(merged, draw(0, shapes=LAYERS), grad=on_layers)
     for spec, rows in zip(specs, (slice(0, 1), slice(1, 3))):
         alone = stacked(spec, {n: p[rows] for n, p in draw(0, shapes=LAYERS).items()},
@@ -1303,7 +1303,7 @@ def test_adams_step_by_hand_is_the_formula(
     """Values to the bit; derivatives of everything, also where the gradient depends on the parameters and v is 0."""
 
     def derivatives(by_hand: bool) -> list[Tensor]:
-        monkeypatch.setattr(formulas.by_hand, "applies", applies if by_hand else lambda tensors: False)
+        monkeypatch.setattr(formulas, "adam_applies", applies if by_hand else lambda tensors: False)
         generator = torch.Generator().manual_seed(0)
         p, m, v = torch.randn(3, 3, 4, 2, generator=generator, dtype=torch.float64).unbind()
         v.square_()[0, 0] = 0
@@ -1314,7 +1314,7 @@ def test_adams_step_by_hand_is_the_formula(
         h = SimpleNamespace(**numbers, decoupled_weight_decay=True)
         g = p.sin() * torch.tensor([0.0, 1.0, 1.0, 1.0]).double()[:, None]  # 0 where v and m are
         for t in (1, 2):
-            x = functools.partial(elementwise._shaped, like=p)
+            x = functools.partial(rules._shaped, like=p)
             p, slots = formulas.adam(p, g, {"exp_avg": m, "exp_avg_sq": v}, t, h, x)
             m, v = slots.values()
             g = p.sin() * g.detach().sign().abs()
@@ -1326,7 +1326,7 @@ def test_adams_step_by_hand_is_the_formula(
             return [p, m, v, *first]
         return [p, m, v, *torch.autograd.grad(torch.stack([x.square().sum() for x in first]).sum(), inputs)]
 
-    applies = formulas.by_hand.applies
+    applies = formulas.adam_applies
     ours, theirs = derivatives(True), derivatives(False)
     assert "AdamStep" in type(ours[0].grad_fn).__name__
     assert "AdamStep" not in type(theirs[0].grad_fn).__name__

@@ -474,7 +474,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.data.text.read_text": {"path": lambda: file("text.txt")},
     "vecgym.data.text.standard_library_text": {"num_chars": lambda: 1000},
     "vecgym.data.text.split_text": {},
-    "vecgym.data.decode_text": {"tokens": lambda: torch.tensor([0, 1])},
+    "vecgym.data.text.decode_text": {"tokens": lambda: torch.tensor([0, 1])},
     "vecgym.data.Partition": {"indices": lambda: (torch.tensor([0, 1]), torch.tensor([2])), "labels": lambda: None},
     "vecgym.data.num_steps": {"batches": lambda: data.Batches(examples(), K, 2)},
     "vecgym.data.EvalBatches": {"num_nodes": lambda: K},
@@ -583,6 +583,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.core.tree.unflatten": {"leaves": lambda: {((dict, "w"),): torch.ones(1)}},
     "vecgym.core.tree.path_name": {"path": lambda: ((dict, "w"),)},
     "vecgym.core.tree.form": {"x": lambda: torch.ones(2, 3)},
+    "vecgym.core.tree.root": {"x": lambda: torch.ones(2)},
     "vecgym.core.tree.per_node": {"like": lambda: tree_of_nodes()["w"]},
     "vecgym.runs.verification.Check": {"bound": lambda: 0.0, "rows": lambda: check().rows, "column": lambda: "params"},
     "vecgym.runs.verification.Report": {

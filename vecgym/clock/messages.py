@@ -26,7 +26,7 @@ from vecgym.clock.cost import Team
 from vecgym.clock.network import Routes
 from vecgym.collectives.base import bucketed
 from vecgym.collectives.ledger import Transfer
-from vecgym.collectives.topology import Links, Server
+from vecgym.collectives.topology import Links, ServerLinks
 
 NEVER = -torch.inf  # the arrival of a message that is not for this node
 
@@ -403,7 +403,7 @@ class Planner:
         K, who = transfer.num_nodes, transfer.who
         if isinstance(who, Links):
             return Mesh(self.routes, who.senders, who.receivers) if len(who.senders) else None
-        if isinstance(who, Server):
+        if isinstance(who, ServerLinks):
             group = [*sorted({*who.up, *who.down}), K]
             # A node that sits out begins a later round from what the server has sent, so none may run ahead of it.
             receivers = range(K) if who.down else ()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vecgym.collectives.ledger import Islands, Ledger, Transfer
-from vecgym.collectives.topology import Groups, Links, Mixing, Server
+from vecgym.collectives.topology import Groups, Links, Mixing, ServerLinks
 from vecgym.core import tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
@@ -62,6 +62,7 @@ class Collectives(ABC):
     shapes_only: bool = False
     step = 0  # of the run, for errors
     members: tuple[int, ...] | None = None
+    _axis = 0  # the dimension of the nodes
     _run_nodes: int | None = None  # the number of nodes of the run, if only some participate
 
     @property
@@ -249,15 +250,12 @@ class Collectives(ABC):
         with torch.no_grad():
             return self._apply(x, lambda comm, y: comm._mix_inplace(y, mixing))
 
-    def _announce(self, operation: str, x: Tensor | Tree, who: Islands | Links | Server | None = None) -> None:
+    def _announce(self, operation: str, x: Tensor | Tree, who: Islands | Links | ServerLinks | None = None) -> None:
         """Record what an operation sends."""
         names = None if isinstance(x, Tensor) else tuple(x)
         who = who if self.members is None else renamed(who, self.members)
-        self.ledger.record(Transfer(operation, self._payload_bytes(x), self.run_nodes, who, tensors=names))
-
-    def _payload_bytes(self, x: Tensor | Tree) -> int:
-        """Count the bytes that one participant hands over."""
-        return payload_bytes(x)
+        num_bytes = payload_bytes(x, self._axis + 1)
+        self.ledger.record(Transfer(operation, num_bytes, self.run_nodes, who, tensors=names))
 
     def _reduced(self, x: T, groups: Groups | None, average: bool, inplace: bool = False) -> T:
         return self._own_storage(self._apply(x, lambda comm, y: comm._sum(y, groups, average)), x, inplace)
@@ -265,10 +263,10 @@ class Collectives(ABC):
     def _nodes(self, nodes: Sequence[int] | None) -> list[int]:
         return [int(node) for node in (range(self.num_nodes) if nodes is None else nodes)]
 
-    def _server(self, up: Sequence[int], down: Sequence[int]) -> Server:
+    def _server(self, up: Sequence[int], down: Sequence[int]) -> ServerLinks:
         for members in (up, down):
             check_groups([members], self.num_nodes)
-        return Server(tuple(map(int, up)), tuple(map(int, down)))
+        return ServerLinks(tuple(map(int, up)), tuple(map(int, down)))
 
     def _participant_weights(self, participants: Sequence[int], weights: Sequence[float] | None) -> list[float]:
         """Return each node's weight, `[K]`, 0 if it does not participate."""
@@ -290,7 +288,7 @@ class Collectives(ABC):
         return map_tensors(x, lambda y: y * tree.per_node(placed(local, y.device), y))
 
 
-def renamed(who: Islands | Links | Server | None, members: Sequence[int]) -> Islands | Links | Server:
+def renamed(who: Islands | Links | ServerLinks | None, members: Sequence[int]) -> Islands | Links | ServerLinks:
     """Return the participants with the ids `members` in place of 0, 1, ...; None: all members.
 
     >>> renamed(((0, 2),), [1, 5, 7]), renamed(None, [1, 5, 7])
@@ -301,19 +299,19 @@ def renamed(who: Islands | Links | Server | None, members: Sequence[int]) -> Isl
     if isinstance(who, Links):
         ids = torch.tensor(members, dtype=torch.long)
         return Links.of(*(ids[torch.tensor(x, dtype=torch.long)] for x in (who.senders, who.receivers)))
-    if isinstance(who, Server):
-        return Server(*(tuple(members[i] for i in nodes) for nodes in who))
+    if isinstance(who, ServerLinks):
+        return ServerLinks(*(tuple(members[i] for i in nodes) for nodes in who))
     return tuple(tuple(members[i] for i in group) for group in who)
 
 
-def payload_bytes(x: Tensor | Tree) -> int:
-    """Count the bytes of one node's part of a `[L, *]` tensor or tree.
+def payload_bytes(x: Tensor | Tree, first: int = 1) -> int:
+    """Count the bytes of one node's part of a `[L, *]` tensor or tree: its dimensions from `first` on.
 
     >>> payload_bytes({"w": torch.ones(8, 10), "b": torch.ones(1, 2, dtype=torch.float64)})
     56
     """
     values = [x] if isinstance(x, Tensor) else x.values()
-    return sum(math.prod(y.shape[1:]) * y.element_size() for y in values)
+    return sum(math.prod(y.shape[first:]) * y.element_size() for y in values)
 
 
 def bucketed(sizes: Sequence[float], bucket_bytes: float, gradients: bool = False) -> list[list[int]]:
@@ -329,13 +327,13 @@ def bucketed(sizes: Sequence[float], bucket_bytes: float, gradients: bool = Fals
     """
     first = min(bucket_bytes, FIRST_BUCKET_BYTES) if gradients and bucket_bytes < math.inf else bucket_bytes
     buckets: list[list[int]] = []
-    left = 0.0
+    room = 0.0
     for i in reversed(range(len(sizes))):
-        if left <= 0:
-            left = bucket_bytes if buckets else first
+        if room <= 0:
+            room = bucket_bytes if buckets else first
             buckets.append([])
         buckets[-1].append(i)
-        left -= sizes[i]
+        room -= sizes[i]
     return buckets
 
 

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vecgym.collectives.topology import Islands, Links, Server, plain_who, who_of
+from vecgym.collectives.topology import Islands, Links, ServerLinks, plain_who, who_of
 
 TOTALS = ("total_bytes", "total_received_bytes", "total_payload_bytes")
 Lag = int | tuple[int, ...]  # of all nodes, or one per node
@@ -49,7 +49,7 @@ class Transfer(NamedTuple):
         payload_bytes: the bytes that one participant hands to it.
         num_nodes: K, the number of nodes of the run.
         who: the participants: None for all nodes; groups of node ids, each exchanging among itself (the source of a
-            `broadcast` first); the `Links` of messages from node to node; or a `Server`.
+            `broadcast` first); the `Links` of messages from node to node; or a `ServerLinks`.
         lag: the number of steps until the result is used, 0 for this step; or one number per node, K of them.
         tensors: the names of the tensors that it carries, if they have names.
         weight: how often it counts, less than 1 if a relaxed schedule makes an exchange in part.
@@ -67,7 +67,7 @@ class Transfer(NamedTuple):
     operation: str
     payload_bytes: int
     num_nodes: int
-    who: Islands | Links | Server | None = None
+    who: Islands | Links | ServerLinks | None = None
     lag: Lag = 0
     tensors: tuple[str, ...] | None = None
     weight: float | Tensor = 1.0
@@ -121,7 +121,7 @@ def bytes_of(transfers: Iterable[Transfer]) -> tuple[float, float, float]:
 def _counts(transfer: Transfer) -> tuple[int, int, int, int]:
     """Return the number of payloads that all nodes together send, receive and hand over, and of participants."""
     K, who, operation = transfer.num_nodes, transfer.who, transfer.operation
-    if isinstance(who, Server):
+    if isinstance(who, ServerLinks):
         return len(who.up), len(who.down), len(who.up), len({*who.up, *who.down})
     if isinstance(who, Links):
         senders = who.senders

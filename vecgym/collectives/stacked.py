@@ -13,7 +13,6 @@ from torch import Tensor
 from vecgym.collectives.base import Collectives, T, map_tensors
 from vecgym.collectives.ledger import Ledger
 from vecgym.collectives.topology import Groups, Mixing
-from vecgym.core import nodes
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 
@@ -46,49 +45,60 @@ class StackedCollectives(Collectives):
         return subset
 
     def fetched(self, x: Tree, sources: Sequence[int], receivers: Sequence[int]) -> Tree:
-        rows: Tree = nodes.take_rows(x, torch.tensor(list(sources)))
-        return rows
+        order = torch.tensor(list(sources), dtype=torch.long)
+        return {name: y.clone() if self._is_same(y) else self._permute(y, order) for name, y in x.items()}
+
+    def _is_same(self, x: Tensor) -> bool:
+        """Whether a tensor is stored once for all nodes."""
+        return x.shape[self._axis] == 1
 
     def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
-        if x.shape[0] == 1:  # the same on every node: K equal terms, or those of a group
-            return x if average or self.num_nodes == 1 else self._replicated_sum(x, groups)
-        return _reduced(x[None], groups, average)[0]
-
-    def _replicated_sum(self, x: Tensor, groups: Groups | None) -> Tensor:
+        if not self._is_same(x):
+            return self._reduced_stack(x, groups, average)
+        if average or self.num_nodes == 1:
+            return x
         if groups is None:
             return x * self.num_nodes
-        count = placed(self._times(groups, x.dtype), x.device)
-        return x * count.view(-1, *[1] * (x.dim() - 1))
-
-    def _times(self, groups: Groups, dtype: torch.dtype) -> Tensor:
-        """Return how many values each node's group adds up, `[K]`."""
-        sizes = torch.ones(self.num_nodes, dtype=dtype)
+        times = torch.ones(self.num_nodes)  # how many values each node's group adds up
         for group in groups:
-            sizes[list(group)] = len(group)
-        return sizes
+            times[list(group)] = len(group)
+        return self._scaled(x, times)
+
+    def _reduced_stack(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
+        reduce, axis = (torch.mean if average else torch.sum), self._axis
+        if groups is None:
+            return reduce(x, axis, keepdim=True)
+        result = x.clone()
+        for group in groups:
+            if len(group) > 1:
+                members = placed(torch.tensor(group), x.device)
+                part = x.index_select(axis, members)
+                result = result.index_copy(axis, members, reduce(part, axis, keepdim=True).expand_as(part))
+        return result
 
     def _all_gather(self, x: Tensor) -> Tensor:
         return self._expanded(x)[None]
 
     def _broadcast(self, x: Tensor, src: int) -> Tensor:
-        return x if x.shape[0] == 1 else x[src : src + 1]
+        return x if self._is_same(x) else x.narrow(self._axis, src, 1)
 
     def _permute(self, x: Tensor, source: Tensor) -> Tensor:
-        return x if x.shape[0] == 1 else x.index_select(0, placed(source, x.device))
+        return x if self._is_same(x) else x.index_select(self._axis, placed(source, x.device))
 
     def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
-        y, matrix = self._expanded(x), placed(weights, x.device, x.dtype)
-        return (matrix @ y.flatten(1) if y.dim() > 1 else y @ matrix.T).reshape(y.shape)
+        y, matrix, rest = self._expanded(x), placed(weights, x.device, x.dtype), self._axis + 1
+        return (matrix @ y.flatten(rest) if y.dim() > rest else y @ matrix.T).reshape(y.shape)
 
     def _mix_inplace(self, x: Tensor, mixing: Mixing) -> Tensor:
-        if len(x) != self.num_configs * self.num_nodes or not x.is_contiguous() or x.numel() == 0:
+        rows = math.prod(x.shape[: self._axis + 1])
+        if rows != self.num_configs * self.num_nodes or not x.is_contiguous() or x.numel() == 0:
             return self._mix(x, mixing.weights)
         # Columns are mixed independently: on a CPU, a block of columns stays in its cache and saves passes over memory.
         on_cpu = x.device.type == "cpu"
         sparse = on_cpu and mixing.sparse and x.is_floating_point()
         combine = self._gather_neighbours(mixing, x) if sparse else self._product(mixing, x)
-        wide = x.view(len(x), -1)  # [C * K, P]
-        for part in wide.split(max(256, CACHED_ELEMENTS // len(x)) if on_cpu else wide.shape[1], dim=1):
+        wide = x.view(rows, -1)  # [C * K, P]
+        for part in wide.split(max(256, CACHED_ELEMENTS // rows) if on_cpu else wide.shape[1], dim=1):
             part.copy_(combine(part))
         return x
 
@@ -109,7 +119,12 @@ class StackedCollectives(Collectives):
         return lambda part: F.embedding_bag(sources, part.contiguous(), starts, mode="sum", per_sample_weights=values)
 
     def _expanded(self, x: Tensor) -> Tensor:
-        return x.expand(self.num_nodes, *x.shape[1:])
+        return x.expand(*x.shape[: self._axis], self.num_nodes, *x.shape[self._axis + 1 :])
+
+    def _scaled(self, x: T, factors: Tensor) -> T:
+        """Multiply each node's value by its factor `[K]`."""
+        first = self._axis + 1
+        return map_tensors(x, lambda y: y * placed(factors, y.device, y.dtype).view(-1, *[1] * (y.dim() - first)))
 
 
 class GroupCollectives(StackedCollectives):
@@ -132,6 +147,8 @@ class GroupCollectives(StackedCollectives):
     (tensor([0, 1]), Ledger(2 collectives, 8 bytes sent per node))
     """
 
+    _axis = 1
+
     def __init__(self, comm: StackedCollectives, num_configs: int) -> None:
         super().__init__(comm.num_nodes, comm.ledger)
         self.num_configs = num_configs
@@ -141,49 +158,8 @@ class GroupCollectives(StackedCollectives):
     def among(self, members: Sequence[int]) -> GroupCollectives:
         return GroupCollectives(self._comm.among(members), self.num_configs)
 
-    def fetched(self, x: Tree, sources: Sequence[int], receivers: Sequence[int]) -> Tree:
-        order = torch.tensor(list(sources), dtype=torch.long)
-        return {n: y.clone() if y.shape[1] == 1 else y.index_select(1, placed(order, y.device)) for n, y in x.items()}
-
-    def _payload_bytes(self, x: Tensor | Tree) -> int:
-        values = [x] if isinstance(x, Tensor) else x.values()
-        return sum(math.prod(y.shape[2:]) * y.element_size() for y in values)
-
-    def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
-        if x.shape[1] == 1:
-            return x if average or self.num_nodes == 1 else self._replicated_sum(x, groups)
-        return _reduced(x, groups, average)
-
-    def _replicated_sum(self, x: Tensor, groups: Groups | None) -> Tensor:
-        if groups is None:
-            return x * self.num_nodes
-        return x * placed(self._times(groups, x.dtype), x.device).view(-1, *[1] * (x.dim() - 2))
-
     def _all_gather(self, x: Tensor) -> Tensor:
         return self._expanded(x)
-
-    def _broadcast(self, x: Tensor, src: int) -> Tensor:
-        return x if x.shape[1] == 1 else x[:, src : src + 1]
-
-    def _permute(self, x: Tensor, source: Tensor) -> Tensor:
-        return x if x.shape[1] == 1 else x.index_select(1, placed(source, x.device))
-
-    def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
-        y, matrix = self._expanded(x), placed(weights, x.device, x.dtype)
-        return (matrix @ y.flatten(2) if y.dim() > 2 else y @ matrix.T).reshape(y.shape)
-
-    def _mix_inplace(self, x: Tensor, mixing: Mixing) -> Tensor:
-        if x.shape[:2] != (self.num_configs, self.num_nodes) or not x.is_contiguous() or x.numel() == 0:
-            return self._mix(x, mixing.weights)
-        super()._mix_inplace(x.view(-1, *x.shape[2:]), mixing)
-        return x
-
-    def _expanded(self, x: Tensor) -> Tensor:
-        return x.expand(-1, self.num_nodes, *x.shape[2:])
-
-    def _scaled(self, x: T, factors: Tensor) -> T:
-        """Multiply each node's value by its factor `[K]`."""
-        return map_tensors(x, lambda y: y * placed(factors, y.device, y.dtype).view(-1, *[1] * (y.dim() - 2)))
 
 
 class Announced(StackedCollectives):
@@ -199,9 +175,6 @@ class Announced(StackedCollectives):
     def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
         return x[:1] if groups is None else x
 
-    def _all_gather(self, x: Tensor) -> Tensor:
-        return self._expanded(x)[None]
-
     def _broadcast(self, x: Tensor, src: int) -> Tensor:
         return x[:1]
 
@@ -213,17 +186,3 @@ class Announced(StackedCollectives):
 
     def _own_storage(self, result: Any, x: Any, inplace: bool = False) -> Any:
         return result  # it is never written to
-
-
-def _reduced(x: Tensor, groups: Groups | None, average: bool) -> Tensor:
-    """Reduce over dimension 1, `[C, K, *] -> [C, 1, *]`, or within groups of it, `[C, K, *]`."""
-    if groups is None:
-        return x.mean(1, keepdim=True) if average else x.sum(1, keepdim=True)
-    result = x.clone()
-    for group in groups:
-        if len(group) > 1:
-            members = placed(torch.tensor(group), x.device)
-            part = x.index_select(1, members)
-            reduced = part.mean(1, keepdim=True) if average else part.sum(1, keepdim=True)
-            result = result.index_copy(1, members, reduced.expand_as(part))
-    return result

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vecgym.core import check
-from vecgym.core.transforms import readable
+from vecgym.core.devices import readable
 
 Groups = Sequence[Sequence[int]]
 Islands = tuple[tuple[int, ...], ...]
@@ -65,10 +65,10 @@ class Links(NamedTuple):
         return list(zip(self.senders, self.receivers))
 
 
-class Server(NamedTuple):
+class ServerLinks(NamedTuple):
     """Messages to a server from the nodes `up`, and from it to the nodes `down`.
 
-    >>> Server(up=(0, 3), down=(0, 3)).up
+    >>> ServerLinks(up=(0, 3), down=(0, 3)).up
     (0, 3)
     """
 
@@ -76,7 +76,7 @@ class Server(NamedTuple):
     down: tuple[int, ...]
 
 
-def plain_who(who: Islands | Links | Server | None) -> Any:
+def plain_who(who: Islands | Links | ServerLinks | None) -> Any:
     """Convert participants to values that `torch.load(weights_only=True)` reads.
 
     >>> plain_who(((0, 1), (2,)))
@@ -84,22 +84,22 @@ def plain_who(who: Islands | Links | Server | None) -> Any:
     """
     if isinstance(who, Links):
         return ["links", who.senders.tolist(), who.receivers.tolist()]
-    if isinstance(who, Server):
+    if isinstance(who, ServerLinks):
         return ["server", list(who.up), list(who.down)]
     return None if who is None else ["groups", *map(list, who)]
 
 
-def who_of(plain: Any) -> Islands | Links | Server | None:
+def who_of(plain: Any) -> Islands | Links | ServerLinks | None:
     """Invert `plain_who`.
 
     >>> who_of(["server", [0, 3], [0]])
-    Server(up=(0, 3), down=(0,))
+    ServerLinks(up=(0, 3), down=(0,))
     """
     kind, *parts = plain or [None]
     if kind == "links":
         return Links(*(array("i", ids).tobytes() for ids in parts))
     if kind == "server":
-        return Server(*map(tuple, parts))
+        return ServerLinks(*map(tuple, parts))
     return None if kind is None else tuple(map(tuple, parts))
 
 

@@ -33,9 +33,7 @@ class Wire:
     """
 
     def __init__(
-        self,
-        process_group: dist.ProcessGroup | None = None,
-        watch: Callable[[], None] = lambda: None,
+        self, process_group: dist.ProcessGroup | None = None, watch: Callable[[], None] = lambda: None
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(

@@ -45,12 +45,13 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from vecgym import compat
 from vecgym import strategy as native
-from vecgym.compat import imports, perplexity
+from vecgym.compat import perplexity
 from vecgym.core import check
+from vecgym.core.check import checks_of
 from vecgym.core.errors import warn
 from vecgym.core.files import is_regular, write_atomically
-from vecgym.core.options import checks_of
 from vecgym.optim import OptimSpec
 from vecgym.records.loggers import WandbLogger
 from vecgym.runs.options import Count, Flag, OptionalCount, Seed, optional_number
@@ -509,4 +510,4 @@ def install() -> None:
     >>> imported is DilocoSimulator
     True
     """
-    imports.install({path: {cls.__name__: cls for cls in classes} for path, classes in _MODULES.items()})
+    compat.install({path: {cls.__name__: cls for cls in classes} for path, classes in _MODULES.items()})

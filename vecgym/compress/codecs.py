@@ -28,7 +28,6 @@ all-reduces), that of the others through an all-gather.
 from __future__ import annotations
 
 import math
-import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
@@ -37,7 +36,6 @@ import torch
 from torch import Tensor
 
 from vecgym.compress.dct import Grid, from_chunks, grid, strongest, to_chunks
-from vecgym.compress.packing import bits_for, pack, unpack
 from vecgym.core import check
 from vecgym.core.devices import placed
 from vecgym.core.tree import per_node
@@ -48,6 +46,7 @@ Averaged = Literal["all", "senders"]
 DEFAULT_FRACTION = 0.01
 E3M0_LARGEST = 64  # 2^6: one of the eight exponents stands for zero
 E3M0_SIGN = 8  # the fourth bit
+TRITS = 5  # per byte: 3^5 = 243
 
 
 class Draw(NamedTuple):
@@ -173,19 +172,17 @@ class TopK(Codec):
         self.fraction = fraction if fraction is None else check_fraction("fraction", fraction)
         self.k = check.optional_integer("k", k, what="the number of values sent per tensor")
 
-    def count(self, n: int) -> int:
+    def num_values(self, n: int) -> int:
         """Return the number of values sent of a tensor of n values.
 
-        >>> TopK(0.1).count(50), TopK(0.1).count(3), TopK(k=8).count(50)
+        >>> TopK(0.1).num_values(50), TopK(0.1).num_values(3), TopK(k=8).num_values(50)
         (5, 1, 8)
         """
         return min(n, self.k) if self.k is not None else part_of(n, self.fraction or DEFAULT_FRACTION)
 
-    num_values = count
-
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         flat = x.reshape(len(x), size_of(x))
-        indices = strongest(flat, self.count(flat.shape[1]))
+        indices = strongest(flat, self.num_values(flat.shape[1]))
         return {"values": flat.gather(1, indices), "indices": indices.to(index_dtype(flat.shape[1]))}
 
     def decode(self, code: Code, like: Tensor) -> Tensor:
@@ -599,7 +596,7 @@ def check_bits(name: str, value: Any) -> int:
     ...
     ValueError: quantization_bits=16 must be 8, 4 or 2: the bits per value.
     """
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value not in (2, 4, 8):
+    if not check.is_integer(value) or value not in (2, 4, 8):
         raise ValueError(f"{name}={value!r} must be 8, 4 or 2: the bits per value.")
     return int(value)
 
@@ -634,3 +631,78 @@ def _needed(draw: Draw | None, codec: Codec) -> Draw:
     if draw is None:
         raise ValueError(f"{codec!r} draws random numbers: call encode(x, draw).")
     return draw
+
+
+# --------------------------------------------------------------------------------- small integers in bytes
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """Pack integers of `bits` bits into bytes, the first in the lowest bits: `[L, n]` -> uint8 `[L, bytes]`.
+
+    Rows of n values take ceil(n bits / 8) bytes.
+
+    >>> pack(torch.tensor([[1, 2, 15]], dtype=torch.uint8), 4)  # 1 + 2 * 16, 15
+    tensor([[33, 15]], dtype=torch.uint8)
+    >>> pack(torch.tensor([[4095, 1]]), 12)  # 255, 15 + 1 * 16, 0
+    tensor([[255,  31,   0]], dtype=torch.uint8)
+    """
+    values = values.to(torch.uint8 if bits <= 8 else torch.int32)
+    if 8 % bits:  # values cross byte boundaries: bit by bit
+        shifts = torch.arange(bits, dtype=values.dtype, device=values.device)
+        return pack(((values[..., None] >> shifts) & 1).flatten(1), 1)
+    to_byte = 8 // bits
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % to_byte))
+    shifted = padded.view(len(values), padded.shape[1] // to_byte, to_byte) << _shifts(bits, values.device)
+    return shifted.sum(-1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
+    """Invert `pack` for n values: uint8 `[L, bytes]` -> uint8 `[L, n]`, int32 above 8 bits.
+
+    >>> unpack(torch.tensor([[255, 31, 0]], dtype=torch.uint8), 12, 2)
+    tensor([[4095,    1]], dtype=torch.int32)
+    """
+    if 8 % bits:
+        dtype = torch.uint8 if bits < 8 else torch.int32
+        single = unpack(packed, 1, n * bits).to(dtype).unflatten(1, (n, bits))
+        return (single << torch.arange(bits, dtype=dtype, device=packed.device)).sum(-1, dtype=dtype)
+    values = (packed[..., None] >> _shifts(bits, packed.device)) & (2**bits - 1)
+    return values.flatten(1)[:, :n]
+
+
+def pack_trits(values: Tensor) -> Tensor:
+    """Pack values 0, 1 and 2, five per byte: uint8 `[L, n]` -> `[L, ceil(n / 5)]`.
+
+    >>> pack_trits(torch.tensor([[2, 2, 2, 2, 2, 1]], dtype=torch.uint8))
+    tensor([[242,   1]], dtype=torch.uint8)
+    """
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % TRITS))
+    digits = padded.view(len(values), padded.shape[1] // TRITS, TRITS)
+    return (digits * _powers(values.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_trits(packed: Tensor, n: int) -> Tensor:
+    """Invert `pack_trits` for n values: uint8 `[L, bytes]` -> `[L, n]`.
+
+    >>> unpack_trits(torch.tensor([[242, 1]], dtype=torch.uint8), 6)
+    tensor([[2, 2, 2, 2, 2, 1]], dtype=torch.uint8)
+    """
+    digits = torch.div(packed[..., None], _powers(packed.device), rounding_mode="floor") % 3
+    return digits.flatten(1)[:, :n]
+
+
+def bits_for(n: int) -> int:
+    """Return the number of bits of an integer from 0 to n - 1, at least one.
+
+    >>> bits_for(4096), bits_for(4097), bits_for(1)
+    (12, 13, 1)
+    """
+    return max(1, (n - 1).bit_length())
+
+
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
+
+
+def _powers(device: torch.device) -> Tensor:
+    return 3 ** torch.arange(TRITS, dtype=torch.uint8, device=device)

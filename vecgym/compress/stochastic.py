@@ -12,8 +12,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vecgym.compress.codecs import Code, Codec, Draw, _needed, _shaped, never_zero, size_of, wider
-from vecgym.compress.packing import bits_for, pack, pack_trits, unpack, unpack_trits
+from vecgym.compress.codecs import (
+    Code,
+    Codec,
+    Draw,
+    _needed,
+    _shaped,
+    bits_for,
+    never_zero,
+    pack,
+    pack_trits,
+    size_of,
+    unpack,
+    unpack_trits,
+    wider,
+)
 from vecgym.core import check
 from vecgym.core.devices import placed
 

@@ -1,4 +1,6 @@
-"""Copies between host and device. A device runs asynchronously, and nothing in a step may wait for it.
+"""Copies between host and device, and values inside the transforms of `torch.func`.
+
+A device runs asynchronously, and nothing in a step may wait for it.
 
 Reading a value on the host (`.item()`, `if x.any()`, `.cpu()`) waits until the device has finished all earlier work,
 and so does a copy to the device that is not `non_blocking`. The few places of a run that must read values call
@@ -7,15 +9,22 @@ and so does a copy to the device that is not `non_blocking`. The few places of a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.overrides import TorchFunctionMode
 
 from vecgym.core import tree
+
+T = TypeVar("T")
 
 
 def environment() -> dict[str, str]:
@@ -74,3 +83,40 @@ def placed_as(values: Any, template: Any, device: torch.device) -> Any:
         return x.to(like.device if isinstance(like, Tensor) else device, copy=True)
 
     return tree.map_leaves(place, values, template)
+
+
+def readable() -> contextlib.AbstractContextManager:
+    """Allow tensors to be converted to lists and arrays within a block, even inside a transform of `torch.func`.
+
+    Outside of a transform that is always allowed, and the mode would cost a microsecond per call of torch.
+    """
+    inside = _functorch.peek_interpreter_stack() is not None
+    return Readable() if inside else contextlib.nullcontext()
+
+
+class Readable(TorchFunctionMode):
+    """Convert tensors to lists and arrays of their plain values."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy):
+            return outside(lambda: func(_unwrapped(args[0]), *args[1:], **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def plain(x: Tensor) -> Tensor:
+    """Return the plain values, without a transform's wrapper or a graph."""
+    return _unwrapped(x).detach()
+
+
+def outside(fn: Callable[[], T]) -> T:
+    """Call `fn` outside of all transforms."""
+    if _functorch.peek_interpreter_stack() is None:
+        return fn()
+    with temporarily_pop_interpreter_stack():
+        return outside(fn)
+
+
+def _unwrapped(x: Tensor) -> Tensor:
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x

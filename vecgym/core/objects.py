@@ -1,4 +1,4 @@
-"""Python objects and everything they hold: visit it, replace tensors in it, save its state and restore it.
+"""Python objects and everything they hold: compare it, visit it, replace tensors in it, save its state and restore it.
 
 An object holds what is in its attributes and containers; a function holds what it closes over, its defaults, and the
 globals that it reads.
@@ -10,6 +10,7 @@ import copy
 import dis
 import enum
 import functools
+import inspect
 import random
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -19,11 +20,46 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vecgym.core import check
+
 _PLAIN = (bool, int, float, str, type(None))
 _CONSTANTS = (
     type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, torch.dtype,
     torch.device, torch.layout, torch.memory_format, type(Ellipsis),
 )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------- compare
+
+
+def public(x: object) -> dict[str, Any]:
+    """Return an object's settings, by name."""
+    return {name: value for name, value in vars(x).items() if not name.startswith("_")}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two settings are equal: numbers and tensors by value, functions if they are the same object.
+
+    >>> same([torch.ones(1), "sgd"], [torch.ones(1), "sgd"]), same(torch.ones(1), torch.zeros(1)), same(1, 1.0)
+    (True, False, True)
+    """
+    if a is b:
+        return True
+    if check.is_number(a) and check.is_number(b):
+        return bool(a == b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and a.requires_grad == b.requires_grad and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, functools.partial):
+        return same([a.func, a.args, a.keywords], [b.func, b.args, b.keywords])
+    if type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__") and not inspect.isroutine(a):
+        return same(public(a), public(b))
+    return bool(a == b)
 
 
 # ----------------------------------------------------------------------------------------------------- functions

@@ -27,13 +27,13 @@ def key(seed: int, purpose: str, *ids: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def generator(seed: int, purpose: str, *ids: int, device: torch.device | str = "cpu") -> torch.Generator:
+def generator(seed: int, purpose: str, *ids: int) -> torch.Generator:
     """Return a new generator, seeded with `key(seed, purpose, *ids)`.
 
     >>> bool(torch.rand(1, generator=generator(0, "a")) == torch.rand(1, generator=generator(0, "a")))
     True
     """
-    return torch.Generator(device=device).manual_seed(key(seed, purpose, *ids))
+    return torch.Generator().manual_seed(key(seed, purpose, *ids))
 
 
 class GlobalStates(NamedTuple):

@@ -159,6 +159,19 @@ def differentiated(x: object) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
+def root(x: Any) -> Any:
+    """Take the square root of a number or tensor, with derivative 0 at 0.
+
+    >>> import torch
+    >>> root(torch.tensor([0.0, 4.0]))
+    tensor([0., 2.])
+    """
+    if not isinstance(x, Tensor):
+        return x**0.5
+    zero = x == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
+
+
 def num_bytes(tree: object) -> int:
     """Return the bytes that the tensors of a tree occupy, counting an expanded dimension once.
 

@@ -1,7 +1,6 @@
 """Training data: datasets, batches, text, and which node holds which examples."""
 
 from vecgym.data.batches import Batches, EvalBatches, Examples, Factory, num_steps
-from vecgym.data.collate import Batch
 from vecgym.data.partition import (
     Partition,
     partition_dirichlet,
@@ -9,7 +8,8 @@ from vecgym.data.partition import (
     partition_quantity_skew,
     partition_shards,
 )
-from vecgym.data.windows import TokenWindows, decode_text, encode_text
+from vecgym.data.source import Batch
+from vecgym.data.text import TokenWindows, decode_text, encode_text
 
 __all__ = [
     "Batch",

@@ -37,8 +37,7 @@ from torch.utils.data import Dataset
 from vecgym.core import check, rng, tree
 from vecgym.core.devices import placed
 from vecgym.data.checks import checked_node_ids, is_factory
-from vecgym.data.collate import Batch
-from vecgym.data.source import Request, Source
+from vecgym.data.source import Batch, Request, Source
 
 CACHED_INDICES = 2**20  # of the epochs' orders, beyond the epochs in use
 CACHE_BYTES = 256 * 2**20  # an evaluation set up to this size stays in memory after the first pass
@@ -190,12 +189,8 @@ class Batches:
         [(tensor([[0, 2],
                 [5, 5]]), [2, 1]), (tensor([[5]]), [1])]
         """
-        all_limits = self.limits if shard_sizes is None else self.limits_of(shard_sizes)
-        local_limits = (
-            all_limits
-            if all_limits is None or shard_sizes is None
-            else tuple(all_limits[node] for node in self.node_ids)
-        )
+        limited = self.limits_of(self.shard_sizes if shard_sizes is None else shard_sizes) is not None
+        local_limits = self.shard_sizes if limited else None
         places = {node: row for row, node in enumerate(self.node_ids)}
         limits: deque[list[int] | None] = deque()  # of the batches requested from the workers
 

@@ -320,22 +320,23 @@ def partition_quantity_skew(data: Any, num_nodes: int, alpha: float, *, min_size
     return _partition(np.split(generator.permutation(n), sizes.cumsum()[:-1]), labels)
 
 
-def _mixtures(generator: np.random.Generator, left: np.ndarray, num_nodes: int, alpha: float) -> np.ndarray:
-    """Draw the number of examples of each class for each node, `[K, classes]`, out of `left`, `[classes]`."""
-    prior, n = left / left.sum(), int(left.sum())
-    counts = np.zeros((num_nodes, len(left)), dtype=np.int64)
-    sizes = np.diff(np.arange(num_nodes + 1) * n // num_nodes)
+def _mixtures(generator: np.random.Generator, sizes: np.ndarray, num_nodes: int, alpha: float) -> np.ndarray:
+    """Draw the number of examples of each class for each node, `[K, classes]`, out of `sizes`, `[classes]`."""
+    n, remaining = int(sizes.sum()), sizes
+    prior = sizes / n
+    counts = np.zeros((num_nodes, len(sizes)), dtype=np.int64)
+    of_nodes = np.diff(np.arange(num_nodes + 1) * n // num_nodes)
     for node in generator.permutation(num_nodes):
         q = generator.dirichlet(alpha * prior)
-        while (missing := sizes[node] - counts[node].sum()) > 0:
+        while (missing := of_nodes[node] - counts[node].sum()) > 0:
             # Draws of an exhausted class are repeated.
-            free = left - counts[node]
+            free = remaining - counts[node]
             weights = np.where(free > 0, q, 0.0)
             if weights.sum() <= 0:  # all classes of the mixture are exhausted
                 weights[free > 0] = generator.dirichlet(alpha * prior[free > 0])
             drawn = generator.multinomial(missing, weights / weights.sum())
             counts[node] += np.minimum(drawn, free)
-        left = left - counts[node]
+        remaining = remaining - counts[node]
     return counts
 
 

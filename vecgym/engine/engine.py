@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vecgym.core import nodes, rng, tree
+from vecgym.core.devices import outside, plain
 from vecgym.core.errors import warn
-from vecgym.core.transforms import outside, plain
 from vecgym.core.tree import Tree
 from vecgym.engine import contract, hooks
 from vecgym.engine.backend import (

@@ -2,20 +2,18 @@
 
 - Settings: OptimSpec, or what ensure_optim_spec converts to one: a name in OPTIMIZERS or a torch.optim.Optimizer class
 - Steps: Optimizer, a spec with clipping and a schedule, told how many steps it has made
-- Updates: a Rule, by rule_of: ElementwiseRule, all nodes in one call, for the classes in FORMULAS (ELEMENTWISE and
-  Muon's); PerNodeRule, one torch optimizer per node, for any other. Their state is an OptState
+- Updates: a Rule, by OptimSpec.rule: ElementwiseRule, all nodes in one call, for the classes in FORMULAS (ELEMENTWISE
+  and Muon's); PerNodeRule, one torch optimizer per node, for any other. Their state is an OptState
 - Classes: Lion, Muon (torch's if it has one), FullPrecisionMuon, DionMuon, FedAdam, FedYogi, FedAdagrad: beyond
   torch.optim
 - Clipping: clip_grad_norm, check_max_norm
 """
 
-from vecgym.optim.clip import check_max_norm, clip_grad_norm
-from vecgym.optim.elementwise import ElementwiseRule, OptState
 from vecgym.optim.formulas import ELEMENTWISE, FORMULAS
-from vecgym.optim.optimizer import Optimizer
+from vecgym.optim.optimizer import Optimizer, check_max_norm, clip_grad_norm
 from vecgym.optim.optimizers import DionMuon, FedAdagrad, FedAdam, FedYogi, FullPrecisionMuon, Lion, Muon
-from vecgym.optim.per_node import PerNodeRule
-from vecgym.optim.spec import OPTIMIZERS, OptimSpec, Rule, ensure_optim_spec, rule_of
+from vecgym.optim.rules import ElementwiseRule, OptState, PerNodeRule, Rule
+from vecgym.optim.spec import OPTIMIZERS, OptimSpec, ensure_optim_spec
 
 __all__ = [
     "ELEMENTWISE",
@@ -37,5 +35,4 @@ __all__ = [
     "check_max_norm",
     "clip_grad_norm",
     "ensure_optim_spec",
-    "rule_of",
 ]

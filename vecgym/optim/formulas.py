@@ -17,15 +17,17 @@ is the limit and not only a convention.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
 
-from vecgym.optim import by_hand, optimizers
-from vecgym.optim.by_hand import root
+from vecgym.core.tree import root
+from vecgym.optim import optimizers
 from vecgym.optim.optimizers import DionMuon, FullPrecisionMuon, Lion, Lists, Moment, Muon, muon_lr_ratio
 
 Scalar = Any  # a number, or a tensor [] or [L]
@@ -101,14 +103,14 @@ def adam(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tupl
     p, g = _decay(p, g, h, x)
     numbers = x(1 - h.beta1), x(h.beta2), x(1 - h.beta2), x(root(1 - h.beta2**t)), x(h.lr / (1 - h.beta1**t)), x(h.eps)
     tensors = [p, g, s["exp_avg"], s["exp_avg_sq"]]
-    if "max_exp_avg_sq" not in s and by_hand.applies(tensors):
-        p, m, v = by_hand.adam_step(tensors, *numbers)
+    if "max_exp_avg_sq" not in s and adam_applies(tensors):
+        p, m, v = adam_step(tensors, *numbers)
         return p, {**s, "exp_avg": m, "exp_avg_sq": v}
-    m, v = by_hand.adam_moments(g, s["exp_avg"], s["exp_avg_sq"], *numbers[:3])
+    m, v = adam_moments(g, s["exp_avg"], s["exp_avg_sq"], *numbers[:3])
     s = {**s, "exp_avg": m, "exp_avg_sq": v}
     if "max_exp_avg_sq" in s:
         s["max_exp_avg_sq"] = v = torch.maximum(s["max_exp_avg_sq"], v)
-    return by_hand.adam_moved(p, m, v, *numbers[3:]), s
+    return adam_moved(p, m, v, *numbers[3:]), s
 
 
 def rmsprop(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
@@ -150,7 +152,7 @@ def nadam(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tup
     mu = h.beta1 * (1.0 - 0.5 * 0.96 ** (t * h.momentum_decay))
     mu_next = h.beta1 * (1.0 - 0.5 * 0.96 ** ((t + 1) * h.momentum_decay))
     product = s["mu_product"] * mu  # [1 or L]
-    m, v = by_hand.adam_moments(g, s["exp_avg"], s["exp_avg_sq"], x(1 - h.beta1), x(h.beta2), x(1 - h.beta2))
+    m, v = adam_moments(g, s["exp_avg"], s["exp_avg_sq"], x(1 - h.beta1), x(h.beta2), x(1 - h.beta2))
     denominator = root(v / x(1 - h.beta2**t)) + x(h.eps)
     p = p - x(h.lr * (1.0 - mu) / (1.0 - product)) * g / denominator
     p = p - x(h.lr * mu_next / (1.0 - product * mu_next)) * m / denominator
@@ -164,7 +166,7 @@ def radam(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tup
     r_t = sqrt((rho_t - 4)(rho_t - 2) rho / ((rho - 4)(rho - 2) rho_t)). arXiv 1908.03265.
     """
     p, g = _decay(p, g, h, x)
-    m, v = by_hand.adam_moments(g, s["exp_avg"], s["exp_avg_sq"], x(1 - h.beta1), x(h.beta2), x(1 - h.beta2))
+    m, v = adam_moments(g, s["exp_avg"], s["exp_avg_sq"], x(1 - h.beta1), x(h.beta2), x(1 - h.beta2))
     correction = 1 - h.beta2**t
     rho = 2 / (1 - h.beta2) - 1
     rho_t = rho - 2 * t * h.beta2**t / correction
@@ -270,6 +272,127 @@ def dion_muon(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) ->
         s = {"momentum_buffer": u}
     update = optimizers.dion_orthogonalised(u, h.eps, h.full_precision)
     return p - x(h.lr * muon_lr_ratio("spectral_unclamped", *p.shape[-2:])) * update, s
+
+
+# ------------------------------------------------------------------------------------------ Adam's step, by hand
+#
+# For gradients through whole runs: autograd saves a tensor for each operation of the formula. This saves only what
+# exists anyway (the gradient, and the state before and after), and takes half the passes over memory.
+
+
+def adam_step(
+    tensors: Sequence[Tensor], w1: Scalar, b2: Scalar, w2: Scalar, c2: Scalar, a: Scalar, eps: Scalar
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute m' = m + w1 (g - m);  v' = b2 v + w2 g^2;  p' = p - a m' / (sqrt(v') / c2 + eps).
+
+    The order of operations is the formula's, and so are the bits. If the gradient is itself differentiated, it is
+    computed by the formula, operation by operation.
+
+    Args:
+        tensors: p, g, m, v, for which `adam_applies` is true.
+
+    >>> g, zero = torch.tensor([2.0], requires_grad=True), torch.zeros(1)
+    >>> p, m, v = adam_step([torch.tensor([1.0]), g, zero, zero], w1=0.5, b2=0.5, w2=0.5, c2=1.0, a=0.1, eps=0.0)
+    >>> p.item(), torch.autograd.grad((p + m + v).sum(), g)[0]  # m' / sqrt(v') does not depend on g here
+    (0.9292893409729004, tensor([2.5000]))
+    """
+    updated: tuple[Tensor, Tensor, Tensor] = _AdamStep.apply(*tensors, w1, b2, w2, c2, a, eps)
+    return updated
+
+
+def adam_moments(g: Tensor, m: Tensor, v: Tensor, w1: Scalar, b2: Scalar, w2: Scalar) -> tuple[Tensor, Tensor]:
+    """Return m' and v' of `adam_step`, operation by operation."""
+    return m + w1 * (g - m), b2 * v + w2 * g * g
+
+
+def adam_moved(p: Tensor, m: Tensor, v: Tensor, c2: Scalar, a: Scalar, eps: Scalar) -> Tensor:
+    """Return p' of `adam_step`, given m' and v'."""
+    return p - a * m / (root(v) / c2 + eps)
+
+
+class _AdamStep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, g: Tensor, m: Tensor, v: Tensor, *scalars: Scalar) -> tuple[Tensor, ...]:
+        w1, b2, w2, c2, a, eps = scalars
+        new_m = (g - m).mul_(w1).add_(m)
+        new_v = (b2 * v).add_((w2 * g).mul_(g))
+        new_p = p - (a * new_m).div_(new_v.sqrt().div_(c2).add_(eps))
+        tensors = [x for x in scalars if isinstance(x, Tensor)]
+        ctx.numbers = [None if isinstance(x, Tensor) else x for x in scalars]
+        ctx.save_for_backward(p, g, m, v, new_m, new_v, *tensors)
+        ctx.set_materialize_grads(False)
+        return new_p, new_m, new_v
+
+    @staticmethod
+    def backward(ctx: Any, *by: Tensor | None) -> Any:
+        p, g, m, v, new_m, new_v, *tensors = ctx.saved_tensors
+        tensor_scalars = iter(tensors)
+        scalars = [next(tensor_scalars) if x is None else x for x in ctx.numbers]
+        if torch.is_grad_enabled():  # the backward pass will be differentiated, too
+            return _adam_by_the_formula([p, g, m, v, *scalars], ctx.needs_input_grad, by)
+        return _adam_slopes((g, m, v, new_m, new_v), scalars, ctx.needs_input_grad, by)
+
+
+def adam_applies(tensors: list[Tensor]) -> bool:
+    """Whether `adam_step` supports these tensors: all of one shape, outside of forward mode and of `torch.func`."""
+    plain = _functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
+    return plain and torch.is_grad_enabled() and len({x.shape for x in tensors}) == 1
+
+
+def _adam_slopes(saved: tuple[Tensor, ...], scalars: list[Scalar], needed: Any, by: Any) -> tuple[Tensor | None, ...]:
+    """Return the derivatives with respect to p, g, m, v and the scalars, given those with respect to p', m', v'."""
+    g, m, v, new_m, new_v = saved
+    w1, b2, w2, c2, a, eps = scalars
+    by_p, by_m, by_v = (torch.zeros_like(g) if x is None else x for x in by)
+    root_v = new_v.sqrt()
+    denominator = (root_v / c2).add_(eps)
+    over = by_p / denominator
+    by_m = by_m - a * over
+    by_denominator = (over * new_m).div_(denominator).mul_(a)
+    # The root has derivative 0 at 0, as in the formula.
+    by_v = by_v + (by_denominator / (2 * c2)).div_(root_v).masked_fill_(new_v == 0, 0)
+    slopes: list[Tensor | None] = [
+        by[0],
+        (w1 * by_m).addcmul_(w2 * g, by_v, value=2) if needed[1] else None,
+        by_m - w1 * by_m if needed[2] else None,
+        b2 * by_v if needed[3] else None,
+    ]
+    of_scalars = (
+        lambda: by_m * (g - m),
+        lambda: by_v * v,
+        lambda: by_v * g * g,
+        lambda: by_denominator * root_v / (-c2 * c2),
+        lambda: -over * new_m,
+        lambda: by_denominator,
+    )
+    for x, is_needed, slope in zip(scalars, needed[4:], of_scalars):
+        slopes.append(slope().sum_to_size(_wide(x, g)).view_as(x).to(x.dtype) if is_needed else None)
+    return tuple(slopes)
+
+
+def _wide(x: Tensor, like: Tensor) -> list[int]:
+    """Return the shape of x, with leading ones up to the dimensions of `like`."""
+    return [1] * (like.dim() - x.dim()) + list(x.shape)
+
+
+@torch.enable_grad()
+def _adam_by_the_formula(inputs: list[Any], needed: Any, by: Any) -> tuple[Tensor | None, ...]:
+    # Views, since one input may depend on another, as g does on p, which is not part of this step.
+    inputs = [x.view_as(x) if isinstance(x, Tensor) else x for x in inputs]
+    p, g, m, v, w1, b2, w2, c2, a, eps = inputs
+    new_m, new_v = adam_moments(g, m, v, w1, b2, w2)
+    after = adam_moved(p, new_m, new_v, c2, a, eps), new_m, new_v
+    # In a first step perhaps only the learning rate requires grad: then the moments do not.
+    outputs = [(out, x) for out, x in zip(after, by) if x is not None and out.requires_grad]
+    if not outputs:
+        return (None,) * len(inputs)
+    variables = [x for x, is_needed in zip(inputs, needed) if is_needed]
+    outs, grads = zip(*outputs)
+    slopes = iter(torch.autograd.grad(outs, variables, grads, create_graph=True, allow_unused=True))
+    return tuple(next(slopes) if is_needed else None for is_needed in needed)
+
+
+# -------------------------------------------------------------------------------------------------- kernels
 
 
 def _undamped_first(slots: Lists, numbers: dict[str, Any], t: int) -> None:

@@ -1,27 +1,28 @@
-"""The one way to an optimizer's rule: built once, and told how many steps it has made."""
+"""An optimizer as strategies use it: a rule with clipping and a learning-rate schedule; and clipping by itself."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vecgym.core import check, nodes, tree
+from vecgym.core import check, tree
 from vecgym.core.devices import placed
-from vecgym.core.tree import Tree, leaves, per_node
-from vecgym.optim.clip import check_max_norm, clip_grad_norm
+from vecgym.core.nodes import join_rows, take_rows
+from vecgym.core.tree import Tree, leaves, per_node, root
 from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.schedule import Schedule, check_schedule, make_schedule
-from vecgym.optim.spec import Key, OptimSpec, merge_key, merged_spec, per_row
+from vecgym.optim.spec import Key, OptimSpec, merge_key, merged_spec, per_configuration
 
 # Below this many values for each rate, one call of a kernel for all rows and one more pass over the parameters are
 # faster than a call for each rate. Measured with 16 rates: they break even between 50,000 and 800,000 (AdamW, SGD).
 FEW = 1 << 16
 CACHED_RULES = 64  # of sets of nodes
-MADE_AGAIN = ("_factor", "_of_nodes", "_wide", "_moved", "_factors")
+CACHES = ("_factor", "_of_nodes", "_wide", "_moved", "_factors")
 
 Counts = int | Sequence[int]  # of all rows, or of each
 Slots = dict[str, Any]  # an optimizer's state: slot -> parameter -> [1 or rows, *]
@@ -70,10 +71,10 @@ class Optimizer:
         self._per_node: bool | None = None if spec.param_groups else _has_several(spec.kwargs)
         self._unit: Any = None  # of a merged one: the rule at rate 1
         self._num_rates: int | None = None  # of neighbouring rows
-        self._forget()
+        self._reset_caches()
 
-    def _forget(self) -> None:
-        """Begin without what is made again when it is needed, and cannot be sent to another process."""
+    def _reset_caches(self) -> None:
+        """Reset the caches, which are filled on demand and cannot be sent to another process."""
         self._factor = functools.lru_cache(1)(self._make_factor)
         self._of_nodes = functools.lru_cache(CACHED_RULES)(self._make_of_nodes)
         self._wide: dict[int, Optimizer] = {}
@@ -81,11 +82,11 @@ class Optimizer:
         self._factors: tuple[Any, dict[Any, Any]] = (None, {})  # of the last rates
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self).items() if name not in MADE_AGAIN}
+        return {name: x for name, x in vars(self).items() if name not in CACHES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._forget()
+        self._reset_caches()
 
     @property
     def scheduled(self) -> bool:
@@ -103,7 +104,7 @@ class Optimizer:
         return _has_several([self.spec.kwargs, self.max_norm])
 
     def check(self, num_nodes: int, max_steps: int, whose: str) -> None:
-        """Raise a ValueError for values of each node or step that are not as many, and for a schedule that fails."""
+        """Raise a ValueError if there are not as many values as nodes or steps, or if the schedule fails."""
         self.spec.check_steps(num_nodes, max_steps, whose)
         if self.max_norm is not None:
             check.per_node("max_norm", self.max_norm, "(0, inf]", num_nodes=num_nodes)
@@ -143,7 +144,7 @@ class Optimizer:
             inplace: `params`, `grads` and `state` may be overwritten: use only what is returned. Otherwise the step is
                 pure, and can be differentiated.
             nodes: the rows' node ids; None: all nodes.
-            exact: each row by itself: its last bits do not depend on the other rows.
+            exact: step row by row, so that the last bits of a row do not depend on the other rows.
         """
         counts = [count] if isinstance(count, int) else list(count)
         if counts.count(counts[0]) == len(counts):
@@ -156,10 +157,13 @@ class Optimizer:
         if num_rows == 1:
             return self._step(params, grads, state, counts, lr, inplace, nodes)
         ids = range(num_rows) if nodes is None else nodes
-        return row_by_row(
-            lambda i, p, g, s: self._step(p, g, s, _of(counts, i), _of(lr, i), inplace, ids[i : i + 1]),
-            params, grads, state, num_rows,
-        )  # fmt: skip
+        # A kernel rounds the last values of a tensor, which fill no vector register, in another way than the others:
+        # which values these are must not depend on the other nodes.
+        stepped = []
+        for i in range(num_rows):
+            p, g, s = (take_rows(x, torch.tensor([i])) for x in (params, grads, state))
+            stepped.append(self._step(p, g, s, _of_row(counts, i), _of_row(lr, i), inplace, ids[i : i + 1]))
+        return join_rows([p for p, _ in stepped]), join_rows([s for _, s in stepped])
 
     @property
     def merge_key(self) -> Key | None:
@@ -182,9 +186,9 @@ class Optimizer:
         >>> Optimizer.merged([Optimizer(OptimSpec("sgd", lr=0.5)), Optimizer(OptimSpec("sgd", lr=0.25))]).wide(2).spec
         OptimSpec(SGD, lr=tensor([0.5000, 0.5000, 0.2500, 0.2500], dtype=torch.float64))
         """
-        first, once = optimizers[0], [1] * len(optimizers)
-        norm = None if first.max_norm is None else per_row([x.max_norm for x in optimizers], once)
-        merged = first._with(merged_spec([x.spec for x in optimizers], once), norm)
+        first = optimizers[0]
+        norm = None if first.max_norm is None else per_configuration([x.max_norm for x in optimizers])
+        merged = first._with(merged_spec([x.spec for x in optimizers]), norm)
         merged._unit = unit_rule(merged.spec)
         return merged
 
@@ -210,10 +214,10 @@ class Optimizer:
     ) -> tuple[Tree, Slots]:  # fmt: skip
         if self.max_norm is not None:
             grads, _ = clip_grad_norm(grads, _own(self.max_norm, nodes), inplace=inplace)
-        told = {"step": torch.stack(counts) if isinstance(counts[0], Tensor) else torch.tensor(counts), **state}
+        with_step = {"step": torch.stack(counts) if isinstance(counts[0], Tensor) else torch.tensor(counts), **state}
         if self._unit is not None and inplace and len(counts) == 1 and _is_rows(lr) and self._few(params):
-            return self._scaled(params, grads, told, lr)
-        params, new = self._rule_at(params, counts, nodes).update(params, grads, told, lr=lr, inplace=inplace)
+            return self._scaled(params, grads, with_step, lr)
+        params, new = self._rule_at(params, counts, nodes).update(params, grads, with_step, lr=lr, inplace=inplace)
         del new["step"]
         return params, new
 
@@ -223,7 +227,7 @@ class Optimizer:
             self._num_rates = 1 + int((self.spec.lr.diff() != 0).sum()) if _is_rows(self.spec.lr) else 1
         return sum(p.numel() for p in params.values()) < FEW * self._num_rates
 
-    def _scaled(self, params: Tree, grads: Tree, told: Slots, lr: Tensor) -> tuple[Tree, Slots]:
+    def _scaled(self, params: Tree, grads: Tree, state: Slots, lr: Tensor) -> tuple[Tree, Slots]:
         """Step in place by one call of the kernel, at rate 1 from 0, which finds the movement u: p <- p + lr u."""
         form = [(name, p.shape, p.dtype, p.device) for name, p in params.items()]
         if self._moved[0] != form:
@@ -236,16 +240,16 @@ class Optimizer:
             self._factors = lr, {key: [per_node(x, alike[key]) for x in factors] for key, factors in on.items()}
         moved = tree.map(torch.Tensor.zero_, self._moved[1])
         with torch.no_grad():
-            moved, new = self._unit.update(moved, grads, told)
+            moved, new = self._unit.update(moved, grads, state)
             for name, p in params.items():
-                kept, rate = self._factors[1][p.dim(), p.dtype, p.device]
-                (p.mul_(kept) if decay else p).addcmul_(moved[name], rate)
+                shrink, rate = self._factors[1][p.dim(), p.dtype, p.device]
+                (p.mul_(shrink) if decay else p).addcmul_(moved[name], rate)
         del new["step"]
         return params, new
 
     def _rule_at(self, params: Tree, counts: list[int], nodes: Sequence[int] | None) -> Any:
         """Return the rule with the values of these nodes and steps."""
-        if self._per_node is None:  # param_groups tells parameter by parameter
+        if self._per_node is None:  # param_groups decides parameter by parameter
             self._per_node = any(_has_several(spec.kwargs) for spec, _, _ in self.spec.groups(params))
         spec, rule = (self.spec, self._rule) if nodes is None or not self._per_node else self._of_nodes(tuple(nodes))
         of_step = spec.at_each(lambda of_step: of_rows(of_step, counts if len(counts) > 1 else counts[0]))
@@ -276,7 +280,7 @@ class Optimizer:
 
 
 def unit_rule(spec: OptimSpec) -> Any:
-    """Return the rule at rate 1, if a step is the rate times what the rate has no part in; else None.
+    """Return the rule at rate 1 if a step is proportional to the rate, else None.
 
     >>> unit_rule(OptimSpec("sgd", lr=torch.tensor([0.1, 0.2]))).spec
     OptimSpec(SGD, lr=1.0)
@@ -310,34 +314,13 @@ def of_rows(value_at: Callable[[int], Any], counts: Counts, nodes: Sequence[int]
         return _own(value_at(counts), nodes)
     if not counts:
         return torch.empty(0, dtype=torch.float64)
-    found = {count: value_at(count) for count in dict.fromkeys(counts)}
-    first = found[counts[0]]
-    if all(x is first or (isinstance(x, (int, float)) and x == first) for x in found.values()):
+    values = {count: value_at(count) for count in dict.fromkeys(counts)}
+    first = values[counts[0]]
+    if all(x is first or (isinstance(x, (int, float)) and x == first) for x in values.values()):
         return _own(first, nodes)
     ids = range(len(counts)) if nodes is None else nodes
-    tensors = {
-        count: torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64) for count, x in found.items()
-    }
+    tensors = {n: x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for n, x in values.items()}
     return torch.stack([x if x.dim() == 0 else x[node] for x, node in zip(map(tensors.__getitem__, counts), ids)])
-
-
-def row_by_row(
-    step: Callable[[int, Tree, Tree, Slots], tuple[Tree, Slots]], params: Tree, grads: Tree, state: Slots, num_rows: int
-) -> tuple[Tree, Slots]:
-    """Take an optimizer's step on one row after the other: `step` gets its place, parameters, gradients and state.
-
-    A kernel rounds the last values of a tensor, which fill no vector register, in another way than the others: which
-    values these are must not depend on the other nodes.
-
-    >>> params, grads = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.5, 0.5])}
-    >>> row_by_row(lambda i, p, g, s: ({"w": p["w"] - g["w"]}, s), params, grads, {}, num_rows=2)[0]
-    {'w': tensor([0.5000, 1.5000])}
-    """
-    found = []
-    for i in range(num_rows):
-        p, g, s = (nodes.take_rows(x, torch.tensor([i])) for x in (params, grads, state))
-        found.append(step(i, p, g, s))
-    return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
 
 
 def _own(value: Any, nodes: Sequence[int] | None) -> Any:
@@ -352,14 +335,63 @@ def _is_rows(lr: Any) -> bool:
     return isinstance(lr, Tensor) and lr.dim() == 1 and len(lr) > 1 and not lr.requires_grad
 
 
-def _of(values: Any, i: int) -> Any:
+def _of_row(values: Any, i: int) -> Any:
     """Return the value of one row, of `[rows]` or of one for all."""
-    one = (
-        not isinstance(values, (list, Tensor)) or (isinstance(values, Tensor) and values.dim() == 0) or len(values) == 1
-    )
-    return values if one else values[i : i + 1]
+    is_list = isinstance(values, list) or (isinstance(values, Tensor) and values.dim() > 0)
+    return values[i : i + 1] if is_list and len(values) > 1 else values
 
 
 def _has_several(settings: Any) -> bool:
     """Whether a setting has a value for each node."""
     return any(x.dim() > 0 and x.shape[-1] > 1 for x in leaves(settings))
+
+
+# ---------------------------------------------------------------------------------------------------- clipping
+
+
+def check_max_norm(max_norm: float | Tensor) -> float | Tensor:
+    """Return `max_norm`, or raise a ValueError unless it is positive (`[L]`: on every node).
+
+    >>> check_max_norm(1.0)
+    1.0
+    """
+    what = "the largest norm of a node's gradient, such as 1.0; None, if allowed, does not clip"
+    return check.per_node("max_norm", max_norm, "(0, inf]", what)
+
+
+def clip_grad_norm(grads: Tree, max_norm: float | Tensor, inplace: bool = True) -> tuple[Tree, Tensor]:
+    """Scale each node's gradient to a norm of at most `max_norm`: g <- g min(1, max_norm / (||g|| + 1e-6)).
+
+    `grads`: `[1 or L, *shape]` per name, with ||g|| the 2-norm over a node's whole tree; `max_norm`: a number,
+    `[]` or `[L]`. Returns the gradients, and the norms before clipping, `[1 or L]`. `inplace=True` may overwrite
+    `grads`; `inplace=False` is pure and differentiable, with derivative 0 of the norm at 0.
+
+    Errors: ValueError unless `max_norm` > 0.
+
+    >>> clip_grad_norm({"w": torch.tensor([[3.0, 4.0], [0.3, 0.4]])}, max_norm=1.0)
+    ({'w': tensor([[0.6000, 0.8000],
+            [0.3000, 0.4000]])}, tensor([5.0000, 0.5000]))
+
+    Pascanu et al., arXiv 1211.5063; as `torch.nn.utils.clip_grad_norm_` on each node.
+    """
+    check_max_norm(max_norm)
+    check.flag("inplace", inplace)
+    flat = [g.reshape(len(g), math.prod(g.shape[1:])) for g in grads.values()]
+    if not flat:
+        return grads, torch.zeros(1)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inplace):
+        if inplace:  # one pass, no copy of the gradient's size
+            parts = torch.broadcast_tensors(*[torch.linalg.vector_norm(g, dim=1) for g in flat])
+            norms = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+        else:
+            norms = root(functools.reduce(torch.add, [(g * g).sum(dim=1) for g in flat]))
+        if len(norms) > 1:
+            check.per_node("max_norm", max_norm, num_nodes=len(norms))
+        factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
+        return {name: _scaled(g, factor, inplace) for name, g in grads.items()}, norms
+
+
+def _scaled(g: Tensor, factor: Tensor, inplace: bool) -> Tensor:
+    factor = factor.to(g.dtype)
+    fits = inplace and g.is_contiguous() and factor.shape[0] in (1, g.shape[0])
+    return g.mul_(per_node(factor, g)) if fits else g * per_node(factor, g)

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vecgym.core import check
-from vecgym.core.transforms import plain
-from vecgym.core.tree import differentiated
-from vecgym.optim.by_hand import root
+from vecgym.core.devices import plain
+from vecgym.core.tree import differentiated, root
 
 Lists = dict[str, list[Tensor]]  # slot -> one tensor per parameter
 Moment = Callable[[Any, Any, Any, Any], Any]
@@ -180,15 +179,7 @@ def orthogonalised(
             orthogonalised(m[None], (a, b, c), eps, steps, full_precision)
             for m, (a, b, c, eps, steps) in zip(matrices, rows)
         ])  # fmt: skip
-    a, b, c, least, count = (plain(x).item() if isinstance(x, Tensor) else x for x in settings)
-    count = check_num_steps(count)
-    if full_precision:
-        return _smooth(u, [coefficients] * count, eps)
-    rounded = _newton_schulz(u.detach(), [(a, b, c)] * count, least).to(u.dtype)
-    if not any(differentiated(x) for x in (u, *settings)):
-        return rounded
-    smooth = _smooth(u, [coefficients] * count, eps)
-    return smooth + (rounded - smooth).detach()
+    return _iterated(u, [coefficients] * check_num_steps(_constant(steps)), eps, full_precision)
 
 
 def dion_orthogonalised(u: Tensor, eps: Any, full_precision: bool) -> Tensor:
@@ -203,13 +194,25 @@ def dion_orthogonalised(u: Tensor, eps: Any, full_precision: bool) -> Tensor:
     """
     if isinstance(eps, Tensor) and eps.dim() == 1:
         eps = eps.view(-1, 1, 1)
+    return _iterated(u, DION_TRIPLES, eps, full_precision, True)
+
+
+def _iterated(u: Tensor, triples: Sequence[Triple], eps: Any, full_precision: bool, plus: bool = False) -> Tensor:
+    """Return the values in bfloat16, unless `full_precision`, with the derivatives in the precision of `u`."""
     if full_precision:
-        return _smooth(u, DION_TRIPLES, eps, True)
-    rounded = _newton_schulz(u.detach(), DION_TRIPLES, plain(eps) if isinstance(eps, Tensor) else eps, True)
-    if not any(differentiated(x) for x in (u, eps)):
-        return rounded.to(u.dtype)
-    smooth = _smooth(u, DION_TRIPLES, eps, True)
-    return smooth + (rounded.to(u.dtype) - smooth).detach()
+        return _smooth(u, triples, eps, plus)
+    a_b_c: list[Any] = [tuple(map(_constant, triple)) for triple in triples]
+    rounded = _newton_schulz(u.detach(), a_b_c, _constant(eps), plus).to(u.dtype)
+    if not any(differentiated(x) for x in (u, eps, *itertools.chain(*triples))):
+        return rounded
+    smooth = _smooth(u, triples, eps, plus)
+    return smooth + (rounded - smooth).detach()
+
+
+def _constant(x: Any) -> Any:
+    """Return a setting without derivatives, as a number unless it has a value per node."""
+    x = plain(x) if isinstance(x, Tensor) else x
+    return x.item() if isinstance(x, Tensor) and x.dim() == 0 else x
 
 
 def check_num_steps(value: Any) -> int:
@@ -383,7 +386,19 @@ class FedAdagrad(AdaptiveOptimizer):
     _kernel = adaptive(adagrad_moment)
 
 
-class FullPrecisionMuon(KernelOptimizer):
+class MatrixOptimizer(KernelOptimizer):
+    """The optimizers whose parameters are matrices, with momentum: the forms of Muon."""
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        for name in ("lr", "momentum", "weight_decay"):
+            check.number(name, defaults[name], "[0, inf)")
+        super().__init__(params, **defaults)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.dim() != 2:
+                raise ValueError(f"Muon takes matrices, but a parameter has the shape {list(p.shape)}")
+
+
+class FullPrecisionMuon(MatrixOptimizer):
     """`torch.optim.Muon` with the Newton-Schulz iteration in the parameters' precision, where torch rounds to bfloat16.
 
     The arguments and defaults are torch's. On a processor without bfloat16 arithmetic a step takes a tenth of the
@@ -413,18 +428,15 @@ class FullPrecisionMuon(KernelOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
     ) -> None:
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            check.number(name, value, "[0, inf)")
         if adjust_lr_fn is not None:
             check.choice("adjust_lr_fn", adjust_lr_fn, _ADJUSTMENTS)
         super().__init__(
             params, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov,
             ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn,
         )  # fmt: skip
-        _check_matrices(self)
 
 
-class DionMuon(KernelOptimizer):
+class DionMuon(MatrixOptimizer):
     """Muon as in github.com/microsoft/dion, which the authors of MuLoCo use.
 
     m <- mu m + g;  p <- (1 - lr wd) p - lr sqrt(rows / columns) NS(m), with NS five Newton-Schulz steps, each with
@@ -451,13 +463,10 @@ class DionMuon(KernelOptimizer):
         *,
         full_precision: bool = False,
     ) -> None:
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            check.number(name, value, "[0, inf)")
         check.flag("full_precision", full_precision)
         super().__init__(
             params, lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps, full_precision=full_precision
         )
-        _check_matrices(self)
 
 
 class Muon(FullPrecisionMuon):
@@ -505,12 +514,6 @@ class Joined(Optimizer):
         for optimizer in self.optimizers:
             optimizer.step()
         return loss
-
-
-def _check_matrices(optimizer: Optimizer) -> None:
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        if p.dim() != 2:
-            raise ValueError(f"Muon takes matrices, but a parameter has the shape {list(p.shape)}")
 
 
 def _check_betas(betas: Any, within: str) -> None:

@@ -6,18 +6,18 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vecgym.core import check
+from vecgym.core.objects import same
 from vecgym.core.tree import Tree, leaves, map_leaves
-from vecgym.optim.elementwise import ElementwiseRule, ParamGroups
 from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.optimizers import Joined
-from vecgym.optim.per_node import PerNodeRule
+from vecgym.optim.rules import ElementwiseRule, ParamGroups, PerNodeRule, Rule
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     cls.__name__.lower(): cls for cls in [*FORMULAS, getattr(torch.optim, "Adafactor", None)] if cls is not None
@@ -79,8 +79,8 @@ class OptimSpec:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, OptimSpec):
             return NotImplemented
-        same = self.cls is other.cls and self.param_groups is other.param_groups
-        return same and same_values(self.kwargs, other.kwargs)
+        alike = self.cls is other.cls and self.param_groups is other.param_groups
+        return alike and same(self.kwargs, other.kwargs)
 
     __hash__ = None  # type: ignore[assignment]  # tensors compare by value
 
@@ -176,9 +176,7 @@ class OptimSpec:
         >>> OptimSpec("sgd", lr=torch.tensor([[0.1], [0.01]]), momentum=0.9).at(1)
         OptimSpec(SGD, lr=tensor(0.0100), momentum=0.9)
         """
-        if not self._per_step:
-            return self
-        return self.replace(**map_leaves(lambda x: _at(x, step), self.kwargs))
+        return self.at_each(lambda of_step: of_step(step))
 
     def at_each(self, by_count: Callable[[Callable[[int], Any]], Any]) -> OptimSpec:
         """Return the spec of nodes that have taken different numbers of steps: `by_count` gathers the value of each.
@@ -226,20 +224,7 @@ class OptimSpec:
         >>> type(OptimSpec("adamw").rule()).__name__, type(OptimSpec(torch.optim.ASGD).rule()).__name__
         ('ElementwiseRule', 'PerNodeRule')
         """
-        return rule_of(self)
-
-
-Rule: TypeAlias = ElementwiseRule | PerNodeRule
-
-
-def rule_of(spec: OptimSpec) -> Rule:
-    """Return the update of a spec on stacked tensors, by its formula if it has one.
-
-    >>> type(rule_of(OptimSpec("lion"))).__name__
-    'ElementwiseRule'
-    """
-    check.instance("spec", spec, OptimSpec, 'an OptimSpec, such as OptimSpec("adamw")')
-    return ElementwiseRule(spec) if spec.cls in FORMULAS else PerNodeRule(spec)
+        return ElementwiseRule(self) if self.cls in FORMULAS else PerNodeRule(self)
 
 
 def ensure_optim_spec(
@@ -263,7 +248,7 @@ def ensure_optim_spec(
     if not isinstance(spec, OptimSpec):
         return OptimSpec(_class(spec, argument), **settings)
     for key in settings.keys() & spec.kwargs.keys() if optim is not None else ():
-        if not same_values(spec.kwargs[key], settings[key]):
+        if not same(spec.kwargs[key], settings[key]):
             raise ValueError(
                 f"{key} is given twice: {spec!r} and {key}={settings[key]!r}; give it once,"
                 f" in the OptimSpec or as {key}=..."
@@ -286,29 +271,29 @@ def merge_key(spec: OptimSpec) -> Key | None:
     return spec.cls.__name__, groups, fixed
 
 
-def merged_spec(specs: Sequence[OptimSpec], counts: Sequence[int]) -> OptimSpec:
-    """Merge specs into one, with one value per row for the hyperparameters that differ.
+def merged_spec(specs: Sequence[OptimSpec]) -> OptimSpec:
+    """Merge specs into one, with one value per configuration, `[C]`, for the hyperparameters that differ.
 
-    >>> merged_spec([OptimSpec("sgd", lr=0.5, momentum=0.9), OptimSpec("sgd", lr=0.25, momentum=0.9)], [1, 2])
-    OptimSpec(SGD, lr=tensor([0.5000, 0.2500, 0.2500], dtype=torch.float64), momentum=0.9)
+    >>> merged_spec([OptimSpec("sgd", lr=0.5, momentum=0.9), OptimSpec("sgd", lr=0.25, momentum=0.9)])
+    OptimSpec(SGD, lr=tensor([0.5000, 0.2500], dtype=torch.float64), momentum=0.9)
     """
     keys = list(dict.fromkeys(key for spec in specs for key in spec.kwargs))
-    values = {key: per_row([spec.hyper[key] for spec in specs], counts) for key in keys}
+    values = {key: per_configuration([spec.hyper[key] for spec in specs]) for key in keys}
     return OptimSpec(specs[0].cls, param_groups=specs[0].param_groups, **values)
 
 
-def per_row(values: Sequence[Any], counts: Sequence[int]) -> Any:
-    """Repeat each configuration's value for its rows, `[sum of counts]`; equal values stay one number.
+def per_configuration(values: Sequence[Any]) -> Any:
+    """Return the values of C configurations as `[C]`; equal values stay one number.
 
-    >>> per_row([(0.9, 0.5), (0.9, 0.25)], [1, 1])
+    >>> per_configuration([(0.9, 0.5), (0.9, 0.25)])
     (0.9, tensor([0.5000, 0.2500], dtype=torch.float64))
     """
     if isinstance(values[0], tuple):
-        return tuple(per_row(part, counts) for part in zip(*values))
+        return tuple(per_configuration(part) for part in zip(*values))
     plain = [x.item() if isinstance(x, Tensor) else x for x in values]
     if all(x == plain[0] for x in plain):
         return plain[0]
-    return torch.tensor(plain, dtype=torch.float64).repeat_interleave(torch.tensor(list(counts)))
+    return torch.tensor(plain, dtype=torch.float64)
 
 
 def _is_number(value: Any) -> bool:
@@ -317,17 +302,6 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.dim() == 0
     return check.is_number(value)
-
-
-def same_values(a: Any, b: Any) -> bool:
-    """Whether two settings are equal, tensors by value."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same_values(a[key], b[key]) for key in a)
-    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(same_values(x, y) for x, y in zip(a, b))
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return a is b or (isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b))
-    return bool(a == b)
 
 
 def _class(optim: object, argument: str = "optimizer") -> type[Optimizer]:
@@ -411,8 +385,7 @@ def _extreme(key: str, value: Tensor, pick: Callable[[Tensor], Tensor]) -> Any:
             f"{key} has shape {list(value.shape)}; a number, [], [N] (one per node), [T, 1] (one per step) or [T, N] is"
             " allowed"
         )
-    if value.device.type == "meta":
-        raise ValueError(f"{key} is on the device meta, where tensors have no values: create it on the CPU")
+    check.has_values(key, value)
     if value.is_complex():
         raise ValueError(f"{key} is a tensor of complex numbers: give real numbers")
     return pick(value.detach()).item()
@@ -452,7 +425,7 @@ def _grouped(
         if not isinstance(options, dict):
             raise TypeError(f"param_groups({name!r}, p) returned {options!r}; return a dict of hyperparameters")
         for group_options, members in groups:
-            if same_values(group_options, options):
+            if same(group_options, options):
                 members.append((name, p))
                 break
         else:

@@ -21,7 +21,7 @@ from matplotlib.ticker import EngFormatter
 
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import check
-from vecgym.core.options import Options, function_of
+from vecgym.core.check import Options, function_of
 from vecgym.plot import style
 from vecgym.plot.style import Curves
 from vecgym.records.columns import X_AXES, column_label, is_per_node

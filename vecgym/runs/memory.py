@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import tree
+from vecgym.core.check import function_of
 from vecgym.core.nodes import squared_consensus_distance
-from vecgym.core.options import function_of
 from vecgym.core.tree import Tree
 from vecgym.data import Batches
 from vecgym.engine import Engine, EngineName, Local, Plan, choose_plan

@@ -12,7 +12,7 @@ from torch import Tensor
 from vecgym.clock.required import Schedules, spread
 from vecgym.collectives.topology import check_doubly_stochastic
 from vecgym.core import check
-from vecgym.core.options import function_of
+from vecgym.core.check import function_of
 from vecgym.records.optimized import OptimizedSchedule
 from vecgym.runs.options import ScheduleOptions
 from vecgym.runs.rollout import Outcome, as_steps, prepared, rollout

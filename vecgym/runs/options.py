@@ -19,8 +19,8 @@ from vecgym import strategy as strategies
 from vecgym.clock import Compute, Network
 from vecgym.collectives.distributed import check_divides
 from vecgym.core import check, tree
+from vecgym.core.check import Options, checks_of
 from vecgym.core.nodes import LOSS_FN
-from vecgym.core.options import Options, checks_of
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, EngineName
 from vecgym.engine.contract import with_loss

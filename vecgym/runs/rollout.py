@@ -19,15 +19,13 @@ from torch.func import jvp, vjp
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.base import payload_bytes
 from vecgym.core import check, nodes, tree
-from vecgym.core.devices import placed
+from vecgym.core.check import function_of
+from vecgym.core.devices import placed, readable
 from vecgym.core.objects import reachable, replaced
-from vecgym.core.options import function_of
-from vecgym.core.transforms import readable
-from vecgym.core.tree import Tree, differentiated
+from vecgym.core.tree import Tree, differentiated, root
 from vecgym.engine import Engine, EngineName
 from vecgym.engine.contract import check_differentiable
-from vecgym.optim.formulas import root
-from vecgym.optim.per_node import PerNodeRule
+from vecgym.optim.rules import PerNodeRule
 from vecgym.runs.async_plan import AsyncPlan, Updates
 from vecgym.runs.options import JvpOptions, RolloutOptions, check_rollout, presence_of
 from vecgym.simulation import Row, Simulation, State, run

@@ -17,9 +17,9 @@ from tqdm.auto import tqdm
 from vecgym.clock import AsyncTimeline, Compute, Network, Timeline, price
 from vecgym.collectives.ledger import Ledger
 from vecgym.core import check, tree
+from vecgym.core.check import takes
 from vecgym.core.errors import DivergenceError
 from vecgym.core.nodes import Nodes
-from vecgym.core.options import takes
 from vecgym.core.tree import Tree
 from vecgym.data.checks import check_dataset
 from vecgym.engine import hooks

@@ -23,7 +23,7 @@ from vecgym.collectives.distributed import DistributedCollectives, check_divides
 from vecgym.collectives.ledger import Entry
 from vecgym.collectives.wire import Disagreement, Wire
 from vecgym.core import check, tree
-from vecgym.core.options import function_of
+from vecgym.core.check import function_of
 from vecgym.data import Batches
 from vecgym.engine import Engine, hooks
 from vecgym.engine.plan import check_engine

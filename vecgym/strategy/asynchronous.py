@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from vecgym.collectives.ledger import Transfer
-from vecgym.collectives.topology import Links
-from vecgym.collectives.topology import Server as ServerLinks
+from vecgym.collectives.topology import Links, ServerLinks
 from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vecgym.collectives.base import payload_bytes
-from vecgym.collectives.topology import Server as Sides
+from vecgym.collectives.topology import ServerLinks
 from vecgym.core import check, nodes
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
@@ -249,9 +249,9 @@ class DecoupledDiLoCoStrategy(EventDriven):
         for label in labels:
             del shared[label]
         for upload, names in sorted(part.memo.get("uploads", [])):  # in the order of time
-            self.send(part, "server_gather", Sides(up=(upload.node,), down=()), names)
+            self.send(part, "server_gather", ServerLinks(up=(upload.node,), down=()), names)
         for node in range(part.simulation.run.num_nodes):
-            self.send(part, "server_send", Sides(up=(), down=(node,)), self._names(part))
+            self.send(part, "server_send", ServerLinks(up=(), down=(node,)), self._names(part))
 
     def forget(self, part: Part) -> None:
         """Let go of what nobody needs."""

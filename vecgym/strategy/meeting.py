@@ -12,8 +12,7 @@ from torch import Tensor
 
 from vecgym.collectives import Collectives
 from vecgym.core import rng, tree
-from vecgym.core.devices import placed
-from vecgym.core.transforms import readable
+from vecgym.core.devices import placed, readable
 from vecgym.core.tree import Tree, differentiated
 from vecgym.simulation.simulation import spread
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vecgym.core import check, tree
-from vecgym.core.transforms import readable
+from vecgym.core.devices import readable
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec
 from vecgym.strategy.averages import OUTER_DEFAULTS, State, corrected, outer_spec

@@ -8,10 +8,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from vecgym.core import check
+from vecgym.core.objects import public, same
 from vecgym.optim.optimizer import Optimizer
 from vecgym.optim.schedule import Schedule
 
@@ -21,6 +21,7 @@ class Settings:
 
     Attributes whose names begin with "_" are derived from the others, and not compared.
 
+    >>> import torch
     >>> class Pair(Settings):
     ...     def __init__(self, left, right=0):
     ...         self.left, self.right = left, right
@@ -48,36 +49,6 @@ def altered(x: T, **attributes: Any) -> T:
     for name, value in attributes.items():
         setattr(twin, name, value)
     return twin
-
-
-def public(x: object) -> dict[str, Any]:
-    """Return an object's settings, by name."""
-    return {name: value for name, value in vars(x).items() if not name.startswith("_")}
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two settings are equal: numbers and tensors by value, functions if they are the same object.
-
-    >>> same([torch.ones(1), "sgd"], [torch.ones(1), "sgd"]), same(torch.ones(1), torch.zeros(1)), same(1, 1.0)
-    (True, False, True)
-    """
-    if a is b:
-        return True
-    if check.is_number(a) and check.is_number(b):
-        return bool(a == b)
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and a.requires_grad == b.requires_grad and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, functools.partial):
-        return same([a.func, a.args, a.keywords], [b.func, b.args, b.keywords])
-    if type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__") and not inspect.isroutine(a):
-        return same(public(a), public(b))
-    return bool(a == b)
 
 
 def shown(x: object, **instead: Any) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from vecgym.core import check
 from vecgym.optim import Optimizer, OptimSpec
 from vecgym.optim.spec import merge_key as spec_key
-from vecgym.optim.spec import merged_spec, per_row
+from vecgym.optim.spec import merged_spec, per_configuration
 from vecgym.simulation.simulation import Group
 from vecgym.simulation.timetable import RunFacts
 
@@ -127,7 +127,7 @@ def merged(members: Sequence[Any]) -> Any:
     if isinstance(first, Optimizer):
         return Optimizer.merged(members)
     if isinstance(first, OptimSpec):
-        return merged_spec(members, [1] * len(members))
+        return merged_spec(members)
     if isinstance(first, (list, tuple)) and not hasattr(first, "_fields"):
         return type(first)(merged(each) for each in zip(*members))
     if isinstance(first, dict):
@@ -159,5 +159,5 @@ def _number(values: Sequence[Any]) -> Any:
     if isinstance(values[0], Tensor) and values[0].dim() > 0:
         return torch.stack(list(values))
     if isinstance(values[0], Tensor) or check.is_number(values[0]):
-        return per_row(values, [1] * len(values))
+        return per_configuration(values)
     return merged(values)

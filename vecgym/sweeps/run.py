@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from vecgym.core.check import function_of
 from vecgym.core.errors import warn
-from vecgym.core.options import function_of
 from vecgym.runs import multiprocess
 from vecgym.sweeps.configurations import check_axes, make_configurations
 from vecgym.sweeps.options import Point, SweepOptions, checked_axes, checked_points, points

@@ -7,8 +7,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from vecgym.compat import imports
-from vecgym.compat.exogym import base, communicate, logger, strategies, trainer, utils
+from vecgym import compat
+from vecgym.compat.exogym import base, communicate, strategies, trainer, utils
 from vecgym.core import check
 from vecgym.records import loggers
 
@@ -50,7 +50,7 @@ NAMES = {
     "exogym.strategy.sparta_diloco": "SPARTADiLoCoStrategy",
     "exogym.strategy.demo": "DeMoStrategy",
 }
-_HOMES = (communicate, utils, base, strategies, trainer, logger)
+_HOMES = (communicate, utils, base, strategies, trainer)
 _MEMBERS = {name: value for home in _HOMES for name, value in vars(home).items()}
 CONTENTS = {path: {name: _MEMBERS[name] for name in names.split()} for path, names in NAMES.items()}
 # A path from the documentation, with vecgym's own loggers.
@@ -82,13 +82,13 @@ def install(device: str | None = None) -> None:
     'vecgym.compat.exogym.strategies'
     >>> uninstall()
     """
-    imports.install(CONTENTS, ABSENT)
+    compat.install(CONTENTS, ABSENT)
     trainer.use_device(device)
 
 
 def uninstall() -> None:
     """Undo `install`: `import exogym` finds the real one again, if it is installed."""
-    imports.uninstall("exogym")
+    compat.uninstall("exogym")
     trainer.use_device(None)
 
 
