@@ -16,6 +16,7 @@ from tests.models import make_batches, make_model
 from vecgym import sweep
 from vecgym.collectives import StackedCollectives
 from vecgym.optim import OptimSpec
+from vecgym.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
     AveragingCommunicator,
@@ -376,3 +377,37 @@ def test_what_a_module_keeps_is_never_overwritten(what: str, kind: type[Keeps], 
             trained(module, *beside, num_nodes=num_nodes, **settings)
             trained(*beside, every(2, module), num_nodes=num_nodes, **settings)
         assert module._checked == 2 * (STEPS + STEPS + STEPS // 2)
+
+
+# ---------------------------------------------------------------------------------- strategies with their own methods
+
+
+def test_a_method_of_ones_own_is_called_without_being_named() -> None:
+    """`train_jointly`, of a strategy without an exchange of gradients."""
+
+    class Signs(Strategy):
+        def train_jointly(self, part: Part) -> None:
+            signs = {name: g.sign() for name, g in part.gradients().items()}
+            part.optimize(part.comm.mean(signs))
+            part.report(part.losses)
+
+    trainer, _ = fit("MLP", Signs("sgd", lr=0.1), max_steps=2)
+    assert {entry.operation for entry in trainer.ledger} == {"mean"}
+
+
+def test_a_setting_cannot_hide_a_method() -> None:
+    class Named(Strategy):
+        def __init__(self, rates: float) -> None:
+            super().__init__("sgd", lr=0.1)
+            self.outer_lr = 0.7  # no method
+            self.rates = rates
+
+    with pytest.raises(TypeError, match=r"Named cannot have a setting 'rates', since that is a method: .* 'own_rates'"):
+        Named(0.5)
+
+
+def test_a_collective_takes_tensors_by_name() -> None:
+    comm = StackedCollectives(2)
+    for operation in (comm.mean, comm.sum, comm.all_gather):
+        with pytest.raises(TypeError, match=f"comm.{operation.__name__} takes .*'a' is of type dict: call it for each"):
+            operation({"a": {"w": torch.ones(2)}})

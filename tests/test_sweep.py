@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import functools
+import math
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import vecgym.strategy
-from tests.fitting import Rows
+from tests.fitting import Rows, dataset
 from tests.fuzz import sweeps as fuzz
 from tests.fuzz.common import Case, Failure
 from tests.helpers import assert_close
@@ -42,6 +44,7 @@ from vecgym.records.rows import averaged, labelled, select
 from vecgym.simulation import Part
 from vecgym.strategy import (
     AllReduceStrategy,
+    Average,
     CommunicateOptimizeStrategy,
     CommunicationModule,
     Compressed,
@@ -1397,3 +1400,58 @@ def test_rows_have_the_models_metrics() -> None:
     found = [result.compare("H", "val_accuracy", largest=largest) for largest in (True, False)]
     assert [[row["lr"] for row in rows] for rows in found] == [[0.5, 0.5], [1e-4, 1e-4]]
     assert max(row["val_accuracy"] for row in found[0]) == best["val_accuracy"]
+    assert result.best("val_accuracy") == best  # an accuracy by itself, and a loss
+    assert result.compare("H", "val_accuracy") == found[0]
+    assert result.best()["lr"] == 0.5
+    bold = [line for line in result.table(columns=["val_accuracy"]).splitlines() if "**" in line]
+    assert bold
+    assert not any("0.0001" in line for line in bold)
+    for call in (result.best, functools.partial(result.compare, "H")):
+        with pytest.raises(ValueError, match=r"'lr' does not say which value is the best: give largest=True"):
+            call("lr")
+
+
+def test_what_diverged_has_no_validation_loss() -> None:
+    """... not that of its last evaluation, before it diverged, which a tuner might take for a good one."""
+    result = sweep(
+        make_model("MLP"), dataset("MLP"), dataset("MLP"), strategy=lambda lr: DiLoCoStrategy("sgd", H=2, lr=lr),
+        grid={"lr": [0.1, 1e30]}, num_nodes=2, max_steps=4, batch_size=4, device="cpu", progress=False,
+    )  # fmt: skip
+    good, bad = result.rows
+    assert (good["status"], bad["status"]) == ("finished", "diverged")
+    assert math.isfinite(good["val_loss"])
+    assert math.isnan(bad["val_loss"])
+    assert result.best() == good
+
+
+class Clipped(Average):
+    """The mean of movements of which each node clips its own, in code for `[K, *]`."""
+
+    def agree(self, values: Tree, at: Meeting) -> Tree:
+        def clip(x: Tensor) -> Tensor:
+            return 0.1 * x / x.flatten(1).norm(dim=1).clamp(min=0.1).view(-1, *[1] * (x.dim() - 1))
+
+        return at.comm.mean(tree.map(clip, values))
+
+
+class Medians(Average):
+    """The median of what all have sent, in code for `[1, K, *]`."""
+
+    def agree(self, values: Tree, at: Meeting) -> Tree:
+        return tree.map(lambda x: x.median(dim=1).values, at.comm.all_gather(values))
+
+
+@pytest.mark.parametrize("average", [Clipped, Medians])
+def test_an_average_of_ones_own_need_not_know_of_stacks(average: type[Average]) -> None:
+    """As many configurations as nodes: the shapes of a stack would not show that its dimensions were mixed up."""
+
+    def strategy(outer_lr: float) -> Strategy:
+        return DiLoCoStrategy("sgd", H=2, lr=0.1, outer_lr=outer_lr, average=average())
+
+    model, data = make_model("MLP").double(), dataset("MLP", dtype=torch.float64)
+    common: dict[str, Any] = {"num_nodes": 4, "max_steps": 6, "batch_size": 4, "device": "cpu", "progress": False}
+    result = sweep(model, data, data, strategy=strategy, grid={"outer_lr": [0.2, 0.4, 0.7, 0.9]}, **common)
+    for row in result.rows:
+        trainer = Trainer(model, data, data)
+        trainer.fit(strategy(row["outer_lr"]), **common)
+        assert row["val_loss"] == pytest.approx(trainer.history.last("val_loss"), rel=1e-10)

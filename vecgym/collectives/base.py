@@ -13,6 +13,7 @@ from torch import Tensor
 from vecgym.collectives.ledger import Islands, Ledger, Transfer
 from vecgym.collectives.topology import Groups, Links, Mixing, ServerLinks
 from vecgym.core import tree
+from vecgym.core.check import kind_of
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 
@@ -234,7 +235,8 @@ class Collectives(ABC):
     def mix(self, x: T, weights: Tensor | Mixing, inplace: bool = False) -> T:
         """Mix, x_i <- sum_j W_ij x_j with `weights` W `[K, K]`: `[L, *] -> [L, *]`.
 
-        Node j sends to each i != j with W_ij != 0. A `Mixing` is a matrix analysed once for many exchanges. With
+        Node j sends to each i != j with W_ij != 0. W need not be symmetric, nor
+        doubly stochastic. A `Mixing` is a matrix analysed once for many exchanges. With
         `inplace`, `x` may be overwritten, and the result is not differentiable.
         """
         matrix = weights.weights if isinstance(weights, Mixing) else weights
@@ -253,6 +255,12 @@ class Collectives(ABC):
     def _announce(self, operation: str, x: Tensor | Tree, who: Islands | Links | ServerLinks | None = None) -> None:
         """Record what an operation sends."""
         names = None if isinstance(x, Tensor) else tuple(x)
+        for name in names or ():
+            if not isinstance(x[name], Tensor):
+                raise TypeError(
+                    f"comm.{operation} takes a tensor, or a dict of tensors by name, and {name!r} is "
+                    f"{kind_of(x[name])}: call it for each dict."
+                )
         who = who if self.members is None else renamed(who, self.members)
         num_bytes = payload_bytes(x, self._axis + 1)
         self.ledger.record(Transfer(operation, num_bytes, self.run_nodes, who, tensors=names))

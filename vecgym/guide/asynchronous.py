@@ -25,7 +25,8 @@ node, constant or drawn.
 Node i begins a round from the server's parameters of version v. It makes H_i steps of its own inner optimizer, whose
 state stays on the node, and sends its movement Delta_i = start_i - theta_i. When that arrives, the server is s versions
 further: the *staleness*. Of every `buffer` arrivals the server makes one update of the mean of w(s_i) Delta_i, a new
-version. Then the node is sent the server's parameters, and begins again. Arrivals of one time go by the node's id.
+version. Then the node is sent the server's parameters, and begins again. Arrivals of one time go by the node's id, and
+all of them are taken before any of these nodes is sent parameters.
 
 - `staleness`: w(s) is 1 ("none"), (1 + s)^(-1/2) ("inverse_sqrt"), or a function of yours.
 - `dylu=True`: H_i in proportion to the node's speed, so that rounds take about equally long. `local_steps=[...]` says
@@ -48,7 +49,23 @@ outer optimizer.
 | `HeLoCo(lr, momentum)` | momentum, a mean of past movements, on movements that are turned where they point against it; nodes begin where it leads | 1 |
 
 An update at every arrival with momentum adds up: rates that suit DiLoCo are about K times too large for
-`OuterOptimizer` with `buffer=1`. A server of your own is a subclass of `vecgym.strategy.Server` with one method.
+`OuterOptimizer` with `buffer=1`. A server of your own is a subclass of `vecgym.strategy.Server` with one method, `update(params, movement, state, update)`.
+Its movement is the mean of w(s_i) (start_i - theta_i), so `params - lr * movement` follows the nodes.
+
+A rule that needs more, such as the parameters that arrive, is a subclass of `AsyncStrategy` with handlers of its own.
+FedAsync, theta <- (1 - a) theta + a theta_i with a = 0.6 (1 + s)^(-1/2) (Xie et al., arXiv 1903.03934):
+
+>>> class FedAsync(AsyncStrategy):
+...     def arrive(self, part):
+...         self.arrived(part)  # counts what is sent
+...         part.report(self.round_loss(part))
+...         part.memo["arrived"] = part.own["local"], 0.6 * (1 + part.event.info.staleness) ** -0.5
+...
+...     def update(self, part):
+...         theta, a = part.memo["arrived"]
+...         now = part.shared["params"]
+...         part.shared["params"] = {name: (1 - a) * x + a * theta[name] for name, x in now.items()}
+>>> averaged = trainer.fit(FedAsync("sgd", H=5, lr=0.1), num_nodes=3, max_updates=12, compute=compute)
 
 ## Two levels, pairs, fragments
 

@@ -89,7 +89,7 @@ A subclass of `Strategy` overrides some of these:
 | `timetable(run)` | before the run | return all events of the run, if `marks` and `trains` are not enough |
 | `init(run, params)` | once | return what each node has of its own, and what all share: trees of tensors `[1, *]`, by name |
 | `train(part)` | each step | gradients and the optimizer's step of nodes that train each by itself |
-| `train_jointly(part)` | each step, in its place | the same, where something is exchanged in between |
+| `train_jointly(part)` | each step, in place of `train` if it is overridden, or if an exchange is of gradients | the same, where something is exchanged in between |
 | `rejoin(part)` | where nodes return | what they begin with |
 | `result(state)` | where the model is asked for | return the parameters whose mean is evaluated, returned and saved: those of the nodes, if it is not overridden; or a slow average, say |
 | `rates(timetable, tick, nodes)` | each step | return the inner and the outer learning rate, to be recorded |
@@ -157,7 +157,8 @@ tensors are then `[C, K, *]`, shared ones `[C, 1, *]`, and a setting in which th
 
 - Name the settings that may differ: `own_numbers` of a strategy, `numbers` of an average. All others must be equal, or it
   is another group. `None` says that the code is for one configuration: it is then trained with the others, and has
-  handlers called for itself. A strategy with methods of its own that does not set `own_numbers` is treated as one of these.
+  handlers called for itself. A strategy or an average with methods of its own that does not say is treated as one of
+  these: right, and slower.
 - Configurations of different seeds are one group, too, if nothing draws random numbers. What has methods of its own is
   taken to draw some, unless it says that it does not: `own_draws = False` of a strategy, `draws = False` of an average.
 - Multiply by a setting through `part.each(number, like)`, `at.scaled(number, x)` or `vecgym.simulation.spread`.

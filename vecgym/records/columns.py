@@ -138,6 +138,21 @@ def is_per_node(name: str) -> bool:
     return name in PER_NODE or name.endswith(EACH)
 
 
+LARGER_IS_BETTER = ("accuracy", "precision", "recall", "f1", "auc", "score", "utilization", "correlation")
+SMALLER_IS_BETTER = ("loss", "perplexity", "error", "distance", "bytes", "seconds", "bandwidth")
+
+
+def larger_is_better(name: str) -> bool | None:
+    """Whether the largest value of a measure is the best one, to judge by its name; None: the name does not say.
+
+    >>> larger_is_better("val_accuracy_p10"), larger_is_better("val_loss"), larger_is_better("val_reward")
+    (True, False, None)
+    """
+    if any(word in name for word in SMALLER_IS_BETTER):
+        return False
+    return True if any(word in name for word in LARGER_IS_BETTER) else None
+
+
 def column_label(name: str) -> str:
     """Return the label of a column in figures.
 

@@ -81,7 +81,8 @@ class Average(Settings):
 
     Attributes:
         numbers: settings that may have a value for each configuration of a group, `[C]`; None: the average does not
-            work on `[C, K, *]`, and each configuration has a group of its own.
+            work on `[C, K, *]`, and each configuration has a group of its own. So it is with a class that has methods
+            of its own and does not say.
         common: whether all nodes go on with the same.
         plain: whether it is the mean of all nodes and nothing else.
         in_part: whether an exchange may be made in part, as a `SyncWeight` asks for.
@@ -118,8 +119,11 @@ class Average(Settings):
     in_part: bool = True
 
     def __init_subclass__(cls) -> None:
-        """Take it that a class draws random numbers, unless it says itself that it does not."""
+        """Take it that a class draws random numbers, and works on one configuration, unless it says otherwise."""
         super().__init_subclass__()
+        methods = {name for name, value in vars(cls).items() if callable(value) and not name.startswith("__")}
+        if methods - {"check"} and "numbers" not in vars(cls):
+            cls.numbers = None
         if "draws" not in vars(cls):
             cls.draws = True  # type: ignore[assignment, method-assign]
 
@@ -224,6 +228,7 @@ class Reduction(Average):
     """
 
     linear: bool = False
+    numbers = ()
 
     def shares(self, at: Meeting) -> Tensor | None:
         """Return W `[1 or K, K]`, with which a node's average is sum_k W_ik x_k; None: the plain mean."""
@@ -263,6 +268,7 @@ class Mean(Reduction):
     """
 
     linear = True
+    numbers = ()
 
     def __init__(self, island_size: int | None = None, weighting: Weighting = "equal") -> None:
         self.island_size = check.optional_integer("island_size", island_size, what="None is one island")
@@ -325,6 +331,7 @@ class ServerMean(Reduction):
     """
 
     linear = True
+    numbers = ()
 
     def __init__(self, weighting: Weighting = "equal") -> None:
         self.weighting = check.choice("weighting", weighting, get_args(Weighting))
@@ -391,7 +398,7 @@ class Robust(Mean):
 
     linear = False
     plain = False
-
+    numbers = ()
     draws = Mean.draws
 
     def __init__(self, rule: str | Rule = "median", trim: int | None = None, island_size: int | None = None) -> None:
@@ -439,7 +446,7 @@ class Robust(Mean):
 
     def _rule(self, x: Tensor) -> Tensor:
         if not isinstance(self.rule, str):
-            return self.rule(x)
+            return torch.cat([self.rule(one) for one in x.split(1)])
         if self.trim is None:
             return median(x)
         return x.sort(1).values[:, self.trim : x.shape[1] - self.trim].mean(1)
@@ -538,6 +545,8 @@ class Corrupted(Around):
     {'w': tensor([1.])}
     """
 
+    numbers = Around.numbers
+
     def __init__(self, inner: Average, nodes: Sequence[int], attack: Rule = torch.neg) -> None:
         super().__init__(inner)
         if not isinstance(nodes, (list, tuple)) or len(set(nodes)) != len(nodes):
@@ -580,6 +589,8 @@ class Private(Around):
     Reference: McMahan et al., "Learning Differentially Private Recurrent Language Models", arXiv 1710.06963. Deviation:
     each node adds its own noise, so that nobody need be trusted with the values.
     """
+
+    numbers = Around.numbers
 
     def __init__(self, inner: Average, clip: float, noise: float) -> None:
         super().__init__(inner)
@@ -773,6 +784,7 @@ class Eager(Outer):
     """
 
     common = False
+    numbers = Outer.numbers
 
     def __init__(self, inner: Average, optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None) -> None:
         super().__init__(inner, optim)

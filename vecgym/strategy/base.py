@@ -70,7 +70,7 @@ class Strategy(LocalTraining):
     >>> strategy.inner_optim, strategy.training, len(strategy.marks(run)), strategy.trains(run)
     (OptimSpec(SGD, lr=0.25), 'train', 1, None)
     >>> outer = strategy.outer_parameters(state.shared, ["w"])
-    >>> strategy.alike(run), strategy.mean_gradient, strategy.outer_lr(run, 0), outer
+    >>> strategy.alike(run), strategy.mean_gradient, strategy.outer_rate(run, 0), outer
     (False, False, None, {})
     >>> strategy.numbers, strategy.draws, strategy.hidden_state()
     ((), False, None)
@@ -115,6 +115,15 @@ class Strategy(LocalTraining):
         if own - {"check"}:
             cls.own_numbers = vars(cls).get("own_numbers")
             cls.own_draws = vars(cls).get("own_draws", True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse a setting that would hide a method, which a run calls."""
+        if callable(getattr(type(self), name, None)):
+            raise TypeError(
+                f"{type(self).__name__} cannot have a setting {name!r}, since that is a method: give it another name, "
+                f"such as 'own_{name}'."
+            )
+        super().__setattr__(name, value)
 
     @property
     def numbers(self) -> tuple[str, ...] | None:
@@ -161,7 +170,8 @@ class Strategy(LocalTraining):
     @property
     def training(self) -> str:
         """The method for a step of the nodes: "train" if each takes it by itself, with its own gradient."""
-        return "train_jointly" if self._of_gradients else "train"
+        jointly = self._of_gradients or type(self).train_jointly is not Strategy.train_jointly
+        return "train_jointly" if jointly else "train"
 
     def marks(self, run: RunFacts) -> list[Mark]:
         """Return what is due in some of the steps."""
@@ -277,9 +287,9 @@ class Strategy(LocalTraining):
         """
         made = None if nodes is None else timetable.made(tick)
         counts: Any = tick if made is None or nodes is None else [made[node] for node in nodes]
-        return self.inner.lr(counts, timetable.max_steps, nodes), self.outer_lr(timetable.run, tick)
+        return self.inner.lr(counts, timetable.max_steps, nodes), self.outer_rate(timetable.run, tick)
 
-    def outer_lr(self, run: RunFacts, step: int) -> Any:
+    def outer_rate(self, run: RunFacts, step: int) -> Any:
         """Return the rate of the first exchange with an optimizer of its own; None: none has."""
         rates = (exchange.outer_lr(step, run) for exchange in self.exchanges)
         return next((lr for lr in rates if lr is not None), None)

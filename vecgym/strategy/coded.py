@@ -225,6 +225,8 @@ class EF21(Compressed):
     Error Feedback", arXiv 2106.05203. Deviation: h_i begins at 0, so that the first code is one of x_i itself.
     """
 
+    numbers = Compressed.numbers
+
     def __init__(self, inner: Average, codec: str | Compressor, *, purpose: str = "compress") -> None:
         super().__init__(inner, codec, purpose=purpose)
 

@@ -67,6 +67,8 @@ class StrongestCosines(Average):
     Reference: Peng et al., arXiv 2411.19870; `DeMoStrategy` names the deviations.
     """
 
+    numbers = ()
+
     def __init__(
         self, compression_decay: float | Tensor = 0.999, compression_topk: int = 32, compression_chunk: int = 64
     ) -> None:

@@ -62,6 +62,7 @@ class Mix(Reduction):
 
     linear = True
     common = False
+    numbers = ()
 
     def __init__(self, topology: Topology = "ring") -> None:
         self.topology = _checked_topology(topology)

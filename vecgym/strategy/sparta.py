@@ -240,6 +240,7 @@ class Sparse(Around):
     """
 
     common = False
+    numbers = Around.numbers
 
     def __init__(self, selector: Selector | float, inner: Average) -> None:
         super().__init__(inner)
@@ -329,6 +330,7 @@ class MostMoved(Average):
 
     common = False
     one_message = True
+    numbers = ()
 
     def __init__(self, fraction: float = 0.005, bits: int | None = None) -> None:
         self.fraction = check_fraction("fraction", fraction)

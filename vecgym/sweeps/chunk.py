@@ -105,7 +105,7 @@ class Curve:
             trained = None if bool(active.all()) else active.nonzero().flatten().tolist()
             metrics, num_bytes = Metrics(losses, lrs[t], trained), (sent[t][0], *total[t])
             if plan is None:
-                metrics = metrics._replace(outer_lr=config.strategy.outer_lr(facts, t))
+                metrics = metrics._replace(outer_lr=config.strategy.outer_rate(facts, t))
                 if presence is not None:
                     there, never = int(presence.row(t).sum()), presence.never_present(t)
                     metrics = metrics._replace(num_present=there, num_never_present=never)

@@ -14,7 +14,7 @@ from vecgym.clock import dry_run, price
 from vecgym.collectives.ledger import Ledger, readable_bytes
 from vecgym.core import check, nodes
 from vecgym.core.files import write_atomically
-from vecgym.records.columns import column_label
+from vecgym.records.columns import column_label, larger_is_better
 from vecgym.records.history import History
 from vecgym.records.rows import (
     MeanDifference,
@@ -33,7 +33,7 @@ from vecgym.records.rows import (
     select,
     with_spread,
 )
-from vecgym.sweeps.chunk import FINISHED, NOTHING, PARTIAL, PENDING, Curve
+from vecgym.sweeps.chunk import DIVERGED, FINISHED, NOTHING, PARTIAL, PENDING, Curve
 from vecgym.sweeps.configurations import Configuration, Point
 from vecgym.sweeps.options import check_clock, clocks
 from vecgym.sweeps.programs import explain
@@ -111,6 +111,7 @@ class SweepResult:
         rows: one dict per configuration, in the order of the grid: its axes, `status` ("finished", "diverged",
             "interrupted", "pending"), `steps`, and the last of `train_loss`, `val_loss`, `val_loss_local`,
             `consensus_distance`, the model's metrics (`val_accuracy` and the like), and `bytes_total`, sent per node;
+            of one that diverged, `val_*` is nan;
             of asynchronous runs, whose steps are updates, also `sim_seconds`, `version`, `staleness`,
             `staleness_max`, `num_arrived` and `local_steps_total`.
         axes: the names of the axes.
@@ -207,6 +208,8 @@ class SweepResult:
     def _row(self, config: Configuration, place: int | None) -> Point:
         curve = self._runner.curves.get(config.index)
         measured = {"status": PENDING, **NOTHING} if curve is None else {"status": curve.status, **curve.last}
+        if measured["status"] == DIVERGED:  # its last evaluation was before that
+            measured |= {name: math.nan for name in measured if name.startswith("val_")}
         if config.plan is not None and measured["steps"] > 0:
             measured |= config.plan.columns(measured["steps"])
         if self._prices is None or place is None:
@@ -240,12 +243,12 @@ class SweepResult:
         return nodes.fill(config.model, curve.average)
 
     def best(
-        self, column: str = "val_loss", *, largest: bool = False, over: str | None = "seed", where: Where = None
+        self, column: str = "val_loss", *, largest: bool | None = None, over: str | None = "seed", where: Where = None
     ) -> Point:
-        """Return the configuration with the smallest value of a column, among those that finished.
+        """Return the configuration with the best value of a column, among those that finished.
 
         Args:
-            largest: return the one with the largest value, such as an accuracy.
+            largest: whether the largest value is the best. None: as the name says, "loss" or "accuracy", say.
             over: the axis to average over: the value is a mean over its runs, all of which finished, and "runs" how
                 many they are. None: each run by itself, so that the luckiest seed wins.
             where: of these rows only: axis -> its value, or a function of a value that is true.
@@ -254,7 +257,7 @@ class SweepResult:
             ValueError: for a column that is not there or has no number.
         """
         rows = averaged(select(self.rows, where), over)
-        sign = -1 if check.flag("largest", largest) else 1
+        sign = -1 if _is_largest(column, largest) else 1
         return min(self._finite("column", column, rows), key=lambda row: sign * row[column])
 
     def _finite(self, name: str, column: str, rows: list[Row]) -> list[Row]:
@@ -269,7 +272,7 @@ class SweepResult:
 
     def compare(
         self, axis: str, metric: str = "val_loss", *, baseline: Any = None, over: str = "seed", best: bool = True,
-        paired: bool = True, largest: bool = False, where: Where = None,
+        paired: bool = True, largest: bool | None = None, where: Where = None,
     ) -> Comparison:  # fmt: skip
         """Compare the values of an axis with a baseline: how large is the difference, and is it more than chance?
 
@@ -281,11 +284,11 @@ class SweepResult:
             axis: its values are compared.
             baseline: one of them; None: the first.
             over: the axis of what is repeated.
-            best: compare each value at its best, the values of the other axes with the lowest mean, as one does with
+            best: compare each value at its best, the values of the other axes with the best mean, as one does with
                 tuned learning rates; these are shown. The choice is by the same seeds, so a value with more
                 configurations to choose from is favoured: if that matters, compare the chosen ones with new seeds.
                 False: compare with the baseline at each value of the other axes.
-            largest: the highest mean is the best, as of an accuracy.
+            largest: whether the highest mean is the best. None: as the name of the metric says.
             paired: False: compare the means as if the seeds had nothing in common (Welch's interval).
             where: of these rows only; see `best`.
 
@@ -300,7 +303,8 @@ class SweepResult:
                 better than any other.
 
         Raises:
-            ValueError: for an unknown axis, metric or baseline, and without an axis of seeds.
+            ValueError: for an unknown axis, metric or baseline, without an axis of seeds, and if the metric's name does
+                not say whether its largest value is the best.
 
         >>> import torch
         >>> from vecgym.models import Line
@@ -321,7 +325,7 @@ class SweepResult:
         rows = select(self.rows, where)
         check.choice("axis", axis, axes_of(rows))
         self._finite("metric", metric, rows)
-        for name, value in (("best", best), ("paired", paired), ("largest", largest)):
+        for name, value in (("best", best), ("paired", paired)):
             check.flag(name, value)
         if over == axis or check_over(rows, over) is None:
             raise ValueError(
@@ -329,13 +333,14 @@ class SweepResult:
                 'grid["seed"]=range(5), say.'
             )
         base = _label_of(rows[0][axis] if baseline is None else baseline, axis, rows)
-        settings: dict[str, Any] = {"over": over, "best": best, "paired": paired, "largest": largest}
+        settings: dict[str, Any] = {"over": over, "best": best, "paired": paired}
+        settings["largest"] = best and _is_largest(metric, largest)
         return Comparison(compared(labelled(rows), axis, metric, base, **settings))
 
     def table(
         self, form: str = "markdown", *, columns: Sequence[str] = (), over: str | None = "seed", where: Where = None
     ) -> str:
-        """Return the rows as text: measures as mean ± standard deviation over the seeds, the lowest losses in bold.
+        """Return the rows as text: measures as mean ± standard deviation over the seeds, the best of them in bold.
 
         Args:
             form: "markdown", or "latex", for its package booktabs.
@@ -354,10 +359,11 @@ class SweepResult:
         axes = [name for name in self.axes if name in means[0]]
         names = [*axes, *(columns or [name for name in means[0] if name not in axes and _tells(name, means)])]
         finished = [row for row in means if row["status"] == FINISHED]
-        losses = {n: [row[n] for row in finished if check.is_finite(row[n])] for n in names if "loss" in n}
+        better = {n: max if larger_is_better(n) else min for n in names if "loss" in n or larger_is_better(n)}
+        ends = {n: better[n]((row[n] for row in finished if check.is_finite(row[n])), default=None) for n in better}
         lines = [[(column_label(name) if escaped else name).translate(escaped) for name in names]]
         for mean, group in zip(means, members):
-            best = {name for name, of_all in losses.items() if mean[name] == min(of_all, default=math.nan)}
+            best = {name for name, end in ends.items() if end is not None and mean[name] == end}
             texts = {name: _measured(name, mean[name], [row[name] for row in group]) for name in names}
             shown = {name: text.translate(escaped) for name, text in texts.items()}
             lines.append([bold.format(text) if name in best else text for name, text in shown.items()])
@@ -439,6 +445,17 @@ def _label_of(value: Any, axis: str, rows: list[Row]) -> Any:
         there = ", ".join(map(_cell, dict.fromkeys(labels.values())))
         raise ValueError(f"baseline={shown!r} is not a value of {axis!r}, which has {there}.")
     return shown
+
+
+def _is_largest(name: str, largest: bool | None) -> bool:
+    """Whether the largest value of a measure is the best."""
+    largest = larger_is_better(name) if largest is None else check.flag("largest", largest)
+    if largest is None:
+        raise ValueError(
+            f"{name!r} does not say which value is the best: give largest=True, as for an accuracy, or largest=False, "
+            "as for a loss."
+        )
+    return largest
 
 
 class Comparison(list[Row]):
