@@ -65,7 +65,7 @@ FedAsync, theta <- (1 - a) theta + a theta_i with a = 0.6 (1 + s)^(-1/2) (Xie et
 ...         theta, a = part.memo["arrived"]
 ...         now = part.shared["params"]
 ...         part.shared["params"] = {name: (1 - a) * x + a * theta[name] for name, x in now.items()}
->>> averaged = trainer.fit(FedAsync("sgd", H=5, lr=0.1), num_nodes=3, max_updates=12, compute=compute)
+>>> averaged = trainer.fit(FedAsync("sgd", H=5, lr=0.1), num_nodes=3, max_updates=12, compute=Compute([1.0, 1.0, 2.0]))
 
 ## Two levels, pairs, fragments
 
