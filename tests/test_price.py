@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from vecgym.clock import Compute, Network, Prices, price, price_strategies, requ
 from vecgym.clock.required import Family, as_model
 from vecgym.clock.units import count
 from vecgym.core.errors import VecgymWarning
+from vecgym.guide import clock
 from vecgym.strategy import (
     DiLoCoStrategy,
     FedAvgStrategy,
@@ -254,6 +257,8 @@ def test_the_figure(tmp_path: Path) -> None:
         ({"strategies": ["dilocoo"]}, ValueError, "'dilocoo'.*'diloco'"),
         ({"strategies": {"x": lambda H: None}}, TypeError, "strategy is of type NoneType"),
         ({"max_steps": 0}, ValueError, "max_steps=0 must be"),
+        ({"tau": 20}, ValueError, "tau=20 must be less than every H"),
+        ({"compute": Compute(0.0)}, ValueError, "takes no time"),
         ({"utilization": 1}, ValueError, "utilization=1 must be a number in"),
     ],
 )
@@ -303,6 +308,14 @@ def model(width=200_000):
 def number():
     return 3
 """
+
+
+def test_the_guide_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    command, printed = re.findall(r"^```(?:bash|text)\n(.*?)\n```$", str(clock.__doc__), re.DOTALL | re.MULTILINE)[:2]
+    program, *argv = shlex.split(command.replace("\\\n", ""))
+    assert program == "vecgym"
+    assert main(argv) == 0
+    assert capsys.readouterr().out == printed + "\n"
 
 
 def test_the_command_takes_a_module_of_any_size(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_where_no_bandwidth_is_enough_it_says_why_and_what_one_message_needs(H: 
     figure = "1.53 Gbit/s" if mbit > 1000 else f"{mbit} Mbit/s"
     rarer = {100: 13, 500: 3, 1000: 2}[H]
     assert text.startswith("No bandwidth is enough for 90 % computing: the latency of 80 ms alone takes 2.79 min of ")
-    assert f"{rarer} times fewer exchanges (H)" in text
+    assert f"{rarer} times fewer exchanges" in text
     assert f"one message per exchange, bucket_bytes=math.inf: {figure}" in text
     assert ("all_reduce='tree'" in text) == (H == 1000)
     assert required_bandwidth(diloco(H * rarer), Compute(0.6), **asked, bucket_bytes=0) < math.inf  # type: ignore

@@ -69,7 +69,7 @@ def _price_strategies(args: argparse.Namespace) -> int:
     import torch
 
     from vecgym.clock import Compute, Network, price_strategies, units
-    from vecgym.clock.required import STRATEGIES, maker
+    from vecgym.clock.required import STRATEGIES
 
     for name, example in (("nodes", "8"), ("step_seconds", "0.6"), ("bandwidth", '"100 Mbit/s"'), ("latency", "80ms")):
         value = getattr(args, name)
@@ -80,14 +80,13 @@ def _price_strategies(args: argparse.Namespace) -> int:
     else:
         with torch.device("meta"):
             model = read_configuration(args, ("model",), ("model",), alone=("model", torch.nn.Module))["model"]
-    settings = {} if args.tau is None else {"delay": args.tau}
     prices = price_strategies(
         model, args.nodes,
         Network(*map(_number, (args.bandwidth[0], args.latency[0])), all_reduce=args.all_reduce,
                 bucket_bytes=args.bucket_bytes),
         Compute(_number(args.step_seconds), overlap=not args.no_overlap),
-        H=args.H or [20, 100, 500], max_steps=args.steps or 100_000, utilization=args.utilization,
-        strategies={name: maker(name, **settings) for name in args.strategies or STRATEGIES},
+        H=args.H or [20, 100, 500], tau=args.tau, max_steps=args.steps or 100_000, utilization=args.utilization,
+        strategies=args.strategies or STRATEGIES,
     )  # fmt: skip
     print(prices)
     if args.plot:

@@ -128,6 +128,8 @@ def as_model(model: nn.Module | int | str) -> nn.Module:
     """
     if isinstance(model, nn.Module):
         return model
+    if isinstance(model, float) and int(model) == model:
+        model = int(model)  # 150e6
     if not (isinstance(model, str) or check.is_integer(model)):
         raise TypeError(f'model is {check.kind_of(model)}; give an nn.Module, or its number of parameters, "150M".')
     number = count("model", model)
@@ -197,7 +199,7 @@ class Question:
     >>> question.bandwidth(), question.why_none()[:90]
     (inf, 'No bandwidth is enough for 80 % computing: the latency of 100 ms alone takes 4 s of 14 s. ')
     >>> question.why_none()[90:]
-    'Possible remedies: 2 times fewer exchanges (H); one message per exchange, bucket_bytes=math.inf: 160 Gbit/s; \
+    'Possible remedies: 2 times fewer exchanges; one message per exchange, bucket_bytes=math.inf: 160 Gbit/s; \
 overlap, Compute(overlap=True).'
     """
 
@@ -217,13 +219,16 @@ overlap, Compute(overlap=True).'
         """Return the network with this bandwidth on every link."""
         return Network(bandwidth, self.latency, **self.options)
 
+    def pace(self, bandwidth: float = math.inf) -> tuple[float, float]:
+        """Return the seconds of the run, or of a step if it repeats itself, and the fraction in which nodes compute."""
+        if self.first:
+            return pace(cast(Ledger, self.transfers), self.first, self.network(bandwidth), self.compute)
+        timeline = self.on(bandwidth)
+        return float(timeline.seconds), float(timeline.utilization)
+
     def reached(self, bandwidth: float = math.inf) -> bool:
         """Return whether nodes compute for the required fraction of the time."""
-        if not self.first:
-            return float(self.on(bandwidth).utilization) >= self.utilization
-        return (
-            pace(cast(Ledger, self.transfers), self.first, self.network(bandwidth), self.compute)[1] >= self.utilization
-        )
+        return self.pace(bandwidth)[1] >= self.utilization
 
     def bandwidth(self) -> float:
         """Return the least bandwidth, in bit/s, to 0.01 %; `math.inf` if none is enough."""
@@ -239,21 +244,20 @@ overlap, Compute(overlap=True).'
 
     def why_none(self) -> str:
         """Explain why no bandwidth is enough, and what would help."""
-        best, free = self.on(math.inf), replace(self, latency=0.0).on(math.inf)
-        total, alone = float(best.seconds), float(free.seconds)
+        (total, _), (alone, computing) = self.pace(), replace(self, latency=0.0).pace()
         problem = f"No bandwidth is enough for {100 * self.utilization:g} % computing: "
-        slack = alone * (float(free.utilization) / self.utilization - 1)  # seconds that messages may take
+        slack = alone * (computing / self.utilization - 1)  # seconds that messages may take
         if slack <= 0:
-            used = 100 * float(free.utilization)
-            return f"{problem}nodes wait for the slowest, and compute for {used:.3g} % of the time without any network."
+            used = f"{100 * computing:.3g} %"
+            return f"{problem}nodes wait for the slowest, and compute for {used} of the time without any network."
         remedies = "; ".join(self._remedies(math.ceil((total - alone) / slack)))
         latency = readable_span(torch.as_tensor(self.latency), readable_time)
-        lost = f"{readable_time(total - alone)} of {readable_time(total)}"
+        lost = f"{readable_time(total - alone)} of {readable_time(total)}{' a step' if self.first else ''}"
         return f"{problem}the latency of {latency} alone takes {lost}. Possible remedies: {remedies}."
 
     def _remedies(self, rarer: int) -> Iterator[str]:
         """Yield the changes of which each one makes some bandwidth enough."""
-        yield f"{rarer} times fewer exchanges (H)"
+        yield f"{rarer} times fewer exchanges"
         if self.options.get("bucket_bytes") != math.inf:
             least = self._with(bucket_bytes=math.inf).bandwidth()
             figure = readable_bandwidth(least) if least < math.inf else "not enough by itself"
@@ -332,6 +336,8 @@ class Family:
     ) -> None:
         self.model, self.make, self.num_nodes = as_model(model), maker(strategy), check.integer("num_nodes", num_nodes)
         self.compute = check.instance("compute", compute, Compute, "a Compute, such as Compute(0.4)")
+        if not torch.as_tensor(compute.seconds).max() > 0:
+            raise ValueError(f"compute={compute} takes no time, so that nothing is a part of it: give more than 0 s.")
         self._dry_runs = functools.cache(self._dry_run)
 
     def has(self, H: int) -> bool:
@@ -535,6 +541,7 @@ def price_strategies(
     *,
     H: Sequence[int] = (20, 100, 500),
     strategies: Sequence[str] | Mapping[str, Callable[[int], Strategy]] = STRATEGIES,
+    tau: int | None = None,
     max_steps: int = 100_000,
     utilization: float = 0.95,
 ) -> Prices:
@@ -548,8 +555,9 @@ def price_strategies(
         num_nodes: K.
         network, compute: see `price`.
         H: steps between two exchanges; strategies that have none are priced once.
-        strategies: names of the catalogue, such as "diloco" ("streaming" takes 5 steps for an exchange, "sparta"
-            exchanges p = 0.005); or {name: a function that makes a strategy of an H}. The first is the reference.
+        strategies: names of the catalogue, such as "diloco" ("sparta" exchanges p = 0.005); or {name: a function that
+            makes a strategy of an H}. The first is the reference.
+        tau: steps that an exchange of "streaming" may take, fewer than each H. None: 5, or H - 1.
         max_steps: the number of steps in `days`.
         utilization: computed / (computed + waited), in (0, 1), for which bandwidth and H are required.
 
@@ -579,7 +587,10 @@ def price_strategies(
     if not periods or not strategies:
         raise ValueError(f"H={list(H)} and strategies={list(strategies)}: give at least one of each.")
     model = as_model(model)
-    makers = strategies if isinstance(strategies, Mapping) else {name: name for name in strategies}
+    if tau is not None and min(periods) <= check.integer("tau", tau, what="steps that an exchange may take"):
+        raise ValueError(f"tau={tau} must be less than every H, and H={list(H)}: give a smaller tau, or larger H.")
+    settings = {} if tau is None else {"delay": tau}
+    makers = strategies if isinstance(strategies, Mapping) else {n: maker(n, **settings) for n in strategies}
     families = {name: Family(model, make, num_nodes, compute) for name, make in makers.items()}
     rows: list[dict[str, Any]] = []
     for bucket_bytes in dict.fromkeys((network.bucket_bytes, math.inf)):

@@ -5,35 +5,54 @@
 `vecgym price` answers without a run, for a number of parameters or a module (`--model FILE.py:function`). This is a
 model of 150 million parameters on 8 nodes, which compute 0.6 s a step and are 80 ms apart, at 100 Mbit/s each:
 
-```console
-$ vecgym price --parameters 150M --nodes 8 --step-seconds 0.6 --bandwidth "100 Mbit/s" --latency 80ms --plot price.png
+```bash
+vecgym price --parameters 150M --nodes 8 --step-seconds 0.6 --bandwidth "100 Mbit/s" --latency 80ms \\
+    --H 100 500 --strategies allreduce diloco streaming-4-bits
 ```
 
-It prints a table for messages of 25 MiB, as `torch.distributed` sends gradients, and one for a single message per
-exchange; the reason wherever no bandwidth or no H is enough; and draws a figure:
+```text
+150,000,000 parameters (600 MB), 8 nodes, Network(100 Mbit/s, latency=80 ms), Compute(600 ms), 100,000 steps
+
+In messages of 26.2 MB:
+strategy            H  sent/step  time/step  computing   days  faster  bandwidth for 95 %  H for 95 %
+allreduce           -    1.05 GB      108 s      0.6 %    125      1x                none           -
+diloco            100    10.5 MB     1.66 s     36.1 %   1.92   64.9x                none       3,358
+diloco            500     2.1 MB     812 ms     73.9 %   0.94    133x                none       3,358
+streaming-4-bits  100    5.25 MB     875 ms     68.6 %   1.01    123x          261 Mbit/s         871
+streaming-4-bits  500    1.05 MB     655 ms     91.6 %  0.758    164x          141 Mbit/s         871
+allreduce: No bandwidth is enough for 95 % computing: the latency of 80 ms alone takes 23.1 s of 23.7 s a
+  step. Possible remedies: 733 times fewer exchanges; one message per exchange, bucket_bytes=math.inf: not
+  enough by itself.
+diloco (H = 500): No bandwidth is enough for 95 % computing: the latency of 80 ms alone takes 44 ms of 644 ms
+  a step. Possible remedies: 2 times fewer exchanges; one message per exchange, bucket_bytes=math.inf: 573
+  Mbit/s; all_reduce='halving_doubling'; all_reduce='tree'.
+
+In one message per exchange:
+strategy            H  sent/step  time/step  computing   days  faster  bandwidth for 95 %  H for 95 %
+allreduce           -    1.05 GB     85.7 s      0.7 %   99.2      1x                none           -
+diloco            100    10.5 MB     1.45 s     41.3 %   1.68   59.1x         4.12 Gbit/s       2,696
+diloco            500     2.1 MB     770 ms     77.9 %  0.891    111x          573 Mbit/s       2,696
+streaming-4-bits  100    5.25 MB     875 ms     68.6 %   1.01     98x          261 Mbit/s         871
+streaming-4-bits  500    1.05 MB     655 ms     91.6 %  0.758    131x          141 Mbit/s         871
+allreduce: No bandwidth is enough for 95 % computing: the latency of 80 ms alone takes 1.12 s of 1.72 s a
+  step. Possible remedies: 36 times fewer exchanges.
+```
+
+So data-parallel training would take 125 days, DiLoCo with H = 500 less than one. The first table is for messages of 25 MiB,
+as `torch.distributed` sends gradients, the second for a single message per exchange. Where no bandwidth is enough, the
+reason is below. Without `--H` and `--strategies` it compares seven strategies of the catalogue, and `--plot price.png`
+draws this:
 
 ![Days for 100,000 steps and the part of them that is computing, for data-parallel training, FedAvg, DiLoCo and Streaming DiLoCo with three H, SPARTA and DeMo; in messages of 25 MiB and in one per exchange](../../notebooks/figures/price.png)
 
-`--strategies` takes names of the catalogue. From Python it is `price_strategies`, here with a few of its rows:
+From Python:
 
 >>> import math
 >>> from vecgym.clock import Compute, Network, price_strategies, required_H
 >>> network = Network("100 Mbit/s", latency="80 ms", bucket_bytes=math.inf)
->>> strategies = ["allreduce", "diloco", "streaming-4-bits"]
->>> prices = price_strategies("150M", 8, network, Compute(0.6), H=[100, 500], strategies=strategies, utilization=0.9)
->>> print(prices)
-150,000,000 parameters (600 MB), 8 nodes, Network(100 Mbit/s, latency=80 ms, bucket_bytes=inf), Compute(600 ms),
-  100,000 steps
-<BLANKLINE>
-In one message per exchange:
-strategy            H  sent/step  time/step  computing   days  faster  bandwidth for 90 %  H for 90 %
-allreduce           -    1.05 GB     85.7 s      0.7 %   99.2      1x                none           -
-diloco            100    10.5 MB     1.45 s     41.3 %   1.68   59.1x         1.51 Gbit/s       1,277
-diloco            500     2.1 MB     770 ms     77.9 %  0.891    111x          261 Mbit/s       1,277
-streaming-4-bits  100    5.25 MB     875 ms     68.6 %   1.01     98x          207 Mbit/s         413
-streaming-4-bits  500    1.05 MB     655 ms     91.6 %  0.758    131x         87.3 Mbit/s         413
-allreduce: No bandwidth is enough for 90 % computing: the latency of 80 ms alone takes 8.96 s of 13.8 s.
-  Possible remedies: 17 times fewer exchanges (H).
+>>> prices = price_strategies("150M", 8, network, Compute(0.6), H=[500], strategies=["allreduce", "diloco"])
+>>> [(row["strategy"], round(row["days"], 2), round(row["utilization"], 3)) for row in prices.rows]
+[('allreduce', 99.21, 0.007), ('diloco', 0.89, 0.779)]
 >>> required_H("150M", "diloco", num_nodes=8, network=network, compute=Compute(0.6), utilization=0.9)
 1277
 
@@ -82,7 +101,7 @@ help:
 inf
 >>> print(textwrap.fill(str(said[0].message), 110))
 No bandwidth is enough for 95 % computing: the latency of 100 ms alone takes 47.1 min of 8.18 h. Possible
-remedies: 3 times fewer exchanges (H); one message per exchange, bucket_bytes=math.inf: 1.47 Gbit/s;
+remedies: 3 times fewer exchanges; one message per exchange, bucket_bytes=math.inf: 1.47 Gbit/s;
 all_reduce='halving_doubling'; all_reduce='tree'.
 
 ## Networks
