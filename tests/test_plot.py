@@ -322,7 +322,8 @@ def test_optimized_matrices_beside_those_of_the_start() -> None:
 
 
 def legend_of(axes: Axes) -> Legend:
-    legend = axes.get_legend()
+    """The legend inside the axes, or else that outside, where there was no room for it."""
+    legend = axes.get_legend() or next(iter(axes.figure.legends), None)
     assert legend is not None
     return legend
 
@@ -477,6 +478,14 @@ def test_the_legend_is_where_it_was_asked_for() -> None:
         assert (figure.axes[0].get_legend() is None) == bool(outside)
 
 
+def test_a_legend_hides_no_curve() -> None:
+    """Unless it is asked for: of losses that are everywhere there is no room for it inside."""
+    run = History()
+    for step in range(1, 400):
+        run.append({"step": step, "train_loss": 1.0, "val_loss": 1 + (step % 40) / 10})
+    assert [len(plot_runs({"a": run}, legend=legend).legends) for legend in (None, "inside")] == [1, 0]
+
+
 def test_refuses_what_no_figure_of_runs_can_show() -> None:
     runs = {"one": make_history()}
     with pytest.raises(ValueError, match=r"x='sim_seconds' was not recorded: .* fit\(network=, compute=\)"):
@@ -489,6 +498,10 @@ def test_refuses_what_no_figure_of_runs_can_show() -> None:
         plot_runs(runs, panels=[])
     with pytest.raises(ValueError, match=r"xlim=\(5, 1\) must be two numbers"):
         plot_runs(runs, xlim=(5, 1))
+    with pytest.raises(ValueError, match=r"xlim=\(1000, 2000\) is beyond the runs, which end at"):
+        plot_runs(runs, xlim=(1000, 2000))
+    with pytest.raises(ValueError, match=r"xlim=\(0, 20\) begins at 0, and the axis is logarithmic"):
+        plot_runs(runs, xlim=(0, 20), log_x=True)
     with pytest.raises(ValueError, match=r"legend='below' is not known.*'inside', 'outside'"):
         plot_runs(runs, legend="below")
     with pytest.raises(TypeError, match=r"log_x=1 must be True or False"):

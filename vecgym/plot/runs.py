@@ -148,7 +148,8 @@ class RunsFigure(Options):
         log_x: whether the horizontal axis is logarithmic; None: bytes of several runs are, and simulated seconds if
             the runs differ in them by more than ten times.
         xlim: (first, last) of the horizontal axis, as it is labelled: optimizer steps, bytes, seconds ...
-        legend: "inside" the first panel, or "outside", below all of them; None: inside if it has up to five lines.
+        legend: "inside" the first panel, or "outside", below all of them; None: inside if it has up to five lines and
+            hides no curve.
     """
 
     histories: Mapping[str, History]
@@ -177,6 +178,16 @@ class RunsFigure(Options):
             ends, amount = _ends(self.histories, self.column), self.column in AMOUNTS
             far_apart = self.x == "sim_seconds" and bool(ends) and max(ends) > 10 * min(ends)
             self.settle(log_x=far_apart or (amount and len(self.histories) > 1))
+        if self.xlim is not None:
+            self._check_limits(*self.xlim)
+
+    def _check_limits(self, first: float, last: float) -> None:
+        """Raise a ValueError for an axis that shows nothing, or that begins where it cannot."""
+        end = max(_ends(self.histories, self.column), default=0.0)
+        if first > end:
+            raise ValueError(f"xlim=({first:g}, {last:g}) is beyond the runs, which end at {end:g}: begin before that.")
+        if self.log_x and first <= 0:
+            raise ValueError(f"xlim=({first:g}, {last:g}) begins at {first:g}, and the axis is logarithmic: begin above 0.")
 
     @property
     def column(self) -> str:
@@ -259,7 +270,9 @@ def _draw(axes: Axes, panel: str, name: str, history: History, look: dict[str, A
         low, middle, high = _percentiles(values)
         style.draw_band(axes, at, low, high, look["color"])
         curves = [(at, middle), (at, low), (at, high)]
-    axes.plot(*curves[0], **look, markersize=5.5, label=name)
+    axes.plot(*curves[0], **look, markersize=5.5, markevery=default_window(history), label=name)
+    if panel in AMOUNTS:
+        axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
     return curves
 
 
@@ -356,11 +369,13 @@ def _legend(axes: Axes, names: list[str], kinds: Sequence[str], where: str | Non
         handles.append(Line2D([], [], color="0.3", marker="o", linewidth=1, label="validation, averaged model"))
         handles.append(Line2D([], [], color="0.3", alpha=style.LIGHT, linewidth=2, label="training (smoothed)"))
     handles += [Patch(color="0.3", alpha=0.15, linewidth=0, label=kind) for kind in kinds if kind != LINES]
-    if where == "outside" or (where is None and len(handles) > style.MAX_RUNS_INSIDE):
-        columns = min(4, 2 * len(axes.figure.axes))  # names are long
-        axes.figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=columns)
-    else:
+    if where == "inside" or (where is None and len(handles) <= style.MAX_RUNS_INSIDE):
         axes.legend(handles=handles, loc="best", framealpha=0.8, edgecolor="none")
+        if where == "inside" or not style.legend_hides_a_curve(axes):
+            return
+        axes.get_legend().remove()  # type: ignore[union-attr]
+    columns = min(4, 2 * len(axes.figure.axes))  # names are long
+    axes.figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=columns)
 
 
 def _check(histories: Mapping[str, History], path: Any, title: Any, window: Any) -> None:

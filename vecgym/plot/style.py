@@ -173,6 +173,15 @@ def line_styles(values: list[Any]) -> list[dict[str, Any]]:
     return [{"color": colour, "marker": MARKERS[i % len(MARKERS)]} for i, colour in enumerate(colours)]
 
 
+def legend_hides_a_curve(axes: Axes) -> bool:
+    """Whether the legend inside the axes lies on one of their lines."""
+    axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # a legend has its place then
+    box = axes.get_legend().get_window_extent()  # type: ignore[union-attr]
+    lines = [line for line in axes.lines if len(line.get_xydata())]  # type: ignore[arg-type]
+    paths = [line.get_path().transformed(line.get_transform()) for line in lines]
+    return any(path.intersects_bbox(box, filled=False) for path in paths)
+
+
 def legend_beside(axes: Axes, handles: Sequence[Any], labels: Sequence[str], title: str) -> None:
     """Put a legend to the right of the axes, with at most MAX_LEGEND of the entries."""
     keep = every_few(len(handles))

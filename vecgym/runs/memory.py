@@ -118,7 +118,8 @@ class MemoryOptions(Modelled):
 
     Args:
         model, strategy, num_nodes, batch_size, minibatch_size, chunk_size, engine, autocast: as for `Trainer.fit`.
-        data: a dataset, or a tuple, list or dict of tensors as the model takes them: one node's batch, `[B, ...]`.
+        data: a dataset, also a list of examples; or a tuple, list or dict of tensors as the model takes them: one
+            node's batch, `[B, ...]`.
             None: the table has no batch and no activations.
         max_steps: of the run; some strategies depend on it.
         device: where it would run, present or not: the engine's plan depends on it.
@@ -316,7 +317,8 @@ def nodes_at_a_time(plan: Plan, num_nodes: int) -> int:
 def _batch_of_one(options: MemoryOptions) -> Any:
     """Return one node's batch, `[B, ...]`, of a dataset; or `data` if it is a batch."""
     data = options.data
-    if isinstance(data, (tuple, list, Mapping)):
+    of_examples = isinstance(data, list) and data and not any(isinstance(x, Tensor) for x in data)
+    if isinstance(data, (tuple, list, Mapping)) and not of_examples:
         if not any(True for _ in tree.leaves(data)):
             raise ValueError("data holds no tensor: give one node's batch [B, ...], as the model takes it.")
         return data
