@@ -500,7 +500,7 @@ def test_refuses_what_no_figure_of_runs_can_show() -> None:
         plot_runs(runs, xlim=(5, 1))
     with pytest.raises(ValueError, match=r"xlim=\(1000, 2000\) is beyond the runs, which end at"):
         plot_runs(runs, xlim=(1000, 2000))
-    with pytest.raises(ValueError, match=r"xlim=\(0, 20\) begins at 0, and the axis is logarithmic"):
+    with pytest.raises(ValueError, match=r"xlim=\(0, 20\) begins at 0 on a logarithmic axis"):
         plot_runs(runs, xlim=(0, 20), log_x=True)
     with pytest.raises(ValueError, match=r"legend='below' is not known.*'inside', 'outside'"):
         plot_runs(runs, legend="below")

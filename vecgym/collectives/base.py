@@ -254,13 +254,14 @@ class Collectives(ABC):
 
     def _announce(self, operation: str, x: Tensor | Tree, who: Islands | Links | ServerLinks | None = None) -> None:
         """Record what an operation sends."""
-        names = None if isinstance(x, Tensor) else tuple(x)
-        for name in names or ():
-            if not isinstance(x[name], Tensor):
+        named = {} if isinstance(x, Tensor) else x
+        for name, value in named.items():
+            if not isinstance(value, Tensor):
                 raise TypeError(
                     f"comm.{operation} takes a tensor, or a dict of tensors by name, and {name!r} is "
-                    f"{kind_of(x[name])}: call it for each dict."
+                    f"{kind_of(value)}: call it for each dict."
                 )
+        names = None if isinstance(x, Tensor) else tuple(x)
         who = who if self.members is None else renamed(who, self.members)
         num_bytes = payload_bytes(x, self._axis + 1)
         self.ledger.record(Transfer(operation, num_bytes, self.run_nodes, who, tensors=names))

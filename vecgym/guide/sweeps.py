@@ -84,13 +84,14 @@ True
 (True, False)
 
 Each value of the axis is compared at the best of the other axes, such as its own learning rate; with `best=False`, at each
-of them. The baseline is the first value, or `baseline=`. A seed that diverged is left out and counted, and where
-configurations do not share their seeds, a warning says what was compared instead. `plot(baseline=)` draws the same
-differences and intervals:
+of them. The best is the lowest loss and the highest accuracy, here as in `best`, `table` and `plot(best=True)`; of a metric
+whose name does not say, give `largest=`. The baseline is the first value, or `baseline=`. A seed that diverged is left out
+and counted, and where configurations do not share their seeds, a warning says what was compared instead.
+`plot(baseline=)` draws the same differences and intervals:
 
 >>> figure = result.plot(x="lr", hue="H", baseline=5)
 
-For a paper, `table` has LaTeX, with the lowest loss in bold:
+For a paper, `table` has LaTeX, with the best in bold:
 
 >>> print(rounds.table("latex", columns=["val_loss", "bytes_total"]))
 % ± over 8 seeds: standard deviation

@@ -187,7 +187,7 @@ class RunsFigure(Options):
         if first > end:
             raise ValueError(f"xlim=({first:g}, {last:g}) is beyond the runs, which end at {end:g}: begin before that.")
         if self.log_x and first <= 0:
-            raise ValueError(f"xlim=({first:g}, {last:g}) begins at {first:g}, and the axis is logarithmic: begin above 0.")
+            raise ValueError(f"xlim=({first:g}, {last:g}) begins at {first:g} on a logarithmic axis: begin above 0.")
 
     @property
     def column(self) -> str:

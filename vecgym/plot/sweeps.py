@@ -14,7 +14,7 @@ from matplotlib.ticker import NullLocator
 
 from vecgym.core import check
 from vecgym.plot import style
-from vecgym.records.columns import column_label
+from vecgym.records.columns import column_label, larger_is_better
 from vecgym.records.rows import Rows, as_rows, averaged, check_over, compared, counted, groups
 
 
@@ -62,8 +62,8 @@ def plot_axis(
         x, hue: axes of the sweep.
         y: a column.
         path, title: as for `plot_comparison`.
-        best: draw the best configuration instead of the mean: the values of all other axes with the lowest mean over
-            the seeds. A configuration with a diverged seed is never the best.
+        best: draw the best configuration instead of the mean: the values of all other axes with the best mean over
+            the seeds, the lowest loss or the highest accuracy. A configuration with a diverged seed is never the best.
         over: the axis of the seeds; None: none, so that each row is a configuration.
 
     Raises:
@@ -149,12 +149,17 @@ def _draw_line(
     axes: Axes, places: Mapping[Any, float], spans: Mapping[Any, Any], label: str | None, look: dict[str, Any],
     band: bool = True,
 ) -> None:  # fmt: skip
-    """Draw the middle, and the band from low to high, of each place that has them."""
-    at = [v for v in places if spans.get(v) is not None]
-    middle, low, high = zip(*[spans[v] for v in at]) if at else ((), (), ())
-    axes.plot([places[v] for v in at], middle, label=label, markersize=5.5, **look)
-    if band and low != high:
-        style.draw_band(axes, [places[v] for v in at], low, high, look["color"])
+    """Draw the middle, and the band from low to high, of each place that has them; of categories, points and bars."""
+    shown = {place: span for v, place in places.items() if (span := spans.get(v)) is not None}
+    middle, low, high = zip(*shown.values()) if shown else ((), (), ())
+    is_number = all(map(check.is_number, places))
+    axes.plot([*shown], middle, label=label, markersize=5.5, linestyle="-" if is_number else "", **look)
+    if not band or low == high:
+        return
+    if is_number:
+        style.draw_band(axes, [*shown], low, high, look["color"])
+    else:
+        axes.vlines([*shown], low, high, color=look["color"])
 
 
 def _summary(rows: Rows, data: PlotData, best: bool) -> tuple[float, float, float] | None:
@@ -165,7 +170,8 @@ def _summary(rows: Rows, data: PlotData, best: bool) -> tuple[float, float, floa
         complete = _complete(rows, data)
         if not complete:
             return None
-        values = min(([row[y] for row in group] for group in complete), key=np.mean)
+        choose = max if larger_is_better(y) else min
+        values = choose(([row[y] for row in group] for group in complete), key=np.mean)
     elif over is None:
         values = [row[y] for row in finite]
     else:
@@ -336,6 +342,7 @@ def _places(axes: Axes, rows: Rows, name: str) -> dict[Any, float]:
     values = _values(rows, name)
     if not all(map(check.is_number, values)):
         axes.set_xticks(range(len(values)), [_text(v) for v in values])
+        axes.set_xlim(-0.5, len(values) - 0.5)
         return {v: float(i) for i, v in enumerate(values)}
     if values[0] > 0 and values[-1] / values[0] >= 20:
         axes.set_xscale("log")

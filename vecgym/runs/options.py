@@ -476,9 +476,11 @@ class FitOptions(EngineOptions, Training, Simulated):
         except StopIteration:
             return True
         except KeyError as error:
+            name = str(error.args[0])
+            at_times = f": validation columns exist only every val_interval={self.val_interval} steps."
+            hint = at_times if name.startswith("val_") else check.did_you_mean(name, [*row, "val_loss"])
             raise ValueError(
-                f"stop asks for {error}, which the row of step {row['step']} does not have. Validations are only in "
-                f"each row of val_interval={self.val_interval}: row.get({error}, math.inf). It has {', '.join(row)}."
+                f"stop asks for {name!r}, which the row of step {row['step']} lacks{hint} It has {', '.join(row)}."
             ) from error
 
     @property
