@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,9 @@ from vecgym.core import nodes, rng, tree
 from vecgym.core.devices import placed
 from vecgym.core.nodes import take_rows
 from vecgym.core.tree import Tree
-from vecgym.engine.stateless import StatelessModel
+
+if TYPE_CHECKING:
+    from vecgym.engine.stateless import StatelessModel
 
 
 class Local(NamedTuple):
