@@ -11,8 +11,8 @@ enough:
 1. **An expression.** `Strategy("adamw", [Exchange(Outer(Mean()), every=100)])` is DiLoCo. A named strategy is a
    signature, a docstring and such an expression, as in `vecgym/strategy/diloco.py`.
 2. **An average of your own** in such an expression, as in `vecgym/strategy/averages.py`.
-3. **Marks and handlers of your own**, as in `PALSGDStrategy` (`vecgym/strategy/diloco.py`): the timetable marks what happens in which steps,
-   and a method of the same name handles it.
+3. **Marks and handlers of your own**, as in `PALSGDStrategy` (`vecgym/strategy/diloco.py`): the timetable marks what
+   happens in which steps, and a method of the same name handles it.
 
 Elastic averaging (EASGD, arXiv 1412.6651) is of the third kind. Every H steps each node moves towards a center, and the
 center towards the mean of the nodes:
@@ -55,7 +55,7 @@ True
 ## Step by step
 
 1. **Write it** in `vecgym/strategy/NAME.py`. Check early with `vecgym.verify` that it gives the same numbers on real
-   processes.
+   processes. (Whether these are the paper's numbers, only the twin of step 4 shows.)
 2. **Document it** in the docstring of the strategy: one line; the update rule in the paper's symbols; what it keeps,
    with shapes; the bytes sent per node and step; the arguments; an example, which the tests execute; the paper, and
    every deviation from it, or "No deviation".
@@ -90,6 +90,7 @@ A subclass of `Strategy` overrides some of these:
 | `init(run, params)` | once | return what each node has of its own, and what all share: trees of tensors `[1, *]`, by name |
 | `train(part)` | each step | gradients and the optimizer's step of nodes that train each by itself |
 | `train_jointly(part)` | each step, in place of `train` if it is overridden, or if an exchange is of gradients | the same, where something is exchanged in between |
+| `training` | before the run | the name of the method that trains, where it is none of these two: `training = "local"` |
 | `rejoin(part)` | where nodes return | what they begin with |
 | `result(state)` | where the model is asked for | return the parameters whose mean is evaluated, returned and saved: those of the nodes, if it is not overridden; or a slow average, say |
 | `rates(timetable, tick, nodes)` | each step | return the inner and the outer learning rate, to be recorded |

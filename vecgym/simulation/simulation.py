@@ -205,8 +205,8 @@ class Part:
         if at is not None or "params" in self.home.of("params").assigned:
             raise TypeError(
                 f"{type(self.algorithm).__name__}.train takes gradients at other parameters than those with which it "
-                "begins, but in a stack the events `train` of all groups share one call: give it another name, "
-                'Lockstep(run, train="step").'
+                "begins, but in a stack the events `train` of all groups share one call: give the method another "
+                'name, such as `local`, and say training = "local" in the class.'
             )
         assert self.precomputed is not None
         return self.precomputed
