@@ -20,7 +20,7 @@ from vecgym.core import tree
 from vecgym.engine import loop
 from vecgym.simulation import Simulation
 from vecgym.simulation.events import Traffic
-from vecgym.strategy import Exchange, HeLoCo, Meeting, Outer, Rounds, fedopt
+from vecgym.strategy import Exchange, HeLoCo, Meeting, Outer, Rounds, federated_averaging
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of settings without effect: many are drawn
 
@@ -201,7 +201,7 @@ def wrong_weight(patch: pytest.MonkeyPatch) -> None:
 
 def wrong_bytes(patch: pytest.MonkeyPatch) -> None:
     right = base.payload_bytes
-    patch.setattr(base, "payload_bytes", lambda x: right(x) // 2)
+    patch.setattr(base, "payload_bytes", lambda x, first=1: right(x, first) // 2)
 
 
 def stale_sample(patch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def stale_sample(patch: pytest.MonkeyPatch) -> None:
 
 
 def yogi_as_adam(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(fedopt.SPECS, "yogi", fedopt.SPECS["adam"])
+    patch.setitem(federated_averaging.SPECS, "yogi", federated_averaging.SPECS["adam"])
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any], str]] = {
@@ -250,7 +250,8 @@ def no_look_ahead(patch: pytest.MonkeyPatch) -> None:
 
 
 def mean_of_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Simulation, "members", lambda self, step: None)
+    right = Simulation._result
+    patch.setattr(Simulation, "_result", lambda *given: right(*given)._replace(members=None))
 
 
 def all_compute(patch: pytest.MonkeyPatch) -> None:

@@ -772,7 +772,7 @@ any_every: Any = every
         (lambda: AnySparse(sparsification_rate=1.01), ValueError, "sparsification_rate=1.01"),
         (lambda: AnySparse(1.5), ValueError, "sparsification_rate=1.5"),
         (lambda: AnySparse(0.01, sparsification_rate=0.02), ValueError, "say different things"),
-        (lambda: AnySparse("0.01"), TypeError, "index_selector='0.01' is a str"),
+        (lambda: AnySparse("0.01"), TypeError, "index_selector is of type str; give a Selector"),
         (lambda: AnySparse(RandomSelector(0.1), sparsification_rate=0.2), ValueError, "sparsification_rate"),
         (lambda: AnySparse(interval=0), ValueError, "interval=0"),
         (lambda: AnyRandom(-1), ValueError, "p=-1"),

@@ -515,7 +515,6 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
         "per_node": lambda: _asynchronous().timeline().per_node, "events": list, "network": lambda: None,
         "compute": lambda: Compute(0.4), "path": lambda: "run.json",
     },
-    "vecgym.clock.AsyncTimeline.plot": {"path": lambda: "run.png"},
     "vecgym.clock.Network.within": {"members": lambda: [0]},
     "vecgym.core.nodes.put_rows": {"rows": lambda: torch.tensor([0]), "new": lambda: {"w": torch.ones(1, DIM)},
                               "inplace": lambda: False},
@@ -649,7 +648,6 @@ VALUES_OF |= {
         "_run": lambda: None,
         "per_node": lambda: price([[transfer()]], Network(1e9), Compute(0.4)).per_node,
     },
-    "vecgym.clock.Timeline.plot": {"path": lambda: "run.png"},
     "vecgym.clock.price": {**_NETWORK, "transfers": lambda: [[transfer()]]},
     "vecgym.clock.price_strategies": {**_NETWORK, "model": lambda: 1000, "strategies": lambda: ["allreduce"]},
     "vecgym.clock.required_H": {**_NETWORK, "model": lambda: 1000, "strategy": lambda: "fedavg"},
@@ -679,7 +677,6 @@ VALUES_OF |= {
         for name in ("Async", "DecoupledDiLoCo", "HALoS")
     },
     "vecgym.strategy.DecoupledDiLoCoStrategy.fragments_of": {"sizes": lambda: {"w": 4 * DIM}},
-    "vecgym.strategy.HALoSStrategy.steps_of_rounds": {"step_seconds": lambda: [1.0, 2.0]},
     "vecgym.strategy.Server": {
         "servers": lambda: [OuterOptimizer()] * 2,
         **_SERVED,
@@ -689,7 +686,6 @@ VALUES_OF |= {
     "vecgym.strategy.GPAStrategy": {"optimizer": lambda: {"z": tree_of_nodes()}},
     "vecgym.OptimSpec.at_each": {"by_count": lambda: lambda of_step: of_step(0)},
     "vecgym.clock.Compute.drawn": {"node": lambda: 0, "block": lambda: 0},
-    "vecgym.strategy.AsyncStrategy.steps_of_rounds": {"step_seconds": lambda: [1.0, 2.0]},
 }
 
 OBJECTS: dict[str, Callable[[], Any]] = {

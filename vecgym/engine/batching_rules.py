@@ -90,15 +90,23 @@ def _outside(x: Tensor) -> Tensor:
     return x
 
 
+def _check_tokens(tokens: Tensor, num_rows: int) -> None:
+    """Raise an IndexError for a token that is out of range; on CUDA the device raises it, as for any embedding.
+
+    vmap looks all nodes up in one table, in which such a token would find the row of another node.
+    """
+    try:
+        torch._assert_async((tokens.clamp(0, num_rows - 1) == tokens).all())
+    except RuntimeError:
+        raise IndexError(f"index out of range: the embedding has {num_rows} rows") from None
+
+
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
     if padding_idx is not None:
         row = torch.arange(weight.shape[0], device=weight.device) == padding_idx % weight.shape[0]
         weight = torch.where(row[:, None], weight.detach(), weight)
     if _is_batched(input):
-        # vmap looks all nodes up in one table, in which a token out of range would find the row of another node.
-        tokens, num_rows = _outside(input), weight.shape[0]
-        in_range = (tokens.clamp(0, num_rows - 1) == tokens).all()
-        torch._assert_async(in_range, f"index out of range: the embedding has {num_rows} rows")
+        _check_tokens(_outside(input), weight.shape[0])
     return F.embedding(input, weight, None, *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""The trainer: a model and its data, `fit`, and the results. `ProcessesRun` is a run in processes of its own."""
+"""The trainer: a model and its data, `fit`, and the results. `_ProcessesRun` is a run in processes of its own."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Trainer(Generic[M]):
         check_dataset(train_dataset, "train_dataset")
         if val_dataset is not None:
             check_dataset(val_dataset, "val_dataset")
-        self.run: Run[M] | ProcessesRun[M] | None = None  # the last one
+        self.run: Run[M] | _ProcessesRun[M] | None = None  # the last one
         self._training = False
 
     @property
@@ -228,7 +228,7 @@ class Trainer(Generic[M]):
         task = Task(model, self.train_dataset, self.val_dataset)
         with self._alone(), counting_memory(options.num_nodes, self.model):
             if options.backend == "processes":
-                self.run = ProcessesRun(task, options)
+                self.run = _ProcessesRun(task, options)
                 self.run.loop()
                 return self.run.average()
             with joined_nodes(options) as (comm, device):
@@ -278,7 +278,7 @@ LocalTrainer = Trainer  # EXO Gym's name for it
 # ------------------------------------------------------------------------------- in processes of its own
 
 
-class ProcessesRun(Generic[M]):
+class _ProcessesRun(Generic[M]):
     """A `Run` in `options.num_processes` new processes, with the same attributes.
 
     Its `state` is None: each process has its own.
