@@ -25,7 +25,7 @@ Packages stand on floors, and import only from below. A test compares this pictu
  7 | clock                                      | seconds on a network, from the ledger
  6 | logger plot                                | loggers by their short name; figures
  5 | availability records                       | who is there; what a run leaves behind: history, logs, files
- 4 | strategy                                   | one algorithm per file
+ 4 | strategy                                   | algorithms, a family in a file
  3 | simulation                                 | timetables, and events that take rows of a state and put them back
  2 | engine                                     | the gradients of all nodes
  1 | data models collectives compress optim     | batches, networks, exchanges and their ledger, codecs, optimizers

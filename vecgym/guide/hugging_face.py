@@ -69,7 +69,7 @@ generated = saved.generate(prompt, max_new_tokens=24, do_sample=True, top_k=5)
 print(repr(decode_text(generated[0], vocabulary)))
 ```
 
-It prints, after 60 steps,
+It prints, after 60 steps (the digits depend on the processor),
 
 ```text
 GPT2LMHeadModel {0: 85.4, 20: 39.1, 40: 27.5, 60: 26.7}

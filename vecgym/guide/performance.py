@@ -93,7 +93,7 @@ distance of the nodes; beside it `estimate_memory`. A process for each row
 | | 200 | 145 | 725 | 594 | 590 |
 | | 2000 | 1080 | 541 | 5888 | 5883 |
 
-![Left, processor time of a step against K for two models under DiLoCo and AllReduce; right, memory at the peak, measured and estimated, both linear in K from some ten nodes on](../../notebooks/figures/scaling.png)
+![Left, processor time of a step against K for two models under DiLoCo and AllReduce; right, memory at the peak, measured and estimated; both grow in proportion to K where K copies of the parameters are kept](../../notebooks/figures/scaling.png)
 
 A sweep of 32 configurations on 8 nodes takes 0.8 to 1.0 s for the tiny MLP, against 8.5 to 9.2 s one after the other: 9 to
 11 times faster. For the MLP it takes 6.3 s against 9.1. Configurations of AllReduce for the MLP are trained alone: in stacks
