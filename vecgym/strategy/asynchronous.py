@@ -96,7 +96,7 @@ class EventDriven(Strategy):
         """Raise a ValueError if the strategy cannot work for so many updates."""
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        """Raise a ValueError for settings that are not for so many nodes; see also `check_updates`."""
+        """Raise a ValueError for settings that are not for so many nodes."""
         if self.inner.max_norm is not None:
             check.per_node("max_norm", self.inner.max_norm, "(0, inf]", num_nodes=num_nodes)
 
