@@ -118,7 +118,7 @@ class Strategy(LocalTraining):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse a setting that would hide a method, which a run calls."""
-        if callable(getattr(type(self), name, None)):
+        if not name.startswith("_") and callable(getattr(type(self), name, None)):
             raise TypeError(
                 f"{type(self).__name__} cannot have a setting {name!r}, since that is a method: give it another name, "
                 f"such as 'own_{name}'."
