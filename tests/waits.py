@@ -2,7 +2,7 @@
 
 What needs a device's value on the host (`.item()`, a branch, a shape that depends on values) waits until the device has
 caught up, and so does a copy to it that is not `non_blocking`: `x[[0, 1]]` and `torch.tensor(list, device=...)` make
-one.
+one. (`_assert_async` makes the device check by itself, and nobody waits for it.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 READS = {
     "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "argwhere",
     "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount",
-    "repeat_interleave.Tensor", "_linalg_check_errors", "_assert_async", "_assert_scalar",
+    "repeat_interleave.Tensor", "_linalg_check_errors", "_assert_scalar",
 }  # fmt: skip
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
