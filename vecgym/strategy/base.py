@@ -117,8 +117,9 @@ class Strategy(LocalTraining):
             cls.own_draws = vars(cls).get("own_draws", True)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse a setting that would hide a method, which a run calls."""
-        if not name.startswith("_") and callable(getattr(type(self), name, None)):
+        """Refuse a setting that would hide a method, which a run calls; another method may take its place."""
+        is_method = not name.startswith("_") and callable(getattr(type(self), name, None))
+        if is_method and not callable(value):
             raise TypeError(
                 f"{type(self).__name__} cannot have a setting {name!r}, since that is a method: give it another name, "
                 f"such as 'own_{name}'."
