@@ -400,14 +400,14 @@ def test_a_setting_cannot_hide_a_method() -> None:
         def __init__(self, rates: float) -> None:
             super().__init__("sgd", lr=0.1)
             self.outer_lr = 0.7  # no method
-            self.rates = rates
+            self.rates = rates  # type: ignore[method-assign, assignment]
 
     with pytest.raises(TypeError, match=r"Named cannot have a setting 'rates', since that is a method: .* 'own_rates'"):
         Named(0.5)
 
 
 def test_a_collective_takes_tensors_by_name() -> None:
-    comm = StackedCollectives(2)
+    comm: Any = StackedCollectives(2)
     for operation in (comm.mean, comm.sum, comm.all_gather):
         with pytest.raises(TypeError, match=f"comm.{operation.__name__} takes .*'a' is of type dict: call it for each"):
             operation({"a": {"w": torch.ones(2)}})
