@@ -133,6 +133,17 @@ class Quadratic(nn.Module):
         return self.a / 2 * (self.x - c).square().sum(-1).mean()
 
 
+class Table(nn.Module):
+    """The mean of the rows of an embedding that a batch of tokens names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 1)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.table(index).mean()
+
+
 class WithFrozen(nn.Module):
     """An MLP with a frozen first layer, an integer buffer (examples seen) and a float one (mean)."""
 

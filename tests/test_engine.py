@@ -19,7 +19,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from tests.fitting import STRATEGIES, alone, dataset, fit, params, same, same_run
 from tests.helpers import NEEDS_LOOP
-from tests.models import MODELS, RANDOM, make_model
+from tests.models import MODELS, RANDOM, Table, make_model
 from vecgym import OptimSpec, Trainer, VecgymWarning
 from vecgym.data import Batches
 from vecgym.engine import Engine, EngineName, Local, ModelFacts, Plan, choose_plan, plan, recorded
@@ -219,18 +219,8 @@ def test_an_error_in_the_model_itself_is_not_blamed_on_vmap() -> None:
 
 
 def test_what_the_model_raises_in_the_middle_of_a_run() -> None:
-    class Late(nn.Module):
-        """Fails on one example, as a model does on a token that is not in the vocabulary."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(10, 1)
-
-        def forward(self, index: Tensor) -> Tensor:
-            return self.table(index).mean()
-
     tokens = torch.cat([torch.zeros(8, dtype=torch.long), torch.full((4,), 99)])
-    trainer = Trainer(Late(), tokens)
+    trainer = Trainer(Table(), tokens)
     with pytest.raises((IndexError, RuntimeError), match="out of range"):
         trainer.fit(alone(), 2, batch_size=2, shuffle=False, engine="loop", progress=False, device="cpu")
     assert len(trainer.history) == 2  # the third step failed
@@ -242,14 +232,6 @@ def test_what_the_model_raises_in_the_middle_of_a_run() -> None:
 @pytest.mark.parametrize("token", [-1, 10])
 def test_no_node_reads_the_table_of_another(token: int, strategy: Callable[[], Any], engine: str) -> None:
     """Of a token that is out of range on a node, whose row vmap would look up in the next node's table."""
-
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(10, 1)
-
-        def forward(self, index: Tensor) -> Tensor:
-            return self.table(index).mean()
 
     good, bad = torch.zeros(16, dtype=torch.long), torch.zeros(16, dtype=torch.long)
     bad[13] = token  # on node 1 of 4, in the second step

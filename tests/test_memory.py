@@ -85,6 +85,15 @@ def test_activations_are_what_the_backward_pass_needs() -> None:
     assert estimate_memory(model, alone(), 4, 20, batch, engine="loop").parts["activations"].nodes == 1
 
 
+def test_a_list_of_examples_is_a_dataset() -> None:
+    """As it is for the Trainer; a list of tensors is a batch."""
+    model, strategy = Classifier(nn.Linear(20, 4)), DiLoCoStrategy("adamw", H=5)
+    x, y = torch.ones(64, 20), torch.zeros(64, dtype=torch.long)
+    of_tensors = estimate_memory(model, strategy, 4, 8, torch.utils.data.TensorDataset(x, y))
+    assert estimate_memory(model, strategy, 4, 8, list(zip(x, y))).total_bytes == of_tensors.total_bytes
+    assert estimate_memory(model, strategy, 4, 8, [x[:8], y[:8]]).total_bytes == of_tensors.total_bytes
+
+
 def test_the_table() -> None:
     model = Classifier(nn.Linear(1000, 10))
     text = str(estimate_memory(model, DiLoCoStrategy("adamw", H=10), 16, data=dataset("MLP") and None))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tests.fitting import alone, dataset, fit
+from tests.models import Table
 from vecgym import OptimSpec, Trainer, VecgymWarning
 from vecgym.clock import Compute
 from vecgym.engine import Engine
@@ -138,15 +139,6 @@ def seeded() -> Loss:
 
 
 # ------------------------------------------------------------------------------------------------ whose error it is
-
-
-class Table(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 1)
-
-    def forward(self, index: Tensor) -> Tensor:
-        return self.table(index).mean()
 
 
 class Normed(nn.Module):

@@ -244,6 +244,7 @@ def test_the_figure(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "text"),
     [
+        ({"model": math.inf}, TypeError, "model is .*; give an nn.Module"),
         ({"model": 1.5}, TypeError, "model is .*; give an nn.Module, or its number of parameters"),
         ({"model": "150X"}, ValueError, "model='150X' is not a count"),
         ({"num_nodes": 0}, ValueError, "num_nodes=0 must be an integer >= 1"),
@@ -258,7 +259,7 @@ def test_the_figure(tmp_path: Path) -> None:
         ({"strategies": {"x": lambda H: None}}, TypeError, "strategy is of type NoneType"),
         ({"max_steps": 0}, ValueError, "max_steps=0 must be"),
         ({"tau": 20}, ValueError, "tau=20 must be less than every H"),
-        ({"compute": Compute(0.0)}, ValueError, "takes no time"),
+        ({"compute": Compute(0.0)}, ValueError, "takes no time has no utilization"),
         ({"utilization": 1}, ValueError, "utilization=1 must be a number in"),
     ],
 )

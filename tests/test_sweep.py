@@ -1403,6 +1403,10 @@ def test_rows_have_the_models_metrics() -> None:
     assert result.best("val_accuracy") == best  # an accuracy by itself, and a loss
     assert result.compare("H", "val_accuracy") == found[0]
     assert result.best()["lr"] == 0.5
+    line = result.plot("H", "val_accuracy", baseline=1).axes[0].lines[0]
+    assert line.get_ydata()[1] == pytest.approx(found[0][1]["difference"])  # type: ignore[index]
+    with pytest.raises(ValueError, match="did you mean 'val_accuracy'"):
+        result.best("val_acuracy")
     bold = [line for line in result.table(columns=["val_accuracy"]).splitlines() if "**" in line]
     assert bold
     assert not any("0.0001" in line for line in bold)

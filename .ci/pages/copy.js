@@ -1,9 +1,6 @@
 // A button on each block of code. What it copies can be run: without prompts, and without what was printed.
 function codeOf(block) {
     const lines = block.textContent.replace(/\n$/, "").split("\n");
-    if (lines.some(line => line.startsWith("$ "))) {
-        return lines.filter(line => line.startsWith("$ ")).map(line => line.slice(2)).join("\n") + "\n";
-    }
     if (!lines.some(line => line.startsWith(">>> "))) {
         return lines.join("\n") + "\n";
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,14 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if not args.runs:
-        print_table(here())
+        print_table(here().items())
         return 0
     from vecgym.cli.plot import read_runs
     from vecgym.cli.report import flat
 
     for name, (history, _) in read_runs(args.runs).items():
         print(name)  # its strategy says the hyperparameters in one line
-        settings = {key: value for key, value in history.settings.items() if key != "hyperparameters"}
-        print_table(dict(flat(settings)))
+        print_table(flat({key: value for key, value in history.settings.items() if key != "hyperparameters"}))
     return 0
 
 
@@ -50,9 +49,10 @@ def here() -> dict[str, Any]:
     }
 
 
-def print_table(facts: Mapping[str, Any]) -> None:
-    width = max(map(len, facts), default=0) + 2
-    print("\n".join(f"{name:<{width}}{value}" for name, value in facts.items()))
+def print_table(facts: Iterable[tuple[str, Any]]) -> None:
+    from vecgym.records.rows import aligned
+
+    print(*aligned([[name, str(value)] for name, value in facts], str.ljust), sep="\n")
 
 
 def extras() -> list[str]:

@@ -128,7 +128,7 @@ def as_model(model: nn.Module | int | str) -> nn.Module:
     """
     if isinstance(model, nn.Module):
         return model
-    if isinstance(model, float) and int(model) == model:
+    if isinstance(model, float) and model % 1 == 0:
         model = int(model)  # 150e6
     if not (isinstance(model, str) or check.is_integer(model)):
         raise TypeError(f'model is {check.kind_of(model)}; give an nn.Module, or its number of parameters, "150M".')
@@ -337,7 +337,7 @@ class Family:
         self.model, self.make, self.num_nodes = as_model(model), maker(strategy), check.integer("num_nodes", num_nodes)
         self.compute = check.instance("compute", compute, Compute, "a Compute, such as Compute(0.4)")
         if not torch.as_tensor(compute.seconds).max() > 0:
-            raise ValueError(f"compute={compute} takes no time, so that nothing is a part of it: give more than 0 s.")
+            raise ValueError(f"compute={compute}: a step that takes no time has no utilization; give more than 0 s.")
         self._dry_runs = functools.cache(self._dry_run)
 
     def has(self, H: int) -> bool:
@@ -596,10 +596,10 @@ def price_strategies(
     for bucket_bytes in dict.fromkeys((network.bucket_bytes, math.inf)):
         on = copy.copy(network)
         on.bucket_bytes = bucket_bytes
-        of_way = [row for name, family in families.items() for row in _rows(name, family, periods, on, utilization)]
-        for row in of_way:
+        priced = [row for name, family in families.items() for row in _rows(name, family, periods, on, utilization)]
+        for row in priced:
             days = row["seconds_per_step"] * max_steps / SECONDS_PER_DAY
-            faster = of_way[0]["seconds_per_step"] / row["seconds_per_step"]
+            faster = priced[0]["seconds_per_step"] / row["seconds_per_step"]
             rows.append({**row, "days": days, "faster": faster})
     params = [p for p in model.parameters() if p.requires_grad]
     size = f"{sum(p.numel() for p in params):,} parameters ({readable_bytes(sum(p.nbytes for p in params))})"

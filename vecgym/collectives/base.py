@@ -235,9 +235,9 @@ class Collectives(ABC):
     def mix(self, x: T, weights: Tensor | Mixing, inplace: bool = False) -> T:
         """Mix, x_i <- sum_j W_ij x_j with `weights` W `[K, K]`: `[L, *] -> [L, *]`.
 
-        Node j sends to each i != j with W_ij != 0. W need not be symmetric, nor
-        doubly stochastic. A `Mixing` is a matrix analysed once for many exchanges. With
-        `inplace`, `x` may be overwritten, and the result is not differentiable.
+        Node j sends to each i != j with W_ij != 0. W need not be symmetric, nor doubly stochastic. A `Mixing` is a
+        matrix analysed once for many exchanges. With `inplace`, `x` may be overwritten, and the result is not
+        differentiable.
         """
         matrix = weights.weights if isinstance(weights, Mixing) else weights
         if matrix.shape != (self.num_nodes, self.num_nodes):

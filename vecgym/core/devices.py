@@ -99,13 +99,13 @@ class Readable(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.numpy):
-            return outside(lambda: func(_unwrapped(args[0]), *args[1:], **(kwargs or {})))
+            return outside(lambda: func(unwrapped(args[0]), *args[1:], **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 
 def plain(x: Tensor) -> Tensor:
     """Return the plain values, without a transform's wrapper or a graph."""
-    return _unwrapped(x).detach()
+    return unwrapped(x).detach()
 
 
 def outside(fn: Callable[[], T]) -> T:
@@ -116,7 +116,8 @@ def outside(fn: Callable[[], T]) -> T:
         return outside(fn)
 
 
-def _unwrapped(x: Tensor) -> Tensor:
+def unwrapped(x: Tensor) -> Tensor:
+    """Return a tensor as it is outside of all transforms."""
     while _functorch.is_functorch_wrapped_tensor(x):
         x = _functorch.get_unwrapped(x)
     return x

@@ -15,6 +15,8 @@ from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
+from vecgym.core.devices import unwrapped
+
 _is_batched = _functorch.is_batchedtensor
 
 
@@ -83,13 +85,6 @@ def _open(*values: Tensor | None) -> _Opened | None:
     return _Opened(level, size, tensors, dims)
 
 
-def _outside(x: Tensor) -> Tensor:
-    """Return a tensor as it is outside of every vmap."""
-    while _is_batched(x):
-        x = _functorch.get_unwrapped(x)
-    return x
-
-
 def _check_tokens(tokens: Tensor, num_rows: int) -> None:
     """Raise an IndexError for a token that is out of range; on CUDA the device raises it, as for any embedding.
 
@@ -106,7 +101,7 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *a
         row = torch.arange(weight.shape[0], device=weight.device) == padding_idx % weight.shape[0]
         weight = torch.where(row[:, None], weight.detach(), weight)
     if _is_batched(input):
-        _check_tokens(_outside(input), weight.shape[0])
+        _check_tokens(unwrapped(input), weight.shape[0])
     return F.embedding(input, weight, None, *args, **kwargs)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vecgym.core import check
 from vecgym.core.errors import warn
-from vecgym.records.columns import COLUMNS, UPDATE_COLUMNS
+from vecgym.records.columns import COLUMNS, UPDATE_COLUMNS, larger_is_better
 
 Row = dict[str, Any]  # column -> value
 Rows = Sequence[Mapping[str, Any]]
@@ -220,7 +220,7 @@ def by_seed(rows: Rows, metric: str, over: str) -> dict[Any, float]:
 
 def compared(
     rows: Rows, axis: str, metric: str, baseline: Any, *, over: str, best: bool = True, paired: bool = True,
-    largest: bool = False,
+    largest: bool | None = None,
 ) -> list[Row]:  # fmt: skip
     """Return a row for each value of an axis, with the mean of a metric and its `MeanDifference` from the baseline's.
 
@@ -234,7 +234,8 @@ def compared(
     points = [({name: g[0][name] for name in (axis, *others)}, by_seed(g, metric, over)) for g in groups(rows, over)]
     if best:
         values = dict.fromkeys(point[axis] for point, _ in points)
-        rank = functools.partial(_rank, sign=-1 if largest else 1)
+        downwards = not (larger_is_better(metric) if largest is None else largest)
+        rank = functools.partial(_rank, sign=1 if downwards else -1)
         points = [min((each for each in points if each[0][axis] == value), key=rank) for value in values]
     matching = [] if best else others  # what a configuration and that of the baseline have in common
     bases = {tuple(point[n] for n in matching): losses for point, losses in points if point[axis] == baseline}

@@ -257,8 +257,9 @@ class SweepResult:
             ValueError: for a column that is not there or has no number.
         """
         rows = averaged(select(self.rows, where), over)
-        sign = -1 if _is_largest(column, largest) else 1
-        return min(self._finite("column", column, rows), key=lambda row: sign * row[column])
+        finite = self._finite("column", column, rows)
+        choose = max if _is_largest(column, largest) else min
+        return choose(finite, key=lambda row: row[column])
 
     def _finite(self, name: str, column: str, rows: list[Row]) -> list[Row]:
         """Return the rows that finished with a number in a column; a ValueError if there is none."""
@@ -333,8 +334,8 @@ class SweepResult:
                 'grid["seed"]=range(5), say.'
             )
         base = _label_of(rows[0][axis] if baseline is None else baseline, axis, rows)
-        settings: dict[str, Any] = {"over": over, "best": best, "paired": paired}
-        settings["largest"] = best and _is_largest(metric, largest)
+        chosen = _is_largest(metric, largest if best or largest is not None else False)
+        settings: dict[str, Any] = {"over": over, "best": best, "paired": paired, "largest": chosen}
         return Comparison(compared(labelled(rows), axis, metric, base, **settings))
 
     def table(
