@@ -76,7 +76,7 @@ def main() -> None:
         )
         for name, (strategy, num_nodes) in cases.items() if name in (args.only or cases)
     ]  # fmt: skip
-    title = f"nanoGPT's small GPT, {steps} steps of {BATCH} windows, 1 and {K} nodes, H = {interval}"
+    title = f"nanoGPT's small GPT, {steps} steps of {BATCH} windows, 1 and {K} nodes, H = {interval}, one seed"
     print(f"\nval loss, and the markers of the figure: on {val_size} windows; all of val: see vecgym.guide.performance")
     finish(runs, args, start, f"{title}; markers: {val_size} validation windows", "loss (nats per character)")
 
