@@ -190,8 +190,9 @@ def test_an_error_of_the_model_is_its_own(name: str, strategy: str, engine: str)
     message = str(raised.value)
     if engine != "loop" and (engine == "vmap" or "one of" in message):  # all nodes at once
         parts = [re.sub(r"node \d", 'one of the nodes 0 to 1 (engine="loop" says which)', part) for part in parts]
-    for part in [*parts, "test_model_errors.py"]:
+    for part in [*parts, "models.py" if make is Table else "test_model_errors.py"]:
         assert part in message, f"{part!r} is not in {message!r}"
+    assert message.count(", at ") == message.count("in validation") + message.count("step ") == 1, message
     assert "vmap" not in message
 
 

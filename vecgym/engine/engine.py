@@ -350,10 +350,11 @@ class Engine:
         try:
             yield
         except Exception as error:
-            if describe is None and self.plan.engine == "loop":  # it has named the node
+            loop = describe is None and self.plan.engine == "loop"
+            if loop and keys:  # it has named the node
                 raise
             contract.check_memory(error, num_nodes, self.model)
-            if "vmap" in str(error) or (describe and isinstance(error, RuntimeError)):
+            if ("vmap" in str(error) and not loop) or (describe and isinstance(error, RuntimeError)):
                 raise (describe or contract.vmap_error)(contract.cause(error)) from error
             with contract.naming("in validation" if keys is None else keys.named()):
                 raise

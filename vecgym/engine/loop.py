@@ -74,7 +74,7 @@ class Loop:
         for i in range(size):
             examples = tree.map_leaves(lambda x: x[i], batch) if own_batches else batch  # noqa: B023
             batches = unstacked(examples) if several else [examples]
-            with self.model.casting(), naming("in validation"):
+            with self.model.casting():
                 of_one = [self.model.measure(row(tensors, i), one) for one in batches]
             measured.append(stacked(of_one) if several else of_one[0])
         return stacked(measured)
