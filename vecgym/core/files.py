@@ -96,7 +96,7 @@ def is_regular(path: str | os.PathLike[str]) -> bool:
 class Lock:
     """A lock file that one process at a time holds until it releases it or ends. The file names its holder.
 
-    Where the system or the file system has no locks, the lock is held as long as the process named in the file lives.
+    A file system without locks guards nothing: there every process acquires it.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -113,21 +113,27 @@ class Lock:
         """Acquire the lock and return None, or return who holds it."""
         while self._descriptor is None:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-            locked = self._take(descriptor)
-            if locked and self._is_current(descriptor):  # otherwise its last holder has removed the file meanwhile
+            try:
+                _lock(descriptor)
+            except BlockingIOError:
+                os.close(descriptor)
+                return self._holder()
+            except OSError:  # a file system without locks
+                pass
+            if self._is_current(descriptor):  # otherwise its last holder has removed the file meanwhile
+                with contextlib.suppress(OSError):  # a full disk: then the lock names nobody
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, f"{os.getpid()} {socket.gethostname()}".encode())
                 self._descriptor = descriptor
                 _acquired.add(self)
-                return None
-            os.close(descriptor)
-            if not locked:
-                return self._holder()
+            else:
+                os.close(descriptor)
         return None
 
     def release(self) -> None:
         """Release the lock if it is held."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, 0)  # on Windows it cannot be removed, but then it names nobody
                 self.path.unlink()
             self.forget()
 
@@ -138,45 +144,20 @@ class Lock:
         self._descriptor = None
         _acquired.discard(self)
 
-    def _take(self, descriptor: int) -> bool:
-        """Lock the file, write this process's identity into it, and return whether the lock is ours."""
-        identity = f"{os.getpid()} {began(os.getpid())} {socket.gethostname()} {secrets.token_hex(4)}"
-        try:
-            locks = fcntl is not None
-            _lock(descriptor)
-        except BlockingIOError:
-            return False
-        except OSError:
-            locks = False
-        if not locks and _lives(self._read()):
-            return False
-        with contextlib.suppress(OSError):  # a full disk: then the lock names nobody
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, identity.encode())
-        if locks:
-            return True
-        time.sleep(SETTLE_S)  # of several processes that find it free, the last to write holds it
-        return self._read() == identity.split()
-
     def _is_current(self, descriptor: int) -> bool:
         with contextlib.suppress(OSError):
             return os.path.samestat(os.fstat(descriptor), self.path.stat())
         return False
 
-    def _read(self) -> list[str]:
-        with contextlib.suppress(OSError):
-            return self.path.read_text(errors="replace").split()
-        return []
-
     def _holder(self) -> str:
         for _ in range(20):  # the holder may not have written its identity yet
-            if len(holder := self._read()) > 2:
-                return f"process {holder[0]} on {holder[2]}" + ", which is this one" * (holder[0] == str(os.getpid()))
-            time.sleep(SETTLE_S / 10)
+            with contextlib.suppress(OSError, ValueError):
+                pid, host = self.path.read_text().split()
+                return f"process {pid} on {host}" + ", which is this one" * (pid == str(os.getpid()))
+            time.sleep(0.02)
         return "another process"
 
 
-SETTLE_S = 0.2  # s, within which two processes that start together notice each other without the system's locks
 _acquired: set[Lock] = set()
 
 
@@ -188,39 +169,6 @@ def _forget_inherited() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_inherited)
-
-
-def began(pid: int) -> str | None:
-    """Return when a process of this machine started, in any unit; "?" if that is unknown, None if it does not exist.
-
-    >>> began(os.getpid()) == began(os.getpid()) != began(1), began(2**30)
-    (True, None)
-    """
-    if os.name == "nt":
-        import ctypes
-
-        handle = ctypes.windll.kernel32.OpenProcess(0x1000, False, pid)  # type: ignore[attr-defined]
-        code = ctypes.c_ulong()
-        ctypes.windll.kernel32.GetExitCodeProcess(handle, ctypes.byref(code))  # type: ignore[attr-defined]
-        ctypes.windll.kernel32.CloseHandle(handle)  # type: ignore[attr-defined]
-        return "?" if code.value == 259 else None  # it has not ended
-    try:
-        os.kill(pid, 0)
-    except PermissionError:  # somebody else's
-        pass
-    except (OSError, OverflowError):
-        return None
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # not Linux
-        return "?"
-    return None if fields[0] == "Z" else fields[19]  # state and starttime, see proc(5)
-
-
-def _lives(holder: list[str]) -> bool:
-    """Whether the process named in a lock lives on this machine."""
-    local = len(holder) > 2 and holder[0].isdecimal() and holder[2] == socket.gethostname()
-    return local and began(int(holder[0])) == holder[1]
 
 
 def _lock(descriptor: int) -> None:

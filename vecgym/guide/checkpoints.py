@@ -43,7 +43,8 @@ Files of `CSVLogger` and `TensorBoardLogger` have no row lost or doubled, and `W
   `lr_scheduler=vecgym.optim.schedule.lambda_cosine(max_steps=1000, cosine_anneal=True)`, or give all `max_steps` and
   end earlier (`stop=`, `max_seconds=`, `max_bytes=`). A new run in the folder of another is refused.
 - **One run at a time.** While a run goes on it holds the folder, by a lock on the file `.run.lock`. Another that is begun
-  there meanwhile is refused, and told which process holds it. The lock ends with its process, however that ends.
+  there meanwhile is refused, and told which process holds it. The lock ends with its process, however that ends. A file
+  system without locks guards nothing.
 - **What may change.** Engine, chunk and micro-batch size, device and number of processes may change; a warning says
   that the last bits will. Loggers, evaluation, and anything else that does not affect training may change freely.
 - **Processes.** The first process writes one file with the state of all nodes. Any number of processes, or none, can
