@@ -6,7 +6,7 @@ import bisect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -20,10 +20,7 @@ from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import EventDriven
 from vecgym.strategy.gossip import FIXED
-from vecgym.strategy.settings import InnerOptions, takes_options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 
 Order = Literal["after", "before"]
 BLOCK = 64  # neighbours that are drawn at a time

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,10 +17,7 @@ from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Mean
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.settings import InnerOptions, takes_options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 
 
 class AllReduceStrategy(Strategy):

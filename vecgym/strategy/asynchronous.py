@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -22,11 +22,8 @@ from vecgym.simulation.timetable import RunFacts, Timetable
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import DEFAULT_H
 from vecgym.strategy.servers import OuterOptimizer, Server, Staleness, StalenessName, staleness_weight
-from vecgym.strategy.settings import InnerOptions, own_settings, takes_options
+from vecgym.strategy.settings import InnerOptions, Unpack, own_settings, takes_options
 from vecgym.strategy.when import check_interval
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class EventDriven(Strategy):

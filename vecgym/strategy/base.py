@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,7 @@ from vecgym.simulation.state import State
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts, Timetable, Who
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.hooks import CommunicationModule, Hooks
-from vecgym.strategy.settings import InnerOptions, altered, own_settings, takes_options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from vecgym.strategy.settings import InnerOptions, Unpack, altered, own_settings, takes_options
 
 
 class Strategy(LocalTraining):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -33,10 +33,7 @@ from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import EventDriven, countable
 from vecgym.strategy.averages import nonzero, row_norms
 from vecgym.strategy.servers import OuterOptimizer, Server, one_number
-from vecgym.strategy.settings import InnerOptions, takes_options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 
 Merging = Literal["radial", "mean"]
 

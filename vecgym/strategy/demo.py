@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +29,7 @@ from vecgym.strategy.averages import Average
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.meeting import Meeting
-from vecgym.strategy.settings import StepOptions, takes_options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from vecgym.strategy.settings import StepOptions, Unpack, takes_options
 
 
 class StrongestCosines(Average):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -24,12 +24,8 @@ from vecgym.strategy.base import Strategy
 from vecgym.strategy.coded import Compressed
 from vecgym.strategy.exchange import DEFAULT_H, Exchange
 from vecgym.strategy.fragments import Fragments, Pattern
-from vecgym.strategy.settings import InnerOptions, StepOptions, inner_rate, takes_options
+from vecgym.strategy.settings import InnerOptions, StepOptions, Unpack, inner_rate, takes_options
 from vecgym.strategy.when import SyncWeight, When, as_when, rounds_or_weights
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 STREAMING_OUTER_LR = 0.4
 MULOCO_OUTER = OptimSpec(torch.optim.SGD, lr=0.8, momentum=0.9, nesterov=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,8 @@ from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Mean, Outer, ServerMean, Weighting
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import Exchange, check_participation
-from vecgym.strategy.settings import InnerOptions, takes_options
+from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 from vecgym.strategy.when import SyncWeight, as_when, rounds_or_weights
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def AveragingCommunicator(  # the name that EXO Gym's users know

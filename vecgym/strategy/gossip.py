@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +19,7 @@ from vecgym.strategy.averages import ExchangeFacts, Reduction
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.meeting import Meeting
-from vecgym.strategy.settings import InnerOptions, takes_options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
+from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 
 FIXED: dict[str, Callable[[int], Tensor]] = {
     "ring": graphs.ring,

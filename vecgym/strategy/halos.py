@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,10 +32,7 @@ from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import InRounds, agreed, countable, counts_of, weighted
 from vecgym.strategy.servers import DelayedNesterov, Server, Staleness, StalenessName, one_number, staleness_weight
-from vecgym.strategy.settings import InnerOptions, takes_options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 
 Regions = tuple[tuple[int, ...], ...]
 

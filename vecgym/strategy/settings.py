@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar, cast
 
 from torch import Tensor
+from typing_extensions import Unpack as Unpack  # of every constructor's `**inner`
 
 from vecgym.core import check
 from vecgym.core.objects import public, same

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,8 @@ from vecgym.strategy.coded import Compressed, constant, straight_through
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.meeting import Meeting
 from vecgym.strategy.selectors import Draws, RandomSelector, Selector, check_rate
-from vecgym.strategy.settings import InnerOptions, takes_options
+from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 from vecgym.strategy.when import Rounds, as_when, check_interval
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 METHODS = ("random", "topk")
 A_SELECTOR = "a Selector, such as PartitionedSelector(0.01)"
