@@ -125,7 +125,8 @@ class Batches:
         dealt = tuple(len(range(node, lengths[0], self.num_nodes)) for node in self.node_ids)
         self.shard_sizes = dealt if shared else lengths
         longest = -(-lengths[0] // self.num_nodes) if shared else max(lengths)
-        self.epoch_length = _agreed(agree, longest, not shared)  # examples per node and epoch, with padding
+        # Examples per node and epoch, with padding.
+        self.epoch_length = longest if shared or agree is None else agree(longest)
         full, rest = divmod(self.epoch_length, self.batch_size)
         self.steps_per_epoch = full if self._source.drop_last else full + (rest > 0)
         if self.steps_per_epoch == 0:
@@ -271,13 +272,6 @@ class Batches:
 
     def _shuffled(self, length: int, generator: torch.Generator) -> Tensor:
         return torch.randperm(length, generator=generator) if self.shuffle else torch.arange(length)
-
-
-def _agreed(agree: Any, length: int, per_node: bool) -> int:
-    """Return the length of this process's shards, or of all processes' shards if the nodes have their own datasets."""
-    if agree is not None and not callable(agree):
-        raise TypeError(f"agree is {check.kind_of(agree)}; give a function of a shard's length, or None.")
-    return length if agree is None or not per_node else int(check.called("agree", agree, length))
 
 
 def num_steps(batches: Batches, num_epochs: int = 1, max_steps: int | None = None) -> int:

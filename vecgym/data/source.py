@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 
 from vecgym.core import check, nodes, rng, tree
 from vecgym.core.devices import placed
-from vecgym.data.checks import check_dataset, check_examples, describe, is_factory, split_loader_kwargs
+from vecgym.data.checks import check_examples, describe, is_factory, split_loader_kwargs
 from vecgym.data.text import TokenWindows
 
 Batch = Any  # a tensor, or nested dicts, lists and (named) tuples of tensors
@@ -37,9 +37,8 @@ class Source:
         device: torch.device | str | None, dataloader_kwargs: Mapping[str, Any] | None, name: str,
     ) -> None:  # fmt: skip
         self.shared = not is_factory(dataset)
-        if not self.shared:
-            check_dataset(dataset, name)
-        datasets = [dataset] if self.shared else [dataset(node, num_nodes, train) for node in node_ids]
+        of_node = functools.partial(check.called, name, dataset)
+        datasets = [dataset] if self.shared else [of_node(node, num_nodes, train) for node in node_ids]
         for node, examples in zip(node_ids, datasets):
             check_examples(examples, name if self.shared else f"{name} of node {node}")
         self.lengths = tuple(len(examples) for examples in datasets)

@@ -22,6 +22,8 @@ MODULES = (
     "smtplib", "socketserver", "statistics", "tempfile", "textwrap", "threading", "timeit", "typing", "uuid",
 )  # fmt: skip
 
+MIN_CHARS = 1000  # of a text to train on
+
 
 def standard_library_text(num_chars: int | None = 1_000_000) -> str:
     """Return the concatenated source text of `MODULES`: about a million characters of English and Python.
@@ -48,22 +50,17 @@ def standard_library_text(num_chars: int | None = 1_000_000) -> str:
     return text[:num_chars]
 
 
-def read_text(path: str | os.PathLike[str], min_chars: int = 1000) -> str:
-    """Read the text of a UTF-8 file.
-
-    Args:
-        path: the file.
-        min_chars: the minimum number of characters.
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Read the text of a UTF-8 file of at least `MIN_CHARS` characters.
 
     Raises:
-        ValueError: if the file is missing, unreadable, empty, not UTF-8 text, or too short.
+        ValueError: if the file is missing, unreadable, not UTF-8 text, or too short.
 
     >>> read_text("no-such-file.txt")
     Traceback (most recent call last):
     ...
     ValueError: text file no-such-file.txt cannot be read: No such file or directory.
     """
-    check.integer("min_chars", min_chars, 0)
     file = check.path("path", path)
     if file.exists() and not is_regular(file):
         raise ValueError(f"text file {path} is not a file, but a folder, a pipe, a socket or a device.")
@@ -75,33 +72,24 @@ def read_text(path: str | os.PathLike[str], min_chars: int = 1000) -> str:
         raise ValueError(f"text file {path} is not UTF-8 text: byte {error.start} is not. Give plain text.") from None
     if "\0" in text:
         raise ValueError(f"text file {path} is not text: it contains null characters. Give plain text.")
-    if not text.strip():
-        raise ValueError(f"text file {path} is empty.")
-    if len(text) < min_chars:
-        raise ValueError(f"text file {path} has {len(text)} characters; at least {min_chars} are needed.")
+    size = len(text.strip())
+    if size < MIN_CHARS:
+        raise ValueError(f"text file {path} has {size} characters; at least {MIN_CHARS} are needed.")
     return text
 
 
-def split_text(text: str, num_parts: int = 100, every: int = 10) -> tuple[str, str]:
+def split_text(text: str) -> tuple[str, str]:
     """Split a text for training and validation: every tenth of a hundred equal parts is for validation.
 
     Parts from all over the text, not just its end, make the two similar: the end may be about something else.
 
-    Args:
-        text: at least `num_parts` characters.
-        num_parts: the number of parts to cut the text into.
-        every: every how many parts one is for validation.
-
-    >>> split_text("abcdefghij", num_parts=5, every=2)
-    ('abefij', 'cdgh')
+    >>> split_text("abcdefghij" * 2)
+    ('abcdefghiabcdefghi', 'jj')
     """
-    check.instance("text", text, str, "a str")
-    check.integer("num_parts", num_parts)
-    check.integer("every", every, 2, "every second, third ... part is for validation")
-    size = max(1, -(-len(text) // num_parts))
+    size = max(1, -(-len(check.instance("text", text, str, "a str")) // 100))
     parts = [text[i : i + size] for i in range(0, len(text), size)]
-    val = parts[every - 1 :: every]
-    del parts[every - 1 :: every]
+    val = parts[9::10]
+    del parts[9::10]
     return "".join(parts), "".join(val)
 
 
