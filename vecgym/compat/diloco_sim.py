@@ -34,7 +34,6 @@ the average: SAVE_DIR/STEP.pt |
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, field, fields, replace
@@ -57,7 +56,7 @@ from vecgym.records.loggers import WandbLogger
 from vecgym.runs.options import Count, Flag, OptionalCount, Seed, optional_number
 from vecgym.runs.trainer import Trainer
 from vecgym.simulation.simulation import Part
-from vecgym.simulation.timetable import Due, Event, Lockstep, Mark, RunFacts, Timetable
+from vecgym.simulation.timetable import Due, Event, Every, Lockstep, RunFacts, Timetable
 
 __all__ = ["DilocoSimulator", "DilocoSimulatorConfig", "EvalStats", "TrainStats", "install"]
 
@@ -234,82 +233,43 @@ class DilocoSimulatorConfig:
         """Return the strategy that these arguments describe."""
         every, delay = self.sparta_interval, self.async_sparta_delay * self.sparta_interval
         outer_optim = OptimSpec(self.outer_optimizer_cls, **self.outer_optimizer_kwargs)
-        exchanges = [BeforeSteps(native.Outer(native.Mean(), outer_optim), self.diloco_interval, "diloco_interval")]
-        if self.p_sparta > 0:
-            sparse = native.Sparse(native.RandomSelector(self.p_sparta), native.Mean())
-            exchanges.insert(0, BeforeSteps(sparse, every, "sparta_interval", delay=delay, first=-1))
+        outer = native.Exchange(native.Outer(native.Mean(), outer_optim), Every(self.diloco_interval))
+        sparse = native.Sparse(native.RandomSelector(self.p_sparta), native.Mean())
+        exchanges = [native.Exchange(sparse, Every(every), delay=delay), outer] if self.p_sparta > 0 else [outer]
         return BeforeStepsStrategy(
             OptimSpec(self.optimizer_cls, **self.optimizer_kwargs), exchanges, max_norm=self.max_norm,
             warmup_steps=self.warmup_steps, cosine_anneal=self.cosine_anneal,
         )  # fmt: skip
 
 
-class BeforeSteps(native.Exchange):
-    """Exchange before each step, not after the previous one.
-
-    This differs only at the start and end of a run: nothing follows the last step, and with `first=-1` there is an
-    exchange before the first step, when all nodes are equal, whose values are written after their delay.
-    """
-
-    def __init__(self, how: native.Average, every: int, name: str, *, delay: int = 0, first: int = 0) -> None:
-        super().__init__(how, every=native.Rounds(every, name=name), delay=delay)
-        self._interval, self._first = (name, every), first
-
-    def check(self, run: RunFacts) -> None:
-        name, interval = self._interval
-        if interval >= run.num_steps:
-            warn(f"{name}={interval} in a run of {run.num_steps} steps: nothing is ever exchanged.")
-        else:
-            super().check(dataclasses.replace(run, num_steps=run.num_steps - 1))
-
-    def marks(self, run: RunFacts) -> list[Mark]:
-        def earlier(mark: Mark) -> Mark:
-            when = _Before(mark.when, mark.lag, self._first, run.num_steps - 1)
-            return mark._replace(when=when, lag=0, of=mark.of._replace(lag=mark.lag))
-
-        return list(map(earlier, super().marks(run)))
-
-    def before_first(self, part: Part) -> None:
-        """Exchange what is equal on all nodes, to be written after the delay; without one they keep what they have."""
-        params = part.params
-        part.params = {name: p[:1] for name, p in params.items()}  # whose mean is exact
-        (self.agree if self.delay else self.meet)(part)
-        part.params = params
-
-
-@dataclass(frozen=True)
-class _Before:
-    """A recurrence some steps later, from a first step until there is no next step."""
-
-    when: Any
-    lag: int
-    first: int
-    last: int
-
-    def due(self, step: int) -> bool:
-        return step < self.last and step - self.lag >= self.first and self.when.due(step - self.lag)
-
-    def count(self, step: int) -> int:
-        return int(self.when.count(step - self.lag))
-
-
 class BeforeStepsStrategy(native.Strategy):
-    """A strategy with exchanges before the first step."""
+    """A strategy that exchanges before each step, not after the previous one.
+
+    This differs only at the start and end of a run: nothing follows the last step; and the first sparse exchange is
+    before the first step, when all nodes are equal. Its values are written after their delay.
+    """
 
     def timetable(self, run: RunFacts) -> Timetable:
         return _FromBeforeTheFirst(run, *self.marks(run))
 
     def before_first(self, part: Part) -> None:
-        self.exchanges[part.event.info.of.exchange].before_first(part)
+        """Exchange what is equal on all nodes, to be written after the delay; without one they keep what they have."""
+        params, sparse = part.params, self.exchanges[0]
+        part.params = {name: p[:1] for name, p in params.items()}  # whose mean is exact
+        (sparse.agree if sparse.delay else sparse.meet)(part)
+        part.params = params
 
 
 class _FromBeforeTheFirst(Lockstep):
-    """A timetable with exchanges before the first step."""
+    """A timetable whose sparse exchanges, if there are any, begin before the first step; after the last comes none."""
+
+    first = -1
 
     def events(self, step: int) -> list[Event]:
-        whens: list[tuple[str, Any, Any]] = [(mark.what, mark.when, mark.of) for mark in self.marks]
-        begin = [of for what, when, of in whens if step == 0 and when.first < 0 and what != "write"]
-        return [*(Event("before_first", info=Due(-1, -1, of)) for of in begin), *super().events(step)]
+        training, *exchanges = super().events(step)
+        is_sparse = len(self.marks) > 1
+        begin = [Event("before_first", info=Due(-1, -1, self.marks[0].of))] if step == 0 and is_sparse else []
+        return [*begin, training, *([] if step == self.length - 1 else exchanges)]
 
 
 class DilocoSimulator(Trainer[nn.Module]):
@@ -399,6 +359,9 @@ class DilocoSimulator(Trainer[nn.Module]):
     def train(self) -> nn.Module:
         """Train, and return the nodes' average (the original returns nothing)."""
         config = self.config
+        for name in ("diloco_interval", "sparta_interval") if config.p_sparta > 0 else ("diloco_interval",):
+            if getattr(config, name) >= self.max_local_step:
+                warn(f"{name}={getattr(config, name)} in a run of {self.max_local_step} steps: nothing is exchanged.")
         self.model = _WithLoss(self.master_model, config.loss_fn)
         logger = WandbLogger(config.wandb_project, config.wandb_name) if config.wandb_project else None
         averaged: Any = self.fit(

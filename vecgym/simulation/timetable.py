@@ -191,6 +191,8 @@ class Lockstep:
     (0, 2) 2 (1, 1)
     """
 
+    first = 0  # the step after which something is due for the first time; -1 is before the first step
+
     def __init__(self, run: RunFacts, *marks: Mark, trains: Who | None = None, train: str = "train") -> None:
         self.run, self.trains, self.train = run, trains, train
         self.marks = [mark._replace(when=Every(x) if isinstance(x := mark.when, int) else x) for mark in marks]
@@ -212,7 +214,7 @@ class Lockstep:
         for mark in self.marks:
             begun, when = step - mark.lag, mark.when
             assert not isinstance(when, int)
-            if begun >= 0 and when.due(begun):
+            if begun >= self.first and when.due(begun):
                 rows = _both(self._selected(mark.who, begun, self.run.there(begun)), present)
                 if rows != ():
                     due = Due(when.count(begun), begun, mark.of)

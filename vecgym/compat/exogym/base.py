@@ -219,8 +219,8 @@ class CommunicationModule(ABC):
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:  # noqa: B027 - few modules need it
         """Start on a node; called once, with the node's own model."""
 
-    def _vectorised(self, num_nodes: int) -> native.Exchange | None:
-        """Return the equivalent for all nodes at once, or None to run rank by rank."""
+    def _vectorised(self, num_nodes: int, every: int) -> native.Exchange | None:
+        """Return the equivalent for all nodes at once, every so many steps, or None to run rank by rank."""
         return None
 
 
@@ -256,19 +256,17 @@ class CommunicateOptimizeStrategy(OptimizingStrategy):
     def _communicate(self) -> None:
         """Run the modules that are due in this step; override it for another timing."""
         for module in self.communication_modules:
-            if self._is_due(module):
+            if (self.local_step + 1) % self._interval(module) == 0:
                 module.communicate(self.model, self.rank, self.num_nodes, self.local_step)
 
-    def _is_due(self, module: CommunicationModule) -> bool:
-        return True
-
-    def _has(self, *classes: type) -> bool:
-        """Whether the modules are of these classes: a user may have replaced the constructor's."""
-        return [as_written(module) for module in self.communication_modules] == list(classes)
+    def _interval(self, module: CommunicationModule) -> int:
+        """Return the number of steps from one call of a module to the next."""
+        return 1
 
     def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy | None:
         exchanges: list[Any] = [
-            module._vectorised(num_nodes) if as_written(module) else None for module in self.communication_modules
+            module._vectorised(num_nodes, self._interval(module)) if as_written(module) else None
+            for module in self.communication_modules
         ]
         return None if None in exchanges else native.CommunicateOptimizeStrategy(exchanges, self.optim_spec, **common)
 
@@ -283,7 +281,7 @@ def vectorised(strategy: Strategy, num_nodes: int, max_steps: int | None) -> nat
 
     >>> from vecgym.compat.exogym import DiLoCoStrategy
     >>> vectorised(DiLoCoStrategy(OptimSpec(lr=0.1), H=5), num_nodes=2, max_steps=10)
-    DiLoCoStrategy(OptimSpec(AdamW, lr=0.1), Exchange(Outer(Mean()), every=5))
+    CommunicateOptimizeStrategy(OptimSpec(AdamW, lr=0.1), Exchange(Outer(Mean()), every=5))
     """
     schedule = _schedule(strategy, max_steps)
     equivalent = None

@@ -92,8 +92,9 @@ class DiLoCoCommunicator(CommunicationModule):
         for outer, p in pairs:
             p.data = outer.detach().clone().to(p.device)  # clone(), so that it is not the outer parameter itself
 
-    def _vectorised(self, num_nodes: int) -> native.Exchange:
-        return native.Exchange(native.Outer(native.Mean(), self.outer_optim_spec), every=self.H)
+    def _vectorised(self, num_nodes: int, every: int) -> native.Exchange:
+        when = native.Rounds(math.lcm(every, self.H), name="H")
+        return native.Exchange(native.Outer(native.Mean(), self.outer_optim_spec), when)
 
 
 class DiLoCoStrategy(CommunicateOptimizeStrategy):
@@ -105,12 +106,6 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **pop_options(options, "outer_optim", "outer_lr"))
         self.H = self.diloco_comm.H
         super().__init__([self.diloco_comm], optim_spec, **options)
-
-    def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy | None:
-        if not self._has(DiLoCoCommunicator):
-            return super()._vectorised(num_nodes, **common)
-        [outer] = self.communication_modules
-        return native.DiLoCoStrategy(self.optim_spec, outer.outer_optim_spec, outer.H, **common)
 
 
 # ------------------------------------------------------------------------------------------------------- FedAvg
@@ -152,8 +147,8 @@ class AveragingCommunicator(CommunicationModule):
                 members = [gathered[i] for i in island_members]
                 p.data = sum(members[1:], start=members[0]) / len(members)
 
-    def _vectorised(self, num_nodes: int) -> native.Exchange:
-        return native.AveragingCommunicator(self._islands(num_nodes))
+    def _vectorised(self, num_nodes: int, every: int) -> native.Exchange:
+        return native.AveragingCommunicator(self._islands(num_nodes), every)
 
 
 class FedAvgStrategy(CommunicateOptimizeStrategy):
@@ -172,18 +167,12 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
         self.island_size = island_size
         self.H = interval("H", H)
 
-    def _is_due(self, module: CommunicationModule) -> bool:
-        return (self.local_step + 1) % self.H == 0
+    def _interval(self, module: CommunicationModule) -> int:
+        return self.H
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         super()._init_node(model, rank, num_nodes)
         self.island_size = self.island_size or num_nodes
-
-    def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy | None:
-        if not self._has(AveragingCommunicator):
-            return None
-        [average] = self.communication_modules
-        return native.FedAvgStrategy(self.optim_spec, self.H, average._islands(num_nodes), **common)
 
 
 # ------------------------------------------------------------------------------------------------------- SPARTA
@@ -248,7 +237,13 @@ class PartitionedIndexSelector(IndexSelector):
 
 
 class SparseCommunicator(CommunicationModule):
-    """The mean of the coordinates that a selector draws on node 0, which broadcasts the mask."""
+    """The mean of the coordinates that a selector draws on node 0, which broadcasts the mask.
+
+    Attributes:
+        delay: steps until it is written, if all nodes are computed at once; rank by rank it is written at once.
+    """
+
+    delay = 0
 
     def __init__(
         self, index_selector: IndexSelector | float | None = None, sparsification_rate: float | None = None
@@ -268,13 +263,11 @@ class SparseCommunicator(CommunicationModule):
                 p.data.masked_scatter_(mask, values)
         self.iteration += 1
 
-    def _selector(self) -> native.Selector | None:
+    def _vectorised(self, num_nodes: int, every: int) -> native.Exchange | None:
         cls: Any = as_written(self.index_selector)
-        return cls.vectorised(self.index_selector.p) if cls and cls.vectorised else None
-
-    def _vectorised(self, num_nodes: int) -> native.Exchange | None:
-        selector = self._selector()
-        return None if selector is None else native.SparseCommunicator(selector)
+        if not (cls and cls.vectorised):
+            return None
+        return native.SparseCommunicator(cls.vectorised(self.index_selector.p), interval=every, delay=self.delay)
 
 
 class SPARTAStrategy(CommunicateOptimizeStrategy):
@@ -286,14 +279,9 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
         self.p_sparta = fraction("p_sparta", p_sparta)
         self.async_sparta_delay = check.integer("async_sparta_delay", async_sparta_delay, 0)
         self.index_selector = RandomIndexSelector(p_sparta)
-        super().__init__([SparseCommunicator(self.index_selector)], optim_spec, **options)
-
-    def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy | None:
-        selector = self.communication_modules[0]._selector() if self._has(SparseCommunicator) else None
-        if selector is None:
-            return None
-        delay = self.async_sparta_delay
-        return native.SPARTAStrategy(None, self.optim_spec, index_selector=selector, delay=delay, **common)
+        sparse = SparseCommunicator(self.index_selector)
+        sparse.delay = self.async_sparta_delay
+        super().__init__([sparse], optim_spec, **options)
 
 
 class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
@@ -315,19 +303,8 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
         self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **pop_options(options, "outer_optim", "outer_lr"))
         super().__init__([self.sparse_comm, self.diloco_comm], inner_optim_spec=inner_optim_spec, **options)
 
-    def _is_due(self, module: CommunicationModule) -> bool:
-        return module is not self.sparse_comm or (self.local_step + 1) % self.sparta_interval == 0
-
-    def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy | None:
-        if not self._has(SparseCommunicator, DiLoCoCommunicator):
-            return None
-        sparse, outer = self.communication_modules
-        selector, specs = sparse._selector(), (self.optim_spec, outer.outer_optim_spec)
-        if selector is None:
-            return None
-        return native.SPARTADiLoCoStrategy(
-            None, self.sparta_interval, outer.H, *specs, index_selector=selector, **common
-        )
+    def _interval(self, module: CommunicationModule) -> int:
+        return self.sparta_interval if module is self.sparse_comm else 1
 
 
 # --------------------------------------------------------------------------------------------------------- DeMo
