@@ -76,6 +76,7 @@ class Collectives(ABC):
         """The number of nodes of the run, of which `num_nodes` participate."""
         return self._run_nodes or self.num_nodes
 
+    @abstractmethod
     def among(self, members: Sequence[int]) -> Collectives:
         """Return the collectives of some of the nodes, renumbered from 0.
 
@@ -90,10 +91,6 @@ class Collectives(ABC):
         >>> next(iter(comm.ledger)).transfer.who, three.num_nodes, three.run_nodes
         (((0, 2, 3),), 3, 4)
         """
-        raise ValueError(
-            f"{type(self).__name__} does not support collectives of some of its nodes: if nodes may be absent, or "
-            "messages lost, all nodes must be in one process."
-        )
 
     def _count_among(self, parent: Collectives, members: Sequence[int]) -> None:
         """Mark these as the collectives of the nodes `members` of `parent`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,28 +61,22 @@ class Wire:
             return self.group
         if len(key) == 1:
             return None
-        if key in self._subgroups:
-            self._subgroups[key] = self._subgroups.pop(key)  # move it to the end: most recently used
-            return self._subgroups[key]
-        if self.num_processes < dist.get_world_size():
-            raise RuntimeError("islands need a wire with all processes: torch.distributed creates their groups.")
-        self._subgroups[key] = self._call(lambda: dist.new_group(list(key)))
-        if len(self._subgroups) > MAX_SUBGROUPS:  # all processes were in new_group: none uses another group now
-            self._destroy_subgroups(1)
+        if key not in self._subgroups:
+            if self.num_processes < dist.get_world_size():
+                raise RuntimeError("islands need a wire with all processes: torch.distributed creates their groups.")
+            if len(self._subgroups) == MAX_SUBGROUPS:
+                self.finish()
+            self._subgroups[key] = self._call(lambda: dist.new_group(list(key)))
         return self._subgroups[key]
-
-    def _destroy_subgroups(self, count: int | None = None) -> None:
-        """Destroy the `count` least recently used process groups of islands (default: all); none may be in use."""
-        for key in list(self._subgroups)[:count]:
-            group = self._subgroups.pop(key)
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                dist.destroy_process_group(group)
 
     def finish(self) -> None:
         """Wait for all processes, and destroy the process groups of islands."""
         if self._subgroups:
             self._call(lambda: dist.barrier(self.group))
-        self._destroy_subgroups()
+        while self._subgroups:
+            _, group = self._subgroups.popitem()
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
 
     def close(self) -> None:
         """Release all process groups; nothing can be exchanged afterwards.
@@ -163,15 +156,11 @@ class Wire:
 
     def agree(self, text: str) -> None:
         """Raise a `Disagreement`, which shows every process's text, unless all are equal. Not counted."""
-        if self.num_processes == 1:
-            return
-        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-        numbers = [torch.empty(1, dtype=torch.int64) for _ in range(self.num_processes)]
-        self._call(lambda: dist.all_gather(numbers, torch.tensor([number]), group=self.group))
-        if any(int(other) != number for other in numbers):
-            texts = "; ".join(f"process {rank}: {other}" for rank, other in enumerate(self.all_gather_object(text)))
+        texts = self.all_gather_object(text)
+        if len(set(texts)) > 1:
+            calls = "; ".join(f"process {rank}: {other}" for rank, other in enumerate(texts))
             raise Disagreement(
-                f"the processes do not make the same calls of ctx.comm. {texts}. Fix: every process calls the same "
+                f"the processes do not make the same calls of ctx.comm. {calls}. Fix: every process calls the same "
                 "operations in the same order, whichever nodes it holds and whatever their values are."
             )
 
