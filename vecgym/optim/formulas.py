@@ -17,7 +17,7 @@ is the limit and not only a convention.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,7 +104,7 @@ def adam(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tupl
     numbers = x(1 - h.beta1), x(h.beta2), x(1 - h.beta2), x(root(1 - h.beta2**t)), x(h.lr / (1 - h.beta1**t)), x(h.eps)
     tensors = [p, g, s["exp_avg"], s["exp_avg_sq"]]
     if "max_exp_avg_sq" not in s and adam_applies(tensors):
-        p, m, v = adam_step(tensors, *numbers)
+        p, m, v = AdamStep.apply(*tensors, *numbers)
         return p, {**s, "exp_avg": m, "exp_avg_sq": v}
     m, v = adam_moments(g, s["exp_avg"], s["exp_avg_sq"], *numbers[:3])
     s = {**s, "exp_avg": m, "exp_avg_sq": v}
@@ -280,37 +280,29 @@ def dion_muon(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) ->
 # exists anyway (the gradient, and the state before and after), and takes half the passes over memory.
 
 
-def adam_step(
-    tensors: Sequence[Tensor], w1: Scalar, b2: Scalar, w2: Scalar, c2: Scalar, a: Scalar, eps: Scalar
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute m' = m + w1 (g - m);  v' = b2 v + w2 g^2;  p' = p - a m' / (sqrt(v') / c2 + eps).
-
-    The order of operations is the formula's, and so are the bits. If the gradient is itself differentiated, it is
-    computed by the formula, operation by operation.
-
-    Args:
-        tensors: p, g, m, v, for which `adam_applies` is true.
-
-    >>> g, zero = torch.tensor([2.0], requires_grad=True), torch.zeros(1)
-    >>> p, m, v = adam_step([torch.tensor([1.0]), g, zero, zero], w1=0.5, b2=0.5, w2=0.5, c2=1.0, a=0.1, eps=0.0)
-    >>> p.item(), torch.autograd.grad((p + m + v).sum(), g)[0]  # m' / sqrt(v') does not depend on g here
-    (0.9292893409729004, tensor([2.5000]))
-    """
-    updated: tuple[Tensor, Tensor, Tensor] = _AdamStep.apply(*tensors, w1, b2, w2, c2, a, eps)
-    return updated
-
-
 def adam_moments(g: Tensor, m: Tensor, v: Tensor, w1: Scalar, b2: Scalar, w2: Scalar) -> tuple[Tensor, Tensor]:
-    """Return m' and v' of `adam_step`, operation by operation."""
+    """Return m' and v' of `AdamStep`, operation by operation."""
     return m + w1 * (g - m), b2 * v + w2 * g * g
 
 
 def adam_moved(p: Tensor, m: Tensor, v: Tensor, c2: Scalar, a: Scalar, eps: Scalar) -> Tensor:
-    """Return p' of `adam_step`, given m' and v'."""
+    """Return p' of `AdamStep`, given m' and v'."""
     return p - a * m / (root(v) / c2 + eps)
 
 
-class _AdamStep(torch.autograd.Function):
+class AdamStep(torch.autograd.Function):
+    """Map p, g, m, v and w1, b2, w2, c2, a, eps to p', m', v'; the tensors must be such that `adam_applies` is true.
+
+    m' = m + w1 (g - m);  v' = b2 v + w2 g^2;  p' = p - a m' / (sqrt(v') / c2 + eps). The order of operations is the
+    formula's, and so are the bits. If the gradient is itself differentiated, it is computed by the formula, operation
+    by operation.
+
+    >>> g, zero = torch.tensor([2.0], requires_grad=True), torch.zeros(1)
+    >>> p, m, v = AdamStep.apply(torch.tensor([1.0]), g, zero, zero, 0.5, 0.5, 0.5, 1.0, 0.1, 0.0)
+    >>> p.item(), torch.autograd.grad((p + m + v).sum(), g)[0]  # m' / sqrt(v') does not depend on g here
+    (0.9292893409729004, tensor([2.5000]))
+    """
+
     @staticmethod
     def forward(ctx: Any, p: Tensor, g: Tensor, m: Tensor, v: Tensor, *scalars: Scalar) -> tuple[Tensor, ...]:
         w1, b2, w2, c2, a, eps = scalars
@@ -334,7 +326,7 @@ class _AdamStep(torch.autograd.Function):
 
 
 def adam_applies(tensors: list[Tensor]) -> bool:
-    """Whether `adam_step` supports these tensors: all of one shape, outside of forward mode and of `torch.func`."""
+    """Whether `AdamStep` supports these tensors: all of one shape, outside of forward mode and of `torch.func`."""
     plain = _functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
     return plain and torch.is_grad_enabled() and len({x.shape for x in tensors}) == 1
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vecgym.core import check
-from vecgym.core.objects import same
+from vecgym.core.objects import public, same
 from vecgym.core.tree import Tree, leaves, map_leaves
 from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.optimizers import Joined
@@ -77,10 +77,7 @@ class OptimSpec:
         return f"OptimSpec({', '.join([self.cls.__name__, *options])})"
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, OptimSpec):
-            return NotImplemented
-        alike = self.cls is other.cls and self.param_groups is other.param_groups
-        return alike and same(self.kwargs, other.kwargs)
+        return isinstance(other, OptimSpec) and same(public(self), public(other))
 
     __hash__ = None  # type: ignore[assignment]  # tensors compare by value
 
@@ -100,10 +97,9 @@ class OptimSpec:
         >>> OptimSpec("sgd", lr=0.1).lr, OptimSpec("adamw").lr
         (0.1, 0.001)
         """
-        for settings in (self.kwargs, self._defaults):
-            if "lr" in settings:
-                return settings["lr"]
-        raise AttributeError(f"{self.cls.__name__} has no learning rate lr; it has {list(self.hyper)}")
+        if "lr" not in self.hyper:
+            raise AttributeError(f"{self.cls.__name__} has no learning rate lr; it has {list(self.hyper)}")
+        return self.hyper["lr"]
 
     def lr_at(self, step: int) -> Any:
         """Return the base learning rate of one step, counted from 0: `self.at(step).lr`.
