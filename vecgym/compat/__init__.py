@@ -34,24 +34,17 @@ class StandIn(ModuleType):
     Args:
         path: the full name of the module.
         contents: name -> value.
-        absent: name -> why it is not available.
     """
 
-    def __init__(self, path: str, contents: Mapping[str, Any], absent: Mapping[str, str]) -> None:
+    def __init__(self, path: str, contents: Mapping[str, Any]) -> None:
         super().__init__(path, f"{path}, with vecgym's classes.")
         self.__path__: list[str] = []  # a package, whose only modules are those in sys.modules
         self.__spec__ = importlib.machinery.ModuleSpec(path, None, origin=__file__, is_package=True)
         self.__all__ = list(contents)
-        self._absent = absent
         vars(self).update(contents)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self._absent:
-            raise ImportError(f"{self.__name__}.{name} is not available: {self._absent[name]}.")
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
-
-def install(modules: Mapping[str, Mapping[str, Any]], absent: Mapping[str, str] | None = None) -> None:
+def install(modules: Mapping[str, Mapping[str, Any]]) -> None:
     """Make `import` find stand-ins: path -> contents, each package before its modules.
 
     Warns if they hide a real package.
@@ -71,7 +64,7 @@ def install(modules: Mapping[str, Mapping[str, Any]], absent: Mapping[str, str] 
     if (real := importlib.util.find_spec(package)) is not None:
         warn(f"the {package} installed in {real.origin} is hidden: `import {package}` finds vecgym's classes.")
     for path, contents in modules.items():
-        sys.modules[path] = StandIn(path, contents, absent or {})
+        sys.modules[path] = StandIn(path, contents)
         parent, _, name = path.rpartition(".")
         if parent:
             setattr(sys.modules[parent], name, sys.modules[path])

@@ -308,8 +308,6 @@ class DilocoSimulator(Trainer[nn.Module]):
         _check_overridden(type(self))
         if config is None:
             check.keywords("DilocoSimulator", arguments, [f.name for f in fields(DilocoSimulatorConfig)])
-            if "model_cls" not in arguments:
-                raise TypeError("model_cls is missing: give a config, or model_cls=a subclass of nn.Module.")
             config = DilocoSimulatorConfig(**arguments)
         elif arguments:
             raise TypeError(f"give a config or keywords, not both: {', '.join(arguments)} can be set in the config.")
@@ -363,12 +361,15 @@ class DilocoSimulator(Trainer[nn.Module]):
             if getattr(config, name) >= self.max_local_step:
                 warn(f"{name}={getattr(config, name)} in a run of {self.max_local_step} steps: nothing is exchanged.")
         self.model = _WithLoss(self.master_model, config.loss_fn)
+        device = None if config.devices is None else "cpu"
+        if config.devices and torch.cuda.is_available():
+            device = f"cuda:{config.devices[0]}"
         logger = WandbLogger(config.wandb_project, config.wandb_name) if config.wandb_project else None
         averaged: Any = self.fit(
             config.strategy(), config.num_nodes, max_steps=self.max_local_step, batch_size=config.batch_size,
             minibatch_size=_minibatch_size(config), val_size=config.eval_iters * config.batch_size,
             val_interval=config.eval_interval, correlation_interval=config.corr_interval, seed=config.seed,
-            device=_device(config.devices), logger=logger, progress=config.progress,
+            device=device, logger=logger, progress=config.progress,
         )  # fmt: skip
         self.master_model = averaged.model
         if config.save_dir is not None:
@@ -436,12 +437,6 @@ def _warn_without_effect(config: DilocoSimulatorConfig) -> None:
     for name, default in (("sparta_interval", 1), ("async_sparta_delay", 0)):
         if config.p_sparta == 0 and getattr(config, name) != default:
             warn(f"{name}={getattr(config, name)} has no effect without p_sparta: give p_sparta=0.005.")
-
-
-def _device(devices: list[int] | None) -> str | None:
-    if devices is None:
-        return None
-    return f"cuda:{devices[0]}" if devices and torch.cuda.is_available() else "cpu"
 
 
 def _minibatch_size(config: DilocoSimulatorConfig) -> int | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
@@ -98,17 +99,10 @@ _REPLACED: dict[str, Callable[..., Any]] = {
 }
 
 
-@contextmanager
-def torch_distributed_calls() -> Iterator[None]:
+def torch_distributed_calls() -> AbstractContextManager[Any]:
     """Redirect a node's calls of torch.distributed to this module; those of other threads are unchanged."""
-    before = {name: getattr(dist, name) for name in _REPLACED}
-    for name, replacement in _REPLACED.items():
-        setattr(dist, name, _for_nodes(replacement, before[name]))
-    try:
-        yield
-    finally:
-        for name, original in before.items():
-            setattr(dist, name, original)
+    calls: Any = {name: _for_nodes(function, getattr(dist, name)) for name, function in _REPLACED.items()}
+    return mock.patch.multiple(dist, **calls)
 
 
 def _for_nodes(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,13 +29,9 @@ NAMES = {
     "exogym.trainer": f"{_TRAINERS} TrainConfig TrainNode",
     "exogym.train_node": "TrainNode",
     "exogym.common": "TrainConfig",
-    "exogym.utils": "",
-    "exogym.minibatch_probe": "",
     "exogym.aux": f"{_LOGGERS} {_UTILS}",
     "exogym.aux.utils": _UTILS,
     "exogym.aux.logger": _LOGGERS,
-    "exogym.aux.checkpointing": "",
-    "exogym.aux.correlation": "",
     "exogym.strategy": f"{_OPTIM} {_MODULE} {_COMMUNICATE} {_STRATEGIES}",
     "exogym.strategy.optim": _OPTIM,
     "exogym.strategy.strategy": f"Strategy SimpleReduceStrategy {_OPTIM} LogModule all_reduce",
@@ -56,14 +52,6 @@ CONTENTS = {path: {name: _MEMBERS[name] for name in names.split()} for path, nam
 # A path from the documentation, with vecgym's own loggers.
 CONTENTS["exogym.logger"] = {name: getattr(loggers, name) for name in (*_LOGGERS.split(), "TensorBoardLogger")}
 
-# Names of EXO Gym that these modules lack, and why.
-ABSENT = {
-    "init_process_group_portsafe": "there are no processes",
-    "find_minibatch_size_isolated": "nothing is probed",
-    "CheckpointMixin": "EXO Gym's checkpoints cannot be written: use vecgym.Trainer's",
-    "CorrelationMixin": "pass correlation_interval to fit()",
-}
-
 
 def install(device: str | None = None) -> None:
     """Make `import exogym...` find vecgym's classes in this process. Calling it again only changes the device.
@@ -82,7 +70,7 @@ def install(device: str | None = None) -> None:
     'vecgym.compat.exogym.strategies'
     >>> uninstall()
     """
-    compat.install(CONTENTS, ABSENT)
+    compat.install(CONTENTS)
     trainer.use_device(device)
 
 

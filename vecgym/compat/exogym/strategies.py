@@ -170,10 +170,6 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
     def _interval(self, module: CommunicationModule) -> int:
         return self.H
 
-    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        super()._init_node(model, rank, num_nodes)
-        self.island_size = self.island_size or num_nodes
-
 
 # ------------------------------------------------------------------------------------------------------- SPARTA
 
@@ -333,9 +329,6 @@ class DeMoStrategy(OptimizingStrategy):
         self.weight_decay = check.number("weight_decay", weight_decay, "[0, inf)")
         super().__init__(optim_spec, max_norm, **options)
         self.optim_spec = Spec(torch.optim.SGD, lr=self.optim_spec.lr, weight_decay=self.weight_decay)
-
-    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        super()._init_node(model, rank, num_nodes)
         self._residuals: dict[str, Tensor] = {}  # cosine components, [1, chunks, area]
 
     @torch.no_grad()
