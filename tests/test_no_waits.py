@@ -439,7 +439,7 @@ def test_divergence_that_is_seen_at_once_does_not_say_that_it_is_late(late: bool
     error = diverge(log_interval=3 if late else 1).error  # type: ignore[attr-defined]
     assert (error.step, error.told) == (2, None)
     assert "noticed" not in str(error)
-    assert "up to there" in str(error)
+    assert "up to step 2" in str(error)
 
 
 def test_late_divergence_warns_once(fetches: list[int]) -> None:

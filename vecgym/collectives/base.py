@@ -140,7 +140,7 @@ class Collectives(ABC):
 
     def _apply(self, x: T, operation: Callable[[Collectives, Tensor], Tensor]) -> T:
         """Apply an operation to every tensor of `x`. A backend that sends them may concatenate them first."""
-        return map_tensors(x, lambda y: operation(self, y))
+        return tree.map_leaves(lambda y: operation(self, y), x)
 
     # Called by strategies.
 
@@ -191,7 +191,7 @@ class Collectives(ABC):
         senders = self._nodes(participants)
         self._announce("server_gather", x, self._server(senders, []))
         gathered = self._apply(x, lambda comm, y: comm._all_gather(y))
-        return map_tensors(gathered, lambda y: y[:, senders])
+        return tree.map_leaves(lambda y: y[:, senders], gathered)
 
     def server_send(self, x: T, to: Sequence[int] | None = None) -> T:
         """Send a server's value `[1, *]` to the nodes `to` (default: all), and return it."""
@@ -291,7 +291,7 @@ class Collectives(ABC):
     def _scaled(self, x: T, factors: Tensor) -> T:
         """Multiply each node's value by its factor `[K]`."""
         local = factors[self.node_ids]
-        return map_tensors(x, lambda y: y * tree.per_node(placed(local, y.device), y))
+        return tree.map_leaves(lambda y: y * tree.per_node(placed(local, y.device), y), x)
 
 
 def renamed(who: Islands | Links | ServerLinks | None, members: Sequence[int]) -> Islands | Links | ServerLinks:
@@ -380,8 +380,3 @@ def _apart_from(x: Tensor, result: Tensor) -> Tensor:
     """Clone a result if it shares storage with `x`."""
     base = result._base if result._is_view() else result
     return result.clone() if base is x or (x._is_view() and base is x._base) else result
-
-
-def map_tensors(x: T, fn: Callable[[Tensor], Tensor]) -> T:
-    """Apply `fn` to a tensor, or to each tensor of a tree."""
-    return fn(x) if isinstance(x, Tensor) else {name: fn(value) for name, value in x.items()}

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vecgym.collectives.base import Collectives, T, map_tensors
+from vecgym.collectives.base import Collectives, T
 from vecgym.collectives.ledger import Ledger
 from vecgym.collectives.topology import Groups, Mixing
 from vecgym.core.devices import placed
-from vecgym.core.tree import Tree
+from vecgym.core.tree import Tree, map_leaves
 
 CACHED_ELEMENTS = 1 << 17  # of a block of columns that is mixed at once: 0.5 MiB in float32
 
@@ -124,7 +124,7 @@ class StackedCollectives(Collectives):
     def _scaled(self, x: T, factors: Tensor) -> T:
         """Multiply each node's value by its factor `[K]`."""
         first = self._axis + 1
-        return map_tensors(x, lambda y: y * placed(factors, y.device, y.dtype).view(-1, *[1] * (y.dim() - first)))
+        return map_leaves(lambda y: y * placed(factors, y.device, y.dtype).view(-1, *[1] * (y.dim() - first)), x)
 
 
 class GroupCollectives(StackedCollectives):

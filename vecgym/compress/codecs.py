@@ -107,21 +107,13 @@ class Codec(ABC):
     def decode(self, code: Code, like: Tensor) -> Tensor:
         """Decode R rows of code to `[R, *shape]`; `like`, `[L, *shape]`, gives shape and dtype."""
 
-    def num_values(self, n: int) -> int:
-        """Return how many of n values the code's part `values` holds, if it is a shorter tensor of the same kind.
+    def num_values(self, like: Tensor) -> int:
+        """Return how many values of a tensor `[L, *]` the part `values` holds, if that is a shorter one of its kind.
 
-        >>> TopK(0.1).num_values(50), RandomK(0.2).num_values(50)
+        >>> TopK(0.1).num_values(torch.zeros(2, 5, 10)), RandomK(0.2).num_values(torch.zeros(2, 50))
         (5, 10)
         """
         raise TypeError(f"{self!r} sends no values that another codec can compress: TopK and RandomK do.")
-
-    def num_values_of(self, like: Tensor) -> int:
-        """Return `num_values` for a tensor `[L, *]`, since a codec may cut each dimension separately.
-
-        >>> TopK(0.1).num_values_of(torch.zeros(2, 5, 10))
-        5
-        """
-        return self.num_values(size_of(like))
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
         """Average over the K senders, or return sum_k w_k decode(code_k): parts `[R, K, ...]` -> `[R, *shape]`.
@@ -172,17 +164,13 @@ class TopK(Codec):
         self.fraction = fraction if fraction is None else check_fraction("fraction", fraction)
         self.k = check.optional_integer("k", k, what="the number of values sent per tensor")
 
-    def num_values(self, n: int) -> int:
-        """Return the number of values sent of a tensor of n values.
-
-        >>> TopK(0.1).num_values(50), TopK(0.1).num_values(3), TopK(k=8).num_values(50)
-        (5, 1, 8)
-        """
+    def num_values(self, like: Tensor) -> int:
+        n = size_of(like)
         return min(n, self.k) if self.k is not None else part_of(n, self.fraction or DEFAULT_FRACTION)
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         flat = x.reshape(len(x), size_of(x))
-        indices = strongest(flat, self.num_values(flat.shape[1]))
+        indices = strongest(flat, self.num_values(x))
         return {"values": flat.gather(1, indices), "indices": indices.to(index_dtype(flat.shape[1]))}
 
     def decode(self, code: Code, like: Tensor) -> Tensor:
@@ -222,12 +210,12 @@ class RandomK(Codec):
     def contractive(self) -> bool:  # type: ignore[override]
         return not self.unbiased
 
-    def num_values(self, n: int) -> int:
-        return part_of(n, self.fraction)
+    def num_values(self, like: Tensor) -> int:
+        return part_of(size_of(like), self.fraction)
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         flat = x.reshape(len(x), size_of(x))
-        n, m = flat.shape[1], self.num_values(flat.shape[1])
+        n, m = flat.shape[1], self.num_values(x)
         indices = placed(_needed(draw, self).subset(n, m), x.device)
         values = flat.index_select(1, indices)
         return {"values": values * (n / max(1, m)) if self.unbiased else values, "indices": indices[None]}
@@ -286,10 +274,7 @@ class ChunkedTopK(Codec):
         shape = tuple(like.shape[1:])
         return grid(shape, self.chunk if len(shape) > 1 else self.chunk**2)
 
-    def num_values(self, n: int) -> int:
-        return self.num_values_of(torch.empty(1, n, device="meta"))
-
-    def num_values_of(self, like: Tensor) -> int:
+    def num_values(self, like: Tensor) -> int:
         cut = self.cut(like)
         return cut.chunks * min(self.k, cut.area)
 
@@ -359,7 +344,7 @@ class Chain(Codec):
     def __init__(self, first: Codec, second: Codec) -> None:
         for name, codec in {"first": first, "second": second}.items():
             check.instance(name, codec, Codec, "a codec such as TopK(0.01), Quantise(2)")
-        first.num_values(1)  # a TypeError if there are none
+        first.num_values(torch.empty(1, 1, device="meta"))  # a TypeError if there are none
         self.first, self.second = first, second
 
     @property
@@ -389,7 +374,7 @@ class Chain(Codec):
         """Return the code of the first codec, parts `[R, ...]`."""
         parts = {name.removeprefix("values "): y for name, y in code.items() if name.startswith("values ")}
         rest = {name: y for name, y in code.items() if not name.startswith("values ")}
-        return {**rest, "values": self.second.decode(parts, like.new_empty(1, self.first.num_values_of(like)))}
+        return {**rest, "values": self.second.decode(parts, like.new_empty(1, self.first.num_values(like)))}
 
 
 class Quantise(Codec):

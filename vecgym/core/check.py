@@ -51,9 +51,8 @@ def integer(name: str, value: Any, least: int = 1, what: str = "", otherwise: st
     """
     if is_integer(value) and least <= value < MOST:
         return int(value)
-    raise ValueError(
-        f"{name}={_formatted(value)} must be an integer >= {least}{_below(value)}{otherwise}{_about(what)}."
-    )
+    below = " and < 2**63" if is_integer(value) and value >= MOST else ""
+    raise ValueError(f"{name}={_formatted(value)} must be an integer >= {least}{below}{otherwise}{_about(what)}.")
 
 
 def optional_integer(name: str, value: Any, least: int = 1, what: str = "") -> int | None:
@@ -413,10 +412,6 @@ def _plain(value: Any) -> Any:
 def _formatted(value: Any) -> str:
     """Format a value for a message; an integer too large for torch is rounded."""
     return f"{_plain(value):.3g}" if is_integer(value) and not -MOST <= value < MOST else repr(value)
-
-
-def _below(value: Any) -> str:
-    return " and < 2**63" if is_integer(value) and value >= MOST else ""
 
 
 def _about(what: str) -> str:

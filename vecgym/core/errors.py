@@ -65,18 +65,13 @@ class DivergenceError(ArithmeticError):
         self.nodes = nodes
         self.loss = loss
         self.told = told
-        which = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(map(str, nodes[:8]))}"
+        which = f"node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes[:8]))}"
         more = f" and {len(nodes) - 8} more" if len(nodes) > 8 else ""
-        delay, end = "", "there"
-        if told is not None:
-            delay = (
-                f", which was noticed after step {told} only: on a device losses are fetched every log_interval steps"
-            )
-            end = f"step {told}"
+        delay = f", which was noticed after step {told} only: on a device losses are fetched every log_interval steps"
         super().__init__(
-            f"the loss of {which}{more} is {loss} at step {step}{delay}. trainer.history and trainer.nodes hold the "
-            f"run up to {end}. Lower the learning rate, set max_norm=1.0, or continue with "
-            'on_divergence="warn" or "ignore".'
+            f"the loss of {which}{more} is {loss} at step {step}{'' if told is None else delay}. trainer.history "
+            f"and trainer.nodes hold the run up to step {step if told is None else told}. Lower the learning rate, set "
+            'max_norm=1.0, or continue with on_divergence="warn" or "ignore".'
         )
 
     def __reduce__(self) -> tuple[type[DivergenceError], tuple[Any, ...]]:

@@ -93,32 +93,15 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *others: Any, kind: type = Ten
     >>> map_leaves(lambda x, y: (x, y), {"a": 1, "b": [2]}, {"b": [3]}, kind=int)
     {'a': (1, None), 'b': [(2, 3)]}
     """
-    if not others:
-        return _mapped(fn, tree, kind)
     if isinstance(tree, kind):
         return fn(tree, *others)
     if isinstance(tree, dict):
-        new = {
-            key: map_leaves(fn, x, *(_at(other, dict, key) for other in others), kind=kind) for key, x in tree.items()
-        }
+        new = {key: map_leaves(fn, x, *[_at(y, dict, key) for y in others], kind=kind) for key, x in tree.items()}
         return new if type(tree) is dict else type(tree)(new)
     if isinstance(tree, (list, tuple)):
-        parts = enumerate(tree)
-        return _sequence(
-            type(tree), [map_leaves(fn, x, *(_at(y, (list, tuple), i) for y in others), kind=kind) for i, x in parts]
-        )
-    return tree
-
-
-def _mapped(fn: Callable[..., Any], tree: Any, kind: type) -> Any:
-    """Do `map_leaves` for a single tree, the most frequent case."""
-    if isinstance(tree, kind):
-        return fn(tree)
-    if isinstance(tree, dict):
-        new = {key: fn(x) if isinstance(x, kind) else _mapped(fn, x, kind) for key, x in tree.items()}
-        return new if type(tree) is dict else type(tree)(new)
-    if isinstance(tree, (list, tuple)):
-        return _sequence(type(tree), [fn(x) if isinstance(x, kind) else _mapped(fn, x, kind) for x in tree])
+        both = (list, tuple)
+        parts = [map_leaves(fn, x, *[_at(y, both, i) for y in others], kind=kind) for i, x in enumerate(tree)]
+        return _sequence(type(tree), parts)
     return tree
 
 

@@ -85,7 +85,6 @@ class Source:
             self._reader,
             batch_size=None,  # one item is the batch of all nodes
             sampler=orders,
-            collate_fn=_identity,
             generator=rng.generator(self._reader.seed, "workers"),  # otherwise torch draws from the global generator
             **self._loader_kwargs,
         )
@@ -187,10 +186,6 @@ class _Carried:
 
     def pin_memory(self) -> _Carried:
         return _Carried(tree.map_leaves(Tensor.pin_memory, self.batch))
-
-
-def _identity(carried: Any) -> Any:
-    return carried
 
 
 def _unwrap(dataset: Any) -> tuple[Any, Tensor | None]:
