@@ -17,6 +17,9 @@ from vecgym.plot import style
 from vecgym.records.columns import column_label, larger_is_better
 from vecgym.records.rows import Rows, as_rows, averaged, check_over, compared, counted, groups
 
+Span = tuple[float, float, float]  # the middle, the lowest and the highest
+NO_SPAN = (np.nan, np.nan, np.nan)
+
 
 class PlotData(NamedTuple):
     """The rows of a figure.
@@ -76,16 +79,11 @@ def plot_axis(
     style.check_shared(path, title)
     check.flag("best", best)
     data = _plot_data(rows, y, over, "y", x=x, hue=hue)
-    figure, (axes,) = style.new_figure(7, 4.4)
-    places = _places(axes, data.finite, x)
-    values = _values(data.finite, hue)
-    for value, look in zip(values, style.line_styles(values)):
-        line = [row for row in data.rows if hue is None or row[hue] == value]
-        summaries = {v: _summary([row for row in line if row[x] == v], data, best) for v in places}
-        _draw_line(axes, places, summaries, _label(hue, value), look, band=not (best and data.over is None))
-    style.finish(axes, "", x, column_label(data.value))
-    if hue is not None:
-        _legend_of_values(axes, hue, values)
+    points: dict[Any, list[Mapping[str, Any]]] = {}
+    for row in data.rows:
+        points.setdefault((row[x], hue and row[hue]), []).append(row)
+    spans = {point: _summary(of_point, data, best) for point, of_point in points.items()}
+    figure = _draw_lines(data, x, hue, column_label(data.value), spans, band=not (best and data.over is None))
     what = f"{'the best' if best else 'mean'} of the configurations that share {x}{f' and {hue}' if hue else ''}"
     spread = f", and the range of {data.over}s" if data.over is not None else "" if best else ", and their range"
     return style.done(figure, data.title(title or f"{column_label(data.value)}:\n{what}{spread}"), path)
@@ -124,59 +122,58 @@ def plot_differences(
     data = _plot_data(rows, y, over, "y", x=x, hue=hue)
     if data.over is None:
         raise ValueError(f"over={over!r} is not an axis besides x and hue: differences are over the seeds of an axis.")
-    axis, values = hue or x, _values(data.rows, hue)
+    axis = hue or x
     if baseline not in (there := _values(data.rows, axis)):
         raise ValueError(f"baseline={baseline!r} is not a value of {axis!r}, which has {', '.join(map(_text, there))}.")
-    figure, (axes,) = style.new_figure(7, 4.4)
-    places = _places(axes, data.finite, x)
-    parts = [data.rows] if hue is None else [[row for row in data.rows if row[x] == v] for v in places]
+    parts = [data.rows] if hue is None else [[row for row in data.rows if row[x] == v] for v in _values(data.finite, x)]
     differences = [row for part in parts for row in compared(part, axis, y, baseline, over=data.over)]
-    for value, look in zip(values, style.line_styles(values)):
-        line = [row for row in differences if hue is None or row[hue] == value]
-        spans = {row[x]: (row["difference"], row["low"], row["high"]) for row in line if row["difference"] is not None}
-        zeros = {row[x]: (0.0, 0.0, 0.0) for row in line if row[axis] == baseline}
-        _draw_line(axes, places, {**spans, **zeros}, _label(hue, value), look)
-    style.finish(axes, "", x, f"{column_label(y)}: difference")
-    axes.axhline(0, color="0.4", linewidth=0.8, zorder=0)
-    if hue is not None:
-        _legend_of_values(axes, hue, values)
+    spans = {
+        (row[x], hue and row[hue]):
+        (0.0, 0.0, 0.0) if row[axis] == baseline else (row["difference"], row["low"], row["high"])
+        for row in differences
+    }  # fmt: skip
+    figure = _draw_lines(data, x, hue, f"{column_label(y)}: difference", spans)
+    figure.axes[0].axhline(0, color="0.4", linewidth=0.8, zorder=0)
     what = f"{column_label(y)} less that of {axis} = {_text(baseline)} at the same {over}"
     seeds = counted(len(_values(data.rows, over)), over)
     return style.done(figure, data.title(title or f"{what},\nmean and 95 % interval over {seeds}"), path)
 
 
-def _draw_line(
-    axes: Axes, places: Mapping[Any, float], spans: Mapping[Any, Any], label: str | None, look: dict[str, Any],
-    band: bool = True,
-) -> None:  # fmt: skip
-    """Draw the middle, and the band from low to high, of each place that has them; of categories, points and bars."""
-    shown = {place: span for v, place in places.items() if (span := spans.get(v)) is not None}
-    middle, low, high = zip(*shown.values()) if shown else ((), (), ())
+def _draw_lines(
+    data: PlotData, x: str, hue: str | None, label: str, spans: Mapping[Any, Span], band: bool = True
+) -> Figure:
+    """Draw the spans at each (x, hue): a line with its band for each value of `hue`; of categories, points and bars."""
+    figure, (axes,) = style.new_figure(7, 4.4)
+    places, values = _places(axes, data.finite, x), _values(data.finite, hue)
     is_number = all(map(check.is_number, places))
-    axes.plot([*shown], middle, label=label, markersize=5.5, linestyle="-" if is_number else "", **look)
-    if not band or low == high:
-        return
-    if is_number:
-        style.draw_band(axes, [*shown], low, high, look["color"])
-    else:
-        axes.vlines([*shown], low, high, color=look["color"])
+    for value, look in zip(values, style.line_styles(values)):
+        of_line = {place: spans.get((v, value), NO_SPAN) for v, place in places.items()}
+        shown = {place: span for place, span in of_line.items() if check.is_finite(span[0])}
+        middle, low, high = zip(*shown.values()) if shown else ((), (), ())
+        look |= {"label": _label(hue, value), "markersize": 5.5, "linestyle": "-" if is_number else ""}
+        axes.plot([*shown], middle, **look)
+        if band and low != high and is_number:
+            style.draw_band(axes, [*shown], low, high, look["color"])
+        elif band and low != high:
+            axes.vlines([*shown], low, high, color=look["color"])
+    style.finish(axes, "", x, label)
+    if hue is not None:
+        _legend_of_values(axes, hue, values)
+    return figure
 
 
-def _summary(rows: Rows, data: PlotData, best: bool) -> tuple[float, float, float] | None:
-    """Return the mean, minimum and maximum of some rows; None if they have no finite number."""
+def _summary(rows: Rows, data: PlotData, best: bool) -> Span:
+    """Return the mean, minimum and maximum of some rows; nan if they have no finite number."""
     y, over = data.value, data.over
     finite = [row for row in rows if check.is_finite(row[y])]
     if best:
-        complete = _complete(rows, data)
-        if not complete:
-            return None
         choose = max if larger_is_better(y) else min
-        values = choose(([row[y] for row in group] for group in complete), key=np.mean)
+        values = choose(([row[y] for row in group] for group in _complete(rows, data)), key=np.mean, default=[])
     elif over is None:
         values = [row[y] for row in finite]
     else:
         values = [np.mean([row[y] for row in finite if row[over] == v]) for v in _values(finite, over)]
-    return (float(np.mean(values)), min(values), max(values)) if values else None
+    return (float(np.mean(values)), min(values), max(values)) if values else NO_SPAN
 
 
 def _complete(rows: Rows, data: PlotData) -> list[list[Mapping[str, Any]]]:
@@ -207,11 +204,8 @@ def plot_heatmap(
     check.flag("best", best)
     data = _plot_data(rows, value, over, "value", x=x, y=y)
     columns, lines = _values(data.rows, x), _values(data.rows, y)
-    cells = np.full((len(lines), len(columns)), np.nan)
-    for i, of_y in enumerate(lines):
-        for j, of_x in enumerate(columns):
-            summary = _summary([row for row in data.rows if row[x] == of_x and row[y] == of_y], data, best)
-            cells[i, j] = np.nan if summary is None else summary[0]
+    of_cells = [[[row for row in data.rows if row[x] == v and row[y] == w] for v in columns] for w in lines]
+    cells = np.array([[_summary(rows, data, best)[0] for rows in line] for line in of_cells])
     if np.isnan(cells).all():
         raise _incomplete(data)
     figure, (axes,) = style.new_figure(2.2 + 0.9 * len(columns), 1.8 + 0.6 * len(lines))
