@@ -109,21 +109,19 @@ def plot_history(
     _check({"history": history}, path, title, window)
     figure, (axes,) = style.new_figure(7, 4.4)
     (colour, other), window = style.COLOURS[:2], window or default_window(history)
-    steps, losses = history.series("train_loss")
-    axes.plot(steps, smooth(losses, window), color=colour, label="training, mean of the nodes (smoothed)")
+    label = "training, mean of the nodes (smoothed)"
+    axes.plot(*_curve(history, "train_loss", "step", window), color=colour, label=label)
     if "train_losses" in history.columns:
-        node_losses = smooth(history.node_array("train_losses"), window)  # [steps, K]
-        label = f"training, lowest to highest of {node_losses.shape[1]} nodes"
-        style.draw_band(
-            axes, history.series("train_losses")[0], *style.span(node_losses), colour=colour, alpha=0.2, label=label
-        )
+        steps, losses = _curve(history, "train_losses", "step", window)  # [steps, K]
+        label = f"training, lowest to highest of {losses.shape[1]} nodes"
+        style.draw_band(axes, steps, *style.span(losses), colour=colour, alpha=0.2, label=label)
     if "val_loss" in history.columns:
         label = "validation, averaged model"
         axes.plot(*history.series("val_loss"), color=other, marker="o", markersize=5, label=label)
     if "val_losses" in history.columns:
-        low, high = style.span(history.node_array("val_losses"))
+        steps, losses = _curve(history, "val_losses", "step", 1)
         label = "validation, best to worst node"
-        axes.vlines(history.series("val_losses")[0], low, high, color=other, alpha=0.5, linewidth=4, label=label)
+        axes.vlines(steps, *style.span(losses), color=other, alpha=0.5, linewidth=4, label=label)
     style.finish(axes, title or "", column_label("step"), loss_label)
     axes.legend(frameon=False)
     return style.done(figure, None, path)
@@ -294,11 +292,6 @@ def _percentiles(rows: np.ndarray) -> np.ndarray:
         return np.nanpercentile(np.where(np.isfinite(rows), rows, np.nan), [10, 50, 90], axis=1)
 
 
-def _last_at_place(at: np.ndarray) -> np.ndarray:
-    """Return a mask of the last entry at each place > 0, since a logarithmic axis cannot show 0."""
-    return np.append(at[1:] != at[:-1], True) & (at > 0)
-
-
 def smooth(values: np.ndarray | list[float], window: int) -> np.ndarray:
     """Return the mean of the finite ones of `window` entries around each entry, along dimension 0.
 
@@ -351,11 +344,10 @@ def _draw_losses(axes: Axes, name: str, history: History, x: str, look: dict[str
 
 
 def _curve(history: History, column: str, x: str, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a smoothed column against `x`; against bytes, with one point for each amount."""
+    """Return a smoothed column against `x`; against bytes, the last point of each amount > 0."""
     at, values = map(np.array, history.series(column, x))
-    values = smooth(values, window)
-    keep = _last_at_place(at) if x in AMOUNTS else slice(None)
-    return at[keep], values[keep]
+    keep = np.append(at[1:] != at[:-1], True) & (at > 0) if x in AMOUNTS else slice(None)
+    return at[keep], smooth(values, window)[keep]
 
 
 def _legend(axes: Axes, names: list[str], kinds: Sequence[str], where: str | None = None) -> None:
