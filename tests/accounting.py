@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 
@@ -16,17 +17,19 @@ from vecgym.collectives.base import T, payload_bytes
 from vecgym.collectives.distributed import DistributedCollectives, tensors_text
 from vecgym.collectives.topology import Links
 from vecgym.collectives.wire import Wire
-from vecgym.runs.verification import Case, Check, compare
+from vecgym.runs import verification
+from vecgym.runs.verification import Check, VerifyOptions
 
 
-def accounted(case: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
+def accounted(options: VerifyOptions, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
     made: list[AccountedCollectives] = []
 
     def collectives(num_nodes: int, wire: Wire, *, exact: bool) -> AccountedCollectives:
         made.append(AccountedCollectives(num_nodes, wire, exact=exact))
         return made[-1]
 
-    checks = compare(case, wires, exact=exact, collectives=collectives)
+    with mock.patch.object(verification, "DistributedCollectives", collectives):
+        checks = verification.compare(options, wires, exact=exact)
     assert [comm.bytes_apart for comm in made] == [0] * len(wires), "after the last collective"
     return checks
 

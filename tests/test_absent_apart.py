@@ -22,7 +22,7 @@ from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.collectives.wire import Wire
 from vecgym.runs import multiprocess
-from vecgym.runs.verification import Case, Check
+from vecgym.runs.verification import Check, VerifyOptions
 from vecgym.simulation.availability import Deadline, Dropout, LocalSteps, Sampled, Trace
 from vecgym.strategy import (
     AllReduceStrategy,
@@ -67,8 +67,8 @@ def checks(link: Any, names: list[str], num_nodes: int, rejoin: Any) -> dict[str
     found, wire = {}, Wire(watch=link.beat)
     for name in names:
         strategy = MADE[name]()
-        case = Case(
-            strategy, make_model("MLP", dtype=F64), dataset("MLP"), num_nodes, STEPS,
+        case = VerifyOptions(
+            strategy, make_model("MLP", dtype=F64), dataset("MLP"), num_nodes, steps=STEPS,
             availability=trace(num_nodes, rejoin),
         )  # fmt: skip
         found[name] = [check for exact in (True, False) for check in accounted(case, [wire], exact=exact)]
@@ -88,7 +88,7 @@ def test_every_strategy_is_what_it_is_in_one_process(num_nodes: int, num_process
     assert not failed
 
 
-def random_case(seed: int, num_nodes: int) -> Case:
+def random_case(seed: int, num_nodes: int) -> VerifyOptions:
     draw = random.Random(seed)
     name = draw.choice([name for name, card in CARDS.items() if not card.even or num_nodes % 2 == 0])
     own_H = draw.randint(1, 3)
@@ -100,8 +100,9 @@ def random_case(seed: int, num_nodes: int) -> Case:
     if draw.random() < 0.3 and name.startswith(("fedavg", "diloco")):
         availability = availability & LocalSteps([draw.randint(1, own_H) for _ in range(num_nodes)], H=own_H)
     kind = draw.choice(["MLP", "CNN", "Dropout", "WithFrozen"])
-    return Case(
-        strategy, make_model(kind, dtype=F64), dataset(kind), num_nodes, 6, seed=seed, availability=availability
+    return VerifyOptions(
+        strategy, make_model(kind, dtype=F64), dataset(kind), num_nodes, num_processes=1, steps=6, seed=seed,
+        availability=availability,
     )  # fmt: skip
 
 

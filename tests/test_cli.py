@@ -276,7 +276,7 @@ def test_divergence_reports_what_has_finished(text_file, tmp_path, capsys, undra
     ("more", "message"),
     [
         (["--heads", "3"], "num_heads=3 must divide width=8: give one of [1, 2, 4, 8]."),
-        (["--device", "abacus"], "device='abacus' is not a device; allowed here: "),
+        (["--device", "abacus"], "device='abacus' is not available; present: "),
         (["--text", "no-such-file"], "text file no-such-file cannot be read: No such file or directory."),
         (["--context", "3000"], "too few for one window with context=3000"),
     ],

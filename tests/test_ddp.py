@@ -15,18 +15,18 @@ from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.collectives.wire import Wire
 from vecgym.core import tree
 from vecgym.runs import multiprocess
-from vecgym.runs.verification import Case, Form, gaps
+from vecgym.runs.verification import Form, VerifyOptions, gaps
 from vecgym.strategy import AllReduceStrategy
 
 K = 4
 
 
-def case(name: str, strategy: Any, steps: int) -> Case:
+def case(name: str, strategy: Any, steps: int) -> VerifyOptions:
     data = TensorDataset(*make_data(name, 64, dtype=torch.float64))
-    return Case(strategy, make_model(name, dtype=torch.float64), data, K, steps)
+    return VerifyOptions(strategy, make_model(name, dtype=torch.float64), data, K, steps=steps)
 
 
-def differences(link: multiprocess.Link, given: Case) -> list[float]:
+def differences(link: multiprocess.Link, given: VerifyOptions) -> list[float]:
     """The largest difference of a parameter after each step, relative to the largest value of its tensor.
 
     A process of DDP trains on the batches of its L nodes, joined. Without dropout and batch norm that is equivalent.

@@ -24,7 +24,7 @@ from vecgym.collectives.distributed import DistributedCollectives, buckets, chec
 from vecgym.collectives.ledger import Ledger
 from vecgym.collectives.wire import Wire
 from vecgym.runs import multiprocess
-from vecgym.runs.verification import Case
+from vecgym.runs.verification import VerifyOptions
 from vecgym.strategy import (
     EF21,
     Average,
@@ -103,7 +103,7 @@ def every_case(link: multiprocess.Link, steps: int) -> dict[str, dict[str, Any]]
             model = make_model("Dropout", dtype=torch.float64)
             model = WithEmpty(model) if name.endswith(EMPTY) else model
             data = TensorDataset(*make_data("Dropout", 64, dtype=torch.float64))
-            given = Case(make(), model, data, K, steps, num_examples=EXAMPLES)
+            given = VerifyOptions(make(), model, data, K, steps=steps, num_examples=EXAMPLES)
             for W, check in zip(mine, accounted(given, list(mine.values()), exact=exact)):
                 assert check.bound == (0.0 if exact else 1e-12)
                 found[f"{name} W={W} {check.name}"] = {"passed": check.passed, "first": check.finding}

@@ -324,8 +324,10 @@ def test_a_notebooks_definitions_are_sent_to_new_interpreters() -> None:
 
 
 def test_without_cloudpickle_the_error_says_what_to_do() -> None:
-    done = run(SPAWNED + "\n    sys.modules['cloudpickle'] = None\n    trainer.fit(strategy, **settings)")
-    assert "ValueError: Line is defined in a notebook cell" in done.stderr
+    fit = "\n    trainer.fit(FedAvgStrategy('sgd', lr=0.1), **settings)"
+    done = run(SPAWNED + "\n    sys.modules['cloudpickle'] = None" + fit)
+    assert "ValueError: new processes cannot import what a notebook cell" in done.stderr
+    assert "'Line'" in done.stderr
     assert "%%writefile" in done.stderr
     assert "pip install vecgym[processes]" in done.stderr
 
@@ -336,10 +338,12 @@ def test_a_notebooks_strategy_is_named_too() -> None:
         + """
     from vecgym.runs.options import FitOptions
     class Mine(FedAvgStrategy): pass
-    multiprocess.check_importable(FitOptions(Mine(), 2))
+    sys.modules["cloudpickle"] = None
+    multiprocess.run(print, 1, (FitOptions(Mine(), 2),), start_method="spawn")
 """
     )
-    assert "ValueError: Mine is defined in a notebook cell" in done.stderr
+    assert "ValueError: new processes cannot import" in done.stderr
+    assert "'Mine'" in done.stderr
 
 
 def same_history(a: Trainer, b: Trainer, tolerance: float = 0.0) -> None:

@@ -21,7 +21,17 @@ from vecgym.collectives.wire import Wire
 from vecgym.core import tree
 from vecgym.core.errors import ProcessError
 from vecgym.runs import multiprocess
-from vecgym.runs.verification import BOUNDS, ORDER_OF_SUMS, RULES, Case, Finding, Report, first_of, gaps, verify
+from vecgym.runs.verification import (
+    BOUNDS,
+    ORDER_OF_SUMS,
+    RULES,
+    Finding,
+    Report,
+    VerifyOptions,
+    first_of,
+    gaps,
+    verify,
+)
 from vecgym.strategy import CommunicateOptimizeStrategy, CommunicationModule, FedAvgStrategy
 
 K = 4
@@ -331,7 +341,8 @@ def with_a_wire(link: multiprocess.Link, times: int) -> list[bool]:
         def _count(self, x: torch.Tensor) -> None:
             self.handed_bytes += times * x.numel() * x.element_size()
 
-    given = Case(FedAvgStrategy("sgd", H=1, lr=0.1), make_model("MLP"), data(), K, 2)
+    strategy = FedAvgStrategy("sgd", H=1, lr=0.1)
+    given = VerifyOptions(strategy, make_model("MLP"), data(), K, steps=2, dtype=torch.float32)
     return [check.passed for exact in (True, False) for check in accounted(given, [Counting()], exact=exact)]
 
 

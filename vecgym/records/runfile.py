@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import types
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -202,15 +201,12 @@ def write(path: str | os.PathLike[str], contents: Mapping[str, Any]) -> None:
             raise cause or error from None
 
 
-def read(
-    path: str | os.PathLike[str], required: Mapping[str, Any] | None = None, *, mmap: bool = False, check: bool = True
-) -> dict[str, Any]:
+def read(path: str | os.PathLike[str], required: Mapping[str, Any] | None = None, mmap: bool = False) -> dict[str, Any]:
     """Read a file of `write`, with its tensors on the CPU.
 
     Args:
         required: the contents: names -> types, nested like the contents.
-        mmap: read tensors only when they are used.
-        check: verify the checksums of the whole file.
+        mmap: keep a tensor in the file until it is used.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -223,7 +219,7 @@ def read(
         raise Damaged(f"{path} is not a file, but a folder without checkpoints, a pipe, a socket or a device.")
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip() if check else None
+            damaged = archive.testzip()
         if damaged is not None:
             raise zipfile.BadZipFile(f"the checksum of its record {damaged} is wrong")
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
@@ -238,7 +234,7 @@ def read(
             f"{path} has version {version!r}, but this vecgym reads version {VERSION}: use the vecgym that wrote it."
         )
     with naming(path):
-        wrong = difference(contents, required or {}, more=True)
+        wrong = difference(contents, required or {})
     if wrong:
         raise Damaged(f"{path} does not have the contents that vecgym writes: {wrong}.")
     return contents
@@ -260,53 +256,24 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise Damaged(f"{path} does not have the contents that vecgym writes: {error!r}") from error
 
 
-def form(value: Any, num_nodes: int) -> Any:
-    """Replace each tensor in nested values by its dtype and shape, with 1 row and K rows alike.
-
-    >>> form({"step": 3, "w": torch.ones(1, 5), "v": torch.ones(2, 5)}, num_nodes=2)
-    {'step': 3, 'w': 'float32 [1 or 2, 5]', 'v': 'float32 [1 or 2, 5]'}
-    """
-
-    def described(x: Tensor) -> str:
-        shape: list[Any] = list(x.shape)
-        if shape and shape[0] in (1, num_nodes):
-            shape[0] = f"1 or {num_nodes}"
-        dense = "" if x.layout is torch.strided and not x.is_meta else f"{x.layout} {x.device} "
-        return f"{dense}{x.dtype} [{', '.join(map(str, shape))}]".replace("torch.", "")
-
-    return tree.map_leaves(described, value)
-
-
-def difference(value: Any, expected: Any, where: str = "", *, more: bool = False) -> str:
-    """Describe the first difference between two forms; "" if they are equal.
+def difference(value: Any, required: Any, where: str = "") -> str:
+    """Describe the first of the required contents that is missing, or of another type; "" if there is none.
 
     Args:
-        expected: a form; a type in place of a value stands for any value of that type (`int`: any >= 0).
-        more: allow names that are not expected, and other plain values.
+        required: names -> types, nested like the contents; `int` stands for any >= 0.
 
-    >>> difference({"w": "float64 [2]"}, {"w": "float32 [2]"}, "params")
-    "params['w'] is 'float64 [2]' instead of 'float32 [2]'"
-    >>> difference({"step": -1, "rows": {}}, {"step": int, "rows": dict}, more=True)
+    >>> difference({"step": -1, "rows": {}}, {"step": int, "rows": dict})
     "['step'] is of type int, -1"
     """
-    if isinstance(expected, (type, types.UnionType)):
-        is_count = expected is not int or (checks.is_integer(value) and value >= 0)
-        return "" if isinstance(value, expected) and is_count else f"{where} is {kind_of(value)}, {value!r:.40}"
-    if isinstance(value, dict) and isinstance(expected, dict):
-        for name in expected if more else {**expected, **value}:
+    if isinstance(required, dict) and isinstance(value, dict):
+        for name, kind in required.items():
             place = f"{where}[{name!r}]"
-            if name not in value:
-                return f"there is no {place}"
-            if name not in expected:
-                return f"{place} is unknown"
-            if wrong := difference(value[name], expected[name], place, more=more):
+            if wrong := difference(value[name], kind, place) if name in value else f"there is no {place}":
                 return wrong
         return ""
-    if type(value) is type(expected) in (list, tuple) and len(value) == len(expected):
-        places = (f"{where}[{i}]" for i in range(len(value)))
-        return next(filter(None, (difference(*x, more=more) for x in zip(value, expected, places))), "")
-    equal = repr(value) == repr(expected) or (more and not isinstance(expected, (str, dict)))
-    return "" if equal else f"{where} is {value!r:.60} instead of {expected!r:.60}"
+    kind = dict if isinstance(required, dict) else required
+    is_count = kind is not int or (checks.is_integer(value) and value >= 0)
+    return "" if isinstance(value, kind) and is_count else f"{where} is {kind_of(value)}, {value!r:.40}"
 
 
 # -------------------------------------------------------------------------------------------------- contents
@@ -371,12 +338,8 @@ def unpacked_rows(contents: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Invert `packed_rows`."""
     rows: list[dict[str, Any]] = [{} for _ in range(contents["length"])]
     for name, column in contents["columns"].items():
-        values = column["values"]
-        if column["kind"] == "arrays":
-            values = list(values.numpy())
-        else:
-            values = values.tolist() if column["kind"] == "numbers" else restored(values)
-        for i, value in zip(column["rows"].tolist(), values):
+        unpacked = {"arrays": lambda x: list(x.numpy()), "numbers": Tensor.tolist, "values": restored}[column["kind"]]
+        for i, value in zip(column["rows"].tolist(), unpacked(column["values"])):
             rows[i][name] = value
     return rows
 

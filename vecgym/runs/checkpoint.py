@@ -25,7 +25,7 @@ import re
 import secrets
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -84,7 +84,7 @@ class Checkpointer:
 
     Attributes:
         last: the newest checkpoint from which this run can resume.
-        run_id: identifies the run elsewhere, such as in wandb; a resumed run keeps it. None: nothing is saved.
+        run_id: identifies the run elsewhere, such as in wandb; a resumed run keeps it. "": nothing is saved.
         resumed: the state to resume from, of the newest intact checkpoint; None: start anew.
     """
 
@@ -95,9 +95,9 @@ class Checkpointer:
         self.recorder = recorder
         self.session = session
         self.last: Path | None = None
-        self.run_id: str | None = None
+        self.run_id = ""
         self.resumed: State | None = None
-        self._contents: dict[str, Any] | None = None  # of the checkpoint that the run resumes from
+        self._random: GlobalStates | None = None  # of the checkpoint that the run resumes from
         self._lock = None if self.folder is None else Lock(self.folder / LOCK)
         if self.folder is None and options.resume is False:
             return
@@ -125,9 +125,8 @@ class Checkpointer:
 
     def begin(self) -> None:
         """Set the global random generators, just before the first step."""
-        if self._contents is not None:
-            self._random_states(self._contents).restore()
-            self._contents = None
+        if self._random is not None:
+            self._random.restore()
 
     def save_if_due(self, state: State, last: bool) -> None:
         """Save at the start, every `checkpoint_interval` steps, and at the end, even of an interrupted run."""
@@ -149,10 +148,6 @@ class Checkpointer:
         self.last = path
         self._remove_old(state.step)
 
-    def how_to_resume(self) -> str:
-        """Return the end of a message that says where an interrupted run can be resumed."""
-        return "" if self.last is None else f"; resume=True continues from {self.last}"
-
     def _load(self) -> State | None:
         """Restore the newest checkpoint that all processes can read; None: the folder has none."""
         template: State | None = None
@@ -170,40 +165,34 @@ class Checkpointer:
             if not (damages := [*filter(None, self.session.each(damage))]):
                 assert state is not None
                 self._identity.check_loss(contents, state, path)
-                self._contents, self.last = contents, path
+                self.last, saved_id = path, str(contents["settings"].get("run_id"))
+                self.run_id = saved_id if re.fullmatch("[0-9a-f]{16}", saved_id) else ""
                 return state
-            if self._searched is None:
-                raise Damaged(damages[0])
+            if path == paths[-1]:
+                older = ", and no older checkpoint can be read" if len(paths) > 1 else ""
+                raise Damaged(f"{damages[0].rstrip('.')}{older}. Give resume=False and another save_dir.")
             if self.session.rank == 0:
-                warn(f"{damages[0].rstrip('.')}. Trying the next older checkpoint, if there is one.")
-        if paths:
-            raise ValueError(f"no checkpoint in {self._searched} can be read. Give resume=False and another save_dir.")
+                warn(f"{damages[0].rstrip('.')}. Trying the next older checkpoint.")
         return None
-
-    @property
-    def _searched(self) -> Path | None:
-        """The folder to search for checkpoints; None: `resume` is a file."""
-        resume = self.options.resume
-        folder = self.folder if isinstance(resume, bool) else Path(resume).absolute()
-        return folder if resume is True or (folder is not None and folder.is_dir()) else None
 
     def _candidates(self) -> list[Path]:
         """Return the checkpoints to resume from, the newest first."""
-        folder, resume = self._searched, self.options.resume
-        if folder is None:
-            assert not isinstance(resume, bool)
-            return [Path(resume).absolute()]
-        paths = checkpoints_in(folder)[::-1]
+        resume = self.options.resume
+        source = self.folder if isinstance(resume, bool) else Path(resume).absolute()
+        assert source is not None
+        if not source.is_dir():
+            return [source]
+        paths = checkpoints_in(source)[::-1]
         if not paths and resume is not True:
             raise ValueError(f"resume={str(resume)!r}: this folder has no checkpoint.")
         return paths
 
     def _read(self, path: Path) -> dict[str, Any]:
-        """Read a checkpoint. With several processes the first checks it, and each reads only what it uses."""
-        if self.session.num_processes == 1:
-            return runfile.read(path, FORM)
-        self.session.first(lambda: bool(runfile.read(path, FORM)))  # a map would not show that a part is too short
-        return runfile.read(path, mmap=True, check=False)
+        """Read a checkpoint. One of several processes reads only what it uses, once the first has read all of it."""
+        several = self.session.num_processes > 1
+        if several:
+            self.session.first(lambda: bool(runfile.read(path, FORM)))  # a map would not show that a part is too short
+        return runfile.read(path, FORM, mmap=several)
 
     def _take_folder(self) -> None:
         """Lock the folder until the run ends: two runs at a time would mix their checkpoints."""
@@ -237,8 +226,7 @@ class Checkpointer:
 
     def _make_run_id(self) -> str:
         elsewhere = self.folder is not None and self.last is not None and self.last.parent != self.folder
-        saved = "" if self._contents is None or elsewhere else str(self._contents["settings"].get("run_id"))
-        return saved if re.fullmatch("[0-9a-f]{16}", saved) else secrets.token_hex(8)
+        return self.run_id if self.run_id and not elsewhere else secrets.token_hex(8)
 
     def _remove_old(self, step: int) -> None:
         """Remove old checkpoints, but none that is newer than the one just written, which is known to be intact."""
@@ -290,7 +278,8 @@ class Checkpointer:
         optimizer, started = (x.home.get("optimizer", {}) for x in (state, template))
         started = {slot: x for slot, x in started.items() if slot != "numbers"}
         _check_alike({"optimizer": optimizer}, {"optimizer": started}, len(comm.node_ids), more=True)
-        self._random_states(contents)
+        states, rank = contents["random"], self.session.rank
+        self._random = GlobalStates.unpacked(states[rank] if len(states) == self.session.num_processes else states[0])
         rows = runfile.unpacked_rows(contents["rows"])
         self.recorder.ledger.load(contents["ledger"])
         if contents["ranks"] is not None:
@@ -301,11 +290,6 @@ class Checkpointer:
         if "pending" in saved:
             self.simulation.timetable.resume(contents["step"], saved["pending"])
         return replace(state, tick=contents["step"])
-
-    def _random_states(self, contents: Mapping[str, Any]) -> GlobalStates:
-        """Return the states of the global random generators; they are set just before the first step."""
-        states, rank = contents["random"], self.session.rank
-        return GlobalStates.unpacked(states[rank] if len(states) == self.session.num_processes else states[0])
 
     def _pending(self, state: State) -> dict[str, list[int]]:
         """Return the nodes that have begun and are not computed: from here on a longer run has another timetable."""
@@ -350,9 +334,24 @@ def _widened(own: dict[str, Any], num_rows: int) -> dict[str, Any]:
 
 
 def _check_alike(values: Any, template: Any, num_nodes: int, *, more: bool = False) -> None:
-    """Raise a ValueError unless all tensors have the names, dtypes and shapes of the template's, with 1 row or all."""
-    if wrong := runfile.difference(runfile.form(values, num_nodes), runfile.form(template, num_nodes), more=more):
-        raise ValueError(wrong)
+    """Raise a ValueError unless the tensors have the names, dtypes and shapes of the template's, with 1 row or all.
+
+    Args:
+        more: allow others beside them.
+    """
+    saved, expected = (
+        {tree.path_name(path): _form(x, num_nodes) for path, x in tree.flatten(nested) if isinstance(x, Tensor)}
+        for nested in (values, template)
+    )
+    if wrong := differences({name: x for name, x in saved.items() if name in expected or not more}, expected):
+        raise ValueError(wrong[0])
+
+
+def _form(x: Tensor, num_nodes: int) -> str:
+    """Describe a tensor; one of K rows as if it had a single one."""
+    shape = [1, *x.shape[1:]] if x.dim() > 0 and len(x) == num_nodes else [*x.shape]
+    dense = x.layout is torch.strided and not x.is_meta
+    return f"{x.dtype} {shape}" if dense else f"{x.dtype} {shape}, {x.layout}, {x.device}"
 
 
 # ------------------------------------------------------------------------------------ what makes a run itself
@@ -407,11 +406,10 @@ class Identity:
 
     def check(self, contents: Mapping[str, Any], path: Path) -> None:
         """Raise a ValueError if a file belongs to another run; warn if the run will not have the same bits."""
+        check_noted(contents["identity"], path)
         with runfile.naming(path):
-            saved = dict(contents["identity"])
-        check_noted(saved, path)
-        with runfile.naming(path):
-            differing = differences(saved, self.required) or self._different_rates(contents["learning_rates"])
+            rates = contents["learning_rates"]
+            differing = differences(contents["identity"], self.required) or self._different_rates(rates)
             changed = differences(contents["arithmetic"], self.arithmetic)
         if differing:
             raise another_run(path, differing)
@@ -436,12 +434,12 @@ class Identity:
         loss = self.session.first(lambda: self._loss(state))
         engine = self.simulation.engine
         is_low = engine.autocast or any(p.element_size() < 4 for p in engine.params.values())
-        if same_loss(contents["loss"], loss, OF_LOW_PRECISION if is_low else TOLERANCE):
-            return
-        line = f"loss of node 0's first batch at the saved parameters: saved {contents['loss']:.6g}, given {loss:.6g}"
-        if contents["arithmetic"]["device"] == self.arithmetic["device"]:
-            raise another_run(path, [line])
-        warn(f"{path} may belong to another run:\n  {line}")
+        what = "loss of node 0's first batch at the saved parameters"
+        differing = differences({what: contents["loss"]}, {what: loss}, OF_LOW_PRECISION if is_low else TOLERANCE)
+        if differing and contents["arithmetic"]["device"] == self.arithmetic["device"]:
+            raise another_run(path, differing)
+        if differing:
+            warn(f"{path} may belong to another run:\n  {differing[0]}")
 
     def _loss(self, state: State) -> float:
         first = {name: x[:1] for name, x in {**state.params, **state.buffers}.items()}
@@ -508,19 +506,23 @@ def check_noted(saved: Mapping[str, Any], where: Any) -> None:
         )
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two plain values are the same: 1 is not 1.0, and nan is nan."""
-    return type(a) is type(b) and (a == b or (a != a and b != b))
+def differences(saved: Mapping[str, Any], here: Mapping[str, Any], tolerance: float = 0.0) -> list[str]:
+    """Return the differences between plain values, one per line: 1 is not 1.0, and nan is nan.
 
-
-def differences(
-    saved: Mapping[str, Any], here: Mapping[str, Any], same: Callable[[Any, Any], bool] = same
-) -> list[str]:
-    """Return the differences, one per line.
+    Args:
+        tolerance: relative, if the numbers are losses. If the saved one is nan, there is none to compare with.
 
     >>> differences({"seed": 1, "strategy.H": 3}, {"seed": 1, "strategy.H": 5})
     ['strategy.H: saved 3, given 5']
+    >>> differences({"loss": 2.0, "other": math.nan}, {"loss": 2.001, "other": 2.0}, TOLERANCE)
+    []
     """
+
+    def same(a: Any, b: Any) -> bool:
+        if tolerance and type(a) is type(b) is float:
+            return math.isnan(a) or math.isclose(a, b, rel_tol=tolerance, abs_tol=1e-6)
+        return repr(a) == repr(b)
+
     pairs = {name: (saved.get(name, NOTHING), here.get(name, NOTHING)) for name in {**saved, **here}}
     lines = [f"{name}: saved {a}, given {b}" for name, (a, b) in pairs.items() if not same(a, b)]
     more = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
@@ -578,15 +580,6 @@ def eval_loss(engine: Engine, params: Tree, buffers: Tree, batch: Any) -> float:
             return float(engine.measures(params, buffers, batch, own_batches=True)["loss"])
         except Exception:  # a model may support training only: then its loss is not compared
             return math.nan
-
-
-def same_loss(saved: float, here: float, tolerance: float = TOLERANCE) -> bool:
-    """Whether two losses of a model are equal up to rounding, or there is none to compare with.
-
-    >>> same_loss(2.0, 2.001), same_loss(2.0, 2.01), same_loss(math.nan, 2.0)
-    (True, False, True)
-    """
-    return math.isnan(saved) or math.isclose(saved, here, rel_tol=tolerance, abs_tol=1e-6)
 
 
 # ----------------------------------------------------------------------------------------------------------- settings
@@ -695,7 +688,4 @@ def _bytes_of(x: Any) -> Any:
 
 
 def _hashed(*parts: Any) -> str:
-    checksum = hashlib.blake2b(digest_size=7)
-    for part in parts:
-        checksum.update(part)
-    return checksum.hexdigest()
+    return hashlib.blake2b(b"".join(parts), digest_size=7).hexdigest()

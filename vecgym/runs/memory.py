@@ -9,6 +9,7 @@ are ignored; `benchmarks/memory.py` measures the error.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import sys
@@ -43,8 +44,6 @@ from vecgym.strategy.per_rank import as_strategy
 from vecgym.strategy.simulated import simulation_of
 
 __all__ = ["MemoryEstimate", "MemoryPart", "estimate_memory"]
-
-NO_LIMIT = 2**60  # cgroups report at least this if there is no limit
 
 
 @dataclass(frozen=True)
@@ -143,8 +142,7 @@ class MemoryOptions(Modelled):
         check_model(self.model)
         check_strategy(self.strategy, self.num_nodes)
         check_synchronous(self.strategy)
-        if self.minibatch_size is not None:
-            check_parts(self.batch_size, self.minibatch_size)
+        check_parts(self.batch_size, self.minibatch_size)
 
 
 @function_of(MemoryOptions)
@@ -341,12 +339,8 @@ def memory_limit(device: torch.device) -> int:
         return torch.mps.recommended_max_memory()
     total = _memory("SC_PHYS_PAGES", otherwise=8 * 2**30)
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(file).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < NO_LIMIT:
-            total = min(total, int(text))
+        with contextlib.suppress(OSError, ValueError):  # "max", if there is no limit
+            total = min(total, int(Path(file).read_text()))
     return total
 
 
@@ -591,17 +585,12 @@ MARGIN = 1.25
 RESERVED_BYTES = 2**29
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How a step is cut to fit: nodes in one call, and examples at a time; None: all."""
+def fitting_sizes(
+    engine: Engine, options: FitOptions, batch: Any, max_steps: int, num_processes: int
+) -> tuple[int | None, int | None, dict[str, Any]]:
+    """Return the nodes in one call and the examples at a time, None: all, that fit into `options.max_memory_usage`.
 
-    chunk_size: int | None
-    minibatch_size: int | None
-    report: dict[str, Any]
-
-
-def fitting_sizes(engine: Engine, options: FitOptions, batch: Any, max_steps: int, num_processes: int = 1) -> Sizes:
-    """Return the largest cut of a step that fits into `options.max_memory_usage`.
+    The last of three is a report of the bytes.
 
     It tries in this order: all nodes in one call; half of them, a quarter ... one; then parts of the batch, from the
     largest divisor of its size downwards. So the choice depends only on the machine's memory, the model, the data's
@@ -635,7 +624,7 @@ def fitting_sizes(engine: Engine, options: FitOptions, batch: Any, max_steps: in
             num_bytes = round(MARGIN * estimate.total_bytes) + (RESERVED_BYTES if engine.device.type == "cpu" else 0)
         if num_bytes <= limit:
             report = {"limit_bytes": limit, "needed_bytes": num_bytes, "measured": measured}
-            return Sizes(plan.chunk_size, size, report)
+            return plan.chunk_size, size, report
     cut = " The batch is not cut, since the model has batch norm or the like." if engine.facts.mutated else ""
     raise MemoryError(
         f"{options.num_nodes} nodes with batch_size={batch_size} need at least {readable_bytes(num_bytes)}, "

@@ -24,12 +24,13 @@ import pickle
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from multiprocessing import connection
 from typing import Any, NamedTuple, TypeVar
 
@@ -62,14 +63,13 @@ class _Shared(NamedTuple):
 
     Attributes:
         beats: of each process, in memory that all share; see `Link.beat`.
-        listener: the socket to which they connect to find one another.
+        store: the file by which they find one another.
         num_threads: of each process.
         call: the function and its arguments; pickled for a new interpreter.
     """
 
-    num_processes: int
     beats: Any
-    listener: socket.socket
+    store: str
     device: str
     timeout_s: float
     num_threads: int
@@ -92,7 +92,7 @@ class Link:
     """
 
     def __init__(self, rank: int, pipe: Any, shared: _Shared) -> None:
-        self.rank, self.num_processes = rank, shared.num_processes
+        self.rank, self.num_processes = rank, len(shared.beats)
         self.interrupted: list[int] = []
         self.pipe = pipe
         self._beats = shared.beats
@@ -161,11 +161,10 @@ def run(
     context: Any = multiprocessing.get_context(method)
     call: Any = (function, tuple(args))
     threads = 1 if method == "fork" else max(1, torch.get_num_threads() // num_processes)
-    # The port is free, and no other machine reaches it.
-    with socket.create_server(("127.0.0.1", 0)) as listener, interrupts() as interrupted:
+    with tempfile.TemporaryDirectory() as folder, interrupts() as interrupted:
         shared = _Shared(
-            num_processes, context.RawArray("q", num_processes), listener, str(device), timeout_s, threads,
-            call if method == "fork" else _pickled(call),
+            context.RawArray("q", num_processes), os.path.join(folder, "store"), str(device), timeout_s,
+            threads, call if method == "fork" else _pickled(call),
         )  # fmt: skip
         children = _Children(shared, on_message, num_nodes)
         try:
@@ -187,30 +186,12 @@ def choose_start_method(device: torch.device | str = "cpu") -> str:
     return "fork" if sys.platform == "linux" and not gpu else "spawn"
 
 
-def check_importable(*values: Any) -> None:
-    """Raise a ValueError for what a spawned process cannot import: definitions in a notebook or in `python -c`."""
-    main = sys.modules["__main__"]
-    if hasattr(main, "__file__"):
-        return
-    parts = [part for value in values if is_dataclass(value) for part in vars(value).values()]
-    for value in (*values, *parts):
-        cls = value if hasattr(value, "__name__") else type(value)
-        if getattr(cls, "__module__", None) == "__main__":
-            raise ValueError(
-                f"{cls.__name__} is defined in a notebook cell, which new processes cannot import. Fix: write the cell "
-                f"to a file, %%writefile definitions.py, and from definitions import {cls.__name__}. With "
-                'backend="processes", pip install vecgym[processes] is enough.'
-            )
-
-
 def _pickled(call: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes:
     """Pickle a call for a new interpreter; with cloudpickle, including definitions in a notebook."""
     try:
         from cloudpickle import dumps
     except ImportError:
         from pickle import dumps
-
-        check_importable(call[0], *call[1])
     try:
         return dumps(call)
     except Exception as error:
@@ -219,6 +200,18 @@ def _pickled(call: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes:
             "cloudpickle; or define models, datasets, collate functions and schedules at the top of a module, not in a "
             "function, and not as a lambda. Open files, locks and connections cannot be sent."
         ) from error
+
+
+def _unpickled(call: bytes) -> Any:
+    """Invert `_pickled` in a new interpreter."""
+    try:
+        return pickle.loads(call)
+    except AttributeError as error:
+        raise ValueError(
+            f"new processes cannot import what a notebook cell or `python -c` defines: {error}. Fix: write the cell to "
+            'a file, %%writefile definitions.py, and import from definitions. With backend="processes", pip install '
+            "vecgym[processes] is enough."
+        ) from None
 
 
 class _Children:
@@ -236,7 +229,7 @@ class _Children:
 
     def start(self, context: Any) -> None:
         forked = context.get_start_method() == "fork"
-        for rank in range(self.shared.num_processes):
+        for rank in range(len(self.shared.beats)):
             self.pipes[rank], theirs = context.Pipe()
             inherited = list(self.pipes.values()) if forked else []
             process = context.Process(target=_main, args=(rank, theirs, inherited, self.shared))
@@ -349,7 +342,7 @@ def _main(rank: int, pipe: Any, inherited: list[Any], shared: _Shared) -> None:
     link = Link(rank, pipe, shared)
     try:
         _settle(link, shared)
-        function, args = pickle.loads(shared.call) if isinstance(shared.call, bytes) else shared.call
+        function, args = _unpickled(shared.call) if isinstance(shared.call, bytes) else shared.call
         _join_group(link, shared)
         result = function(link, *args)
         sys.stdout.flush()
@@ -387,18 +380,14 @@ def _follow_parent(link: Link) -> None:
 
 
 def _join_group(link: Link, shared: _Shared) -> None:
-    """Join the process group of a `run`, by a store in the first process."""
-    first, port = link.rank == 0, shared.listener.getsockname()[1]
-    fd = shared.listener.detach() if first else None
+    """Join the process group of a `run`."""
     num_gpus = torch.cuda.device_count() if torch.device(shared.device).type == "cuda" else 0
     os.environ["LOCAL_RANK"] = str(link.rank)
     # Otherwise gloo looks up the host's own name, which fails on machines that are not in any name service.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     dist.init_process_group(
         "nccl" if num_gpus >= link.num_processes else "gloo",  # NCCL needs a GPU for each process
-        store=dist.TCPStore(  # without libuv, which in torch 2.6 cannot take over a socket
-            "127.0.0.1", port, is_master=first, wait_for_workers=False, master_listen_fd=fd, use_libuv=False
-        ),
+        store=dist.FileStore(shared.store, link.num_processes),
         rank=link.rank,
         world_size=link.num_processes,
         # Later than the parent's timeout, since the parent knows which process is to blame; it must be finite.
@@ -430,15 +419,10 @@ def interrupts() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         signals.append(signum)
 
-    try:
-        before = signal.signal(signal.SIGINT, handler)
-    except ValueError:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ValueError):
+            stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, handler))
         yield signals
-        return
-    try:
-        yield signals
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 # ------------------------------------------------------------------------------------------------- under torchrun
@@ -539,22 +523,14 @@ class Session:
         return replace(facts, **self.first(lambda: shared))
 
     def observed(self, metrics: Metrics, interrupted: list[int]) -> Metrics:
-        """Return the losses of all nodes; interrupts travel with them, so that all stop after the same step.
-
-        If nodes may be absent, so do the rates of the present ones.
-        """
+        """Return the losses of all nodes; interrupts travel with them, so that all stop after the same step."""
         if self.num_processes == 1:
             return metrics
-        losses, own_rates = metrics.losses, metrics.num_present is not None
-        columns = [losses, torch.full_like(losses, max(interrupted, default=0))]
-        columns += [torch.as_tensor(metrics.lr, device=losses.device)] if own_rates else []
-        values = everyone(torch.stack([x.double() for x in columns], 1), self.comm, losses.device)  # [K, 2 or 3]
-        self._asked = int(values[:, 1].max())
-        lr: Any = metrics.lr
-        if own_rates:
-            rates = values[:, 2][~values[:, 2].isnan()]
-            lr = float(rates[0]) if bool((rates == rates[0]).all()) else rates
-        return metrics._replace(losses=values[:, 0].to(losses.dtype), lr=lr)
+        losses = metrics.losses.double()
+        columns = torch.stack([losses, torch.full_like(losses, max(interrupted, default=0))], 1)
+        losses, signals = everyone(columns, self.comm, losses.device).unbind(1)  # [K]
+        self._asked = int(signals.max())
+        return metrics._replace(losses=losses.to(metrics.losses.dtype))
 
     def agree(self, stop: bool) -> None:
         """End the run after this step if any process asks for it; all processes call this."""
@@ -655,12 +631,10 @@ def torch_set(**settings: Any) -> Iterator[None]:
     ...     torch.zeros(()).dtype
     torch.float64
     """
-    before = {name: SETTINGS[name][0]() for name in settings}  # torch may refuse to report others
-    changed = [name for name, value in settings.items() if value != before[name]]
-    try:
-        for name in changed:
-            SETTINGS[name][1](settings[name])
+    with contextlib.ExitStack() as stack:
+        for name, value in settings.items():
+            get, put = SETTINGS[name]
+            if value != (before := get()):
+                stack.callback(put, before)
+                put(value)
         yield
-    finally:
-        for name in changed:
-            SETTINGS[name][1](before[name])

@@ -21,6 +21,7 @@ MIN_STEP = 1e-3  # of the largest change of a weight; smaller steps are not trie
 
 
 @function_of(ScheduleOptions)
+@torch.no_grad()
 def optimize_schedule(options: ScheduleOptions) -> OptimizedSchedule:
     """Find when to exchange, or with what weights, to minimise the final loss within a budget.
 
@@ -60,7 +61,7 @@ def optimize_schedule(options: ScheduleOptions) -> OptimizedSchedule:
     problem = _Problem(options)
     optimized = _optimized_times(problem) if options.mixing is None else _optimized_mixing(problem, options.mixing)
     schedule, weights, uniform, losses = optimized
-    outcome = problem.outcome(schedule)
+    outcome = problem.run(schedule)
     data = options.held_out
     held_out = [None if data is None else problem.loss(w, data) for w in (schedule, uniform)]
     return OptimizedSchedule(
@@ -87,12 +88,8 @@ class _Problem:
         changed = {"strategy": strategy, "batches": batches, "eval_batch": eval_batch, "engine": self.engine}
         return rollout(**{**self.options.common, **changed}, segments=segments)
 
-    @torch.no_grad()
-    def outcome(self, weights: Tensor, data: tuple[Any, Any] | None = None) -> Outcome:
-        return self.run(weights.detach(), data)
-
     def loss(self, weights: Tensor, data: tuple[Any, Any] | None = None) -> float:
-        return float(self.outcome(weights, data).loss)
+        return float(self.run(weights, data).loss)
 
     def affords(self, schedule: Tensor) -> bool:
         """Whether the budget of seconds allows a schedule; if nodes differ, it matters when they meet."""
@@ -203,7 +200,7 @@ def _affordable(problem: _Problem, num_steps: int) -> int:
         if num_steps < H:
             raise ValueError(f"H={H!r} must be an integer from 1 to the number of steps, {num_steps}.")
         return num_steps // H
-    none, all_ = (problem.outcome(torch.full((num_steps,), w, dtype=torch.float64)).bytes for w in (0.0, 1.0))
+    none, all_ = (problem.run(torch.full((num_steps,), w, dtype=torch.float64)).bytes for w in (0.0, 1.0))
     cost = all_ - none
     if float(cost.min()) <= 0 or float(cost.max() - cost.min()) > 1e-9 * float(cost.max()):
         raise ValueError(
@@ -259,7 +256,7 @@ def _optimized_mixing(problem: _Problem, start: Tensor) -> tuple[Tensor, Tensor,
     start = start.detach().double()
     for i, matrix in enumerate(start if start.dim() == 3 else start[None]):
         check_doubly_stochastic(matrix, f"mixing[{i}]" if start.dim() == 3 else "mixing")
-    sent = float(problem.outcome(start).bytes.sum())
+    sent = float(problem.run(start).bytes.sum())
     if budget_bytes is not None and sent > budget_bytes:
         raise ValueError(
             f"mixing sends {sent:,.0f} bytes per node, more than budget_bytes={budget_bytes!r}: start with a matrix of "

@@ -57,9 +57,9 @@ DiLoCoStrategy('adamw', H=100).
     raise TypeError(f"{problem}{fix}{give} a Strategy object such as DiLoCoStrategy('adamw', H=100).")
 
 
-def check_parts(batch_size: int, parts: int, name: str = "minibatch_size") -> None:
-    """Raise a ValueError unless `parts` divides the batch."""
-    if batch_size % parts != 0:
+def check_parts(batch_size: int, parts: int | None, name: str = "minibatch_size") -> None:
+    """Raise a ValueError unless `parts`, if it is given, divides the batch."""
+    if parts is not None and batch_size % parts != 0:
         divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
         raise ValueError(f"{name}={parts} must divide batch_size={batch_size}: one of {divisors}.")
 
@@ -116,31 +116,32 @@ def check_left_out(strategy: Strategy, option: str, value: Any, default: Any) ->
         raise ValueError(f"{type(strategy).__name__} does not support {option}={value!r}: leave it out.")
 
 
+def check_asynchronous(options: Any, only: Sequence[str], refused: Mapping[str, Any]) -> None:
+    """Raise a ValueError for what an asynchronous run needs or does not support, or what only it supports.
+
+    Args:
+        only: the options that only it supports.
+        refused: those that it does not support, with their defaults.
+    """
+    strategy = options.strategy
+    if strategy.asynchronous:
+        check_compute(strategy, options.compute)
+        for option, default in refused.items():
+            check_left_out(strategy, option, vars(options)[option], default)
+    elif names := [option for option in only if vars(options)[option] is not None]:
+        raise ValueError(
+            f"{names[0]} is for asynchronous runs, and {type(strategy).__name__} is synchronous: leave it out, or give "
+            "AsyncStrategy(...)."
+        )
+
+
 def checked_folder(name: str, value: Any) -> Path | None:
     """Return the folder as an absolute path, or None.
 
     >>> checked_folder("save_dir", None) is None
     True
     """
-    if value is None:
-        return None
-    if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{name}={value!r} must be the path of a folder, or None.")
-    folder = Path(value).absolute()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{name}={str(value)!r} is a file; give a folder.")
-    return folder
-
-
-def checked_resume(name: str, value: Any) -> bool | str | os.PathLike[str]:
-    """Return what to resume from, or raise a TypeError.
-
-    >>> checked_resume("resume", True)
-    True
-    """
-    if not isinstance(value, (bool, str, os.PathLike)):
-        raise TypeError(f"{name}={value!r} must be True, False, or the path of a checkpoint or a folder of them.")
-    return value
+    return None if value is None else check.path(name, value).absolute()
 
 
 TIMEOUT_S = 600.0  # without any progress in any process
@@ -163,10 +164,11 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         return torch.device(present[0])
     try:
         resolved = torch.device(device)
+        count = torch.cuda.device_count() if resolved.type == "cuda" else 1
+        is_present = resolved.type in present and (resolved.index or 0) < count
     except (RuntimeError, TypeError):
-        raise ValueError(f"device={device!r} is not a device; allowed here: {', '.join(present)}, or None.") from None
-    count = torch.cuda.device_count() if resolved.type == "cuda" else 1
-    if resolved.type not in present or (resolved.index or 0) >= count:
+        is_present = False
+    if not is_present:
         raise ValueError(
             f"device={str(device)!r} is not available; present: {', '.join(present)}. None takes the best."
         )
@@ -176,15 +178,6 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
 def optional_number(name: str, value: Any, within: str, what: str) -> float | None:
     """Return a number in an interval, or None."""
     return None if value is None else check.number(name, value, within, what)
-
-
-def optional_function(name: str, value: Any) -> Any:
-    """Return a function of a row, or None."""
-    if value is not None and not callable(value):
-        raise TypeError(
-            f'{name} is {check.kind_of(value)}; give a function of a row: lambda row: row["train_loss"] < 2'
-        )
-    return value
 
 
 # The type of an option, and the function `(name, value) -> value` that checks it.
@@ -198,10 +191,13 @@ FRACTION = "the fraction of the device's memory that the run may use, such as 0.
 Fraction = Annotated[float | None, partial(optional_number, within="(0, 1]", what=FRACTION)]
 SimulatedSeconds = Annotated[float | None, partial(optional_number, within="(0, inf)", what="simulated seconds")]
 MaxBytes = Annotated[float | None, partial(optional_number, within="(0, inf)", what="bytes that a node sends")]
-StopFunction = Annotated[Callable[[dict[str, Any]], Any] | None, optional_function]
+FUNCTIONS: Any = (Callable, type(None))
+OF_STOP = 'a function of a row: lambda row: row["train_loss"] < 2'
+StopFunction = Annotated[Callable[[dict[str, Any]], Any] | None, partial(check.instance, kind=FUNCTIONS, give=OF_STOP)]
 NumExamples = Annotated[
     int | None, partial(check.optional_integer, least=0, what="0 never evaluates, None uses all examples")
 ]
+RESUMES, OF_RESUME = (bool, str, os.PathLike), "True, False, or the path of a checkpoint or a folder of them"
 Device = Annotated[str | torch.device | None, lambda name, value: resolve_device(value)]
 Present = Annotated[Availability | Callable[[int], Any] | None, as_availability]
 OneOrMoreLoggers = Annotated[Logger | Sequence[Logger] | None, lambda name, value: as_loggers(value)]
@@ -367,7 +363,7 @@ class FitOptions(EngineOptions, Training, Simulated):
     timeout_s: Seconds = TIMEOUT_S
     save_dir: Annotated[str | os.PathLike[str] | None, checked_folder] = None
     checkpoint_interval: OptionalCount = None
-    resume: Annotated[bool | str | os.PathLike[str], checked_resume] = False
+    resume: Annotated[bool | str | os.PathLike[str], partial(check.instance, kind=RESUMES, give=OF_RESUME)] = False
     keep_checkpoints: Count = 2
     gradient_accumulation: int | None = None
     correlation_interval: OptionalCount = None
@@ -388,23 +384,22 @@ class FitOptions(EngineOptions, Training, Simulated):
         minibatch_size = accumulated(self.batch_size, self.minibatch_size, self.gradient_accumulation)
         self.settle(minibatch_size=minibatch_size, gradient_accumulation=None)
         super().__post_init__()
-        self._check_processes()
-        self._check_folder()
-        self._check_clock()
-        self._check_asynchronous()
+        self._check_needs()
+        check_clocks(self.num_nodes, self.network, self.compute)
+        refused = {"backend": "stacked", "exact": False, "compile": False}
+        refused |= {"correlation_interval": None, "max_memory_usage": None}
+        check_asynchronous(self, ("max_updates", "val_seconds"), refused)
         self._check_limits()
-        if self.minibatch_size is not None:
-            check_parts(self.batch_size, self.minibatch_size)
+        check_parts(self.batch_size, self.minibatch_size)
         if self.num_processes is not None:
             check_divides(self.num_processes, self.num_nodes)
-        if self.exact and self.compile:
-            raise ValueError("exact=True computes node by node, and compile=True all at once: leave one of them out.")
         if self.live:
             from vecgym.plot.runs import LiveFigure  # matplotlib takes a while to import
 
             self.settle(logger=[*as_loggers(self.logger), LiveFigure()], live=False)
 
-    def _check_processes(self) -> None:
+    def _check_needs(self) -> None:
+        """Raise a ValueError for an option without another that it needs, or with one that excludes it."""
         if self.backend == "processes" and self.num_processes is None:
             raise ValueError('backend="processes" needs num_processes=W, a divisor of num_nodes.')
         if self.backend != "processes" and self.num_processes is not None:
@@ -412,38 +407,19 @@ class FitOptions(EngineOptions, Training, Simulated):
                 f"num_processes={self.num_processes} with backend={self.backend!r} has no effect: give "
                 'backend="processes"; torchrun takes the number as --nproc-per-node.'
             )
-
-    def _check_folder(self) -> None:
         if self.save_dir is None and self.resume is True:
             raise ValueError("resume=True needs save_dir, the folder with the run's checkpoints.")
         if self.save_dir is None and self.checkpoint_interval is not None:
             raise ValueError(
                 f"checkpoint_interval={self.checkpoint_interval} needs save_dir, the folder to save them in."
             )
-
-    def _check_clock(self) -> None:
-        check_clocks(self.num_nodes, self.network, self.compute)
+        if self.exact and self.compile:
+            raise ValueError("exact=True computes node by node, and compile=True all at once: leave one of them out.")
         alone = self.strategy.asynchronous or (self.network is None and self.availability is not None)
         if (self.network is None) != (self.compute is None) and not alone:
             present, missing = ("network", "compute") if self.compute is None else ("compute", "network")
             example = "Compute(0.4)" if missing == "compute" else "Network(1e9, 0.05)"
             raise ValueError(f"{present} without {missing} gives no seconds: add {missing}=vecgym.clock.{example}.")
-
-    def _check_asynchronous(self) -> None:
-        """Raise a ValueError for what an asynchronous run needs or does not support, or what only it supports."""
-        only = [name for name in ("max_updates", "val_seconds") if vars(self)[name] is not None]
-        if not self.strategy.asynchronous:
-            if only:
-                raise ValueError(
-                    f"{only[0]} is for asynchronous runs, and {type(self.strategy).__name__} is synchronous: give "
-                    "max_steps and val_interval, or AsyncStrategy(...)."
-                )
-            return
-        check_compute(self.strategy, self.compute)
-        refused = {"backend": "stacked", "exact": False, "compile": False,
-                   "correlation_interval": None, "max_memory_usage": None}  # fmt: skip
-        for option, value in refused.items():
-            check_left_out(self.strategy, option, vars(self)[option], value)
 
     def _check_limits(self) -> None:
         """Raise a ValueError for a limit without what it needs."""
@@ -506,9 +482,24 @@ def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     checks = checks_of(FitOptions)
     values = {name: checks[name](name, value) if name in checks else value for name, value in settings.items()}
-    if values.get("minibatch_size") is not None:
+    if "minibatch_size" in values:
         check_parts(values["batch_size"], values["minibatch_size"])
     return values
+
+
+def checked_examples(num_examples: Any, num_nodes: int) -> tuple[int, ...] | None:
+    """Return the numbers of examples of all nodes, each checked, or None.
+
+    >>> checked_examples([3, 4], num_nodes=2)
+    (3, 4)
+    """
+    if num_examples is None:
+        return None
+    if not isinstance(num_examples, (tuple, list)) or len(num_examples) != num_nodes:
+        raise ValueError(
+            f"num_examples={num_examples!r} must be a tuple of {num_nodes} integers, the examples of each node."
+        )
+    return tuple(check.integer(f"num_examples[{i}]", count) for i, count in enumerate(num_examples))
 
 
 # ---------------------------------------------------------------------------------------------- differentiable runs
@@ -581,16 +572,7 @@ class DifferentiableRun(Modelled):
             raise ValueError('the engine was made without loss_fn: give engine="auto", which makes one with it.')
         if self.params is not None:
             check.instance("params", self.params, Mapping, "{name: tensor [1 or K, *]}, or None")
-        if self.num_examples is not None:
-            self.settle(num_examples=self._checked_examples(self.num_examples))
-
-    def _checked_examples(self, num_examples: Any) -> tuple[int, ...]:
-        if not isinstance(num_examples, (tuple, list)) or len(num_examples) != self.num_nodes:
-            raise ValueError(
-                f"num_examples={num_examples!r} must be a tuple of {self.num_nodes} integers, "
-                "the examples of each node."
-            )
-        return tuple(check.integer(f"num_examples[{i}]", count) for i, count in enumerate(num_examples))
+        self.settle(num_examples=checked_examples(self.num_examples, self.num_nodes))
 
     @property
     def common(self) -> dict[str, Any]:
@@ -620,25 +602,23 @@ class RolloutOptions(DifferentiableRun):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_strategy(self.strategy)
-        self._check_asynchronous()
+        check_clocks(self.num_nodes, self.network, self.compute)
+        check_asynchronous(self, ("compute", "network", "max_updates"), {"segments": None})
         if not as_strategy(self.strategy, self.model).pure:
             raise ValueError(
                 f"{type(self.strategy).__name__} is written for one rank and runs on threads, which cannot be "
                 "differentiated: write it as a CommunicationModule."
             )
+        if self.availability is not None and self.strategy.asynchronous:
+            name = type(self.strategy).__name__
+            raise ValueError(f"{name} does not support availability in a rollout: leave it out.")
+        if self.availability is not None and any(exchange.lets_rest for exchange in self.strategy.exchanges):
+            raise ValueError(
+                f"availability={self.availability!r} and {self.strategy!r} both say who sits out: in a rollout give "
+                "one, such as availability=Sampled(0.5, H) instead of participation=0.5."
+            )
         if not any(True for _ in tree.leaves(self.eval_batch)):
             raise ValueError("eval_batch holds no tensor: give one ordinary batch [B, ...], as the model takes it.")
-
-    def _check_asynchronous(self) -> None:
-        check_clocks(self.num_nodes, self.network, self.compute)
-        if self.strategy.asynchronous:
-            check_compute(self.strategy, self.compute)
-            check_left_out(self.strategy, "segments", self.segments, None)
-            return
-        only = [option for option in ("compute", "network", "max_updates") if vars(self)[option] is not None]
-        if only:
-            name = type(self.strategy).__name__
-            raise ValueError(f"{only[0]} is for asynchronous runs, and {name} is synchronous: leave it out.")
 
 
 @dataclass(frozen=True)
@@ -720,19 +700,3 @@ def presence_of(options: Any, num_steps: int, num_examples: tuple[int, ...] | No
     batch_size = getattr(options, "batch_size", None)
     facts = Facts(options.num_nodes, num_steps, options.seed, options.compute, num_examples, batch_size)
     return Presence(options.availability, facts)
-
-
-def check_rollout(availability: Any, strategy: Strategy) -> None:
-    """Raise a ValueError for a rollout in which it is not known in advance which node takes which batch.
-
-    >>> check_rollout(None, Strategy("sgd", lr=0.1))
-    """
-    if availability is None:
-        return
-    if strategy.asynchronous:
-        raise ValueError(f"{type(strategy).__name__} does not support availability in a rollout: leave it out.")
-    if any(exchange.lets_rest for exchange in strategy.exchanges):
-        raise ValueError(
-            f"availability={availability!r} and {strategy!r} both say who sits out: in a rollout give one, such "
-            "as availability=Sampled(0.5, H) instead of participation=0.5."
-        )

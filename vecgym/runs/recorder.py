@@ -175,12 +175,10 @@ class Recorder:
         row.update(columns)
         self._open.append(row)
         self._unread.append((row, metrics.losses, metrics.active))
-        due = fetch or on_host(metrics.losses) or step % self.interval == 0
-        read = self._fetch() if due else []
+        if fetch or on_host(metrics.losses) or step % self.interval == 0:
+            self._fetch()
         if self._bar is not None:
             advance(self._bar, row)
-        if read:
-            self._check(read)
 
     def add(self, **values: Any) -> None:
         """Add columns to the current row; before the first step, to a row of its own."""
@@ -199,13 +197,12 @@ class Recorder:
         Raises:
             DivergenceError: see `on_divergence`.
         """
-        read = self._fetch()
+        self._fetch()
         self._hand_on()
-        self._check(read)
 
     def finish(self) -> None:
         """Finish, however the run ended; if a broken device does not return losses, their rows have none."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, DivergenceError):
             self._fetch()
         self._hand_on()
         self.loggers.finish()
@@ -216,21 +213,17 @@ class Recorder:
             self.history.append(row)
             self.loggers.log(row)
 
-    def _fetch(self) -> list[tuple[Row, Sequence[int] | None]]:
-        """Complete the rows without losses; return them with the nodes that trained, None: all."""
+    def _fetch(self) -> None:
+        """Complete the rows without losses, and look for the first step that diverged."""
         losses = [x for _, x, _ in self._unread]
         if not all(map(on_host, losses)):
             losses = fetched(losses)
         unread, self._unread = self._unread, []
         for (row, _, active), x in zip(unread, losses):
             add_losses(row, x, active)
-        return [(row, active) for row, _, active in unread]
-
-    def _check(self, read: Sequence[tuple[Row, Sequence[int] | None]]) -> None:
-        """Look for the first step that diverged."""
-        for row, active in read:
+        for row, _, active in unread:
             if not math.isfinite(row["train_loss"]) and self.on_divergence != "ignore":
-                self._diverged(row, active, last_read=read[-1][0]["step"])
+                self._diverged(row, active, last_read=unread[-1][0]["step"])
 
     def _diverged(self, row: Row, active: Sequence[int] | None, last_read: int) -> None:
         step, losses = row["step"], row["train_losses"]

@@ -7,14 +7,15 @@ follows that gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.func import jvp, vjp
+from torch.func import jvp
 
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.base import payload_bytes
@@ -27,7 +28,7 @@ from vecgym.engine import Engine, EngineName
 from vecgym.engine.contract import check_differentiable
 from vecgym.optim.rules import PerNodeRule
 from vecgym.runs.async_plan import AsyncPlan, Updates
-from vecgym.runs.options import JvpOptions, RolloutOptions, check_rollout, presence_of
+from vecgym.runs.options import JvpOptions, RolloutOptions, presence_of
 from vecgym.simulation import Row, Simulation, State, run
 from vecgym.simulation.events import Arrival, Happening, Schedule, Stop
 from vecgym.simulation.state import Result
@@ -110,21 +111,24 @@ def rollout(options: RolloutOptions) -> Outcome:
     initial = None if params is None else _initial(params, engine, num_nodes)
     inputs = _differentiable_tensors(tuple(values.values()))
     _check_differentiable(strategy, inputs, segments)
-    check_rollout(options.availability, strategy)
     presence = presence_of(options, len(steps), options.num_examples)
     if strategy.asynchronous:
-        state, record, result = _run_async(options, engine, initial, steps)
-        return _evaluated(state, record, result, engine, options, inputs)
+        simulation: Simulation = _updates(options, engine, initial, steps)
+    else:
+        with readable():
+            simulation = simulation_of(
+                options.model, strategy, StackedCollectives(num_nodes), engine=engine, max_steps=len(steps),
+                seed=options.seed, num_examples=options.num_examples, presence=presence,
+                read=partial(batches_at, steps),
+            )  # fmt: skip
     with readable():
-        simulation = simulation_of(
-            options.model, strategy, StackedCollectives(num_nodes), engine=engine, max_steps=len(steps),
-            seed=options.seed, num_examples=options.num_examples, presence=presence, read=partial(batches_at, steps),
-        )  # fmt: skip
         state = simulation.init(initial)
     if segments is None:
-        state, record = _run(simulation, state, len(steps))
+        state, record = _run(simulation, state, simulation.timetable.length)
     else:
         state, record = _run_in_segments(simulation, state, steps, segments)
+    losses, distances, sent = record
+    record = losses, losses.new_zeros(len(losses)) if strategy.asynchronous else distances, sent
     return _evaluated(state, record, simulation.result(state), engine, options, inputs)
 
 
@@ -168,16 +172,13 @@ def rollout_jvp(options: JvpOptions) -> tuple[Outcome, Outcome]:
 def _evaluated(
     state: Any, record: Record, result: Result, engine: Engine, options: RolloutOptions, inputs: list[Tensor]
 ) -> Outcome:
+    """Return the outcome, a function of all `inputs`, with derivative 0 for those without influence."""
     params, buffers = (nodes.mean(values, result.members) for values in (result.params, state.buffers))
     loss = engine.loss(params, buffers, options.eval_batch)
-    return _connected(Outcome(loss, *record, state.params), inputs)
-
-
-def _connected(outcome: Outcome, tensors: list[Tensor]) -> Outcome:
-    """Make the outcome a function of all `tensors`, with derivative 0 for those without influence."""
-    if not tensors:
+    outcome = Outcome(loss, *record, state.params)
+    if not inputs:
         return outcome
-    zero = torch.stack([x.reshape(-1)[:0].sum().to("cpu", torch.float64) for x in tensors]).sum()
+    zero = torch.stack([x.reshape(-1)[:0].sum().to("cpu", torch.float64) for x in inputs]).sum()
     return Outcome(*tree.map_leaves(lambda x: x + zero.to(x), tuple(outcome)))
 
 
@@ -243,8 +244,7 @@ def _check_devices(device: torch.device, values: dict[str, Any]) -> None:
 def _initial(params: Tree, engine: Engine, num_nodes: int) -> Tree:
     """Check the initial parameters, and return those that training changes."""
     own = {**engine.params, **engine.frozen}
-    missing, unknown = engine.params.keys() - params.keys(), params.keys() - own.keys()
-    if missing or unknown:
+    if not engine.params.keys() <= params.keys() <= own.keys():
         wrong = sorted(params.keys() ^ own.keys())
         raise ValueError(f"params must have the names of the model's parameters; only one of them has {wrong}.")
     for name, value in params.items():
@@ -273,10 +273,8 @@ def _check_differentiable(strategy: Strategy, inputs: list[Tensor], segments: in
         )
 
 
-def _run_async(
-    options: RolloutOptions, engine: Engine, initial: Tree | None, steps: Sequence[Any]
-) -> tuple[State, Record, Result]:
-    """Make the updates for which there are batches; node i takes row i of batch t as its own step t."""
+def _updates(options: RolloutOptions, engine: Engine, initial: Tree | None, steps: Sequence[Any]) -> Updates:
+    """Return the updates for which there are batches; node i takes row i of batch t as its own step t."""
     strategy, K = options.strategy, options.num_nodes
     assert isinstance(strategy, EventDriven)
     assert options.compute is not None
@@ -287,41 +285,20 @@ def _run_async(
     sizes = {name: payload_bytes(p[None]) for name, p in engine.params.items()}
     stop = Stop(updates=K * len(steps) if options.max_updates is None else options.max_updates)
     plan = AsyncPlan.of(strategy, K, options.compute, options.network, sizes, options.seed, stop)
-    updates = _with_batches(plan.updates, len(steps))
+
+    def has_batches(events: list[Happening]) -> bool:
+        return all(x.first_step + x.num_steps <= len(steps) for x in events if isinstance(x, Arrival))
+
+    updates = list(itertools.takewhile(has_batches, plan.updates))
     if not updates:
         raise ValueError(
             f"{len(steps)} batches are too few for a first update: a round has {max(plan.rules.num_steps)} steps."
         )
     with readable():
-        simulation = Updates(
-            engine, strategy, Schedule(plan.rules, updates), partial(_at_own_steps, steps), seed=options.seed,
+        return Updates(
+            engine, strategy, Schedule(plan.rules, updates), partial(batches_at, steps), seed=options.seed,
             num_examples=options.num_examples,
         )  # fmt: skip
-        state = simulation.init(initial)
-    state, (losses, _, sent) = _run(simulation, state, len(updates))
-    return state, (losses, losses.new_zeros(len(updates)), sent), simulation.result(state)
-
-
-def _at_own_steps(
-    steps: Sequence[Any], requests: Iterator[tuple[list[int], int | list[int]]]
-) -> Iterator[tuple[Any, list[int]]]:
-    """Yield the batches of nodes at their own steps; the examples of a smaller one fill the first, and repeat."""
-    for rows, counts in requests:
-        own = [counts] * len(rows) if isinstance(counts, int) else counts
-        batches = [tree.map_leaves(lambda x: x[node], steps[count]) for node, count in zip(rows, own)]  # noqa: B023
-        sizes = [len(next(tree.leaves(batch))) for batch in batches]
-        places = [torch.arange(max(sizes)) % size for size in sizes]
-        wide = [tree.map_leaves(lambda x: x[placed(at, x.device)], b) for b, at in zip(batches, places)]  # noqa: B023
-        yield tree.map_leaves(lambda *rows: torch.stack(rows), *wide), sizes
-
-
-def _with_batches(updates: list[list[Happening]], num_batches: int) -> list[list[Happening]]:
-    """Return the updates before the first in which a node needs more batches than there are."""
-    for number, events in enumerate(updates):
-        arrivals = (event for event in events if isinstance(event, Arrival))
-        if any(arrival.first_step + arrival.num_steps > num_batches for arrival in arrivals):
-            return updates[:number]
-    return updates
 
 
 # ------------------------------------------------------------------------- the steps, stored or computed again
@@ -330,10 +307,12 @@ def _with_batches(updates: list[list[Happening]], num_batches: int) -> list[list
 def batches_at(
     steps: Sequence[Any], requests: Iterable[tuple[Sequence[int], Any]]
 ) -> Iterator[tuple[Any, list[int] | None]]:  # fmt: skip
-    """Yield what nodes read: each its row of the batch `[K, B, ...]` at its own step.
+    """Yield what nodes read, each its row of the batch `[K, B, ...]` at its own step, and how many examples each has.
+
+    The examples of a smaller batch fill the first places, and repeat. None: all have equally many.
 
     Raises:
-        ValueError: for batches of different shapes.
+        ValueError: for examples of different shapes.
 
     >>> steps = [torch.tensor([[1], [2]]), torch.tensor([[3], [4]])]
     >>> [batch for batch, _ in batches_at(steps, [([0, 1], 1), ([0, 1], [1, 0])])]
@@ -348,12 +327,18 @@ def batches_at(
             yield whole if complete else nodes.take_rows(whole, torch.tensor(rows)), None
             continue
         own = [tree.map_leaves(lambda x: x[row], steps[n]) for row, n in zip(rows, counts)]  # noqa: B023
-        if len({tuple(x.shape for x in tree.leaves(batch)) for batch in own}) > 1:
-            raise ValueError(
-                "availability needs batches of one shape, since nodes that were absent read other batches than the "
-                "rest: these have different shapes."
-            )
-        yield tree.map_leaves(lambda *x: torch.stack(x), *own), None
+        sizes: list[int] | None = None
+        shapes = [[x.shape for x in tree.leaves(batch)] for batch in own]
+        if any(shape != shapes[0] for shape in shapes):
+            if len({tuple(x[1:] for x in shape) for shape in shapes}) > 1:
+                raise ValueError(
+                    "nodes that were absent, or are slower, read other batches than the rest, and all need examples of "
+                    "one shape: these have different shapes."
+                )
+            sizes = [shape[0][0] for shape in shapes]
+            places = [torch.arange(max(sizes)) % size for size in sizes]
+            own = [tree.map_leaves(lambda x: x[placed(at, x.device)], b) for b, at in zip(own, places)]  # noqa: B023
+        yield tree.map_leaves(lambda *x: torch.stack(x), *own), sizes
 
 
 def _run(simulation: Simulation, state: State, until: int) -> tuple[State, Record]:
@@ -399,7 +384,7 @@ class _Segment:
         own = [step if first <= t < until else None for t, step in enumerate(steps)]
         self.reads = simulation.algorithm, own
         self.outside = _differentiable_tensors(self.reads)
-        tensors, self._before = _flatten(_trees(state))
+        tensors, self._before = _flatten(vars(state))
         self.tensors = [*tensors, *self.outside]
         self._after: Any = None
 
@@ -407,14 +392,14 @@ class _Segment:
         new = {id(x): value for x, value in zip(self.outside, tensors[len(tensors) - len(self.outside) :])}
         strategy, steps = replaced(self.reads, new)
         simulation = self.simulation.of(strategy, partial(batches_at, steps))
-        state, record = _run(simulation, State(self.step, **_filled(self._before, tensors)), self.until)
-        outputs, self._after = _flatten({"state": _trees(state), "record": dict(enumerate(record))})
+        state, record = _run(simulation, State(**_filled(self._before, tensors)), self.until)
+        outputs, self._after = _flatten({"state": vars(state), "record": record})
         return outputs
 
     def result(self, tensors: Sequence[Tensor]) -> tuple[State, Record]:
         """Rebuild the state and the record from the tensors that a call returned."""
         after = _filled(self._after, tensors)
-        return State(self.until, **after["state"]), tuple(after["record"].values())
+        return State(**after["state"]), after["record"]
 
 
 class _Recomputed(torch.autograd.Function):
@@ -434,39 +419,25 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         part, tensors = ctx.part, ctx.saved_tensors
-        places = [i for i, wanted in enumerate(ctx.needs_input_grad[1:]) if wanted and tensors[i].is_floating_point()]
-        sent = [i for i, g in enumerate(grads) if g is not None]
+        wanted = [needed and x.is_floating_point() for needed, x in zip(ctx.needs_input_grad[1:], tensors)]
+        again = torch.is_grad_enabled()  # the derivative will be differentiated too
 
-        def outputs(*values: Tensor) -> list[Tensor]:
-            inputs = dict(enumerate(tensors)) | dict(zip(places, values))
-            results = part(list(inputs.values()))
-            return [results[i] for i in sent]
+        def start(x: Tensor) -> Tensor:
+            return x.view_as(x) if again else x.detach().requires_grad_()
 
-        at, by = [tensors[i] for i in places], [grads[i] for i in sent]
-        derivatives: list[Tensor | None] = [None] * len(tensors)
-        if not sent:
-            slopes: Sequence[Tensor | None] = ()
-        elif torch.is_grad_enabled():  # the derivative will be differentiated too
-            slopes = vjp(outputs, *at)[1](by)
-        else:
-            slopes = _slopes(outputs, [x.detach().requires_grad_() for x in at], by, check=part.step == 0)
-        for i, slope in zip(places, slopes):
-            derivatives[i] = slope
-        return None, *derivatives
-
-
-@torch.enable_grad()
-def _slopes(
-    outputs: Callable[..., list[Tensor]], inputs: list[Tensor], by: list[Any], check: bool
-) -> Sequence[Tensor | None]:
-    """Return the derivatives of sum(by * outputs) with respect to the inputs."""
-    pairs = [(y, g) for y, g in zip(outputs(*inputs), by) if y.requires_grad]
-    if not pairs:
-        return [None] * len(inputs)
-    ys, gs = zip(*pairs)
-    if check:
-        _check_leaves(ys, inputs)
-    return torch.autograd.grad(ys, inputs, gs, allow_unused=True)
+        with torch.enable_grad():
+            inputs = [start(x) if wants else x for x, wants in zip(tensors, wanted)]
+            pairs = [(y, g) for y, g in zip(part(inputs), grads) if g is not None and y.requires_grad]
+            if not pairs:
+                return None, *[None] * len(tensors)
+            ys, gs = zip(*pairs)
+            if part.step == 0 and not again:
+                _check_leaves(ys, inputs)
+            slopes = torch.autograd.grad(
+                ys, [x for x, wants in zip(inputs, wanted) if wants], gs, allow_unused=True, create_graph=again
+            )
+        places = iter(slopes)
+        return None, *(next(places) if wants else None for wants in wanted)
 
 
 def _check_leaves(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -486,10 +457,6 @@ def _check_leaves(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
                 "of its objects or closures holds it: store it in one of them, or give segments=None."
             )
         todo += [after for after, _ in node.next_functions]
-
-
-def _trees(state: State) -> dict[str, Any]:
-    return {"own": state.own, "shared": state.shared}
 
 
 class _Slot(int):

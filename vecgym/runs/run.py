@@ -106,7 +106,7 @@ class Run(Generic[M]):
         if after_step is not None or options.stop is not None:
             self.recorder.interval = 1
         self.checkpoints = Checkpointer(self.options, self.simulation, self.recorder, session)
-        if self.checkpoints.run_id is not None:
+        if self.checkpoints.run_id:
             self.history.settings["run_id"] = self.checkpoints.run_id
         with self.checkpoints.locked():
             self.state = self.checkpoints.resumed or self.simulation.init()
@@ -134,7 +134,7 @@ class Run(Generic[M]):
                     run(self.simulation, self.state, [self._after], before=self._observe, stop=self._stopped)
                 recorder.flush()
                 if self.session.stop(self._interrupted) > STOP:
-                    how = checkpoints.how_to_resume()
+                    how = "" if checkpoints.last is None else f"; resume=True continues from {checkpoints.last}"
                     raise KeyboardInterrupt(f"interrupted after {self.unit} {self.state.step} of {self.num_steps}{how}")
         finally:
             checkpoints.close()
@@ -172,20 +172,14 @@ class Run(Generic[M]):
             self.recorder.add(correlation=correlation(self.state.params, self.comm, members))
 
     def _metrics(self, row: Row) -> Metrics:
-        step, presence, simulation = row.tick - 1, self.presence, self.simulation
-        place = simulation.place(None if presence is None else presence.present(step))
-        own = place.rows if presence is not None and self.state.home is self.state.own else None
-        lr, outer_lr = simulation.algorithm.rates(simulation.timetable, step, own)
+        step, presence, algorithm = row.tick - 1, self.presence, self.simulation.algorithm
+        present = None if presence is None else presence.present(step) or range(self.comm.num_nodes)
+        own = list(present) if present is not None and self.state.home is self.state.own else None
+        lr, outer_lr = algorithm.rates(self.simulation.timetable, step, own)
         metrics = Metrics(row.losses, lr, row.active, outer_lr, row.transfers)
-        if presence is None:
+        if presence is None or present is None:
             return metrics
-        if self.session.num_processes > 1:  # nan where a node is absent
-            rates = torch.full((len(self.comm.node_ids),), torch.nan, dtype=torch.float64)
-            lrs = torch.as_tensor(lr, dtype=torch.float64).detach().cpu()
-            at = [row - self.simulation.here.start for row in place.rows]
-            rates[at] = lrs if lrs.dim() == 0 else lrs[: len(at)]
-            metrics = metrics._replace(lr=rates)
-        return metrics._replace(num_present=place.comm.num_nodes, num_never_present=presence.never_present(step))
+        return metrics._replace(num_present=len(present), num_never_present=presence.never_present(step))
 
     def _is_evaluated(self, step: int) -> bool:
         """Whether the nodes are evaluated after this step."""
@@ -256,12 +250,16 @@ class Run(Generic[M]):
         values = {**self.state.params, **{name: p[None] for name, p in self.engine.frozen.items()}}
         return {name: values[name] for name, _ in self.model.named_parameters()}
 
+    def _own_params(self) -> Tree:
+        """Return the nodes' own parameters, of those that are trained."""
+        return self.state.params
+
     def _final_nodes(self) -> Nodes[M]:
-        num_local, result = len(self.comm.node_ids), self.simulation.result(self.state)
-        params, buffers = (nodes.expand(x, num_local) for x in (self._all_params(), self.state.buffers))
-        own = None if result.params is self.state.params else nodes.expand(result.params, num_local)
+        num_local, result, own = len(self.comm.node_ids), self.simulation.result(self.state), self._own_params()
+        params, buffers = (nodes.expand(x, num_local) for x in ({**self._all_params(), **own}, self.state.buffers))
+        result_params = None if result.params is own else nodes.expand(result.params, num_local)
         members = result.members if num_local == self.comm.num_nodes else None
-        return Nodes(self.model, num_local, params, buffers, members, own)
+        return Nodes(self.model, num_local, params, buffers, members, result_params)
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings for the history: the user's options, and what was chosen automatically."""
@@ -325,18 +323,11 @@ class AsyncRun(Run[M]):
         interval = self.options.val_seconds
         if interval is None or step == self.num_steps:
             return super()._is_evaluated(step)
-        now = float(self.timeline.update_seconds[step - 1])
-        before = float(self.timeline.update_seconds[step - 2]) if step > 1 else 0.0
+        before, now = [0.0, *self.timeline.update_seconds[max(step - 2, 0) : step].tolist()][-2:]
         return now // interval > before // interval
 
-    def _final_nodes(self) -> Nodes[M]:
-        """Return the nodes with the strategy's `own_parameters`; the run's model is still the server's."""
-        K, strategy, state = self.options.num_nodes, self.simulation.strategy, self.state
-        params: Tree = {**self._all_params(), **strategy.own_parameters(state)}
-        result = self.simulation.result(state).params
-        of_nodes = result is strategy.own_parameters(state)
-        expanded = nodes.expand(params, K), nodes.expand(state.buffers, K)
-        return Nodes(self.model, K, *expanded, result=None if of_nodes else nodes.expand(result, K))
+    def _own_params(self) -> Tree:
+        return self.simulation.strategy.own_parameters(self.state)
 
 
 def is_due(step: int, interval: int | None) -> bool:
@@ -383,11 +374,11 @@ def _fitted(
     """Cut the engine's plan and the batch so that the run fits into memory, in the same way in every process."""
     if options.max_memory_usage is None:
         return options, {}
-    sizes = fitting_sizes(engine, options, train.batch(0), max_steps, session.num_processes)
-    chunk_size = min(session.each(sizes.chunk_size or options.num_nodes))
-    minibatch_size = min(session.each(sizes.minibatch_size or options.batch_size))
-    if sizes.chunk_size is not None:
+    chunk, part, report = fitting_sizes(engine, options, train.batch(0), max_steps, session.num_processes)
+    # The smallest chunk with its part: a batch is cut only once nodes are computed one by one.
+    chunk_size, minibatch_size = min(session.each((chunk or options.num_nodes, part or options.batch_size)))
+    if chunk is not None:
         engine.use(replace(engine.plan, chunk_size=chunk_size))
     if minibatch_size < options.batch_size:
         options = replace(options, minibatch_size=minibatch_size)
-    return options, {"memory": sizes.report}
+    return options, {"memory": report}

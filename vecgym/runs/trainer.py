@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-import torch
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -19,8 +18,7 @@ from vecgym.collectives.ledger import Ledger
 from vecgym.core import check, tree
 from vecgym.core.check import takes
 from vecgym.core.errors import DivergenceError
-from vecgym.core.nodes import Nodes
-from vecgym.core.tree import Tree
+from vecgym.core.nodes import Nodes, join_rows
 from vecgym.data.checks import check_dataset
 from vecgym.engine import hooks
 from vecgym.engine.contract import check_model, counting_memory, with_loss
@@ -152,7 +150,7 @@ class Trainer(Generic[M]):
     @overload
     def timeline(self, network: Network, compute: Compute) -> Timeline: ...
 
-    def timeline(self, network: Network | None = None, compute: Compute | None = None) -> Timeline | AsyncTimeline:
+    def timeline(self, network: Any = None, compute: Any = None) -> Timeline | AsyncTimeline:
         """Return how long the last run takes on a network: `vecgym.clock.price(trainer.ledger, network, compute)`.
 
         An asynchronous run has only the timeline that it was trained with: its order of events depends on both.
@@ -173,10 +171,6 @@ class Trainer(Generic[M]):
                     "train again with fit(network=, compute=)."
                 )
             return self.run.timeline
-        check.instance("network", network, Network, 'a vecgym.clock.Network, such as Network("1 Gbit/s")')
-        check.instance("compute", compute, Compute, "a vecgym.clock.Compute, such as Compute(0.4)")
-        assert network is not None
-        assert compute is not None
         return price(self.ledger, network, compute)
 
     def plot(
@@ -311,8 +305,8 @@ class _ProcessesRun(Generic[M]):
         finally:
             self._loggers.finish()
         self.ledger, members, ended = (parts[0][name] for name in ("ledger", "members", "ended"))
-        params, buffers, result = (_joined([part[kind] for part in parts]) for kind in ("params", "buffers", "result"))
-        self.nodes = Nodes(copy.deepcopy(self.task.model), options.num_nodes, params, buffers, members, result)
+        final = join_rows([part["final"] for part in parts])
+        self.nodes = Nodes(copy.deepcopy(self.task.model), options.num_nodes, **final, members=members)
         if ended is not None:
             raise ended
 
@@ -321,7 +315,7 @@ class _ProcessesRun(Generic[M]):
         assert self.nodes is not None
         return self.nodes.average()
 
-    def _receive(self, bar: tqdm, message: tuple[dict[str, Any], list[dict[str, Any]] | None]) -> None:
+    def _receive(self, bar: tqdm, message: tuple[dict[str, Any], Sequence[dict[str, Any]] | None]) -> None:
         """Record what the first process sends: the settings and rows at the start of the run, or a row."""
         row, before = message
         if before is None:
@@ -353,7 +347,7 @@ def _run_part(link: Link, task: Task, options: FitOptions) -> dict[str, Any]:
     final = {"params": run.nodes.params, "buffers": run.nodes.buffers, "result": run.nodes.result or {}}
     return {
         # Copies: a view would be sent with its whole storage.
-        **tree.map_leaves(lambda x: x.detach().cpu().clone(), final), "ended": ended,
+        "final": tree.map_leaves(lambda x: x.detach().cpu().clone(), final), "ended": ended,
         "ledger": run.ledger if link.rank == 0 else None, "members": run.simulation.result(run.state).members,
     }  # fmt: skip
 
@@ -364,16 +358,10 @@ class _Relay(Logger):
     def __init__(self, link: Link) -> None:
         self.link = link
 
-    def start(self, settings: dict[str, Any]) -> None:
-        self.link.send((settings, []))
-
-    def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    def start(self, settings: dict[str, Any], rows: Sequence[dict[str, Any]] = ()) -> None:
         self.link.send((settings, rows))
+
+    resume = start
 
     def log(self, row: dict[str, Any]) -> None:
         self.link.send((row, None))
-
-
-def _joined(parts: Sequence[Tree]) -> Tree:
-    """Join the `[L, *]` trees of all processes into one of `[K, *]`."""
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -29,7 +29,7 @@ from vecgym.engine import Engine, hooks
 from vecgym.engine.plan import check_engine
 from vecgym.records.rows import aligned, counted
 from vecgym.runs import multiprocess
-from vecgym.runs.options import Count, Modelled, Present, Seconds, Seed, check_strategy, presence_of
+from vecgym.runs.options import Count, Modelled, Present, Seconds, Seed, check_strategy, checked_examples, presence_of
 from vecgym.simulation import Simulation, State
 from vecgym.simulation.simulation import Request
 from vecgym.strategy import Strategy
@@ -138,20 +138,60 @@ class Check:
         return max(getattr(row, column) for row in self.rows)
 
 
-class Case(NamedTuple):
-    """The run that both forms make."""
+def _precision(name: str, value: Any) -> torch.dtype:
+    if not isinstance(value, torch.dtype) or value not in BOUNDS:
+        raise ValueError(f"{name}={value} has no bound; allowed: {', '.join(map(str, BOUNDS))}.")
+    return value
+
+
+@dataclass(frozen=True)
+class VerifyOptions(Modelled):
+    """All that `verify` takes.
+
+    Args:
+        strategy: any strategy, including your own.
+        model: `forward(batch)` returns the mean loss; it is converted to `dtype`, as are the batches.
+        dataset: as for `vecgym.Trainer`.
+        num_nodes, num_processes: K and W, which divides K.
+        steps: number of steps to compare.
+        dtype: float64 or float32.
+        batch_size: examples per node and step.
+        seed: of data order, dropout and everything else that is random.
+        engine: "loop" keys dropout by the node; "vmap" by the nodes that are computed together, which depend on the
+            processes: models with dropout then differ in the native check.
+        timeout_s: see `vecgym.runs.multiprocess.run`.
+        num_examples: of each node, for weights in proportion to them; None: as many as the dataset has.
+        availability: which nodes are present in which steps; see `Trainer.fit`.
+        compute: how long the nodes compute, for an availability that needs it.
+    """
 
     strategy: Strategy
-    model: nn.Module
+    model: Annotated[
+        nn.Module, partial(check.instance, kind=nn.Module, give="an nn.Module whose forward(batch) returns a loss")
+    ]
     dataset: Any
-    num_nodes: int
-    steps: int
-    batch_size: int = 4
-    seed: int = 42
-    engine: str = "loop"
+    num_nodes: Count = 4
+    num_processes: Count = 2
+    steps: Count = 20
+    dtype: Annotated[torch.dtype, _precision] = torch.float64
+    _: KW_ONLY
+    batch_size: Count = 4
+    seed: Seed = 42
+    engine: Annotated[str, check_engine] = "loop"
+    timeout_s: Seconds = 120.0
     num_examples: tuple[int, ...] | None = None
-    availability: Any = None
-    compute: Any = None
+    availability: Present = None
+    compute: Compute | None = None
+
+    def __post_init__(self) -> None:
+        check_strategy(self.strategy, self.num_nodes)
+        check_synchronous(self.strategy)
+        super().__post_init__()
+        self.settle(num_examples=checked_examples(self.num_examples, self.num_nodes))
+        hooks.check_hooks(self.model)
+        hooks.check_pickled(self.model, "verify the strategy with a model that has none")
+        check_divides(self.num_processes, self.num_nodes)
+        self.strategy.check(self.num_nodes, self.steps)
 
     def simulation(self, comm: Collectives, exact: bool) -> Simulation:
         """Return the training of the nodes of `comm`."""
@@ -176,34 +216,30 @@ class Case(NamedTuple):
         return Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed, node_ids=node_ids)
 
     def converted(self, batch: Any) -> Any:
-        """Return a batch in the model's precision."""
-        dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
-        return tree.map_leaves(lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
+        """Return a batch in the precision of the comparison."""
+        return tree.map_leaves(lambda x: x.to(self.dtype) if x.is_floating_point() else x, batch)
 
 
-def compare(
-    case: Case, wires: Sequence[Wire], *, exact: bool,
-    collectives: Callable[..., DistributedCollectives] = DistributedCollectives,
-) -> list[Check]:  # fmt: skip
+def compare(options: VerifyOptions, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
     """Step the stacked form and, in the processes of each wire, the distributed form; return a `Check` for each wire.
 
     Every process of every wire calls this, and must belong to all wires that it passes.
     """
-    stacked = Form(case, StackedCollectives(case.num_nodes), exact)
-    forms = [Form(case, collectives(case.num_nodes, wire, exact=exact), exact) for wire in wires]
-    rounding = BOUNDS[next(iter(case.model.parameters())).dtype]
+    stacked = Form(options, StackedCollectives(options.num_nodes), exact)
+    forms = [Form(options, DistributedCollectives(options.num_nodes, wire, exact=exact), exact) for wire in wires]
+    rounding = BOUNDS[options.dtype]
     comparisons = [_Comparison(form, 0.0 if exact else rounding, rounding) for form in forms]
     with torch.enable_grad():
-        for step in range(case.steps):
+        for step in range(options.steps):
             stacked.step(step)
             for form, comparison in zip(forms, comparisons):
                 form.step_as_part(step)
                 comparison.add(step, stacked)
     checks = []
     for comparison, wire in zip(comparisons, wires):
-        wire.agree(f"nothing more, after {case.steps} steps")
+        wire.agree(f"nothing more, after {options.steps} steps")
         everyone = wire.all_gather_object(([tuple(row) for row in comparison.rows], comparison.finding))
-        rows = over_processes([rows for rows, _ in everyone])
+        rows = tuple(Difference(*map(max, zip(*values))) for values in zip(*[rows for rows, _ in everyone]))
         name, finding = "exact" if exact else "native", first_of([finding for _, finding in everyone])
         checks.append(Check(name, comparison.bound, rows, finding))
     for form in (stacked, *forms):
@@ -214,10 +250,9 @@ def compare(
 class Form:
     """One of the two forms, and its state so far."""
 
-    def __init__(self, case: Case, comm: Any, exact: bool) -> None:
-        self.case = case
+    def __init__(self, options: VerifyOptions, comm: Any, exact: bool) -> None:
         self.comm = comm
-        self.simulation = case.simulation(comm, exact)
+        self.simulation = options.simulation(comm, exact)
         self.state: State = self.simulation.init()
         self.losses = torch.empty(0)
         ticks, ahead = itertools.tee(self.simulation.timetable.ticks())
@@ -245,7 +280,7 @@ class Form:
             raise
         except (RuntimeError, IndexError) as error:
             raise RuntimeError(
-                f"step {step}: the strategy works with all {self.case.num_nodes} nodes in one process but fails with "
+                f"step {step}: the strategy works with all {self.comm.num_nodes} nodes in one process but fails with "
                 f"the {self.comm.num_local} of this one: {error}. The contract: {RULES['own']}; {RULES['comm']}."
             ) from error
 
@@ -259,7 +294,9 @@ class _Comparison:
         self.finding: Finding | None = None
 
     def add(self, step: int, stacked: Form) -> None:
-        all_gaps = list(_all_gaps(stacked, self.form))
+        a, b, comm = stacked.values, self.form.values, self.form.comm
+        sizes = {name: float(p.nan_to_num().abs().max()) for name, p in stacked.state.params.items() if p.numel()}
+        all_gaps = [gap for kind in KINDS for gap in gaps(kind, a[kind], b[kind], comm, sizes)]
         largest = {kind: max((gap.largest for gap in all_gaps if gap.kind == kind), default=0.0) for kind in KINDS}
         entries, entries_here = ([e for e in f.comm.ledger if e.step == step] for f in (stacked, self.form))
         bytes_apart = abs(stacked.comm.ledger.total_bytes - self.form.comm.ledger.total_bytes)
@@ -292,14 +329,6 @@ def first_of(findings: Sequence[Finding | None]) -> Finding | None:
     order = (*KINDS, "ledger")
     failures = [finding for finding in findings if finding is not None]
     return min(failures, key=lambda f: (f.step, order.index(f.kind), f.node), default=None)
-
-
-def _all_gaps(stacked: Form, form: Form) -> Iterator[Gap]:
-    """Yield the gaps of everything that a step computes."""
-    a, b = stacked.values, form.values
-    sizes = {name: float(p.nan_to_num().abs().max()) for name, p in stacked.state.params.items() if p.numel()}
-    for kind in KINDS:
-        yield from gaps(kind, a[kind], b[kind], form.comm, sizes)
 
 
 class Gap(NamedTuple):
@@ -359,11 +388,6 @@ def _calls(entries: Sequence[Entry]) -> str:
     return ", ".join(f"{e.operation} of {e.payload_bytes} bytes" for e in entries) or "nothing"
 
 
-def over_processes(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[Difference, ...]:
-    """Return the largest differences of all processes."""
-    return tuple(Difference(*map(max, zip(*values))) for values in zip(*everyone))
-
-
 __all__ = ["STRATEGIES", "Check", "Difference", "Finding", "Report", "verify"]
 
 COLUMNS = Difference._fields[1:]  # without the step
@@ -418,59 +442,6 @@ class Report:
         return "\n".join([self.strategy, how, *aligned(lines, str.ljust), *findings])
 
 
-def _precision(name: str, value: Any) -> torch.dtype:
-    if not isinstance(value, torch.dtype) or value not in BOUNDS:
-        raise ValueError(f"{name}={value} has no bound; allowed: {', '.join(map(str, BOUNDS))}.")
-    return value
-
-
-@dataclass(frozen=True)
-class VerifyOptions(Modelled):
-    """All that `verify` takes.
-
-    Args:
-        strategy: any strategy, including your own.
-        model: `forward(batch)` returns the mean loss; it is converted to `dtype`, as are the batches.
-        dataset: as for `vecgym.Trainer`.
-        num_nodes, num_processes: K and W, which divides K.
-        steps: number of steps to compare.
-        dtype: float64 or float32.
-        batch_size: examples per node and step.
-        seed: of data order, dropout and everything else that is random.
-        engine: "loop" keys dropout by the node; "vmap" by the nodes that are computed together, which depend on the
-            processes: models with dropout then differ in the native check.
-        timeout_s: see `vecgym.runs.multiprocess.run`.
-        availability: which nodes are present in which steps; see `Trainer.fit`.
-        compute: how long the nodes compute, for an availability that needs it.
-    """
-
-    strategy: Strategy
-    model: Annotated[
-        nn.Module, partial(check.instance, kind=nn.Module, give="an nn.Module whose forward(batch) returns a loss")
-    ]
-    dataset: Any
-    num_nodes: Count = 4
-    num_processes: Count = 2
-    steps: Count = 20
-    dtype: Annotated[torch.dtype, _precision] = torch.float64
-    _: KW_ONLY
-    batch_size: Count = 4
-    seed: Seed = 42
-    engine: Annotated[str, check_engine] = "loop"
-    timeout_s: Seconds = 120.0
-    availability: Present = None
-    compute: Compute | None = None
-
-    def __post_init__(self) -> None:
-        check_strategy(self.strategy, self.num_nodes)
-        check_synchronous(self.strategy)
-        super().__post_init__()
-        hooks.check_hooks(self.model)
-        hooks.check_pickled(self.model, "verify the strategy with a model that has none")
-        check_divides(self.num_processes, self.num_nodes)
-        self.strategy.check(self.num_nodes, self.steps)
-
-
 @function_of(VerifyOptions)
 def verify(options: VerifyOptions) -> Report:
     """Train with `strategy` stacked and on W real processes, and compare them after every step, on the CPU.
@@ -501,11 +472,10 @@ def verify(options: VerifyOptions) -> Report:
 
 def _verify_in_process(link: multiprocess.Link, options: VerifyOptions) -> list[Check]:
     torch.set_num_threads(1)
-    fields = {name: value for name, value in vars(options).items() if name in Case._fields}
-    case = Case(**{**fields, "model": copy.deepcopy(options.model).to("cpu", options.dtype)})
+    options.settle(model=copy.deepcopy(options.model).to("cpu", options.dtype))
     wire = Wire(watch=link.beat)
     wire.announce = wire.agree  # if processes call different collectives, torch.distributed would wait, or mix them up
-    [exact], [native] = (compare(case, [wire], exact=exact) for exact in (True, False))
+    [exact], [native] = (compare(options, [wire], exact=exact) for exact in (True, False))
     if exact.passed and native.finding is not None:
         native = replace(native, finding=native.finding._replace(rule=ORDER_OF_SUMS))
     return [exact, native]

@@ -58,7 +58,7 @@ class ResultsFile:
         if not differing:
             differing = checkpoint.differences(*_first_differences(saved["rows"], self.rows))
         if not differing:
-            differing = checkpoint.differences(saved["computed"], self.computed, _same)
+            differing = checkpoint.differences(saved["computed"], self.computed, checkpoint.TOLERANCE)
         if self.runner.options.keep_models and not saved["keep_models"]:
             differing.append("keep_models: saved False, given True")
         if differing:
@@ -170,11 +170,6 @@ def _initial_loss(config: Configuration, device: Any) -> float:
     engine = Engine(hooks.copied(config.model).to(device))
     params, buffers = ({name: x[None] for name, x in each.items()} for each in (engine.params, engine.buffers))
     return checkpoint.eval_loss(engine, params, buffers, tree.map_leaves(lambda x: x[:1], config.train.batch(0)))
-
-
-def _same(saved: Any, now: Any) -> bool:
-    is_loss = isinstance(saved, float) and isinstance(now, float)
-    return checkpoint.same_loss(saved, now) if is_loss else saved == now
 
 
 def _checksum(once: Any, again: Any) -> str:
