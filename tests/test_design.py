@@ -22,7 +22,7 @@ from vecgym.collectives.ledger import Ledger
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
-from vecgym.engine.batching_rules import TwiceDifferentiable
+from vecgym.engine.stateless import TwiceDifferentiable
 from vecgym.optim import OptimSpec
 from vecgym.simulation.simulation import Batches, Request
 from vecgym.simulation.stack import Stack

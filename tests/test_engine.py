@@ -947,7 +947,7 @@ def test_validation_is_cast_however_many_nodes_there_are(num_rows: int, engine: 
         local = Engine(Rounded(), engine=engine, autocast=autocast)
         local.prepare(torch.ones(3, 4, 16))
         params = {n: p.detach()[None].expand(num_rows, *p.shape) for n, p in local.params.items()}
-        assert local.losses(params, {}, torch.ones(4, 16)).tolist() == [loss] * num_rows
+        assert local.measures(params, {}, torch.ones(4, 16))["loss"].tolist() == [loss] * num_rows
         assert local.loss({n: p[0] for n, p in params.items()}, {}, torch.ones(4, 16)).item() == loss
 
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
-from vecgym.engine.batching_rules import Folding, TwiceDifferentiable
-from vecgym.engine.observe import Observer
+from vecgym.engine.plan import Observer
+from vecgym.engine.stateless import TwiceDifferentiable
+from vecgym.engine.vmap import Folding
 
 L, N, IN, OUT = 3, 5, 32, 16
 

@@ -1,7 +1,7 @@
 """The gradient of one step can itself be differentiated: operations of torch.nn.functional, through both engines.
 
 Expected are central differences of the gradients, in float64. What torch's own second derivatives get wrong under vmap
-or everywhere is computed by elementary operations there; see `vecgym.engine.batching_rules.TwiceDifferentiable`.
+or everywhere is computed by elementary operations there; see `vecgym.engine.stateless.TwiceDifferentiable`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@
 
 from vecgym.engine.backend import Local
 from vecgym.engine.engine import Engine
-from vecgym.engine.observe import ModelFacts
-from vecgym.engine.plan import BACKENDS, ENGINES, EngineName, Plan, check_settings, choose_plan
+from vecgym.engine.plan import BACKENDS, ENGINES, EngineName, ModelFacts, Plan, check_settings, choose_plan
 
 __all__ = [
     "BACKENDS",

@@ -36,33 +36,28 @@ class Local(NamedTuple):
 class Keys(NamedTuple):
     """The keys of the random numbers of a pass."""
 
-    seeds: Sequence[int]  # of each node
-    step: int | Sequence[int]  # of all nodes, or of each
+    seeds: Sequence[int]  # of each node, as the others
+    steps: Sequence[int]
     node_ids: Sequence[int]
     start: int = 0  # first example of the part of the batch
 
     def of(self, row: int) -> int:
         """Return the key of one node."""
-        return rng.key(self.seeds[row], "model", self.step_of(row), self.node_ids[row], self.start)
-
-    def step_of(self, row: int) -> int:
-        """Return the step that one node takes."""
-        return self.step if isinstance(self.step, int) else self.step[row]
+        return rng.key(self.seeds[row], "model", self.steps[row], self.node_ids[row], self.start)
 
     def named(self) -> str:
         """Name nodes and steps, for a message.
 
-        >>> Keys([0, 0, 0], 7, [2, 3, 5]).named(), Keys([0], 7, [2]).named()
+        >>> Keys([0] * 3, [7] * 3, [2, 3, 5]).named(), Keys([0], [7], [2]).named()
         ('one of the nodes 2 to 5 (engine="loop" says which), step 7', 'node 2, step 7')
         """
-        steps = [self.step] if isinstance(self.step, int) else self.step
         which = ' (engine="loop" says which)' if len(self.node_ids) > 1 else ""
-        return f"{_one_of('node', self.node_ids)}{which}, {_one_of('step', steps)}"
+        return f"{_one_of('node', self.node_ids)}{which}, {_one_of('step', self.steps)}"
 
     def take(self, rows: Sequence[int]) -> Keys:
         """Take the keys of some nodes."""
-        step = self.step if isinstance(self.step, int) else [self.step[i] for i in rows]
-        return self._replace(seeds=[self.seeds[i] for i in rows], step=step, node_ids=[self.node_ids[i] for i in rows])
+        seeds, steps, node_ids = ([each[i] for i in rows] for each in (self.seeds, self.steps, self.node_ids))
+        return Keys(seeds, steps, node_ids, self.start)
 
 
 def _one_of(what: str, numbers: Sequence[int]) -> str:
@@ -89,10 +84,8 @@ class NodeSlice(NamedTuple):
         batch = tree.map_leaves(lambda x: x[a:b], self.batch)
         return NodeSlice(rows(self.params, a, b), rows(self.buffers, a, b), batch, self.keys.take(range(a, b)))
 
-    def examples(self, start: int, stop: int, batch_size: int) -> NodeSlice:
+    def examples(self, start: int, stop: int) -> NodeSlice:
         """View examples start to stop of each node."""
-        if (start, stop) == (0, batch_size):
-            return self
         batch = tree.map_leaves(lambda x: x[:, start:stop], self.batch)
         return self._replace(batch=batch, keys=self.keys._replace(start=start))
 
@@ -138,9 +131,6 @@ class Backend(Protocol):
             batch: one ordinary batch for all, or with `own_batches` leaves `[size, B, ...]`.
             several: the leaves are `[G, B, ...]` or `[size, G, B, ...]`, and the metrics `[size, G]`.
         """
-
-    def forget(self) -> None:
-        """Free the memory that is kept between calls."""
 
 
 def rows(values: Tree, a: int, b: int) -> Tree:
@@ -198,25 +188,17 @@ def sizes_of(batch: Any) -> tuple[int, int]:
 def in_minibatches(part: NodeSlice, size: int | None, compute: Compute) -> Local:
     """Accumulate the gradient of the batch, `size` examples at a time, weighted by their number."""
     batch_size = sizes_of(part.batch)[1]
-    size = size or batch_size
-    total: Local | None = None
+    if size is None or size >= batch_size:
+        return compute(part)
+    total: Any = None
     for start in range(0, batch_size, size):
         stop = min(batch_size, start + size)
-        local = compute(part.examples(start, stop, batch_size))
+        local = compute(part.examples(start, stop))
         part = part._replace(buffers=local.buffers)
-        total = _added(total, local, (stop - start) / batch_size)
-    assert total is not None
-    return total
-
-
-def _added(total: Local | None, part: Local, weight: float) -> Local:
-    if weight == 1:
-        return part
-    grads = tree.map(lambda g: g * weight, part.grads)
-    losses = part.losses * weight
-    if total is None:
-        return Local(grads, losses, part.buffers)
-    return Local(tree.map(torch.add, total.grads, grads), total.losses + losses, part.buffers)
+        share = (stop - start) / batch_size
+        weighted = tree.map_leaves(lambda x: x * share, local._replace(buffers={}))  # noqa: B023
+        total = weighted if total is None else tree.map_leaves(torch.add, total, weighted)
+    return Local(total.grads, total.losses, part.buffers)
 
 
 def by_batch_size(
@@ -272,7 +254,7 @@ def first_part(model: StatelessModel, batch: Any, mean: bool) -> NodeSlice:
     params = {name: p.detach()[None] for name, p in model.params.items()}
     buffers = {name: b[None].clone() for name, b in model.buffers.items()}
     params = params if mean else nodes.expand(params, size)
-    return NodeSlice(params, model.own_buffers(buffers, size, False), batch, Keys([0] * size, 0, range(size)))
+    return NodeSlice(params, model.own_buffers(buffers, size, False), batch, Keys([0] * size, [0] * size, range(size)))
 
 
 def timed(backend: Backend, part: NodeSlice, mean: bool) -> tuple[Local, float]:

@@ -111,7 +111,7 @@ class Compiled(Vmap):
             return f"{_changed(error)}, so that every step would compile it anew: keep that in a buffer", ""
         except Exception as error:  # whatever the compiler raises: without it the model runs
             _check_compiler(error)
-            return first_line(cause(error), "torch.compile gives no reason"), ""
+            return cause(error), ""
         if wrong := difference(expected, actual, autocast):
             return f"compiled, {wrong}", ""
         plain_s, compiled_s = (min(timed(form, work(batch), mean)[1] for _ in range(3)) for form in (reference, self))
@@ -154,26 +154,16 @@ def _largest(x: Tensor) -> float:
     return x.abs().nan_to_num().amax().item() if x.numel() else 0.0
 
 
-def first_line(text: str, otherwise: str) -> str:
-    """Return the first non-blank line of a text, or `otherwise`.
-
-    >>> first_line("\\n  no\\nreally", "no reason")
-    'no'
-    """
-    return next((line.strip() for line in text.splitlines() if line.strip()), otherwise)
-
-
 def _check_compiler(error: BaseException) -> None:
     """Raise a RuntimeError with the fix if no compiler was found."""
     chained: BaseException | None = error
     while chained is not None:
-        text = str(chained).lower()
-        if "Compiler" in type(chained).__name__ or ("compiler" in text and "not found" in text):
+        text = str(chained).strip()
+        if "Compiler" in type(chained).__name__ or ("compiler" in text.lower() and "not found" in text.lower()):
             raise RuntimeError(
                 "compile=True needs a C++ compiler, and torch.compile finds none that works: install one (g++ or "
                 "clang++; for CUDA also Triton), set the environment variable CXX to it, or leave out "
-                "compile=True.\n"
-                f"{first_line(str(chained), '')}"
+                "compile=True.\n" + text.partition("\n")[0]
             ) from error
         chained = chained.__cause__ or chained.__context__
 

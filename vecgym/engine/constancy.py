@@ -11,6 +11,7 @@ import builtins
 import dis
 import enum
 import functools
+import itertools
 import sys
 import types
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ COMPILED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrapper
             types.ClassMethodDescriptorType, types.GetSetDescriptorType)  # fmt: skip
 ACTS = {"IMPORT_NAME": "imports", "STORE_GLOBAL": "sets", "DELETE_GLOBAL": "deletes", "STORE_ATTR": "sets",
         "DELETE_ATTR": "deletes"}  # fmt: skip
+READS = ("LOAD_ATTR", "LOAD_METHOD")  # an attribute of what was loaded before
 VALUES = {"tolist", "numpy", "data_ptr", "__array__"}  # read a tensor in Python, with no operation that would show it
 MAKING = {"__init__", "__new__", "__post_init__"}  # a forward calls them only of a class whose objects it makes
 ASIDE = MAKING | {"__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__",
@@ -187,7 +189,8 @@ class Watch:
             if (verb := ACTS.get(instruction.opname)) and code.co_name not in MAKING:
                 raise Uncertain(f"{code.co_name} {verb} {instruction.argval!r}")
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
-                self._name(instruction.argval, scope, _reads(instructions, at + 1))
+                read_of_it = itertools.takewhile(lambda i: i.opname in READS, instructions[at + 1 :])
+                self._name(instruction.argval, scope, (i.argval for i in read_of_it))
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._code(constant, scope)
@@ -237,13 +240,6 @@ class Watch:
     def _member(self, holder: type | types.FunctionType, name: str) -> None:
         self._items.append((vars(holder), name, vars(holder)[name]))
         self._outer(vars(holder)[name], f"{holder.__name__}.{name}")
-
-
-def _reads(instructions: list[dis.Instruction], at: int) -> Iterator[str]:
-    """Yield the attributes that are read one of the other, from an instruction on."""
-    while instructions[at].opname in ("LOAD_ATTR", "LOAD_METHOD"):
-        yield instructions[at].argval
-        at += 1
 
 
 def _is_trusted(module: str, where: str) -> bool:

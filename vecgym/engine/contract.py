@@ -137,15 +137,11 @@ def check_loss(loss: Any, model: nn.Module, batch: Any = None) -> None:
     ...     check_loss(torch.ones(8, requires_grad=True), nn.Linear(2, 1))
     ... except ValueError as error:
     ...     print(str(error).split(". ")[0])
-    the model returned a tensor of shape [8], not a scalar
+    the model returned a torch.float32 tensor of shape [8], not a scalar tensor of a floating-point type
     """
-    if not isinstance(loss, Tensor):
-        raise ModelError(f"the model returned {_described(loss)}, not a scalar tensor. {fix(model, batch)}")
-    if loss.dim() != 0:
-        raise ModelError(f"the model returned a tensor of shape {list(loss.shape)}, not a scalar. {fix(model, batch)}")
-    if not loss.is_floating_point():
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         raise ModelError(
-            f"the model returned a {loss.dtype} tensor; a loss is a floating-point number. {fix(model, batch)}"
+            f"the model returned {_described(loss)}, not a scalar tensor of a floating-point type. {fix(model, batch)}"
         )
     if not loss.requires_grad:
         raise ModelError(

@@ -41,20 +41,20 @@ from vecgym.engine.backend import (
     stacked,
     unstacked,
 )
-from vecgym.engine.batching_rules import TwiceDifferentiable
 from vecgym.engine.compiled import Compiled
-from vecgym.engine.observe import ModelFacts, examine
 from vecgym.engine.plan import (
     BACKENDS,
+    ModelFacts,
     Plan,
     check_settings,
     choose_plan,
+    examine,
     one_thread,
     settle_threads,
     start_threads,
 )
 from vecgym.engine.recorded import Recorded
-from vecgym.engine.stateless import StatelessModel, plain_attention
+from vecgym.engine.stateless import StatelessModel, TwiceDifferentiable, plain_attention
 
 
 class Engine:
@@ -86,10 +86,8 @@ class Engine:
     >>> local = engine.gradients(params, {}, batch, seed=0, step=0)
     >>> local.losses, local.grads
     (tensor([1., 9.]), {'w': tensor([-2., -6.])})
-    >>> engine.losses(params, {}, batch, own_batches=True), engine.loss({"w": torch.ones(())}, {}, batch[1])
-    (tensor([1., 9.]), tensor(4.))
-    >>> engine.measures(params, {}, batch, own_batches=True)
-    {'loss': tensor([1., 9.])}
+    >>> engine.measures(params, {}, batch, own_batches=True), engine.loss({"w": torch.ones(())}, {}, batch[1])
+    ({'loss': tensor([1., 9.])}, tensor(4.))
     >>> engine.use(Plan("loop", node_threads=2))
     >>> engine.gradients(params, {}, batch, seed=0, step=0).losses
     tensor([1., 9.])
@@ -152,9 +150,8 @@ class Engine:
             raise facts.vmap_error
         plan = self._settled(facts, sizes_of(batch)[0], mean)
         if self._compiled is not None and facts.vmap_error is None:
-            self.use(self._tried_plan(self._compiled, batch, plan, mean))
-            return self.plan
-        if engine == "auto" and plan.engine == "vmap" and plan.node_threads == 1 and trains:
+            plan = self._tried_plan(self._compiled, batch, plan, mean)
+        elif engine == "auto" and plan.engine == "vmap" and plan.node_threads == 1 and trains:
             plan = self._recorded_plan(batch, plan, mean)
         if facts.vmap_error is not None and engine == "auto":
             warn(
@@ -197,18 +194,15 @@ class Engine:
     def release(self) -> None:
         """Free the memory that is kept between calls."""
         self._grads = {}
-        for backend in self._backends.values():
-            backend.forget()
 
     def _settled(self, facts: ModelFacts, num_nodes: int, mean: bool) -> Plan:
         """Return the plan of the rule, with the user's settings."""
         engine, chunk_size, node_threads = self.settings
         plan = choose_plan(facts, num_nodes, self.device, torch.get_num_threads(), engine, mean)
         if node_threads is not None:
-            plan = replace(plan, node_threads=min(node_threads, num_nodes))
-            if node_threads > 1 and (why := one_thread(facts, self.device)):
+            if why := one_thread(facts, self.device) if node_threads > 1 else "":
                 warn(f"node_threads={node_threads} has no effect: the model {why}.")
-                plan = replace(plan, node_threads=1)
+            plan = replace(plan, node_threads=1 if why else min(node_threads, num_nodes))
         return plan if chunk_size is None else replace(plan, chunk_size=chunk_size)
 
     def _tried_plan(self, compiled: Compiled, batch: Any, plan: Plan, mean: bool) -> Plan:
@@ -261,8 +255,8 @@ class Engine:
         if differentiable:
             contract.check_differentiable(self.model, self.written)
         num_nodes, batch_size = sizes_of(batch)
-        seeds = seed if isinstance(seed, Sequence) else [seed] * num_nodes
-        keys = Keys(seeds, step, range(num_nodes) if node_ids is None else node_ids)
+        seeds, steps = (x if isinstance(x, Sequence) else [x] * num_nodes for x in (seed, step))
+        keys = Keys(seeds, steps, range(num_nodes) if node_ids is None else node_ids)
         part = NodeSlice(params, self._stateless.own_buffers(buffers, num_nodes, differentiable), batch, keys)
 
         def compute(some: NodeSlice) -> Local:
@@ -373,10 +367,6 @@ class Engine:
             self._stateless.seeded(rng.key(0, "evaluation", 0)), contract.naming("in evaluation"),
         ):  # fmt: skip
             return self._stateless.eval_loss(params, buffers, batch)
-
-    def losses(self, params: Tree, buffers: Tree, batch: Any, *, own_batches: bool = False) -> Tensor:
-        """Compute the loss of each row of `params` in eval mode, `[L]`; see `measures`."""
-        return self.measures(params, buffers, batch, own_batches=own_batches)["loss"]
 
     @torch.no_grad()
     def measures(

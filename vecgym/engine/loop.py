@@ -12,9 +12,8 @@ from torch.func import grad_and_value
 from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.engine.backend import Local, NodeSlice, row, settle, stacked, unstacked
-from vecgym.engine.batching_rules import TwiceDifferentiable
 from vecgym.engine.contract import check_steady, naming
-from vecgym.engine.stateless import StatelessModel
+from vecgym.engine.stateless import StatelessModel, TwiceDifferentiable
 
 
 class Loop:
@@ -38,15 +37,12 @@ class Loop:
             # Tensors are freed one by one, here and by the engine: together they are as large as the model.
             yield {name: gradient.pop(name) / num_nodes for name in list(gradient)}, loss[None]
 
-    def forget(self) -> None:
-        """Keep nothing; see `Backend.forget`."""
-
     def _one(self, part: NodeSlice, i: int, thread: int) -> tuple[Tensor, Tree]:
         """Compute the loss and gradient of one node; overwrite its rows of buffers and written parameters."""
         params, buffers = row(part.params, i), row(part.buffers, i)
         leaves = {name: self.model.leaf(name, p) for name, p in params.items()}
         batch = tree.map_leaves(lambda x: x[i], part.batch)
-        with self.model.seeded(part.keys.of(i)), naming(f"node {part.keys.node_ids[i]}, step {part.keys.step_of(i)}"):
+        with self.model.seeded(part.keys.of(i)), naming(f"node {part.keys.node_ids[i]}, step {part.keys.steps[i]}"):
             fixed = [(name, x, x._version) for name, x in (leaves | buffers).items() if not self.model.writes(name)]
             loss, after, grads = self.model.gradient(leaves, buffers, batch, thread)
             check_steady([name for name, x, version in fixed if x._version != version])

@@ -85,34 +85,21 @@ class Recorded(Vmap):
             return "no faster here"
         return ""
 
-    def _of_each(self, part: NodeSlice, thread: int) -> tuple[Tree, Tensor]:
-        return self._computed(part, 0)
-
-    def _of_mean(self, part: NodeSlice, num_nodes: int, thread: int = 0) -> tuple[Tree, Tensor]:
-        return self._computed(part, num_nodes)
-
-    def _computed(self, part: NodeSlice, num_nodes: int) -> tuple[Tree, Tensor]:
-        """Compute a pass by its list, if it has one.
-
-        Args:
-            num_nodes: of the mean loss whose gradient is computed; 0: compute that of each node.
-        """
+    def _computed(self, part: NodeSlice, num_nodes: int, thread: int = 0) -> tuple[Tree, Tensor]:
+        """Compute a pass by its list, if it has one."""
         if self.ended or self._watch is None:
-            return self._by_vmap(part, num_nodes, thread=0)
+            return super()._computed(part, num_nodes)
         inputs = self._inputs(part)
         operations = self._list(part, num_nodes, inputs)
         if operations is not None and (change := self._watch.changed()):
             self.ended = change
         if operations is None or self.ended:
-            return self._by_vmap(part, num_nodes, thread=0 if self.ended else THREAD)
+            return super()._computed(part, num_nodes, thread=0 if self.ended else THREAD)
         try:
             *grads, losses = operations(inputs)
         except Exception:  # of the model, such as an index out of range: vmap raises it where the model does
-            return self._by_vmap(part, num_nodes, THREAD)
+            return super()._computed(part, num_nodes, THREAD)
         return dict(zip(part.params, grads)), losses
-
-    def _by_vmap(self, part: NodeSlice, num_nodes: int, thread: int) -> tuple[Tree, Tensor]:
-        return super()._of_mean(part, num_nodes, thread) if num_nodes else super()._of_each(part, thread)
 
     def _list(self, part: NodeSlice, num_nodes: int, inputs: list[Tensor]) -> Operations | None:
         """Return the list of a pass; write it down if it is new, and there is room."""
@@ -144,7 +131,7 @@ class Recorded(Vmap):
             for changed in (_copied, _varied):
                 some = changed(part)
                 with seeded(), Recording(self._inputs(some)) as recording:
-                    grads, losses = self._by_vmap(some, num_nodes, THREAD)
+                    grads, losses = super()._computed(some, num_nodes, THREAD)
                 if change := self._watch.changed():
                     self.ended = f"{change} during a pass"
                     return None
@@ -153,7 +140,7 @@ class Recorded(Vmap):
                 with seeded():
                     *actual, loss = lists[0](self._inputs(ours))
                 with seeded():
-                    grads, losses = self._by_vmap(theirs, num_nodes, THREAD)
+                    grads, losses = super()._computed(theirs, num_nodes, THREAD)
                 expected = [*grads.values(), losses, *theirs.buffers.values()]
                 if not all(map(_same_bits, expected, [*actual, loss, *ours.buffers.values()])):
                     raise Uncertain("the list of its operations computes something else")

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from vecgym.core import tree
+from vecgym.core.devices import unwrapped
 from vecgym.core.nodes import LOSS_FN
 from vecgym.core.tree import Tree
 from vecgym.engine import hooks
@@ -236,7 +238,7 @@ class StatelessModel:
 
     def eval_loss(self, params: Tree, buffers: Tree, batch: Any) -> Tensor:
         """Compute the loss in eval mode."""
-        return self._eval.call({**params, **self.frozen, **clones(buffers)}, batch, None)[0]
+        return self._eval.call({**params, **self.frozen, **tree.map(torch.clone, buffers)}, batch, None)[0]
 
     def measure(self, tensors: Tree, batch: Any) -> Tree:
         """Return the validation metrics of one node in eval mode: name -> scalar."""
@@ -244,8 +246,8 @@ class StatelessModel:
 
     def spared(self, params: Tree, buffers: Tree) -> tuple[Tree, Tree]:
         """Copy what a forward pass in eval mode may change."""
-        params = clones(params) if self._writes_params or self.written else params
-        return params, clones(buffers)
+        params = tree.map(torch.clone, params) if self._writes_params or self.written else params
+        return params, tree.map(torch.clone, buffers)
 
     # --------------------------------------------------------------------------------------------- around a call
 
@@ -299,11 +301,6 @@ def plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def clones(values: Tree) -> Tree:
-    """Clone every tensor."""
-    return tree.map(torch.clone, values)
-
-
 class ChannelsLast(TorchFunctionMode):
     """Make convolutions return images `[B, C, H, W]` with the channels adjacent in memory.
 
@@ -321,3 +318,109 @@ class ChannelsLast(TorchFunctionMode):
         if func is F.conv2d and args and args[0].dim() == 4:
             args = (args[0].to(memory_format=torch.channels_last), *args[1:])
         return func(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------------------------------------- to differentiate twice
+
+
+class TwiceDifferentiable(TorchFunctionMode):
+    """For a gradient that is itself differentiated: embeddings as in `Folding`, and normalisations made of elementary
+    operations. Under vmap, second derivatives of torch's own normalisations lose the terms through the mean and the
+    variance; those of its weight norm are always wrong.
+    """
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _ELEMENTARY.get(func, func)(*args, **(kwargs or {}))
+
+
+def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    """Look rows up as `F.embedding` does, where vmap forgets that `padding_idx` gets no gradient.
+
+    It also looks all nodes up in one table, in which a token that is out of range would find the row of another node:
+    that is an IndexError; on CUDA the device raises it, as for any embedding.
+    """
+    num_rows = weight.shape[0]
+    if padding_idx is not None:
+        row = torch.arange(num_rows, device=weight.device) == padding_idx % num_rows
+        weight = torch.where(row[:, None], weight.detach(), weight)
+    if is_batchedtensor(input):
+        tokens = unwrapped(input)
+        try:
+            torch._assert_async((tokens.clamp(0, num_rows - 1) == tokens).all())
+        except RuntimeError:
+            raise IndexError(f"index out of range: the embedding has {num_rows} rows") from None
+    return F.embedding(input, weight, None, *args, **kwargs)
+
+
+def _layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    dims = tuple(range(-len(normalized_shape), 0))
+    return _affine(_normalised(input, dims, eps), weight, bias)
+
+
+def _group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    groups = input.unflatten(1, (num_groups, -1))  # [B, G, C / G, ...]
+    dims = tuple(range(2, groups.dim()))
+    return _affine(_normalised(groups, dims, eps).flatten(1, 2), *_by_channel(input, weight, bias))
+
+
+def _batch_norm(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    over: tuple[int, ...] = (0,),
+) -> Tensor:  # fmt: skip
+    """Normalise by the statistics over `over` and space, and track them, or by the tracked ones."""
+    dims = (*over, *range(2, input.dim()))
+    if not training:
+        mean, var = _by_channel(input, running_mean, running_var)
+        assert mean is not None
+        assert var is not None
+        normalised = (input - mean) * (var + eps).rsqrt()
+    else:
+        if running_mean is not None and running_var is not None:
+            # The unbiased variance, as torch tracks it; unlike torch's, these statistics can be differentiated.
+            for tracked, now in ((running_mean, input.mean(dims)), (running_var, input.var(dims))):
+                tracked.mul_(1 - momentum).add_(momentum * (now.mean(0) if now.dim() > 1 else now))  # [B, C], or [C]
+        normalised = _normalised(input, dims, eps)
+    return _affine(normalised, *_by_channel(input, weight, bias))
+
+
+def _instance_norm(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+    bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    return _batch_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, over=())
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """Return `g v / |v|`, the norm over all dimensions but `dim`, as `torch._weight_norm`; -1: over all."""
+    over = [i for i in range(v.dim()) if dim == -1 or i != dim % v.dim()]
+    return v * (g / v.square().sum(over, keepdim=True).sqrt())
+
+
+def _normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    centred = x - x.mean(dims, keepdim=True)
+    return centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+
+
+def _by_channel(input: Tensor, *values: Tensor | None) -> list[Tensor | None]:
+    """Shape `[C]` to multiply `[B, C, ...]`."""
+    return [None if x is None else x.view(-1, *[1] * (input.dim() - 2)) for x in values]
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+_ELEMENTARY: dict[Callable, Callable] = {
+    F.embedding: embedding,
+    F.layer_norm: _layer_norm,
+    F.group_norm: _group_norm,
+    F.batch_norm: _batch_norm,
+    F.instance_norm: _instance_norm,
+    torch._weight_norm: _weight_norm,
+}

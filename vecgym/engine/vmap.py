@@ -1,23 +1,36 @@
-"""The backend `vmap`: all nodes of a part in one vectorised call. The only module that enters a vmap."""
+"""The backend `vmap`: all nodes of a part in one vectorised call. The only module that enters a vmap.
+
+Operations that vmap runs badly are computed on all nodes at once, by function modes of torch: while one is entered, all
+calls of torch's functions go through it.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._functorch.vmap import lazy_load_decompositions
 from torch.func import grad_and_value
+from torch.overrides import TorchFunctionMode
 
 from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.engine.backend import Local, NodeSlice, apart, settle
-from vecgym.engine.batching_rules import Folding, TwiceDifferentiable
-from vecgym.engine.stateless import StatelessModel, gradients_within_modes, plain_attention
+from vecgym.engine.stateless import (
+    StatelessModel,
+    TwiceDifferentiable,
+    embedding,
+    gradients_within_modes,
+    plain_attention,
+)
 
+_is_batched = _functorch.is_batchedtensor
 _load_decompositions = functools.cache(lazy_load_decompositions)  # vmap's decompositions of some operations
 
 
@@ -29,39 +42,33 @@ class Vmap:
 
     def gradients(self, part: NodeSlice, out: Callable[[], Tree], thread: int = 0) -> Local:
         with self.model.seeded(part.keys.of(0)):
-            grads, losses = self._of_each(part, thread)
+            grads, losses = self._computed(part, 0, thread)
         return Local(grads, losses, part.buffers)
 
     def mean_gradients(self, part: NodeSlice, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
         """Yield one piece, for parameters stored once: it costs as much as one model on all batches."""
         with self.model.seeded(part.keys.of(0)):
-            piece = self._of_mean(part, num_nodes)
+            piece = self._computed(part, num_nodes)
         yield piece
 
-    def forget(self) -> None:
-        """Keep nothing; see `Backend.forget`."""
+    def _computed(self, part: NodeSlice, num_nodes: int, thread: int = 0) -> tuple[Tree, Tensor]:
+        """Return the gradients and the losses `[n]`; write the buffers.
 
-    def _of_each(self, part: NodeSlice, thread: int) -> tuple[Tree, Tensor]:
-        leaves = {n: p.detach().expand(part.size, *p.shape[1:]).requires_grad_() for n, p in part.params.items()}
-        return self._gradients(leaves, {}, part, thread)
-
-    def _of_mean(self, part: NodeSlice, num_nodes: int, thread: int = 0) -> tuple[Tree, Tensor]:
-        leaves = {name: self.model.leaf(name, p[0]) for name, p in part.params.items()}
-        return self._gradients({}, leaves, part, thread, num_nodes)
-
-    def _gradients(
-        self, own_leaves: Tree, shared_leaves: Tree, part: NodeSlice, thread: int, divisor: int = 1
-    ) -> tuple[Tree, Tensor]:
-        """Differentiate the sum of the losses `[n]` in `own_leaves` `[n, *]` and `shared_leaves` `[*]`.
-
-        Return the gradients of the sum over `divisor`, and the losses; write the buffers.
+        Args:
+            num_nodes: of the mean loss whose gradient `[*]` is computed; 0: compute that of each node, `[n, *]`.
         """
         changed, shared = self.model.split(part.buffers)
-        leaves = {**own_leaves, **shared_leaves}
+        own_leaves, shared_leaves = Tree(), Tree()
+        for name, p in part.params.items():
+            if num_nodes:
+                shared_leaves[name] = self.model.leaf(name, p[0])
+            else:
+                own_leaves[name] = p.detach().expand(part.size, *p.shape[1:]).requires_grad_()
+        leaves = own_leaves or shared_leaves
         grads: list[Tensor] = []
 
         def backward(losses: Tensor) -> None:
-            total = losses.sum() if divisor == 1 else losses.sum() / divisor
+            total = losses.sum() / num_nodes if num_nodes > 1 else losses.sum()
             slopes = gradients_within_modes(total, list(leaves.values()))
             grads.extend(torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), slopes))
 
@@ -127,3 +134,182 @@ def on_all(fn: Callable[..., Any], size: int, *trees: Any) -> Any:
         return tree.map_leaves(lambda x: _functorch._remove_batch_dim(x, level, size, 0), fn(*inside))
     finally:
         _functorch._vmap_decrement_nesting()
+
+
+# ------------------------------------------------------------------------------------- operations that vmap runs badly
+
+
+class Folding(TorchFunctionMode):
+    """Under vmap: attention, cross-entropy and linear layers on the rows of all nodes, and embeddings whose
+    `padding_idx` gets no gradient (vmap forgets it).
+    """
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _FOLDED.get(func, func)(*args, **(kwargs or {}))
+
+
+# ------------------------------------------------------------------------------- inside and outside of vmap
+
+
+class _Opened(NamedTuple):
+    """The arguments of a function under vmap, as they are outside it."""
+
+    level: int  # of the vmap
+    size: int  # L
+    tensors: list[Tensor | None]
+    dims: list[int | None]  # where each has the node dimension; None: the same on every node
+
+    def front(self, i: int) -> Tensor:
+        """Return tensor i with the node dimension first, `[L, *]`."""
+        x, dim = self.tensors[i], self.dims[i]
+        assert x is not None
+        if dim is None:
+            return x.expand(self.size, *x.shape)
+        return x.movedim(dim, 0) if dim else x
+
+    def close(self, out: Tensor) -> Tensor:
+        """Return `[L, *]` as a result inside vmap."""
+        return _functorch._add_batch_dim(out, 0, self.level)
+
+
+def _open(*values: Tensor | None) -> _Opened | None:
+    """Unwrap tensors from vmap; None if none of them differs between the nodes.
+
+    Of nested vmaps it is the innermost over which any of them differs.
+
+    An `autograd.Function` with a rule for vmap does the same with torch's documented interface, but takes about 0.3 ms
+    per call: as much as the arithmetic of a small model.
+    """
+    levels = [_functorch.maybe_get_level(x) if x is not None and _is_batched(x) else 0 for x in values]
+    level = max(levels)
+    if not level:
+        return None
+    tensors, size = list(values), 0
+    dims: list[int | None] = [None] * len(values)
+    for i, x in enumerate(values):
+        if x is not None and levels[i] == level:
+            tensors[i] = raw = _functorch.get_unwrapped(x)
+            dims[i] = dim = _functorch.maybe_get_bdim(x)
+            size = raw.shape[dim]
+    return _Opened(level, size, tensors, dims)
+
+
+# ------------------------------------------------------------------------------------------------ attention
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Scaled dot-product attention has no weights, so the node dimension folds into the batch.
+
+    Without this, vmap would run it node by node on CPU.
+    """
+    if query.dim() == key.dim() == value.dim() < 4:  # [T, D], or [heads, T, D]
+        added = 4 - query.dim()
+        q, k, v = (x[(None,) * added] for x in (query, key, value))
+        return _attention(q, k, v, attn_mask, dropout_p, is_causal, **options)[(0,) * added]
+    options.update(dropout_p=dropout_p, is_causal=is_causal)
+    foldable = query.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]  # [B, H, T, D]
+    opened = _open(query, key, value, attn_mask) if foldable else None
+    if opened is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+    n, mask = opened.size, opened.tensors[3]
+    if mask is not None and opened.dims[3] is not None:
+        mask = opened.front(3)
+        shape = [1] * (5 - mask.dim()) + list(mask.shape[1:])  # a node's mask broadcasts to [B, H, T, S]
+        mask = mask.reshape(n, *shape).expand(n, query.shape[0], *shape[1:]).flatten(0, 1)
+    elif mask is not None and mask.dim() == 4 and mask.shape[0] > 1:
+        mask = mask.repeat(n, 1, 1, 1)
+    with temporarily_pop_interpreter_stack():
+        q, k, v = (opened.front(i).flatten(0, 1) for i in range(3))
+        out = _attention(q, k, v, mask, **options).unflatten(0, (n, -1))
+    return opened.close(out)
+
+
+# -------------------------------------------------------------------------------------------- cross-entropy
+
+
+def _cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,
+    ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Compute the mean cross-entropy of logits `[N, C]` and classes `[N]` in one call over the rows of all nodes.
+
+    vmap decomposes it, in Python.
+    """
+    is_plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
+    foldable = is_plain and reduction == "mean" and input.dim() == 2 and target.dim() == 1
+    opened = _open(input, target) if foldable else None
+    if opened is None:
+        return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    with temporarily_pop_interpreter_stack():
+        logits, classes = opened.front(0), opened.front(1)  # [L, N, C], [L, N]
+        rows = _of_rows(logits.flatten(0, 1), classes.flatten(), ignore_index)
+        loss = rows.view(opened.size, -1).sum(1) / (classes != ignore_index).sum(1)
+    return opened.close(loss)
+
+
+def _of_rows(logits: Tensor, classes: Tensor, ignore_index: int) -> Tensor:
+    """Compute the cross-entropy of each row, `[N]`, in one call even under an outer vmap."""
+    opened = _open(logits, classes)
+    if opened is None:
+        return F.cross_entropy(logits, classes, ignore_index=ignore_index, reduction="none")
+    logits, classes = opened.front(0), opened.front(1)
+    rows = _of_rows(logits.flatten(0, 1), classes.flatten(), ignore_index)
+    return opened.close(rows.view(opened.size, -1))
+
+
+# --------------------------------------------------------------------------------------------------- linear
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Apply a shared weight to the rows of all nodes at once, and each node's own weights by `_StackedLinear`."""
+    # Under autocast the operation itself must see which precision to take.
+    casting = weight.device.type != "meta" and torch.is_autocast_enabled(weight.device.type)
+    foldable = weight.dim() == 2 and input.dtype == weight.dtype and not casting
+    opened = _open(input, weight, bias) if foldable else None
+    if opened is None or any(x is not None and _is_batched(x) for x in opened.tensors):
+        return F.linear(input, weight, bias)
+    with temporarily_pop_interpreter_stack():
+        x = opened.front(0)
+        if opened.dims[1] is None and opened.dims[2] is None:
+            return opened.close(F.linear(x, weight, bias))
+        own_bias = None if bias is None else opened.front(2)
+        out = _StackedLinear.apply(x.reshape(opened.size, -1, x.shape[-1]), opened.front(1), own_bias)
+        return opened.close(out.view(*x.shape[:-1], -1))
+
+
+class _StackedLinear(torch.autograd.Function):
+    """`[L, N, in]` x `[L, out, in]` -> `[L, N, out]`; the weight's gradient comes out contiguous.
+
+    vmap's gradient of the weight is a transposed view, which the optimizer would have to copy into the weight's
+    layout: a pass over memory that costs as much as AdamW itself.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if x.device.type == "cpu" and 16 <= x.shape[1] <= 64 and x.shape[2] >= 512:
+            # For few rows and long sums the CPU's kernel is two to three times faster the other way around.
+            out = torch.bmm(weight, x.mT) if bias is None else torch.baddbmm(bias[:, :, None], weight, x.mT)
+            return out.mT.contiguous()
+        return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias[:, None], x, weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        return (
+            torch.bmm(grad, weight) if for_x else None,
+            torch.bmm(grad.mT, x) if for_weight else None,
+            grad.sum(1) if for_bias else None,
+        )
+
+
+_FOLDED: dict[Callable, Callable] = {
+    F.scaled_dot_product_attention: _attention,
+    F.cross_entropy: _cross_entropy,
+    F.linear: _linear,
+    F.embedding: embedding,
+}
