@@ -19,7 +19,7 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.simulation import Simulation, State
 from vecgym.simulation.stack import Stack
-from vecgym.simulation.timetable import RunFacts
+from vecgym.simulation.timetable import Event, RunFacts
 from vecgym.strategy import Average, Meeting, Strategy
 from vecgym.strategy.simulated import nothing_to_read, simulation_of
 from vecgym.sweeps.groups import groups_of
@@ -54,6 +54,13 @@ def joined(batches: Sequence[Sequence[Any]]) -> list[list[Any]]:
 
 
 # -------------------------------------------------------------------------------------------- running
+
+
+def each_row(event: Event, num_nodes: int) -> list[tuple[int, int]]:
+    """Every row of an event with its count."""
+    rows = range(num_nodes) if event.rows is None else event.rows
+    counts = [event.counts] * len(rows) if isinstance(event.counts, int) else event.counts
+    return list(zip(rows, counts, strict=True))
 
 
 class Recording(StackedCollectives):

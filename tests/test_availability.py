@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.cards import CARDS
 from tests.fitting import dataset, fit
-from tests.helpers import assert_same_bits, difference, flat, reordered, simulation, stacked
+from tests.helpers import assert_same_bits, difference, each_row, flat, reordered, simulation, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.test_properties import STRATEGIES
@@ -241,7 +241,7 @@ def test_the_absent_keep_all_they_have(name: str, model: nn.Module) -> None:
                 old, new = (flat({**state.shared, **state.own}[kind]) for state in (before, after))
                 for key, x in old.items():
                     assert torch.equal(x[node if len(x) > 1 else 0], new[key][node if len(new[key]) > 1 else 0]), key
-    assert [len(row.events[-1].each(K)) for row in taken.rows] == table.sum(1).tolist()
+    assert [len(each_row(row.events[-1], K)) for row in taken.rows] == table.sum(1).tolist()
 
 
 def test_the_residual_of_the_absent_is_kept(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers import stacked
+from tests.helpers import each_row, stacked
 from tests.models import make_batches, make_model
 from tests.test_availability import MADE, batches_of
 from vecgym import simulation as kernel
@@ -66,7 +66,7 @@ def test_a_timetable_says_what_a_loop_would_do(seed: int) -> None:
         if training:
             expected.append(("some", training, [made[node] for node in training]))
         found = [
-            (event.what, *map(list, zip(*event.each(K)))) if event.rows != () else (event.what, [], [])
+            (event.what, *map(list, zip(*each_row(event, K)))) if event.rows != () else (event.what, [], [])
             for event in events
         ]
         assert [tuple(x) for x in found] == expected
@@ -90,7 +90,7 @@ def test_a_timetable_starts_anywhere(absent: bool) -> None:
 def test_nodes_that_are_done_wait_for_the_others() -> None:
     presence = Presence(LocalSteps([1, 3, 2], H=3), Facts(3, 6, 42))
     table = Lockstep(RunFacts(3, 6, presence=presence), Mark("meet", Every(3)))
-    trained = [[row for row, _ in events[0].each(3)] for events in table.ticks()]
+    trained = [[row for row, _ in each_row(events[0], 3)] for events in table.ticks()]
     assert trained == [[0, 1, 2], [1, 2], [1]] * 2
     assert [event.rows for event in list(table.ticks())[2] if event.what == "meet"] == [None]
 

@@ -186,12 +186,12 @@ def test_the_contract_names_what_there_is(section: str) -> None:
                 "group",
                 "here",
                 "next_batch",
+                "num_read",
                 "place",
                 "precomputed",
                 "put",
                 "read_at",
                 "simulation",
-                "skip_batch",
             }
             assert shown - public == set()
             assert public - shown == internal

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import stacked
+from tests.helpers import each_row, stacked
 from tests.models import make_batches, make_model
 from vecgym.clock import Compute
 from vecgym.clock.asynchronous import TimesOf
@@ -62,7 +62,7 @@ def timetable_of(strategy: EventDriven, updates: int = 12) -> Scheduled:
 
 def steps_in(event: Event) -> list[tuple[int, int]]:
     """(node, its own step) of each step of a `train`."""
-    return [(node, count + k) for node, count in event.each(K) for k in range(event.reads)]
+    return [(node, count + k) for node, count in each_row(event, K) for k in range(event.reads)]
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -74,7 +74,7 @@ def test_every_step_is_trained_once_and_before_it_is_needed(name: str, together:
         for event in events:
             if event.what == "train":
                 trained += steps_in(event)
-                assert together or len(event.each(K)) == 1
+                assert together or len(each_row(event, K)) == 1
             if isinstance(event.info, Arrival):
                 last = event.info.first_step + event.info.num_steps
                 assert [step for node, step in trained if node == event.info.node][:last] == list(range(last))
@@ -131,7 +131,7 @@ def test_columns_are_counts_of_what_happens(name: str) -> None:
         assert columns["sim_seconds"] == happenings[-1].time
         assert columns["num_arrived"] == len(plan.arrivals(tick))
         assert columns["staleness_max"] == max(arrival.staleness for arrival in plan.arrivals(tick))
-        begun = [len(event.each(K)) for event in events if event.what == "train" and not event.info]
+        begun = [len(each_row(event, K)) for event in events if event.what == "train" and not event.info]
         assert columns["nodes_per_call"] == (sum(begun) / len(begun) if begun else None)
         assert any(isinstance(x, Restart) for x in happenings) or tick > 0
 

@@ -44,6 +44,7 @@ is back: "own".
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -164,10 +165,10 @@ class Both(Availability):
         return lambda first, last: a(first, last) & b(first, last)
 
     def training(self, run: Facts) -> Table | None:
-        tables = [table for table in (self.first.training(run), self.second.training(run)) if table is not None]
-        if len(tables) < 2:
-            return tables[0] if tables else None
-        return lambda first, last: tables[0](first, last) & tables[1](first, last)
+        a, b = self.first.training(run), self.second.training(run)
+        if a is None or b is None:
+            return a or b
+        return lambda first, last: a(first, last) & b(first, last)
 
     def __repr__(self) -> str:
         return f"({self.first!r} & {self.second!r})"
@@ -179,13 +180,8 @@ def by_rounds(of_round: Callable[[int], Tensor], H: int) -> Table:
     >>> by_rounds(lambda number: torch.tensor([number == 1]), H=2)(1, 4).flatten()
     tensor([False,  True,  True])
     """
-
-    def table(first: int, last: int) -> Tensor:
-        rounds = range(first // H, -(-last // H))
-        wide = torch.stack([of_round(number) for number in rounds]).repeat_interleave(H, 0)
-        return wide[first - rounds.start * H :][: last - first]
-
-    return table
+    of_round = functools.lru_cache(1)(of_round)
+    return lambda first, last: torch.stack([of_round(step // H) for step in range(first, last)])
 
 
 def checked_rejoin(rejoin: Any) -> Rejoin:
@@ -194,9 +190,7 @@ def checked_rejoin(rejoin: Any) -> Rejoin:
     >>> checked_rejoin("own")
     'own'
     """
-    check.choice("rejoin", rejoin, get_args(Rejoin))
-    mode: Rejoin = rejoin
-    return mode
+    return check.choice("rejoin", rejoin, get_args(Rejoin))  # type: ignore[return-value]
 
 
 SOJOURNS = 64  # of a node, drawn in one block
@@ -441,8 +435,6 @@ class Function(Availability):
     """
 
     def __init__(self, function: Callable[[int], Any], rejoin: Rejoin = "own") -> None:
-        if not callable(function):
-            raise TypeError(f"function is {check.kind_of(function)}; give a function of the step.")
         self.function = function
         self.rejoin = checked_rejoin(rejoin)
 

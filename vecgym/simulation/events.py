@@ -27,7 +27,7 @@ import heapq
 import math
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -150,19 +150,19 @@ class Wires:
         return cls(0.0, none, none, none)
 
 
-@dataclass
 class Traffic:
-    """The messages on the wires: until when they keep each end busy."""
+    """The messages on the wires: until when they keep each end busy.
 
-    wires: Wires
-    num_nodes: int
-    node_up: MutableMapping[int, float] = field(init=False)
-    node_down: MutableMapping[int, float] = field(init=False)
-    server_in: float = 0.0
-    server_out: float = 0.0
+    Args:
+        wires: None: messages take no time.
+        num_nodes: K.
+    """
 
-    def __post_init__(self) -> None:
-        self.node_up, self.node_down = (dict.fromkeys(range(self.num_nodes), 0.0) for _ in range(2))
+    def __init__(self, wires: Wires | None, num_nodes: int) -> None:
+        self.wires = wires or Wires.none(num_nodes)
+        self.node_up: MutableMapping[int, float] = dict.fromkeys(range(num_nodes), 0.0)
+        self.node_down: MutableMapping[int, float] = dict.fromkeys(range(num_nodes), 0.0)
+        self.server_in = self.server_out = 0.0
 
     def ahead(self) -> Traffic:
         """Return a copy to try messages on: what it sends leaves the original as it is.
@@ -352,12 +352,11 @@ def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Happen
     """Return all events of a run in order, up to its last update.
 
     Raises:
-        ValueError: if time does not advance, so that a run of `Stop(seconds=...)` would never end; if the run has more
+        ValueError: if nothing takes any time, so that a run of `Stop(seconds=...)` would never end; if the run has more
             events than can be planned; and if it waits for absent nodes forever.
     """
     events: list[Happening] = []
     last, steps, version = 0, 0, 0  # index after the last update; steps in the updates; the last version
-    since = (0.0, 0)
     for event in rules.events(step_seconds):
         if stop.seconds is not None and event.time > stop.seconds:
             break
@@ -367,7 +366,6 @@ def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Happen
             last, version = len(events), event.version
             if version == stop.updates or (stop.steps is not None and steps >= stop.steps):
                 break
-        since = _moving(since, event, len(events), rules)
         if rules.absences is not None and len(events) - last > STALLED:
             raise ValueError(
                 f"no update in the last {STALLED} events, up to {event.time:.3g} s: the server waits for absent nodes. "
@@ -378,24 +376,16 @@ def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Happen
     return events[:last]
 
 
-def _moving(since: tuple[float, int], event: Happening, count: int, rules: Rules) -> tuple[float, int]:
-    """Return when time last advanced, and at which event."""
-    time, count_then = since
-    if event.time > time:
-        return event.time, count
-    if (repeats := count - count_then) > 1000 * (len(rules.num_steps) + rules.buffer):
-        raise ValueError(
-            f"{repeats} events at {time} s: rounds that take no time never end. Give positive seconds in compute=."
-        )
-    return since
-
-
 SOME, MOST = 4096, 10**7  # events
 STALLED = 10**5  # events
 
 
 def _check_end(stop: Stop, now: Stop) -> None:
-    """Raise a ValueError if the end is too far to plan, judging by the first `SOME` events."""
+    """Raise a ValueError if the end is too far to plan, or never comes, judging by the first `SOME` events."""
+    if stop.seconds is not None and now.seconds == 0:
+        raise ValueError(
+            f"{SOME} events at 0 s: rounds that take no time never end. Give positive seconds in compute=."
+        )
     ends = {name: (end, getattr(now, name)) for name, end in vars(stop).items() if end is not None}
     rounds = min(end / reached if reached else 1.0 for end, reached in ends.values())
     if SOME * rounds > MOST:
@@ -595,7 +585,7 @@ class _Rounds(RoundsAgenda):
         super().__init__(rules, step_seconds)
         K = len(rules.num_steps)
         self.version = 0
-        self.links = Traffic(rules.wires, K) if rules.wires is not None else None
+        self.links = Traffic(rules.wires, K)
         self.waiting: list[int] = []
         self.window, self.closes = 0, math.inf  # its number, and when it closes
         self.buffered = 0
@@ -614,10 +604,9 @@ class _Rounds(RoundsAgenda):
             return ()
         return self._arrives(time, node)
 
-    def _send(self, links: Traffic | None, node: int, end: float) -> float:
+    def _send(self, links: Traffic, node: int, end: float) -> float:
         """Send the movement of a round; return when it arrives."""
-        first_step = self.steps[node] - self.rules.num_steps[node]
-        return end if links is None else self.rules.arrives(links, node, end, first_step)
+        return self.rules.arrives(links, node, end, self.steps[node] - self.rules.num_steps[node])
 
     def _arrives(self, time: float, node: int) -> Iterator[Happening]:
         if not self.waiting:
@@ -640,7 +629,7 @@ class _Rounds(RoundsAgenda):
 
         Nothing is sent: if they begin again now, their messages may come first.
         """
-        queue, links = self.queue[:], None if self.links is None else self.links.ahead()
+        queue, links = self.queue[:], self.links.ahead()
         while queue:
             time, kind, node, what = heapq.heappop(queue)
             if kind == CLOSES and node == self.window:
@@ -657,9 +646,8 @@ class _Rounds(RoundsAgenda):
         """Let the waiting nodes begin again."""
         if window != self.window or not self.waiting:  # it is closed already
             return
-        nodes, links, rules = tuple(sorted(self.waiting)), self.links, self.rules
-        self.waiting = []
-        begins = tuple(time if links is None else rules.begins(links, node, time) for node in nodes)
+        nodes, self.waiting = tuple(sorted(self.waiting)), []
+        begins = tuple(self.rules.begins(self.links, node, time) for node in nodes)
         for node, begin in zip(nodes, begins):
             self.begin(node, begin, self.version)
         yield Restart(time, nodes, self.version, begins)

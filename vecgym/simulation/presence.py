@@ -5,8 +5,9 @@ Further below: what returning nodes begin with, and who sends it; see `vecgym.si
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class Presence:
         self.server = availability.server
         self._present, self._training = availability.present(run), availability.training(run)
         self.waits = self._training is not None
-        self._blocks: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._block = functools.lru_cache(2)(self._make_block)
         self.counts: set[int] = set()
         self.first = torch.full((run.num_nodes,), run.num_steps)  # the first step in which each node is present
         for number in range(-(-run.num_steps // BLOCK)):
@@ -113,18 +114,15 @@ class Presence:
         >>> Presence(LocalSteps([1, 2], H=2), Facts(2, 2, seed=0)).computing(1)
         tensor([False,  True])
         """
-        present, training = self._block(step // BLOCK)
-        return present[step % BLOCK] if training is None else (present & training)[step % BLOCK]
+        return self._block(step // BLOCK)[1][step % BLOCK]
 
-    def _block(self, number: int) -> tuple[Tensor, Tensor | None]:
-        """Return the tables of `BLOCK` steps; keep the last two."""
-        if number not in self._blocks:
-            while len(self._blocks) > 1:
-                self._blocks.pop(next(iter(self._blocks)))
-            first, last = number * BLOCK, min((number + 1) * BLOCK, self.run.num_steps)
-            training = None if self._training is None else self._checked(self._training(first, last), last - first)
-            self._blocks[number] = self._checked(self._present(first, last), last - first), training
-        return self._blocks[number]
+    def _make_block(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return who is present in `BLOCK` steps, and who trains."""
+        first, last = number * BLOCK, min((number + 1) * BLOCK, self.run.num_steps)
+        present = self._checked(self._present(first, last), last - first)
+        if self._training is None:
+            return present, present
+        return present, present & self._checked(self._training(first, last), last - first)
 
     def _checked(self, table: Tensor, num_steps: int) -> Tensor:
         shape = [num_steps, self.run.num_nodes]
@@ -149,23 +147,19 @@ class Shared(NamedTuple):
     Attributes:
         outer: parameters that are stored once for all, `[1, *]`.
         agreed: names of the parameters that are equal on all of these nodes, which have just exchanged them.
-
-    >>> Shared({}, set()).apart({"w": torch.zeros(2), "b": torch.zeros(1)}, once=["b"])
-    ['w']
     """
 
     outer: Tree
     agreed: set[str]
-
-    def apart(self, params: Tree, once: Any) -> list[str]:
-        """Return the names of the parameters that differ between these nodes."""
-        return [name for name in params if name not in self.outer and name not in self.agreed and name not in once]
 
 
 def sent(
     params: Tree, presence: Presence, shared: Shared, comm: Collectives, step: int, once: Sequence[str]
 ) -> Tree:  # fmt: skip
     """Return the parameters that returning nodes begin a step with, `[1 or n, *]`, and record what is sent.
+
+    What a server sends after an exchange is for the nodes that are present next: as many of them as have left need
+    nothing more.
 
     Args:
         params: of the nodes here, `[1 or L, *]`.
@@ -180,39 +174,17 @@ def sent(
     back = presence.returning(step)
     sources, common = sources_of(back, presence, step), Tree()
     if presence.rejoin == "shared":
-        wide = {name: params[name] for name in shared.apart(params, once)}
+        wide = {name: x for name, x in params.items() if name not in {*shared.outer, *shared.agreed, *once}}
         common = shared.outer | _mean(wide, _ids(presence.row(step - 1)), comm)
-    for names, among, counted in messages(list(params), shared, back, presence, step):
-        if counted:
-            senders = [sources[back.index(node)] for node in among]
-            links = Links.of(torch.tensor(senders), torch.tensor(among))
-            comm._announce("permute", {name: params[name] for name in names}, links)
+    num_left = int((presence.row(step - 1) & ~presence.row(step)).sum())
+    on_server = shared.agreed if presence.server else set()
+    for served, first in ((False, 0), (True, num_left)):
+        message = {name: x for name, x in params.items() if (name in on_server) is served}
+        if message and back[first:]:
+            comm._announce("permute", message, Links.of(torch.tensor(sources[first:]), torch.tensor(back[first:])))
     rest = {name: x for name, x in params.items() if name not in common}
     values = {**common, **(comm.fetched(rest, sources, back) if rest else {})}
     return {name: values[name] for name in params}  # in the model's order, by which fragments are cut
-
-
-def messages(
-    names: Sequence[str], shared: Shared, back: Sequence[int], presence: Presence, step: int
-) -> Iterator[tuple[list[str], list[int], bool]]:
-    """Yield which parameters are sent to which returning nodes, and whether that counts as traffic.
-
-    What a server sends after an exchange is for the nodes that are present next: as many of them as have left need
-    nothing more.
-
-    >>> from vecgym.simulation.availability import Facts, Sampled
-    >>> presence = Presence(Sampled(0.5, H=1), Facts(num_nodes=4, num_steps=2, seed=42))
-    >>> presence.present(0), presence.present(1)
-    ((1, 2), (0, 2))
-    >>> [list(messages(["w"], Shared({}, agreed), [0], presence, step=1)) for agreed in (set(), {"w"})]
-    [[(['w'], [0], True)], [(['w'], [0], False)]]
-    """
-    on_server = shared.agreed if presence.server else set()
-    num_left = int((presence.row(step - 1) & ~presence.row(step)).sum())
-    rest, served = [[name for name in names if (name in on_server) is inside] for inside in (False, True)]
-    for some, among, counted in ((rest, back, True), (served, back[num_left:], True), (served, back[:num_left], False)):
-        if some and among:
-            yield some, list(among), counted
 
 
 def sources_of(back: Sequence[int], presence: Presence, step: int) -> list[int]:

@@ -77,7 +77,6 @@ class Scheduled:
         """Yield the events of each tick from `start` on, and the nodes that are pending after it."""
         totals = self.schedule.total_steps
         arrived, begun = [0] * len(totals), set(range(len(totals)))  # begun, not computed yet
-        num_steps = {e.node: e.num_steps for e in self.schedule.events if isinstance(e, Arrival)}
         for tick, happenings in enumerate(self.schedule.updates):
             if tick == start and pending is not None:
                 begun = set(pending)
@@ -87,7 +86,7 @@ class Scheduled:
                     if happening.node in begun:
                         ready = [node for node in sorted(begun) if arrived[node] < totals[node]]
                         rows = ready if self.together else [happening.node]
-                        events += _round(rows, arrived, num_steps)
+                        events += _round(rows, arrived, self.schedule.rules.num_steps)
                         begun.difference_update(rows)
                     arrived[happening.node] += happening.num_steps
                 elif isinstance(happening, Restart):
@@ -97,7 +96,7 @@ class Scheduled:
                 yield events, tuple(sorted(begun))
 
 
-def _round(rows: Sequence[int], steps: Sequence[int], num_steps: dict[int, int]) -> Iterator[Event]:
+def _round(rows: Sequence[int], steps: Sequence[int], num_steps: Sequence[int]) -> Iterator[Event]:
     """Let nodes train a round after `steps` steps. Nodes with a shorter round are left out of the later events."""
     trained = 0
     for until in sorted({num_steps[node] for node in rows}):

@@ -83,31 +83,17 @@ class Group(NamedTuple):
         return [self.first + c * K + i for c in range(self.size) for i in (range(K) if nodes is None else nodes)]
 
 
-@dataclass
-class Draft:
+@dataclass(frozen=True)
+class Draft(State):
     """The state within a tick."""
 
-    tick: int
-    own: dict[str, Any]
-    shared: dict[str, Any]
     batches: Batches
     pure: bool
+    transfers: Sequence[Transfer]
     reports: list[tuple[list[int], Tensor]] = field(default_factory=list)
     columns: dict[str, Any] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)
-    transfers: Sequence[Transfer] = ()
     groups: list[int | None] = field(default_factory=list)  # of a stack: whose each transfer is
-
-    @property
-    def home(self) -> dict[str, Any]:
-        """The one of the two trees that holds parameters and optimizer."""
-        return self.shared if "params" in self.shared else self.own
-
-    @property
-    def params(self) -> Tree:
-        """The parameters, `[1 or rows, *]`."""
-        params: Tree = self.home["params"]
-        return params
 
 
 class Place(NamedTuple):
@@ -166,7 +152,7 @@ class Part:
         self.made = self.counts if event.made is None else simulation.counts_here(event, event.made)
         self.losses: Tensor | None = None
         self.precomputed: Local | None = None  # gradients that were computed together with other groups'
-        self._num_read = self._num_steps = 0
+        self.num_read = self._num_steps = 0
 
     @property
     def nodes(self) -> list[int]:
@@ -200,7 +186,7 @@ class Part:
         return grads
 
     def _precomputed(self, at: Tree | None) -> Local:
-        self._num_read += 1
+        self.num_read += 1
         self.check_reads(at_end=False)
         if at is not None or "params" in self.home.of("params").assigned:
             raise TypeError(
@@ -242,8 +228,7 @@ class Part:
                 num_rows = len(self.rows) // self.size if own else 1
                 inner, grads = inner.wide(num_rows), tree.map(lambda g: _flat(g, self.size, num_rows), grads)
                 max_steps = simulation.table_of(self.event.group).max_steps
-                own_lr = functools.partial(inner.lr, self._later(self.counts), max_steps)
-                lr = own_lr() if lr is None else _each_row(lr, self.size, num_rows)
+                lr = inner.lr(self._later(self.counts), max_steps) if lr is None else _each_row(lr, self.size, num_rows)
             params, slots = inner.step(
                 home.flat("params"), grads, home.flat("optimizer"), self._later(self.made), lr,
                 inplace=self.inplace, nodes=self._ids if own else None, exact=simulation.exact,
@@ -322,28 +307,24 @@ class Part:
 
     def next_batch(self) -> tuple[Any, list[int] | None]:
         """Return the next batch of these rows, and how many of its examples are each row's own; None: all."""
-        self._num_read += 1
+        self.num_read += 1
         self.check_reads(at_end=False)
         batch = next(self._draft.batches, None)
         if batch is None:
             raise ValueError(f"no batch is left for {self.event.what!r} in tick {self.tick}: `read` yields too few.")
         return batch
 
-    def skip_batch(self, declared: bool) -> None:
-        """Count a batch as read that is not needed."""
-        self._num_read += declared
-
     @property
     def read_at(self) -> int | list[int]:
         """The step count at which these rows read next: one number, or one for each row."""
-        return _later(self.counts, self._num_read)
+        return _later(self.counts, self.num_read)
 
     def check_reads(self, *, at_end: bool) -> None:
         """Raise a ValueError if these rows have read more batches than their event declares, or fewer at its end."""
         reads = self.event.reads if self.rows else 0
-        if self._num_read > reads or (at_end and self._num_read < reads):
+        if self.num_read > reads or (at_end and self.num_read < reads):
             raise ValueError(
-                f"{self.event.what!r} in tick {self.tick} reads {self._num_read} batches, but its event has "
+                f"{self.event.what!r} in tick {self.tick} reads {self.num_read} batches, but its event has "
                 f"reads={reads}: the timetable must declare all reads in advance."
             )
 
@@ -379,10 +360,8 @@ class Row(NamedTuple):
         >>> Row(1, torch.zeros(3), (), [Event("train", (0, 2), reads=1)], {}).active
         [0, 2]
         """
-        rows: list[Sequence[int] | None] = [event.rows for event in self.events if event.reads]
-        if self.stack and None not in [event.group for event in self.events if event.reads and event.rows is None]:
-            trained = [(event.group, event.rows) for event in self.events if event.reads]
-            rows = [some if group is None else self.stack[group].rows(some) for group, some in trained]
+        training = [event for event in self.events if event.reads]
+        rows = [e.rows if e.group is None or not self.stack else self.stack[e.group].rows(e.rows) for e in training]
         active = None if None in rows else sorted({row for some in rows for row in some or ()})
         return None if self.stack and active is not None and len(active) == len(self.losses) else active
 
@@ -426,6 +405,7 @@ class Simulation:
         self.place = functools.lru_cache(CACHED_PLACES)(self._place)
 
     large = False
+    whole: Group | None = None  # all rows of a stack, if they can train as one group
     stacked: Sequence[Group] = ()  # the groups, if there are several
     dry = False  # in a dry simulation nothing has values: gradients are shapes, and the optimizer takes no step
 
@@ -510,13 +490,9 @@ class Simulation:
         """Yield which rows read which of their own batches, in order."""
         for events in ticks:
             for event in events:
-                rows, counts = self.readers(event) if event.reads else ([], 0)
+                rows = self.place(event.rows, event.group).rows if event.reads else []
                 for k in range(event.reads if rows else 0):
-                    yield rows, _later(counts, k)
-
-    def readers(self, event: Event) -> Request:
-        """Return the event's rows in this process, and their counts: one number if all are equal."""
-        return self.place(event.rows, event.group).rows, self.counts_here(event, event.counts)
+                    yield rows, _later(self.counts_here(event, event.counts), k)
 
     def counts_here(self, event: Event, counts: int | tuple[int, ...]) -> int | list[int]:
         """Return some counts of an event's rows for those in this process: one number if all are equal."""
@@ -538,10 +514,9 @@ class Simulation:
             state: must not be used afterwards, unless `pure`.
             before: called before each event.
         """
-        draft = self.draft(state, batches, pure)
         self.comm.step = state.tick
         with self.comm.ledger.recording() as transfers:
-            draft.transfers = transfers
+            draft = self.draft(state, batches, pure, transfers)
             for event in events:
                 if before is not None:
                     before(event, draft)
@@ -552,9 +527,9 @@ class Simulation:
         )  # fmt: skip
         return State(state.tick + 1, draft.own, draft.shared), row
 
-    def draft(self, state: State, batches: Batches, pure: bool) -> Draft:
+    def draft(self, state: State, *settings: Any) -> Draft:
         """Return what a tick changes: the trees are the state's, the dicts of names are not."""
-        return Draft(state.tick, dict(state.own), dict(state.shared), batches, pure)
+        return Draft(state.tick, dict(state.own), dict(state.shared), *settings)
 
     def trees(self, draft: Draft, event: Event, place: Place) -> tuple[Rows | SplitRows, Rows, dict[Any, Any], Any]:
         """Return an event's rows of `own` and `shared`, its memo, and where it reports its columns."""
@@ -562,7 +537,7 @@ class Simulation:
 
     def group_of(self, number: int | None) -> Group:
         """Return a group; None: all rows."""
-        return self.groups[0]
+        return self.groups[number] if number is not None else self.whole or self.groups[0]
 
     def table_of(self, group: int | None) -> Timetable:
         """Return a group's timetable."""
@@ -588,7 +563,7 @@ class Simulation:
         num_rows, size = len(part.rows), part.size
         params = part.home.flat("params") if at is None else at
         if self.dry or not num_rows:
-            part.skip_batch(num_rows > 0)
+            part.num_read += num_rows > 0
             wide = tree.map(lambda p: p[:1].expand(num_rows, *p.shape[1:]), params)
             return Local(wide, next(iter(params.values())).new_empty(num_rows), {})
         shared = part.shared.flat("buffers")

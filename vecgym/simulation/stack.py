@@ -56,14 +56,11 @@ class Together:
     """
 
     def __init__(self, groups: Sequence[Group], tables: Sequence[Timetable]) -> None:
-        lengths = [table.length for table in tables]
-        if len(set(lengths)) > 1:
-            raise ValueError(f"the timetables of a stack have {lengths} ticks: they must have the same number.")
-        self.groups, self.tables, self.length = groups, tables, lengths[0]
+        self.groups, self.tables, self.length = groups, tables, tables[0].length
         self.max_steps = max(table.max_steps for table in tables)
 
     def ticks(self, start: int = 0) -> Iterator[list[Event]]:
-        for each in zip(*[table.ticks(start) for table in self.tables]):
+        for each in zip(*[table.ticks(start) for table in self.tables], strict=True):
             yield list(self._side_by_side([[e._replace(group=g) for e in events] for g, events in enumerate(each)]))
 
     def _side_by_side(self, coming: list[list[Event]]) -> Iterator[Event]:
@@ -119,14 +116,12 @@ class Stack(Simulation):
         self, engine: Engine, groups: Sequence[Group], comm: StackedCollectives,
         read: Callable[[Iterator[Request]], Batches], *, minibatch_size: int | None = None,
     ) -> None:  # fmt: skip
-        _check(groups, comm)
         names = tuple(engine.params)
         self.engine, self.comm, self.read, self.minibatch_size, self.exact = engine, comm, read, minibatch_size, False
         self.groups = [group._replace(run=replace(group.run, names=names)) for group in groups]
         self.stacked = self.groups
         self.run, self.algorithm = self.groups[0].run, self.groups[0].algorithm
-        self.num_configs = sum(group.size for group in groups)
-        self.here = range(self.num_configs * self.run.num_nodes)
+        self.here = range(sum(group.size for group in groups) * self.run.num_nodes)
         for group in self.groups:
             for member in group.members or (group.algorithm,):
                 check_run(member, group.run)
@@ -167,7 +162,8 @@ class Stack(Simulation):
                 mine = {name: p[start : start + 1] if len(p) > 1 else p for name, p in params.items()}
                 each.append(algorithm.init(group.run, mine))
                 start += 1
-            rows = [tree.map_leaves(self._rows_of_one, {"buffers": changing, **values}) for values, _ in each]
+            on_nodes = functools.partial(nodes.expanded, num_nodes=self.run.num_nodes)
+            rows = [tree.map_leaves(on_nodes, {"buffers": changing, **values}) for values, _ in each]
             held = joined(rows)
             common.append({name: held.pop(name) for name in self._common() if name in held})
             own[str(number)] = held
@@ -175,10 +171,6 @@ class Stack(Simulation):
             shared[str(number)] = {"buffers": buffers, **joined([values for _, values in each])}
         sizes = [len(group.rows()) for group in self.groups]
         return State(0, {**joined(common, sizes), **own}, shared)
-
-    def _rows_of_one(self, x: Tensor) -> Tensor:
-        """Return the rows of one configuration, from `[1 or K, *]`."""
-        return x.expand(self.run.num_nodes, *x.shape[1:])
 
     def _common(self) -> tuple[str, ...]:
         return COMMON if self.whole is not None else COMMON[:2]
@@ -231,17 +223,12 @@ class Stack(Simulation):
 
     # --------------------------------------------------------------------------------------------------------- events
 
-    def group_of(self, number: int | None) -> Group:
-        if number is not None:
-            return self.groups[number]
-        return self.groups[0] if self.whole is None else self.whole
-
     def table_of(self, group: int | None) -> Timetable:
         return self.tables[group or 0]
 
-    def draft(self, state: State, batches: Batches, pure: bool) -> Draft:
+    def draft(self, state: State, *settings: Any) -> Draft:
         own = {name: dict(x) if name not in COMMON else x for name, x in state.own.items()}
-        return Draft(state.tick, own, {number: dict(x) for number, x in state.shared.items()}, batches, pure)
+        return Draft(state.tick, own, {number: dict(x) for number, x in state.shared.items()}, *settings)
 
     def trees(self, draft: Draft, event: Event, place: Place) -> tuple[Rows | SplitRows, Rows, dict[Any, Any], Any]:
         memo, number = draft.memo.setdefault(event.group, {}), str(event.group)
@@ -269,7 +256,7 @@ class Stack(Simulation):
             self._train(draft, event)
         else:
             super().handle(draft, event, precomputed)
-        draft.groups += [event.group] * (len(draft.transfers) - len(draft.groups))
+        draft.groups.extend([event.group] * (len(draft.transfers) - len(draft.groups)))
 
     def _train(self, draft: Draft, event: Event) -> None:
         """Let several groups train: by one step, or each with its part of the gradients."""
@@ -288,14 +275,13 @@ class Stack(Simulation):
 
     def _train_apart(self, draft: Draft, event: Event, sizes: list[int]) -> None:
         """Let groups of which some share their parameters train one after the other."""
-        (batch, limits), batches, start = next(draft.batches), draft.batches, 0
+        (batch, limits), start = next(draft.batches), 0
         for head, size in zip(event.info, sizes):
             rows = torch.arange(start, start + size)
             mine = nodes.take_rows(batch, rows) if sum(sizes) > 1 else batch
-            draft.batches = iter([(mine, None if limits is None else limits[start : start + size])])
-            self.handle(draft, head)
+            batches = iter([(mine, None if limits is None else limits[start : start + size])])
+            self.handle(replace(draft, batches=batches), head)
             start += size
-        draft.batches = batches
 
     def _place(self, rows: tuple[int, ...] | None, group: int | None = 0) -> Place:
         K, comm = self.run.num_nodes, self.comm
@@ -317,21 +303,6 @@ class Stack(Simulation):
     @functools.cached_property
     def _seeds(self) -> list[int]:
         return [seed for group in self.groups for seed in group.seeds or [group.run.seed] * group.size]
-
-
-def _check(groups: Sequence[Group], comm: StackedCollectives) -> None:
-    if len(comm.node_ids) != comm.num_nodes:
-        raise ValueError("a stack needs all nodes in one process: run its configurations alone in several processes.")
-    K, start = comm.num_nodes, 0
-    for group in groups:
-        if group.first != start or group.run.num_nodes != K or len(group.members) not in (0, group.size):
-            raise ValueError(
-                f"groups must follow one another: one begins at row {group.first} with {group.run.num_nodes} nodes and "
-                f"{len(group.members)} members, where row {start}, {K} nodes and {group.size} members are expected."
-            )
-        start += group.size * K
-    if start == 0:
-        raise ValueError("a stack needs at least one group.")
 
 
 def _split(values: Tree, sizes: list[int]) -> list[Tree]:

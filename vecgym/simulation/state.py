@@ -15,6 +15,7 @@ from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 
 Index = slice | Tensor | None  # some of the rows; None: all of them
+Move = tuple[Tensor, Tensor, Tensor | None]  # a write that is due: to which tensor, from which, and to which rows
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,6 @@ class State:
     def buffers(self) -> Tree:
         """The model's buffers, `[1 or rows, *]`: those that change are each node's own."""
         return {**self.shared.get("buffers", {}), **self.own.get("buffers", {})}
-
-
-class Move(NamedTuple):
-    """A write that is due: to which tensor, from which, and to which rows. `put_back` does all of them last."""
-
-    target: Tensor
-    source: Tensor
-    rows: Tensor | None
 
 
 class Rows:
@@ -263,7 +256,7 @@ def put_back(parts: list[Rows], *, pure: bool) -> None:
                 rows.whole.pop(name, None)
             else:
                 rows.whole[name] = _put(rows, rows.whole.get(name), new, rows.taken(name), pure, moves)
-    targets = {nodes.place(move.target) for move in moves}
+    targets = {nodes.place(target) for target, _, _ in moves}
     sources = [x.clone() if nodes.place(x) in targets else x for _, x, _ in moves]
     for (target, _, index), source in zip(moves, sources):
         target.copy_(source) if index is None else target.index_copy_(0, placed(index, target.device), source)
@@ -292,7 +285,7 @@ def _put(rows: Rows, whole: Any, new: Any, old: Any, pure: bool, moves: list[Mov
     if pure:
         index = _indices(rows)
         return wide if index is None else whole.index_copy(0, placed(index, wide.device), wide)
-    moves.append(Move(whole, wide, rows.index) if isinstance(rows.index, Tensor) else Move(old, wide, None))
+    moves.append((whole, wide, rows.index) if isinstance(rows.index, Tensor) else (old, wide, None))
     return whole
 
 

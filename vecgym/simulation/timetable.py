@@ -40,8 +40,8 @@ class Event(NamedTuple):
         group: of a stack, the group whose nodes are meant, in each of its configurations; None: rows of the whole
             stack, with the groups' own events in `info`.
 
-    >>> Event("train", (0, 2), counts=(5, 4), reads=1).each(num_nodes=3)
-    [(0, 5), (2, 4)]
+    >>> Event("train", (0, 2), counts=(5, 4), reads=1).rows
+    (0, 2)
     """
 
     what: str
@@ -51,11 +51,6 @@ class Event(NamedTuple):
     info: Any = None
     made: int | tuple[int, ...] | None = None
     group: int | None = 0
-
-    def each(self, num_nodes: int) -> list[tuple[int, int]]:
-        """Return every row with its count."""
-        rows = range(num_nodes) if self.rows is None else self.rows
-        return [(row, self.counts if isinstance(self.counts, int) else self.counts[i]) for i, row in enumerate(rows)]
 
 
 class Recurrence(Protocol):
