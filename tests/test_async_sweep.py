@@ -421,7 +421,7 @@ def test_on_an_executor() -> None:
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"compute": None}, ValueError, "AsyncStrategy needs compute="),
     ({"compute": Compute([1.0, 2.0])}, ValueError, "Compute has seconds for 2 nodes and the run has 3"),
-    ({"network": Network([1e6, 1e6])}, ValueError, "the network has 2 nodes and the run 3"),
+    ({"network": Network([1e6, 1e6])}, ValueError, "the network has 2 nodes and the run has 3"),
     ({"compute": 0.4}, TypeError, "compute is of type float; give a vecgym.clock.Compute"),
     ({"compute": {}}, ValueError, "compute is an empty dict"),
     ({"max_updates": 0}, ValueError, "max_updates=0 must be an integer >= 1"),

@@ -832,7 +832,7 @@ def test_exchanges_in_part_lead_from_none_to_all() -> None:
         (lambda: Compute.from_flop(0, 1e12), "flop=0 must be a number > 0"),
         (lambda: Compute.measured([]), "train at least two"),
         (lambda: price([[]], Network(1e9), Compute(1.0)), "give num_nodes"),
-        (lambda: price(ddp(1, 3), Network([1e9, 1e9]), Compute(1.0)), "the network has 2 nodes and the run 3"),
+        (lambda: price(ddp(1, 3), Network([1e9, 1e9]), Compute(1.0)), "the network has 2 nodes and the run has 3"),
         (lambda: price(ddp(1, 3), Network(1e9), Compute([1.0, 1.0])), "seconds for 2 nodes and the run has 3"),
         (lambda: price([*ddp(1, 3), *ddp(1, 2)], Network(1e9), Compute(1.0)), r"runs of \[2, 3\] nodes"),
         (lambda: price([[Transfer("avg", 1, 2)]], Network(1e9), Compute(1.0)), "operation='avg' is not known"),

@@ -157,7 +157,7 @@ def test_with_real_processes(availability: Availability | None) -> None:
         ({"compute": COMPUTE}, ValueError, "compute without network gives no seconds"),
         ({"network": 1e9, "compute": COMPUTE}, TypeError, "network is of type float; give a vecgym.clock.Network"),
         ({"network": NETWORK, "compute": 0.4}, TypeError, "compute is of type float; give a vecgym.clock.Compute"),
-        ({"network": Network([1e9, 1e9]), "compute": COMPUTE}, ValueError, "the network has 2 nodes and the run 4"),
+        ({"network": Network([1e9, 1e9]), "compute": COMPUTE}, ValueError, "the network has 2 nodes and the run has 4"),
         ({"network": NETWORK, "compute": Compute([1.0, 2.0])}, ValueError, "for 2 nodes and the run has 4"),
     ],
 )

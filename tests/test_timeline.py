@@ -124,9 +124,9 @@ def test_where_no_bandwidth_is_enough_it_says_why_and_what_one_message_needs(H: 
 
 
 def test_overlap_helps_where_it_is_missing() -> None:
-    slow = Question(diloco(1), Compute(60.0, overlap=False), 0.99, latency=0.004, options={"all_reduce": "tree"})
+    slow = Question(diloco(1), Compute(60.0, overlap=False), 0.99, Network(1e9, 0.004, all_reduce="tree"))
     assert slow.bandwidth() < math.inf
-    late = replace(slow, latency=0.1)
+    late = replace(slow, network=Network(1e9, 0.1, all_reduce="tree"))
     assert late.bandwidth() == math.inf
     assert late.why_none().endswith("; overlap, Compute(overlap=True).")
     assert replace(late, compute=Compute(60.0)).bandwidth() < math.inf

@@ -114,7 +114,7 @@ def _price_run(args: argparse.Namespace) -> int:
     print(f"{ledger.num_steps} steps of {ledger.num_nodes} nodes, {compute}")
     print(price_table(timelines))
     for a in latencies:
-        question = Question(ledger, compute, args.utilization, a, options=options)
+        question = Question(ledger, compute, args.utilization, Network(float("inf"), a, **options))
         bandwidth = question.bandwidth()
         goal = f"For {100 * args.utilization:g} % computing with a latency of {readable_time(a)}"
         print(question.why_none() if bandwidth == float("inf") else f"{goal}: {readable_bandwidth(bandwidth)}.")

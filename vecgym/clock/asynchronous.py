@@ -197,6 +197,7 @@ class AsyncTimeline(TimelineBase):
     events: Sequence[Happening]
     network: Network | None
     absences: bool = False
+    _counted = "updates by"
 
     @property
     def num_steps(self) -> int:
@@ -226,9 +227,6 @@ class AsyncTimeline(TimelineBase):
                     bars.append(Bar(node, "send", version, end, event.time, f"movement of round {event.round}"))
             idle[node] = end
         return bars
-
-    def __repr__(self) -> str:
-        return self._describe("updates by")
 
 
 def timeline_of(

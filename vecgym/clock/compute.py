@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vecgym.clock.units import numbers, readable_span, readable_time, seconds
+from vecgym.clock.units import check_fits, numbers, readable_span, readable_time, seconds
 from vecgym.core import check, rng
 from vecgym.core.errors import warn
 from vecgym.records.history import History
@@ -137,11 +137,7 @@ class Compute:
         ...
         ValueError: Compute has seconds for 2 nodes and the run has 3: give one number, or [3].
         """
-        if self.num_nodes not in (None, num_nodes):
-            raise ValueError(
-                f"Compute has seconds for {self.num_nodes} nodes and the run has {num_nodes}: give one number, or "
-                f"[{num_nodes}]."
-            )
+        check_fits("Compute has seconds for", self.num_nodes, num_nodes, "one number")
 
     def of_steps(self, num_steps: int, num_nodes: int) -> Tensor:
         """Return the seconds of the first `num_steps` steps of each node, `[T, K]`."""

@@ -161,10 +161,6 @@ def _from_root(n: int, times: int = 1) -> list[tuple[Pairs, float]]:
     return [([(j, i) for i, j in pairs], times) for pairs, _ in _tree(n)]
 
 
-def _tree_broadcast(team: Team, size: Tensor) -> Tensor:
-    return team.rounds(_from_root(team.n), size)
-
-
 def _ring_all_reduce(team: Team, size: Tensor) -> Tensor:
     return 2 * (team.n - 1) * team.ring(size / team.n)
 
@@ -180,10 +176,6 @@ def _halving_doubling(team: Team, size: Tensor) -> Tensor:
     return total
 
 
-def _tree_all_reduce(team: Team, size: Tensor) -> Tensor:
-    return team.rounds(_from_root(team.n) + _tree(team.n), size)
-
-
 def _gloo_all_reduce(team: Team, size: Tensor) -> Tensor:
     """Reduce-scatter and all-gather: segment i leaves after i - 1, once its receiver has i - 2 and has requested i."""
     receivers = torch.arange(team.n)
@@ -194,10 +186,6 @@ def _gloo_all_reduce(team: Team, size: Tensor) -> Tensor:
     carry, request = carry.amax(1), request.amax(1)
     later = (team.n - 1) * segments - 1
     return 2 * (request + later.div(2, rounding_mode="floor") * torch.maximum(request, 2 * carry) + later % 2 * carry)
-
-
-def _ring_all_gather(team: Team, size: Tensor) -> Tensor:
-    return (team.n - 1) * team.ring(size)
 
 
 def _direct_all_gather(team: Team, size: Tensor) -> Tensor:
@@ -213,10 +201,6 @@ def _bruck(team: Team, size: Tensor) -> Tensor:
     return team.rounds([([(i, (i - 2**k) % n) for i in range(n)], min(2**k, n - 2**k)) for k in ks], size)
 
 
-def _tree_all_gather(team: Team, size: Tensor) -> Tensor:
-    return team.rounds(_from_root(team.n, times=team.n) + _tree(team.n, values=True), size)
-
-
 def _chain_broadcast(team: Team, size: Tensor) -> Tensor:
     whole = team.ring(size)  # first, since it determines the order of the ring
     return (team.n - 2) * team.ring(torch.zeros_like(size)) + whole
@@ -229,23 +213,21 @@ def _server(team: Team, size: Tensor) -> Tensor:
 ALL_REDUCE: dict[str, Formula] = {
     "ring": _ring_all_reduce,
     "halving_doubling": _halving_doubling,
-    "tree": _tree_all_reduce,
+    "tree": lambda team, size: team.rounds(_from_root(team.n) + _tree(team.n), size),
     "server": _server,
     "gloo": _gloo_all_reduce,
 }
 ALL_GATHER: dict[str, Formula] = {
-    "ring": _ring_all_gather,
+    "ring": lambda team, size: (team.n - 1) * team.ring(size),
     "direct": _direct_all_gather,
     "halving_doubling": _bruck,
-    "tree": _tree_all_gather,
+    "tree": lambda team, size: team.rounds(_from_root(team.n, team.n) + _tree(team.n, values=True), size),
     "server": lambda team, size: team.to_server(size, team.up) + team.to_server(size * (team.n - 1), team.down),
 }
 BROADCAST: dict[str, Formula] = {
+    **dict.fromkeys(ALL_REDUCE, lambda team, size: team.rounds(_from_root(team.n), size)),
     "ring": _chain_broadcast,
-    "halving_doubling": _tree_broadcast,
-    "tree": _tree_broadcast,
     "server": lambda team, size: team.to_server(size, team.up[:1]) + team.to_server(size, team.down[1:]),
-    "gloo": _tree_broadcast,
 }
 # The seconds of each collective, operation -> algorithm -> formula, for two participants or more.
 FORMULAS: dict[str, dict[str, Formula]] = {

@@ -274,12 +274,8 @@ class Messages(NamedTuple):
     amounts: Tensor
 
 
-class Burst(NamedTuple):
-    """Consecutive messages of a plan with the same exchange: the exchange, their places, and their amounts."""
-
-    exchange: Exchange
-    places: slice
-    amounts: Tensor
+# Consecutive messages of a plan with the same exchange: the exchange, their places, and their amounts.
+Burst = tuple[Exchange, slice, Tensor]
 
 
 class MessagePlan(NamedTuple):
@@ -385,11 +381,8 @@ class Planner:
 
         A part of a parameter's code is called "parameter/part".
         """
-        layers = set()
-        for name in tensors or ("",):
-            parameter = name if name in self._place else name.rpartition("/")[0]
-            layers.add(self._place.get(parameter, 0))
-        return torch.tensor(sorted(layers))
+        parameters = (name if name in self._place else name.rpartition("/")[0] for name in tensors or ("",))
+        return torch.tensor(sorted({self._place.get(name, 0) for name in parameters}))
 
     def _exchange(self, transfer: Transfer) -> Exchange | None:
         # DistributedDataParallel has two all-reduces of gloo in flight; those of NCCL run one after the other.
@@ -417,5 +410,5 @@ def _bursts(transfers: tuple[Messages, ...], order: tuple[tuple[int, int], ...])
     first = 0
     for exchange, places in itertools.groupby(order, lambda place: transfers[place[0]].exchange):
         amounts = torch.stack([transfers[q].amounts[..., m] for q, m in places], -1)
-        yield Burst(exchange, slice(first, first + amounts.shape[-1]), amounts)
+        yield exchange, slice(first, first + amounts.shape[-1]), amounts
         first += amounts.shape[-1]

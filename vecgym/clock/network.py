@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vecgym.clock import cost
 from vecgym.clock.cost import Team
-from vecgym.clock.units import bits_per_second, numbers, readable_bandwidth, readable_span, readable_time
+from vecgym.clock.units import bits_per_second, check_fits, numbers, readable_bandwidth, readable_span, readable_time
 from vecgym.clock.units import latency as seconds
 from vecgym.collectives.base import BUCKET_BYTES
 from vecgym.core import check
@@ -143,10 +143,17 @@ class Network:
         check.instance("members", members, (list, tuple, range), "the ids of nodes, such as [0, 2]")
         num_nodes = 2**31 if self.num_nodes is None else self.num_nodes
         at = torch.tensor([check.index("members", node, num_nodes) for node in members], dtype=torch.long)
+        several = {name: x for name, x in self._links().items() if x.dim() > 0}
+        return self.changed(**{name: x[at] if x.dim() == 1 else x[at[:, None], at] for name, x in several.items()})
+
+    def changed(self, **attributes: Any) -> Network:
+        """Return a copy with other attributes.
+
+        >>> Network(1e9, 0.05).changed(all_reduce="tree")
+        Network(1 Gbit/s, latency=50 ms, all_reduce='tree')
+        """
         network = copy.copy(self)
-        for name, x in self._links().items():
-            if x.dim() > 0:
-                setattr(network, name, x[at] if x.dim() == 1 else x[at[:, None], at])
+        vars(network).update(attributes)
         network.num_nodes = network._size()
         return network
 
@@ -156,17 +163,12 @@ class Network:
         >>> Network([1e9, 1e8]).check(3)
         Traceback (most recent call last):
         ...
-        ValueError: the network has 2 nodes and the run 3: give one bandwidth and one latency, or [3].
+        ValueError: the network has 2 nodes and the run has 3: give one bandwidth and one latency, or [3].
         """
-        if self.num_nodes not in (None, num_nodes):
-            raise ValueError(
-                f"the network has {self.num_nodes} nodes and the run {num_nodes}: give one bandwidth and one latency, "
-                f"or [{num_nodes}]."
-            )
+        check_fits("the network has", self.num_nodes, num_nodes, "one bandwidth and one latency")
 
     def _links(self) -> dict[str, Tensor]:
-        links = {"bandwidth": self.bandwidth, "up": self.up, "down": self.down, "latency": self.latency}
-        return {name: x for name, x in links.items() if x is not None}
+        return {name: x for name in ("bandwidth", "up", "down", "latency") if (x := vars(self)[name]) is not None}
 
     def _size(self) -> int | None:
         sizes = {name: len(x) for name, x in self._links().items() if x.dim() > 0}
@@ -176,19 +178,15 @@ class Network:
         return next(iter(sizes.values()), None)
 
     def __repr__(self) -> str:
-        parts = [
-            ("" if name == "bandwidth" else f"{name}=") + readable_span(x, readable_bandwidth)
-            for name, x in self._links().items()
-            if name != "latency"
-        ]
-        parts += [f"latency={readable_span(self.latency, readable_time)}"] if bool((self.latency > 0).any()) else []
-        parts += [f"{name}={x!r}" for name, x in (("all_reduce", self.all_reduce), ("all_gather", self.all_gather))
-                  if x != "ring"]  # fmt: skip
-        if self.bucket_bytes != BUCKET_BYTES:
-            parts.append(f"bucket_bytes={self.bucket_bytes:g}")
+        links = self._links()
+        links.pop("latency")
+        shown = {name: readable_span(x, readable_bandwidth) for name, x in links.items()}
+        shown |= {"latency": readable_span(self.latency, readable_time)} if bool((self.latency > 0).any()) else {}
+        shown |= {name: repr(x) for name, x in vars(self).items() if name.startswith("all_") and x != "ring"}
+        shown |= {} if self.bucket_bytes == BUCKET_BYTES else {"bucket_bytes": f"{self.bucket_bytes:g}"}
         if self.server_bandwidth != math.inf:
-            parts.append(f"server_bandwidth={readable_bandwidth(self.server_bandwidth)}")
-        return f"Network({', '.join(parts)})"
+            shown["server_bandwidth"] = readable_bandwidth(self.server_bandwidth)
+        return f"Network({', '.join(f'{name}={text}' for name, text in shown.items()).removeprefix('bandwidth=')})"
 
 
 class Routes:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import functools
 import math
 import os
 import textwrap
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -17,16 +19,14 @@ from torch import Tensor, nn
 from vecgym.clock.compute import Compute
 from vecgym.clock.cost import ALL_REDUCE
 from vecgym.clock.network import Network
-from vecgym.clock.timeline import Timeline, price
+from vecgym.clock.timeline import price
 from vecgym.clock.trace import plot_prices
 from vecgym.clock.units import count, readable_bandwidth, readable_span, readable_time
-from vecgym.clock.units import latency as seconds
 from vecgym.collectives.ledger import Ledger, Transfer, readable_bytes
 from vecgym.collectives.stacked import Announced
 from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
-from vecgym.engine import Engine
 from vecgym.records.rows import aligned, counted
 from vecgym.simulation import RunFacts, Simulation
 from vecgym.strategy import Strategy
@@ -99,7 +99,8 @@ def dry_run(
         if p.requires_grad and name not in unused
     }
     run = RunFacts(K, T, seed, num_examples=(1,) * K)  # weights change no bytes
-    simulation = Simulation(cast(Engine, Shapes(params)), strategy, run, comm, nothing_to_read)
+    engine: Any = types.SimpleNamespace(params=params, buffers=Tree(), written=frozenset())
+    simulation = Simulation(engine, strategy, run, comm, nothing_to_read)
     simulation.dry = True
     try:
         state = simulation.init()
@@ -142,19 +143,6 @@ def as_model(model: nn.Module | int | str) -> nn.Module:
     return nn.ModuleDict({**outside, "h": nn.ModuleList(h)})
 
 
-class Shapes:
-    """A stand-in for an engine: parameters that have shapes and no values.
-
-    >>> Shapes({"w": torch.empty(3, device="meta")}).buffers
-    {}
-    """
-
-    written: frozenset[str] = frozenset()
-
-    def __init__(self, params: Tree) -> None:
-        self.params, self.buffers = params, Tree()
-
-
 def required_bandwidth(
     transfers: Ledger | Sequence[Sequence[Transfer]],
     compute: Compute,
@@ -182,7 +170,7 @@ def required_bandwidth(
     8.0
     """
     check.number("utilization", utilization, "(0, 1)", "the fraction of the time in which nodes compute")
-    question = Question(transfers, compute, utilization, seconds("latency", latency), sizes, options)
+    question = Question(transfers, compute, utilization, Network(math.inf, latency, **options), sizes)
     bandwidth = question.bandwidth()
     if bandwidth == math.inf:
         warn(question.why_none())
@@ -195,7 +183,7 @@ class Question:
 
     >>> step = [Transfer("mean", payload_bytes=10**9, num_nodes=2, tensors=("a", "b"))]
     >>> sizes = {"a": 5e8, "b": 5e8}
-    >>> question = Question([step] * 10, Compute(1.0, overlap=False), 0.8, latency=0.1, sizes=sizes)
+    >>> question = Question([step] * 10, Compute(1.0, overlap=False), 0.8, Network(1e9, latency=0.1), sizes)
     >>> question.bandwidth(), question.why_none()[:90]
     (inf, 'No bandwidth is enough for 80 % computing: the latency of 100 ms alone takes 4 s of 14 s. ')
     >>> question.why_none()[90:]
@@ -206,24 +194,20 @@ overlap, Compute(overlap=True).'
     transfers: Ledger | Sequence[Sequence[Transfer]]
     compute: Compute
     utilization: float
-    latency: Any
+    network: Network  # with any bandwidth
     sizes: Mapping[str, float] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
     first: int = 0  # of a ledger, the step from which on the run repeats itself; 0: it ends
 
-    def on(self, bandwidth: float) -> Timeline:
-        """Price the run with this bandwidth on every link."""
-        return price(self.transfers, self.network(bandwidth), self.compute, sizes=self.sizes)
-
-    def network(self, bandwidth: float) -> Network:
-        """Return the network with this bandwidth on every link."""
-        return Network(bandwidth, self.latency, **self.options)
-
     def pace(self, bandwidth: float = math.inf) -> tuple[float, float]:
-        """Return the seconds of the run, or of a step if it repeats itself, and the fraction in which nodes compute."""
+        """Return the seconds of the run, or of a step if it repeats itself, and the fraction in which nodes compute.
+
+        Every link has this bandwidth.
+        """
+        bits = torch.tensor(bandwidth, dtype=torch.float64)
+        network = self.network.changed(bandwidth=bits, up=None, down=None)
         if self.first:
-            return pace(cast(Ledger, self.transfers), self.first, self.network(bandwidth), self.compute)
-        timeline = self.on(bandwidth)
+            return pace(cast(Ledger, self.transfers), self.first, network, self.compute)
+        timeline = price(self.transfers, network, self.compute, sizes=self.sizes)
         return float(timeline.seconds), float(timeline.utilization)
 
     def reached(self, bandwidth: float = math.inf) -> bool:
@@ -244,34 +228,35 @@ overlap, Compute(overlap=True).'
 
     def why_none(self) -> str:
         """Explain why no bandwidth is enough, and what would help."""
-        (total, _), (alone, computing) = self.pace(), replace(self, latency=0.0).pace()
+        no_latency = torch.zeros((), dtype=torch.float64)
+        (total, _), (alone, computing) = self.pace(), self._with(latency=no_latency).pace()
         problem = f"No bandwidth is enough for {100 * self.utilization:g} % computing: "
         slack = alone * (computing / self.utilization - 1)  # seconds that messages may take
         if slack <= 0:
             used = f"{100 * computing:.3g} %"
             return f"{problem}nodes wait for the slowest, and compute for {used} of the time without any network."
         remedies = "; ".join(self._remedies(math.ceil((total - alone) / slack)))
-        latency = readable_span(torch.as_tensor(self.latency), readable_time)
+        latency = readable_span(self.network.latency, readable_time)
         lost = f"{readable_time(total - alone)} of {readable_time(total)}{' a step' if self.first else ''}"
         return f"{problem}the latency of {latency} alone takes {lost}. Possible remedies: {remedies}."
 
     def _remedies(self, rarer: int) -> Iterator[str]:
         """Yield the changes of which each one makes some bandwidth enough."""
         yield f"{rarer} times fewer exchanges"
-        if self.options.get("bucket_bytes") != math.inf:
+        if self.network.bucket_bytes != math.inf:
             least = self._with(bucket_bytes=math.inf).bandwidth()
             figure = readable_bandwidth(least) if least < math.inf else "not enough by itself"
             yield f"one message per exchange, bucket_bytes=math.inf: {figure}"
         for name in sorted(ALL_REDUCE.keys() - {"gloo", "server"}):
-            if name != self.options.get("all_reduce", "ring") and self._with(all_reduce=name).reached():
+            if name != self.network.all_reduce and self._with(all_reduce=name).reached():
                 yield f"all_reduce={name!r}"
         overlapping = copy.copy(self.compute)
         overlapping.overlap = True
         if not self.compute.overlap and replace(self, compute=overlapping).reached():
             yield "overlap, Compute(overlap=True)"
 
-    def _with(self, **options: Any) -> Question:
-        return replace(self, options={**self.options, **options})
+    def _with(self, **attributes: Any) -> Question:
+        return replace(self, network=self.network.changed(**attributes))
 
 
 def pace(ledger: Ledger, first: int, network: Network, compute: Compute) -> tuple[float, float]:
@@ -362,9 +347,7 @@ class Family:
     def required_bandwidth(self, H: int, network: Network, utilization: float) -> tuple[float, str | None]:
         """Return the bandwidth that this H needs in place of the network's; if none is enough, inf and the reason."""
         ledger, first = self.ledger(H)
-        names = ("all_reduce", "all_gather", "bucket_bytes", "server_bandwidth")
-        options = {name: getattr(network, name) for name in names}
-        question = Question(ledger, self.compute, utilization, network.latency, options=options, first=first)
+        question = Question(ledger, self.compute, utilization, network, first=first)
         bandwidth = question.bandwidth()
         return bandwidth, question.why_none() if bandwidth == math.inf else None
 
@@ -414,11 +397,8 @@ class Family:
             return False
 
     def _dry_run(self, H: int, rounds: int) -> tuple[Ledger, int]:
-        strategy = self.make(H)
-        delays = [exchange.delay for exchange in getattr(strategy, "exchanges", ())]
-        latest_of_all = max((max(x) if isinstance(x, tuple) else x for x in delays), default=0)
-        first = H * max(rounds, latest_of_all // H + 1)
-        ledger = dry_run(self.model, strategy, self.num_nodes, 2 * first)
+        first = H * rounds
+        ledger = dry_run(self.model, self.make(H), self.num_nodes, 2 * first)
         if (lag := latest(ledger)) >= first:
             return self.ledger(H, lag + 1)
         return lengthened(ledger, first, DRAWN_STEPS if self.compute.sigma else 0), first
@@ -594,8 +574,7 @@ def price_strategies(
     families = {name: Family(model, make, num_nodes, compute) for name, make in makers.items()}
     rows: list[dict[str, Any]] = []
     for bucket_bytes in dict.fromkeys((network.bucket_bytes, math.inf)):
-        on = copy.copy(network)
-        on.bucket_bytes = bucket_bytes
+        on = network.changed(bucket_bytes=bucket_bytes)
         priced = [row for name, family in families.items() for row in _rows(name, family, periods, on, utilization)]
         for row in priced:
             days = row["seconds_per_step"] * max_steps / SECONDS_PER_DAY
@@ -662,17 +641,14 @@ class Schedules:
         Raises:
             ValueError: if there is no time for a single exchange.
         """
-        low, high = 0, self.max_steps + 1  # `low` exchanges fit, `high` do not
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = self.seconds(spread(self.max_steps, middle)) <= budget_seconds
-            low, high = (middle, high) if fits else (low, middle)
-        if low == 0:
+        counts = range(1, self.max_steps + 1)
+        most = bisect.bisect_right(counts, budget_seconds, key=lambda n: self.seconds(spread(self.max_steps, n)))
+        if most == 0:
             raise ValueError(
                 f"budget_seconds={budget_seconds!r} leaves no time for an exchange: a run with one exchange takes "
                 f"{self.seconds(spread(self.max_steps, 1)):.4g} s."
             )
-        return low
+        return most
 
 
 def spread(num_steps: int, count: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vecgym.clock.compute import BLOCK, FORWARD, Compute
-from vecgym.clock.messages import NEVER, MessagePlan, Passage, Planner
+from vecgym.clock.messages import NEVER, MessagePlan, Planner
 from vecgym.clock.network import Network, Routes
 from vecgym.clock.trace import Bar, Delivery, Need, PerNode, StepRecord, TimelineBase, bars
 from vecgym.collectives.ledger import Ledger, Transfer
@@ -47,7 +47,7 @@ class Clock:
         zero = torch.zeros(num_nodes, dtype=torch.float64)
         self.begin, self.computed, self.sent, self.received = zero, zero, zero, zero
         self._up = self._down = torch.zeros(num_nodes + 1, dtype=torch.float64)
-        self._due: dict[int, list[Need]] = {}
+        self.due: dict[int, list[Need]] = {}  # step -> the messages that its forward pass waits for
         self.records: list[StepRecord] | None = None
 
     def plans(self, transfers: Sequence[Transfer]) -> tuple[MessagePlan, ...]:
@@ -61,14 +61,9 @@ class Clock:
     def ends(self) -> Tensor:
         """When each node had ended the last step and received what the next one needs, `[K]`."""
         ends = self.begin
-        for need in self._due.get(self.step, ()):
+        for need in self.due.get(self.step, ()):
             ends = torch.maximum(ends, need.arrival)
         return ends
-
-    @property
-    def next_due(self) -> int | None:
-        """The next step whose forward pass waits for a message; None if there is none."""
-        return min(self._due, default=None)
 
     def idle(self, seconds: Tensor) -> Tensor:
         """Make steps of `[n, K]` seconds without messages; return when each node ended each step, `[n, K]`."""
@@ -97,7 +92,7 @@ class Clock:
 
     def _times(self) -> tuple[list[tuple[int, float]], Tensor]:
         """Return all that later steps depend on: what is needed when, and the times of nodes, links and arrivals."""
-        due = [(step - self.step, need) for step, needs in sorted(self._due.items()) for need in needs]
+        due = [(step - self.step, need) for step, needs in sorted(self.due.items()) for need in needs]
         arrivals = [need.arrival.expand(self.num_nodes) for _, need in due]
         return [(steps, need.rest) for steps, need in due], torch.cat([self.begin, self._up, self._down, *arrivals])
 
@@ -124,9 +119,9 @@ class Clock:
             return torch.where(x > first, x + count * step, x)
 
         self.begin, self._up, self._down = later(self.begin), later(self._up), later(self._down)
-        self._due = {
+        self.due = {
             at + count: [need._replace(arrival=later(need.arrival), step=need.step + count) for need in needs]
-            for at, needs in self._due.items()
+            for at, needs in self.due.items()
         }
         self.step += count
         self.computed = self.computed + count * seconds
@@ -136,7 +131,7 @@ class Clock:
 
     def advance(self, seconds: Tensor, plans: tuple[MessagePlan, ...] = ()) -> None:
         """Make one step in which the nodes compute for `seconds`, `[K]`, and send the messages of `plans`."""
-        needs = self._due.pop(self.step, [])
+        needs = self.due.pop(self.step, [])
         begin, forward = self.begin, self._forward(seconds, needs)
         self.begin = forward + seconds * (1 - FORWARD)
         self.computed = self.computed + seconds
@@ -156,8 +151,13 @@ class Clock:
     def _send(self, which: int, plan: MessagePlan, forward: Tensor, backward: Tensor) -> Delivery:
         """Send the messages of a plan. A weight w in (0, 1) scales every delay that they cause by w."""
         ready = forward[:, None] + backward[:, None] * plan.leaves  # [K, M]
-        before = self._up, self._down
-        arrival, up, down = self._pass(plan, ready)
+        before = up, down = self._up, self._down
+        arrivals = []
+        for exchange, places, amounts in plan.bursts:
+            arrival, up, down = exchange.run(ready[:, places], amounts, up, down)
+            arrivals.append(arrival)
+        if len(arrivals) > 1:  # otherwise a column for all nodes, if it arrives everywhere at once
+            arrival = torch.cat([x.expand(self.num_nodes, -1) for x in arrivals], 1)
         w = plan.weight
         if isinstance(w, Tensor) or w != 1:
             up, down = (old + w * (new - old) for old, new in zip(before, (up, down)))
@@ -167,18 +167,9 @@ class Clock:
         for lag, place, rest, nodes in plan.needs:
             due = arrival[:, place] if nodes is None else arrival[:, place].where(nodes, NEVER)
             need = Need(due, rest, self.step, which, place)
-            self._due.setdefault(self.step + 1 + lag, []).append(need)
+            self.due.setdefault(self.step + 1 + lag, []).append(need)
         self.sent, self.received = self.sent + plan.busy[0], self.received + plan.busy[1]
         return Delivery(plan, ready, *before, arrival)
-
-    def _pass(self, plan: MessagePlan, ready: Tensor) -> Passage:
-        up, down, arrivals = self._up, self._down, []
-        for exchange, places, amounts in plan.bursts:
-            arrival, up, down = exchange.run(ready[:, places], amounts, up, down)
-            arrivals.append(arrival)
-        if len(arrivals) == 1:  # a column for all nodes, if it arrives everywhere at once
-            return Passage(arrivals[0], up, down)
-        return Passage(torch.cat([x.expand(self.num_nodes, -1) for x in arrivals], 1), up, down)
 
 
 @dataclass(frozen=True, repr=False)
@@ -199,8 +190,8 @@ class Timeline(TimelineBase):
     >>> timeline = price(steps, Network("8 Gbit/s"), Compute(1.0))
     >>> timeline
     Timeline(6 steps of 2 nodes: 8 s, 75.0 % computing)
-    >>> timeline.num_nodes, timeline.num_steps, len(timeline.transfers), timeline.network
-    (2, 6, 1, Network(8 Gbit/s))
+    >>> timeline.num_nodes, timeline.num_steps, timeline.network
+    (2, 6, Network(8 Gbit/s))
     >>> timeline.step_seconds, timeline.per_node.waited
     (tensor([1., 2., 4., 5., 6., 8.], dtype=torch.float64), tensor([2., 2.], dtype=torch.float64))
     """
@@ -209,16 +200,12 @@ class Timeline(TimelineBase):
     step_utilization: Tensor
     network: Network
     _run: PricedRun = field(compare=False)
+    _counted = "steps of"
 
     @property
     def num_steps(self) -> int:
         """T, the number of steps."""
         return len(self.step_seconds)
-
-    @property
-    def transfers(self) -> list[Transfer]:
-        """The distinct transfers of the run."""
-        return list(self._run.kinds)
 
     def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:
         """Return what every node did in the steps from `first` to before `last`; see `vecgym.clock.trace.bars`.
@@ -239,9 +226,6 @@ class Timeline(TimelineBase):
         [3.0, 5.0]
         """
         return self._run.records(*self._within(first, last))
-
-    def __repr__(self) -> str:
-        return self._describe("steps of")
 
 
 def price(
@@ -343,25 +327,19 @@ class PricedRun:
         """Yield when each node ended each step, `[n, K]` for several steps at a time."""
         while clock.step < len(computed):
             step = clock.step
-            repeats = self._num_repeats(step, len(computed))
+            # The first step that sends something else.
+            until = next((t for t in range(step, len(computed)) if self.steps[t] != self.steps[step]), len(computed))
             plans = clock.plans(self._transfers(step))
             if plans:
-                yield clock.repeat(computed[step : step + repeats], plans)
+                yield clock.repeat(computed[step:until], plans)
                 continue
             # The step before a message is due ends when the message arrives, so it is made by itself.
-            until = step + repeats if clock.next_due is None else min(step + repeats, clock.next_due - 1)
+            until = min([until, *(due - 1 for due in clock.due)])
             if until > step:
                 yield clock.idle(computed[step:until])
             else:
                 clock.advance(computed[step])
                 yield clock.ends[None]
-
-    def _num_repeats(self, step: int, end: int) -> int:
-        """Return how many steps from this one on send the same."""
-        last = step + 1
-        while last < end and self.steps[last] == self.steps[step]:
-            last += 1
-        return last - step
 
     def _transfers(self, step: int) -> list[Transfer]:
         return [self.kinds[kind] for kind in self.steps[step]]
@@ -414,7 +392,7 @@ class RunningClock:
     def __init__(self, network: Network, compute: Compute, ledger: Ledger) -> None:
         assert ledger.num_nodes is not None
         self.compute, self._clock = compute, Clock(network, compute, ledger.num_nodes, ledger.sizes)
-        self._step_seconds: Tensor | None = None
+        self._step_seconds = compute.of_steps(0, ledger.num_nodes)
         kinds, steps = ledger.by_step()
         computing = ledger.computing()
         for i, step in enumerate(steps):
@@ -423,14 +401,10 @@ class RunningClock:
     def step(self, transfers: Sequence[Transfer], computing: Tensor | None = None) -> tuple[float, float]:
         """Make a step; `computing`, bool `[K]`: which nodes compute, None: all. Return seconds and utilization."""
         clock = self._clock
-        seconds = self._seconds(clock.step)
+        if clock.step >= len(self._step_seconds):  # times are drawn for many steps at once
+            self._step_seconds = self.compute.of_steps((clock.step // BLOCK + 1) * BLOCK, clock.num_nodes)
+        seconds = self._step_seconds[clock.step]
         clock.advance(seconds if computing is None else seconds.where(computing, 0.0), clock.plans(transfers))
         ends = clock.ends
         utilization = (clock.computed / ends).where(ends > 0, 1.0)
         return float(ends.max()), float(utilization.mean())
-
-    def _seconds(self, step: int) -> Tensor:
-        """Return how long the nodes compute in a step, `[K]`; times are drawn for many steps at once."""
-        if self._step_seconds is None or step >= len(self._step_seconds):
-            self._step_seconds = self.compute.of_steps((step // BLOCK + 1) * BLOCK, self._clock.num_nodes)
-        return self._step_seconds[step]

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,10 +178,9 @@ def save_trace(timeline: TimelineBase, path: str | os.PathLike[str], first: int 
     """
     events: list[dict[str, object]] = []
     for node in range(timeline.num_nodes):
-        events.append({"ph": "M", "pid": node, "name": "process_name", "args": {"name": f"node {node}"}})
-        for thread, name in enumerate(("compute", "link")):
-            thread_name = {"ph": "M", "pid": node, "tid": thread, "name": "thread_name", "args": {"name": name}}
-            events.append(thread_name)
+        threads = (("process_name", 0, f"node {node}"), ("thread_name", 0, "compute"), ("thread_name", 1, "link"))
+        for what, thread, name in threads:
+            events.append({"ph": "M", "pid": node, "tid": thread, "name": what, "args": {"name": name}})
     for bar in timeline.bars(first, last):
         args: dict[str, object] = {"step": bar.step}
         if bar.kind == "wait":
@@ -286,12 +285,10 @@ def plot_timeline(
     last = min(timeline.num_steps, first + MAX_STEPS) if last is None else check.integer("last", last)
     if not first < min(last, timeline.num_steps):
         raise ValueError(f"first={first}, last={last}: give 0 <= first < last, with first < {timeline.num_steps}.")
-    if axes is not None:
-        check.instance("axes", axes, Axes, "the axes of a figure, or None")
     rows = min(timeline.num_nodes, MAX_NODES)
-    figure = None
     if axes is None:
-        figure, (axes,) = new_figure(9, 1.3 + 0.45 * rows)
+        _, (axes,) = new_figure(9, 1.3 + 0.45 * rows)
+    check.instance("axes", axes, Axes, "the axes of a figure, or None")
     bars = [bar for bar in timeline.bars(first, last) if bar.node < rows]
     begin, end = min(bar.begin for bar in bars), max(bar.end for bar in bars)
     for bar in bars:
@@ -305,25 +302,19 @@ def plot_timeline(
     kinds = {bar.kind for bar in bars}
     legend = [Patch(facecolor=COLOURS[i], label=label) for kind, (label, i) in KINDS.items() if kind in kinds]
     axes.legend(handles=legend, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
-    return axes.figure if figure is None else done(figure, title, path)  # type: ignore[return-value]
+    return done(axes.figure, title, path)  # type: ignore[arg-type]
 
 
 def _draw(axes: Axes, bar: Bar, colour: str, least: float) -> None:
     """Draw a bar; label a wait longer than `least` with the node that was waited for."""
-    link = bar.kind == "send"
-    axes.broken_barh(
-        [(bar.begin, bar.end - bar.begin)],
-        (bar.node + 0.2, 0.18) if link else (bar.node - 0.35, 0.5),
-        facecolor=colour,
-        edgecolor="white",
-        linewidth=0.3,
-    )
+    place = (bar.node + 0.2, 0.18) if bar.kind == "send" else (bar.node - 0.35, 0.5)
+    axes.broken_barh([(bar.begin, bar.end - bar.begin)], place, facecolor=colour, edgecolor="white", linewidth=0.3)
     if bar.kind == "wait" and bar.waits_for is not None and bar.end - bar.begin > least:
         middle = (bar.begin + bar.end) / 2
         axes.text(middle, bar.node - 0.12, f"node {bar.waits_for}", ha="center", va="center", fontsize=7)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TimelineBase:
     """What every node did when, in a synchronous or an asynchronous run.
 
@@ -339,6 +330,7 @@ class TimelineBase:
     per_node: PerNode
     compute: Compute
 
+    _counted: ClassVar[str]  # what `num_steps` counts
     plot = plot_timeline  # as methods: their first argument is a timeline
     save_trace = save_trace
 
@@ -362,9 +354,9 @@ class TimelineBase:
         first = check.integer("first", first, 0, "the first step, or update, counted from 0")
         return min(first, self.num_steps), min(end, self.num_steps)
 
-    def _describe(self, what: str) -> str:
+    def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}({self.num_steps} {what} {self.num_nodes} nodes: "
+            f"{type(self).__name__}({self.num_steps} {self._counted} {self.num_nodes} nodes: "
             f"{readable_time(float(self.seconds))}, {100 * float(self.utilization):.1f} % computing)"
         )
 

@@ -22,6 +22,14 @@ _BANDWIDTH = re.compile(_NUMBER + r"([kKMGT]i?|)(bit|bits|b|B|byte|bytes)(?:/s|p
 _TIME = re.compile(_NUMBER + f"({'|'.join(PARTS_OF_A_SECOND)})\\s*")
 
 
+def _parts(name: str, text: str, pattern: re.Pattern[str], kind: str, give: str) -> tuple[Any, ...]:
+    """Return the number at the beginning of a text, and the other groups of the pattern."""
+    match = pattern.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{name}={text!r} is not {kind}: give {give}.")
+    return float(match[1]), *match.groups()[1:]
+
+
 def bits_per_second(name: str, value: Any) -> float:
     """Return a bandwidth in bits per second, from a number > 0 or a text such as "1 Gbit/s" or "100 MB/s" (bytes).
 
@@ -36,17 +44,12 @@ def bits_per_second(name: str, value: Any) -> float:
     Traceback (most recent call last):
     ...
     ValueError: bandwidth='1 Gb' is not a bandwidth: give bits per second as a number > 0, or as a text such as \
-"1 Gbit/s" or "100 MB/s" (b and bit: bits, B: bytes).
+"1 Gbit/s" or "100 MB/s" (b: bits, B: bytes).
     """
     if isinstance(value, str):
-        match = _BANDWIDTH.fullmatch(value)
-        if match is None or float(match[1]) == 0:
-            raise ValueError(
-                f"{name}={value!r} is not a bandwidth: give bits per second as a number > 0, or as a text such as "
-                '"1 Gbit/s" or "100 MB/s" (b and bit: bits, B: bytes).'
-            )
-        bits = 8.0 if match[3] in ("B", "byte", "bytes") else 1.0
-        return float(match[1]) * {**PREFIXES, **BINARY}[match[2]] * bits
+        give = 'bits per second as a number > 0, or as a text such as "1 Gbit/s" or "100 MB/s" (b: bits, B: bytes)'
+        number, prefix, unit = _parts(name, value, _BANDWIDTH, "a bandwidth", give)
+        value = number * {**PREFIXES, **BINARY}[prefix] * (8.0 if unit in ("B", "byte", "bytes") else 1.0)
     return check.number(name, value, "(0, inf]", 'bits per second, or a text such as "1 Gbit/s"')
 
 
@@ -61,10 +64,8 @@ def count(name: str, value: Any) -> int:
     """
     give = 'a whole number >= 1, or a text such as "150M" or "1.5B"'
     if isinstance(value, str):
-        match = _COUNT.fullmatch(value)
-        if match is None:
-            raise ValueError(f"{name}={value!r} is not a count: give {give}.")
-        value = round(float(match[1]) * COUNTS[match[2]])
+        number, prefix = _parts(name, value, _COUNT, "a count", give)
+        value = round(number * COUNTS[prefix])
     return check.integer(name, value, what=give)
 
 
@@ -81,13 +82,9 @@ def seconds(name: str, value: Any) -> float:
     (0.05, 0.05, 2e-05)
     """
     if isinstance(value, str):
-        match = _TIME.fullmatch(value)
-        if match is None:
-            raise ValueError(
-                f"{name}={value!r} is not a time: give seconds as a number, or as a text with a unit, such as "
-                '"50 ms" or "0.4 s".'
-            )
-        value = float(match[1]) / PARTS_OF_A_SECOND[match[2]]
+        give = 'seconds as a number, or as a text with a unit, such as "50 ms" or "0.4 s"'
+        number, unit = _parts(name, value, _TIME, "a time", give)
+        value = number / PARTS_OF_A_SECOND[unit]
     return check.number(name, value, "[0, inf)", 'seconds, or a text such as "50 ms"')
 
 
@@ -140,6 +137,16 @@ def numbers(name: str, value: Any, parse: Callable[[str, Any], float], dims: int
         shapes = "a number or [K]" if dims == 1 else "a number, [K] or [K, K]"
         raise ValueError(f"{name} has shape {list(parsed.shape)}; give {shapes}.")
     return parsed
+
+
+def check_fits(what_has: str, num_nodes: int | None, of_the_run: int, give: str) -> None:
+    """Raise a ValueError unless a network or compute times fit the run's number of nodes; None fits any.
+
+    >>> check_fits("Compute has seconds for", None, 3, "one number")
+    """
+    if num_nodes not in (None, of_the_run):
+        had = f"{what_has} {num_nodes} nodes and the run has {of_the_run}"
+        raise ValueError(f"{had}: give {give}, or [{of_the_run}].")
 
 
 def readable_bandwidth(bits: float) -> str:
