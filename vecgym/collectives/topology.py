@@ -171,9 +171,9 @@ def torus(num_nodes: int) -> Tensor:
     num_nodes = check.integer("num_nodes", num_nodes)
     if num_nodes == 1:
         return complete(1)
-    a = next((a for a in range(math.isqrt(num_nodes), 1, -1) if num_nodes % a == 0), None)
-    if a is None:
-        near = [n for n in range(max(4, num_nodes - 2), num_nodes + 3) if not _is_prime(n)]
+    a = _largest_factor(num_nodes)
+    if a == 1:
+        near = [n for n in range(max(4, num_nodes - 2), num_nodes + 3) if _largest_factor(n) > 1]
         raise ValueError(
             f'topology="torus" arranges the nodes in a x b = K with a, b >= 2, but K={num_nodes} is prime: give '
             f'num_nodes={" or ".join(map(str, near))}, or topology="ring".'
@@ -398,5 +398,6 @@ def _cycle(num_nodes: int) -> Tensor:
     return eye.roll(1, 0) + eye.roll(-1, 0)
 
 
-def _is_prime(n: int) -> bool:
-    return n > 1 and all(n % a for a in range(2, math.isqrt(n) + 1))
+def _largest_factor(n: int) -> int:
+    """Return the largest a with a b = n and a <= b; 1 if n is prime."""
+    return next(a for a in range(math.isqrt(n), 0, -1) if n % a == 0)

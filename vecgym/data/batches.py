@@ -237,9 +237,7 @@ class Batches:
         steps = itertools.count(start) if stop is None else range(start, check.integer("stop", stop, 0))
         return self._source.stream(map(self._request, steps))
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield all batches from step 0 on, endlessly."""
-        return self.iterate()
+    __iter__ = iterate
 
     def _request(self, step: int) -> tuple[int, Tensor]:
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)

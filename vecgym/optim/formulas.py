@@ -294,8 +294,7 @@ class AdamStep(torch.autograd.Function):
     """Map p, g, m, v and w1, b2, w2, c2, a, eps to p', m', v'; the tensors must be such that `adam_applies` is true.
 
     m' = m + w1 (g - m);  v' = b2 v + w2 g^2;  p' = p - a m' / (sqrt(v') / c2 + eps). The order of operations is the
-    formula's, and so are the bits. If the gradient is itself differentiated, it is computed by the formula, operation
-    by operation.
+    formula's, and so are the bits. The gradient can itself be differentiated, any number of times.
 
     >>> g, zero = torch.tensor([2.0], requires_grad=True), torch.zeros(1)
     >>> p, m, v = AdamStep.apply(torch.tensor([1.0]), g, zero, zero, 0.5, 0.5, 0.5, 1.0, 0.1, 0.0)
@@ -311,17 +310,15 @@ class AdamStep(torch.autograd.Function):
         new_p = p - (a * new_m).div_(new_v.sqrt().div_(c2).add_(eps))
         tensors = [x for x in scalars if isinstance(x, Tensor)]
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in scalars]
-        ctx.save_for_backward(p, g, m, v, new_m, new_v, *tensors)
+        ctx.save_for_backward(g, m, v, new_m, new_v, *tensors)
         ctx.set_materialize_grads(False)
         return new_p, new_m, new_v
 
     @staticmethod
     def backward(ctx: Any, *by: Tensor | None) -> Any:
-        p, g, m, v, new_m, new_v, *tensors = ctx.saved_tensors
+        g, m, v, new_m, new_v, *tensors = ctx.saved_tensors
         tensor_scalars = iter(tensors)
         scalars = [next(tensor_scalars) if x is None else x for x in ctx.numbers]
-        if torch.is_grad_enabled():  # the backward pass will be differentiated, too
-            return _adam_by_the_formula([p, g, m, v, *scalars], ctx.needs_input_grad, by)
         return _adam_slopes((g, m, v, new_m, new_v), scalars, ctx.needs_input_grad, by)
 
 
@@ -332,17 +329,21 @@ def adam_applies(tensors: list[Tensor]) -> bool:
 
 
 def _adam_slopes(saved: tuple[Tensor, ...], scalars: list[Scalar], needed: Any, by: Any) -> tuple[Tensor | None, ...]:
-    """Return the derivatives with respect to p, g, m, v and the scalars, given those with respect to p', m', v'."""
+    """Return the derivatives with respect to p, g, m, v and the scalars, given those with respect to p', m', v'.
+
+    They are themselves differentiable: where a derivative is 0 by definition, no infinity is multiplied by it.
+    """
     g, m, v, new_m, new_v = saved
     w1, b2, w2, c2, a, eps = scalars
     by_p, by_m, by_v = (torch.zeros_like(g) if x is None else x for x in by)
-    root_v = new_v.sqrt()
+    root_v = root(new_v) if torch.is_grad_enabled() else new_v.sqrt()
     denominator = (root_v / c2).add_(eps)
     over = by_p / denominator
     by_m = by_m - a * over
     by_denominator = (over * new_m).div_(denominator).mul_(a)
     # The root has derivative 0 at 0, as in the formula.
-    by_v = by_v + (by_denominator / (2 * c2)).div_(root_v).masked_fill_(new_v == 0, 0)
+    still = new_v == 0
+    by_v = by_v + (by_denominator / (2 * c2)).div_(root_v.masked_fill(still, 1)).masked_fill_(still, 0)
     slopes: list[Tensor | None] = [
         by[0],
         (w1 * by_m).addcmul_(w2 * g, by_v, value=2) if needed[1] else None,
@@ -365,23 +366,6 @@ def _adam_slopes(saved: tuple[Tensor, ...], scalars: list[Scalar], needed: Any, 
 def _wide(x: Tensor, like: Tensor) -> list[int]:
     """Return the shape of x, with leading ones up to the dimensions of `like`."""
     return [1] * (like.dim() - x.dim()) + list(x.shape)
-
-
-@torch.enable_grad()
-def _adam_by_the_formula(inputs: list[Any], needed: Any, by: Any) -> tuple[Tensor | None, ...]:
-    # Views, since one input may depend on another, as g does on p, which is not part of this step.
-    inputs = [x.view_as(x) if isinstance(x, Tensor) else x for x in inputs]
-    p, g, m, v, w1, b2, w2, c2, a, eps = inputs
-    new_m, new_v = adam_moments(g, m, v, w1, b2, w2)
-    after = adam_moved(p, new_m, new_v, c2, a, eps), new_m, new_v
-    # In a first step perhaps only the learning rate requires grad: then the moments do not.
-    outputs = [(out, x) for out, x in zip(after, by) if x is not None and out.requires_grad]
-    if not outputs:
-        return (None,) * len(inputs)
-    variables = [x for x, is_needed in zip(inputs, needed) if is_needed]
-    outs, grads = zip(*outputs)
-    slopes = iter(torch.autograd.grad(outs, variables, grads, create_graph=True, allow_unused=True))
-    return tuple(next(slopes) if is_needed else None for is_needed in needed)
 
 
 # -------------------------------------------------------------------------------------------------- kernels
@@ -445,17 +429,14 @@ ELEMENTWISE: dict[type[torch.optim.Optimizer], Formula] = {
     optimizers.FedAdagrad: _adaptive(optimizers.adagrad_moment),
 }
 _MUON = Formula(("momentum_buffer",), muon, kernel=optimizers.muon, decoupled=True, of_matrices=True)
-_OF_MATRICES: dict[type[torch.optim.Optimizer], Formula] = {
+_PRECISE: dict[str, Any] = {"body": functools.partial(muon, full_precision=True), "kernel": FullPrecisionMuon._kernel}
+# All classes that run stacked.
+FORMULAS: dict[type[torch.optim.Optimizer], Formula] = {
+    **ELEMENTWISE,
     Muon: _MUON,
-    FullPrecisionMuon: replace(
-        _MUON, body=functools.partial(muon, full_precision=True), kernel=optimizers.full_precision_muon
-    ),
+    FullPrecisionMuon: replace(_MUON, **_PRECISE),
     DionMuon: replace(_MUON, body=dion_muon, kernel=optimizers.dion_muon),
 }
-# All classes that run stacked.
-FORMULAS = {**ELEMENTWISE, **_OF_MATRICES}
 
 
-def stacked_names() -> str:
-    """Name the optimizers that run stacked, for messages."""
-    return ", ".join(cls.__name__ for cls in FORMULAS)
+STACKED_NAMES = ", ".join(cls.__name__ for cls in FORMULAS)  # for messages

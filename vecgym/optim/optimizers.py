@@ -6,6 +6,7 @@ A step is in place. Its `params`, `grads` and each slot are lists with an entry 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -133,11 +134,6 @@ def _step_along(
         for i, update in zip(layers, orthogonal(joined).split([len(updates[i]) for i in layers])):
             params[i].mul_(1 - h.lr * h.weight_decay)
             params[i].add_(update.reshape(params[i].shape), alpha=-h.lr * muon_lr_ratio(adjust, *shape))
-
-
-def full_precision_muon(params: list[Tensor], grads: list[Tensor], slots: Lists, h: Any) -> None:
-    """Take one step of `FullPrecisionMuon`."""
-    muon(params, grads, slots, h, full_precision=True)
 
 
 def muon_lr_ratio(adjust_lr_fn: str | None, num_rows: int, num_columns: int) -> float:
@@ -410,7 +406,7 @@ class FullPrecisionMuon(MatrixOptimizer):
             [ 0., -1.]])
     """
 
-    _kernel = full_precision_muon
+    _kernel: Callable[..., None] = functools.partial(muon, full_precision=True)
 
     def __init__(
         self,
@@ -477,7 +473,7 @@ class Muon(FullPrecisionMuon):
     True
     """
 
-    _kernel: Callable[..., None] = muon
+    _kernel = muon
 
 
 if hasattr(torch.optim, "Muon"):

@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 from vecgym.core.devices import placed
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree, differentiated, leaves, map_leaves, per_node
-from vecgym.optim.formulas import FORMULAS, NUMBER, OPTIONAL, stacked_names
+from vecgym.optim.formulas import FORMULAS, NUMBER, OPTIONAL, STACKED_NAMES
 from vecgym.optim.optimizers import FIRST, Lists, in_parts
 
 OptState = dict[str, Any]  # {"step": int64 [1 or L], slot: Tree, ...}: nested dicts of tensors
@@ -123,10 +123,8 @@ class _Group:
         self.names = tuple(names)
         self.base_lr = base_lr  # the rule's, if the group has its own learning rate
         if spec.cls not in FORMULAS:
-            raise ValueError(
-                f"param_groups returned optim={spec.cls.__name__!r}, which does not run stacked: allowed are "
-                f"{stacked_names()}"
-            )
+            name = spec.cls.__name__
+            raise ValueError(f"param_groups returned optim={name!r}, which does not run stacked: give {STACKED_NAMES}")
         self.formula = FORMULAS[spec.cls]
         self.kernel = self.formula.kernel or _functional(spec.cls)
         hyper = in_parts(spec.hyper)
@@ -394,7 +392,7 @@ class PerNodeRule:
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(
                 f"{spec.cls.__name__} evaluates the loss again inside of step(closure), which is not supported:"
-                f" use one of {stacked_names()}, or a class whose step() needs no closure"
+                f" use one of {STACKED_NAMES}, or a class whose step() needs no closure"
             )
         self.spec = spec
         # {the parameters' form: their optimizers}, at most one: building an optimizer takes longer than its step
@@ -424,7 +422,7 @@ class PerNodeRule:
         if any(_differentiated(x) for x in tensors):
             raise ValueError(
                 f"{self.spec.cls.__name__} has no pure body and cannot be differentiated: use one of"
-                f" {stacked_names()}, or detach what requires grad"
+                f" {STACKED_NAMES}, or detach what requires grad"
             )
         if "tensors" not in state:
             raise ValueError(f"a state of {list(state)} is not for {self.spec!r}: create it with rule.init(params)")
