@@ -205,10 +205,11 @@ def test_defaults_and_quick_fill_in_what_is_not_given(monkeypatch):
     for argv in (["compare"], ["compare", "--quick"], ["compare", "--quick", "--steps", "77"]):
         assert main(argv) == 1
     full, quick, mixed = map(vars, seen)
-    assert {name: full[name] for name in compare.DEFAULTS} == compare.DEFAULTS
-    assert {name: quick[name] for name in compare.QUICK} == compare.QUICK
-    assert {name: mixed[name] for name in compare.QUICK} == {**compare.QUICK, "steps": 77}
-    for settings in (compare.DEFAULTS, compare.QUICK):
+    defaults, quick_ones = ({name: row[i] for name, row in compare.OPTIONS.items()} for i in (1, 2))
+    assert {name: full[name] for name in defaults} == defaults
+    assert {name: quick[name] for name in defaults} == quick_ones
+    assert {name: mixed[name] for name in defaults} == {**quick_ones, "steps": 77}
+    for settings in (defaults, quick_ones):
         assert settings["steps"] % settings["H"] == 0  # so that the last step ends with an exchange
         assert settings["width"] % settings["heads"] == 0
 

@@ -14,13 +14,19 @@ from vecgym.core.errors import DivergenceError
 
 STRATEGIES = ("allreduce", "fedavg", "diloco")  # by default
 
-# Default options, and those of --quick.
-DEFAULTS: dict[str, Any] = {
-    "steps": 700, "batch_size": 4, "context": 64, "width": 64, "layers": 2, "heads": 2, "H": 20, "lr": 6e-3,
-    "outer_lr": 0.7, "outer_momentum": 0.6,
-}  # fmt: skip
-QUICK: dict[str, Any] = {**DEFAULTS, "steps": 200, "context": 32, "width": 32, "H": 10}
-
+# Option -> its kind, its default, that of --quick, and its help.
+OPTIONS: dict[str, tuple[Callable[[str], Any], float, float, str]] = {
+    "steps": (count, 700, 200, "optimizer steps of each node"),
+    "batch_size": (count, 4, 4, "examples per node and step"),
+    "context": (count, 64, 32, "characters that the model sees at once"),
+    "width": (count, 64, 32, "size of the embedding of a character"),
+    "layers": (count, 2, 2, "transformer blocks"),
+    "heads": (count, 2, 2, "attention heads; must divide the width"),
+    "H": (count, 20, 10, "steps between exchanges of fedavg and diloco"),
+    "lr": (positive, 6e-3, 6e-3, "peak learning rate of AdamW, with warm-up and cosine decay"),
+    "outer_lr": (positive, 0.7, 0.7, "learning rate of diloco's outer optimizer, SGD with Nesterov momentum"),
+    "outer_momentum": (positive, 0.6, 0.6, "its momentum; the paper's 0.9 suits longer runs"),
+}
 NUM_EVALUATIONS = 10  # of a run, besides the one at the start
 VAL_SIZE = 128  # windows of text per evaluation
 
@@ -29,13 +35,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Train a small character-level GPT on 8 nodes with each strategy. Print the validation loss of each strategy and
     the bytes that each node sends, and draw both as curves. By default this takes one to two minutes."""
     parser.epilog = "example: vecgym compare --text book.txt --strategies allreduce diloco --H 50"
-
-    def add(option: str, kind: Callable[[str], Any], about: str) -> None:
-        name = option.lstrip("-").replace("-", "_")
-        default, quick = DEFAULTS[name], QUICK[name]
-        values = f"{default:g}" if default == quick else f"{default:g}; with --quick {quick:g}"
-        parser.add_argument(option, type=kind, metavar="X" if kind is positive else "N", help=f"{about} ({values})")
-
     parser.add_argument(
         "--text", metavar="FILE", help="UTF-8 text to train on (the source of Python's standard library)"
     )
@@ -44,16 +43,10 @@ def options(parser: argparse.ArgumentParser) -> None:
         help=f"the strategies to compare ({' '.join(STRATEGIES)}); vecgym info lists all of them",
     )  # fmt: skip
     parser.add_argument("--num-nodes", type=count, default=8, metavar="N", help="K (8)")
-    add("--steps", count, "optimizer steps of each node")
-    add("--batch-size", count, "examples per node and step")
-    add("--context", count, "characters that the model sees at once")
-    add("--width", count, "size of the embedding of a character")
-    add("--layers", count, "transformer blocks")
-    add("--heads", count, "attention heads; must divide the width")
-    add("--H", count, "steps between exchanges of fedavg and diloco")
-    add("--lr", positive, "peak learning rate of AdamW, with warm-up and cosine decay")
-    add("--outer-lr", positive, "learning rate of diloco's outer optimizer, SGD with Nesterov momentum")
-    add("--outer-momentum", positive, "its momentum; the paper's 0.9 suits longer runs")
+    for name, (kind, default, quick, about) in OPTIONS.items():
+        about += f" ({default:g})" if default == quick else f" ({default:g}; with --quick {quick:g})"
+        metavar = "X" if kind is positive else "N"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=about)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of initialisation and data order (0)")
     parser.add_argument(
         "--seeds", type=count, default=1, metavar="N",
@@ -68,9 +61,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, value in (QUICK if args.quick else DEFAULTS).items():
+    for name, (_, default, quick, _) in OPTIONS.items():
         if getattr(args, name) is None:
-            setattr(args, name, value)
+            setattr(args, name, quick if args.quick else default)
     strategies = {name: make_strategy(name, args) for name in dict.fromkeys(args.strategies)}
     trainers = {seed: _trainer(args, seed) for seed in range(args.seed, args.seed + args.seeds)}
     num_params = sum(p.numel() for p in trainers[args.seed].model.parameters())
@@ -94,10 +87,10 @@ def run(args: argparse.Namespace) -> int:
             runs.setdefault(name, {})[seed] = trainer.history
     except (KeyboardInterrupt, DivergenceError):
         print(f"\n{name} stopped early; its history so far is in {folder}", file=sys.stderr)
+        raise
+    finally:
         if runs:
             _report(runs, sent, args)
-        raise
-    _report(runs, sent, args)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib.util
 import inspect
 import math
@@ -19,13 +20,10 @@ ENGINES = ("auto", "vmap", "loop")  # as in vecgym.engine, whose import would im
 
 def _above_0(kind: Callable[[str], float], what: str) -> Callable[[str], float]:
     def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-        return value
+        with contextlib.suppress(ValueError):
+            if 0 < (value := kind(text)) < math.inf:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
 
     return parse
 
