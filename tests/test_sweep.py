@@ -81,7 +81,7 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.averages import Weighting
-from vecgym.sweeps.chunk import Work, chunk_of, prepared_engine
+from vecgym.sweeps.chunk import Chunk, Work, prepared_engine
 from vecgym.sweeps.options import points
 
 K = 4
@@ -723,7 +723,7 @@ def test_the_first_of_a_stack_may_diverge() -> None:
 def test_exchanges_that_are_alike_are_one(make: Any, grid: dict[str, Any], sizes: list[int]) -> None:
     runner = run_sweep(make, grid, dry_run=True)._runner
     configs = runner.programs[0].configs
-    chunk = chunk_of(Work(configs), runner.options, prepared_engine(configs, runner.options), {})
+    chunk = Chunk(Work(configs), runner.options, prepared_engine(configs, runner.options), {})
     assert [group.size for group in chunk.simulation.groups] == sizes
 
 
@@ -1002,7 +1002,7 @@ def test_results_of_another_form_are_named(kept_file: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("path", "kind", "message"),
     [
-        (True, TypeError, "resume=True must be the path of a file"),
+        (True, TypeError, "resume=True must be a path"),
         ("FOLDER", ValueError, "is a folder; give a file, such as"),
         ("/proc/none/sweep.pt", ValueError, "cannot be written to"),
     ],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from vecgym.clock.asynchronous import AsyncTimeline, TimesOf, timeline_of
 from vecgym.clock.compute import Compute
@@ -13,7 +15,7 @@ from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches
 from vecgym.engine import Engine
 from vecgym.simulation import Row, RunFacts, Simulation
-from vecgym.simulation.events import Arrival, Schedule, Stop, schedule, updates_of
+from vecgym.simulation.events import Schedule, Stop, schedule, updates_of
 from vecgym.simulation.state import Metrics
 from vecgym.strategy.asynchronous import EventDriven
 
@@ -101,22 +103,17 @@ class Updates(Simulation):
         strategy.check_updates(K, self.timetable.length)
 
     def metrics(self, row: Row) -> Metrics:
-        """Return the metrics of an update: a node's loss is the mean over its round, nan without one."""
-        arrivals, K = self.schedule.arrivals(row.tick), self.run.num_nodes
-        outer_lr = self.strategy.server_rate(self.schedule.updates[row.tick - 1], K)
-        active = sorted({arrival.node for arrival in arrivals})
-        last, nodes = last_steps(arrivals)
-        lr = self.strategy.inner.lr(last, self.timetable.max_steps, nodes)  # a number, or one for each arrival
-        return Metrics(row.losses, lr, active, outer_lr, row.transfers)
+        """Return the metrics of an update."""
+        return metrics_of(self.strategy, self.schedule, row.tick, row.losses)._replace(transfers=row.transfers)
 
 
-def last_steps(arrivals: Sequence[Arrival]) -> tuple[list[int], list[int]]:
-    """Return the last step of the round of each arrival, and its node.
-
-    >>> last_steps([Arrival(9.0, 2, round=1, version=1, staleness=0, first_step=4, num_steps=3, begin=5.0, end=8.0)])
-    ([6], [2])
-    """
-    return [x.first_step + x.num_steps - 1 for x in arrivals], [x.node for x in arrivals]
+def metrics_of(strategy: EventDriven, schedule: Schedule, update: int, losses: Tensor) -> Metrics:
+    """Return the metrics of an update, counted from 1: a node's loss is the mean over its round, nan without one."""
+    arrivals = schedule.arrivals(update)
+    outer_lr = strategy.server_rate(schedule.updates[update - 1], len(schedule.rules.num_steps))
+    last, nodes = [x.first_step + x.num_steps - 1 for x in arrivals], [x.node for x in arrivals]
+    lr = strategy.inner.lr(last, schedule.max_steps, nodes)  # a number, or one for each arrival
+    return Metrics(losses, lr, sorted(set(nodes)), outer_lr)
 
 
 OF_NODES = ("val_losses", "consensus_distance", "consensus_distance_before")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
-from vecgym.collectives.ledger import Ledger, bytes_of
+from vecgym.collectives.ledger import Ledger
 from vecgym.core import nodes, tree
 from vecgym.core.devices import fetched, placed_as
 from vecgym.core.tree import Tree
@@ -25,15 +25,13 @@ from vecgym.records import runfile
 from vecgym.records.columns import START
 from vecgym.records.history import History
 from vecgym.records.rows import Row
-from vecgym.runs.async_plan import last_steps, recorded_of
+from vecgym.runs.async_plan import metrics_of, recorded_of
 from vecgym.runs.evaluation import distance_of, distances_of, evaluated_columns
 from vecgym.runs.recorder import StepRows, add_losses, mean_rate
 from vecgym.simulation import Event, RunFacts, State
 from vecgym.simulation.simulation import Draft, Request
 from vecgym.simulation.stack import Stack
 from vecgym.simulation.state import Metrics, Result
-from vecgym.strategy.asynchronous import EventDriven
-from vecgym.strategy.base import Strategy
 from vecgym.strategy.per_rank import as_strategy
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.groups import groups_of
@@ -53,9 +51,8 @@ class Curve:
 
     Attributes:
         status: how it ended.
-        columns: `train_losses` and `active` `[T, K]`, `lr` and `seconds` `[T]`, `bytes` `[T, 3]`, sent, received and
-            handed over. Of asynchronous runs also `outer_lr`, nan where there is none, `nodes_per_call`, and `totals`
-            `[T, 3]`, all bytes up to there.
+        columns: `train_losses` and `active` `[T, K]`, `lr` and `seconds` `[T]`, `bytes` `[T, 4]`: sent in the step,
+            and sent, received and handed over so far.
         evaluations: the columns of evaluations, with the step of each, packed as the rows of a file.
         average: the parameters and buffers of the averaged model, where they are kept.
         ledger: what was sent, as `Ledger.state`, where nodes may be absent: it is not known without training.
@@ -74,15 +71,10 @@ class Curve:
         self.last = {**NOTHING, "steps": len(losses)}
         if len(losses):
             self.last["train_loss"] = float(losses[-1][active[-1]].mean()) if active[-1].any() else np.nan
-            self.last["bytes_total"] = float(self.totals[-1, 0])
+            self.last["bytes_total"] = float(self.columns["bytes"][-1, 1])
         for row in runfile.unpacked_rows(self.evaluations):
             metrics = [name for name in row if name.startswith("val_") and isinstance(row[name], float)]
             self.last |= {name: row[name] for name in (*NOTHING, *metrics) if name in row}
-
-    @property
-    def totals(self) -> np.ndarray:
-        """All bytes up to each step, sent, received and handed over, `[T, 3]`."""
-        return self.columns["totals"].numpy() if "totals" in self.columns else self.columns["bytes"].numpy().cumsum(0)
 
     def history(self, settings: dict[str, Any], config: Configuration) -> History:
         """Return the rows that `Trainer.fit` alone would have recorded."""
@@ -97,25 +89,23 @@ class Curve:
 
     def _rows(self, config: Configuration, rows: StepRows) -> Iterator[Row]:
         """Yield the rows of steps of all nodes, or of updates of a server, without their evaluations."""
-        plan, presence = config.plan, config.presence()
-        facts = RunFacts(config.num_nodes, config.num_steps, config.settings["seed"], presence)
-        sent, lrs, seconds = (self.columns[name].tolist() for name in ("bytes", "lr", "seconds"))
-        total = self.totals.tolist()
+        plan, presence, strategy = config.plan, config.presence(), config.strategy
+        facts = RunFacts(config.num_nodes, config.num_steps, config.settings["seed"], presence, schedule=plan)
+        table: Any = None if plan is None else strategy.timetable(facts)
+        num_bytes, lrs, seconds = (self.columns[name].tolist() for name in ("bytes", "lr", "seconds"))
         for t, (losses, active) in enumerate(zip(self.columns["train_losses"], self.columns["active"])):
             trained = None if bool(active.all()) else active.nonzero().flatten().tolist()
-            metrics, num_bytes = Metrics(losses, lrs[t], trained), (sent[t][0], *total[t])
             if plan is None:
-                metrics = metrics._replace(outer_lr=config.strategy.outer_rate(facts, t))
+                metrics = Metrics(losses, lrs[t], trained, strategy.outer_rate(facts, t))
                 if presence is not None:
                     there, never = int(presence.row(t).sum()), presence.never_present(t)
                     metrics = metrics._replace(num_present=there, num_never_present=never)
-                row = rows.of_step(t + 1, metrics, num_bytes, seconds[t])
+                row = rows.of_step(t + 1, metrics, num_bytes[t], seconds[t])
             else:
-                outer_lr, per_call = (float(self.columns[name][t]) for name in ("outer_lr", "nodes_per_call"))
-                metrics = metrics._replace(outer_lr=None if np.isnan(outer_lr) else outer_lr)
+                metrics = metrics_of(strategy, plan, t + 1, losses)
                 epoch, num_examples = plan.epoch(t + 1, config.train), plan.seen(t + 1, config.train)
-                row = rows.of_step(t + 1, metrics, num_bytes, seconds[t], epoch, num_examples)
-                row.update(plan.columns(t + 1), nodes_per_call=None if np.isnan(per_call) else per_call)
+                row = rows.of_step(t + 1, metrics, num_bytes[t], seconds[t], epoch, num_examples)
+                row.update(table.columns(t + 1))
             add_losses(row, losses, trained)
             yield row
 
@@ -127,14 +117,11 @@ class Curve:
 class Observed:
     """The records of C configurations in T steps, in arrays `[T, C, *]`; see `Curve`."""
 
-    def __init__(self, num_steps: int, num_configs: int, num_nodes: int, updates: bool) -> None:
+    def __init__(self, num_steps: int, num_configs: int, num_nodes: int) -> None:
         shape = (num_steps, num_configs)
-        three, one = ["bytes"], ["seconds", "lr"]  # numbers of each step
-        if updates:
-            three, one = [*three, "totals"], [*one, "nodes_per_call", "outer_lr"]
         self.arrays = {
             "train_losses": np.full((*shape, num_nodes), np.nan), "active": np.ones((*shape, num_nodes), dtype=bool),
-            **{name: np.zeros((*shape, 3)) for name in three}, **{name: np.full(shape, np.nan) for name in one},
+            "bytes": np.zeros((*shape, 4)), "seconds": np.full(shape, np.nan), "lr": np.full(shape, np.nan),
         }  # fmt: skip
         self.evaluations: list[dict[int, dict[str, Any]]] = [{} for _ in range(num_configs)]  # step -> columns
 
@@ -187,6 +174,9 @@ class Work:
 class Chunk:
     """C configurations of equal number of nodes and steps, trained from the start or from where they were left.
 
+    Asynchronous ones have one plan: the same happens in all of them at the same time. Their steps are updates of the
+    server; how far the nodes are apart before an exchange is not measured.
+
     Args:
         work: what it has to do, with those next to one another that can do something in one call; see `groups_of`.
         engine: prepared; see `prepared_engine`.
@@ -201,8 +191,8 @@ class Chunk:
         self.configs, self.options, self.engine, self.curves = work.configs, options, engine, curves
         self.training = list(range(len(self.configs)))
         self.num_steps = self.configs[0].num_steps
-        asynchronous = self.configs[0].strategy.asynchronous
-        self.observed = Observed(self.num_steps, len(self.configs), self.configs[0].num_nodes, asynchronous)
+        self.plan = self.configs[0].plan
+        self.observed = Observed(self.num_steps, len(self.configs), self.configs[0].num_nodes)
         self._start, self._before = 0.0, 0.0  # the clock at the start, and the seconds before that
         self._begin()
         self.partial = work.partial
@@ -212,8 +202,8 @@ class Chunk:
     def steps(self) -> Iterator[int]:
         """Train, and yield after each step how many steps of all configurations are done, or need not be done.
 
-        It ends after the last step, or when all configurations have diverged. Then comes `end`, and `close` whatever
-        happens.
+        It ends after the last step, or when all configurations have diverged. Then comes `end`, and whatever happens
+        `simulation.close`.
         """
         self._start = time.perf_counter() - self._before
         ticks, ahead = itertools.tee(self.simulation.timetable.ticks(self.state.tick))
@@ -224,7 +214,7 @@ class Chunk:
         for events in ticks:
             step, count = self.state.step + 1, len(self.training)
             evaluated = step == self.num_steps or (interval is not None and step % interval == 0)
-            diverged = self.step(events, evaluated)
+            diverged = self.step(events, measured=evaluated and self.plan is None)
             for c in diverged:
                 self.curves[self.configs[c].index] = self.curve(c, DIVERGED)
             if self.training and evaluated:
@@ -242,10 +232,6 @@ class Chunk:
             self.curves[self.configs[c].index] = self.curve(c, FINISHED)
         self.partial = None
 
-    def close(self) -> None:
-        """End the threads of engine and strategies."""
-        self.simulation.close()
-
     def keep(self) -> None:
         """Keep what has been done so far; strategies written for one rank, which are not pure, cannot be continued."""
         for c in self.training:
@@ -253,7 +239,7 @@ class Chunk:
         begun = [config.index for config in self.configs]
         partial = {
             "begun": begun, "left": [begun[c] for c in self.training], "steps": self.state.step,
-            "state": vars(self.state),
+            "state": vars(self.state), "ledgers": [ledger.state() for ledger in self.ledgers],
         }  # fmt: skip
         self.partial = partial if self.pure else None
 
@@ -282,7 +268,6 @@ class Chunk:
         self.configs = [self.configs[c] for c in order]
         self.presences: list[Any] = [runs[c].presence for c in order]
         some_rest = [strategies[c].trains(runs[c]) is not None for c in order]
-        self._steady: dict[int, list[float]] = {}  # the learning rates of groups whose rates never change
         self.pure = all(strategy.pure for strategy in strategies)
         self._groups = [number for number, group in enumerate(groups) for _ in range(group.size)]
         num_nodes = self.configs[0].num_nodes
@@ -291,7 +276,7 @@ class Chunk:
             minibatch_size=self.configs[0].settings["minibatch_size"],
         )  # fmt: skip
         self.state: Any = self.simulation.init(self._initial())
-        self.ledgers = [Ledger() for _ in order]
+        self.ledgers = [Ledger() for _ in groups]
         for ledger in self.ledgers:
             ledger.announce(num_nodes, self.simulation.comm.ledger.sizes)
 
@@ -325,47 +310,43 @@ class Chunk:
         if measured and not distances:
             distances = self._distances(self.state.own, self.state.shared, step)
         losses = row.losses.cpu().double().view(len(self.configs), -1).numpy()  # [C, K]
-        columns = self._columns(row)
-        self.observed.put(step, train_losses=losses, seconds=time.perf_counter() - self._start, **columns)
-        diverged = self._diverged(losses, columns["active"])
+        active, seconds = self._active(row), time.perf_counter() - self._start
+        lr, num_bytes = self._rates(step) if self.plan is None else np.nan, self._num_bytes(step, row)
+        self.observed.put(step, train_losses=losses, active=active, lr=lr, bytes=num_bytes, seconds=seconds)
+        diverged = self._diverged(losses, active)
         for c in self.training if distances else []:
             self.observed.evaluated(c, step + 1, consensus_distance_before=distances[c])
         return diverged
 
-    def _columns(self, row: Any) -> dict[str, Any]:
-        """Return what else is recorded of a step."""
+    def _active(self, row: Any) -> np.ndarray:
+        """Return which nodes of each configuration have trained, `[C, K]`; of an update, those that arrived."""
         active: np.ndarray = np.full((len(self.configs), self.configs[0].num_nodes), row.active is None)
-        if row.active is not None:
+        if self.plan is not None:
+            active[:] = False
+            active[:, [arrival.node for arrival in self.plan.arrivals(row.tick)]] = True
+        elif row.active is not None:
             active.flat[row.active] = True
-        step = row.tick - 1
-        return {"active": active, "lr": self._rates(step), "bytes": self._sent(step, row)}
+        return active
 
     def _rates(self, step: int) -> list[float]:
         """Return the inner learning rate of each configuration; where nodes differ, their mean."""
         rates: list[float] = []
-        for number, group in enumerate(self.simulation.groups):
-            of_group = self._steady.get(number)
-            if of_group is None:
-                of_group = self._rates_of(group, self.simulation.tables[number], step)
-                if not group.algorithm.inner.changes and type(group.algorithm).rates is Strategy.rates:
-                    self._steady[number] = of_group
-            rates += of_group
+        for group, table in zip(self.simulation.groups, self.simulation.tables):
+            there = group.run.there(step)
+            own = None if group.run.presence is None else list(range(group.run.num_nodes) if there is None else there)
+            lr, _ = group.algorithm.rates(table, step, own)
+            if group.size > 1 and isinstance(lr, Tensor) and lr.numel() > 1:
+                rates += lr.detach().reshape(group.size, -1).double().mean(1).tolist()
+            else:
+                rates += [mean_rate(lr)] * group.size
         return rates
 
-    def _rates_of(self, group: Any, table: Any, step: int) -> list[float]:
-        presence, there = group.run.presence, group.run.there(step)
-        own = None if presence is None else list(range(group.run.num_nodes) if there is None else there)
-        lr, _ = group.algorithm.rates(table, step, own)
-        return _means(lr, group.size)
-
-    def _sent(self, step: int, row: Any) -> list[tuple[float, float, float]]:
-        """Return what a node of each configuration has sent, received and handed over."""
-        each = [row.sent_by(number) for number in range(len(self.simulation.groups))]
-        sums = [bytes_of(transfers) for transfers in each]
-        for c, presence in enumerate(self.presences):
-            if presence is not None:
-                self.ledgers[c].add(step, each[self._groups[c]], presence.computing(step))
-        return [sums[number] for number in self._groups]
+    def _num_bytes(self, step: int, row: Any) -> list[tuple[float, ...]]:
+        """Return what a node of each configuration has sent in the step, and sent, received and handed over so far."""
+        for number, (group, ledger) in enumerate(zip(self.simulation.groups, self.ledgers)):
+            presence = group.run.presence
+            ledger.add(step, row.sent_by(number), None if presence is None else presence.computing(step))
+        return [(self.ledgers[g].step_bytes, *self.ledgers[g].totals) for g in self._groups]
 
     def _distances(self, own: Any, shared: Any, tick: int) -> list[float]:
         """Return how far the nodes of each configuration are apart."""
@@ -397,15 +378,15 @@ class Chunk:
             measured = State(self.state.tick, {"params": params, "buffers": buffers}, {})
             columns = dict(enumerate(self._evaluated(self.configs, measured, Result(params))))
         for c in self.training:
-            if shown := self._shown(columns[c]):
+            config, shown = self.configs[c], columns[c]
+            if config.plan is not None:
+                shown = recorded_of(config.strategy, config.num_nodes, shown)
+            if shown:
                 self.observed.evaluated(c, self.state.step, **shown)
 
     def _evaluated(self, configs: Sequence[Configuration], measured: Any, result: Result) -> list[dict[str, Any]]:
         comm = StackedCollectives(len(configs) * configs[0].num_nodes)
         return evaluated_columns(self.engine, measured, [config.val for config in configs], comm, result)
-
-    def _shown(self, columns: dict[str, Any]) -> dict[str, Any]:
-        return columns
 
     def curve(self, c: int, status: str) -> Curve:
         """Return what a configuration has recorded so far."""
@@ -416,7 +397,7 @@ class Chunk:
             average = {n: x.detach().to("cpu", copy=True) for n, x in nodes.mean(values, result.members).items()}
         curve = self.observed.curve(c, self.state.step, status, average)
         if self.presences[c] is not None:
-            curve.ledger = self.ledgers[c].state()
+            curve.ledger = self.ledgers[self._groups[c]].state()
         return curve
 
     def _load(self, partial: dict[str, Any], curves: dict[int, Curve]) -> None:
@@ -424,68 +405,12 @@ class Chunk:
         self.training = [c for c, config in enumerate(self.configs) if config.index in partial["left"]]
         state = placed_as(partial["state"], vars(self.state), self.engine.device)
         self.state = State(state["tick"], state["own"], state["shared"])
+        for ledger, saved in zip(self.ledgers, partial["ledgers"]):
+            ledger.load(saved)
         for c in self.training:
             curve = curves[self.configs[c].index]
             self.observed.load(c, curve)
-            self._load_ledger(self.ledgers[c], curve)
             self._before = float(curve.columns["seconds"][-1]) if self.state.step > 0 else 0.0
-
-    def _load_ledger(self, ledger: Ledger, curve: Curve) -> None:
-        if curve.ledger is not None:
-            ledger.load(curve.ledger)
-
-
-class AsyncChunk(Chunk):
-    """Asynchronous configurations of one plan: the same happens in all of them at the same time.
-
-    Their steps are updates of the server. How far the nodes are apart before an exchange is not measured: all are
-    evaluated with the server's parameters.
-    """
-
-    def step(self, events: Sequence[Event], measured: bool) -> list[int]:
-        return super().step(events, measured=False)
-
-    def _columns(self, row: Any) -> dict[str, Any]:
-        sent = [row.sent_by(number) for number in self._groups]
-        for ledger, transfers in zip(self.ledgers, sent):
-            ledger.add(row.tick - 1, transfers)
-        plan: Any = self.configs[0].plan
-        active: np.ndarray = np.zeros((len(self.configs), self.configs[0].num_nodes), dtype=bool)
-        active[:, [arrival.node for arrival in plan.arrivals(row.tick)]] = True
-        per_call = self.simulation.tables[0].columns(row.tick)["nodes_per_call"]
-        return {
-            "active": active, "bytes": [bytes_of(transfers) for transfers in sent],
-            "totals": [ledger.totals for ledger in self.ledgers],
-            "nodes_per_call": np.nan if per_call is None else per_call, **self._each_rates(plan, row.tick),
-        }  # fmt: skip
-
-    def _each_rates(self, plan: Any, tick: int) -> dict[str, list[float]]:
-        """Return the learning rates of each configuration, of the nodes and of the server; nan where there is none."""
-        rates = dict[str, list[float]](lr=[], outer_lr=[])
-        for group in self.simulation.groups:
-            strategy: EventDriven = group.algorithm
-            steps, nodes = last_steps(plan.arrivals(tick))
-            if group.size == 1:
-                lr = strategy.inner.lr(steps, plan.max_steps, nodes)
-            else:
-                lr = strategy.inner.wide(len(nodes)).lr(steps * group.size, plan.max_steps)
-            outer_lr = strategy.server_rate(plan.updates[tick - 1], group.run.num_nodes)
-            rates["lr"] += _means(lr, group.size)
-            rates["outer_lr"] += _means(np.nan if outer_lr is None else outer_lr, group.size)
-        return rates
-
-    def _shown(self, columns: dict[str, Any]) -> dict[str, Any]:
-        return recorded_of(self.configs[0].strategy, self.configs[0].num_nodes, columns)
-
-    def _load_ledger(self, ledger: Ledger, curve: Curve) -> None:
-        if len(curve.totals):
-            ledger.total_bytes, ledger.total_received_bytes, ledger.total_payload_bytes = map(float, curve.totals[-1])
-
-
-def chunk_of(work: Work, options: SweepOptions, engine: Engine, curves: dict[int, Curve]) -> Chunk:
-    """Return what trains these configurations; for the arguments, see `Chunk`."""
-    kind = AsyncChunk if work.configs[0].strategy.asynchronous else Chunk
-    return kind(work, options, engine, curves)
 
 
 def prepared_engine(configs: list[Configuration], options: SweepOptions) -> Engine:
@@ -498,14 +423,6 @@ def prepared_engine(configs: list[Configuration], options: SweepOptions) -> Engi
     mean = len(configs) == 1 and configs[0].strategy.mean_gradient
     engine.prepare(nodes.join_rows([config.train.batch(0) for config in configs]), mean=mean)
     return engine
-
-
-def _means(rates: Any, size: int) -> list[float]:
-    """Return the mean rate of each configuration, of a number, `[C]` or `[C rows]`."""
-    if size == 1 or not isinstance(rates, Tensor) or rates.numel() == 1:
-        return [mean_rate(rates)] * size
-    means: list[float] = rates.detach().reshape(size, -1).double().mean(1).tolist()
-    return means
 
 
 class Reading:
@@ -564,7 +481,8 @@ class Reading:
         distinct = {id(batch): batch for batch, _ in of_configs}
         limits, widths = None, {_width(batch) for batch in distinct.values()}
         if len(widths) > 1 or any(limit is not None for _, limit in of_configs):
-            limits = [x for batch, limit in of_configs for x in (limit or _full(batch))]
+            of_each = (limit or [_width(batch)] * len(next(iter(tree.leaves(batch)))) for batch, limit in of_configs)
+            limits = list(itertools.chain.from_iterable(of_each))
         chosen = [_widened(batch, max(widths)) for batch, _ in (parts if everyone else of_configs)]
         return (chosen_batches(chosen, self.which) if everyone else nodes.join_rows(chosen)), limits
 
@@ -583,8 +501,3 @@ def _widened(batch: Any, width: int) -> Any:
     """
     missing = width - _width(batch)
     return tree.map_leaves(lambda x: torch.cat([x, *[x[:, -1:]] * missing], 1), batch) if missing else batch
-
-
-def _full(batch: Any) -> list[int]:
-    """Return the number of examples of each row of a batch `[n, B, ...]`."""
-    return [_width(batch)] * len(next(iter(tree.leaves(batch))))

@@ -10,11 +10,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from vecgym.clock import Compute, Network
+from vecgym.clock import Compute, Network, dry_run
 from vecgym.collectives.base import payload_bytes
+from vecgym.collectives.ledger import Ledger
 from vecgym.core import check, tree
+from vecgym.core.objects import same
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import Engine, hooks
 from vecgym.engine.contract import with_loss
@@ -40,17 +42,6 @@ class Data:
     def __init__(self, options: SweepOptions) -> None:
         self.options = options
         self._by_key: dict[tuple[Any, ...], Any] = {}
-        self._unused: list[tuple[nn.Module, frozenset[str]]] = []
-
-    def unused(self, config: Configuration) -> frozenset[str]:
-        """Return the parameters that have no influence on the loss; models that are built alike share the answer."""
-        for model, names in self._unused:
-            if alike(model, config.model):
-                return names
-        engine, _ = examined(config)
-        assert engine.facts is not None
-        self._unused.append((config.model, engine.facts.unused))
-        return engine.facts.unused
 
     def batches(self, kind: Any, dataset: Any, **settings: Any) -> Any:
         """Return the batches of a kind, of a dataset with these settings."""
@@ -88,8 +79,8 @@ class Configuration:
     @property
     def shown(self) -> dict[str, Any]:
         """The settings for people and files."""
-        availability = self.settings["availability"]
-        plain = {name: value for name, value in self.settings.items() if name != "availability"}
+        plain = dict(self.settings)
+        availability = plain.pop("availability")
         return plain if availability is None else {**plain, "availability": repr(availability)}
 
     def presence(self) -> Presence | None:
@@ -120,7 +111,16 @@ class Configuration:
     @property
     def unused(self) -> frozenset[str]:
         """The parameters that have no influence on the loss."""
-        return self.data.unused(self)
+        facts: Any = self.data.once(("facts", id(self.model)), lambda: examined(self)[0].facts)
+        names: frozenset[str] = facts.unused
+        return names
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """What it sends in all, if no node is ever absent."""
+        return dry_run(
+            self.model, self.strategy, self.num_nodes, self.num_steps, seed=self.settings["seed"], unused=self.unused
+        )
 
     @cached_property
     def num_steps(self) -> int:
@@ -189,7 +189,7 @@ WANTED = {
 
 
 class Arguments(NamedTuple):
-    """The arguments of a function."""
+    """The arguments of a function of axes."""
 
     names: frozenset[str]
     required: frozenset[str]
@@ -202,6 +202,10 @@ class Arguments(NamedTuple):
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         required = frozenset(p.name for p in named if p.default is p.empty)
         return cls(frozenset(p.name for p in named), required, any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+    def among(self, point: Point) -> Point:
+        """Return the axes that the function takes."""
+        return {n: x for n, x in point.items() if n in self.names or (self.takes_any and n not in SETTINGS)}
 
 
 def check_axes(axes: Iterable[str], strategy: Any, model: Any, source: str = "grid") -> None:
@@ -250,8 +254,7 @@ def _check_names(axes: list[str], functions: dict[str, Arguments], strategy: Any
 
 def _called(what: str, function: Any, point: Point, wanted: type) -> Any:
     """Call a function of axes with those that it takes."""
-    names, _, takes_any = Arguments.of(function)
-    axes = {name: value for name, value in point.items() if name in names or (takes_any and name not in SETTINGS)}
+    axes = Arguments.of(function).among(point)
     call = f"{what}({', '.join(f'{name}={label(value)}' for name, value in axes.items())})"
     try:
         result = function(**axes)
@@ -313,8 +316,7 @@ def _model(options: SweepOptions, point: Point, models: dict[Any, nn.Module]) ->
     """Return the model of a point, the same one for all points with the same values of its axes."""
     model = options.model
     if not isinstance(model, nn.Module):
-        names, _, takes_any = Arguments.of(model)
-        key = tuple((name, repr(value)) for name, value in point.items() if name in names or takes_any)
+        key = repr(Arguments.of(model).among(point))
         if key not in models:
             models[key] = with_loss(_called("model", model, point, nn.Module), options.loss_fn)
         model = models[key]
@@ -329,7 +331,7 @@ def _model(options: SweepOptions, point: Point, models: dict[Any, nn.Module]) ->
 def alike(a: nn.Module, b: nn.Module) -> bool:
     """Whether two models differ in the values of their trainable parameters alone."""
     try:
-        return a is b or _equal(_structure(a), _structure(b))
+        return a is b or same(_structure(a), _structure(b))
     except Exception:  # whatever comparing the user's objects raises
         return False
 
@@ -346,17 +348,3 @@ def _structure(model: nn.Module) -> list[Any]:
         for name, x in [*model.named_parameters(), *model.named_buffers()]
     }
     return [modules, tensors, hooks.of_parameters(model)]
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return bool(a == b)

@@ -21,10 +21,6 @@ from vecgym.simulation.simulation import Group
 from vecgym.simulation.timetable import RunFacts
 
 
-class Apart:
-    """Equal to nothing else: the key of what cannot be merged with anything."""
-
-
 def groups_of(algorithms: Sequence[Any], runs: Sequence[RunFacts]) -> tuple[list[int], list[Group]]:
     """Merge configurations into groups.
 
@@ -79,7 +75,7 @@ def key_of(setting: Any) -> Any:
     """
     if isinstance(setting, (Optimizer, OptimSpec)):
         key = setting.merge_key if isinstance(setting, Optimizer) else spec_key(setting)
-        return (type(setting), *key) if key is not None else Apart()
+        return (type(setting), *key) if key is not None else object()  # equal to nothing else: it cannot be merged
     if isinstance(setting, Tensor):
         same = setting.requires_grad or setting.device.type == "meta"
         return id(setting) if same else (setting.dtype, tuple(setting.shape), tuple(setting.flatten().tolist()))
@@ -91,7 +87,7 @@ def key_of(setting: Any) -> Any:
         return _value_key(setting)
     numbers = setting.numbers
     if numbers is None:  # its code is for one configuration
-        return Apart()
+        return object()
     values = {name: _form(x) if name in numbers else key_of(x) for name, x in _settings(setting).items()}
     # The merged one has the first one's private values.
     private = {name: x for name, x in vars(setting).items() if name[0] == "_" and isinstance(x, (int, float, str))}

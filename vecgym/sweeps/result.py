@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from vecgym.clock import dry_run, price
+from vecgym.clock import price
 from vecgym.collectives.ledger import Ledger, readable_bytes
 from vecgym.core import check, nodes
 from vecgym.core.files import write_atomically
@@ -35,7 +35,7 @@ from vecgym.records.rows import (
 )
 from vecgym.sweeps.chunk import DIVERGED, FINISHED, NOTHING, PARTIAL, PENDING, Curve
 from vecgym.sweeps.configurations import Configuration, Point
-from vecgym.sweeps.options import check_clock, clocks
+from vecgym.sweeps.options import Timing, check_clock, clocks
 from vecgym.sweeps.programs import explain
 from vecgym.sweeps.runner import Runner
 
@@ -44,64 +44,6 @@ if TYPE_CHECKING:
 
 File = str | os.PathLike[str]
 Where = Mapping[str, Any] | None  # axis -> its value, or a condition
-
-
-class Pricing:
-    """Seconds of configurations, for each network and each compute; remembered.
-
-    Args:
-        network, compute: one, or {name: one}: an axis of the rows.
-
-    >>> from vecgym.clock import Compute, Network
-    >>> prices = Pricing({"fast": Network(1e9), "slow": Network(1e6)}, Compute(0.4))
-    >>> prices.points
-    [{'network': 'fast'}, {'network': 'slow'}]
-    """
-
-    def __init__(self, network: Any, compute: Any) -> None:
-        check_clock(network, compute)
-        self._clocks = clocks(network, compute)
-        self.points = [clock.point for clock in self._clocks]
-        self.axes = list(self.points[0])
-        self._ledgers: dict[int, Ledger] = {}
-        self._columns: dict[tuple[int, int, int], dict[str, Any]] = {}
-
-    def places(self, config: Configuration) -> list[int]:
-        """The points that a configuration is priced at: all; of its own compute, if that is among them."""
-        own = [place for place, clock in enumerate(self._clocks) if clock.compute is config.compute]
-        return own or list(range(len(self._clocks)))
-
-    def row(self, config: Configuration, place: int, curve: Curve | None) -> dict[str, Any]:
-        """The columns of a configuration at one of the points, and what it has recorded so far."""
-        ledger = self._ledger(config, curve)
-        if ledger is None:
-            return {**self.points[place], "sim_seconds": None, "sim_utilization": None}
-        key = config.index, place, ledger.num_steps
-        if key not in self._columns:
-            network, compute = self._clocks[place][1:]
-            assert network is not None
-            assert compute is not None
-            timeline = price(ledger, network, compute)
-            columns = {"sim_seconds": timeline.seconds, "sim_utilization": timeline.utilization}
-            # Where the network takes another route than a ring, a node's link carries other bytes than in training.
-            sent = {"bytes_total": ledger.routed(network.routes).total_bytes} if network.routes else {}
-            self._columns[key] = {**self.points[place], **sent, **columns}
-        return self._columns[key]
-
-    def _ledger(self, config: Configuration, curve: Curve | None) -> Ledger | None:
-        """What a configuration sends in all; where nodes may be absent, what it has sent: nobody knows it before."""
-        if config.settings["availability"] is not None:
-            if curve is None or curve.ledger is None:
-                return None
-            ledger = Ledger()
-            ledger.load(curve.ledger)
-            return ledger
-        if config.index not in self._ledgers:
-            self._ledgers[config.index] = dry_run(
-                config.model, config.strategy, config.num_nodes, config.num_steps, seed=config.settings["seed"],
-                unused=config.unused,
-            )  # fmt: skip
-        return self._ledgers[config.index]
 
 
 class SweepResult:
@@ -150,23 +92,19 @@ class SweepResult:
     (4, 9)
     """
 
-    def __init__(self, runner: Runner, prices: Pricing | None = None) -> None:
+    def __init__(self, runner: Runner, clocks: Sequence[Timing] = ()) -> None:
         self._runner = runner
-        self._prices = prices
         self._asynchronous = any(config.strategy.asynchronous for config in runner.configs)
         # The configuration of each row, and the network and compute that it is priced for.
-        self._places = [
-            (config, place)
-            for config in runner.configs
-            for place in ([None] if prices is None or config.strategy.asynchronous else prices.places(config))
-        ]
-        clocks = [] if prices is None else prices.axes
-        self.axes = list(dict.fromkeys([*runner.axes, *clocks, *(name for c in runner.configs for name in c.point)]))
+        self._places = [(config, clock) for config in runner.configs for clock in _clocks_of(config, clocks)]
+        self._seconds: dict[tuple[int, int, int], dict[str, Any]] = {}  # columns of what has been priced
+        points = [*(clock.point for clock in clocks), *(config.point for config in runner.configs)]
+        self.axes = list(dict.fromkeys([*runner.axes, *(name for point in points for name in point)]))
 
     @property
     def rows(self) -> list[Point]:
         """One dict per configuration, in the order of the grid; see the class for what is in it."""
-        rows = [self._row(config, place) for config, place in self._places]
+        rows = [self._row(config, clock) for config, clock in self._places]
         names = dict.fromkeys([*self.axes, *(name for row in rows for name in row)])  # all rows have all columns
         return [{name: row.get(name) for name in names} for row in rows]
 
@@ -200,22 +138,41 @@ class SweepResult:
                 "asynchronous runs go in the order of their own network's and nodes' times: sweep again, with network= "
                 "and compute=, of which either may be a dict, {name: one}."
             )
-        return SweepResult(self._runner, Pricing(network, compute))
+        check_clock(network, compute)
+        return SweepResult(self._runner, clocks(network, compute))
 
     def _config(self, index: int) -> Configuration:
         return self._places[check.index("index", index, len(self))][0]
 
-    def _row(self, config: Configuration, place: int | None) -> Point:
+    def _row(self, config: Configuration, clock: Timing | None) -> Point:
         curve = self._runner.curves.get(config.index)
         measured = {"status": PENDING, **NOTHING} if curve is None else {"status": curve.status, **curve.last}
         if measured["status"] == DIVERGED:  # its last evaluation was before that
             measured |= {name: math.nan for name in measured if name.startswith("val_")}
         if config.plan is not None and measured["steps"] > 0:
             measured |= config.plan.columns(measured["steps"])
-        if self._prices is None or place is None:
+        if clock is None:
             return {**config.point, **measured}
-        priced = self._prices.row(config, place, curve)
-        return {**config.point, **self._prices.points[place], **measured, **priced}
+        return {**config.point, **clock.point, **measured, **self._priced(config, clock, curve)}
+
+    def _priced(self, config: Configuration, clock: Timing, curve: Curve | None) -> dict[str, Any]:
+        """Return the columns that depend on a clock; where nodes may be absent, of what has been sent so far."""
+        if config.settings["availability"] is None:
+            ledger = config.ledger
+        elif curve is not None and curve.ledger is not None:
+            ledger = Ledger()
+            ledger.load(curve.ledger)
+        else:
+            return {"sim_seconds": None, "sim_utilization": None}
+        network: Any = clock.network
+        compute: Any = clock.compute
+        key = config.index, id(clock), ledger.num_steps
+        if key not in self._seconds:
+            timeline = price(ledger, network, compute)
+            # Where the network takes another route than a ring, a node's link carries other bytes than in training.
+            sent = {"bytes_total": ledger.routed(network.routes).total_bytes} if network.routes else {}
+            self._seconds[key] = {**sent, "sim_seconds": timeline.seconds, "sim_utilization": timeline.utilization}
+        return self._seconds[key]
 
     @property
     def num_pending(self) -> int:
@@ -436,6 +393,13 @@ class SweepResult:
         for row in self.rows:
             counts[row["status"]] = counts.get(row["status"], 0) + 1
         return f"SweepResult({counted(len(self), 'configuration')}: {', '.join(f'{n} {s}' for s, n in counts.items())})"
+
+
+def _clocks_of(config: Configuration, clocks: Sequence[Timing]) -> Sequence[Timing | None]:
+    """Return what a configuration is priced for: all clocks, or those of its own compute; None: it is not priced."""
+    if config.strategy.asynchronous or not clocks:
+        return [None]
+    return [clock for clock in clocks if clock.compute is config.compute] or clocks
 
 
 def _label_of(value: Any, axis: str, rows: list[Row]) -> Any:

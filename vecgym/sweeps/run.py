@@ -9,8 +9,8 @@ from vecgym.core.check import function_of
 from vecgym.core.errors import warn
 from vecgym.runs import multiprocess
 from vecgym.sweeps.configurations import check_axes, make_configurations
-from vecgym.sweeps.options import Point, SweepOptions, checked_axes, checked_points, points
-from vecgym.sweeps.result import Pricing, SweepResult
+from vecgym.sweeps.options import Point, SweepOptions, checked_axes, checked_points, clocks, points
+from vecgym.sweeps.result import SweepResult
 from vecgym.sweeps.runner import Runner
 from vecgym.sweeps.saving import ResultsFile
 
@@ -64,8 +64,8 @@ def sweep(options: SweepOptions) -> SweepResult:
     runner = Runner(options, axes, make_configurations(chosen, options))
     priced = any(not config.strategy.asynchronous for config in runner.configs)
     both = options.network is not None and options.compute is not None
-    prices = Pricing(options.network, options.compute) if priced and both else None
-    result, file = SweepResult(runner, prices), ResultsFile(runner) if options.resume is not None else None
+    result = SweepResult(runner, clocks(options.network, options.compute) if priced and both else ())
+    file = ResultsFile(runner) if options.resume is not None else None
     if file is not None:
         file.load()
     if options.dry_run:

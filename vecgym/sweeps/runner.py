@@ -17,7 +17,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, NoReturn, cast
@@ -31,7 +31,7 @@ from vecgym.engine import Engine, hooks
 from vecgym.records.rows import counted, label
 from vecgym.runs.multiprocess import interrupts, torch_set, torch_settings
 from vecgym.runs.options import resolve_device
-from vecgym.sweeps.chunk import PARTIAL, PENDING, Curve, Work, chunk_of, prepared_engine
+from vecgym.sweeps.chunk import PARTIAL, PENDING, Chunk, Curve, Work, prepared_engine
 from vecgym.sweeps.configurations import Configuration, Data
 from vecgym.sweeps.options import SweepOptions
 from vecgym.sweeps.programs import make_programs
@@ -70,8 +70,9 @@ class Runner:
                 works = [work for program in self.programs for chunk in program.chunks if (work := self._work(chunk))]
                 bar.update(total - sum(self.configs[i].num_steps for work in works for i in work.indices))
                 bar.update(sum(work.steps_done for work in works))
-                if self.options.executor is not None:
-                    return self._dispatch(works, interrupted, save, bar)
+                if works and self.options.executor is not None:
+                    self._dispatch(works, interrupted, save, bar)
+                    return not interrupted
                 for work in works:
                     self._train(work, interrupted, save, bar)
                     if interrupted:
@@ -93,9 +94,9 @@ class Runner:
 
     def _train(self, work: Work, interrupted: list[int], save: Callable[[], None], bar: tqdm) -> None:
         """Train a chunk here."""
-        chunk = chunk_of(work, self.options, self._engine(work.configs), self.curves)
+        chunk = Chunk(work, self.options, self._engine(work.configs), self.curves)
         saved = time.perf_counter()
-        with contextlib.closing(chunk):
+        with contextlib.closing(chunk.simulation):
             for num_steps in chunk.steps():
                 bar.update(num_steps)
                 if interrupted:
@@ -108,8 +109,9 @@ class Runner:
         chunk.end()
         self._leave(work, chunk.partial)
 
-    def _dispatch(self, works: list[Work], interrupted: list[int], save: Callable[[], None], bar: tqdm) -> bool:
+    def _dispatch(self, works: list[Work], interrupted: list[int], save: Callable[[], None], bar: tqdm) -> None:
         """Have the chunks trained by the workers of an executor."""
+        messages: set[str] = set()
 
         def record(work: Work, trained: Trained) -> None:
             self.curves |= trained.curves
@@ -117,8 +119,14 @@ class Runner:
             self._leave(work, trained.partial)
             bar.update(sum(self.configs[i].num_steps for i in work.indices) - work.steps_done)
             save()
+            if any(i not in trained.curves or trained.curves[i].status == PARTIAL for i in work.indices):
+                interrupted.append(0)  # Ctrl-C came to the worker
+            for message in trained.messages:
+                if message not in messages:
+                    messages.add(message)
+                    warn(message)
 
-        return Dispatch(self.options, works, record).run(interrupted) if works else True
+        dispatch(self.options, works, interrupted, record)
 
     def _leave(self, work: Work, partial: dict[str, Any] | None) -> None:
         """Note where a chunk was left; None: it has come to its end, or cannot be continued."""
@@ -173,83 +181,56 @@ class Trained(NamedTuple):
     messages: list[str]
 
 
-class Dispatch:
-    """The jobs of a sweep under way.
+def dispatch(
+    options: SweepOptions, works: Sequence[Work], interrupted: list[int], record: Callable[[Work, Trained], None]
+) -> None:
+    """Have the chunks trained by the workers of an executor.
 
     Args:
         options: of the sweep; its executor stays the caller's, and is not shut down.
         works: the chunks, in order.
+        interrupted: no longer empty once the sweep is to end.
         record: called with what each job returns, as it ends.
 
     Raises:
         ValueError: for what workers would compute otherwise, or hang with.
+        Exception: the first error, of a job or of the executor; its cause names the configurations.
     """
+    executor: Any = options.executor
+    _check(options, [config for work in works for config in work.configs])
+    plain = isinstance(executor, ProcessPoolExecutor) or type(executor).__module__.startswith("mpi4py")
+    sent = _packed if plain else lambda value: value
+    sweep, shared = uuid.uuid4().hex, sent(_shared(options))
+    waiting: dict[Future[bytes], Work] = {}
 
-    def __init__(self, options: SweepOptions, works: Sequence[Work], record: Callable[[Work, Trained], None]) -> None:
-        assert options.executor is not None
-        self.executor: Executor = options.executor
-        self.works, self.record = works, record
-        self.waiting: dict[Future[bytes], Work] = {}
-        self.complete = True
-        self._warnings: set[str] = set()
-        _check(options, [config for work in works for config in work.configs])
-        self.sweep, self.shared = uuid.uuid4().hex, self._sent(_shared(options))
-
-    def _sent(self, value: Any) -> Any:
-        plain = isinstance(self.executor, ProcessPoolExecutor) or type(self.executor).__module__.startswith("mpi4py")
-        return _packed(value) if plain else value
-
-    def run(self, interrupted: Sequence[Any]) -> bool:
-        """Submit all jobs and await them; return whether all came to their ends.
-
-        Raises:
-            Exception: the first error, of a job or of the executor; its cause names the configurations.
-        """
-        try:
-            for work in self.works:
-                try:
-                    job = self.executor.submit(train, self.sweep, self.shared, self._sent(_bare(work)))
-                except Exception as error:  # it cannot be pickled; a broken or closed executor
-                    _raise(error, work)
-                self.waiting[job] = work
-            while self.waiting and self.complete and not interrupted:
-                wait(self.waiting, ASK_EVERY_S, FIRST_COMPLETED)
-                for work, failure in self._returned():
-                    _raise(failure, work)
-        finally:
-            _ended.add(self.sweep)
-            if self.waiting:
-                self._stop()
-        return self.complete
-
-    def _stop(self) -> None:
-        """Cancel what has not begun, and record what else comes in a while."""
-        self.complete = False
-        for future in list(self.waiting):
-            if future.cancel():
-                del self.waiting[future]
-        wait(self.waiting, GRACE_S)
-        list(self._returned())
-
-    def _returned(self) -> Iterator[tuple[Work, BaseException]]:
+    def failures() -> Iterator[tuple[Work, BaseException]]:
         """Record what has come back, in the order of the chunks, and yield the errors."""
-        for future in [future for future in self.waiting if future.done()]:
-            work = self.waiting.pop(future)
+        for future in [future for future in waiting if future.done()]:
+            work = waiting.pop(future)
             error = CancelledError() if future.cancelled() else future.exception()
             if error is None:
-                self._record(work, _read(future.result()))
+                record(work, _read(future.result()))
             else:
                 yield work, error
 
-    def _record(self, work: Work, trained: Trained) -> None:
-        self.record(work, trained)
-        ends = [trained.curves[i].status for i in work.indices if i in trained.curves]
-        if len(ends) < len(work.indices) or PARTIAL in ends:  # Ctrl-C came to the worker
-            self.complete = False
-        for message in trained.messages:
-            if message not in self._warnings:
-                self._warnings.add(message)
-                warn(message)
+    try:
+        for work in works:
+            try:
+                job = executor.submit(train, sweep, shared, sent(_bare(work)))
+            except Exception as error:  # it cannot be pickled; a broken or closed executor
+                _raise(error, work)
+            waiting[job] = work
+        while waiting and not interrupted:
+            wait(waiting, ASK_EVERY_S, FIRST_COMPLETED)
+            for work, failure in failures():
+                _raise(failure, work)
+    finally:  # cancel what has not begun, and record what else comes in a while
+        _ended.add(sweep)
+        for future in list(waiting):
+            if future.cancel():
+                del waiting[future]
+        wait(waiting, GRACE_S)
+        list(failures())
 
 
 def _check(options: SweepOptions, configs: Sequence[Configuration]) -> None:
@@ -318,8 +299,8 @@ def _train(sweep: str, shared: tuple[SweepOptions, dict[str, Any]], work: Work, 
         torch_set(**settings), torch.enable_grad(), interrupts() as interrupted,
         contextlib.closing(prepared_engine(configs, options)) as engine,
     ):  # fmt: skip
-        chunk = chunk_of(replace(work, configs=configs), options, engine, curves)
-        with contextlib.closing(chunk):
+        chunk = Chunk(replace(work, configs=configs), options, engine, curves)
+        with contextlib.closing(chunk.simulation):
             for _ in chunk.steps():
                 if interrupted:
                     _ended.add(sweep)

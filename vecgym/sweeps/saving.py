@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-from vecgym.core import tree
+from vecgym.core import check, tree
 from vecgym.core.errors import warn
 from vecgym.core.files import write_atomically
 from vecgym.engine import Engine, hooks
@@ -18,7 +17,6 @@ from vecgym.sweeps.runner import Runner
 
 RANDOM = "random"
 SAMPLES = 8  # steps at which learning rates are compared
-Columns = dict[str, list[Any]]  # of all configurations: name -> [one value], if all have it, or a value each
 
 
 class ResultsFile:
@@ -31,18 +29,17 @@ class ResultsFile:
     def __init__(self, runner: Runner) -> None:
         self.path = _checked(runner.options.resume)
         self.runner = runner
-        self.sweep = _shared(runner)
-        self.rows = _of_rows(runner.configs)
+        self.identity = {**_shared(runner), **_of_rows(runner.configs)}
         self.computed = _computed(runner)
 
     def save(self) -> None:
         """Write what there is; a full disk warns, and what was written before stays."""
-        noted_of_it = {
-            "identity": self.sweep, "rows": self.rows, "computed": self.computed,
-            "keep_models": self.runner.options.keep_models,
+        contents = {
+            "identity": self.identity, "computed": self.computed, "keep_models": self.runner.options.keep_models,
+            "sweep": self.runner.state(),
         }  # fmt: skip
         try:
-            runfile.write(self.path, {**noted_of_it, "sweep": self.runner.state()})
+            runfile.write(self.path, contents)
         except OSError as error:
             warn(f"{self.path} could not be written: {error}. The sweep goes on; what is in the file stays.")
 
@@ -54,9 +51,7 @@ class ResultsFile:
         if "sweep" not in saved:
             raise ValueError(f"{self.path} holds no sweep, but another run of vecgym's: give resume another path.")
         checkpoint.check_noted(saved.get("identity", {}), self.path)
-        differing = checkpoint.differences(saved["identity"], self.sweep)
-        if not differing:
-            differing = checkpoint.differences(*_first_differences(saved["rows"], self.rows))
+        differing = checkpoint.differences(saved["identity"], self.identity)
         if not differing:
             differing = checkpoint.differences(saved["computed"], self.computed, checkpoint.TOLERANCE)
         if self.runner.options.keep_models and not saved["keep_models"]:
@@ -72,9 +67,7 @@ class ResultsFile:
 
 
 def _checked(path: Any) -> Path:
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"resume={path!r} must be the path of a file, such as 'sweep.pt', or None.")
-    path = Path(path)
+    path = check.path("resume", path)
     if path.is_dir():
         raise ValueError(f"resume={str(path)!r} is a folder; give a file, such as {str(path / 'sweep.pt')!r}.")
     probe = path.with_name(path.name + ".probe")
@@ -117,13 +110,17 @@ def _models(runner: Runner) -> list[tuple[str, Configuration]]:
     return [("model" if len(configs) == 1 else f"model of row {config.index}", config) for config in configs]
 
 
-def _of_rows(configs: list[Configuration]) -> Columns:
-    """Return what is each configuration's own, in columns."""
-    first = {id(config.model): config.index for config in reversed(configs)}
-    rows = [_of_row(config, first[id(config.model)]) for config in configs]
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name, checkpoint.NOTHING) for row in rows] for name in names}
-    return {name: values[:1] if len(set(map(repr, values))) == 1 else values for name, values in columns.items()}
+def _of_rows(configs: list[Configuration]) -> dict[str, Any]:
+    """Return what is each configuration's own: all of the first one, and in what the others differ from that."""
+    first_with = {id(config.model): config.index for config in reversed(configs)}
+    first, *others = [_of_row(config, first_with[id(config.model)]) for config in configs]
+    values = dict(first)
+    for number, row in enumerate(others, 1):
+        for name in {**first, **row}:
+            own = row.get(name, checkpoint.NOTHING)
+            if repr(own) != repr(first.get(name, checkpoint.NOTHING)):
+                values[f"{name} of row {number}"] = own
+    return values
 
 
 def _of_row(config: Configuration, model: int) -> dict[str, Any]:
@@ -177,17 +174,3 @@ def _checksum(once: Any, again: Any) -> str:
     if checkpoint.digest(once) == checkpoint.digest(again):
         return f"checksum {checkpoint.digest(once)}"
     return f"{RANDOM}, {[list(x.shape) for x in tree.leaves(once)]}"
-
-
-def _first_differences(saved: Columns, now: Columns) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values of each column in the first row in which they differ, saved and now, by the name to show."""
-    differing: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-    for name in dict.fromkeys([*saved, *now]):
-        a, b = saved.get(name, [checkpoint.NOTHING]), now.get(name, [checkpoint.NOTHING])
-        number = max(len(a), len(b))
-        for row, (x, y) in enumerate(zip(a * (number // len(a)), b * (number // len(b)))):
-            if repr(x) != repr(y):
-                where = name if number == 1 else f"{name} of row {row}"
-                differing[0][where], differing[1][where] = x, y
-                break
-    return differing
