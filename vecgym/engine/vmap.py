@@ -30,7 +30,6 @@ from vecgym.engine.stateless import (
     plain_attention,
 )
 
-_is_batched = _functorch.is_batchedtensor
 _load_decompositions = functools.cache(lazy_load_decompositions)  # vmap's decompositions of some operations
 
 
@@ -180,7 +179,7 @@ def _open(*values: Tensor | None) -> _Opened | None:
     An `autograd.Function` with a rule for vmap does the same with torch's documented interface, but takes about 0.3 ms
     per call: as much as the arithmetic of a small model.
     """
-    levels = [_functorch.maybe_get_level(x) if x is not None and _is_batched(x) else 0 for x in values]
+    levels = [_functorch.maybe_get_level(x) if x is not None and _functorch.is_batchedtensor(x) else 0 for x in values]
     level = max(levels)
     if not level:
         return None
@@ -269,7 +268,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     casting = weight.device.type != "meta" and torch.is_autocast_enabled(weight.device.type)
     foldable = weight.dim() == 2 and input.dtype == weight.dtype and not casting
     opened = _open(input, weight, bias) if foldable else None
-    if opened is None or any(x is not None and _is_batched(x) for x in opened.tensors):
+    if opened is None or any(x is not None and _functorch.is_batchedtensor(x) for x in opened.tensors):
         return F.linear(input, weight, bias)
     with temporarily_pop_interpreter_stack():
         x = opened.front(0)

@@ -347,7 +347,7 @@ def _run(simulation: Simulation, state: State, until: int) -> tuple[State, Recor
 
     def record(state: State, row: Row) -> None:
         losses.append(row.losses)
-        members = simulation.members(state.tick - 1)
+        members = simulation.run.there(state.tick - 1)
         params = state.params if members is None else nodes.take_rows(state.params, torch.tensor(members), copy=False)
         distances.append(root(nodes.squared_consensus_distance(params)))
         step_bytes = sum(transfer.sent_bytes for transfer in row.transfers)

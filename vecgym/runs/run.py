@@ -168,7 +168,7 @@ class Run(Generic[M]):
         metrics = self.session.observed(self._metrics(row), self._interrupted)
         self.recorder.step(self.state.step, metrics, fetch=evaluated)
         if is_due(self.state.step, self.options.correlation_interval):
-            members = self.simulation.members(self.state.step - 1)
+            members = self.simulation.run.there(self.state.step - 1)
             self.recorder.add(correlation=correlation(self.state.params, self.comm, members))
 
     def _metrics(self, row: Row) -> Metrics:
@@ -230,7 +230,7 @@ class Run(Generic[M]):
         return self._is_evaluated(step) or (self._may_stop and self.session.num_processes == 1)
 
     def _measure(self, params: Tree, tick: int) -> None:
-        self._distance_before = distance_of(params, self.comm, self.simulation.members(tick))
+        self._distance_before = distance_of(params, self.comm, self.simulation.run.there(tick))
 
     def _asked_to_end(self) -> bool:
         """Call `after_step` with the row; return whether it asks for the end of the run."""

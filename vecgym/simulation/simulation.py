@@ -442,12 +442,7 @@ class Simulation:
 
     def _result(self, group: Group, state: State) -> Result:
         rule = getattr(group.algorithm, "result", None)
-        members = group.run.there(state.tick - 1) if state.tick > 0 else None
-        return Result(state.params if rule is None else rule(state), members)
-
-    def members(self, tick: int) -> tuple[int, ...] | None:
-        """Return the nodes that are present in a tick; None: all, as before the first tick."""
-        return None if tick < 0 else self.run.there(tick)
+        return Result(state.params if rule is None else rule(state), group.run.there(state.tick - 1))
 
     def close(self) -> None:
         """End the threads of the engine and the algorithms; a later tick starts them again."""

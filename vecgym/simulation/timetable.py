@@ -144,12 +144,12 @@ class RunFacts:
     names: tuple[str, ...] = ()
 
     def there(self, step: int) -> tuple[int, ...] | None:
-        """Return the nodes that are present in a step; None: all.
+        """Return the nodes that are present in a step; None: all, as before the first step.
 
         >>> RunFacts(num_nodes=4).there(0) is None
         True
         """
-        return None if self.presence is None else self.presence.present(step)
+        return None if self.presence is None or step < 0 else self.presence.present(step)
 
 
 class Timetable(Protocol):
