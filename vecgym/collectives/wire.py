@@ -140,13 +140,6 @@ class Wire:
             self._call(lambda: [work.wait() for work in dist.batch_isend_irecv(sends + receives)])
         return {rank: _from_bytes(incoming[rank], x) if x.numel() else x for rank, x in received.items()}
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Return the value of the first process: numbers, strings, and lists and dicts of them. Not counted."""
-        values = [value]
-        if self.num_processes > 1:
-            self._call(lambda: dist.broadcast_object_list(values, src=self.ranks[0], group=self.group))
-        return values[0]
-
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the values of all processes, in order of rank. Not counted."""
         values = [value] * self.num_processes

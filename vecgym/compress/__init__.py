@@ -100,7 +100,8 @@ def make_codec(method: str | Compressor, **options: Any) -> Compressor:
                 f"{method!r} already has its options: give {', '.join(options)} with a name such as 'topk'."
             )
         return method
-    check.instance("method", method, str, "a name such as 'topk', or a codec such as TopK(0.01)")
+    if not isinstance(method, str):
+        raise TypeError(f"method={method!r} must be one of {', '.join(METHODS)}, or a codec such as TopK(0.01).")
     check.choice("method", method, METHODS)
     check.keywords(repr(method), options, inspect.signature(METHODS[method]).parameters)
     return METHODS[method](**options)

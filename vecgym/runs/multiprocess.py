@@ -554,7 +554,7 @@ class Session:
                 outcome = find(), None
             except (OSError, ValueError, TypeError) as error:
                 outcome = None, error
-        value, failure = self.wire.broadcast_object(outcome)
+        value, failure = self.each(outcome)[0]
         if failure is not None:
             raise failure
         return value
