@@ -14,8 +14,8 @@ from torch import Tensor
 from vecgym.compress.codecs import bits_for
 from vecgym.compress.dct import grid
 from vecgym.strategy.catalogue import Knobs
-from vecgym.strategy.fragments import cut
-from vecgym.strategy.selectors import Draws, RandomSelector
+from vecgym.strategy.exchange import cut
+from vecgym.strategy.sparta import Draws, RandomSelector
 
 
 class Sent(NamedTuple):

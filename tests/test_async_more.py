@@ -45,8 +45,8 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.ad_psgd import Averaged, Neighbours, PairRules
-from vecgym.strategy.decoupled import Closed, Forgotten, FragmentMerge, FragmentRules, Uploaded
-from vecgym.strategy.halos import Delivered, RegionRules
+from vecgym.strategy.decoupled import Closed, Forgotten, FragmentRules, OfFragment
+from vecgym.strategy.halos import RegionMessage, RegionRules, delivered
 
 Halos: Any = HALoSStrategy  # any, since some tests give what they do not take
 InPairs: Any = ADPSGDStrategy
@@ -141,7 +141,7 @@ def test_halos_is_its_twin(case: int, absent: bool) -> None:
     assert len(rows) == len(expected) == updates
     timeline = trainer.timeline()
     assert isinstance(timeline, AsyncTimeline)
-    messages = [event for event in timeline.events if isinstance(event, Delivered)]
+    messages = delivered(timeline.events)
     for row, message, update in zip(rows, messages, expected):
         assert [(x.node, x.round, x.staleness, x.num_steps) for x in message.arrivals] == [
             (x.node, x.round, x.staleness, x.num_steps) for x in update.arrivals
@@ -230,7 +230,7 @@ def test_laws_of_regions(seed: int) -> None:
     region_of = {node: r for r, members in enumerate(regions) for node in members}
     begun = dict.fromkeys(range(n), 0)
     at_region: list[list[Arrival]] = [[] for _ in regions]
-    delivered: list[list[Arrival]] = [[] for _ in regions]
+    there: list[list[Arrival]] = [[] for _ in regions]
     for event in events:
         if isinstance(event, Arrival):
             r = region_of[event.node]
@@ -240,10 +240,10 @@ def test_laws_of_regions(seed: int) -> None:
         elif isinstance(event, Restart):
             assert event.version == versions[region_of[event.nodes[0]]]
             begun[event.nodes[0]] = event.version
-        elif isinstance(event, Delivered):
+        elif isinstance(event, RegionMessage) and event.what == "deliver":
             assert len(event.arrivals) == rules.buffer
-            delivered[event.region] += event.arrivals
-    for came, went in zip(at_region, delivered):
+            there[event.region] += event.arrivals
+    for came, went in zip(at_region, there):
         assert came[: len(went)] == went, "each movement is in one message, in order"
 
 
@@ -483,7 +483,7 @@ def test_laws_of_fragments(seed: int) -> None:
         if isinstance(event, Arrival):
             assert event.first_step == steps[event.node], "learners never stop, and skip nothing"
             steps[event.node] += 1
-        elif isinstance(event, Uploaded):
+        elif isinstance(event, OfFragment) and event.what == "upload":
             assert (event.node, event.fragment, event.number) not in sent
             assert steps[event.node] % H == rules.offset(event.fragment)
             sent.add((event.node, event.fragment, event.number))
@@ -495,13 +495,14 @@ def test_laws_of_fragments(seed: int) -> None:
             assert came <= sent - used, "each message arrives once"
             used |= came
             assert all(x.version == event.version for x in event.arrivals), "from the version that it replaces"
-        elif isinstance(event, Forgotten) and event.message is not None:
-            late = (event.message[0], event.fragment, event.message[1])
+        elif isinstance(event, Forgotten) and event.label.startswith("sent"):
+            node, p, number = map(int, event.label.removeprefix("sent ").split("."))
+            late = (node, p, number)
             assert late in sent - used
             used.add(late)
-        elif isinstance(event, FragmentMerge):
-            assert held[event.node][event.fragment] < event.version <= versions[event.fragment]
-            held[event.node][event.fragment] = event.version
+        elif isinstance(event, OfFragment):
+            assert held[event.node][event.fragment] < event.number <= versions[event.fragment]
+            held[event.node][event.fragment] = event.number
 
 
 def test_one_fragment_of_all_nodes_is_diloco() -> None:
@@ -515,7 +516,7 @@ def test_rows_and_ledger_of_decoupled() -> None:
     trainer = fit(more("decoupled"), network=Network("1 Mbit/s", 0.25), max_updates=9)
     timeline, counts = trainer.timeline(), trainer.ledger.summary()
     assert isinstance(timeline, AsyncTimeline)
-    uploads = sum(isinstance(event, Uploaded) for event in timeline.events)
+    uploads = sum(event.what == "upload" for event in timeline.events)
     assert counts["server_gather"][0] == uploads
     assert counts["server_send"][0] == 9 * K
     assert timeline.utilization == pytest.approx(1)
@@ -708,7 +709,7 @@ def test_wrong_settings(make: Callable[[], Any], match: str) -> None:
     (lambda: Halos(SGD, local_server=DelayedNesterov(buffer=None, c=0.9)), {}, "c=0.9 must be in"),
     (lambda: Decoupled(SGD, quorum=5), {}, "quorum=5 is more than the nodes"),
     (lambda: Decoupled(SGD, tokens=[1.0, 2.0]), {}, "tokens is for 2 nodes"),
-    (lambda: Decoupled(SGD, fragments=[["w"]]), {}, "must hold each parameter once"),
+    (lambda: Decoupled(SGD, fragments=[["w"]]), {}, "is not in the model"),
     (lambda: InPairs(SGD, torch.ones(3, 3)), {}, "topology is for 3 nodes"),
     (lambda: Halos(SGD), {"compute": None}, "HALoSStrategy needs compute="),
     (lambda: Halos(SGD), {"max_seconds": 0.1, "max_steps": None}, "before the first update"),
@@ -774,9 +775,9 @@ def test_who_returns_merges_what_has_come_in_the_meantime() -> None:
            (isinstance(event, Restart) and event.nodes == (2,))]  # fmt: skip
     back = next(i for i, event in enumerate(own) if isinstance(event, Restart) and event.time >= 20)
     merge = own[back - 1]
-    assert isinstance(merge, FragmentMerge)
+    assert isinstance(merge, OfFragment)
     versions = [event.version + 1 for event in timeline.events if isinstance(event, Closed) and event.time <= 20]
-    assert (own[back].time, merge.time, merge.version) == (20.0, 20.0, versions[-1])
+    assert (own[back].time, merge.time, merge.number) == (20.0, 20.0, versions[-1])
 
 
 @pytest.mark.parametrize(("availability", "said"), [

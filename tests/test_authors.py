@@ -28,7 +28,7 @@ from vecgym.simulation import RunFacts, Simulation
 from vecgym.simulation.events import Schedule, Stop, schedule, updates_of
 from vecgym.strategy import GPAStrategy, HALoSStrategy, HeLoCo, Meeting, MuLoCoStrategy, OptimSpec, OuterOptimizer
 from vecgym.strategy.averages import median_norm
-from vecgym.strategy.halos import Delivered, RegionRules
+from vecgym.strategy.halos import RegionRules, delivered
 
 F64 = torch.float64
 AUTHORS: dict[str, Any] = json.loads(Path(__file__).with_name("authors.json").read_text())
@@ -113,7 +113,7 @@ def test_halos_is_that_of_its_authors() -> None:
     for part, theirs in zip(updates_of(events), AUTHORS["halos"], strict=True):
         state, _ = simulation.tick(state, next(ticks), batches)
         assert part[-1].time == pytest.approx(theirs["time"], abs=1e-3)
-        sent = [event.region for event in part if isinstance(event, Delivered)]
+        sent = [message.region for message in delivered(part)]
         assert sent == [theirs["region"]]
         assert state.params["w"][0].tolist() == pytest.approx(theirs["params"], rel=1e-9)
         region = state.shared["regions"][str(theirs["region"])]  # before the reply

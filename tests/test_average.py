@@ -51,7 +51,7 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.averages import ExchangeFacts, median
-from vecgym.strategy.selectors import Draws
+from vecgym.strategy.sparta import Draws
 
 K, LR, SEED = 5, 0.1, 42
 NESTEROV = OptimSpec("sgd", lr=0.7, momentum=0.9, nesterov=True)
@@ -482,7 +482,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "gradients of some": (
         lambda: Exchange(Mean(), of="gradients", participation=0.5),
         ValueError,
-        "lets some nodes sit out",
+        "by all nodes, as a whole",
     ),
     "no average": (lambda: Exchange(Mean), TypeError, r"give an Average, such as Mean\(\)"),  # type: ignore[arg-type]
     "offsets": (lambda: Exchange(Outer(Mean()), 100, offsets=[1, 2]), ValueError, "one number for each of the 1 frag"),

@@ -72,7 +72,7 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.averages import Average
-from vecgym.strategy.selectors import PartitionedSelector, RandomSelector
+from vecgym.strategy.sparta import PartitionedSelector, RandomSelector
 
 K = 5
 H = 5

@@ -40,8 +40,7 @@ from vecgym.strategy.coded import EF21, Compressed
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.gossip import Mix
 from vecgym.strategy.meeting import Meeting
-from vecgym.strategy.selectors import PartitionedSelector, ScheduledSelector
-from vecgym.strategy.sparta import MostMoved, Sparse
+from vecgym.strategy.sparta import MostMoved, PartitionedSelector, ScheduledSelector, Sparse
 from vecgym.strategy.when import Rounds, SyncWeight
 from vecgym.sweeps.groups import groups_of
 
@@ -199,7 +198,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "keep=1.5 must be a number in": lambda: Exchange(Mean(), keep=1.5),
     "says when all exchange": lambda: Exchange(Mean(), SyncWeight([0, 1]), fragments=2),
     "exchanges in part": lambda: Exchange(Compressed(Mean(), "int8"), SyncWeight([0.5, 1])),
-    "lets some nodes sit out": lambda: Exchange(Mean(), of="gradients", participation=0.5),
+    "by all nodes, as a whole": lambda: Exchange(Mean(), of="gradients", participation=0.5),
     "used at once": lambda: Exchange(Mean(), of="gradients", delay=1),
     "has no effect": lambda: Exchange(Mean(), late="change"),
     "needs a server": lambda: Exchange(Mean(), participation=0.5, resting="take"),
@@ -207,7 +206,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "must be smaller than every=2": lambda: Exchange(Mean(), lambda t: 3 - (t > 6), delay=[0] * 5 + [2]).check(
         run_facts()
     ),
-    "each node's own, needs rounds": lambda: Exchange(Mean(), SyncWeight([1] * T), delay=[0] * 5 + [2]),
+    "each node's own delay": lambda: Exchange(Mean(), SyncWeight([1] * T), delay=[0] * 5 + [2]),
     "must be smaller than every=3": lambda: Exchange(Outer(Mean()), 3, delay=[0, 3]),
     "offsets=\\[1\\]: give a list": lambda: Exchange(Mean(), 3, fragments=2, offsets=[1]),
     "what is sent takes a round": lambda: Exchange(Eager(Mean()), SyncWeight([0, 1])),

@@ -52,7 +52,7 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.allreduce import FAST
-from vecgym.strategy.selectors import Draws
+from vecgym.strategy.sparta import Draws
 
 STEPS, K, WARMUP = 50, 5, 8
 TWIN, EXACT = 1e-10, 1e-12

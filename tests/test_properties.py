@@ -90,7 +90,7 @@ from vecgym.strategy import (
     StrongestCosines,
 )
 from vecgym.strategy.catalogue import CATALOGUE, Knobs
-from vecgym.strategy.selectors import Draws
+from vecgym.strategy.sparta import Draws
 
 K = 5
 STEPS = 7  # not a multiple of H: the run ends in the middle of a round

@@ -54,9 +54,8 @@ from vecgym.strategy.allreduce import GPAStrategy
 from vecgym.strategy.demo import DeMoStrategy
 from vecgym.strategy.diloco import DESLOCStrategy, LocalAdamStrategy, MuLoCoStrategy, NoLoCoStrategy, PALSGDStrategy
 from vecgym.strategy.gossip import GossipStrategy
-from vecgym.strategy.selectors import PartitionedSelector
 from vecgym.strategy.simulated import simulation_of
-from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
+from vecgym.strategy.sparta import PartitionedSelector, SPARTADiLoCoStrategy, SPARTAStrategy
 
 K, T, B = 3, 6, 4
 F64 = torch.float64

@@ -64,16 +64,18 @@ from vecgym.strategy import (
     Strategy,
     every,
 )
-from vecgym.strategy.selectors import (
+from vecgym.strategy.sparta import (
     Draws,
     PartitionedSelector,
     RandomSelector,
     ScheduledSelector,
     Selector,
+    SparseCommunicator,
+    SPARTADiLoCoStrategy,
+    SPARTAStrategy,
     bernoulli_indices,
 )
-from vecgym.strategy.selectors import ShuffledSequentialSelector as SequentialSelector
-from vecgym.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
+from vecgym.strategy.sparta import ShuffledSequentialSelector as SequentialSelector
 from vecgym.strategy.when import as_when
 
 TOLERANCE = 1e-10

@@ -37,7 +37,7 @@ from vecgym.strategy import (
     Strategy,
     StreamingDiLoCoStrategy,
 )
-from vecgym.strategy.fragments import cut
+from vecgym.strategy.exchange import cut
 from vecgym.sweeps.groups import groups_of
 
 K, F64 = 4, torch.float64

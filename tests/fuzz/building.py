@@ -51,7 +51,7 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.averages import Around, Average, Reduction, outer_spec
-from vecgym.strategy.selectors import Draws
+from vecgym.strategy.sparta import Draws
 
 CLASSES: dict[str, type[Optimizer]] = {
     name.lower(): getattr(torch.optim, name)

@@ -65,8 +65,8 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.averages import ExchangeFacts
-from vecgym.strategy.selectors import Draws
 from vecgym.strategy.simulated import simulation_of
+from vecgym.strategy.sparta import Draws
 
 K, STEPS, DIM = 2, 2, 3
 

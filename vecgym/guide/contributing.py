@@ -71,10 +71,10 @@ make its timetable; an exchange has an `Average`, which says how nodes agree. No
 | module | holds |
 |---|---|
 | `base`, `simulated` | `Strategy`; `simulation_of(model, strategy, comm)`, where a strategy, nodes and absences come together; `described`, for loggers |
-| `exchange`, `when`, `fragments` | `Exchange`: its marks, what is late, lost or kept; when; of which part of the model |
+| `exchange`, `when` | `Exchange`: its marks, what is late, lost or kept, of which part of the model; when |
 | `meeting`, `settings` | `Meeting`, all that an average is told; settings that are compared and shown, arguments that all strategies share |
 | `averages` | `Mean`, `ServerMean`, `Robust`; around another: `Outer`, `Eager`, `Corrupted`, `Private` |
-| `coded`, `selectors` | averages of codes; which coordinates are exchanged |
+| `coded` | averages of codes |
 | a file for each algorithm, and for its relatives | settings, the average where it is its own, and handlers where exchanges do not say it all |
 | `asynchronous`, `servers` | `EventDriven`, whose rules say when nodes meet a server; how it takes what arrives |
 | `per_rank` | strategies written for one rank, and their threads |

@@ -62,15 +62,19 @@ from vecgym.strategy.halos import HALoSStrategy
 from vecgym.strategy.hooks import CommunicationModule, Context
 from vecgym.strategy.meeting import Meeting
 from vecgym.strategy.per_rank import RankStrategy, all_gather, all_reduce, broadcast
-from vecgym.strategy.selectors import (
+from vecgym.strategy.servers import DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer, Server
+from vecgym.strategy.sparta import (
+    MostMoved,
     PartitionedSelector,
     RandomSelector,
     ScheduledSelector,
     Selector,
     ShuffledSequentialSelector,
+    Sparse,
+    SparseCommunicator,
+    SPARTADiLoCoStrategy,
+    SPARTAStrategy,
 )
-from vecgym.strategy.servers import DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer, Server
-from vecgym.strategy.sparta import MostMoved, Sparse, SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
 from vecgym.strategy.when import Rounds, RoundsOf, SyncWeight, When
 
 __all__ = [

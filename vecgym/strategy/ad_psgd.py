@@ -19,7 +19,7 @@ from vecgym.simulation.events import Arrival, Happening, Restart, Rules, StepSec
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import EventDriven
-from vecgym.strategy.gossip import FIXED
+from vecgym.strategy.gossip import FIXED, as_matrix
 from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 
 Order = Literal["after", "before"]
@@ -89,8 +89,7 @@ class ADPSGDStrategy(EventDriven):
     ) -> None:
         super().__init__(inner_optim, **inner)
         self.topology = _topology(topology)
-        check.choice("mix", mix, get_args(Order))
-        self.mix: Order = mix
+        self.mix = check.choice("mix", mix, get_args(Order))
         self.together = check.flag("together", together)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
@@ -149,9 +148,6 @@ class ADPSGDStrategy(EventDriven):
         """Let nodes begin from their own present parameters."""
         part.own["start"] = part.params
 
-    def update(self, part: Part) -> None:
-        """There is no server: an update is a number of steps."""
-
 
 class Neighbours:
     """With whom each node averages after each of its steps: a function of (node, its own count of steps).
@@ -188,18 +184,11 @@ class Averaged(NamedTuple):
     time: float
     node: int
     neighbour: int
-
-    @property
-    def what(self) -> str:
-        return "average"
+    what: str = "average"
 
     @property
     def rows(self) -> tuple[int, ...]:
-        return (min(self[1:]), max(self[1:]))
-
-
-def _itself(node: int, step: int) -> int:
-    return node
+        return tuple(sorted((self.node, self.neighbour)))
 
 
 @dataclass(frozen=True)
@@ -217,14 +206,14 @@ class PairRules(Rules):
     >>> for event in schedule(rules, lambda node, step: [1.0, 1.5][node], Stop(updates=1)):
     ...     print(event)
     Arrival(time=1.0, node=0, round=0, version=0, staleness=0, first_step=0, num_steps=1, begin=0.0, end=1.0)
-    Averaged(time=1.0, node=0, neighbour=1)
+    Averaged(time=1.0, node=0, neighbour=1, what='average')
     Restart(time=1.0, nodes=(0,), version=0, begins=(1.0,))
     Arrival(time=1.5, node=1, round=0, version=0, staleness=1, first_step=0, num_steps=1, begin=0.0, end=1.5)
-    Averaged(time=1.5, node=1, neighbour=0)
+    Averaged(time=1.5, node=1, neighbour=0, what='average')
     Update(time=1.5, version=1, num_arrivals=2)
     """
 
-    neighbour: Callable[[int, int], int] = _itself
+    neighbour: Callable[[int, int], int] = lambda node, step: node
     average_first: bool = False
 
     def partner(self, node: int, step: int, time: float) -> int:
@@ -270,12 +259,9 @@ class PairRules(Rules):
 def _topology(topology: Any) -> str | Tensor:
     if isinstance(topology, str):
         return check.choice("topology", topology, tuple(FIXED), "a matrix [K, K] of weights")
-    allowed = 'topology must be a name such as "ring", or a matrix [K, K] of weights >= 0'
-    try:
-        weights = torch.as_tensor(topology, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{allowed}, and is {topology!r}.") from error
+    allowed = 'give a name such as "ring", or a matrix [K, K] of weights >= 0.'
+    weights = as_matrix(topology, "topology", allowed).double()
     square = weights.dim() == 2 and weights.shape[0] == weights.shape[1]
     if not square or not bool((weights >= 0).all() & weights.isfinite().all()):
-        raise ValueError(f"{allowed}, and is {weights.tolist()}.")
+        raise ValueError(f"topology={weights.tolist()}: {allowed}")
     return weights

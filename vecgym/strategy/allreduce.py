@@ -105,14 +105,8 @@ class GPAStrategy(Strategy):
     ) -> None:
         self.mu_x = check.per_node("mu_x", mu_x, "[0, 1)", "what x keeps of itself in a step")
         self.mu_y = check.per_node("mu_y", mu_y, "(0, 1]", "the part of x in y")
-        check.choice("decay", decay, ("paper", "code"))
-        self.decay = decay
+        self.decay = check.choice("decay", decay, ("paper", "code"))
         super().__init__(inner_optim, [Exchange(Mean(), of="gradients")], **inner)
-
-    def check(self, num_nodes: int, max_steps: int) -> None:
-        super().check(num_nodes, max_steps)
-        for name in ("mu_x", "mu_y"):
-            check.per_node(name, getattr(self, name), num_nodes=num_nodes)
 
     def alike(self, run: RunFacts) -> bool:
         one = all(not isinstance(mu, Tensor) or mu.numel() == 1 for mu in (self.mu_x, self.mu_y))

@@ -21,8 +21,16 @@ from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts, Timetable
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import DEFAULT_H
-from vecgym.strategy.servers import OuterOptimizer, Server, Staleness, StalenessName, staleness_weight
-from vecgym.strategy.settings import InnerOptions, Unpack, own_settings, takes_options
+from vecgym.strategy.servers import (
+    SERVERS,
+    OuterOptimizer,
+    Server,
+    Staleness,
+    StalenessName,
+    check_staleness,
+    weight_of,
+)
+from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 from vecgym.strategy.when import check_interval
 
 
@@ -42,6 +50,7 @@ class EventDriven(Strategy):
     H: int
     together: bool
     nodes_have: str
+    server: Server | None = None
 
     def rules(self, times: Times) -> Rules:
         """Return how nodes and server work together in a run that takes these times."""
@@ -57,13 +66,15 @@ class EventDriven(Strategy):
 
     def own_parameters(self, state: State) -> Tree:
         """Return the nodes' own parameters, `[K, *]`."""
-        params: Tree = state.own[self.nodes_have]
-        return params
+        return state.own[self.nodes_have]
 
     def server_rate(self, events: Sequence[Happening], num_nodes: int) -> float | Tensor | None:
         """Return the learning rate of the update in which these events end; None: there is none."""
         server, update = self.server_of(num_nodes), events[-1]
         return server.lr(update.version - 1) if server is not None and isinstance(update, Update) else None
+
+    def update(self, part: Part) -> None:
+        """End an update: here without any effect, since not every algorithm's server makes its version then."""
 
     def optimized(self, part: Part, params: Tree, grads: Tree, counts: int | list[int]) -> Tree:
         """Take the inner optimizer's step of these rows, which have made so many before; return their parameters."""
@@ -87,19 +98,17 @@ class EventDriven(Strategy):
 
     def server_of(self, num_nodes: int) -> Server | None:
         """Return the server whose parameters are those of the run, if there is one."""
-        return None
+        return None if self.server is None else self.server.of(num_nodes)
 
     def check_updates(self, num_nodes: int, num_updates: int) -> None:
         """Raise a ValueError if the strategy cannot work for so many updates."""
+        if self.server is not None:
+            self.server.check(num_nodes, num_updates)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         """Raise a ValueError for settings that are not for so many nodes."""
         if self.inner.max_norm is not None:
             check.per_node("max_norm", self.inner.max_norm, "(0, inf]", num_nodes=num_nodes)
-
-    def __repr__(self) -> str:
-        server = [repr(self.server)] if hasattr(self, "server") else []
-        return f"{type(self).__name__}({', '.join([*self._parts(), *server, *own_settings(self, server=None)])})"
 
 
 class InRounds(EventDriven):
@@ -158,11 +167,6 @@ class InRounds(EventDriven):
         """Return what a round has moved, `[1, *]`, which is now at its server; of several configurations `[C, *]`."""
         self.send(part, "server_gather", ServerLinks(up=tuple(part.nodes), down=()))
         return part.flat(tree.map(torch.sub, part.own["start"], part.own["local"]))
-
-    def round_loss(self, part: Part) -> Tensor:
-        """Return the mean loss over the steps of a round, `[1]`."""
-        loss: Tensor = part.own["loss"] / part.event.info.num_steps
-        return loss
 
     def begin_from(self, part: Part, params: Tree) -> None:
         """Let nodes begin their next rounds from what a server sends, `[1, *]`; of several configurations `[C, *]`."""
@@ -223,6 +227,7 @@ class AsyncStrategy(InRounds):
 
     own_numbers = ()
     own_draws = False
+    server: Server
 
     @takes_options(InnerOptions)
     def __init__(
@@ -243,24 +248,17 @@ class AsyncStrategy(InRounds):
         super().__init__(inner_optim, **inner)
         self.server = OuterOptimizer() if server is None else check.instance("server", server, Server, SERVERS)
         self.H = countable("H", check_interval("H", H))
-        buffer = check.integer("buffer", buffer, what=ARRIVALS)
+        buffer = check.integer("buffer", buffer, what="arrivals of which the server makes an update")
         self.buffer = countable("buffer", agreed("buffer", buffer, 1, self.server.buffer))
         self.max_wait = check.number("max_wait", max_wait, "[0, inf]", "simulated seconds")
         check.choice("grace", grace, get_args(Grace))
         self.grace: Grace = grace
         self.dylu = check.flag("dylu", dylu)
         self.local_steps = None if local_steps is None else counts_of(local_steps)
-        self.staleness = agreed("staleness", staleness, "none", self.server.staleness)
-        staleness_weight("staleness", self.staleness)
+        self.staleness = agreed("staleness", check_staleness(staleness), "none", self.server.staleness)
         self.together = check.flag("together", together)
         if dylu and local_steps is not None:
             raise ValueError("dylu=True and local_steps both say how many steps a node makes: give one of them.")
-
-    def check_updates(self, num_nodes: int, num_updates: int) -> None:
-        self.server.check(num_nodes, num_updates)
-
-    def server_of(self, num_nodes: int) -> Server:
-        return self.server.of(num_nodes)
 
     def rules(self, times: Times) -> Rules:
         steps = self.steps_of_rounds(times.nominal)
@@ -268,21 +266,21 @@ class AsyncStrategy(InRounds):
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         own, _ = super().init(run, params)
-        return own, {"params": params, "server": self.server_of(run.num_nodes).init(params)}
+        return own, {"params": params, "server": self.server.of(run.num_nodes).init(params)}
 
     def arrive(self, part: Part) -> None:
         """Take a movement: as the server corrects it, and weighted."""
         arrival: Arrival = part.event.info
-        part.report(self.round_loss(part))
-        moved = self.server_of(part.run.num_nodes).correct(self.arrived(part), part.shared.flat("server"))
-        moved = weighted(moved, staleness_weight("staleness", self.staleness)(arrival.staleness))
+        part.report(part.own["loss"] / arrival.num_steps)
+        moved = self.server.of(part.run.num_nodes).correct(self.arrived(part), part.shared.flat("server"))
+        moved = weighted(moved, weight_of(self.staleness, arrival.staleness))
         part.memo.setdefault("moved", {})[arrival.node, arrival.round] = moved
 
     def update(self, part: Part) -> None:
         """Let the server make an update of the mean of what has arrived since the last one."""
         moved = [part.memo["moved"][key] for key in sorted(part.memo["moved"])]
         mean = moved[0] if len(moved) == 1 else tree.map(lambda *each: torch.stack(each, 1).mean(1), *moved)
-        params, held = self.server_of(part.run.num_nodes).update(
+        params, held = self.server.of(part.run.num_nodes).update(
             part.shared.flat("params"), mean, part.shared.flat("server"), part.event.info.version - 1,
             inplace=part.inplace,
         )  # fmt: skip
@@ -291,7 +289,7 @@ class AsyncStrategy(InRounds):
 
     def restart(self, part: Part) -> None:
         """Send nodes what they begin with."""
-        server = self.server_of(part.run.num_nodes)
+        server = self.server.of(part.run.num_nodes)
         self.begin_from(part, server.start(part.shared.flat("params"), part.shared.flat("server")))
 
 
@@ -312,8 +310,6 @@ run it.
 
 
 MOST = 10**6
-SERVERS = "a server such as OuterOptimizer(lr=0.1), DelayedNesterov(lr=0.1) or FedBuff(buffer=10)"
-ARRIVALS = "arrivals of which the server makes an update"
 
 
 def weighted(movement: Tree, weight: Any) -> Tree:
@@ -322,8 +318,6 @@ def weighted(movement: Tree, weight: Any) -> Tree:
     >>> weighted({"w": torch.tensor([3.0])}, 2.0)
     {'w': tensor([6.])}
     """
-    if isinstance(weight, (int, float)) and weight == 1:
-        return movement
     return tree.map(lambda x: weight * x, movement)
 
 

@@ -171,8 +171,7 @@ class Average(Settings):
 
     def write(self, message: Any, values: Tree, at: Meeting) -> Tree:
         """Return what the nodes go on with, with the names and shapes of `values`."""
-        new: Tree = message
-        return new
+        return message
 
     def change(self, values: Tree, at: Meeting) -> Any:
         """Return by how much the whole average changes the values: a message for `changed`."""
@@ -455,6 +454,11 @@ class Robust(Mean):
 # ------------------------------------------------------------------------------------------------ around another one
 
 
+def _of_inner(name: str) -> Any:
+    """Return what an average around another has from that one, attribute or method."""
+    return property(lambda self: getattr(self.inner, name))
+
+
 class Around(Average):
     """Tells another average, `inner`, something else than the values themselves."""
 
@@ -465,17 +469,16 @@ class Around(Average):
     def numbers(self) -> tuple[str, ...] | None:  # type: ignore[override]
         return None if self.inner.numbers is None else ()
 
-    @property
-    def common(self) -> bool:  # type: ignore[override]
-        return self.inner.common
-
-    @property
-    def in_part(self) -> bool:  # type: ignore[override]
-        return self.inner.in_part
-
-    @property
-    def one_message(self) -> bool:
-        return self.inner.one_message
+    common = _of_inner("common")
+    in_part = _of_inner("in_part")
+    one_message = _of_inner("one_message")
+    lag = _of_inner("lag")
+    check = _of_inner("check")
+    init = _of_inner("init")
+    settle = _of_inner("settle")
+    write = _of_inner("write")
+    rate = _of_inner("rate")
+    outer = _of_inner("outer")
 
     def around(self, inner: Average) -> Average:
         """Return the same around another average.
@@ -496,33 +499,12 @@ class Around(Average):
     def through_server(self) -> Average:
         return self.around(self.inner.through_server())
 
-    def lag(self, every: int) -> int:
-        return self.inner.lag(every)
-
-    def check(self, run: ExchangeFacts) -> None:
-        self.inner.check(run)
-
-    def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
-        return self.inner.init(values, run)
-
     def told(self, values: Tree, at: Meeting) -> Tree:
         """Return what `inner` is told."""
         return values
 
     def agree(self, values: Tree, at: Meeting) -> Any:
         return self.inner.agree(self.told(values, at), at)
-
-    def settle(self, message: Any, at: Meeting) -> None:
-        self.inner.settle(message, at)
-
-    def write(self, message: Any, values: Tree, at: Meeting) -> Tree:
-        return self.inner.write(message, values, at)
-
-    def rate(self, exchange: int) -> Any:
-        return self.inner.rate(exchange)
-
-    def outer(self, shared: Any) -> Tree:
-        return self.inner.outer(shared)
 
 
 class Corrupted(Around):
@@ -733,15 +715,13 @@ class Outer(Around):
         )  # fmt: skip
 
     def write(self, message: Tree, values: Tree, at: Meeting) -> Tree:
-        new: Tree = at.home(self.common)["params"]
-        return new
+        return at.home(self.common)["params"]
 
     def rate(self, exchange: int) -> Any:
         return self.optim.spec.lr_at(exchange)
 
     def outer(self, shared: Any) -> Tree:
-        params: Tree = shared["params"] if self.common else {}
-        return params
+        return shared["params"] if self.common else {}
 
     @property
     def _correction(self) -> Correction:
@@ -881,8 +861,7 @@ class NoLoCo(Average):
         at.own["params"] = tree.map(torch.add, phi, at.own["momentum"])
 
     def write(self, message: Any, values: Tree, at: Meeting) -> Tree:
-        new: Tree = at.own["params"]
-        return new
+        return at.own["params"]
 
     def rate(self, exchange: int) -> Any:
         return self.lr
@@ -1001,8 +980,7 @@ def check_average(name: str, value: Any) -> Average:
     ...
     TypeError: average is the class Mean; give an Average, such as Mean().
     """
-    average: Average = check.instance(name, value, Average, "an Average, such as Mean()")
-    return average
+    return check.instance(name, value, Average, "an Average, such as Mean()")
 
 
 def check_examples(weighting: str, run: RunFacts) -> None:

@@ -153,6 +153,8 @@ class Strategy(LocalTraining):
     def check(self, num_nodes: int, max_steps: int) -> None:
         """Raise a ValueError if the strategy cannot work for this run; warn of what has no effect in it."""
         self.inner.check(num_nodes, max_steps, "inner optimizer")
+        for name in self.own_numbers or ():
+            check.per_node(name, getattr(self, name), num_nodes=num_nodes)
         for exchange in self.exchanges:
             exchange.check(RunFacts(num_nodes, max_steps, num_examples=(1,) * num_nodes))
 
@@ -334,10 +336,8 @@ class Strategy(LocalTraining):
             )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join([*self._parts(), *own_settings(self, exchanges=())])})"
-
-    def _parts(self) -> list[str]:
-        return [repr(self.inner_optim), *map(repr, self.exchanges), *self.inner.options]
+        parts = [repr(self.inner_optim), *map(repr, self.exchanges), *self.inner.options]
+        return f"{type(self).__name__}({', '.join([*parts, *own_settings(self, exchanges=())])})"
 
 
 class CommunicateOptimizeStrategy(Strategy):

@@ -7,7 +7,7 @@ their strategies from here: a new one is its class, its naive twin in `tests/ref
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vecgym.compress import TopK
@@ -40,7 +40,6 @@ class Knobs(NamedTuple):
         outer_optim: DiLoCo's; None: its default.
         delay: steps that a fragment of Streaming DiLoCo may take, less than H.
         fragments: of Streaming DiLoCo; None: its default.
-        inner: the arguments that all strategies share (`inner_optim`, `lr`, `max_norm`, ...).
     """
 
     H: int = 3
@@ -48,99 +47,88 @@ class Knobs(NamedTuple):
     outer_optim: OptimSpec | None = None
     delay: int = 1
     fragments: int | None = 2
-    inner: Mapping[str, Any] = {}
+
+    @property
+    def rounds(self) -> dict[str, Any]:
+        """The arguments for rounds of H steps with an outer optimizer."""
+        return {"H": self.H, "outer_optim": self.outer_optim}
 
 
 class Item(NamedTuple):
     """A strategy.
 
     Attributes:
-        build: how it is made.
+        build: how it is made of `Knobs` and the arguments that all strategies share.
         compared: `vecgym compare` offers it.
     """
 
-    build: Callable[[Knobs], Strategy]
+    build: Callable[..., Strategy]
     compared: bool = False
 
-    def make(
-        self, H: int = 3, p: float = 0.1, outer_optim: OptimSpec | None = None, delay: int = 1,
-        fragments: int | None = 2, **inner: Any,
-    ) -> Strategy:  # fmt: skip
-        """Make the strategy with those of these settings that it has; see `Knobs`.
+    def make(self, **settings: Any) -> Strategy:
+        """Make the strategy with settings of `Knobs`, as far as it has them, and `inner_optim`, `lr`, `max_norm`, ...
 
         >>> CATALOGUE["fedavg"].make(H=5, p=0.01, inner_optim="sgd", lr=0.1)
         FedAvgStrategy(OptimSpec(SGD, lr=0.1), Exchange(Mean(), every=5))
         """
-        return self.build(Knobs(H, p, outer_optim, delay, fragments, inner))
+        knobs = Knobs(**{name: settings.pop(name) for name in Knobs._fields if name in settings})
+        return self.build(knobs, **settings)
 
 
-def _demo(knobs: Knobs) -> Strategy:
+def _demo(knobs: Knobs, **inner: Any) -> Strategy:
     """Make DeMo, an optimizer of its own: its steps are signs, and a sixth of AdamW's learning rate suits them."""
-    lr, inner = _own_rate(knobs, 6e-3)
-    return DeMoStrategy(lr=lr / 6, **inner)
+    return DeMoStrategy(lr=_own_rate(inner, 6e-3) / 6, **inner)
 
 
-def _muloco(knobs: Knobs) -> Strategy:
+def _muloco(knobs: Knobs, **inner: Any) -> Strategy:
     """Make MuLoCo, whose inner optimizers are its own; both take the learning rate that is given."""
-    lr, inner = _own_rate(knobs, 0.02)
-    return MuLoCoStrategy(knobs.outer_optim, H=knobs.H, lr=lr, adamw_lr=lr, **inner)
+    lr = _own_rate(inner, 0.02)
+    return MuLoCoStrategy(lr=lr, adamw_lr=lr, **knobs.rounds, **inner)
 
 
-def _own_rate(knobs: Knobs, usual: float) -> tuple[Any, dict[str, Any]]:
-    """Return the learning rate of a strategy with an inner optimizer of its own, and what else is given."""
-    inner = dict(knobs.inner)
+def _own_rate(inner: dict[str, Any], usual: float) -> Any:
+    """Take inner optimizer and learning rate out of the arguments; return the rate, for an optimizer of its own."""
     spec, lr = inner.pop("inner_optim", None), inner.pop("lr", None)
-    return (spec.lr if isinstance(spec, OptimSpec) else usual) if lr is None else lr, inner
+    return (spec.lr if isinstance(spec, OptimSpec) else usual) if lr is None else lr
 
 
 def _streaming(knobs: Knobs, **more: Any) -> Strategy:
-    return StreamingDiLoCoStrategy(
-        H=knobs.H, outer_optim=knobs.outer_optim, num_fragments=knobs.fragments, delay=min(knobs.delay, knobs.H - 1),
-        **more, **knobs.inner,
-    )  # fmt: skip
+    delay = min(knobs.delay, knobs.H - 1)
+    return StreamingDiLoCoStrategy(num_fragments=knobs.fragments, delay=delay, **knobs.rounds, **more)
 
 
-def _sparseloco(knobs: Knobs) -> Strategy:
+def _sparseloco(knobs: Knobs, **inner: Any) -> Strategy:
     """Make SparseLoCo with a fraction p of each chunk of 8 x 8, which small models have too."""
-    return SparseLoCoStrategy(H=knobs.H, k=max(1, round(64 * knobs.p)), chunk=8, **knobs.inner)
+    return SparseLoCoStrategy(H=knobs.H, k=max(1, round(64 * knobs.p)), chunk=8, **inner)
 
 
 CATALOGUE: dict[str, Item] = {
-    "independent": Item(lambda knobs: Strategy(**knobs.inner)),
-    "allreduce": Item(lambda knobs: AllReduceStrategy(**knobs.inner), compared=True),
-    "gpa": Item(lambda knobs: GPAStrategy(mu_x=0.9 ** (1 / knobs.H), **knobs.inner), compared=True),
-    "fedavg": Item(lambda knobs: FedAvgStrategy(H=knobs.H, **knobs.inner), compared=True),
-    "fedavg-islands": Item(lambda knobs: FedAvgStrategy(H=knobs.H, island_size=2, **knobs.inner)),
-    "fedavg-participation": Item(lambda knobs: FedAvgStrategy(H=knobs.H, participation=0.6, **knobs.inner)),
+    "independent": Item(lambda knobs, **inner: Strategy(**inner)),
+    "allreduce": Item(lambda knobs, **inner: AllReduceStrategy(**inner), compared=True),
+    "gpa": Item(lambda knobs, **inner: GPAStrategy(mu_x=0.9 ** (1 / knobs.H), **inner), compared=True),
+    "fedavg": Item(lambda knobs, **inner: FedAvgStrategy(H=knobs.H, **inner), compared=True),
+    "fedavg-islands": Item(lambda knobs, **inner: FedAvgStrategy(H=knobs.H, island_size=2, **inner)),
+    "fedavg-participation": Item(lambda knobs, **inner: FedAvgStrategy(H=knobs.H, participation=0.6, **inner)),
     "fedavg-server": Item(
-        lambda knobs: FedAvgStrategy(
-            H=knobs.H, server_optim="adam", server_lr=0.05, server_betas=(0.8, 0.9), server_tau=0.01, **knobs.inner
+        lambda knobs, **inner: FedAvgStrategy(
+            H=knobs.H, server_optim="adam", server_lr=0.05, server_betas=(0.8, 0.9), server_tau=0.01, **inner
         )
     ),
-    "local-adam": Item(lambda knobs: LocalAdamStrategy(H=knobs.H, **knobs.inner)),
-    "des-loc": Item(lambda knobs: DESLOCStrategy(H=knobs.H, Hu=knobs.H + 1, Hv=knobs.H + 2, **knobs.inner)),
-    "diloco": Item(
-        lambda knobs: DiLoCoStrategy(H=knobs.H, outer_optim=knobs.outer_optim, **knobs.inner), compared=True
-    ),
+    "local-adam": Item(lambda knobs, **inner: LocalAdamStrategy(H=knobs.H, **inner)),
+    "des-loc": Item(lambda knobs, **inner: DESLOCStrategy(H=knobs.H, Hu=knobs.H + 1, Hv=knobs.H + 2, **inner)),
+    "diloco": Item(lambda knobs, **inner: DiLoCoStrategy(**knobs.rounds, **inner), compared=True),
     "streaming": Item(_streaming),
-    "streaming-4-bits": Item(lambda knobs: _streaming(knobs, bits=4)),
-    "eager": Item(lambda knobs: EagerDiLoCoStrategy(H=knobs.H, outer_optim=knobs.outer_optim, **knobs.inner)),
-    "diloco-topk": Item(
-        lambda knobs: DiLoCoStrategy(H=knobs.H, outer_optim=knobs.outer_optim, compression=TopK(knobs.p), **knobs.inner)
-    ),
+    "streaming-4-bits": Item(lambda knobs, **inner: _streaming(knobs, bits=4, **inner)),
+    "eager": Item(lambda knobs, **inner: EagerDiLoCoStrategy(**knobs.rounds, **inner)),
+    "diloco-topk": Item(lambda knobs, **inner: DiLoCoStrategy(compression=TopK(knobs.p), **knobs.rounds, **inner)),
     "sparseloco": Item(_sparseloco),
     "muloco": Item(_muloco, compared=True),
-    "palsgd": Item(
-        lambda knobs: PALSGDStrategy(p=0.3, H=knobs.H, outer_optim=knobs.outer_optim, **knobs.inner), compared=True
-    ),
-    "noloco": Item(lambda knobs: NoLoCoStrategy(H=knobs.H, **knobs.inner), compared=True),
-    "sparta": Item(lambda knobs: SPARTAStrategy(knobs.p, **knobs.inner), compared=True),
-    "loscar": Item(lambda knobs: SPARTAStrategy(knobs.p, delay=2, correct_delay=True, **knobs.inner)),
-    "sparta-diloco": Item(
-        lambda knobs: SPARTADiLoCoStrategy(knobs.p, 1, knobs.H, outer_optim=knobs.outer_optim, **knobs.inner),
-        compared=True,
-    ),
-    "gossip": Item(lambda knobs: GossipStrategy("ring", **knobs.inner), compared=True),
-    "gossip-matching": Item(lambda knobs: GossipStrategy("random_matching", **knobs.inner)),
+    "palsgd": Item(lambda knobs, **inner: PALSGDStrategy(p=0.3, **knobs.rounds, **inner), compared=True),
+    "noloco": Item(lambda knobs, **inner: NoLoCoStrategy(H=knobs.H, **inner), compared=True),
+    "sparta": Item(lambda knobs, **inner: SPARTAStrategy(knobs.p, **inner), compared=True),
+    "loscar": Item(lambda knobs, **inner: SPARTAStrategy(knobs.p, delay=2, correct_delay=True, **inner)),
+    "sparta-diloco": Item(lambda knobs, **inner: SPARTADiLoCoStrategy(knobs.p, **knobs.rounds, **inner), compared=True),
+    "gossip": Item(lambda knobs, **inner: GossipStrategy("ring", **inner), compared=True),
+    "gossip-matching": Item(lambda knobs, **inner: GossipStrategy("random_matching", **inner)),
     "demo": Item(_demo, compared=True),
 }

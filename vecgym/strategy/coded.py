@@ -17,12 +17,6 @@ from vecgym.strategy.averages import Around, Average, ExchangeFacts, Reduction, 
 from vecgym.strategy.meeting import Meeting
 from vecgym.strategy.settings import altered
 
-NO_ISLANDS = (
-    "What is sent of parameters is their difference to the last average, and only an average of all nodes is the same "
-    "on all: average over all nodes (island_size=None, participation=1), or send the parameters as they are "
-    "(reference=False), which only methods that keep every value do reasonably: int8, say."
-)
-
 
 class Compressed(Around):
     """What a node sends to `inner` is a code of its values, and what the code leaves out is sent later.
@@ -116,7 +110,11 @@ class Compressed(Around):
         if not (self.momentum or self.masking):
             raise ValueError("masking=False without a momentum has no effect: give momentum=0.9, say, or leave it out.")
         if self.reference and not self.inner.common:
-            raise ValueError(f"{self!r}: {NO_ISLANDS}")
+            raise ValueError(
+                f"{self!r}: what is sent of parameters is their difference to the last average, and only an average of "
+                "all nodes is the same on all: average over all nodes (island_size=None, participation=1), or send the "
+                "parameters as they are (reference=False), which suits methods that keep every value, such as int8."
+            )
         if isinstance(self.codec, PowerSGD) and not (self.inner.common and self.inner.linear):
             raise ValueError(
                 f"{self!r}: PowerSGD starts from the average before, which groups of nodes do not share, and "

@@ -32,7 +32,8 @@ from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import EventDriven, countable
 from vecgym.strategy.averages import nonzero, row_norms
-from vecgym.strategy.servers import OuterOptimizer, Server, one_number
+from vecgym.strategy.exchange import Fragments, check_fragments, cut
+from vecgym.strategy.servers import OuterOptimizer, Server, check_server, one_number
 from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 
 Merging = Literal["radial", "mean"]
@@ -61,7 +62,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
         server: of each fragment by itself, as in `AsyncStrategy`; DiLoCo's SGD when not given.
         quorum: messages after which an update may be made; None: all nodes.
         fragments: F, of about equal size: the largest tensor first, each into the smallest fragment so far; no more
-            than there are tensors. Or lists of the parameters' names, each name in one.
+            than there are tensors. Or lists of names, a function, or None, as in `Exchange`.
         H: steps between two messages of a fragment.
         overlap: steps for which a node goes on at least before it merges what it gets for a message.
         alpha: in [0, 1], how much of its own fragment a node keeps; 0: nothing.
@@ -92,6 +93,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
     """
 
     nodes_have = "local"
+    server: Server
 
     @takes_options(InnerOptions)
     def __init__(
@@ -99,7 +101,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         server: Server | None = None,
         quorum: int | None = None,
-        fragments: int | Sequence[Sequence[str]] = 24,
+        fragments: Fragments | None = 24,
         grace: float = 0.0,
         *,
         H: int = 24,
@@ -114,9 +116,14 @@ class DecoupledDiLoCoStrategy(EventDriven):
         **inner: Unpack[InnerOptions],
     ) -> None:
         super().__init__(inner_optim, **inner)
-        self.server = _of_fragments(server)
+        self.server = check_server("server", server, OuterOptimizer(), "the quorum says how many")
+        corrects = any(getattr(type(self.server), x) is not getattr(Server, x) for x in ("correct", "start"))
+        if corrects or self.server.staleness is not None:
+            raise ValueError(
+                f"server={server!r} corrects each arrival, and here only what is merged is seen: give OuterOptimizer."
+            )
         self.quorum = check.optional_integer("quorum", quorum, what="None is all nodes")
-        self.fragments = _fragments(fragments)
+        self.fragments = check_fragments("fragments", fragments)
         self.grace = check.number("grace", grace, "[0, inf)")
         self.H = countable("H", check.integer("H", H, what="optimizer steps between two messages"))
         self.overlap = check.integer("overlap", overlap, 0, what="optimizer steps")
@@ -124,10 +131,12 @@ class DecoupledDiLoCoStrategy(EventDriven):
         self.step_seconds = None if step_seconds is None else check.number("step_seconds", step_seconds, "[0, inf)")
         self.sync_seconds = check.number("sync_seconds", sync_seconds, "[0, inf)")
         self.tokens = tokens
-        self._tokens = [check.number("tokens", x, "(0, inf)", "of a step") for x in _listed(tokens)]
-        check.choice("merging", merging, get_args(Merging))
-        self.merging: Merging = merging
-        self.plain = _names("plain", plain)
+        several = tokens if isinstance(tokens, (list, tuple)) else [tokens]
+        self._tokens = [check.number("tokens", x, "(0, inf)", "of a step") for x in several]
+        self.merging = check.choice("merging", merging, get_args(Merging))
+        if not isinstance(plain, (list, tuple)) or not all(isinstance(name, str) for name in plain):
+            raise TypeError(f"plain={plain!r} must be a list of names of parameters.")
+        self.plain = tuple(plain)
         self.together = check.flag("together", together)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
@@ -139,20 +148,6 @@ class DecoupledDiLoCoStrategy(EventDriven):
                 f"tokens is for {len(self._tokens)} nodes and the run has {num_nodes}: give [{num_nodes}]."
             )
 
-    def check_updates(self, num_nodes: int, num_updates: int) -> None:
-        self.server.check(num_nodes, num_updates)
-
-    def server_of(self, num_nodes: int) -> Server:
-        return self.server.of(num_nodes)
-
-    def tokens_of(self, num_nodes: int) -> list[float]:
-        """Return the tokens of a step of each node.
-
-        >>> DecoupledDiLoCoStrategy(tokens=4096.0).tokens_of(2)
-        [4096.0, 4096.0]
-        """
-        return self._tokens if len(self._tokens) == num_nodes else self._tokens * num_nodes
-
     def fragments_of(self, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
         """Return the names in each fragment, of parameters of so many bytes.
 
@@ -160,9 +155,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
         (('b',), ('a', 'c'))
         """
         if not isinstance(self.fragments, int):
-            if sorted(name for names in self.fragments for name in names) != sorted(sizes):
-                raise ValueError(f"fragments={self.fragments} must hold each parameter once: {', '.join(sizes)}.")
-            return self.fragments
+            return cut(list(sizes), self.fragments)
         parts: list[list[str]] = [[] for _ in range(min(self.fragments, len(sizes)))]
         filled = [0] * len(parts)
         for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -180,7 +173,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
             shares=tuple(sum(own) / num_bytes for own in fragments),
             messages=tuple(times.num_messages(own) for own in fragments), quorum=self.quorum or K,
             overlap=self.overlap, gamma=self.grace, nominal=step, sync=self.sync_seconds,
-            tokens=tuple(self.tokens_of(K)),
+            tokens=tuple(self._tokens * (K // len(self._tokens))),
         )  # fmt: skip
 
     def timetable(self, run: RunFacts) -> Waves:
@@ -221,7 +214,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
     def merge(self, part: Part) -> None:
         """Let a node take over a version of a fragment, as far as it does."""
         event, a, local = part.event.info, self.alpha, part.own["local"]
-        version = part.shared[f"version {event.fragment}.{event.version}"]
+        version = part.shared[f"version {event.fragment}.{event.number}"]
         part.own["local"] = {**local, **{name: a * local[name] + (1 - a) * z for name, z in version.items()}}
         part.own["base"] = {**part.own["base"], **version}
         at = placed(torch.tensor([event.fragment]), part.own["loss"].device)
@@ -252,18 +245,14 @@ class DecoupledDiLoCoStrategy(EventDriven):
 
     def forget(self, part: Part) -> None:
         """Let go of what nobody needs."""
-        event = part.event.info
-        if event.message is None:
-            del part.shared[f"version {event.fragment}.{event.version}"]
-        else:
-            del part.shared[f"sent {event.message[0]}.{event.fragment}.{event.message[1]}"]
+        del part.shared[part.event.info.label]
 
     def _names(self, part: Part) -> tuple[str, ...]:
         """Return the parameters in the fragment of an event."""
         return self.fragments_of(part.comm.ledger.sizes)[part.event.info.fragment]
 
 
-def merged(v: Tensor, weights: Sequence[float], merging: Merging) -> Tensor:
+def merged(v: Tensor, weights: Sequence[float], merging: str) -> Tensor:
     """Merge one tensor's movements, `[n, *]` -> `[1, *]`.
 
     >>> v = torch.tensor([[2.0, 0.0], [0.0, 4.0]])
@@ -278,73 +267,28 @@ def merged(v: Tensor, weights: Sequence[float], merging: Merging) -> Tensor:
     return (w * size).sum(0, keepdim=True) * direction / nonzero(row_norms(direction))
 
 
-def _of_fragments(server: Server | None) -> Server:
-    if server is None:
-        return OuterOptimizer()
-    check.instance("server", server, Server, "a server such as OuterOptimizer(lr=0.7)")
-    if server.buffer not in (None, 1) or server.staleness is not None:
-        raise ValueError(f"server={server!r} has a buffer of its own, and here the quorum says how many.")
-    if any(getattr(type(server), x) is not getattr(Server, x) for x in ("correct", "start")):
-        raise ValueError(
-            f"server={server!r} corrects each arrival, and here only what is merged is seen: give OuterOptimizer."
-        )
-    return server
-
-
-def _listed(tokens: Any) -> list[Any]:
-    return list(tokens) if isinstance(tokens, (list, tuple)) else [tokens]
-
-
-def _fragments(fragments: Any) -> int | tuple[tuple[str, ...], ...]:
-    if isinstance(fragments, int) and not isinstance(fragments, bool):
-        return check.integer("fragments", fragments, what="or lists of names of parameters")
-    if not isinstance(fragments, (list, tuple)) or not fragments:
-        raise TypeError(f"fragments={fragments!r} must be a number, or lists of names of parameters.")
-    return tuple(_names("fragments", names) for names in fragments)
-
-
-def _names(name: str, names: Any) -> tuple[str, ...]:
-    if not isinstance(names, (list, tuple)) or not all(isinstance(x, str) for x in names):
-        raise TypeError(f"{name}: {names!r} must be a list of names of parameters.")
-    return tuple(names)
-
-
 # ---------------------------------------------------------------------------------------------- what happens when
 
 
-class Uploaded(NamedTuple):
-    """A node sends what it has moved of a fragment, in so many steps."""
+class OfFragment(NamedTuple):
+    """A node sends what it has moved of a fragment, or merges a version of the server's before its next step.
+
+    Attributes:
+        what: "upload" or "merge".
+        number: of the node's message, or the version that it merges.
+        num_steps: of what it sends.
+    """
 
     time: float
+    what: str
     node: int
     fragment: int
     number: int
-    num_steps: int
+    num_steps: int = 0
 
     @property
     def rows(self) -> tuple[int, ...]:
         return (self.node,)
-
-    @property
-    def what(self) -> str:
-        return "upload"
-
-
-class FragmentMerge(NamedTuple):
-    """A node merges a version of a fragment of the server's, before its next step."""
-
-    time: float
-    node: int
-    fragment: int
-    version: int
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        return (self.node,)
-
-    @property
-    def what(self) -> str:
-        return "merge"
 
 
 class Closed(NamedTuple):
@@ -355,27 +299,19 @@ class Closed(NamedTuple):
     version: int
     arrivals: tuple[Arrival, ...]
     weights: tuple[float, ...]
+    what: str = "settle"
 
     @property
     def rows(self) -> tuple[int, ...]:
         return tuple(arrival.node for arrival in self.arrivals)
 
-    @property
-    def what(self) -> str:
-        return "settle"
-
 
 class Forgotten(NamedTuple):
-    """Nobody needs a version of a fragment any more, or a message of it, (node, number), which has come too late."""
+    """Nobody needs any more what `shared` has under this name: a version, or a message that has come too late."""
 
     time: float
-    fragment: int
-    version: int | None
-    message: tuple[int, int] | None
-
-    @property
-    def what(self) -> str:
-        return "forget"
+    label: str
+    what: str = "forget"
 
 
 ENDED, DELIVERED, CLOSES, RECEIVED, BEGINS = range(5)  # in their order at one time
@@ -403,7 +339,7 @@ class FragmentRules(Rules):
     >>> rules = FragmentRules(num_steps=(1, 1), H=1, shares=(1.0,), quorum=1, tokens=(1.0, 1.0))
     >>> events = schedule(rules, lambda node, step: [1.0, 4.0][node], Stop(updates=2))
     >>> [type(event).__name__ for event in events]
-    ['Arrival', 'Uploaded', 'Closed', 'Update', 'FragmentMerge', 'Restart', 'Arrival', 'Uploaded', 'Closed', 'Update']
+    ['Arrival', 'OfFragment', 'Closed', 'Update', 'OfFragment', 'Restart', 'Arrival', 'OfFragment', 'Closed', 'Update']
     """
 
     H: int = 1
@@ -429,7 +365,7 @@ class FragmentRules(Rules):
         return {"fragment": next(event.fragment for event in events if isinstance(event, Closed))}
 
     def taken(self, event: Happening, wires: Wires) -> tuple[dict[int, float], dict[int, float]]:
-        if isinstance(event, Uploaded):
+        if isinstance(event, OfFragment) and event.what == "upload":
             return {event.node: wires.sending(event.node, self.shares[event.fragment])}, {}
         if isinstance(event, Closed):
             share = self.shares[event.fragment]
@@ -504,14 +440,14 @@ class _Run(Agenda):
                 copy.sent_at = self.steps[node]
                 there = self.links.up(node, time, self.rules.shares[p]) + self._more_latency(node, p)
                 self.push(there, DELIVERED, node, p)
-                yield Uploaded(time, node, p, copy.number, count)
+                yield OfFragment(time, "upload", node, p, copy.number, count)
                 copy.number += 1
         self.push(time, BEGINS, node)
 
     def _delivered(self, time: float, node: int, p: int) -> list[Happening]:
         message, fragment, rules = self.copies[node][p].way.pop(0)._replace(time=time), self.fragments[p], self.rules
         if message.version != fragment.version:  # too late
-            return [Forgotten(time, p, None, (node, message.round))]
+            return [Forgotten(time, f"sent {node}.{p}.{message.round}")]
         fragment.messages[node] = message
         if len(fragment.messages) == rules.quorum:
             wait = time - min(other.time for other in fragment.messages.values())
@@ -549,7 +485,7 @@ class _Run(Agenda):
         for p, copy in enumerate(self.copies[node]):
             waited = copy.sent_at is None or self.steps[node] - copy.sent_at >= self.rules.overlap
             if copy.arrived is not None and waited:
-                yield FragmentMerge(time, node, p, copy.arrived)
+                yield OfFragment(time, "merge", node, p, copy.arrived)
                 yield from self._released(time, p, copy.arrived)
                 copy.version, copy.merged_at = copy.arrived, self.steps[node]
                 copy.arrived = copy.sent_at = None
@@ -563,4 +499,4 @@ class _Run(Agenda):
         if users[version]:
             return []
         del users[version]
-        return [Forgotten(time, p, version, None)]
+        return [Forgotten(time, f"version {p}.{version}")]

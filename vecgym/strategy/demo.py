@@ -259,12 +259,9 @@ class DeMoStrategy(Strategy):
 
     def _clipped(self, part: Part, grads: Tree, max_norm: float | Tensor) -> Tree:
         """Clip the gradient of each node, in each configuration of a group."""
-        norm, size = part.here(max_norm), part.size
-        if size == 1:
-            return clip_grad_norm(grads, norm, inplace=part.inplace)[0]
-        norm = norm.repeat(size) if isinstance(norm, Tensor) and norm.dim() else norm
-        flat, _ = clip_grad_norm(tree.map(lambda g: g.flatten(0, 1), grads), norm, inplace=part.inplace)
-        return tree.map(lambda g: g.unflatten(0, (size, -1)), flat)
+        norm = part.here(max_norm)
+        norm = norm.repeat(part.size) if isinstance(norm, Tensor) and norm.dim() else norm
+        return part.apart(clip_grad_norm(part.flat(grads), norm, inplace=part.inplace)[0])
 
 
 def _scaled(g: Tensor, lr: float | Tensor, inplace: bool) -> Tensor:

@@ -22,8 +22,7 @@ from vecgym.simulation.timetable import Mark, RunFacts, Who
 from vecgym.strategy.averages import Average, Correction, Eager, Mean, NoLoCo, Outer, outer_spec
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.coded import Compressed
-from vecgym.strategy.exchange import DEFAULT_H, Exchange
-from vecgym.strategy.fragments import Fragments, Pattern
+from vecgym.strategy.exchange import DEFAULT_H, Exchange, Fragments, Pattern
 from vecgym.strategy.settings import InnerOptions, StepOptions, Unpack, inner_rate, takes_options
 from vecgym.strategy.when import SyncWeight, When, as_when, rounds_or_weights
 
@@ -421,7 +420,7 @@ class _Groups:
         return {"optim": "adamw", "lr": self.adamw_lr, "weight_decay": self.weight_decay}
 
 
-class MuLoCoStrategy(Strategy):
+class MuLoCoStrategy(DiLoCoStrategy):
     """H local steps of Muon on every node, then one step of an outer optimizer on their mean movement.
 
     theta_i <- Muon(theta_i, g_i), H times; then Delta = mean_i(theta_outer - theta_i),
@@ -513,11 +512,10 @@ class MuLoCoStrategy(Strategy):
             outer = MULOCO_OUTER if outer_lr is None else MULOCO_OUTER.replace(lr=outer_lr)
         else:
             outer = outer_spec(outer_optim, outer_lr)
-        average = Mean() if compression is None else Compressed(Mean(), compression, purpose="compress parameters")
-        super().__init__(own, [Exchange(Outer(average, outer), every=as_when(H, "H"))], **inner)
+        super().__init__(own, outer, H, compression=compression, **inner)
 
 
-class PALSGDStrategy(Strategy):
+class PALSGDStrategy(DiLoCoStrategy):
     """DiLoCo whose nodes, at random steps, go towards the outer parameters instead of along a gradient.
 
     At each step of a node, with probability p: theta_i <- theta_i - (gamma / p) c (theta_i - theta_outer); otherwise
@@ -561,7 +559,7 @@ class PALSGDStrategy(Strategy):
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         p: float = 0.1,
-        H: int | When | Callable[[int], int] = DEFAULT_H,
+        H: int | Callable[[int], int] = DEFAULT_H,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         *,
         pull: float | Tensor = 1.0,
@@ -570,12 +568,7 @@ class PALSGDStrategy(Strategy):
     ) -> None:
         self.p = check.number("p", p, "[0, 1)", "the probability of a step towards the outer parameters")
         self.pull = check.per_node("pull", pull, "[0, inf)", "how strong such a step is")
-        exchange = Exchange(Outer(Mean(), outer_spec(outer_optim, outer_lr)), every=as_when(H, "H"))
-        super().__init__(inner_optim, [exchange], **inner)
-
-    def check(self, num_nodes: int, max_steps: int) -> None:
-        check.per_node("pull", self.pull, num_nodes=num_nodes)
-        super().check(num_nodes, max_steps)
+        super().__init__(inner_optim, outer_optim, H, outer_lr=outer_lr, **inner)
 
     def drawn(self, run: RunFacts, step: int, rows: Sequence[int]) -> list[bool]:
         """Return which of the present nodes go towards the outer parameters in a step.
@@ -584,8 +577,7 @@ class PALSGDStrategy(Strategy):
         [False, True, True, False]
         """
         draws = torch.rand(len(rows), generator=rng.generator(run.seed, "pull", step))
-        drawn: list[bool] = (draws < self.p).tolist()
-        return drawn
+        return (draws < self.p).tolist()
 
     def trains(self, run: RunFacts) -> Who | None:
         if not self.p:

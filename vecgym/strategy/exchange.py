@@ -16,9 +16,11 @@ An exchange is an event, `meet`. If what is agreed on is used later, or by other
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -31,24 +33,25 @@ from vecgym.simulation.simulation import Part, spread
 from vecgym.simulation.state import Rows
 from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
 from vecgym.strategy.averages import Around, Average, ExchangeFacts, ServerMean, State, check_average, innermost
-from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
-from vecgym.strategy.hooks import moments_in, with_moment
+from vecgym.strategy.hooks import Member, moments_in, with_moment
 from vecgym.strategy.meeting import Held, Meeting, Of, check_values
 from vecgym.strategy.settings import Settings, altered, shown
 from vecgym.strategy.when import Rounds, RoundsOf, SyncWeight, When, as_when
 
 DEFAULT_H = 100  # inner steps of a round: DiLoCo's
-NOT_IN_PART = (
-    "an exchange that adds to its state cannot be made in part, which sync_weight asks for: give weights that are 0 or "
-    "1 and do not require grad."
-)
-Put = Callable[[Tree], None]
+
+Pattern = Literal["strided", "sequential"]
+Names = tuple[str, ...]
+Fragments = int | Sequence[Sequence[str]] | Callable[[str], int]
+
+BLOCKS_TOGETHER = 3  # of one fragment, where nothing is said: Streaming DiLoCo's
+ALLOWED = "a number, lists of names of parameters or modules, or a function of a parameter's name that gives 0, 1, ..."
 
 
 # --------------------------------------------------------------------------------------------------------- exchange
 
 
-class Exchange(Settings):
+class Exchange(Member, Settings):
     """Every so many steps those who meet agree on values, and go on with them.
 
     x_i <- keep x_i + (1 - keep) how(x_1, ..., x_K).
@@ -76,7 +79,7 @@ class Exchange(Settings):
         late: "value" or "change".
         keep: what a node keeps of its own, in [0, 1]; one number, or `[K]`.
         fragments: their number, lists of names of parameters or modules, or a function from a parameter's name to 0, 1,
-            ...; None: three blocks to a fragment; see `vecgym.strategy.fragments.cut`.
+            ...; None: three blocks to a fragment; see `vecgym.strategy.exchange.cut`.
         offsets: for each fragment the steps before its first exchange; (p + 1) every / F if not given. If `every` is a
             function, each fragment has its turn in each round, after as large a part of it.
         pattern: "strided" deals out the model's blocks to the fragments in turn; "sequential" keeps neighbours
@@ -129,8 +132,7 @@ class Exchange(Settings):
         unit: int = 1,
     ) -> None:  # fmt: skip
         self.how = check_average("how", how)
-        given: Any = every
-        self._when: Any = given if hasattr(given, "due") else as_when(given, "every")
+        self._when: Any = as_when(every, "every")
         self.every = self._when.plain if isinstance(self._when, When) else self._when
         self.of = _of(of)
         self.delay = _delay(delay)
@@ -138,13 +140,11 @@ class Exchange(Settings):
         self.keep = check.per_node("keep", keep, "[0, 1]", "what a node keeps of its own")
         self.fragments = check_fragments("fragments", fragments)
         self.offsets = _offsets(offsets, fragments)
-        check.choice("pattern", pattern, get_args(Pattern))
-        self.pattern = pattern
+        self.pattern = check.choice("pattern", pattern, get_args(Pattern))
         self.participation = check_participation(participation)
         self.resting = resting if resting is None else check.choice("resting", resting, ("take", "keep"), "None")
         self.lost = check.number("lost", lost, "[0, 1)", "the probability that a node's message is lost")
         self.unit = check.integer("unit", unit, what="the steps that count as one")
-        self._index = 0
         self._check_together()
 
     # ------------------------------------------------------------------------------------------------------- checks
@@ -164,11 +164,9 @@ class Exchange(Settings):
         if self.offsets is not None and not isinstance(self._when, Rounds):
             raise ValueError(f"offsets={self.offsets} go with rounds of equal length: give every as a number.")
         rounds = isinstance(self._when, (Rounds, RoundsOf))
-        if self.how.lag(1) and not rounds:
-            raise ValueError(f"{self.how!r}: what is sent takes a round: give every as a number or a function.")
-        if isinstance(self.delay, tuple) and not rounds:
+        if not rounds and (self.how.lag(1) or isinstance(self.delay, tuple)):
             raise ValueError(
-                f"delay={self.delay}, each node's own, needs rounds: give every as a number or a function."
+                f"{self!r}: what is sent takes a round, or each node's own delay: give every as a number or a function."
             )
         if isinstance(self._when, Rounds):
             self._check_arrival(self._when.H)
@@ -183,15 +181,11 @@ class Exchange(Settings):
             )
 
     def _check_gradients(self) -> None:
-        if self.participation < 1 or self.lost:
+        apart = self.participation < 1 or self.lost or self.fragments != 1
+        if apart or self.delay != 0 or not _is_zero(self.keep) or isinstance(self._when, SyncWeight):
             raise ValueError(
-                f"{self!r} lets some nodes sit out, and gradients are exchanged by all: give participation=1 and "
-                'lost=0, or of="parameters".'
-            )
-        if self.delay != 0 or self.fragments != 1 or not _is_zero(self.keep) or isinstance(self._when, SyncWeight):
-            raise ValueError(
-                f"{self!r}: gradients are exchanged as a whole, and used at once: leave out delay, keep, fragments and "
-                "a SyncWeight."
+                f"{self!r}: gradients are exchanged by all nodes, as a whole, and used at once: leave out "
+                'participation, lost, fragments, delay, keep and a SyncWeight, or give of="parameters".'
             )
 
     def _check_late(self) -> None:
@@ -251,11 +245,8 @@ class Exchange(Settings):
     def check_present(self, run: RunFacts) -> None:
         """Raise a ValueError if it cannot work for this model, or with so many nodes present."""
         presence: Any = run.presence
-        if self.of == "gradients" and getattr(presence, "waits", False):
-            raise ValueError(
-                f"availability={presence.availability!r} makes nodes wait for others, but {self!r} exchanges gradients "
-                "in every step: use a strategy that exchanges parameters every H steps."
-            )
+        if self.of == "gradients":
+            self._check_waits(presence)
         if self.participation < 1 and getattr(presence, "server", False):
             raise ValueError(
                 f"availability={presence.availability!r} and participation={self.participation} both draw a sample of "
@@ -318,9 +309,6 @@ class Exchange(Settings):
         numbers = None if counts is None else tuple(sorted(counts))
         return ExchangeFacts(**vars(run), counts=numbers, num_exchanges=number)
 
-    def _steps(self, run: RunFacts) -> int:
-        return max(1, run.num_steps // self.unit)
-
     # ------------------------------------------------------------------------------------------------- when and who
 
     of_all = True  # nobody may sit out where gradients are exchanged
@@ -366,15 +354,6 @@ class Exchange(Settings):
         server = isinstance(innermost(self.how), ServerMean)
         return self.participation < 1 and self.resting != "keep" and server
 
-    def numbered(self, index: int) -> Exchange:
-        """Return the same exchange as the one at a place among those of a strategy."""
-        return altered(self, _index=index)
-
-    def in_units(self, n: int) -> Exchange:
-        """Return the same exchange, which counts in units of n steps; see `every`."""
-        n = check.integer("n", n, what="the number of optimizer steps between two exchanges")
-        return altered(self, unit=self.unit * n)
-
     def through_server(self) -> Exchange:
         """Return the same with a server's mean in place of a mean of all nodes; of gradients, itself.
 
@@ -407,7 +386,7 @@ class Exchange(Settings):
             whens = [self._when.part(p, count) for p in range(count)]
         else:
             whens = [self._when] * count
-        return whens if self.unit == 1 else [_InUnits(when, self.unit) for when in whens]
+        return whens if self.unit == 1 else [_Moved(when, self.unit) for when in whens]
 
     def marks(self, run: RunFacts) -> list[Mark]:
         """Return what is due when, and for whom: the exchange's part of the timetable."""
@@ -429,7 +408,7 @@ class Exchange(Settings):
         marks = []
         if settles and lags[0] and run.presence is not None and self.average.one_message and _settles(self.how):
             # Perhaps nobody is present then who was when they agreed; what all share changes all the same.
-            marks.append(Mark("settle", _Later(when, lags[0]), 0, None, of._replace(lag=lags[0])))
+            marks.append(Mark("settle", _Moved(when, lag=lags[0]), 0, None, of._replace(lag=lags[0])))
             settles = False
         for lag in lags:
             who = _with_delay(takers, delays, lag) if len(lags) > 1 else takers
@@ -545,9 +524,9 @@ class Exchange(Settings):
         """Agree, and go on with it."""
         average, weight = self.average, self._weight(part)
         with self._sending(part, weight, self._lag(part.event.info.step)):
-            for label, values, put in self._values(part):
+            for label, slot, values in self._values(part):
                 at = self._at(part, label, inplace=_is_zero(self.keep), weight=weight)
-                put(self._checked(self._kept(average(values, at), values, at), values, at))
+                self._put(part, slot, self._checked(self._kept(average(values, at), values, at), values, at))
         blend(part, weight)
 
     def agree(self, part: Part) -> None:
@@ -556,7 +535,7 @@ class Exchange(Settings):
         least, most = (delays, delays) if isinstance(delays, int) else (min(delays), max(delays))
         more: Any = 0 if isinstance(delays, int) else tuple(delay - least for delay in delays)
         with self._sending(part, weight, least + self._lag(part.event.info.step)), part.comm.ledger.lagging(more):
-            for label, values, _ in self._values(part):
+            for label, _, values in self._values(part):
                 at = self._at(part, label, inplace=False, weight=weight)
                 if part.run.presence is not None:
                     self._forget(part, label, at.step - most)
@@ -579,7 +558,7 @@ class Exchange(Settings):
         """Go on with what was agreed on."""
         average, of = self.average, part.event.info.of
         weight = self._weight(part) if self.late == "value" else None  # a change was sent in part
-        for label, values, put in self._values(part):
+        for label, slot, values in self._values(part):
             at = self._at(part, label, inplace=_is_zero(self.keep), weight=weight).replace(last=of.last)
             held, name = self._messages(at), f"message {at.step}"
             if self.late == "change":
@@ -590,7 +569,7 @@ class Exchange(Settings):
                 new = average.write(held[name], values, at)
             if of.last:
                 del held[name]
-            put(self._checked(self._kept(new, values, at), values, at))
+            self._put(part, slot, self._checked(self._kept(new, values, at), values, at))
         blend(part, weight)
 
     def now(self, part: Part, grads: Tree) -> Tree:
@@ -643,27 +622,23 @@ class Exchange(Settings):
                 if int(name.rsplit(" ", 1)[1]) < until:
                     del rows[name]
 
-    def _values(self, part: Part) -> Iterator[tuple[str, Tree, Put]]:
-        """Yield what is exchanged, with its label, and what puts it back."""
+    def _values(self, part: Part) -> Iterator[tuple[str, str, Tree]]:
+        """Yield the label, the slot of the optimizer ("" for parameters) and the values of all that is exchanged."""
         params, fragment = part.params, part.event.info.of.fragment
-        names = None if self.fragments == 1 else self.parts(list(params))[fragment]
-        chosen = lambda values: values if names is None else {n: values[n] for n in names if n in values}  # noqa: E731
-        if self.of == "parameters":
+        held = {"": params} if self.of == "parameters" else self._moments(part.home["optimizer"], params)
+        labels = self._labels(fragment)
+        if self.of == "moments":
+            labels = [(labels[0][0], slot) for slot in held]
+        names = list(params) if self.fragments == 1 else self.parts(list(params))[fragment]
+        for label, slot in labels:
+            yield label, slot, {name: held[slot][name] for name in names if name in held[slot]}
 
-            def put_params(new: Tree) -> None:
-                part.params = new if names is None else {**part.params, **new}
-
-            yield self._labels(fragment)[0][0], chosen(params), put_params
-            return
-        moments = self._moments(part.home["optimizer"], params)
-        (label, _), *_ = labels = self._labels(fragment)
-        for label, slot in [(label, slot) for slot in moments] if self.of == "moments" else labels:
-            values = chosen(moments[slot])
-
-            def put_moment(new: Tree, slot: str = slot) -> None:
-                part.home["optimizer"] = with_moment(part.home["optimizer"], slot, new)
-
-            yield label, values, put_moment
+    def _put(self, part: Part, slot: str, new: Tree) -> None:
+        """Let nodes go on with parameters, or with what their optimizers keep in a slot."""
+        if slot:
+            part.home["optimizer"] = with_moment(part.home["optimizer"], slot, new)
+        else:
+            part.params = {**part.params, **new}
 
     def _kept(self, new: Tree, old: Tree, at: Meeting) -> Tree:
         """Let each node keep a part of its own."""
@@ -714,7 +689,10 @@ def blend(part: Part, weight: Tensor | None) -> None:
         for name, new in rows.assigned.items():
             if new is not None:
                 if not (old := before(name)) and not _is_under_way(name):
-                    raise ValueError(NOT_IN_PART)
+                    raise ValueError(
+                        "an exchange that adds to its state cannot be made in part, which sync_weight asks for: give "
+                        "weights that are 0 or 1 and do not require grad."
+                    )
                 rows.assigned[name] = tree.map_leaves(between, new, old)
 
 
@@ -746,30 +724,18 @@ def check_participation(value: Any) -> float:
     return check.number("participation", value, "(0, 1]", "the fraction of nodes that trains in a round")
 
 
-class _InUnits:
-    """A recurrence that counts in units of n steps."""
+class _Moved:
+    """Rounds that count in units of n steps, or are due some steps later."""
 
-    def __init__(self, when: Any, n: int) -> None:
-        self.when, self.n = when, n
-
-    def due(self, step: int) -> bool:
-        return (step + 1) % self.n == 0 and self.when.due(step // self.n)
-
-    def count(self, step: int) -> int:
-        return int(self.when.count(step // self.n))
-
-
-class _Later:
-    """A recurrence some steps later."""
-
-    def __init__(self, when: Any, lag: int) -> None:
-        self.when, self.lag = when, lag
+    def __init__(self, when: Any, n: int = 1, lag: int = 0) -> None:
+        self.when, self.n, self.lag = when, n, lag
 
     def due(self, step: int) -> bool:
-        return step >= self.lag and self.when.due(step - self.lag)
+        begun = step - self.lag
+        return begun >= 0 and (begun + 1) % self.n == 0 and self.when.due(begun // self.n)
 
     def count(self, step: int) -> int:
-        return int(self.when.count(step - self.lag))
+        return int(self.when.count((step - self.lag) // self.n))
 
 
 def _with_delay(who: Who | None, delays: Sequence[int], lag: int) -> Who:
@@ -823,3 +789,118 @@ def _offsets(offsets: Any, fragments: Any) -> list[int] | None:
     if not isinstance(offsets, (list, tuple)) or not offsets or (number and len(offsets) != number):
         raise ValueError(f"offsets={offsets!r}: give a list of one number for each of the {number or ''} fragments.")
     return [check.integer("offsets", offset, what="steps before a fragment is sent first") for offset in offsets]
+
+
+# -------------------------------------------------------------------------------------------------------- fragments
+
+
+def blocks_of(names: Sequence[str]) -> dict[str, list[str]]:
+    """Group parameters by the block that they are in, in the order of the model; under "" those outside of all blocks.
+
+    A block is what a number stands for in a parameter's name, such as `blocks.3`. Without any numbers, every module
+    is a block.
+
+    >>> blocks_of(["tokens.weight", "blocks.0.up.weight", "blocks.0.down.weight", "blocks.1.up.weight", "norm.weight"])
+    {'': ['tokens.weight', 'norm.weight'], 'blocks.0': ['blocks.0.up.weight', 'blocks.0.down.weight'], \
+'blocks.1': ['blocks.1.up.weight']}
+    >>> blocks_of(["first.weight", "first.bias", "second.weight"])
+    {'first': ['first.weight', 'first.bias'], 'second': ['second.weight']}
+    """
+    numbered = {name: match.group() for name in names if (match := re.match(r"(.*?\.)??\d+(?=\.|$)", name))}
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        block = numbered.get(name, "") if numbered else name.rpartition(".")[0] or name
+        blocks.setdefault(block, []).append(name)
+    return blocks
+
+
+def cut(names: Sequence[str], fragments: Fragments | None = None, pattern: str = "strided") -> tuple[Names, ...]:
+    """Cut a model into fragments: the names of the parameters in each.
+
+    Args:
+        names: of the parameters, in the order of the model.
+        fragments: their number, or None: three blocks together. The first fragment then is what is outside of the
+            blocks (embedding, last norm, head), and the blocks are dealt out to the others, of which there are no more
+            than blocks; one fragment is the whole model. Or lists of names, of parameters or modules, or a function
+            from a parameter's name to the number of its fragment; each parameter is in one.
+        pattern: "strided" deals out the blocks in turn; "sequential" keeps neighbours together.
+
+    Raises:
+        ValueError: for lists that leave out a parameter, hold one twice or name what is not there, and for numbers of a
+            function that are not 0, 1, ...
+
+    >>> names = ["tokens", "h.0.w", "h.1.w", "h.2.w", "h.3.w"]
+    >>> cut(names, 3), cut(names, 3, "sequential")
+    ((('tokens',), ('h.0.w', 'h.2.w'), ('h.1.w', 'h.3.w')), (('tokens',), ('h.0.w', 'h.1.w'), ('h.2.w', 'h.3.w')))
+    >>> cut(names, [["h.0", "h.1"], ["h.2", "h.3.w", "tokens"]])
+    (('h.0.w', 'h.1.w'), ('tokens', 'h.2.w', 'h.3.w'))
+    >>> cut(names, lambda name: int("h" in name))
+    (('tokens',), ('h.0.w', 'h.1.w', 'h.2.w', 'h.3.w'))
+    """
+    if callable(fragments):
+        return _by_number(names, [check.called("fragments", fragments, name) for name in names])
+    if fragments is None or isinstance(fragments, int):
+        return _dealt(tuple(names), fragments, pattern)
+    return _listed(tuple(names), tuple(map(tuple, fragments)))
+
+
+@functools.lru_cache(maxsize=64)
+def _dealt(names: Names, number: int | None, pattern: str) -> tuple[Names, ...]:
+    blocks = blocks_of(names)
+    outside = [tuple(blocks.pop(""))] if "" in blocks and len(blocks) > 1 else []
+    if number is None:
+        number = len(outside) + -(-len(blocks) // BLOCKS_TOGETHER)
+    if number == 1 or (len(blocks) < 2 and not outside):
+        return (names,)
+    count = min(number - len(outside), len(blocks))
+    parts: list[list[str]] = [[] for _ in range(count)]
+    for i, held in enumerate(blocks.values()):
+        parts[i % count if pattern == "strided" else i * count // len(blocks)].extend(held)
+    return (*outside, *map(tuple, parts))
+
+
+@functools.lru_cache(maxsize=64)
+def _listed(names: Names, lists: tuple[Names, ...]) -> tuple[Names, ...]:
+    number: dict[str, int] = {}
+    for p, entries in enumerate(lists):
+        for entry in entries:
+            held = [name for name in names if name == entry or name.startswith(f"{entry}.")]
+            twice = [name for name in held if name in number]
+            if twice or not held:
+                raise ValueError(
+                    f"fragments: {entry!r} " + (f"holds {twice[0]} a second time" if twice else "is not in the model")
+                    + f"; the model has {', '.join(names)}, and each must be in one fragment."
+                )  # fmt: skip
+            number |= dict.fromkeys(held, p)
+    out = [name for name in names if name not in number]
+    if out:
+        raise ValueError(f"fragments leave out {', '.join(out)}: name each parameter, or its module, in one of them.")
+    return _by_number(names, [number[name] for name in names])
+
+
+def _by_number(names: Sequence[str], numbers: Sequence[Any]) -> tuple[Names, ...]:
+    for name, number in zip(names, numbers):
+        check.integer(f"fragments({name!r})", number, 0, "the number of the fragment that the parameter is in")
+    parts = tuple(tuple(name for name, q in zip(names, numbers) if q == p) for p in sorted(set(numbers)))
+    if max(numbers, default=-1) + 1 != len(parts):
+        raise ValueError(f"fragments numbers them {sorted(set(numbers))}: give all of 0, 1, ... to the last.")
+    return parts
+
+
+def check_fragments(name: str, value: Any) -> Fragments | None:
+    """Return `value` if it may say how a model is cut.
+
+    >>> check_fragments("fragments", "layers")
+    Traceback (most recent call last):
+    ...
+    TypeError: fragments='layers' must be a number, lists of names of parameters or modules, or a function of a \
+parameter's name that gives 0, 1, ...
+    """
+    if value is None or (callable(value) and not isinstance(value, type)):
+        return value
+    if check.is_number(value) or isinstance(value, bool):
+        return check.integer(name, value, what="the parts into which the parameters are cut")
+    lists = isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(x, (list, tuple)) for x in value)
+    if not lists or not all(x and all(isinstance(entry, str) for entry in x) for x in value):
+        raise TypeError(f"{name}={value!r} must be {ALLOWED}")
+    return value

@@ -17,6 +17,7 @@ from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Mean, Outer, ServerMean, Weighting
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import Exchange, check_participation
+from vecgym.strategy.servers import one_number
 from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 from vecgym.strategy.when import SyncWeight, as_when, rounds_or_weights
 
@@ -122,21 +123,19 @@ Exchange(Mean(island_size=4), every=5))
         if sync_weight is not None and (server_optim is not None or self._proximal):
             other = "proximal_mu" if self._proximal else "server_optim"
             raise ValueError(f"{other} works in rounds of H steps, and sync_weight has none: give H, or no {other}.")
-        options = {"lr": server_lr, "betas": server_betas, "tau": server_tau}
-        self._server = _server(server_optim, {name: value for name, value in options.items() if value is not None})
-        if self._server is None:
-            exchange = AveragingCommunicator(island_size, H, participation, weighting, sync_weight, resting)
-        else:
-            _check_server(self._server, island_size, resting)
-            outer = Outer(ServerMean(weighting), self._server.spec)
+        options: dict[str, Any] = {"lr": server_lr, "betas": server_betas, "tau": server_tau}
+        options = {name: value for name, value in options.items() if value is not None}
+        if server_optim is not None:
+            server = ServerOptimizer(server_optim, **options)
+            _check_server(server, island_size, resting)
+            outer = Outer(ServerMean(weighting), server.spec)
             exchange = Exchange(outer, every=as_when(H, "H"), participation=participation)
+        elif options:
+            names = ", ".join(f"server_{option}" for option in options)
+            raise ValueError(f'{names} without server_optim has no effect: give server_optim="avgm", say.')
+        else:
+            exchange = AveragingCommunicator(island_size, H, participation, weighting, sync_weight, resting)
         super().__init__(inner_optim, [exchange], **inner)
-
-    def check(self, num_nodes: int, max_steps: int) -> None:
-        check.per_node("proximal_mu", self.proximal_mu, "[0, inf)", num_nodes=num_nodes)
-        if self._server is not None:
-            self._server.check()
-        super().check(num_nodes, max_steps)
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         own, shared = super().init(run, params)
@@ -181,16 +180,6 @@ def check_resting(resting: str | None, rounds_of_all: bool) -> str:
     return resting or ("server" if rounds_of_all else "keep")
 
 
-def _server(name: str | None, options: dict[str, Any]) -> ServerOptimizer | None:
-    """Return the server's optimizer; None: there is none."""
-    if name is not None:
-        return ServerOptimizer(name, **options)
-    if options:
-        names = ", ".join(f"server_{option}" for option in options)
-        raise ValueError(f'{names} without server_optim has no effect: give server_optim="avgm", say.')
-    return None
-
-
 def _check_server(server: ServerOptimizer, island_size: int | None, resting: str | None) -> None:
     """Raise a ValueError for what a server cannot have."""
     if island_size is not None:
@@ -202,13 +191,7 @@ def _check_server(server: ServerOptimizer, island_size: int | None, resting: str
         )
 
 
-SPECS: dict[str, Callable[[Any], OptimSpec]] = {
-    "avg": lambda server: OptimSpec("sgd", lr=server.lr),
-    "avgm": lambda server: OptimSpec("sgd", lr=server.lr, momentum=server.betas[0]),
-    "adagrad": lambda server: OptimSpec("fedadagrad", lr=server.lr, betas=server.betas, tau=server.tau),
-    "adam": lambda server: OptimSpec("fedadam", lr=server.lr, betas=server.betas, tau=server.tau),
-    "yogi": lambda server: OptimSpec("fedyogi", lr=server.lr, betas=server.betas, tau=server.tau),
-}
+NAMES = ("avg", "avgm", "adagrad", "adam", "yogi")
 
 
 @dataclass(frozen=True)
@@ -243,32 +226,22 @@ class ServerOptimizer:
 
     def __post_init__(self) -> None:
         give = (
-            f"one of {', '.join(map(repr, SPECS))}, with server_lr=, server_betas=, server_tau=. A server with any "
+            f"one of {', '.join(map(repr, NAMES))}, with server_lr=, server_betas=, server_tau=. A server with any "
             "optimizer is that of DiLoCoStrategy(outer_optim=OptimSpec(...))"
         )
         check.instance("server_optim", self.name, str, give)
-        check.choice("server_optim", self.name, SPECS)
-        check.per_node("server_lr", self.lr, "[0, inf)")
-        check.per_node("server_tau", self.tau, "(0, inf)")
+        check.choice("server_optim", self.name, NAMES)
         if not isinstance(self.betas, (tuple, list)) or len(self.betas) != 2:
             raise ValueError(f"server_betas={self.betas!r} must be two numbers in [0, 1).")
+        one_number("server_lr", self.lr, "[0, inf)")
+        one_number("server_tau", self.tau, "(0, inf)")
         for beta in self.betas:
-            check.per_node("server_betas", beta, "[0, 1)", "each of the two numbers")
+            one_number("server_betas", beta, "[0, 1)", "each of the two numbers")
 
     @property
     def spec(self) -> OptimSpec:
         """The optimizer that this name and these numbers stand for."""
-        return SPECS[self.name](self)
-
-    def check(self) -> None:
-        """Raise a ValueError for several values of a number: a run has one server, a stack of runs one for each.
-
-        >>> import torch
-        >>> ServerOptimizer("avgm", lr=torch.tensor([0.5, 1.0])).check()
-        Traceback (most recent call last):
-        ...
-        ValueError: server_lr has shape [2]: there is one server, give one number.
-        """
-        for name, value in (("lr", self.lr), ("tau", self.tau), *(("betas", beta) for beta in self.betas)):
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise ValueError(f"server_{name} has shape {list(value.shape)}: there is one server, give one number.")
+        if self.name in ("avg", "avgm"):
+            momentum: dict[str, Any] = {"momentum": self.betas[0]} if self.name == "avgm" else {}
+            return OptimSpec("sgd", lr=self.lr, **momentum)
+        return OptimSpec(f"fed{self.name}", lr=self.lr, betas=self.betas, tau=self.tau)

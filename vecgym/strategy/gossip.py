@@ -21,12 +21,7 @@ from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.meeting import Meeting
 from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 
-FIXED: dict[str, Callable[[int], Tensor]] = {
-    "ring": graphs.ring,
-    "torus": graphs.torus,
-    "exponential": graphs.exponential,
-    "complete": graphs.complete,
-}
+FIXED = {rule.__name__: rule for rule in (graphs.ring, graphs.torus, graphs.exponential, graphs.complete)}
 NAMES = (*FIXED, "one_peer_exponential", "random_matching")
 
 Topology = str | Tensor | Sequence[Sequence[float]] | Callable[[int], Tensor]
@@ -87,7 +82,7 @@ class Mix(Reduction):
             )
         if run.fewest < K:
             for weights in matrices:
-                _check_symmetric(weights, "topology")
+                _check_symmetric(weights)
 
     def mixing(self, at: Meeting) -> Mixing:
         """Return the matrix of this exchange.
@@ -136,14 +131,15 @@ class Mix(Reduction):
             matrices = _cycle(self.topology)
             return Mixing.of(matrices[exchange % len(matrices)])
         if not isinstance(self.topology, str):
-            weights = _as_matrix(check.called("topology", self.topology, step), f"topology({step})")
+            weights = as_matrix(check.called("topology", self.topology, step), f"topology({step})")
             graphs.check_doubly_stochastic(weights, f"topology({step})")
             return Mixing.of(weights)
         if self.topology == "random_matching":
             return Mixing.of(graphs.random_matching(num_nodes, generator(exchange)))
         if self.topology == "one_peer_exponential":
-            return _one_peer_exponential(num_nodes, exchange % max(1, graphs.ceil_log2(num_nodes)))
-        return _fixed(self.topology, num_nodes)
+            turn = exchange % max(1, graphs.ceil_log2(num_nodes))
+            return _mixing_of(graphs.one_peer_exponential, num_nodes, turn)
+        return _mixing_of(FIXED[self.topology], num_nodes)
 
 
 def among(weights: Tensor, members: Sequence[int]) -> Tensor:
@@ -154,28 +150,23 @@ def among(weights: Tensor, members: Sequence[int]) -> Tensor:
             [0.3333, 0.3333, 0.3333],
             [0.0000, 0.3333, 0.6667]], dtype=torch.float64)
     """
-    _check_symmetric(weights, "topology")
+    _check_symmetric(weights)
     ids = torch.tensor(members, device=weights.device)
     inside = weights[ids][:, ids]
     return inside + torch.diag(weights[ids].sum(1) - inside.sum(1))
 
 
-def _check_symmetric(weights: Tensor, name: str) -> None:
+def _check_symmetric(weights: Tensor) -> None:
     if not torch.allclose(weights.detach(), weights.detach().mT, atol=1e-6):
         raise ValueError(
-            f"{name} is a matrix that is not symmetric, and some of its nodes may be absent: what is left of it would "
+            "topology is a matrix that is not symmetric, and some of its nodes may be absent: what is left of it would "
             'not keep the mean. Give a symmetric one, or the name of a topology, such as "exponential".'
         )
 
 
-@functools.lru_cache(maxsize=4)
-def _fixed(name: str, num_nodes: int) -> Mixing:
-    return Mixing.of(FIXED[name](num_nodes))
-
-
-@functools.lru_cache(maxsize=16)  # a whole cycle
-def _one_peer_exponential(num_nodes: int, round: int) -> Mixing:
-    return Mixing.of(graphs.one_peer_exponential(num_nodes, round))
+@functools.lru_cache(maxsize=16)  # a whole cycle of one peer after the other
+def _mixing_of(rule: Callable[..., Tensor], *args: int) -> Mixing:
+    return Mixing.of(rule(*args))
 
 
 def _cycle(matrices: Tensor) -> Tensor:
@@ -194,7 +185,7 @@ def _checked_topology(topology: Any) -> str | Tensor | Callable[[int], Tensor]:
         raise ValueError(f"topology={topology!r}: {allowed} An optimizer goes by name: inner_optim={topology!r}.")
     if callable(topology):
         return topology
-    matrices = _as_matrix(topology, "topology", allowed)
+    matrices = as_matrix(topology, "topology", allowed)
     if matrices.dim() not in (2, 3) or len(matrices) == 0:
         raise ValueError(f"topology has shape {list(matrices.shape)}. {allowed}")
     for t, weights in enumerate(_cycle(matrices)):
@@ -202,7 +193,7 @@ def _checked_topology(topology: Any) -> str | Tensor | Callable[[int], Tensor]:
     return matrices if matrices.requires_grad else matrices.clone()
 
 
-def _as_matrix(weights: Any, name: str, allowed: str = "Allowed: a matrix [K, K] of numbers.") -> Tensor:
+def as_matrix(weights: Any, name: str, allowed: str = "Allowed: a matrix [K, K] of numbers.") -> Tensor:
     """Return a tensor as it is, and Python's numbers in float64, as they are, not in torch's default type."""
     try:
         return weights if isinstance(weights, Tensor) else torch.as_tensor(weights, dtype=torch.float64)

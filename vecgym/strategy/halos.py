@@ -31,7 +31,16 @@ from vecgym.simulation.events import (
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import InRounds, agreed, countable, counts_of, weighted
-from vecgym.strategy.servers import DelayedNesterov, Server, Staleness, StalenessName, one_number, staleness_weight
+from vecgym.strategy.servers import (
+    DelayedNesterov,
+    Server,
+    Staleness,
+    StalenessName,
+    check_server,
+    check_staleness,
+    one_number,
+    weight_of,
+)
 from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 
 Regions = tuple[tuple[int, ...], ...]
@@ -117,17 +126,16 @@ class HALoSStrategy(InRounds):
     ) -> None:
         super().__init__(inner_optim, **inner)
         self.regions = _regions(regions)
-        self.local_server = _of_each_message("local_server", local_server, DelayedNesterov(0.2 * 16, 0.9, 16))
-        self.global_server = _of_each_message("global_server", global_server, DelayedNesterov(0.15 * 2, 0.5, 2))
+        usual, why = DelayedNesterov(0.2 * 16, 0.9, 16), "each makes an update"
+        self.local_server = check_server("local_server", local_server, usual, why)
+        self.global_server = check_server("global_server", global_server, DelayedNesterov(0.15 * 2, 0.5, 2), why)
         self.H = countable("H", check.integer("H", H, what="optimizer steps of a round"))
         local_updates = check.integer("local_updates", local_updates, what="arrivals of which a region sends")
         self.local_updates = countable("local_updates", local_updates)
         self.alpha = one_number("alpha", alpha, "[0, 1]", "how far a region goes to the global model")
         self.dylu = check.flag("dylu", dylu)
         self.local_steps = None if local_steps is None else counts_of(local_steps)
-        self.staleness = agreed("staleness", staleness, "none", self.local_server.staleness)
-        self.weight = staleness_weight("staleness", self.staleness)
-        self.region_weight = staleness_weight("staleness", self.global_server.staleness or "none")
+        self.staleness = agreed("staleness", check_staleness(staleness), "none", self.local_server.staleness)
         self.between = between
         self.together = check.flag("together", together)
 
@@ -205,11 +213,11 @@ class HALoSStrategy(InRounds):
         name, server = self.region_of(arrival.node, K)
         region = part.shared["regions"][name]
         movement = server.correct(self.arrived(part), region["server"])
-        movement = weighted(movement, self.weight(arrival.staleness))
+        movement = weighted(movement, weight_of(self.staleness, arrival.staleness))
         before, count = region["params"], arrival.version + arrival.staleness
         params, state = server.update(before, movement, region["server"], count)
         collects, at = region["collects"], torch.tensor([arrival.node])
-        loss = self.round_loss(part)[None]
+        loss = (part.own["loss"] / arrival.num_steps)[None]
         collects = {
             "movement": tree.map(lambda x, old, new: x + (old - new), collects["movement"], before, params),
             "losses": collects["losses"].to(loss.dtype).index_add(1, placed(at, loss.device), loss),
@@ -231,21 +239,18 @@ class HALoSStrategy(InRounds):
         self._between(part, "region_send")
 
     def deliver(self, part: Part) -> None:
-        """Take a region's message."""
-        part.memo["message"] = part.shared[f"sent {_label(part)}"], part.event.info
-        del part.shared[f"sent {_label(part)}"]
-
-    def update(self, part: Part) -> None:
-        """Let the global server make a version of the message, and put the reply on its way."""
-        message, delivered = part.memo["message"]
-        server, state = self.server_of(part.simulation.run.num_nodes), part.shared["server"]
-        movement = weighted(server.correct(message["movement"], state), self.region_weight(delivered.staleness))
+        """Let the global server make a version of a region's message, and put the reply on its way."""
+        event, sent, shared = part.event.info, part.shared[f"sent {_label(part)}"], part.shared
+        server, state = self.server_of(part.simulation.run.num_nodes), shared["server"]
+        weight = weight_of(self.global_server.staleness or "none", event.staleness)
+        movement = weighted(server.correct(sent["movement"], state), weight)
         params, state = server.update(
-            part.shared["params"], movement, state, part.event.info.version - 1, inplace=part.inplace
+            shared["params"], movement, state, event.version + event.staleness, inplace=part.inplace
         )
-        part.shared["params"], part.shared["server"] = params, state
-        part.shared[f"reply {delivered.region}.{delivered.number}"] = server.start(params, state)
-        part.report((message["losses"] / message["count"])[0])  # nan where none has arrived
+        shared["params"], shared["server"] = params, state
+        shared[f"reply {_label(part)}"] = server.start(params, state)
+        del shared[f"sent {_label(part)}"]
+        part.report((sent["losses"] / sent["count"])[0])  # nan where none has arrived
 
     def reply(self, part: Part) -> None:
         """Let a region go to the global server's parameters, as far as it does."""
@@ -288,68 +293,29 @@ def _regions(regions: Any) -> int | Regions:
     return tuple(tuple(check.integer("regions", node, 0, what="ids of nodes") for node in part) for part in regions)
 
 
-def _of_each_message(name: str, server: Server | None, default: Server) -> Server:
-    """Return a server that makes an update of each movement."""
-    if server is None:
-        return default
-    check.instance(name, server, Server, "a server such as DelayedNesterov(lr=0.2, buffer=16)")
-    if server.buffer not in (None, 1):
-        raise ValueError(
-            f"{name}={server!r} waits for {server.buffer} movements, and here each makes an update: give buffer=1, or "
-            "DelayedNesterov, whose momentum waits."
-        )
-    return server
-
-
 # ---------------------------------------------------------------------------------------------- what happens when
 
 
-class Departed(NamedTuple):
-    """A region's server has collected what it sends to the global one.
+class RegionMessage(NamedTuple):
+    """What a region has collected, at one of three points of its way to the global server and back.
 
     Attributes:
-        time: when that is so.
+        time: when it is there.
+        what: "depart": the region has collected it; "deliver": the global server makes its next version of it;
+            "reply": the answer is at the region's server.
         region, number: whose message, and its how many-th, from 0.
+        version: of the global server: the last that the region had when it sent; of a reply the one that it brings.
+        arrivals: of the movements in it.
+        staleness: at its delivery, the versions by which the global server is ahead.
     """
 
     time: float
+    what: str
     region: int
     number: int
-
-    @property
-    def what(self) -> str:
-        return "depart"
-
-
-class Delivered(NamedTuple):
-    """A region's message is at the global server, which makes its next version of it.
-
-    Attributes:
-        staleness: how many versions the global server is ahead of the one that the region had when it sent.
-        arrivals: of the movements in the message.
-    """
-
-    time: float
-    region: int
-    number: int
-    staleness: int
+    version: int
     arrivals: tuple[Arrival, ...]
-
-    @property
-    def what(self) -> str:
-        return "deliver"
-
-
-class Replied(NamedTuple):
-    """The global server's reply to a region's message is at the region's server."""
-
-    time: float
-    region: int
-    number: int
-
-    @property
-    def what(self) -> str:
-        return "reply"
+    staleness: int = 0
 
 
 ENDED, ARRIVES, BEGINS, LEAVES, DELIVERED, REPLIED = range(STEPS + 1, STEPS + 7)  # in their order at one time
@@ -375,13 +341,13 @@ class RegionRules(Rules):
     >>> from vecgym.simulation.events import Stop, schedule
     >>> rules = RegionRules(num_steps=(1, 1), buffer=2, regions=((0,), (1,)))
     >>> for event in schedule(rules, lambda node, step: [1.0, 4.0][node], Stop(updates=1)):
-    ...     print(event if not isinstance(event, Delivered) else event._replace(arrivals=()))
+    ...     print(event if not isinstance(event, RegionMessage) else event._replace(arrivals=()))
     Arrival(time=1.0, node=0, round=0, version=0, staleness=0, first_step=0, num_steps=1, begin=0.0, end=1.0)
     Restart(time=1.0, nodes=(0,), version=1, begins=(1.0,))
     Arrival(time=2.0, node=0, round=1, version=1, staleness=0, first_step=1, num_steps=1, begin=1.0, end=2.0)
-    Departed(time=2.0, region=0, number=0)
+    RegionMessage(time=2.0, what='depart', region=0, number=0, version=0, arrivals=(), staleness=0)
     Restart(time=2.0, nodes=(0,), version=2, begins=(2.0,))
-    Delivered(time=2.0, region=0, number=0, staleness=0, arrivals=())
+    RegionMessage(time=2.0, what='deliver', region=0, number=0, version=0, arrivals=(), staleness=0)
     Update(time=2.0, version=1, num_arrivals=2)
     """
 
@@ -392,17 +358,16 @@ class RegionRules(Rules):
         return _Run(self, step_seconds).events()
 
     def arrivals(self, events: Sequence[Happening]) -> tuple[Arrival, ...]:
-        return next(event.arrivals for event in events if isinstance(event, Delivered))
+        return delivered(events)[0].arrivals
 
     def columns(self, events: Sequence[Happening]) -> dict[str, Any]:
-        delivered = next(event for event in events if isinstance(event, Delivered))
-        return {"region": delivered.region, "region_staleness": delivered.staleness}
+        (message,) = delivered(events)
+        return {"region": message.region, "region_staleness": message.staleness}
 
 
-class _Message(NamedTuple):
-    number: int
-    version: int  # of the global server, that the region has had last
-    arrivals: tuple[Arrival, ...]
+def delivered(events: Sequence[Happening]) -> list[RegionMessage]:
+    """Return the messages that reach the global server: one in each of its updates."""
+    return [event for event in events if isinstance(event, RegionMessage) and event.what == "deliver"]
 
 
 @dataclass
@@ -412,8 +377,8 @@ class _Region:
     of_global: int = 0  # the version that it has had last
     arrivals: list[Arrival] = field(default_factory=list)  # since the last message
     number: int = 0  # messages so far
-    leaving: list[_Message] = field(default_factory=list)  # on their way, oldest first
-    returning: list[tuple[int, int]] = field(default_factory=list)  # (number, version) of replies on their way
+    leaving: list[RegionMessage] = field(default_factory=list)  # on their way, oldest first
+    returning: list[RegionMessage] = field(default_factory=list)  # replies on their way
 
 
 class _Run(RoundsAgenda):
@@ -448,10 +413,11 @@ class _Run(RoundsAgenda):
         self.push(time, BEGINS, node)
         if len(region.arrivals) < self.rules.buffer:
             return [arrival]
-        region.leaving.append(_Message(region.number, region.of_global, tuple(region.arrivals)))
+        message = RegionMessage(time, "depart", r, region.number, region.of_global, tuple(region.arrivals))
+        region.leaving.append(message)
         region.arrivals, region.number = [], region.number + 1
         self.push(time, LEAVES, r)
-        return [arrival, Departed(time, r, region.number - 1)]
+        return [arrival, message]
 
     def _leaves(self, time: float, r: int, _: int) -> Iterable[Happening]:
         self.push(self.between.up(r, time), DELIVERED, r)
@@ -459,18 +425,16 @@ class _Run(RoundsAgenda):
 
     def _delivered(self, time: float, r: int, _: int) -> Iterable[Happening]:
         message = self.regions[r].leaving.pop(0)
-        staleness = self.version - message.version
+        message = message._replace(time=time, what="deliver", staleness=self.version - message.version)
         self.version += 1
-        self.regions[r].returning.append((message.number, self.version))
+        self.regions[r].returning.append(message._replace(what="reply", version=self.version))
         self.push(self.between.down(r, time), REPLIED, r)
-        return [
-            Delivered(time, r, message.number, staleness, message.arrivals),
-            Update(time, self.version, len(message.arrivals)),
-        ]
+        return [message, Update(time, self.version, len(message.arrivals))]
 
     def _replied(self, time: float, r: int, _: int) -> Iterable[Happening]:
-        number, self.regions[r].of_global = self.regions[r].returning.pop(0)
-        return [Replied(time, r, number)]
+        reply = self.regions[r].returning.pop(0)
+        self.regions[r].of_global = reply.version
+        return [reply._replace(time=time)]
 
     def _begins(self, time: float, node: int, _: int) -> Iterable[Happening]:
         region = self.regions[self.region_of[node]]

@@ -6,7 +6,8 @@ step: what a module leaves as it was is not looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.core import check, nodes, rng, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
-from vecgym.simulation.presence import Presence, missed
+from vecgym.simulation.presence import Presence
 from vecgym.simulation.simulation import Part, Place
 from vecgym.simulation.timetable import Mark, RunFacts, Who
 from vecgym.strategy.meeting import Of, a_kind, check_values
@@ -49,10 +50,7 @@ class Context:
             operations and reductions of each node by itself never do; a matrix product over all nodes may.
         lr: the inner learning rate of this step, schedule and warm-up included: a number, or a tensor `[]` or `[K]`, of
             which `own` gives the rows of the nodes that train here. A strategy tells its modules; None without one.
-        own_time: learning rates, other values given for each step, and the model's random numbers go by `node_steps`:
-            where nodes train at different times, each has done its own number of steps.
         exchange: exchanges done before this one: as many as the module's `when` counts, `step` without one.
-        missed: where nodes may be absent: step -> which of the nodes here were absent in it; see `missing`.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> ctx = Context(StackedCollectives(4), step=3, seed=7)
@@ -61,8 +59,8 @@ class Context:
     True
     >>> ctx.replace(rows=torch.tensor([1, 3])).own(torch.tensor([0.1, 0.2, 0.3, 0.4]))
     tensor([0.2000, 0.4000])
-    >>> ctx.node_steps, ctx.missing(2)
-    (tensor([3, 3, 3, 3]), None)
+    >>> ctx.node_steps
+    tensor([3, 3, 3, 3])
     """
 
     comm: Collectives
@@ -78,9 +76,7 @@ class Context:
     rows: Tensor | None = None
     exact: bool = False
     lr: float | Tensor | None = None
-    own_time: bool = False
     exchange: int = None  # type: ignore[assignment]  # until __post_init__
-    missed: Callable[[int], Tensor | None] | None = None
 
     def __post_init__(self) -> None:
         if self.node_steps is None:
@@ -89,21 +85,13 @@ class Context:
             object.__setattr__(self, "exchange", self.step)
 
     def replace(self, **changes: Any) -> Context:
-        """Return a copy in which some values are others, as `dataclasses.replace` does in ten times the time.
+        """Return a copy in which some values are others.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> Context(StackedCollectives(3)).replace(step=5, lr=0.1).step
         5
         """
-        if unknown := changes.keys() - vars(self).keys():
-            raise TypeError(f"a Context has no {', '.join(sorted(unknown))}; it has {', '.join(vars(self))}.")
-        new = object.__new__(Context)
-        vars(new).update(vars(self), **changes)
-        return new
-
-    def missing(self, step: int) -> Tensor | None:
-        """Return which of the nodes here were absent in an earlier step, bool `[L]`; None: none was."""
-        return None if self.missed is None or step < 0 else self.missed(step)
+        return dataclasses.replace(self, **changes)
 
     def own(self, value: Any) -> Any:
         """Return a hyperparameter for the nodes that train here: of `[K]` their rows; what all nodes share as it is."""
@@ -134,8 +122,6 @@ class CommunicationModule:
     ...         return ctx.comm.mean(tree.map(lambda x: (x * 128).round() / 128, params)), state
     """
 
-    # False where `active_nodes` never leaves out a node.
-    lets_rest = True
     # When it exchanges, a `vecgym.strategy.When` such as `Rounds(10)`: `ctx.exchange` counts by it. None: every step.
     when: Any = None
 
@@ -268,7 +254,38 @@ SILENT = (
 )
 
 
-class Hooks:
+class Member:
+    """What stands in a strategy's list, an exchange or a module with hooks, and knows its place there.
+
+    Attributes:
+        unit: steps that count as one.
+    """
+
+    unit: int
+    _index = 0
+
+    def numbered(self, index: int) -> Any:
+        """Return the same at this place among a strategy's exchanges."""
+        return altered(self, _index=index)
+
+    def in_units(self, n: int) -> Any:
+        """Return the same, which counts in units of n steps."""
+        n = check.integer("n", n, what="the number of optimizer steps between two exchanges")
+        return altered(self, unit=self.unit * n)
+
+    def _check_waits(self, presence: Any) -> None:
+        """Raise a ValueError where nodes wait for others: for what exchanges gradients."""
+        if getattr(presence, "waits", False):
+            raise ValueError(
+                f"availability={presence.availability!r} makes nodes wait for others, but {self!r} exchanges gradients "
+                "in every step: use a strategy that exchanges parameters every H steps."
+            )
+
+    def _steps(self, run: RunFacts) -> int:
+        return max(1, run.num_steps // self.unit)
+
+
+class Hooks(Member):
     """A communication module with hooks as an exchange; see `Exchange` for the methods.
 
     The module's state is in `shared`, `[1 or K, *]` as the module likes: what it returns as `[1, *]` is the same for
@@ -276,7 +293,7 @@ class Hooks:
 
     Args:
         module: whose hooks are called.
-        every: steps between two calls of those that exchange; they see a time that counts these.
+        unit: steps between two calls of those that exchange; they see a time that counts these.
 
     >>> from vecgym.strategy import Strategy
     >>> class Halve(CommunicationModule):
@@ -290,24 +307,15 @@ class Hooks:
     common = plain = always = False
     draws = True
 
-    def __init__(self, module: CommunicationModule, every: int = 1) -> None:
-        self.module, self.every, self.index = module, every, 0
+    def __init__(self, module: CommunicationModule, unit: int = 1) -> None:
+        self.module, self.unit = module, unit
         self.of = "gradients" if self._has("local_gradients") or self._has("exchange_gradients") else "hooks"
         self.of_all = self._has("exchange_gradients")
-        self.lets_rest = self._has("active_nodes") and module.lets_rest
+        self.lets_rest = self._has("active_nodes")
 
     def _has(self, hook: str) -> bool:
         """Whether the module has a hook of its own."""
         return getattr(type(self.module), hook) is not getattr(CommunicationModule, hook)
-
-    def numbered(self, index: int) -> Hooks:
-        """Return the same at this place among a strategy's exchanges."""
-        return altered(self, index=index)
-
-    def in_units(self, n: int) -> Hooks:
-        """Return the same, whose hooks that exchange are called every n steps."""
-        n = check.integer("n", n, what="the number of optimizer steps between two exchanges")
-        return altered(self, every=self.every * n)
 
     def through_server(self) -> Hooks:
         """Return itself: what a module with hooks averages is its own affair."""
@@ -320,11 +328,8 @@ class Hooks:
     def check_present(self, run: RunFacts) -> None:
         """Let the module check how many nodes are present."""
         if isinstance(run.presence, Presence):
-            if run.presence.waits and self.of_all:
-                raise ValueError(
-                    f"availability={run.presence.availability!r} makes nodes wait for others, but {self.module!r} "
-                    "exchanges gradients in every step: use a module that exchanges parameters every H steps."
-                )
+            if self.of_all:
+                self._check_waits(run.presence)
             self.module.check_present(sorted(run.presence.counts), run.num_nodes)
 
     def check_optimizer(self, optimizer: Mapping[str, Any], params: Tree) -> None:
@@ -333,7 +338,7 @@ class Hooks:
     def marks(self, run: RunFacts) -> Iterator[Mark]:
         """Yield when its hooks after the optimizer's step are called."""
         if self._has("exchange_parameters") or self._has("exchange_moments"):
-            yield Mark("meet", self.every, of=Of(self.index))
+            yield Mark("meet", self.unit, of=Of(self._index))
 
     def trains(self, run: RunFacts) -> Who | None:
         """Return who trains."""
@@ -371,7 +376,7 @@ class Hooks:
         if self._has("local_gradients"):
             resting = len(part.rows) < len(_place(part, part.run.there(part.tick)).rows)
             grads = self._local_gradients(grads, part.params, state, ctx, silent=resting)
-        if self.of_all and (part.tick + 1) % self.every == 0:
+        if self.of_all and (part.tick + 1) % self.unit == 0:
             with ctx.comm.ledger.of_gradients():
                 returned = self.module.exchange_gradients(grads, state, ctx)
             grads, new = self._exchanged(returned, "gradients", grads, state, ctx)
@@ -383,10 +388,11 @@ class Hooks:
     def meet(self, part: Part) -> None:
         """Call the hooks after the optimizer's step."""
         ctx, state, params = self._context(part), self._state(part), part.params
-        with part.comm.ledger.stretched(self.every):
+        with part.comm.ledger.stretched(self.unit):
             if self._has("exchange_moments"):
                 moments = moments_in(part.home["optimizer"], params)
-                moments, state = self._moments(moments, state, ctx)
+                of_moments = self.module.exchange_moments(moments, state, ctx)
+                moments, state = self._exchanged(of_moments, "moments", moments, state, ctx)
                 for slot, values in moments.items():
                     part.home["optimizer"] = with_moment(part.home["optimizer"], slot, values)
             if self._has("exchange_parameters"):
@@ -407,19 +413,6 @@ class Hooks:
         num_rows = len(ctx.comm.node_ids) if ctx.rows is None else len(ctx.rows)
         return check_values(new, grads, num_rows, self.module, ".local_gradients", "gradients")
 
-    def _moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
-        new, new_state = self._pair(self.module.exchange_moments(moments, state, ctx), "moments")
-        if not isinstance(new, dict) or new.keys() != moments.keys():
-            raise ValueError(
-                f"{self.module!r}.exchange_moments returned {list(new) if isinstance(new, dict) else a_kind(new)} as "
-                f"moments; expected a dict of the slots that it was given: {', '.join(moments) or 'none'}."
-            )
-        for slot, values in new.items():
-            check_values(values, moments[slot], len(ctx.comm.node_ids), self.module, ".exchange_moments", slot)
-        if new_state is not state:
-            self._check_state(new_state, "exchange_moments", ctx)
-        return new, new_state
-
     # ------------------------------------------------------------------------------------------------- what it tells
 
     def outer_lr(self, step: int, run: RunFacts) -> Any:
@@ -435,24 +428,30 @@ class Hooks:
         return set(), set(names) if self._has("exchange_parameters") else set()
 
     def __repr__(self) -> str:
-        return repr(self.module) if self.every == 1 else f"every({self.every}, {self.module!r})"
+        return repr(self.module) if self.unit == 1 else f"every({self.unit}, {self.module!r})"
 
     # -------------------------------------------------------------------------------------------------------- checks
 
-    def _pair(self, returned: Any, what: str) -> tuple[Any, Any]:
-        if not isinstance(returned, tuple) or len(returned) != 2:
-            who = f"{self.module!r}.exchange_{what}"
-            raise TypeError(f"{who} returned {a_kind(returned)}; expected a tuple of two: ({what}, state).")
-        return returned
-
-    def _exchanged(self, returned: Any, what: str, old: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Return what `exchange_<what>` returned: values like the old ones, and a state."""
-        new, new_state = self._pair(returned, what)
+    def _exchanged(self, returned: Any, what: str, old: Any, state: State, ctx: Context) -> tuple[Any, State]:
+        """Return what `exchange_<what>` returned: values like the old ones, moments by slot, and a state."""
         hook = f"exchange_{what}"
-        check_values(new, old, len(ctx.comm.node_ids), self.module, f".{hook}", what)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise TypeError(
+                f"{self.module!r}.{hook} returned {a_kind(returned)}; expected a tuple of two: ({what}, state)."
+            )
+        new, new_state = returned
+        if what != "moments":
+            new, old = {what: new}, {what: old}
+        elif not isinstance(new, dict) or new.keys() != old.keys():
+            raise ValueError(
+                f"{self.module!r}.{hook} returned {list(new) if isinstance(new, dict) else a_kind(new)} as moments; "
+                f"expected a dict of the slots that it was given: {', '.join(old) or 'none'}."
+            )
+        for name, values in new.items():
+            check_values(values, old[name], len(ctx.comm.node_ids), self.module, f".{hook}", name)
         if new_state is not state:
             self._check_state(new_state, hook, ctx)
-        return new, new_state
+        return new if what == "moments" else new[what], new_state
 
     def _check_state(self, state: Any, hook: str, ctx: Context) -> None:
         if not isinstance(state, dict):
@@ -469,30 +468,24 @@ class Hooks:
 
     @property
     def _name(self) -> str:
-        return f"{self.index}/state"
-
-    def _steps(self, run: RunFacts) -> int:
-        return max(1, run.num_steps // self.every)
+        return f"{self._index}/state"
 
     def _told(self, comm: Collectives, run: RunFacts, step: int = 0, **more: Any) -> Context:
         """Return what a hook is told in a step of the run; its time and its exchanges are counted in `every` steps."""
-        step, when = step // self.every, self.module.when
+        step, when = step // self.unit, self.module.when
         exchange = when.count(step) if hasattr(when, "due") else step
         return Context(comm, step=step, exchange=exchange, max_steps=self._steps(run), seed=run.seed, **more)
 
     def _context(self, part: Part) -> Context:
         """Return what the hooks are told: about the nodes that are present, or of these about those that train."""
         run, made, step = part.run, part.made, part.tick
-        presence = run.presence if isinstance(run.presence, Presence) else None
         there, counts = run.there(step), [made] * len(part.nodes) if isinstance(made, int) else made
         nodes_there = range(run.num_nodes) if there is None else there
         ids = None if len(part.nodes) == run.num_nodes else torch.tensor(part.nodes)
         ctx = self._told(
             _place(part, there).comm, run, step, node_steps=torch.tensor(counts), inplace=part.inplace,
             differentiable=not part.inplace, rows=ids, exact=part.simulation.exact,
-            own_time=presence is not None and part.home is part.own,
             num_examples=None if run.num_examples is None else tuple(run.num_examples[node] for node in nodes_there),
-            missed=None if presence is None else lambda step: missed(presence, ids, (step + 1) * self.every - 1),
             lr=self._lr(part),
         )  # fmt: skip
         training = part.simulation.table_of(part.event.group).training(step)  # type: ignore[attr-defined]  # of Lockstep

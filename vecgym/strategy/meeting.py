@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,7 @@ class HeldOf:
         self.held[name] = {**whole, **self.at.written(whole, self.index, value, inplace=self.at.inplace_state)}
 
 
+@dataclass(eq=False)
 class Meeting:
     """All that an average is told: who meets, which exchange it is, and what it remembers.
 
@@ -91,7 +93,6 @@ class Meeting:
         step: steps before the one after which the nodes agree.
         nodes: the ids of the nodes in this process, of one configuration.
         size: C.
-        lead: dimensions before those of a parameter: 2 in a group, else 1.
         inplace: the values may be overwritten.
         inplace_state: what is remembered may be overwritten, if it is assigned afterwards; not under differentiation.
         exact: the bits of a node's own work must not depend on which other nodes are in this process.
@@ -120,43 +121,41 @@ class Meeting:
 
     A group of three configurations, and what is the same in each of them:
 
-    >>> group, values = at.replace(size=3, lead=2), {"w": torch.zeros(3, 2, 5)}
+    >>> group, values = at.replace(size=3), {"w": torch.zeros(3, 2, 5)}
     >>> group.rows(values)["w"].shape, group.apart(group.rows(values))["w"].shape
     (torch.Size([6, 5]), torch.Size([3, 2, 5]))
     >>> group.of_one(group.for_all(index))
     {'w': tensor([1])}
     """
 
-    def __init__(
-        self, comm: Collectives, own: Any = None, shared: Any = None, *, exchange: int = 0, step: int = 0,
-        seed: int = 0, **more: Any,
-    ) -> None:  # fmt: skip
-        self.comm, self.exchange, self.step, self.seed = comm, exchange, step, seed
-        self.own: Any = {} if own is None else own
-        self.shared: Any = {} if shared is None else shared
-        self.nodes: list[int] = comm.ids.tolist()
-        self.size = 1
-        self.weights_before: Tensor | None = None  # of a `SyncWeight`
-        self.inplace = self.inplace_state = self.exact = False
-        self.last = True
-        self.examples: tuple[int, ...] | None = None  # of all who meet
-        self.rate: Callable[[], Any] = float
-        self.lead = 1
-        self._update(more)
-        self.lead = 2 if self.size > 1 else 1
+    comm: Collectives
+    own: Any = field(default_factory=dict)
+    shared: Any = field(default_factory=dict)
+    _: KW_ONLY
+    exchange: int = 0
+    step: int = 0
+    seed: int = 0
+    nodes: Sequence[int] = ()  # until __post_init__
+    size: int = 1
+    weights_before: Tensor | None = None  # of a `SyncWeight`
+    inplace: bool = False
+    inplace_state: bool = False
+    exact: bool = False
+    last: bool = True
+    examples: tuple[int, ...] | None = None  # of all who meet
+    rate: Callable[[], Any] = float
+
+    def __post_init__(self) -> None:
+        self.nodes = self.nodes or self.comm.ids.tolist()
 
     def replace(self, **changes: Any) -> Meeting:
         """Return a copy in which some attributes are others."""
-        twin = copy.copy(self)
-        twin._update(changes)
-        return twin
+        return dataclasses.replace(self, **changes)
 
-    def _update(self, changes: Mapping[str, Any]) -> None:
-        held = vars(self)
-        if not changes.keys() <= held.keys():
-            unknown = ", ".join(sorted(changes.keys() - held.keys()))
-            raise TypeError(f"a Meeting has no {unknown}; it has {', '.join(held)}.")
-        held.update(changes)
+    @property
+    def lead(self) -> int:
+        """Dimensions before those of a parameter: 2 in a group, else 1."""
+        return 2 if self.size > 1 else 1
 
     @property
     def made(self) -> int | Tensor:

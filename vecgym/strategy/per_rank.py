@@ -51,10 +51,8 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     >>> state.params["w"]
     tensor([2., 2.])
     """
-    if op not in _REDUCTIONS:
-        raise ValueError(f"op={op!r} is not known; allowed: {', '.join(map(repr, _REDUCTIONS))}.")
+    reduce = _REDUCTIONS[check.choice("op", op, _REDUCTIONS)]
     meeting, node = here()
-    reduce = _REDUCTIONS[op]
     with torch.no_grad():
         return tensor.copy_(meeting.exchange(node, f"all_reduce {op}", tensor, lambda x: reduce(meeting.comm, x))[0])
 

@@ -6,7 +6,6 @@ come, each weighted by w(s) for a staleness of s versions. See `vecgym.strategy.
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Literal
@@ -22,18 +21,14 @@ from vecgym.strategy.averages import OUTER_DEFAULTS, State, corrected, outer_spe
 from vecgym.strategy.settings import altered, shown
 
 StalenessName = Literal["none", "inverse_sqrt"]
+SERVERS = "a server such as OuterOptimizer(lr=0.1), DelayedNesterov(lr=0.1) or FedBuff(buffer=10)"
 Staleness = Callable[[int], Any]  # versions -> the weight of a movement, a number or a tensor
 
 
-def _none(staleness: int) -> float:
-    return 1.0
-
-
-def _inverse_sqrt(staleness: int) -> float:
-    return float((1 + staleness) ** -0.5)
-
-
-STALENESS: dict[str, Staleness] = {"none": _none, "inverse_sqrt": _inverse_sqrt}
+STALENESS: dict[str, Staleness] = {
+    "none": lambda staleness: 1.0,
+    "inverse_sqrt": lambda staleness: float((1 + staleness) ** -0.5),
+}
 
 
 class Server(ABC):
@@ -58,20 +53,17 @@ class Server(ABC):
 
     # Settings that may have a value for each configuration of a sweep, `[C]`, where parameters, movements and state are
     # `[C, *]`; None: its methods are for one of them.
-    own_numbers: tuple[str, ...] | None = None
+    numbers: tuple[str, ...] | None = None
     # Movements of which an update is made, and their weights; None: as the strategy says.
     buffer: int | None = None
     staleness: StalenessName | None = None
+    # The learning rate of every update, to be recorded.
+    rate: Any = None
 
     def __init_subclass__(cls) -> None:
         """Train configurations with a server of one's own one by one, unless it says that it works on several."""
         super().__init_subclass__()
-        cls.own_numbers = vars(cls).get("own_numbers")
-
-    @property
-    def numbers(self) -> tuple[str, ...] | None:
-        """The class's `own_numbers`."""
-        return self.own_numbers
+        cls.numbers = vars(cls).get("numbers")
 
     def check(self, num_nodes: int, num_updates: int) -> None:
         """Raise a ValueError if the server cannot work for this run."""
@@ -109,7 +101,7 @@ class Server(ABC):
 
     def lr(self, update: int) -> float | Tensor | None:
         """Return the learning rate of an update, if the server has one."""
-        return None
+        return self.rate
 
     def __repr__(self) -> str:
         return shown(self)
@@ -131,7 +123,7 @@ class OuterOptimizer(Server):
     OptimSpec(SGD, lr=0.5)
     """
 
-    own_numbers: tuple[str, ...] | None = ()
+    numbers: tuple[str, ...] | None = ()
 
     def __init__(
         self, outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None, lr: float | Tensor | None = None
@@ -168,15 +160,15 @@ class FedBuff(OuterOptimizer):
         buffer: M, arrivals of which an update is made.
         lr, momentum: of the server's SGD.
 
-    >>> FedBuff(buffer=10, lr=0.5)
-    FedBuff(buffer=10, lr=0.5)
+    >>> FedBuff(buffer=5, lr=0.5)
+    FedBuff(buffer=5, lr=0.5)
 
     Reference: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", arXiv 2106.06639. Deviation:
     no noise is added for privacy. In github.com/facebookresearch/FLSim the buffer is summed, so that its rates are ours
     divided by `buffer`, and the weights are divided by that of a usual staleness. lr = 1 is nobody's default but ours.
     """
 
-    own_numbers = ("momentum",)
+    numbers = ("momentum",)
     staleness = "inverse_sqrt"
 
     def __init__(self, buffer: int = 10, lr: float | Tensor = 1.0, momentum: float | Tensor = 0.0) -> None:
@@ -185,9 +177,7 @@ class FedBuff(OuterOptimizer):
         self.momentum = momentum
 
     def __repr__(self) -> str:
-        lr = self.outer_optim.lr
-        more = "" if isinstance(self.momentum, float) and self.momentum == 0 else f", momentum={self.momentum!r}"
-        return f"FedBuff(buffer={self.buffer}, lr={lr!r}{more})"
+        return shown(self, lr=self.outer_optim.lr)
 
 
 class DelayedNesterov(Server):
@@ -217,7 +207,7 @@ class DelayedNesterov(Server):
     No deviation.
     """
 
-    own_numbers = ("rate", "momentum", "c")
+    numbers = ("rate", "momentum", "c")
 
     def __init__(
         self,
@@ -263,11 +253,8 @@ class DelayedNesterov(Server):
         stepped = tree.map(lambda p, x: p - tree.per_node(self.rate, x) * x, params, step)
         return stepped, {"momentum": momentum, "buffer": buffer}
 
-    def lr(self, update: int) -> float | Tensor | None:
-        return self.rate
-
     def __repr__(self) -> str:
-        return f"DelayedNesterov(lr={self.rate}, momentum={self.momentum}, buffer={self.num_arrivals}, c={self.c})"
+        return shown(self, lr=self.rate, buffer=self.num_arrivals)
 
 
 class HeLoCo(Server):
@@ -304,7 +291,7 @@ class HeLoCo(Server):
     other.
     """
 
-    own_numbers = ("rate", "momentum", "rho")
+    numbers = ("rate", "momentum", "rho")
 
     def __init__(
         self,
@@ -341,11 +328,28 @@ class HeLoCo(Server):
         step = tree.map(lambda g, m: g + tree.per_node(mu, m) * m, movement, held)
         return tree.map(lambda p, x: p - tree.per_node(self.rate, x) * x, params, step), {"momentum": held}
 
-    def lr(self, update: int) -> float | Tensor | None:
-        return self.rate
-
     def __repr__(self) -> str:
-        return f"HeLoCo(lr={self.rate}, momentum={self.momentum}, rho={self.rho})"
+        return shown(self, lr=self.rate)
+
+
+def check_server(name: str, server: Server | None, usual: Server, here: str) -> Server:
+    """Return a server that does not wait for several arrivals, since what it is told each time is an update.
+
+    >>> check_server("server", FedBuff(4), OuterOptimizer(), "each makes an update")
+    Traceback (most recent call last):
+    ...
+    ValueError: server=FedBuff(buffer=4) waits for 4 movements, and here each makes an update: give buffer=1, \
+or DelayedNesterov, whose momentum waits.
+    """
+    if server is None:
+        return usual
+    check.instance(name, server, Server, SERVERS)
+    if server.buffer not in (None, 1):
+        raise ValueError(
+            f"{name}={server!r} waits for {server.buffer} movements, and here {here}: give buffer=1, or "
+            "DelayedNesterov, whose momentum waits."
+        )
+    return server
 
 
 def one_number(name: str, value: Any, within: str, what: str = "") -> float | Tensor:
@@ -362,26 +366,24 @@ def one_number(name: str, value: Any, within: str, what: str = "") -> float | Te
     return number.reshape(()) if isinstance(number, Tensor) else number
 
 
-def staleness_weight(name: str, value: Any) -> Staleness:
-    """Return the function of a name, or the function itself, checked when it is called.
+def check_staleness(value: Any) -> Any:
+    """Return a function of the staleness, or the name of one."""
+    return value if callable(value) else check.choice("staleness", value, STALENESS, "a function of the staleness")
 
-    >>> staleness_weight("staleness", "inverse_sqrt")(3)
+
+def weight_of(function: Any, staleness: int) -> Any:
+    """Return the weight of a movement, by the name of a function or by a user's own, whose result is checked.
+
+    >>> weight_of("inverse_sqrt", 3)
     0.5
-    >>> staleness_weight("staleness", lambda s: "old")(3)
+    >>> weight_of(lambda staleness: "old", 3)
     Traceback (most recent call last):
     ...
     TypeError: staleness(3) returned 'old'; give a function of the staleness that returns a number.
     """
-    if not callable(value):
-        check.choice(name, value, tuple(STALENESS), "a function of the staleness")
-        return STALENESS[value]
-    return functools.partial(_checked_weight, name, value)
-
-
-def _checked_weight(name: str, function: Staleness, staleness: int) -> Any:
-    weight = check.called(name, function, staleness)
+    weight = check.called("staleness", STALENESS[function] if isinstance(function, str) else function, staleness)
     if isinstance(weight, bool) or not isinstance(weight, (int, float, Tensor)):
         raise TypeError(
-            f"{name}({staleness}) returned {weight!r}; give a function of the staleness that returns a number."
+            f"staleness({staleness}) returned {weight!r}; give a function of the staleness that returns a number."
         )
     return weight

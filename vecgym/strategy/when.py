@@ -226,13 +226,13 @@ def check_interval(name: str, value: Any) -> int:
     return check.integer(name, value, what="the number of optimizer steps between two exchanges")
 
 
-def as_when(value: int | When | Callable[[int], int], name: str) -> When:
-    """Return `Rounds` of so many steps, the `When` given, or the `RoundsOf` a function.
+def as_when(value: Any, name: str) -> Any:
+    """Return `Rounds` of so many steps, the `RoundsOf` a function, or as it is what says when it is due.
 
     >>> as_when(5, "every"), as_when(SyncWeight([0, 1]), "every")
     (5, SyncWeight([0, 1]))
     """
-    if isinstance(value, When):
+    if hasattr(value, "due"):
         return value
     return RoundsOf(value, name) if callable(value) else Rounds(value, name=name)
 
