@@ -131,13 +131,6 @@ class Presence:
         return table
 
 
-def missed(presence: Presence, rows: Tensor | None, step: int) -> Tensor | None:
-    """Return which nodes, of `rows` or of all, were absent in a step; None: none."""
-    absent = ~presence.row(step)
-    absent = absent if rows is None else absent[rows]
-    return absent if bool(absent.any()) else None
-
-
 # --------------------------------------------------------------------------------------------------- returning nodes
 
 
