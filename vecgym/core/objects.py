@@ -14,13 +14,15 @@ import inspect
 import random
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vecgym.core import check
+
+T = TypeVar("T")
 
 _PLAIN = (bool, int, float, str, type(None))
 _CONSTANTS = (
@@ -35,6 +37,18 @@ _CONSTANTS = (
 def public(x: object) -> dict[str, Any]:
     """Return an object's settings, by name."""
     return {name: value for name, value in vars(x).items() if not name.startswith("_")}
+
+
+def altered(x: T, **attributes: Any) -> T:
+    """Return a copy of an object in which some attributes are others.
+
+    >>> altered(types.SimpleNamespace(unit=1, of=3), unit=2)
+    namespace(unit=2, of=3)
+    """
+    twin = copy.copy(x)
+    for name, value in attributes.items():
+        setattr(twin, name, value)
+    return twin
 
 
 def same(a: Any, b: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vecgym.core import check, nodes
+from vecgym.core.objects import altered
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec, ensure_optim_spec
 from vecgym.optim.schedule import Schedule
@@ -18,7 +19,7 @@ from vecgym.simulation.state import State
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts, Timetable, Who
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.hooks import CommunicationModule, Hooks
-from vecgym.strategy.settings import InnerOptions, Unpack, altered, own_settings, takes_options
+from vecgym.strategy.settings import InnerOptions, Unpack, own_settings, takes_options
 
 
 class Strategy(LocalTraining):

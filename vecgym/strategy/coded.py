@@ -11,11 +11,11 @@ from vecgym.collectives.ledger import Ledger
 from vecgym.compress import Compressor, PowerSGD, make_codec
 from vecgym.compress.codecs import Draw
 from vecgym.core import check, tree
+from vecgym.core.objects import altered
 from vecgym.core.tree import Tree
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Around, Average, ExchangeFacts, Reduction, State
 from vecgym.strategy.meeting import Meeting
-from vecgym.strategy.settings import altered
 
 
 class Compressed(Around):

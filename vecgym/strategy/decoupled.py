@@ -39,6 +39,15 @@ from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 Merging = Literal["radial", "mean"]
 
 
+def _uncorrected(server: Server) -> Server:
+    overrides = any(getattr(type(server), x) is not getattr(Server, x) for x in ("correct", "start"))
+    if overrides or server.staleness is not None:
+        raise ValueError(
+            f"server={server!r} corrects each arrival, and here only what is merged is seen: give OuterOptimizer."
+        )
+    return server
+
+
 class DecoupledDiLoCoStrategy(EventDriven):
     """Learners train without a pause; a server merges each fragment of the model when enough of them have sent it.
 
@@ -116,12 +125,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
         **inner: Unpack[InnerOptions],
     ) -> None:
         super().__init__(inner_optim, **inner)
-        self.server = check_server("server", server, OuterOptimizer(), "the quorum says how many")
-        corrects = any(getattr(type(self.server), x) is not getattr(Server, x) for x in ("correct", "start"))
-        if corrects or self.server.staleness is not None:
-            raise ValueError(
-                f"server={server!r} corrects each arrival, and here only what is merged is seen: give OuterOptimizer."
-            )
+        self.server = _uncorrected(check_server("server", server, OuterOptimizer(), "the quorum says how many"))
         self.quorum = check.optional_integer("quorum", quorum, what="None is all nodes")
         self.fragments = check_fragments("fragments", fragments)
         self.grace = check.number("grace", grace, "[0, inf)")

@@ -17,12 +17,12 @@ from torch import Tensor
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.core import check, nodes, rng, tree
 from vecgym.core.devices import placed
+from vecgym.core.objects import altered
 from vecgym.core.tree import Tree
 from vecgym.simulation.presence import Presence
 from vecgym.simulation.simulation import Part, Place
 from vecgym.simulation.timetable import Mark, RunFacts, Who
-from vecgym.strategy.meeting import Of, a_kind, check_values
-from vecgym.strategy.settings import altered
+from vecgym.strategy.meeting import Member, Of, a_kind, check_values
 
 State = dict[str, Any]  # nested dicts of tensors: all that a module or strategy carries from step to step
 Slots = dict[str, Tree]  # slot -> parameter -> [1 or L, *]: what an inner optimizer keeps of each parameter
@@ -252,37 +252,6 @@ SILENT = (
     "in a step in which some nodes sit out, so that not all would answer: communicate in exchange_parameters, or let "
     "all nodes train (participation=1)."
 )
-
-
-class Member:
-    """What stands in a strategy's list, an exchange or a module with hooks, and knows its place there.
-
-    Attributes:
-        unit: steps that count as one.
-    """
-
-    unit: int
-    _index = 0
-
-    def numbered(self, index: int) -> Any:
-        """Return the same at this place among a strategy's exchanges."""
-        return altered(self, _index=index)
-
-    def in_units(self, n: int) -> Any:
-        """Return the same, which counts in units of n steps."""
-        n = check.integer("n", n, what="the number of optimizer steps between two exchanges")
-        return altered(self, unit=self.unit * n)
-
-    def _check_waits(self, presence: Any) -> None:
-        """Raise a ValueError where nodes wait for others: for what exchanges gradients."""
-        if getattr(presence, "waits", False):
-            raise ValueError(
-                f"availability={presence.availability!r} makes nodes wait for others, but {self!r} exchanges gradients "
-                "in every step: use a strategy that exchanges parameters every H steps."
-            )
-
-    def _steps(self, run: RunFacts) -> int:
-        return max(1, run.num_steps // self.unit)
 
 
 class Hooks(Member):

@@ -12,10 +12,43 @@ import torch
 from torch import Tensor
 
 from vecgym.collectives import Collectives
-from vecgym.core import rng, tree
+from vecgym.core import check, rng, tree
 from vecgym.core.devices import placed, readable
+from vecgym.core.objects import altered
 from vecgym.core.tree import Tree, differentiated
 from vecgym.simulation.simulation import spread
+from vecgym.simulation.timetable import RunFacts
+
+
+class Member:
+    """What stands in a strategy's list, an exchange or a module with hooks, and knows its place there.
+
+    Attributes:
+        unit: steps that count as one.
+    """
+
+    unit: int
+    _index = 0
+
+    def numbered(self, index: int) -> Any:
+        """Return the same at this place among a strategy's exchanges."""
+        return altered(self, _index=index)
+
+    def in_units(self, n: int) -> Any:
+        """Return the same, which counts in units of n steps."""
+        n = check.integer("n", n, what="the number of optimizer steps between two exchanges")
+        return altered(self, unit=self.unit * n)
+
+    def _check_waits(self, presence: Any) -> None:
+        """Raise a ValueError where nodes wait for others: for what exchanges gradients."""
+        if getattr(presence, "waits", False):
+            raise ValueError(
+                f"availability={presence.availability!r} makes nodes wait for others, but {self!r} exchanges gradients "
+                "in every step: use a strategy that exchanges parameters every H steps."
+            )
+
+    def _steps(self, run: RunFacts) -> int:
+        return max(1, run.num_steps // self.unit)
 
 
 class Of(NamedTuple):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar, cast
 
 from torch import Tensor
-from typing_extensions import Unpack as Unpack  # of every constructor's `**inner`
 
 from vecgym.core import check
 from vecgym.core.objects import public, same
 from vecgym.optim.optimizer import Optimizer
 from vecgym.optim.schedule import Schedule
+
+if sys.version_info >= (3, 11):  # of every constructor's `**inner`
+    from typing import Unpack as Unpack
+else:
+    from typing_extensions import Unpack as Unpack  # torch depends on it
 
 
 class Settings:
@@ -38,18 +42,6 @@ class Settings:
 
     def __repr__(self) -> str:
         return shown(self)
-
-
-def altered(x: T, **attributes: Any) -> T:
-    """Return a copy of an object in which some attributes are others.
-
-    >>> altered(Settings(), unit=2).unit
-    2
-    """
-    twin = copy.copy(x)
-    for name, value in attributes.items():
-        setattr(twin, name, value)
-    return twin
 
 
 def shown(x: object, **instead: Any) -> str:
@@ -87,7 +79,6 @@ def _text(value: Any) -> str:
     return getattr(value, "__name__", None) or repr(value)
 
 
-T = TypeVar("T")
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
