@@ -52,6 +52,7 @@ MANY_PARAMETERS = {
     "data/batches.py:Batches.__init__",
     "data/batches.py:EvalBatches.__init__",
     "engine/engine.py:Engine.gradients",
+    "engine/stateless.py:_batch_norm",  # F.batch_norm's own, and one
     "optim/optimizers.py:FullPrecisionMuon.__init__",
     "strategy/simulated.py:simulation_of",
 }
