@@ -39,7 +39,7 @@ from vecgym.strategy.simulated import simulation_of
 LR = 1e-3
 H = 20
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    **{name: partial(row.make, H, 0.005, inner_optim="adamw", lr=LR) for name, row in CATALOGUE.items()},
+    **{name: partial(row.make, H=H, p=0.005, inner_optim="adamw", lr=LR) for name, row in CATALOGUE.items()},
     "diloco int8": lambda: DiLoCoStrategy("adamw", H=H, lr=LR, compression="int8"),
     "sparta topk int8": lambda: SPARTAStrategy(0.005, "adamw", lr=LR, compression_method="topk", quantization_bits=8),
     "gossip one peer": lambda: GossipStrategy("one_peer_exponential", inner_optim="adamw", lr=LR),

@@ -683,7 +683,7 @@ def test_derivatives_of_halos(inner: str) -> None:
     (lambda: Halos(alpha=1.5), "alpha=1.5"),
     (lambda: Halos(local_updates=0), "local_updates=0"),
     (lambda: Decoupled(quorum=0), "quorum=0"),
-    (lambda: Decoupled(server=FedBuff(4)), "has a buffer of its own"),
+    (lambda: Decoupled(server=FedBuff(4)), "waits for 4 movements, and here the quorum says how many"),
     (lambda: Decoupled(server=HeLoCo()), "corrects each arrival"),
     (lambda: Decoupled(fragments="all"), "fragments='all' must be"),
     (lambda: Decoupled(merging="sum"), "merging='sum'"),

@@ -932,10 +932,33 @@ def test_rollouts_refuse_what_has_no_meaning() -> None:
     with pytest.raises(ValueError, match="both say who sits out"):
         rollout(make_model("MLP"), FedAvgStrategy("sgd", participation=0.5, lr=0.1), batches,
                 availability=Dropout(0.1), **given)  # fmt: skip
-    short = [batches[0], tuple(x[:, :2] for x in batches[1])]
+    short = [batches[0], (batches[1][0][..., :8], batches[1][1])]
     with pytest.raises(ValueError, match="different shapes"):
         rollout(make_model("MLP"), AllReduceStrategy("sgd", lr=0.1), short,
                 availability=lambda step: [0] if step == 0 else range(K), **given)  # fmt: skip
+
+
+def test_who_was_absent_reads_a_batch_of_another_size() -> None:
+    """By hand: node 0 alone, then node 0 on its second batch, of two examples, and the others on their first."""
+    first, second = (tuple(x.double() if x.is_floating_point() else x for x in batch) for batch in batches_of()[:2])
+    second = tuple(x[:, :2] for x in second)
+    model, evaluated = make_model("MLP", dtype=F64), tuple(x[0] for x in first)
+    found = rollout(model, AllReduceStrategy("sgd", lr=0.1), [first, second], num_nodes=K, eval_batch=evaluated,
+                    availability=lambda step: [0] if step == 0 else range(K))  # fmt: skip
+    models = common.copy_model(model, K)
+    for read in ({0: first}, {0: second, **dict.fromkeys(range(1, K), first)}):
+        losses = [models[node](tuple(x[node] for x in batch)) for node, batch in read.items()]
+        of_nodes = [torch.autograd.grad(loss, list(models[node].parameters())) for node, loss in zip(read, losses)]
+        mean = [torch.stack(grads).mean(0) for grads in zip(*of_nodes)]
+        with torch.no_grad():
+            for node in read:
+                for p, g in zip(models[node].parameters(), mean):
+                    p.sub_(0.1 * g)
+    [by_hand] = common.copy_model(model, 1)
+    with torch.no_grad():
+        for p, *of_each in zip(by_hand.parameters(), *(m.parameters() for m in models)):
+            p.copy_(torch.stack(of_each).mean(0))
+    torch.testing.assert_close(found.loss, by_hand(evaluated), rtol=1e-12, atol=0)
 
 
 # ----------------------------------------------------------------------------------------- lost messages

@@ -205,7 +205,8 @@ def test_defaults_and_quick_fill_in_what_is_not_given(monkeypatch):
     for argv in (["compare"], ["compare", "--quick"], ["compare", "--quick", "--steps", "77"]):
         assert main(argv) == 1
     full, quick, mixed = map(vars, seen)
-    defaults, quick_ones = ({name: row[i] for name, row in compare.OPTIONS.items()} for i in (1, 2))
+    defaults = {name: row[1] for name, row in compare.OPTIONS.items()}
+    quick_ones = {name: row[2] for name, row in compare.OPTIONS.items()}
     assert {name: full[name] for name in defaults} == defaults
     assert {name: quick[name] for name in defaults} == quick_ones
     assert {name: mixed[name] for name in defaults} == {**quick_ones, "steps": 77}

@@ -18,9 +18,10 @@ from vecgym.collectives import base, ledger
 from vecgym.collectives.ledger import Ledger
 from vecgym.core import tree
 from vecgym.engine import loop
+from vecgym.optim import spec
 from vecgym.simulation import Simulation
 from vecgym.simulation.events import Traffic
-from vecgym.strategy import Exchange, HeLoCo, Meeting, Outer, Rounds, federated_averaging
+from vecgym.strategy import Exchange, HeLoCo, Meeting, Outer, Rounds
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of settings without effect: many are drawn
 
@@ -211,7 +212,7 @@ def stale_sample(patch: pytest.MonkeyPatch) -> None:
 
 
 def yogi_as_adam(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(federated_averaging.SPECS, "yogi", federated_averaging.SPECS["adam"])
+    patch.setitem(spec.OPTIMIZERS, "fedyogi", spec.OPTIMIZERS["fedadam"])
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any], str]] = {

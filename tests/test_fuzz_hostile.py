@@ -52,7 +52,6 @@ ONCE: dict[ModuleType, list[Case]] = {
             ("vecgym.records.loggers.read_csv", "directory", "None"),
             ("vecgym.History.to_csv", "path", "{}"),
             ("vecgym.data.text.read_text", "path", "object()"),
-            ("vecgym.data.text.split_text", "every", "'abc'"),
             ("vecgym.data.text.standard_library_text", "num_chars", "2.5"),
             ("vecgym.optim.schedule.lambda_cosine", "warmup_steps", "'abc'"),
             ("vecgym.collectives.topology.ring", "num_nodes", "tensor(2)"),

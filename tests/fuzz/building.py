@@ -399,7 +399,8 @@ def _twin_average(s: Settings, exchange: Exchange, run: Run) -> naive.Average:
     def islands(t: int) -> naive.Groups:
         members = drawn(t) if drawn else list(range(run.num_nodes))
         comm = Recording(run.num_nodes)
-        at = Meeting(comm.among(members), step=t, seed=run.seed, examples=[run.num_examples[node] for node in members])
+        examples = tuple(run.num_examples[node] for node in members)
+        at = Meeting(comm.among(members), step=t, seed=run.seed, examples=examples)
         exchange.average({"x": torch.zeros(len(members))}, at)
         found = comm.drawn[-1]
         assert members == sorted(node for island in found for node in island), "islands are not a partition"

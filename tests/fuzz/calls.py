@@ -672,10 +672,7 @@ VALUES_OF |= {
         **VALUES_OF["vecgym.strategy.DelayedNesterov"],
         "servers": lambda: [DelayedNesterov(buffer=2)] * 2,
     },
-    **{
-        f"vecgym.strategy.{name}Strategy.check_updates": {"num_updates": lambda: 4}
-        for name in ("Async", "DecoupledDiLoCo", "HALoS")
-    },
+    "vecgym.strategy.HALoSStrategy.check_updates": {"num_updates": lambda: 4},
     "vecgym.strategy.DecoupledDiLoCoStrategy.fragments_of": {"sizes": lambda: {"w": 4 * DIM}},
     "vecgym.strategy.Server": {
         "servers": lambda: [OuterOptimizer()] * 2,

@@ -397,8 +397,11 @@ class Family:
             return False
 
     def _dry_run(self, H: int, rounds: int) -> tuple[Ledger, int]:
-        first = H * rounds
-        ledger = dry_run(self.model, self.make(H), self.num_nodes, 2 * first)
+        strategy = self.make(H)
+        delays = [exchange.delay for exchange in getattr(strategy, "exchanges", ())]  # which a run must be longer than
+        latest_of_all = max((max(x) if isinstance(x, tuple) else x for x in delays), default=0)
+        first = H * max(rounds, latest_of_all // H + 1)
+        ledger = dry_run(self.model, strategy, self.num_nodes, 2 * first)
         if (lag := latest(ledger)) >= first:
             return self.ledger(H, lag + 1)
         return lengthened(ledger, first, DRAWN_STEPS if self.compute.sigma else 0), first

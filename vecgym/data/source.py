@@ -124,8 +124,12 @@ class _Reader(Dataset["_Carried"]):
         return joined
 
     def __call__(self, step: int, indices: Tensor) -> Batch:
+        one = len(self.datasets) == 1 and self.collate_fn is None
+        if one and self.gathers:
+            gathered = _gather(self.datasets[0], indices.reshape(-1))
+            return tree.map_leaves(lambda x: x.view(indices.shape + x.shape[1:]), gathered)
         with contextlib.nullcontext() if self.gathers else rng.private():
-            if len(self.datasets) == 1 and self.collate_fn is None:
+            if one:
                 batch = self._read(self.datasets[0], step, self.node_ids, indices)
                 return self._map(lambda leaves, path: fold(leaves[0], path, indices.shape), [batch])
             datasets = self.datasets if len(self.datasets) > 1 else self.datasets * len(self.node_ids)

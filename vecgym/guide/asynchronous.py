@@ -58,7 +58,7 @@ FedAsync, theta <- (1 - a) theta + a theta_i with a = 0.6 (1 + s)^(-1/2) (Xie et
 >>> class FedAsync(AsyncStrategy):
 ...     def arrive(self, part):
 ...         self.arrived(part)  # counts what is sent
-...         part.report(self.round_loss(part))
+...         part.report(part.own["loss"] / part.event.info.num_steps)
 ...         part.memo["arrived"] = part.own["local"], 0.6 * (1 + part.event.info.staleness) ** -0.5
 ...
 ...     def update(self, part):

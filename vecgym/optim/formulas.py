@@ -336,14 +336,16 @@ def _adam_slopes(saved: tuple[Tensor, ...], scalars: list[Scalar], needed: Any, 
     g, m, v, new_m, new_v = saved
     w1, b2, w2, c2, a, eps = scalars
     by_p, by_m, by_v = (torch.zeros_like(g) if x is None else x for x in by)
-    root_v = root(new_v) if torch.is_grad_enabled() else new_v.sqrt()
+    twice = torch.is_grad_enabled()
+    root_v = root(new_v) if twice else new_v.sqrt()
     denominator = (root_v / c2).add_(eps)
     over = by_p / denominator
     by_m = by_m - a * over
     by_denominator = (over * new_m).div_(denominator).mul_(a)
     # The root has derivative 0 at 0, as in the formula.
     still = new_v == 0
-    by_v = by_v + (by_denominator / (2 * c2)).div_(root_v.masked_fill(still, 1)).masked_fill_(still, 0)
+    divisor = root_v.masked_fill(still, 1) if twice else root_v
+    by_v = by_v + (by_denominator / (2 * c2)).div_(divisor).masked_fill_(still, 0)
     slopes: list[Tensor | None] = [
         by[0],
         (w1 * by_m).addcmul_(w2 * g, by_v, value=2) if needed[1] else None,

@@ -271,7 +271,11 @@ class KernelOptimizer(Optimizer):
     _slots: tuple[str, ...] = ("momentum_buffer",)
 
     def __init__(self, params: Any, **defaults: Any) -> None:
-        super().__init__(params, defaults)
+        try:
+            super().__init__(params, defaults)
+        except (TypeError, ValueError, KeyError) as error:
+            kind = ValueError if isinstance(error, ValueError) else TypeError
+            raise kind(f"params must be as for torch's optimizers, such as model.parameters(): {error}") from error
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -318,7 +319,7 @@ def _class(optim: object, argument: str = "optimizer") -> type[Optimizer]:
 
 def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the class's defaults, after a dummy has accepted the smallest and the largest of every value."""
-    parameters = list(inspect.signature(cls).parameters.values())[1:]  # the first is `params`
+    parameters = _parameters(cls)  # type: ignore[arg-type]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     allowed = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not open_ended:
@@ -327,13 +328,14 @@ def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
         switch = isinstance(p.default, bool) or (p.name in ("foreach", "fused") and kwargs.get(p.name) is not None)
         if switch and p.name in kwargs:
             check.flag(p.name, kwargs[p.name])
-    for pick in (torch.min, torch.max):
+    for pick in (torch.min, torch.max) if any(isinstance(x, Tensor) for x in leaves(kwargs)) else (torch.min,):
         values = {key: map_leaves(partial(_extreme, key, pick=pick), value) for key, value in kwargs.items()}
         for key, value in values.items():
             _check_finite(key, value)
         try:
             # two dimensions, which Muon requires and all others accept
-            defaults = _dummy(cls)([nn.Parameter(torch.zeros(1, 1))], **values).defaults
+            dummy = _dummy(cls)  # type: ignore[arg-type]
+            defaults = dummy([nn.Parameter(torch.zeros(1, 1))], **values).defaults
         except TypeError as error:
             raise TypeError(f"{cls.__name__} refuses {values}: {error}") from error
         except (ValueError, RuntimeError, AssertionError, IndexError) as error:
@@ -344,6 +346,11 @@ def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
             if p.name in values:
                 _check_kind(p.name, values[p.name], p.default)
     return dict(defaults)
+
+
+@functools.lru_cache
+def _parameters(cls: type[Optimizer]) -> list[inspect.Parameter]:
+    return list(inspect.signature(cls).parameters.values())[1:]  # the first is `params`
 
 
 def _check_finite(key: str, value: Any) -> None:
@@ -364,6 +371,7 @@ def _check_kind(key: str, value: Any, default: Any) -> None:
         raise ValueError(f"{key}={value!r} must be a number, such as {default}.")
 
 
+@functools.lru_cache
 def _dummy(cls: type[Optimizer]) -> type[Optimizer]:
     """Return the class without torch's `add_param_group`, which imports torch's compiler, for a second."""
     if cls.add_param_group is not Optimizer.add_param_group:

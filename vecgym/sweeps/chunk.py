@@ -89,7 +89,8 @@ class Curve:
 
     def _rows(self, config: Configuration, rows: StepRows) -> Iterator[Row]:
         """Yield the rows of steps of all nodes, or of updates of a server, without their evaluations."""
-        plan, presence, strategy = config.plan, config.presence(), config.strategy
+        strategy: Any = config.strategy
+        plan, presence = config.plan, config.presence()
         facts = RunFacts(config.num_nodes, config.num_steps, config.settings["seed"], presence, schedule=plan)
         table: Any = None if plan is None else strategy.timetable(facts)
         num_bytes, lrs, seconds = (self.columns[name].tolist() for name in ("bytes", "lr", "seconds"))
@@ -252,8 +253,10 @@ class Chunk:
     def _begin(self) -> None:
         """Make the simulation of all configurations, those of a group next to one another, and its state."""
         strategies, runs = [], []
+        models = {id(config.model): config.model for config in self.configs}
+        copies = {key: copy.deepcopy(model).to(self.engine.device) for key, model in models.items()}
         for config in self.configs:
-            strategy = as_strategy(config.strategy, copy.deepcopy(config.model).to(self.engine.device))
+            strategy = as_strategy(config.strategy, copies[id(config.model)])
             presence = config.presence()
             if presence is not None:
                 presence.tell()
@@ -469,6 +472,8 @@ class Reading:
     def _request(self, source: int, rows: Sequence[int], counts: int | Sequence[int]) -> Request | None:
         """Return the part of a request that is for the first configuration in it that has this data."""
         K = self.num_nodes
+        if isinstance(counts, int) and len(rows) == len(self.which) * K:
+            return list(range(K)), counts
         first = next((row - row % K for row in rows if self.which[row // K] == source), None)
         if first is None:
             return None
