@@ -127,7 +127,8 @@ class _Reader(Dataset["_Carried"]):
         one = len(self.datasets) == 1 and self.collate_fn is None
         if one and self.gathers:
             gathered = _gather(self.datasets[0], indices.reshape(-1))
-            return tree.map_leaves(lambda x: x.view(indices.shape + x.shape[1:]), gathered)
+            name = f"{self.name}: batch"
+            return tree.map_leaves(lambda x: check.has_values(name, x).view(indices.shape + x.shape[1:]), gathered)
         with contextlib.nullcontext() if self.gathers else rng.private():
             if one:
                 batch = self._read(self.datasets[0], step, self.node_ids, indices)
