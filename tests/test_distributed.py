@@ -57,6 +57,7 @@ SEVERAL = ["allreduce", "fedavg-islands", "sparta-topk-int8", "gossip", "demo"] 
 CASES: dict[str, Callable[[], Strategy]] = {
     **{name: partial(row.make, inner_optim=OptimSpec("adamw", lr=1e-2)) for name, row in CATALOGUE.items()},
     **{name: partial(row.make, inner_optim=OptimSpec("adamw", lr=1e-2)) for name, row in STRATEGIES.items()},
+    "diloco-scheduled": lambda: DiLoCoStrategy("adamw", sync_weight=[0, 0.5, 0, 1], lr=1e-2),  # a weight for each step
     "bricks": lambda: CommunicateOptimizeStrategy(
         [Exchange(Mean(island_size=2), every=2), Exchange(Outer(Mean()), every=3)], "adamw", lr=1e-2
     ),

@@ -144,12 +144,12 @@ class Network:
         num_nodes = 2**31 if self.num_nodes is None else self.num_nodes
         at = torch.tensor([check.index("members", node, num_nodes) for node in members], dtype=torch.long)
         several = {name: x for name, x in self._links().items() if x.dim() > 0}
-        return self.changed(**{name: x[at] if x.dim() == 1 else x[at[:, None], at] for name, x in several.items()})
+        return self._changed(**{name: x[at] if x.dim() == 1 else x[at[:, None], at] for name, x in several.items()})
 
-    def changed(self, **attributes: Any) -> Network:
+    def _changed(self, **attributes: Any) -> Network:
         """Return a copy with other attributes.
 
-        >>> Network(1e9, 0.05).changed(all_reduce="tree")
+        >>> Network(1e9, 0.05)._changed(all_reduce="tree")
         Network(1 Gbit/s, latency=50 ms, all_reduce='tree')
         """
         network = copy.copy(self)

@@ -204,7 +204,7 @@ overlap, Compute(overlap=True).'
         Every link has this bandwidth.
         """
         bits = torch.tensor(bandwidth, dtype=torch.float64)
-        network = self.network.changed(bandwidth=bits, up=None, down=None)
+        network = self.network._changed(bandwidth=bits, up=None, down=None)
         if self.first:
             return pace(cast(Ledger, self.transfers), self.first, network, self.compute)
         timeline = price(self.transfers, network, self.compute, sizes=self.sizes)
@@ -256,7 +256,7 @@ overlap, Compute(overlap=True).'
             yield "overlap, Compute(overlap=True)"
 
     def _with(self, **attributes: Any) -> Question:
-        return replace(self, network=self.network.changed(**attributes))
+        return replace(self, network=self.network._changed(**attributes))
 
 
 def pace(ledger: Ledger, first: int, network: Network, compute: Compute) -> tuple[float, float]:
@@ -577,7 +577,7 @@ def price_strategies(
     families = {name: Family(model, make, num_nodes, compute) for name, make in makers.items()}
     rows: list[dict[str, Any]] = []
     for bucket_bytes in dict.fromkeys((network.bucket_bytes, math.inf)):
-        on = network.changed(bucket_bytes=bucket_bytes)
+        on = network._changed(bucket_bytes=bucket_bytes)
         priced = [row for name, family in families.items() for row in _rows(name, family, periods, on, utilization)]
         for row in priced:
             days = row["seconds_per_step"] * max_steps / SECONDS_PER_DAY

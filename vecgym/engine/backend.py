@@ -198,6 +198,7 @@ def in_minibatches(part: NodeSlice, size: int | None, compute: Compute) -> Local
         share = (stop - start) / batch_size
         weighted = tree.map_leaves(lambda x: x * share, local._replace(buffers={}))  # noqa: B023
         total = weighted if total is None else tree.map_leaves(torch.add, total, weighted)
+        del local, weighted  # before the next pass needs memory
     return Local(total.grads, total.losses, part.buffers)
 
 
