@@ -32,6 +32,7 @@ from vecgym.simulation import Event, RunFacts, State
 from vecgym.simulation.simulation import Draft, Request
 from vecgym.simulation.stack import Stack
 from vecgym.simulation.state import Metrics, Result
+from vecgym.strategy.base import Strategy
 from vecgym.strategy.per_rank import as_strategy
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.groups import groups_of
@@ -271,6 +272,7 @@ class Chunk:
         self.configs = [self.configs[c] for c in order]
         self.presences: list[Any] = [runs[c].presence for c in order]
         some_rest = [strategies[c].trains(runs[c]) is not None for c in order]
+        self._steady: dict[int, list[float]] = {}  # the learning rates of groups whose rates never change
         self.pure = all(strategy.pure for strategy in strategies)
         self._groups = [number for number, group in enumerate(groups) for _ in range(group.size)]
         num_nodes = self.configs[0].num_nodes
@@ -334,15 +336,24 @@ class Chunk:
     def _rates(self, step: int) -> list[float]:
         """Return the inner learning rate of each configuration; where nodes differ, their mean."""
         rates: list[float] = []
-        for group, table in zip(self.simulation.groups, self.simulation.tables):
-            there = group.run.there(step)
-            own = None if group.run.presence is None else list(range(group.run.num_nodes) if there is None else there)
-            lr, _ = group.algorithm.rates(table, step, own)
-            if group.size > 1 and isinstance(lr, Tensor) and lr.numel() > 1:
-                rates += lr.detach().reshape(group.size, -1).double().mean(1).tolist()
-            else:
-                rates += [mean_rate(lr)] * group.size
+        for number, group in enumerate(self.simulation.groups):
+            of_group = self._steady.get(number)
+            if of_group is None:
+                of_group = self._rates_of(group, self.simulation.tables[number], step)
+                steady = not group.algorithm.inner.changes and type(group.algorithm).rates is Strategy.rates
+                if steady and group.run.presence is None:
+                    self._steady[number] = of_group
+            rates += of_group
         return rates
+
+    def _rates_of(self, group: Any, table: Any, step: int) -> list[float]:
+        there = group.run.there(step)
+        own = None if group.run.presence is None else list(range(group.run.num_nodes) if there is None else there)
+        lr, _ = group.algorithm.rates(table, step, own)
+        if group.size > 1 and isinstance(lr, Tensor) and lr.numel() > 1:
+            means: list[float] = lr.detach().reshape(group.size, -1).double().mean(1).tolist()
+            return means
+        return [mean_rate(lr)] * group.size
 
     def _num_bytes(self, step: int, row: Any) -> list[tuple[float, ...]]:
         """Return what a node of each configuration has sent in the step, and sent, received and handed over so far."""
