@@ -26,6 +26,7 @@ from vecgym.availability import Dropout, LocalSteps, Sampled, Trace
 from vecgym.clock import AsyncTimeline, Compute, Network
 from vecgym.collectives.ledger import Entry
 from vecgym.collectives.topology import Links
+from vecgym.core import tree
 from vecgym.data import Batches
 from vecgym.runs import multiprocess
 from vecgym.simulation.events import Arrival, Restart, Stop, Update, Wires, schedule
@@ -675,6 +676,25 @@ def test_derivatives_of_halos(inner: str) -> None:
     )  # fmt: skip
 
 
+class Misspelt(OuterOptimizer):
+    staleness = "inverse_sqr"  # type: ignore[assignment]
+
+
+class Decaying(Server):
+    """A server with an attribute that one of ours has for its learning rate."""
+
+    def __init__(self) -> None:
+        self.rate = "fast"
+
+    def update(self, params: Any, movement: Any, state: Any, update: int, inplace: bool = False) -> Any:
+        return tree.map(torch.sub, params, movement), state
+
+
+def test_a_servers_own_attributes_are_not_recorded() -> None:
+    history = fit(AsyncStrategy("sgd", Decaying(), H=2, lr=0.1), compute=Compute(1.0), max_updates=3).history
+    assert [row.get("outer_lr") for row in history.rows] == [None] * 4
+
+
 @pytest.mark.parametrize(("make", "match"), [
     (lambda: Halos(regions=0), "regions=0"),
     (lambda: Halos(regions="two"), "regions='two' must be a number"),
@@ -684,7 +704,11 @@ def test_derivatives_of_halos(inner: str) -> None:
     (lambda: Halos(local_updates=0), "local_updates=0"),
     (lambda: Decoupled(quorum=0), "quorum=0"),
     (lambda: Decoupled(server=FedBuff(4)), "waits for 4 movements, and here the quorum says how many"),
-    (lambda: Decoupled(server=HeLoCo()), "corrects each arrival"),
+    (lambda: Decoupled(server=FedBuff(1)), "weighs each arrival.*give OuterOptimizer or DelayedNesterov"),
+    (lambda: Decoupled(server=HeLoCo()), "corrects or weighs each arrival"),
+    (lambda: Halos(local_server=Misspelt()), "staleness='inverse_sqr' is not known; did you mean 'inverse_sqrt'"),
+    (lambda: Halos(global_server=Misspelt()), "staleness='inverse_sqr' is not known; did you mean 'inverse_sqrt'"),
+    (lambda: AsyncStrategy(server=Misspelt()), "staleness='inverse_sqr' is not known; did you mean 'inverse_sqrt'"),
     (lambda: Decoupled(fragments="all"), "fragments='all' must be"),
     (lambda: Decoupled(merging="sum"), "merging='sum'"),
     (lambda: Decoupled(tokens=[1.0, 0.0]), "tokens=0.0"),

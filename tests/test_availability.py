@@ -29,7 +29,17 @@ from vecgym.compress import TopK
 from vecgym.core import rng
 from vecgym.core.tree import Tree
 from vecgym.simulation import Part
-from vecgym.simulation.availability import Availability, Both, Deadline, Dropout, Facts, LocalSteps, Sampled, Trace
+from vecgym.simulation.availability import (
+    Availability,
+    Both,
+    Deadline,
+    Dropout,
+    Facts,
+    Function,
+    LocalSteps,
+    Sampled,
+    Trace,
+)
 from vecgym.simulation.presence import Presence, Shared, sent
 from vecgym.simulation.state import State
 from vecgym.strategy import (
@@ -932,10 +942,13 @@ def test_rollouts_refuse_what_has_no_meaning() -> None:
     with pytest.raises(ValueError, match="both say who sits out"):
         rollout(make_model("MLP"), FedAvgStrategy("sgd", participation=0.5, lr=0.1), batches,
                 availability=Dropout(0.1), **given)  # fmt: skip
-    short = [batches[0], (batches[1][0][..., :8], batches[1][1])]
-    with pytest.raises(ValueError, match="different shapes"):
-        rollout(make_model("MLP"), AllReduceStrategy("sgd", lr=0.1), short,
-                availability=lambda step: [0] if step == 0 else range(K), **given)  # fmt: skip
+    x, y = batches[1]
+    for other in ((x[..., :8], y), (x[:, :2], y)):
+        with pytest.raises(ValueError, match="as many in each tensor of a batch: these have different shapes"):
+            rollout(make_model("MLP"), AllReduceStrategy("sgd", lr=0.1), [batches[0], other],
+                    availability=lambda step: [0] if step == 0 else range(K), **given)  # fmt: skip
+    with pytest.raises(TypeError, match="function is of type int"):
+        Function(3)  # type: ignore[arg-type]
 
 
 def test_who_was_absent_reads_a_batch_of_another_size() -> None:

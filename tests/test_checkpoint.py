@@ -577,6 +577,12 @@ def test_nothing_but_bad_files_is_an_error(tmp_path: Path) -> None:
     emptied(at(tmp_path, 3))
     with pytest.raises(ValueError, match=r"step-000000003.pt is .* Give resume=False and another save_dir"):
         train(tmp_path, resume=True)
+    emptied(at(tmp_path, 2))
+    with (
+        pytest.warns(VecgymWarning, match=r"step-000000003.pt is .*older"),
+        pytest.raises(ValueError, match=r"step-000000002.pt is .*, and so are the newer checkpoints\. Give"),
+    ):
+        train(tmp_path, resume=True)
 
 
 def stall(link: multiprocess.Link, folder: Path, stop_at: int) -> None:
@@ -1034,7 +1040,7 @@ def test_a_strategy_that_has_been_used_is_the_same(name: str) -> None:
         ({"checkpoint_interval": 2}, ValueError, "needs save_dir"),
         ({"resume": 3}, TypeError, "resume is of type int"),
         ({"save_dir": 3}, TypeError, "save_dir=3"),
-        ({"save_dir": __file__}, ValueError, "File exists"),
+        ({"save_dir": __file__}, ValueError, "is a file; give a folder"),
         ({"save_dir": "x", "checkpoint_interval": 0}, ValueError, "checkpoint_interval=0"),
         ({"save_dir": "x", "keep_checkpoints": 0}, ValueError, "keep_checkpoints=0"),
         ({"resume": "/no/such/file.pt"}, FileNotFoundError, "/no/such/file.pt"),

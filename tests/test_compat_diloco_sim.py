@@ -286,7 +286,7 @@ def test_what_the_constructor_refuses() -> None:
         DilocoSimulator(config, num_nodes=2)
     with pytest.raises(TypeError, match="config is of type dict"):
         DilocoSimulator(arguments())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'model_cls'"):
+    with pytest.raises(TypeError, match="model_cls is missing"):
         DilocoSimulator()
     with pytest.raises(TypeError, match="unexpected keyword argument 'lr'"):
         DilocoSimulatorConfig(**arguments(lr=0.1))

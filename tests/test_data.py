@@ -395,6 +395,10 @@ def test_device() -> None:
     assert Batches(there, 2, 2)._order(0).device.type == "meta"
     with error(ValueError, "on the device meta, where tensors have no values"):
         Batches(there, 2, 2)[0]
+    with error(ValueError, r"batch\[1\] is on the device meta"):
+        Batches(TensorDataset(torch.ones(8), torch.ones(8, device="meta")), 2, 2)[0]
+    with error(TypeError, r"called as a factory \(rank, num_nodes, train\) -> Dataset"):
+        Batches(lambda: there, 2, 2)  # type: ignore[arg-type,misc]
     batch, count = next(iter(EvalBatches(numbers(8), 4, device="meta")))
     assert (batch[0].device.type, count) == ("meta", 4)
 

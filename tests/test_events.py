@@ -163,3 +163,5 @@ def test_stops() -> None:
     assert schedule(Rules((2, 2)), seconds, Stop(updates=10**15, seconds=1e4))[-1].time == 1e4
     with pytest.raises(ValueError, match="rounds that take no time never end"):
         schedule(Rules((2, 2)), lambda node, step: 0.0, Stop(seconds=1.0))
+    with pytest.raises(ValueError, match=r"events at 10\.0 s: rounds that take no time never end"):
+        schedule(Rules((2, 2)), lambda node, step: 1.0 if step < 10 else 0.0, Stop(seconds=99.0))

@@ -14,14 +14,16 @@ from vecgym.collectives import StackedCollectives
 from vecgym.collectives.stacked import GroupCollectives
 from vecgym.collectives.topology import Mixing
 from vecgym.core import tree
+from vecgym.core.devices import spread
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.optim import Optimizer, OptimSpec
 from vecgym.simulation import Lockstep, Mark, Part, Row, RunFacts, Simulation, State, run
 from vecgym.simulation.availability import Facts
 from vecgym.simulation.presence import Presence
-from vecgym.simulation.simulation import Batches, LocalTraining, spread
+from vecgym.simulation.simulation import Batches, LocalTraining
 from vecgym.simulation.stack import Stack
+from vecgym.strategy import Context, Meeting
 from vecgym.sweeps.groups import groups_of
 
 C, K = 3, 5
@@ -508,3 +510,9 @@ def test_numbers_are_merged() -> None:
     assert group.algorithm.momentum == 0.9
     assert group.algorithm.inner.spec.lr.tolist() == [0.1, 0.2]
     assert (cases[0].outer_lr, cases[1].outer_lr) == (0.5, 0.7)
+
+
+def test_copies_of_what_is_told_have_known_names_only() -> None:
+    for told in (Meeting(StackedCollectives(2)), Context(StackedCollectives(2))):
+        with pytest.raises(TypeError, match=r"has no argument 'stp'; did you mean 'step'\?"):
+            told.replace(stp=3)

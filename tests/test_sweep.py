@@ -82,6 +82,7 @@ from vecgym.strategy import (
 )
 from vecgym.strategy.averages import Weighting
 from vecgym.sweeps.chunk import Chunk, Work, prepared_engine
+from vecgym.sweeps.configurations import alike
 from vecgym.sweeps.options import points
 
 K = 4
@@ -904,6 +905,80 @@ def kept(path: Path, **given: Any) -> SweepResult:
     return sweep(model, train, val, strategy=strategy, resume=path, device="cpu", progress=False, **settings)
 
 
+class Scale:
+    """A part of a model that says what it is in a private attribute."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+
+
+class SineTimes(Sine):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.by = Scale(scale)
+
+    def forward(self, batch: Any) -> Tensor:
+        loss: Tensor = super().forward(batch)
+        return self.by._scale * loss
+
+
+def test_models_that_differ_in_something_private_are_trained_as_they_are() -> None:
+    settings: dict[str, Any] = {"num_nodes": 2, "max_steps": 2, "batch_size": 4, "device": "cpu", "progress": False}
+    made = {scale: seeded_scaled(scale) for scale in (1.0, 3.0)}
+    result = sweep(
+        lambda scale: made[scale], data(), data(num_examples=10, seed=1), strategy=DiLoCoStrategy("sgd", H=2, lr=0.1),
+        grid={"scale": [1.0, 3.0]}, **settings,
+    )  # fmt: skip
+    assert not alike(made[1.0], made[3.0])
+    for row in result.rows:
+        trainer = Trainer(made[row["scale"]], data(), data(num_examples=10, seed=1))
+        trainer.fit(DiLoCoStrategy("sgd", H=2, lr=0.1), **settings)
+        assert row["val_loss"] == pytest.approx(trainer.history.last("val_loss"), rel=1e-6)
+
+
+def seeded_scaled(scale: float) -> SineTimes:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return SineTimes(scale)
+
+
+class OfItsOwn(DiLoCoStrategy):
+    """Settings that may differ between configurations, and are no numbers of nodes."""
+
+    own_numbers = ("clip", "table")
+
+    def __init__(self, clip: float, table: Any) -> None:
+        super().__init__("sgd", H=2, lr=0.1)
+        self.clip, self.table = clip, table
+
+
+def test_settings_of_ones_own_may_be_anything() -> None:
+    for clip, table in ((math.inf, [1, 2]), (0.5, torch.ones(2, 3))):
+        OfItsOwn(clip, table).check(num_nodes=4, max_steps=4)
+    with pytest.raises(TypeError, match="cannot have a setting 'rates', since that is a method"):
+        OfItsOwn(1.0, 0).rates = nn.Linear(1, 1)  # type: ignore[method-assign]
+
+
+def test_what_differs_from_a_saved_sweep_is_said_of_the_row_that_differs(tmp_path: Path) -> None:
+    def swept(*lengths: int) -> SweepResult:
+        return sweep(
+            make_model("MLP"), dataset("MLP"), strategy=lambda H, lr: DiLoCoStrategy("sgd", H=H, lr=lr),
+            points=[{"H": H, "lr": 0.1 + i} for i, H in enumerate(lengths)], num_nodes=2, max_steps=4, batch_size=4,
+            device="cpu", progress=False, resume=tmp_path / "sweep.pt",
+        )  # fmt: skip
+
+    swept(2, 2, 2)
+    for lengths, said in (
+        ((2, 2, 3), r"grid\['H'\] of row 2"),
+        ((3, 2, 2), r"grid\['H'\]"),
+        ((2, 3, 3), r"\] of row 1"),
+    ):
+        with pytest.raises(ValueError, match=rf"{said}: saved 2, given 3") as raised:
+            swept(*lengths)
+        assert "nothing" not in str(raised.value)
+        assert str(raised.value).count("grid['H']") == 1
+
+
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "weights": ({"model": other_weights()}, r"loss of the initial model: saved 2\.[0-9]+, given 2\."),
     "class": ({"model": Cosine()}, "model: saved Sine, given Cosine"),
@@ -1002,7 +1077,7 @@ def test_results_of_another_form_are_named(kept_file: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("path", "kind", "message"),
     [
-        (True, TypeError, "resume=True must be a path"),
+        (True, TypeError, "resume=True must be the path of a file"),
         ("FOLDER", ValueError, "is a folder; give a file, such as"),
         ("/proc/none/sweep.pt", ValueError, "cannot be written to"),
     ],

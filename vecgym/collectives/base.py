@@ -14,7 +14,7 @@ from vecgym.collectives.ledger import Islands, Ledger, Transfer
 from vecgym.collectives.topology import Groups, Links, Mixing, ServerLinks
 from vecgym.core import tree
 from vecgym.core.check import kind_of
-from vecgym.core.devices import placed
+from vecgym.core.devices import placed, spread
 from vecgym.core.tree import Tree
 
 T = TypeVar("T", Tensor, Tree)
@@ -291,7 +291,7 @@ class Collectives(ABC):
     def _scaled(self, x: T, factors: Tensor) -> T:
         """Multiply each node's value by its factor `[K]`."""
         local = factors[self.node_ids]
-        return tree.map_leaves(lambda y: y * tree.per_node(placed(local, y.device), y), x)
+        return tree.map_leaves(lambda y: y * spread(local, y), x)
 
 
 def renamed(who: Islands | Links | ServerLinks | None, members: Sequence[int]) -> Islands | Links | ServerLinks:

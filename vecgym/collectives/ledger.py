@@ -409,11 +409,7 @@ class Ledger:
         self.num_steps = state.get("num_steps", max(self._step_of_entry, default=-1) + 1)
         self.asynchronous = state.get("asynchronous", False)
         self._computing = {step: bytes(bits) for step, bits in state.get("computing", {}).items()}
-        totals = [state[name] for name in TOTALS if name in state]
-        if len(totals) < len(TOTALS):  # an older file, which counted an all-gather once
-            of_entries = [self._per_node[kind] for kind in self._kind_of_entry]
-            totals = [float(sum(x)) for x in zip((0.0, 0.0, 0.0), *of_entries)]
-        self.total_bytes, self.total_received_bytes, self.total_payload_bytes = totals
+        self.total_bytes, self.total_received_bytes, self.total_payload_bytes = (state[name] for name in TOTALS)
 
     def __len__(self) -> int:
         return len(self._step_of_entry)

@@ -308,6 +308,8 @@ class DilocoSimulator(Trainer[nn.Module]):
         _check_overridden(type(self))
         if config is None:
             check.keywords("DilocoSimulator", arguments, [f.name for f in fields(DilocoSimulatorConfig)])
+            if "model_cls" not in arguments:
+                raise TypeError("model_cls is missing: give a config, or model_cls=a subclass of nn.Module.")
             config = DilocoSimulatorConfig(**arguments)
         elif arguments:
             raise TypeError(f"give a config or keywords, not both: {', '.join(arguments)} can be set in the config.")

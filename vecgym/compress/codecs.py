@@ -37,8 +37,7 @@ from torch import Tensor
 
 from vecgym.compress.dct import Grid, from_chunks, grid, strongest, to_chunks
 from vecgym.core import check
-from vecgym.core.devices import placed
-from vecgym.core.tree import per_node
+from vecgym.core.devices import placed, spread
 
 Code = dict[str, Tensor]  # the parts of the code of one tensor, `[L, ...]` each
 Averaged = Literal["all", "senders"]
@@ -133,7 +132,7 @@ class Codec(ABC):
         total = torch.zeros((), dtype=like.dtype, device=like.device)
         for k in range(num_senders):
             decoded = self.decode({part: y[:, min(k, y.shape[1] - 1)] for part, y in codes.items()}, like)
-            share = 1 / num_senders if weights is None else per_node(weights[:, k].to(decoded), decoded)
+            share = 1 / num_senders if weights is None else spread(weights[:, k], decoded)
             total = total + share * decoded
         return total
 

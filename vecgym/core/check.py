@@ -300,8 +300,8 @@ def column(name: str, value: Any, columns: Iterable[str]) -> str:
     return value
 
 
-def path(name: str, value: Any) -> Path:
-    """Return `value` as a path if it is a str or a path.
+def path(name: str, value: Any, allowed: str = "a path: a str or a pathlib.Path") -> Path:
+    """Return `value` as a path if it is a str or a path; `allowed` says what it is to be, for the message.
 
     Raises:
         TypeError: if it is neither.
@@ -315,7 +315,7 @@ def path(name: str, value: Any) -> Path:
     TypeError: directory=3 must be a path: a str or a pathlib.Path.
     """
     if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes):
-        raise TypeError(f"{name}={value!r} must be a path: a str or a pathlib.Path.")
+        raise TypeError(f"{name}={value!r} must be {allowed}.")
     if "\0" in os.fspath(value) or os.fspath(value) == "":
         wrong = "contains a null character" if value else "is empty"
         raise ValueError(f"{name}={value!r} is not a path: it {wrong}.")

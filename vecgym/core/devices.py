@@ -63,6 +63,17 @@ def placed(x: Tensor, device: torch.device | str | None, dtype: torch.dtype | No
     return x.to(device, x.dtype if dtype is None else dtype, non_blocking=on_host(x) and device.type != "mps")
 
 
+def spread(value: Any, like: Tensor) -> Any:
+    """Shape numbers of configurations and nodes, `[C]`, `[K]` or `[C, K]`, to multiply a tensor of theirs.
+
+    >>> spread(torch.tensor([0.1, 0.2]), torch.ones(2, 4, 3)).shape, spread(0.1, torch.ones(4, 3))
+    (torch.Size([2, 1, 1]), 0.1)
+    """
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    return placed(value, like.device, like.dtype).reshape(*value.shape, *[1] * (like.dim() - value.dim()))
+
+
 def fetched(values: Any) -> Any:
     """Return nested values with all tensors on the host. This waits for the device, once for all of them.
 

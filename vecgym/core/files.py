@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import os
 import secrets
@@ -15,11 +16,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from vecgym.core import check
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 PARTIAL = ".partial"  # the suffix of a file that is being written
 
@@ -71,7 +67,7 @@ def write_atomically(path: str | os.PathLike[str], mode: str = "wb") -> Iterator
 def remove_partial(folder: str | os.PathLike[str], pattern: str = "*") -> None:
     """Remove the temporary files, of files whose names match `pattern`, that killed programs have left behind.
 
-    A file that is still being written is locked, and stays; on Windows, without locks, it cannot be removed.
+    A file that is still being written is locked, and stays.
     """
     for path in Path(folder).glob(f".{pattern}{PARTIAL}"):
         if not is_regular(path):
@@ -167,20 +163,16 @@ def _forget_inherited() -> None:
         lock.forget()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_inherited)
+os.register_at_fork(after_in_child=_forget_inherited)
 
 
 def _lock(descriptor: int) -> None:
     """Lock a file until it is closed or the program ends; raise an OSError if another program holds the lock."""
-    if fcntl is not None:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _sync_folder(folder: Path) -> None:
     """Sync a folder, which holds the names of its files, to disk."""
-    if os.name == "nt":  # Windows cannot open a folder
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some network file systems cannot

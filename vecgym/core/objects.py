@@ -46,33 +46,35 @@ def altered(x: T, **attributes: Any) -> T:
     namespace(unit=2, of=3)
     """
     twin = copy.copy(x)
-    for name, value in attributes.items():
-        setattr(twin, name, value)
+    vars(twin).update(attributes)
     return twin
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any, whole: bool = False) -> bool:
     """Whether two settings are equal: numbers and tensors by value, functions if they are the same object.
+
+    Args:
+        whole: compare private attributes too, which settings only derive from the others, and the types of numbers.
 
     >>> same([torch.ones(1), "sgd"], [torch.ones(1), "sgd"]), same(torch.ones(1), torch.zeros(1)), same(1, 1.0)
     (True, False, True)
     """
     if a is b:
         return True
-    if check.is_number(a) and check.is_number(b):
+    if not whole and check.is_number(a) and check.is_number(b):
         return bool(a == b)
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and a.requires_grad == b.requires_grad and torch.equal(a, b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same(a[key], b[key], whole) for key in a)
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(same(x, y, whole) for x, y in zip(a, b))
     if isinstance(a, functools.partial):
-        return same([a.func, a.args, a.keywords], [b.func, b.args, b.keywords])
+        return same([a.func, a.args, a.keywords], [b.func, b.args, b.keywords], whole)
     if type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__") and not inspect.isroutine(a):
-        return same(public(a), public(b))
+        return same(vars(a), vars(b), whole) if whole else same(public(a), public(b))
     return bool(a == b)
 
 

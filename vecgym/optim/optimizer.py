@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from vecgym.core import check, tree
-from vecgym.core.devices import placed
+from vecgym.core.devices import placed, spread
 from vecgym.core.nodes import join_rows, take_rows
-from vecgym.core.tree import Tree, leaves, per_node, root
+from vecgym.core.tree import Tree, leaves, root
 from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.schedule import Schedule, check_schedule, make_schedule
 from vecgym.optim.spec import Key, OptimSpec, merge_key, merged_spec, per_configuration
@@ -236,8 +236,7 @@ class Optimizer:
         decay = self.spec.hyper.get("weight_decay", 0.0)
         if self._factors[0] is not lr:
             alike = {(p.dim(), p.dtype, p.device): p for p in params.values()}
-            on = {key: (placed(1 - lr * decay, p.device), placed(lr, p.device)) for key, p in alike.items()}
-            self._factors = lr, {key: [per_node(x, alike[key]) for x in factors] for key, factors in on.items()}
+            self._factors = lr, {key: [spread(x, p) for x in (1 - lr * decay, lr)] for key, p in alike.items()}
         moved = tree.map(torch.Tensor.zero_, self._moved[1])
         with torch.no_grad():
             moved, new = self._unit.update(moved, grads, state)
@@ -394,4 +393,4 @@ def clip_grad_norm(grads: Tree, max_norm: float | Tensor, inplace: bool = True) 
 def _scaled(g: Tensor, factor: Tensor, inplace: bool) -> Tensor:
     factor = factor.to(g.dtype)
     fits = inplace and g.is_contiguous() and factor.shape[0] in (1, g.shape[0])
-    return g.mul_(per_node(factor, g)) if fits else g * per_node(factor, g)
+    return g.mul_(spread(factor, g)) if fits else g * spread(factor, g)

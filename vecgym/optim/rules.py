@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from vecgym.core.devices import placed
+from vecgym.core.devices import placed, spread
 from vecgym.core.errors import warn
-from vecgym.core.tree import Tree, differentiated, leaves, map_leaves, per_node
+from vecgym.core.tree import Tree, differentiated, leaves, map_leaves
 from vecgym.optim.formulas import FORMULAS, NUMBER, OPTIONAL, STACKED_NAMES
 from vecgym.optim.optimizers import FIRST, Lists, in_parts
 
@@ -312,7 +312,7 @@ def _scalar(value: Any) -> Any:
 
 def _shaped(value: Any, like: Tensor) -> Any:
     """Reshape a number, `[]` or `[L]`, to multiply `like`, `[1 or L, *shape]`."""
-    value = per_node(value, like)
+    value = spread(value, like)
     return placed(value, like.device) if isinstance(value, Tensor) and value.dim() > 0 else value
 
 

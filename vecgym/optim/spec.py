@@ -78,7 +78,9 @@ class OptimSpec:
         return f"OptimSpec({', '.join([self.cls.__name__, *options])})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, OptimSpec) and same(public(self), public(other))
+        if not isinstance(other, OptimSpec):
+            return NotImplemented
+        return same(public(self), public(other))
 
     __hash__ = None  # type: ignore[assignment]  # tensors compare by value
 

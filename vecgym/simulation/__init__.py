@@ -4,7 +4,8 @@ The timetable says what happens when, and to which rows. An algorithm has a meth
 takes its rows out of the state, its method changes them, and they are put back. A run does nothing else.
 """
 
-from vecgym.simulation.simulation import Algorithm, Group, LocalTraining, Part, Place, Row, Simulation, run, spread
+from vecgym.core.devices import spread
+from vecgym.simulation.simulation import Algorithm, Group, LocalTraining, Part, Place, Row, Simulation, run
 from vecgym.simulation.stack import Stack
 from vecgym.simulation.state import Rows, State
 from vecgym.simulation.timetable import Due, Event, Every, Lockstep, Mark, Recurrence, RunFacts, Timetable

@@ -435,6 +435,8 @@ class Function(Availability):
     """
 
     def __init__(self, function: Callable[[int], Any], rejoin: Rejoin = "own") -> None:
+        if not callable(function):
+            raise TypeError(f"function is {check.kind_of(function)}; give a function of the step.")
         self.function = function
         self.rejoin = checked_rejoin(rejoin)
 

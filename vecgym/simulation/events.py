@@ -143,12 +143,6 @@ class Wires:
         """Return how long a swap of messages occupies the links of two nodes: as long as the slowest end needs."""
         return max(*map(self.sending, (node, other)), *map(self.receiving, (node, other)))
 
-    @classmethod
-    def none(cls, num_nodes: int) -> Wires:
-        """Return links on which messages take no time."""
-        none = (0.0,) * num_nodes
-        return cls(0.0, none, none, none)
-
 
 class Traffic:
     """The messages on the wires: until when they keep each end busy.
@@ -159,7 +153,8 @@ class Traffic:
     """
 
     def __init__(self, wires: Wires | None, num_nodes: int) -> None:
-        self.wires = wires or Wires.none(num_nodes)
+        at_once = (0.0,) * num_nodes
+        self.wires = wires or Wires(0.0, at_once, at_once, at_once)
         self.node_up: MutableMapping[int, float] = dict.fromkeys(range(num_nodes), 0.0)
         self.node_down: MutableMapping[int, float] = dict.fromkeys(range(num_nodes), 0.0)
         self.server_in = self.server_out = 0.0
@@ -356,11 +351,16 @@ def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Happen
             events than can be planned; and if it waits for absent nodes forever.
     """
     events: list[Happening] = []
+    most = 1000 * len(rules.num_steps)  # events that can come at one time
     last, steps, version = 0, 0, 0  # index after the last update; steps in the updates; the last version
     for event in rules.events(step_seconds):
         if stop.seconds is not None and event.time > stop.seconds:
             break
         events.append(event)
+        if stop.seconds is not None and len(events) > most and event.time == events[-most].time:
+            raise ValueError(
+                f"{most} events at {event.time} s: rounds that take no time never end. Give compute= positive seconds."
+            )
         if isinstance(event, Update):
             steps += sum(arrival.num_steps for arrival in rules.trained(events[last:]))
             last, version = len(events), event.version
@@ -381,11 +381,7 @@ STALLED = 10**5  # events
 
 
 def _check_end(stop: Stop, now: Stop) -> None:
-    """Raise a ValueError if the end is too far to plan, or never comes, judging by the first `SOME` events."""
-    if stop.seconds is not None and now.seconds == 0:
-        raise ValueError(
-            f"{SOME} events at 0 s: rounds that take no time never end. Give positive seconds in compute=."
-        )
+    """Raise a ValueError if the end is too far to plan, judging by the first `SOME` events."""
     ends = {name: (end, getattr(now, name)) for name, end in vars(stop).items() if end is not None}
     rounds = min(end / reached if reached else 1.0 for end, reached in ends.values())
     if SOME * rounds > MOST:

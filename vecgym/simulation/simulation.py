@@ -16,7 +16,7 @@ from vecgym.collectives import Collectives
 from vecgym.collectives.base import payload_bytes
 from vecgym.collectives.ledger import Transfer
 from vecgym.core import nodes, rng, tree
-from vecgym.core.devices import placed
+from vecgym.core.devices import placed, spread
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
 from vecgym.simulation.state import Index, Result, Rows, SplitRows, State, put_back
@@ -685,17 +685,6 @@ def index_of(rows: list[int], size: int) -> Index:
         return None
     consecutive = bool(rows) and rows[-1] - rows[0] + 1 == len(rows)
     return slice(rows[0], rows[-1] + 1) if consecutive else torch.tensor(rows, dtype=torch.long)
-
-
-def spread(value: Any, like: Tensor) -> Any:
-    """Shape numbers of configurations and nodes, `[C]`, `[K]` or `[C, K]`, to multiply a tensor of theirs.
-
-    >>> spread(torch.tensor([0.1, 0.2]), torch.ones(2, 4, 3)).shape, spread(0.1, torch.ones(4, 3))
-    (torch.Size([2, 1, 1]), 0.1)
-    """
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
-    return placed(value, like.device, like.dtype).reshape(*value.shape, *[1] * (like.dim() - value.dim()))
 
 
 def _flat(x: Tensor, size: int, num_rows: int) -> Tensor:

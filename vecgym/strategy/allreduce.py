@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from vecgym.core import check, tree
+from vecgym.core.devices import spread
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.optim.formulas import FORMULAS
-from vecgym.simulation.simulation import Part, spread
+from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Mean
@@ -91,7 +92,7 @@ class GPAStrategy(Strategy):
     that `fit` returns, are those of y, the parameters that are trained; the paper has those of x.
     """
 
-    own_numbers = ("mu_x", "mu_y")
+    own_numbers = of_nodes = ("mu_x", "mu_y")
     own_draws = False
 
     @takes_options(InnerOptions)

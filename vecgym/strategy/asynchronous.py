@@ -255,7 +255,7 @@ class AsyncStrategy(InRounds):
         self.grace: Grace = grace
         self.dylu = check.flag("dylu", dylu)
         self.local_steps = None if local_steps is None else counts_of(local_steps)
-        self.staleness = agreed("staleness", check_staleness(staleness), "none", self.server.staleness)
+        self.staleness = check_staleness(agreed("staleness", staleness, "none", self.server.staleness))
         self.together = check.flag("together", together)
         if dylu and local_steps is not None:
             raise ValueError("dylu=True and local_steps both say how many steps a node makes: give one of them.")
@@ -318,7 +318,8 @@ def weighted(movement: Tree, weight: Any) -> Tree:
     >>> weighted({"w": torch.tensor([3.0])}, 2.0)
     {'w': tensor([6.])}
     """
-    return tree.map(lambda x: weight * x, movement)
+    is_one = isinstance(weight, (int, float)) and weight == 1
+    return movement if is_one else tree.map(lambda x: weight * x, movement)
 
 
 def agreed(name: str, setting: Any, default: Any, of_server: Any) -> Any:

@@ -23,7 +23,7 @@ from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.topology import Groups, random_islands
 from vecgym.compress.codecs import Codec
 from vecgym.core import check, tree
-from vecgym.core.devices import placed
+from vecgym.core.devices import placed, spread
 from vecgym.core.objects import altered, same
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec, clip_grad_norm, ensure_optim_spec
@@ -881,7 +881,7 @@ def heloco(moved: Tree, optimizer: State, at: Meeting, momentum: float | Tensor 
     tensor([[-0.8867,  1.0000],
             [ 1.0000,  1.0000]])
     """
-    means = tree.map(lambda m: tree.per_node(1 - momentum, m) * m, optimizer["momentum_buffer"])
+    means = tree.map(lambda m: spread(1 - momentum, m) * m, optimizer["momentum_buffer"])
     return tree.map(corrected, moved, means)
 
 

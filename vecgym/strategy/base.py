@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,6 +83,8 @@ class Strategy(LocalTraining):
     pure = True
     # Settings of the class's own that may differ within a group of a sweep; None: its methods are for one of them.
     own_numbers: tuple[str, ...] | None = ()
+    # Those that have a number for each node: how many is checked.
+    of_nodes: tuple[str, ...] = ()
     # True if the class's own methods draw random numbers: each seed of a sweep then has a group of its own.
     own_draws = False
 
@@ -115,9 +118,9 @@ class Strategy(LocalTraining):
             cls.own_draws = vars(cls).get("own_draws", True)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse a setting that would hide a method, which a run calls; another method may take its place."""
+        """Refuse a setting that would hide a method, which a run calls; a function may take its place."""
         is_method = not name.startswith("_") and callable(getattr(type(self), name, None))
-        if is_method and not callable(value):
+        if is_method and not inspect.isroutine(value):
             raise TypeError(
                 f"{type(self).__name__} cannot have a setting {name!r}, since that is a method: give it another name, "
                 f"such as 'own_{name}'."
@@ -154,7 +157,7 @@ class Strategy(LocalTraining):
     def check(self, num_nodes: int, max_steps: int) -> None:
         """Raise a ValueError if the strategy cannot work for this run; warn of what has no effect in it."""
         self.inner.check(num_nodes, max_steps, "inner optimizer")
-        for name in self.own_numbers or ():
+        for name in self.of_nodes:
             check.per_node(name, getattr(self, name), num_nodes=num_nodes)
         for exchange in self.exchanges:
             exchange.check(RunFacts(num_nodes, max_steps, num_examples=(1,) * num_nodes))

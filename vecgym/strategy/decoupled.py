@@ -43,7 +43,8 @@ def _uncorrected(server: Server) -> Server:
     overrides = any(getattr(type(server), x) is not getattr(Server, x) for x in ("correct", "start"))
     if overrides or server.staleness is not None:
         raise ValueError(
-            f"server={server!r} corrects each arrival, and here only what is merged is seen: give OuterOptimizer."
+            f"server={server!r} corrects or weighs each arrival, and here only what is merged is seen: give "
+            "OuterOptimizer or DelayedNesterov."
         )
     return server
 
@@ -410,7 +411,7 @@ class _Run(Agenda):
         super().__init__()
         self.rules, self.step_seconds = rules, step_seconds
         K, F = len(rules.num_steps), len(rules.shares)
-        self.links = Traffic(rules.wires or Wires.none(K), K)
+        self.links = Traffic(rules.wires, K)
         self.copies = [[_Copy() for _ in range(F)] for _ in range(K)]
         self.fragments = [_Fragment() for _ in range(F)]
         self.version = 0

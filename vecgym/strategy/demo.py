@@ -20,10 +20,10 @@ from vecgym.compress.dct import (
     topk_bytes,
 )
 from vecgym.core import check, tree
-from vecgym.core.devices import on_host, placed
+from vecgym.core.devices import on_host, placed, spread
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec, check_max_norm, clip_grad_norm
-from vecgym.simulation.simulation import Part, spread
+from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Average
 from vecgym.strategy.base import Strategy

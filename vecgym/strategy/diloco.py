@@ -16,8 +16,9 @@ from torch import Tensor
 from vecgym.compress import E3M0, Chain, ChunkedTopK, Compressor, StatQuantise
 from vecgym.compress.codecs import Averaged, Codec, WideQuantise
 from vecgym.core import check, rng, tree
+from vecgym.core.devices import spread
 from vecgym.optim import OptimSpec
-from vecgym.simulation.simulation import Part, spread
+from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import Mark, RunFacts, Who
 from vecgym.strategy.averages import Average, Correction, Eager, Mean, NoLoCo, Outer, outer_spec
 from vecgym.strategy.base import Strategy
@@ -69,7 +70,7 @@ Exchange(Outer(Mean()), every=100))
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int | Callable[[int], int] = DEFAULT_H,
+        H: int | When | Callable[[int], int] = DEFAULT_H,
         *,
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
         inner_lr: float | Tensor | None = None,
@@ -552,14 +553,14 @@ class PALSGDStrategy(DiLoCoStrategy):
     defaults of p, pull and H are ours: no program of the authors was found to compare with.
     """
 
-    own_numbers = ("pull",)
+    own_numbers = of_nodes = ("pull",)
 
     @takes_options(InnerOptions)
     def __init__(
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         p: float = 0.1,
-        H: int | Callable[[int], int] = DEFAULT_H,
+        H: int | When | Callable[[int], int] = DEFAULT_H,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         *,
         pull: float | Tensor = 1.0,

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from vecgym.collectives.topology import sample_nodes
 from vecgym.core import check, rng, tree
-from vecgym.core.devices import placed
+from vecgym.core.devices import placed, spread
 from vecgym.core.objects import altered
 from vecgym.core.tree import Tree
-from vecgym.simulation.simulation import Part, spread
+from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import Rows
 from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
 from vecgym.strategy.averages import Around, Average, ExchangeFacts, ServerMean, State, check_average, innermost
@@ -167,7 +167,8 @@ class Exchange(Member, Settings):
         rounds = isinstance(self._when, (Rounds, RoundsOf))
         if not rounds and (self.how.lag(1) or isinstance(self.delay, tuple)):
             raise ValueError(
-                f"{self!r}: what is sent takes a round, or each node's own delay: give every as a number or a function."
+                f"{self!r}: what is sent for a round, and a delay for each node, need rounds: give every as a number "
+                "or a function."
             )
         if isinstance(self._when, Rounds):
             self._check_arrival(self._when.H)

@@ -97,7 +97,7 @@ Exchange(Mean(island_size=4), every=5))
     `weighting="examples"`; with islands and with `resting="keep"`, nodes that sit out keep their own parameters.
     """
 
-    own_numbers = ("proximal_mu",)
+    own_numbers = of_nodes = ("proximal_mu",)
     own_draws = False
 
     @takes_options(InnerOptions)

@@ -135,7 +135,8 @@ class HALoSStrategy(InRounds):
         self.alpha = one_number("alpha", alpha, "[0, 1]", "how far a region goes to the global model")
         self.dylu = check.flag("dylu", dylu)
         self.local_steps = None if local_steps is None else counts_of(local_steps)
-        self.staleness = agreed("staleness", check_staleness(staleness), "none", self.local_server.staleness)
+        self.staleness = check_staleness(agreed("staleness", staleness, "none", self.local_server.staleness))
+        self._region_staleness = check_staleness(self.global_server.staleness or "none")
         self.between = between
         self.together = check.flag("together", together)
 
@@ -242,7 +243,7 @@ class HALoSStrategy(InRounds):
         """Let the global server make a version of a region's message, and put the reply on its way."""
         event, sent, shared = part.event.info, part.shared[f"sent {_label(part)}"], part.shared
         server, state = self.server_of(part.simulation.run.num_nodes), shared["server"]
-        weight = weight_of(self.global_server.staleness or "none", event.staleness)
+        weight = weight_of(self._region_staleness, event.staleness)
         movement = weighted(server.correct(sent["movement"], state), weight)
         params, state = server.update(
             shared["params"], movement, state, event.version + event.staleness, inplace=part.inplace
@@ -387,9 +388,9 @@ class _Run(RoundsAgenda):
     def __init__(self, rules: RegionRules, step_seconds: StepSeconds) -> None:
         super().__init__(rules, step_seconds)
         K, R = len(rules.num_steps), len(rules.regions)
-        self.regions = [_Region(Traffic(rules.wires or Wires.none(K), K)) for _ in range(R)]
+        self.regions = [_Region(Traffic(rules.wires, K)) for _ in range(R)]
         self.region_of = {node: r for r, members in enumerate(rules.regions) for node in members}
-        self.between = Traffic(rules.between or Wires.none(R), R)
+        self.between = Traffic(rules.between, R)
         self.version = 0
         for node in range(K):
             self.begin(node, 0.0, 0)

@@ -6,7 +6,6 @@ step: what a module leaves as it was is not looked at.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -91,7 +90,8 @@ class Context:
         >>> Context(StackedCollectives(3)).replace(step=5, lr=0.1).step
         5
         """
-        return dataclasses.replace(self, **changes)
+        check.keywords("a Context", changes, vars(self))
+        return altered(self, **changes)
 
     def own(self, value: Any) -> Any:
         """Return a hyperparameter for the nodes that train here: of `[K]` their rows; what all nodes share as it is."""
@@ -122,6 +122,8 @@ class CommunicationModule:
     ...         return ctx.comm.mean(tree.map(lambda x: (x * 128).round() / 128, params)), state
     """
 
+    # False where `active_nodes` never leaves out a node.
+    lets_rest = True
     # When it exchanges, a `vecgym.strategy.When` such as `Rounds(10)`: `ctx.exchange` counts by it. None: every step.
     when: Any = None
 
@@ -280,7 +282,7 @@ class Hooks(Member):
         self.module, self.unit = module, unit
         self.of = "gradients" if self._has("local_gradients") or self._has("exchange_gradients") else "hooks"
         self.of_all = self._has("exchange_gradients")
-        self.lets_rest = self._has("active_nodes")
+        self.lets_rest = self._has("active_nodes") and module.lets_rest
 
     def _has(self, hook: str) -> bool:
         """Whether the module has a hook of its own."""

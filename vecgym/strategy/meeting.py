@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -13,10 +13,9 @@ from torch import Tensor
 
 from vecgym.collectives import Collectives
 from vecgym.core import check, rng, tree
-from vecgym.core.devices import placed, readable
+from vecgym.core.devices import placed, readable, spread
 from vecgym.core.objects import altered
 from vecgym.core.tree import Tree, differentiated
-from vecgym.simulation.simulation import spread
 from vecgym.simulation.timetable import RunFacts
 
 
@@ -183,7 +182,10 @@ class Meeting:
 
     def replace(self, **changes: Any) -> Meeting:
         """Return a copy in which some attributes are others."""
-        return dataclasses.replace(self, **changes)
+        check.keywords("a Meeting", changes, vars(self))
+        twin = copy.copy(self)
+        vars(twin).update(changes)
+        return twin
 
     @property
     def lead(self) -> int:

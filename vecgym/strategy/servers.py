@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vecgym.core import check, tree
-from vecgym.core.devices import readable
+from vecgym.core.devices import readable, spread
 from vecgym.core.objects import altered
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec
@@ -58,8 +58,6 @@ class Server(ABC):
     # Movements of which an update is made, and their weights; None: as the strategy says.
     buffer: int | None = None
     staleness: StalenessName | None = None
-    # The learning rate of every update, to be recorded.
-    rate: Any = None
 
     def __init_subclass__(cls) -> None:
         """Train configurations with a server of one's own one by one, unless it says that it works on several."""
@@ -102,7 +100,7 @@ class Server(ABC):
 
     def lr(self, update: int) -> float | Tensor | None:
         """Return the learning rate of an update, if the server has one."""
-        return self.rate
+        return None
 
     def __repr__(self) -> str:
         return shown(self)
@@ -227,6 +225,9 @@ class DelayedNesterov(Server):
     def check(self, num_nodes: int, num_updates: int) -> None:
         self._check_c(self.num_arrivals or num_nodes)
 
+    def lr(self, update: int) -> float | Tensor | None:
+        return self.rate
+
     def of(self, num_nodes: int) -> Server:
         return altered(self, num_arrivals=self.num_arrivals or num_nodes)
 
@@ -248,10 +249,10 @@ class DelayedNesterov(Server):
         buffer, momentum = tree.map(torch.add, state["buffer"], movement), state["momentum"]
         share = c
         if (update + 1) % N == 0:
-            momentum = tree.map(lambda m, d: tree.per_node(beta, m) * m + d / N, momentum, buffer)
+            momentum = tree.map(lambda m, d: spread(beta, m) * m + d / N, momentum, buffer)
             buffer, share = tree.map(torch.zeros_like, buffer), 1 - c * N + c
-        step = tree.map(lambda m, g: tree.per_node(share * beta, m) * m + g / N, momentum, movement)
-        stepped = tree.map(lambda p, x: p - tree.per_node(self.rate, x) * x, params, step)
+        step = tree.map(lambda m, g: spread(share * beta, m) * m + g / N, momentum, movement)
+        stepped = tree.map(lambda p, x: p - spread(self.rate, x) * x, params, step)
         return stepped, {"momentum": momentum, "buffer": buffer}
 
     def __repr__(self) -> str:
@@ -304,6 +305,9 @@ class HeLoCo(Server):
         self.momentum = one_number("momentum", momentum, "[0, 1)")
         self.rho = None if rho is None else one_number("rho", rho, "[0, inf)", "the weight of an arrival")
 
+    def lr(self, update: int) -> float | Tensor | None:
+        return self.rate
+
     def of(self, num_nodes: int) -> Server:
         return altered(self, rho=num_nodes**-0.5 if self.rho is None else self.rho)
 
@@ -311,23 +315,21 @@ class HeLoCo(Server):
         return {"momentum": tree.map(torch.zeros_like, params)}
 
     def start(self, params: Tree, state: State) -> Tree:
-        return tree.map(lambda p, m: p - tree.per_node(self.rate * self.momentum, m) * m, params, state["momentum"])
+        return tree.map(lambda p, m: p - spread(self.rate * self.momentum, m) * m, params, state["momentum"])
 
     def correct(self, movement: Tree, state: State) -> Tree:
         rho = self.rho
         if rho is None:
             raise ValueError("rho=None is 1 / sqrt(nodes), which server.of(num_nodes) says.")
-        return tree.map(lambda x, m: tree.per_node(rho, x) * corrected(x, m), movement, state["momentum"])
+        return tree.map(lambda x, m: spread(rho, x) * corrected(x, m), movement, state["momentum"])
 
     def update(
         self, params: Tree, movement: Tree, state: State, update: int, inplace: bool = False
     ) -> tuple[Tree, State]:
         mu = self.momentum
-        held = tree.map(
-            lambda m, g: tree.per_node(mu, m) * m + tree.per_node(1 - mu, g) * g, state["momentum"], movement
-        )
-        step = tree.map(lambda g, m: g + tree.per_node(mu, m) * m, movement, held)
-        return tree.map(lambda p, x: p - tree.per_node(self.rate, x) * x, params, step), {"momentum": held}
+        held = tree.map(lambda m, g: spread(mu, m) * m + spread(1 - mu, g) * g, state["momentum"], movement)
+        step = tree.map(lambda g, m: g + spread(mu, m) * m, movement, held)
+        return tree.map(lambda p, x: p - spread(self.rate, x) * x, params, step), {"momentum": held}
 
     def __repr__(self) -> str:
         return shown(self, lr=self.rate)

@@ -26,7 +26,7 @@ from vecgym.records.columns import START
 from vecgym.records.history import History
 from vecgym.records.rows import Row
 from vecgym.runs.async_plan import metrics_of, recorded_of
-from vecgym.runs.evaluation import distance_of, distances_of, evaluated_columns
+from vecgym.runs.evaluation import distance_of, evaluated_columns
 from vecgym.runs.recorder import StepRows, add_losses, mean_rate
 from vecgym.simulation import Event, RunFacts, State
 from vecgym.simulation.simulation import Draft, Request
@@ -365,8 +365,6 @@ class Chunk:
     def _distances(self, own: Any, shared: Any, tick: int) -> list[float]:
         """Return how far the nodes of each configuration are apart."""
         comm, params = self.simulation.comm, self.simulation.parameters(own, shared)
-        if not any(self.presences):
-            return list(map(float, fetched(distances_of(params, len(self.configs), comm))))
         parts = zip(*[x.chunk(len(self.configs)) for x in params.values()])
         among = [None if presence is None else presence.present(tick) for presence in self.presences]
         distances = [distance_of(dict(zip(params, part)), comm, some) for part, some in zip(parts, among)]

@@ -42,6 +42,16 @@ class Data:
     def __init__(self, options: SweepOptions) -> None:
         self.options = options
         self._by_key: dict[tuple[Any, ...], Any] = {}
+        self._unused: list[tuple[nn.Module, frozenset[str]]] = []
+
+    def unused(self, config: Configuration) -> frozenset[str]:
+        """Return the parameters that have no influence on the loss; models that are built alike share the answer."""
+        for model, names in self._unused:
+            if alike(model, config.model):
+                return names
+        facts: Any = examined(config)[0].facts
+        self._unused.append((config.model, facts.unused))
+        return self._unused[-1][1]
 
     def batches(self, kind: Any, dataset: Any, **settings: Any) -> Any:
         """Return the batches of a kind, of a dataset with these settings."""
@@ -108,19 +118,11 @@ class Configuration:
             val_size=options.val_size,
         )  # fmt: skip
 
-    @property
-    def unused(self) -> frozenset[str]:
-        """The parameters that have no influence on the loss."""
-        facts: Any = self.data.once(("facts", id(self.model)), lambda: examined(self)[0].facts)
-        names: frozenset[str] = facts.unused
-        return names
-
     @cached_property
     def ledger(self) -> Ledger:
         """What it sends in all, if no node is ever absent."""
-        return dry_run(
-            self.model, self.strategy, self.num_nodes, self.num_steps, seed=self.settings["seed"], unused=self.unused
-        )
+        seed, unused = self.settings["seed"], self.data.unused(self)
+        return dry_run(self.model, self.strategy, self.num_nodes, self.num_steps, seed=seed, unused=unused)
 
     @cached_property
     def num_steps(self) -> int:
@@ -138,7 +140,8 @@ class Configuration:
         if not isinstance(strategy, EventDriven):
             return None
         assert compute is not None
-        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad and n not in self.unused}
+        unused = self.data.unused(self)
+        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad and n not in unused}
         sizes = {name: payload_bytes(p.detach()[None]) for name, p in trained.items()}
         of_run = {name: self.settings[name] for name in (*OF_UPDATES, "max_steps")}
         stop = stop_of(self._steps_of_epochs, self.num_nodes, **of_run)
@@ -331,7 +334,7 @@ def _model(options: SweepOptions, point: Point, models: dict[Any, nn.Module]) ->
 def alike(a: nn.Module, b: nn.Module) -> bool:
     """Whether two models differ in the values of their trainable parameters alone."""
     try:
-        return a is b or same(_structure(a), _structure(b))
+        return a is b or same(_structure(a), _structure(b), whole=True)
     except Exception:  # whatever comparing the user's objects raises
         return False
 

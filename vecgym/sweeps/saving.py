@@ -29,14 +29,15 @@ class ResultsFile:
     def __init__(self, runner: Runner) -> None:
         self.path = _checked(runner.options.resume)
         self.runner = runner
-        self.identity = {**_shared(runner), **_of_rows(runner.configs)}
+        self.sweep = _shared(runner)
+        self.rows = _of_rows(runner.configs)
         self.computed = _computed(runner)
 
     def save(self) -> None:
         """Write what there is; a full disk warns, and what was written before stays."""
         contents = {
-            "identity": self.identity, "computed": self.computed, "keep_models": self.runner.options.keep_models,
-            "sweep": self.runner.state(),
+            "identity": self.sweep, "rows": self.rows, "computed": self.computed, "sweep": self.runner.state(),
+            "keep_models": self.runner.options.keep_models,
         }  # fmt: skip
         try:
             runfile.write(self.path, contents)
@@ -51,7 +52,8 @@ class ResultsFile:
         if "sweep" not in saved:
             raise ValueError(f"{self.path} holds no sweep, but another run of vecgym's: give resume another path.")
         checkpoint.check_noted(saved.get("identity", {}), self.path)
-        differing = checkpoint.differences(saved["identity"], self.identity)
+        differing = checkpoint.differences(saved["identity"], self.sweep)
+        differing = differing or checkpoint.differences(*_first_differences(saved["rows"], self.rows))
         if not differing:
             differing = checkpoint.differences(saved["computed"], self.computed, checkpoint.TOLERANCE)
         if self.runner.options.keep_models and not saved["keep_models"]:
@@ -67,7 +69,7 @@ class ResultsFile:
 
 
 def _checked(path: Any) -> Path:
-    path = check.path("resume", path)
+    path = check.path("resume", path, "the path of a file, such as 'sweep.pt', or None")
     if path.is_dir():
         raise ValueError(f"resume={str(path)!r} is a folder; give a file, such as {str(path / 'sweep.pt')!r}.")
     probe = path.with_name(path.name + ".probe")
@@ -121,6 +123,17 @@ def _of_rows(configs: list[Configuration]) -> dict[str, Any]:
             if repr(own) != repr(first.get(name, checkpoint.NOTHING)):
                 values[f"{name} of row {number}"] = own
     return values
+
+
+def _first_differences(saved: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return each value in the first row in which it differs, saved and now, by the name to show; see `_of_rows`."""
+    first: dict[str, tuple[str, Any, Any]] = {}
+    for name in {**saved, **now}:
+        of_all = name.partition(" of row ")[0]
+        a, b = (values.get(name, values.get(of_all, checkpoint.NOTHING)) for values in (saved, now))
+        if repr(a) != repr(b):
+            first.setdefault(of_all, (name, a, b))
+    return {name: a for name, a, _ in first.values()}, {name: b for name, _, b in first.values()}
 
 
 def _of_row(config: Configuration, model: int) -> dict[str, Any]:

@@ -30,27 +30,8 @@ from vecgym.compat.exogym.strategies import (
 from vecgym.compat.exogym.trainer import LocalTrainer, Trainer
 
 __all__ = [
-    "AveragingCommunicator",
-    "CommunicateOptimizeStrategy",
-    "CommunicationModule",
-    "DeMoStrategy",
-    "DiLoCoCommunicator",
-    "DiLoCoStrategy",
-    "FedAvgStrategy",
-    "LocalTrainer",
-    "OptimSpec",
-    "SPARTADiLoCoStrategy",
-    "SPARTAStrategy",
-    "SimpleReduceStrategy",
-    "SparseCommunicator",
-    "Strategy",
-    "Trainer",
-    "all_gather",
-    "all_reduce",
-    "barrier",
-    "broadcast",
-    "ensure_optim_spec",
-    "install",
-    "run_script",
-    "uninstall",
-]
+    "AveragingCommunicator", "CommunicateOptimizeStrategy", "CommunicationModule", "DeMoStrategy",
+    "DiLoCoCommunicator", "DiLoCoStrategy", "FedAvgStrategy", "LocalTrainer", "OptimSpec", "SPARTADiLoCoStrategy",
+    "SPARTAStrategy", "SimpleReduceStrategy", "SparseCommunicator", "Strategy", "Trainer", "all_gather", "all_reduce",
+    "barrier", "broadcast", "ensure_optim_spec", "install", "run_script", "uninstall",
+]  # fmt: skip

@@ -17,7 +17,7 @@ _COMMUNICATE = "all_reduce broadcast all_gather broadcast_object_list mps_compat
 _OPTIM = "OptimSpec ensure_optim_spec"
 _MODULE = "CommunicateOptimizeStrategy CommunicationModule"
 _LOGGERS = "Logger CSVLogger WandbLogger"
-_UTILS = "LogModule extract_config create_config log_model_summary safe_log_dict print_dataset_size get_device"
+_UTILS = "LogModule extract_config create_config get_device"
 _STRATEGIES = (
     "Strategy SimpleReduceStrategy DiLoCoStrategy DiLoCoCommunicator SPARTAStrategy FedAvgStrategy "
     "SPARTADiLoCoStrategy DeMoStrategy"

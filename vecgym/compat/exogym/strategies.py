@@ -167,6 +167,10 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
         self.island_size = island_size
         self.H = interval("H", H)
 
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        super()._init_node(model, rank, num_nodes)
+        self.island_size = self.island_size or num_nodes
+
     def _interval(self, module: CommunicationModule) -> int:
         return self.H
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,30 +66,6 @@ def create_config(
     if model is not None:
         config.update(model_name=type(model).__name__, model_parameters=_count(model) / 1e6)  # in millions
     return {**config, **{key: extract_config(value) for key, value in (extra_config or {}).items()}}
-
-
-def log_model_summary(model: nn.Module) -> dict[str, Any]:
-    """Describe a model: its class, parameters and layers."""
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    summary = {
-        "model_class": type(model).__name__, "model_module": type(model).__module__,
-        "total_params": _count(model), "total_params_M": _count(model) / 1e6,
-        "trainable_params": trainable, "trainable_params_M": trainable / 1e6,
-        "layer_types": dict(Counter(type(m).__name__ for name, m in model.named_modules() if name)),
-    }  # fmt: skip
-    return {**summary, "config": extract_config(model.config)} if hasattr(model, "config") else summary
-
-
-def safe_log_dict(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Describe `data` as plain data, with `prefix_` before each key."""
-    return {f"{prefix}_{key}" if prefix else key: extract_config(value) for key, value in data.items()}
-
-
-def print_dataset_size(dataset: Any) -> None:
-    """Print the size of the dataset as a file."""
-    file = io.BytesIO()
-    torch.save(dataset, file)
-    print(f"Dataset size: {file.tell() // 2**20} MB")
 
 
 def get_device() -> str:
