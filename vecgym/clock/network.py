@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from vecgym.clock.units import bits_per_second, check_fits, numbers, readable_ba
 from vecgym.clock.units import latency as seconds
 from vecgym.collectives.base import BUCKET_BYTES
 from vecgym.core import check
+from vecgym.core.objects import altered
 
 BITS_PER_BYTE = 8
 BUCKET = "bytes of a message; 0: one per tensor, math.inf: one per exchange"
@@ -152,8 +152,7 @@ class Network:
         >>> Network(1e9, 0.05)._changed(all_reduce="tree")
         Network(1 Gbit/s, latency=50 ms, all_reduce='tree')
         """
-        network = copy.copy(self)
-        vars(network).update(attributes)
+        network = altered(self, **attributes)
         network.num_nodes = network._size()
         return network
 

@@ -302,7 +302,7 @@ def plot_timeline(
     kinds = {bar.kind for bar in bars}
     legend = [Patch(facecolor=COLOURS[i], label=label) for kind, (label, i) in KINDS.items() if kind in kinds]
     axes.legend(handles=legend, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
-    return done(axes.figure, title, path)  # type: ignore[arg-type]
+    return done(axes.figure.figure, title, path)  # of a part of a figure, the whole
 
 
 def _draw(axes: Axes, bar: Bar, colour: str, least: float) -> None:

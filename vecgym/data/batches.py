@@ -126,7 +126,7 @@ class Batches:
         self.shard_sizes = dealt if shared else lengths
         longest = -(-lengths[0] // self.num_nodes) if shared else max(lengths)
         # Examples per node and epoch, with padding.
-        self.epoch_length = longest if shared or agree is None else agree(longest)
+        self.epoch_length = longest if shared or agree is None else int(check.called("agree", agree, longest))
         full, rest = divmod(self.epoch_length, self.batch_size)
         self.steps_per_epoch = full if self._source.drop_last else full + (rest > 0)
         if self.steps_per_epoch == 0:
@@ -237,7 +237,9 @@ class Batches:
         steps = itertools.count(start) if stop is None else range(start, check.integer("stop", stop, 0))
         return self._source.stream(map(self._request, steps))
 
-    __iter__ = iterate
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield all batches from step 0 on, endlessly."""
+        return self.iterate()
 
     def _request(self, step: int) -> tuple[int, Tensor]:
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)

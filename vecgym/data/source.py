@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 
 from vecgym.core import check, nodes, rng, tree
 from vecgym.core.devices import placed
-from vecgym.data.checks import check_examples, describe, is_factory, split_loader_kwargs
+from vecgym.data.checks import check_dataset, check_examples, describe, is_factory, split_loader_kwargs
 from vecgym.data.text import TokenWindows
 
 Batch = Any  # a tensor, or nested dicts, lists and (named) tuples of tensors
@@ -37,6 +37,8 @@ class Source:
         device: torch.device | str | None, dataloader_kwargs: Mapping[str, Any] | None, name: str,
     ) -> None:  # fmt: skip
         self.shared = not is_factory(dataset)
+        if not self.shared:
+            check_dataset(dataset, name)
         of_node = functools.partial(check.called, name, dataset)
         datasets = [dataset] if self.shared else [of_node(node, num_nodes, train) for node in node_ids]
         for node, examples in zip(node_ids, datasets):
@@ -127,8 +129,8 @@ class _Reader(Dataset["_Carried"]):
         one = len(self.datasets) == 1 and self.collate_fn is None
         if one and self.gathers:
             gathered = _gather(self.datasets[0], indices.reshape(-1))
-            name = f"{self.name}: batch"
-            return tree.map_leaves(lambda x: check.has_values(name, x).view(indices.shape + x.shape[1:]), gathered)
+            if not any(x.is_meta for x in tree.leaves(gathered)):  # else the error names the leaf
+                return tree.map_leaves(lambda x: x.view(indices.shape + x.shape[1:]), gathered)
         with contextlib.nullcontext() if self.gathers else rng.private():
             if one:
                 batch = self._read(self.datasets[0], step, self.node_ids, indices)

@@ -234,8 +234,8 @@ def compared(
     points = [({name: g[0][name] for name in (axis, *others)}, by_seed(g, metric, over)) for g in groups(rows, over)]
     if best:
         values = dict.fromkeys(point[axis] for point, _ in points)
-        downwards = not (larger_is_better(metric) if largest is None else largest)
-        rank = functools.partial(_rank, sign=1 if downwards else -1)
+        largest = larger_is_better(metric) if largest is None else largest
+        rank = functools.partial(_rank, sign=-1 if largest else 1)
         points = [min((each for each in points if each[0][axis] == value), key=rank) for value in values]
     matching = [] if best else others  # what a configuration and that of the baseline have in common
     bases = {tuple(point[n] for n in matching): losses for point, losses in points if point[axis] == baseline}

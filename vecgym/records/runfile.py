@@ -206,7 +206,7 @@ def read(path: str | os.PathLike[str], required: Mapping[str, Any] | None = None
 
     Args:
         required: the contents: names -> types, nested like the contents.
-        mmap: keep a tensor in the file until it is used.
+        mmap: keep a tensor in the file until it is used; the checksums are not verified.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -219,7 +219,7 @@ def read(path: str | os.PathLike[str], required: Mapping[str, Any] | None = None
         raise Damaged(f"{path} is not a file, but a folder without checkpoints, a pipe, a socket or a device.")
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
+            damaged = None if mmap else archive.testzip()
         if damaged is not None:
             raise zipfile.BadZipFile(f"the checksum of its record {damaged} is wrong")
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)

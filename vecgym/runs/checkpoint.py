@@ -169,8 +169,8 @@ class Checkpointer:
                 self.run_id = saved_id if re.fullmatch("[0-9a-f]{16}", saved_id) else ""
                 return state
             if path == paths[-1]:
-                older = ", and no older checkpoint can be read" if len(paths) > 1 else ""
-                raise Damaged(f"{damages[0].rstrip('.')}{older}. Give resume=False and another save_dir.")
+                newer = ", and so are the newer checkpoints" if len(paths) > 1 else ""
+                raise Damaged(f"{damages[0].rstrip('.')}{newer}. Give resume=False and another save_dir.")
             if self.session.rank == 0:
                 warn(f"{damages[0].rstrip('.')}. Trying the next older checkpoint.")
         return None
@@ -688,4 +688,7 @@ def _bytes_of(x: Any) -> Any:
 
 
 def _hashed(*parts: Any) -> str:
-    return hashlib.blake2b(b"".join(parts), digest_size=7).hexdigest()
+    checksum = hashlib.blake2b(digest_size=7)
+    for part in parts:
+        checksum.update(part)
+    return checksum.hexdigest()

@@ -21,6 +21,7 @@ import datetime
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
@@ -161,7 +162,7 @@ def run(
     context: Any = multiprocessing.get_context(method)
     call: Any = (function, tuple(args))
     threads = 1 if method == "fork" else max(1, torch.get_num_threads() // num_processes)
-    with tempfile.TemporaryDirectory() as folder, interrupts() as interrupted:
+    with tempfile.TemporaryDirectory(prefix="vecgym-") as folder, interrupts() as interrupted:
         shared = _Shared(
             context.RawArray("q", num_processes), os.path.join(folder, "store"), str(device), timeout_s,
             threads, call if method == "fork" else _pickled(call),
@@ -208,9 +209,10 @@ def _unpickled(call: bytes) -> Any:
         return pickle.loads(call)
     except AttributeError as error:
         raise ValueError(
-            f"new processes cannot import what a notebook cell or `python -c` defines: {error}. Fix: write the cell to "
-            'a file, %%writefile definitions.py, and import from definitions. With backend="processes", pip install '
-            "vecgym[processes] is enough."
+            "new processes cannot import what a notebook cell, `python -c`, or the part of a script under `if __name__ "
+            f'== "__main__"` defines: {error}. Fix: define it at the top of a file, in a notebook %%writefile '
+            'definitions.py, and import it from there. With backend="processes", pip install vecgym[processes] is '
+            "enough."
         ) from None
 
 
@@ -358,7 +360,7 @@ def _main(rank: int, pipe: Any, inherited: list[Any], shared: _Shared) -> None:
 def _settle(link: Link, shared: _Shared) -> None:
     """Set up the signals, threads and warnings of a new process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all processes: the parent passes it on
-    threading.Thread(target=_follow_parent, args=(link,), daemon=True).start()
+    threading.Thread(target=_follow_parent, args=(link, shared.store), daemon=True).start()
     torch.set_num_threads(shared.num_threads)
     warnings.simplefilter("ignore" if link.rank else "default")
 
@@ -369,13 +371,14 @@ def _settle(link: Link, shared: _Shared) -> None:
     warnings.showwarning = show
 
 
-def _follow_parent(link: Link) -> None:
+def _follow_parent(link: Link, store: str) -> None:
     """Record what the parent passes on, a Ctrl-C or `STOP`; exit when the parent does, even if it is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     with contextlib.suppress(EOFError, OSError):
         while parent.sentinel not in connection.wait([link.pipe, parent.sentinel]):
             link.interrupted += link.pipe.recv_bytes()
+    shutil.rmtree(os.path.dirname(store), ignore_errors=True)  # if the parent was killed
     os._exit(1)
 
 

@@ -130,8 +130,8 @@ def check_asynchronous(options: Any, only: Sequence[str], refused: Mapping[str, 
             check_left_out(strategy, option, vars(options)[option], default)
     elif names := [option for option in only if vars(options)[option] is not None]:
         raise ValueError(
-            f"{names[0]} is for asynchronous runs, and {type(strategy).__name__} is synchronous: leave it out, or give "
-            "AsyncStrategy(...)."
+            f"{names[0]} is for asynchronous runs, and {type(strategy).__name__} is synchronous: leave it out (a "
+            "synchronous fit has max_steps and val_interval), or give AsyncStrategy(...)."
         )
 
 
@@ -141,7 +141,12 @@ def checked_folder(name: str, value: Any) -> Path | None:
     >>> checked_folder("save_dir", None) is None
     True
     """
-    return None if value is None else check.path(name, value).absolute()
+    if value is None:
+        return None
+    folder = check.path(name, value, "the path of a folder, or None").absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{name}={str(value)!r} is a file; give a folder.")
+    return folder
 
 
 TIMEOUT_S = 600.0  # without any progress in any process
@@ -169,9 +174,8 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     except (RuntimeError, TypeError):
         is_present = False
     if not is_present:
-        raise ValueError(
-            f"device={str(device)!r} is not available; present: {', '.join(present)}. None takes the best."
-        )
+        name = str(device) if isinstance(device, torch.device) else device
+        raise ValueError(f"device={name!r} is not available; present: {', '.join(present)}. None takes the best.")
     return resolved
 
 

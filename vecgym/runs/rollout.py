@@ -312,7 +312,7 @@ def batches_at(
     The examples of a smaller batch fill the first places, and repeat. None: all have equally many.
 
     Raises:
-        ValueError: for examples of different shapes.
+        ValueError: for examples of different shapes, or tensors of a batch with unequally many.
 
     >>> steps = [torch.tensor([[1], [2]]), torch.tensor([[3], [4]])]
     >>> [batch for batch, _ in batches_at(steps, [([0, 1], 1), ([0, 1], [1, 0])])]
@@ -330,10 +330,10 @@ def batches_at(
         sizes: list[int] | None = None
         shapes = [[x.shape for x in tree.leaves(batch)] for batch in own]
         if any(shape != shapes[0] for shape in shapes):
-            if len({tuple(x[1:] for x in shape) for shape in shapes}) > 1:
+            if len({tuple(x[1:] for x in s) for s in shapes}) > 1 or any(len({x[:1] for x in s}) > 1 for s in shapes):
                 raise ValueError(
                     "nodes that were absent, or are slower, read other batches than the rest, and all need examples of "
-                    "one shape: these have different shapes."
+                    "one shape, as many in each tensor of a batch: these have different shapes."
                 )
             sizes = [shape[0][0] for shape in shapes]
             places = [torch.arange(max(sizes)) % size for size in sizes]
