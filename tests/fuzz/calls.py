@@ -583,7 +583,6 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.core.tree.path_name": {"path": lambda: ((dict, "w"),)},
     "vecgym.core.tree.form": {"x": lambda: torch.ones(2, 3)},
     "vecgym.core.tree.root": {"x": lambda: torch.ones(2)},
-    "vecgym.core.devices.spread": {"like": lambda: tree_of_nodes()["w"]},
     "vecgym.runs.verification.Check": {"bound": lambda: 0.0, "rows": lambda: check().rows, "column": lambda: "params"},
     "vecgym.runs.verification.Report": {
         "strategy": lambda: "x", "dtype": lambda: torch.float64, "checks": lambda: (check(),)},
