@@ -164,16 +164,17 @@ class Exchange(Member, Settings):
                 )
         if self.offsets is not None and not isinstance(self._when, Rounds):
             raise ValueError(f"offsets={self.offsets} go with rounds of equal length: give every as a number.")
-        rounds = isinstance(self._when, (Rounds, RoundsOf))
-        if not rounds and (self.how.lag(1) or isinstance(self.delay, tuple)):
-            raise ValueError(
-                f"{self!r}: what is sent for a round, and a delay for each node, need rounds: give every as a number "
-                "or a function."
-            )
         if isinstance(self._when, Rounds):
             self._check_arrival(self._when.H)
+        elif not isinstance(self._when, RoundsOf):
+            self._check_no_rounds()
         self._check_late()
         self._check_participation()
+
+    def _check_no_rounds(self) -> None:
+        if (each := isinstance(self.delay, tuple)) or self.how.lag(1):
+            what = "a delay for each node" if each else "what is sent takes a round to arrive, which"
+            raise ValueError(f"{self!r}: {what} needs rounds: give every as a number or a function.")
 
     def _check_arrival(self, gap: int) -> None:
         if isinstance(self.delay, tuple) and max(self.delay) >= gap:
