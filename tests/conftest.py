@@ -12,17 +12,20 @@ import pytest
 import torch
 
 from tests.browser import MISSING, Browser, find
-from tests.slow import is_slow
+from tests.slow import COLLECTED, NAMED, slow_rows
 
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the slow ones, before pytest leaves out what `-m` says."""
+    files, named = config.stash.setdefault(COLLECTED, set()), config.stash.setdefault(NAMED, set())
     for item in items:
         test, _, case = item.name.partition("[")
-        if is_slow(item.path.stem, test, case[:-1]):
+        files.add(item.path.stem)
+        if rows := slow_rows(item.path.stem, test, case[:-1]):
             item.add_marker(pytest.mark.slow)
+            named |= rows
 
 
 @pytest.fixture

@@ -31,11 +31,13 @@ from vecgym.strategy import (
     Average,
     CommunicateOptimizeStrategy,
     Compressed,
+    Corrupted,
     DiLoCoStrategy,
     Exchange,
     FedAvgStrategy,
     Mean,
     Outer,
+    Private,
     Strategy,
     every,
 )
@@ -621,6 +623,12 @@ def test_hyperparameters_of_anything() -> None:
     text = json.dumps(described(CommunicateOptimizeStrategy([Exchange(Odd(), every=2)], "sgd", lr=0.1)))
     for part in ('"numpy": 0.5', "torch.float32 [1000]", "Odd ...", "device(type='cpu')", "MLP("):
         assert part in text
+
+
+def test_an_optimizer_deep_within_averages_is_described() -> None:
+    how = Corrupted(Private(Outer(Mean()), clip=1.0, noise=0.1), [1])
+    text = json.dumps(described(CommunicateOptimizeStrategy([Exchange(how, every=2)], "sgd", lr=0.1)))
+    assert '{"class": "SGD", "lr": 0.7, "momentum": 0.9, ' in text
 
 
 # ---------------------------------------------------------------------------------------------- progress bar

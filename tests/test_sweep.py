@@ -1256,7 +1256,7 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, r"an axis is a list of values: \['abc'\]", {"grid": {"lr": "abc"}}),
     (TypeError, "grid is of type list; give a dict of axes", {"grid": [0.1]}),
     (ValueError, "strategy takes lr, which is not an axis: there are seed", {"grid": {"seed": [1]}}),
-    (ValueError, r"grid\['H'\] is not used: strategy does not take it", {"grid": {"H": [1]}}),
+    (ValueError, r"grid\['H'\] is not used: it is no argument of strategy and no setting", {"grid": {"H": [1]}}),
     (ValueError, "there is no strategy", {"strategy": None, "grid": {"seed": [0]}}),
     (TypeError, "strategy is of type int; give a function of the axes", {"strategy": 3, "grid": {"seed": [0]}}),
     (TypeError, r"strategy\(lr=0.1\) returned 0.1; give a function", {"strategy": lambda lr: lr}),
@@ -1293,7 +1293,7 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     ),
     (
         ValueError,
-        r"grid\['lr'\] is not used.*strategy and model, given as an object, takes no axis: give a function",
+        r"'lr'\] is not used: it is no setting \(strategy or model may be a function of it: strategy=lambda lr: ...\)",
         {"strategy": FedAvgStrategy()},
     ),
     (ValueError, "give either grid=.*or points=", {"points": [{"lr": 0.1}]}),

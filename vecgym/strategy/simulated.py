@@ -118,7 +118,7 @@ def described(value: Any, depth: int = 0) -> Any:
         return [described(x, depth) for x in value]
     if isinstance(value, OptimSpec):
         groups = {} if value.param_groups is None else {"param_groups": described(value.param_groups, depth)}
-        return {"class": value.cls.__name__, **described(value.hyper, depth), **groups}
+        return {"class": value.cls.__name__, **{name: described(x, depth) for name, x in value.hyper.items()}, **groups}
     if isinstance(value, Hooks):
         return described(value.module, depth - 1)
     if isinstance(value, (Strategy, CommunicationModule, Settings)) or type(value).__module__.startswith("vecgym."):

@@ -241,17 +241,17 @@ def check_axes(axes: Iterable[str], strategy: Any, model: Any, source: str = "gr
 
 def _check_names(axes: list[str], functions: dict[str, Arguments], strategy: Any, source: str) -> None:
     """Check that every axis is an argument of a function, or a setting."""
-    allowed = {*SETTINGS}.union(*[arguments.names for arguments in functions.values()])
-    allowed |= {"strategy"} if strategy is None else set()
+    allowed = {*SETTINGS}.union({"strategy"} if strategy is None else (), *[x.names for x in functions.values()])
     if any(arguments.takes_any for arguments in functions.values()):
         return
     for name in axes:
         if name not in allowed:
             fixed = [what for what in ("strategy", "model") if what not in functions and strategy is not None]
-            makes = f" ({' and '.join(fixed)}, given as an object, takes no axis: give a function)" if fixed else ""
+            takes = f" ({' or '.join(fixed)} may be a function of it: {fixed[0]}=lambda {name}: ...)" if fixed else ""
+            of = f"no argument of {' and '.join(functions)} and " if functions else ""
             raise ValueError(
-                f"{source}[{name!r}] is not used: {' and '.join(functions) or 'nothing'} does not take it, and it is "
-                f"no setting{makes}{check.did_you_mean(name, allowed)} Allowed: {', '.join(sorted(allowed))}."
+                f"{source}[{name!r}] is not used: it is {of}no setting{takes}{check.did_you_mean(name, allowed)} "
+                f"Allowed: {', '.join(sorted(allowed))}."
             )
 
 
