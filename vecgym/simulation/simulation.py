@@ -559,7 +559,7 @@ class Simulation:
         params = part.home.flat("params") if at is None else at
         if self.dry or not num_rows:
             part.num_read += num_rows > 0
-            wide = tree.map(lambda p: p[:1].expand(num_rows, *p.shape[1:]), params)
+            wide = tree.map(lambda p: p if len(p) == num_rows > 0 else p[:1].expand(num_rows, *p.shape[1:]), params)
             return Local(wide, next(iter(params.values())).new_empty(num_rows), {})
         shared = part.shared.flat("buffers")
         if size > 1:  # nodes of a configuration may share theirs, `[C, *]`
