@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import vecgym.optim.formulas as formulas
 import vecgym.optim.rules as rules
 from tests.reference import optimizers as reference
+from vecgym.core.devices import spread
 from vecgym.core.errors import VecgymWarning
 from vecgym.core.tree import map_leaves
 from vecgym.optim import (
@@ -1314,7 +1315,7 @@ def test_adams_step_by_hand_is_the_formula(
         h = SimpleNamespace(**numbers, decoupled_weight_decay=True)
         g = p.sin() * torch.tensor([0.0, 1.0, 1.0, 1.0]).double()[:, None]  # 0 where v and m are
         for t in (1, 2):
-            x = functools.partial(rules._shaped, like=p)
+            x = functools.partial(spread, like=p)
             p, slots = formulas.adam(p, g, {"exp_avg": m, "exp_avg_sq": v}, t, h, x)
             m, v = slots.values()
             g = p.sin() * g.detach().sign().abs()

@@ -67,11 +67,12 @@ Sweeps of 8 nodes of the tiny MLP, the same machine, medians of three rounds: 60
 (fitted one by one 33.8 s, from six of them, 17.7 times; a loop by hand 0.55 s), 32 configurations of 300 steps in 0.67 s
 (7.1 s, 10.6 times; by hand 0.27 s, so 2.4 times as long; with `engine="vmap"` 0.82 s).
 
-Another day, 2 x AMD EPYC, medians of three to seven rounds with quartiles up to 20 % apart: K = 512 324, 4.65 and 3.76 (1.24 x
-faster than vmap, 86 x than the loop), K = 8 5.44, 2.13 and 1.28 (1.66 x and 4.3 x), 56 and 27 ms more at the start. 600
-configurations took 3.45 s (68 s, 19.8 times; by hand 1.36 s), 32 of them 1.05 s (14.2 s, 13.6 times; by hand 0.40 s, so 2.6
-times as long). Bare steps of K = 512 took 2.20 ms, so a fit 1.7 times as long; alone it took 2.1 to 2.4 ms in some minutes
-and 3.4 to 4.4 in others. Larger models are not written down: MLP 2.4 x, CNN 1.7 x, GPTs 1.5 x and 1.2 x faster than the loop.
+Another day, 2 x AMD EPYC, medians of three to seven rounds with quartiles up to 20 % apart: at K = 512 the loop took 324 ms,
+the fit 4.65 with vmap and 3.76 without (1.24 x faster than vmap, 86 x than the loop), at K = 8 5.44, 2.13 and 1.28 (1.66 x and
+4.3 x), and a start 56 and 27 ms more. 600 configurations took 3.45 s (68 s, 19.8 times; by hand 1.36 s), 32 of them 1.05 s
+(14.2 s, 13.6 times; by hand 0.40 s, so 2.6 times as long). Bare steps of K = 512 took 2.20 ms, so a fit 1.7 times as long; alone
+it took 2.1 to 2.4 ms in some minutes and 3.4 to 4.4 in others. Larger models are not written down: MLP 2.4 x, CNN 1.7 x, GPTs
+1.5 x and 1.2 x faster than the loop.
 
 ## A whole run
 

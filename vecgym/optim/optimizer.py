@@ -391,6 +391,5 @@ def clip_grad_norm(grads: Tree, max_norm: float | Tensor, inplace: bool = True) 
 
 
 def _scaled(g: Tensor, factor: Tensor, inplace: bool) -> Tensor:
-    factor = factor.to(g.dtype)
-    fits = inplace and g.is_contiguous() and factor.shape[0] in (1, g.shape[0])
-    return g.mul_(spread(factor, g)) if fits else g * spread(factor, g)
+    fits, factor = inplace and g.is_contiguous() and factor.shape[0] in (1, g.shape[0]), spread(factor, g)
+    return g.mul_(factor) if fits else g * factor

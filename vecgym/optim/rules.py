@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from vecgym.core.devices import placed, spread
+from vecgym.core.devices import spread
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree, differentiated, leaves, map_leaves
 from vecgym.optim.formulas import FORMULAS, NUMBER, OPTIONAL, STACKED_NAMES
@@ -156,7 +156,7 @@ class _Group:
         if slot == NUMBER:
             return torch.ones(1, dtype=torch.float64)
         zeros = torch.zeros_like(p, memory_format=torch.contiguous_format, requires_grad=False)
-        return zeros + _shaped(_scalar(FIRST[slot](self.spec.hyper)), like=p) if slot in FIRST else zeros
+        return zeros + spread(_scalar(FIRST[slot](self.spec.hyper)), like=p) if slot in FIRST else zeros
 
     def _lr(self, lr: float | Tensor | None) -> Any:
         if lr is None:
@@ -198,7 +198,7 @@ class _Group:
         new_slots: dict[str, Tree] = {slot: {} for slot in self.slots}
         for name, (p, g, *values) in zip(self.names, self._rows(params, grads, state)):
             count_nodes([*counts, *[value.shape[0] for value in (p, g, *values)]])
-            x = functools.partial(_shaped, like=p)
+            x = functools.partial(spread, like=p)
             new[name], slots = self.formula.body(p, -g if h.maximize else g, dict(zip(self.slots, values)), t, h, x)
             for slot in self.slots:
                 new_slots[slot][name] = slots[slot]
@@ -308,12 +308,6 @@ def _scalar(value: Any) -> Any:
             f"a setting of shape {list(value.shape)} has one value per step: select a step with spec.at(t)"
         )
     return (value.reshape(()) if value.numel() == 1 else value).cpu().double()
-
-
-def _shaped(value: Any, like: Tensor) -> Any:
-    """Reshape a number, `[]` or `[L]`, to multiply `like`, `[1 or L, *shape]`."""
-    value = spread(value, like)
-    return placed(value, like.device) if isinstance(value, Tensor) and value.dim() > 0 else value
 
 
 def check_names(params: Tree, grads: Tree) -> None:
