@@ -20,7 +20,7 @@ from vecgym.core import tree
 from vecgym.engine import Engine
 from vecgym.simulation import Event, Row, RunFacts, Simulation, State, run
 from vecgym.simulation.events import Arrival, Restart, Schedule, Stop, schedule, updates_of
-from vecgym.simulation.scheduled import Scheduled
+from vecgym.simulation.timetable import Scheduled
 from vecgym.strategy import (
     ADPSGDStrategy,
     AsyncStrategy,

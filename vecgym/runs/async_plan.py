@@ -88,7 +88,7 @@ class Updates(Simulation):
         read, minibatch_size: see `vecgym.simulation.Simulation`.
     """
 
-    timetable: Any  # `vecgym.simulation.scheduled.Scheduled`
+    timetable: Any  # `vecgym.simulation.timetable.Scheduled`
 
     def __init__(
         self, engine: Engine, strategy: EventDriven, schedule: Schedule, read: Any, *, seed: int,

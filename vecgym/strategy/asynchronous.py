@@ -15,10 +15,9 @@ from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.simulation.events import Arrival, Grace, Happening, Rules, Times, Update
-from vecgym.simulation.scheduled import Scheduled
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import State
-from vecgym.simulation.timetable import RunFacts, Timetable
+from vecgym.simulation.timetable import RunFacts, Scheduled, Timetable
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.exchange import DEFAULT_H
 from vecgym.strategy.servers import (

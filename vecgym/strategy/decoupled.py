@@ -27,9 +27,8 @@ from vecgym.simulation.events import (
     Update,
     Wires,
 )
-from vecgym.simulation.scheduled import Waves
 from vecgym.simulation.simulation import Part
-from vecgym.simulation.timetable import RunFacts
+from vecgym.simulation.timetable import RunFacts, Waves
 from vecgym.strategy.asynchronous import EventDriven, countable
 from vecgym.strategy.averages import nonzero, row_norms
 from vecgym.strategy.exchange import Fragments, check_fragments, cut
