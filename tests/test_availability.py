@@ -37,10 +37,12 @@ from vecgym.simulation.availability import (
     Facts,
     Function,
     LocalSteps,
+    Presence,
     Sampled,
+    Shared,
     Trace,
+    sent,
 )
-from vecgym.simulation.presence import Presence, Shared, sent
 from vecgym.simulation.state import State
 from vecgym.strategy import (
     AllReduceStrategy,

@@ -14,8 +14,7 @@ from vecgym import CSVLogger, Trainer
 from vecgym.clock import Compute, Network, price
 from vecgym.collectives.ledger import Ledger
 from vecgym.records.loggers import read_csv
-from vecgym.simulation.availability import Availability, Deadline, Dropout, Facts, LocalSteps, Sampled, Trace
-from vecgym.simulation.presence import Presence
+from vecgym.simulation.availability import Availability, Deadline, Dropout, Facts, LocalSteps, Presence, Sampled, Trace
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, SPARTAStrategy, Strategy
 
 NETWORK, COMPUTE = Network("1 kbit/s", "10 ms"), Compute.lognormal(0.4, 0.3)

@@ -20,8 +20,7 @@ from vecgym.engine import Engine
 from vecgym.models import Classifier
 from vecgym.optim import OptimSpec
 from vecgym.simulation import RunFacts, Simulation, State, run
-from vecgym.simulation.availability import Facts, Trace
-from vecgym.simulation.presence import Presence
+from vecgym.simulation.availability import Facts, Presence, Trace
 from vecgym.simulation.stack import Stack
 from vecgym.strategy import ServerOptimizer, SparseLoCoStrategy, Strategy, StreamingDiLoCoStrategy
 from vecgym.strategy.averages import (

@@ -19,8 +19,7 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.optim import Optimizer, OptimSpec
 from vecgym.simulation import Lockstep, Mark, Part, Row, RunFacts, Simulation, State, run
-from vecgym.simulation.availability import Facts
-from vecgym.simulation.presence import Presence
+from vecgym.simulation.availability import Facts, Presence
 from vecgym.simulation.simulation import Batches, LocalTraining
 from vecgym.simulation.stack import Stack
 from vecgym.strategy import Context, Meeting

@@ -23,8 +23,7 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.runs import multiprocess
 from vecgym.simulation import Every, Lockstep, Mark, Part, Rows, RunFacts, State
-from vecgym.simulation.availability import Facts, LocalSteps
-from vecgym.simulation.presence import Presence
+from vecgym.simulation.availability import Facts, LocalSteps, Presence
 from vecgym.simulation.simulation import Batches
 from vecgym.simulation.state import put_back
 from vecgym.strategy.simulated import simulation_of

@@ -46,7 +46,7 @@ the state, its method changes them, and they are put back:
 | module | holds |
 |---|---|
 | `timetable` | `Event`, `Mark`, `Lockstep`: who trains, who meets, who returns, and at which of their own counts; `Scheduled`, `Waves`: events of nodes that do not wait, with `train` where a result is first needed |
-| `availability`, `presence` | who is there in which steps, as a rule and as a table; what nodes that return begin with |
+| `availability` | who is there in which steps, as a rule and as a table; what nodes that return begin with |
 | `events` | when nodes meet a server that does not wait: `Rules`, messages on links, one agenda for all of it |
 | `state` | `State`: what is each node's `own` and what is `shared`; `Rows`, and how they are put back |
 | `simulation` | `run`, the loop; `Simulation`, which takes, calls, puts, and asks for gradients; `Part`, all that a handler sees |

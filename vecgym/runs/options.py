@@ -26,8 +26,7 @@ from vecgym.engine import Engine, EngineName
 from vecgym.engine.contract import with_loss
 from vecgym.engine.plan import check_engine, check_settings
 from vecgym.records.loggers import Logger, as_loggers
-from vecgym.simulation.availability import Availability, Facts, as_availability
-from vecgym.simulation.presence import Presence
+from vecgym.simulation.availability import Availability, Facts, Presence, as_availability
 from vecgym.strategy import Strategy
 from vecgym.strategy.per_rank import as_strategy
 

@@ -29,7 +29,7 @@ from vecgym.runs.multiprocess import STOP, Session, interrupts
 from vecgym.runs.options import FitOptions, presence_of
 from vecgym.runs.recorder import Loggers, Recorder
 from vecgym.simulation import Event, Row, Simulation, State, run
-from vecgym.simulation.presence import Presence
+from vecgym.simulation.availability import Presence
 from vecgym.simulation.simulation import Draft
 from vecgym.simulation.state import Metrics
 from vecgym.strategy.asynchronous import EventDriven

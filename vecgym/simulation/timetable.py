@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from vecgym.core import check
+from vecgym.simulation.availability import Presence
 from vecgym.simulation.events import Arrival, Happening, Restart, Schedule, Update
-from vecgym.simulation.presence import Presence
 
 # (step, present nodes) -> some of these; None: all of them
 Who = Callable[[int, Sequence[int]], "Sequence[int] | None"]

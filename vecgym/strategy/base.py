@@ -14,7 +14,7 @@ from vecgym.core.objects import altered
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec, ensure_optim_spec
 from vecgym.optim.schedule import Schedule
-from vecgym.simulation.presence import Presence, Shared, sent
+from vecgym.simulation.availability import Presence, Shared, sent
 from vecgym.simulation.simulation import LocalTraining, Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts, Timetable, Who

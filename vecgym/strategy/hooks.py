@@ -18,7 +18,7 @@ from vecgym.core import check, nodes, rng, tree
 from vecgym.core.devices import placed
 from vecgym.core.objects import altered
 from vecgym.core.tree import Tree
-from vecgym.simulation.presence import Presence
+from vecgym.simulation.availability import Presence
 from vecgym.simulation.simulation import Part, Place
 from vecgym.simulation.timetable import Mark, RunFacts, Who
 from vecgym.strategy.meeting import Member, Of, a_kind, check_values

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vecgym.collectives import Collectives
 from vecgym.engine import Engine
 from vecgym.optim import OptimSpec
-from vecgym.simulation.presence import Presence
+from vecgym.simulation.availability import Presence
 from vecgym.simulation.simulation import Batches, Request, Simulation
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import check_synchronous

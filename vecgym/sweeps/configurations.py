@@ -23,8 +23,7 @@ from vecgym.engine.contract import with_loss
 from vecgym.records.rows import label
 from vecgym.runs.async_plan import AsyncPlan, stop_of
 from vecgym.runs.options import check_clocks, check_compute, check_left_out, checked
-from vecgym.simulation.availability import Facts
-from vecgym.simulation.presence import Presence
+from vecgym.simulation.availability import Facts, Presence
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven, check_synchronous
 from vecgym.sweeps.options import Point, SweepOptions, check_clock, clocks
