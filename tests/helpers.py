@@ -18,11 +18,10 @@ from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.simulation import Simulation, State
-from vecgym.simulation.stack import Stack
+from vecgym.simulation.stack import Stack, groups_of
 from vecgym.simulation.timetable import Event, RunFacts
 from vecgym.strategy import Average, Meeting, Strategy
 from vecgym.strategy.simulated import nothing_to_read, simulation_of
-from vecgym.sweeps.groups import groups_of
 
 # Activation checkpointing under vmap needs a torch whose checkpoint() keeps its arguments without an autograd.Function.
 STACKS_CHECKPOINTS = hasattr(_CheckpointFrame, "save_inputs")

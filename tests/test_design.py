@@ -25,7 +25,7 @@ from vecgym.engine import Engine
 from vecgym.engine.stateless import TwiceDifferentiable
 from vecgym.optim import OptimSpec
 from vecgym.simulation.simulation import Batches, Request
-from vecgym.simulation.stack import Stack
+from vecgym.simulation.stack import Stack, groups_of
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
@@ -42,7 +42,6 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.simulated import simulation_of
-from vecgym.sweeps.groups import groups_of
 
 K = 3
 STEPS = 8

@@ -21,7 +21,7 @@ from vecgym.models import Classifier
 from vecgym.optim import OptimSpec
 from vecgym.simulation import RunFacts, Simulation, State, run
 from vecgym.simulation.availability import Facts, Presence, Trace
-from vecgym.simulation.stack import Stack
+from vecgym.simulation.stack import Stack, groups_of
 from vecgym.strategy import ServerOptimizer, SparseLoCoStrategy, Strategy, StreamingDiLoCoStrategy
 from vecgym.strategy.averages import (
     Average,
@@ -41,7 +41,6 @@ from vecgym.strategy.gossip import Mix
 from vecgym.strategy.meeting import Meeting
 from vecgym.strategy.sparta import MostMoved, PartitionedSelector, ScheduledSelector, Sparse
 from vecgym.strategy.when import Rounds, SyncWeight
-from vecgym.sweeps.groups import groups_of
 
 K, T, B = 6, 20, 4
 NAMES = ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")

@@ -21,9 +21,8 @@ from vecgym.optim import Optimizer, OptimSpec
 from vecgym.simulation import Lockstep, Mark, Part, Row, RunFacts, Simulation, State, run
 from vecgym.simulation.availability import Facts, Presence
 from vecgym.simulation.simulation import Batches, LocalTraining
-from vecgym.simulation.stack import Stack
+from vecgym.simulation.stack import Stack, groups_of
 from vecgym.strategy import Context, Meeting
-from vecgym.sweeps.groups import groups_of
 
 C, K = 3, 5
 RING = torch.tensor(

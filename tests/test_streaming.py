@@ -25,6 +25,7 @@ from vecgym.collectives.ledger import Ledger
 from vecgym.compress import E3M0
 from vecgym.compress.codecs import WideQuantise
 from vecgym.optim import OptimSpec
+from vecgym.simulation.stack import groups_of
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,
@@ -38,7 +39,6 @@ from vecgym.strategy import (
     StreamingDiLoCoStrategy,
 )
 from vecgym.strategy.exchange import cut
-from vecgym.sweeps.groups import groups_of
 
 K, F64 = 4, torch.float64
 NESTEROV = OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True)

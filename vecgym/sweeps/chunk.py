@@ -30,12 +30,11 @@ from vecgym.runs.evaluation import distance_of, evaluated_columns
 from vecgym.runs.recorder import StepRows, add_losses, mean_rate
 from vecgym.simulation import Event, RunFacts, State
 from vecgym.simulation.simulation import Draft, Request
-from vecgym.simulation.stack import Stack
+from vecgym.simulation.stack import Stack, groups_of
 from vecgym.simulation.state import Metrics, Result
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.per_rank import as_strategy
 from vecgym.sweeps.configurations import Configuration
-from vecgym.sweeps.groups import groups_of
 from vecgym.sweeps.options import SweepOptions
 
 PENDING, PARTIAL, FINISHED, DIVERGED = "pending", "interrupted", "finished", "diverged"

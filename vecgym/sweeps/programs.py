@@ -12,9 +12,9 @@ from vecgym.records.rows import counted
 from vecgym.runs.memory import available_bytes, passing
 from vecgym.runs.options import resolve_device
 from vecgym.simulation import RunFacts
+from vecgym.simulation.stack import key_of
 from vecgym.strategy import Strategy
 from vecgym.sweeps.configurations import Configuration, alike, examined
-from vecgym.sweeps.groups import key_of
 from vecgym.sweeps.options import SweepOptions
 
 # On a CPU, a stack of more arithmetic than this in a step gains nothing by being larger: what it costs is no longer
