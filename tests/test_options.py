@@ -18,7 +18,7 @@ from vecgym.runs.options import FitOptions, JvpOptions, RolloutOptions, Schedule
 from vecgym.runs.rollout import rollout, rollout_jvp
 from vecgym.runs.verification import VerifyOptions, verify
 from vecgym.strategy import AllReduceStrategy
-from vecgym.sweeps.run import SweepOptions
+from vecgym.sweeps.options import SweepOptions
 
 
 def options(**given: Any) -> FitOptions:
