@@ -24,6 +24,7 @@ from vecgym import VecgymWarning, cli
 from vecgym import strategy as native
 from vecgym.compat import exogym as compat
 from vecgym.compat.exogym import (
+    CONTENTS,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     CommunicationModule,
@@ -39,7 +40,6 @@ from vecgym.compat.exogym import (
     Strategy,
     Trainer,
     all_reduce,
-    modules,
 )
 from vecgym.compat.exogym.base import PerRank, vectorised
 from vecgym.compat.exogym.strategies import PartitionedIndexSelector, ShuffledSequentialIndexSelector
@@ -463,11 +463,11 @@ def test_what_wandb_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------------- import exogym
 
 
-@pytest.mark.parametrize("path", modules.CONTENTS)
+@pytest.mark.parametrize("path", CONTENTS)
 def test_every_module_of_exo_gym_is_there(path: str, exogym: None) -> None:
     module = importlib.import_module(path)
-    for name in modules.CONTENTS[path]:
-        assert getattr(module, name) is modules.CONTENTS[path][name]
+    for name in CONTENTS[path]:
+        assert getattr(module, name) is CONTENTS[path][name]
 
 
 def test_imports_as_scripts_write_them(exogym: None) -> None:
@@ -513,10 +513,10 @@ def test_an_installed_exogym_is_not_hidden_in_silence(tmp_path: Path, monkeypatc
 def test_what_a_process_is_given_can_be_made_and_the_process_cannot() -> None:
     """Scripts that import them run; trainer.nodes has what a TrainNode has."""
     task = {"model": make_model("MLP"), "train_dataset": dataset("MLP"), "val_dataset": None}
-    config = modules.CONTENTS["exogym.common"]["TrainConfig"](strategy=SimpleReduceStrategy(SGD), num_nodes=2, **task)
+    config = CONTENTS["exogym.common"]["TrainConfig"](strategy=SimpleReduceStrategy(SGD), num_nodes=2, **task)
     assert (config.num_nodes, config.batch_size, config.rank) == (2, 16, None)
     with pytest.raises(TypeError, match=r"trainer\.nodes"):
-        modules.CONTENTS["exogym"]["TrainNode"](config)
+        CONTENTS["exogym"]["TrainNode"](config)
 
 
 # -------------------------------------------------------------------------------------------------- vecgym exogym

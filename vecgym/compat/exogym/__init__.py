@@ -7,6 +7,15 @@ which train all nodes at once; a user's class, written for one rank, runs rank b
 Reference: exo-explore/gym at 9fa323c. `vecgym.guide.compat` lists its quirks and how each is handled.
 """
 
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from vecgym import compat
+from vecgym.compat.exogym import base, communicate, strategies, trainer
 from vecgym.compat.exogym.base import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
@@ -15,7 +24,6 @@ from vecgym.compat.exogym.base import (
     ensure_optim_spec,
 )
 from vecgym.compat.exogym.communicate import all_gather, all_reduce, barrier, broadcast
-from vecgym.compat.exogym.modules import install, run_script, uninstall
 from vecgym.compat.exogym.strategies import (
     AveragingCommunicator,
     DeMoStrategy,
@@ -28,6 +36,8 @@ from vecgym.compat.exogym.strategies import (
     SPARTAStrategy,
 )
 from vecgym.compat.exogym.trainer import LocalTrainer, Trainer
+from vecgym.core import check
+from vecgym.records import loggers
 
 __all__ = [
     "AveragingCommunicator", "CommunicateOptimizeStrategy", "CommunicationModule", "DeMoStrategy",
@@ -35,3 +45,90 @@ __all__ = [
     "SPARTAStrategy", "SimpleReduceStrategy", "SparseCommunicator", "Strategy", "Trainer", "all_gather", "all_reduce",
     "barrier", "broadcast", "ensure_optim_spec", "install", "run_script", "uninstall",
 ]  # fmt: skip
+
+_TRAINERS = "Trainer LocalTrainer"
+_COMMUNICATE = "all_reduce broadcast all_gather broadcast_object_list mps_compatible"
+_OPTIM = "OptimSpec ensure_optim_spec"
+_MODULE = "CommunicateOptimizeStrategy CommunicationModule"
+_LOGGERS = "Logger CSVLogger WandbLogger"
+_UTILS = "LogModule extract_config create_config get_device"
+_STRATEGIES = (
+    "Strategy SimpleReduceStrategy DiLoCoStrategy DiLoCoCommunicator SPARTAStrategy FedAvgStrategy "
+    "SPARTADiLoCoStrategy DeMoStrategy"
+)
+
+# Path -> the names in it.
+NAMES = {
+    "exogym": f"{_TRAINERS} TrainNode",
+    "exogym.trainer": f"{_TRAINERS} TrainConfig TrainNode",
+    "exogym.train_node": "TrainNode",
+    "exogym.common": "TrainConfig",
+    "exogym.aux": f"{_LOGGERS} {_UTILS}",
+    "exogym.aux.utils": _UTILS,
+    "exogym.aux.logger": _LOGGERS,
+    "exogym.strategy": f"{_OPTIM} {_MODULE} {_COMMUNICATE} {_STRATEGIES}",
+    "exogym.strategy.optim": _OPTIM,
+    "exogym.strategy.strategy": f"Strategy SimpleReduceStrategy {_OPTIM} LogModule all_reduce",
+    "exogym.strategy.communicate": _COMMUNICATE,
+    "exogym.strategy.communicate_optimize_strategy": _MODULE,
+    "exogym.strategy.diloco": "DiLoCoStrategy DiLoCoCommunicator",
+    "exogym.strategy.federated_averaging": "FedAvgStrategy AveragingCommunicator",
+    "exogym.strategy.sparta": (
+        "SPARTAStrategy SparseCommunicator IndexSelector RandomIndexSelector ShuffledSequentialIndexSelector "
+        "PartitionedIndexSelector"
+    ),
+    "exogym.strategy.sparta_diloco": "SPARTADiLoCoStrategy",
+    "exogym.strategy.demo": "DeMoStrategy",
+}
+_HOMES = (communicate, base, strategies, trainer)
+_MEMBERS = {name: value for home in _HOMES for name, value in vars(home).items()}
+CONTENTS = {path: {name: _MEMBERS[name] for name in names.split()} for path, names in NAMES.items()}
+# A path from the documentation, with vecgym's own loggers.
+CONTENTS["exogym.logger"] = {name: getattr(loggers, name) for name in (*_LOGGERS.split(), "TensorBoardLogger")}
+
+
+def install(device: str | None = None) -> None:
+    """Make `import exogym...` find vecgym's classes in this process. Calling it again only changes the device.
+
+    Warns if a real exogym is installed, which is then hidden until `uninstall()`.
+
+    Args:
+        device: a device that overrides those of the trainers; None: do not override.
+
+    Raises:
+        ImportError: if the real one has already been imported, since its classes may be in use.
+
+    >>> install()
+    >>> from exogym.strategy.diloco import DiLoCoStrategy
+    >>> DiLoCoStrategy.__module__
+    'vecgym.compat.exogym.strategies'
+    >>> uninstall()
+    """
+    compat.install(CONTENTS)
+    trainer.use_device(device)
+
+
+def uninstall() -> None:
+    """Undo `install`: `import exogym` finds the real one again, if it is installed."""
+    compat.uninstall("exogym")
+    trainer.use_device(None)
+
+
+def run_script(path: str | os.PathLike[str], args: Sequence[str] = (), device: str | None = None) -> None:
+    """Run a script like `python path args`, with vecgym's `exogym`. Its exceptions propagate.
+
+    Args:
+        path: the script; it imports from its own directory first.
+        args: its command-line arguments.
+        device: see `install`.
+    """
+    before = sys.argv, list(sys.path)
+    check.path("path", path)
+    sys.argv = [str(path), *check.instance("args", args, (list, tuple), "the command line as a list of str")]
+    sys.path[0:1] = [os.path.dirname(os.path.abspath(path))]
+    install(device)
+    try:
+        runpy.run_path(os.fspath(path), run_name="__main__")
+    finally:
+        uninstall()
+        sys.argv, sys.path[:] = before

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from vecgym.compat import perplexity
-from vecgym.compat.exogym.base import Strategy, vectorised, warn_without_effect
+from vecgym.compat.exogym.base import Strategy, create_config, vectorised, warn_without_effect
 from vecgym.compat.exogym.communicate import torch_distributed_calls
-from vecgym.compat.exogym.utils import create_config
 from vecgym.core import check
 from vecgym.core.check import Options, takes
 from vecgym.core.errors import warn
