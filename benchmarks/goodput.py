@@ -44,11 +44,11 @@ from workloads import header, machine, markdown
 from vecgym import History, OptimSpec, Trainer
 from vecgym.availability import Dropout, Facts
 from vecgym.clock import Compute, Network
+from vecgym.clock.asynchronous import AsyncPlan
 from vecgym.collectives.base import BUCKET_BYTES
 from vecgym.data import TokenWindows, encode_text
 from vecgym.data.text import split_text, standard_library_text
 from vecgym.models import GPT
-from vecgym.runs.async_plan import AsyncPlan
 from vecgym.simulation.events import Schedule, Stop
 from vecgym.strategy import (
     AllReduceStrategy,

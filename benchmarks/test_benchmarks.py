@@ -19,8 +19,8 @@ from PIL import Image
 
 from vecgym.availability import Function
 from vecgym.clock import Compute
+from vecgym.clock.asynchronous import AsyncPlan
 from vecgym.collectives import StackedCollectives
-from vecgym.runs.async_plan import AsyncPlan
 from vecgym.simulation import RunFacts
 from vecgym.simulation.events import Stop
 from vecgym.strategy import DecoupledDiLoCoStrategy, DeMoStrategy, Meeting

@@ -1,4 +1,4 @@
-"""The timing of asynchronous runs: when rounds end on given nodes and links, and what every node did when."""
+"""Asynchronous runs: what happens when, on given nodes and links, is known before the first step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,23 @@ from vecgym.clock.network import Network, Routes
 from vecgym.clock.trace import Bar, PerNode, TimelineBase
 from vecgym.collectives.base import bucketed
 from vecgym.core import check
+from vecgym.data import Batches
 from vecgym.simulation.availability import Availability, Facts
-from vecgym.simulation.events import Absences, Arrival, Happening, Restart, Rules, StepSeconds, Update, Wires
+from vecgym.simulation.events import (
+    Absences,
+    Arrival,
+    Happening,
+    Restart,
+    Rules,
+    Schedule,
+    StepSeconds,
+    Stop,
+    Update,
+    Wires,
+    schedule,
+    updates_of,
+)
+from vecgym.strategy.asynchronous import EventDriven
 
 
 @dataclass(frozen=True)
@@ -273,3 +288,63 @@ def _computed(events: Sequence[Happening], rules: Rules, seconds: StepSeconds, e
         if begins[node] < end:
             computed[node] += rules.computed(node, begins[node], steps[node], end, seconds)
     return computed
+
+
+@dataclass(frozen=True, eq=False)
+class AsyncPlan(Schedule):
+    """The schedule of an asynchronous run, and what every node does when.
+
+    >>> from vecgym.strategy import AsyncStrategy
+    >>> plan = AsyncPlan.of(AsyncStrategy(H=2), 2, Compute([1.0, 3.0]), None, {"w": 4}, seed=0, stop=Stop(updates=3))
+    >>> len(plan.updates), plan.max_steps, plan.columns(3)["sim_seconds"], plan.columns(3)["staleness"]
+    (3, 6, 6.0, 0.0)
+    """
+
+    timeline: AsyncTimeline
+
+    @classmethod
+    def of(
+        cls, strategy: EventDriven, num_nodes: int, compute: Compute, network: Network | None, sizes: Mapping[str, int],
+        seed: int, stop: Stop, availability: Any = None,
+    ) -> AsyncPlan:  # fmt: skip
+        """Return the plan of a run.
+
+        Args:
+            sizes: the bytes of each parameter.
+            seed: of the run.
+            availability: which nodes are present when; None: all, always.
+
+        Raises:
+            ValueError: if the run ends before its first update.
+        """
+        times = TimesOf(num_nodes, compute, network, sizes, seed, availability)
+        rules, seconds = strategy.rules(times), times.seconds
+        events = schedule(rules, seconds, stop)
+        if not events:
+            raise ValueError(f"max_seconds={stop.seconds} ends the run before the first update: give more.")
+        return cls(rules, updates_of(events), timeline_of(events, rules, seconds, network, compute))
+
+    def epoch(self, update: int, data: Batches) -> float:
+        """Return the passes over the data up to an update, averaged over the nodes."""
+        return self.local_steps[update] / data.num_nodes / data.steps_per_epoch
+
+    def seen(self, update: int, data: Batches) -> int:
+        """Count the examples of the rounds in an update."""
+        limits = data.limits or [data.batch_size] * data.num_nodes
+        return sum(
+            min(limits[arrival.node], data.width(step))
+            for arrival in self.rules.trained(self.updates[update - 1])
+            for step in range(arrival.first_step, arrival.first_step + arrival.num_steps)
+        )
+
+
+def stop_of(
+    num_steps: int, num_nodes: int, max_updates: int | None, max_seconds: float | None, max_steps: int | None
+) -> Stop:
+    """Return when a run ends; by default after the `num_steps` of its epochs, averaged over the nodes.
+
+    >>> stop_of(10, 2, max_updates=None, max_seconds=None, max_steps=None)
+    Stop(updates=None, seconds=None, steps=20)
+    """
+    limited = max_updates is not None or max_seconds is not None
+    return Stop(max_updates, max_seconds, None if limited and max_steps is None else num_steps * num_nodes)

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from vecgym.clock import Compute, Network
+from vecgym.clock.asynchronous import AsyncPlan
 from vecgym.clock.trace import MAX_NODES, MAX_STEPS
 from vecgym.core import rng, tree
 from vecgym.core.devices import placed_as
@@ -50,7 +51,6 @@ from vecgym.data import Batches
 from vecgym.engine import Engine
 from vecgym.records import runfile
 from vecgym.records.runfile import checkpoints_in, step_of
-from vecgym.runs.async_plan import AsyncPlan
 from vecgym.runs.multiprocess import Session
 from vecgym.runs.options import FitOptions
 from vecgym.runs.recorder import Recorder

@@ -27,6 +27,7 @@ from vecgym.records.columns import EACH
 from vecgym.simulation.state import Result
 
 MAX_JOINED_BYTES = 2**25  # of batches that are evaluated in one call
+OF_NODES = ("val_losses", "consensus_distance", "consensus_distance_before")  # columns
 
 Piece = tuple[Any, Any, bool, int, Tensor | None]  # see `_batches`
 Places = list[tuple[int, Tensor | None]]  # for each batch: its size, and the rows of the nodes that read it; None: all
@@ -363,3 +364,16 @@ def peak_bytes(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def recorded_of(strategy: Any, num_nodes: int, columns: dict[str, Any]) -> dict[str, Any]:
+    """Return the recorded columns of an evaluation: with a server, none of each node, since all have its parameters.
+
+    >>> from vecgym.strategy import ADPSGDStrategy, AsyncStrategy
+    >>> columns = {"val_loss": 1.0, "val_loss_local": 1.0, "val_losses": [1.0, 1.0], "consensus_distance_before": 0.0}
+    >>> recorded_of(AsyncStrategy(), 2, columns), list(recorded_of(ADPSGDStrategy(), 2, columns))
+    ({'val_loss': 1.0}, ['val_loss', 'val_loss_local', 'val_losses'])
+    """
+    if strategy.server_of(num_nodes) is None:
+        return {name: x for name, x in columns.items() if name != "consensus_distance_before"}
+    return {name: x for name, x in columns.items() if not name.endswith("_local") and name not in OF_NODES}

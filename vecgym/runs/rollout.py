@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.func import jvp
 
+from vecgym.clock.asynchronous import AsyncPlan
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.base import payload_bytes
 from vecgym.core import check, nodes, tree
@@ -27,14 +28,13 @@ from vecgym.core.tree import Tree, differentiated, root
 from vecgym.engine import Engine, EngineName
 from vecgym.engine.contract import check_differentiable
 from vecgym.optim.rules import PerNodeRule
-from vecgym.runs.async_plan import AsyncPlan, Updates
 from vecgym.runs.options import JvpOptions, RolloutOptions, presence_of
 from vecgym.simulation import Row, Simulation, State, run
 from vecgym.simulation.events import Arrival, Happening, Schedule, Stop
 from vecgym.simulation.state import Result
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import EventDriven
-from vecgym.strategy.simulated import simulation_of
+from vecgym.strategy.simulated import Updates, simulation_of
 
 Record = tuple[Tensor, Tensor, Tensor]  # losses [T, K], consensus distance [T], bytes [T]
 

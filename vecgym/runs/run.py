@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from vecgym.clock.asynchronous import AsyncPlan, stop_of
 from vecgym.collectives import Collectives
 from vecgym.collectives.base import payload_bytes
 from vecgym.core import nodes
@@ -21,9 +22,8 @@ from vecgym.core.tree import Tree
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import Engine, hooks
 from vecgym.records.history import History
-from vecgym.runs.async_plan import AsyncPlan, Updates, recorded_of, stop_of
 from vecgym.runs.checkpoint import Checkpointer
-from vecgym.runs.evaluation import average, correlation, distance_of, evaluated_columns
+from vecgym.runs.evaluation import average, correlation, distance_of, evaluated_columns, recorded_of
 from vecgym.runs.memory import fitting_sizes
 from vecgym.runs.multiprocess import STOP, Session, interrupts
 from vecgym.runs.options import FitOptions, presence_of
@@ -33,7 +33,7 @@ from vecgym.simulation.availability import Presence
 from vecgym.simulation.simulation import Draft
 from vecgym.simulation.state import Metrics
 from vecgym.strategy.asynchronous import EventDriven
-from vecgym.strategy.simulated import described, simulation_of
+from vecgym.strategy.simulated import Updates, described, simulation_of
 
 M = TypeVar("M", bound=nn.Module)
 

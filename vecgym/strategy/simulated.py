@@ -10,13 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vecgym.collectives import Collectives
+from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.engine import Engine
 from vecgym.optim import OptimSpec
 from vecgym.simulation.availability import Presence
-from vecgym.simulation.simulation import Batches, Request, Simulation
+from vecgym.simulation.events import Schedule
+from vecgym.simulation.simulation import Batches, Request, Row, Simulation
+from vecgym.simulation.state import Metrics
 from vecgym.simulation.timetable import RunFacts
-from vecgym.strategy.asynchronous import check_synchronous
+from vecgym.strategy.asynchronous import EventDriven, check_synchronous
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.hooks import CommunicationModule, Hooks
 from vecgym.strategy.per_rank import as_strategy
@@ -89,6 +91,42 @@ def simulation_of(
         Engine(model) if engine is None else engine, strategy, run, comm, read, here=range(ids[0], ids[-1] + 1),
         minibatch_size=minibatch_size, exact=exact,
     )  # fmt: skip
+
+
+class Updates(Simulation):
+    """The asynchronous training of one model, with the metrics that a run records.
+
+    Args:
+        schedule: all that happens.
+        read, minibatch_size: see `vecgym.simulation.Simulation`.
+    """
+
+    timetable: Any  # `vecgym.simulation.timetable.Scheduled`
+
+    def __init__(
+        self, engine: Engine, strategy: EventDriven, schedule: Schedule, read: Any, *, seed: int,
+        num_examples: tuple[int, ...] | None = None, minibatch_size: int | None = None,
+    ) -> None:  # fmt: skip
+        K = len(schedule.rules.num_steps)
+        run = RunFacts(K, len(schedule.updates), seed, num_examples=num_examples, schedule=schedule)
+        super().__init__(engine, strategy, run, StackedCollectives(K), read, minibatch_size=minibatch_size)
+        self.comm.ledger.asynchronous = True
+        self.strategy, self.schedule = strategy, schedule
+        strategy.inner_optim.check_steps(K, self.timetable.max_steps, "inner optimizer")
+        strategy.check_updates(K, self.timetable.length)
+
+    def metrics(self, row: Row) -> Metrics:
+        """Return the metrics of an update."""
+        return metrics_of(self.strategy, self.schedule, row.tick, row.losses)._replace(transfers=row.transfers)
+
+
+def metrics_of(strategy: EventDriven, schedule: Schedule, update: int, losses: Tensor) -> Metrics:
+    """Return the metrics of an update, counted from 1: a node's loss is the mean over its round, nan without one."""
+    arrivals = schedule.arrivals(update)
+    outer_lr = strategy.server_rate(schedule.updates[update - 1], len(schedule.rules.num_steps))
+    last, nodes = [x.first_step + x.num_steps - 1 for x in arrivals], [x.node for x in arrivals]
+    lr = strategy.inner.lr(last, schedule.max_steps, nodes)  # a number, or one for each arrival
+    return Metrics(losses, lr, sorted(set(nodes)), outer_lr)
 
 
 OPTIONS = tuple(StepOptions.__annotations__)  # of the inner optimizer

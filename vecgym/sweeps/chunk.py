@@ -25,8 +25,7 @@ from vecgym.records import runfile
 from vecgym.records.columns import START
 from vecgym.records.history import History
 from vecgym.records.rows import Row
-from vecgym.runs.async_plan import metrics_of, recorded_of
-from vecgym.runs.evaluation import distance_of, evaluated_columns
+from vecgym.runs.evaluation import distance_of, evaluated_columns, recorded_of
 from vecgym.runs.recorder import StepRows, add_losses, mean_rate
 from vecgym.simulation import Event, RunFacts, State
 from vecgym.simulation.simulation import Draft, Request
@@ -34,6 +33,7 @@ from vecgym.simulation.stack import Stack, groups_of
 from vecgym.simulation.state import Metrics, Result
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.per_rank import as_strategy
+from vecgym.strategy.simulated import metrics_of
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.options import SweepOptions
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from vecgym.clock import Compute, Network, dry_run
+from vecgym.clock.asynchronous import AsyncPlan, stop_of
 from vecgym.collectives.base import payload_bytes
 from vecgym.collectives.ledger import Ledger
 from vecgym.core import check, tree
@@ -21,7 +22,6 @@ from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import Engine, hooks
 from vecgym.engine.contract import with_loss
 from vecgym.records.rows import label
-from vecgym.runs.async_plan import AsyncPlan, stop_of
 from vecgym.runs.options import check_clocks, check_compute, check_left_out, checked
 from vecgym.simulation.availability import Facts, Presence
 from vecgym.strategy import Strategy
