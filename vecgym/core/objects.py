@@ -1,4 +1,4 @@
-"""Python objects and everything they hold: compare it, visit it, replace tensors in it, save its state and restore it.
+"""Python objects and everything they hold: compare it, show it, visit it, replace tensors in it, save and restore it.
 
 An object holds what is in its attributes and containers; a function holds what it closes over, its defaults, and the
 globals that it reads.
@@ -76,6 +76,64 @@ def same(a: Any, b: Any, whole: bool = False) -> bool:
     if type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__") and not inspect.isroutine(a):
         return same(vars(a), vars(b), whole) if whole else same(public(a), public(b))
     return bool(a == b)
+
+
+# ------------------------------------------------------------------------------------------------------ settings
+
+
+class Settings:
+    """An object that holds settings only: equal to another of its class with equal settings.
+
+    Attributes whose names begin with "_" are derived from the others, and not compared.
+
+    >>> class Pair(Settings):
+    ...     def __init__(self, left, right=0):
+    ...         self.left, self.right = left, right
+    >>> Pair(torch.ones(2)) == Pair(torch.ones(2)), Pair(1) == Pair(2), Pair(3, right=1)
+    (True, False, Pair(3, right=1))
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and same(public(self), public(other))
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def __repr__(self) -> str:
+        return shown(self)
+
+
+def shown(x: object, **instead: Any) -> str:
+    """Show an object as `Class(argument, ...)`, with the arguments that are not their defaults.
+
+    Args:
+        instead: values to show in place of the attributes of the same names.
+    """
+    return f"{type(x).__name__}({', '.join(own_settings(x, **instead))})"
+
+
+def own_settings(x: object, **instead: Any) -> list[str]:
+    """Show the arguments of an object that it holds by the same names, and that are not their defaults; see `shown`.
+
+    >>> class Named:
+    ...     def __init__(self, name, **inner):
+    ...         self.name, self.inner = name, "made of the rest"
+    >>> own_settings(Named("a", lr=0.1))
+    ["'a'"]
+    """
+    values, parts = {**vars(x), **instead}, []
+    for name, parameter in inspect.signature(type(x)).parameters.items():
+        if name not in values or parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        if parameter.default is parameter.empty:
+            parts.append(_text(values[name]))
+        elif not same(values[name], parameter.default):
+            parts.append(f"{name}={_text(values[name])}")
+    return parts
+
+
+def _text(value: Any) -> str:
+    return getattr(value, "__name__", None) or repr(getattr(value, "spec", value))  # an optimizer's
 
 
 # ----------------------------------------------------------------------------------------------------- functions

@@ -69,9 +69,9 @@ make its timetable; an exchange has an `Average`, which says how nodes agree. No
 
 | module | holds |
 |---|---|
-| `base`, `simulated` | `Strategy`; `simulation_of(model, strategy, comm)`, where a strategy, nodes and absences come together; `described`, for loggers |
+| `base`, `simulated` | `Strategy`, and the arguments that all strategies share; `simulation_of(model, strategy, comm)`, where a strategy, nodes and absences come together; `described`, for loggers |
 | `exchange`, `when` | `Exchange`: its marks, what is late, lost or kept, of which part of the model; when |
-| `meeting`, `settings` | `Meeting`, all that an average is told; settings that are compared and shown, arguments that all strategies share |
+| `meeting` | `Meeting`, all that an average is told |
 | `averages` | `Mean`, `ServerMean`, `Robust`; around another: `Outer`, `Eager`, `Corrupted`, `Private` |
 | `coded` | averages of codes |
 | a file for each algorithm, and for its relatives | settings, the average where it is its own, and handlers where exchanges do not say it all |

@@ -19,8 +19,8 @@ from vecgym.simulation.events import Arrival, Happening, Restart, Rules, StepSec
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import EventDriven
+from vecgym.strategy.base import InnerOptions, Unpack, takes_options
 from vecgym.strategy.gossip import FIXED, as_matrix
-from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 
 Order = Literal["after", "before"]
 BLOCK = 64  # neighbours that are drawn at a time

@@ -16,9 +16,8 @@ from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Mean
-from vecgym.strategy.base import Strategy
+from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 
 
 class AllReduceStrategy(Strategy):

@@ -24,14 +24,13 @@ from vecgym.collectives.topology import Groups, random_islands
 from vecgym.compress.codecs import Codec
 from vecgym.core import check, tree
 from vecgym.core.devices import placed, spread
-from vecgym.core.objects import altered, same
+from vecgym.core.objects import Settings, altered, same, shown
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec, clip_grad_norm, ensure_optim_spec
 from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.optimizer import Optimizer
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.meeting import Meeting
-from vecgym.strategy.settings import Settings, shown
 
 Weighting = Literal["equal", "examples"]  # of the nodes in a mean
 State = dict[str, Any]  # what an average remembers, by name: trees of tensors

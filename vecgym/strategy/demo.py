@@ -26,10 +26,9 @@ from vecgym.optim import OptimSpec, check_max_norm, clip_grad_norm
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Average
-from vecgym.strategy.base import Strategy
+from vecgym.strategy.base import StepOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.meeting import Meeting
-from vecgym.strategy.settings import StepOptions, Unpack, takes_options
 
 
 class StrongestCosines(Average):

@@ -21,10 +21,9 @@ from vecgym.optim import OptimSpec
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import Mark, RunFacts, Who
 from vecgym.strategy.averages import Average, Correction, Eager, Mean, NoLoCo, Outer, outer_spec
-from vecgym.strategy.base import Strategy
+from vecgym.strategy.base import InnerOptions, StepOptions, Strategy, Unpack, inner_rate, takes_options
 from vecgym.strategy.coded import Compressed
 from vecgym.strategy.exchange import DEFAULT_H, Exchange, Fragments, Pattern
-from vecgym.strategy.settings import InnerOptions, StepOptions, Unpack, inner_rate, takes_options
 from vecgym.strategy.when import SyncWeight, When, as_when, rounds_or_weights
 
 STREAMING_OUTER_LR = 0.4

@@ -28,7 +28,7 @@ from torch import Tensor
 from vecgym.collectives.topology import sample_nodes
 from vecgym.core import check, rng, tree
 from vecgym.core.devices import placed, spread
-from vecgym.core.objects import altered
+from vecgym.core.objects import Settings, altered, shown
 from vecgym.core.tree import Tree
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import Rows
@@ -36,7 +36,6 @@ from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
 from vecgym.strategy.averages import Around, Average, ExchangeFacts, ServerMean, State, check_average, innermost
 from vecgym.strategy.hooks import moments_in, with_moment
 from vecgym.strategy.meeting import Held, Meeting, Member, Of, check_values
-from vecgym.strategy.settings import Settings, shown
 from vecgym.strategy.when import Rounds, RoundsOf, SyncWeight, When, as_when
 
 DEFAULT_H = 100  # inner steps of a round: DiLoCo's

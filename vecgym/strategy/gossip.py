@@ -16,10 +16,9 @@ from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.strategy.averages import ExchangeFacts, Reduction
-from vecgym.strategy.base import Strategy
+from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.meeting import Meeting
-from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 
 FIXED = {rule.__name__: rule for rule in (graphs.ring, graphs.torus, graphs.exponential, graphs.complete)}
 NAMES = (*FIXED, "one_peer_exponential", "random_matching")

@@ -31,6 +31,7 @@ from vecgym.simulation.events import (
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import InRounds, agreed, countable, counts_of, weighted
+from vecgym.strategy.base import InnerOptions, Unpack, takes_options
 from vecgym.strategy.servers import (
     DelayedNesterov,
     Server,
@@ -41,7 +42,6 @@ from vecgym.strategy.servers import (
     one_number,
     weight_of,
 )
-from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 
 Regions = tuple[tuple[int, ...], ...]
 

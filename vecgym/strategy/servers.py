@@ -15,11 +15,10 @@ from torch import Tensor
 
 from vecgym.core import check, tree
 from vecgym.core.devices import readable, spread
-from vecgym.core.objects import altered
+from vecgym.core.objects import altered, shown
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec
 from vecgym.strategy.averages import OUTER_DEFAULTS, State, corrected, outer_spec
-from vecgym.strategy.settings import shown
 
 StalenessName = Literal["none", "inverse_sqrt"]
 SERVERS = "a server such as OuterOptimizer(lr=0.1), DelayedNesterov(lr=0.1) or FedBuff(buffer=10)"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vecgym.collectives import Collectives, StackedCollectives
+from vecgym.core.objects import Settings
 from vecgym.engine import Engine
 from vecgym.optim import OptimSpec
 from vecgym.simulation.availability import Presence
@@ -19,10 +20,9 @@ from vecgym.simulation.simulation import Batches, Request, Row, Simulation
 from vecgym.simulation.state import Metrics
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import EventDriven, check_synchronous
-from vecgym.strategy.base import Strategy
+from vecgym.strategy.base import StepOptions, Strategy
 from vecgym.strategy.hooks import CommunicationModule, Hooks
 from vecgym.strategy.per_rank import as_strategy
-from vecgym.strategy.settings import Settings, StepOptions
 
 
 def nothing_to_read(requests: Iterator[Request]) -> Batches:

@@ -21,11 +21,10 @@ from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Around, Average, Mean, Outer, State, decode_all, gathered_codes, outer_spec
-from vecgym.strategy.base import Strategy
+from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.coded import Compressed, constant, straight_through
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.meeting import Meeting
-from vecgym.strategy.settings import InnerOptions, Unpack, takes_options
 from vecgym.strategy.when import Rounds, as_when, check_interval
 
 A_SELECTOR = "a Selector, such as PartitionedSelector(0.01)"
