@@ -38,7 +38,7 @@ BLOCKS = {"tiny": 6, "mlp": 4, "cnn": 2, "gpt": 2, "gpt256": 2}  # of H steps, t
 def serve_fit(workload: Workload, num_nodes: int, strategy: str, alternative: str, steps: int) -> None:
     """Whole fits; the time per step from the end of the first round to that of the last."""
     from vecgym import Trainer
-    from vecgym.simulation.availability import Sampled, Trace
+    from vecgym.availability import Sampled, Trace
     from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
 
     class Timed(Trainer):

@@ -33,10 +33,10 @@ from vecgym.core import tree
 from vecgym.core.files import write_atomically
 from vecgym.core.tree import Tree
 from vecgym.data import Batches, TokenWindows, partition_dirichlet
+from vecgym.logger import read_csv
 from vecgym.models import GPT
 from vecgym.plot import plot_comparison, plot_runs, plot_schedule, plot_sensitivity
 from vecgym.plot.style import COLOURS, MARKERS
-from vecgym.records.loggers import read_csv
 from vecgym.records.rows import counted
 from vecgym.strategy import (
     AllReduceStrategy,

@@ -17,13 +17,13 @@ from tests.cards import CARDS
 from tests.fitting import dataset
 from tests.models import make_model
 from vecgym import OptimSpec, Trainer, verify
+from vecgym.availability import Deadline, Dropout, LocalSteps, Sampled, Trace
 from vecgym.clock import Compute
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.collectives.wire import Wire
 from vecgym.runs import multiprocess
 from vecgym.runs.verification import Check, VerifyOptions
-from vecgym.simulation.availability import Deadline, Dropout, LocalSteps, Sampled, Trace
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,

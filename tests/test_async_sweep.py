@@ -18,10 +18,10 @@ from torch.utils.data import TensorDataset
 
 from tests.models import make_data, make_model
 from vecgym import DivergenceError, SweepResult, Trainer, VecgymWarning, sweep
+from vecgym.availability import Dropout, Sampled
 from vecgym.clock import Compute, Network
 from vecgym.models import Classifier
 from vecgym.records.columns import MEASURED
-from vecgym.simulation.availability import Dropout, Sampled
 from vecgym.strategy import (
     ADPSGDStrategy,
     AsyncStrategy,

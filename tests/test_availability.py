@@ -21,15 +21,7 @@ from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.test_properties import STRATEGIES
 from vecgym import OptimSpec, rollout, sweep
-from vecgym.clock import Compute, Network
-from vecgym.collectives import StackedCollectives
-from vecgym.collectives import topology as graphs
-from vecgym.collectives.topology import Links, exponential
-from vecgym.compress import TopK
-from vecgym.core import rng
-from vecgym.core.tree import Tree
-from vecgym.simulation import Part
-from vecgym.simulation.availability import (
+from vecgym.availability import (
     Availability,
     Both,
     Deadline,
@@ -43,6 +35,14 @@ from vecgym.simulation.availability import (
     Trace,
     sent,
 )
+from vecgym.clock import Compute, Network
+from vecgym.collectives import StackedCollectives
+from vecgym.collectives import topology as graphs
+from vecgym.collectives.topology import Links, exponential
+from vecgym.compress import TopK
+from vecgym.core import rng
+from vecgym.core.tree import Tree
+from vecgym.simulation import Part
 from vecgym.simulation.state import State
 from vecgym.strategy import (
     AllReduceStrategy,

@@ -23,15 +23,15 @@ from vecgym.strategy import DiLoCoStrategy
 PACKAGE = Path(__file__).parent.parent / "vecgym"
 FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
-MAX_UNITS = 19  # modules and packages directly in vecgym; two, `logger` and `availability`, only show what is elsewhere
+MAX_UNITS = 19  # modules and packages directly in vecgym
 MAX_FUNCTION = 40  # lines, without its docstring
 MAX_PARAMETERS = 8
-MAX_CODE_LINES = 24_030  # of the whole package
-MAX_MODULES = 145  # that hold code
+MAX_CODE_LINES = 23_973  # of the whole package
+MAX_MODULES = 135  # that hold code
 # Modules in a package, and floors: modules in the longest chain of imports inside it. What is above that is named.
 MAX_MODULES_IN_A_PACKAGE = 12
 MAX_FLOORS_IN_A_PACKAGE = 6
-MORE_MODULES = {"strategy": 23}
+MORE_MODULES = {"strategy": 22}
 MORE_FLOORS: dict[str, int] = {}
 
 MAX_FILES_OF_A_WALK = 36  # of the package, in which a step of DiLoCo in a fit calls a function

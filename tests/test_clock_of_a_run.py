@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from vecgym import CSVLogger, Trainer
+from vecgym.availability import Availability, Deadline, Dropout, Facts, LocalSteps, Presence, Sampled, Trace
 from vecgym.clock import Compute, Network, price
 from vecgym.collectives.ledger import Ledger
-from vecgym.records.loggers import read_csv
-from vecgym.simulation.availability import Availability, Deadline, Dropout, Facts, LocalSteps, Presence, Sampled, Trace
+from vecgym.logger import read_csv
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, SPARTAStrategy, Strategy
 
 NETWORK, COMPUTE = Network("1 kbit/s", "10 ms"), Compute.lognormal(0.4, 0.3)

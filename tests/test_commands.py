@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from vecgym.cli import main
+from vecgym.logger import read_csv
 from vecgym.records.columns import X_AXES
-from vecgym.records.loggers import read_csv
 
 CONFIG = """
 import torch

@@ -591,7 +591,7 @@ def test_logging(trainer: LocalTrainer, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_X_DISABLE_STATS": "true"}.items():
         monkeypatch.setenv(name, value)
-    from vecgym.records.loggers import CSVLogger, WandbLogger
+    from vecgym.logger import CSVLogger, WandbLogger
 
     # Multiple logging backends
     logger = WandbLogger(

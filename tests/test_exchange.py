@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vecgym.availability import Facts, Presence, Trace
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import bytes_of
 from vecgym.collectives.stacked import Announced, GroupCollectives
@@ -20,7 +21,6 @@ from vecgym.engine import Engine
 from vecgym.models import Classifier
 from vecgym.optim import OptimSpec
 from vecgym.simulation import RunFacts, Simulation, State, run
-from vecgym.simulation.availability import Facts, Presence, Trace
 from vecgym.simulation.stack import Stack, groups_of
 from vecgym.strategy import ServerOptimizer, SparseLoCoStrategy, Strategy, StreamingDiLoCoStrategy
 from vecgym.strategy.averages import (

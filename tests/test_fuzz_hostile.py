@@ -49,7 +49,7 @@ ONCE: dict[ModuleType, list[Case]] = {
             ("vecgym.Trainer.save", "path", "2.5"),
             ("vecgym.load", "path", "'a\\0b'"),
             ("vecgym.CSVLogger", "directory", "[]"),
-            ("vecgym.records.loggers.read_csv", "directory", "None"),
+            ("vecgym.logger.read_csv", "directory", "None"),
             ("vecgym.History.to_csv", "path", "{}"),
             ("vecgym.data.text.read_text", "path", "object()"),
             ("vecgym.data.text.standard_library_text", "num_chars", "2.5"),

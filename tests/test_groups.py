@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vecgym.availability import Trace
+from vecgym.availability import Facts, Presence, Trace
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.stacked import GroupCollectives
 from vecgym.collectives.topology import Mixing
@@ -19,7 +19,6 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.optim import Optimizer, OptimSpec
 from vecgym.simulation import Lockstep, Mark, Part, Row, RunFacts, Simulation, State, run
-from vecgym.simulation.availability import Facts, Presence
 from vecgym.simulation.simulation import Batches, LocalTraining
 from vecgym.simulation.stack import Stack, groups_of
 from vecgym.strategy import Context, Meeting

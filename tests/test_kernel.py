@@ -15,7 +15,7 @@ from tests.helpers import each_row, stacked
 from tests.models import make_batches, make_model
 from tests.test_availability import MADE, batches_of
 from vecgym import simulation as kernel
-from vecgym.availability import Trace
+from vecgym.availability import Facts, LocalSteps, Presence, Trace
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.core import tree
@@ -23,7 +23,6 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.runs import multiprocess
 from vecgym.simulation import Every, Lockstep, Mark, Part, Rows, RunFacts, State
-from vecgym.simulation.availability import Facts, LocalSteps, Presence
 from vecgym.simulation.simulation import Batches
 from vecgym.simulation.state import put_back
 from vecgym.strategy.simulated import simulation_of

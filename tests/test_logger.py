@@ -22,10 +22,10 @@ from tests.fitting import Rows, alone, dataset, fit, same_run
 from tests.models import MLP, make_data
 from vecgym import CSVLogger, Logger, TensorBoardLogger, Trainer, VecgymWarning, WandbLogger
 from vecgym.data import partition_dirichlet
+from vecgym.logger import _default_wandb_mode, read_csv
 from vecgym.models import GPT, Classifier
 from vecgym.optim import OptimSpec
 from vecgym.records.columns import PER_NODE, SCALARS
-from vecgym.records.loggers import _default_wandb_mode, read_csv
 from vecgym.strategy import (
     AllReduceStrategy,
     Average,

@@ -16,10 +16,10 @@ from torch.utils.data import TensorDataset
 from tests.fitting import alone, dataset, fit
 from tests.models import Table
 from vecgym import OptimSpec, Trainer, VecgymWarning
+from vecgym.availability import Trace
 from vecgym.clock import Compute
 from vecgym.engine import Engine
 from vecgym.runs.rollout import rollout
-from vecgym.simulation.availability import Trace
 from vecgym.strategy import (
     ADPSGDStrategy,
     AllReduceStrategy,

@@ -15,10 +15,10 @@ from tests.helpers import stacked
 from tests.models import make_batches, make_model
 from tests.test_availability import Taken
 from vecgym import Trainer
+from vecgym.availability import Dropout, Trace
 from vecgym.clock import Compute
 from vecgym.core import tree
 from vecgym.data import Batches
-from vecgym.simulation.availability import Dropout, Trace
 from vecgym.strategy import AsyncStrategy, FedAvgStrategy, Strategy
 
 F64 = torch.float64

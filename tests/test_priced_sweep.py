@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import vecgym
 from vecgym import Trainer
+from vecgym.availability import Deadline, Dropout
 from vecgym.clock import Compute, Network
 from vecgym.models import Line
-from vecgym.simulation.availability import Deadline, Dropout
 from vecgym.strategy import AsyncStrategy, DecoupledDiLoCoStrategy, DiLoCoStrategy
 from vecgym.sweeps.chunk import Chunk
 

@@ -16,10 +16,10 @@ import vecgym
 from tests.fitting import dataset, fit
 from tests.models import make_model
 from vecgym import sweep
+from vecgym.availability import Dropout, Trace
 from vecgym.clock import Compute
 from vecgym.core.tree import Tree
 from vecgym.models import Line
-from vecgym.simulation.availability import Dropout, Trace
 from vecgym.strategy import (
     ADPSGDStrategy,
     AllReduceStrategy,

@@ -43,9 +43,9 @@ from tests.reference.common import Result
 from tests.reference.sparta import sparta
 from tests.reference.sparta_diloco import sparta_diloco
 from vecgym import Trainer
+from vecgym.availability import Trace
 from vecgym.collectives import StackedCollectives
 from vecgym.core.errors import VecgymWarning
-from vecgym.simulation.availability import Trace
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
     Average,

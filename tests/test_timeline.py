@@ -16,6 +16,7 @@ from torch import nn
 
 from tests.test_clock import cases, random_compute, random_network
 from vecgym import OptimizedSchedule, Trainer, dry_run, optimize_schedule
+from vecgym.availability import Dropout
 from vecgym.cli import main
 from vecgym.clock import Compute, Network, price, required_bandwidth
 from vecgym.clock.required import Question, Schedules, spread
@@ -24,7 +25,6 @@ from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.collectives.topology import Links
 from vecgym.core.errors import VecgymWarning
 from vecgym.models import Line
-from vecgym.simulation.availability import Dropout
 from vecgym.strategy import DiLoCoStrategy
 
 SIZES = {f"layer{i}": 10**8 for i in range(4)}

@@ -74,9 +74,9 @@ if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
     from vecgym.collectives.ledger import Ledger
     from vecgym.core.errors import DivergenceError, ProcessError, VecgymWarning
     from vecgym.core.nodes import Nodes
+    from vecgym.logger import CSVLogger, Logger, TensorBoardLogger, WandbLogger
     from vecgym.optim import OptimSpec
     from vecgym.records.history import History
-    from vecgym.records.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
     from vecgym.records.optimized import OptimizedSchedule
     from vecgym.records.runfile import Saved, load
     from vecgym.runs.memory import MemoryEstimate, estimate_memory
@@ -129,7 +129,7 @@ _HOMES = {
     "core.nodes": ("Nodes",),
     "optim": ("OptimSpec",),
     "records.history": ("History",),
-    "records.loggers": ("CSVLogger", "Logger", "TensorBoardLogger", "WandbLogger"),
+    "logger": ("CSVLogger", "Logger", "TensorBoardLogger", "WandbLogger"),
     "records.optimized": ("OptimizedSchedule",),
     "records.runfile": ("Saved", "load"),
     "runs.memory": ("MemoryEstimate", "estimate_memory"),

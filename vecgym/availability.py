@@ -1,10 +1,687 @@
-"""The short name of `vecgym.simulation.availability`: which nodes are there in which steps.
+"""Availability: which nodes are present in which steps of a run.
 
->>> from vecgym.availability import Dropout
->>> Dropout.__module__
-'vecgym.simulation.availability'
+Pass an `Availability` to `Trainer.fit(availability=...)`, with any strategy. It is a pure function of the run's seed
+and the step: nothing in it evolves, so a run can be resumed anywhere.
+
+The present nodes train and exchange among themselves. The others keep all they have: parameters, buffers and the inner
+optimizer's state. What a strategy stores once for all nodes, such as outer parameters, goes on with the present nodes.
+A node that returns begins with what `rejoin` says:
+
+- "own": its own parameters;
+- "shared": the model that the others share: parameters that are stored once for all, as in AllReduce, or the outer
+  parameters, as in DiLoCo, or else the mean over the nodes that were present in the step before. A present node sends
+  it once; a mean takes an exchange of its own, unless the nodes have just averaged. With `Sampled` a server has it, and
+  sends nothing but what it sends at the end of a round;
+- "neighbour": the parameters of one present node, drawn at random.
+
+A learning rate follows the step count of the state that it trains. So does an optimizer's own count, such as Adam's:
+
+- What a node has of its own follows the number of steps that this node has taken.
+- What is stored once for all follows the run's steps. These are the parameters and the inner optimizer's state if all
+  nodes exchange gradients, use the same rates, and return with "shared" or "neighbour": a node that returns then takes
+  both. With "own", or with a rate for each node, each has its own parameters, moments and count, and a node that
+  returns takes only the parameters.
+- The rate of an outer optimizer follows the exchanges of the run. The nodes share its state; in islands each has its
+  own, with a count of the exchanges in which it took part.
+
+Data and random numbers always follow a node's own count.
+
+In an asynchronous run, whose nodes do not take steps together, row t stands for an interval of simulated time: the
+duration of a step, averaged over the nodes. An absent node begins no step, and goes on with its own parameters when it
+is back: "own".
+
+>>> import vecgym
+>>> from vecgym.models import Line
+>>> from vecgym.strategy import AllReduceStrategy
+>>> trainer, strategy = vecgym.Trainer(Line(), torch.arange(8.0)), AllReduceStrategy("sgd", lr=0.1)
+>>> averaged = trainer.fit(
+...     strategy, num_nodes=4, max_steps=3, batch_size=2, device="cpu", progress=False,
+...     availability=vecgym.availability.Trace([[True] * 4, [True, True, False, True], [True] * 4], rejoin="shared")
+... )
+>>> trainer.history["num_present"], trainer.run.simulation.timetable.made(3)  # steps that each node has done
+([4, 3, 4], [3, 3, 2, 3])
 """
 
-from vecgym.simulation.availability import Availability, Deadline, Dropout, Facts, Function, LocalSteps, Sampled, Trace
+from __future__ import annotations
 
-__all__ = ["Availability", "Deadline", "Dropout", "Facts", "Function", "LocalSteps", "Sampled", "Trace"]
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from vecgym.collectives import Collectives
+from vecgym.collectives.topology import Links, sample_nodes
+from vecgym.core import check, nodes, rng
+from vecgym.core.errors import warn
+from vecgym.core.tree import Tree
+
+__all__ = [
+    "Availability", "Deadline", "Dropout", "Facts", "Function", "LocalSteps", "Sampled", "Trace", "as_availability",
+]  # fmt: skip
+
+Rejoin = Literal["own", "shared", "neighbour"]
+Table = Callable[[int, int], Tensor]  # (first, last) -> bool [last - first, K], for steps first to last - 1
+BLOCK = 1024  # steps of a table evaluated together
+
+
+class Facts(NamedTuple):
+    """What an availability may know of a run.
+
+    Attributes:
+        num_nodes: K.
+        num_steps: T.
+        seed: of the run.
+        compute: how long the nodes compute, a `vecgym.clock.Compute`; None: not specified.
+        num_examples: of each node's shard, `[K]`; None: unknown.
+        batch_size: examples per node and step; None: unknown.
+
+    >>> Facts(num_nodes=4, num_steps=10, seed=42).compute is None
+    True
+    """
+
+    num_nodes: int
+    num_steps: int
+    seed: int
+    compute: Any = None
+    num_examples: tuple[int, ...] | None = None
+    batch_size: int | None = None
+
+
+class Availability(ABC):
+    """Which nodes are present in which steps. Override `present`, or pass a function of the step to `fit`.
+
+    Attributes:
+        rejoin: what a node begins with when it returns: "own", "shared" or "neighbour".
+
+    >>> class Halves(Availability):
+    ...     rejoin = "shared"
+    ...     def present(self, run):
+    ...         half = torch.arange(run.num_nodes) < run.num_nodes // 2
+    ...         return lambda first, last: torch.stack([half if t % 2 else ~half for t in range(first, last)])
+    >>> halves, run = Halves(), Facts(num_nodes=4, num_steps=2, seed=0)
+    >>> halves.check(run)
+    >>> halves.present(run)(0, 2), halves.training(run)
+    (tensor([[False, False,  True,  True],
+            [ True,  True, False, False]]), None)
+    """
+
+    rejoin: Rejoin = "own"
+
+    @property
+    def server(self) -> bool:
+        """Whether a server holds what the nodes share.
+
+        Means over all of their parameters or movements then go through it, and what it sends after an exchange is for
+        the nodes of the next round.
+
+        >>> from vecgym.availability import Dropout, Sampled
+        >>> Sampled(0.5).server, Sampled(0.5, rejoin="own").server, Dropout(0.1).server
+        (True, False, False)
+        """
+        return False
+
+    def check(self, run: Facts) -> None:
+        """Raise a ValueError if this does not fit the run."""
+        return
+
+    @abstractmethod
+    def present(self, run: Facts) -> Table:
+        """Return a function (first, last) that says who is present in steps first to last - 1, bool `[n, K]`."""
+
+    def training(self, run: Facts) -> Table | None:
+        """Return the same for who trains, if some nodes only exchange; None: all present nodes train."""
+        return None
+
+    def __and__(self, other: Availability) -> Availability:
+        """Return the nodes that are present, and train, in both; `rejoin` is that of the first."""
+        return Both(self, check.instance("other", other, Availability, "another Availability"))
+
+    def __repr__(self) -> str:
+        settings = (f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({', '.join(settings)})"
+
+
+class Both(Availability):
+    """The nodes that are present, and train, in both of two availabilities: `a & b`.
+
+    >>> from vecgym.availability import Dropout, LocalSteps
+    >>> Dropout(0.1) & LocalSteps([1, 2], H=2)
+    (Dropout(rate=0.1, mean_steps=20, rejoin='own') & LocalSteps(H=2, steps=[1, 2], epochs=None))
+    """
+
+    def __init__(self, first: Availability, second: Availability) -> None:
+        self.first, self.second, self.rejoin = first, second, first.rejoin
+
+    @property
+    def server(self) -> bool:
+        return self.rejoin == "shared" and (self.first.server or self.second.server)
+
+    def check(self, run: Facts) -> None:
+        self.first.check(run)
+        self.second.check(run)
+
+    def present(self, run: Facts) -> Table:
+        a, b = self.first.present(run), self.second.present(run)
+        return lambda first, last: a(first, last) & b(first, last)
+
+    def training(self, run: Facts) -> Table | None:
+        a, b = self.first.training(run), self.second.training(run)
+        if a is None or b is None:
+            return a or b
+        return lambda first, last: a(first, last) & b(first, last)
+
+    def __repr__(self) -> str:
+        return f"({self.first!r} & {self.second!r})"
+
+
+def by_rounds(of_round: Callable[[int], Tensor], H: int) -> Table:
+    """Return a table that is constant within each round of H steps.
+
+    >>> by_rounds(lambda number: torch.tensor([number == 1]), H=2)(1, 4).flatten()
+    tensor([False,  True,  True])
+    """
+    of_round = functools.lru_cache(1)(of_round)
+    return lambda first, last: torch.stack([of_round(step // H) for step in range(first, last)])
+
+
+def checked_rejoin(rejoin: Any) -> Rejoin:
+    """Return `rejoin`, or raise a ValueError if it is unknown.
+
+    >>> checked_rejoin("own")
+    'own'
+    """
+    return check.choice("rejoin", rejoin, get_args(Rejoin))  # type: ignore[return-value]
+
+
+SOJOURNS = 64  # of a node, drawn in one block
+
+
+class Sampled(Availability):
+    """In each round of H steps a sample of the nodes, at least one: federated learning's participation.
+
+    With `rejoin="shared"` there is a server, as with `FedAvgStrategy(participation=)`, which draws the same nodes.
+    Present nodes send it their parameters or movements, and it sends the result to the nodes of the next round.
+
+    Args:
+        fraction: of the nodes, in (0, 1].
+        H: steps of a round; the strategy's.
+        rejoin: what a node begins a round with; "shared": the model trained in the round before.
+
+    Raises:
+        ValueError: for a fraction outside (0, 1], H < 1, an unknown `rejoin`.
+
+    >>> sampled = Sampled(0.5, H=2)
+    >>> sampled, sampled.present(Facts(num_nodes=4, num_steps=4, seed=42))(0, 4).int()
+    (Sampled(fraction=0.5, H=2, rejoin='shared'), tensor([[0, 1, 1, 0],
+            [0, 1, 1, 0],
+            [1, 0, 1, 0],
+            [1, 0, 1, 0]], dtype=torch.int32))
+    """
+
+    def __init__(self, fraction: float, H: int = 1, rejoin: Rejoin = "shared") -> None:
+        self.fraction = check.number("fraction", fraction, "(0, 1]", "the share of the nodes in a round")
+        self.H = check.integer("H", H, what="the steps of a round")
+        self.rejoin = checked_rejoin(rejoin)
+
+    @property
+    def server(self) -> bool:
+        """Whether a server holds what the nodes share: with `rejoin="shared"`.
+
+        >>> Sampled(0.5).server
+        True
+        """
+        return self.rejoin == "shared"
+
+    def present(self, run: Facts) -> Table:
+        count = max(1, round(self.fraction * run.num_nodes))
+
+        def of_round(number: int) -> Tensor:
+            present = torch.zeros(run.num_nodes, dtype=torch.bool)
+            present[sample_nodes(run.num_nodes, count, rng.generator(run.seed, "participants", number))] = True
+            return present
+
+        return by_rounds(of_round, self.H)
+
+
+class Dropout(Availability):
+    """Nodes fail and come back independently: a two-state Markov chain each. In the first step all are present.
+
+    A present node is absent in the next step with probability rate / ((1 - rate) mean_steps), and an absent node is
+    back with probability 1 / mean_steps.
+
+    Args:
+        rate: fraction of the time that a node is absent in the long run, in [0, 1).
+        mean_steps: mean length of an absence, >= 1.
+        rejoin: what a node that returns begins with.
+
+    Raises:
+        ValueError: for values outside these ranges, and for a rate that such short absences cannot reach.
+
+    >>> present = Dropout(0.3, mean_steps=5).present(Facts(num_nodes=3, num_steps=10, seed=1))(0, 10)
+    >>> present.T.int()
+    tensor([[1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+            [1, 1, 0, 0, 0, 0, 0, 0, 1, 1],
+            [1, 1, 1, 1, 1, 1, 1, 1, 1, 0]], dtype=torch.int32)
+    """
+
+    def __init__(self, rate: float, mean_steps: float = 20, rejoin: Rejoin = "own") -> None:
+        self.rate = check.number("rate", rate, "[0, 1)", "the fraction of the time that a node is absent")
+        self.mean_steps = check.number("mean_steps", mean_steps, "[1, inf)", "of an absence")
+        self.rejoin = checked_rejoin(rejoin)
+        self._leaves = self.rate / ((1 - self.rate) * self.mean_steps)
+        if self._leaves > 1 + 1e-9:  # what the message advises is allowed
+            least = self.rate / (1 - self.rate)
+            raise ValueError(
+                f"rate={rate} cannot be reached with absences as short as mean_steps={mean_steps}: give mean_steps >= "
+                f"{least:.4g}, or a rate <= {mean_steps / (1 + mean_steps):.4g}."
+            )
+
+    def present(self, run: Facts) -> Table:
+        changes = [self._changes(node, run) for node in range(run.num_nodes)]
+
+        def table(first: int, last: int) -> Tensor:
+            steps = torch.arange(first, last)
+            # A node is present after an even number of changes.
+            return torch.stack([torch.searchsorted(x, steps, right=True) % 2 == 0 for x in changes], 1)
+
+        return table
+
+    def _changes(self, node: int, run: Facts) -> Tensor:
+        """Return the steps at which a node leaves, comes back, leaves ..., up to the end of the run."""
+        ends = torch.zeros(1)
+        parts, block = [torch.zeros(0, dtype=torch.long)], 0
+        while self.rate > 0 and ends[-1] < run.num_steps:
+            generator = rng.generator(run.seed, "dropout", node, block)
+            drawn = 1 - torch.rand(SOJOURNS, dtype=torch.float64, generator=generator)  # in (0, 1]
+            chances = torch.tensor([min(1.0, self._leaves), 1 / self.mean_steps], dtype=torch.float64).repeat(
+                SOJOURNS // 2
+            )
+            # Geometric; a probability of 1 gives log 0 = -inf, and one step.
+            lasts = 1 + (drawn.log() / (-chances).log1p()).floor().nan_to_num(0.0).clamp(0, run.num_steps)
+            ends = ends[-1] + lasts.cumsum(0).long()
+            parts.append(ends)
+            block += 1
+        return torch.cat(parts)
+
+
+class Trace(Availability):
+    """A table of who is present in each step, measured for instance.
+
+    Args:
+        table: bool `[T, K]`, a row for each step of the run; extra rows are ignored.
+        rejoin: what a node that returns begins with.
+
+    Raises:
+        ValueError, TypeError: for anything but a table of truth values; at `fit` for too few steps or other nodes.
+
+    >>> Trace([[True, True], [False, True]])
+    Trace(2 steps of 2 nodes, rejoin='own')
+    """
+
+    def __init__(self, table: Any, rejoin: Rejoin = "own") -> None:
+        self.table = _checked_table(table)
+        self.rejoin = checked_rejoin(rejoin)
+
+    def check(self, run: Facts) -> None:
+        num_steps, num_nodes = self.table.shape
+        if num_nodes != run.num_nodes or num_steps < run.num_steps:
+            raise ValueError(
+                f"the trace has {num_steps} steps of {num_nodes} nodes, and the run has {run.num_steps} steps of "
+                f"{run.num_nodes}: give a row for each step, [{run.num_steps}, {run.num_nodes}]."
+            )
+
+    def present(self, run: Facts) -> Table:
+        return lambda first, last: self.table[first:last]
+
+    def __repr__(self) -> str:
+        num_steps, num_nodes = self.table.shape
+        return f"Trace({num_steps} steps of {num_nodes} nodes, rejoin={self.rejoin!r})"
+
+
+class Deadline(Availability):
+    """No waiting for stragglers: a node that needs longer than the deadline for a round's H steps is absent from it.
+
+    Args:
+        seconds: for the computation of a round; see `fit(compute=...)`.
+        H: steps of a round; the strategy's.
+        rejoin: what a node begins with after a round in which it was absent.
+
+    Raises:
+        ValueError: for seconds <= 0, H < 1; at `fit` without `compute`.
+
+    >>> from vecgym.clock import Compute
+    >>> run = Facts(num_nodes=3, num_steps=2, seed=0, compute=Compute([0.4, 0.4, 1.2]))
+    >>> Deadline(1.0).present(run)(0, 1)
+    tensor([[ True,  True, False]])
+    """
+
+    def __init__(self, seconds: float, H: int = 1, rejoin: Rejoin = "shared") -> None:
+        self.seconds = check.number("seconds", seconds, "(0, inf)", "that the computation of a round may take")
+        self.H = check.integer("H", H, what="the steps of a round")
+        self.rejoin = checked_rejoin(rejoin)
+
+    def check(self, run: Facts) -> None:
+        if run.compute is None:
+            raise ValueError(f"{self!r} needs the nodes' compute times: give compute=vecgym.clock.Compute(...).")
+
+    def present(self, run: Facts) -> Table:
+        rounds = -(-run.num_steps // self.H)
+        took = run.compute.of_steps(rounds * self.H, run.num_nodes).view(rounds, self.H, -1).sum(1)
+        return by_rounds(lambda number: took[number] <= self.seconds, self.H)
+
+
+class LocalSteps(Availability):
+    """Unequal local work: in each round of H steps node i trains in the first n_i, then waits for the exchange.
+
+    All nodes take part in the exchange at the round's end. For strategies that exchange parameters every H steps.
+
+    Args:
+        steps: n_i of each node, `[K]`, 1 to H; or None, with `epochs`.
+        H: steps of a round; the strategy's.
+        epochs: instead of `steps`: passes of each node over its own examples in a round.
+
+    Raises:
+        ValueError: for neither or both of steps and epochs; at `fit` for another number of nodes and for n_i > H.
+
+    >>> LocalSteps([1, 3], H=3).training(Facts(num_nodes=2, num_steps=4, seed=0))(0, 4)
+    tensor([[ True,  True],
+            [False,  True],
+            [False,  True],
+            [ True,  True]])
+    """
+
+    def __init__(self, steps: Sequence[int] | None = None, H: int = 1, epochs: int | None = None) -> None:
+        if (steps is None) == (epochs is None):
+            raise ValueError(f"steps={steps!r} and epochs={epochs!r}: give one of them, such as steps=[5, 10].")
+        self.H = check.integer("H", H, what="the steps of a round")
+        counts = steps.tolist() if isinstance(steps, Tensor) else steps
+        if counts is not None and not (isinstance(counts, (list, tuple)) and counts):
+            raise TypeError(f"steps is {check.kind_of(steps)}; give a list of the local steps of each node, [K].")
+        self.steps = None if counts is None else [check.integer(f"steps[{i}]", n) for i, n in enumerate(counts)]
+        self.epochs = check.optional_integer("epochs", epochs, what="a node's passes over its examples in a round")
+
+    def check(self, run: Facts) -> None:
+        counts = self._counts(run)
+        if len(counts) != run.num_nodes:
+            raise ValueError(f"steps has {len(counts)} numbers, and the run {run.num_nodes} nodes: give one for each.")
+        if max(counts) > self.H:
+            raise ValueError(
+                f"node {counts.index(max(counts))} takes {max(counts)} steps in a round, and a round has only "
+                f"H={self.H}: give H >= {max(counts)}, here and to the strategy."
+            )
+
+    def present(self, run: Facts) -> Table:
+        return lambda first, last: torch.ones(last - first, run.num_nodes, dtype=torch.bool)
+
+    def training(self, run: Facts) -> Table:
+        counts = torch.tensor(self._counts(run))
+        return lambda first, last: torch.arange(first, last)[:, None] % self.H < counts
+
+    def _counts(self, run: Facts) -> list[int]:
+        if self.steps is not None:
+            return self.steps
+        if run.num_examples is None or run.batch_size is None:
+            raise ValueError(f"{self!r}: the number of examples of each node is unknown here; give steps=[...].")
+        return [(self.epochs or 1) * max(1, math.ceil(count / run.batch_size)) for count in run.num_examples]
+
+
+class Function(Availability):
+    """A function of the step, counted from 0, that returns the ids of the present nodes, or bool `[K]`.
+
+    >>> run = Facts(num_nodes=3, num_steps=2, seed=0)
+    >>> Function(lambda step: [0, 1] if step else [True, True, True]).present(run)(0, 2)
+    tensor([[ True,  True,  True],
+            [ True,  True, False]])
+    """
+
+    def __init__(self, function: Callable[[int], Any], rejoin: Rejoin = "own") -> None:
+        if not callable(function):
+            raise TypeError(f"function is {check.kind_of(function)}; give a function of the step.")
+        self.function = function
+        self.rejoin = checked_rejoin(rejoin)
+
+    def present(self, run: Facts) -> Table:
+        return lambda first, last: torch.stack([self._of_step(step, run.num_nodes) for step in range(first, last)])
+
+    def _of_step(self, step: int, num_nodes: int) -> Tensor:
+        value = check.called("availability", self.function, step)
+        plain = value.tolist() if hasattr(value, "tolist") else value
+        ids = list(plain) if isinstance(plain, (list, tuple, set, frozenset, range)) else None
+        if ids is not None and len(ids) == num_nodes and all(isinstance(x, bool) for x in ids):
+            return torch.tensor(ids, dtype=torch.bool)
+        valid = ids is not None and all(check.is_integer(x) and 0 <= x < num_nodes for x in ids)
+        if not valid or len(set(ids or ())) != len(ids or ()):
+            raise ValueError(
+                f"availability({step}) returned {value!r}; expected distinct node ids, 0 to {num_nodes - 1}, or "
+                f"{num_nodes} truth values."
+            )
+        present = torch.zeros(num_nodes, dtype=torch.bool)
+        present[ids] = True
+        return present
+
+
+def as_availability(name: str, value: Any) -> Availability | None:
+    """Return an `Availability`, or None; a function of the step becomes a `Function`.
+
+    >>> as_availability("availability", None) is None
+    True
+    """
+    if value is None or isinstance(value, Availability):
+        return value
+    if isinstance(value, type) or not callable(value):
+        raise TypeError(
+            f"{name} is {check.kind_of(value)}; give Dropout(0.1), Trace(table) or another of vecgym.availability, or "
+            "a function of the step that returns the ids of the present nodes."
+        )
+    return Function(value)
+
+
+def _checked_table(table: Any) -> Tensor:
+    try:
+        values = table.clone() if isinstance(table, Tensor) else torch.as_tensor(table)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"table is {check.kind_of(table)}; give truth values [T, K].") from None
+    if values.dim() != 2 or values.numel() == 0 or values.dtype != torch.bool:
+        raise ValueError(
+            f"table has shape {list(values.shape)} and type {values.dtype}; give truth values [T, K], one row a step."
+        )
+    return values.cpu()
+
+
+# ----------------------------------------------------------------------------------------------------------- in a run
+
+
+class Presence:
+    """Which nodes are present, and which train, in each step of a run, evaluated before it begins.
+
+    Attributes:
+        availability: the rule.
+        rejoin: see above.
+        server: whether a server holds what the nodes share.
+        counts: the numbers of present nodes that occur in the run.
+        waits: whether a node may be present and not train.
+
+    Raises:
+        ValueError: if no node is present in some step.
+
+    >>> from vecgym.availability import Trace
+    >>> presence = Presence(Trace([[True, False, True], [True, True, True]]), Facts(3, 2, seed=0))
+    >>> presence.present(0), presence.present(1), presence.returning(1), presence.training(0)
+    ((0, 2), None, (1,), None)
+    """
+
+    def __init__(self, availability: Availability, run: Facts) -> None:
+        availability.check(run)
+        self.availability, self.rejoin, self.run = availability, availability.rejoin, run
+        self.server = availability.server
+        self._present, self._training = availability.present(run), availability.training(run)
+        self.waits = self._training is not None
+        self._block = functools.lru_cache(2)(self._make_block)
+        self.counts: set[int] = set()
+        self.first = torch.full((run.num_nodes,), run.num_steps)  # the first step in which each node is present
+        for number in range(-(-run.num_steps // BLOCK)):
+            present = self._block(number)[0]
+            counts = present.sum(1)
+            if bool((counts == 0).any()):
+                step = number * BLOCK + int((counts == 0).nonzero()[0])
+                raise ValueError(
+                    f"availability={availability!r}: no node is present in step {step} (counted from 0), and at least "
+                    "one must be: give more nodes, another seed, or fewer absences."
+                )
+            self.counts.update(counts.unique().tolist())
+            first = torch.where(present.any(0), number * BLOCK + present.int().argmax(0), run.num_steps)
+            self.first = torch.minimum(self.first, first)
+
+    def present(self, step: int) -> tuple[int, ...] | None:
+        """Return the ids of the present nodes; None: all."""
+        row = self.row(step)
+        return None if bool(row.all()) else tuple(_ids(row))
+
+    def training(self, step: int) -> tuple[int, ...] | None:
+        """Return the ids of the present nodes that train; None: all of them."""
+        computing = self.computing(step)
+        return None if torch.equal(self.row(step), computing) else tuple(_ids(computing))
+
+    def returning(self, step: int) -> tuple[int, ...]:
+        """Return the ids of the present nodes that were absent in the step before."""
+        if step == 0:
+            return ()
+        return tuple(_ids(self.row(step) & ~self.row(step - 1)))
+
+    def row(self, step: int) -> Tensor:
+        """Return which nodes are present, bool `[K]`.
+
+        >>> from vecgym.availability import Trace
+        >>> Presence(Trace([[True, False]]), Facts(2, 1, seed=0)).row(0)
+        tensor([ True, False])
+        """
+        return self._block(step // BLOCK)[0][step % BLOCK]
+
+    def never_present(self, step: int) -> int:
+        """Count the nodes that have not been present in any step so far, this one included.
+
+        >>> from vecgym.availability import Trace
+        >>> presence = Presence(Trace([[True, False, False], [True, False, True]]), Facts(3, 2, seed=0))
+        >>> presence.never_present(0), presence.never_present(1)
+        (2, 1)
+        """
+        return int((self.first > step).sum())
+
+    def tell(self) -> None:
+        """Warn about nodes that are absent in every step of the run."""
+        if absent := _ids(self.first == self.run.num_steps):
+            names = f"{absent}" if len(absent) <= 10 else f"{absent[:10]} ..."
+            warn(
+                f"availability={self.availability!r}: {len(absent)} of {self.run.num_nodes} nodes are never present, "
+                f"{names}, and no average counts them."
+            )
+
+    def computing(self, step: int) -> Tensor:
+        """Return which nodes train, bool `[K]`: all that are present, or fewer.
+
+        >>> from vecgym.availability import LocalSteps
+        >>> Presence(LocalSteps([1, 2], H=2), Facts(2, 2, seed=0)).computing(1)
+        tensor([False,  True])
+        """
+        return self._block(step // BLOCK)[1][step % BLOCK]
+
+    def _make_block(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return who is present in `BLOCK` steps, and who trains."""
+        first, last = number * BLOCK, min((number + 1) * BLOCK, self.run.num_steps)
+        present = self._checked(self._present(first, last), last - first)
+        if self._training is None:
+            return present, present
+        return present, present & self._checked(self._training(first, last), last - first)
+
+    def _checked(self, table: Tensor, num_steps: int) -> Tensor:
+        shape = [num_steps, self.run.num_nodes]
+        if not isinstance(table, Tensor) or list(table.shape) != shape or table.dtype != torch.bool:
+            raise ValueError(f"{self.availability!r} returned {table!r}; expected a bool tensor of shape {shape}.")
+        return table
+
+
+# --------------------------------------------------------------------------------------------------- returning nodes
+
+
+class Shared(NamedTuple):
+    """What the nodes that were present in the step before share.
+
+    Attributes:
+        outer: parameters that are stored once for all, `[1, *]`.
+        agreed: names of the parameters that are equal on all of these nodes, which have just exchanged them.
+    """
+
+    outer: Tree
+    agreed: set[str]
+
+
+def sent(
+    params: Tree, presence: Presence, shared: Shared, comm: Collectives, step: int, once: Sequence[str]
+) -> Tree:  # fmt: skip
+    """Return the parameters that returning nodes begin a step with, `[1 or n, *]`, and record what is sent.
+
+    What a server sends after an exchange is for the nodes that are present next: as many of them as have left need
+    nothing more.
+
+    Args:
+        params: of the nodes here, `[1 or L, *]`.
+        once: the names of the parameters that all nodes share.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.availability import Facts, Trace
+    >>> presence = Presence(Trace([[True, True, False], [True] * 3], rejoin="shared"), Facts(3, 2, seed=0))
+    >>> sent({"w": torch.tensor([1.0, 3.0, 9.0])}, presence, Shared({}, set()), StackedCollectives(3), 1, once=[])
+    {'w': tensor([2.])}
+    """
+    back = presence.returning(step)
+    sources, common = sources_of(back, presence, step), Tree()
+    if presence.rejoin == "shared":
+        wide = {name: x for name, x in params.items() if name not in {*shared.outer, *shared.agreed, *once}}
+        common = shared.outer | _mean(wide, _ids(presence.row(step - 1)), comm)
+    num_left = int((presence.row(step - 1) & ~presence.row(step)).sum())
+    on_server = shared.agreed if presence.server else set()
+    for served, first in ((False, 0), (True, num_left)):
+        message = {name: x for name, x in params.items() if (name in on_server) is served}
+        if message and back[first:]:
+            comm._announce("permute", message, Links.of(torch.tensor(sources[first:]), torch.tensor(back[first:])))
+    rest = {name: x for name, x in params.items() if name not in common}
+    values = {**common, **(comm.fetched(rest, sources, back) if rest else {})}
+    return {name: values[name] for name in params}  # in the model's order, by which fragments are cut
+
+
+def sources_of(back: Sequence[int], presence: Presence, step: int) -> list[int]:
+    """Return the node that sends parameters to each returning node: with "shared" one, else one drawn for each.
+
+    >>> from vecgym.availability import Facts, Trace
+    >>> presence = Presence(Trace([[False, True, True], [True, True, True]], rejoin="shared"), Facts(3, 2, seed=0))
+    >>> sources_of([0], presence, step=1)
+    [1]
+    """
+    present, before = presence.row(step), presence.row(step - 1)
+    staying = _ids(present & before) or _ids(before)
+    if presence.rejoin == "shared":
+        return [staying[0]] * len(back)
+    draws = [rng.generator(presence.run.seed, "neighbour", step, node) for node in back]
+    return [staying[int(torch.randint(len(staying), (), generator=draw))] for draw in draws]
+
+
+def _mean(wide: Tree, members: list[int], comm: Collectives) -> Tree:
+    """Average over some nodes, `[1, *]`; the mean of equal values is exact. One node alone needs no mean: empty."""
+    if not wide or len(members) == 1:
+        return {}
+    some, ids = comm.among(members), set(members)
+    some.step = comm.step
+    some._announce("mean", wide)
+    here = [i for i, node in enumerate(comm.node_ids.tolist()) if node in ids]
+    rows = nodes.take_rows(wide, torch.tensor(here or [0]))
+    means = some._apply(rows, lambda among, x: among._sum(x, None, True) if among.native else nodes.means(x, 1))
+    return {name: x[:1] for name, x in means.items()}
+
+
+def _ids(present: Tensor) -> list[int]:
+    ids: list[int] = present.nonzero().flatten().tolist()
+    return ids

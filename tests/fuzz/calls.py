@@ -25,7 +25,8 @@ from torch.utils.data import TensorDataset
 import vecgym
 from tests.fuzz.place import a_new_folder, as_it_was
 from tests.test_api import MODULES, module_of, public_names
-from vecgym import compress, data
+from vecgym import availability, compress, data, logger
+from vecgym.availability import Dropout, Facts
 from vecgym.clock import Compute, Network, price
 from vecgym.collectives import StackedCollectives, topology
 from vecgym.collectives.ledger import Transfer
@@ -34,12 +35,10 @@ from vecgym.compress.codecs import Draw
 from vecgym.core import rng, tree
 from vecgym.engine import Engine, ModelFacts, Plan
 from vecgym.optim import Optimizer
-from vecgym.records import loggers
 from vecgym.records.history import History
 from vecgym.runs import memory
 from vecgym.runs.verification import Check, Difference
-from vecgym.simulation import Simulation, availability
-from vecgym.simulation.availability import Dropout, Facts
+from vecgym.simulation import Simulation
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
@@ -300,8 +299,8 @@ def pairs(n: int = 16) -> TensorDataset:
     return TensorDataset(examples(n), torch.zeros(n, 1))
 
 
-def started() -> loggers.CSVLogger:
-    made = loggers.CSVLogger("log")
+def started() -> logger.CSVLogger:
+    made = logger.CSVLogger("log")
     made.start({"num_nodes": K})
     return made
 
@@ -491,6 +490,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.runs.evaluation.distances_of": {"num_configs": lambda: 1},
     "vecgym.runs.evaluation.spread_columns": {"values": lambda: np.linspace(0.0, 1.0, 3)},
     "vecgym.runs.evaluation.everyone": {"x": lambda: torch.ones(K)},
+    "vecgym.runs.evaluation.recorded_of": {"strategy": AsyncStrategy, "columns": lambda: {"val_loss": 1.0}},
     "vecgym.runs.multiprocess.run": {"function": lambda: work},
     "vecgym.engine.ModelFacts": {
         "unused": frozenset, "mutated": frozenset, "random": lambda: False, "flop": lambda: 1},
@@ -500,8 +500,8 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.engine.choose_plan": {"facts": lambda: ModelFacts(frozenset(), frozenset(), False, flop=1),
                                  "num_threads": lambda: 1},
     "vecgym.engine.check_settings": {"chunk_size": lambda: None, "node_threads": lambda: None},
-    "vecgym.records.loggers.as_loggers": {"logger": lambda: loggers.CSVLogger("log")},
-    "vecgym.records.loggers.read_csv": {"directory": lambda: file("log")},
+    "vecgym.logger.as_loggers": {"logger": lambda: logger.CSVLogger("log")},
+    "vecgym.logger.read_csv": {"directory": lambda: file("log")},
     "vecgym.models.GPT": {**_TOKENS, **_PAIR, "context": lambda: 4},
     "vecgym.models.Classifier": {"batch": lambda: (torch.zeros(2, DIM), torch.zeros(2, dtype=torch.long))},
     "vecgym.models.Line.forward": {"x": examples},
@@ -609,12 +609,12 @@ _AVAILABLE: dict[str, dict[str, Callable[[], Any]]] = {
     "Availability": {},
 }
 for _name, _given in _AVAILABLE.items():
-    VALUES_OF[f"vecgym.simulation.availability.{_name}"] = _given
+    VALUES_OF[f"vecgym.availability.{_name}"] = _given
     for _method in ("check", "present", "training"):
         if _method in vars(getattr(availability, _name)):
-            VALUES_OF[f"vecgym.simulation.availability.{_name}.{_method}"] = _FACTS
+            VALUES_OF[f"vecgym.availability.{_name}.{_method}"] = _FACTS
 VALUES_OF |= {
-    "vecgym.simulation.availability.as_availability": {"value": lambda: Dropout(0.1)},
+    "vecgym.availability.as_availability": {"value": lambda: Dropout(0.1)},
     "vecgym.collectives.Collectives.among": {"members": lambda: [0]},
     "vecgym.collectives.StackedCollectives.among": {"members": lambda: [0]},
     "vecgym.strategy.CommunicationModule.check_present": {"counts": lambda: [1]},
@@ -693,7 +693,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.History": history,
     "vecgym.clock.Timeline": lambda: price([[transfer()]], Network(1e9), Compute(0.4)),
     "vecgym.Saved": saved,
-    "vecgym.simulation.availability.Availability": lambda: Dropout(0.1),
+    "vecgym.availability.Availability": lambda: Dropout(0.1),
     "vecgym.SweepResult": lambda: copy.copy(_swept()),
     "vecgym.CSVLogger": started,
     "vecgym.collectives.Collectives": lambda: StackedCollectives(K),
@@ -882,7 +882,7 @@ def good_arguments(target: Target) -> dict[str, Any]:
 # Arguments with a default that a call needs too, or that make it short.
 ALSO: dict[str, tuple[str, ...]] = {
     "vecgym.Trainer.fit": tuple(SETTINGS),
-    "vecgym.simulation.availability.LocalSteps": ("steps",),
+    "vecgym.availability.LocalSteps": ("steps",),
     "vecgym.sweep": (*SETTINGS, "strategy", "grid", "num_nodes"),
     "vecgym.SweepResult.compare": ("over",),
     "vecgym.plot.plot_differences": ("over",),

@@ -34,9 +34,9 @@ from tests.fuzz.common import Case, Failure, Outcome, Refusal, time_limit
 from tests.fuzz.place import a_new_folder, as_it_was
 from vecgym import cli
 from vecgym.data import text
+from vecgym.logger import CSVLogger, read_csv
 from vecgym.records.columns import MEASURED
 from vecgym.records.history import History
-from vecgym.records.loggers import CSVLogger, read_csv
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, RankStrategy, Strategy, all_reduce
 
 NAME = "files"

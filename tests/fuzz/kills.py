@@ -37,8 +37,8 @@ from tests.fuzz import files
 from tests.fuzz.common import Case, Failure, Outcome, Refusal
 from tests.fuzz.place import a_new_folder, as_it_was
 from vecgym import Logger
+from vecgym.logger import CSVLogger, read_csv
 from vecgym.records import runfile
-from vecgym.records.loggers import CSVLogger, read_csv
 from vecgym.runs.checkpoint import checkpoints_in
 from vecgym.sweeps import runner
 

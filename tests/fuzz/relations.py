@@ -34,9 +34,9 @@ from tests.fuzz.configurations import difference, nudged
 from tests.fuzz.place import a_new_folder
 from tests.fuzz.settings import SMOOTH, Settings, optimizer, simpler, some
 from vecgym import DivergenceError, OptimSpec, Trainer, dry_run, sweep
+from vecgym.availability import Trace
 from vecgym.clock import Compute, Network, price
 from vecgym.records.columns import MEASURED
-from vecgym.simulation.availability import Trace
 
 NAME = "relations"
 TOLERANCE = 1e-9

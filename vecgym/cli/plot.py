@@ -58,7 +58,7 @@ def is_run(path: Path) -> bool:
 
 
 def _read(path: Path) -> tuple[vecgym.History, vecgym.Saved | None]:
-    from vecgym.records.loggers import read_csv
+    from vecgym.logger import read_csv
     from vecgym.records.runfile import checkpoints_in
 
     saved = vecgym.load(path) if path.is_file() or checkpoints_in(path) else None

@@ -26,7 +26,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vecgym.records.loggers import as_loggers
+    from vecgym.logger import as_loggers
     from vecgym.records.rows import aligned, counted
 
     config = read_configuration(args, NEEDED, allowed())

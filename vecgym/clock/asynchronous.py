@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vecgym.availability import Availability, Facts
 from vecgym.clock.compute import BLOCK, Compute
 from vecgym.clock.network import Network, Routes
 from vecgym.clock.trace import Bar, PerNode, TimelineBase
 from vecgym.collectives.base import bucketed
 from vecgym.core import check
 from vecgym.data import Batches
-from vecgym.simulation.availability import Availability, Facts
 from vecgym.simulation.events import (
     Absences,
     Arrival,
@@ -119,7 +119,7 @@ def absences_of(availability: Availability, nominal: Sequence[float], compute: C
         ValueError: for one that says what nodes that return take from others, or who only exchanges; and for a time in
             which nobody is there.
 
-    >>> from vecgym.simulation.availability import Trace
+    >>> from vecgym.availability import Trace
     >>> absences = absences_of(Trace([[True, False], [True, True]]), [1.0, 2.0], Compute([1.0, 2.0]), seed=0)
     >>> absences.seconds, absences.is_there(1, 1.0), absences.begins(1, 1.0)
     (1.5, False, 1.5)

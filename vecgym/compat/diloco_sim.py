@@ -51,8 +51,8 @@ from vecgym.core import check
 from vecgym.core.check import checks_of
 from vecgym.core.errors import warn
 from vecgym.core.files import is_regular, write_atomically
+from vecgym.logger import WandbLogger
 from vecgym.optim import OptimSpec
-from vecgym.records.loggers import WandbLogger
 from vecgym.runs.options import Count, Flag, OptionalCount, Seed, optional_number
 from vecgym.runs.trainer import Trainer
 from vecgym.simulation.simulation import Part

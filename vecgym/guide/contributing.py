@@ -18,16 +18,14 @@ README.md names the three files to read first.
 Packages stand on floors, and import only from below. A test compares this picture with the code:
 
 ```text
-11 | cli                                        | commands
-10 | compat                                     | interfaces of other simulators
- 9 | sweeps                                     | stacks of configurations
- 8 | runs                                       | Trainer, processes, checkpoints, rollouts, verification, memory
- 7 | clock                                      | seconds on a network, from the ledger
- 6 | logger plot                                | loggers by their short name; figures
- 5 | availability records                       | who is there; what a run leaves behind: history, logs, files
- 4 | strategy                                   | algorithms, a family in a file
- 3 | simulation                                 | timetables, and events that take rows of a state and put them back
- 2 | engine                                     | the gradients of all nodes
+ 9 | cli                                        | commands
+ 8 | compat                                     | interfaces of other simulators
+ 7 | sweeps                                     | stacks of configurations
+ 6 | runs                                       | Trainer, processes, checkpoints, rollouts, verification, memory
+ 5 | clock                                      | seconds on a network, from the ledger
+ 4 | strategy plot                              | algorithms, a family in a file; figures
+ 3 | simulation logger                          | timetables, and events that take rows of a state and put them back; logs
+ 2 | engine availability records                | the gradients of all nodes; who is present; what a run leaves: history, files
  1 | data models collectives compress optim     | batches, networks, exchanges and their ledger, codecs, optimizers
  0 | core guide                                 | trees of tensors, random numbers, nodes, files, errors; the manual
 ```
@@ -46,7 +44,6 @@ the state, its method changes them, and they are put back:
 | module | holds |
 |---|---|
 | `timetable` | `Event`, `Mark`, `Lockstep`: who trains, who meets, who returns, and at which of their own counts; `Scheduled`, `Waves`: events of nodes that do not wait, with `train` where a result is first needed |
-| `availability` | who is there in which steps, as a rule and as a table; what nodes that return begin with |
 | `events` | when nodes meet a server that does not wait: `Rules`, messages on links, one agenda for all of it |
 | `state` | `State`: what is each node's `own` and what is `shared`; `Rows`, and how they are put back |
 | `simulation` | `run`, the loop; `Simulation`, which takes, calls, puts, and asks for gradients; `Part`, all that a handler sees |
@@ -112,7 +109,7 @@ From `fit` to the recorded loss:
 | an optimizer | nothing is needed: any class runs node by node. Elementwise ones run stacked with a formula in `ELEMENTWISE` of `vecgym/optim/formulas.py`; a name in `OPTIMIZERS` of `vecgym/optim/spec.py` | `CASES` in `tests/test_optim.py` |
 | a collective | `vecgym/collectives/base.py`, and both backends beside it | `tests/test_collectives.py`, `tests/test_distributed.py` |
 | a partition of data | `vecgym/data/partition.py` | `tests/test_partition.py` |
-| a logger | a `Logger` in `vecgym/records/loggers.py` | `tests/test_logger.py` |
+| a logger | a `Logger` in `vecgym/logger.py` | `tests/test_logger.py` |
 | a column of the history | `COLUMNS` in `vecgym/records/columns.py` | `tests/test_trainer.py` |
 | a plot | a function in a file of `vecgym/plot/` that returns a figure | `tests/test_plot.py`; look at it |
 | a benchmark | `benchmarks/NAME.py` that prints a table, says how long it takes, and has `--quick` | `benchmarks/test_benchmarks.py` |

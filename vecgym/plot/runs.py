@@ -22,11 +22,11 @@ from matplotlib.ticker import EngFormatter
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import check
 from vecgym.core.check import Options, function_of
+from vecgym.logger import Logger
 from vecgym.plot import style
 from vecgym.plot.style import Curves
 from vecgym.records.columns import X_AXES, column_label, is_per_node
 from vecgym.records.history import History
-from vecgym.records.loggers import Logger
 
 AMOUNTS = ("bytes_total", "bytes_payload_total")  # columns of bytes, which are constant between exchanges
 DISTANCES = ("consensus_distance_before", "consensus_distance")  # of which one is drawn unless all are zero

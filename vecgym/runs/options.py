@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vecgym import strategy as strategies
+from vecgym.availability import Availability, Facts, Presence, as_availability
 from vecgym.clock import Compute, Network
 from vecgym.collectives.distributed import check_divides
 from vecgym.core import check, tree
@@ -25,8 +26,7 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine, EngineName
 from vecgym.engine.contract import with_loss
 from vecgym.engine.plan import check_engine, check_settings
-from vecgym.records.loggers import Logger, as_loggers
-from vecgym.simulation.availability import Availability, Facts, Presence, as_availability
+from vecgym.logger import Logger, as_loggers
 from vecgym.strategy import Strategy
 from vecgym.strategy.per_rank import as_strategy
 

@@ -19,9 +19,9 @@ from vecgym.collectives.ledger import Ledger, readable_bytes
 from vecgym.core.devices import fetched, on_host
 from vecgym.core.errors import DivergenceError, warn
 from vecgym.data import Batches
+from vecgym.logger import Logger, as_loggers
 from vecgym.records.columns import START
 from vecgym.records.history import History
-from vecgym.records.loggers import Logger, as_loggers
 from vecgym.records.rows import Row
 from vecgym.runs.options import FitOptions
 from vecgym.simulation.state import Metrics

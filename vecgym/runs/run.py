@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from vecgym.availability import Presence
 from vecgym.clock.asynchronous import AsyncPlan, stop_of
 from vecgym.collectives import Collectives
 from vecgym.collectives.base import payload_bytes
@@ -29,7 +30,6 @@ from vecgym.runs.multiprocess import STOP, Session, interrupts
 from vecgym.runs.options import FitOptions, presence_of
 from vecgym.runs.recorder import Loggers, Recorder
 from vecgym.simulation import Event, Row, Simulation, State, run
-from vecgym.simulation.availability import Presence
 from vecgym.simulation.simulation import Draft
 from vecgym.simulation.state import Metrics
 from vecgym.strategy.asynchronous import EventDriven

@@ -22,9 +22,9 @@ from vecgym.core.nodes import Nodes, join_rows
 from vecgym.data.checks import check_dataset
 from vecgym.engine import hooks
 from vecgym.engine.contract import check_model, counting_memory, with_loss
+from vecgym.logger import Logger
 from vecgym.records import runfile
 from vecgym.records.history import History
-from vecgym.records.loggers import Logger
 from vecgym.runs import multiprocess
 from vecgym.runs.checkpoint import clock_of
 from vecgym.runs.multiprocess import Link, check_alone, joined_nodes

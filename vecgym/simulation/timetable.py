@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from vecgym.availability import Presence
 from vecgym.core import check
-from vecgym.simulation.availability import Presence
 from vecgym.simulation.events import Arrival, Happening, Restart, Schedule, Update
 
 # (step, present nodes) -> some of these; None: all of them

@@ -11,12 +11,12 @@ from typing import Any, TypedDict, TypeVar, cast
 import torch
 from torch import Tensor
 
+from vecgym.availability import Presence, Shared, sent
 from vecgym.core import check, nodes
 from vecgym.core.objects import altered, own_settings
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec, ensure_optim_spec
 from vecgym.optim.schedule import Schedule
-from vecgym.simulation.availability import Presence, Shared, sent
 from vecgym.simulation.simulation import LocalTraining, Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts, Timetable, Who

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vecgym.availability import Presence
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.core import check, nodes, rng, tree
 from vecgym.core.devices import placed
 from vecgym.core.objects import altered
 from vecgym.core.tree import Tree
-from vecgym.simulation.availability import Presence
 from vecgym.simulation.simulation import Part, Place
 from vecgym.simulation.timetable import Mark, RunFacts, Who
 from vecgym.strategy.meeting import Member, Of, a_kind, check_values

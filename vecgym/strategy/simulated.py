@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vecgym.availability import Presence
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.core.objects import Settings
 from vecgym.engine import Engine
 from vecgym.optim import OptimSpec
-from vecgym.simulation.availability import Presence
 from vecgym.simulation.events import Schedule
 from vecgym.simulation.simulation import Batches, Request, Row, Simulation
 from vecgym.simulation.state import Metrics

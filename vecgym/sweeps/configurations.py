@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from vecgym.availability import Facts, Presence
 from vecgym.clock import Compute, Network, dry_run
 from vecgym.clock.asynchronous import AsyncPlan, stop_of
 from vecgym.collectives.base import payload_bytes
@@ -23,7 +24,6 @@ from vecgym.engine import Engine, hooks
 from vecgym.engine.contract import with_loss
 from vecgym.records.rows import label
 from vecgym.runs.options import check_clocks, check_compute, check_left_out, checked
-from vecgym.simulation.availability import Facts, Presence
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven, check_synchronous
 from vecgym.sweeps.options import Point, SweepOptions, check_clock, clocks

@@ -14,7 +14,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from vecgym import compat
+from vecgym import compat, logger
 from vecgym.compat.exogym import base, communicate, strategies, trainer
 from vecgym.compat.exogym.base import (
     CommunicateOptimizeStrategy,
@@ -37,7 +37,6 @@ from vecgym.compat.exogym.strategies import (
 )
 from vecgym.compat.exogym.trainer import LocalTrainer, Trainer
 from vecgym.core import check
-from vecgym.records import loggers
 
 __all__ = [
     "AveragingCommunicator", "CommunicateOptimizeStrategy", "CommunicationModule", "DeMoStrategy",
@@ -84,7 +83,7 @@ _HOMES = (communicate, base, strategies, trainer)
 _MEMBERS = {name: value for home in _HOMES for name, value in vars(home).items()}
 CONTENTS = {path: {name: _MEMBERS[name] for name in names.split()} for path, names in NAMES.items()}
 # A path from the documentation, with vecgym's own loggers.
-CONTENTS["exogym.logger"] = {name: getattr(loggers, name) for name in (*_LOGGERS.split(), "TensorBoardLogger")}
+CONTENTS["exogym.logger"] = {name: getattr(logger, name) for name in (*_LOGGERS.split(), "TensorBoardLogger")}
 
 
 def install(device: str | None = None) -> None:

@@ -15,13 +15,13 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
+from vecgym import logger as vecgym_loggers
 from vecgym.compat import perplexity
 from vecgym.compat.exogym.base import Strategy, create_config, vectorised, warn_without_effect
 from vecgym.compat.exogym.communicate import torch_distributed_calls
 from vecgym.core import check
 from vecgym.core.check import Options, takes
 from vecgym.core.errors import warn
-from vecgym.records import loggers as vecgym_loggers
 from vecgym.runs import options as vecgym_options
 from vecgym.runs import trainer as vecgym_trainer
 from vecgym.runs.options import Count, Flag, NumExamples, OptionalCount, Seed
