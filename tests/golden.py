@@ -254,7 +254,10 @@ def main() -> None:
     os.environ.update(PORTABLE)
     import warnings
 
+    from vecgym.engine import recorded
+
     warnings.simplefilter("ignore")
+    recorded.MIN_PASSES = 1  # lists of operations have the bits of vmap, also in runs that are too short for them
     traces = {name: make() for name, make in itertools.chain(cases(), every_strategy())}
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(trace)}" for name, trace in traces.items())
     text = f'{{\n "computed_by": {json.dumps(computed_by())},\n "traces": {{\n{lines}\n }}\n}}'

@@ -17,13 +17,18 @@ from tests.fuzz import Case, Failure, Refusal, asynchronous, configurations, odd
 from vecgym.collectives import base, ledger
 from vecgym.collectives.ledger import Ledger
 from vecgym.core import tree
-from vecgym.engine import loop
+from vecgym.engine import loop, recorded
 from vecgym.optim import spec
 from vecgym.simulation import Simulation
 from vecgym.simulation.events import Traffic
 from vecgym.strategy import Exchange, HeLoCo, Meeting, Outer, Rounds
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of settings without effect: many are drawn
+
+
+@pytest.fixture(autouse=True)
+def _short_runs_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "MIN_PASSES", 3)
 
 
 @pytest.mark.parametrize("seed", range(4))

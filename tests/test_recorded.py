@@ -37,6 +37,7 @@ CALLS: list[int] = []
 @pytest.fixture(autouse=True)
 def _always_earned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "MIN_SPEEDUP", 0.0)
+    monkeypatch.setattr(recorded, "MIN_PASSES", 1)
 
 
 class Acting(Trainer):
@@ -197,6 +198,31 @@ def test_sixteen_lists_and_then_vmap() -> None:
         assert torch.equal(a.losses, b.losses)
     assert len(ours._recorded._lists) == recorded.MAX_LISTS
     assert ours.plan.engine == "recorded"
+
+
+def test_a_rare_shape_has_no_list_and_its_counts_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "MIN_PASSES", 3)
+    monkeypatch.setattr(recorded, "MAX_SHAPES", 4)
+    batch = tuple(torch.stack(x) for x in zip(*make_batches("MLP", 1, 20)[0]))
+    engine = engine_of(make_model("MLP"), batch)
+    lists = engine._recorded._lists
+    few = tree.map_leaves(lambda x: x[:7], batch)
+    for expected in (1, 1, 2, 2):  # of all 20 nodes, and of 7 from the third pass on
+        gradients(engine, few)
+        assert len(lists) == expected
+    for size in range(8, 18):
+        gradients(engine, tree.map_leaves(lambda x: x[:size], batch))  # noqa: B023
+        assert len(engine._recorded._passes) <= 4
+    assert len(lists) == 2
+
+
+def test_a_short_run_has_no_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "MIN_PASSES", 6)
+    engines = {}
+    for steps in (5, 6):
+        trainer = both(functools.partial(make_model, "MLP"), dataset("MLP", 40), max_steps=steps)
+        engines[steps] = trainer.history.settings["engine"], "fewer than 6 steps" in str(trainer.history.settings)
+    assert engines == {5: ("vmap", True), 6: ("recorded", False)}
 
 
 class Auto(nn.Module):

@@ -129,14 +129,14 @@ class Engine:
 
     def prepare(
         self, batch: Any, agree: Callable[[ModelFacts], ModelFacts] | None = None, mean: bool = False,
-        trains: bool = True,
+        num_passes: int | None = None,
     ) -> Plan:  # fmt: skip
         """Examine and check the model on one step's batch `[L, B, ...]`, and choose the plan.
 
         Args:
             agree: maps this process's facts to those that all processes use.
             mean: whether the run needs the gradient of the nodes' mean loss.
-            trains: whether it needs gradients that are not differentiated.
+            num_passes: the gradients that it will compute, without those that are differentiated; None: unknown.
         """
         engine = self.settings[0]
         of_one = tree.map_leaves(lambda x: plain(x)[0], batch)
@@ -151,8 +151,8 @@ class Engine:
         plan = self._settled(facts, sizes_of(batch)[0], mean)
         if self._compiled is not None and facts.vmap_error is None:
             plan = self._tried_plan(self._compiled, batch, plan, mean)
-        elif engine == "auto" and plan.engine == "vmap" and plan.node_threads == 1 and trains:
-            plan = self._recorded_plan(batch, plan, mean)
+        elif engine == "auto" and plan.engine == "vmap" and plan.node_threads == 1 and num_passes != 0:
+            plan = self._recorded_plan(batch, plan, mean, num_passes)
         if facts.vmap_error is not None and engine == "auto":
             warn(
                 f"{str(facts.vmap_error).splitlines()[0]} Its nodes are computed one after the other. "
@@ -213,10 +213,10 @@ class Engine:
             return plan
         return Plan("compiled", chunk_size=plan.chunk_size, reason=report)
 
-    def _recorded_plan(self, batch: Any, plan: Plan, mean: bool) -> Plan:
+    def _recorded_plan(self, batch: Any, plan: Plan, mean: bool, num_passes: int | None) -> Plan:
         """Return `plan` with the operations written down, if that is safe and faster."""
         self._backends["recorded"] = self._recorded = Recorded(self._stateless)
-        refusal = self._recorded.tried(tree.map_leaves(lambda x: x[: plan.chunk_size], batch), mean)
+        refusal = self._recorded.tried(tree.map_leaves(lambda x: x[: plan.chunk_size], batch), mean, num_passes)
         if refusal:
             return replace(plan, reason=f"{plan.reason}; operations not written down: {refusal}")
         return replace(plan, engine="recorded", reason=f"{plan.reason}, operations written down")

@@ -9,7 +9,8 @@ That is right only for a forward that does the same in every step. `Recorded` ma
 - an operation that hands values of tensors to Python is refused;
 - a list is made twice, from different values, with the same result, and compared with `vmap` bit by bit.
 
-Inputs of other shapes have another list. Where there is none, `vmap` computes.
+Inputs of other shapes have another list. Where there is none, `vmap` computes. A list is not made before it can earn
+what it costs: in a run that is too short, or of shapes that are rare.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,6 +36,8 @@ from vecgym.engine.vmap import Vmap
 
 THREAD = 1  # its structure is for this backend alone: if a pass changes it, `vmap` still has one as it was
 MAX_LISTS = 16
+MAX_SHAPES = 1024  # whose passes are counted
+MIN_PASSES = 50  # which a list takes to earn what it costs: 35 to 100 with small models of all kinds, 4 to 512 nodes
 MAX_PARAMETERS = 100_000  # of a node: with more of them, the operations take nearly all the time
 MIN_SPEEDUP = 1.05
 
@@ -50,18 +54,22 @@ class Recorded(Vmap):
         self.ended = ""
         self._refusal = "its batches hold something else than tensors, or a mode of torch is entered"
         self._lists: dict[Any, Operations | None] = {}
+        self._passes: Counter[Any] = Counter()  # of shapes without a list
         self._watch: Watch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "ended": "the engine is a copy", "_lists": {}, "_watch": None}
+        return {**vars(self), "ended": "the engine is a copy", "_lists": {}, "_passes": Counter(), "_watch": None}
 
-    def tried(self, batch: Any, mean: bool) -> str:
+    def tried(self, batch: Any, mean: bool, num_passes: int | None = None) -> str:
         """Write down the pass of a first step, and compare its time with that of `vmap`; say why not, or "".
 
         Args:
             batch: of the nodes in one call, leaves `[n, B, ...]`.
             mean: try the gradient of the mean loss instead of those of each node.
+            num_passes: that there will be; None: unknown.
         """
+        if num_passes is not None and num_passes < MIN_PASSES:
+            return f"fewer than {MIN_PASSES} steps"
         if sum(p.numel() for p in self.model.params.values()) > MAX_PARAMETERS:
             return f"more than {MAX_PARAMETERS:,} parameters"
         if self.model.recomputes:
@@ -79,7 +87,7 @@ class Recorded(Vmap):
             return timed(form, first(), mean)[1]
 
         part = first()
-        if self._list(part, part.size if mean else 0, self._inputs(part)) is None:
+        if self._list(part, part.size if mean else 0, self._inputs(part), MIN_PASSES) is None:
             return self.ended or self._refusal
         if min(seconds(Vmap(self.model)) for _ in range(3)) < MIN_SPEEDUP * min(seconds(self) for _ in range(3)):
             return "no faster here"
@@ -101,11 +109,15 @@ class Recorded(Vmap):
             return super()._computed(part, num_nodes, THREAD)
         return dict(zip(part.params, grads)), losses
 
-    def _list(self, part: NodeSlice, num_nodes: int, inputs: list[Tensor]) -> Operations | None:
-        """Return the list of a pass; write it down if it is new, and there is room."""
+    def _list(self, part: NodeSlice, num_nodes: int, inputs: list[Tensor], passes: int = 1) -> Operations | None:
+        """Return the list of a pass; write it down if it is worth it, and there is room."""
         key = self._key(part, num_nodes, inputs)
         if key is not None and key not in self._lists and len(self._lists) < MAX_LISTS:
-            self._lists[key] = self._written_down(part, num_nodes)
+            if len(self._passes) == MAX_SHAPES:
+                self._passes.clear()
+            self._passes[key] += passes
+            if self._passes[key] >= MIN_PASSES:
+                self._lists[key] = self._written_down(part, num_nodes)
         return self._lists.get(key)
 
     def _inputs(self, part: NodeSlice) -> list[Tensor]:

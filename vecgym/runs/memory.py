@@ -187,7 +187,7 @@ def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
     if options.data is not None and fits:
         batch = _batch_of_one(options)
         with torch.enable_grad():
-            one.prepare(tree.map_leaves(lambda x: x[None], _examples(batch, options.minibatch_size)), trains=False)
+            one.prepare(tree.map_leaves(lambda x: x[None], _examples(batch, options.minibatch_size)), num_passes=0)
         assert one.facts is not None
         mean = as_strategy(options.strategy, options.model).mean_gradient
         plan = choose_plan(one.facts, num_nodes, device, torch.get_num_threads(), options.engine, mean)

@@ -194,7 +194,7 @@ def prepared(model: nn.Module, engine: EngineName | Engine, batch: Any) -> Engin
     check_differentiable(engine.model)  # before the inspection, which may warn about what is refused anyway
     if engine.facts is None:
         with torch.enable_grad():  # a rollout may run under no_grad
-            engine.prepare(batch, trains=False)
+            engine.prepare(batch, num_passes=0)
     return engine
 
 

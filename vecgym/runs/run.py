@@ -85,7 +85,7 @@ class Run(Generic[M]):
         options.strategy.check(comm.num_nodes, self.num_steps)
 
         self.model: M = hooks.copied(task.model).to(device)
-        self.engine = _engine(self.model, options, self.train.batch(0), session)
+        self.engine = _engine(self.model, options, self.train.batch(0), self.num_steps, session)
         self.options, memory = _fitted(options, self.engine, self.train, self.num_steps, session)
         self.val = _validation_batches(task.val_dataset, self.options, session, device)
 
@@ -354,7 +354,7 @@ def _validation_batches(
     )  # fmt: skip
 
 
-def _engine(model: nn.Module, options: FitOptions, batch: Any, session: Session) -> Engine:
+def _engine(model: nn.Module, options: FitOptions, batch: Any, num_steps: int, session: Session) -> Engine:
     """Return an engine that has inspected the model."""
     kind, chunk_size, node_threads = options.engine, options.chunk_size, options.node_threads
     if options.exact:
@@ -363,8 +363,9 @@ def _engine(model: nn.Module, options: FitOptions, batch: Any, session: Session)
         model, engine=kind, chunk_size=chunk_size, node_threads=node_threads, autocast=options.autocast,
         compile=options.compile,
     )  # fmt: skip
+    num_passes = None if options.strategy.asynchronous else num_steps
     with torch.enable_grad():
-        engine.prepare(batch, session.facts, options.strategy.mean_gradient)
+        engine.prepare(batch, session.facts, options.strategy.mean_gradient, num_passes)
     return engine
 
 

@@ -199,7 +199,7 @@ class VerifyOptions(Modelled):
         engine = Engine(self.model, engine=self.engine, chunk_size=chunk_size, node_threads=1)
         # Every process inspects the model on the same batch of node 0, with the same result.
         with torch.enable_grad():
-            engine.prepare(self.converted(self.batches([0]).batch(0)))
+            engine.prepare(self.converted(self.batches([0]).batch(0)), num_passes=self.steps)
         num_examples = self.num_examples or tuple(self.batches().shard_sizes)
         batches = self.batches(comm.node_ids)
 

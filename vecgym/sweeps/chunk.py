@@ -432,7 +432,8 @@ def prepared_engine(configs: list[Configuration], options: SweepOptions) -> Engi
         compile=options.compile,
     )  # fmt: skip
     mean = len(configs) == 1 and configs[0].strategy.mean_gradient
-    engine.prepare(nodes.join_rows([config.train.batch(0) for config in configs]), mean=mean)
+    batch = nodes.join_rows([config.train.batch(0) for config in configs])
+    engine.prepare(batch, mean=mean, num_passes=configs[0].num_steps)
     return engine
 
 
