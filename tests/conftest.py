@@ -4,6 +4,7 @@ The tests run in parallel, and threads that wait for each other's cores crawl.
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # also for the processes that tests start
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tests.browser import MISSING, Browser, find
-from tests.slow import COLLECTED, NAMED, slow_rows
+from tests.slow import COLLECTED, NAMED, slow_rows, thinned
 
 torch.set_num_threads(1)
 
@@ -20,12 +21,18 @@ torch.set_num_threads(1)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the slow ones, before pytest leaves out what `-m` says."""
     files, named = config.stash.setdefault(COLLECTED, set()), config.stash.setdefault(NAMED, set())
+    others: dict[tuple[str, str], dict[str, pytest.Item]] = defaultdict(dict)
     for item in items:
         test, _, case = item.name.partition("[")
         files.add(item.path.stem)
         if rows := slow_rows(item.path.stem, test, case[:-1]):
             item.add_marker(pytest.mark.slow)
             named |= rows
+        elif case and not item.get_closest_marker("slow"):
+            others[item.path.stem, test][case] = item
+    for (file, test), cases in others.items():
+        for case in thinned(file, test, list(cases)):
+            cases[case].add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 from collections.abc import Iterator
@@ -46,9 +47,12 @@ def unit(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+parsed = functools.cache(ast.parse)
+
+
 def imported(source: str) -> Iterator[tuple[str, str]]:
     """(`a.b.c`, name) for each `from vecgym.a.b.c import name`, wherever it stands; (`a`, "") for `import vecgym.a`."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((a.name.removeprefix("vecgym."), "") for a in node.names if a.name.split(".")[0] == "vecgym")
         elif isinstance(node, ast.ImportFrom):
@@ -125,7 +129,7 @@ def test_the_check_of_circles_can_fail() -> None:
 
 def calls(source: str) -> Iterator[tuple[str, ast.Call]]:
     """The dotted name of everything that is called, `torch.load` say, and the call."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
             yield ast.unparse(node.func), node
 
@@ -133,7 +137,7 @@ def calls(source: str) -> Iterator[tuple[str, ast.Call]]:
 def mentions(source: str) -> set[str]:
     """Every name and attribute, and every imported module and name."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Name):
             found.add(node.id)
         elif isinstance(node, ast.Attribute):
@@ -194,7 +198,7 @@ def private_names(source: str) -> list[str]:
     names = [name for name in modules if any(part.startswith("_") for part in name.split("."))]
     aliases = {module.split(".")[-1] for module, _ in imported(source) if module.startswith("strategy")}
     aliases |= {name for module, name in imported(source) if module == "strategy" and name}
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
             names += [f"{node.value.id}.{node.attr}"] if node.attr.startswith("_") else []
     return names

@@ -108,16 +108,6 @@ def _later(lag: Lag, more: Lag) -> Lag:
     return tuple(map(sum, zip(lag, (more,) * len(lag) if isinstance(more, int) else more)))
 
 
-def bytes_of(transfers: Iterable[Transfer]) -> tuple[float, float, float]:
-    """Return the bytes that a node sends, receives and hands over in several transfers, averaged over all nodes.
-
-    >>> bytes_of([Transfer("all_gather", payload_bytes=400, num_nodes=4)] * 2)
-    (2400.0, 2400.0, 800.0)
-    """
-    sent, received, handed = (float(sum(x)) for x in zip((0.0, 0.0, 0.0), *(t.per_node for t in transfers)))
-    return sent, received, handed
-
-
 def _counts(transfer: Transfer) -> tuple[int, int, int, int]:
     """Return the number of payloads that all nodes together send, receive and hand over, and of participants."""
     K, who, operation = transfer.num_nodes, transfer.who, transfer.operation

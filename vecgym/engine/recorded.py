@@ -36,7 +36,7 @@ from vecgym.engine.vmap import Vmap
 
 THREAD = 1  # its structure is for this backend alone: if a pass changes it, `vmap` still has one as it was
 MAX_LISTS = 16
-MAX_SHAPES = 1024  # whose passes are counted
+MAX_SHAPES = 1024  # after so many, no list is made any more
 MIN_PASSES = 50  # which a list takes to earn what it costs: 35 to 100 with small models of all kinds, 4 to 512 nodes
 MAX_PARAMETERS = 100_000  # of a node: with more of them, the operations take nearly all the time
 MIN_SPEEDUP = 1.05
@@ -112,9 +112,8 @@ class Recorded(Vmap):
     def _list(self, part: NodeSlice, num_nodes: int, inputs: list[Tensor], passes: int = 1) -> Operations | None:
         """Return the list of a pass; write it down if it is worth it, and there is room."""
         key = self._key(part, num_nodes, inputs)
-        if key is not None and key not in self._lists and len(self._lists) < MAX_LISTS:
-            if len(self._passes) == MAX_SHAPES:
-                self._passes.clear()
+        room = len(self._lists) < MAX_LISTS and len(self._passes) < MAX_SHAPES
+        if key is not None and key not in self._lists and room:
             self._passes[key] += passes
             if self._passes[key] >= MIN_PASSES:
                 self._lists[key] = self._written_down(part, num_nodes)

@@ -122,7 +122,8 @@ From `fit` to the recorded loss:
 ```bash
 pip install -e ".[dev]"
 pytest                                           # the tests and all examples in docstrings, on all cores
-pytest -m slow                                   # the tests that take longest, which the line above leaves out
+pytest -m slow                                   # what the line above leaves out: long tests, and most cases of tests with many
+pytest -m "" tests/test_sweep.py                 # both of one file
 pip install -e ".[hf]" && pytest -m hf           # models of transformers, and their page of the guide
 pytest -n 0 tests/test_properties.py -k diloco   # what every strategy must do, for some strategies
 pytest -n 0 vecgym/strategy/diloco.py            # the examples of one module

@@ -309,7 +309,7 @@ def clock_of(options: FitOptions, simulation: Simulation | None) -> dict[str, An
     >>> clock_of(options, None)["compute"]["seconds"]
     tensor(0.4000, dtype=torch.float64)
     """
-    plan = getattr(simulation, "schedule", None)
+    plan = None if simulation is None else simulation.run.schedule
     if isinstance(plan, AsyncPlan):
         bars = [list(bar) for bar in plan.timeline.bars(0, MAX_STEPS) if bar.node < MAX_NODES]
         return {"bars": bars, "summary": repr(plan.timeline), "per_node": vars(plan.timeline.per_node)}

@@ -34,7 +34,7 @@ from vecgym.simulation.events import Arrival, Happening, Schedule, Stop
 from vecgym.simulation.state import Result
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import EventDriven
-from vecgym.strategy.simulated import Updates, simulation_of
+from vecgym.strategy.simulated import asynchronous_simulation, simulation_of
 
 Record = tuple[Tensor, Tensor, Tensor]  # losses [T, K], consensus distance [T], bytes [T]
 
@@ -113,7 +113,7 @@ def rollout(options: RolloutOptions) -> Outcome:
     _check_differentiable(strategy, inputs, segments)
     presence = presence_of(options, len(steps), options.num_examples)
     if strategy.asynchronous:
-        simulation: Simulation = _updates(options, engine, initial, steps)
+        simulation = _updates(options, engine, initial, steps)
     else:
         with readable():
             simulation = simulation_of(
@@ -273,7 +273,7 @@ def _check_differentiable(strategy: Strategy, inputs: list[Tensor], segments: in
         )
 
 
-def _updates(options: RolloutOptions, engine: Engine, initial: Tree | None, steps: Sequence[Any]) -> Updates:
+def _updates(options: RolloutOptions, engine: Engine, initial: Tree | None, steps: Sequence[Any]) -> Simulation:
     """Return the updates for which there are batches; node i takes row i of batch t as its own step t."""
     strategy, K = options.strategy, options.num_nodes
     assert isinstance(strategy, EventDriven)
@@ -295,7 +295,7 @@ def _updates(options: RolloutOptions, engine: Engine, initial: Tree | None, step
             f"{len(steps)} batches are too few for a first update: a round has {max(plan.rules.num_steps)} steps."
         )
     with readable():
-        return Updates(
+        return asynchronous_simulation(
             engine, strategy, Schedule(plan.rules, updates), partial(batches_at, steps), seed=options.seed,
             num_examples=options.num_examples,
         )  # fmt: skip

@@ -33,7 +33,7 @@ from vecgym.simulation import Event, Row, Simulation, State, run
 from vecgym.simulation.simulation import Draft
 from vecgym.simulation.state import Metrics
 from vecgym.strategy.asynchronous import EventDriven
-from vecgym.strategy.simulated import Updates, described, simulation_of
+from vecgym.strategy.simulated import asynchronous_simulation, described, metrics_of, simulation_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -291,9 +291,8 @@ class AsyncRun(Run[M]):
     """
 
     unit = "update"
-    simulation: Updates
 
-    def _simulation(self, num_examples: tuple[int, ...]) -> Updates:
+    def _simulation(self, num_examples: tuple[int, ...]) -> Simulation:
         options, strategy, K = self.options, self.options.strategy, self.options.num_nodes
         assert isinstance(strategy, EventDriven)
         assert options.compute is not None
@@ -302,9 +301,9 @@ class AsyncRun(Run[M]):
         self.plan = AsyncPlan.of(
             strategy, K, options.compute, options.network, sizes, options.seed, stop, options.availability
         )
-        self.timeline = self.plan.timeline
+        self.strategy, self.timeline = strategy, self.plan.timeline
         self.num_steps = len(self.plan.updates)
-        return Updates(
+        return asynchronous_simulation(
             self.engine, strategy, self.plan, self.train.read, seed=options.seed, num_examples=num_examples,
             minibatch_size=options.minibatch_size,
         )  # fmt: skip
@@ -315,8 +314,9 @@ class AsyncRun(Run[M]):
     def _record(self, row: Row, evaluated: bool) -> None:
         step, plan = row.tick, self.plan
         self.recorder.step(
-            step, self.simulation.metrics(row), epoch=plan.epoch(step, self.train), seen=plan.seen(step, self.train),
-            fetch=evaluated, **self.simulation.timetable.columns(step),
+            step, metrics_of(self.strategy, plan, step, row.losses, row.transfers), fetch=evaluated,
+            epoch=plan.epoch(step, self.train), seen=plan.seen(step, self.train),
+            **self.simulation.timetable.columns(step),
         )  # fmt: skip
 
     def _is_evaluated(self, step: int) -> bool:
@@ -327,7 +327,7 @@ class AsyncRun(Run[M]):
         return now // interval > before // interval
 
     def _own_params(self) -> Tree:
-        return self.simulation.strategy.own_parameters(self.state)
+        return self.strategy.own_parameters(self.state)
 
 
 def is_due(step: int, interval: int | None) -> bool:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from vecgym.availability import Presence
 from vecgym.collectives import Collectives, StackedCollectives
+from vecgym.collectives.ledger import Transfer
 from vecgym.core.objects import Settings
 from vecgym.engine import Engine
 from vecgym.optim import OptimSpec
 from vecgym.simulation.events import Schedule
-from vecgym.simulation.simulation import Batches, Request, Row, Simulation
+from vecgym.simulation.simulation import Batches, Request, Simulation
 from vecgym.simulation.state import Metrics
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import EventDriven, check_synchronous
@@ -93,40 +94,34 @@ def simulation_of(
     )  # fmt: skip
 
 
-class Updates(Simulation):
-    """The asynchronous training of one model, with the metrics that a run records.
+def asynchronous_simulation(
+    engine: Engine, strategy: EventDriven, schedule: Schedule, read: Any, *, seed: int,
+    num_examples: tuple[int, ...] | None = None, minibatch_size: int | None = None,
+) -> Simulation:  # fmt: skip
+    """Return the asynchronous training of one model.
 
     Args:
         schedule: all that happens.
-        read, minibatch_size: see `vecgym.simulation.Simulation`.
+        read, minibatch_size: see `Simulation`.
     """
-
-    timetable: Any  # `vecgym.simulation.timetable.Scheduled`
-
-    def __init__(
-        self, engine: Engine, strategy: EventDriven, schedule: Schedule, read: Any, *, seed: int,
-        num_examples: tuple[int, ...] | None = None, minibatch_size: int | None = None,
-    ) -> None:  # fmt: skip
-        K = len(schedule.rules.num_steps)
-        run = RunFacts(K, len(schedule.updates), seed, num_examples=num_examples, schedule=schedule)
-        super().__init__(engine, strategy, run, StackedCollectives(K), read, minibatch_size=minibatch_size)
-        self.comm.ledger.asynchronous = True
-        self.strategy, self.schedule = strategy, schedule
-        strategy.inner_optim.check_steps(K, self.timetable.max_steps, "inner optimizer")
-        strategy.check_updates(K, self.timetable.length)
-
-    def metrics(self, row: Row) -> Metrics:
-        """Return the metrics of an update."""
-        return metrics_of(self.strategy, self.schedule, row.tick, row.losses)._replace(transfers=row.transfers)
+    K = len(schedule.rules.num_steps)
+    run = RunFacts(K, len(schedule.updates), seed, num_examples=num_examples, schedule=schedule)
+    simulation = Simulation(engine, strategy, run, StackedCollectives(K), read, minibatch_size=minibatch_size)
+    simulation.comm.ledger.asynchronous = True
+    strategy.inner_optim.check_steps(K, simulation.timetable.max_steps, "inner optimizer")
+    strategy.check_updates(K, simulation.timetable.length)
+    return simulation
 
 
-def metrics_of(strategy: EventDriven, schedule: Schedule, update: int, losses: Tensor) -> Metrics:
+def metrics_of(
+    strategy: EventDriven, schedule: Schedule, update: int, losses: Tensor, transfers: tuple[Transfer, ...] = ()
+) -> Metrics:
     """Return the metrics of an update, counted from 1: a node's loss is the mean over its round, nan without one."""
     arrivals = schedule.arrivals(update)
     outer_lr = strategy.server_rate(schedule.updates[update - 1], len(schedule.rules.num_steps))
     last, nodes = [x.first_step + x.num_steps - 1 for x in arrivals], [x.node for x in arrivals]
     lr = strategy.inner.lr(last, schedule.max_steps, nodes)  # a number, or one for each arrival
-    return Metrics(losses, lr, sorted(set(nodes)), outer_lr)
+    return Metrics(losses, lr, sorted(set(nodes)), outer_lr, transfers)
 
 
 OPTIONS = tuple(StepOptions.__annotations__)  # of the inner optimizer
