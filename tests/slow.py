@@ -24,7 +24,7 @@ VARIANTS = (
     "fedavg-randomk|demo-momentum).*"
 )
 
-MANY = 6
+MANY = 4
 WHOLE = {"test_api", "test_documents", "test_floors", "test_readme"}  # each of whose cases is a thing of its own
 
 # File and test (a part of its name): which of its cases, a regular expression of the whole id.
@@ -53,7 +53,7 @@ SLOW = [
     ("test_cli", "threads_wait|threads_sleep", ".*"),
     ("test_codecs", "mean_of_many|without_chance|fed_back", ".*(heavy tails|one of many|equal).*"),
     ("test_compare", "interval_has", ""),
-    ("test_compiled", "more_models", ""),
+    ("test_compiled", "more_models|a_difference_between", ""),
     ("test_compiled", "traced", "(CNN|DictBatch|Dropout|WithFrozen|Quadratic)"),
     ("test_compiled", "a_fit|a_sweep", "|strategy1"),
     ("test_compression", "exchanges_equal_their_twins", ".*(K5|K1|forget).*|allreduce-.*"),
@@ -68,10 +68,12 @@ SLOW = [
     ("test_golden", "the_traces", "[23]"),
     ("test_gossip", "equals_its_twin", ".*-(8|4|1)-.*|.*loop"),
     ("test_gossip", "derivatives_by_the_matrix", ".*inner1"),
+    ("test_dry_run", "hundred_billion", "allreduce"),
     ("test_launch", "notebook|without_cloudpickle", ""),
     ("test_launch", "that_of_one_process", "CNN-.*"),
     ("test_launch", "order_of_ranks", "spawn"),
     ("test_memory", "the_peak", "GPT.*|.*minibatches of chunks"),
+    ("test_model_errors", "compiled_models_train", ".*"),
     ("test_no_waits", "no_model_waits", ".*GPT"),
     ("test_no_waits", "no_optimizer|no_option", "minibatch_size|limits|.*(nesterov|amsgrad|centered).*"),
     (
@@ -85,20 +87,23 @@ SLOW = [
         "fedavg-.*|sparta-diloco|gossip-matching|des-loc|streaming-4-bits|palsgd|noloco|eager",
     ),
     ("test_optim", "differences", ".*(amsgrad|nesterov|radam-extra|adamax|nadam).*"),
-    ("test_price", "of_a_long_run|no_H_is_enough|the_guide_shows", ""),
+    ("test_price", "of_a_long_run|no_H_is_enough|the_guide_shows|one_node_sends", ""),
     ("test_price", "hides_an_exchange|H_that_is_needed|odd_models", "160|1|5|streaming-.*|diloco-0.3|model[13]"),
     ("test_properties", "", VARIANTS),
     ("test_properties", "same_bits|saved_state", ".*Dropout-.*"),
     ("test_properties", "pure_step", ".*(Dropout|CNN)"),
     ("test_properties", "permuting", ".*-[58]"),
     ("test_properties", "a_value_for_each", ".*loop, exact"),
+    ("test_report", "a_run_with_a_ledger", "folder|saved"),
     ("test_report", "a_file_has_the_network", "compute0-network0|compute1-network1"),
     ("test_rollout", "segments", "(1|6)-.*"),
+    ("test_rollout", "budget_of_bytes|optimized_mixing", ""),
     ("test_rollout", "finite_differences", ".*(of-each-step|adam).*"),
     ("test_sparta", "twin", ".*loop|.*-[135]-.*"),
     ("test_sweep", "interrupted_and_resumed", "(20|40|11)-.*"),
     ("test_sweep", "what_it_is_alone", ".*[ ,].*"),
     ("test_ddp", "distributed_data_parallel", ".*-4"),
+    ("test_timeline", "no_bandwidth", "100.*"),
     ("test_twins", "accumulated|few_nodes", ".*(GPT|CNN|LSTM|-loop).*"),
     ("test_twins", "chunks_and_threads", "vmap"),
     ("test_twins", "every_strategy_equals", ".*loop|.*-CNN-.*"),
@@ -117,7 +122,7 @@ def thinned(file: str, test: str, cases: Sequence[str]) -> set[str]:
     """Return which of the cases of a test run only with the slow ones.
 
     >>> cases = [f"case {i}" for i in range(9)]
-    >>> sorted(set(cases) - thinned("test_sweep", "test_a", cases)), thinned("test_sweep", "test_a", cases[:5])
+    >>> sorted(set(cases) - thinned("test_sweep", "test_a", cases)), thinned("test_sweep", "test_a", cases[:3])
     (['case 0', 'case 3', 'case 6'], set())
     """
     if len(cases) < MANY or file in WHOLE:
