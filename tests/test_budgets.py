@@ -18,6 +18,7 @@ from tests.fitting import dataset
 from tests.models import make_model
 from tests.slow import COLLECTED, NAMED, SLOW
 from vecgym import Trainer
+from vecgym.engine import recorded
 from vecgym.strategy import DiLoCoStrategy
 
 PACKAGE = Path(__file__).parent.parent / "vecgym"
@@ -169,7 +170,8 @@ class Walked(Trainer):
             self.files.add(frame.f_code.co_filename)
 
 
-def test_the_walk_of_a_batch() -> None:
+def test_the_walk_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "MIN_PASSES", 1)  # as in a long run
     trainer, strategy = Walked(make_model("MLP"), dataset("MLP")), DiLoCoStrategy("adamw", H=4, lr=0.1)
     try:
         trainer.fit(strategy, 4, max_steps=5, batch_size=4, device="cpu", progress=False)
@@ -177,6 +179,7 @@ def test_the_walk_of_a_batch() -> None:
         sys.setprofile(None)
     assert {PACKAGE / "runs" / "run.py", PACKAGE / "simulation" / "run.py"} & set(map(Path, trainer.files))
     assert len(trainer.files) <= MAX_FILES_OF_A_WALK, sorted(trainer.files)
+    assert f" {len(trainer.files)} files" in FILES["guide/contributing.py"]
 
 
 def test_functions() -> None:
