@@ -81,7 +81,7 @@ UNDERNEATH = (
     "vecgym.strategy.Context", "vecgym.strategy.Meeting", "vecgym.optim.Optimizer.",
     "vecgym.plot.default_window", "vecgym.data.Batches.", "vecgym.OptimSpec.mapped",
     "vecgym.plot.pareto_front",
-    "vecgym.plot.smooth", "vecgym.Ledger",
+    "vecgym.plot.smooth", "vecgym.Ledger", "vecgym.availability.Presence", "vecgym.availability.by_rounds",
 )  # fmt: skip
 # ... but for these, which users call and give to a strategy, ...
 ENTRANCES = {
@@ -104,7 +104,7 @@ MADE = {
 PROTOCOL = {
     "init", "active_nodes", "local_gradients", "exchange_gradients", "exchange_parameters", "outer_learning_rate",
     "agree", "settle", "write", "change", "changed", "gather", "shares", "told", "lag", "outer", "outer_lr", "agreed",
-    "marks", "trains", "senders", "facts", "times", "parts", "numbered", "timetable", "check_run", "alike", "rates",
+    "marks", "trains", "senders", "facts", "times", "parts", "numbered", "timetable", "check_run", "alike", "rates", "outer_rate",
     "drawn", "load_hidden_state", "check_optimizer", "exchange_moments", "outer_parameters",
     "optimize", "lr", "select", "encode", "decode", "average", "reduce", "compresses", "update",
     "mixing", "residual", "step_bytes", "exchange", "check", "check_steps", "check_present", "idle",
@@ -116,7 +116,7 @@ PROTOCOL = {
 }  # fmt: skip
 # ... and arguments with these annotations.
 HANDED_ON = {"Tree", "State", "Context", "Code", "Draw", "Shapes", "Slots", "OptState", "T", "Engine", "Collectives",
-             "Runner", "Groups", "Exchange", "Mixing", "Batches", "Meeting", "RunFacts"}  # fmt: skip
+             "Runner", "Groups", "Exchange", "Mixing", "Batches", "Meeting", "RunFacts", "Facts", "Presence"}  # fmt: skip
 DECORATION = (
     "title",
     "loss_label",
