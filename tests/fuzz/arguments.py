@@ -104,8 +104,8 @@ MADE = {
 PROTOCOL = {
     "init", "active_nodes", "local_gradients", "exchange_gradients", "exchange_parameters", "outer_learning_rate",
     "agree", "settle", "write", "change", "changed", "gather", "shares", "told", "lag", "outer", "outer_lr", "agreed",
-    "marks", "trains", "senders", "facts", "times", "parts", "numbered", "timetable", "check_run", "alike", "rates", "outer_rate",
-    "drawn", "load_hidden_state", "check_optimizer", "exchange_moments", "outer_parameters",
+    "marks", "trains", "senders", "facts", "times", "parts", "numbered", "timetable", "check_run", "alike", "rates",
+    "outer_rate", "drawn", "load_hidden_state", "check_optimizer", "exchange_moments", "outer_parameters",
     "optimize", "lr", "select", "encode", "decode", "average", "reduce", "compresses", "update",
     "mixing", "residual", "step_bytes", "exchange", "check", "check_steps", "check_present", "idle",
     "start", "resume", "log", "finish", "append", "forward", "logits", "val_metrics", "rate", "groups", "rule", "at",
@@ -116,7 +116,8 @@ PROTOCOL = {
 }  # fmt: skip
 # ... and arguments with these annotations.
 HANDED_ON = {"Tree", "State", "Context", "Code", "Draw", "Shapes", "Slots", "OptState", "T", "Engine", "Collectives",
-             "Runner", "Groups", "Exchange", "Mixing", "Batches", "Meeting", "RunFacts", "Facts", "Presence"}  # fmt: skip
+             "Runner", "Groups", "Exchange", "Mixing", "Batches", "Meeting", "RunFacts", "Facts",
+             "Presence"}  # fmt: skip
 DECORATION = (
     "title",
     "loss_label",
