@@ -251,9 +251,8 @@ def _hash(tensors: list[Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"into {FILE.name}, in place of standard output")
-    parser.add_argument(
-        "--share", type=int, default=0, help="compute only every third trace, from this one on: 1, 2, 3"
-    )
+    about = "compute only every third trace, from this one on"
+    parser.add_argument("--share", type=int, choices=range(1, SHARES + 1), help=about)
     args = parser.parse_args()
     os.environ.update(PORTABLE)
     import warnings

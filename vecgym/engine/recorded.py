@@ -54,7 +54,7 @@ class Recorded(Vmap):
         self.ended = ""
         self._refusal = "its batches hold something else than tensors, or a mode of torch is entered"
         self._lists: dict[Any, Operations | None] = {}
-        self._passes: Counter[Any] = Counter()  # of shapes without a list
+        self._passes: Counter[Any] = Counter()  # of each shape, until it has a list
         self._watch: Watch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
