@@ -25,8 +25,7 @@ import re
 import secrets
 import types
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -83,9 +82,8 @@ class Checkpointer:
     A failed write (on a full disk) warns; the run continues, and earlier checkpoints stay.
 
     Attributes:
-        last: the newest checkpoint from which this run can resume.
+        last: the newest checkpoint from which this run can resume; at the start, the one that it does resume from.
         run_id: identifies the run elsewhere, such as in wandb; a resumed run keeps it. "": nothing is saved.
-        resumed: the state to resume from, of the newest intact checkpoint; None: start anew.
     """
 
     def __init__(self, options: FitOptions, simulation: Simulation, recorder: Recorder, session: Session) -> None:
@@ -96,32 +94,29 @@ class Checkpointer:
         self.session = session
         self.last: Path | None = None
         self.run_id = ""
-        self.resumed: State | None = None
         self._random: GlobalStates | None = None  # of the checkpoint that the run resumes from
-        self._lock = None if self.folder is None else Lock(self.folder / LOCK)
-        if self.folder is None and options.resume is False:
-            return
-        session.first(self._take_folder)
-        with self.locked():
-            self._identity = Identity(options, simulation, recorder.data, session)
-            if options.resume is not False:
-                self.resumed = self._load()
-            session.first(self._check_folder)
-            self.run_id = session.first(self._make_run_id)
+        self._held = contextlib.ExitStack()  # the folder's lock
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Release the folder if the block raises."""
+    def start(self) -> State:
+        """Take the folder, and return the state to begin with: of the newest intact checkpoint, or the initial one."""
+        if self.folder is None and self.options.resume is False:
+            return self.simulation.init()
+        self.session.first(self._take_folder)
         try:
-            yield
+            self._identity = Identity(self.options, self.simulation, self.recorder.data, self.session)
+            state = self.simulation.init()
+            if self.options.resume is not False:
+                state = self._load(state)
+            self.session.first(self._check_folder)
+            self.run_id = self.session.first(self._make_run_id)
         except BaseException:
             self.close()
             raise
+        return state
 
     def close(self) -> None:
         """Release the folder for other runs."""
-        if self._lock is not None:
-            self._lock.release()
+        self._held.close()
 
     def begin(self) -> None:
         """Set the global random generators, just before the first step."""
@@ -148,22 +143,20 @@ class Checkpointer:
         self.last = path
         self._remove_old(state.step)
 
-    def _load(self) -> State | None:
-        """Restore the newest checkpoint that all processes can read; None: the folder has none."""
-        template: State | None = None
+    def _load(self, initial: State) -> State:
+        """Restore the newest checkpoint that all processes can read; if the folder has none, return `initial`."""
         paths = self.session.first(self._candidates)
         for path in paths:
-            state, damage = None, ""
+            damage = ""
             try:
                 contents = self._read(path)
                 self._identity.check(contents, path)
-                template = template or self.simulation.init()
                 with runfile.naming(path):
-                    state = self._restore(contents, template)
+                    state = self._restore(contents, initial)
             except Damaged as error:
                 damage = str(error)
-            if not (damages := [*filter(None, self.session.each(damage))]):
-                assert state is not None
+            damages = [*filter(None, self.session.each(damage))]
+            if not damages:
                 self._identity.check_loss(contents, state, path)
                 self.last, saved_id = path, str(contents["settings"].get("run_id"))
                 self.run_id = saved_id if re.fullmatch("[0-9a-f]{16}", saved_id) else ""
@@ -173,7 +166,7 @@ class Checkpointer:
                 raise Damaged(f"{damages[0].rstrip('.')}{newer}. Give resume=False and another save_dir.")
             if self.session.rank == 0:
                 warn(f"{damages[0].rstrip('.')}. Trying the next older checkpoint.")
-        return None
+        return initial
 
     def _candidates(self) -> list[Path]:
         """Return the checkpoints to resume from, the newest first."""
@@ -196,11 +189,12 @@ class Checkpointer:
 
     def _take_folder(self) -> None:
         """Lock the folder until the run ends: two runs at a time would mix their checkpoints."""
-        if self.folder is None or self._lock is None:
+        if self.folder is None:
             return
+        lock = Lock(self.folder / LOCK)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            holder = self._lock.take()
+            holder = lock.take()
         except OSError as error:
             raise ValueError(f"save_dir={str(self.folder)!r} cannot be written to: {error}") from None
         if holder is not None:
@@ -208,6 +202,7 @@ class Checkpointer:
                 f"save_dir={str(self.folder)!r} is in use by another run: {holder} writes its checkpoints there. Give "
                 "another save_dir, or wait until that run has ended."
             )
+        self._held.callback(lock.release)
 
     def _check_folder(self) -> None:
         """Check, before the first step, that the folder holds no other run's checkpoints."""

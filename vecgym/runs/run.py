@@ -106,10 +106,9 @@ class Run(Generic[M]):
         if after_step is not None or options.stop is not None:
             self.recorder.interval = 1
         self.checkpoints = Checkpointer(self.options, self.simulation, self.recorder, session)
+        self.state = self.checkpoints.start()
         if self.checkpoints.run_id:
             self.history.settings["run_id"] = self.checkpoints.run_id
-        with self.checkpoints.locked():
-            self.state = self.checkpoints.resumed or self.simulation.init()
         self.nodes: Nodes[M] | None = None
         self._distance_before: Tensor | None = None  # of the nodes, before the exchange of an evaluated step
 
@@ -122,7 +121,7 @@ class Run(Generic[M]):
             with torch.enable_grad(), self.interrupts() as self._interrupted, progress as bar:
                 recorder.start(self.history.settings, bar)
                 checkpoints.begin()
-                if checkpoints.resumed is None:
+                if checkpoints.last is None:
                     if self.options.strategy.asynchronous:  # its first row has the time, even without a validation
                         recorder.add(sim_seconds=0.0)
                     self.evaluate()
