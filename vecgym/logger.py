@@ -17,7 +17,7 @@ import numpy as np
 
 from vecgym.core import check
 from vecgym.core.errors import warn
-from vecgym.core.files import is_regular, write_atomically
+from vecgym.core.files import write_atomically
 from vecgym.records.columns import EACH, INTEGERS, PER_NODE, SCALARS, is_per_node
 from vecgym.records.history import History
 
@@ -167,7 +167,7 @@ def read_csv(directory: str | os.PathLike[str]) -> History:
         raise ValueError(f"{folder} holds no run: there is no history.csv, which CSVLogger({str(folder)!r}) writes.")
     try:
         config = folder / "config.json"
-        history = History(json.loads(config.read_text()) if is_regular(config) else {})
+        history = History(json.loads(config.read_text()) if os.path.isfile(config) else {})
         for cells in _read_rows(folder / "history.csv"):
             row = {name: float(cell) for name, cell in cells.items() if cell not in ("", None)}
             history.append({**row, **{name: int(row[name]) for name in INTEGERS if name in row}})
@@ -188,7 +188,7 @@ def _per_node_files(folder: Path) -> list[Path]:
 
 
 def _read_rows(path: Path) -> list[dict[str, str]]:
-    if not is_regular(path):
+    if not os.path.isfile(path):
         return []
     with path.open(newline="") as file:
         lines, newline, cut_off = file.read().rpartition("\n")

@@ -50,7 +50,7 @@ from vecgym.compat import perplexity
 from vecgym.core import check
 from vecgym.core.check import checks_of
 from vecgym.core.errors import warn
-from vecgym.core.files import is_regular, write_atomically
+from vecgym.core.files import write_atomically
 from vecgym.logger import WandbLogger
 from vecgym.optim import OptimSpec
 from vecgym.runs.options import Count, Flag, OptionalCount, Seed, optional_number
@@ -348,7 +348,7 @@ class DilocoSimulator(Trainer[nn.Module]):
         file = check.path("path", path)
         if not file.exists():
             raise FileNotFoundError(f"there is no file {file}.")
-        if not is_regular(file):
+        if not os.path.isfile(file):
             raise ValueError(f"{file} is not a file, but a folder, a pipe, a socket or a device.")
         try:
             self.master_model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vecgym.core import check
-from vecgym.core.files import is_regular
 from vecgym.data.checks import describe, is_integers
 
 # Modules of every Python from 3.10 to 3.13 with much English text: docstrings and comments.
@@ -62,7 +61,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
     ValueError: text file no-such-file.txt cannot be read: No such file or directory.
     """
     file = check.path("path", path)
-    if file.exists() and not is_regular(file):
+    if file.exists() and not os.path.isfile(file):
         raise ValueError(f"text file {path} is not a file, but a folder, a pipe, a socket or a device.")
     try:
         text = file.read_text(encoding="utf-8")

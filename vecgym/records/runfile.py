@@ -25,7 +25,7 @@ from vecgym.core import check as checks
 from vecgym.core import nodes, tree
 from vecgym.core.check import kind_of
 from vecgym.core.errors import Damaged
-from vecgym.core.files import is_regular, write_atomically
+from vecgym.core.files import write_atomically
 from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
 from vecgym.records.history import History
@@ -176,7 +176,7 @@ def record(saved: Nodes[Any], step: int, history: History, ledger: Ledger, clock
 def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the checkpoints in a folder, intact or not, in the order of steps. Only regular files count."""
     paths = [path for path in Path(folder).glob("step-*.pt") if re.fullmatch(r"step-[0-9]+\.pt", path.name)]
-    return sorted(filter(is_regular, paths), key=step_of)
+    return sorted(filter(os.path.isfile, paths), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -215,7 +215,7 @@ def read(path: str | os.PathLike[str], required: Mapping[str, Any] | None = None
     path = checks.path("path", path)
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}.")
-    if not is_regular(path):
+    if not os.path.isfile(path):
         raise Damaged(f"{path} is not a file, but a folder without checkpoints, a pipe, a socket or a device.")
     try:
         with zipfile.ZipFile(path) as archive:
