@@ -38,13 +38,13 @@ def expanded(x: Tensor, num_nodes: int) -> Tensor:
     return x.expand(num_nodes, *x.shape[1:]) if once else x.repeat_interleave(num_nodes // x.shape[0], 0)
 
 
-def widened(values: Tree, num_nodes: int) -> Tree:
-    """Expand `[1 or C or L, *]` to `[L, *]` in writable storage; see `expanded`.
+def widened(values, num_nodes: int):
+    """Expand every `[1 or C or L, *]` tensor of a nested tree to `[L, *]` in writable storage; see `expanded`.
 
     >>> widened({"w": torch.tensor([1.0])}, 2)
     {'w': tensor([1., 1.])}
     """
-    return tree.map(lambda x: x if len(x) == num_nodes else x.repeat_interleave(num_nodes // len(x), 0), values)
+    return tree.map_leaves(lambda x: x if len(x) == num_nodes else x.repeat_interleave(num_nodes // len(x), 0), values)
 
 
 def mean(values: Tree, members: Sequence[int] | None = None) -> Tree:

@@ -42,7 +42,7 @@ from vecgym.core import rng, tree
 from vecgym.core.devices import placed_as
 from vecgym.core.errors import Damaged, warn
 from vecgym.core.files import Lock, remove_partial
-from vecgym.core.nodes import LOSS_FN, Nodes
+from vecgym.core.nodes import LOSS_FN, Nodes, widened
 from vecgym.core.objects import GENERATORS
 from vecgym.core.rng import GlobalStates
 from vecgym.core.tree import Tree
@@ -245,7 +245,7 @@ class Checkpointer:
         random_states = self.session.each(GlobalStates.now().packed())
         if everyone is None:
             return None
-        everyone["own"] = _widened(everyone.get("own", {}), self.simulation.comm.num_nodes)
+        everyone["own"] = widened(everyone.get("own", {}), self.simulation.comm.num_nodes)
         params = {**everyone.pop("params"), **self._frozen()}
         buffers, own, num_nodes = everyone.pop("buffers"), everyone.pop("result"), self.simulation.comm.num_nodes
         saved = Nodes(self.simulation.engine.model, num_nodes, params, buffers, result.members, own)
@@ -319,13 +319,7 @@ def _with_models(saved: dict[str, Any], template: State, num_rows: int) -> State
     (shared if saved["home"] == "shared" else own)["params"] = models["params"]
     for trees, like in ((own, template.own), (shared, template.shared)):
         trees["buffers"] = {name: models["buffers"][name] for name in like["buffers"]}
-    return State(0, _widened(own, num_rows), shared)
-
-
-def _widened(own: dict[str, Any], num_rows: int) -> dict[str, Any]:
-    """Return what is each node's own with a row for each node, even where all are equal."""
-    wide: dict[str, Any] = tree.map_leaves(lambda x: x if len(x) == num_rows else x.repeat_interleave(num_rows, 0), own)
-    return wide
+    return State(0, widened(own, num_rows), shared)
 
 
 def _check_alike(values: Any, template: Any, num_nodes: int, *, more: bool = False) -> None:
@@ -545,12 +539,10 @@ def learning_rates(strategy: Strategy, num_steps: int, steps: Iterable[int]) -> 
     {0: [0.0], 1: [0.25], 2: [0.5]}
     """
     rates = {}
-    for step in steps:
-        try:
+    with contextlib.suppress(AttributeError):
+        for step in steps:
             lr = strategy.inner.lr(step, num_steps)
-        except AttributeError:
-            return {}
-        rates[step] = torch.as_tensor(lr, dtype=torch.float64).detach().reshape(-1).tolist()
+            rates[step] = torch.as_tensor(lr, dtype=torch.float64).detach().reshape(-1).tolist()
     return rates
 
 
