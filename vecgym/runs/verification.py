@@ -226,23 +226,20 @@ def compare(options: VerifyOptions, wires: Sequence[Wire], *, exact: bool) -> li
     Every process of every wire calls this, and must belong to all wires that it passes.
     """
     stacked = Form(options, StackedCollectives(options.num_nodes), exact)
-    forms = [Form(options, DistributedCollectives(options.num_nodes, wire, exact=exact), exact) for wire in wires]
-    rounding = BOUNDS[options.dtype]
-    comparisons = [_Comparison(form, 0.0 if exact else rounding, rounding) for form in forms]
+    parts = [_Part(options, DistributedCollectives(options.num_nodes, wire, exact=exact), exact) for wire in wires]
     with torch.enable_grad():
         for step in range(options.steps):
             stacked.step(step)
-            for form, comparison in zip(forms, comparisons):
-                form.step_as_part(step)
-                comparison.add(step, stacked)
+            for part in parts:
+                part.step(step)
+                part.compare(step, stacked)
     checks = []
-    for comparison, wire in zip(comparisons, wires):
+    for part, wire in zip(parts, wires):
         wire.agree(f"nothing more, after {options.steps} steps")
-        everyone = wire.all_gather_object(([tuple(row) for row in comparison.rows], comparison.finding))
-        rows = tuple(Difference(*map(max, zip(*values))) for values in zip(*[rows for rows, _ in everyone]))
-        name, finding = "exact" if exact else "native", first_of([finding for _, finding in everyone])
-        checks.append(Check(name, comparison.bound, rows, finding))
-    for form in (stacked, *forms):
+        rows_of_each, findings = zip(*wire.all_gather_object((part.rows, part.finding)))
+        rows = tuple(Difference(*map(max, zip(*of_step))) for of_step in zip(*rows_of_each))
+        checks.append(Check("exact" if exact else "native", part.bound, rows, first_of(findings)))
+    for form in (stacked, *parts):
         form.simulation.close()
     return checks
 
@@ -272,10 +269,26 @@ class Form:
         return {"params": state.params, "buffers": state.buffers, "losses": self.losses, "optimizer": optimizer,
                 "strategy": rest}  # fmt: skip
 
-    def step_as_part(self, step: int) -> None:
-        """Take a step in one of several processes, after the stacked form has taken it."""
+
+class _Part(Form):
+    """The form in one of several processes, compared with the stacked one.
+
+    Attributes:
+        rows: the differences after each step.
+        finding: the first of them that is not within the bound.
+    """
+
+    def __init__(self, options: VerifyOptions, comm: Any, exact: bool) -> None:
+        super().__init__(options, comm, exact)
+        self.rounding = BOUNDS[options.dtype]
+        self.bound = 0.0 if exact else self.rounding
+        self.rows: list[Difference] = []
+        self.finding: Finding | None = None
+
+    def step(self, step: int) -> None:
+        """Take a step that the stacked form has taken."""
         try:
-            self.step(step)
+            super().step(step)
         except Disagreement:
             raise
         except (RuntimeError, IndexError) as error:
@@ -284,35 +297,24 @@ class Form:
                 f"the {self.comm.num_local} of this one: {error}. The contract: {RULES['own']}; {RULES['comm']}."
             ) from error
 
-
-class _Comparison:
-    """Compare a distributed form with the stacked one: a row for each step, and the first difference."""
-
-    def __init__(self, form: Form, bound: float, rounding: float) -> None:
-        self.form, self.bound, self.rounding = form, bound, rounding
-        self.rows: list[Difference] = []
-        self.finding: Finding | None = None
-
-    def add(self, step: int, stacked: Form) -> None:
-        a, b, comm = stacked.values, self.form.values, self.form.comm
+    def compare(self, step: int, stacked: Form) -> None:
+        """Add the differences after a step."""
+        a, b = stacked.values, self.values
         sizes = {name: float(p.nan_to_num().abs().max()) for name, p in stacked.state.params.items() if p.numel()}
-        all_gaps = [gap for kind in KINDS for gap in gaps(kind, a[kind], b[kind], comm, sizes)]
+        all_gaps = [gap for kind in KINDS for gap in gaps(kind, a[kind], b[kind], self.comm, sizes)]
         largest = {kind: max((gap.largest for gap in all_gaps if gap.kind == kind), default=0.0) for kind in KINDS}
-        entries, entries_here = ([e for e in f.comm.ledger if e.step == step] for f in (stacked, self.form))
-        bytes_apart = abs(stacked.comm.ledger.total_bytes - self.form.comm.ledger.total_bytes)
+        entries, entries_here = ([e for e in f.comm.ledger if e.step == step] for f in (stacked, self))
+        bytes_apart = abs(stacked.comm.ledger.total_bytes - self.comm.ledger.total_bytes)
         row = Difference(step, **largest, ledger_bytes=bytes_apart if entries == entries_here else math.inf)
         self.rows.append(row)
         if self.finding is None and not row.within(self.bound):
-            gap = next((gap for gap in all_gaps if not gap.largest <= self.bound), None)
-            if gap is None:
-                calls = f"{_calls(entries)} with all in one process, {_calls(entries_here)} with a part of them,"
-                gap = Gap("ledger", calls, None)
-            self.finding = self._finding(step, gap)
+            calls = f"{_calls(entries)} with all in one process, {_calls(entries_here)} with a part of them,"
+            all_gaps.append(Gap("ledger", calls, DIFFERENT))
+            self.finding = self._finding(step, next(gap for gap in all_gaps if not gap.largest <= self.bound))
 
     def _finding(self, step: int, gap: Gap) -> Finding:
-        nodes = self.form.comm.node_ids.tolist()
-        sizes = [] if gap.rows is None or len(gap.rows) < len(nodes) else gap.rows.tolist()
-        node = next((node for node, x in zip(nodes, sizes) if not x <= self.bound), nodes[0])
+        nodes = self.comm.node_ids.tolist()
+        node = next((node for node, x in zip(nodes, gap.rows.tolist()) if not x <= self.bound), nodes[0])
         if gap.kind == "ledger":
             rules = [RULES["comm"]]
         elif gap.largest == math.inf:
@@ -340,12 +342,15 @@ class Gap(NamedTuple):
 
     kind: str
     tensor: str
-    rows: Tensor | None  # of each node here, relative; None: names or shapes differ
+    rows: Tensor  # of each node here, relative, or `[1]`; inf: names or shapes differ
 
     @property
     def largest(self) -> float:
         """inf where names or shapes differ."""
-        return math.inf if self.rows is None else float(self.rows.max()) if len(self.rows) else 0.0
+        return float(self.rows.max())
+
+
+DIFFERENT = torch.tensor([math.inf])  # rows of a gap in names, shapes or calls
 
 
 def gaps(
@@ -362,7 +367,7 @@ def gaps(
     """
     if isinstance(a, dict):
         if not isinstance(b, dict) or a.keys() != b.keys():
-            yield Gap(kind, ".".join(path), None)
+            yield Gap(kind, ".".join(path), DIFFERENT)
             return
         for key in a:
             yield from gaps(kind, a[key], b[key], comm, sizes, (*path, str(key)))
@@ -371,7 +376,7 @@ def gaps(
     if len(a) == comm.num_nodes:
         a = a[comm.node_ids]
     if a.shape[1:] != b.shape[1:] or not {len(a), len(b)} <= {1, len(comm.node_ids)}:
-        yield Gap(kind, ".".join(path), None)
+        yield Gap(kind, ".".join(path), DIFFERENT)
         return
     x, y = torch.broadcast_tensors(a.detach().double(), b.detach().double())
     if x.numel() == 0:
