@@ -183,17 +183,14 @@ def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
     num_nodes, device, fits = options.num_nodes, torch.device(options.device), _fits(options.model)
     model = copy.deepcopy(options.model).cpu() if fits else options.model
     one = Engine(model, engine=options.engine, autocast=options.autocast)
-    batch, plan = None, Plan("vmap")
-    if options.data is not None and fits:
-        batch = _batch_of_one(options)
-        with torch.enable_grad():
-            one.prepare(tree.map_leaves(lambda x: x[None], _examples(batch, options.minibatch_size)), num_passes=0)
-        assert one.facts is not None
-        mean = as_strategy(options.strategy, options.model).mean_gradient
+    batch = _batch_of_one(options) if options.data is not None and fits else None
+    estimator = Estimator(one, options.strategy, num_nodes, options.max_steps, batch, options.minibatch_size)
+    plan = Plan("vmap")
+    if one.facts is not None:
+        mean = estimator.strategy.mean_gradient
         plan = choose_plan(one.facts, num_nodes, device, torch.get_num_threads(), options.engine, mean)
     if options.chunk_size is not None:
         plan = replace(plan, chunk_size=options.chunk_size)
-    estimator = Estimator(one, options.strategy, num_nodes, options.max_steps, batch)
     parts = estimator.parts(plan, options.minibatch_size)
     notes = ["a node does not fit here: no batch and no activations"] if not fits else []
     notes += ["without data: no batch and no activations"] if fits and batch is None else []
@@ -217,16 +214,20 @@ class Estimator:
     """The table for one model, strategy and batch, for any way to cut its steps.
 
     Args:
-        engine: of a copy of the model on the CPU, prepared if there is a batch; its plan changes.
+        engine: of a copy of the model on the CPU, prepared here if there is a batch; its plan changes.
         num_nodes: K.
         batch: of one node, `[B, ...]`; None: without batch and activations.
+        minibatch_size: the examples to prepare the engine with; None: all.
         num_local: the nodes in this process; None: K.
     """
 
     def __init__(
         self, engine: Engine, strategy: Strategy, num_nodes: int, max_steps: int, batch: Any,
-        num_local: int | None = None,
+        minibatch_size: int | None, num_local: int | None = None,
     ) -> None:  # fmt: skip
+        if batch is not None:
+            with torch.enable_grad():
+                engine.prepare(tree.map_leaves(lambda x: x[None], _examples(batch, minibatch_size)), num_passes=0)
         self.engine, self.batch = engine, batch
         self.strategy = as_strategy(strategy, engine.model)
         self.num_nodes, self.max_steps = num_nodes, max_steps
@@ -265,7 +266,7 @@ class Estimator:
     def _pass(self, *key: Any) -> Passing:
         if key not in self._passed:
             engine, most, minibatch_size = key
-            self.engine.use(Plan(engine))
+            self.engine.use(Plan("loop" if engine == "loop" else "vmap"))  # compiled code is not watched
             mean = self.strategy.mean_gradient and self.num_local == self.num_nodes
             self._passed[key] = passing(self.engine, _examples(self.batch, minibatch_size), most, mean)
         return self._passed[key]
@@ -337,7 +338,7 @@ def memory_limit(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    total = _memory("SC_PHYS_PAGES", otherwise=8 * 2**30)
+    total = _memory("SC_PHYS_PAGES")
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # "max", if there is no limit
             total = min(total, int(Path(file).read_text()))
@@ -348,15 +349,15 @@ def available_bytes(device: torch.device) -> int:
     """Return half of the free memory: what a sweep may use by default."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
-    return _memory("SC_AVPHYS_PAGES", otherwise=8 * 2**30) // 2
+    return _memory("SC_AVPHYS_PAGES") // 2
 
 
-def _memory(pages: str, otherwise: int) -> int:
-    """Return the bytes of `pages`, as the operating system counts them; `otherwise` if it does not."""
+def _memory(pages: str) -> int:
+    """Return the bytes of `pages`, as the operating system counts them; 8 GiB if it does not."""
     try:
         return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not Linux
-        return otherwise
+        return 8 * 2**30
 
 
 # ------------------------------------------------------------------------------------------------- counting bytes
@@ -377,13 +378,12 @@ class Live(TorchDispatchMode):
     """
 
     def __init__(self, ignored: object = ()) -> None:
-        """Ignore the storages of `ignored`, nested tensors that exist already."""
+        """Ignore the storages of `ignored`, nested tensors that exist already, and for as long as this watches."""
         super().__init__()
         self.now = self.peak = 0
         self.trace: list[int] = []
         # By the storage's address. The reference's callback removes the entry, so the entry keeps the reference alive.
         self._alive: dict[int, object] = {x.untyped_storage()._cdata: None for x in tree.leaves(ignored)}
-        self._ignored = ignored
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -405,10 +405,6 @@ class Live(TorchDispatchMode):
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
         self.trace.append(self.now)
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._ignored = ()
 
 
 # ----------------------------------------------------------------------------------------- the nodes' gradients
@@ -440,19 +436,18 @@ class Passing:
 
 
 def passing(engine: Engine, batch: Any, most: int, mean: bool) -> Passing:
-    """Watch a prepared engine compute the gradients of a few nodes, each with the batch `[B, ...]`.
+    """Watch a prepared engine, whose plan is a loop or vmap, compute the gradients of a few nodes.
 
     It takes two and three nodes, since `vmap` of one may run other operations; one node with the loop, or with a model
     of much arithmetic. Gradients are dropped.
 
     Args:
+        batch: of each node, `[B, ...]`.
         most: the nodes in one call of the run; it takes no more.
         mean: whether the run needs the gradient of the mean loss only.
     """
-    kind = "loop" if engine.plan.engine == "loop" else "vmap"  # compiled code is not watched
     large = engine.facts is not None and engine.facts.flop > MAX_FLOP_IN_STACK
-    few = [1] if kind == "loop" or large else [min(most, n) for n in (2, 3)]
-    engine.use(Plan(kind))
+    few = [1] if engine.plan.engine == "loop" or large else [min(most, n) for n in (2, 3)]
     traces: dict[int, tuple[int, ...]] = {}
     strided: set[str] = set()
     for n in dict.fromkeys(few):
@@ -614,9 +609,11 @@ def fitting_sizes(
     share = 1 if measured else num_processes
     limit = int(options.max_memory_usage * memory_limit(engine.device) / share)
     num_local, batch_size = next((x.shape[0], x.shape[1] if x.dim() > 1 else 1) for x in tree.leaves(batch))
-    estimator = _estimator(engine, options, batch, max_steps, num_local)
+    copied = Engine(copy.deepcopy(engine.model), engine="loop", autocast=engine.autocast)
+    of_one, part = tree.map_leaves(lambda x: x[0], batch), options.minibatch_size
+    estimator = Estimator(copied, options.strategy, options.num_nodes, max_steps, of_one, part, num_local)
     num_bytes = 0
-    for plan, size in _cuts(engine, num_local, batch_size, options.minibatch_size):
+    for plan, size in _cuts(engine, num_local, batch_size, part):
         estimate = MemoryEstimate(estimator.parts(plan, size), num_local, str(engine.device))
         if measured:
             num_bytes = _measured(engine, plan, batch, size, estimate)
@@ -632,15 +629,6 @@ def fitting_sizes(
         "smaller batch_size, fewer nodes, or a larger max_memory_usage; vecgym.estimate_memory shows what uses how "
         "much."
     )
-
-
-def _estimator(engine: Engine, options: FitOptions, batch: Any, max_steps: int, num_local: int) -> Estimator:
-    """Return an estimator with a copy of the engine, which itself does not change."""
-    copied = Engine(copy.deepcopy(engine.model), engine="loop", autocast=engine.autocast)
-    of_one = tree.map_leaves(lambda x: x[0], batch)
-    with torch.enable_grad():
-        copied.prepare(tree.map_leaves(lambda x: x[None, : options.minibatch_size], of_one))
-    return Estimator(copied, options.strategy, options.num_nodes, max_steps, of_one, num_local)
 
 
 def _cuts(engine: Engine, num_local: int, batch_size: int, fixed: int | None) -> Iterator[tuple[Plan, int | None]]:
