@@ -465,20 +465,17 @@ def joined(device: torch.device) -> Iterator[torch.device]:
         if device.index is None:
             device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    if dist.is_initialized():
+    with contextlib.ExitStack() as stack:
+        if not dist.is_initialized():
+            if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+                raise ValueError(
+                    'backend="distributed" needs a process group. Start the script by torchrun --nproc-per-node W '
+                    'script.py, or give backend="processes", num_processes=W, which starts the processes itself.'
+                )
+            crowded = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > max(1, torch.cuda.device_count())
+            dist.init_process_group("nccl" if device.type == "cuda" and not crowded else "gloo")
+            stack.callback(dist.destroy_process_group)
         yield device
-        return
-    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
-        raise ValueError(
-            'backend="distributed" needs a process group. Start the script by torchrun --nproc-per-node W script.py, '
-            'or give backend="processes", num_processes=W, which starts the processes itself.'
-        )
-    crowded = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > max(1, torch.cuda.device_count())
-    dist.init_process_group("nccl" if device.type == "cuda" and not crowded else "gloo")
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
 
 
 # ------------------------------------------------------------------------------------------------ keeping them in step
@@ -568,7 +565,7 @@ class Session:
         A value that is the same on every node is `[1, *]`, as it would be in one process. A value that a process
         lacks, because none of its nodes has trained yet, is 0 there.
         """
-        if self.wire is None or self.num_processes == 1:
+        if self.num_processes == 1:
             return plain(values, "state")
         leaves = dict(tree.flatten(values))
         paths = dict.fromkeys(path for process in self.each(list(leaves)) for path in process)
@@ -599,15 +596,10 @@ def _joined_rows(parts: Sequence[Any], num_local: int) -> Any:
         return first
     present = [torch.zeros_like(first[:1]) if x is None else x for x in parts]
     rows = torch.cat([x.expand(num_local, *first.shape[1:]) for x in present])  # [K, *]
-    return rows[:1].clone() if num_local == 1 and _rows_equal(rows) else rows
-
-
-def _rows_equal(x: Tensor) -> bool:
-    """Whether all rows have the same bits; 0 and -0 differ."""
-    if x.numel() == 0:
-        return True
-    rows = x.contiguous().view(-1).view(torch.uint8).view(len(x), -1)
-    return bool((rows == rows[:1]).all())
+    if num_local > 1:
+        return rows
+    bits = rows[:, None].flatten(1).view(torch.uint8)  # in which 0 and -0 differ
+    return rows[:1].clone() if (bits == bits[:1]).all() else rows
 
 
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {  # of torch, on which bits depend
