@@ -253,8 +253,30 @@ def test_nan_is_no_difference_where_both_forms_have_it() -> None:
     "here", [{}, {"w": torch.ones(K, 2), "more": torch.ones(K, 2)}, {"w": torch.ones(K, 3)}, {"w": torch.ones(2, 2)}]
 )
 def test_other_names_shapes_and_rows_are_a_difference_without_a_size(here: Any) -> None:
-    [gap] = gaps("strategy", {"w": torch.ones(K, 2)}, here, StackedCollectives(K), {})
-    assert gap.largest == math.inf
+    found = gaps("strategy", {"w": torch.ones(K, 2)}, here, StackedCollectives(K), {})
+    assert max(gap.largest for gap in found) == math.inf
+
+
+class Plain(CommunicationModule):
+    """Keeps what a checkpoint can hold besides tensors; `wrong`: not the same in each process."""
+
+    def __init__(self, *, wrong: bool) -> None:
+        self.wrong = wrong
+
+    def init(self, params: Any, ctx: Any) -> Any:
+        return {"count": 0, "list": [torch.zeros(1, 2)], "none": None}
+
+    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
+        count = state["count"] + (len(ctx.comm.node_ids) if self.wrong else 1)
+        return ctx.comm.mean(params), {"count": count, "list": [*state["list"], torch.ones(1, 2)], "none": "text"}
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_plain_values_in_a_state_are_compared_too(wrong: bool) -> None:
+    report = checked(of(Plain(wrong=wrong)), steps=2)
+    assert report.passed is not wrong
+    if wrong:
+        assert "step 0, strategy 0/state.count of node 0: differs by 0.5" in str(report)
 
 
 def test_a_value_of_all_nodes_where_only_some_are() -> None:

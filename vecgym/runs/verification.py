@@ -24,6 +24,7 @@ from vecgym.collectives.ledger import Entry
 from vecgym.collectives.wire import Disagreement, Wire
 from vecgym.core import check, tree
 from vecgym.core.check import function_of
+from vecgym.core.objects import same
 from vecgym.data import Batches
 from vecgym.engine import Engine, hooks
 from vecgym.engine.plan import check_engine
@@ -353,9 +354,7 @@ class Gap(NamedTuple):
 DIFFERENT = torch.tensor([math.inf])  # rows of a gap in names, shapes or calls
 
 
-def gaps(
-    kind: str, a: Any, b: Any, comm: Collectives, sizes: Mapping[str, float], path: tuple[str, ...] = ()
-) -> Iterator[Gap]:
+def gaps(kind: str, a: Any, b: Any, comm: Collectives, sizes: Mapping[str, float]) -> Iterator[Gap]:
     """Yield the gaps between nested values of all nodes and those of the nodes here, relative to their largest values.
 
     The state of a strategy is made of parameters, often as a difference of two that are nearly equal (a residual, a
@@ -365,28 +364,33 @@ def gaps(
     Args:
         sizes: the largest value of each parameter.
     """
-    if isinstance(a, dict):
-        if not isinstance(b, dict) or a.keys() != b.keys():
-            yield Gap(kind, ".".join(path), DIFFERENT)
-            return
-        for key in a:
-            yield from gaps(kind, a[key], b[key], comm, sizes, (*path, str(key)))
-        return
+    everywhere, here = (
+        {path: torch.as_tensor(x) if check.is_number(x) else x for path, x in tree.flatten(values)} for values in (a, b)
+    )
+    for path in {**everywhere, **here}:
+        x, y = everywhere.get(path), here.get(path)
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            least = sizes.get(path[-1][1], max(sizes.values(), default=0.0)) if kind == "strategy" else 0.0
+            rows = _distances(x, y, comm, least)
+        else:
+            rows = torch.zeros(1) if same(x, y) else DIFFERENT
+        yield Gap(kind, ".".join(str(key) for _, key in path), rows)
+
+
+def _distances(a: Tensor, b: Tensor, comm: Collectives, least: float) -> Tensor:
+    """Return the distance of each node here, relative to the largest value of all, or `least` if that is larger."""
     a, b = torch.atleast_1d(a, b)
     if len(a) == comm.num_nodes:
         a = a[comm.node_ids]
     if a.shape[1:] != b.shape[1:] or not {len(a), len(b)} <= {1, len(comm.node_ids)}:
-        yield Gap(kind, ".".join(path), DIFFERENT)
-        return
+        return DIFFERENT
     x, y = torch.broadcast_tensors(a.detach().double(), b.detach().double())
     if x.numel() == 0:
-        return
+        return torch.zeros(1)
     distance = torch.where(x.isnan() & y.isnan(), 0.0, (x - y).abs()).nan_to_num(nan=math.inf)
     distance = distance.reshape(len(x), -1).amax(1)
-    scale = float(x.nan_to_num().abs().max())
-    if kind == "strategy":
-        scale = max(scale, sizes.get(path[-1], max(sizes.values(), default=0.0)))
-    yield Gap(kind, ".".join(path), distance / scale if scale > 0 else distance)
+    scale = max(float(x.nan_to_num().abs().max()), least)
+    return distance / scale if scale > 0 else distance
 
 
 def _calls(entries: Sequence[Entry]) -> str:
