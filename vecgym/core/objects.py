@@ -307,7 +307,10 @@ def _saved(x: Any, names: dict[int, str], where: str) -> Any:
     if type(x) in (list, tuple):
         return {"is": type(x).__name__, "items": [_saved(y, names, f"{where}[{i}]") for i, y in enumerate(x)]}
     if isinstance(x, dict):
-        keys = [_saved_key(key, names, f"a key of {where}") for key in x]
+        for key in x:  # plain, a tuple, or a tensor that is already saved, such as a parameter of the model
+            if not isinstance(key, (*_PLAIN, tuple)) and not (isinstance(key, Tensor) and id(key) in names):
+                raise _refusal(key, f"a key of {where}")
+        keys = [_saved(key, names, f"a key of {where}") for key in x]
         return {"is": "dict", "keys": keys, "items": [_saved(y, names, f"{where}[{key!r}]") for key, y in x.items()]}
     if hasattr(x, "load_state_dict"):
         tensors = [_saved(y, names, f"{where}'s tensor {i}") for i, y in enumerate(_tensors_of(x))]
@@ -322,13 +325,6 @@ def _tensors_of(x: Any) -> list[Tensor]:
     if isinstance(x, nn.Module):
         return [*x.parameters(), *x.buffers()]
     return [p for group in x.param_groups for p in group["params"]] if isinstance(x, torch.optim.Optimizer) else []
-
-
-def _saved_key(key: Any, names: dict[int, str], where: str) -> Any:
-    """Save a key of a dict: plain, a tuple, or a tensor that is already saved, such as a parameter of the model."""
-    if not isinstance(key, (*_PLAIN, tuple)) and not (isinstance(key, Tensor) and id(key) in names):
-        raise _refusal(key, where)
-    return _saved(key, names, where)
 
 
 def _refusal(x: Any, where: str) -> TypeError:

@@ -222,9 +222,8 @@ def largest(weights: Tensor, count: int) -> Tensor:
     >>> largest(torch.tensor([0.2, 0.9, 0.2, 0.1]), 2).tolist()
     [0.0, 1.0, 1.0, 0.0]
     """
-    order = weights.detach().flip(0).argsort(descending=True, stable=True)[:count]
     schedule = torch.zeros(len(weights), dtype=torch.float64)
-    schedule[len(weights) - 1 - order] = 1.0
+    schedule[weights.detach().argsort(stable=True)[-count:]] = 1.0
     return schedule
 
 
