@@ -6,7 +6,7 @@ those that the wire has counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -21,7 +21,7 @@ from vecgym.runs import verification
 from vecgym.runs.verification import Check, VerifyOptions
 
 
-def accounted(options: VerifyOptions, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
+def accounted(options: VerifyOptions, wire: Wire, *, exact: bool) -> Check:
     made: list[AccountedCollectives] = []
 
     def collectives(num_nodes: int, wire: Wire, *, exact: bool) -> AccountedCollectives:
@@ -29,9 +29,9 @@ def accounted(options: VerifyOptions, wires: Sequence[Wire], *, exact: bool) -> 
         return made[-1]
 
     with mock.patch.object(verification, "DistributedCollectives", collectives):
-        checks = verification.compare(options, wires, exact=exact)
-    assert [comm.bytes_apart for comm in made] == [0] * len(wires), "after the last collective"
-    return checks
+        check = verification.compare(options, wire, exact=exact)
+    assert [comm.bytes_apart for comm in made] == [0], "after the last collective"
+    return check
 
 
 class AccountedCollectives(DistributedCollectives):

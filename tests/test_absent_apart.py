@@ -71,7 +71,7 @@ def checks(link: Any, names: list[str], num_nodes: int, rejoin: Any) -> dict[str
             strategy, make_model("MLP", dtype=F64), dataset("MLP"), num_nodes, steps=STEPS,
             availability=trace(num_nodes, rejoin),
         )  # fmt: skip
-        found[name] = [check for exact in (True, False) for check in accounted(case, [wire], exact=exact)]
+        found[name] = [accounted(case, wire, exact=exact) for exact in (True, False)]
     return found
 
 
@@ -113,7 +113,7 @@ def random_checks(link: Any, seeds: range, num_nodes: int) -> list[str]:
         case = random_case(seed, num_nodes)
         # DeMo's steps are signs: one may flip with the rounding of another order of sums.
         for exact in (True,) if isinstance(case.strategy, DeMoStrategy) else (True, False):
-            [check] = accounted(case, [Wire(watch=link.beat)], exact=exact)
+            check = accounted(case, Wire(watch=link.beat), exact=exact)
             if not check.passed:
                 failed.append(f"seed {seed}, {case.strategy!r}, {check.name}: {check.first_failure}")
     return failed

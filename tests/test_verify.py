@@ -365,7 +365,7 @@ def with_a_wire(link: multiprocess.Link, times: int) -> list[bool]:
 
     strategy = FedAvgStrategy("sgd", H=1, lr=0.1)
     given = VerifyOptions(strategy, make_model("MLP"), data(), K, steps=2, dtype=torch.float32)
-    return [check.passed for exact in (True, False) for check in accounted(given, [Counting()], exact=exact)]
+    return [accounted(given, Counting(), exact=exact).passed for exact in (True, False)]
 
 
 def test_bytes_that_the_ledger_does_not_mean_are_found() -> None:

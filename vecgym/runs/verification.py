@@ -221,28 +221,21 @@ class VerifyOptions(Modelled):
         return tree.map_leaves(lambda x: x.to(self.dtype) if x.is_floating_point() else x, batch)
 
 
-def compare(options: VerifyOptions, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
-    """Step the stacked form and, in the processes of each wire, the distributed form; return a `Check` for each wire.
-
-    Every process of every wire calls this, and must belong to all wires that it passes.
-    """
+def compare(options: VerifyOptions, wire: Wire, *, exact: bool) -> Check:
+    """Step the stacked form, and the distributed form in the processes of the wire, each of which calls this."""
     stacked = Form(options, StackedCollectives(options.num_nodes), exact)
-    parts = [_Part(options, DistributedCollectives(options.num_nodes, wire, exact=exact), exact) for wire in wires]
+    part = _Part(options, DistributedCollectives(options.num_nodes, wire, exact=exact), exact)
     with torch.enable_grad():
         for step in range(options.steps):
             stacked.step(step)
-            for part in parts:
-                part.step(step)
-                part.compare(step, stacked)
-    checks = []
-    for part, wire in zip(parts, wires):
-        wire.agree(f"nothing more, after {options.steps} steps")
-        rows_of_each, findings = zip(*wire.all_gather_object((part.rows, part.finding)))
-        rows = tuple(Difference(*map(max, zip(*of_step))) for of_step in zip(*rows_of_each))
-        checks.append(Check("exact" if exact else "native", part.bound, rows, first_of(findings)))
-    for form in (stacked, *parts):
+            part.step(step)
+            part.compare(step, stacked)
+    wire.agree(f"nothing more, after {options.steps} steps")
+    rows_of_each, findings = zip(*wire.all_gather_object((part.rows, part.finding)))
+    rows = tuple(Difference(*map(max, zip(*of_step))) for of_step in zip(*rows_of_each))
+    for form in (stacked, part):
         form.simulation.close()
-    return checks
+    return Check("exact" if exact else "native", part.bound, rows, first_of(findings))
 
 
 class Form:
@@ -484,7 +477,7 @@ def _verify_in_process(link: multiprocess.Link, options: VerifyOptions) -> list[
     options.settle(model=copy.deepcopy(options.model).to("cpu", options.dtype))
     wire = Wire(watch=link.beat)
     wire.announce = wire.agree  # if processes call different collectives, torch.distributed would wait, or mix them up
-    [exact], [native] = (compare(options, [wire], exact=exact) for exact in (True, False))
+    exact, native = (compare(options, wire, exact=exact) for exact in (True, False))
     if exact.passed and native.finding is not None:
         native = replace(native, finding=native.finding._replace(rule=ORDER_OF_SUMS))
     return [exact, native]
