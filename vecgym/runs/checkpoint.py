@@ -373,8 +373,6 @@ class Identity:
     def __init__(self, options: FitOptions, simulation: Simulation, train: Batches, session: Session) -> None:
         self.strategy = options.strategy  # as the user passed it
         self.simulation, self.session = simulation, session
-        self.length = simulation.timetable.length
-        self.counted = "updates" if options.strategy.asynchronous else "steps"
         first = train.batch(0)
         self.batch = tree.map_leaves(lambda x: x[:1].clone(), first)  # of node 0, in the first process
         rows = ([x[i] for x in tree.leaves(first)] for i in range(len(simulation.here)))
@@ -402,11 +400,9 @@ class Identity:
             changed = differences(contents["arithmetic"], self.arithmetic)
         if differing:
             raise another_run(path, differing)
-        if contents["step"] > self.length:
-            raise ValueError(
-                f"{path} already has {contents['step']} {self.counted}, more than max_{self.counted}={self.length}: "
-                "give more."
-            )
+        unit, length = "updates" if self.strategy.asynchronous else "steps", self.simulation.timetable.length
+        if contents["step"] > length:
+            raise ValueError(f"{path} already has {contents['step']} {unit}, more than max_{unit}={length}: give more.")
         if changed:
             warn(
                 f"The run resumed from {path} will not have the bits of an uninterrupted one:\n  "
@@ -431,9 +427,8 @@ class Identity:
             warn(f"{path} may belong to another run:\n  {differing[0]}")
 
     def _loss(self, state: State) -> float:
-        first = {name: x[:1] for name, x in {**state.params, **state.buffers}.items()}
-        params = {name: first.pop(name) for name in state.params}
-        return eval_loss(self.simulation.engine, params, first, self.batch)
+        params, buffers = (tree.map(lambda x: x[:1], values) for values in (state.params, state.buffers))
+        return eval_loss(self.simulation.engine, params, buffers, self.batch)
 
     def _different_rates(self, saved: Mapping[int, list[float]]) -> list[str]:
         """Return the first difference between the learning rates of the saved run and of this one, in lines."""

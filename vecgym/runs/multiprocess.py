@@ -312,19 +312,15 @@ class _Children:
             code = self.processes[min(silent)].exitcode
             how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             return self._error(min(silent), how)
-        if not self.errors:
-            return self._hanging()
+        if not self.errors:  # one hangs: one that waits for nobody, or else the one furthest behind
+            beats = list(self.shared.beats)
+            rank = min(range(len(beats)), key=lambda rank: (beats[rank] % 2, beats[rank]))
+            return self._error(rank, f"hangs: it made no progress for {self.shared.timeout_s:g} s (timeout_s)")
         first = min(self.errors, key=self.errors.__getitem__)  # the others fail because of it
         _, kind, message, where = self.errors[first]
         if kind in USER_ERRORS and not self.began:
             return USER_ERRORS[kind](message)
         return self._error(first, f"{kind}: {message}", where)
-
-    def _hanging(self) -> ProcessError:
-        """Blame the process that the others wait for: one that waits for nobody, or else the one furthest behind."""
-        beats = list(self.shared.beats)
-        rank = min(range(len(beats)), key=lambda rank: (beats[rank] % 2, beats[rank]))
-        return self._error(rank, f"hangs: it made no progress for {self.shared.timeout_s:g} s (timeout_s)")
 
     def _error(self, rank: int, what: str, where: str = "") -> ProcessError:
         nodes = ""

@@ -18,6 +18,7 @@ from vecgym.runs.options import ScheduleOptions
 from vecgym.runs.rollout import Outcome, as_steps, prepared, rollout
 
 MIN_STEP = 1e-3  # of the largest change of a weight; smaller steps are not tried
+OF_LESS = "start with a matrix of fewer links, or mix less often."
 
 
 @function_of(ScheduleOptions)
@@ -247,7 +248,7 @@ def project_to_budget(z: Tensor, total: float) -> Tensor:
 
 def _optimized_mixing(problem: _Problem, start: Tensor) -> tuple[Tensor, Tensor, Tensor, list[float]]:
     """Return (matrices, once more as weights, initial matrices, losses of the descent)."""
-    H, budget_bytes = problem.options.H, problem.options.budget_bytes
+    H, budget_bytes, budget_seconds = problem.options.H, problem.options.budget_bytes, problem.options.budget_seconds
     if H is not None:
         raise ValueError(f"H={H!r} with mixing: the strategy says how often nodes mix, GossipStrategy(W, every={H}).")
     if not isinstance(start, Tensor) or start.dim() not in (2, 3):
@@ -257,16 +258,10 @@ def _optimized_mixing(problem: _Problem, start: Tensor) -> tuple[Tensor, Tensor,
         check_doubly_stochastic(matrix, f"mixing[{i}]" if start.dim() == 3 else "mixing")
     sent = float(problem.run(start).bytes.sum())
     if budget_bytes is not None and sent > budget_bytes:
-        raise ValueError(
-            f"mixing sends {sent:,.0f} bytes per node, more than budget_bytes={budget_bytes!r}: start with a matrix of "
-            "fewer links, or mix less often."
-        )
+        raise ValueError(f"mixing sends {sent:,.0f} bytes per node, more than budget_bytes={budget_bytes!r}: {OF_LESS}")
     if not problem.affords(start):
         seconds = problem.schedules.seconds(start)
-        raise ValueError(
-            f"mixing takes {seconds:.4g} s, more than budget_seconds={problem.options.budget_seconds!r}: start with a "
-            "matrix of fewer links, or mix less often."
-        )
+        raise ValueError(f"mixing takes {seconds:.4g} s, more than budget_seconds={budget_seconds!r}: {OF_LESS}")
     points, losses = problem.descend(start.log(), sinkhorn)
     matrices = sinkhorn(points[-1])
     return matrices, matrices, start, losses
