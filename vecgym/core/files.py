@@ -68,9 +68,7 @@ def remove_partial(folder: str | os.PathLike[str], pattern: str = "*") -> None:
 
     A file that is still being written is locked, and stays.
     """
-    for path in Path(folder).glob(f".{pattern}{PARTIAL}"):
-        if not os.path.isfile(path):  # to open a pipe may block forever
-            continue
+    for path in filter(os.path.isfile, Path(folder).glob(f".{pattern}{PARTIAL}")):  # to open a pipe may take forever
         with contextlib.suppress(OSError), path.open("rb") as file:
             _lock(file.fileno())
             path.unlink()
