@@ -27,6 +27,7 @@ from vecgym.core.check import function_of
 from vecgym.core.objects import same
 from vecgym.data import Batches
 from vecgym.engine import Engine, hooks
+from vecgym.engine.contract import check_model
 from vecgym.engine.plan import check_engine
 from vecgym.records.rows import aligned, counted
 from vecgym.runs import multiprocess
@@ -167,9 +168,7 @@ class VerifyOptions(Modelled):
     """
 
     strategy: Strategy
-    model: Annotated[
-        nn.Module, partial(check.instance, kind=nn.Module, give="an nn.Module whose forward(batch) returns a loss")
-    ]
+    model: nn.Module
     dataset: Any
     num_nodes: Count = 4
     num_processes: Count = 2
@@ -189,7 +188,7 @@ class VerifyOptions(Modelled):
         check_synchronous(self.strategy)
         super().__post_init__()
         self.settle(num_examples=checked_examples(self.num_examples, self.num_nodes))
-        hooks.check_hooks(self.model)
+        check_model(self.model)
         hooks.check_pickled(self.model, "verify the strategy with a model that has none")
         check_divides(self.num_processes, self.num_nodes)
         self.strategy.check(self.num_nodes, self.steps)
