@@ -24,7 +24,7 @@ from vecgym.core import check
 
 T = TypeVar("T")
 
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None))
 _CONSTANTS = (
     type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, torch.dtype,
     torch.device, torch.layout, torch.memory_format, type(Ellipsis),
@@ -248,7 +248,7 @@ def _parts(x: Any) -> list[Any]:
 
 
 def _is_constant(x: Any) -> bool:
-    return isinstance(x, (*_PLAIN, complex, bytes, type, types.ModuleType))
+    return isinstance(x, (*PLAIN, complex, bytes, type, types.ModuleType))
 
 
 # ------------------------------------------------------------------------------------------------ save and restore
@@ -291,7 +291,7 @@ def state_of(x: Any, names: dict[int, str], where: str = "self") -> dict[str, An
 
 
 def _saved(x: Any, names: dict[int, str], where: str) -> Any:
-    if type(x) in _PLAIN:
+    if type(x) in PLAIN:
         return x
     if isinstance(x, _CONSTANTS):
         return {"is": "constant"}
@@ -308,7 +308,7 @@ def _saved(x: Any, names: dict[int, str], where: str) -> Any:
         return {"is": type(x).__name__, "items": [_saved(y, names, f"{where}[{i}]") for i, y in enumerate(x)]}
     if isinstance(x, dict):
         for key in x:  # plain, a tuple, or a tensor that is already saved, such as a parameter of the model
-            if not isinstance(key, (*_PLAIN, tuple)) and not (isinstance(key, Tensor) and id(key) in names):
+            if not isinstance(key, (*PLAIN, tuple)) and not (isinstance(key, Tensor) and id(key) in names):
                 raise _refusal(key, f"a key of {where}")
         keys = [_saved(key, names, f"a key of {where}") for key in x]
         return {"is": "dict", "keys": keys, "items": [_saved(y, names, f"{where}[{key!r}]") for key, y in x.items()]}

@@ -43,7 +43,7 @@ from vecgym.core.devices import placed_as
 from vecgym.core.errors import Damaged, warn
 from vecgym.core.files import Lock, remove_partial
 from vecgym.core.nodes import LOSS_FN, Nodes, widened
-from vecgym.core.objects import GENERATORS
+from vecgym.core.objects import GENERATORS, PLAIN
 from vecgym.core.rng import GlobalStates
 from vecgym.core.tree import Tree
 from vecgym.data import Batches
@@ -355,7 +355,6 @@ FIRST_BATCH = "first batch of the training data"
 LONG = 32  # entries; longer containers become a checksum
 LONG_TEXT = 200  # characters; longer texts do too
 MAX_DEPTH = 16
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class Identity:
@@ -612,7 +611,7 @@ def _described(x: Any) -> tuple[Any, dict[str, Any]]:
     kind = type(x).__name__
     if isinstance(x, str) and len(x) > LONG_TEXT:
         return f"text of {len(x)} characters with checksum {_hashed(x.encode())}", {}
-    if type(x) in _PLAIN:
+    if type(x) in PLAIN:
         return x, {}
     if isinstance(x, (Tensor, np.ndarray, np.generic)):
         return _tensor_text(x), {}
