@@ -1085,6 +1085,19 @@ def test_a_row_of_a_sweep_is_the_fit(seed: int, tmp_path: Path) -> None:
         sweep(model, data, availability=Dropout(0.2), **one)
 
 
+def test_rates_of_parameters_that_are_stored_once() -> None:
+    """They follow the run's steps, whoever is there, in a row of a sweep too."""
+    model, data = make_model("MLP"), dataset("MLP")
+    given: dict[str, Any] = {"num_nodes": 4, "max_steps": 8, "batch_size": 4, "device": "cpu", "progress": False}
+    given["availability"] = Dropout(0.4, 3, rejoin="shared")
+
+    def made(lr: float) -> Strategy:
+        return AllReduceStrategy("sgd", lr=lr, lr_scheduler="cosine")
+
+    trainer, _ = fit("MLP", made(0.1), num_nodes=4, max_steps=8, availability=given["availability"])
+    assert sweep(model, data, strategy=made, grid={"lr": [0.1]}, **given).history(0)["lr"] == trainer.history["lr"]
+
+
 @pytest.mark.parametrize("name", [
     "allreduce", "fedavg", "diloco", "streaming", "eager", "sparta", "gossip", "demo", "noloco", "sparseloco",
     "local-adam",

@@ -338,16 +338,18 @@ class Chunk:
         for number, group in enumerate(self.simulation.groups):
             of_group = self._steady.get(number)
             if of_group is None:
-                of_group = self._rates_of(group, self.simulation.tables[number], step)
+                of_group = self._rates_of(number, step)
                 steady = not group.algorithm.inner.changes and type(group.algorithm).rates is Strategy.rates
                 if steady and group.run.presence is None:
                     self._steady[number] = of_group
             rates += of_group
         return rates
 
-    def _rates_of(self, group: Any, table: Any, step: int) -> list[float]:
-        there = group.run.there(step)
-        own = None if group.run.presence is None else list(range(group.run.num_nodes) if there is None else there)
+    def _rates_of(self, number: int, step: int) -> list[float]:
+        group, table = self.simulation.groups[number], self.simulation.tables[number]
+        own = None
+        if group.run.presence is not None and "params" not in self.state.shared[str(number)]:
+            own = list(group.run.there(step) or range(group.run.num_nodes))
         lr, _ = group.algorithm.rates(table, step, own)
         if group.size > 1 and isinstance(lr, Tensor) and lr.numel() > 1:
             means: list[float] = lr.detach().reshape(group.size, -1).double().mean(1).tolist()
