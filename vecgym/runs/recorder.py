@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,46 +24,43 @@ from vecgym.records.columns import START
 from vecgym.records.history import History
 from vecgym.records.rows import Row
 from vecgym.runs.options import FitOptions
+from vecgym.simulation import RunFacts, Timetable
 from vecgym.simulation.state import Metrics
 
 
 class StepRows:
     """Make the rows of a history from the metrics of steps, one after the other.
 
+    Args:
+        data: of the training.
+        run: what was known of it in advance.
+
     Attributes:
         examples: number processed so far, by all nodes together.
         seconds: from the start to the last row.
     """
 
-    def __init__(self, data: Batches, limits: Sequence[int] | None = None) -> None:
-        self.data = data
-        self.limits = limits
+    def __init__(self, data: Batches, run: RunFacts) -> None:
+        self.data, self.presence = data, run.presence
+        self.plan: Any = run.schedule  # if nodes do not wait for one another
+        self.limits = None if run.num_examples is None else data.limits_of(run.num_examples)
         self.examples = 0
         self.seconds = 0.0
 
-    def of_step(
-        self,
-        step: int,
-        metrics: Metrics,
-        num_bytes: tuple[float, float, float, float],
-        seconds: float,
-        epoch: float | None = None,
-        seen: int | None = None,
-    ) -> Row:
+    def of_step(self, step: int, metrics: Metrics, num_bytes: tuple[float, float, float, float], seconds: float) -> Row:
         """Return the row after `step` steps, with None for the losses, which may still be on a device.
 
         Args:
             num_bytes: sent in this step, sent in all, received in all, handed to collectives in all.
             seconds: since the start.
-            epoch, seen: passes over the data so far, and examples of this step, if not all nodes took a step.
         """
-        examples = self._num_examples(self.data.width(step - 1), metrics) if seen is None else seen
+        examples = self._num_examples(step, metrics)
         self.examples += examples
         elapsed = max(seconds - self.seconds, 1e-9)
         self.seconds = seconds
         row: Row = {
             "step": step,
-            "epoch": step / self.data.steps_per_epoch if epoch is None else epoch,
+            "epoch": step / self.data.steps_per_epoch if self.plan is None else self.plan.epoch(step, self.data),
             "examples": self.examples,
             "train_loss": None,
             "train_losses": None,
@@ -77,14 +74,18 @@ class StepRows:
             "examples_per_s": examples / elapsed,
             "bytes_per_s": num_bytes[0] / elapsed,
         }
-        if metrics.num_present is not None:
-            row |= {"num_present": metrics.num_present, "num_never_present": metrics.num_never_present}
+        if self.presence is not None:
+            row["num_present"] = int(self.presence.row(step - 1).sum())
+            row["num_never_present"] = self.presence.never_present(step - 1)
         if metrics.outer_lr is not None:
             row["outer_lr"] = mean_rate(metrics.outer_lr)
         return row
 
-    def _num_examples(self, size: int, metrics: Metrics) -> int:
-        """Count the examples of all nodes together in a step with batches of this size."""
+    def _num_examples(self, step: int, metrics: Metrics) -> int:
+        """Count the examples of all nodes together in a step."""
+        if self.plan is not None:
+            return self.plan.seen(step, self.data)
+        size = self.data.width(step - 1)
         trained = range(metrics.losses.shape[0]) if metrics.active is None else metrics.active
         if self.limits is None:
             return size * len(trained)
@@ -112,21 +113,20 @@ class Recorder:
     """
 
     def __init__(
-        self, history: History, ledger: Ledger, data: Batches, options: FitOptions, loggers: Loggers,
-        limits: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
+        self, history: History, ledger: Ledger, data: Batches, options: FitOptions, loggers: Loggers, run: RunFacts
+    ) -> None:
         self.options = options
         self.interval = options.log_interval
         self.clock: RunningClock | None = None
-        self.computing: Callable[[int], Tensor] | None = None  # step -> which nodes compute; None: all
         self.history = history
         self.ledger = ledger
         self.data = data
+        self.presence = run.presence
         self.on_divergence = options.on_divergence
         self.loggers = loggers
         self._open: list[Row] = []  # not handed on yet; the last is that of the current step
         self._unread: list[tuple[Row, Tensor, Sequence[int] | None]] = []  # those of them without their losses
-        self._rows = StepRows(data, limits)
+        self._rows = StepRows(data, run)
         self._seconds = 0.0  # spent before the run was resumed
         self._bar: tqdm | None = None
 
@@ -150,15 +150,11 @@ class Recorder:
         self._rows.examples = state["examples"]
         self._seconds = self._rows.seconds = state["seconds"]
 
-    def step(
-        self, step: int, metrics: Metrics, fetch: bool = False, epoch: float | None = None, seen: int | None = None,
-        **columns: Any,
-    ) -> None:  # fmt: skip
+    def step(self, step: int, metrics: Metrics, fetch: bool = False, **columns: Any) -> None:
         """Begin the row of a step, or of an update of a server.
 
         Args:
             fetch: whether its losses are needed now.
-            epoch, seen: see `StepRows.of_step`.
             columns: further columns.
 
         Raises:
@@ -166,10 +162,10 @@ class Recorder:
         """
         if not self._unread:
             self._hand_on()
-        computing = None if self.computing is None else self.computing(step - 1)
+        computing = None if self.presence is None else self.presence.computing(step - 1)
         self.ledger.add(step - 1, metrics.transfers, computing)
         counts = self.ledger.step_bytes, *self.ledger.totals
-        row = self._rows.of_step(step, metrics, counts, time.perf_counter() - self._start, epoch, seen)
+        row = self._rows.of_step(step, metrics, counts, time.perf_counter() - self._start)
         if self.clock is not None:
             row["sim_seconds"], row["sim_utilization"] = self.clock.step(metrics.transfers, computing)
         row.update(columns)
@@ -245,6 +241,16 @@ def advance(bar: tqdm, row: Mapping[str, Any]) -> None:
         sent = readable_bytes(row["bytes_total"])
         network_time = f", {readable_time(row['sim_seconds'])} on the network" if "sim_seconds" in row else ""
         bar.set_postfix_str(f"loss {row['train_loss']:.4f}, {sent} per node{network_time}", refresh=False)
+
+
+def rates_of(algorithm: Any, run: RunFacts, timetable: Timetable, step: int, once: bool) -> tuple[Any, Any]:
+    """Return the inner learning rate of a step and the outer one, as `Strategy.rates` does.
+
+    Args:
+        once: whether the parameters are stored once for all nodes: their rate follows the run's steps, not a node's.
+    """
+    nodes = None if run.presence is None or once else list(run.there(step) or range(run.num_nodes))
+    return algorithm.rates(timetable, step, nodes)
 
 
 def mean_rate(lr: float | Tensor) -> float:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from vecgym.availability import Presence
 from vecgym.clock.asynchronous import AsyncPlan, stop_of
 from vecgym.collectives import Collectives
 from vecgym.collectives.base import payload_bytes
@@ -28,7 +27,7 @@ from vecgym.runs.evaluation import average, correlation, distance_of, evaluated_
 from vecgym.runs.memory import fitting_sizes
 from vecgym.runs.multiprocess import STOP, Session, interrupts
 from vecgym.runs.options import FitOptions, presence_of
-from vecgym.runs.recorder import Loggers, Recorder
+from vecgym.runs.recorder import Loggers, Recorder, rates_of
 from vecgym.simulation import Event, Row, Simulation, State, run
 from vecgym.simulation.simulation import Draft
 from vecgym.simulation.state import Metrics
@@ -90,19 +89,15 @@ class Run(Generic[M]):
         self.val = _validation_batches(task.val_dataset, self.options, session, device)
 
         num_examples = session.joined(self.train.shard_sizes)
-        self.presence: Presence | None = None
         self.simulation = self._simulation(num_examples)
         self.ledger = self.simulation.comm.ledger
         if options.network is not None:
             self.ledger.routes = options.network.routes
         self.history = History({**self._settings(), **memory})
         loggers = Loggers(options.logger if session.rank == 0 else None, options.log_interval)
-        limits = self.train.limits_of(num_examples)
-        self.recorder = Recorder(self.history, self.ledger, self.train, options, loggers, limits)
-        if self.presence is not None:
-            self.recorder.computing = self.presence.computing
-            if session.rank == 0:
-                self.presence.tell()
+        self.recorder = Recorder(self.history, self.ledger, self.train, options, loggers, self.simulation.run)
+        if self.simulation.run.presence is not None and session.rank == 0:
+            self.simulation.run.presence.tell()
         if after_step is not None or options.stop is not None:
             self.recorder.interval = 1
         self.checkpoints = Checkpointer(self.options, self.simulation, self.recorder, session)
@@ -171,14 +166,9 @@ class Run(Generic[M]):
             self.recorder.add(correlation=correlation(self.state.params, self.comm, members))
 
     def _metrics(self, row: Row) -> Metrics:
-        step, presence, algorithm = row.tick - 1, self.presence, self.simulation.algorithm
-        present = None if presence is None else presence.present(step) or range(self.comm.num_nodes)
-        own = list(present) if present is not None and self.state.home is self.state.own else None
-        lr, outer_lr = algorithm.rates(self.simulation.timetable, step, own)
-        metrics = Metrics(row.losses, lr, row.active, outer_lr, row.transfers)
-        if presence is None or present is None:
-            return metrics
-        return metrics._replace(num_present=len(present), num_never_present=presence.never_present(step))
+        simulation, once = self.simulation, self.state.home is self.state.shared
+        lr, outer_lr = rates_of(simulation.algorithm, simulation.run, simulation.timetable, row.tick - 1, once)
+        return Metrics(row.losses, lr, row.active, outer_lr, row.transfers)
 
     def _is_evaluated(self, step: int) -> bool:
         """Whether the nodes are evaluated after this step."""
@@ -186,11 +176,11 @@ class Run(Generic[M]):
 
     def _simulation(self, num_examples: tuple[int, ...]) -> Simulation:
         options = self.options
-        self.presence = presence_of(options, self.num_steps, num_examples)
         return simulation_of(
             self.model, options.strategy, self.comm, engine=self.engine, max_steps=self.num_steps, seed=options.seed,
             minibatch_size=options.minibatch_size, num_examples=num_examples, exact=options.exact,
-            presence=self.presence, read=partial(self.train.read, shard_sizes=num_examples),
+            presence=presence_of(options, self.num_steps, num_examples),
+            read=partial(self.train.read, shard_sizes=num_examples),
         )  # fmt: skip
 
     def evaluate(self) -> None:
@@ -314,7 +304,6 @@ class AsyncRun(Run[M]):
         step, plan = row.tick, self.plan
         self.recorder.step(
             step, metrics_of(self.strategy, plan, step, row.losses, row.transfers), fetch=evaluated,
-            epoch=plan.epoch(step, self.train), seen=plan.seen(step, self.train),
             **self.simulation.timetable.columns(step),
         )  # fmt: skip
 

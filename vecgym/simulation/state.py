@@ -331,5 +331,3 @@ class Metrics(NamedTuple):
     active: list[int] | None = None  # the nodes that trained; None: all
     outer_lr: float | Tensor | None = None  # of the strategy's outer optimizer, if it has one
     transfers: tuple[Transfer, ...] = ()  # what was sent in the step, in order
-    num_present: int | None = None  # present nodes, if nodes may be absent
-    num_never_present: int | None = None  # nodes that have not been present in any step so far

@@ -26,8 +26,8 @@ from vecgym.records.columns import START
 from vecgym.records.history import History
 from vecgym.records.rows import Row
 from vecgym.runs.evaluation import distance_of, evaluated_columns, recorded_of
-from vecgym.runs.recorder import StepRows, add_losses, mean_rate
-from vecgym.simulation import Event, RunFacts, State
+from vecgym.runs.recorder import StepRows, add_losses, mean_rate, rates_of
+from vecgym.simulation import Event, State
 from vecgym.simulation.simulation import Draft, Request
 from vecgym.simulation.stack import Stack, groups_of
 from vecgym.simulation.state import Metrics, Result
@@ -78,34 +78,30 @@ class Curve:
 
     def history(self, settings: dict[str, Any], config: Configuration) -> History:
         """Return the rows that `Trainer.fit` alone would have recorded."""
-        history, rows = History(settings), StepRows(config.train, config.train.limits)
+        history = History(settings)
         evaluations = {row.pop("step"): row for row in runfile.unpacked_rows(self.evaluations)}
         updates = config.plan is not None
         if 0 in evaluations or updates:
             history.append({**START, **({"sim_seconds": 0.0} if updates else {}), **evaluations.get(0, {})})
-        for row in self._rows(config, rows):
+        for row in self._rows(config):
             history.append({**row, **evaluations.get(row["step"], {})})
         return history
 
-    def _rows(self, config: Configuration, rows: StepRows) -> Iterator[Row]:
+    def _rows(self, config: Configuration) -> Iterator[Row]:
         """Yield the rows of steps of all nodes, or of updates of a server, without their evaluations."""
         strategy: Any = config.strategy
-        plan, presence = config.plan, config.presence()
-        facts = RunFacts(config.num_nodes, config.num_steps, config.settings["seed"], presence, schedule=plan)
+        plan, facts = config.plan, config.facts()
+        rows = StepRows(config.train, facts)
         table: Any = None if plan is None else strategy.timetable(facts)
         num_bytes, lrs, seconds = (self.columns[name].tolist() for name in ("bytes", "lr", "seconds"))
         for t, (losses, active) in enumerate(zip(self.columns["train_losses"], self.columns["active"])):
             trained = None if bool(active.all()) else active.nonzero().flatten().tolist()
             if plan is None:
                 metrics = Metrics(losses, lrs[t], trained, strategy.outer_rate(facts, t))
-                if presence is not None:
-                    there, never = int(presence.row(t).sum()), presence.never_present(t)
-                    metrics = metrics._replace(num_present=there, num_never_present=never)
-                row = rows.of_step(t + 1, metrics, num_bytes[t], seconds[t])
             else:
                 metrics = metrics_of(strategy, plan, t + 1, losses)
-                epoch, num_examples = plan.epoch(t + 1, config.train), plan.seen(t + 1, config.train)
-                row = rows.of_step(t + 1, metrics, num_bytes[t], seconds[t], epoch, num_examples)
+            row = rows.of_step(t + 1, metrics, num_bytes[t], seconds[t])
+            if plan is not None:
                 row.update(table.columns(t + 1))
             add_losses(row, losses, trained)
             yield row
@@ -257,14 +253,10 @@ class Chunk:
         copies = {key: copy.deepcopy(model).to(self.engine.device) for key, model in models.items()}
         for config in self.configs:
             strategy = as_strategy(config.strategy, copies[id(config.model)])
-            presence = config.presence()
-            if presence is not None:
-                presence.tell()
-                strategy = strategy.through_server() if presence.server else strategy
-            facts = RunFacts(
-                config.num_nodes, self.num_steps, config.settings["seed"], presence, tuple(config.train.shard_sizes),
-                config.plan,
-            )  # fmt: skip
+            facts = config.facts()
+            if facts.presence is not None:
+                facts.presence.tell()
+                strategy = strategy.through_server() if facts.presence.server else strategy
             strategies.append(strategy)
             runs.append(facts)
         order, groups = groups_of(strategies, runs)
@@ -347,10 +339,8 @@ class Chunk:
 
     def _rates_of(self, number: int, step: int) -> list[float]:
         group, table = self.simulation.groups[number], self.simulation.tables[number]
-        own = None
-        if group.run.presence is not None and "params" not in self.state.shared[str(number)]:
-            own = list(group.run.there(step) or range(group.run.num_nodes))
-        lr, _ = group.algorithm.rates(table, step, own)
+        once = "params" in self.state.shared[str(number)]
+        lr, _ = rates_of(group.algorithm, group.run, table, step, once)
         if group.size > 1 and isinstance(lr, Tensor) and lr.numel() > 1:
             means: list[float] = lr.detach().reshape(group.size, -1).double().mean(1).tolist()
             return means

@@ -24,6 +24,7 @@ from vecgym.engine import Engine, hooks
 from vecgym.engine.contract import with_loss
 from vecgym.records.rows import label
 from vecgym.runs.options import check_clocks, check_compute, check_left_out, checked
+from vecgym.simulation import RunFacts
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven, check_synchronous
 from vecgym.sweeps.options import Point, SweepOptions, check_clock, clocks
@@ -92,14 +93,16 @@ class Configuration:
         availability = plain.pop("availability")
         return plain if availability is None else {**plain, "availability": repr(availability)}
 
-    def presence(self) -> Presence | None:
-        """Return who is present in which steps; None: all, always, or there are no steps of all nodes."""
-        settings = self.settings
-        if self.strategy.asynchronous or settings["availability"] is None:
-            return None
-        shards = tuple(self.train.shard_sizes)
-        facts = Facts(self.num_nodes, self.num_steps, settings["seed"], self.compute, shards, settings["batch_size"])
-        return Presence(settings["availability"], facts)
+    def facts(self) -> RunFacts:
+        """Return what its strategy may know before the first step, with who is present when, if not all always."""
+        availability, seed = self.settings["availability"], self.settings["seed"]
+        shards, presence = tuple(self.train.shard_sizes), None
+        if availability is not None and self.plan is None:
+            batch_size = self.settings["batch_size"]
+            presence = Presence(
+                availability, Facts(self.num_nodes, self.num_steps, seed, self.compute, shards, batch_size)
+            )
+        return RunFacts(self.num_nodes, self.num_steps, seed, presence, shards, self.plan)
 
     @cached_property
     def train(self) -> Batches:
@@ -166,7 +169,7 @@ class Configuration:
             check_left_out(strategy, "compile", options.compile, False)
         else:
             check_synchronous(strategy)
-            self.presence()
+            self.facts()  # which checks who is present
         strategy.check(K, self.num_steps)
         if self.plan is not None and isinstance(strategy, EventDriven):
             strategy.check_updates(K, self.num_steps)
