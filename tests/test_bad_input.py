@@ -237,7 +237,7 @@ def test_what_has_changed_places_is_named() -> None:
         ("FedAvgStrategy", "did you mean FedAvgStrategy()?"),
         ("allreduce", "did you mean AllReduceStrategy()?"),
         (DiLoCoStrategy, "did you mean an object of it, DiLoCoStrategy()?"),
-        (lambda: DiLoCoStrategy(), "of type function; give a Strategy object"),
+        (lambda: DiLoCoStrategy(), "of type function. Give a Strategy object"),
         ("", "Strategy object"),
     ],
 )

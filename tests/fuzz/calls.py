@@ -487,7 +487,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.data.Batches.read": {"requests": lambda: [([0, 1], 0)], "shard_sizes": lambda: None},
     "vecgym.runs.rollout.batches_at": {"steps": lambda: steps(), "requests": lambda: [([0, 1], 0)]},
     "vecgym.runs.evaluation.averages": {"num_configs": lambda: 1},
-    "vecgym.runs.evaluation.distances_of": {"num_configs": lambda: 1},
+    "vecgym.runs.evaluation.distances_of": {"members": lambda: [None]},
     "vecgym.runs.evaluation.spread_columns": {"values": lambda: np.linspace(0.0, 1.0, 3)},
     "vecgym.runs.evaluation.everyone": {"x": lambda: torch.ones(K)},
     "vecgym.runs.evaluation.recorded_of": {"strategy": AsyncStrategy, "columns": lambda: {"val_loss": 1.0}},

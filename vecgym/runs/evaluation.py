@@ -105,13 +105,13 @@ def _columns_of_each(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return the columns of each configuration: means over the examples, on the host, of all processes' nodes."""
     C, num_local, per_node = len(sets), len(comm.node_ids), sets[0].per_node
-    count = torch.tensor([size for batches in sets for size in batches.sizes] if per_node else sum(x for x, _ in whose))
-    counts = everyone(count, comm, engine.device) if per_node else count.expand(C)
+    count = torch.tensor([size for batches in sets for size in batches.sizes])  # [C or L]
+    counts = everyone(count, comm, engine.device) if per_node else count
     parts: list[dict[str, tuple[float, Tensor, Tensor | None]]] = [{} for _ in sets]
     for name, batches in measured.items():
         mean, local = (_summed(x, whose, num_local) for x in zip(*batches))
         mean = everyone(mean, comm, engine.device) if per_node else mean
-        local = everyone(nodes.expanded(local, num_local) / count, comm, engine.device)
+        local = everyone(nodes.expanded(local, num_local) / nodes.expanded(count, num_local), comm, engine.device)
         for part, total, examples, of_nodes in zip(parts, mean.view(C, -1), counts.view(C, -1), local.view(C, -1)):
             part[name] = float(total.sum() / examples.sum()), of_nodes, total / examples if per_node else None
     return [_columns(part, engine.model, members) for part in parts]
@@ -194,19 +194,19 @@ def averages(values: Tree, num_configs: int, comm: Collectives, members: Sequenc
     return tree.map(lambda x: x if len(x) in (1, num_configs) else nodes.means(x, num_configs), values)
 
 
-def distances_of(
-    params: Tree, num_configs: int, comm: Collectives, members: Sequence[int] | None = None
-) -> list[Tensor]:
+def distances_of(params: Tree, comm: Collectives, members: Sequence[Sequence[int] | None]) -> list[Tensor]:
     """Return the `distance_of` the nodes of each of C configurations, where the parameters are.
 
+    Args:
+        comm: the collectives of the nodes of one configuration.
+        members: of each configuration.
+
     >>> from vecgym.collectives import StackedCollectives
-    >>> distances_of({"w": torch.tensor([1.0, 3.0, 4.0, 4.0])}, 2, StackedCollectives(4))
+    >>> distances_of({"w": torch.tensor([1.0, 3.0, 4.0, 6.0])}, StackedCollectives(2), [None, [1]])
     [tensor(1.), tensor(0.)]
     """
-    if num_configs == 1:
-        return [distance_of(params, comm, members)]
-    parts = zip(*[x.chunk(num_configs) for x in params.values()])
-    return [nodes.consensus_distance(dict(zip(params, part))) for part in parts]
+    parts = zip(*[x.chunk(len(members)) for x in params.values()])
+    return [distance_of(dict(zip(params, part)), comm, some) for part, some in zip(parts, members)]
 
 
 def evaluated_columns(
@@ -243,7 +243,7 @@ def evaluated_columns(
         result = result._replace(params=params)
     with torch.no_grad():
         measured, whose = _measured(engine, (params, buffers), val_sets, comm, result) if val_sets else ({}, [])
-        distances = distances_of(params, len(sets), comm, result.members) if state.step > 0 else []
+        distances = distances_of(params, comm, [result.members] * len(sets)) if state.step > 0 else []
         measured, distances = fetched((measured, distances))
         rows: list[dict[str, Any]] = [{} for _ in sets]
         if val_sets:
@@ -367,13 +367,17 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def recorded_of(strategy: Any, num_nodes: int, columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the recorded columns of an evaluation: with a server, none of each node, since all have its parameters.
+    """Return the recorded columns of an evaluation.
+
+    Of an asynchronous run with a server none of each node, since all have its parameters.
 
     >>> from vecgym.strategy import ADPSGDStrategy, AsyncStrategy
     >>> columns = {"val_loss": 1.0, "val_loss_local": 1.0, "val_losses": [1.0, 1.0], "consensus_distance_before": 0.0}
     >>> recorded_of(AsyncStrategy(), 2, columns), list(recorded_of(ADPSGDStrategy(), 2, columns))
     ({'val_loss': 1.0}, ['val_loss', 'val_loss_local', 'val_losses'])
     """
+    if not strategy.asynchronous:
+        return columns
     if strategy.server_of(num_nodes) is None:
         return {name: x for name, x in columns.items() if name != "consensus_distance_before"}
     return {name: x for name, x in columns.items() if not name.endswith("_local") and name not in OF_NODES}

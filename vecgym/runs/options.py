@@ -20,7 +20,7 @@ from vecgym.availability import Availability, Facts, Presence, as_availability
 from vecgym.clock import Compute, Network
 from vecgym.collectives.distributed import check_divides
 from vecgym.core import check, tree
-from vecgym.core.check import Options, checks_of
+from vecgym.core.check import Options
 from vecgym.core.nodes import LOSS_FN
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, EngineName
@@ -42,18 +42,17 @@ DiLoCoStrategy('adamw', H=100).
     """
     if isinstance(strategy, Strategy):
         return
-    problem, fix = f"strategy is {check.kind_of(strategy)}", "; "
+    problem, fix = f"strategy is {check.kind_of(strategy)}", "."
     if isinstance(num_nodes, Strategy):
-        fix = " and num_nodes is a Strategy: swap them, fit(strategy, num_nodes). "
+        fix = " and num_nodes is a Strategy: swap them, fit(strategy, num_nodes)."
     elif isinstance(strategy, type) and issubclass(strategy, Strategy):
-        fix = f"; did you mean an object of it, {strategy.__name__}()? "
+        fix = f"; did you mean an object of it, {strategy.__name__}()?"
     elif isinstance(strategy, str):
-        names = {name.removesuffix("Strategy"): name for name in strategies.__all__ if name.endswith("Strategy")}
+        names = [name.removesuffix("Strategy") for name in strategies.__all__ if name.endswith("Strategy")]
         close = check.closest(strategy, names)
         problem = f"strategy={strategy!r} is of type str"
-        fix = f"; did you mean {names[close]}()? " if close else fix
-    give = "give" if fix == "; " else "Give"
-    raise TypeError(f"{problem}{fix}{give} a Strategy object such as DiLoCoStrategy('adamw', H=100).")
+        fix = f"; did you mean {close}Strategy()?" if close else "."
+    raise TypeError(f"{problem}{fix} Give a Strategy object such as DiLoCoStrategy('adamw', H=100).")
 
 
 def check_parts(batch_size: int, parts: int | None, name: str = "minibatch_size") -> None:
@@ -63,7 +62,7 @@ def check_parts(batch_size: int, parts: int | None, name: str = "minibatch_size"
         raise ValueError(f"{name}={parts} must divide batch_size={batch_size}: one of {divisors}.")
 
 
-def accumulated(batch_size: Any, minibatch_size: int | None, gradient_accumulation: int | None) -> int | None:
+def accumulated(batch_size: int, minibatch_size: int | None, gradient_accumulation: int | None) -> int | None:
     """Return the `minibatch_size` of a batch that is computed in `gradient_accumulation` equal parts.
 
     >>> accumulated(32, None, gradient_accumulation=4), accumulated(32, 16, gradient_accumulation=None)
@@ -71,8 +70,6 @@ def accumulated(batch_size: Any, minibatch_size: int | None, gradient_accumulati
     """
     if gradient_accumulation is None:
         return minibatch_size
-    batch_size = check.integer("batch_size", batch_size)
-    gradient_accumulation = check.integer("gradient_accumulation", gradient_accumulation)
     if minibatch_size is not None:
         raise ValueError(
             f"gradient_accumulation={gradient_accumulation} and minibatch_size={minibatch_size} both divide "
@@ -368,7 +365,7 @@ class FitOptions(EngineOptions, Training, Simulated):
     checkpoint_interval: OptionalCount = None
     resume: Annotated[bool | str | os.PathLike[str], partial(check.instance, kind=RESUMES, give=OF_RESUME)] = False
     keep_checkpoints: Count = 2
-    gradient_accumulation: int | None = None
+    gradient_accumulation: OptionalCount = None
     correlation_interval: OptionalCount = None
     on_divergence: Annotated[OnDivergence, partial(check.choice, allowed=get_args(OnDivergence))] = "raise"
     logger: OneOrMoreLoggers = None
@@ -384,9 +381,9 @@ class FitOptions(EngineOptions, Training, Simulated):
     val_seconds: SimulatedSeconds = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         minibatch_size = accumulated(self.batch_size, self.minibatch_size, self.gradient_accumulation)
         self.settle(minibatch_size=minibatch_size, gradient_accumulation=None)
-        super().__post_init__()
         self._check_needs()
         check_clocks(self.num_nodes, self.network, self.compute)
         refused = {"backend": "stacked", "exact": False, "compile": False}
@@ -473,21 +470,6 @@ class FitOptions(EngineOptions, Training, Simulated):
 
 
 # ----------------------------------------------------------------------------------------------------- checks
-
-
-def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings as values Python values, each checked.
-
-    >>> checked({"batch_size": 0})
-    Traceback (most recent call last):
-    ...
-    ValueError: batch_size=0 must be an integer >= 1.
-    """
-    checks = checks_of(FitOptions)
-    values = {name: checks[name](name, value) if name in checks else value for name, value in settings.items()}
-    if "minibatch_size" in values:
-        check_parts(values["batch_size"], values["minibatch_size"])
-    return values
 
 
 def checked_examples(num_examples: Any, num_nodes: int) -> tuple[int, ...] | None:

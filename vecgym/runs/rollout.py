@@ -103,25 +103,22 @@ def rollout(options: RolloutOptions) -> Outcome:
     steps = as_steps(options.batches, num_nodes)
     if segments is not None and segments > len(steps):
         raise ValueError(f"segments={segments} is more than the {len(steps)} steps: give at most {len(steps)}.")
-    with readable():
-        strategy.check(num_nodes, len(steps))
     engine = prepared(options.model, options.engine, steps[0])
     values = {"batches": steps, "eval_batch": options.eval_batch, "params": params, "strategy": strategy}
     _check_devices(engine.device, values)
     initial = None if params is None else _initial(params, engine, num_nodes)
     inputs = _differentiable_tensors(tuple(values.values()))
     _check_differentiable(strategy, inputs, segments)
-    presence = presence_of(options, len(steps), options.num_examples)
-    if strategy.asynchronous:
-        simulation = _updates(options, engine, initial, steps)
-    else:
-        with readable():
+    with readable():
+        strategy.check(num_nodes, len(steps))
+        if strategy.asynchronous:
+            simulation = _updates(options, engine, initial, steps)
+        else:
             simulation = simulation_of(
                 options.model, strategy, StackedCollectives(num_nodes), engine=engine, max_steps=len(steps),
-                seed=options.seed, num_examples=options.num_examples, presence=presence,
-                read=partial(batches_at, steps),
+                seed=options.seed, num_examples=options.num_examples, read=partial(batches_at, steps),
+                presence=presence_of(options, len(steps), options.num_examples),
             )  # fmt: skip
-    with readable():
         state = simulation.init(initial)
     if segments is None:
         state, record = _run(simulation, state, simulation.timetable.length)
@@ -294,11 +291,10 @@ def _updates(options: RolloutOptions, engine: Engine, initial: Tree | None, step
         raise ValueError(
             f"{len(steps)} batches are too few for a first update: a round has {max(plan.rules.num_steps)} steps."
         )
-    with readable():
-        return asynchronous_simulation(
-            engine, strategy, Schedule(plan.rules, updates), partial(batches_at, steps), seed=options.seed,
-            num_examples=options.num_examples,
-        )  # fmt: skip
+    return asynchronous_simulation(
+        engine, strategy, Schedule(plan.rules, updates), partial(batches_at, steps), seed=options.seed,
+        num_examples=options.num_examples,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------- the steps, stored or computed again

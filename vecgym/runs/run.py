@@ -187,10 +187,8 @@ class Run(Generic[M]):
         """Record the validation losses, and how far apart the nodes are; with a server, only its model's loss."""
         result = self.simulation.result(self.state)
         (columns,) = evaluated_columns(self.engine, self.state, [self.val], self.comm, result)
-        if self.options.strategy.asynchronous:
-            columns = recorded_of(self.options.strategy, self.options.num_nodes, columns)
-        if columns:
-            self.recorder.add(**columns)
+        if recorded := recorded_of(self.options.strategy, self.options.num_nodes, columns):
+            self.recorder.add(**recorded)
 
     def _evaluate_step(self) -> None:
         if self._distance_before is None and self._is_measured(self.state.step):

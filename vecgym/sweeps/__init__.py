@@ -73,9 +73,8 @@ def sweep(options: SweepOptions) -> SweepResult:
             f"for a random choice of a grid, shorter axes, or max_configs={count}."
         )
     runner = Runner(options, axes, make_configurations(chosen, options))
-    priced = any(not config.strategy.asynchronous for config in runner.configs)
     both = options.network is not None and options.compute is not None
-    result = SweepResult(runner, clocks(options.network, options.compute) if priced and both else ())
+    result = SweepResult(runner, clocks(options.network, options.compute) if both else ())
     file = ResultsFile(runner) if options.resume is not None else None
     if file is not None:
         file.load()

@@ -25,7 +25,7 @@ from vecgym.records import runfile
 from vecgym.records.columns import START
 from vecgym.records.history import History
 from vecgym.records.rows import Row
-from vecgym.runs.evaluation import distance_of, evaluated_columns, recorded_of
+from vecgym.runs.evaluation import distances_of, evaluated_columns, recorded_of
 from vecgym.runs.recorder import StepRows, add_losses, mean_rate, rates_of
 from vecgym.simulation import Event, State
 from vecgym.simulation.simulation import Draft, Request
@@ -131,10 +131,10 @@ class Observed:
         """Record what was measured of a configuration after `step` steps."""
         self.evaluations[c].setdefault(step, {"step": step}).update(columns)
 
-    def curve(self, c: int, num_steps: int, status: str, average: Tree | None) -> Curve:
+    def curve(self, c: int, num_steps: int, status: str, average: Tree | None, ledger: dict[str, Any] | None) -> Curve:
         """Return what a configuration has recorded in its first steps."""
         columns = {name: torch.from_numpy(x[:num_steps, c].copy()) for name, x in self.arrays.items()}
-        return Curve(status, columns, runfile.packed_rows(list(self.evaluations[c].values())), average)
+        return Curve(status, columns, runfile.packed_rows(list(self.evaluations[c].values())), average, ledger)
 
     def load(self, c: int, curve: Curve) -> None:
         """Continue after what a configuration has recorded."""
@@ -163,9 +163,10 @@ class Work:
         return [config.index for config in self.configs] if self.partial is None else list(self.partial["left"])
 
     @property
-    def steps_done(self) -> int:
-        """Steps of all configurations, in the part that was done before."""
-        return 0 if self.partial is None else self.partial["steps"] * len(self.partial["left"])
+    def steps_left(self) -> int:
+        """Steps of all configurations that are to be trained."""
+        done = 0 if self.partial is None else self.partial["steps"]
+        return len(self.indices) * (self.configs[0].num_steps - done)
 
 
 class Chunk:
@@ -262,13 +263,13 @@ class Chunk:
         order, groups = groups_of(strategies, runs)
         self.configs = [self.configs[c] for c in order]
         self.presences: list[Any] = [runs[c].presence for c in order]
-        some_rest = [strategies[c].trains(runs[c]) is not None for c in order]
+        waits = [runs[c].presence is not None or strategies[c].trains(runs[c]) is not None for c in order]
         self._steady: dict[int, list[float]] = {}  # the learning rates of groups whose rates never change
         self.pure = all(strategy.pure for strategy in strategies)
         self._groups = [number for number, group in enumerate(groups) for _ in range(group.size)]
         num_nodes = self.configs[0].num_nodes
         self.simulation: Any = Stack(
-            self.engine, groups, StackedCollectives(num_nodes), self._read(some_rest),
+            self.engine, groups, StackedCollectives(num_nodes), self._read(waits),
             minibatch_size=self.configs[0].settings["minibatch_size"],
         )  # fmt: skip
         self.state: Any = self.simulation.init(self._initial())
@@ -276,13 +277,12 @@ class Chunk:
         for ledger in self.ledgers:
             ledger.announce(num_nodes, self.simulation.comm.ledger.sizes)
 
-    def _read(self, some_rest: Sequence[bool]) -> Reading:
+    def _read(self, waits: Sequence[bool]) -> Reading:
         """Return what reads for all rows; configurations of which the same nodes read the same data share a stream.
 
         Args:
-            some_rest: of each configuration, whether its strategy lets some nodes rest in some steps.
+            waits: of each configuration, whether in some steps some nodes do not train.
         """
-        waits = [rest or presence is not None for rest, presence in zip(some_rest, self.presences)]
         alike = [(id(config.train), self._groups[c] if waits[c] else None) for c, config in enumerate(self.configs)]
         streams = list(dict.fromkeys(alike))
         sources = [self.configs[alike.index(key)].train for key in streams]
@@ -316,9 +316,9 @@ class Chunk:
 
     def _active(self, row: Any) -> np.ndarray:
         """Return which nodes of each configuration have trained, `[C, K]`; of an update, those that arrived."""
-        active: np.ndarray = np.full((len(self.configs), self.configs[0].num_nodes), row.active is None)
+        everyone = self.plan is None and row.active is None
+        active: np.ndarray = np.full((len(self.configs), self.configs[0].num_nodes), everyone)
         if self.plan is not None:
-            active[:] = False
             active[:, [arrival.node for arrival in self.plan.arrivals(row.tick)]] = True
         elif row.active is not None:
             active.flat[row.active] = True
@@ -356,10 +356,8 @@ class Chunk:
     def _distances(self, own: Any, shared: Any, tick: int) -> list[float]:
         """Return how far the nodes of each configuration are apart."""
         comm, params = self.simulation.comm, self.simulation.parameters(own, shared)
-        parts = zip(*[x.chunk(len(self.configs)) for x in params.values()])
-        among = [None if presence is None else presence.present(tick) for presence in self.presences]
-        distances = [distance_of(dict(zip(params, part)), comm, some) for part, some in zip(parts, among)]
-        return list(map(float, fetched(distances)))
+        members = [None if presence is None else presence.present(tick) for presence in self.presences]
+        return list(map(float, fetched(distances_of(params, comm, members))))
 
     def _diverged(self, losses: np.ndarray, active: np.ndarray) -> list[int]:
         """Take those that diverge in this step from those that are training."""
@@ -381,11 +379,9 @@ class Chunk:
             measured = State(self.state.tick, {"params": params, "buffers": buffers}, {})
             columns = dict(enumerate(self._evaluated(self.configs, measured, Result(params))))
         for c in self.training:
-            config, shown = self.configs[c], columns[c]
-            if config.plan is not None:
-                shown = recorded_of(config.strategy, config.num_nodes, shown)
-            if shown:
-                self.observed.evaluated(c, self.state.step, **shown)
+            config = self.configs[c]
+            if recorded := recorded_of(config.strategy, config.num_nodes, columns[c]):
+                self.observed.evaluated(c, self.state.step, **recorded)
 
     def _evaluated(self, configs: Sequence[Configuration], measured: Any, result: Result) -> list[dict[str, Any]]:
         comm = StackedCollectives(len(configs) * configs[0].num_nodes)
@@ -398,10 +394,8 @@ class Chunk:
             result = self.simulation.result(self.state, c)
             values = {**result.params, **self.simulation.alone(self.state, c).buffers}
             average = {n: x.detach().to("cpu", copy=True) for n, x in nodes.mean(values, result.members).items()}
-        curve = self.observed.curve(c, self.state.step, status, average)
-        if self.presences[c] is not None:
-            curve.ledger = self.ledgers[self._groups[c]].state()
-        return curve
+        ledger = None if self.presences[c] is None else self.ledgers[self._groups[c]].state()
+        return self.observed.curve(c, self.state.step, status, average, ledger)
 
     def _load(self, partial: dict[str, Any], curves: dict[int, Curve]) -> None:
         """Continue from a saved state, and from what those that were training had recorded up to it."""
@@ -478,10 +472,8 @@ class Reading:
         first = next((row - row % K for row in rows if self.which[row // K] == source), None)
         if first is None:
             return None
-        if isinstance(counts, int):
-            return [row - first for row in rows if first <= row < first + K], counts
-        pairs = [(row - first, count) for row, count in zip(rows, counts) if first <= row < first + K]
-        return [row for row, _ in pairs], [count for _, count in pairs]
+        mine = [i for i, row in enumerate(rows) if first <= row < first + K]
+        return [rows[i] - first for i in mine], counts if isinstance(counts, int) else [counts[i] for i in mine]
 
     def _joined(self, of_configs: list[Any], parts: list[Any], everyone: bool) -> tuple[Any, list[int] | None]:
         distinct = {id(batch): batch for batch, _ in of_configs}

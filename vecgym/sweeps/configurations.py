@@ -7,23 +7,24 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from vecgym.availability import Facts, Presence
 from vecgym.clock import Compute, Network, dry_run
 from vecgym.clock.asynchronous import AsyncPlan, stop_of
 from vecgym.collectives.base import payload_bytes
 from vecgym.collectives.ledger import Ledger
 from vecgym.core import check, tree
+from vecgym.core.check import checks_of
 from vecgym.core.objects import same
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import Engine, hooks
 from vecgym.engine.contract import with_loss
 from vecgym.records.rows import label
-from vecgym.runs.options import check_clocks, check_compute, check_left_out, checked
+from vecgym.runs.options import FitOptions, check_clocks, check_compute, check_left_out, check_parts, presence_of
 from vecgym.simulation import RunFacts
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven, check_synchronous
@@ -95,14 +96,10 @@ class Configuration:
 
     def facts(self) -> RunFacts:
         """Return what its strategy may know before the first step, with who is present when, if not all always."""
-        availability, seed = self.settings["availability"], self.settings["seed"]
         shards, presence = tuple(self.train.shard_sizes), None
-        if availability is not None and self.plan is None:
-            batch_size = self.settings["batch_size"]
-            presence = Presence(
-                availability, Facts(self.num_nodes, self.num_steps, seed, self.compute, shards, batch_size)
-            )
-        return RunFacts(self.num_nodes, self.num_steps, seed, presence, shards, self.plan)
+        if self.plan is None:
+            presence = presence_of(SimpleNamespace(**self.settings, compute=self.compute), self.num_steps, shards)
+        return RunFacts(self.num_nodes, self.num_steps, self.settings["seed"], presence, shards, self.plan)
 
     @cached_property
     def train(self) -> Batches:
@@ -220,11 +217,9 @@ def check_axes(axes: Iterable[str], strategy: Any, model: Any, source: str = "gr
         raise TypeError(
             "model and strategy are swapped: sweep(model, train_dataset, val_dataset, strategy=..., grid=...)."
         )
-    if model is None:
-        raise TypeError(f"model is None; give {WANTED['model']}.")
     functions: dict[str, Arguments] = {}
     for what, value in (("strategy", strategy), ("model", model)):
-        if value is not None and not isinstance(value, (Strategy, nn.Module)):
+        if not isinstance(value, (Strategy, nn.Module)) and (what, value) != ("strategy", None):
             try:
                 functions[what] = Arguments.of(value)
             except (TypeError, ValueError):
@@ -278,18 +273,17 @@ def make_configurations(points: Iterable[Point], options: SweepOptions) -> list[
     configs: list[Configuration] = []
     models: dict[Any, nn.Module] = {}
     data = Data(options)
-    no_clock, each_compute = clocks(None, None), clocks(None, options.compute)
-    each_clock = clocks(options.network, options.compute)
+    each_compute, each_clock = clocks(None, options.compute), clocks(options.network, options.compute)
     for point in points:
-        settings = checked({name: point.get(name, vars(options)[name]) for name in SETTINGS})
+        settings = _settings(point, options)
         strategy = point["strategy"] if options.strategy is None else options.strategy
         if not isinstance(strategy, Strategy):
             strategy = _called("strategy", strategy, point, Strategy)
         model = _model(options, point, models)
-        each = no_clock if settings["availability"] is None else each_compute
         if strategy.asynchronous:
             each = each_clock
         else:
+            each = clocks(None, None) if settings["availability"] is None else each_compute
             settings = {name: value for name, value in settings.items() if name not in OF_UPDATES}
         configs += [
             Configuration(len(configs) + i, {**point, **clock.point}, model, strategy, settings, data, *clock[1:])
@@ -299,6 +293,14 @@ def make_configurations(points: Iterable[Point], options: SweepOptions) -> list[
     for config in configs:
         config.check(options)
     return configs
+
+
+def _settings(point: Point, options: SweepOptions) -> dict[str, Any]:
+    """Return the settings of a point, each checked: those that are no axes are the same for all."""
+    checks = checks_of(FitOptions)
+    settings = {name: checks[name](name, point.get(name, vars(options)[name])) for name in SETTINGS}
+    check_parts(settings["batch_size"], settings["minibatch_size"])
+    return settings
 
 
 def _check_settings(configs: Iterable[Configuration], options: SweepOptions) -> None:
@@ -320,14 +322,12 @@ def _check_settings(configs: Iterable[Configuration], options: SweepOptions) -> 
 def _model(options: SweepOptions, point: Point, models: dict[Any, nn.Module]) -> nn.Module:
     """Return the model of a point, the same one for all points with the same values of its axes."""
     model = options.model
-    if not isinstance(model, nn.Module):
-        key = repr(Arguments.of(model).among(point))
-        if key not in models:
-            models[key] = with_loss(_called("model", model, point, nn.Module), options.loss_fn)
-        model = models[key]
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(f"the model, {check.kind_of(model)}, has no trainable parameter: nothing can be trained.")
-    return model
+    if isinstance(model, nn.Module):
+        return model
+    key = repr(Arguments.of(model).among(point))
+    if key not in models:
+        models[key] = with_loss(_called("model", model, point, nn.Module), options.loss_fn)
+    return models[key]
 
 
 # ------------------------------------------------------------------------------------- models that can share a stack

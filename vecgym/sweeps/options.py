@@ -8,7 +8,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -74,8 +75,6 @@ def checked_axes(grid: Any, samples: int | None) -> dict[str, Any]:
 
 
 def _checked_axis(name: Any, values: Any, samples: int | None) -> list[Any] | Uniform:
-    if not isinstance(name, str):
-        raise TypeError(f"grid has an axis {name!r} {kind_of(name)}; its name is a text, such as 'lr'.")
     if isinstance(values, Uniform):
         if samples is None:
             raise ValueError(f"grid[{name!r}]={values!r} has no end: say how many to draw, samples=50.")
@@ -92,8 +91,7 @@ def _checked_axis(name: Any, values: Any, samples: int | None) -> list[Any] | Un
         plain = isinstance(value, (bool, int, float, str))
         key = (isinstance(value, bool), value) if plain else id(value)
         if key in keys:  # its run would count twice
-            shown = value if plain else label(value)
-            raise ValueError(f"grid[{name!r}] has {shown!r} twice: give each value once.")
+            raise ValueError(f"grid[{name!r}] has {label(value)!r} twice: give each value once.")
         keys.add(key)
     return values
 
@@ -115,8 +113,6 @@ def checked_points(points: Any) -> list[Point]:
                 "value of it, the default for instance, or sweep those that have it apart from the others."
             )
         for name, value in point.items():
-            if not isinstance(name, str):
-                raise TypeError(f"points[{i}] has an axis {name!r} {kind_of(name)}; its name is a text, such as 'lr'.")
             if isinstance(value, float) and math.isnan(value):
                 raise ValueError(f"points[{i}][{name!r}] is nan: leave this configuration out.")
     return [dict(point) for point in rows]
@@ -135,15 +131,12 @@ def points(axes: Mapping[str, Any], samples: int | None, sample_seed: int) -> It
         yield point
 
 
-T = TypeVar("T", Network, Compute)
-
-
 class Timing(NamedTuple):
     """A network and a compute, with their names where they are axes."""
 
     point: dict[str, str]
-    network: Network | None
-    compute: Compute | None
+    network: Any
+    compute: Any
 
 
 def clocks(network: Any, compute: Any) -> list[Timing]:
@@ -152,9 +145,8 @@ def clocks(network: Any, compute: Any) -> list[Timing]:
     >>> [clock.point for clock in clocks({"near": Network(1e9), "far": Network(1e6)}, Compute(0.4))]
     [{'network': 'near'}, {'network': 'far'}]
     """
-    none: dict[str | None, Any] = {None: None}
-    networks = none if network is None else _named("network", network, Network, "Network(1e9, 0.05)")
-    computes = none if compute is None else _named("compute", compute, Compute, "Compute(0.4)")
+    networks = _named("network", network, Network, "Network(1e9, 0.05)")
+    computes = _named("compute", compute, Compute, "Compute(0.4)")
     return [
         Timing({axis: key for axis, key in (("network", n), ("compute", c)) if key is not None}, network, one)
         for n, network in networks.items()
@@ -168,23 +160,21 @@ def check_clock(network: Any, compute: Any) -> None:
         raise ValueError("network and compute together say how long a configuration takes: give both.")
 
 
-def _named(name: str, value: Any, kind: type[T], example: str) -> dict[str | None, T]:
-    """{name: value}; {None: value} for one alone."""
+def _named(name: str, value: Any, kind: type, example: str) -> dict[str | None, Any]:
+    """{name: value}; {None: value} for one alone, or None."""
     give = f"a vecgym.clock.{example}, or a dict of some by name"
     if not isinstance(value, Mapping):
-        return {None: check.instance(name, value, kind, give)}
+        return {None: check.instance(name, value, (kind, type(None)), give)}
     if not value:
         raise ValueError(f"{name} is an empty dict; give {give}.")
     return {str(key): check.instance(f"{name}[{key!r}]", one, kind, give) for key, one in value.items()}
 
 
-def _executor(name: str, value: Any) -> Executor | None:
-    if value is None or isinstance(value, Executor):
-        return value
-    raise TypeError(
-        f"{name} is {check.kind_of(value)}; give a concurrent.futures.Executor, such as ProcessPoolExecutor(4) or "
-        "Dask's client.get_executor(), or None. vecgym.guide.sweeps says how to make one of submitit's and of Ray."
-    )
+EXECUTORS: Any = (Executor, type(None))
+OF_EXECUTORS = (
+    "a concurrent.futures.Executor, such as ProcessPoolExecutor(4) or Dask's client.get_executor(), or None. "
+    "vecgym.guide.sweeps says how to make one of submitit's and of Ray"
+)
 
 
 @dataclass(frozen=True)
@@ -246,7 +236,7 @@ class SweepOptions(EngineOptions, Training, Swept):
     max_configs: Count = 10_000
     keep_models: Flag = False
     resume: str | os.PathLike[str] | None = None
-    executor: Annotated[Executor | None, _executor] = None
+    executor: Annotated[Executor | None, partial(check.instance, kind=EXECUTORS, give=OF_EXECUTORS)] = None
     availability: Present = None
     dry_run: Flag = False
     network: Any = None

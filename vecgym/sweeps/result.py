@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -164,13 +165,11 @@ class SweepResult:
             ledger.load(curve.ledger)
         else:
             return {"sim_seconds": None, "sim_utilization": None}
-        network: Any = clock.network
-        compute: Any = clock.compute
         key = config.index, id(clock), ledger.num_steps
         if key not in self._seconds:
-            timeline = price(ledger, network, compute)
+            timeline = price(ledger, clock.network, clock.compute)
             # Where the network takes another route than a ring, a node's link carries other bytes than in training.
-            sent = {"bytes_total": ledger.routed(network.routes).total_bytes} if network.routes else {}
+            sent = {"bytes_total": ledger.routed(clock.network.routes).total_bytes} if clock.network.routes else {}
             self._seconds[key] = {**sent, "sim_seconds": timeline.seconds, "sim_utilization": timeline.utilization}
         return self._seconds[key]
 
@@ -389,9 +388,7 @@ class SweepResult:
         return len(self._places)
 
     def __repr__(self) -> str:
-        counts: dict[str, int] = {}
-        for row in self.rows:
-            counts[row["status"]] = counts.get(row["status"], 0) + 1
+        counts = Counter(row["status"] for row in self.rows)
         return f"SweepResult({counted(len(self), 'configuration')}: {', '.join(f'{n} {s}' for s, n in counts.items())})"
 
 

@@ -31,7 +31,7 @@ from vecgym.engine import Engine, hooks
 from vecgym.records.rows import counted, label
 from vecgym.runs.multiprocess import interrupts, torch_set, torch_settings
 from vecgym.runs.options import resolve_device
-from vecgym.sweeps.chunk import PARTIAL, PENDING, Chunk, Curve, Work, prepared_engine
+from vecgym.sweeps.chunk import PARTIAL, Chunk, Curve, Work, prepared_engine
 from vecgym.sweeps.configurations import Configuration, Data
 from vecgym.sweeps.options import SweepOptions
 from vecgym.sweeps.programs import make_programs
@@ -58,6 +58,7 @@ class Runner:
         self.configs = configs
         self.programs = make_programs(configs, options)
         self.curves: dict[int, Curve] = {}
+        self._program_of = {config.index: program for program in self.programs for config in program.configs}
         self._engines: dict[tuple[int, int], Engine] = {}
         self._partials: list[dict[str, Any]] = []  # the chunks that were left unfinished
 
@@ -68,8 +69,7 @@ class Runner:
         try:
             with torch.enable_grad(), interrupts() as interrupted, shown as bar:
                 works = [work for program in self.programs for chunk in program.chunks if (work := self._work(chunk))]
-                bar.update(total - sum(self.configs[i].num_steps for work in works for i in work.indices))
-                bar.update(sum(work.steps_done for work in works))
+                bar.update(total - sum(work.steps_left for work in works))
                 if works and self.options.executor is not None:
                     self._dispatch(works, interrupted, save, bar)
                     return not interrupted
@@ -86,7 +86,7 @@ class Runner:
 
     def _work(self, chunk: list[int]) -> Work | None:
         """Return what is left to do of a chunk, from the start or from where it was left."""
-        todo = [i for i in chunk if i not in self.curves or self.curves[i].status in (PENDING, PARTIAL)]
+        todo = [i for i in chunk if i not in self.curves or self.curves[i].status == PARTIAL]
         partial = next((each for each in self._partials if each["left"] == todo), None)
         if partial is None:
             return Work([self.configs[i] for i in todo]) if todo else None
@@ -115,9 +115,9 @@ class Runner:
 
         def record(work: Work, trained: Trained) -> None:
             self.curves |= trained.curves
-            self.programs[self._program(work.configs)].engine = trained.engine
+            self._program_of[work.configs[0].index].engine = trained.engine
             self._leave(work, trained.partial)
-            bar.update(sum(self.configs[i].num_steps for i in work.indices) - work.steps_done)
+            bar.update(work.steps_left)
             save()
             if any(i not in trained.curves or trained.curves[i].status == PARTIAL for i in work.indices):
                 interrupted.append(0)  # Ctrl-C came to the worker
@@ -135,16 +135,12 @@ class Runner:
 
     def _engine(self, chunk: list[Configuration]) -> Engine:
         """Return the engine of a chunk; chunks of equal size of a program share one."""
-        program = self._program(chunk)
-        key = program, len(chunk)
+        program = self._program_of[chunk[0].index]
+        key = id(program), len(chunk)
         if key not in self._engines:
-            with torch.enable_grad():
-                self._engines[key] = prepared_engine(chunk, self.options)
-                self.programs[program].engine = str(self._engines[key].plan)
+            self._engines[key] = prepared_engine(chunk, self.options)
+            program.engine = str(self._engines[key].plan)
         return self._engines[key]
-
-    def _program(self, chunk: list[Configuration]) -> int:
-        return next(i for i, one in enumerate(self.programs) if any(chunk[0] is config for config in one.configs))
 
     def state(self) -> dict[str, Any]:
         """Return what has been done, for a file."""
