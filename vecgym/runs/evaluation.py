@@ -198,8 +198,7 @@ def distances_of(params: Tree, comm: Collectives, members: Sequence[Sequence[int
     """Return the `distance_of` the nodes of each of C configurations, where the parameters are.
 
     Args:
-        comm: the collectives of the nodes of one configuration.
-        members: of each configuration.
+        members: of each configuration, of whose nodes `comm` is then; None: all.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> distances_of({"w": torch.tensor([1.0, 3.0, 4.0, 6.0])}, StackedCollectives(2), [None, [1]])

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from vecgym.clock.timeline import RunningClock
 from vecgym.clock.units import readable_time
-from vecgym.collectives.ledger import Ledger, readable_bytes
+from vecgym.collectives.ledger import readable_bytes
 from vecgym.core.devices import fetched, on_host
 from vecgym.core.errors import DivergenceError, warn
 from vecgym.data import Batches
@@ -24,7 +24,7 @@ from vecgym.records.columns import START
 from vecgym.records.history import History
 from vecgym.records.rows import Row
 from vecgym.runs.options import FitOptions
-from vecgym.simulation import RunFacts, Timetable
+from vecgym.simulation import RunFacts, Simulation, Timetable
 from vecgym.simulation.state import Metrics
 
 
@@ -34,14 +34,15 @@ class StepRows:
     Args:
         data: of the training.
         run: what was known of it in advance.
+        table: of an asynchronous run its timetable, which has further columns.
 
     Attributes:
         examples: number processed so far, by all nodes together.
         seconds: from the start to the last row.
     """
 
-    def __init__(self, data: Batches, run: RunFacts) -> None:
-        self.data, self.presence = data, run.presence
+    def __init__(self, data: Batches, run: RunFacts, table: Any) -> None:
+        self.data, self.presence, self.table = data, run.presence, table
         self.plan: Any = run.schedule  # if nodes do not wait for one another
         self.limits = None if run.num_examples is None else data.limits_of(run.num_examples)
         self.examples = 0
@@ -79,7 +80,7 @@ class StepRows:
             row["num_never_present"] = self.presence.never_present(step - 1)
         if metrics.outer_lr is not None:
             row["outer_lr"] = mean_rate(metrics.outer_lr)
-        return row
+        return row if self.plan is None else {**row, **self.table.columns(step)}
 
     def _num_examples(self, step: int, metrics: Metrics) -> int:
         """Count the examples of all nodes together in a step."""
@@ -113,24 +114,23 @@ class Recorder:
     """
 
     def __init__(
-        self, history: History, ledger: Ledger, data: Batches, options: FitOptions, loggers: Loggers, run: RunFacts
+        self, history: History, data: Batches, options: FitOptions, loggers: Loggers, simulation: Simulation
     ) -> None:
         self.options = options
         self.interval = options.log_interval
         self.clock: RunningClock | None = None
         self.history = history
-        self.ledger = ledger
+        self.ledger = simulation.comm.ledger
         self.data = data
-        self.presence = run.presence
+        self.presence = simulation.run.presence
         self.on_divergence = options.on_divergence
         self.loggers = loggers
         self._open: list[Row] = []  # not handed on yet; the last is that of the current step
         self._unread: list[tuple[Row, Tensor, Sequence[int] | None]] = []  # those of them without their losses
-        self._rows = StepRows(data, run)
+        self._rows = StepRows(data, simulation.run, simulation.timetable)
         self._seconds = 0.0  # spent before the run was resumed
-        self._bar: tqdm | None = None
 
-    def start(self, settings: Mapping[str, Any], bar: tqdm | None = None) -> None:
+    def start(self, settings: Mapping[str, Any], bar: tqdm) -> None:
         """Begin the run, or resume it after the rows in the history."""
         self.loggers.start(dict(settings), self.history.rows)
         self._bar = bar
@@ -150,12 +150,11 @@ class Recorder:
         self._rows.examples = state["examples"]
         self._seconds = self._rows.seconds = state["seconds"]
 
-    def step(self, step: int, metrics: Metrics, fetch: bool = False, **columns: Any) -> None:
+    def step(self, step: int, metrics: Metrics, fetch: bool) -> None:
         """Begin the row of a step, or of an update of a server.
 
         Args:
             fetch: whether its losses are needed now.
-            columns: further columns.
 
         Raises:
             DivergenceError: see `on_divergence`.
@@ -168,13 +167,11 @@ class Recorder:
         row = self._rows.of_step(step, metrics, counts, time.perf_counter() - self._start)
         if self.clock is not None:
             row["sim_seconds"], row["sim_utilization"] = self.clock.step(metrics.transfers, computing)
-        row.update(columns)
         self._open.append(row)
         self._unread.append((row, metrics.losses, metrics.active))
         if fetch or on_host(metrics.losses) or step % self.interval == 0:
             self._fetch()
-        if self._bar is not None:
-            advance(self._bar, row)
+        advance(self._bar, row)
 
     def add(self, **values: Any) -> None:
         """Add columns to the current row; before the first step, to a row of its own."""
@@ -223,8 +220,8 @@ class Recorder:
 
     def _diverged(self, row: Row, active: Sequence[int] | None, last_read: int) -> None:
         step, losses = row["step"], row["train_losses"]
-        bad = [node for node in range(len(losses)) if active is None or node in active]
-        bad = [node for node in bad if not math.isfinite(losses[node])]
+        trained = range(len(losses)) if active is None else active
+        bad = [node for node in trained if not math.isfinite(losses[node])]
         if not bad:  # no node has trained
             return
         error = DivergenceError(step - 1, bad, float(losses[bad[0]]), last_read if last_read > step else None)

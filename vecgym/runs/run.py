@@ -78,7 +78,8 @@ class Run(Generic[M]):
         self.comm = comm
         self.session = session = Session(comm)
         self.after_step = after_step
-        self._may_stop = after_step is not None or options.limited
+        limits = after_step, options.stop, options.max_seconds, options.max_bytes
+        self._may_stop = any(limit is not None for limit in limits)
         self.train = _training_batches(task.train_dataset, options, session, device)
         self.num_steps = num_steps(self.train, options.num_epochs, options.max_steps)
         options.strategy.check(comm.num_nodes, self.num_steps)
@@ -95,7 +96,7 @@ class Run(Generic[M]):
             self.ledger.routes = options.network.routes
         self.history = History({**self._settings(), **memory})
         loggers = Loggers(options.logger if session.rank == 0 else None, options.log_interval)
-        self.recorder = Recorder(self.history, self.ledger, self.train, options, loggers, self.simulation.run)
+        self.recorder = Recorder(self.history, self.train, options, loggers, self.simulation)
         if self.simulation.run.presence is not None and session.rank == 0:
             self.simulation.run.presence.tell()
         if after_step is not None or options.stop is not None:
@@ -214,6 +215,8 @@ class Run(Generic[M]):
 
         In several processes that takes an exchange, which it is worth only where a step is sure to be evaluated.
         """
+        if self.options.strategy.asynchronous:  # the server's parameters are what is evaluated
+            return False
         return self._is_evaluated(step) or (self._may_stop and self.session.num_processes == 1)
 
     def _measure(self, params: Tree, tick: int) -> None:
@@ -237,12 +240,10 @@ class Run(Generic[M]):
         values = {**self.state.params, **{name: p[None] for name, p in self.engine.frozen.items()}}
         return {name: values[name] for name, _ in self.model.named_parameters()}
 
-    def _own_params(self) -> Tree:
-        """Return the nodes' own parameters, of those that are trained."""
-        return self.state.params
-
     def _final_nodes(self) -> Nodes[M]:
-        num_local, result, own = len(self.comm.node_ids), self.simulation.result(self.state), self._own_params()
+        num_local, result, own = len(self.comm.node_ids), self.simulation.result(self.state), self.state.params
+        if isinstance(self.options.strategy, EventDriven):
+            own = self.options.strategy.own_parameters(self.state)
         params, buffers = (nodes.expand(x, num_local) for x in ({**self._all_params(), **own}, self.state.buffers))
         result_params = None if result.params is own else nodes.expand(result.params, num_local)
         members = result.members if num_local == self.comm.num_nodes else None
@@ -295,15 +296,8 @@ class AsyncRun(Run[M]):
             minibatch_size=options.minibatch_size,
         )  # fmt: skip
 
-    def _measure(self, params: Tree, tick: int) -> None:
-        return  # the server's parameters are what is evaluated
-
-    def _record(self, row: Row, evaluated: bool) -> None:
-        step, plan = row.tick, self.plan
-        self.recorder.step(
-            step, metrics_of(self.strategy, plan, step, row.losses, row.transfers), fetch=evaluated,
-            **self.simulation.timetable.columns(step),
-        )  # fmt: skip
+    def _metrics(self, row: Row) -> Metrics:
+        return metrics_of(self.strategy, self.plan, row.tick, row.losses, row.transfers)
 
     def _is_evaluated(self, step: int) -> bool:
         interval = self.options.val_seconds
@@ -311,9 +305,6 @@ class AsyncRun(Run[M]):
             return super()._is_evaluated(step)
         before, now = [0.0, *self.timeline.update_seconds[max(step - 2, 0) : step].tolist()][-2:]
         return now // interval > before // interval
-
-    def _own_params(self) -> Tree:
-        return self.strategy.own_parameters(self.state)
 
 
 def is_due(step: int, interval: int | None) -> bool:

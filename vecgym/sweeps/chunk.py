@@ -27,6 +27,7 @@ from vecgym.records.history import History
 from vecgym.records.rows import Row
 from vecgym.runs.evaluation import distances_of, evaluated_columns, recorded_of
 from vecgym.runs.recorder import StepRows, add_losses, mean_rate, rates_of
+from vecgym.runs.run import is_due
 from vecgym.simulation import Event, State
 from vecgym.simulation.simulation import Draft, Request
 from vecgym.simulation.stack import Stack, groups_of
@@ -91,8 +92,7 @@ class Curve:
         """Yield the rows of steps of all nodes, or of updates of a server, without their evaluations."""
         strategy: Any = config.strategy
         plan, facts = config.plan, config.facts()
-        rows = StepRows(config.train, facts)
-        table: Any = None if plan is None else strategy.timetable(facts)
+        rows = StepRows(config.train, facts, None if plan is None else strategy.timetable(facts))
         num_bytes, lrs, seconds = (self.columns[name].tolist() for name in ("bytes", "lr", "seconds"))
         for t, (losses, active) in enumerate(zip(self.columns["train_losses"], self.columns["active"])):
             trained = None if bool(active.all()) else active.nonzero().flatten().tolist()
@@ -101,8 +101,6 @@ class Curve:
             else:
                 metrics = metrics_of(strategy, plan, t + 1, losses)
             row = rows.of_step(t + 1, metrics, num_bytes[t], seconds[t])
-            if plan is not None:
-                row.update(table.columns(t + 1))
             add_losses(row, losses, trained)
             yield row
 
@@ -206,12 +204,11 @@ class Chunk:
         self._start = time.perf_counter() - self._before
         ticks, ahead = itertools.tee(self.simulation.timetable.ticks(self.state.tick))
         self._batches = self.simulation.read(self.simulation.requests(ahead))
-        interval = self.options.val_interval
         if self.state.step == 0:
             self.evaluate()
         for events in ticks:
             step, count = self.state.step + 1, len(self.training)
-            evaluated = step == self.num_steps or (interval is not None and step % interval == 0)
+            evaluated = step == self.num_steps or is_due(step, self.options.val_interval)
             diverged = self.step(events, measured=evaluated and self.plan is None)
             for c in diverged:
                 self.curves[self.configs[c].index] = self.curve(c, DIVERGED)
@@ -476,12 +473,12 @@ class Reading:
         return [rows[i] - first for i in mine], counts if isinstance(counts, int) else [counts[i] for i in mine]
 
     def _joined(self, of_configs: list[Any], parts: list[Any], everyone: bool) -> tuple[Any, list[int] | None]:
-        distinct = {id(batch): batch for batch, _ in of_configs}
-        limits, widths = None, {_width(batch) for batch in distinct.values()}
-        if len(widths) > 1 or any(limit is not None for _, limit in of_configs):
+        used = parts if everyone else of_configs
+        limits, widths = None, {_width(batch) for batch, _ in used}
+        if len(widths) > 1 or any(limit is not None for _, limit in used):
             of_each = (limit or [_width(batch)] * len(next(iter(tree.leaves(batch)))) for batch, limit in of_configs)
             limits = list(itertools.chain.from_iterable(of_each))
-        chosen = [_widened(batch, max(widths)) for batch, _ in (parts if everyone else of_configs)]
+        chosen = [_widened(batch, max(widths)) for batch, _ in used]
         return (chosen_batches(chosen, self.which) if everyone else nodes.join_rows(chosen)), limits
 
 
