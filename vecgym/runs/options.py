@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
@@ -163,16 +164,13 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         present.insert(0, "cuda")
     if device is None:
         return torch.device(present[0])
-    try:
+    with contextlib.suppress(RuntimeError, TypeError):  # there is no such device
         resolved = torch.device(device)
         count = torch.cuda.device_count() if resolved.type == "cuda" else 1
-        is_present = resolved.type in present and (resolved.index or 0) < count
-    except (RuntimeError, TypeError):
-        is_present = False
-    if not is_present:
-        name = str(device) if isinstance(device, torch.device) else device
-        raise ValueError(f"device={name!r} is not available; present: {', '.join(present)}. None takes the best.")
-    return resolved
+        if resolved.type in present and (resolved.index or 0) < count:
+            return resolved
+    name = str(device) if isinstance(device, torch.device) else device
+    raise ValueError(f"device={name!r} is not available; present: {', '.join(present)}. None takes the best.")
 
 
 def optional_number(name: str, value: Any, within: str, what: str) -> float | None:
@@ -437,11 +435,6 @@ class FitOptions(EngineOptions, Training, Simulated):
                 "its learning rates are laid out over max_steps."
             )
 
-    @property
-    def limited(self) -> bool:
-        """Whether a run may end before its last step."""
-        return any(limit is not None for limit in (self.max_seconds, self.max_bytes, self.stop))
-
     def ends(self, row: dict[str, Any]) -> bool:
         """Return whether a run ends after the step of this row."""
         limits = {"sim_seconds": self.max_seconds, "bytes_total": self.max_bytes}
@@ -588,15 +581,12 @@ class RolloutOptions(DifferentiableRun):
         super().__post_init__()
         check_strategy(self.strategy)
         check_clocks(self.num_nodes, self.network, self.compute)
-        check_asynchronous(self, ("compute", "network", "max_updates"), {"segments": None})
+        check_asynchronous(self, ("compute", "network", "max_updates"), {"segments": None, "availability": None})
         if not as_strategy(self.strategy, self.model).pure:
             raise ValueError(
                 f"{type(self.strategy).__name__} is written for one rank and runs on threads, which cannot be "
                 "differentiated: write it as a CommunicationModule."
             )
-        if self.availability is not None and self.strategy.asynchronous:
-            name = type(self.strategy).__name__
-            raise ValueError(f"{name} does not support availability in a rollout: leave it out.")
         if self.availability is not None and any(exchange.lets_rest for exchange in self.strategy.exchanges):
             raise ValueError(
                 f"availability={self.availability!r} and {self.strategy!r} both say who sits out: in a rollout give "

@@ -415,7 +415,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         part, tensors = ctx.part, ctx.saved_tensors
-        wanted = [needed and x.is_floating_point() for needed, x in zip(ctx.needs_input_grad[1:], tensors)]
+        wanted = ctx.needs_input_grad[1:]
         again = torch.is_grad_enabled()  # the derivative will be differentiated too
 
         def start(x: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -41,8 +42,11 @@ class Data:
     """The batches of a sweep; configurations whose settings agree share them."""
 
     def __init__(self, options: SweepOptions) -> None:
+        common: dict[str, Any] = {"device": options.device, "dataloader_kwargs": options.dataloader_kwargs}
         self.options = options
-        self._by_key: dict[tuple[Any, ...], Any] = {}
+        self.train = functools.cache(functools.partial(Batches, options.train_dataset, **common))
+        self.val = functools.cache(functools.partial(EvalBatches, options.val_dataset, **common))
+        self.plans: dict[Any, AsyncPlan] = {}
         self._unused: list[tuple[nn.Module, frozenset[str]]] = []
 
     def unused(self, config: Configuration) -> frozenset[str]:
@@ -53,17 +57,6 @@ class Data:
         facts: Any = examined(config)[0].facts
         self._unused.append((config.model, facts.unused))
         return self._unused[-1][1]
-
-    def batches(self, kind: Any, dataset: Any, **settings: Any) -> Any:
-        """Return the batches of a kind, of a dataset with these settings."""
-        of_all = {"device": self.options.device, "dataloader_kwargs": self.options.dataloader_kwargs}
-        return self.once((kind, *settings.values()), lambda: kind(dataset, **settings, **of_all))
-
-    def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """Return what `make` gives, and the same for the same key."""
-        if key not in self._by_key:
-            self._by_key[key] = make()
-        return self._by_key[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +96,7 @@ class Configuration:
 
     @cached_property
     def train(self) -> Batches:
-        settings = {name: self.settings[name] for name in ("num_nodes", "batch_size", "seed", "shuffle")}
-        return self.data.batches(Batches, self.data.options.train_dataset, **settings)
+        return self.data.train(**{name: self.settings[name] for name in ("num_nodes", "batch_size", "seed", "shuffle")})
 
     @cached_property
     def val(self) -> EvalBatches | None:
@@ -112,10 +104,7 @@ class Configuration:
         if options.val_dataset is None or options.val_size == 0:
             return None
         size = settings["minibatch_size"] or settings["batch_size"]
-        return self.data.batches(
-            EvalBatches, options.val_dataset, num_nodes=self.num_nodes, seed=settings["seed"], batch_size=size,
-            val_size=options.val_size,
-        )  # fmt: skip
+        return self.data.val(size, options.val_size, self.num_nodes, seed=settings["seed"])
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -152,10 +141,11 @@ class Configuration:
                 rounds, strategy.buffer, strategy.max_wait, strategy.grace, tuple(sizes.items()), id(compute),
                 id(network), stop,
             )  # fmt: skip
-        seed = self.settings["seed"]
-        return self.data.once(
-            key, lambda: AsyncPlan.of(strategy, self.num_nodes, compute, network, sizes, seed, stop, availability)
-        )
+        if key not in self.data.plans:
+            self.data.plans[key] = AsyncPlan.of(
+                strategy, self.num_nodes, compute, network, sizes, self.settings["seed"], stop, availability
+            )
+        return self.data.plans[key]
 
     def check(self, options: SweepOptions) -> None:
         """Raise a ValueError if the strategy cannot work for this run."""

@@ -317,10 +317,10 @@ class SweepResult:
         names = [*axes, *(columns or [name for name in means[0] if name not in axes and _tells(name, means)])]
         finished = [row for row in means if row["status"] == FINISHED]
         better = {n: max if larger_is_better(n) else min for n in names if "loss" in n or larger_is_better(n)}
-        ends = {n: better[n]((row[n] for row in finished if check.is_finite(row[n])), default=None) for n in better}
+        ends = {n: better[n]((row[n] for row in finished if check.is_finite(row[n])), default=math.nan) for n in better}
         lines = [[(column_label(name) if escaped else name).translate(escaped) for name in names]]
         for mean, group in zip(means, members):
-            best = {name for name, end in ends.items() if end is not None and mean[name] == end}
+            best = {name for name, end in ends.items() if mean[name] == end}
             texts = {name: _measured(name, mean[name], [row[name] for row in group]) for name in names}
             shown = {name: text.translate(escaped) for name, text in texts.items()}
             lines.append([bold.format(text) if name in best else text for name, text in shown.items()])

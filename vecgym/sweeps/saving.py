@@ -27,20 +27,16 @@ class ResultsFile:
     """
 
     def __init__(self, runner: Runner) -> None:
-        self.path = _checked(runner.options.resume)
-        self.runner = runner
-        self.sweep = _shared(runner)
-        self.rows = _of_rows(runner.configs)
-        self.computed = _computed(runner)
+        self.path, self.runner = _checked(runner.options.resume), runner
+        self.noted: dict[str, Any] = {
+            "identity": _shared(runner), "rows": _of_rows(runner.configs), "computed": _computed(runner),
+            "keep_models": runner.options.keep_models,
+        }  # fmt: skip
 
     def save(self) -> None:
         """Write what there is; a full disk warns, and what was written before stays."""
-        contents = {
-            "identity": self.sweep, "rows": self.rows, "computed": self.computed, "sweep": self.runner.state(),
-            "keep_models": self.runner.options.keep_models,
-        }  # fmt: skip
         try:
-            runfile.write(self.path, contents)
+            runfile.write(self.path, {**self.noted, "sweep": self.runner.state()})
         except OSError as error:
             warn(f"{self.path} could not be written: {error}. The sweep goes on; what is in the file stays.")
 
@@ -48,15 +44,16 @@ class ResultsFile:
         """Continue from the file, if it is there; a ValueError if it is damaged, or another sweep's."""
         if not self.path.exists():
             return
-        saved = runfile.read(self.path)
+        saved, noted = runfile.read(self.path), self.noted
         if "sweep" not in saved:
             raise ValueError(f"{self.path} holds no sweep, but another run of vecgym's: give resume another path.")
         checkpoint.check_noted(saved.get("identity", {}), self.path)
-        differing = checkpoint.differences(saved["identity"], self.sweep)
-        differing = differing or checkpoint.differences(*_first_differences(saved["rows"], self.rows))
-        if not differing:
-            differing = checkpoint.differences(saved["computed"], self.computed, checkpoint.TOLERANCE)
-        if self.runner.options.keep_models and not saved["keep_models"]:
+        differing = (
+            checkpoint.differences(saved["identity"], noted["identity"])
+            or checkpoint.differences(*_first_differences(saved["rows"], noted["rows"]))
+            or checkpoint.differences(saved["computed"], noted["computed"], checkpoint.TOLERANCE)
+        )
+        if noted["keep_models"] and not saved["keep_models"]:
             differing.append("keep_models: saved False, given True")
         if differing:
             raise ValueError(
