@@ -192,8 +192,7 @@ class Run(Generic[M]):
             self.recorder.add(**recorded)
 
     def _evaluate_step(self) -> None:
-        if self._distance_before is None and self._is_measured(self.state.step):
-            self._measure(self.state.params, self.state.step - 1)
+        self._measure(self.state, self.state.step - 1)
         if self._distance_before is not None:
             self.recorder.add(consensus_distance_before=float(fetched(self._distance_before)))
         self.evaluate()
@@ -206,21 +205,19 @@ class Run(Generic[M]):
 
     def _observe(self, event: Event, draft: Draft) -> None:
         """Measure the nodes' distance before the first event after their training."""
-        prepares = event.reads or event.what == "rejoin"
-        if not prepares and self._distance_before is None and self._is_measured(draft.tick + 1):
-            self._measure(draft.params, draft.tick)
+        if not (event.reads or event.what == "rejoin"):
+            self._measure(draft, draft.tick)
 
-    def _is_measured(self, step: int) -> bool:
-        """Whether the nodes' distance is measured, since this step is evaluated or may be the last.
+    def _measure(self, state: State, tick: int) -> None:
+        """Measure the nodes' distance, once in a step that is evaluated or may be the last.
 
-        In several processes that takes an exchange, which it is worth only where a step is sure to be evaluated.
+        In several processes that takes an exchange, which it is worth only where a step is sure to be evaluated. Of an
+        asynchronous run the server's parameters are what is evaluated.
         """
-        if self.options.strategy.asynchronous:  # the server's parameters are what is evaluated
-            return False
-        return self._is_evaluated(step) or (self._may_stop and self.session.num_processes == 1)
-
-    def _measure(self, params: Tree, tick: int) -> None:
-        self._distance_before = distance_of(params, self.comm, self.simulation.run.there(tick))
+        if self._distance_before is not None or self.options.strategy.asynchronous:
+            return
+        if self._is_evaluated(tick + 1) or (self._may_stop and self.session.num_processes == 1):
+            self._distance_before = distance_of(state.params, self.comm, self.simulation.run.there(tick))
 
     def _asked_to_end(self) -> bool:
         """Call `after_step` with the row; return whether it asks for the end of the run."""

@@ -39,7 +39,7 @@ SETTINGS = (
 
 
 class Data:
-    """The batches of a sweep; configurations whose settings agree share them."""
+    """The batches and plans of a sweep; configurations whose settings agree share them."""
 
     def __init__(self, options: SweepOptions) -> None:
         common: dict[str, Any] = {"device": options.device, "dataloader_kwargs": options.dataloader_kwargs}

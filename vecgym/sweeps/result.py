@@ -95,7 +95,6 @@ class SweepResult:
 
     def __init__(self, runner: Runner, clocks: Sequence[Timing] = ()) -> None:
         self._runner = runner
-        self._asynchronous = any(config.strategy.asynchronous for config in runner.configs)
         # The configuration of each row, and the network and compute that it is priced for.
         self._places = [(config, clock) for config in runner.configs for clock in _clocks_of(config, clocks)]
         self._seconds: dict[tuple[int, int, int], dict[str, Any]] = {}  # columns of what has been priced
@@ -134,7 +133,7 @@ class SweepResult:
         >>> [(row["H"], row["network"], round(row["sim_seconds"], 2)) for row in priced.rows]
         [(1, 'near', 2.0), (1, 'far', 2.4), (4, 'near', 2.0), (4, 'far', 2.1)]
         """
-        if self._asynchronous:
+        if any(config.strategy.asynchronous for config in self._runner.configs):
             raise ValueError(
                 "asynchronous runs go in the order of their own network's and nodes' times: sweep again, with network= "
                 "and compute=, of which either may be a dict, {name: one}."
