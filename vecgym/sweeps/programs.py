@@ -111,17 +111,16 @@ def _program(configs: list[Configuration], options: SweepOptions) -> Program:
     """Cut configurations into as few chunks as memory allows, and into no larger ones than are faster."""
     bytes_per_config, flop = _costs(configs[0])
     size, reason = len(configs), "all in one stack"
-    chosen_here = options.chunk_configs is None and resolve_device(options.device).type == "cpu"
+    chosen_here = options.chunk_configs is None and size > 1 and resolve_device(options.device).type == "cpu"
     if _alone(configs[0].strategy):
         size, reason = 1, f"{type(configs[0].strategy).__name__}: each by itself"
     elif options.chunk_configs is not None and options.chunk_configs < size:
         size, reason = options.chunk_configs, f"chunk_configs={options.chunk_configs}"
-    elif chosen_here and size > 1 and configs[0].strategy.mean_gradient and flop > MAX_FLOP_OF_ONE_COPY:
+    elif chosen_here and configs[0].strategy.mean_gradient and flop > MAX_FLOP_OF_ONE_COPY:
         size, reason = 1, f"{flop / 1e9:.2g} GFLOP a step with one copy of the parameters: alone they are faster"
     elif chosen_here and size * flop > MAX_FLOP_IN_STACK:
-        fastest = max(1, int(MAX_FLOP_IN_STACK // flop))
-        if fastest < size:
-            size, reason = fastest, f"{flop / 1e9:.2g} GFLOP a step each: a larger stack is not faster"
+        size = max(1, int(MAX_FLOP_IN_STACK // flop))
+        reason = f"{flop / 1e9:.2g} GFLOP a step each: a larger stack is not faster"
     limit = options.max_memory_bytes or available_bytes(resolve_device(options.device))
     fitting = max(1, limit // max(1, bytes_per_config))
     if fitting < size:
