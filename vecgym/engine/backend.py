@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from vecgym.core import nodes, rng, tree
+from vecgym.core import nodes, tree
 from vecgym.core.devices import placed
-from vecgym.core.nodes import take_rows
 from vecgym.core.tree import Tree
 
 if TYPE_CHECKING:
@@ -41,9 +40,9 @@ class Keys(NamedTuple):
     node_ids: Sequence[int]
     start: int = 0  # first example of the part of the batch
 
-    def of(self, row: int) -> int:
-        """Return the key of one node."""
-        return rng.key(self.seeds[row], "model", self.steps[row], self.node_ids[row], self.start)
+    def of(self, row: int) -> tuple[int, str, int, int, int]:
+        """Return the parts of one node's key, as `vecgym.core.rng.key` takes them."""
+        return self.seeds[row], "model", self.steps[row], self.node_ids[row], self.start
 
     def named(self) -> str:
         """Name nodes and steps, for a message.
@@ -92,7 +91,7 @@ class NodeSlice(NamedTuple):
     def take(self, indices: Tensor, batch_size: int) -> NodeSlice:
         """Copy the first examples of some nodes."""
         batch = tree.map_leaves(lambda x: x[placed(indices, x.device), :batch_size], self.batch)
-        params, buffers = take_rows(self.params, indices), take_rows(self.buffers, indices, copy=False)
+        params, buffers = nodes.take_rows(self.params, indices), nodes.take_rows(self.buffers, indices, copy=False)
         return NodeSlice(params, buffers, batch, self.keys.take(indices.tolist()))
 
 

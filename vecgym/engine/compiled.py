@@ -65,7 +65,7 @@ class Compiled(Vmap):
     def _run(self, compiled: Callable[..., Any], part: NodeSlice, params: Tree) -> tuple[Tree, Tensor]:
         changed, shared = self.model.split(part.buffers)
         with (
-            self.model.seeded(part.keys.of(0)), self.model.casting(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(),
+            self.model.seeded(*part.keys.of(0)), self.model.casting(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(),
             _compiler_settings(),
         ):  # fmt: skip
             if self.recorded:

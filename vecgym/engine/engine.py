@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vecgym.core import nodes, rng, tree
+from vecgym.core import nodes, tree
 from vecgym.core.devices import outside, plain
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
@@ -364,7 +364,7 @@ class Engine:
         """
         with (
             TwiceDifferentiable(), sdpa_kernel(SDPBackend.MATH), plain_attention(), self._stateless.casting(),
-            self._stateless.seeded(rng.key(0, "evaluation", 0)), contract.naming("in evaluation"),
+            self._stateless.seeded(0, "evaluation", 0), contract.naming("in evaluation"),
         ):  # fmt: skip
             return self._stateless.eval_loss(params, buffers, batch)
 
@@ -401,7 +401,7 @@ class Engine:
             arguments = {**rows(params, a, b), **rows(buffers, a, b)}, examples, own_batches, b - a, several
             backend = self._backends["loop"] if b - a == 1 and not several else self._backend
             with (
-                self._stateless.seeded(rng.key(0, "evaluation", a)),
+                self._stateless.seeded(0, "evaluation", a),
                 self.plan.layout(),
                 self._explaining(num_nodes),
             ):

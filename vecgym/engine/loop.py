@@ -42,7 +42,7 @@ class Loop:
         params, buffers = row(part.params, i), row(part.buffers, i)
         leaves = {name: self.model.leaf(name, p) for name, p in params.items()}
         batch = tree.map_leaves(lambda x: x[i], part.batch)
-        with self.model.seeded(part.keys.of(i)), naming(f"node {part.keys.node_ids[i]}, step {part.keys.steps[i]}"):
+        with self.model.seeded(*part.keys.of(i)), naming(f"node {part.keys.node_ids[i]}, step {part.keys.steps[i]}"):
             fixed = [(name, x, x._version) for name, x in (leaves | buffers).items() if not self.model.writes(name)]
             loss, after, grads = self.model.gradient(leaves, buffers, batch, thread)
             check_steady([name for name, x, version in fixed if x._version != version])
@@ -58,7 +58,7 @@ class Loop:
             for i in range(part.size):
                 changed, shared = self.model.split(part.buffers)
                 own = {name: b[i].clone() for name, b in changed.items()}
-                with self.model.seeded(part.keys.of(i)):
+                with self.model.seeded(*part.keys.of(i)):
                     batch = tree.map_leaves(lambda x: x[i], part.batch)  # noqa: B023
                     results.append(of_one(row(part.params, i), own, shared, batch))
         grads, values = zip(*results)

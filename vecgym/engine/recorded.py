@@ -137,7 +137,7 @@ class Recorded(Vmap):
     def _written_down(self, part: NodeSlice, num_nodes: int) -> Operations | None:
         """Write down a pass twice, and compare the list with `vmap`; None, with a reason noted, if it is wrong."""
         assert self._watch is not None
-        seeded, lists = functools.partial(self.model.seeded, part.keys.of(0)), []
+        seeded, lists = functools.partial(self.model.seeded, *part.keys.of(0)), []
         try:
             for changed in (_copied, _varied):
                 some = changed(part)

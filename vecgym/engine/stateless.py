@@ -15,7 +15,7 @@ from torch._C._functorch import is_batchedtensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
-from vecgym.core import tree
+from vecgym.core import rng, tree
 from vecgym.core.devices import unwrapped
 from vecgym.core.nodes import LOSS_FN
 from vecgym.core.tree import Tree
@@ -259,9 +259,9 @@ class StatelessModel:
         """Leave it for the backward pass, whose operations have the precision of the forward ones."""
         return torch.autocast(self.device.type, enabled=False) if self._autocast else contextlib.nullcontext()
 
-    def seeded(self, key: int) -> contextlib.AbstractContextManager:
-        """Seed the random numbers of a pass; do nothing for a model that draws none."""
-        return seeded(key, self.device) if self.random else contextlib.nullcontext()
+    def seeded(self, seed: int, purpose: str, *ids: int) -> contextlib.AbstractContextManager:
+        """Seed the random numbers of a pass by their key; do nothing for a model that draws none."""
+        return seeded(rng.key(seed, purpose, *ids), self.device) if self.random else contextlib.nullcontext()
 
 
 def gradients_within_modes(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:

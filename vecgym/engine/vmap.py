@@ -40,13 +40,13 @@ class Vmap:
         self.model = model
 
     def gradients(self, part: NodeSlice, out: Callable[[], Tree], thread: int = 0) -> Local:
-        with self.model.seeded(part.keys.of(0)):
+        with self.model.seeded(*part.keys.of(0)):
             grads, losses = self._computed(part, 0, thread)
         return Local(grads, losses, part.buffers)
 
     def mean_gradients(self, part: NodeSlice, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
         """Yield one piece, for parameters stored once: it costs as much as one model on all batches."""
-        with self.model.seeded(part.keys.of(0)):
+        with self.model.seeded(*part.keys.of(0)):
             piece = self._computed(part, num_nodes)
         yield piece
 
@@ -94,7 +94,7 @@ class Vmap:
         def of_one(params: Tree, buffers: Tree, batch: Any) -> tuple[Tree, tuple[Tensor, Tree]]:
             return grad_and_value(self.model.loss, has_aux=True)(params, buffers, shared, batch)
 
-        with self.model.seeded(part.keys.of(0)), TwiceDifferentiable(), self.model.casting():
+        with self.model.seeded(*part.keys.of(0)), TwiceDifferentiable(), self.model.casting():
             grads, (losses, after) = on_all(of_one, part.size, part.params, own, part.batch)
         return Local(grads, losses, {**part.buffers, **after})
 
