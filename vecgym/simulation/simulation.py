@@ -63,8 +63,8 @@ class Group(NamedTuple):
         run: what is known of each of them in advance.
         first: the first row. Node i of configuration c is row `first + c K + i`.
         size: C, the number of configurations.
-        members: the algorithm of each configuration alone, which makes its initial state; none: `algorithm` does.
-        seeds: of each configuration, if they draw no numbers together; none: the run's.
+        members: of a stack: the algorithm of each configuration alone, which makes its initial state.
+        seeds: of a stack: that of each configuration.
 
     >>> Group(None, RunFacts(num_nodes=3), first=6, size=2).rows((0, 2))
     [6, 8, 9, 11]
@@ -157,7 +157,7 @@ class Part:
     @property
     def nodes(self) -> list[int]:
         """The node ids of these rows, in each configuration."""
-        return self.place.nodes if self.size == 1 else self.place.nodes[: len(self.rows) // self.size]
+        return self.place.nodes[: len(self.rows) // self.size]
 
     @property
     def params(self) -> Tree:
@@ -402,6 +402,7 @@ class Simulation:
         self.large = sum(p.numel() for p in engine.params.values()) > LARGE
         check_run(algorithm, run)
         self.timetable = algorithm.timetable(run)
+        self.tables: Sequence[Timetable] = [self.timetable]
         self.place = functools.lru_cache(CACHED_PLACES)(self._place)
 
     large = False
@@ -475,7 +476,7 @@ class Simulation:
                 yield batch, limits
             else:
                 limits_at = None if limits is None else [limits[i] for i in at]
-                yield nodes.take_rows(batch, torch.tensor(at)) if len(self.here) > 1 else batch, limits_at
+                yield nodes.take_rows(batch, torch.tensor(at)), limits_at
 
     def _rows_here(self, x: Tensor) -> Tensor:
         wide = x[self.here.start : self.here.stop] if len(x) > 1 else x.expand(len(self.here), *x.shape[1:])
@@ -536,7 +537,7 @@ class Simulation:
 
     def table_of(self, group: int | None) -> Timetable:
         """Return a group's timetable."""
-        return self.timetable
+        return self.tables[group or 0]
 
     def handle(self, draft: Draft, event: Event, precomputed: Local | None = None) -> None:
         """Take the event's rows, let its method change them, and put them back.

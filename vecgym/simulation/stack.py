@@ -25,6 +25,7 @@ from vecgym.core import check, nodes, tree
 from vecgym.core.objects import public
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
+from vecgym.engine.backend import rows as rows_of
 from vecgym.optim import Optimizer, OptimSpec
 from vecgym.optim.spec import merge_key as spec_key
 from vecgym.optim.spec import merged_spec, per_configuration
@@ -96,10 +97,8 @@ class Together:
             counts += _each(head, head.counts, group)
             made += _each(head, head.counts if head.made is None else head.made, group)
         everyone = len(rows) == sum(group.size * group.run.num_nodes for group in self.groups)
-        differ = made != counts
-        return Event(
-            "train", None if everyone else tuple(rows), tuple(counts), 1, heads, tuple(made) if differ else None, None
-        )
+        own_counts = None if made == counts else tuple(made)
+        return Event("train", None if everyone else tuple(rows), tuple(counts), 1, heads, own_counts, None)
 
 
 def _each(event: Event, counts: int | tuple[int, ...], group: Group) -> list[int]:
@@ -128,10 +127,11 @@ class Stack(Simulation):
         self.engine, self.comm, self.read, self.minibatch_size, self.exact = engine, comm, read, minibatch_size, False
         self.groups = [group._replace(run=replace(group.run, names=names)) for group in groups]
         self.stacked = self.groups
+        self._seeds = [seed for group in self.groups for seed in group.seeds]
         self.run, self.algorithm = self.groups[0].run, self.groups[0].algorithm
         self.here = range(sum(group.size for group in groups) * self.run.num_nodes)
         for group in self.groups:
-            for member in group.members or (group.algorithm,):
+            for member in group.members:
                 check_run(member, group.run)
         self.tables = [group.algorithm.timetable(group.run) for group in self.groups]
         self.timetable = Together(self.groups, self.tables)
@@ -142,12 +142,10 @@ class Stack(Simulation):
         """Return all rows as a group, each with numbers of its own, if all train by one step of one optimizer."""
         if any(getattr(type(group.algorithm), "train", None) is not LocalTraining.train for group in self.groups):
             return None
-        each = [m.inner for group in self.groups for m in (group.members or [group.algorithm] * group.size)]
+        each = [member.inner for group in self.groups for member in group.members]
         schedules = {table.max_steps for table in self.tables}
         keys = {inner.merge_key if isinstance(inner, Optimizer) else None for inner in each}
         if len(each) > 1 and (None in keys or len(keys) > 1 or len(schedules) > 1):
-            return None
-        if any(group.size > 1 and not group.members for group in self.groups):  # numbers of each are not known
             return None
         whole = LocalTraining()
         whole.inner = Optimizer.merged(each).wide(self.run.num_nodes) if len(each) > 1 else each[0]
@@ -163,13 +161,10 @@ class Stack(Simulation):
         """
         params, constant, changing = tree.map_leaves(torch.clone, self._initial(params))
         own: dict[str, Any] = {}
-        shared, common, start = dict[str, Any](), list[dict[str, Any]](), 0
+        shared, common = dict[str, Any](), list[dict[str, Any]]()
         for number, group in enumerate(self.groups):
-            each = []
-            for algorithm in group.members or (group.algorithm,) * group.size:
-                mine = {name: p[start : start + 1] if len(p) > 1 else p for name, p in params.items()}
-                each.append(algorithm.init(group.run, mine))
-                start += 1
+            configs = enumerate(group.members, group.first // self.run.num_nodes)
+            each = [member.init(group.run, rows_of(params, c, c + 1)) for c, member in configs]
             on_nodes = functools.partial(nodes.expanded, num_nodes=self.run.num_nodes)
             rows = [tree.map_leaves(on_nodes, {"buffers": changing, **values}) for values, _ in each]
             held = joined(rows)
@@ -231,9 +226,6 @@ class Stack(Simulation):
 
     # --------------------------------------------------------------------------------------------------------- events
 
-    def table_of(self, group: int | None) -> Timetable:
-        return self.tables[group or 0]
-
     def draft(self, state: State, *settings: Any) -> Draft:
         own = {name: dict(x) if name not in COMMON else x for name, x in state.own.items()}
         return Draft(state.tick, own, {number: dict(x) for number, x in state.shared.items()}, *settings)
@@ -278,8 +270,9 @@ class Stack(Simulation):
             part = Part(self, draft, event)
             local = self.gradients(part, None, mean=False)
             part.put()  # buffers
-            for head, grads, losses in zip(heads, _split(local.grads, sizes), local.losses.split(sizes)):
-                self.handle(draft, head, Local(grads, losses, {}))
+            each = zip(*[g.split(sizes) for g in local.grads.values()])
+            for head, grads, losses in zip(heads, each, local.losses.split(sizes)):
+                self.handle(draft, head, Local(dict(zip(local.grads, grads)), losses, {}))
 
     def _train_apart(self, draft: Draft, event: Event, sizes: list[int]) -> None:
         """Let groups of which some share their parameters train one after the other."""
@@ -307,16 +300,6 @@ class Stack(Simulation):
             list(chosen) * size, [self._seeds[row // K] for row in every], size,
             index_of([row - first for row in every], size * K),
         )  # fmt: skip
-
-    @functools.cached_property
-    def _seeds(self) -> list[int]:
-        return [seed for group in self.groups for seed in group.seeds or [group.run.seed] * group.size]
-
-
-def _split(values: Tree, sizes: list[int]) -> list[Tree]:
-    """Split `[rows, *]` into trees of so many rows."""
-    parts = {name: x.split(sizes) for name, x in values.items()}
-    return [{name: x[i] for name, x in parts.items()} for i in range(len(sizes))]
 
 
 def joined(trees: Sequence[Any], sizes: Sequence[int] | None = None) -> Any:
