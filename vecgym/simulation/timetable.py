@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from vecgym.availability import Presence
@@ -304,32 +305,30 @@ class Scheduled:
             raise ValueError("nodes that do not wait for each other need a schedule: give RunFacts(schedule=).")
         self.schedule, self.together = schedule, together
         self.length, self.max_steps = len(schedule.updates), schedule.max_steps
-        self._planned: list[tuple[list[Event], Pending]] = []  # of each tick, what is pending after it
 
     def ticks(self, start: int = 0) -> Iterator[list[Event]]:
-        return (events for events, _ in self._all[start:])
+        return (events for events, _ in self._planned[start:])
 
     def columns(self, tick: int) -> dict[str, Any]:
         """Return the history's columns of a tick, counted from 1, except its losses."""
-        events, _ = self._all[tick - 1]
+        events, _ = self._planned[tick - 1]
         calls = [len(event.rows or ()) for event in events if event.what == "train" and not event.info]
         per_call = sum(calls) / len(calls) if calls else None
         return {**self.schedule.columns(tick), "nodes_per_call": per_call}
 
     def pending(self, tick: int) -> Pending:
         """Return the nodes that have begun and are not computed yet after this many ticks."""
-        return self._all[tick - 1][1] if tick else tuple(range(len(self.schedule.total_steps)))
+        return self._planned[tick - 1][1] if tick else tuple(range(len(self.schedule.total_steps)))
 
     def resume(self, tick: int, pending: Sequence[int]) -> None:
         """Continue after a run that may have been shorter, and skipped rounds that it did not need."""
         if tuple(pending) != self.pending(tick):
             self._planned[tick:] = self._plan(tick, pending)
 
-    @property
-    def _all(self) -> list[tuple[list[Event], Pending]]:
-        if not self._planned:
-            self._planned = list(self._plan())
-        return self._planned
+    @cached_property
+    def _planned(self) -> list[tuple[list[Event], Pending]]:
+        """The events of each tick, and the nodes that are pending after it."""
+        return list(self._plan())
 
     def _plan(self, start: int = 0, pending: Sequence[int] | None = None) -> Iterator[tuple[list[Event], Pending]]:
         """Yield the events of each tick from `start` on, and the nodes that are pending after it."""
