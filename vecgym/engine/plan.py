@@ -92,16 +92,22 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
     params = {name: p.detach().clone().requires_grad_() for name, p in model.params.items()}
     observer = Observer({**params, **model.frozen})
     with seeded(0, model.device), observer, first_call(model.model, batch):
-        facts = _facts(model, params, batch)
+        before, own = tree.map(torch.clone, model.buffers), tree.map(torch.clone, model.buffers)
+        states = _rng_states(model.device)
+        _, after, grads = model.gradient(params, own, batch)
+        random = not all(map(torch.equal, states, _rng_states(model.device)))
+        # Even by writing the same value, such as the running mean of something that has not moved yet.
+        mutated = {n for n, b in after.items() if b is not own[n] or b._version or not torch.equal(b, before[n])}
     largest = max(observer.largest_bytes, *(p.numel() * p.element_size() for p in model.params.values()))
     model.recomputes = observer.recomputes
+    unused, written = frozenset(name for name, g in zip(params, grads) if g is None), observer.written()
+    check_influence(unused, params)
+    check_written(written - params.keys() | written & unused)
     # A backward pass costs about two forward passes.
-    written = observer.written()
-    check_influence(facts.unused, params)
-    check_written(written - params.keys() | written & facts.unused)
-    facts = replace(
-        facts, written=written, hooked=bool(hooked), flop=3 * observer.flop,
-        convolution_flop=3 * observer.convolution_flop, largest_bytes=largest, output_bytes=observer.largest_bytes,
+    facts = ModelFacts(
+        unused=unused, mutated=frozenset(mutated), random=random, written=written, hooked=bool(hooked),
+        flop=3 * observer.flop, convolution_flop=3 * observer.convolution_flop, largest_bytes=largest,
+        output_bytes=observer.largest_bytes,
     )  # fmt: skip
     if stacked is None:
         return facts
@@ -116,22 +122,6 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
         if required:
             raise refusal from error
         return replace(facts, vmap_error=refusal)
-
-
-def _facts(model: StatelessModel, params: Tree, batch: Any) -> ModelFacts:
-    before, own = tree.map(torch.clone, model.buffers), tree.map(torch.clone, model.buffers)
-    states = _rng_states(model.device)
-    _, after, grads = model.gradient(params, own, batch)
-    return ModelFacts(
-        unused=frozenset(name for name, g in zip(params, grads) if g is None),
-        # Even by writing the same value, such as the running mean of something that has not moved yet.
-        mutated=frozenset(
-            n
-            for n, b in after.items()
-            if n not in before or b is not own[n] or b._version or not torch.equal(b, before[n])
-        ),
-        random=not all(map(torch.equal, states, _rng_states(model.device))),
-    )
 
 
 def _slow_operations(model: StatelessModel, batch: Any, stacked: Backend) -> tuple[str, ...]:
