@@ -524,10 +524,10 @@ def test_own_models_offer_perplexity_and_accuracy() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda loss: {"accuracy": loss}, r'the keys \[\'accuracy\'\]; a dict with "loss" is needed'),
-        (lambda loss: loss, 'a Tensor; a dict with "loss"'),
-        (lambda loss: {"loss": loss, "hits": torch.ones(2)}, r"a torch.float32 tensor of shape \[2\] as 'hits'"),
-        (lambda loss: {"loss": loss, "hits": (loss > 0).sum()}, "a torch.int64 tensor"),
+        (lambda loss: {"accuracy": loss}, r'returned {\'accuracy\': float32 \[\]}; a dict with "loss" is needed'),
+        (lambda loss: loss, r'returned float32 \[\]; a dict with "loss"'),
+        (lambda loss: {"loss": loss, "hits": torch.ones(2)}, r"returned float32 \[2\] as 'hits'"),
+        (lambda loss: {"loss": loss, "hits": (loss > 0).sum()}, r"returned int64 \[\] as 'hits'"),
         (lambda loss: {"loss": loss, "hits": 1.0}, "a float as 'hits'"),
         (lambda loss: {"loss": loss, "losses": loss}, "called 'losses', which is already a column"),
     ],

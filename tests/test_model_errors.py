@@ -110,7 +110,7 @@ def test_a_network_instead_of_a_model_is_told_of_loss_fn(make: type[nn.Module]) 
             assert part in message
         assert ("training_step" in message) == (make is Lightning)
         assert "vmap" not in message
-    with pytest.raises(ValueError, match=r"shape \[4, 10\], not a scalar(?s:.*)def loss"):
+    with pytest.raises(ValueError, match=r"float32 \[4, 10\], not a scalar(?s:.*)def loss"):
         fit(make(), alone(), data=torch.zeros(24, 16))
     found: dict[str, Any] = {"F": F}
     code = message[message.index("    def loss") : message.index("\n\nin place of")]
@@ -428,7 +428,7 @@ class Labelled(OfKeywords):
 def test_a_batch_of_names_gets_advice_for_one() -> None:
     data = [{"x": torch.ones(3)} for _ in range(24)]
     advice = r"(.|\n)*return module\(\*\*batch\)\.loss"
-    with pytest.raises(ValueError, match="returned a dict, not a scalar tensor" + advice):
+    with pytest.raises(ValueError, match=r"returned {'loss': float32 \[\]}, not a scalar tensor" + advice):
         fit(OfKeywords(), "FedAvg", data=data)
     with pytest.raises(RuntimeError, match="must be Tensor, not dict" + advice):
         fit(Net(), "FedAvg", data=data)

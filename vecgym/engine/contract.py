@@ -137,11 +137,11 @@ def check_loss(loss: Any, model: nn.Module, batch: Any = None) -> None:
     ...     check_loss(torch.ones(8, requires_grad=True), nn.Linear(2, 1))
     ... except ValueError as error:
     ...     print(str(error).split(". ")[0])
-    the model returned a torch.float32 tensor of shape [8], not a scalar tensor of a floating-point type
+    the model returned float32 [8], not a scalar tensor of a floating-point type
     """
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         raise ModelError(
-            f"the model returned {_described(loss)}, not a scalar tensor of a floating-point type. {fix(model, batch)}"
+            f"the model returned {shown(loss)}, not a scalar tensor of a floating-point type. {fix(model, batch)}"
         )
     if not loss.requires_grad:
         raise ModelError(
@@ -248,35 +248,29 @@ def check_val_metrics(metrics: Any, what: str = "val_metrics(batch)") -> None:
     ...     check_val_metrics({"accuracy": torch.tensor(0.5)})
     ... except TypeError as error:
     ...     print(str(error).split(". ")[0])
-    val_metrics(batch) returned the keys ['accuracy']; a dict with "loss" is needed
+    val_metrics(batch) returned {'accuracy': float32 []}; a dict with "loss" is needed
     """
     needed = 'Return scalar tensors, means over the batch, by name: {"loss": self(batch), "accuracy": accuracy}.'
     if not isinstance(metrics, dict) or "loss" not in metrics:
-        result = f"the keys {list(metrics)}" if isinstance(metrics, dict) else f"a {type(metrics).__name__}"
-        raise ModelError(f'{what} returned {result}; a dict with "loss" is needed. {needed}')
+        raise ModelError(f'{what} returned {shown(metrics)}; a dict with "loss" is needed. {needed}')
     for name, x in metrics.items():
         if not isinstance(x, Tensor) or x.dim() != 0 or not x.is_floating_point():
-            raise ModelError(f"{what} returned {_described(x)} as {name!r}. {needed}")
+            raise ModelError(f"{what} returned {shown(x)} as {name!r}. {needed}")
 
 
-def shown_batch(batch: Any) -> str:
-    """Describe a batch, for a message.
+def shown(value: Any) -> str:
+    """Describe a batch, or what a model returns, for a message.
 
-    >>> shown_batch((torch.zeros(4, 16), {"y": torch.zeros(4, dtype=torch.long)}))
-    "(float32 [4, 16], {'y': int64 [4]})"
+    >>> shown((torch.zeros(4, 16), {"y": torch.zeros(4, dtype=torch.long), "name": "b"}))
+    "(float32 [4, 16], {'y': int64 [4], 'name': a str})"
     """
-    if isinstance(batch, Tensor):
-        return tree.form(batch)
-    if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{key!r}: {shown_batch(x)}" for key, x in batch.items()) + "}"
-    if isinstance(batch, (tuple, list)):
-        return f"({', '.join(map(shown_batch, batch))})"
-    return type(batch).__name__
-
-
-def _described(value: Any) -> str:
-    is_tensor = isinstance(value, Tensor)
-    return f"a {value.dtype} tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        return tree.form(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {shown(x)}" for key, x in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(shown, value))})"
+    return f"a {type(value).__name__}"
 
 
 # ---------------------------------------------------------------------------------- messages about errors
@@ -360,7 +354,7 @@ def first_call(model: nn.Module, batch: Any) -> Iterator[None]:
     except Exception as error:
         advice = f" {fix(model, batch)}" if isinstance(error, (TypeError, AttributeError, NotImplementedError)) else ""
         raise RuntimeError(
-            f"the model fails on its first batch, {shown_batch(batch)}: {type(error).__name__}: {error}{_place(error)}."
+            f"the model fails on its first batch, {shown(batch)}: {type(error).__name__}: {error}{_place(error)}."
             + advice
         ) from error
 
