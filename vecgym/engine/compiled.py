@@ -11,7 +11,6 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,28 +50,21 @@ class Compiled(Vmap):
         self._compiled_each = torch.compile(self._gradients_of_each, fullgraph=True, dynamic=False, mode=mode)
         self._compiled_mean = torch.compile(self._gradient_of_mean, fullgraph=True, dynamic=False, mode=mode)
 
-    def gradients(self, part: NodeSlice, out: Callable[[], Tree], thread: int = 0) -> Local:
-        # Contiguous even if stored once: strides of 0 would be another function to compile.
-        params = tree.map(torch.Tensor.contiguous, expand(part.params, part.size))
-        grads, losses = self._run(self._compiled_each, part, params)
-        return Local(grads, losses, part.buffers)
-
-    def mean_gradients(self, part: NodeSlice, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
-        grads, losses = self._run(self._compiled_mean, part, {name: p[0] for name, p in part.params.items()})
-        share = part.size / num_nodes
-        yield (grads if share == 1 else tree.map(lambda g: g * share, grads)), losses
-
-    def _run(self, compiled: Callable[..., Any], part: NodeSlice, params: Tree) -> tuple[Tree, Tensor]:
+    def _computed(self, part: NodeSlice, num_nodes: int, thread: int = 0) -> tuple[Tree, Tensor]:
         changed, shared = self.model.split(part.buffers)
-        with (
-            self.model.seeded(*part.keys.of(0)), self.model.casting(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(),
-            _compiler_settings(),
-        ):  # fmt: skip
+        if num_nodes:
+            compiled, params = self._compiled_mean, {name: p[0] for name, p in part.params.items()}
+        else:  # contiguous even if stored once: strides of 0 would be another function to compile
+            compiled, params = self._compiled_each, tree.map(torch.Tensor.contiguous, expand(part.params, part.size))
+        with self.model.casting(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), _compiler_settings():
             if self.recorded:
                 torch.compiler.cudagraph_mark_step_begin()  # the results of the last call are no longer needed
             grads, losses, after = compiled(params, changed, {**self.model.frozen, **shared}, part.batch)
         settle(changed, after)
-        return dict(zip(grads, apart(list(grads.values())))), losses.clone()  # losses are read a few steps later
+        grads = dict(zip(grads, apart(list(grads.values()))))
+        if num_nodes not in (0, part.size):  # the mean of a chunk
+            grads = tree.map(lambda g: g * (part.size / num_nodes), grads)
+        return grads, losses.clone()  # losses are read a few steps later
 
     def _gradients_of_each(self, params: Tree, changed: Tree, shared: Tree, batch: Any) -> tuple[Tree, Tensor, Tree]:
         of_one = grad_and_value(self.model.traceable_loss, has_aux=True)
