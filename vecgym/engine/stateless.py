@@ -141,8 +141,7 @@ class StatelessModel:
     @property
     def device(self) -> torch.device:
         """The device of the model, and so of everything that is computed."""
-        values = self.params or self.frozen
-        return next(iter(values.values())).device if values else torch.device("cpu")
+        return next(iter(self.params.values())).device
 
     def structure(self, thread: int) -> nn.Module:
         """Return the structure that a thread calls in training."""

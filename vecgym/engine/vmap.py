@@ -20,6 +20,7 @@ from torch.func import grad_and_value
 from torch.overrides import TorchFunctionMode
 
 from vecgym.core import tree
+from vecgym.core.nodes import expand
 from vecgym.core.tree import Tree
 from vecgym.engine.backend import Local, NodeSlice, apart, settle
 from vecgym.engine.stateless import (
@@ -57,13 +58,9 @@ class Vmap:
             num_nodes: of the mean loss whose gradient `[*]` is computed; 0: compute that of each node, `[n, *]`.
         """
         changed, shared = self.model.split(part.buffers)
-        own_leaves, shared_leaves = Tree(), Tree()
-        for name, p in part.params.items():
-            if num_nodes:
-                shared_leaves[name] = self.model.leaf(name, p[0])
-            else:
-                own_leaves[name] = p.detach().expand(part.size, *p.shape[1:]).requires_grad_()
-        leaves = own_leaves or shared_leaves
+        params = {name: p[0] for name, p in part.params.items()} if num_nodes else expand(part.params, part.size)
+        leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+        own_leaves, shared_leaves = ({}, leaves) if num_nodes else (leaves, {})
         grads: list[Tensor] = []
 
         def backward(losses: Tensor) -> None:
