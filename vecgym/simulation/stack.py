@@ -136,6 +136,7 @@ class Stack(Simulation):
         self.tables = [group.algorithm.timetable(group.run) for group in self.groups]
         self.timetable = Together(self.groups, self.tables)
         self.whole = self._whole()
+        self._common = COMMON[:2] if self.whole is None else COMMON
         self.place = functools.lru_cache(CACHED_PLACES)(self._place)
 
     def _whole(self) -> Group | None:
@@ -168,15 +169,12 @@ class Stack(Simulation):
             on_nodes = functools.partial(nodes.expanded, num_nodes=self.run.num_nodes)
             rows = [tree.map_leaves(on_nodes, {"buffers": changing, **values}) for values, _ in each]
             held = joined(rows)
-            common.append({name: held.pop(name) for name in self._common() if name in held})
+            common.append({name: held.pop(name) for name in self._common if name in held})
             own[str(number)] = held
             buffers = tree.map(lambda b: b.expand(group.size, *b.shape[1:]), constant)  # noqa: B023
             shared[str(number)] = {"buffers": buffers, **joined([values for _, values in each])}
         sizes = [len(group.rows()) for group in self.groups]
         return State(0, {**joined(common, sizes), **own}, shared)
-
-    def _common(self) -> tuple[str, ...]:
-        return COMMON if self.whole is not None else COMMON[:2]
 
     def alone(self, state: State, config: int) -> State:
         """Return the state of one configuration, as that of a plain run; its tensors are views.
@@ -249,7 +247,7 @@ class Stack(Simulation):
     def _names(self, own: dict[str, Any], shared: dict[str, Any], group: int) -> list[str]:
         """Return the names whose values of a group are among those of all rows."""
         here = {*own[str(group)], *shared[str(group)]} - {"buffers"}
-        return ["buffers"] if "params" in here else [name for name in self._common() if name not in here]
+        return ["buffers"] if "params" in here else [name for name in self._common if name not in here]
 
     def handle(self, draft: Draft, event: Event, precomputed: Local | None = None) -> None:
         if event.group is None:
@@ -279,8 +277,8 @@ class Stack(Simulation):
         (batch, limits), start = next(draft.batches), 0
         for head, size in zip(event.info, sizes):
             rows = torch.arange(start, start + size)
-            mine = nodes.take_rows(batch, rows) if sum(sizes) > 1 else batch
-            batches = iter([(mine, None if limits is None else limits[start : start + size])])
+            some = None if limits is None else limits[start : start + size]
+            batches = iter([(nodes.take_rows(batch, rows), some)])
             self.handle(replace(draft, batches=batches), head)
             start += size
 
