@@ -159,7 +159,7 @@ class AllReduce(Local):
 
     def step(self, part: Part) -> None:
         part.optimize(part.comm.mean(part.gradients(mean=True)))
-        part.report(part.losses, lr=part.lr)
+        part.report(part.losses)
 
 
 class SharedTrain(AllReduce):

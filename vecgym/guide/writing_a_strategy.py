@@ -106,7 +106,7 @@ event is for:
 | `part.home` | the one of the two that holds parameters and optimizer |
 | `part.gradients(at, mean)` | the gradients on the next batch, at the parameters or elsewhere; `part.losses` has the losses |
 | `part.optimize(grads, lr)` | the inner optimizer's step of these nodes |
-| `part.report(losses, ...)` | a row of the history: the losses, and other columns |
+| `part.report(losses)` | the losses of these nodes, for the row of the history |
 | `part.comm` | the collectives among these nodes, the only way to other nodes |
 | `part.lr` | the inner learning rate of the next step, schedule included |
 | `part.counts`, `part.made`, `part.tick` | what data and rates go by; the optimizer's steps that were made; the steps of the run |

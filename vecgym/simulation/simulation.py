@@ -91,7 +91,6 @@ class Draft(State):
     pure: bool
     transfers: Sequence[Transfer]
     reports: list[tuple[list[int], Tensor]] = field(default_factory=list)
-    columns: dict[str, Any] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)
     groups: list[int | None] = field(default_factory=list)  # of a stack: whose each transfer is
 
@@ -146,7 +145,7 @@ class Part:
         self.group = simulation.group_of(event.group)
         self.algorithm, self.run = self.group.algorithm, self.group.run
         self.tick, self.inplace = draft.tick, not draft.pure
-        self.own, self.shared, self.memo, self._columns = simulation.trees(draft, event, place)
+        self.own, self.shared, self.memo = simulation.trees(draft, event, place)
         self.home: Rows | SplitRows = self.shared if "params" in self.shared.whole else self.own
         self.counts = simulation.counts_here(event, event.counts)
         self.made = self.counts if event.made is None else simulation.counts_here(event, event.made)
@@ -292,11 +291,10 @@ class Part:
         """Shape a setting, a number or one for each node of the run, `[K]`, to multiply a tensor of these rows."""
         return spread(self.here(number), like)
 
-    def report(self, losses: Tensor | None = None, **columns: Any) -> None:
-        """Add the losses of these rows, and other measurements, to the tick's row of the history."""
+    def report(self, losses: Tensor | None) -> None:
+        """Add the losses of these rows to the tick's row of the history."""
         if losses is not None:
             self._draft.reports.append((self.rows, (losses if self.size == 1 else losses.flatten()).clone()))
-        self._columns.update(columns)
 
     def generator(self, purpose: str, *ids: int) -> torch.Generator:
         """Return a generator keyed by the run's seed, the purpose and the ids, the same in every process.
@@ -340,7 +338,6 @@ class Row(NamedTuple):
     Attributes:
         tick: counted from 1.
         losses: of the rows of this process; nan where a node did not train.
-        columns: what else handlers reported; of a stack, by group.
         groups: of a stack, whose each transfer is: what each configuration of a group has sent.
         stack: the groups of a stack.
     """
@@ -349,7 +346,6 @@ class Row(NamedTuple):
     losses: Tensor
     transfers: tuple[Transfer, ...]
     events: Sequence[Event]
-    columns: dict[str, Any]
     groups: tuple[int | None, ...] = ()
     stack: Sequence[Group] = ()
 
@@ -357,7 +353,7 @@ class Row(NamedTuple):
     def active(self) -> list[int] | None:
         """The nodes that trained, in all processes, or the rows of a stack; None: all.
 
-        >>> Row(1, torch.zeros(3), (), [Event("train", (0, 2), reads=1)], {}).active
+        >>> Row(1, torch.zeros(3), (), [Event("train", (0, 2), reads=1)]).active
         [0, 2]
         """
         training = [event for event in self.events if event.reads]
@@ -368,7 +364,7 @@ class Row(NamedTuple):
     def sent_by(self, group: int) -> tuple[Transfer, ...]:
         """Return what each configuration of a group has sent.
 
-        >>> Row(1, torch.zeros(2), ("a", "b"), [], {}, groups=(0, 1)).sent_by(1)
+        >>> Row(1, torch.zeros(2), ("a", "b"), [], groups=(0, 1)).sent_by(1)
         ('b',)
         """
         return tuple(transfer for transfer, whose in zip(self.transfers, self.groups) if whose == group)
@@ -517,19 +513,16 @@ class Simulation:
                 if before is not None:
                     before(event, draft)
                 self.handle(draft, event)
-        row = Row(
-            state.tick + 1, self._losses(draft), tuple(transfers), events, draft.columns, tuple(draft.groups),
-            self.stacked,
-        )  # fmt: skip
+        row = Row(state.tick + 1, self._losses(draft), tuple(transfers), events, tuple(draft.groups), self.stacked)
         return State(state.tick + 1, draft.own, draft.shared), row
 
     def draft(self, state: State, *settings: Any) -> Draft:
         """Return what a tick changes: the trees are the state's, the dicts of names are not."""
         return Draft(state.tick, dict(state.own), dict(state.shared), *settings)
 
-    def trees(self, draft: Draft, event: Event, place: Place) -> tuple[Rows | SplitRows, Rows, dict[Any, Any], Any]:
-        """Return an event's rows of `own` and `shared`, its memo, and where it reports its columns."""
-        return Rows(draft.own, place.at, len(self.here)), Rows(draft.shared, None, 1), draft.memo, draft.columns
+    def trees(self, draft: Draft, event: Event, place: Place) -> tuple[Rows | SplitRows, Rows, dict[Any, Any]]:
+        """Return an event's rows of `own` and `shared`, and its memo."""
+        return Rows(draft.own, place.at, len(self.here)), Rows(draft.shared, None, 1), draft.memo
 
     def group_of(self, number: int | None) -> Group:
         """Return a group; None: all rows."""
