@@ -25,8 +25,7 @@ from __future__ import annotations
 import copy
 import heapq
 import math
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
@@ -155,8 +154,7 @@ class Traffic:
     def __init__(self, wires: Wires | None, num_nodes: int) -> None:
         at_once = (0.0,) * num_nodes
         self.wires = wires or Wires(0.0, at_once, at_once, at_once)
-        self.node_up: MutableMapping[int, float] = dict.fromkeys(range(num_nodes), 0.0)
-        self.node_down: MutableMapping[int, float] = dict.fromkeys(range(num_nodes), 0.0)
+        self.node_up, self.node_down = [0.0] * num_nodes, [0.0] * num_nodes
         self.server_in = self.server_out = 0.0
 
     def ahead(self) -> Traffic:
@@ -167,7 +165,7 @@ class Traffic:
         (2.0, 2.0)
         """
         trial = copy.copy(self)
-        trial.node_up, trial.node_down = ChainMap({}, self.node_up), ChainMap({}, self.node_down)
+        trial.node_up, trial.node_down = self.node_up[:], self.node_down[:]
         return trial
 
     def up(self, node: int, ready: float, share: float = 1.0) -> float:
