@@ -624,12 +624,9 @@ class Simulation:
         return (sums / times).masked_fill(times == 0, torch.nan)  # 0 / 0 is a different nan on some processors
 
 
-Listener = Callable[[State, Row], None]
-
-
 def run(
-    simulation: Simulation, state: State, listeners: Sequence[Listener] = (), *, pure: bool = False,
-    before: Before | None = None, stop: Callable[[State], bool] | None = None,
+    simulation: Simulation, state: State, listeners: Sequence[Callable[[State, Row], None]] = (), *,
+    pure: bool = False, before: Before | None = None, stop: Callable[[State], bool] | None = None,
 ) -> State:  # fmt: skip
     """Run the timetable from the state's tick to its end, or until `stop`; return the last state.
 
