@@ -290,11 +290,11 @@ def test_where_gradients_are_recorded_as_a_graph(
     calls = []
     monkeypatch.setattr(torch, "compile", Graph)
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: calls.append("begun"))
-    monkeypatch.setattr(StatelessModel, "device", property(lambda _: torch.device(device)))
     model = StatelessModel(make_model("MLP"))
+    model.device = torch.device(device)
     backend = Compiled(model)
     assert {graph.settings["mode"] for graph in (backend._compiled_each, backend._compiled_mean)} == {mode}  # type: ignore[attr-defined]
-    monkeypatch.setattr(StatelessModel, "device", property(lambda _: torch.device("cpu")))
+    model.device = torch.device("cpu")
     batch = Batches(dataset("MLP", 40), K, 4).batch(0)
     for _ in range(2):
         backend.gradients(first_part(model, batch, mean=False), dict)

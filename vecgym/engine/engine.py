@@ -73,6 +73,7 @@ class Engine:
         plan: how the nodes are computed; `prepare` chooses it, `use` replaces it.
         facts: what `prepare` has observed of the model; None before.
         params, frozen, buffers: the model's own, `[*]`: trained parameters, other parameters, and buffers.
+        device: of the model, and so of everything that is computed.
 
     >>> class Line(nn.Module):
     ...     def __init__(self):
@@ -112,6 +113,7 @@ class Engine:
         self.facts: ModelFacts | None = None
         self.autocast = autocast
         self._stateless = StatelessModel(model, autocast)
+        self.device = self._stateless.device
         if self.device.type == "cpu":
             settle_threads()
         self.params, self.frozen, self.buffers = self._stateless.params, self._stateless.frozen, self._stateless.buffers
@@ -166,11 +168,6 @@ class Engine:
         self.close()
         self.plan = plan
         self._stateless.serve(plan.node_threads)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model, and so of everything that is computed."""
-        return self._stateless.device
 
     @property
     def written(self) -> Collection[str]:
@@ -275,13 +272,12 @@ class Engine:
     def _mean(self, part: NodeSlice) -> Local:
         """Compute the gradient of the mean loss at parameters stored once."""
         pieces = []
-        total: Tree | None = None
+        total: Tree = {}
         for a, b in self.plan.chunks(part.size, 1):
             with self.plan.layout():
                 for grads, losses in self._backend.mean_gradients(part.nodes(a, b), part.size):
-                    total = grads if total is None else {n: total.pop(n) + grads.pop(n) for n in list(total)}
+                    total = {n: total.pop(n) + grads.pop(n) for n in list(total)} if total else grads
                     pieces.append(losses)
-        assert total is not None
         return Local(tree.map(lambda g: g[None], total), torch.cat(pieces), part.buffers)
 
     def _each(self, part: NodeSlice) -> Local:

@@ -109,6 +109,7 @@ class StatelessModel:
         params: the trained parameters.
         frozen: the others: those without `requires_grad`, and those that get no gradient.
         buffers: before training.
+        device: of the model, and so of everything that is computed.
         written: parameters that its forward changes.
         random: whether it draws random numbers in training; True until `learn`.
         recomputes: whether its backward pass runs parts of it again, as activation checkpointing does, and must find
@@ -124,6 +125,7 @@ class StatelessModel:
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
         self.buffers = {name: b.detach() for name, b in model.named_buffers()}
+        self.device = next(iter(self.params.values())).device
         self.random = True
         self.written: Collection[str] = ()
         self.recomputes = False
@@ -137,11 +139,6 @@ class StatelessModel:
         self._writes_params = any(getattr(module, "max_norm", None) is not None for module in model.modules())
 
     # ------------------------------------------------------------------------------------ facts about the model
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model, and so of everything that is computed."""
-        return next(iter(self.params.values())).device
 
     def structure(self, thread: int) -> nn.Module:
         """Return the structure that a thread calls in training."""
@@ -375,8 +372,6 @@ def _batch_norm(
     dims = (*over, *range(2, input.dim()))
     if not training:
         mean, var = _by_channel(input, running_mean, running_var)
-        assert mean is not None
-        assert var is not None
         normalised = (input - mean) * (var + eps).rsqrt()
     else:
         if running_mean is not None and running_var is not None:
@@ -405,7 +400,7 @@ def _normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
     return centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
 
 
-def _by_channel(input: Tensor, *values: Tensor | None) -> list[Tensor | None]:
+def _by_channel(input: Tensor, *values: Tensor | None) -> list[Any]:
     """Shape `[C]` to multiply `[B, C, ...]`."""
     return [None if x is None else x.view(-1, *[1] * (input.dim() - 2)) for x in values]
 
