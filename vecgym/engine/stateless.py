@@ -210,7 +210,7 @@ class StatelessModel:
             return tuple(g.to_dense() if g is not None and g.layout == torch.sparse_coo else g for g in grads)
 
         with self.casting():
-            return self._train[thread].call({**leaves, **self.frozen, **buffers}, batch, backward if leaves else None)
+            return self._train[thread].call({**leaves, **self.frozen, **buffers}, batch, backward)
 
     def leaf(self, name: str, p: Tensor) -> Tensor:
         """Return one node's parameter as a leaf of the graph, with the parameter's hooks."""
