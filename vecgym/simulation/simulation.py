@@ -377,23 +377,22 @@ class Simulation:
         engine: computes gradients.
         algorithm: settings, a timetable, and handlers.
         run: what is known about the run in advance.
-        comm: the collectives of all nodes.
+        comm: the collectives of all nodes; the rows of this process are its `node_ids`, which are consecutive.
         read: a stream of requests -> a stream of batches. It is known in advance which rows read what, so workers can
             read ahead in every kind of run.
-        here: the rows of this process, consecutive; None: all.
         minibatch_size: examples at a time.
         exact: each row takes its optimizer step by itself, so that its bits do not depend on which other rows are here.
     """
 
     def __init__(
         self, engine: Engine, algorithm: Any, run: RunFacts, comm: Collectives,
-        read: Callable[[Iterator[Request]], Batches], *, here: range | None = None, minibatch_size: int | None = None,
-        exact: bool = False,
+        read: Callable[[Iterator[Request]], Batches], *, minibatch_size: int | None = None, exact: bool = False,
     ) -> None:  # fmt: skip
         run = replace(run, names=tuple(engine.params))
         self.engine, self.algorithm, self.run, self.comm, self.read = engine, algorithm, run, comm, read
         self.groups = [Group(algorithm, run)]
-        self.here = range(run.num_nodes) if here is None else here
+        first, last = comm.node_ids[[0, -1]].tolist()
+        self.here = range(first, last + 1)
         self.minibatch_size, self.exact = minibatch_size, exact
         self.large = sum(p.numel() for p in engine.params.values()) > LARGE
         check_run(algorithm, run)
@@ -490,10 +489,9 @@ class Simulation:
         """Return some counts of an event's rows for those in this process: one number if all are equal."""
         if isinstance(counts, int):
             return counts
-        place, of_stack = self.place(event.rows, event.group), event.group is None
-        every = range(len(self.here) if of_stack else self.run.num_nodes)
-        count_of = dict(zip(every if event.rows is None else event.rows, counts))
-        each = [count_of[row] for row in (place.rows if of_stack else place.nodes)]
+        place = self.place(event.rows, event.group)
+        count_of = dict(zip(range(len(counts)) if event.rows is None else event.rows, counts))
+        each = [count_of[row] for row in (place.rows if event.group is None else place.nodes)]
         return each[0] if len(set(each)) == 1 else each
 
     def tick(

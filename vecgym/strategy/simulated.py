@@ -86,11 +86,10 @@ def simulation_of(
         )
     if presence is not None and presence.server:
         strategy = strategy.through_server()
-    ids: list[int] = comm.node_ids.tolist()
     run = RunFacts(comm.num_nodes, max_steps, seed, presence, num_examples)
     return Simulation(
-        Engine(model) if engine is None else engine, strategy, run, comm, read, here=range(ids[0], ids[-1] + 1),
-        minibatch_size=minibatch_size, exact=exact,
+        Engine(model) if engine is None else engine, strategy, run, comm, read, minibatch_size=minibatch_size,
+        exact=exact,
     )  # fmt: skip
 
 
