@@ -91,7 +91,7 @@ class Draft(State):
     pure: bool
     transfers: Sequence[Transfer]
     reports: list[tuple[list[int], Tensor]] = field(default_factory=list)
-    memo: dict[Any, Any] = field(default_factory=dict)
+    memo: dict[int | None, dict[Any, Any]] = field(default_factory=dict)  # of each group
     groups: list[int | None] = field(default_factory=list)  # of a stack: whose each transfer is
 
 
@@ -145,7 +145,8 @@ class Part:
         self.group = simulation.group_of(event.group)
         self.algorithm, self.run = self.group.algorithm, self.group.run
         self.tick, self.inplace = draft.tick, not draft.pure
-        self.own, self.shared, self.memo = simulation.trees(draft, event, place)
+        self.own, self.shared = simulation.trees(draft, event, place)
+        self.memo = draft.memo.setdefault(event.group, {})
         self.home: Rows | SplitRows = self.shared if "params" in self.shared.whole else self.own
         self.counts = simulation.counts_here(event, event.counts)
         self.made = self.counts if event.made is None else simulation.counts_here(event, event.made)
@@ -518,9 +519,9 @@ class Simulation:
         """Return what a tick changes: the trees are the state's, the dicts of names are not."""
         return Draft(state.tick, dict(state.own), dict(state.shared), *settings)
 
-    def trees(self, draft: Draft, event: Event, place: Place) -> tuple[Rows | SplitRows, Rows, dict[Any, Any]]:
-        """Return an event's rows of `own` and `shared`, and its memo."""
-        return Rows(draft.own, place.at, len(self.here)), Rows(draft.shared, None, 1), draft.memo
+    def trees(self, draft: Draft, event: Event, place: Place) -> tuple[Rows | SplitRows, Rows]:
+        """Return an event's rows of `own` and `shared`."""
+        return Rows(draft.own, place.at, len(self.here)), Rows(draft.shared, None, 1)
 
     def group_of(self, number: int | None) -> Group:
         """Return a group; None: all rows."""

@@ -228,12 +228,11 @@ class Stack(Simulation):
         own = {name: dict(x) if name not in COMMON else x for name, x in state.own.items()}
         return Draft(state.tick, own, {number: dict(x) for number, x in state.shared.items()}, *settings)
 
-    def trees(self, draft: Draft, event: Event, place: Place) -> tuple[Rows | SplitRows, Rows, dict[Any, Any]]:
-        memo, number = draft.memo.setdefault(event.group, {}), str(event.group)
+    def trees(self, draft: Draft, event: Event, place: Place) -> tuple[Rows | SplitRows, Rows]:
         if event.group is None:
             constant = tree.map_leaves(lambda b: b[:1], draft.shared["0"]["buffers"])
-            return Rows(draft.own, place.at, len(self.here)), Rows({"buffers": constant}, None, 1), memo
-        group = self.groups[event.group]
+            return Rows(draft.own, place.at, len(self.here)), Rows({"buffers": constant}, None, 1)
+        group, number = self.groups[event.group], str(event.group)
         stores = [(draft.own, place.at, len(self.here), len(place.rows) // group.size),
                   (draft.own[number], place.within, len(group.rows()), len(place.rows) // group.size),
                   (draft.shared[number], None, group.size, 1)]  # fmt: skip
@@ -241,7 +240,7 @@ class Stack(Simulation):
             Rows(whole, at, size) if group.size == 1 else GroupRows(whole, at, size, group.size, num_rows)
             for whole, at, size, num_rows in stores
         )
-        return SplitRows(common, self._names(draft.own, draft.shared, event.group), others), shared, memo
+        return SplitRows(common, self._names(draft.own, draft.shared, event.group), others), shared
 
     def _names(self, own: dict[str, Any], shared: dict[str, Any], group: int) -> list[str]:
         """Return the names whose values of a group are among those of all rows."""
