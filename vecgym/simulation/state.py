@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -160,36 +160,38 @@ class GroupRows(Rows):
     def __init__(self, whole: dict[str, Any], index: Index, size: int, num_configs: int, num_rows: int) -> None:
         super().__init__(whole, index, size)
         self.num_configs, self.num_rows = num_configs, num_rows
-        self._shown: dict[str, Any] = {}
+        self._apart_of: dict[int, Tensor] = {}  # by the id of a tensor that was taken or put: as it is shown
+        self._flat_of: dict[int, Tensor] = {}  # the inverse, so that nothing is copied onto itself
 
     def shown(self, name: str) -> Any:
-        if name not in self._shown:
-            self._shown[name] = tree.map_leaves(self._apart, self.taken(name))
-        return self._shown[name]
+        return tree.map_leaves(self._apart, self.taken(name))
 
     def flat(self, name: str) -> Any:
-        return self._flattened(name) if name in self.assigned else self.taken(name)
+        return tree.map_leaves(self._flat, self.assigned[name]) if name in self.assigned else self.taken(name)
 
     def put_flat(self, name: str, value: Any) -> None:
-        self.assigned[name] = _converted(value, self.taken(name), self.shown(name), self._apart)
+        self.assigned[name] = tree.map_leaves(self._apart, value)
 
     def changes(self) -> Iterable[tuple[str, Any]]:
-        return [(name, None if new is None else self._flattened(name)) for name, new in self.assigned.items()]
+        return tree.map_leaves(self._flat, self.assigned).items()
 
-    def flattened(self, x: Tensor) -> Tensor:
+    def _apart(self, x: Tensor) -> Tensor:
+        """Return `[rows, *]` as `[C, K, *]`."""
+        if id(x) not in self._apart_of:
+            self._apart_of[id(x)] = view = x.unflatten(0, (self.num_configs, -1))
+            self._flat_of[id(view)] = x
+        return self._apart_of[id(x)]
+
+    def _flat(self, x: Tensor) -> Tensor:
         """Return what is `[1 or C, K or 1, *]` as `[rows, *]`."""
+        if id(x) in self._flat_of:
+            return self._flat_of[id(x)]
         if x.dim() < 2 or len(x) not in (1, self.num_configs):
             raise ValueError(
                 f"{tree.form(x)} was assigned to a group of {self.num_configs} configurations: give "
                 f"[{self.num_configs}, {self.num_rows} or 1, *]."
             )
         return x.expand(self.num_configs, self.num_rows if x.shape[1] == 1 else -1, *x.shape[2:]).flatten(0, 1)
-
-    def _flattened(self, name: str) -> Any:
-        return _converted(self.assigned[name], self.shown(name), self.taken(name), self.flattened)
-
-    def _apart(self, x: Tensor) -> Tensor:
-        return x.unflatten(0, (self.num_configs, -1))
 
 
 class SplitRows:
@@ -231,16 +233,6 @@ class SplitRows:
     def put_flat(self, name: str, value: Any) -> None:
         """Assign a tree as engine and optimizer return it, `[1 or rows, *]`."""
         self.of(name).put_flat(name, value)
-
-
-def _converted(new: Any, old: Any, counterpart: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """Convert a tree; a tensor of the `old` tree becomes its counterpart, so that nothing is copied onto itself."""
-    if new is old:
-        return counterpart
-    if isinstance(new, dict):
-        old, counterpart = ({} if x is None else x for x in (old, counterpart))
-        return {n: _converted(x, old.get(n), counterpart.get(n), convert) for n, x in new.items()}
-    return tree.map_leaves(convert, new)
 
 
 def put_back(parts: list[Rows], *, pure: bool) -> None:
