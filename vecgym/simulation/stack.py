@@ -123,9 +123,8 @@ class Stack(Simulation):
         self, engine: Engine, groups: Sequence[Group], comm: StackedCollectives,
         read: Callable[[Iterator[Request]], Batches], *, minibatch_size: int | None = None,
     ) -> None:  # fmt: skip
-        names = tuple(engine.params)
         self.engine, self.comm, self.read, self.minibatch_size, self.exact = engine, comm, read, minibatch_size, False
-        self.groups = [group._replace(run=replace(group.run, names=names)) for group in groups]
+        self.groups = [group._replace(run=replace(group.run, names=tuple(engine.params))) for group in groups]
         self.stacked = self.groups
         self._seeds = [seed for group in self.groups for seed in group.seeds]
         self.run, self.algorithm = self.groups[0].run, self.groups[0].algorithm
