@@ -248,7 +248,6 @@ class Engine:
         """
         if self.plan.engine == "recorded" and (change := self._recorded.ended):
             self.use(replace(self.plan, engine="vmap", reason=f"all nodes in one call; operations dropped: {change}"))
-        describe = contract.derivative_error if differentiable else None
         if differentiable:
             contract.check_differentiable(self.model, self.written)
         num_nodes, batch_size = sizes_of(batch)
@@ -257,7 +256,7 @@ class Engine:
         part = NodeSlice(params, self._stateless.own_buffers(buffers, num_nodes, differentiable), batch, keys)
 
         def compute(some: NodeSlice) -> Local:
-            with self._explaining(num_nodes, some.keys, describe):
+            with self._explaining(num_nodes, some.keys, differentiable):
                 return self._pure(some) if differentiable else self._mean(some) if mean else self._each(some)
 
         by_minibatches = functools.partial(in_minibatches, size=minibatch_size, compute=compute)
@@ -328,24 +327,24 @@ class Engine:
         return dict(self._grads)
 
     @contextlib.contextmanager
-    def _explaining(
-        self, num_nodes: int, keys: Keys | None = None, describe: Callable[[str], Exception] | None = None
-    ) -> Iterator[None]:
+    def _explaining(self, num_nodes: int, keys: Keys | None = None, differentiable: bool = False) -> Iterator[None]:
         """Add the nodes and the step to an error of the model, or say what torch cannot do with this model.
 
         Args:
             keys: of the nodes and the step; None: in validation.
-            describe: cause -> the error for what cannot be done; None: that `vmap` cannot run the model.
+            differentiable: the gradients are differentiated.
         """
         try:
             yield
         except Exception as error:
-            loop = describe is None and self.plan.engine == "loop"
+            loop = self.plan.engine == "loop" and not differentiable
             if loop and keys:  # it has named the node
                 raise
             contract.check_memory(error, num_nodes, self.model)
-            if ("vmap" in str(error) and not loop) or (describe and isinstance(error, RuntimeError)):
-                raise (describe or contract.vmap_error)(contract.cause(error)) from error
+            if differentiable and ("vmap" in str(error) or isinstance(error, RuntimeError)):
+                raise contract.derivative_error(contract.cause(error)) from error
+            if "vmap" in str(error) and not loop:
+                raise contract.vmap_error(contract.cause(error)) from error
             with contract.naming("in validation" if keys is None else keys.named()):
                 raise
 
@@ -396,10 +395,6 @@ class Engine:
             examples = tree.map_leaves(lambda x: x[a:b], batch) if own_batches else batch  # noqa: B023
             arguments = {**rows(params, a, b), **rows(buffers, a, b)}, examples, own_batches, b - a, several
             backend = self._backends["loop"] if b - a == 1 and not several else self._backend
-            with (
-                self._stateless.seeded(0, "evaluation", a),
-                self.plan.layout(),
-                self._explaining(num_nodes),
-            ):
+            with self._stateless.seeded(0, "evaluation", a), self.plan.layout(), self._explaining(num_nodes):
                 measured.append(backend.measures(*arguments))
         return {name: torch.cat([chunk[name] for chunk in measured]) for name in measured[0]}
