@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vecgym.collectives import StackedCollectives
 from vecgym.collectives import topology as graphs
 from vecgym.collectives.topology import Mixing
 from vecgym.core import check
@@ -73,7 +74,7 @@ class Mix(Reduction):
                 f"topology has {len(matrices)} matrices and the run {run.num_exchanges} exchanges: those from "
                 f"{run.num_exchanges} on are never used."
             )
-        size = len(self._mixing(K, 0, 0, lambda exchange: torch.Generator()).weights)
+        size = len(self._mixing(K, Meeting(StackedCollectives(K))).weights)
         if size != K:
             raise ValueError(
                 f"topology mixes {size} nodes, and the run has num_nodes={K}: give num_nodes={size}, a matrix "
@@ -91,12 +92,11 @@ class Mix(Reduction):
         >>> Mix("ring").mixing(Meeting(StackedCollectives(5))).weights[0]
         tensor([0.3333, 0.3333, 0.0000, 0.0000, 0.3333], dtype=torch.float64)
         """
-        drawn = lambda exchange: at.generator("matching", exchange)  # noqa: E731
         if at.comm.members is None:
-            return self._mixing(at.comm.num_nodes, at.step, at.exchange, drawn)
+            return self._mixing(at.comm.num_nodes, at)
         if isinstance(self.topology, str):
-            return self._mixing_of_some(self.topology, at.comm.num_nodes, at.exchange, drawn)
-        weights = self._mixing(at.comm.run_nodes, at.step, at.exchange, drawn).weights
+            return self._mixing_of_some(self.topology, at.comm.num_nodes, at)
+        weights = self._mixing(at.comm.run_nodes, at).weights
         return Mixing.of(among(weights, at.comm.members))
 
     def agree(self, values: Tree, at: Meeting) -> Tree:
@@ -108,35 +108,33 @@ class Mix(Reduction):
     def gather(self, codes: Tree, at: Meeting) -> Tree:
         return at.comm.all_gather(codes, inplace=True, readers=self.mixing(at).links)
 
-    def _mixing_of_some(
-        self, topology: str, num_nodes: int, exchange: int, generator: Callable[[int], torch.Generator]
-    ) -> Mixing:
+    def _mixing_of_some(self, topology: str, num_nodes: int, at: Meeting) -> Mixing:
         """Return the matrix of a topology by name among those present, however many these are."""
-        if topology == "random_matching" and num_nodes % 2:  # one is left, and keeps what it has
-            order = torch.randperm(num_nodes, generator=generator(exchange)).sort().indices
+        if topology == "random_matching" and num_nodes % 2 and num_nodes > 1:  # one is left, and keeps what it has
+            order = torch.randperm(num_nodes, generator=at.generator("matching", at.exchange)).sort().indices
             weights = torch.eye(num_nodes, dtype=torch.float64)
-            weights[1:, 1:] = graphs.random_matching(num_nodes - 1, generator(exchange)) if num_nodes > 1 else 1.0
+            weights[1:, 1:] = graphs.random_matching(num_nodes - 1, at.generator("matching", at.exchange))
             return Mixing.of(weights[order][:, order])
         try:
-            return self._mixing(num_nodes, 0, exchange, generator)
+            return self._mixing(num_nodes, at)
         except ValueError:  # a torus of a prime number of nodes: a grid of one row, in which each is its own neighbour
             eye = torch.eye(num_nodes, dtype=torch.float64)
             return Mixing.of((3 * eye + eye.roll(1, 0) + eye.roll(-1, 0)) / 5)
 
-    def _mixing(self, num_nodes: int, step: int, exchange: int, generator: Callable[[int], torch.Generator]) -> Mixing:
+    def _mixing(self, num_nodes: int, at: Meeting) -> Mixing:
         if self._constant is not None:
-            return self._constant[exchange % len(self._constant)]
+            return self._constant[at.exchange % len(self._constant)]
         if isinstance(self.topology, Tensor):
             matrices = _cycle(self.topology)
-            return Mixing.of(matrices[exchange % len(matrices)])
+            return Mixing.of(matrices[at.exchange % len(matrices)])
         if not isinstance(self.topology, str):
-            weights = as_matrix(check.called("topology", self.topology, step), f"topology({step})")
-            graphs.check_doubly_stochastic(weights, f"topology({step})")
+            weights = as_matrix(check.called("topology", self.topology, at.step), f"topology({at.step})")
+            graphs.check_doubly_stochastic(weights, f"topology({at.step})")
             return Mixing.of(weights)
         if self.topology == "random_matching":
-            return Mixing.of(graphs.random_matching(num_nodes, generator(exchange)))
+            return Mixing.of(graphs.random_matching(num_nodes, at.generator("matching", at.exchange)))
         if self.topology == "one_peer_exponential":
-            turn = exchange % max(1, graphs.ceil_log2(num_nodes))
+            turn = at.exchange % max(1, graphs.ceil_log2(num_nodes))
             return _mixing_of(graphs.one_peer_exponential, num_nodes, turn)
         return _mixing_of(FIXED[self.topology], num_nodes)
 
