@@ -88,9 +88,8 @@ class StrongestCosines(Average):
         rows, held = at.rows(values), at.rows(at.own["residual"])
         residual, indices, sent = {}, {}, {}
         for name, old in held.items():
-            num_rows = max(
-                len(old), len(rows[name])
-            )  # what is the same for all, `[1, *]`, is each node's own from here
+            # What is the same for all, `[1, *]`, is each node's own from here.
+            num_rows = max(len(old), len(rows[name]))
             old, x = (y.expand(num_rows, *y.shape[1:]) for y in (old, rows[name]))
             updated = self._update_in_place(old, x, at.exact) if at.inplace_state else self._update(old, x)
             residual[name], indices[name], sent[name] = updated
