@@ -212,6 +212,11 @@ def meeting(
     return Meeting(comm, own, shared, inplace=inplace, inplace_state=inplace, **more)
 
 
+def drawing(seed: int = 0, step: int = 0) -> Meeting:
+    """A meeting for a selector, which draws coordinates in it."""
+    return Meeting(StackedCollectives(1), seed=seed, step=step)
+
+
 # ------------------------------------------------------------------------------------------ comparing
 
 

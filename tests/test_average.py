@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from tests.helpers import Recording, assert_close, meeting, run, stacked
+from tests.helpers import Recording, assert_close, drawing, meeting, run, stacked
 from tests.models import make_batches, make_model
 from vecgym import OptimSpec, verify
 from vecgym.collectives import StackedCollectives
@@ -51,7 +51,6 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.averages import ExchangeFacts, median
-from vecgym.strategy.sparta import Draws
 
 K, LR, SEED = 5, 0.1, 42
 NESTEROV = OptimSpec("sgd", lr=0.7, momentum=0.9, nesterov=True)
@@ -330,9 +329,9 @@ def test_the_residuals_of_drawn_coordinates(inplace: bool) -> None:
     """A coordinate that is not drawn keeps its residual, which is sent when it is drawn again."""
     selector, e = PartitionedSelector(0.4), torch.zeros(K, 7, dtype=torch.float64)
     shapes = {"w": torch.Size([7])}
-    drawn = selector.init(shapes, Draws(SEED))
+    drawn = selector.init(shapes, drawing(SEED))
     for x, found, meets in exchanges(Sparse(selector, Compressed(Mean(), TopK(k=1), decay=0.5)), inplace):
-        index, drawn = selector.select(shapes, drawn, meets.exchange, Draws(SEED, meets.step))
+        index, drawn = selector.select(shapes, drawn, meets.exchange, drawing(SEED, meets.step))
         at, expected = index["w"], x.clone()
         p = x[:, at] + 0.5 * e[:, at]
         sent = torch.stack([strongest(row, 1) for row in p])

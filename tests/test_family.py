@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 
 from tests.fitting import fit, same_run
-from tests.helpers import Run, assert_close, assert_same_bits, difference, flat, run, stacked
+from tests.helpers import Run, assert_close, assert_same_bits, difference, drawing, flat, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common, optimizers
 from tests.reference.common import Result
@@ -52,7 +52,6 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.allreduce import FAST
-from vecgym.strategy.sparta import Draws
 
 STEPS, K, WARMUP = 50, 5, 8
 TWIN, EXACT = 1e-10, 1e-12
@@ -412,7 +411,7 @@ def test_a_corrected_delay_equals_its_twin(delay: int, model: str, engine: str) 
     shapes = {name: p.shape for name, p in common.parameters(make_model(model, dtype=F64)).items()}
 
     def mask(step: int, name: str, shape: torch.Size) -> Tensor:
-        index, _ = RandomSelector(0.3).select(shapes, {}, step, Draws(seed=42, step=step))
+        index, _ = RandomSelector(0.3).select(shapes, {}, step, drawing(seed=42, step=step))
         chosen = index.get(name, torch.empty(0, dtype=torch.long))
         return torch.zeros(shape.numel(), dtype=torch.bool).index_fill(0, chosen, True).view(shape)
 

@@ -29,6 +29,7 @@ from tests.helpers import (
     assert_close,
     assert_same_bits,
     difference,
+    drawing,
     flat,
     reordered,
     rows,
@@ -90,7 +91,6 @@ from vecgym.strategy import (
     StrongestCosines,
 )
 from vecgym.strategy.catalogue import CATALOGUE, Knobs
-from vecgym.strategy.sparta import Draws
 
 K = 5
 STEPS = 7  # not a multiple of H: the run ends in the middle of a round
@@ -162,7 +162,7 @@ def ring(*sizes: int) -> float:
 def chosen(params: dict[str, Tensor], steps: Sequence[int], p: float = 0.3) -> float:
     """Bytes of SPARTA's random coordinates, averaged in a ring, at these exchanges of a run with seed 42."""
     shapes = {name: x.shape for name, x in params.items()}
-    index = [RandomSelector(p).select(shapes, {}, t, Draws(42, t))[0] for t in steps]
+    index = [RandomSelector(p).select(shapes, {}, t, drawing(42, t))[0] for t in steps]
     return ring(K) * sum(len(i) * params[name].element_size() for drawn in index for name, i in drawn.items())
 
 

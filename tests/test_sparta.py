@@ -28,6 +28,7 @@ from tests.helpers import (
     assert_close,
     assert_same_bits,
     difference,
+    drawing,
     meeting,
     reordered,
     rows,
@@ -65,7 +66,6 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.sparta import (
-    Draws,
     PartitionedSelector,
     RandomSelector,
     ScheduledSelector,
@@ -99,9 +99,9 @@ DILOCO_CASES = {  # sparta_interval, H, delay
 
 def draws(selector: Selector, steps: int, shapes: dict[str, torch.Size] = SHAPES, seed: int = 0) -> list[dict]:
     """The first exchanges' indices, one exchange per step."""
-    state, drawn = selector.init(shapes, Draws(seed)), []
+    state, drawn = selector.init(shapes, drawing(seed)), []
     for step in range(steps):
-        index, state = selector.select(shapes, state, step, Draws(seed, step))
+        index, state = selector.select(shapes, state, step, drawing(seed, step))
         drawn.append(index)
     return drawn
 
@@ -172,9 +172,9 @@ def masks(selector: str, model: str, interval: int = 1) -> Recorded:
     """What the selector draws over a whole run; the same for any number of nodes and any engine."""
     recorded = Recorded(SELECTORS[selector]())
     shapes = {name: p.shape for name, p in common.parameters(start(model)).items()}
-    state = recorded.init(shapes, Draws(42))
+    state = recorded.init(shapes, drawing(42))
     for step in range(interval - 1, STEPS, interval):
-        _, state = recorded.select(shapes, state, step // interval, Draws(42, step))
+        _, state = recorded.select(shapes, state, step // interval, drawing(42, step))
     return recorded
 
 
@@ -461,8 +461,8 @@ def test_the_number_of_parts_is_exact() -> None:
 
 
 def test_the_selectors_need_little_state() -> None:
-    assert RandomSelector(0.5).init(SHAPES, Draws()) == ScheduledSelector(0.5, 9).init(SHAPES, Draws()) == {}
-    assert {n: x.shape for n, x in SequentialSelector(0.5).init(SHAPES, Draws()).items()} == {
+    assert RandomSelector(0.5).init(SHAPES, drawing()) == ScheduledSelector(0.5, 9).init(SHAPES, drawing()) == {}
+    assert {n: x.shape for n, x in SequentialSelector(0.5).init(SHAPES, drawing()).items()} == {
         n: (1, s.numel()) for n, s in SHAPES.items()
     }
 
@@ -475,7 +475,7 @@ def z(observed: float, expected: float, variance: float) -> float:
 def test_how_many_are_selected(n: int, p: float) -> None:
     """The count is binomial: its mean n p and its variance n p (1 - p)."""
     T = 4000
-    counts = torch.tensor([len(bernoulli_indices(n, p, Draws().generator("test", t))) for t in range(T)]).double()
+    counts = torch.tensor([len(bernoulli_indices(n, p, drawing().generator("test", t))) for t in range(T)]).double()
     variance = n * p * (1 - p)
     assert z(float(counts.mean()), n * p, variance / T) < SIGMAS
     fourth = variance * (1 + 3 * (n - 2) * p * (1 - p))  # the central moment
@@ -487,7 +487,7 @@ def test_every_coordinate_is_selected_equally_often_and_independently_of_its_nei
     n, T = 200, 4000
     chosen = torch.zeros(T, n, dtype=torch.float64)
     for t in range(T):
-        chosen[t, bernoulli_indices(n, p, Draws().generator("test", t))] = 1
+        chosen[t, bernoulli_indices(n, p, drawing().generator("test", t))] = 1
     chi_square = float(((chosen.sum(0) - T * p) ** 2 / (T * p * (1 - p))).sum())
     assert z(chi_square, n, 2 * n) < SIGMAS
     centred = chosen - p
@@ -499,7 +499,7 @@ def test_every_subset_has_its_exact_probability() -> None:
     n, p, T = 4, 0.35, 8_000
     counts = torch.zeros(2**n, dtype=torch.float64)
     for t in range(T):
-        counts[sum(2**i for i in bernoulli_indices(n, p, Draws().generator("subset", t)).tolist())] += 1
+        counts[sum(2**i for i in bernoulli_indices(n, p, drawing().generator("subset", t)).tolist())] += 1
     sizes = torch.tensor([bin(i).count("1") for i in range(2**n)])
     expected = T * p**sizes * (1 - p) ** (n - sizes)
     assert z(float(((counts - expected) ** 2 / expected).sum()), 2**n - 1, 2 * (2**n - 1)) < SIGMAS
@@ -508,7 +508,7 @@ def test_every_subset_has_its_exact_probability() -> None:
 @pytest.mark.parametrize("n", [0, 1, 3, 1000])
 @pytest.mark.parametrize("p", [0, 0.0, 1e-300, 1e-12, 0.5, 1 - 1e-15, 1, 1.0])
 def test_extreme_rates(n: int, p: float) -> None:
-    index = bernoulli_indices(n, p, Draws().generator("test"))
+    index = bernoulli_indices(n, p, drawing().generator("test"))
     assert index.dtype == torch.int64
     if p < 1e-9 or p > 1 - 1e-9:
         assert index.tolist() == (list(range(n)) if p > 0.5 else [])

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from tests.fuzz import naive
 from tests.fuzz.settings import Settings
-from tests.helpers import Recording
+from tests.helpers import Recording, drawing
 from tests.reference import compression
 from vecgym import OptimSpec
 from vecgym.collectives import StackedCollectives
@@ -51,7 +51,6 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.averages import Around, Average, Reduction, outer_spec
-from vecgym.strategy.sparta import Draws
 
 CLASSES: dict[str, type[Optimizer]] = {
     name.lower(): getattr(torch.optim, name)
@@ -441,12 +440,12 @@ def outer_optimizer(s: Settings) -> Callable[[list[Tensor]], Optimizer]:
 
 def masks(exchange: Any, interval: int, run: Run) -> Callable[[int], dict[str, Tensor]]:
     shapes, selector = dict(run.shapes), exchange.how.selector
-    state = selector.init(shapes, Draws(run.seed))
+    state = selector.init(shapes, drawing(run.seed))
 
     def mask(t: int) -> dict[str, Tensor]:
         nonlocal state
         found: dict[str, Tensor]
-        found, state = selector.select(shapes, state, (t + 1) // interval - 1, Draws(run.seed, t))
+        found, state = selector.select(shapes, state, (t + 1) // interval - 1, drawing(run.seed, t))
         return found
 
     return mask

@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 
 import vecgym
 from tests.fuzz.place import a_new_folder, as_it_was
+from tests.helpers import drawing
 from tests.test_api import MODULES, module_of, public_names
 from vecgym import availability, compress, data, logger
 from vecgym.availability import Dropout, Facts
@@ -65,7 +66,6 @@ from vecgym.strategy import (
 )
 from vecgym.strategy.averages import ExchangeFacts
 from vecgym.strategy.simulated import simulation_of
-from vecgym.strategy.sparta import Draws
 
 K, STEPS, DIM = 2, 2, 3
 
@@ -815,7 +815,7 @@ def good_value(target: Target, name: str) -> Any:
         if issubclass(cls, Average) and name in OF_AVERAGES:
             return OF_AVERAGES[name](target)
         if issubclass(cls, Selector) and name == "at":
-            return Draws()
+            return drawing()
     for table in (VALUES_OF.get(target.name, {}), VALUES_OF.get(target.owner, {}), VALUES):
         if name in table:
             return table[name]()
@@ -831,7 +831,7 @@ def _state(target: Target) -> Any:
     if not hasattr(made, "init"):
         raise NoValue(f"{target.name}: no state without init")
     first = {"w": torch.Size([DIM])} if "Selector" in target.owner else tree_of_nodes()
-    return made.init(first, Draws() if isinstance(made, Selector) else context())
+    return made.init(first, drawing() if isinstance(made, Selector) else context())
 
 
 def _at(target: Target) -> Meeting:
