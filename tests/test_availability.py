@@ -31,7 +31,6 @@ from vecgym.availability import (
     LocalSteps,
     Presence,
     Sampled,
-    Shared,
     Trace,
     sent,
 )
@@ -687,7 +686,7 @@ def test_parameters_stay_in_the_models_order(model: nn.Module) -> None:
     params = {name: p.expand(4, *p.shape[1:]) for name, p in taken.state.params.items()}
     presence = Presence(Trace(table, rejoin="shared"), Facts(4, 3, 42))
     some = dict(list(taken.state.params.items())[1::2])
-    begun = sent(params, presence, Shared(some, set()), taken.simulation.comm, 2, once=[])
+    begun = sent(params, presence, some, set(), taken.simulation.comm, 2, once=[])
     assert list(begun) == list(params)
 
 

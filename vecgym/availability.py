@@ -292,14 +292,12 @@ class Dropout(Availability):
 
     def _changes(self, node: int, run: Facts) -> Tensor:
         """Return the steps at which a node leaves, comes back, leaves ..., up to the end of the run."""
-        ends = torch.zeros(1)
-        parts, block = [torch.zeros(0, dtype=torch.long)], 0
+        chances = torch.tensor([min(1.0, self._leaves), 1 / self.mean_steps] * (SOJOURNS // 2), dtype=torch.float64)
+        ends, block = torch.zeros(1), 0
+        parts = [torch.zeros(0, dtype=torch.long)]
         while self.rate > 0 and ends[-1] < run.num_steps:
             generator = rng.generator(run.seed, "dropout", node, block)
             drawn = 1 - torch.rand(SOJOURNS, dtype=torch.float64, generator=generator)  # in (0, 1]
-            chances = torch.tensor([min(1.0, self._leaves), 1 / self.mean_steps], dtype=torch.float64).repeat(
-                SOJOURNS // 2
-            )
             # Geometric; a probability of 1 gives log 0 = -inf, and one step.
             lasts = 1 + (drawn.log() / (-chances).log1p()).floor().nan_to_num(0.0).clamp(0, run.num_steps)
             ends = ends[-1] + lasts.cumsum(0).long()
@@ -607,20 +605,8 @@ class Presence:
 # --------------------------------------------------------------------------------------------------- returning nodes
 
 
-class Shared(NamedTuple):
-    """What the nodes that were present in the step before share.
-
-    Attributes:
-        outer: parameters that are stored once for all, `[1, *]`.
-        agreed: names of the parameters that are equal on all of these nodes, which have just exchanged them.
-    """
-
-    outer: Tree
-    agreed: set[str]
-
-
 def sent(
-    params: Tree, presence: Presence, shared: Shared, comm: Collectives, step: int, once: Sequence[str]
+    params: Tree, presence: Presence, outer: Tree, agreed: set[str], comm: Collectives, step: int, once: Sequence[str]
 ) -> Tree:  # fmt: skip
     """Return the parameters that returning nodes begin a step with, `[1 or n, *]`, and record what is sent.
 
@@ -629,21 +615,24 @@ def sent(
 
     Args:
         params: of the nodes here, `[1 or L, *]`.
+        outer: parameters that are stored once for all, `[1, *]`.
+        agreed: the names of those that are equal on all nodes that were present in the step before, which have just
+            exchanged them.
         once: the names of the parameters that all nodes share.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.availability import Facts, Trace
     >>> presence = Presence(Trace([[True, True, False], [True] * 3], rejoin="shared"), Facts(3, 2, seed=0))
-    >>> sent({"w": torch.tensor([1.0, 3.0, 9.0])}, presence, Shared({}, set()), StackedCollectives(3), 1, once=[])
+    >>> sent({"w": torch.tensor([1.0, 3.0, 9.0])}, presence, {}, set(), StackedCollectives(3), 1, once=[])
     {'w': tensor([2.])}
     """
     back = presence.returning(step)
     sources, common = sources_of(back, presence, step), Tree()
     if presence.rejoin == "shared":
-        wide = {name: x for name, x in params.items() if name not in {*shared.outer, *shared.agreed, *once}}
-        common = shared.outer | _mean(wide, _ids(presence.row(step - 1)), comm)
+        wide = {name: x for name, x in params.items() if name not in {*outer, *agreed, *once}}
+        common = outer | _mean(wide, _ids(presence.row(step - 1)), comm)
     num_left = int((presence.row(step - 1) & ~presence.row(step)).sum())
-    on_server = shared.agreed if presence.server else set()
+    on_server = agreed if presence.server else set()
     for served, first in ((False, 0), (True, num_left)):
         message = {name: x for name, x in params.items() if (name in on_server) is served}
         if message and back[first:]:

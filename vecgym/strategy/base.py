@@ -11,7 +11,7 @@ from typing import Any, TypedDict, TypeVar, cast
 import torch
 from torch import Tensor
 
-from vecgym.availability import Presence, Shared, sent
+from vecgym.availability import Presence, sent
 from vecgym.core import check, nodes
 from vecgym.core.objects import altered, own_settings
 from vecgym.core.tree import Tree
@@ -333,11 +333,11 @@ class Strategy(LocalTraining):
         """Send parameters to the nodes that return, unless all nodes share theirs."""
         presence, params, alike = part.run.presence, part.params, part.home is part.shared
         assert isinstance(presence, Presence)
-        common = Shared(Tree(), set())
+        outer, agreed = Tree(), set[str]()
         if presence.rejoin == "shared":
             names = list(params)
-            common = Shared(self.outer_parameters(part.shared, names), self.agreed(part.run, names, part.tick - 1))
-        begin = sent(params, presence, common, part.comm, part.tick, once=list(params) if alike else [])
+            outer, agreed = self.outer_parameters(part.shared, names), self.agreed(part.run, names, part.tick - 1)
+        begin = sent(params, presence, outer, agreed, part.comm, part.tick, once=list(params) if alike else [])
         back = [i for i, node in enumerate(part.nodes) if node in set(part.event.info)]
         if back and not alike:
             part.params = nodes.put_rows(params, torch.tensor(back), begin, len(part.rows), part.inplace)
