@@ -55,10 +55,15 @@ def AveragingCommunicator(  # the name that EXO Gym's users know
     (Exchange(Mean(), every=2), Exchange(ServerMean(), participation=0.5))
     """
     when = rounds_or_weights(H, sync_weight, usual=1)
-    rounds_of_all = island_size is None and sync_weight is None
     participation = check_participation(participation)
-    resting = check_resting(resting, rounds_of_all or participation == 1)
-    served = resting == "server" and participation < 1
+    check_resting(resting)
+    rounds_of_all = island_size is None and sync_weight is None
+    if resting == "server" and participation < 1 and not rounds_of_all:
+        raise ValueError(
+            'resting="server" needs one server and rounds of H steps: leave out island_size and sync_weight, or give '
+            'resting="keep".'
+        )
+    served = participation < 1 and rounds_of_all and resting != "keep"
     average = ServerMean(weighting) if served else Mean(island_size, weighting)
     return Exchange(average, every=when, participation=participation)
 
@@ -167,23 +172,18 @@ Exchange(Mean(island_size=4), every=5))
             (part.shared if self.exchanges[0].common else part.own)["start"] = part.params
 
 
-def check_resting(resting: str | None, rounds_of_all: bool) -> str:
-    """ "server" or "keep", as asked for; None: "server" where rounds of all nodes have one."""
+def check_resting(resting: str | None) -> None:
+    """Raise a ValueError for what does not say with what a node begins that sat out."""
     if resting is not None:
         check.choice("resting", resting, ("server", "keep"), "None")
-    if resting == "server" and not rounds_of_all:
-        raise ValueError(
-            'resting="server" needs one server and rounds of H steps: leave out island_size and sync_weight, or give '
-            'resting="keep".'
-        )
-    return resting or ("server" if rounds_of_all else "keep")
 
 
 def _check_server(server: ServerOptimizer, island_size: int | None, resting: str | None) -> None:
     """Raise a ValueError for what a server cannot have."""
     if island_size is not None:
         raise ValueError(f"island_size={island_size} and server_optim={server.name!r}: a server has no islands.")
-    if check_resting(resting, rounds_of_all=True) == "keep":
+    check_resting(resting)
+    if resting == "keep":
         raise ValueError(
             f'resting="keep" and server_optim={server.name!r}: all nodes begin a round from the server\'s parameters. '
             "Leave one of them out."
