@@ -1264,7 +1264,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "Muon takes matrices, but parameter",
     ),
     "Muon's kind": (lambda: MuLoCoStrategy(muon="keller"), ValueError, "muon='keller'"),  # type: ignore[arg-type]
-    "Muon's rate": (lambda: MuLoCoStrategy(lr=0.0), ValueError, "Muon's, which must be positive"),
+    "Muon's rate": (lambda: MuLoCoStrategy(lr=0.0), ValueError, "lr=0.0 must be a number > 0: Muon's rate"),
     "AdamW's rate": (lambda: MuLoCoStrategy(adamw_lr=-1.0), ValueError, "lr"),
     "mu_x": (lambda: GPAStrategy(mu_x=1.0), ValueError, r"mu_x=1.0 must be a number in \[0, 1\)"),
     "mu_y": (lambda: GPAStrategy(mu_y=0.0), ValueError, r"mu_y=0.0 must be a number in \(0, 1\]"),

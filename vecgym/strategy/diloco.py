@@ -496,11 +496,8 @@ class MuLoCoStrategy(DiLoCoStrategy):
                 f"matrices={matrices!r} must be a function of a parameter's name and tensor, such as "
                 'lambda name, p: p.dim() == 2 and "emb" not in name, or None.'
             )
-        if check.is_number(lr) and lr == 0:
-            raise ValueError(
-                "lr=0: under a schedule AdamW's rate keeps its ratio to Muon's, which must be positive. To train with "
-                "AdamW alone give matrices=lambda name, p: False."
-            )
+        if check.is_number(lr):
+            check.number("lr", lr, "(0, inf)", "Muon's rate, to which AdamW's keeps its ratio under a schedule")
         OptimSpec("adamw", lr=adamw_lr, weight_decay=weight_decay)  # refuses what AdamW refuses
         groups = _Groups(chosen, adamw_lr, weight_decay)
         check.flag("full_precision", full_precision)
@@ -508,10 +505,8 @@ class MuLoCoStrategy(DiLoCoStrategy):
         kind = "dionmuon" if muon == "dion" else "fullprecisionmuon" if full_precision else "muon"
         more: dict[str, Any] = {"full_precision": True} if full_precision and muon == "dion" else {}
         own = OptimSpec(kind, lr=lr, momentum=momentum, weight_decay=weight_decay, param_groups=groups, **more)
-        if outer_optim is None:
-            outer = MULOCO_OUTER if outer_lr is None else MULOCO_OUTER.replace(lr=outer_lr)
-        else:
-            outer = outer_spec(outer_optim, outer_lr)
+        usual = MULOCO_OUTER if outer_lr is None else MULOCO_OUTER.replace(lr=outer_lr)
+        outer = usual if outer_optim is None else outer_spec(outer_optim, outer_lr)
         super().__init__(own, outer, H, compression=compression, **inner)
 
 
