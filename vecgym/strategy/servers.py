@@ -218,8 +218,7 @@ class DelayedNesterov(Server):
         self.momentum = one_number("momentum", momentum, "[0, 1)")
         self.num_arrivals = check.optional_integer("buffer", buffer, what="None is the number of nodes")
         self.c = one_number("c", c, "[0, 1]", "what of the momentum is spread over the arrivals in between")
-        if self.num_arrivals is not None:
-            self._check_c(self.num_arrivals)
+        self._check_c(self.num_arrivals or 1)
 
     def check(self, num_nodes: int, num_updates: int) -> None:
         self._check_c(self.num_arrivals or num_nodes)
