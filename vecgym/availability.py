@@ -65,7 +65,7 @@ __all__ = [
 
 Rejoin = Literal["own", "shared", "neighbour"]
 Table = Callable[[int, int], Tensor]  # (first, last) -> bool [last - first, K], for steps first to last - 1
-BLOCK = 1024  # steps of a table evaluated together
+BLOCK = 1024  # steps of a table that are asked for together
 
 
 class Facts(NamedTuple):
@@ -448,11 +448,11 @@ class Function(Availability):
     def _of_step(self, step: int, num_nodes: int) -> Tensor:
         value = check.called("availability", self.function, step)
         plain = value.tolist() if hasattr(value, "tolist") else value
-        ids = list(plain) if isinstance(plain, (list, tuple, set, frozenset, range)) else None
-        if ids is not None and len(ids) == num_nodes and all(isinstance(x, bool) for x in ids):
+        ids: list[Any] = list(plain) if isinstance(plain, (list, tuple, set, frozenset, range)) else [None]  # no id
+        if len(ids) == num_nodes and all(isinstance(x, bool) for x in ids):
             return torch.tensor(ids, dtype=torch.bool)
-        valid = ids is not None and all(check.is_integer(x) and 0 <= x < num_nodes for x in ids)
-        if not valid or len(set(ids or ())) != len(ids or ()):
+        valid = all(check.is_integer(x) and 0 <= x < num_nodes for x in ids)
+        if not valid or len(set(ids)) != len(ids):
             raise ValueError(
                 f"availability({step}) returned {value!r}; expected distinct node ids, 0 to {num_nodes - 1}, or "
                 f"{num_nodes} truth values."
@@ -516,23 +516,19 @@ class Presence:
         availability.check(run)
         self.availability, self.rejoin, self.run = availability, availability.rejoin, run
         self.server = availability.server
-        self._present, self._training = availability.present(run), availability.training(run)
-        self.waits = self._training is not None
-        self._block = functools.lru_cache(2)(self._make_block)
-        self.counts: set[int] = set()
-        self.first = torch.full((run.num_nodes,), run.num_steps)  # the first step in which each node is present
-        for number in range(-(-run.num_steps // BLOCK)):
-            present = self._block(number)[0]
-            counts = present.sum(1)
-            if bool((counts == 0).any()):
-                step = number * BLOCK + int((counts == 0).nonzero()[0])
-                raise ValueError(
-                    f"availability={availability!r}: no node is present in step {step} (counted from 0), and at least "
-                    "one must be: give more nodes, another seed, or fewer absences."
-                )
-            self.counts.update(counts.unique().tolist())
-            first = torch.where(present.any(0), number * BLOCK + present.int().argmax(0), run.num_steps)
-            self.first = torch.minimum(self.first, first)
+        training = availability.training(run)
+        self.waits = training is not None
+        self._present = self._evaluated(availability.present(run))
+        self._computing = self._present if training is None else self._present & self._evaluated(training)
+        counts = self._present.sum(1).tolist()
+        if 0 in counts:
+            raise ValueError(
+                f"availability={availability!r}: no node is present in step {counts.index(0)} (counted from 0), and at "
+                "least one must be: give more nodes, another seed, or fewer absences."
+            )
+        self.counts = set(counts)
+        # The first step in which each node is present.
+        self.first = torch.where(self._present.any(0), self._present.byte().argmax(0), run.num_steps)
 
     def present(self, step: int) -> tuple[int, ...] | None:
         """Return the ids of the present nodes; None: all."""
@@ -557,7 +553,7 @@ class Presence:
         >>> Presence(Trace([[True, False]]), Facts(2, 1, seed=0)).row(0)
         tensor([ True, False])
         """
-        return self._block(step // BLOCK)[0][step % BLOCK]
+        return self._present[step]
 
     def never_present(self, step: int) -> int:
         """Count the nodes that have not been present in any step so far, this one included.
@@ -585,21 +581,18 @@ class Presence:
         >>> Presence(LocalSteps([1, 2], H=2), Facts(2, 2, seed=0)).computing(1)
         tensor([False,  True])
         """
-        return self._block(step // BLOCK)[1][step % BLOCK]
+        return self._computing[step]
 
-    def _make_block(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return who is present in `BLOCK` steps, and who trains."""
-        first, last = number * BLOCK, min((number + 1) * BLOCK, self.run.num_steps)
-        present = self._checked(self._present(first, last), last - first)
-        if self._training is None:
-            return present, present
-        return present, present & self._checked(self._training(first, last), last - first)
-
-    def _checked(self, table: Tensor, num_steps: int) -> Tensor:
-        shape = [num_steps, self.run.num_nodes]
-        if not isinstance(table, Tensor) or list(table.shape) != shape or table.dtype != torch.bool:
-            raise ValueError(f"{self.availability!r} returned {table!r}; expected a bool tensor of shape {shape}.")
-        return table
+    def _evaluated(self, table: Table) -> Tensor:
+        """Evaluate a table for all steps of the run, bool `[T, K]`."""
+        blocks = []
+        for first in range(0, self.run.num_steps, BLOCK):
+            last = min(first + BLOCK, self.run.num_steps)
+            block, shape = table(first, last), [last - first, self.run.num_nodes]
+            if not isinstance(block, Tensor) or list(block.shape) != shape or block.dtype != torch.bool:
+                raise ValueError(f"{self.availability!r} returned {block!r}; expected a bool tensor of shape {shape}.")
+            blocks.append(block)
+        return torch.cat(blocks)
 
 
 # --------------------------------------------------------------------------------------------------- returning nodes
