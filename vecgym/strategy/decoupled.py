@@ -148,9 +148,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
         if self.quorum is not None and self.quorum > num_nodes:
             raise ValueError(f"quorum={self.quorum} is more than the nodes: give at most {num_nodes}.")
         if len(self._tokens) not in (1, num_nodes):
-            raise ValueError(
-                f"tokens is for {len(self._tokens)} nodes and the run has {num_nodes}: give [{num_nodes}]."
-            )
+            raise ValueError(f"tokens is for {len(self._tokens)} nodes: give one number, or [{num_nodes}].")
 
     def fragments_of(self, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
         """Return the names in each fragment, of parameters of so many bytes.

@@ -457,10 +457,8 @@ class ScheduledSelector(Selector):
     """
 
     def __init__(self, p: float, H: int) -> None:
-        self.p: float = check_rate("p", p, high=0.5)
-        self.H = check_interval("H", H)
-        if H == 1:
-            raise ValueError("H=1: the rate starts each ramp of H steps at 0 and would stay there; give H >= 2.")
+        self.p: float = check_rate("p", p, "[0, 0.5]")
+        self.H = check.integer("H", H, 2, "the steps of a ramp, in the first of which the rate is 0")
 
     def rate(self, step: int) -> float:
         """Return the probability at a step.
@@ -494,9 +492,7 @@ class ShuffledSequentialSelector(Selector):
     """
 
     def __init__(self, p: float) -> None:
-        self.p: float = check_rate("p", p)
-        if p == 0:
-            raise ValueError(f"p=0 would take infinitely many turns: {type(self).__name__} takes p in (0, 1].")
+        self.p: float = check_rate("p", p, "(0, 1]")
 
     @property
     def num_parts(self) -> int:
@@ -598,7 +594,7 @@ def _bernoulli(shapes: Shapes, rate: float, exchange: int, at: Meeting) -> Indic
     return {name: part for name, part in zip(names, index.split(counts.tolist())) if len(part)}
 
 
-def check_rate(name: str, value: Any, high: float = 1.0) -> float:
+def check_rate(name: str, value: Any, within: str = "[0, 1]") -> float:
     if isinstance(value, Tensor):
         raise ValueError(
             f"{name}={value!r}: no derivative can be taken by a rate at which coordinates are drawn, since a "
@@ -606,4 +602,4 @@ def check_rate(name: str, value: Any, high: float = 1.0) -> float:
             "differentiated by sync_weight of AveragingCommunicator."
         )
     what = f"the fraction of the parameters that is exchanged, such as {name}=0.005"
-    return check.number(name, value, f"[0, {high:g}]", what)
+    return check.number(name, value, within, what)
