@@ -656,7 +656,6 @@ def _mean(wide: Tree, members: list[int], comm: Collectives) -> Tree:
     if not wide or len(members) == 1:
         return {}
     some, ids = comm.among(members), set(members)
-    some.step = comm.step
     some._announce("mean", wide)
     here = [i for i, node in enumerate(comm.node_ids.tolist()) if node in ids]
     rows = nodes.take_rows(wide, torch.tensor(here or [0]))

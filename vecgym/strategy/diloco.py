@@ -574,14 +574,15 @@ class PALSGDStrategy(DiLoCoStrategy):
         draws = torch.rand(len(rows), generator=rng.generator(run.seed, "pull", step))
         return (draws < self.p).tolist()
 
+    def _who(self, run: RunFacts, pulled: bool) -> Who:
+        """Return which of the present nodes go towards the outer parameters in a step, or which do not."""
+        return lambda step, rows: [row for row, x in zip(rows, self.drawn(run, step, rows)) if x == pulled]
+
     def trains(self, run: RunFacts) -> Who | None:
-        if not self.p:
-            return None
-        return lambda step, rows: [row for row, pulled in zip(rows, self.drawn(run, step, rows)) if not pulled]
+        return self._who(run, pulled=False) if self.p else None
 
     def marks(self, run: RunFacts) -> list[Mark]:
-        who = lambda step, rows: [row for row, pulled in zip(rows, self.drawn(run, step, rows)) if pulled]  # noqa: E731
-        return [*([Mark("approach", who=who)] if self.p else []), *super().marks(run)]
+        return [*([Mark("approach", who=self._who(run, pulled=True))] if self.p else []), *super().marks(run)]
 
     def train(self, part: Part) -> None:
         part.optimize(part.gradients(), part.lr / (1 - self.p))
