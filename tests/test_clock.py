@@ -830,6 +830,9 @@ def test_exchanges_in_part_lead_from_none_to_all() -> None:
         (lambda: Compute.lognormal(0.4, sigma=-1), r"sigma=-1 must be a number in \[0, 100\]"),
         (lambda: Compute.from_flop(1e12, 1e12, utilization=1.5), "utilization=1.5 must be a number in"),
         (lambda: Compute.from_flop(0, 1e12), "flop=0 must be a number > 0"),
+        (lambda: Compute.from_flop(1e12, "1e12"), "peak_flops='1e12' must be a number > 0"),  # type: ignore
+        (lambda: Compute.from_flop(1e12, "400 ms"), "peak_flops='400 ms' must be a number > 0"),  # type: ignore
+        (lambda: Compute.lognormal(-1.0, 0.1), "median=-1.0 must be a number >= 0"),
         (lambda: Compute.measured([]), "train at least two"),
         (lambda: price([[]], Network(1e9), Compute(1.0)), "give num_nodes"),
         (lambda: price(ddp(1, 3), Network([1e9, 1e9]), Compute(1.0)), "the network has 2 nodes and the run has 3"),

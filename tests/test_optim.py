@@ -21,6 +21,7 @@ from vecgym.core.tree import map_leaves
 from vecgym.optim import (
     ELEMENTWISE,
     ElementwiseRule,
+    FullPrecisionMuon,
     OptimSpec,
     PerNodeRule,
     check_max_norm,
@@ -1026,6 +1027,15 @@ def test_muon_refuses_numbers_of_newton_schulz_steps_that_torch_refuses(ns_steps
         rule, params = OptimSpec("muon", lr=0.1, ns_steps=ns_steps).rule(), {"w": torch.ones(2, 3, 2)}
         with pytest.raises(ValueError, match=r"ns_steps=.* must be an integer from 0 to 99"):
             rule.update(params, {"w": torch.ones(2, 3, 2)}, rule.init(params), inplace=inplace)
+
+
+def test_full_precision_muon_checks_its_arguments():
+    w = nn.Parameter(torch.ones(2, 3))
+    with pytest.raises(TypeError, match="nesterov='no' must be True or False"):
+        FullPrecisionMuon([w], nesterov="no")
+    for ns_steps in (100, 2.5, -1, True):
+        with pytest.raises(ValueError, match=rf"ns_steps={ns_steps} must be an integer from 0 to 99"):
+            FullPrecisionMuon([w], ns_steps=ns_steps)
 
 
 def test_muon_refuses_what_is_no_matrix_and_says_what_to_do():

@@ -255,6 +255,7 @@ def test_the_figure(tmp_path: Path) -> None:
         ({"H": []}, ValueError, "give at least one of each"),
         ({"H": [0]}, ValueError, "H=0 must be an integer >= 1"),
         ({"strategies": "diloco"}, TypeError, "strategies is of type str; give a list"),
+        ({"strategies": 5}, TypeError, "strategies is of type int; give a list of names"),
         ({"strategies": ["dilocoo"]}, ValueError, "'dilocoo'.*'diloco'"),
         ({"strategies": {"x": lambda H: None}}, TypeError, "strategy is of type NoneType"),
         ({"max_steps": 0}, ValueError, "max_steps=0 must be"),

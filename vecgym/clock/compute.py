@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vecgym.clock.units import check_fits, numbers, readable_span, readable_time, seconds
+from vecgym.clock.units import check_fits, numbers, readable_span, readable_time
+from vecgym.clock.units import seconds as in_seconds
 from vecgym.core import check, rng
 from vecgym.core.errors import warn
 from vecgym.records.history import History
@@ -44,7 +46,7 @@ class Compute:
     """
 
     def __init__(self, seconds: Any, *, overlap: bool = True, shares: Mapping[str, float] | None = None) -> None:
-        self.seconds = _per_node("seconds", seconds)
+        self.seconds = numbers("seconds", seconds, in_seconds)
         self.overlap = check.flag("overlap", overlap)
         self.shares = None if shares is None else _checked_shares(shares)
         self.sigma = 0.0
@@ -67,7 +69,7 @@ class Compute:
         tensor([[0.2706, 0.4371],
                 [0.7427, 0.5323]], dtype=torch.float64)
         """
-        compute = cls(_per_node("median", median), **options)
+        compute = cls(numbers("median", median, in_seconds), **options)
         compute.sigma = check.number("sigma", sigma, "[0, 100]", "the standard deviation of the logarithm")
         compute.seed = check.seed("seed", seed)
         return compute
@@ -94,7 +96,7 @@ class Compute:
             flop = sum(_checked_shares(flop, "flop").values())
         flop = check.number("flop", flop, "(0, inf)", "floating point operations of a step of one node")
         utilization = check.number("utilization", utilization, "(0, 1]", "the fraction of peak_flops that is reached")
-        peak = _per_node("peak_flops", peak_flops, "(0, inf)")
+        peak = numbers("peak_flops", peak_flops, partial(check.number, within="(0, inf)", what="a number or [K]"))
         return cls(flop / (utilization * peak), **options)
 
     @classmethod
@@ -184,16 +186,6 @@ class Compute:
         parts += [] if self.overlap else ["overlap=False"]
         parts += [] if self.shares is None else [f"shares of {len(self.shares)} parameters"]
         return f"Compute({', '.join(parts)})"
-
-
-def _per_node(name: str, value: Any, within: str = "[0, inf)") -> Tensor:
-    """Parse a number or `[K]` as float64."""
-    what = "seconds of a step, a number or [K]" if name == "seconds" else "a number or [K]"
-
-    def parse(name: str, x: Any) -> float:
-        return seconds(name, x) if isinstance(x, str) else check.number(name, x, within, what)
-
-    return numbers(name, value, parse)
 
 
 def _checked_shares(shares: Any, name: str = "shares") -> dict[str, float]:

@@ -424,6 +424,8 @@ class FullPrecisionMuon(MatrixOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
     ) -> None:
+        check.flag("nesterov", nesterov)
+        check_num_steps(ns_steps)
         if adjust_lr_fn is not None:
             check.choice("adjust_lr_fn", adjust_lr_fn, _ADJUSTMENTS)
         super().__init__(
