@@ -13,6 +13,7 @@ from torch import Tensor
 from vecgym.core import check, tree
 from vecgym.core.devices import placed, spread
 from vecgym.core.nodes import join_rows, take_rows
+from vecgym.core.objects import own_settings, shown
 from vecgym.core.tree import Tree, leaves, root
 from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.schedule import Schedule, check_schedule, make_schedule
@@ -269,13 +270,10 @@ class Optimizer:
         >>> Optimizer(OptimSpec("sgd"), warmup_steps=5).options
         ['warmup_steps=5']
         """
-        defaults = {"max_norm": None, "lr_scheduler": None, "warmup_steps": 0, "cosine_anneal": False}
-        values = {name: getattr(self, name) for name in defaults}
-        shown = {name: x for name, x in values.items() if repr(x) != repr(defaults[name])}
-        return [f"{name}={getattr(x, '__name__', repr(x))}" for name, x in shown.items()]
+        return own_settings(self)[1:]  # the first is the spec
 
     def __repr__(self) -> str:
-        return f"Optimizer({', '.join([repr(self.spec), *self.options])})"
+        return shown(self)
 
 
 def unit_rule(spec: OptimSpec) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vecgym.core import check
-from vecgym.core.objects import public, same
+from vecgym.core.objects import Settings, same
 from vecgym.core.tree import Tree, leaves, map_leaves
 from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.optimizers import Joined
@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 Key = tuple[Any, ...]  # equal for specs that can be merged
 
 
-class OptimSpec:
+class OptimSpec(Settings):
     """An optimizer class with its hyperparameters.
 
     `optim`: a `torch.optim.Optimizer` class or one of the names `adam adamw sgd rmsprop adagrad nadam radam
@@ -76,13 +76,6 @@ class OptimSpec:
         if self.param_groups is not None:
             options.append(f"param_groups={getattr(self.param_groups, '__name__', self.param_groups)}")
         return f"OptimSpec({', '.join([self.cls.__name__, *options])})"
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, OptimSpec):
-            return NotImplemented
-        return same(public(self), public(other))
-
-    __hash__ = None  # type: ignore[assignment]  # tensors compare by value
 
     @property
     def hyper(self) -> dict[str, Any]:
