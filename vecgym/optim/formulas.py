@@ -38,14 +38,14 @@ Slots = dict[str, Tensor]
 class Formula:
     """One rule: its state, in the order in which torch's functional API takes it, and its pure body.
 
-    `prepare(slots, numbers, t)` adjusts the numbers or the state lists before the kernel takes step `t`.
+    `prepare(slots, h, t)` adjusts the hyperparameters or the state lists before torch's kernel takes step `t`.
     `kernel(params, grads, slots, h)` takes a step in place; None: torch's functional form. `fused` does so if torch has
     a fused kernel.
     """
 
     slots: tuple[str, ...]
     body: Callable[..., tuple[Tensor, Slots]]
-    prepare: Callable[[Lists, dict[str, Any], int], None] = lambda slots, numbers, t: None
+    prepare: Callable[[Lists, Any, int], None] = lambda slots, h, t: None
     kernel: Callable[..., None] | None = None
     fused: Callable[..., None] | None = None
     decoupled: bool = False  # whether weight decay shrinks the parameter, unless set by a hyperparameter
@@ -373,37 +373,37 @@ def _wide(x: Tensor, like: Tensor) -> list[int]:
 # -------------------------------------------------------------------------------------------------- kernels
 
 
-def _undamped_first(slots: Lists, numbers: dict[str, Any], t: int) -> None:
+def _undamped_first(slots: Lists, h: Any, t: int) -> None:
     if t == 1:
-        numbers["dampening"] = 0.0  # then mu * 0 + g = g, torch's first buffer
+        h.dampening = 0.0  # then mu * 0 + g = g, torch's first buffer
 
 
-def _first_step_size(slots: Lists, numbers: dict[str, Any], t: int) -> None:
+def _first_step_size(slots: Lists, h: Any, t: int) -> None:
     if t == 1:
         for eta in slots["step_size"]:
-            eta.fill_(numbers["lr"])
+            eta.fill_(h.lr)
 
 
-def _fused_adam(params: list[Tensor], grads: list[Tensor], slots: Lists, h: dict[str, Any]) -> None:
+def _fused_adam(params: list[Tensor], grads: list[Tensor], slots: Lists, h: Any) -> None:
     """Take one step of Adam or AdamW with torch's fused kernel.
 
     `torch.optim`'s functional form calls it after sorting the tensors, which takes longer than a small step.
     """
-    kernel = torch._fused_adamw_ if h["decoupled_weight_decay"] else torch._fused_adam_
-    count = torch.full((), h["step"] + 1.0, dtype=torch.float32, device=params[0].device)
+    kernel = torch._fused_adamw_ if h.decoupled_weight_decay else torch._fused_adam_
+    count = torch.full((), h.step + 1.0, dtype=torch.float32, device=params[0].device)
     kernel(
         params, grads, slots["exp_avg"], slots["exp_avg_sq"], slots.get("max_exp_avg_sq", []), [count] * len(params),
-        lr=h["lr"], beta1=h["beta1"], beta2=h["beta2"], weight_decay=h["weight_decay"], eps=h["eps"],
-        amsgrad=bool(h["amsgrad"]), maximize=bool(h["maximize"]),
+        lr=h.lr, beta1=h.beta1, beta2=h.beta2, weight_decay=h.weight_decay, eps=h.eps,
+        amsgrad=bool(h.amsgrad), maximize=bool(h.maximize),
     )  # fmt: skip
 
 
-def _fused_sgd(params: list[Tensor], grads: list[Tensor], slots: Lists, h: dict[str, Any]) -> None:
+def _fused_sgd(params: list[Tensor], grads: list[Tensor], slots: Lists, h: Any) -> None:
     """Take one step of SGD with torch's fused kernel; see `_fused_adam`."""
     torch._fused_sgd_(
-        params, grads, [] if h["momentum"] == 0 else slots["momentum_buffer"], lr=h["lr"], momentum=h["momentum"],
-        weight_decay=h["weight_decay"], dampening=h["dampening"], nesterov=bool(h["nesterov"]),
-        maximize=bool(h["maximize"]), is_first_step=False,
+        params, grads, [] if h.momentum == 0 else slots["momentum_buffer"], lr=h.lr, momentum=h.momentum,
+        weight_decay=h.weight_decay, dampening=h.dampening, nesterov=bool(h.nesterov),
+        maximize=bool(h.maximize), is_first_step=False,
     )  # fmt: skip
 
 

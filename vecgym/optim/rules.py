@@ -220,7 +220,7 @@ class _Group:
         lists = [list(column) for column in zip(*[_aligned(row, counts) for row in rows])]
         for run, values in runs:
             of_run = [[x[run] for x in tensors] for tensors in lists] if columns else lists
-            self.call(of_run, numbers | values)
+            self._call(of_run, numbers | values)
         trees = [dict(zip(self.names, tensors)) for tensors in lists]
         return trees[0], dict(zip(self.slots, trees[2:]))
 
@@ -234,26 +234,23 @@ class _Group:
                 f"the state has no {missing}, which {self.spec!r} needs: create it with rule.init(params)"
             ) from None
 
-    def call(self, lists: list[list[Tensor]], numbers: dict[str, Any]) -> None:
-        """Call the kernel on contiguous tensors, in place, after `numbers["step"]` steps."""
+    def _call(self, lists: list[list[Tensor]], numbers: dict[str, Any]) -> None:
+        """Call the kernel on contiguous tensors, in place, with these hyperparameters and the `step`s made before."""
         params, grads, *values = lists
-        slots = dict(zip(self.slots, values))
-        if self.formula.kernel is None:
-            self._call_torch(params, grads, slots, numbers)
-        else:
-            self.formula.kernel(params, grads, slots, SimpleNamespace(**numbers))
+        step = self.formula.kernel or self._call_torch
+        step(params, grads, dict(zip(self.slots, values)), SimpleNamespace(**numbers))
 
-    def _call_torch(self, params: list[Tensor], grads: list[Tensor], slots: Lists, numbers: dict[str, Any]) -> None:
-        t = int(numbers["step"]) + 1
-        self.formula.prepare(slots, numbers, t)
+    def _call_torch(self, params: list[Tensor], grads: list[Tensor], slots: Lists, h: SimpleNamespace) -> None:
+        t = int(h.step) + 1
+        self.formula.prepare(slots, h, t)
         products = slots.get(NUMBER, [])  # [run] each, but torch takes one number
         if products:
             slots[NUMBER] = [product[:1] for product in products]
         fused, foreach = self.implementation(params[0])
         if fused and self.formula.fused is not None and len({p.dtype for p in params}) == 1:
-            self.formula.fused(params, grads, slots, numbers)
+            self.formula.fused(params, grads, slots, h)
             return
-        keywords: dict[str, Any] = {key: numbers[key] for key in self.keywords}
+        keywords: dict[str, Any] = {key: getattr(h, key) for key in self.keywords}
         if self.takes_fused:
             keywords["fused"] = fused
         absent = [] if self.takes_steps else [None] * len(params)
