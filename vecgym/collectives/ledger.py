@@ -37,7 +37,8 @@ from torch import Tensor
 
 from vecgym.collectives.topology import Islands, Links, ServerLinks, plain_who, who_of
 
-TOTALS = ("total_bytes", "total_received_bytes", "total_payload_bytes")
+# What is saved as it is.
+NUMBERS = ("num_nodes", "num_steps", "asynchronous", "total_bytes", "total_received_bytes", "total_payload_bytes")
 Lag = int | tuple[int, ...]  # of all nodes, or one per node
 
 
@@ -369,12 +370,9 @@ class Ledger:
             "kinds": [[*kind[:3], plain_who(kind.who), *kind[4:]] for kind in self._kinds],
             "kind_of_entry": torch.tensor(self._kind_of_entry, dtype=torch.int32),
             "step_of_entry": torch.tensor(self._step_of_entry, dtype=torch.int64),
-            "num_nodes": self.num_nodes,
-            "sizes": dict(self.sizes),
-            "num_steps": self.num_steps,
-            "asynchronous": self.asynchronous,
             "computing": {step: list(bits) for step, bits in self._computing.items()},
-            **dict(zip(TOTALS, self.totals)),
+            "sizes": dict(self.sizes),
+            **{name: getattr(self, name) for name in NUMBERS},
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -395,11 +393,9 @@ class Ledger:
         self._per_node = [kind.per_node for kind in self._kinds]
         self._kind_of_entry = array("i", state["kind_of_entry"].tolist())
         self._step_of_entry = array("q", state["step_of_entry"].tolist())
-        self.num_nodes, self.sizes = state.get("num_nodes"), dict(state.get("sizes", {}))
-        self.num_steps = state.get("num_steps", max(self._step_of_entry, default=-1) + 1)
-        self.asynchronous = state.get("asynchronous", False)
         self._computing = {step: bytes(bits) for step, bits in state.get("computing", {}).items()}
-        self.total_bytes, self.total_received_bytes, self.total_payload_bytes = (state[name] for name in TOTALS)
+        self.sizes = dict(state["sizes"])
+        vars(self).update({name: state[name] for name in NUMBERS})
 
     def __len__(self) -> int:
         return len(self._step_of_entry)
