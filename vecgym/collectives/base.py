@@ -14,7 +14,7 @@ from vecgym.collectives.ledger import Islands, Ledger, Transfer
 from vecgym.collectives.topology import Groups, Links, Mixing, ServerLinks
 from vecgym.core import tree
 from vecgym.core.check import kind_of
-from vecgym.core.devices import placed, spread
+from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 
 T = TypeVar("T", Tensor, Tree)
@@ -282,16 +282,12 @@ class Collectives(ABC):
 
     def _own_storage(self, result: T, x: T, inplace: bool = False) -> T:
         """Clone a result that is `x` or a view of it, so that later writes to `x` do not change it."""
-        if inplace:
-            return result
-        if isinstance(result, Tensor):
-            return _apart_from(x, result)
-        return {name: _apart_from(x[name], y) for name, y in result.items()}
+        return result if inplace else tree.map_leaves(_apart_from, result, x)
 
     def _scaled(self, x: T, factors: Tensor) -> T:
         """Multiply each node's value by its factor `[K]`."""
-        local = factors[self.node_ids]
-        return tree.map_leaves(lambda y: y * spread(local, y), x)
+        local, first = factors[self.node_ids], self._axis + 1
+        return tree.map_leaves(lambda y: y * placed(local, y.device, y.dtype).view(-1, *[1] * (y.dim() - first)), x)
 
 
 def renamed(who: Islands | Links | ServerLinks | None, members: Sequence[int]) -> Islands | Links | ServerLinks:
@@ -376,7 +372,7 @@ def _checked_weights(weights: Sequence[float], num_nodes: int) -> Tensor:
     return tensor
 
 
-def _apart_from(x: Tensor, result: Tensor) -> Tensor:
+def _apart_from(result: Tensor, x: Tensor) -> Tensor:
     """Clone a result if it shares storage with `x`."""
     base = result._base if result._is_view() else result
     return result.clone() if base is x or (x._is_view() and base is x._base) else result

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vecgym.collectives.base import Collectives, T
+from vecgym.collectives.base import Collectives
 from vecgym.collectives.ledger import Ledger
 from vecgym.collectives.topology import Groups, Mixing
+from vecgym.core import check
 from vecgym.core.devices import placed
-from vecgym.core.tree import Tree, map_leaves
+from vecgym.core.tree import Tree
 
 CACHED_ELEMENTS = 1 << 17  # of a block of columns that is mixed at once: 0.5 MiB in float32
 
@@ -33,9 +34,7 @@ class StackedCollectives(Collectives):
     num_configs = 1  # of a group, each with its own nodes: see `GroupCollectives`
 
     def __init__(self, num_nodes: int, ledger: Ledger | None = None) -> None:
-        if num_nodes < 1:
-            raise ValueError(f"num_nodes={num_nodes} must be at least 1.")
-        self.num_nodes = num_nodes
+        self.num_nodes = check.integer("num_nodes", num_nodes)
         self.node_ids = torch.arange(num_nodes)
         self.ledger = Ledger() if ledger is None else ledger
 
@@ -121,11 +120,6 @@ class StackedCollectives(Collectives):
     def _expanded(self, x: Tensor) -> Tensor:
         return x.expand(*x.shape[: self._axis], self.num_nodes, *x.shape[self._axis + 1 :])
 
-    def _scaled(self, x: T, factors: Tensor) -> T:
-        """Multiply each node's value by its factor `[K]`."""
-        first = self._axis + 1
-        return map_leaves(lambda y: y * placed(factors, y.device, y.dtype).view(-1, *[1] * (y.dim() - first)), x)
-
 
 class GroupCollectives(StackedCollectives):
     """Collectives within each of C configurations at once, on tensors `[C, K, *]`.
@@ -174,9 +168,6 @@ class Announced(StackedCollectives):
 
     def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
         return x[:1] if groups is None else x
-
-    def _broadcast(self, x: Tensor, src: int) -> Tensor:
-        return x[:1]
 
     def _permute(self, x: Tensor, source: Tensor) -> Tensor:
         return x
