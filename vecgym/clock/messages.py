@@ -35,7 +35,7 @@ class Passage(NamedTuple):
     """The times of a sequence of messages.
 
     Attributes:
-        arrival: when each message arrives, `[K or 1, M]`; -inf where a node receives none.
+        arrival: when each message arrives, `[K, M]`; -inf where a node receives none.
         up, down: until when the link of each node, and of the server, is busy, `[K + 1]`.
     """
 
@@ -104,7 +104,8 @@ class Rendezvous:
     >>> ready, free = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     >>> ten_bytes = rendezvous.amounts("mean", torch.tensor([10.0], dtype=torch.float64))
     >>> rendezvous.run(ready, ten_bytes, free, free).arrival
-    tensor([[12.]], dtype=torch.float64)
+    tensor([[12.],
+            [12.]], dtype=torch.float64)
     """
 
     def __init__(
@@ -123,7 +124,6 @@ class Rendezvous:
         if receivers is not None:
             self.source = torch.ones(K, dtype=torch.long)
             self.source[list(receivers)] = 0
-        self.everyone = len(self.groups) == 1 and not bool(self.source.any())
 
     def amounts(self, operation: str, sizes: Tensor) -> Tensor:
         """Return the seconds that messages of these sizes, `[M]`, occupy the links, `[..., M]`."""
@@ -148,8 +148,7 @@ class Rendezvous:
         end = paired(first, amounts[0], amounts[1], free) if self.pairs else queued(first, amounts, free)  # [G, M]
         ends = torch.cat([end, end.new_full((1, end.shape[1]), NEVER)])  # and of no group
         busy = ends[self.group, -1]
-        arrival = end if self.everyone else ends[self.source]
-        return Passage(arrival, torch.maximum(up, busy), torch.maximum(down, busy))
+        return Passage(ends[self.source], torch.maximum(up, busy), torch.maximum(down, busy))
 
     def busy(self, amounts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the seconds that messages occupy each node's link, up and down, `[K]`."""

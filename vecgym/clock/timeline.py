@@ -93,8 +93,8 @@ class Clock:
     def _times(self) -> tuple[list[tuple[int, float]], Tensor]:
         """Return all that later steps depend on: what is needed when, and the times of nodes, links and arrivals."""
         due = [(step - self.step, need) for step, needs in sorted(self.due.items()) for need in needs]
-        arrivals = [need.arrival.expand(self.num_nodes) for _, need in due]
-        return [(steps, need.rest) for steps, need in due], torch.cat([self.begin, self._up, self._down, *arrivals])
+        times = torch.cat([self.begin, self._up, self._down, *[need.arrival for _, need in due]])
+        return [(steps, need.rest) for steps, need in due], times
 
     def _moved(self, form: list[tuple[int, float]], before: Tensor) -> float | None:
         """Return by how much the last step moved all times; None if not all by the same amount.
@@ -156,8 +156,7 @@ class Clock:
         for exchange, places, amounts in plan.bursts:
             arrival, up, down = exchange.run(ready[:, places], amounts, up, down)
             arrivals.append(arrival)
-        if len(arrivals) > 1:  # otherwise a column for all nodes, if it arrives everywhere at once
-            arrival = torch.cat([x.expand(self.num_nodes, -1) for x in arrivals], 1)
+        arrival = torch.cat(arrivals, 1)
         w = plan.weight
         if isinstance(w, Tensor) or w != 1:
             up, down = (old + w * (new - old) for old, new in zip(before, (up, down)))

@@ -45,7 +45,7 @@ class Delivery(NamedTuple):
         plan: the messages.
         ready: when each node was ready for each message, `[K, M]`.
         up, down: until when the links were busy beforehand, `[K + 1]`.
-        arrival: when each message arrived, `[K or 1, M]`.
+        arrival: when each message arrived, `[K, M]`.
     """
 
     plan: MessagePlan
@@ -81,7 +81,7 @@ class Need(NamedTuple):
     """What a forward pass waits for: the last of the messages that it needs.
 
     Attributes:
-        arrival: when the message arrives, `[K or 1]`.
+        arrival: when the message arrives, `[K]`.
         rest: the fraction of the forward pass that needs it.
         step, plan, place: the step that sent it, the index of the plan in that step, and of the message in that plan.
     """
@@ -212,7 +212,7 @@ def _blocked_by(node: int, record: StepRecord, by_step: dict[int, StepRecord]) -
     forward = record.seconds[node] / 3
 
     def until(need: Need) -> float:
-        return float(need.arrival.expand(len(record.end))[node] + forward * need.rest)
+        return float(need.arrival[node] + forward * need.rest)
 
     need = max(record.needs, key=until)
     if need.step not in by_step:
@@ -231,13 +231,12 @@ def _blocked_by(node: int, record: StepRecord, by_step: dict[int, StepRecord]) -
 def _sending(step: int, delivery: Delivery) -> Iterator[Bar]:
     """Yield when each message of a delivery occupied each node's link."""
     num_nodes = len(delivery.ready)
-    arrival = delivery.arrival.expand(num_nodes, -1)
     free = torch.maximum(delivery.up, delivery.down)[:num_nodes]
     for place, (q, m) in enumerate(delivery.plan.order):
         messages = delivery.plan.transfers[q]
         seconds = messages.exchange.seconds_of(messages.amounts[..., m])
         for node in range(num_nodes):
-            end = float(arrival[node, place])
+            end = float(delivery.arrival[node, place])
             if seconds[node] > 0 and end > NEVER and end > float(free[node]):
                 begin = end - float(seconds[node])
                 yield Bar(node, "send", step, begin, end, f"{messages.transfer.operation} {_contents(messages, m)}")
