@@ -26,6 +26,7 @@ from vecgym.collectives.ledger import Ledger, Transfer, readable_bytes
 from vecgym.collectives.stacked import Announced
 from vecgym.core import check
 from vecgym.core.errors import warn
+from vecgym.core.objects import altered
 from vecgym.core.tree import Tree
 from vecgym.records.rows import aligned, counted
 from vecgym.simulation import RunFacts, Simulation
@@ -250,9 +251,7 @@ overlap, Compute(overlap=True).'
         for name in sorted(ALL_REDUCE.keys() - {"gloo", "server"}):
             if name != self.network.all_reduce and self._with(all_reduce=name).reached():
                 yield f"all_reduce={name!r}"
-        overlapping = copy.copy(self.compute)
-        overlapping.overlap = True
-        if not self.compute.overlap and replace(self, compute=overlapping).reached():
+        if not self.compute.overlap and replace(self, compute=altered(self.compute, overlap=True)).reached():
             yield "overlap, Compute(overlap=True)"
 
     def _with(self, **attributes: Any) -> Question:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vecgym.collectives.ledger import with_prefix
 from vecgym.core import check
 
 PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -155,11 +156,7 @@ def readable_bandwidth(bits: float) -> str:
     >>> readable_bandwidth(1e9), readable_bandwidth(2.5e6)
     ('1 Gbit/s', '2.5 Mbit/s')
     """
-    for prefix in ("", "k", "M", "G"):
-        if bits < 1000:
-            return f"{bits:.3g} {prefix}bit/s"
-        bits /= 1000
-    return f"{bits:.3g} Tbit/s"
+    return with_prefix(bits, "bit/s")
 
 
 def readable_time(value: float) -> str:

@@ -104,9 +104,8 @@ def _later(lag: Lag, more: Lag) -> Lag:
     >>> _later(1, 2), _later((0, 3), 1), _later(1, (0, 3))
     (3, (1, 4), (1, 4))
     """
-    if isinstance(lag, int):
-        return lag + more if isinstance(more, int) else tuple(lag + x for x in more)
-    return tuple(map(sum, zip(lag, (more,) * len(lag) if isinstance(more, int) else more)))
+    total = np.add(lag, more).tolist()
+    return total if isinstance(total, int) else tuple(total)
 
 
 def _counts(transfer: Transfer) -> tuple[int, int, int, int]:
@@ -463,8 +462,17 @@ def readable_bytes(num_bytes: float) -> str:
     >>> readable_bytes(1234567)
     '1.23 MB'
     """
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
+    return with_prefix(num_bytes, "B")
+
+
+def with_prefix(value: float, unit: str) -> str:
+    """Format a value in a unit with the prefix of thousands that fits it.
+
+    >>> with_prefix(2.5e6, "bit/s"), with_prefix(9e15, "B")
+    ('2.5 Mbit/s', '9e+03 TB')
+    """
+    for prefix in ("", "k", "M", "G"):
+        if value < 1000:
+            return f"{value:.3g} {prefix}{unit}"
+        value /= 1000
+    return f"{value:.3g} T{unit}"
