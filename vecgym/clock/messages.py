@@ -13,6 +13,7 @@ D_(k-1))) with D the running sum of d.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -127,18 +128,17 @@ class Rendezvous:
 
     def amounts(self, operation: str, sizes: Tensor) -> Tensor:
         """Return the seconds that messages of these sizes, `[M]`, occupy the links, `[..., M]`."""
-        seconds: dict[Team, Tensor] = {}  # groups with the same links share a team
-        rows = []
-        for group in self.groups:
-            team = self.routes.team(tuple(node for node in group if node < self.num_nodes))
-            if team not in seconds:
-                # Without latency: the seconds that occupy the link.
-                carrying = replace(team, latency=torch.zeros_like(team.latency), server_latency=0.0)
-                teams = (team, carrying) if self.pairs else (team,)
-                seconds[team] = torch.stack([self.routes.seconds(operation, x, sizes) for x in teams])
-            rows.append(seconds[team])
-        amounts = torch.stack(rows, -2)  # by itself and, of pairs, on the link: [1 or 2, G, M]
-        return amounts if self.pairs else amounts[0]
+
+        @functools.cache  # groups with the same links share a team
+        def seconds(team: Team) -> Tensor:
+            if not self.pairs:
+                return self.routes.seconds(operation, team, sizes)
+            # Without latency: the seconds that occupy the link.
+            carrying = replace(team, latency=torch.zeros_like(team.latency), server_latency=0.0)
+            return torch.stack([self.routes.seconds(operation, x, sizes) for x in (team, carrying)])
+
+        members = [tuple(node for node in group if node < self.num_nodes) for group in self.groups]
+        return torch.stack([seconds(self.routes.team(nodes)) for nodes in members], -2)  # [G, M], of pairs [2, G, M]
 
     def run(self, ready: Tensor, amounts: Tensor, up: Tensor, down: Tensor) -> Passage:
         """Send messages, ready at the nodes at `[K, M]`, in this order, over links that are busy until `[K + 1]`."""
@@ -200,7 +200,7 @@ class Mesh:
         else:
             zero = pace.new_zeros(K)
             self.tx, self.rx = (zero.scatter_reduce(0, x, pace, "amax") for x in (j, i))
-        self._sources, self._latency, self._pace = _padded(i, (j, latency, pace), K)  # of each receiver, [K, D]
+        self._from, self._to, self._latency, self._pace = j, i, latency[:, None], pace[:, None]
         self._sends, self._receives = out > 0, into > 0
         self.lag = torch.zeros(K, dtype=torch.float64).scatter_reduce(0, j, latency, "amax")  # until all have it
 
@@ -213,10 +213,11 @@ class Mesh:
         sending = self.tx[:, None] * amounts + self.lag[:, None]  # [K, M]
         sent = queued(ready, sending, up[:K])
         begin = torch.maximum(ready, torch.cat([up[:K, None], sent[:, :-1]], 1))
-        first_byte = begin[self._sources] + self._latency[..., None]  # [K, D, M]
-        last_byte = (first_byte + self._pace[..., None] * amounts).amax(1)
-        first = (begin[self._sources] + self._latency[..., None].abs()).amin(1)  # padded entries are +inf here
-        received = queued(torch.maximum(last_byte - receiving, first), receiving, down[:K])
+        arriving = begin[self._from] + self._latency  # of each link, [E, M]
+        at = self._to[:, None].expand_as(arriving)
+        first_byte = torch.full_like(ready, torch.inf).scatter_reduce(0, at, arriving, "amin")
+        last_byte = torch.full_like(ready, NEVER).scatter_reduce(0, at, arriving + self._pace * amounts, "amax")
+        received = queued(torch.maximum(last_byte - receiving, first_byte), receiving, down[:K])
         sends, receives = self._sends, self._receives
         return Passage(
             received.masked_fill(~receives[:, None], NEVER),
@@ -233,21 +234,6 @@ class Mesh:
 
     def met_by(self, node: int) -> Sequence[int]:
         return sorted({j for j, i in zip(self.senders, self.receivers) if i == node})
-
-
-def _padded(rows: Tensor, values: tuple[Tensor, Tensor, Tensor], num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return senders, latencies and paces of each receiver's messages, `[K, D]`, padded with a latency of -inf."""
-    order = rows.argsort(stable=True)
-    count = torch.bincount(rows, minlength=num_rows)
-    place = torch.arange(len(rows)) - (count.cumsum(0) - count)[rows[order]]
-    width = max(1, int(count.max()))
-    fills = 0, NEVER, 0.0
-    tables = []
-    for x, fill in zip(values, fills):
-        table = x.new_full((num_rows, width), fill)
-        table[rows[order], place] = x[order]
-        tables.append(table)
-    return tables[0], tables[1], tables[2]
 
 
 Exchange = Rendezvous | Mesh
