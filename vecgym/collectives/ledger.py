@@ -383,12 +383,8 @@ class Ledger:
         >>> list(other) == list(ledger), other
         (True, Ledger(1 collectives, 600 bytes sent per node))
         """
-        self._kinds = {
-            Transfer(
-                name, size, K, who_of(who), lag if isinstance(lag, int) else tuple(lag), names and tuple(names), *rest
-            ): i
-            for i, (name, size, K, who, lag, names, *rest) in enumerate(state["kinds"])
-        }
+        kinds = [Transfer(*[*kind[:3], who_of(kind[3]), *kind[4:]]) for kind in state["kinds"]]
+        self._kinds = {kind: i for i, kind in enumerate(kinds)}
         self._per_node = [kind.per_node for kind in self._kinds]
         self._kind_of_entry = array("i", state["kind_of_entry"].tolist())
         self._step_of_entry = array("q", state["step_of_entry"].tolist())
@@ -400,9 +396,7 @@ class Ledger:
         return len(self._step_of_entry)
 
     def __iter__(self) -> Iterator[Entry]:
-        entries = [
-            (t.operation, t.payload_bytes, t.sent_bytes, t.received_bytes, t.num_participants, t) for t in self._kinds
-        ]
+        entries = [(t.operation, t.payload_bytes, *t.per_node[:2], t.num_participants, t) for t in self._kinds]
         for step, kind in zip(self._step_of_entry, self._kind_of_entry):
             yield Entry(step, *entries[kind])
 
