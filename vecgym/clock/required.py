@@ -6,6 +6,7 @@ import bisect
 import copy
 import functools
 import math
+import numbers
 import os
 import textwrap
 import types
@@ -132,8 +133,7 @@ def as_model(model: nn.Module | int | str) -> nn.Module:
         return model
     if isinstance(model, float) and model % 1 == 0:
         model = int(model)  # 150e6
-    if not (isinstance(model, str) or check.is_integer(model)):
-        raise TypeError(f'model is {check.kind_of(model)}; give an nn.Module, or its number of parameters, "150M".')
+    check.instance("model", model, (str, numbers.Integral), 'an nn.Module, or its number of parameters, "150M"')
     number = count("model", model)
     d = 64 * max(1, round((number / (12 * 64**2)) ** (1 / 3)))
     blocks, rest = divmod(number, 12 * d * d)

@@ -262,8 +262,7 @@ def price(
     """
     check.instance("network", network, Network, "a Network, such as Network(1e9, 0.05)")
     check.instance("compute", compute, Compute, "a Compute, such as Compute(0.4)")
-    if num_nodes is not None:
-        check.integer("num_nodes", num_nodes)
+    check.optional_integer("num_nodes", num_nodes)
     computing = None
     if isinstance(transfers, Ledger):
         if transfers.asynchronous:
@@ -366,12 +365,10 @@ def _num_nodes(kinds: list[Transfer], network: Network, compute: Compute, num_no
     counts = {kind.num_nodes for kind in kinds} | ({num_nodes} if num_nodes is not None else set())
     if len(counts) > 1:
         raise ValueError(f"the transfers are of runs of {sorted(counts)} nodes: price one run at a time.")
-    candidates = [*counts, network.num_nodes, compute.num_nodes]
-    num_nodes = next((n for n in candidates if n is not None), None)
-    if num_nodes is None:
-        raise ValueError("the number of nodes is unknown, since nothing was sent: give num_nodes.")
-    network.check(num_nodes)
-    return num_nodes
+    for count in (*counts, network.num_nodes, compute.num_nodes):
+        if count is not None:
+            return count
+    raise ValueError("the number of nodes is unknown, since nothing was sent: give num_nodes.")
 
 
 class RunningClock:
