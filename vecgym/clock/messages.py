@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from vecgym.clock.cost import Team
 from vecgym.clock.network import Routes
 from vecgym.collectives.base import bucketed
 from vecgym.collectives.ledger import Transfer
-from vecgym.collectives.topology import Links, ServerLinks
+from vecgym.collectives.topology import Islands, Links, ServerLinks
 
 NEVER = -torch.inf  # the arrival of a message that is not for this node
 
@@ -311,15 +312,16 @@ class Planner:
         self.rest = rest if compute.overlap else torch.ones_like(rest)
         self._place = {name: i for i, name in enumerate(sizes)}
         self._bytes = torch.tensor([float(x) for x in sizes.values()], dtype=torch.float64)
-        self._exchanges: dict[object, Exchange | None] = {}
+        self._exchange_of = functools.cache(self._new_exchange)
 
     def plans(self, transfers: Sequence[Transfer]) -> tuple[MessagePlan, ...]:
         """Return the messages of a step's transfers; those of equal weight leave together, in the order of layers."""
-        by_weight: dict[object, list[Messages]] = {}
+        by_weight: defaultdict[object, list[Messages]] = defaultdict(list)
         for transfer in transfers:
-            key = id(transfer.weight) if isinstance(transfer.weight, Tensor) else transfer.weight
-            messages = self._messages(transfer)
-            by_weight.setdefault(key, []).extend([] if messages is None else [messages])
+            group = by_weight[id(transfer.weight) if isinstance(transfer.weight, Tensor) else transfer.weight]
+            exchange = self._exchange(transfer)
+            if exchange is not None:
+                group.append(self._messages(transfer, exchange))
         return tuple(self._plan(tuple(group)) for group in by_weight.values() if group)
 
     def _plan(self, transfers: tuple[Messages, ...]) -> MessagePlan:
@@ -347,10 +349,7 @@ class Planner:
             return [(lag, None)]
         return [(steps, tuple(x == steps for x in lag)) for steps in sorted(set(lag))]
 
-    def _messages(self, transfer: Transfer) -> Messages | None:
-        exchange = self._exchange(transfer)
-        if exchange is None:
-            return None
+    def _messages(self, transfer: Transfer, exchange: Exchange) -> Messages:
         layers = self._layers(transfer.tensors)
         sizes = self._bytes[layers]
         total = sizes.sum()
@@ -372,13 +371,11 @@ class Planner:
     def _exchange(self, transfer: Transfer) -> Exchange | None:
         # DistributedDataParallel has two all-reduces of gloo in flight; those of NCCL run one after the other.
         all_reduce = transfer.operation in ("mean", "sum") and self.routes.network.all_reduce
-        key = transfer.who, transfer.gradients and all_reduce == "gloo"
-        if key not in self._exchanges:
-            self._exchanges[key] = self._new_exchange(transfer, pairs=key[1])
-        return self._exchanges[key]
+        return self._exchange_of(transfer.who, transfer.gradients and all_reduce == "gloo")
 
-    def _new_exchange(self, transfer: Transfer, pairs: bool) -> Exchange | None:
-        K, who = transfer.num_nodes, transfer.who
+    def _new_exchange(self, who: Islands | Links | ServerLinks | None, pairs: bool) -> Exchange | None:
+        """Return the exchange among these participants; None: nobody sends anything."""
+        K = self.routes.num_nodes
         if isinstance(who, Links):
             return Mesh(self.routes, who.senders, who.receivers) if len(who.senders) else None
         if isinstance(who, ServerLinks):

@@ -6,6 +6,7 @@ finished run, `RunningClock` through one in progress.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,8 +42,7 @@ class Clock:
     def __init__(self, network: Network, compute: Compute, num_nodes: int, sizes: Mapping[str, float]) -> None:
         compute.check(num_nodes)
         self.num_nodes = num_nodes
-        self._planner = Planner(Routes(network, num_nodes), sizes, compute)
-        self._plans: dict[tuple[Transfer, ...], tuple[MessagePlan, ...]] = {}
+        self._plans = functools.cache(Planner(Routes(network, num_nodes), sizes, compute).plans)
         self.step = 0
         zero = torch.zeros(num_nodes, dtype=torch.float64)
         self.begin, self.computed, self.sent, self.received = zero, zero, zero, zero
@@ -52,10 +52,7 @@ class Clock:
 
     def plans(self, transfers: Sequence[Transfer]) -> tuple[MessagePlan, ...]:
         """Return the messages of these transfers, computed once for all steps with the same transfers."""
-        key = tuple(transfers)
-        if key not in self._plans:
-            self._plans[key] = self._planner.plans(key)
-        return self._plans[key]
+        return self._plans(tuple(transfers))
 
     @property
     def ends(self) -> Tensor:
