@@ -1032,10 +1032,10 @@ def test_muon_refuses_numbers_of_newton_schulz_steps_that_torch_refuses(ns_steps
 def test_full_precision_muon_checks_its_arguments():
     w = nn.Parameter(torch.ones(2, 3))
     with pytest.raises(TypeError, match="nesterov='no' must be True or False"):
-        FullPrecisionMuon([w], nesterov="no")
+        FullPrecisionMuon([w], nesterov="no")  # type: ignore[arg-type]
     for ns_steps in (100, 2.5, -1, True):
         with pytest.raises(ValueError, match=rf"ns_steps={ns_steps} must be an integer from 0 to 99"):
-            FullPrecisionMuon([w], ns_steps=ns_steps)
+            FullPrecisionMuon([w], ns_steps=ns_steps)  # type: ignore[arg-type]
 
 
 def test_muon_refuses_what_is_no_matrix_and_says_what_to_do():
