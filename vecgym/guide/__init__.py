@@ -51,44 +51,17 @@ Extend:
 - `vecgym.guide.contributing`: where to add what, checks
 """
 
-from vecgym.guide import (
-    asynchronous,
-    checkpoints,
-    clock,
-    commands,
-    compat,
-    contributing,
-    data_and_models,
-    gradients,
-    hugging_face,
-    limits,
-    memory,
-    performance,
-    processes,
-    recipes,
-    results,
-    strategies,
-    sweeps,
-    writing_a_strategy,
-)
+import importlib
+import pkgutil
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "asynchronous",
-    "checkpoints",
-    "clock",
-    "commands",
-    "compat",
-    "contributing",
-    "data_and_models",
-    "gradients",
-    "hugging_face",
-    "limits",
-    "memory",
-    "performance",
-    "processes",
-    "recipes",
-    "results",
-    "strategies",
-    "sweeps",
-    "writing_a_strategy",
-]
+__all__ = sorted(page.name for page in pkgutil.iter_modules(__path__))
+
+for name in __all__:
+    importlib.import_module(f"{__name__}.{name}")
+del name
+
+if TYPE_CHECKING:  # type checkers do not run the loop
+
+    def __getattr__(name: str) -> ModuleType: ...
