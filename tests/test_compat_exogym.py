@@ -506,6 +506,10 @@ def test_an_installed_exogym_is_not_hidden_in_silence(tmp_path: Path, monkeypatc
     try:
         with pytest.raises(ImportError, match="already been imported"):
             compat.install()
+        before = [*sys.argv], [*sys.path]
+        with pytest.raises(ImportError, match="already been imported"):
+            compat.run_script(tmp_path / "script.py", ["--steps", "3"])
+        assert before == (sys.argv, sys.path)
     finally:
         del sys.modules["exogym"]
 

@@ -13,6 +13,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from unittest import mock
 
 from vecgym import compat, logger
 from vecgym.compat.exogym import base, communicate, strategies, trainer
@@ -121,13 +122,12 @@ def run_script(path: str | os.PathLike[str], args: Sequence[str] = (), device: s
         args: its command-line arguments.
         device: see `install`.
     """
-    before = sys.argv, list(sys.path)
     check.path("path", path)
-    sys.argv = [str(path), *check.instance("args", args, (list, tuple), "the command line as a list of str")]
-    sys.path[0:1] = [os.path.dirname(os.path.abspath(path))]
-    install(device)
-    try:
-        runpy.run_path(os.fspath(path), run_name="__main__")
-    finally:
-        uninstall()
-        sys.argv, sys.path[:] = before
+    argv = [str(path), *check.instance("args", args, (list, tuple), "the command line as a list of str")]
+    folders = [os.path.dirname(os.path.abspath(path)), *sys.path[1:]]
+    with mock.patch.object(sys, "argv", argv), mock.patch.object(sys, "path", folders):
+        try:
+            install(device)
+            runpy.run_path(os.fspath(path), run_name="__main__")
+        finally:
+            uninstall()
