@@ -26,16 +26,8 @@ from vecgym.compress.dct import dct, from_chunks, grid, inverse_dct, mean_of_sen
 from vecgym.core import check
 from vecgym.strategy import per_rank
 from vecgym.strategy.averages import outer_spec
-
-
-def interval(name: str, H: Any) -> int:
-    """Return the number of optimizer steps between two exchanges."""
-    return check.integer(name, H, what="the number of optimizer steps between two exchanges")
-
-
-def fraction(name: str, p: Any) -> float:
-    """Return the fraction of the parameters that is exchanged."""
-    return check.number(name, p, "[0, 1]", "the fraction of the parameters that is exchanged, such as 0.005")
+from vecgym.strategy.sparta import check_rate
+from vecgym.strategy.when import check_interval
 
 
 class SimpleReduceStrategy(OptimizingStrategy):
@@ -64,7 +56,7 @@ class DiLoCoCommunicator(CommunicationModule):
     def __init__(
         self, H: int = 100, outer_optim_spec: AnySpec = None, outer_optim: AnySpec = None, outer_lr: Any = None
     ) -> None:
-        self.H = interval("H", H)
+        self.H = check_interval("H", H)
         if outer_optim_spec is not None and outer_optim is not None:
             raise TypeError(f"the outer optimizer is given twice: {outer_optim_spec!r} and {outer_optim!r}.")
         self.outer_optim_spec = outer_spec(outer_optim if outer_optim_spec is None else outer_optim_spec, outer_lr)
@@ -165,7 +157,7 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
         modules = [AveragingCommunicator(island_size)]
         super().__init__(modules, max_norm=max_norm, inner_optim=inner_optim, **options)
         self.island_size = island_size
-        self.H = interval("H", H)
+        self.H = check_interval("H", H)
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         super()._init_node(model, rank, num_nodes)
@@ -184,7 +176,7 @@ class IndexSelector:
     vectorised: Any = None  # vecgym's equivalent selector, for all nodes at once
 
     def __init__(self, p: float) -> None:
-        self.p = fraction("p", p)
+        self.p = check_rate("p", p)
         self.state: dict[Tensor, Any] = {}
 
     def get_indices(self, param: Tensor, iteration: int) -> Tensor:
@@ -193,7 +185,7 @@ class IndexSelector:
 
     @property
     def num_parts(self) -> int:
-        return max(1, math.ceil(1 / self.p))
+        return math.ceil(1 / self.p)
 
 
 class RandomIndexSelector(IndexSelector):
@@ -248,7 +240,7 @@ class SparseCommunicator(CommunicationModule):
     def __init__(
         self, index_selector: IndexSelector | float | None = None, sparsification_rate: float | None = None
     ) -> None:
-        rate = 0.01 if sparsification_rate is None else fraction("sparsification_rate", sparsification_rate)
+        rate = 0.01 if sparsification_rate is None else check_rate("sparsification_rate", sparsification_rate)
         selector = rate if index_selector is None else index_selector
         self.index_selector: Any = RandomIndexSelector(selector) if isinstance(selector, (int, float)) else selector
         self.iteration = 0
@@ -276,7 +268,7 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
     def __init__(
         self, optim_spec: AnySpec = None, p_sparta: float = 0.005, async_sparta_delay: int = 0, **options: Any
     ) -> None:
-        self.p_sparta = fraction("p_sparta", p_sparta)
+        self.p_sparta = check_rate("p_sparta", p_sparta)
         self.async_sparta_delay = check.integer("async_sparta_delay", async_sparta_delay, 0)
         self.index_selector = RandomIndexSelector(p_sparta)
         sparse = SparseCommunicator(self.index_selector)
@@ -296,8 +288,8 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
         H: int = 100,
         **options: Any,
     ) -> None:
-        self.p_sparta, self.H = fraction("p_sparta", p_sparta), interval("H", H)
-        self.sparta_interval = interval("sparta_interval", sparta_interval)
+        self.p_sparta, self.H = check_rate("p_sparta", p_sparta), check_interval("H", H)
+        self.sparta_interval = check_interval("sparta_interval", sparta_interval)
         self.index_selector = RandomIndexSelector(p_sparta)
         self.sparse_comm = SparseCommunicator(self.index_selector)
         self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **pop_options(options, "outer_optim", "outer_lr"))
