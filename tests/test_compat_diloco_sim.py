@@ -134,8 +134,8 @@ def test_the_trajectory_is_the_originals(changed: dict[str, Any]) -> None:
     simulator = run(**double, **changed)
     assert simulator.trainer is not None
     for i, module in enumerate(twin(simulator.config)[0]):
-        ours: Any = simulator.trainer.nodes.module(i)
-        torch.testing.assert_close(vector(ours.model), vector(module), rtol=0, atol=1e-12)
+        ours = simulator.trainer.nodes.module(i)
+        torch.testing.assert_close(vector(ours), vector(module), rtol=0, atol=1e-12)
 
 
 def test_sparse_exchanges_take_the_fraction_asked_for() -> None:

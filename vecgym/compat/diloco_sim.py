@@ -39,7 +39,7 @@ from collections.abc import Callable, Sized
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -320,7 +320,8 @@ class DilocoSimulator(Trainer[nn.Module]):
         self.local_step = 0
         self.master_model = config.model_cls(**config.model_kwargs)
         evaluated = config.train_dataset if config.eval_dataset is None else config.eval_dataset
-        super().__init__(_WithLoss(self.master_model, config.loss_fn), config.train_dataset, evaluated)
+        self.master_model.loss_metrics = {"perplexity": torch.exp}  # type: ignore[assignment]  # no module, a dict
+        super().__init__(self.master_model, config.train_dataset, evaluated, loss_fn=partial(_loss, config.loss_fn))
         _warn_without_effect(config)
         if config.model_path is not None:
             self.load_model(config.model_path)
@@ -362,18 +363,17 @@ class DilocoSimulator(Trainer[nn.Module]):
         for name in ("diloco_interval", "sparta_interval") if config.p_sparta > 0 else ("diloco_interval",):
             if getattr(config, name) >= self.max_local_step:
                 warn(f"{name}={getattr(config, name)} in a run of {self.max_local_step} steps: nothing is exchanged.")
-        self.model = _WithLoss(self.master_model, config.loss_fn)
+        self.model = self.master_model
         device = None if config.devices is None else "cpu"
         if config.devices and torch.cuda.is_available():
             device = f"cuda:{config.devices[0]}"
         logger = WandbLogger(config.wandb_project, config.wandb_name) if config.wandb_project else None
-        averaged: Any = self.fit(
+        self.master_model = self.fit(
             config.strategy(), config.num_nodes, max_steps=self.max_local_step, batch_size=config.batch_size,
             minibatch_size=_minibatch_size(config), val_size=config.eval_iters * config.batch_size,
             val_interval=config.eval_interval, correlation_interval=config.corr_interval, seed=config.seed,
             device=device, logger=logger, progress=config.progress,
         )  # fmt: skip
-        self.master_model = averaged.model
         if config.save_dir is not None:
             self._save(self.master_model)
         return self.master_model
@@ -398,7 +398,7 @@ class DilocoSimulator(Trainer[nn.Module]):
         interval = (config.ckpt_interval or 0) * config.diloco_interval
         if interval and self.local_step > 0 and self.local_step % interval == 0:
             run: Any = self.run
-            self._save(run.average().model)
+            self._save(run.average())
 
     def _save(self, model: nn.Module) -> None:
         """Save the `state_dict`; the file appears complete or not at all."""
@@ -407,19 +407,9 @@ class DilocoSimulator(Trainer[nn.Module]):
             torch.save(model.state_dict(), file)
 
 
-class _WithLoss(nn.Module):
-    """The model and `loss_fn` as a model that maps a batch to its loss, as vecgym expects."""
-
-    loss_metrics: ClassVar[dict[str, Any]] = {"perplexity": torch.exp}
-
-    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
-        super().__init__()
-        self.model = model
-        self._loss_fn = (loss_fn,)  # in a tuple, so that a loss that is a module is not trained
-
-    def forward(self, batch: Any) -> Tensor:
-        x, y = batch
-        return self._loss_fn[0](self.model(x), y)
+def _loss(loss_fn: Any, model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return loss_fn(model(x), y)
 
 
 def _check_overridden(cls: type) -> None:
