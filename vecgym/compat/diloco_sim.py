@@ -35,7 +35,7 @@ the average: SAVE_DIR/STEP.pt |
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from vecgym.core import check
 from vecgym.core.check import checks_of
 from vecgym.core.errors import warn
 from vecgym.core.files import write_atomically
+from vecgym.data.checks import size_of
 from vecgym.logger import WandbLogger
 from vecgym.optim import OptimSpec
 from vecgym.runs.options import Count, Flag, OptionalCount, Seed, optional_number
@@ -212,9 +213,7 @@ class DilocoSimulatorConfig:
         if not (isinstance(self.model_cls, type) and issubclass(self.model_cls, nn.Module)):
             kind = check.kind_of(self.model_cls)
             raise TypeError(f"model_cls is {kind}; give a subclass of nn.Module, not an instance of one.")
-        if not isinstance(self.train_dataset, Sized):
-            kind = "missing" if self.train_dataset is None else f"{check.kind_of(self.train_dataset)}, without length"
-            raise TypeError(f"train_dataset is {kind}: give a dataset of (x, y).")
+        size_of("train_dataset", self.train_dataset, "give a dataset of (x, y)")
         for name, signature in FUNCTIONS.items():
             value = getattr(self, name)
             if not callable(value) and (value is not None or name == "loss_fn"):

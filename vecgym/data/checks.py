@@ -97,14 +97,25 @@ def check_examples(dataset: Any, name: str) -> None:
             "__getitem__(int), or a factory (rank, num_nodes, train) -> Dataset. Fix: TensorDataset(x, y), "
             'or loader.dataset of a DataLoader, or one split such as splits["train"]'
         )
-    if not hasattr(dataset, "__len__"):
-        raise TypeError(f"{name} is {describe(dataset)}, without length. Fix: define __len__ in its class")
-    try:
-        is_empty = len(dataset) == 0
-    except TypeError as error:  # a tensor without dimensions, or a class whose __len__ raises
-        raise TypeError(f"{name} is {describe(dataset)}, without length: {error}") from None
-    if is_empty:
+    if size_of(name, dataset, "define __len__ in its class") == 0:
         raise ValueError(f"{name} is empty. Allowed: at least one example")
+
+
+def size_of(name: str, dataset: Any, fix: str) -> int:
+    """Return the number of examples.
+
+    Raises:
+        TypeError: if `dataset` has no length, with the fix.
+
+    >>> size_of("data", iter([]), "give a list")
+    Traceback (most recent call last):
+    ...
+    TypeError: data is a list_iterator, without length: object of type 'list_iterator' has no len(). Fix: give a list
+    """
+    try:
+        return len(dataset)
+    except TypeError as error:
+        raise TypeError(f"{name} is {describe(dataset)}, without length: {error}. Fix: {fix}") from None
 
 
 def checked_node_ids(node_ids: Iterable[int] | None, num_nodes: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from vecgym.core import check, rng
-from vecgym.data.checks import is_integers
+from vecgym.data.checks import is_integers, size_of
 
 ALPHA = "the smaller, the more uneven"
 MAX_DRAWS = 1000  # draws of a partition until every node has `min_size` examples
@@ -124,10 +124,7 @@ class Partition:
                 f"node {self.sizes.index(1)} has one example, and held_out={held_out} needs two: one to train on, one "
                 "to hold out. Fix: min_size=2 for the partition, or fewer nodes."
             )
-        try:
-            size = len(dataset)
-        except TypeError:
-            raise TypeError(f"dataset is {check.kind_of(dataset)}; give the one that was partitioned.") from None
+        size = size_of("dataset", dataset, "give the one that was partitioned")
         if size != self.num_examples:
             raise ValueError(
                 f"the dataset has {size} examples, but the partition has {self.num_examples}: "
@@ -386,9 +383,7 @@ def _generator(seed: int, kind: str) -> np.random.Generator:
 
 def _read(data: Any, num_nodes: int) -> tuple[np.ndarray | None, int]:
     """Return (labels `[n]` or None, n)."""
-    if not hasattr(data, "__len__") or getattr(data, "ndim", 1) == 0:  # a tensor without dimensions has no length
-        raise TypeError(f"data is {check.kind_of(data)}, without length: give the labels, or a map-style dataset.")
-    n = len(data)
+    n = size_of("data", data, "give the labels, or a map-style dataset")
     if check.integer("num_nodes", num_nodes) > n:
         raise ValueError(f"num_nodes={num_nodes} is more than the {n} examples: every node needs at least one.")
     return _labels_of(data), n
