@@ -25,7 +25,6 @@ Random numbers that a dataset or `collate_fn` draws from the global generators o
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Protocol
@@ -193,21 +192,20 @@ class Batches:
         limited = self.limits_of(self.shard_sizes if shard_sizes is None else shard_sizes) is not None
         local_limits = self.shard_sizes if limited else None
         places = {node: row for row, node in enumerate(self.node_ids)}
-        limits: deque[list[int] | None] = deque()  # of the batches requested from the workers
 
-        def located() -> Iterator[Request]:
+        def located() -> Iterator[tuple[Request, list[int] | None]]:
             for nodes, counts in requests:
                 if isinstance(counts, int) and len(nodes) == len(self.node_ids):
-                    limits.append(None if local_limits is None else list(local_limits))
-                    yield self._request(counts)
+                    yield self._request(counts), None if local_limits is None else list(local_limits)
                 else:
                     rows = [places[node] for node in nodes]
                     steps = [counts] * len(rows) if isinstance(counts, int) else counts
-                    indices, row_limits = self._located(steps, rows, local_limits)
-                    limits.append(row_limits)
-                    yield steps, indices, rows
+                    indices, limits = self._located(steps, rows, local_limits)
+                    yield (steps, indices, rows), limits
 
-        return ((batch, limits.popleft()) for batch in self._source.stream(located()))
+        ahead, limited_ahead = itertools.tee(located())  # workers read ahead
+        batches = self._source.stream(request for request, _ in ahead)
+        return zip(batches, (limits for _, limits in limited_ahead))
 
     def _located(
         self, steps: Sequence[int], rows: Sequence[int], local_limits: Sequence[int] | None
