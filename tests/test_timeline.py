@@ -226,8 +226,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert figure.stat().st_size > 5000
     assert main(["price", *given, "--latency", "2 s", "--bucket-bytes", "0", "--all-reduce", "tree"]) == 0
     assert "computing: the latency of 2 s alone takes 32 s of 40 s. Possible remedies: " in capsys.readouterr().out
+    assert main(["price", *given, "--latency", "0.05", "1e-3"]) == 0
+    assert "50 ms latency" in capsys.readouterr().out
     assert main(["price", *given, "--latency", "80"]) == 1
-    assert "--latency='80' is not a time" in capsys.readouterr().err
+    assert '--latency=80.0 is 80 s for every message; give at most 10 s. For milliseconds, give "80 ms"' in (
+        capsys.readouterr().err
+    )
     assert main(["price", str(tmp_path / "run"), "--output", str(figure)]) == 0  # as long as it took here
     assert main(["price", str(tmp_path), "--output", str(figure)]) == 1
     assert "there is no checkpoint in" in capsys.readouterr().err

@@ -104,7 +104,7 @@ def _price_run(args: argparse.Namespace) -> int:
     from vecgym.core import check
 
     bandwidths = [bits_per_second("--bandwidth", _number(x)) for x in args.bandwidth or BANDWIDTHS]
-    latencies = [latency("--latency", x) for x in args.latency or LATENCIES]
+    latencies = [latency("--latency", _number(x)) for x in args.latency or LATENCIES]
     check.number("--utilization", args.utilization, "(0, 1)", "the fraction of the time in which nodes compute")
     options = {"all_reduce": args.all_reduce, "bucket_bytes": args.bucket_bytes}
     ledger, history = read_run(args.run_folder)
