@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vecgym.core import check, rng, tree
-from vecgym.core.devices import placed
+from vecgym.core.nodes import join_rows
 from vecgym.data.checks import checked_node_ids, is_factory
 from vecgym.data.source import Batch, Request, Source
 
@@ -383,12 +383,7 @@ def chosen_batches(batches: Sequence[Any], which: Sequence[int]) -> Any:
         return batches[which[0]]
     if len(batches) == 1:
         return tree.map_leaves(lambda x: x.repeat(len(which), *[1] * (x.dim() - 1)), batches[0])
-    index = torch.tensor(which)
-
-    def select(*leaves: Tensor) -> Tensor:
-        return torch.stack(leaves)[placed(index, leaves[0].device)].flatten(0, 1)
-
-    return tree.map_leaves(select, *batches)
+    return join_rows([batches[i] for i in which])
 
 
 def places(objects: Sequence[Any]) -> tuple[list[Any], list[int]]:
