@@ -504,7 +504,7 @@ def test_what_is_no_file_is_passed_over_and_never_opened(tmp_path: Path) -> None
         for step in (96, 97, 98, 99):
             with pytest.raises(ValueError, match=r"not a file, but a folder without|no checkpoint"):
                 train(resume=at(tmp_path, step))
-            with pytest.raises(ValueError, match="not a file, but a folder without checkpoints, a pipe"):
+            with pytest.raises(ValueError, match=r"not a file, but a folder without checkpoints, .* a pipe"):
                 vecgym.load(at(tmp_path, step))
 
 

@@ -107,7 +107,8 @@ def _price_run(args: argparse.Namespace) -> int:
     latencies = [latency("--latency", _number(x)) for x in args.latency or LATENCIES]
     check.number("--utilization", args.utilization, "(0, 1)", "the fraction of the time in which nodes compute")
     options = {"all_reduce": args.all_reduce, "bucket_bytes": args.bucket_bytes}
-    ledger, history = read_run(args.run_folder)
+    saved = vecgym.load(args.run_folder)
+    ledger, history = saved.ledger, saved.history
     time, overlap = args.step_seconds, not args.no_overlap
     compute = Compute.measured(history, overlap=overlap) if time is None else Compute(_number(time), overlap=overlap)
     timelines = {a: {b: price(ledger, Network(b, a, **options), compute) for b in bandwidths} for a in latencies}
@@ -122,16 +123,6 @@ def _price_run(args: argparse.Namespace) -> int:
         plot_networks(timelines, args.plot, title=str(args.run_folder))
         print(f"Figure: {args.plot}")
     return 0
-
-
-def read_run(path: Path) -> tuple[vecgym.Ledger, vecgym.History]:
-    """Read the ledger and the history of a run."""
-    from vecgym.records.runfile import checkpoints_in
-
-    if path.is_dir() and not checkpoints_in(path):
-        raise ValueError(f"there is no checkpoint in {path}: fit(save_dir={str(path)!r}) writes one at the end.")
-    saved = vecgym.load(path)
-    return saved.ledger, saved.history
 
 
 def price_table(timelines: dict[float, dict[float, vecgym.clock.Timeline]]) -> str:
