@@ -373,8 +373,7 @@ class DilocoSimulator(Trainer[nn.Module]):
             val_interval=config.eval_interval, correlation_interval=config.corr_interval, seed=config.seed,
             device=device, logger=logger, progress=config.progress,
         )  # fmt: skip
-        if config.save_dir is not None:
-            self._save(self.master_model)
+        self._save(self.master_model)
         return self.master_model
 
     @property
@@ -400,10 +399,10 @@ class DilocoSimulator(Trainer[nn.Module]):
             self._save(run.average())
 
     def _save(self, model: nn.Module) -> None:
-        """Save the `state_dict`; the file appears complete or not at all."""
-        assert self.config.save_dir is not None
-        with write_atomically(Path(self.config.save_dir) / f"{self.local_step}.pt") as file:
-            torch.save(model.state_dict(), file)
+        """Save the `state_dict` if there is a folder for it; the file appears complete or not at all."""
+        if self.config.save_dir is not None:
+            with write_atomically(Path(self.config.save_dir) / f"{self.local_step}.pt") as file:
+                torch.save(model.state_dict(), file)
 
 
 def _loss(loss_fn: Any, model: nn.Module, batch: Any) -> Tensor:
