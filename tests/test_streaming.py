@@ -20,6 +20,7 @@ from torch.optim import SGD
 from tests.helpers import Run, assert_close, assert_same_bits, difference, flat, meeting, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference.streaming import by_module, e3m0, streaming
+from vecgym import Trainer
 from vecgym.clock import Compute, Network, price
 from vecgym.collectives.ledger import Ledger
 from vecgym.compress import E3M0
@@ -165,6 +166,19 @@ def test_fragments(case: str) -> None:
 def test_each_parameter_is_in_one_fragment(case: str) -> None:
     found = [name for names in cut(NAMES, **CUTS[case][0]) for name in names]
     assert sorted(found) == sorted(NAMES)
+
+
+def test_lists_of_names_in_a_fit() -> None:
+    """Settings are checked before the model is known, whose names these are."""
+    model, data = make_model("MLP"), torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randint(10, (64,)))
+    last = [name.rpartition(".")[0] for name, _ in model.named_parameters()][-1]
+    first = [name for name, _ in model.named_parameters() if not name.startswith(f"{last}.")]
+    found = []
+    for fragments in ([first, [last]], lambda name: int(name.startswith(f"{last}."))):
+        trainer, strategy = Trainer(model, data), StreamingDiLoCoStrategy("sgd", H=4, fragments=fragments, lr=0.1)
+        trainer.fit(strategy, 2, max_steps=9, batch_size=4, progress=False, device="cpu")
+        found.append(trainer.nodes.params)
+    assert_same_bits(found[0], found[1])
 
 
 def test_blocks_of_a_model_with_two_stacks() -> None:

@@ -843,7 +843,7 @@ def cut(names: Sequence[str], fragments: Fragments | None = None, pattern: str =
         return _by_number(names, [check.called("fragments", fragments, name) for name in names])
     if fragments is None or isinstance(fragments, int):
         return _dealt(tuple(names), fragments, pattern)
-    return _listed(tuple(names), tuple(map(tuple, fragments)))
+    return _listed(tuple(names), tuple(map(tuple, fragments))) if names else ()  # before the model is known
 
 
 @functools.lru_cache(maxsize=64)
