@@ -121,6 +121,19 @@ def test_nodes_with_longer_delays_write_later() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "how", [NoLoCo(), Eager(Mean(), OptimSpec("sgd", lr=0.5)), Outer(Mean(island_size=3))], ids=repr
+)
+def test_nodes_with_longer_delays_have_an_outer_state_that_moves(how: Average) -> None:
+    """Where nodes have outer parameters of their own, each goes on with its own, as late as it may be."""
+    found = []
+    for delay in (1, [0, 1, 0, 2, 1, 0]):
+        simulation = simulation_with(Strategy("sgd", [Exchange(how, every=4, delay=delay)], lr=0.1), num_steps=7)
+        found.append(run(simulation, simulation.init()))
+    for name, x in found[0].own["0.0/params"].items():
+        assert torch.equal(found[1].own["0.0/params"][name], x)  # of what all had at the first exchange
+
+
 @pytest.mark.parametrize("resting", ["keep", "take"])
 def test_those_who_sit_out_keep_or_take(resting: str) -> None:
     how = Mean() if resting == "keep" else ServerMean()

@@ -406,16 +406,16 @@ class Exchange(Member, Settings):
     def _writes(self, run: RunFacts, when: Any, senders: Who | None, of: Of) -> list[Mark]:
         """Return the marks of those who use what was agreed on, each delay's by itself."""
         delays, takers = self._delays(run.num_nodes), None if self._takes else senders
-        lags, settles = sorted(set(delays)), self.late == "value"
+        lags, settles, once = sorted(set(delays)), self.late == "value", self.average.one_message
         marks = []
-        if settles and lags[0] and run.presence is not None and self.average.one_message and _settles(self.how):
+        if settles and lags[0] and run.presence is not None and once and _settles(self.how):
             # Perhaps nobody is present then who was when they agreed; what all share changes all the same.
             marks.append(Mark("settle", _Moved(when, lag=lags[0]), 0, None, of._replace(lag=lags[0])))
             settles = False
         for lag in lags:
             who = _with_delay(takers, delays, lag) if len(lags) > 1 else takers
-            about = of._replace(settles=settles and lag == lags[0], last=lag == lags[-1])
-            marks.append(Mark("write", when, lag, who, about))
+            first = lag == lags[0] or not once  # what each node has of its own changes when it writes
+            marks.append(Mark("write", when, lag, who, of._replace(settles=settles and first, last=lag == lags[-1])))
         return marks
 
     def _delays(self, num_nodes: int) -> list[int]:
