@@ -447,6 +447,9 @@ SAME: dict[str, tuple[Exchange, Exchange]] = {
         Exchange(Outer(Mean()), delay=2, late="change"),
         Exchange(Outer(Mean()), SyncWeight(torch.ones(T, requires_grad=True)), delay=2, late="change"),
     ),
+    "in part, an outer optimizer without a state": (
+        Exchange(Mean(), SyncWeight(WEIGHTS)), Exchange(Outer(Mean(), OptimSpec("sgd", lr=1.0)), SyncWeight(WEIGHTS)),
+    ),
     "some steps, late": (
         Exchange(Outer(Mean()), 2, delay=3), Exchange(Outer(Mean()), SyncWeight([0, 1] * 10), delay=3),
     ),

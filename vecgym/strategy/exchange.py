@@ -687,15 +687,14 @@ def blend(part: Part, weight: Tensor | None) -> None:
         return share * new if old is None else (1 - share) * old + share * new
 
     for rows in _trees(part):
-        before = getattr(rows, "shown", rows.taken)  # of a group `[C, K, *]`, as what is assigned
         for name, new in rows.assigned.items():
-            if new is not None:
-                if not (old := before(name)) and not _is_under_way(name):
-                    raise ValueError(
-                        "an exchange that adds to its state cannot be made in part, which sync_weight asks for: give "
-                        "weights that are 0 or 1 and do not require grad."
-                    )
-                rows.assigned[name] = tree.map_leaves(between, new, old)
+            old = rows.shown(name)
+            if new and not old and not _is_under_way(name):
+                raise ValueError(
+                    "an exchange that adds to its state cannot be made in part, which sync_weight asks for: give "
+                    "weights that are 0 or 1 and do not require grad."
+                )
+            rows.assigned[name] = tree.map_leaves(between, new, old)
 
 
 def _trees(part: Part) -> list[Rows]:
