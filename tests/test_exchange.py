@@ -499,6 +499,12 @@ def test_a_late_exchange_in_part(late: str) -> None:
     assert gap(found, params) < 1e-12
 
 
+def test_where_all_are_present_an_exchange_in_part_does_not_know_of_availability() -> None:
+    strategy = Strategy("sgd", [Exchange(Outer(Mean()), SyncWeight(WEIGHTS / 2), delay=1)], lr=0.1)
+    with_presence, without = (ours(strategy, torch.float64, table)[0] for table in (torch.ones(T, K).bool(), None))
+    assert gap(with_presence, without) == 0.0
+
+
 REFUSED_ABSENT = ("DiLoCo, EF21", "DiLoCo, trimmed mean", "gradients, two lie")  # by both
 
 

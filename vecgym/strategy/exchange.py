@@ -156,7 +156,7 @@ class Exchange(Member, Settings):
         if isinstance(self._when, SyncWeight):
             if self.fragments != 1 or self.offsets is not None:
                 raise ValueError(f"{self._when!r} says when all exchange: leave out fragments and offsets.")
-            if not self._when.binary and not self.how.in_part:
+            if self._in_part and not self.how.in_part:
                 raise ValueError(
                     f"{self!r} exchanges in part, and what was sent of a code, its residual and its reference have no "
                     "part: give a sync_weight that is 0 or 1 and does not require grad, or a number."
@@ -351,6 +351,11 @@ class Exchange(Member, Settings):
         return None if self.how.numbers is None else ("keep",)
 
     @property
+    def _in_part(self) -> bool:
+        """Whether it may be made in part."""
+        return isinstance(self._when, SyncWeight) and not self._when.binary
+
+    @property
     def _takes(self) -> bool:
         """Whether those who sit out take what the others agree on."""
         server = isinstance(innermost(self.how), ServerMean)
@@ -408,8 +413,9 @@ class Exchange(Member, Settings):
         delays, takers = self._delays(run.num_nodes), None if self._takes else senders
         lags, settles, once = sorted(set(delays)), self.late == "value", self.average.one_message
         marks = []
-        if settles and lags[0] and run.presence is not None and once and _settles(self.how):
-            # Perhaps nobody is present then who was when they agreed; what all share changes all the same.
+        if settles and lags[0] and run.presence is not None and once and not self._in_part and _settles(self.how):
+            # Perhaps nobody is present then who was when they agreed; what all share changes all the same. (An exchange
+            # in part blends what all share and what is written with what there was before: in one event.)
             marks.append(Mark("settle", _Moved(when, lag=lags[0]), 0, None, of._replace(lag=lags[0])))
             settles = False
         for lag in lags:
@@ -488,8 +494,8 @@ class Exchange(Member, Settings):
         equal, changed = set[str](), set[str]()
         if self.of != "parameters" or step < 0:
             return equal, changed
-        parted = isinstance(self._when, SyncWeight) and not self._when.binary
-        alike = self.average.common and self.late == "value" and _is_zero(self.keep) and not parted and not self.lost
+        whole = _is_zero(self.keep) and not self._in_part and not self.lost
+        alike = self.average.common and self.late == "value" and whole
         for part, when in zip(self.parts(names), self.times(names)):
             for delay in set(self._delays(run.num_nodes)):
                 if step >= delay and when.due(step - delay):
@@ -548,13 +554,11 @@ class Exchange(Member, Settings):
 
     def settle(self, part: Part) -> None:
         """Change what all share by a message."""
-        weight = self._weight(part)
         for label, _, _ in self._values(part):
-            at = self._at(part, label, inplace=False, weight=weight)
+            at = self._at(part, label, inplace=False)
             held, name = self._messages(at), f"message {at.step}"
             if name in held:  # else all were lost
                 self.average.settle(held[name], at)
-        blend(part, weight)
 
     def write(self, part: Part) -> None:
         """Go on with what was agreed on."""
@@ -665,10 +669,9 @@ class Exchange(Member, Settings):
 
     def _weight(self, part: Part) -> Tensor | None:
         """Return how much of the exchange is made in this step; None: all."""
-        when = self._when
-        if not isinstance(when, SyncWeight) or when.binary:
+        if not self._in_part:
             return None
-        weight = when.weights[part.event.info.step // self.unit]
+        weight: Tensor = self._when.weights[part.event.info.step // self.unit]
         return weight.detach() if part.inplace else weight  # a run in place sends all of what it uses in part
 
 
