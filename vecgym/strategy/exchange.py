@@ -176,9 +176,9 @@ class Exchange(Member, Settings):
             raise ValueError(f"{self!r}: {what} needs rounds: give every as a number or a function.")
 
     def _check_arrival(self, gap: int) -> None:
-        if isinstance(self.delay, tuple) and max(self.delay) >= gap:
+        if isinstance(self.delay, tuple) and self._longest_delay >= gap:
             raise ValueError(
-                f"delay={max(self.delay)} must be smaller than every={gap}: what is sent arrives before it is sent "
+                f"delay={self._longest_delay} must be smaller than every={gap}: what is sent arrives before it is sent "
                 "again. Give smaller delays, or a larger number."
             )
 
@@ -200,8 +200,7 @@ class Exchange(Member, Settings):
             )
 
     def _check_participation(self) -> None:
-        server = isinstance(innermost(self.how), ServerMean)
-        if self.participation < 1 and self.resting == "take" and not server:
+        if self.participation < 1 and self.resting == "take" and not self._takes:
             raise ValueError(
                 f'resting="take" needs a server, which sends to those who sit out, and {self.how!r} has none: give '
                 'ServerMean(), or resting="keep".'
@@ -224,18 +223,16 @@ class Exchange(Member, Settings):
         delay=10 in Exchange(Mean(), delay=10) is not smaller than the run's 5 steps
         """
         K, steps = run.num_nodes, self._steps(run)
-        latest = max(self.delay) if isinstance(self.delay, tuple) else self.delay
-        if 0 < latest >= steps:
+        if 0 < self._longest_delay >= steps:
             raise ValueError(
-                f"delay={latest} in {self!r} is not smaller than the run's {steps} steps: nothing that it exchanges "
-                "takes effect, and all of it is kept. Give a smaller delay, or more steps."
+                f"delay={self._longest_delay} in {self!r} is not smaller than the run's {steps} steps: nothing that it "
+                "exchanges takes effect, and all of it is kept. Give a smaller delay, or more steps."
             )
         if self.unit > 1:
             Rounds(self.unit, name="unit").check(run.num_steps, self)
-        if self.offsets is None and hasattr(self._when, "check"):
-            self._when.check(steps, self)
-        elif self.offsets is not None:
-            Rounds(self._when.H, min(self.offsets)).check(steps, self)
+        first = self._when if self.offsets is None else Rounds(self._when.H, min(self.offsets))
+        if hasattr(first, "check"):
+            first.check(steps, self)
         if isinstance(self._when, RoundsOf):
             for step in filter(self._when.due, range(steps)):
                 self._check_arrival(self._when.gap(step))
@@ -296,20 +293,16 @@ class Exchange(Member, Settings):
         (3, (3,))
         """
         K, steps = run.num_nodes, self._steps(run)
-        counts: set[int] | None = None
-        if run.presence is not None or self.participation < 1:
-            present = (K, *getattr(run.presence, "counts", ()))
-            counts = {num_participants(self.participation, count) for count in present}
-        if self.lost and self.of != "gradients":
-            counts = counts or set()
+        present = (K, *getattr(run.presence, "counts", ()))
+        counts = {num_participants(self.participation, count) for count in present}
+        if self.lost:
             for mark in self.marks(run):
                 due = filter(mark.when.due, range(run.num_steps))  # type: ignore[union-attr]
                 counts.update(len(mark.who(step, run.there(step) or range(K))) for step in due if mark.who)  # type: ignore[arg-type]
-            counts = counts - {0} or {K}
+            counts -= {0}
         usual = len(self.times(run.names)) == 1 and self.offsets is None
         number = self._when.count(steps) if usual else self._when.count(steps - 1) + 1
-        numbers = None if counts is None else tuple(sorted(counts))
-        return ExchangeFacts(**vars(run), counts=numbers, num_exchanges=number)
+        return ExchangeFacts(**vars(run), counts=tuple(sorted(counts)), num_exchanges=number)
 
     # ------------------------------------------------------------------------------------------------- when and who
 
@@ -349,6 +342,10 @@ class Exchange(Member, Settings):
     def numbers(self) -> tuple[str, ...] | None:
         """Settings that may have a value for each configuration of a group; None: it has a group of its own."""
         return None if self.how.numbers is None else ("keep",)
+
+    @property
+    def _longest_delay(self) -> int:
+        return max(self.delay) if isinstance(self.delay, tuple) else self.delay
 
     @property
     def _in_part(self) -> bool:
@@ -530,32 +527,29 @@ class Exchange(Member, Settings):
 
     def meet(self, part: Part) -> None:
         """Agree, and go on with it."""
-        average, weight = self.average, self._weight(part)
-        with self._sending(part, weight, self._lag(part.event.info.step)):
+        with self._sending(part):
             for label, slot, values in self._values(part):
-                at = self._at(part, label, inplace=_is_zero(self.keep), weight=weight)
-                self._put(part, slot, self._checked(self._kept(average(values, at), values, at), values, at))
-        blend(part, weight)
+                at = self._at(part, label)
+                self._put(part, slot, self._kept(self.average(values, at), values, at))
+        blend(part, self._weight(part))
 
     def agree(self, part: Part) -> None:
         """Make a message."""
-        average, delays, weight = self.average, self.delay, self._weight(part)
-        least, most = (delays, delays) if isinstance(delays, int) else (min(delays), max(delays))
-        more: Any = 0 if isinstance(delays, int) else tuple(delay - least for delay in delays)
-        with self._sending(part, weight, least + self._lag(part.event.info.step)), part.comm.ledger.lagging(more):
+        average = self.average
+        with self._sending(part, self.delay):
             for label, _, values in self._values(part):
-                at = self._at(part, label, inplace=False, weight=weight)
+                at = self._at(part, label, overwrite=False)
                 if part.run.presence is not None:
-                    self._forget(part, label, at.step - most)
+                    self._forget(part, label, at.step - self._longest_delay)
                 make = average.agree if self.late == "value" else average.change
                 self._messages(at)[f"message {at.step}"] = make(values, at)
         if self.late == "change":  # a value is written in part
-            blend(part, weight)
+            blend(part, self._weight(part))
 
     def settle(self, part: Part) -> None:
         """Change what all share by a message."""
         for label, _, _ in self._values(part):
-            at = self._at(part, label, inplace=False)
+            at = self._at(part, label)
             held, name = self._messages(at), f"message {at.step}"
             if name in held:  # else all were lost
                 self.average.settle(held[name], at)
@@ -563,9 +557,8 @@ class Exchange(Member, Settings):
     def write(self, part: Part) -> None:
         """Go on with what was agreed on."""
         average, of = self.average, part.event.info.of
-        weight = self._weight(part) if self.late == "value" else None  # a change was sent in part
         for label, slot, values in self._values(part):
-            at = self._at(part, label, inplace=_is_zero(self.keep), weight=weight).replace(last=of.last)
+            at = self._at(part, label)
             held, name = self._messages(at), f"message {at.step}"
             if self.late == "change":
                 new = average.changed(held[name], values, at)
@@ -575,46 +568,43 @@ class Exchange(Member, Settings):
                 new = average.write(held[name], values, at)
             if of.last:
                 del held[name]
-            self._put(part, slot, self._checked(self._kept(new, values, at), values, at))
-        blend(part, weight)
+            self._put(part, slot, self._kept(new, values, at))
+        if self.late == "value":  # a change was sent in part
+            blend(part, self._weight(part))
 
     def now(self, part: Part, grads: Tree) -> Tree:
         """Exchange gradients, before the optimizer's step; between exchanges each node has its own."""
         (when,), step, ledger = self.times(part.run.names), part.tick, part.comm.ledger
         if not when.due(step):
             return grads
-        with ledger.of_gradients(), self._sending(part, None, self._lag(step)):
+        with ledger.of_gradients(), self._sending(part):
             at = self._at(part, self._labels(0)[0][0], due=Due(when.count(step), step, Of(self._index)))
-            return self._checked(self.average(grads, at), grads, at)
+            return self._kept(self.average(grads, at), grads, at)
 
     # ------------------------------------------------------------------------------------------------- small parts
 
-    def _lag(self, step: int) -> int:
-        """Return how many steps later what is sent in this step is used, beyond the delay."""
-        rounds = isinstance(self._when, (Rounds, RoundsOf))
-        return self.average.lag(self._when.gap(step // self.unit)) if rounds else 0
-
     @contextmanager
-    def _sending(self, part: Part, weight: Tensor | None, lag: int) -> Iterator[None]:
-        """Tell the ledger about what is sent meanwhile."""
-        ledger = part.comm.ledger
+    def _sending(self, part: Part, delay: int | tuple[int, ...] = 0) -> Iterator[None]:
+        """Tell the ledger about what is sent meanwhile: how much of it, and how much later it is used."""
+        ledger, weight, when = part.comm.ledger, self._weight(part), self._when
+        rounds = isinstance(when, (Rounds, RoundsOf))
+        lag = self.average.lag(when.gap(part.tick // self.unit)) if rounds else 0
         counted = weight is not None and not (part.inplace or part.simulation.dry)
-        with ledger.stretched(self.unit), ledger.lagging(lag), ledger.weighted(weight) if counted else nullcontext():  # type: ignore[arg-type]
+        weighted = ledger.weighted(weight) if counted else nullcontext()  # type: ignore[arg-type]
+        with ledger.stretched(self.unit), ledger.lagging(lag), ledger.lagging(delay), weighted:
             yield
 
-    def _at(
-        self, part: Part, label: str, inplace: bool = True, weight: Tensor | None = None, due: Due | None = None
-    ) -> Meeting:  # fmt: skip
+    def _at(self, part: Part, label: str, overwrite: bool = True, due: Due | None = None) -> Meeting:
         number, step, of = part.event.info if due is None else due
-        run, members = part.run, part.event.rows
-        when, examples = self._when, run.num_examples
+        run, members, when = part.run, part.event.rows, self._when
+        examples, inplace = run.num_examples, part.inplace and not self._in_part
         if examples is not None and members is not None:
             examples = tuple(examples[node] for node in members)
         return Meeting(
             part.comm, Held(part.own, label), Held(part.shared, label), exchange=number,
             step=(step - of.lag) // self.unit, seed=run.seed, nodes=part.nodes, size=part.size, examples=examples,
-            inplace=inplace and weight is None and part.inplace, inplace_state=weight is None and part.inplace,
-            exact=part.simulation.exact, rate=lambda: part.lr,
+            inplace=inplace and overwrite and _is_zero(self.keep), inplace_state=inplace, exact=part.simulation.exact,
+            last=of.last, rate=lambda: part.lr,
             weights_before=when.weights[:number] if isinstance(when, SyncWeight) else None,
         )  # fmt: skip
 
@@ -635,7 +625,7 @@ class Exchange(Member, Settings):
         labels = self._labels(fragment)
         if self.of == "moments":
             labels = [(labels[0][0], slot) for slot in held]
-        names = list(params) if self.fragments == 1 else self.parts(list(params))[fragment]
+        names = self.parts(list(params))[fragment]
         for label, slot in labels:
             yield label, slot, {name: held[slot][name] for name in names if name in held[slot]}
 
@@ -646,22 +636,17 @@ class Exchange(Member, Settings):
         else:
             part.params = {**part.params, **new}
 
-    def _kept(self, new: Tree, old: Tree, at: Meeting) -> Tree:
-        """Let each node keep a part of its own."""
-        keep = self.keep
-        if not isinstance(keep, Tensor):
-            if keep in (0, 1):
-                return old if keep else new
-            return {name: torch.lerp(y, old[name], keep) for name, y in new.items()}
-        share = at.here(keep)
-        return {
-            name: torch.lerp(y.expand_as(old[name]), old[name], placed(spread(share, y), y.device, y.dtype))
-            for name, y in new.items()
-        }
+    def _kept(self, new: Any, old: Tree, at: Meeting) -> Tree:
+        """Return what an average made of values, of their names and shapes; each node keeps a part of its own."""
+        checked, keep = check_values(new, old, len(at.nodes), self.how, lead=at.lead), at.here(self.keep)
+        if not isinstance(keep, Tensor) and keep in (0, 1):
+            return old if keep else checked
 
-    def _checked(self, new: Any, old: Tree, at: Meeting) -> Tree:
-        """Return what the average made of values, if it has their names and shapes."""
-        return check_values(new, old, len(at.nodes), self.how, lead=at.lead)
+        def between(x: Tensor, y: Tensor) -> Tensor:
+            share = placed(spread(keep, y), y.device, y.dtype) if isinstance(keep, Tensor) else keep
+            return torch.lerp(y.expand_as(x), x, share)
+
+        return {name: between(old[name], y) for name, y in checked.items()}
 
     def __repr__(self) -> str:
         one = isinstance(self.of, tuple) and len(self.of) == 1
