@@ -330,16 +330,13 @@ class ServerMean(Reduction):
 
     linear = True
     numbers = ()
+    draws = False
 
     def __init__(self, weighting: Weighting = "equal") -> None:
         self.weighting = check.choice("weighting", weighting, get_args(Weighting))
 
     def of_some(self) -> Average:
         return self  # the server has what all go on with
-
-    @property
-    def draws(self) -> bool:
-        return False
 
     def check(self, run: ExchangeFacts) -> None:
         check_examples(self.weighting, run)
@@ -419,28 +416,26 @@ class Robust(Mean):
 
     def agree(self, values: Tree, at: Meeting) -> Tree:
         everyone = at.comm.all_gather(values, readers=self.groups(at))
-        return at.apart(self._combined(everyone, values, at))
+        return at.apart(self._combined(everyone, at))
 
     def of_codes(self, codes: Codes, codec: Codec, like: Tree, at: Meeting) -> Tree:
         received = gathered_codes(codes, codec, lambda x: self.gather(at.apart(x), at))
         everyone = {name: decode_all(received[name], codec, x) for name, x in like.items()}
-        return self._combined(everyone, at.apart(like), at)
+        return self._combined(everyone, at)
 
-    def _combined(self, everyone: Tree, values: Tree, at: Meeting) -> Tree:
-        """Apply the rule to each island: of all nodes `[C, K, *]`, and the nodes' own values -> `[C or C K, *]`."""
-        groups, ids = self.groups(at), at.comm.node_ids
+    def _combined(self, everyone: Tree, at: Meeting) -> Tree:
+        """Apply the rule to each island: of all nodes `[C, K, *]` -> `[C or C K, *]`."""
+        groups = self.groups(at)
         if groups is None:
             return tree.map(self._rule, everyone)
-        new = {}
-        for name, x in everyone.items():
-            own = values[name] if at.size > 1 else values[name][None]
-            rows = own.expand(at.size, len(ids), *x.shape[2:])
-            for group in groups:
-                inside = placed(torch.isin(ids, torch.tensor(group)), x.device).view(-1, *[1] * (x.dim() - 2))
-                members = placed(torch.tensor(group), x.device)
-                rows = torch.where(inside, self._rule(x.index_select(1, members))[:, None], rows)
-            new[name] = rows.flatten(0, 1)
-        return new
+        island_of = {node: i for i, group in enumerate(groups) for node in group}
+        islands = torch.tensor([island_of[node] for node in at.comm.node_ids.tolist()], dtype=torch.long)
+
+        def combined(x: Tensor) -> Tensor:
+            of_islands = [self._rule(x[:, placed(torch.tensor(group), x.device)]) for group in groups]
+            return torch.stack(of_islands, 1)[:, placed(islands, x.device)].flatten(0, 1)
+
+        return tree.map(combined, everyone)
 
     def _rule(self, x: Tensor) -> Tensor:
         if not isinstance(self.rule, str):

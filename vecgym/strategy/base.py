@@ -61,13 +61,8 @@ def takes_options(options: type) -> Callable[[Constructor], Constructor]:
     TypeError: Mine has no argument 'warmup_step'; did you mean 'warmup_steps'? It has: H, lr, max_norm, \
 lr_scheduler, warmup_steps, cosine_anneal.
     """
-    defaults = {"lr": None, "max_norm": None, "lr_scheduler": None, "warmup_steps": 0, "cosine_anneal": False}
-    kinds = {name: kind.__forward_arg__ for name, kind in options.__annotations__.items()}
-    shared = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
-        for name, default in defaults.items()
-        if name in kinds
-    ]
+    parameters = inspect.signature(Strategy.__init__).parameters
+    shared = [parameter for name, parameter in parameters.items() if name in options.__annotations__]
 
     def decorate(init: Constructor) -> Constructor:
         signature = inspect.signature(init)

@@ -17,7 +17,7 @@ from vecgym.availability import Presence
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.core import check, nodes, rng, tree
 from vecgym.core.devices import placed
-from vecgym.core.objects import altered
+from vecgym.core.objects import altered, public
 from vecgym.core.tree import Tree
 from vecgym.simulation.simulation import Part, Place
 from vecgym.simulation.timetable import Mark, RunFacts, Who
@@ -245,8 +245,7 @@ class CommunicationModule:
         return None
 
     def __repr__(self) -> str:
-        shown = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in public(self).items())})"
 
 
 A_STATE = "a state is a dict of tensors, [1, *] or [L, *], of plain values, or of such dicts"
@@ -485,10 +484,10 @@ class Hooks(Member):
             part.shared[self._name] = new
             return
 
-        def put(x: Any, was: Any) -> Any:
-            if not isinstance(x, Tensor) or (len(x) == 1 and (len(part.rows) > 1 or was is None or len(was) == 1)):
+        def put(x: Tensor, was: Any) -> Any:
+            if len(x) == 1 and (len(part.rows) > 1 or was is None or len(was) == 1):
                 return x
-            return nodes.put_rows({} if was is None else {"": was}, rows, {"": x}, num_rows, inplace=False)[""]
+            return nodes.put_rows(was, rows, x, num_rows, inplace=False)
 
         part.shared[self._name] = tree.map_leaves(put, new, old)
 

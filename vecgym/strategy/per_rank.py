@@ -330,7 +330,7 @@ class RankMeeting:
         self.comm = comm
         self.num_nodes = comm.num_nodes
         self.states = states
-        self._turns = [threading.Semaphore(0) for _ in range(self.num_nodes)]
+        self._turns = [threading.Semaphore(int(node == 0)) for node in range(self.num_nodes)]
         self._failed = False
         self._given: list[Any] = [None] * self.num_nodes
         self._result: Any = None
@@ -344,17 +344,17 @@ class RankMeeting:
         """Return what every node gives, in node order; nothing goes to the ledger."""
         return self._meet(node, operation, value, list)
 
-    def enter(self, node: int) -> None:
-        """Wait for the first turn."""
-        if node == 0:
-            self._turns[0].release()
-        self._wait(node)
+    def wait(self, node: int) -> None:
+        """Wait for a turn."""
+        self._turns[node].acquire()
+        if self._failed:
+            raise _AnotherFailed
+        self.states[node].restore()
 
-    def leave(self, node: int) -> None:
-        """Give up the last turn."""
+    def pass_on(self, node: int) -> None:
+        """Give the turn to the next node."""
         self.states[node] = GlobalStates.now()
-        if node + 1 < self.num_nodes:
-            self._turns[node + 1].release()
+        self._turns[(node + 1) % self.num_nodes].release()
 
     def abort(self) -> None:
         """Release all threads: none must wait for one that has failed."""
@@ -366,18 +366,11 @@ class RankMeeting:
         self._given[node] = (operation, value)
         if node == self.num_nodes - 1:
             self._result = self._computed(compute)
-        self.states[node] = GlobalStates.now()
-        self._turns[(node + 1) % self.num_nodes].release()
-        self._wait(node)
+        self.pass_on(node)
+        self.wait(node)
         if isinstance(self._result, Exception):
             raise self._result
         return self._result
-
-    def _wait(self, node: int) -> None:
-        self._turns[node].acquire()
-        if self._failed:
-            raise _AnotherFailed
-        self.states[node].restore()
 
     def _computed(self, compute: Callable[[Sequence[Any]], Any]) -> Any:
         places: dict[str, int] = {}
@@ -408,10 +401,10 @@ def run_ranks(work: Callable[[int], None], meeting: RankMeeting, threads: Execut
     def run(node: int) -> BaseException | None:
         _here.meeting, _here.node = meeting, node
         try:
-            meeting.enter(node)
+            meeting.wait(node)
             work(node)
             meeting.share(node, "the end of its work", None)  # none may still wait in a collective
-            meeting.leave(node)
+            meeting.pass_on(node)
         except BaseException as error:
             meeting.abort()
             return error
