@@ -241,24 +241,15 @@ def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
     return tree.map_leaves(put, new, values)
 
 
-def unshared(exchanged: dict[str, Any], before: dict[str, Any], overwritten: Sequence[Tree]) -> dict[str, Any]:
-    """Clone tensors of the modules' states that share memory with parameters or gradients, which is overwritten later.
-
-    The states `before` are known to be safe: a module that returned the same state is skipped.
+def unshared(state: Any, overwritten: Tree) -> Any:
+    """Clone what of a state shares memory with values that are overwritten later.
 
     >>> params = {"w": torch.ones(2)}
-    >>> unshared({"0": {"kept": params["w"][:1]}}, {}, [params])["0"]["kept"].data_ptr() == params["w"].data_ptr()
+    >>> unshared({"kept": params["w"][:1]}, params)["kept"].data_ptr() == params["w"].data_ptr()
     False
     """
-    changed = [name for name, state in exchanged.items() if state and state is not before.get(name)]
-    if not changed:
-        return exchanged
-    memory = {place(x) for values in overwritten for x in values.values() if x.numel()}
-
-    def unshare(x: Tensor) -> Tensor:
-        return x.clone() if place(x) in memory else x
-
-    return {**exchanged, **{name: tree.map_leaves(unshare, exchanged[name]) for name in changed}}
+    memory = {place(x) for x in overwritten.values() if x.numel()}
+    return tree.map_leaves(lambda x: x.clone() if place(x) in memory else x, state)
 
 
 def place(x: Tensor) -> int:

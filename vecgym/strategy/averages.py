@@ -12,7 +12,7 @@ are `[C, K, *]` and `[C, 1, *]`, and the same code works on them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -646,17 +646,15 @@ class Outer(Around):
         self._check()
 
     def _check(self) -> None:
-        alone = self.inner
-        while isinstance(alone, Around) and not isinstance(alone, Outer):
-            alone = alone.inner
-        if isinstance(alone, (Outer, NoLoCo)):  # both would have outer parameters of one name
-            raise ValueError(
-                f"{type(self).__name__} around {alone!r}: one outer step within another. Give each an exchange of its "
-                "own, or Mean()."
-            )
-        if isinstance(self.correct, str) and self.correct == "heloco":
+        for inner in layers(self.inner):
+            if isinstance(inner, (Outer, NoLoCo)):  # both would have outer parameters of one name
+                raise ValueError(
+                    f"{type(self).__name__} around {inner!r}: one outer step within another. Give each an exchange of "
+                    "its own, or Mean()."
+                )
+        if self.correct == "heloco":
             _momentum(self.optim.spec)
-        if isinstance(self.correct, str) and self.correct == "median_norm" and not self.inner.common:
+        if self.correct == "median_norm" and not self.inner.common:
             raise ValueError(
                 f'correct="median_norm" is the median of all nodes, and in {self.inner!r} not all agree: leave out '
                 "islands and participation."
@@ -959,8 +957,7 @@ def outer_spec(
     >>> outer_spec("sgd", outer_lr=0.5), outer_spec(OptimSpec("sgd", lr=0.1))
     (OptimSpec(SGD, lr=0.5, momentum=0.9, nesterov=True), OptimSpec(SGD, lr=0.1))
     """
-    by_name = optim is None or optim is torch.optim.SGD or (isinstance(optim, str) and optim.lower() == "sgd")
-    if by_name:
+    if optim is None or optim is torch.optim.SGD or (isinstance(optim, str) and optim.lower() == "sgd"):
         lr = usual if outer_lr is None else outer_lr
         return OptimSpec(torch.optim.SGD, **{**OUTER_DEFAULTS, "lr": lr})
     return ensure_optim_spec(optim, argument="outer_optim", lr=outer_lr)
@@ -1011,12 +1008,12 @@ def shares_of(groups: Groups | None, weights: Sequence[float] | None, comm: Coll
     return W[comm.node_ids] if len(W) > 1 else W
 
 
-def innermost(average: Average) -> Average:
-    """Return the average that all others are around.
+def layers(average: Average) -> Iterator[Average]:
+    """Yield an average, the one that it is around, and so on to the innermost.
 
-    >>> innermost(Outer(Corrupted(ServerMean(), [0])))
-    ServerMean()
+    >>> list(layers(Corrupted(Private(Mean(), 1.0, 0.1), [0])))
+    [Corrupted(Private(Mean(), 1.0, 0.1), [0]), Private(Mean(), 1.0, 0.1), Mean()]
     """
-    while isinstance(average, Around):
-        average = average.inner
-    return average
+    yield average
+    if isinstance(average, Around):
+        yield from layers(average.inner)

@@ -33,7 +33,7 @@ from vecgym.core.tree import Tree
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import Rows
 from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
-from vecgym.strategy.averages import Around, Average, ExchangeFacts, ServerMean, State, check_average, innermost
+from vecgym.strategy.averages import Around, Average, ExchangeFacts, ServerMean, State, check_average, layers
 from vecgym.strategy.hooks import moments_in, with_moment
 from vecgym.strategy.meeting import Held, Meeting, Member, Of, check_values
 from vecgym.strategy.when import Rounds, RoundsOf, SyncWeight, When, as_when
@@ -139,7 +139,7 @@ class Exchange(Member, Settings):
         self.late = check.choice("late", late, ("value", "change"))
         self.keep = check.per_node("keep", keep, "[0, 1]", "what a node keeps of its own")
         self.fragments = check_fragments("fragments", fragments)
-        self.offsets = _offsets(offsets, fragments)
+        self.offsets = _offsets(offsets)
         self.pattern = check.choice("pattern", pattern, get_args(Pattern))
         self.participation = check_participation(participation)
         self.resting = resting if resting is None else check.choice("resting", resting, ("take", "keep"), "None")
@@ -165,15 +165,13 @@ class Exchange(Member, Settings):
             raise ValueError(f"offsets={self.offsets} go with rounds of equal length: give every as a number.")
         if isinstance(self._when, Rounds):
             self._check_arrival(self._when.H)
-        elif not isinstance(self._when, RoundsOf):
-            self._check_no_rounds()
+        elif not isinstance(self._when, RoundsOf) and (isinstance(self.delay, tuple) or self.how.lag(1)):
+            raise ValueError(
+                f"{self!r}: a delay for each node, and what takes a round to arrive, need rounds: give every as a "
+                "number or a function."
+            )
         self._check_late()
         self._check_participation()
-
-    def _check_no_rounds(self) -> None:
-        if (each := isinstance(self.delay, tuple)) or self.how.lag(1):
-            what = "a delay for each node" if each else "what is sent takes a round to arrive, which"
-            raise ValueError(f"{self!r}: {what} needs rounds: give every as a number or a function.")
 
     def _check_arrival(self, gap: int) -> None:
         if isinstance(self.delay, tuple) and self._longest_delay >= gap:
@@ -355,8 +353,8 @@ class Exchange(Member, Settings):
     @property
     def _takes(self) -> bool:
         """Whether those who sit out take what the others agree on."""
-        server = isinstance(innermost(self.how), ServerMean)
-        return self.participation < 1 and self.resting != "keep" and server
+        served = any(isinstance(average, ServerMean) for average in layers(self.how))
+        return self.participation < 1 and self.resting != "keep" and served
 
     def through_server(self) -> Exchange:
         """Return the same with a server's mean in place of a mean of all nodes; of gradients, itself.
@@ -410,7 +408,8 @@ class Exchange(Member, Settings):
         delays, takers = self._delays(run.num_nodes), None if self._takes else senders
         lags, settles, once = sorted(set(delays)), self.late == "value", self.average.one_message
         marks = []
-        if settles and lags[0] and run.presence is not None and once and not self._in_part and _settles(self.how):
+        changes = any(type(x).settle not in (Average.settle, Around.settle) for x in layers(self.how))
+        if settles and lags[0] and run.presence is not None and once and not self._in_part and changes:
             # Perhaps nobody is present then who was when they agreed; what all share changes all the same. (An exchange
             # in part blends what all share and what is written with what there was before: in one event.)
             marks.append(Mark("settle", _Moved(when, lag=lags[0]), 0, None, of._replace(lag=lags[0])))
@@ -739,13 +738,6 @@ def _is_zero(keep: float | Tensor) -> bool:
     return not isinstance(keep, Tensor) and keep == 0
 
 
-def _settles(average: Average) -> bool:
-    """Whether what all share changes with a message."""
-    if isinstance(average, Around) and type(average).settle is Around.settle:
-        return _settles(average.inner)
-    return type(average).settle is not Average.settle
-
-
 def _of(of: Any) -> str | tuple[str, ...]:
     if isinstance(of, str) and of in ("parameters", "gradients", "moments"):
         return of
@@ -771,12 +763,11 @@ def _delay(delay: Any) -> int | tuple[int, ...]:
     return delays[0] if len(set(delays)) == 1 else delays
 
 
-def _offsets(offsets: Any, fragments: Any) -> list[int] | None:
+def _offsets(offsets: Any) -> list[int] | None:
     if offsets is None:
         return None
-    number = len(fragments) if isinstance(fragments, (list, tuple)) else fragments if check.is_integer(fragments) else 0
-    if not isinstance(offsets, (list, tuple)) or not offsets or (number and len(offsets) != number):
-        raise ValueError(f"offsets={offsets!r}: give a list of one number for each of the {number or ''} fragments.")
+    if not isinstance(offsets, (list, tuple)) or not offsets:
+        raise ValueError(f"offsets={offsets!r}: give a list of one number for each fragment.")
     return [check.integer("offsets", offset, what="steps before a fragment is sent first") for offset in offsets]
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecgym.availability import Presence
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.core import check, nodes, rng, tree
 from vecgym.core.devices import placed
@@ -297,7 +296,7 @@ class Hooks(Member):
 
     def check_present(self, run: RunFacts) -> None:
         """Let the module check how many nodes are present."""
-        if isinstance(run.presence, Presence):
+        if run.presence is not None:
             if self.of_all:
                 self._check_waits(run.presence)
             self.module.check_present(sorted(run.presence.counts), run.num_nodes)
@@ -351,7 +350,7 @@ class Hooks(Member):
                 returned = self.module.exchange_gradients(grads, state, ctx)
             grads, new = self._exchanged(returned, "gradients", grads, state, ctx)
             if new is not state and part.inplace:  # the optimizer may write to the gradients, which a module may keep
-                new = nodes.unshared({"": new}, {"": state}, (grads,))[""]
+                new = nodes.unshared(new, grads)
             self._put(part, new)
         return grads
 
