@@ -82,6 +82,7 @@ class Average(Settings):
         numbers: settings that may have a value for each configuration of a group, `[C]`; None: the average does not
             work on `[C, K, *]`, and each configuration has a group of its own. So it is with a class that has methods
             of its own and does not say.
+        draws: whether it draws random numbers, so that configurations of different seeds are no group.
         common: whether all nodes go on with the same.
         plain: whether it is the mean of all nodes and nothing else.
         in_part: whether an exchange may be made in part, as a `SyncWeight` asks for.
@@ -110,9 +111,12 @@ class Average(Settings):
     >>> relay.settle(message, at)  # nothing that all share changes
     >>> relay.one_message, relay.rate(0), relay.outer({})
     (True, None, {})
+    >>> Outer(Mean()).draws, Outer(Mean(island_size=2)).draws
+    (False, True)
     """
 
     numbers: tuple[str, ...] | None = ()
+    draws: bool = True
     common: bool = True
     plain: bool = False
     in_part: bool = True
@@ -124,16 +128,7 @@ class Average(Settings):
         if methods - {"check"} and "numbers" not in vars(cls):
             cls.numbers = None
         if "draws" not in vars(cls):
-            cls.draws = True  # type: ignore[assignment, method-assign]
-
-    @property
-    def draws(self) -> bool:
-        """Whether it draws random numbers, so that configurations of different seeds are no group.
-
-        >>> Outer(Mean()).draws, Outer(Mean(island_size=2)).draws
-        (False, True)
-        """
-        return True
+            cls.draws = True
 
     @property
     def one_message(self) -> bool:
@@ -296,7 +291,7 @@ class Mean(Reduction):
             )
 
     @property
-    def draws(self) -> bool:
+    def draws(self) -> bool:  # type: ignore[override]
         return self.island_size is not None
 
     def groups(self, at: Meeting) -> Groups | None:
@@ -679,7 +674,7 @@ class Outer(Around):
         self.optim.check(run.num_nodes, run.num_exchanges, "outer optimizer")
 
     @property
-    def draws(self) -> bool:
+    def draws(self) -> bool:  # type: ignore[override]
         return self.inner.draws or callable(self.correct)
 
     def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:

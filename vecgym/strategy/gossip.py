@@ -63,7 +63,7 @@ class Mix(Reduction):
             self._constant = [Mixing.of(weights) for weights in _cycle(self.topology)]
 
     @property
-    def draws(self) -> bool:
+    def draws(self) -> bool:  # type: ignore[override]
         return not isinstance(self.topology, str) or self.topology == "random_matching"
 
     def check(self, run: ExchangeFacts) -> None:
