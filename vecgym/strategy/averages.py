@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from vecgym.collectives import Collectives, StackedCollectives
+from vecgym.collectives import StackedCollectives
 from vecgym.collectives.topology import Groups, random_islands
 from vecgym.compress.codecs import Codec
 from vecgym.core import check, tree
@@ -304,7 +304,12 @@ class Mean(Reduction):
         return at.comm.mean(values, self.groups(at), at.weights(self.weighting), inplace=at.inplace)
 
     def shares(self, at: Meeting) -> Tensor | None:
-        return shares_of(self.groups(at), at.weights(self.weighting), at.comm)
+        groups, weights, K = self.groups(at), at.weights(self.weighting), at.comm.num_nodes
+        if groups is None and weights is None:
+            return None
+        # What the average makes of the unit vectors, on paper: no communication.
+        W = StackedCollectives(K).mean(torch.eye(K, dtype=torch.float64), groups, weights)
+        return W[at.comm.node_ids] if len(W) > 1 else W
 
     def gather(self, codes: Tree, at: Meeting) -> Tree:
         return at.comm.all_gather(codes, inplace=True, readers=self.groups(at))
@@ -690,12 +695,11 @@ class Outer(Around):
         return self.inner(moved, at.replace(inplace=at.inplace_state))
 
     def settle(self, message: Tree, at: Meeting) -> None:
-        held, optim = at.home(self.common), self.optim
-        made, count = at.made, at.exchange  # type: tuple[Any, Any]
-        if isinstance(made, Tensor) or made != count:  # an exchange that is made in part counts in part
-            spec = optim.spec.at(count)  # the rate goes by the exchange, the optimizer's own count by steps made
-            optim = optim if spec is optim.spec else Optimizer(spec)
-            count = [made] if isinstance(made, Tensor) else made
+        held, made = at.home(self.common), at.made
+        # Rates go by the exchange; the optimizer's own count by those made, of which one in part counts in part.
+        spec = self.optim.spec.at(at.exchange)
+        optim = self.optim if spec is self.optim.spec else Optimizer(spec)
+        count: Any = [made] if isinstance(made, Tensor) else made
         held["params"], held["outer"] = optim.step(
             held["params"], message, held["outer"], count, inplace=at.inplace_state,
             nodes=None if self.common or at.size > 1 else at.nodes, exact=at.exact,
@@ -990,17 +994,6 @@ def decode_all(code: Tree, codec: Codec, like: Tensor) -> Tensor:
     sent = next(y for part, y in code.items() if part not in codec.shared)
     wide = {part: y.expand(sent.shape[0], sent.shape[1], *y.shape[2:]) for part, y in code.items()}
     return codec.decode({part: wide[part].flatten(0, 1) for part in wide}, like).unflatten(0, sent.shape[:2])
-
-
-def shares_of(groups: Groups | None, weights: Sequence[float] | None, comm: Collectives) -> Tensor | None:
-    """Return W `[1 or K, K]`, with which a node's average is sum_k W_ik x_k; None: the plain mean.
-
-    It is what the average makes of the unit vectors, on paper: no communication.
-    """
-    if groups is None and weights is None:
-        return None
-    W = StackedCollectives(comm.num_nodes).mean(torch.eye(comm.num_nodes, dtype=torch.float64), groups, weights)
-    return W[comm.node_ids] if len(W) > 1 else W
 
 
 def layers(average: Average) -> Iterator[Average]:
