@@ -535,7 +535,7 @@ class Exchange(Member, Settings):
     def agree(self, part: Part) -> None:
         """Make a message."""
         average = self.average
-        with self._sending(part, self.delay):
+        with self._sending(part), part.comm.ledger.lagging(self.delay):
             for label, _, values in self._values(part):
                 at = self._at(part, label, overwrite=False)
                 if part.run.presence is not None:
@@ -583,14 +583,14 @@ class Exchange(Member, Settings):
     # ------------------------------------------------------------------------------------------------- small parts
 
     @contextmanager
-    def _sending(self, part: Part, delay: int | tuple[int, ...] = 0) -> Iterator[None]:
-        """Tell the ledger about what is sent meanwhile: how much of it, and how much later it is used."""
+    def _sending(self, part: Part) -> Iterator[None]:
+        """Tell the ledger how much of what is sent meanwhile counts, and how much later it is used."""
         ledger, weight, when = part.comm.ledger, self._weight(part), self._when
         rounds = isinstance(when, (Rounds, RoundsOf))
         lag = self.average.lag(when.gap(part.tick // self.unit)) if rounds else 0
         counted = weight is not None and not (part.inplace or part.simulation.dry)
         weighted = ledger.weighted(weight) if counted else nullcontext()  # type: ignore[arg-type]
-        with ledger.stretched(self.unit), ledger.lagging(lag), ledger.lagging(delay), weighted:
+        with ledger.stretched(self.unit), ledger.lagging(lag), weighted:
             yield
 
     def _at(self, part: Part, label: str, overwrite: bool = True, due: Due | None = None) -> Meeting:
@@ -637,9 +637,10 @@ class Exchange(Member, Settings):
 
     def _kept(self, new: Any, old: Tree, at: Meeting) -> Tree:
         """Return what an average made of values, of their names and shapes; each node keeps a part of its own."""
-        checked, keep = check_values(new, old, len(at.nodes), self.how, lead=at.lead), at.here(self.keep)
+        checked, keep = check_values(new, old, len(at.nodes), self.how, lead=at.lead), self.keep
         if not isinstance(keep, Tensor) and keep in (0, 1):
             return old if keep else checked
+        keep = at.here(keep)
 
         def between(x: Tensor, y: Tensor) -> Tensor:
             share = placed(spread(keep, y), y.device, y.dtype) if isinstance(keep, Tensor) else keep
