@@ -219,7 +219,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     ),
     "a delay for each node, .* need rounds": lambda: Exchange(Mean(), SyncWeight([1] * T), delay=[0] * 5 + [2]),
     "must be smaller than every=3": lambda: Exchange(Outer(Mean()), 3, delay=[0, 3]),
-    "offsets=\\[\\]: give a list": lambda: Exchange(Mean(), 3, fragments=2, offsets=[]),
+    "offsets=\\[1\\]: give a list": lambda: Exchange(Mean(), 3, fragments=2, offsets=[1]),
     "what takes a round to arrive, need rounds": lambda: Exchange(Eager(Mean()), SyncWeight([0, 1])),
     "the same on all: average over all": lambda: Exchange(
         Compressed(Mean(), "topk", reference=True), participation=0.5

@@ -488,7 +488,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "alpha": (two(alpha=1.5), ValueError, r"alpha=1.5 must be a number in \[0, 1\]"),
     "bits": (two(bits=2), ValueError, "bits=2 is not possible"),
     "bits that are none": (two(bits=True), ValueError, "bits=True is not possible"),
-    "offsets": (two(num_fragments=2, offsets=[]), ValueError, "one number for each fragment"),
+    "offsets": (two(num_fragments=2, offsets=[1]), ValueError, "one number for each of the 2 fragments"),
     "an offset": (two(num_fragments=2, offsets=[0, 1]), ValueError, "offsets=0"),
     "two rates": (two(inner_lr=0.1), ValueError, "two names"),
     "two rates, eager": (lambda: EagerDiLoCoStrategy("sgd", lr=0.1, inner_lr=0.1), ValueError, "two names"),

@@ -139,7 +139,7 @@ class Exchange(Member, Settings):
         self.late = check.choice("late", late, ("value", "change"))
         self.keep = check.per_node("keep", keep, "[0, 1]", "what a node keeps of its own")
         self.fragments = check_fragments("fragments", fragments)
-        self.offsets = _offsets(offsets)
+        self.offsets = _offsets(offsets, fragments)
         self.pattern = check.choice("pattern", pattern, get_args(Pattern))
         self.participation = check_participation(participation)
         self.resting = resting if resting is None else check.choice("resting", resting, ("take", "keep"), "None")
@@ -764,11 +764,12 @@ def _delay(delay: Any) -> int | tuple[int, ...]:
     return delays[0] if len(set(delays)) == 1 else delays
 
 
-def _offsets(offsets: Any) -> list[int] | None:
+def _offsets(offsets: Any, fragments: Any) -> list[int] | None:
     if offsets is None:
         return None
-    if not isinstance(offsets, (list, tuple)) or not offsets:
-        raise ValueError(f"offsets={offsets!r}: give a list of one number for each fragment.")
+    number = len(fragments) if isinstance(fragments, (list, tuple)) else fragments if check.is_integer(fragments) else 0
+    if not isinstance(offsets, (list, tuple)) or not offsets or (number and len(offsets) != number):
+        raise ValueError(f"offsets={offsets!r}: give a list of one number for each of the {number or ''} fragments.")
     return [check.integer("offsets", offset, what="steps before a fragment is sent first") for offset in offsets]
 
 
