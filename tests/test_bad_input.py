@@ -104,6 +104,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"seed": -(2**63) - 1}, ValueError, [f"seed={-(2**63) - 1}", "-2**63"]),
     ({"device": "banana"}, ValueError, ["'banana'", "cpu", "None"]),
     ({"device": 3.5}, ValueError, ["3.5", "cpu", "None"]),
+    ({"device": 10**30}, ValueError, [str(10**30), "cpu", "None"]),
     ({"device": "cuda:77"}, ValueError, ["cuda:77", "cpu", "None"]),
     ({"device": "meta"}, ValueError, ["'meta'", "cpu", "None"]),
     ({"engine": "vamp"}, ValueError, ["engine='vamp'", "'vmap'", "'loop'", "'auto'"]),

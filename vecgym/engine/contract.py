@@ -81,10 +81,7 @@ def check_model(model: Any) -> None:
     ...     print(str(error).split(":")[0])
     the model, of type Linear, has no trainable parameter
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model is {check.kind_of(model)}; give an nn.Module object whose forward(batch) returns a loss."
-        )
+    check.instance("model", model, nn.Module, "an nn.Module object whose forward(batch) returns a loss")
     for name, module in model.named_modules():
         _check_kind(module, name)
     if LOSS_FN not in vars(model):

@@ -96,7 +96,8 @@ From `fit` to the recorded loss:
    bytes. What is used later is two events: at `agree` the nodes make a message, at `write` they take it.
 6. What was assigned is put back, and `Recorder` (runs) makes the row of the history.
 
-All of this, in a step of DiLoCo with an exchange, is in 35 files, which a test counts.
+All of this, in a step of DiLoCo with an exchange, is in 33 files, which a test counts. `after_step`, limits,
+validation and a clock add theirs.
 
 ## Where to add what
 

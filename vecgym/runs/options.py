@@ -164,7 +164,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         present.insert(0, "cuda")
     if device is None:
         return torch.device(present[0])
-    with contextlib.suppress(RuntimeError, TypeError):  # there is no such device
+    with contextlib.suppress(RuntimeError, TypeError, ValueError):  # there is no such device
         resolved = torch.device(device)
         count = torch.cuda.device_count() if resolved.type == "cuda" else 1
         if resolved.type in present and (resolved.index or 0) < count:
