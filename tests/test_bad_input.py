@@ -370,11 +370,14 @@ class Returns(MLP):
 
 
 BAD_FORWARD: dict[str, tuple[Callable[[Tensor, Tensor], Any], list[str]]] = {
-    "logits": (lambda logits, y: logits, ["shape [4, 10]", "not a scalar", "F.cross_entropy"]),
-    "loss per example": (lambda logits, y: F.cross_entropy(logits, y, reduction="none"), ["shape [4]", "mean loss"]),
-    "one element": (lambda logits, y: F.cross_entropy(logits, y)[None], ["shape [1]", "not a scalar"]),
-    "logits and loss": (lambda logits, y: (logits, F.cross_entropy(logits, y)), ["tuple", "scalar", "loss_fn"]),
-    "a dict": (lambda logits, y: {"loss": F.cross_entropy(logits, y)}, ["dict", "scalar", "loss_fn"]),
+    "logits": (lambda logits, y: logits, ["float32 [4, 10]", "not a scalar", "F.cross_entropy"]),
+    "loss per example": (lambda logits, y: F.cross_entropy(logits, y, reduction="none"), ["float32 [4]", "mean loss"]),
+    "one element": (lambda logits, y: F.cross_entropy(logits, y)[None], ["float32 [1]", "not a scalar"]),
+    "logits and loss": (
+        lambda logits, y: (logits, F.cross_entropy(logits, y)),
+        ["(float32 [4, 10], float32 [])", "scalar", "loss_fn"],
+    ),
+    "a dict": (lambda logits, y: {"loss": F.cross_entropy(logits, y)}, ["{'loss': float32 []}", "scalar", "loss_fn"]),
     "nothing": (lambda logits, y: None, ["NoneType", "scalar"]),
     "a number": (lambda logits, y: F.cross_entropy(logits, y).item(), ["float", "scalar"]),
     "accuracy": (lambda logits, y: (logits.argmax(1) == y).sum(), ["int64", "floating-point"]),
