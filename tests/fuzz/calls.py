@@ -520,6 +520,8 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
                               "inplace": lambda: False},
     "vecgym.core.nodes.expand": {"values": lambda: {"w": torch.ones(1, DIM)}},
     "vecgym.core.nodes.fill": {"values": lambda: {"w": torch.ones(DIM)}},
+    "vecgym.core.nodes.unshared": {"state": tree_of_nodes, "overwritten": tree_of_nodes},
+    "vecgym.collectives.ledger.with_prefix": {"unit": lambda: "B"},
     "vecgym.optim.ElementwiseRule.update": {"state": lambda: vecgym.OptimSpec("sgd").rule().init(tree_of_nodes())},
     "vecgym.optim.Lion": {"params": lambda: Line().parameters()},
     "vecgym.optim.FullPrecisionMuon": {"params": lambda: Matrix().parameters()},

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack as Unpack  # of every constructor's `**inner`; torch depends on it
 
 from vecgym.availability import Presence, sent
 from vecgym.core import check, nodes
@@ -22,6 +22,11 @@ from vecgym.simulation.state import State
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts, Timetable, Who
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.hooks import CommunicationModule, Hooks
+
+if sys.version_info >= (3, 11):  # of every constructor's `**inner`
+    from typing import Unpack as Unpack
+else:
+    from typing_extensions import Unpack as Unpack  # torch depends on it
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
