@@ -355,3 +355,5 @@ def test_tables_that_are_refused(result: SweepResult) -> None:
         result.table("tex")
     with pytest.raises(ValueError, match="columns='loss' is not a column"):
         result.table(columns=["loss"])
+    with pytest.raises(TypeError, match="columns is of type int; give a list of names"):
+        result.table(columns=5)  # type: ignore[arg-type]

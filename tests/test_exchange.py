@@ -112,6 +112,22 @@ def test_fragments_have_steps_of_their_own() -> None:
     ]  # fmt: skip
 
 
+def test_a_rate_for_each_exchange_of_fragments() -> None:
+    """Of how many exchanges is known with the model's names: in ten steps one of these fragments has four."""
+    found = []
+    for lr in (0.5, torch.full((4, 1), 0.5), torch.full((3, 1), 0.5)):
+        exchange = Exchange(Outer(Mean(), OptimSpec("sgd", lr=lr)), every=3, fragments=FRAGMENTS)
+        strategy = Strategy("sgd", [exchange], lr=0.1)
+        strategy.check(K, 10)
+        if len(found) == 2:
+            with pytest.raises(ValueError, match=r"lr of the outer optimizer has shape \[3, 1\]; give \[4, 1\]"):
+                simulation_with(strategy, num_steps=10)
+        else:
+            simulation = simulation_with(strategy, num_steps=10)
+            found.append(run(simulation, simulation.init()).params)
+    assert all(map(torch.equal, found[0].values(), found[1].values()))
+
+
 def test_nodes_with_longer_delays_write_later() -> None:
     found = happens([Exchange(Outer(Mean()), every=4, delay=[0, 1, 0, 2, 1, 0])], run_facts(6))
     assert found[3:] == [

@@ -310,7 +310,7 @@ class SweepResult:
         bold, escaped = FORMS[check.choice("form", form, FORMS)]
         rows = labelled(select(self.rows, where))
         over, means, members = check_over(rows, over), averaged(rows, over), groups(rows, over)
-        for name in columns:
+        for name in check.instance("columns", columns, (list, tuple), 'a list of names, such as ["val_loss"]'):
             check.column("columns", name, means[0])
         axes = [name for name in self.axes if name in means[0]]
         names = [*axes, *(columns or [name for name in means[0] if name not in axes and _tells(name, means)])]
