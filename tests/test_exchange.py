@@ -114,7 +114,7 @@ def test_fragments_have_steps_of_their_own() -> None:
 
 def test_a_rate_for_each_exchange_of_fragments() -> None:
     """Of how many exchanges is known with the model's names: in ten steps one of these fragments has four."""
-    found = []
+    found: list[dict[str, Tensor]] = []
     for lr in (0.5, torch.full((4, 1), 0.5), torch.full((3, 1), 0.5)):
         exchange = Exchange(Outer(Mean(), OptimSpec("sgd", lr=lr)), every=3, fragments=FRAGMENTS)
         strategy = Strategy("sgd", [exchange], lr=0.1)
