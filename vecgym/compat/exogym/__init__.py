@@ -13,7 +13,6 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from unittest import mock
 
 from vecgym import compat, logger
 from vecgym.compat.exogym import base, communicate, strategies, trainer
@@ -124,10 +123,12 @@ def run_script(path: str | os.PathLike[str], args: Sequence[str] = (), device: s
     """
     check.path("path", path)
     argv = [str(path), *check.instance("args", args, (list, tuple), "the command line as a list of str")]
-    folders = [os.path.dirname(os.path.abspath(path)), *sys.path[1:]]
-    with mock.patch.object(sys, "argv", argv), mock.patch.object(sys, "path", folders):
-        try:
-            install(device)
-            runpy.run_path(os.fspath(path), run_name="__main__")
-        finally:
-            uninstall()
+    before = sys.argv, list(sys.path)
+    sys.argv = argv
+    sys.path[0:1] = [os.path.dirname(os.path.abspath(path))]
+    try:
+        install(device)
+        runpy.run_path(os.fspath(path), run_name="__main__")
+    finally:
+        uninstall()
+        sys.argv, sys.path[:] = before
