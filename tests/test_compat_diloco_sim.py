@@ -269,7 +269,7 @@ def test_bad_values(changed: dict[str, Any], message: str) -> None:
         ({"model_cls": Net()}, "model_cls is of type Net; give a subclass"),
         ({"model_cls": None}, "model_cls"),
         ({"loss_fn": None}, "loss_fn=None: give a function"),
-        ({"train_dataset": None}, "train_dataset is missing"),
+        ({"train_dataset": None}, r"train_dataset is a NoneType, without length: .*give a dataset of \(x, y\)"),
         ({"optimizer_kwargs": {"learning_rate": 1.0}}, "AdamW has no argument 'learning_rate'"),
         ({"outer_optimizer_kwargs": [1]}, "outer_optimizer_kwargs is of type list"),
         ({"eval_loss_hook": 3}, "eval_loss_hook=3: give a function"),
