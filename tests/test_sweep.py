@@ -1279,7 +1279,7 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, r"train_dataset is of type MLP; the order is sweep\(model", {"train": make_model("MLP")}),
     (TypeError, "val_dataset is of type FedAvgStrategy; the order is", {"val": FedAvgStrategy()}),
     (ValueError, "grid is empty: give an axis", {"grid": {}, "strategy": FedAvgStrategy()}),
-    (ValueError, r"grid\[3\] is not used: it is no argument of strategy", {"grid": {3: [1], "lr": [0.1]}}),
+    (TypeError, "the axis 3 of grid is of type int; give a text", {"grid": {3: [1], "lr": [0.1]}}),
     (ValueError, r"grid\['lr'\] has nan among its values", {"grid": {"lr": [0.1, float("nan")]}}),
     (ValueError, r"grid\['lr'\] has 0.1 twice", {"grid": {"lr": [0.1, 0.2, 0.1]}}),
     (ValueError, r"grid\['lr'\] has 1.0 twice", {"grid": {"lr": [1, 1.0]}}),
@@ -1303,7 +1303,7 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "points is of type dict; give a list of configurations", {"grid": None, "points": {"lr": [0.1]}}),
     (TypeError, "points is of type int; give a list of configurations", {"grid": None, "points": 3}),
     (TypeError, r"points\[1\].*of type float; give a dict such as", {"grid": None, "points": [{"lr": 0.1}, 0.2]}),
-    (ValueError, r"points\[i\]\[3\] is not used", {"grid": None, "points": [{3: 0.1}]}),
+    (TypeError, r"the axis 3 of points\[i\] is of type int", {"grid": None, "points": [{3: 0.1}]}),
     (ValueError, r"points\[1\]\['lr'\] is nan", {"grid": None, "points": [{"lr": 0.1}, {"lr": float("nan")}]}),
     (
         ValueError,

@@ -138,7 +138,7 @@ def check_loss(loss: Any, model: nn.Module, batch: Any = None) -> None:
     """
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         raise ModelError(
-            f"the model returned {shown(loss)}, not a scalar tensor of a floating-point type. {fix(model, batch)}"
+            f"the model returned {form_of(loss)}, not a scalar tensor of a floating-point type. {fix(model, batch)}"
         )
     if not loss.requires_grad:
         raise ModelError(
@@ -249,24 +249,24 @@ def check_val_metrics(metrics: Any, what: str = "val_metrics(batch)") -> None:
     """
     needed = 'Return scalar tensors, means over the batch, by name: {"loss": self(batch), "accuracy": accuracy}.'
     if not isinstance(metrics, dict) or "loss" not in metrics:
-        raise ModelError(f'{what} returned {shown(metrics)}; a dict with "loss" is needed. {needed}')
+        raise ModelError(f'{what} returned {form_of(metrics)}; a dict with "loss" is needed. {needed}')
     for name, x in metrics.items():
         if not isinstance(x, Tensor) or x.dim() != 0 or not x.is_floating_point():
-            raise ModelError(f"{what} returned {shown(x)} as {name!r}. {needed}")
+            raise ModelError(f"{what} returned {form_of(x)} as {name!r}. {needed}")
 
 
-def shown(value: Any) -> str:
+def form_of(value: Any) -> str:
     """Describe a batch, or what a model returns, for a message.
 
-    >>> shown((torch.zeros(4, 16), {"y": torch.zeros(4, dtype=torch.long), "name": "b"}))
+    >>> form_of((torch.zeros(4, 16), {"y": torch.zeros(4, dtype=torch.long), "name": "b"}))
     "(float32 [4, 16], {'y': int64 [4], 'name': a str})"
     """
     if isinstance(value, Tensor):
         return tree.form(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {shown(x)}" for key, x in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {form_of(x)}" for key, x in value.items()) + "}"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(shown, value))})"
+        return f"({', '.join(map(form_of, value))})"
     return f"a {type(value).__name__}"
 
 
@@ -351,7 +351,7 @@ def first_call(model: nn.Module, batch: Any) -> Iterator[None]:
     except Exception as error:
         advice = f" {fix(model, batch)}" if isinstance(error, (TypeError, AttributeError, NotImplementedError)) else ""
         raise RuntimeError(
-            f"the model fails on its first batch, {shown(batch)}: {type(error).__name__}: {error}{_place(error)}."
+            f"the model fails on its first batch, {form_of(batch)}: {type(error).__name__}: {error}{_place(error)}."
             + advice
         ) from error
 

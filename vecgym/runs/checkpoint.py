@@ -95,7 +95,7 @@ class Checkpointer:
         self.last: Path | None = None
         self.run_id = ""
         self._random: GlobalStates | None = None  # of the checkpoint that the run resumes from
-        self._held = contextlib.ExitStack()  # the folder's lock
+        self._lock = contextlib.ExitStack()  # of the folder, while it is locked
 
     def start(self) -> State:
         """Take the folder, and return the state to begin with: of the newest intact checkpoint, or the initial one."""
@@ -116,7 +116,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Release the folder for other runs."""
-        self._held.close()
+        self._lock.close()
 
     def begin(self) -> None:
         """Set the global random generators, just before the first step."""
@@ -202,7 +202,7 @@ class Checkpointer:
                 f"save_dir={str(self.folder)!r} is in use by another run: {holder} writes its checkpoints there. Give "
                 "another save_dir, or wait until that run has ended."
             )
-        self._held.callback(lock.release)
+        self._lock.callback(lock.release)
 
     def _check_folder(self) -> None:
         """Check, before the first step, that the folder holds no other run's checkpoints."""

@@ -78,8 +78,7 @@ class Run(Generic[M]):
         self.comm = comm
         self.session = session = Session(comm)
         self.after_step = after_step
-        limits = after_step, options.stop, options.max_seconds, options.max_bytes
-        self._may_stop = any(limit is not None for limit in limits)
+        self._may_stop = any(x is not None for x in (after_step, options.stop, options.max_seconds, options.max_bytes))
         self.train = _training_batches(task.train_dataset, options, session, device)
         self.num_steps = num_steps(self.train, options.num_epochs, options.max_steps)
         options.strategy.check(comm.num_nodes, self.num_steps)

@@ -223,7 +223,7 @@ class VerifyOptions(Modelled):
 def compare(options: VerifyOptions, wire: Wire, *, exact: bool) -> Check:
     """Step the stacked form, and the distributed form in the processes of the wire, each of which calls this."""
     stacked = Form(options, StackedCollectives(options.num_nodes), exact)
-    part = _Part(options, DistributedCollectives(options.num_nodes, wire, exact=exact), exact)
+    part = DistributedForm(options, DistributedCollectives(options.num_nodes, wire, exact=exact), exact)
     with torch.enable_grad():
         for step in range(options.steps):
             stacked.step(step)
@@ -263,7 +263,7 @@ class Form:
                 "strategy": rest}  # fmt: skip
 
 
-class _Part(Form):
+class DistributedForm(Form):
     """The form in one of several processes, compared with the stacked one.
 
     Attributes:

@@ -695,11 +695,11 @@ class Outer(Around):
         return self.inner(moved, at.replace(inplace=at.inplace_state))
 
     def settle(self, message: Tree, at: Meeting) -> None:
-        held, made = at.home(self.common), at.made
-        # Rates go by the exchange; the optimizer's own count by those made, of which one in part counts in part.
-        spec = self.optim.spec.at(at.exchange)
-        optim = self.optim if spec is self.optim.spec else Optimizer(spec)
-        count: Any = [made] if isinstance(made, Tensor) else made
+        held, optim = at.home(self.common), self.optim
+        count: Any = [at.made] if isinstance(at.made, Tensor) else at.made
+        if count != at.exchange:  # what is made in part counts in part, and rates go by the exchange
+            spec = optim.spec.at(at.exchange)
+            optim = optim if spec is optim.spec else Optimizer(spec)
         held["params"], held["outer"] = optim.step(
             held["params"], message, held["outer"], count, inplace=at.inplace_state,
             nodes=None if self.common or at.size > 1 else at.nodes, exact=at.exact,

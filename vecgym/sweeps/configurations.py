@@ -202,7 +202,7 @@ class Arguments(NamedTuple):
 
 def check_axes(axes: Iterable[str], strategy: Any, model: Any, source: str = "grid") -> None:
     """Check that every axis of the `source` is used, and that every function gets the arguments that it requires."""
-    axes = list(axes)
+    axes = [check.instance(f"the axis {name!r} of {source}", name, str, "a text, such as 'lr'") for name in axes]
     if isinstance(model, Strategy) or isinstance(strategy, nn.Module):
         raise TypeError(
             "model and strategy are swapped: sweep(model, train_dataset, val_dataset, strategy=..., grid=...)."

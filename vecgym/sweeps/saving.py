@@ -28,7 +28,7 @@ class ResultsFile:
 
     def __init__(self, runner: Runner) -> None:
         self.path, self.runner = _checked(runner.options.resume), runner
-        self.noted: dict[str, Any] = {
+        self.facts: dict[str, Any] = {
             "identity": _shared(runner), "rows": _of_rows(runner.configs), "computed": _computed(runner),
             "keep_models": runner.options.keep_models,
         }  # fmt: skip
@@ -36,7 +36,7 @@ class ResultsFile:
     def save(self) -> None:
         """Write what there is; a full disk warns, and what was written before stays."""
         try:
-            runfile.write(self.path, {**self.noted, "sweep": self.runner.state()})
+            runfile.write(self.path, {**self.facts, "sweep": self.runner.state()})
         except OSError as error:
             warn(f"{self.path} could not be written: {error}. The sweep goes on; what is in the file stays.")
 
@@ -44,16 +44,16 @@ class ResultsFile:
         """Continue from the file, if it is there; a ValueError if it is damaged, or another sweep's."""
         if not self.path.exists():
             return
-        saved, noted = runfile.read(self.path), self.noted
+        saved, facts = runfile.read(self.path), self.facts
         if "sweep" not in saved:
             raise ValueError(f"{self.path} holds no sweep, but another run of vecgym's: give resume another path.")
         checkpoint.check_noted(saved.get("identity", {}), self.path)
         differing = (
-            checkpoint.differences(saved["identity"], noted["identity"])
-            or checkpoint.differences(*_first_differences(saved["rows"], noted["rows"]))
-            or checkpoint.differences(saved["computed"], noted["computed"], checkpoint.TOLERANCE)
+            checkpoint.differences(saved["identity"], facts["identity"])
+            or checkpoint.differences(*_first_differences(saved["rows"], facts["rows"]))
+            or checkpoint.differences(saved["computed"], facts["computed"], checkpoint.TOLERANCE)
         )
-        if noted["keep_models"] and not saved["keep_models"]:
+        if facts["keep_models"] and not saved["keep_models"]:
             differing.append("keep_models: saved False, given True")
         if differing:
             raise ValueError(
