@@ -12,7 +12,8 @@ from torch.utils.data import TensorDataset
 
 from tests.helpers import Recording, assert_close, drawing, meeting, run, stacked
 from tests.models import make_batches, make_model
-from vecgym import OptimSpec, verify
+from vecgym import OptimSpec, Trainer, sweep, verify
+from vecgym.availability import Trace
 from vecgym.collectives import StackedCollectives
 from vecgym.compress import QSGD, Chain, ChunkedTopK, PowerSGD, Quantise, RandomK, StatQuantise, TopK
 from vecgym.compress.codecs import Draw
@@ -29,6 +30,7 @@ from vecgym.strategy import (
     Context,
     Corrupted,
     DiLoCoStrategy,
+    Eager,
     Exchange,
     FedAvgStrategy,
     GossipStrategy,
@@ -460,6 +462,50 @@ PROCESSES: dict[str, Callable[[], Exchange]] = {
 def test_real_processes_compute_the_same(name: str) -> None:
     x = torch.randn(64, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     report = verify(of(PROCESSES[name]()), Two(), TensorDataset(x), num_nodes=4, num_processes=2, steps=9)
+    assert report.passed, report
+
+
+HELOCO = Outer(Mean(), NESTEROV, correct="heloco")
+FOR_SWEEPS: dict[str, Average] = {
+    "mean": Outer(Mean(), NESTEROV), "islands": Outer(Mean(2), NESTEROV), "median": Outer(Robust("median"), NESTEROV),
+    "top-k": Outer(Compressed(Mean(), TopK(0.3)), NESTEROV), "eager": Eager(Mean(), NESTEROV), "heloco": HELOCO,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", FOR_SWEEPS)
+def test_configurations_of_which_some_nodes_take_part(how: str) -> None:
+    """Each computes what it computes alone."""
+    x = TensorDataset(torch.randn(64, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    settings: dict[str, Any] = {"num_nodes": K, "max_steps": 7, "batch_size": 4, "device": "cpu", "progress": False}
+
+    def strategy(lr: float) -> Strategy:
+        return Strategy("adam", [Exchange(FOR_SWEEPS[how], every=2, participation=0.5)], lr=lr)
+
+    result = sweep(Two(), x, strategy=strategy, grid={"lr": [0.02, 0.03]}, **settings)
+    for i, lr in enumerate((0.02, 0.03)):
+        trainer = Trainer(Two(), x)
+        trainer.fit(strategy(lr), **settings)
+        alone = torch.tensor(trainer.history.series("train_loss")[1])
+        assert_close({"loss": torch.tensor(result.history(i).series("train_loss")[1])}, {"loss": alone}, 1e-12)
+
+
+def test_of_a_state_that_is_a_tensor_a_part_is_made() -> None:
+    class Counted(Average):
+        def init(self, values: Any, run: Any) -> Any:
+            return {}, {"count": torch.zeros(1)}
+
+        def agree(self, values: Any, at: Meeting) -> Any:
+            at.shared["count"] = at.shared["count"] + 1
+            return at.comm.mean(values)
+
+    ours = run(Two(), of(Exchange(Counted(), every=SyncWeight([0.5, 0.0, 1.0]))), batches(3))
+    assert ours.state.shared["0.0/count"].item() == 1.5
+
+
+def test_heloco_in_a_process_without_participants() -> None:
+    x = TensorDataset(torch.randn(64, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    present = [[True, True], [True, False], [True, True]]
+    report = verify(of(Exchange(HELOCO)), Two(), x, num_nodes=2, num_processes=2, steps=3, availability=Trace(present))
     assert report.passed, report
 
 

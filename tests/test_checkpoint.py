@@ -502,9 +502,11 @@ def test_what_is_no_file_is_passed_over_and_never_opened(tmp_path: Path) -> None
     with time_limit(30.0):
         assert_same(train(tmp_path, resume=True), whole)
         for step in (96, 97, 98, 99):
-            with pytest.raises(ValueError, match=r"not a file, but a folder without|no checkpoint"):
+            with pytest.raises(ValueError, match=r"not a file, but a (folder without|pipe)|no checkpoint"):
                 train(resume=at(tmp_path, step))
-            with pytest.raises(ValueError, match=r"not a file, but a folder without checkpoints, .* a pipe"):
+            with pytest.raises(
+                ValueError, match=r"not a file, but a (folder without checkpoints; fit|pipe, socket or device)"
+            ):
                 vecgym.load(at(tmp_path, step))
 
 

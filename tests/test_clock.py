@@ -606,6 +606,18 @@ def naive(
     )  # fmt: skip
 
 
+def test_an_exchange_with_a_server_is_none_of_islands_of_the_same_nodes() -> None:
+    network, compute = Network(1e4, server_bandwidth=1e4), Compute([0.1, 0.1, 5.0, 5.0])
+    served = Transfer("server_mean", 1000, 4, ServerLinks((0, 1), (2, 3)))
+    seconds = [
+        price(steps, network, compute).seconds
+        for islands in (((0, 1), (2, 3)), ((2, 3), (0, 1)))
+        for among in [Transfer("mean", 1000, 4, islands)]
+        for steps in ([[among], [served]], [[served], [among]])
+    ]
+    assert_near(seconds, [seconds[-1]] * 4)
+
+
 @pytest.mark.usefixtures("_small_first_bucket")
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("weights", [False, True])

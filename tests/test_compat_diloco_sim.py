@@ -394,6 +394,23 @@ def test_wandb_gets_what_the_original_logs(monkeypatch: pytest.MonkeyPatch) -> N
     assert logger.rows[3]["val_perplexity"] == pytest.approx(math.exp(logger.rows[3]["val_loss"]))
 
 
+class WithMetrics(nn.Linear):
+    """Has an attribute of its own, whose name means something to vecgym."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        self.loss_metrics = [0.5]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.loss_metrics[0]
+
+
+def test_the_users_model_stays_as_it_is() -> None:
+    simulator = run(model_cls=WithMetrics, model_kwargs={"in_features": 4, "out_features": 3})
+    assert simulator.master_model.loss_metrics == [0.5]
+    assert "val_perplexity" in simulator.history.columns
+
+
 # -------------------------------------------------------------------------------------------------- checkpoints
 
 

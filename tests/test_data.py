@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import warnings
 from collections import UserDict, namedtuple
@@ -300,6 +301,15 @@ def test_workers_change_nothing(kind: str) -> None:
         assert all(same(a, b) for (a, _), (b, _) in zip(evaluated, EvalBatches(Noisy(), 5), strict=True))
 
 
+def test_workers_end_when_reading_does() -> None:
+    before = set(multiprocessing.active_children())
+    reading: Any = Batches(numbers(64), 2, 2, dataloader_kwargs={"num_workers": 2}).read([([0, 1], 0), ([0, 1], 1)])
+    next(reading)
+    assert len(set(multiprocessing.active_children()) - before) == 2
+    reading.close()
+    assert set(multiprocessing.active_children()) == before
+
+
 def pad(examples: list[Any]) -> dict[str, Tensor]:
     return {"x": default_collate(examples).float() + torch.rand(())}
 
@@ -410,6 +420,10 @@ def error(kind: type[Exception], text: str):
     return pytest.raises(kind, match=text)
 
 
+def abstract() -> int:
+    raise NotImplementedError("as in a class that others derive from")
+
+
 def test_mistakes_are_refused_at_construction() -> None:
     with error(TypeError, "train_dataset is a Stream, an IterableDataset.*Fix: .*list"):
         Batches(Stream(), 2, 2)
@@ -418,8 +432,9 @@ def test_mistakes_are_refused_at_construction() -> None:
     for wrong in [None, 3, {"train": [1]}, "text", DataLoader(numbers(4))]:
         with error(TypeError, "not a dataset.*Allowed: .*__getitem__.*factory.*Fix"):
             Batches(wrong, 2, 2)  # type: ignore[arg-type]
-    with error(TypeError, "without length"):
-        Batches(type("Endless", (), {"__getitem__": lambda self, i: i})(), 2, 2)
+    for length in ({}, {"__len__": lambda self: abstract()}):
+        with error(TypeError, "train_dataset is a Endless, without length"):
+            Batches(type("Endless", (), {"__getitem__": lambda self, i: i, **length})(), 2, 2)
     with error(ValueError, "^train_dataset is empty"):
         Batches([], 2, 2)
     with error(ValueError, "train_dataset of node 2 is empty"):

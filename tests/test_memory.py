@@ -111,6 +111,14 @@ def test_the_table() -> None:
     assert more.total_bytes == pytest.approx(lasting + 2e9)  # in place of the exchange, not beside it
 
 
+def test_frozen_parameters_are_counted_once() -> None:
+    frozen = nn.Linear(1000, 1000).requires_grad_(False)
+    model = Classifier(nn.Sequential(frozen, nn.Linear(1000, 2)))
+    batch = torch.zeros(4, 1000), torch.zeros(4, dtype=torch.long)
+    parameters = estimate_memory(model, DiLoCoStrategy("sgd", H=2), 2, 4, batch).parts["parameters"]
+    assert (parameters.per_node_bytes, parameters.shared_bytes) == (4 * 2002, 4 * 1_001_000)
+
+
 def test_nothing_is_left_behind() -> None:
     """Neither the model nor torch's random state is touched."""
     model = make_model("Dropout")

@@ -1026,7 +1026,7 @@ def test_muon_refuses_numbers_of_newton_schulz_steps_that_torch_refuses(ns_steps
     params = {"w": torch.ones(2, 3, 2)}
     for inplace in (True, False):
         # torch's class looks at the number in its first step; ours, of older versions of torch, when it is made
-        with pytest.raises(ValueError, match=r"ns_steps=.* must be an integer from 0 to 99"):
+        with pytest.raises(ValueError, match=r"ns_steps=.* must be an integer from 0 to 99"):  # noqa: PT012
             rule = OptimSpec("muon", lr=0.1, ns_steps=ns_steps).rule()
             rule.update(params, {"w": torch.ones(2, 3, 2)}, rule.init(params), inplace=inplace)
 

@@ -234,7 +234,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     )
     assert main(["price", str(tmp_path / "run"), "--output", str(figure)]) == 0  # as long as it took here
     assert main(["price", str(tmp_path), "--output", str(figure)]) == 1
-    assert "is not a file, but a folder without checkpoints, which fit(save_dir=) writes" in capsys.readouterr().err
+    assert "is not a file, but a folder without checkpoints; fit(save_dir=) writes them." in capsys.readouterr().err
     assert main(["price", *given, "--bandwidth", "1 GB"]) == 1
     assert "--bandwidth='1 GB' is not a bandwidth" in capsys.readouterr().err
 

@@ -520,7 +520,7 @@ class Presence:
         self.waits = training is not None
         self._present = self._evaluated(availability.present(run))
         self._computing = self._present if training is None else self._present & self._evaluated(training)
-        counts = self._present.sum(1).tolist()
+        counts = [count for block in self._present.split(BLOCK) for count in block.sum(1).tolist()]  # `sum` takes int64
         if 0 in counts:
             raise ValueError(
                 f"availability={availability!r}: no node is present in step {counts.index(0)} (counted from 0), and at "
@@ -528,7 +528,7 @@ class Presence:
             )
         self.counts = set(counts)
         # The first step in which each node is present.
-        self.first = torch.where(self._present.any(0), self._present.byte().argmax(0), run.num_steps)
+        self.first = torch.where(self._present.any(0), self._present.view(torch.uint8).argmax(0), run.num_steps)
 
     def present(self, step: int) -> tuple[int, ...] | None:
         """Return the ids of the present nodes; None: all."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vecgym.clock.units import check_fits, numbers, readable_span, readable_time
+from vecgym.clock.units import numbers, readable_span, readable_time
 from vecgym.clock.units import seconds as in_seconds
 from vecgym.core import check, rng
 from vecgym.core.errors import warn
@@ -139,7 +139,7 @@ class Compute:
         ...
         ValueError: Compute has seconds for 2 nodes and the run has 3: give one number, or [3].
         """
-        check_fits("Compute has seconds for", self.num_nodes, num_nodes, "one number")
+        check.fits("Compute has seconds for", self.num_nodes, num_nodes, f"one number, or [{num_nodes}]")
 
     def of_steps(self, num_steps: int, num_nodes: int) -> Tensor:
         """Return the seconds of the first `num_steps` steps of each node, `[T, K]`."""

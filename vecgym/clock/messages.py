@@ -312,7 +312,8 @@ class Planner:
         self.rest = rest if compute.overlap else torch.ones_like(rest)
         self._place = {name: i for i, name in enumerate(sizes)}
         self._bytes = torch.tensor([float(x) for x in sizes.values()], dtype=torch.float64)
-        self._exchange_of = functools.cache(self._new_exchange)
+        # By type: islands may equal a server's links.
+        self._exchange_of = functools.lru_cache(None, typed=True)(self._new_exchange)
 
     def plans(self, transfers: Sequence[Transfer]) -> tuple[MessagePlan, ...]:
         """Return the messages of a step's transfers; those of equal weight leave together, in the order of layers."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vecgym.clock import cost
 from vecgym.clock.cost import Team
-from vecgym.clock.units import bits_per_second, check_fits, numbers, readable_bandwidth, readable_span, readable_time
+from vecgym.clock.units import bits_per_second, numbers, readable_bandwidth, readable_span, readable_time
 from vecgym.clock.units import latency as seconds
 from vecgym.collectives.base import BUCKET_BYTES
 from vecgym.core import check
@@ -164,7 +164,7 @@ class Network:
         ...
         ValueError: the network has 2 nodes and the run has 3: give one bandwidth and one latency, or [3].
         """
-        check_fits("the network has", self.num_nodes, num_nodes, "one bandwidth and one latency")
+        check.fits("the network has", self.num_nodes, num_nodes, f"one bandwidth and one latency, or [{num_nodes}]")
 
     def _links(self) -> dict[str, Tensor]:
         return {name: x for name in ("bandwidth", "up", "down", "latency") if (x := vars(self)[name]) is not None}

@@ -140,16 +140,6 @@ def numbers(name: str, value: Any, parse: Callable[[str, Any], float], dims: int
     return parsed
 
 
-def check_fits(what_has: str, num_nodes: int | None, of_the_run: int, give: str) -> None:
-    """Raise a ValueError unless a network or compute times fit the run's number of nodes; None fits any.
-
-    >>> check_fits("Compute has seconds for", None, 3, "one number")
-    """
-    if num_nodes not in (None, of_the_run):
-        had = f"{what_has} {num_nodes} nodes and the run has {of_the_run}"
-        raise ValueError(f"{had}: give {give}, or [{of_the_run}].")
-
-
 def readable_bandwidth(bits: float) -> str:
     """Format a bandwidth in bits per second.
 

@@ -213,7 +213,7 @@ class DilocoSimulatorConfig:
         if not (isinstance(self.model_cls, type) and issubclass(self.model_cls, nn.Module)):
             kind = check.kind_of(self.model_cls)
             raise TypeError(f"model_cls is {kind}; give a subclass of nn.Module, not an instance of one.")
-        size_of("train_dataset", self.train_dataset, "give a dataset of (x, y)")
+        size_of("train_dataset", self.train_dataset, "give a dataset of (x, y).")
         for name, signature in FUNCTIONS.items():
             value = getattr(self, name)
             if not callable(value) and (value is not None or name == "loss_fn"):
@@ -319,8 +319,9 @@ class DilocoSimulator(Trainer[nn.Module]):
         self.local_step = 0
         self.master_model = config.model_cls(**config.model_kwargs)
         evaluated = config.train_dataset if config.eval_dataset is None else config.eval_dataset
-        self.master_model.loss_metrics = {"perplexity": torch.exp}  # type: ignore[assignment]  # no module, a dict
-        super().__init__(self.master_model, config.train_dataset, evaluated, loss_fn=partial(_loss, config.loss_fn))
+        loss_fn: Any = partial(_loss, config.loss_fn)
+        loss_fn.loss_metrics = {"perplexity": torch.exp}
+        super().__init__(self.master_model, config.train_dataset, evaluated, loss_fn=loss_fn)
         _warn_without_effect(config)
         if config.model_path is not None:
             self.load_model(config.model_path)

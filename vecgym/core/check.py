@@ -340,6 +340,18 @@ def keywords(whose: str, keys: Iterable[str], allowed: Iterable[str]) -> None:
             raise TypeError(f"{whose} has no argument {key!r}{did_you_mean(key, allowed_names)} It has: {has}.")
 
 
+def fits(what_has: str, num_nodes: int | None, of_the_run: int, give: str) -> None:
+    """Raise a ValueError unless values for so many nodes fit the run; None fits any.
+
+    >>> fits("Compute has seconds for", 2, 3, "one number, or [3]")
+    Traceback (most recent call last):
+    ...
+    ValueError: Compute has seconds for 2 nodes and the run has 3: give one number, or [3].
+    """
+    if num_nodes not in (None, of_the_run):
+        raise ValueError(f"{what_has} {num_nodes} nodes and the run has {of_the_run}: give {give}.")
+
+
 def did_you_mean(value: Any, names: Iterable[str]) -> str:
     """End a message's first sentence, suggesting the name closest to `value` if one is close.
 

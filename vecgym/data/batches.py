@@ -205,7 +205,8 @@ class Batches:
 
         ahead, limited_ahead = itertools.tee(located())  # workers read ahead
         batches = self._source.stream(request for request, _ in ahead)
-        return zip(batches, (limits for _, limits in limited_ahead))
+        # a generator, whose close() ends the workers
+        return ((batch, limits) for batch, (_, limits) in zip(batches, limited_ahead))
 
     def _located(
         self, steps: Sequence[int], rows: Sequence[int], local_limits: Sequence[int] | None

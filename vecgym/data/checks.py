@@ -97,7 +97,7 @@ def check_examples(dataset: Any, name: str) -> None:
             "__getitem__(int), or a factory (rank, num_nodes, train) -> Dataset. Fix: TensorDataset(x, y), "
             'or loader.dataset of a DataLoader, or one split such as splits["train"]'
         )
-    if size_of(name, dataset, "define __len__ in its class") == 0:
+    if size_of(name, dataset, "give one whose len() is the number of its examples") == 0:
         raise ValueError(f"{name} is empty. Allowed: at least one example")
 
 
@@ -114,7 +114,7 @@ def size_of(name: str, dataset: Any, fix: str) -> int:
     """
     try:
         return len(dataset)
-    except TypeError as error:
+    except (TypeError, NotImplementedError) as error:
         raise TypeError(f"{name} is {describe(dataset)}, without length: {error}. Fix: {fix}") from None
 
 
@@ -144,4 +144,4 @@ def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a {value.dim()}-D tensor of {value.dtype}"
     inside = f" of {type(value[0]).__name__}" if isinstance(value, (list, tuple)) and value else ""
-    return f"a {type(value).__name__}{inside}"
+    return check.kind_of(value) if isinstance(value, type) else f"a {type(value).__name__}{inside}"

@@ -260,13 +260,16 @@ def form_of(value: Any) -> str:
 
     >>> form_of((torch.zeros(4, 16), {"y": torch.zeros(4, dtype=torch.long), "name": "b"}))
     "(float32 [4, 16], {'y': int64 [4], 'name': a str})"
+    >>> form_of((torch.zeros(()),)), form_of([torch.zeros(2)] * 100)
+    ('(float32 [],)', '[float32 [2], float32 [2], float32 [2], float32 [2], ...]')
     """
     if isinstance(value, Tensor):
         return tree.form(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {form_of(x)}" for key, x in value.items()) + "}"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(form_of, value))})"
+        inside = ", ".join([*map(form_of, value[:4]), *["..."] * (len(value) > 4)])
+        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
     return f"a {type(value).__name__}"
 
 

@@ -216,10 +216,8 @@ def read(path: str | os.PathLike[str], required: Mapping[str, Any] | None = None
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}.")
     if not os.path.isfile(path):
-        raise Damaged(
-            f"{path} is not a file, but a folder without checkpoints, which fit(save_dir=) writes, a pipe, a socket or "
-            "a device."
-        )
+        what = "folder without checkpoints; fit(save_dir=) writes them" if path.is_dir() else "pipe, socket or device"
+        raise Damaged(f"{path} is not a file, but a {what}.")
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = None if mmap else archive.testzip()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vecgym.collectives import Collectives
 from vecgym.core import nodes, tree
 from vecgym.core.devices import fetched
+from vecgym.core.nodes import LOSS_FN
 from vecgym.core.tree import Tree
 from vecgym.data import EvalBatches
 from vecgym.data.batches import chosen_batches, places
@@ -254,14 +255,14 @@ def evaluated_columns(
 
 
 def loss_metrics(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return the functions of the mean validation loss that a model defines, such as its perplexity.
+    """Return the functions of the mean validation loss that a model, or its `loss_fn`, defines, such as its perplexity.
 
     >>> model = nn.Linear(1, 1)
     >>> model.loss_metrics = {"perplexity": torch.exp}
     >>> loss_metrics(model)["perplexity"](torch.zeros(2)), loss_metrics(nn.Linear(1, 1))
     (tensor([1., 1.]), {})
     """
-    metrics = getattr(model, "loss_metrics", {})
+    metrics = getattr(vars(model).get(LOSS_FN), "loss_metrics", getattr(model, "loss_metrics", {}))
     if not isinstance(metrics, dict) or not all(isinstance(k, str) and callable(f) for k, f in metrics.items()):
         raise TypeError(
             f"the model's loss_metrics is {metrics!r}; it must be a dict of functions of a tensor of mean losses, such "

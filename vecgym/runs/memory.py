@@ -149,8 +149,9 @@ class MemoryOptions(Modelled):
 def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
     """Estimate the memory of `Trainer.fit`, as a table; nothing is trained, and K nodes are never computed.
 
-    parameters: 1 or K copies; gradients: likewise, those of the nodes' mean loss or of each; optimizer: its state;
-    strategy: its modules' states (outer parameters, residuals ...); buffers; batch: the examples of a step;
+    parameters: 1 or K copies, and one of those that are not trained; gradients: 1 or K, those of the nodes' mean loss
+    or of each; optimizer: its state; strategy: its modules' states (outer parameters, residuals ...); buffers; batch:
+    the examples of a step;
     activations: the peak of a forward and backward pass of the nodes computed at a time, of `minibatch_size` examples
     each, beyond the gradients; exchange: the most that anything else in a step allocates temporarily.
 
@@ -232,7 +233,7 @@ class Estimator:
         self.strategy = as_strategy(strategy, engine.model)
         self.num_nodes, self.max_steps = num_nodes, max_steps
         self.num_local = num_nodes if num_local is None else num_local
-        self.P = tree.num_bytes(engine.params)
+        self.P, self.frozen_bytes = tree.num_bytes(engine.params), tree.num_bytes(engine.frozen)
         self.complete = True  # whether the strategy's steps could be taken
         self._passed: dict[tuple[Any, ...], Passing] = {}  # not functools.cache, which would keep the model alive
         self._lasting: dict[tuple[Any, ...], tuple[dict[str, MemoryPart], bool]] = {}
@@ -254,7 +255,8 @@ class Estimator:
         adding = max(0, 4 * whole - gradients.total_bytes) if cut else 0  # two terms, one weighted, and the sum
         exchange = max(parts["exchange"], MemoryPart(0, adding), key=lambda part: part.total_bytes)
         buffers = MemoryPart(tree.num_bytes(self.engine.buffers), nodes=nodes)
-        table = {"parameters": parts["parameters"], "gradients": gradients, "optimizer": parts["optimizer"],
+        kept = replace(parts["parameters"], shared_bytes=parts["parameters"].shared_bytes + self.frozen_bytes)
+        table = {"parameters": kept, "gradients": gradients, "optimizer": parts["optimizer"],
                  "strategy": parts["strategy"], "buffers": buffers}  # fmt: skip
         if sample is not None:
             peak = plan.node_threads * sample.peak(most) + whole * (in_parts + cut)

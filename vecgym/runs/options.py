@@ -110,7 +110,7 @@ def check_clocks(num_nodes: int, network: Any, compute: Any) -> None:
 def check_left_out(strategy: Strategy, option: str, value: Any, default: Any) -> None:
     """Raise a ValueError for an option that this strategy does not support."""
     if value != default:
-        raise ValueError(f"{type(strategy).__name__} does not support {option}={value!r}: leave it out.")
+        raise ValueError(f"{type(strategy).__name__} does not support {option}={value!r} here: leave it out.")
 
 
 def check_asynchronous(options: Any, only: Sequence[str], refused: Mapping[str, Any]) -> None:

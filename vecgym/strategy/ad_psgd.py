@@ -104,11 +104,8 @@ class ADPSGDStrategy(EventDriven):
         """
         if isinstance(self.topology, str):
             return FIXED[self.topology](num_nodes)
-        if len(self.topology) != num_nodes:
-            raise ValueError(
-                f"topology is for {len(self.topology)} nodes and the run has {num_nodes}: give [{num_nodes}, "
-                f'{num_nodes}], or a name such as "ring".'
-            )
+        give = f'[{num_nodes}, {num_nodes}], or a name such as "ring"'
+        check.fits("topology is for", len(self.topology), num_nodes, give)
         return self.topology
 
     def rules(self, times: Times) -> PairRules:

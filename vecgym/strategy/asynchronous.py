@@ -130,10 +130,8 @@ class InRounds(EventDriven):
         return {**own, "start": params, "local": params}, shared
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        if self.local_steps is not None and len(self.local_steps) != num_nodes:
-            raise ValueError(
-                f"local_steps is for {len(self.local_steps)} nodes and the run has {num_nodes}: give [{num_nodes}]."
-            )
+        if self.local_steps is not None:
+            check.fits("local_steps is for", len(self.local_steps), num_nodes, f"[{num_nodes}]")
         super().check(num_nodes, max_steps)
 
     def steps_of_rounds(self, step_seconds: Sequence[float]) -> tuple[int, ...]:

@@ -700,6 +700,7 @@ class Outer(Around):
         if count != at.exchange:  # what is made in part counts in part, and rates go by the exchange
             spec = optim.spec.at(at.exchange)
             optim = optim if spec is optim.spec else Optimizer(spec)
+        message = message if self.common else at.wide(message)
         held["params"], held["outer"] = optim.step(
             held["params"], message, held["outer"], count, inplace=at.inplace_state,
             nodes=None if self.common or at.size > 1 else at.nodes, exact=at.exact,
@@ -902,7 +903,7 @@ def row_norms(x: Tensor) -> Tensor:
 
 def _total(x: Tensor) -> Tensor:
     """Sum each row, `[L, *]` -> `[L, 1, ...]`."""
-    return x.reshape(len(x), -1).sum(1).view(-1, *[1] * (x.dim() - 1))
+    return x[:, None].flatten(1).sum(1).view(-1, *[1] * (x.dim() - 1))
 
 
 def nonzero(x: Tensor) -> Tensor:

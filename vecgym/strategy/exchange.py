@@ -234,8 +234,8 @@ class Exchange(Member, Settings):
         if isinstance(self._when, RoundsOf):
             for step in filter(self._when.due, range(steps)):
                 self._check_arrival(self._when.gap(step))
-        if isinstance(self.delay, tuple) and len(self.delay) != K:
-            raise ValueError(f"delay is for {len(self.delay)} nodes and the run has {K}: give a number, or [{K}].")
+        if isinstance(self.delay, tuple):
+            check.fits("delay is for", len(self.delay), K, f"a number, or [{K}]")
         check.per_node("keep", self.keep, num_nodes=K)
         if self.fragments == 1:  # else how many exchanges there are is known with the model's names
             self.average.check(self.facts(run))
@@ -678,7 +678,7 @@ def blend(part: Part, weight: Tensor | None) -> None:
     for rows in _trees(part):
         for name, new in rows.assigned.items():
             old = rows.shown(name)
-            if new and not old and not _is_under_way(name):
+            if not isinstance(new, Tensor) and new and not old and not _is_under_way(name):
                 raise ValueError(
                     "an exchange that adds to its state cannot be made in part, which sync_weight asks for: give "
                     "weights that are 0 or 1 and do not require grad."
