@@ -102,7 +102,7 @@ def test_a_network_instead_of_a_model_is_told_of_loss_fn(make: type[nn.Module]) 
             fit(make(), alone(), data=dataset("MLP"), engine=engine)
         message = str(raised.value)
         for part in (
-            "first batch, (float32 [4, 16], int64 [4])",
+            "first batch, [float32 [4, 16], int64 [4]]",
             "must be Tensor, not",
             "test_model_errors.py",
             "def loss(module, batch)",

@@ -497,7 +497,7 @@ class MuLoCoStrategy(DiLoCoStrategy):
                 'lambda name, p: p.dim() == 2 and "emb" not in name, or None.'
             )
         if check.is_number(lr):
-            check.number("lr", lr, "(0, inf)", "Muon's rate, to which AdamW's keeps its ratio under a schedule")
+            check.number("lr", lr, "(0, inf)", "Muon's rate; for AdamW alone give matrices=lambda name, p: False")
         OptimSpec("adamw", lr=adamw_lr, weight_decay=weight_decay)  # refuses what AdamW refuses
         groups = _Groups(chosen, adamw_lr, weight_decay)
         check.flag("full_precision", full_precision)
