@@ -161,7 +161,7 @@ class HALoSStrategy(InRounds):
         """
         if isinstance(self.regions, int):
             if self.regions > num_nodes:
-                raise ValueError(f"regions={self.regions} is more than the {num_nodes} nodes: give at most as many.")
+                raise ValueError(f"regions={self.regions} is more than the nodes: give at most {num_nodes}.")
             return tuple(tuple(part.tolist()) for part in torch.arange(num_nodes).tensor_split(self.regions))
         if sorted(node for region in self.regions for node in region) != list(range(num_nodes)):
             raise ValueError(
