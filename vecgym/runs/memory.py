@@ -151,9 +151,9 @@ def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
 
     parameters: 1 or K copies, and one of those that are not trained; gradients: 1 or K, those of the nodes' mean loss
     or of each; optimizer: its state; strategy: its modules' states (outer parameters, residuals ...); buffers; batch:
-    the examples of a step;
-    activations: the peak of a forward and backward pass of the nodes computed at a time, of `minibatch_size` examples
-    each, beyond the gradients; exchange: the most that anything else in a step allocates temporarily.
+    the examples of a step; activations: the peak of a forward and backward pass of the nodes computed at a time, of
+    `minibatch_size` examples each, beyond the gradients; exchange: the most that anything else in a step allocates
+    temporarily.
 
     Activations are measured with one node, or with two and three, counting every tensor that is made or freed, and
     extrapolated linearly to the nodes computed at a time. The rest is what the strategy's own steps on all K nodes
