@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.optim import SGD
 from tests.helpers import Run, assert_close, assert_same_bits, difference, flat, meeting, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference.streaming import by_module, e3m0, streaming
-from vecgym import Trainer
+from vecgym import Trainer, dry_run
 from vecgym.clock import Compute, Network, price
 from vecgym.collectives.ledger import Ledger
 from vecgym.compress import E3M0
@@ -512,6 +513,25 @@ def test_what_cannot_work_is_refused(setting: str) -> None:
     call, error, message = REFUSED[setting]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(("H", "fragments", "offsets"), [(3, 5, [1, 1, 1, 2, 3]), (1, 3, [1, 1, 1])])
+def test_a_round_has_a_step_for_each_fragment(H: int, fragments: int, offsets: list[int]) -> None:
+    """Of those into which the model can be cut; several in one step are asked for by their offsets."""
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(5)])
+
+    def steps(**settings: Any) -> list[int]:
+        strategy = StreamingDiLoCoStrategy("sgd", H=H, delay=0, lr=0.1, **settings)
+        return [entry.step + 1 for entry in dry_run(model, strategy, num_nodes=2, max_steps=H)]
+
+    fix = f"H={H} steps is too short for the {fragments} fragments .* H={fragments} or more, at most {H} .* offsets="
+    with pytest.raises(ValueError, match=fix + re.escape(str(offsets))):
+        steps(num_fragments=fragments)
+    assert steps(num_fragments=fragments, offsets=offsets) == offsets
+    exchange = Exchange(Outer(Mean()), every=H, fragments=fragments)
+    exchange.check_present(RunFacts(2, names=("one.weight", "one.bias")))  # a model of one module
+    with pytest.raises(ValueError, match=f"every={H} steps is too short"):
+        exchange.in_units(4).check_present(RunFacts(2, names=tuple(dict(model.named_parameters()))))
 
 
 def test_fragments_of_half_the_nodes_and_other_averages() -> None:

@@ -80,8 +80,9 @@ class Exchange(Member, Settings):
         keep: what a node keeps of its own, in [0, 1]; one number, or `[K]`.
         fragments: their number, lists of names of parameters or modules, or a function from a parameter's name to 0, 1,
             ...; None: three blocks to a fragment; see `vecgym.strategy.exchange.cut`.
-        offsets: for each fragment the steps before its first exchange; (p + 1) every / F if not given. If `every` is a
-            function, each fragment has its turn in each round, after as large a part of it.
+        offsets: for each fragment the steps before its first exchange; (p + 1) every / F if not given, which needs
+            F <= every. If `every` is a function, each fragment has its turn in each round, after as large a part of it;
+            in a round of fewer than F steps some have the same.
         pattern: "strided" deals out the model's blocks to the fragments in turn; "sequential" keeps neighbours
             together.
         participation: the fraction of the nodes, drawn anew for each round (at least one), that trains and takes part.
@@ -250,10 +251,18 @@ class Exchange(Member, Settings):
                 f"availability={presence.availability!r} and participation={self.participation} both draw a sample of "
                 "the nodes, of which few would be in both: leave one of them out."
             )
-        if self.offsets is not None and len(self.offsets) != (count := len(self.parts(run.names))):
+        count = len(self.parts(run.names))
+        if self.offsets is not None and len(self.offsets) != count:
             raise ValueError(
                 f"offsets={self.offsets} are {len(self.offsets)}, and the model is cut into {count} fragments: give "
                 "one for each."
+            )
+        if self.offsets is None and isinstance(self._when, Rounds) and count > (H := self._when.H):
+            together = [self._when.part(p, count).offset for p in range(count)]
+            raise ValueError(
+                f"a round of {self._when._name}={H} steps is too short for the {count} fragments that the model is cut "
+                f"into, each of which has a step of its own: give {self._when._name}={count} or more, at most {H} "
+                f"fragments, or offsets={together} to send several after one step."
             )
         self.average.check(self.facts(run))
 
