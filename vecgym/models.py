@@ -147,7 +147,8 @@ class Classifier(nn.Module):
     the fraction of the examples with the largest output at the target: columns `val_accuracy`, `val_accuracy_local`.
 
     Args:
-        net: inputs `[B, ...]` -> outputs `[B, C]`, one for each of C classes.
+        net: inputs `[B, ...]` -> outputs `[B, C]`, one for each of C classes. The classifier starts in its mode, so
+            that a network in eval mode is trained as a model in eval mode: all of it in training mode.
 
     >>> model = Classifier(nn.Linear(2, 3))
     >>> sorted(model.val_metrics((torch.zeros(8, 2), torch.zeros(8, dtype=torch.long))))
@@ -157,6 +158,7 @@ class Classifier(nn.Module):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
+        self.training = net.training
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return the mean cross-entropy, in nats."""

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from vecgym.core import check, tree
-from vecgym.core.errors import ModelError
+from vecgym.core.errors import ModelError, warn
 from vecgym.core.nodes import LOSS_FN
 from vecgym.engine import hooks
 
@@ -124,6 +124,25 @@ def _check_forward(model: nn.Module) -> None:
             f"the model's forward{signature} cannot be called as forward(batch): {error}. "
             f"{fix(model, dict.fromkeys(named) or None)}"
         ) from None
+
+
+def check_modes(model: nn.Module) -> None:
+    """Warn about a model that trains around parts of which none does, as a pretrained network in a new module.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     check_modes(nn.Sequential(nn.Sequential(nn.Linear(2, 1), nn.Dropout()).eval()))
+    >>> str(caught[0].message).split(",")[0]
+    'all parts of the model are in eval mode'
+    """
+    parts = list(model.modules())[1:]
+    trained = any(p.requires_grad for part in parts for p in part.parameters(recurse=False))
+    if model.training and trained and not any(part.training for part in parts):
+        warn(
+            "all parts of the model are in eval mode, and the model itself is not: each part keeps its mode, so there "
+            "is no dropout, and batch norms use their running statistics. model.train() before the run changes that."
+        )
 
 
 def check_loss(loss: Any, model: nn.Module, batch: Any = None) -> None:

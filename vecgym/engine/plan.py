@@ -29,7 +29,7 @@ from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.engine import hooks
 from vecgym.engine.backend import Backend, first_part
-from vecgym.engine.contract import cause, check_influence, check_written, first_call, vmap_error
+from vecgym.engine.contract import cause, check_influence, check_modes, check_written, first_call, vmap_error
 from vecgym.engine.loop import Loop
 from vecgym.engine.stateless import ChannelsLast, StatelessModel, seeded
 from vecgym.engine.vmap import Vmap
@@ -88,6 +88,7 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
         required: raise the error of that try, instead of recording it.
     """
     hooked = hooks.on_gradients(model.model)
+    check_modes(model.model)
     # Copies, since a forward pass may write to them.
     params = {name: p.detach().clone().requires_grad_() for name, p in model.params.items()}
     observer = Observer({**params, **model.frozen})

@@ -41,11 +41,17 @@ class Skeleton:
     It does what `torch.func.functional_call` does, for repeated calls: it looks up once where each tensor belongs, tied
     ones in several places. Between calls it shares the model's own tensors, and never uses them. It returns the buffers
     as the call leaves them, changed in place or replaced.
+
+    Args:
+        training: put a model that is in eval mode into training mode. If the model itself trains, each part keeps its
+            mode: a batch norm or a teacher in eval mode stays so, as in plain torch. False: put all into eval mode.
     """
 
     def __init__(self, model: nn.Module, training: bool) -> None:
         shared = {id(x): x for x in (*model.parameters(), *model.buffers())} | hooks.computed(model)
-        self.model = copy.deepcopy(model, shared).train(training)
+        self.model = copy.deepcopy(model, shared)
+        if not (training and model.training):
+            self.model.train(training)
         names = {id(x): name for name, x in (*model.named_buffers(), *model.named_parameters())}
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in names.values()}
         for module in self.model.modules():

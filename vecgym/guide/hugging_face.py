@@ -94,6 +94,7 @@ GPT2LMHeadModel {0: 85.4, 20: 39.1, 40: 27.5, 60: 26.7}
   compiles Llama; of GPT-2 it says that a logger of transformers is in the way.
 - A pretrained model is `GPT2LMHeadModel.from_pretrained("gpt2")` in place of the one that is made here.
   `vecgym.estimate_memory(model, strategy, 4, 8, dataset, loss_fn=loss_fn)` says what 4 nodes of it take.
-- Models with dropout (GPT-2 has 0.1) are in training mode while they train, as everywhere, and `fit` returns the mode
-  that yours has: call `averaged.eval()` before you sample from it.
+- Models with dropout (GPT-2 has 0.1) are in training mode while they train, also from `from_pretrained`, which returns
+  them in eval mode. If only a part of the model is in eval mode, that part stays so. `fit` returns the modes that yours
+  has: call `averaged.eval()` before you sample from it.
 '''

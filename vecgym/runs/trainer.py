@@ -44,7 +44,8 @@ class Trainer(Generic[M]):
     """Train one model on K simulated nodes.
 
     Args:
-        model: `forward(batch)` returns the mean loss over the batch, a scalar. It is never changed.
+        model: `forward(batch)` returns the mean loss over the batch, a scalar. It is never changed. Parts in eval mode,
+            as a frozen batch norm or a teacher, stay so; a model in eval mode is trained in training mode.
         train_dataset: a map-style dataset, dealt to the nodes, or a factory
             `(rank, num_nodes, train_dataset) -> Dataset`, called once per node; see `vecgym.data.Batches`.
         val_dataset: likewise, the same for all nodes when it is a dataset; None: no validation.
