@@ -789,6 +789,32 @@ def test_decoupled_goes_on_without_who_is_absent() -> None:
     assert updates[0] >= 3 * updates[1]
 
 
+@pytest.mark.parametrize("name", [*STRATEGIES, "async", "of fragments"])
+def test_goodput_is_the_time_of_the_steps_that_the_evaluated_model_has_merged(name: str) -> None:
+    """A step in a fragment counts by the fragment's bytes."""
+    options = {"fragments": [["0.weight"], ["0.bias", "2.weight"], ["2.bias"]]} if name == "of fragments" else {}
+    strategy = more("decoupled" if options else name, **options)
+    compute = Compute.lognormal([1.0, 1.3, 2.0, 0.7], sigma=0.2)
+    trainer = fit(strategy, compute=compute, max_seconds=40.0, availability=Dropout(0.2, 3))
+    timeline, seconds, sizes = trainer.timeline(), compute.of_steps(99, K), trainer.ledger.sizes
+    assert isinstance(timeline, AsyncTimeline)
+    parts = strategy.fragments_of(sizes) if isinstance(strategy, DecoupledDiLoCoStrategy) else ()
+    merged = 0.0
+    for event in timeline.events:
+        share, arrivals = 1.0, tuple[Arrival, ...]()
+        if isinstance(event, Closed):
+            share = sum(sizes[x] for x in parts[event.fragment]) / sum(sizes.values())
+            arrivals = event.arrivals
+        elif isinstance(event, RegionMessage) and event.what == "deliver":
+            arrivals = event.arrivals
+        elif isinstance(event, Arrival) and name in ("async", "ad_psgd"):
+            arrivals = (event,)
+        for x in arrivals:
+            merged += share * float(seconds[x.first_step : x.first_step + x.num_steps, x.node].sum())
+    assert timeline.goodput == pytest.approx(merged / (K * timeline.seconds), rel=1e-12)
+    assert 0 < timeline.goodput <= timeline.utilization < 1
+
+
 def test_who_returns_merges_what_has_come_in_the_meantime() -> None:
     """The newest version, before its first step."""
     found = fit(more("decoupled", fragments=1, quorum=2, overlap=0), compute=Compute(1.0), availability=away(2, 4, 20),

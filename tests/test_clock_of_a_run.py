@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vecgym import CSVLogger, Trainer
 from vecgym.availability import Availability, Deadline, Dropout, Facts, LocalSteps, Presence, Sampled, Trace
-from vecgym.clock import Compute, Network, price
+from vecgym.clock import Compute, Network, Timeline, price
 from vecgym.collectives.ledger import Ledger
 from vecgym.logger import read_csv
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, SPARTAStrategy, Strategy
@@ -95,6 +95,24 @@ def test_a_node_that_is_never_there_does_not_move_with_the_others() -> None:
     timeline = trainer.timeline(**clock)
     assert trainer.history.last("sim_utilization") == pytest.approx(timeline.utilization, rel=1e-12)
     assert timeline.per_node.waited[3] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*never")
+@pytest.mark.parametrize(
+    "there", [Trace([[True, True, True, False]] * 10), Deadline(3.0, H=4), LocalSteps([1, 4, 4, 2], H=4)]
+)
+def test_computing_is_of_all_nodes_and_the_whole_time(there: Availability) -> None:
+    """Who is never there, waits, or has ended before the others, does not compute."""
+    clock: dict[str, Any] = {"network": NETWORK, "compute": Compute([0.5, 0.7, 1.0, 4.0])}
+    trainer = trained(steps=10, availability=there, **clock)
+    timeline, computing = trainer.timeline(**clock), trainer.ledger.computing()
+    assert isinstance(timeline, Timeline)
+    assert computing is not None
+    used = (computing * clock["compute"].seconds).cumsum(0).sum(1) / (4 * timeline.step_seconds)
+    assert timeline.step_utilization.tolist() == pytest.approx(used.tolist(), rel=1e-12)
+    assert trainer.history["sim_utilization"][1:] == pytest.approx(used.tolist(), rel=1e-12)
+    assert timeline.utilization == pytest.approx(float(timeline.per_node.computed.sum()) / (4 * timeline.seconds))
+    assert timeline.utilization < 0.8
 
 
 def test_the_bits_do_not_depend_on_the_clock() -> None:

@@ -134,6 +134,32 @@ def test_the_steps_are_those_of_a_long_run() -> None:
         assert seconds > 0.0101
 
 
+def test_tau_is_printed_and_the_least_that_is_enough() -> None:
+    slow = Network("10 Mbit/s", "80 ms", bucket_bytes=math.inf)
+    asked: dict[str, Any] = {"network": slow, "compute": COMPUTE, "utilization": 0.95}
+
+    def computing(H: int, tau: int) -> float:
+        return Family("1M", lambda H: StreamingDiLoCoStrategy(H=H, delay=tau), K, COMPUTE).pace(H, slow)[1]
+
+    prices = price_strategies("1M", K, H=[10, 20], strategies=["gossip", "streaming"], **asked)
+    assert [(row["tau"], row["fragments"]) for row in prices.rows] == [(None, None)] + [(5, 2)] * 2
+    *_, none, tau = (row["required_tau"] for row in prices.rows)
+    assert none == math.inf
+    assert computing(20, tau) >= 0.95 > max(computing(20, tau - 1), computing(10, 9))
+    assert str(prices).startswith("1,000,000 parameters (4 MB) in 2 layers of width 192, 8 nodes, ")
+    said = f"\nstreaming: tau = 5 steps, 2 fragments; tau for 95 %: none with H = 10, {tau} with H = 20\n"
+    assert said in f"{prices}\n"
+    assert " layer" not in str(price_strategies(nn.Linear(3, 3), 2, H=[5], strategies=["diloco"], **asked))
+
+
+def test_a_larger_tau_is_among_the_remedies() -> None:
+    """A message of a fragment takes 1.12 s of latency: more than a step, and less than two."""
+    asked: dict[str, Any] = {"compute": COMPUTE, "H": [20], "strategies": ["streaming"]}
+    row = price_strategies("1M", K, NETWORK, tau=1, **asked).rows[0]
+    assert "2 times fewer exchanges, given enough bandwidth; tau = 2 steps in place of 1" in row["reason"]
+    assert price_strategies("1M", K, NETWORK, tau=2, **asked).rows[0]["required_bandwidth"] < math.inf
+
+
 # ------------------------------------------------------------------------------------------------------- which H
 
 

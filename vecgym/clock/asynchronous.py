@@ -183,6 +183,8 @@ class AsyncTimeline(TimelineBase):
     Attributes:
         seconds: when the last update was made.
         utilization: computed / seconds, averaged over the nodes.
+        goodput: the same of the steps that the evaluated model has merged; of a step that is merged in some fragments
+            only, their part of the bytes.
         update_seconds: when each update was made, `[T]`.
         per_node: how each node spent its time.
         events: arrivals, updates and restarts, in order; see `vecgym.simulation.events`.
@@ -212,6 +214,7 @@ class AsyncTimeline(TimelineBase):
     events: Sequence[Happening]
     network: Network | None
     absences: bool = False
+    goodput: float = 1.0
     _counted = "updates by"
 
     @property
@@ -265,9 +268,24 @@ def timeline_of(
                 for node, link_seconds in busy.items():
                     total[node] += link_seconds
     utilization = float((computed / end).mean()) if end > 0 else 1.0
+    goodput = _merged(events, rules, seconds) / (K * end) if end > 0 else 1.0
     per_node = PerNode(computed, end - computed, sent, received)
     ends = torch.tensor(times, dtype=torch.float64)
-    return AsyncTimeline(end, utilization, per_node, compute, ends, events, network, rules.absences is not None)
+    absences = rules.absences is not None
+    return AsyncTimeline(end, utilization, per_node, compute, ends, events, network, absences, goodput)
+
+
+def _merged(events: Sequence[Happening], rules: Rules, seconds: StepSeconds) -> float:
+    """Return how long the nodes have computed the steps that the updates merge."""
+    ends: list[list[float]] = [[0.0] for _ in rules.num_steps]  # seconds of each node's first n steps
+    total = 0.0
+    for update in updates_of(events):
+        for arrival in rules.arrivals(update):
+            done, last = ends[arrival.node], arrival.first_step + arrival.num_steps
+            while len(done) <= last:
+                done.append(done[-1] + seconds(arrival.node, len(done) - 1))
+            total += rules.share(update) * (done[last] - done[arrival.first_step])
+    return total
 
 
 def _computed(events: Sequence[Happening], rules: Rules, seconds: StepSeconds, end: float) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import copy
 import functools
+import itertools
 import math
 import numbers
 import os
@@ -160,7 +161,7 @@ def required_bandwidth(
 
     Args:
         transfers, compute, sizes: see `price`.
-        utilization: computed / (computed + waited), in (0, 1).
+        utilization: the fraction of the time of all nodes in which they compute, in (0, 1).
         latency: seconds, or a text such as "50 ms".
         options: of `Network`: `all_reduce`, `all_gather`, `bucket_bytes`, `server_bandwidth`.
 
@@ -188,8 +189,8 @@ class Question:
     >>> question.bandwidth(), question.why_none()[:90]
     (inf, 'No bandwidth is enough for 80 % computing: the latency of 100 ms alone takes 4 s of 14 s. ')
     >>> question.why_none()[90:]
-    'Possible remedies: 2 times fewer exchanges; one message per exchange, bucket_bytes=math.inf: 160 Gbit/s; \
-overlap, Compute(overlap=True).'
+    'Possible remedies: 2 times fewer exchanges, given enough bandwidth; one message per exchange, \
+bucket_bytes=math.inf: 160 Gbit/s; overlap, Compute(overlap=True).'
     """
 
     transfers: Ledger | Sequence[Sequence[Transfer]]
@@ -243,7 +244,10 @@ overlap, Compute(overlap=True).'
 
     def _remedies(self, rarer: int) -> Iterator[str]:
         """Yield the changes of which each one makes some bandwidth enough."""
-        yield f"{rarer} times fewer exchanges"
+        yield f"{rarer} times fewer exchanges, given enough bandwidth"
+        tau = least_lag(self.transfers, lambda ledger: replace(self, transfers=ledger).reached())
+        if tau is not None and tau < math.inf:
+            yield f"tau = {tau} steps in place of {latest(cast(Ledger, self.transfers))}"
         if self.network.bucket_bytes != math.inf:
             least = self._with(bucket_bytes=math.inf).bandwidth()
             figure = readable_bandwidth(least) if least < math.inf else "not enough by itself"
@@ -304,6 +308,45 @@ def lengthened(ledger: Ledger, period: int, num_steps: int) -> Ledger:
     return longer
 
 
+def least_lag(ledger: Any, reached: Callable[[Ledger], bool]) -> float | None:
+    """Return the fewest steps, more than now, that what is late must be allowed until `reached(ledger)`.
+
+    It is `math.inf` if none is enough that ends before the same is sent again, and None if there is none, since nothing
+    is late, or nodes differ in that.
+
+    >>> ledger = dry_run("1M", CATALOGUE["streaming"].make(H=5), num_nodes=2, max_steps=20)
+    >>> least_lag(ledger, lambda later: latest(later) >= 3), least_lag(ledger, lambda later: latest(later) >= 9)
+    (3, inf)
+    """
+    kinds, steps = ledger.by_step() if isinstance(ledger, Ledger) else ([], [])
+    sent: dict[Transfer, list[int]] = {kind: [] for kind in kinds if kind.lag}
+    for step, indices in enumerate(steps):
+        for kind in {kinds[i] for i in indices} & sent.keys():
+            sent[kind].append(step)
+    gaps = [later - earlier for at in sent.values() for earlier, later in itertools.pairwise(at)]
+    lags = range(latest(ledger) + 1, min(gaps)) if gaps else range(0)
+    if not lags or any(isinstance(kind.lag, tuple) for kind in sent):
+        return None
+    if not reached(delayed(ledger, lags[-1])):
+        return math.inf
+    return lags[bisect.bisect_left(lags[:-1], True, key=lambda lag: reached(delayed(ledger, lag)))]
+
+
+def delayed(ledger: Ledger, tau: int) -> Ledger:
+    """Return the ledger of a run that differs in the steps that its late exchanges may take.
+
+    >>> latest(delayed(dry_run("1M", CATALOGUE["streaming"].make(H=5), num_nodes=2, max_steps=5), 4))
+    4
+    """
+    later = Ledger()
+    later.announce(cast(int, ledger.num_nodes), ledger.sizes)
+    kinds, steps = ledger.by_step()
+    kinds = [kind._replace(lag=tau) if kind.lag else kind for kind in kinds]
+    for step, indices in enumerate(steps):
+        later.add(step, [kinds[i] for i in indices])
+    return later
+
+
 class Family:
     """A strategy with any H: its dry runs, each made once, and what they take.
 
@@ -349,6 +392,17 @@ class Family:
         question = Question(ledger, self.compute, utilization, network, first=first)
         bandwidth = question.bandwidth()
         return bandwidth, question.why_none() if bandwidth == math.inf else None
+
+    def late(self, H: int, network: Network, utilization: float) -> dict[str, Any]:
+        """Return tau, the number of fragments, and the least tau that this network needs; None without a tau."""
+        ledger, first = self.ledger(H)
+        late = [kind for kind in ledger.by_step()[0] if kind.lag]
+        goal = utilization * (1 - ROUNDING)
+        need = None
+        if self.pace(H, network)[1] < goal:
+            need = least_lag(ledger, lambda later: pace(later, first, network, self.compute)[1] >= goal)
+        parts = len({kind.tensors for kind in late})
+        return {"tau": latest(ledger) or None, "fragments": parts or None, "required_tau": need}
 
     def required_H(self, network: Network, utilization: float) -> tuple[float, str | None]:
         """Return the least H; if none is enough, inf and the reason."""
@@ -436,7 +490,7 @@ def required_H(
         strategy: a function that makes a strategy of an H, or a name such as "diloco" or "streaming-4-bits".
         num_nodes: K.
         network, compute: see `price`.
-        utilization: computed / (computed + waited), in (0, 1).
+        utilization: the fraction of the time of all nodes in which they compute, in (0, 1).
 
     Raises:
         ValueError, TypeError: for values that are not allowed.
@@ -463,7 +517,7 @@ class Prices(NamedTuple):
 
     >>> prices = price_strategies("1M", 2, Network("1 Gbit/s"), Compute(0.1), H=[10], strategies=["allreduce"])
     >>> prices.title
-    '1,000,000 parameters (4 MB), 2 nodes, Network(1 Gbit/s), Compute(100 ms), 100,000 steps'
+    '1,000,000 parameters (4 MB) in 2 layers of width 192, 2 nodes, Network(1 Gbit/s), Compute(100 ms), 100,000 steps'
     >>> prices.rows[0]["bytes_per_step"]
     4000000.0
     """
@@ -492,12 +546,24 @@ class Prices(NamedTuple):
             size = readable_bytes(bucket_bytes)
             how = "one message per exchange" if bucket_bytes == math.inf else f"messages of {size}"
             lines += ["", f"In {how}:", *aligned([heads, *map(_cells, rows)])]
+            lines += _late(rows, goal)
             reasons: dict[str, list[str]] = {}
             for name, row in {row["strategy"]: row for row in rows if row["reason"]}.items():  # of the largest such H
                 reasons.setdefault(row["reason"], []).append(name if row["H"] is None else f"{name} (H = {row['H']})")
             for reason, names in reasons.items():
                 lines += textwrap.wrap(f"{', '.join(names)}: {reason}", 110, subsequent_indent="  ")
         return "\n".join(lines)
+
+
+def _late(rows: Sequence[Mapping[str, Any]], goal: str) -> Iterator[str]:
+    """Yield a line for each strategy with a tau: what was assumed, and the tau that would be enough."""
+    for name in dict.fromkeys(row["strategy"] for row in rows if row["tau"]):
+        late = [row for row in rows if row["strategy"] == name and row["tau"]]
+        taus = " to ".join(f"{tau}" for tau in sorted({late[0]["tau"], late[-1]["tau"]}))
+        needs = [(row["H"], row["required_tau"]) for row in late if row["required_tau"] is not None]
+        enough = ", ".join(f"{'none' if tau == math.inf else tau} with H = {H}" for H, tau in needs)
+        assumed = f"{name}: tau = {taus} steps, {counted(late[0]['fragments'], 'fragment')}"
+        yield f"{assumed}; tau for {goal}: {enough}" if needs else assumed
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -541,19 +607,23 @@ def price_strategies(
             makes a strategy of an H}. The first is the reference.
         tau: steps that an exchange of "streaming" may take, fewer than each H. None: 5, or H - 1.
         max_steps: the number of steps in `days`.
-        utilization: computed / (computed + waited), in (0, 1), for which bandwidth and H are required.
+        utilization: the fraction of the time of all nodes in which they compute, in (0, 1), for which bandwidth and H
+            are required.
 
     Returns:
         `rows` have strategy, H, bucket_bytes; `bytes_per_step`, sent by a node; `seconds_per_step`, `utilization`,
         `days`; `faster`, times as fast as the first strategy; `required_bandwidth` in bit/s with this H,
-        `required_H` with this network, and the `reason` where one of them is `math.inf`.
+        `required_H` with this network, and the `reason` where one of them is `math.inf`. Where exchanges may take
+        several steps: `tau`, the number of `fragments`, and `required_tau`, the least larger tau that is enough with
+        this H and network, None if it is already. (What a larger tau costs in learning is not priced.)
 
     Raises:
         ValueError, TypeError: for values that are not allowed.
 
     >>> network = Network("100 Mbit/s", bucket_bytes=math.inf)
     >>> print(price_strategies("150M", 8, network, Compute(0.6), H=[500], strategies=["allreduce", "diloco"]))
-    150,000,000 parameters (600 MB), 8 nodes, Network(100 Mbit/s, bucket_bytes=inf), Compute(600 ms), 100,000 steps
+    150,000,000 parameters (600 MB) in 13 layers of width 960, 8 nodes, Network(100 Mbit/s, bucket_bytes=inf),
+      Compute(600 ms), 100,000 steps
     <BLANKLINE>
     In one message per exchange:
     strategy     H  sent/step  time/step  computing   days  faster  bandwidth for 95 %  H for 95 %
@@ -568,7 +638,7 @@ def price_strategies(
     periods = [check.integer("H", x, what="steps between two exchanges") for x in H]
     if not periods or not strategies:
         raise ValueError(f"H={list(H)} and strategies={list(strategies)}: give at least one of each.")
-    model = as_model(model)
+    given, model = model, as_model(model)
     if tau is not None and min(periods) <= check.integer("tau", tau, what="steps that an exchange may take"):
         raise ValueError(f"tau={tau} must be less than every H, and H={list(H)}: give a smaller tau, or larger H.")
     settings = {} if tau is None else {"delay": tau}
@@ -584,6 +654,8 @@ def price_strategies(
             rows.append({**row, "days": days, "faster": faster})
     params = [p for p in model.parameters() if p.requires_grad]
     size = f"{sum(p.numel() for p in params):,} parameters ({readable_bytes(sum(p.nbytes for p in params))})"
+    if model is not given and len(layers := list(cast(Any, model).h)):
+        size += f" in {counted(len(layers), 'layer')} of width {layers[0][0].in_features}"
     title = f"{size}, {counted(num_nodes, 'node')}, {network}, {compute}, {max_steps:,} steps"
     return Prices(rows, title, utilization)
 
@@ -601,6 +673,7 @@ def _rows(
             "strategy": name, "H": H if several else None, "bucket_bytes": network.bucket_bytes,
             "bytes_per_step": family.bytes_per_step(H, network), "seconds_per_step": seconds,
             "utilization": computing, "required_bandwidth": bandwidth, "required_H": least,
+            **family.late(H, network, utilization),
             "reason": " ".join(filter(None, (why, why_no_H))) or None,
         }  # fmt: skip
 

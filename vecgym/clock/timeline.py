@@ -175,7 +175,7 @@ class Timeline(TimelineBase):
     Attributes:
         seconds: until every node had ended the last step and received its messages. A differentiable tensor if the
             transfers' weights are.
-        utilization: computed / (computed + waited), averaged over the nodes.
+        utilization: computed / seconds, averaged over all nodes, absent ones too.
         step_seconds: when every node had ended each step, `[T]`.
         step_utilization: `utilization` up to the end of each step, `[T]`.
         per_node: how each node spent its time.
@@ -276,6 +276,15 @@ def price(
     return PricedRun(network, compute, K, sizes or {}, kinds, steps, computing).timeline()
 
 
+def used(computed: Tensor, seconds: Tensor) -> Tensor:
+    """Return the part of the time of all K nodes in which they compute, `[*, K] -> [*]`; 1 if no time has passed.
+
+    >>> used(torch.tensor([[3.0, 0.0], [6.0, 2.0]]), torch.tensor([[3.0], [8.0]]))
+    tensor([0.5000, 0.5000])
+    """
+    return torch.where(seconds > 0, computed / seconds, 1.0).mean(-1)
+
+
 @dataclass(frozen=True)
 class PricedRun:
     """A run to be priced: its distinct transfers, those of each step, and which nodes compute in each step."""
@@ -292,8 +301,8 @@ class PricedRun:
         """Advance the clock through all steps."""
         clock, computed = self._start(len(self.steps))
         ends = torch.cat([computed[:0], *self._ends(clock, computed)])  # [T, K]
-        step_utilization = torch.where(ends > 0, computed.cumsum(0) / ends, 1.0).mean(1)
         step_seconds = ends.amax(1)
+        step_utilization = used(computed.cumsum(0), step_seconds[:, None])
         total = (step_seconds[-1], step_utilization[-1]) if len(ends) else (0.0, 1.0)
         seconds, utilization = total if ends.requires_grad else map(float, total)
         return Timeline(
@@ -398,6 +407,5 @@ class RunningClock:
             self._step_seconds = self.compute.of_steps((clock.step // BLOCK + 1) * BLOCK, clock.num_nodes)
         seconds = self._step_seconds[clock.step]
         clock.advance(seconds if computing is None else seconds.where(computing, 0.0), clock.plans(transfers))
-        ends = clock.ends
-        utilization = (clock.computed / ends).where(ends > 0, 1.0)
-        return float(ends.max()), float(utilization.mean())
+        seconds = clock.ends.max()
+        return float(seconds), float(used(clock.computed, seconds))

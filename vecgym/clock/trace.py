@@ -319,7 +319,7 @@ class TimelineBase:
 
     Attributes:
         seconds: how long the run took.
-        utilization: computed / (computed + waited), averaged over the nodes.
+        utilization: computed / seconds, averaged over all nodes, absent ones too.
         per_node: how each node spent its time.
         compute: how long the nodes compute.
     """

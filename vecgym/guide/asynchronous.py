@@ -102,21 +102,16 @@ does not:
 
 ## Goodput
 
-*Goodput* is the part of the time of all nodes, absent ones too, that goes into steps which some model has merged:
-merged node-steps times the seconds of a step, divided by K times the seconds of the run. Of the run above, with a
-quorum of three, whose steps take a second:
+*Goodput* is the part of the time of all nodes, absent ones too, that goes into steps which the evaluated model has
+merged: the seconds of these steps, divided by K times the seconds of the run. Of the run above, with a quorum of three:
 
->>> from vecgym.strategy.decoupled import Closed
 >>> timeline = failing.timeline()
->>> merged = sum(x.num_steps for event in timeline.events if isinstance(event, Closed) for x in event.arrivals)
->>> failing.history.last("local_steps_total"), merged, round(merged / (4 * timeline.seconds), 2)
-(58, 32, 0.44)
->>> round(timeline.utilization, 2)
-0.81
+>>> round(timeline.goodput, 2), round(timeline.utilization, 2)
+(0.44, 0.81)
 
 So a node that computes need not help: what it does after it has sent a fragment, and before it merges what comes back,
-is overwritten (`alpha=0`). That is here two steps of four, and otherwise at least `overlap` of H steps. (With several
-fragments each has messages of its own; `event.fragment` says whose.)
+is overwritten (`alpha=0`). That is here two steps of four, and otherwise at least `overlap` of H steps. With several
+fragments, each has messages of its own, and counts by its bytes.
 
 `python benchmarks/goodput.py` measures it on 8 nodes that fail and come back (`Dropout`, absences of 30 s on average, H
 = 20 steps of 1 s with sigma 0.1, 10 Gbit/s and 10 ms, 100 million parameters to send), with a small GPT on real text,

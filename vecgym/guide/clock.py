@@ -11,7 +11,8 @@ vecgym price --parameters 150M --nodes 8 --step-seconds 0.6 --bandwidth "100 Mbi
 ```
 
 ```text
-150,000,000 parameters (600 MB), 8 nodes, Network(100 Mbit/s, latency=80 ms), Compute(600 ms), 100,000 steps
+150,000,000 parameters (600 MB) in 13 layers of width 960, 8 nodes, Network(100 Mbit/s, latency=80 ms), Compute(600
+  ms), 100,000 steps
 
 In messages of 26.2 MB:
 strategy            H  sent/step  time/step  computing   days  faster  bandwidth for 95 %  H for 95 %
@@ -20,12 +21,13 @@ diloco            100    10.5 MB     1.66 s     36.1 %   1.92   64.9x           
 diloco            500     2.1 MB     812 ms     73.9 %   0.94    133x                none       3,358
 streaming-4-bits  100    5.25 MB     875 ms     68.6 %   1.01    123x          261 Mbit/s         871
 streaming-4-bits  500    1.05 MB     655 ms     91.6 %  0.758    164x          141 Mbit/s         871
+streaming-4-bits: tau = 5 steps, 6 fragments; tau for 95 %: 15 with H = 100, 9 with H = 500
 allreduce: No bandwidth is enough for 95 % computing: the latency of 80 ms alone takes 23.1 s of 23.7 s a
-  step. Possible remedies: 733 times fewer exchanges; one message per exchange, bucket_bytes=math.inf: not
-  enough by itself.
+  step. Possible remedies: 733 times fewer exchanges, given enough bandwidth; one message per exchange,
+  bucket_bytes=math.inf: not enough by itself.
 diloco (H = 500): No bandwidth is enough for 95 % computing: the latency of 80 ms alone takes 44 ms of 644 ms
-  a step. Possible remedies: 2 times fewer exchanges; one message per exchange, bucket_bytes=math.inf: 573
-  Mbit/s; all_reduce='halving_doubling'; all_reduce='tree'.
+  a step. Possible remedies: 2 times fewer exchanges, given enough bandwidth; one message per exchange,
+  bucket_bytes=math.inf: 573 Mbit/s; all_reduce='halving_doubling'; all_reduce='tree'.
 
 In one message per exchange:
 strategy            H  sent/step  time/step  computing   days  faster  bandwidth for 95 %  H for 95 %
@@ -34,14 +36,17 @@ diloco            100    10.5 MB     1.45 s     41.3 %   1.68   59.1x         4.
 diloco            500     2.1 MB     770 ms     77.9 %  0.891    111x          573 Mbit/s       2,696
 streaming-4-bits  100    5.25 MB     875 ms     68.6 %   1.01     98x          261 Mbit/s         871
 streaming-4-bits  500    1.05 MB     655 ms     91.6 %  0.758    131x          141 Mbit/s         871
+streaming-4-bits: tau = 5 steps, 6 fragments; tau for 95 %: 15 with H = 100, 9 with H = 500
 allreduce: No bandwidth is enough for 95 % computing: the latency of 80 ms alone takes 1.12 s of 1.72 s a
-  step. Possible remedies: 36 times fewer exchanges.
+  step. Possible remedies: 36 times fewer exchanges, given enough bandwidth.
 ```
 
 So data-parallel training would take 125 days, DiLoCo with H = 500 less than one. The first table is for messages of 25 MiB,
 as `torch.distributed` sends gradients, the second for a single message per exchange. Where no bandwidth is enough, the
-reason is below. Without `--H` and `--strategies` it compares seven strategies of the catalogue, and `--plot price.png`
-draws this:
+reason is below, with remedies. A number of parameters is taken as a transformer, whose layers the first line names. tau is
+the steps that an exchange of Streaming DiLoCo may take (`--tau`); the line below the table says which tau would be
+enough here. Without `--H` and `--strategies` it compares seven strategies of the catalogue, and `--plot price.png` draws
+this:
 
 ![Days for 100,000 steps and the part of them that is computing, for data-parallel training, FedAvg, DiLoCo and Streaming DiLoCo with three H, SPARTA and DeMo; in messages of 25 MiB and in one per exchange](../../notebooks/figures/price.png)
 
@@ -57,7 +62,7 @@ From Python:
 1277
 
 `prices.rows` has the numbers, `prices.plot("price.png")` the figure. The table compares time only. How much less a step
-learns with a larger H is what a run is for: the page `vecgym.guide.results` compares strategies at equal times.
+learns with a larger H or tau is what a run is for: the page `vecgym.guide.results` compares strategies at equal times.
 
 ## A run that was recorded
 
@@ -101,8 +106,8 @@ help:
 inf
 >>> print(textwrap.fill(str(said[0].message), 110))
 No bandwidth is enough for 95 % computing: the latency of 100 ms alone takes 47.1 min of 8.18 h. Possible
-remedies: 3 times fewer exchanges; one message per exchange, bucket_bytes=math.inf: 1.47 Gbit/s;
-all_reduce='halving_doubling'; all_reduce='tree'.
+remedies: 3 times fewer exchanges, given enough bandwidth; one message per exchange, bucket_bytes=math.inf:
+1.47 Gbit/s; all_reduce='halving_doubling'; all_reduce='tree'.
 
 ## Networks
 
@@ -175,9 +180,9 @@ nodes are equally fast; `utilization` and `per_node` do not distinguish resting 
 
 ## Where the time goes
 
-`timeline.seconds`, `.utilization` (computed / (computed + waited), the mean of the nodes), `.step_seconds` `[T]` and
-`.per_node`. `timeline.plot()` draws who computed, sent, and waited for whom; `timeline.save_trace("run.json")` writes it
-for https://ui.perfetto.dev.
+`timeline.seconds`, `.utilization` (the fraction of the time of all nodes, absent ones too, in which they compute),
+`.step_seconds` `[T]` and `.per_node`. `timeline.plot()` draws who computed, sent, and waited for whom;
+`timeline.save_trace("run.json")` writes it for https://ui.perfetto.dev.
 
 >>> timeline = trainer.timeline(Network("1 Gbit/s", latency="50 ms"), Compute([0.4] * 7 + [0.8]))
 >>> round(timeline.utilization, 2), timeline.per_node.waited[-2:]  # of a fast node, and of the slow one

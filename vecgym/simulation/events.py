@@ -264,6 +264,10 @@ class Rules:
         """Return the arrivals whose local steps count with an update, so that each step counts once."""
         return self.arrivals(events)
 
+    def share(self, events: Sequence[Happening]) -> float:
+        """Return the part of the model, by its bytes, that an update is of."""
+        return 1.0
+
     def columns(self, events: Sequence[Happening]) -> dict[str, Any]:
         """Return the history's columns of an update that only these rules have."""
         return {}

@@ -363,6 +363,9 @@ class FragmentRules(Rules):
     def trained(self, events: Sequence[Happening]) -> tuple[Arrival, ...]:
         return tuple(event for event in events if isinstance(event, Arrival))  # fragments share their steps
 
+    def share(self, events: Sequence[Happening]) -> float:
+        return self.shares[self.columns(events)["fragment"]]
+
     def columns(self, events: Sequence[Happening]) -> dict[str, Any]:
         return {"fragment": next(event.fragment for event in events if isinstance(event, Closed))}
 
