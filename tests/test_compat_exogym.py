@@ -389,6 +389,29 @@ def test_a_mistake_is_a_type_error(make: Callable[[], Any], message: str) -> Non
         make()
 
 
+@pytest.mark.parametrize("options", [
+    {"compression_method": "topk", "quantization_bits": 8}, {"compression_method": "random"}, {"quantization_bits": 4},
+    {"quantization_bits": 8, "async_sparta_delay": 2},
+])  # fmt: skip
+def test_compressed_sparta_of_the_documents(options: dict[str, Any]) -> None:
+    found = fit(SPARTAStrategy(SGD, 0.1, **options))
+    delay = options.pop("async_sparta_delay", 0)
+    ours = native.SPARTAStrategy(0.1, SGD, delay=delay, **options)
+    same = vecgym.Trainer(make_model("MLP", dtype=torch.float64), dataset("MLP", 44, dtype=torch.float64))
+    same.fit(ours, 3, max_steps=STEPS, batch_size=4, device="cpu", progress=False)
+    assert torch.equal(params(found), params(same))
+    assert found.ledger.total_payload_bytes == same.ledger.total_payload_bytes
+
+
+def test_compressed_sparta_is_checked() -> None:
+    with pytest.raises(ValueError, match="compression_method='top'"):
+        SPARTAStrategy(SGD, compression_method="top")
+    with pytest.raises(ValueError, match="quantization_bits=7"):
+        SPARTAStrategy(SGD, quantization_bits=7)
+    with pytest.raises(RuntimeError, match="quantization_bits need all nodes at once"):
+        fit(OfMyOwn(SGD, quantization_bits=8))
+
+
 def test_memory_options_of_the_documents() -> None:
     made = fit(SimpleReduceStrategy(SGD), gradient_accumulation=2, max_memory_usage=0.8)
     assert made.history.settings["minibatch_size"] == 2
@@ -421,6 +444,14 @@ def test_tables_as_exo_gym_writes_them(exogym: None) -> None:
     assert val[0]["global_loss"] == pytest.approx(val[0]["local_loss"])
     assert set(val[0]) == {"step", "local_loss", "local_perplexity", "global_loss", "global_perplexity"}
     assert '"dataset_name": "x"' in Path("logs", "mine", "config.json").read_text()
+
+
+def test_runs_that_begin_in_the_same_second_have_logs_and_checkpoints_of_their_own(exogym: None) -> None:
+    for steps in (1, 2, 3):
+        fit(SimpleReduceStrategy(SGD), max_steps=steps, disable_logging=False, checkpoint_interval=1)
+    tables = [folder / "train.csv" for folder in sorted(Path("logs").iterdir())]
+    assert [len(table.read_text().splitlines()) for table in tables] == [2, 3, 4]
+    assert len(list(Path("checkpoints").iterdir())) == 3
 
 
 def test_checkpoints(exogym: None) -> None:

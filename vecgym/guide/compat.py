@@ -32,7 +32,7 @@ import it.
 
 | EXO Gym (9fa323c) | vecgym |
 |---|---|
-| does not start on Linux without a GPU, nor without `run_name` | fixed; the default name is the time |
+| does not start on Linux without a GPU, nor without `run_name` | fixed; the default name is the time, to the microsecond |
 | on a CPU, DiLoCo's outer parameters are node 0's own tensors: every outer gradient after the first is 0 | fixed |
 | `fit` fails at its end for models with integer buffers (batch norm) | fixed: node 0's |
 | `autocast=True`, `checkpoint_interval` and `correlation_interval` (without wandb) end in an error | work |
@@ -42,6 +42,7 @@ import it.
 | all nodes are seeded alike: dropout is correlated | each node has its own seed |
 | after the first evaluation node 0 stays in `eval()` mode; the average is evaluated on other batches | both in `eval()` mode, on the same examples |
 | `FedAvgStrategy(inner_optim=...)`, DeMo's learning rate and `max_norm`, `sparta_interval`, `async_sparta_delay`, `lr=`, `outer_lr=` are ignored | used |
+| the documents' `SPARTAStrategy(compression_method=, quantization_bits=)` is not in the code | works, but for strategies that run rank by rank |
 | options that a strategy does not know (`H` or `p` of AllReduce) are stored and ignored | ignored with a warning; unknown ones are refused |
 | a warm-up of one step by default: the first learning rate is 0 | the same |
 | past `lr_scheduler_kwargs["max_steps"]` the cosine rises again | stays at 10 % |

@@ -263,17 +263,43 @@ class SparseCommunicator(CommunicationModule):
 
 
 class SPARTAStrategy(CommunicateOptimizeStrategy):
-    """After every step, the mean of a random subset of the parameters."""
+    """After every step, the mean of a random subset of the parameters.
+
+    EXO Gym's documents, not its code, have `compression_method` and `quantization_bits`: see
+    `vecgym.strategy.SPARTAStrategy`. They need all nodes at once.
+    """
 
     def __init__(
-        self, optim_spec: AnySpec = None, p_sparta: float = 0.005, async_sparta_delay: int = 0, **options: Any
-    ) -> None:
+        self, optim_spec: AnySpec = None, p_sparta: float = 0.005, async_sparta_delay: int = 0, *,
+        compression_method: str | None = None, quantization_bits: int | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         self.p_sparta = check_rate("p_sparta", p_sparta)
         self.async_sparta_delay = check.integer("async_sparta_delay", async_sparta_delay, 0)
         self.index_selector = RandomIndexSelector(p_sparta)
         sparse = SparseCommunicator(self.index_selector)
         sparse.delay = self.async_sparta_delay
+        self.compression_method, self.quantization_bits = compression_method, quantization_bits
+        self._coded()  # checks
         super().__init__([sparse], optim_spec, **options)
+
+    def _coded(self, **common: Any) -> native.Strategy | None:
+        coding: Any = {"compression_method": self.compression_method, "quantization_bits": self.quantization_bits}
+        if all(x is None for x in coding.values()):
+            return None
+        return native.SPARTAStrategy(self.p_sparta, delay=self.async_sparta_delay, **coding, **common)
+
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        if self._coded() is not None:
+            raise ValueError(
+                f"{type(self).__name__} runs rank by rank, since it has methods of its own or lr_scheduler is a class; "
+                "compression_method and quantization_bits need all nodes at once: leave them out, or use "
+                'SPARTAStrategy with lr_scheduler="cosine" or None.'
+            )
+        super()._init_node(model, rank, num_nodes)
+
+    def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy | None:
+        coded = self._coded(inner_optim=self.optim_spec, **common)
+        return super()._vectorised(num_nodes, **common) if coded is None else coded
 
 
 class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):

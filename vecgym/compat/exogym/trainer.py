@@ -266,7 +266,8 @@ class Trainer(vecgym_trainer.Trainer[nn.Module]):
             device = vecgym_options.resolve_device(next((x for x in devices if x is not None and str(x)), None))
         except ValueError as error:
             raise ValueError(f"{error} For an unmodified script: vecgym exogym --device cpu SCRIPT.") from None
-        options = replace(options, device=device, run_name=options.run_name or f"{datetime.now():%Y%m%d_%H%M%S}")
+        name = options.run_name or f"{datetime.now():%Y%m%d_%H%M%S_%f}"  # runs may begin in the same second
+        options = replace(options, device=device, run_name=name)
         shared = {field.name for field in fields(vecgym_options.FitOptions)}
         folder = None if options.checkpoint_interval is None else os.path.join(options.save_dir, str(options.run_name))
         arguments = {
