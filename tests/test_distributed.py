@@ -23,6 +23,7 @@ from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, buckets, check_divides, in_buckets
 from vecgym.collectives.ledger import Ledger
 from vecgym.collectives.wire import Wire
+from vecgym.core import tree
 from vecgym.runs import multiprocess
 from vecgym.runs.verification import VerifyOptions
 from vecgym.strategy import (
@@ -190,6 +191,7 @@ def every_collective(link: multiprocess.Link) -> list[str]:
                 comm = DistributedCollectives(K, wire, exact=exact, bucket_bytes=bucket_bytes)
                 here = slice(comm.first, comm.first + comm.num_local)
                 cases = {name: (op, values(torch.float64)) for name, op in REDUCTIONS.items()}
+                cases |= {f"{name} in half": (op, values(torch.bfloat16)) for name, op in REDUCTIONS.items()}
                 cases |= {name: (op, mixed()) for name, op in MOVES.items()}
                 for name, (op, given) in cases.items():
                     stacked, comm.ledger = StackedCollectives(K), Ledger()
@@ -199,14 +201,26 @@ def every_collective(link: multiprocess.Link) -> list[str]:
                         own = x if len(x) == 1 else x[here]
                         # What was the same on every node may have become each node's own, or the reverse.
                         y, own = torch.broadcast_tensors(found[n], own)
-                        tolerance = 0.0 if exact or name in MOVES else 1e-13
+                        rounding = 2**-8 if name.endswith("in half") else 1e-13
+                        tolerance = 0.0 if exact or name in MOVES else rounding
                         same = found[n].dtype == own.dtype and torch.allclose(y, own, rtol=tolerance, atol=tolerance)
                         lone = comm.num_local == 1 and len(given[n]) == 1 and name.startswith("sum")
                         if not same and not lone:
                             wrong.append(f"{name} of {n}, W={W}, exact={exact}, {bucket_bytes} bytes")
                     if list(stacked.ledger) != list(comm.ledger):
                         wrong.append(f"ledger of {name}, W={W}")
+                wrong += [f"{name} of equal values, W={W}, exact={exact}" for name in means_that_move(comm)]
     return wrong
+
+
+def means_that_move(comm: DistributedCollectives) -> list[str]:
+    """The means of equal values that are not these values."""
+    half = {n: x[:1].expand(comm.num_local, *x.shape[1:]) for n, x in values(torch.bfloat16).items()}
+    means = {name: op for name, op in REDUCTIONS.items() if "sum" not in name}
+    thirds = {"islands of 3": lambda comm, x: comm.mean(x, [[0, 1, 3]], [3, 0, 5, 7])}
+    thirds |= {"mix thirds": lambda comm, x: comm.mix(x, torch.full((K, K), 1 / 3) - torch.eye(K)[[1, 2, 3, 0]] / 3)}
+    found = {name: op(comm, tree.map(torch.clone, half)) for name, op in {**means, **thirds}.items()}
+    return [name for name, x in found.items() if any((y != half[n]).any() for n, y in x.items())]
 
 
 def test_every_collective_with_one_and_with_many_buckets_of_mixed_types() -> None:

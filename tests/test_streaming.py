@@ -24,8 +24,7 @@ from tests.reference.streaming import by_module, e3m0, streaming
 from vecgym import Trainer, dry_run
 from vecgym.clock import Compute, Network, price
 from vecgym.collectives.ledger import Ledger
-from vecgym.compress import E3M0
-from vecgym.compress.codecs import WideQuantise
+from vecgym.compress import E3M0, ChunkedTopK, Quantise, TopK
 from vecgym.optim import OptimSpec
 from vecgym.simulation.stack import groups_of
 from vecgym.simulation.timetable import RunFacts
@@ -417,7 +416,7 @@ def test_e3m0_of_zeros_and_of_nan(value: float) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("codec", [E3M0(), WideQuantise(8)], ids=repr)
+@pytest.mark.parametrize("codec", [E3M0(), Quantise(8), TopK(1.0), ChunkedTopK()], ids=repr)
 def test_codes_are_summed_in_float32(codec: Any, rows: int) -> None:
     """In bfloat16 the sum of a 64 and many a 0.25 would be 64."""
     x = torch.zeros(8, 2, dtype=torch.bfloat16)

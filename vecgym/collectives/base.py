@@ -15,7 +15,7 @@ from vecgym.collectives.topology import Groups, Links, Mixing, ServerLinks
 from vecgym.core import tree
 from vecgym.core.check import kind_of
 from vecgym.core.devices import placed
-from vecgym.core.tree import Tree
+from vecgym.core.tree import Tree, wider
 
 T = TypeVar("T", Tensor, Tree)
 
@@ -120,7 +120,7 @@ class Collectives(ABC):
     # Implemented by a backend, for one tensor.
 
     @abstractmethod
-    def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor: ...
+    def _sum(self, x: Tensor, groups: Groups | None, average: bool, weights: Tensor | None = None) -> Tensor: ...
 
     @abstractmethod
     def _all_gather(self, x: Tensor) -> Tensor: ...
@@ -150,18 +150,16 @@ class Collectives(ABC):
         """Average over all nodes, `[L, *] -> [1, *]`, or over each group of node ids, `[L, *] -> [L, *]`.
 
         Groups are disjoint; a node in no group keeps its own value and sends nothing. With `weights`, one number
-        >= 0 per node, `[K]`: sum_i w_i x_i / sum_i w_i, over all nodes or over each group. With `inplace`, `x` may be
-        overwritten or returned as the result.
+        >= 0 per node, `[K]`: sum_i w_i x_i / sum_i w_i, over all nodes or over each group. bfloat16 and float16 are
+        summed in float32 and rounded once. With `inplace`, `x` may be overwritten or returned as the result.
         """
         self._announce("mean", x, check_groups(groups, self.num_nodes))
-        if weights is not None:
-            x = self._scaled(x, _shares(weights, groups, self.num_nodes))
-        return self._reduced(x, groups, average=True, inplace=inplace)
+        return self._reduced(x, groups, True, _checked_weights(weights, self.num_nodes, groups), inplace)
 
     def sum(self, x: T, groups: Groups | None = None) -> T:
         """Sum over all nodes, `[L, *] -> [1, *]`, or over each group; see `mean`."""
         self._announce("sum", x, check_groups(groups, self.num_nodes))
-        return self._reduced(x, groups, average=False)
+        return self._reduced(x, groups, False)
 
     def server_mean(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
         """Average the participants' values on a server, with weights, for every node: `[L, *] -> [1, *]`.
@@ -169,9 +167,8 @@ class Collectives(ABC):
         Each participant sends its value to the server once, and receives the average.
         """
         self._announce("server_mean", x, self._server(participants, participants))
-        if weights is not None or len(participants) < self.num_nodes:
-            x = self._scaled(x, _shares(self._participant_weights(participants, weights), None, self.num_nodes))
-        return self._reduced(x, None, average=True)
+        of_all = self._participant_weights(participants, weights)
+        return self._reduced(x, None, True, _checked_weights(of_all, self.num_nodes, None))
 
     def server_sum(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
         """Sum w_i x_i over the participants on a server, for every node: `[L, *] -> [1, *]`; not normalised.
@@ -179,9 +176,8 @@ class Collectives(ABC):
         Each participant sends its value to the server once, and receives the sum.
         """
         self._announce("server_sum", x, self._server(participants, participants))
-        if weights is not None or len(participants) < self.num_nodes:
-            x = self._scaled(x, _checked_weights(self._participant_weights(participants, weights), self.num_nodes))
-        return self._reduced(x, None, average=False)
+        of_all = self._participant_weights(participants, weights)
+        return self._reduced(x, None, False, _checked_weights(of_all, self.num_nodes, []))
 
     def server_gather(self, x: T, participants: Sequence[int] | None = None) -> T:
         """Gather the values of the participants (default: all) on a server: `[L, *] -> [1, n, *]`, in their order.
@@ -263,8 +259,10 @@ class Collectives(ABC):
         num_bytes = payload_bytes(x, self._axis + 1)
         self.ledger.record(Transfer(operation, num_bytes, self.run_nodes, who, tensors=names))
 
-    def _reduced(self, x: T, groups: Groups | None, average: bool, inplace: bool = False) -> T:
-        return self._own_storage(self._apply(x, lambda comm, y: comm._sum(y, groups, average)), x, inplace)
+    def _reduced(
+        self, x: T, groups: Groups | None, average: bool, weights: Tensor | None = None, inplace: bool = False
+    ) -> T:
+        return self._own_storage(self._apply(x, lambda comm, y: comm._sum(y, groups, average, weights)), x, inplace)
 
     def _nodes(self, nodes: Sequence[int] | None) -> list[int]:
         return [int(node) for node in (range(self.num_nodes) if nodes is None else nodes)]
@@ -274,8 +272,10 @@ class Collectives(ABC):
             check_groups([members], self.num_nodes)
         return ServerLinks(tuple(map(int, up)), tuple(map(int, down)))
 
-    def _participant_weights(self, participants: Sequence[int], weights: Sequence[float] | None) -> list[float]:
-        """Return each node's weight, `[K]`, 0 if it does not participate."""
+    def _participant_weights(self, participants: Sequence[int], weights: Sequence[float] | None) -> list[float] | None:
+        """Return each node's weight, `[K]`, 0 if it does not participate; None: all count alike."""
+        if weights is None and len(participants) == self.num_nodes:
+            return None
         members = set(participants)
         weights = [1.0] * self.num_nodes if weights is None else weights
         return [float(w) if i in members else 0.0 for i, w in enumerate(weights)]
@@ -283,11 +283,6 @@ class Collectives(ABC):
     def _own_storage(self, result: T, x: T, inplace: bool = False) -> T:
         """Clone a result that is `x` or a view of it, so that later writes to `x` do not change it."""
         return result if inplace else tree.map_leaves(_apart_from, result, x)
-
-    def _scaled(self, x: T, factors: Tensor) -> T:
-        """Multiply each node's value by its factor `[K]`."""
-        local, first = factors[self.node_ids], self._axis + 1
-        return tree.map_leaves(lambda y: y * placed(local, y.device, y.dtype).view(-1, *[1] * (y.dim() - first)), x)
 
 
 def renamed(who: Islands | Links | ServerLinks | None, members: Sequence[int]) -> Islands | Links | ServerLinks:
@@ -352,24 +347,42 @@ def check_groups(groups: Groups | None, num_nodes: int) -> Islands | None:
     return islands
 
 
-def _shares(weights: Sequence[float], groups: Groups | None, num_nodes: int) -> Tensor:
-    """Return the factors `[K]`, float64, that turn an average over a group into the weighted average."""
-    checked = _checked_weights(weights, num_nodes)
-    factors = torch.ones(num_nodes, dtype=torch.float64)
-    for members in map(list, [range(num_nodes)] if groups is None else groups):
-        total = checked[members].sum()
-        if total <= 0:
-            raise ValueError(f"the weights of nodes {members} are all 0: nothing to average.")
-        factors[members] = checked[members] * len(members) / total
-    return factors
-
-
-def _checked_weights(weights: Sequence[float], num_nodes: int) -> Tensor:
-    """Return the weights `[K]` in float64."""
+def _checked_weights(weights: Sequence[float] | None, num_nodes: int, groups: Groups | None) -> Tensor | None:
+    """Return the weights `[K]` in float64, of which none of these groups has only zeros; None: all count alike."""
+    if weights is None:
+        return None
     tensor = torch.as_tensor(weights, dtype=torch.float64)
     if tensor.shape != (num_nodes,) or not bool((tensor >= 0).all()):
         raise ValueError(f"weights={tensor.tolist()} must be {num_nodes} numbers >= 0, one per node.")
+    for members in map(list, [range(num_nodes)] if groups is None else groups):
+        if tensor[members].sum() <= 0:
+            raise ValueError(f"the weights of nodes {members} are all 0: nothing to average.")
     return tensor
+
+
+def factors_of(weights: Tensor, average: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the rows of n nodes that count, and what to multiply them by before a sum or mean; None: nothing.
+
+    >>> factors_of(torch.tensor([3.0, 0.0, 1.0]), average=True), factors_of(torch.tensor([2.0, 0.0, 2.0]), True)[1]
+    ((tensor([0, 2]), tensor([1.5000, 0.5000])), None)
+    """
+    if tree.differentiated(weights):  # also of a weight that is 0, or equal to another
+        return torch.arange(len(weights)), weights * (len(weights) / weights.sum() if average else 1)
+    rows = weights.nonzero()[:, 0]
+    some = weights[rows]
+    if bool((some == (some[:1] if average else 1)).all()):
+        return rows, None
+    return rows, some * len(some) / some.sum() if average else some
+
+
+def multiplied(x: Tensor, factors: Tensor, axis: int = 0) -> Tensor:
+    """Multiply by one factor for each row along `axis`, in the type in which values are summed.
+
+    >>> multiplied(torch.ones(2, 2, dtype=torch.bfloat16), torch.tensor([0.1, 2.0]))
+    tensor([[0.1000, 0.1000],
+            [2.0000, 2.0000]])
+    """
+    return x * placed(factors, x.device, wider(x.dtype)).view(-1, *[1] * (x.dim() - axis - 1))
 
 
 def _apart_from(result: Tensor, x: Tensor) -> Tensor:

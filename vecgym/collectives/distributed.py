@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vecgym.collectives.base import BUCKET_BYTES, Collectives, T, bucketed, payload_bytes
+from vecgym.collectives.base import BUCKET_BYTES, Collectives, T, bucketed, factors_of, multiplied, payload_bytes
 from vecgym.collectives.ledger import Ledger
 from vecgym.collectives.stacked import StackedCollectives
 from vecgym.collectives.topology import Groups
 from vecgym.collectives.wire import Wire
-from vecgym.core.tree import Tree
+from vecgym.core.devices import placed
+from vecgym.core.tree import Tree, wider
 
 
 class DistributedCollectives(Collectives):
@@ -31,7 +32,8 @@ class DistributedCollectives(Collectives):
     crosses. With islands, only the processes of an island communicate, in their own process group.
 
     Bytes handed to torch.distributed by each process (`wire.handed_bytes`), for a payload of b bytes per node in the
-    ledger: `mean`, `sum`, `server_mean`: b for each group of nodes that it shares with other processes;
+    ledger: `mean`, `sum`, `server_mean`: b for each group of nodes that it shares with other processes, of bfloat16 and
+    float16 2 b, since what a process adds up is float32;
     `all_gather`: L b; `broadcast`: b at the source; `permute`, `mix`: b for each of its nodes' values and each other
     process that receives it. With one node per process this is the ledger's payload. With `exact`: L b.
 
@@ -139,20 +141,39 @@ class DistributedCollectives(Collectives):
 
     # With torch.distributed, one bucket `[L, n]` at a time.
 
-    def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
+    def _sum(self, x: Tensor, groups: Groups | None, average: bool, weights: Tensor | None = None) -> Tensor:
         if groups is None:
-            part, members = _partial(x, self.num_nodes if average else 1), self.wire.subgroup(self.ranks)
-            return self._relayed(part if self._alone else self.wire.all_reduce(part, members))
+            total = self._partial(x, range(self.num_nodes), average, weights)
+            if not self._alone:
+                total = self.wire.all_reduce(total, self.wire.subgroup(self.ranks))
+            return self._relayed(total.to(x.dtype))
         result = x.clone()
         for group in groups:
             ranks = sorted({self.process_of(int(node)) for node in group})
             processes = self.wire.subgroup(ranks)
             if len(group) > 1 and self.wire.rank in ranks:
+                total = self._partial(x, group, average, weights)
+                total = self.wire.all_reduce(total, processes) if len(ranks) > 1 else total
                 rows = torch.tensor([node - self.first for node in group if self._holds(node)], device=x.device)
-                part = _partial(x.index_select(0, rows), len(group) if average else 1)
-                total = self.wire.all_reduce(part, processes) if len(ranks) > 1 else part
-                result.index_copy_(0, rows, total.expand(len(rows), -1))
+                result.index_copy_(0, rows, total.to(x.dtype).expand(len(rows), -1))
         return result[: self.num_local]
+
+    def _partial(self, x: Tensor, group: Sequence[int], average: bool, weights: Tensor | None) -> Tensor:
+        """Return this process's part of a sum, or of an average over a group: `[L, n] -> [1, n]`, a new tensor.
+
+        The average is divided before the processes sum, as in DistributedDataParallel, so that the sum does not
+        overflow.
+        """
+        counting, factors = torch.tensor(group), None
+        if weights is not None:
+            rows, factors = factors_of(weights[counting], average)
+            counting = counting[rows]
+        mine = (counting >= self.first) & (counting < self.first + self.num_local)
+        if len(mine) < self.num_nodes or not self.num_local:
+            x = x.index_select(0, placed(counting[mine] - self.first, x.device))
+        values = x if factors is None else multiplied(x, factors[mine])
+        part = values.sum(0, keepdim=True, dtype=wider(x.dtype))
+        return part / len(counting) if average and len(counting) > 1 else part
 
     def _all_gather(self, x: Tensor) -> Tensor:
         return self._gathered(x)[None]
@@ -183,7 +204,8 @@ class DistributedCollectives(Collectives):
         rows = self._fetch(x, [row.nonzero()[:, 0].tolist() for row in weights.detach()])
         nodes = sorted(rows)
         local_weights = weights[self.first : self.first + self.num_local, nodes]
-        return local_weights.to(device=x.device, dtype=x.dtype) @ torch.cat([rows[node] for node in nodes])
+        values = torch.cat([rows[node] for node in nodes]).to(wider(x.dtype))
+        return (placed(local_weights, x.device, values.dtype) @ values).to(x.dtype)
 
     def _fetch(self, x: Tensor, sources: Sequence[Sequence[int]]) -> dict[int, Tensor]:
         """Fetch the rows `[1, n]` that this process's nodes need; node i needs those of the nodes `sources[i]`.
@@ -278,12 +300,3 @@ def buckets(x: Tree, bucket_bytes: float, gradients: bool = False) -> Iterator[l
     for names in kinds.values():
         for places in bucketed([x[name].numel() * x[name].element_size() for name in names], bucket_bytes, gradients):
             yield [names[i] for i in places]
-
-
-def _partial(x: Tensor, count: int) -> Tensor:
-    """Return this process's part of a sum, or of an average over `count` nodes: `[L, n] -> [1, n]`, a new tensor.
-
-    The average is divided before the processes sum, as in DistributedDataParallel, so that the sum does not overflow.
-    """
-    part = x.sum(0, keepdim=True, dtype=x.dtype)
-    return part / count if count > 1 else part

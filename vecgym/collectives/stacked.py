@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vecgym.collectives.base import Collectives
+from vecgym.collectives.base import Collectives, factors_of, multiplied
 from vecgym.collectives.ledger import Ledger
 from vecgym.collectives.topology import Groups, Mixing
 from vecgym.core import check
 from vecgym.core.devices import placed
-from vecgym.core.tree import Tree
+from vecgym.core.tree import Tree, differentiated, wider
 
 CACHED_ELEMENTS = 1 << 17  # of a block of columns that is mixed at once: 0.5 MiB in float32
 
@@ -51,28 +51,29 @@ class StackedCollectives(Collectives):
         """Whether a tensor is stored once for all nodes."""
         return x.shape[self._axis] == 1
 
-    def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
+    def _sum(self, x: Tensor, groups: Groups | None, average: bool, weights: Tensor | None = None) -> Tensor:
         if not self._is_same(x):
-            return self._reduced_stack(x, groups, average)
-        if average or self.num_nodes == 1:
+            return self._reduced_stack(x, groups, average, weights)
+        if average or (self.num_nodes == 1 and weights is None):
             return x
-        if groups is None:
+        if groups is None and weights is None:
             return x * self.num_nodes
-        times = torch.ones(self.num_nodes)  # how many values each node's group adds up
-        for group in groups:
+        times = torch.ones(self.num_nodes) if weights is None else weights.sum()[None]
+        for group in groups or ():  # how many values each node's group adds up
             times[list(group)] = len(group)
-        return self._scaled(x, times)
+        return multiplied(x, times, self._axis).to(x.dtype)
 
-    def _reduced_stack(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
-        reduce, axis = (torch.mean if average else torch.sum), self._axis
+    def _reduced_stack(self, x: Tensor, groups: Groups | None, average: bool, weights: Tensor | None) -> Tensor:
+        axis = self._axis
         if groups is None:
-            return reduce(x, axis, keepdim=True)
+            return reduced(x, axis, average, weights)
         result = x.clone()
         for group in groups:
             if len(group) > 1:
                 members = placed(torch.tensor(group), x.device)
                 part = x.index_select(axis, members)
-                result = result.index_copy(axis, members, reduce(part, axis, keepdim=True).expand_as(part))
+                of_group = reduced(part, axis, average, None if weights is None else weights[list(group)])
+                result = result.index_copy(axis, members, of_group.expand_as(part))
         return result
 
     def _all_gather(self, x: Tensor) -> Tensor:
@@ -85,8 +86,9 @@ class StackedCollectives(Collectives):
         return x if self._is_same(x) else x.index_select(self._axis, placed(source, x.device))
 
     def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
-        y, matrix, rest = self._expanded(x), placed(weights, x.device, x.dtype), self._axis + 1
-        return (matrix @ y.flatten(rest) if y.dim() > rest else y @ matrix.T).reshape(y.shape)
+        y, matrix, rest = self._expanded(x), placed(weights, x.device, wider(x.dtype)), self._axis + 1
+        y = y.to(matrix.dtype)
+        return (matrix @ y.flatten(rest) if y.dim() > rest else y @ matrix.T).reshape(y.shape).to(x.dtype)
 
     def _mix_inplace(self, x: Tensor, mixing: Mixing) -> Tensor:
         rows = math.prod(x.shape[: self._axis + 1])
@@ -96,14 +98,14 @@ class StackedCollectives(Collectives):
         on_cpu = x.device.type == "cpu"
         sparse = on_cpu and mixing.sparse and x.is_floating_point()
         combine = self._gather_neighbours(mixing, x) if sparse else self._product(mixing, x)
-        wide = x.view(rows, -1)  # [C * K, P]
-        for part in wide.split(max(256, CACHED_ELEMENTS // rows) if on_cpu else wide.shape[1], dim=1):
-            part.copy_(combine(part))
+        flat = x.view(rows, -1)  # [C * K, P]
+        for part in flat.split(max(256, CACHED_ELEMENTS // rows) if on_cpu else flat.shape[1], dim=1):
+            part.copy_(combine(part.to(wider(x.dtype))))
         return x
 
     def _product(self, mixing: Mixing, like: Tensor) -> Callable[[Tensor], Tensor]:
         """Return the function from `[C * K, P]` to its product with the full matrix."""
-        weights = placed(mixing.weights, like.device, like.dtype)
+        weights = placed(mixing.weights, like.device, wider(like.dtype))
         if self.num_configs == 1:
             return lambda part: weights @ part
         batch = weights.expand(self.num_configs, -1, -1)
@@ -114,11 +116,34 @@ class StackedCollectives(Collectives):
         configs = torch.arange(self.num_configs)[:, None]
         sources = (placed(mixing.sources, like.device) + configs * self.num_nodes).flatten()
         starts = (placed(mixing.starts, like.device) + configs * len(mixing.sources)).flatten()
-        values = placed(mixing.values, like.device, like.dtype).repeat(self.num_configs)
+        values = placed(mixing.values, like.device, wider(like.dtype)).repeat(self.num_configs)
         return lambda part: F.embedding_bag(sources, part.contiguous(), starts, mode="sum", per_sample_weights=values)
 
     def _expanded(self, x: Tensor) -> Tensor:
         return x.expand(*x.shape[: self._axis], self.num_nodes, *x.shape[self._axis + 1 :])
+
+
+def reduced(x: Tensor, axis: int, average: bool, weights: Tensor | None = None) -> Tensor:
+    """Sum or average the rows along `axis`, which stays, with one weight for each; see `Collectives.mean`.
+
+    A mean is never outside of the range of its values, so that of equal values is exactly their value.
+
+    >>> x = torch.full((3,), 0.7, dtype=torch.bfloat16)
+    >>> torch.equal(reduced(x, 0, True, torch.tensor([1.0, 5.0, 7.0])), x[:1])
+    True
+    """
+    reduce, factors = (torch.mean if average else torch.sum), None
+    if weights is not None:
+        rows, factors = factors_of(weights, average)
+        x = x if len(rows) == len(weights) else x.index_select(axis, placed(rows, x.device))
+    if factors is None:
+        return reduce(x, axis, keepdim=True)
+    result = reduce(multiplied(x, factors, axis), axis, keepdim=True)
+    if not average or result.dtype != x.dtype or x.is_complex():  # rounded below, to the value of equal ones
+        return result.to(x.dtype)
+    values = x.detach()
+    inside = result.detach().clamp(values.amin(axis, keepdim=True), values.amax(axis, keepdim=True))
+    return result + (inside - result.detach()) if differentiated(result) else inside
 
 
 class GroupCollectives(StackedCollectives):
@@ -166,7 +191,7 @@ class Announced(StackedCollectives):
 
     shapes_only = True
 
-    def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
+    def _sum(self, x: Tensor, groups: Groups | None, average: bool, weights: Tensor | None = None) -> Tensor:
         return x[:1] if groups is None else x
 
     def _permute(self, x: Tensor, source: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from torch import Tensor
 from vecgym.compress.dct import Grid, from_chunks, grid, strongest, to_chunks
 from vecgym.core import check
 from vecgym.core.devices import placed, spread
+from vecgym.core.tree import wider
 
 Code = dict[str, Tensor]  # the parts of the code of one tensor, `[L, ...]` each
 Averaged = Literal["all", "senders"]
@@ -117,24 +118,28 @@ class Codec(ABC):
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
         """Average over the K senders, or return sum_k w_k decode(code_k): parts `[R, K, ...]` -> `[R, *shape]`.
 
+        bfloat16 and float16 are summed in float32 and rounded once.
+
         Args:
             codes: the codes of all senders; shared parts are `[1, 1, ...]`.
             like: gives shape and dtype.
             weights: `[1 or L, K]`; the result has as many rows.
         """
         rows, num_senders = next(y.shape[:2] for part, y in codes.items() if part not in self.shared)
+        dtype, like = like.dtype, like.to(wider(like.dtype))
         if rows == 1:
-            decoded = self.decode({part: y.flatten(0, 1) for part, y in codes.items()}, like)  # [K, *]
+            decoded = self.decode({part: y.flatten(0, 1) for part, y in codes.items()}, like).to(like.dtype)  # [K, *]
             if weights is None:
-                return decoded.mean(0, keepdim=True)
-            return torch.tensordot(weights.to(decoded), decoded, 1)
+                return decoded.mean(0, keepdim=True).to(dtype)
+            return torch.tensordot(weights.to(decoded), decoded, 1).to(dtype)
         # One sender at a time: all at once would take K times the memory of the result.
         total = torch.zeros((), dtype=like.dtype, device=like.device)
         for k in range(num_senders):
-            decoded = self.decode({part: y[:, min(k, y.shape[1] - 1)] for part, y in codes.items()}, like)
+            code = {part: y[:, min(k, y.shape[1] - 1)] for part, y in codes.items()}
+            decoded = self.decode(code, like).to(like.dtype)
             share = 1 / num_senders if weights is None else spread(weights[:, k], decoded)
             total = total + share * decoded
-        return total
+        return total.to(dtype)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
@@ -178,11 +183,11 @@ class TopK(Codec):
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
         """Sum only the few values that were sent."""
-        values, indices = codes["values"], codes["indices"].long()  # [R, K, k]
+        values, indices = codes["values"].to(wider(like.dtype)), codes["indices"].long()  # [R, K, k]
         values = values / values.shape[1] if weights is None else values * weights.to(values)[..., None]
         total = values.new_zeros(len(values), size_of(like))
         total.scatter_add_(1, indices.expand_as(values).flatten(1), values.flatten(1))
-        return _shaped(total, like)
+        return _shaped(total, like).to(like.dtype)
 
 
 class RandomK(Codec):
@@ -226,9 +231,9 @@ class RandomK(Codec):
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
         """Decode the mean of the values sent, once, since all senders have the same coordinates."""
-        values = codes["values"]  # [R, K, m]
+        values = codes["values"].to(wider(like.dtype))  # [R, K, m]
         mean = values.mean(1) if weights is None else (weights.to(values)[:, None] @ values)[:, 0]
-        return self.decode({"values": mean, "indices": codes["indices"][0]}, like)
+        return self.decode({"values": mean, "indices": codes["indices"][0]}, like).to(like.dtype)
 
 
 class ChunkedTopK(Codec):
@@ -291,7 +296,7 @@ class ChunkedTopK(Codec):
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
         """Sum only the few values that were sent, and divide by the weight of all nodes, or of their senders."""
-        values, cut = codes["values"], self.cut(like)  # [R, K, m]
+        values, cut = codes["values"].to(wider(like.dtype)), self.cut(like)  # [R, K, m]
         rows, num_senders = values.shape[:2]
         at = self._where(codes["places"].flatten(0, 1), cut).view(rows, values[0].numel())
         shares = values.new_full((1, num_senders), 1 / num_senders) if weights is None else weights.to(values)
@@ -302,7 +307,7 @@ class ChunkedTopK(Codec):
         if self.over == "senders":
             sent = zeros.scatter_add(1, at, shares[..., None].expand_as(weighted).flatten(1))
             total = torch.where(sent > 0, total / sent, 0.0)
-        return self._joined(total, like)
+        return self._joined(total, like).to(like.dtype)
 
     def _where(self, packed: Tensor, cut: Grid) -> Tensor:
         """Return the indices into all chunks together, `[R, bytes]` -> `[R, chunks k]`."""
@@ -428,24 +433,11 @@ class Quantise(Codec):
         return _shaped(flat, like)
 
 
-class InFloat32(Codec):
-    def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
-        return super().average(codes, like.to(wider(like.dtype)), weights).to(like.dtype)
-
-
-class WideQuantise(InFloat32, Quantise):
-    """`Quantise` with averages summed in float32, or in the dtype of the values if that is wider.
-
-    >>> WideQuantise(8).encode(torch.tensor([[127.0, -20.4]]))["values"]
-    tensor([[127, -20]], dtype=torch.int8)
-    """
-
-
-class E3M0(InFloat32):
+class E3M0(Codec):
     """Four-bit floats with a sign, 3 bits of exponent and no mantissa: x ~ scale s, s in {0, +-1, +-2, +-4, ... +-64}.
 
     scale = max |x| / 64 per tensor and node, sent in float32. Values are rounded to the nearest level, ties to the
-    smaller one. Averages are summed in float32, or in the dtype of the values if that is wider.
+    smaller one.
 
     Error: |x - C(x)| <= max(|x| / 3, max |x| / 128), and at most |x|. Bytes: ceil(n / 2) + 4, two values per byte.
 
@@ -593,11 +585,6 @@ def size_of(x: Tensor) -> int:
 def _shaped(flat: Tensor, like: Tensor) -> Tensor:
     """Reshape `[R, n]` to `[R, *shape]` of `like`, which may have no elements."""
     return flat.view(len(flat), *like.shape[1:])
-
-
-def wider(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 for narrower dtypes, and others unchanged."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def never_zero(scale: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from einops import rearrange
 from torch import Tensor
 
 from vecgym.core.devices import on_host, placed
+from vecgym.core.tree import wider
 
 INDEX_BYTES = 8  # torch indexes with int64
 
@@ -211,10 +212,11 @@ def mean_of_senders(indices: Tensor, values: Tensor, n: int) -> Tensor:
     """
     at = rearrange(indices, "l node chunk k -> l chunk (node k)")
     sent = rearrange(values, "l node chunk k -> l chunk (node k)")
+    sent = sent.to(wider(sent.dtype))
     total = sent.new_zeros(*at.shape[:-1], n).scatter_add(-1, at, sent)
     # Count in integers: bfloat16 cannot count beyond 256.
     senders = at.new_zeros(total.shape, dtype=torch.int32).scatter_add_(-1, at, torch.ones_like(at, dtype=torch.int32))
-    return total / senders.clamp_(min=1)
+    return (total / senders.clamp_(min=1)).to(values.dtype)
 
 
 def topk_bytes(shape: Sequence[int], k: int, limit: int, value_bytes: int) -> int:

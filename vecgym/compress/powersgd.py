@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vecgym.compress.codecs import Draw, wider
+from vecgym.compress.codecs import Draw
 from vecgym.core import check
 from vecgym.core.devices import on_host, placed
-from vecgym.core.tree import Tree
+from vecgym.core.tree import Tree, wider
 
 
 class PowerSGD:

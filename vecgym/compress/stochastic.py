@@ -25,10 +25,10 @@ from vecgym.compress.codecs import (
     size_of,
     unpack,
     unpack_trits,
-    wider,
 )
 from vecgym.core import check
 from vecgym.core.devices import placed
+from vecgym.core.tree import wider
 
 
 class Levels(Codec):

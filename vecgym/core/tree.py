@@ -148,6 +148,16 @@ def differentiated(x: object) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which values are summed: float32 for bfloat16 and float16, else their own.
+
+    >>> import torch
+    >>> wider(torch.bfloat16), wider(torch.float64), wider(torch.int64)
+    (torch.float32, torch.float64, torch.int64)
+    """
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
 def root(x: Any) -> Any:
     """Take the square root of a number or tensor, with derivative 0 at 0.
 

@@ -13,7 +13,7 @@ from vecgym.collectives.base import payload_bytes
 from vecgym.collectives.topology import ServerLinks
 from vecgym.core import check, nodes
 from vecgym.core.devices import placed
-from vecgym.core.tree import Tree
+from vecgym.core.tree import Tree, wider
 from vecgym.optim import OptimSpec
 from vecgym.simulation.events import (
     Agenda,
@@ -261,12 +261,13 @@ def merged(v: Tensor, weights: Sequence[float], merging: str) -> Tensor:
     >>> merged(v, [1.0, 1.0], "mean"), merged(v, [1.0, 1.0], "radial")
     (tensor([[1., 2.]]), tensor([[2.1213, 2.1213]]))
     """
+    dtype, v = v.dtype, v.to(wider(v.dtype))
     w = torch.tensor(weights, dtype=v.dtype, device=v.device).view(-1, *[1] * (v.dim() - 1)) / sum(weights)
     if merging == "mean":
-        return (w * v).sum(0, keepdim=True)
+        return (w * v).sum(0, keepdim=True).to(dtype)
     size = row_norms(v)
     direction = (w * v / nonzero(size)).sum(0, keepdim=True)
-    return (w * size).sum(0, keepdim=True) * direction / nonzero(row_norms(direction))
+    return ((w * size).sum(0, keepdim=True) * direction / nonzero(row_norms(direction))).to(dtype)
 
 
 # ---------------------------------------------------------------------------------------------- what happens when

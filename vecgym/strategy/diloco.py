@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vecgym.compress import E3M0, Chain, ChunkedTopK, Compressor, StatQuantise
-from vecgym.compress.codecs import Averaged, Codec, WideQuantise
+from vecgym.compress.codecs import Averaged, Codec, Quantise
 from vecgym.core import check, rng, tree
 from vecgym.core.devices import spread
 from vecgym.optim import OptimSpec
@@ -379,14 +379,14 @@ def codec_of(bits: int | str | None) -> Codec | None:
     """Return the code in which movements are sent; None: they are sent as they are.
 
     >>> codec_of(4), codec_of("e3m0"), codec_of(8), codec_of(None)
-    (E3M0(), E3M0(), WideQuantise(bits=8, stochastic=False), None)
+    (E3M0(), E3M0(), Quantise(bits=8, stochastic=False), None)
     """
     if bits is None:
         return None
     if (isinstance(bits, str) and bits == "e3m0") or (check.is_integer(bits) and bits == 4):
         return E3M0()
     if check.is_integer(bits) and bits == 8:
-        return WideQuantise(8)
+        return Quantise(8)
     raise ValueError(f'bits={bits!r} is not possible: movements are sent in 4 bits ("e3m0"), 8, or None: as they are.')
 
 
