@@ -49,6 +49,7 @@ from vecgym.strategy.ad_psgd import Averaged, Neighbours, PairRules
 from vecgym.strategy.decoupled import Closed, Forgotten, FragmentRules, OfFragment
 from vecgym.strategy.halos import RegionMessage, RegionRules, delivered
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*give a unit")  # toy models on links of a few bits per second
 Halos: Any = HALoSStrategy  # any, since some tests give what they do not take
 InPairs: Any = ADPSGDStrategy
 Decoupled: Any = DecoupledDiLoCoStrategy

@@ -40,6 +40,7 @@ from vecgym.strategy import (
     Strategy,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*give a unit")  # toy models on links of a few bits per second
 F64 = torch.float64
 K, B = 4, 4
 SGD = OptimSpec("sgd", lr=0.05)

@@ -39,6 +39,7 @@ from vecgym.strategy import (
     StreamingDiLoCoStrategy,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*give a unit")  # toy models on links of a few bits per second
 EXACT = 1e-12
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ SIZES = {f"layer{i}": 10**8 for i in range(4)}
 STEP = [Transfer("mean", 4 * 10**8, 3, tensors=tuple(SIZES))]
 
 
+@pytest.mark.filterwarnings("ignore:.*give a unit")
 def test_the_bars_of_a_node_follow_one_another_and_add_up() -> None:
     for seed, (steps, sizes, K) in enumerate(cases()):
         timeline = price(
@@ -94,7 +96,7 @@ def test_the_bandwidth_that_is_needed_is_enough_and_no_more() -> None:
         assert below < 0.9 <= reached
     with pytest.warns(VecgymWarning, match=r"for 95 % computing: nodes wait for the slowest, and compute for 55.6 %"):
         assert required_bandwidth([STEP] * 30, Compute([1.0, 1.0, 3.0]), sizes=SIZES) == math.inf
-    assert required_bandwidth([[]] * 30 + [STEP], Compute(1e12), sizes=SIZES) == 1.0
+    assert required_bandwidth([[]] * 30 + [STEP], Compute("1e12 s"), sizes=SIZES) == 1.0
     with pytest.raises(ValueError, match="utilization=1 must be a number in"):
         required_bandwidth([STEP], Compute(1.0), 1)
 
@@ -249,3 +251,33 @@ def test_a_ledger_keeps_what_the_clock_needs() -> None:
     assert list(other.sizes) == list(SIZES)
     network, compute = Network(1e9), Compute(1.0)
     assert price(other, network, compute).seconds == price(ledger, network, compute).seconds > 10
+
+
+# ------------------------------------------------------------------------------------------------- without a unit
+
+
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda: Network(200, 0.06), 'bandwidth=200 is 200 bit/s: give a unit, such as "200 Mbit/s"'),
+    (lambda: Network([1e9, 400.0]), "bandwidth=400 is 400 bit/s"),
+    (lambda: Network(up=100, down="1 Gbit/s"), "up=100 is 100 bit/s"),
+    (lambda: Network(1e9, server_bandwidth=1000), "server_bandwidth=1000 is 1 kbit/s"),
+    (lambda: Network("100 Mbit/s", 5), 'latency=5 is 5 s for every message: give a unit, such as "5 ms"'),
+    (lambda: Network(1e9, torch.full((2, 2), 5.0)), "latency=5 is 5 s"),
+    (lambda: Network.regions([2, 2], (1e9, 0.0), (100, 0.1)), "between=100 is 100 bit/s"),
+    (lambda: Compute(1100), 'seconds=1100 is 18.3 min for every step: give a unit, such as "1100 ms"'),
+    (lambda: Compute([0.4, 1100.0]), "seconds=1100 is"),
+    (lambda: Compute.lognormal(1100, 0.1), "median=1100 is"),
+])  # fmt: skip
+def test_a_number_that_is_probably_in_another_unit_is_said(make: Callable[[], Any], said: str) -> None:
+    with pytest.warns(VecgymWarning, match=re.escape(said)):
+        make()
+
+
+def test_a_unit_is_taken_at_its_word() -> None:
+    Network("200 bit/s", "5 s")
+    Network.regions([2, 2], ("1 kbit/s", "2 s"), ("64 bit/s", "9 s"))
+    Network(1e5, 0.99)
+    for compute in (Compute("20 min"), Compute.lognormal("20 min", 0.1), Compute(600.0), Compute.from_flop(1e20, 1e12)):
+        assert compute.seconds >= 600
+    with pytest.raises(ValueError, match="'1e400 Gbit/s' is not"):
+        Network("1e400 Gbit/s")

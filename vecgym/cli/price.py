@@ -103,19 +103,22 @@ def _price_run(args: argparse.Namespace) -> int:
     from vecgym.clock.units import bits_per_second, latency, readable_bandwidth, readable_time
     from vecgym.core import check
 
-    bandwidths = [bits_per_second("--bandwidth", _number(x)) for x in args.bandwidth or BANDWIDTHS]
-    latencies = [latency("--latency", _number(x)) for x in args.latency or LATENCIES]
+    bandwidths = {bits_per_second("--bandwidth", x): x for x in map(_number, args.bandwidth or BANDWIDTHS)}
+    latencies = {latency("--latency", x): x for x in map(_number, args.latency or LATENCIES)}
     check.number("--utilization", args.utilization, "(0, 1)", "the fraction of the time in which nodes compute")
     options = {"all_reduce": args.all_reduce, "bucket_bytes": args.bucket_bytes}
     saved = vecgym.load(args.run_folder)
     ledger, history = saved.ledger, saved.history
     time, overlap = args.step_seconds, not args.no_overlap
     compute = Compute.measured(history, overlap=overlap) if time is None else Compute(_number(time), overlap=overlap)
-    timelines = {a: {b: price(ledger, Network(b, a, **options), compute) for b in bandwidths} for a in latencies}
+    timelines = {
+        a: {b: price(ledger, Network(x, y, **options), compute) for b, x in bandwidths.items()}
+        for a, y in latencies.items()
+    }
     print(f"{ledger.num_steps} steps of {ledger.num_nodes} nodes, {compute}")
     print(price_table(timelines))
     for a in latencies:
-        question = Question(ledger, compute, args.utilization, Network(float("inf"), a, **options))
+        question = Question(ledger, compute, args.utilization, Network(float("inf"), latencies[a], **options))
         bandwidth = question.bandwidth()
         goal = f"For {100 * args.utilization:g} % computing with a latency of {readable_time(a)}"
         print(question.why_none() if bandwidth == float("inf") else f"{goal}: {readable_bandwidth(bandwidth)}.")

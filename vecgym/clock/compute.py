@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vecgym.clock.units import numbers, readable_span, readable_time
+from vecgym.clock.units import numbers, readable_span, readable_time, step_seconds
 from vecgym.clock.units import seconds as in_seconds
 from vecgym.core import check, rng
 from vecgym.core.errors import warn
@@ -46,7 +46,7 @@ class Compute:
     """
 
     def __init__(self, seconds: Any, *, overlap: bool = True, shares: Mapping[str, float] | None = None) -> None:
-        self.seconds = numbers("seconds", seconds, in_seconds)
+        self.seconds = numbers("seconds", seconds, step_seconds)
         self.overlap = check.flag("overlap", overlap)
         self.shares = None if shares is None else _checked_shares(shares)
         self.sigma = 0.0
@@ -69,7 +69,8 @@ class Compute:
         tensor([[0.2706, 0.4371],
                 [0.7427, 0.5323]], dtype=torch.float64)
         """
-        compute = cls(numbers("median", median, in_seconds), **options)
+        compute = cls(0.0, **options)
+        compute.seconds = numbers("median", median, step_seconds)
         compute.sigma = check.number("sigma", sigma, "[0, 100]", "the standard deviation of the logarithm")
         compute.seed = check.seed("seed", seed)
         return compute
@@ -97,7 +98,9 @@ class Compute:
         flop = check.number("flop", flop, "(0, inf)", "floating point operations of a step of one node")
         utilization = check.number("utilization", utilization, "(0, 1]", "the fraction of peak_flops that is reached")
         peak = numbers("peak_flops", peak_flops, partial(check.number, within="(0, inf)", what="a number or [K]"))
-        return cls(flop / (utilization * peak), **options)
+        compute = cls(0.0, **options)
+        compute.seconds = numbers("seconds", flop / (utilization * peak), in_seconds)
+        return compute
 
     @classmethod
     def measured(cls, history: Any, *, nodes_at_once: int | None = None, **options: Any) -> Compute:

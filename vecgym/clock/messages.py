@@ -102,7 +102,7 @@ class Rendezvous:
         source: the group whose result each node needs, `[K]`; G: none.
 
     >>> from vecgym.clock.network import Network
-    >>> rendezvous = Rendezvous(Routes(Network(8.0), 2), [(0, 1)])
+    >>> rendezvous = Rendezvous(Routes(Network("8 bit/s"), 2), [(0, 1)])
     >>> ready, free = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     >>> ten_bytes = rendezvous.amounts("mean", torch.tensor([10.0], dtype=torch.float64))
     >>> rendezvous.run(ready, ten_bytes, free, free).arrival
@@ -182,7 +182,7 @@ class Mesh:
         senders, receivers: of each message.
 
     >>> from vecgym.clock.network import Network
-    >>> mesh = Mesh(Routes(Network(8.0), 2), [0], [1])
+    >>> mesh = Mesh(Routes(Network("8 bit/s"), 2), [0], [1])
     >>> ready, free = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     >>> mesh.run(ready, mesh.amounts("permute", torch.tensor([10.0], dtype=torch.float64)), free, free).arrival
     tensor([[-inf],

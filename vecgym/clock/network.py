@@ -104,7 +104,8 @@ class Network:
         region = torch.arange(len(sizes)).repeat_interleave(counts)
         same = region[:, None] == region[None, :]
         bandwidth, latency = (torch.where(same, within[region, i, None], far[i]) for i in (0, 1))
-        return cls(bandwidth, latency, **options)
+        bandwidth.fill_diagonal_(math.inf)
+        return cls(math.inf, **options)._changed(bandwidth=bandwidth, latency=latency.fill_diagonal_(0.0))
 
     def seconds(self, operation: str, payload_bytes: float, num_nodes: int) -> float:
         """Return the seconds of one collective among the first `num_nodes` nodes.

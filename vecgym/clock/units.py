@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vecgym.collectives.ledger import with_prefix
 from vecgym.core import check
+from vecgym.core.errors import warn
 
 PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 BINARY = {"Ki": 2.0**10, "ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -31,10 +32,14 @@ def _parts(name: str, text: str, pattern: re.Pattern[str], kind: str, give: str)
     return float(match[1]), *match.groups()[1:]
 
 
+# A number without a unit beyond these is probably in another unit: bit/s, seconds of a message, seconds of a step.
+SLOWEST, LATEST, LONGEST_STEP = 1e5, 1.0, 600.0
+
+
 def bits_per_second(name: str, value: Any) -> float:
     """Return a bandwidth in bits per second, from a number > 0 or a text such as "1 Gbit/s" or "100 MB/s" (bytes).
 
-    k, M, G and T stand for powers of 1000, Ki, Mi, Gi and Ti of 1024.
+    k, M, G and T stand for powers of 1000, Ki, Mi, Gi and Ti of 1024. A number below 100,000 warns.
 
     Raises:
         ValueError: for anything else.
@@ -50,8 +55,12 @@ def bits_per_second(name: str, value: Any) -> float:
     if isinstance(value, str):
         give = 'bits per second as a number > 0, or as a text such as "1 Gbit/s" or "100 MB/s" (b: bits, B: bytes)'
         number, prefix, unit = _parts(name, value, _BANDWIDTH, "a bandwidth", give)
-        value = number * {**PREFIXES, **BINARY}[prefix] * (8.0 if unit in ("B", "byte", "bytes") else 1.0)
-    return check.number(name, value, "(0, inf]", 'bits per second, or a text such as "1 Gbit/s"')
+        bits = number * {**PREFIXES, **BINARY}[prefix] * (8.0 if unit in ("B", "byte", "bytes") else 1.0)
+        return check.number(name, bits, "(0, inf)", f"bits per second, and {value!r} is not")
+    value = check.number(name, value, "(0, inf]", 'bits per second, or a text such as "1 Gbit/s"')
+    if value < SLOWEST:
+        warn(f'{name}={value:g} is {readable_bandwidth(value)}: give a unit, such as "{value:g} Mbit/s".')
+    return value
 
 
 def count(name: str, value: Any) -> int:
@@ -90,7 +99,7 @@ def seconds(name: str, value: Any) -> float:
 
 
 def latency(name: str, value: Any) -> float:
-    """Return a latency in seconds, at most 10.
+    """Return a latency in seconds, at most 10. A number from 1 on warns.
 
     Raises:
         ValueError: for anything else.
@@ -108,7 +117,21 @@ def latency(name: str, value: Any) -> float:
             f"{name}={value!r} is {readable_time(delay)} for every message; give at most {LONGEST_LATENCY:g} s. For "
             f'milliseconds, give "{delay:g} ms".'
         )
+    if delay >= LATEST and not isinstance(value, str):
+        warn(f'{name}={delay:g} is {readable_time(delay)} for every message: give a unit, such as "{delay:g} ms".')
     return delay
+
+
+def step_seconds(name: str, value: Any) -> float:
+    """Return the seconds of a step. A number above 600 warns.
+
+    >>> step_seconds("seconds", 0.4), step_seconds("seconds", "1100 ms"), step_seconds("seconds", "20 min")
+    (0.4, 1.1, 1200.0)
+    """
+    took = seconds(name, value)
+    if took > LONGEST_STEP and not isinstance(value, str):
+        warn(f'{name}={took:g} is {readable_time(took)} for every step: give a unit, such as "{took:g} ms".')
+    return took
 
 
 def numbers(name: str, value: Any, parse: Callable[[str, Any], float], dims: int = 1, diagonal: float = 0.0) -> Tensor:
