@@ -37,6 +37,9 @@ from vecgym.strategy import (
     Strategy,
 )
 
+# The seeds of the sweeps here are those of the data, on purpose, and two are enough.
+pytestmark = pytest.mark.filterwarnings("ignore:the seeds do not vary", "ignore:2 seeds are few")
+
 F64 = torch.float64
 K = 3
 COMPUTE = Compute.lognormal([1.0, 2.0, 1.5], sigma=0.3)

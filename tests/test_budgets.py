@@ -58,6 +58,7 @@ MANY_PARAMETERS = {
     "engine/stateless.py:_batch_norm",  # F.batch_norm's own, and one
     "optim/optimizers.py:FullPrecisionMuon.__init__",
     "strategy/simulated.py:simulation_of",
+    "sweeps/result.py:SweepResult.compare",
 }
 
 

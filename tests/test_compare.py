@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from vecgym import SweepResult, VecgymWarning, sweep
+from vecgym import History, SweepResult, Trainer, VecgymWarning, compare, sweep
 from vecgym.models import Classifier
-from vecgym.plot import plot_differences
+from vecgym.plot import plot_axis, plot_differences, plot_heatmap, plot_pareto
 from vecgym.records.rows import averaged, compared, difference, t_quantile
 from vecgym.strategy import DiLoCoStrategy, FedAvgStrategy, Strategy
 
@@ -161,7 +161,7 @@ def test_a_baseline_may_be_any_object_or_its_label() -> None:
 
 def test_it_prints_as_a_table(result: SweepResult) -> None:
     row = result.compare("kind")[1]
-    head, _, base, other = str(result.compare("kind")).splitlines()
+    head, _, base, other = str(result.compare("kind")).partition("\n\n")[0].splitlines()
     names = ["kind", "lr", "val_loss", "difference", "standard error", "95 % interval", "seeds"]
     assert [cell.strip() for cell in head.strip("|").split("|")] == names
     assert base.split("|")[4].strip() == ""
@@ -223,8 +223,8 @@ def test_a_configuration_with_a_diverged_seed_is_not_the_best() -> None:
     ("given", "message"),
     [
         ({"axis": "lrs"}, "axis='lrs' is not known; did you mean 'lr'"),
-        ({"axis": "lr", "metric": "valloss"}, "metric='valloss' is not a column; did you mean 'val_loss'"),
-        ({"axis": "lr", "metric": "sim_seconds"}, "metric='sim_seconds' is not a column"),
+        ({"axis": "lr", "column": "valloss"}, "column='valloss' is not a column; did you mean 'val_loss'"),
+        ({"axis": "lr", "column": "sim_seconds"}, "column='sim_seconds' is not a column"),
         ({"axis": "lr", "baseline": 0.5}, "baseline=0.5 is not a value of 'lr', which has 0.003, 0.01"),
         (
             {"axis": "kind", "baseline": Strategy},
@@ -302,15 +302,18 @@ def test_what_has_no_differences_is_refused(result: SweepResult) -> None:
 # ------------------------------------------------------------------------------------------------- tables
 
 
+EVERYTHING = "The seeds vary the initial weights, the order of the data, the partition and masks."
+
+
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def test_a_table_has_means_and_spreads(result: SweepResult) -> None:
-    lines = result.table(columns=["val_loss", "bytes_total"]).splitlines()
+    lines = result.table(column=["val_loss", "bytes_total"]).splitlines()
     assert cells(lines[0]) == ["kind", "lr", "val_loss", "bytes_total"]
-    assert lines[-2:] == ["", "± over 5 seeds: standard deviation"]
-    shown = [cells(line) for line in lines[2:-2]]
+    assert lines[-3:] == ["", "± over 5 seeds: standard deviation.", EVERYTHING]
+    shown = [cells(line) for line in lines[2:-3]]
     best = result.best()
     for i, (kind, lr, loss, _) in enumerate(shown):
         losses = np.array([row["val_loss"] for row in result.rows[5 * i : 5 * i + 5]])
@@ -320,29 +323,29 @@ def test_a_table_has_means_and_spreads(result: SweepResult) -> None:
         assert spread == pytest.approx(losses.std(ddof=1), rel=0.06)
         assert mean == pytest.approx(losses.mean(), abs=spread / 10)
     assert {row[3] for row in shown} == {"1.19 kB"}  # two all-reduces of 99 parameters, whatever the seed
-    assert len(result.table(over=None).splitlines()) == 2 + 20
+    assert len(result.table(over=None).splitlines()) == 2 + 20 + 2
     assert "±" not in result.table(over=None)
     assert "status" not in lines[0]
 
 
 def test_a_table_for_latex(result: SweepResult) -> None:
-    lines = result.table("latex", columns=["val_loss"], where={"lr": 0.01}).splitlines()
-    assert lines[:4] == ["% ± over 5 seeds: standard deviation", r"\begin{tabular}{rrr}", r"\toprule",
-                         r"kind & lr & validation loss \\"]  # fmt: skip
+    lines = result.table("latex", column=["val_loss"], where={"lr": 0.01}).splitlines()
+    assert lines[:5] == ["% ± over 5 seeds: standard deviation.", f"% {EVERYTHING}", r"\begin{tabular}{rrr}",
+                         r"\toprule", r"kind & lr & validation loss \\"]  # fmt: skip
     assert lines[-2:] == [r"\bottomrule", r"\end{tabular}"]
-    rows = lines[5:-2]
+    rows = lines[6:-2]
     assert len(rows) == 2
     assert all(r" $\pm$ " in line and line.endswith(r" \\") for line in rows)
     assert [r"\textbf{" in line for line in rows].count(True) == 1
     named = run({"a_b": ["50% & #1", "x_y"]}, strategy=lambda a_b: make(FedAvgStrategy))
-    text = named.table("latex", columns=["val_loss"])
+    text = named.table("latex", column=["val_loss"])
     assert r"a\_b & validation loss \\" in text
     assert r"50\% \& \#1 & " in text
     assert "±" not in text
 
 
 def test_a_diverged_configuration_is_never_bold(broken: SweepResult) -> None:
-    lines = [cells(line) for line in broken.table().splitlines()[:-2]]
+    lines = [cells(line) for line in broken.table().splitlines()[:-3]]
     status = lines[0].index("status")
     assert [line[status] for line in lines[2:]] == ["finished", "diverged", "diverged"]
     assert [any("**" in cell for cell in line) for line in lines[2:]] == [True, False, False]
@@ -353,7 +356,222 @@ def test_tables_that_are_refused(result: SweepResult) -> None:
         ValueError, match=r"form='tex' is not known; did you mean 'latex'\? Allowed: 'markdown', 'latex'"
     ):
         result.table("tex")
-    with pytest.raises(ValueError, match="columns='loss' is not a column"):
-        result.table(columns=["loss"])
-    with pytest.raises(TypeError, match="columns is of type int; give a list of names"):
-        result.table(columns=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="column='loss' is not a column"):
+        result.table(column=["loss"])
+    with pytest.raises(TypeError, match="column is of type int; give a name, or a list of such"):
+        result.table(column=5)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------- what a comparison rests on
+
+
+SEEDS: dict[str, tuple[Any, str]] = {
+    "a module": (mlp(0), "all runs begin with those of the one model that was given"),
+    "a function of something else": (lambda lr: mlp(0), "model= is a function that does not take the seed"),
+    "a function that forgets its seed": (lambda seed: mlp(0), "model= returns the same ones for every seed"),
+}
+
+
+def seeded(model: Any, **settings: Any) -> SweepResult:
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x[:, :3].argmax(1))
+    common = {"num_nodes": 2, "max_steps": 4, "batch_size": 8, "device": "cpu", "progress": False}
+    given: Any = {"grid": {"lr": [0.1, 0.2], "seed": range(3)}, **common, **settings}
+    return sweep(model, data, data, strategy=lambda lr: make(FedAvgStrategy, lr), **given)
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_seeds_that_leave_the_weights_alone_are_told(name: str) -> None:
+    model, why = SEEDS[name]
+    with pytest.warns(VecgymWarning, match=rf"do not vary the initial weights: {why}.*model=lambda seed: make\(seed\)"):
+        found = seeded(model)
+    note = "The seeds vary the order of the data, the partition and masks; they do not vary the initial weights."
+    assert found.table().splitlines()[-1] == note
+    assert found.compare("lr").notes[0] == note
+    assert str(found.compare("lr")).partition("\n\n")[2].splitlines()[0] == note
+    figures: list[Any] = [found.plot("lr"), found.plot("lr", baseline=0.1), found.plot_pareto()]
+    figures.append(found.plot_heatmap("lr", "seed"))
+    assert [" ".join(figure.get_supxlabel().split()) for figure in figures] == [note] * 4
+
+
+def test_seeds_that_vary_everything_or_nothing_random_are_not_told() -> None:
+    assert EVERYTHING in seeded(mlp).table()
+    zeros = mlp(0)
+    for p in zeros.parameters():
+        p.data.zero_()
+    seeded(zeros)  # nothing random in these weights
+    seeded(mlp(0), points=[{"lr": 0.1, "seed": 0}, {"lr": 0.2, "seed": 1}], grid=None)  # no two seeds of one point
+    seeded(mlp(0), grid={"lr": [0.1, 0.2]}, seed=3)
+    still = seeded(mlp, shuffle=False).table().splitlines()[-1]
+    assert still.endswith("initial weights and masks; they do not vary the order of the data or the partition.")
+    trials = seeded(lambda trial: mlp(trial), grid={"lr": [0.1], "trial": range(3)})
+    line = trials.table(over="trial").splitlines()[-1]
+    assert line.startswith("The trials vary the initial weights; they do not vary the order of the data,")
+
+
+@pytest.mark.slow
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    """... of many initial weights, if the seeds vary these; and seldom where all runs begin with one model's."""
+    x = torch.randn(1024, 20, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x[:, :4].argmax(1))
+
+    def net(seed: int) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return Classifier(nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 4)))
+
+    def gap(model: Any, seeds: Any) -> Any:
+        found = sweep(
+            model, data, data, strategy=lambda H: DiLoCoStrategy("adamw", H=H, lr=3e-3), num_nodes=4, max_steps=60,
+            grid={"H": [5, 20], "seed": seeds}, batch_size=16, device="cpu", progress=False,
+        )  # fmt: skip
+        return found.compare("H")[1]
+
+    truth = gap(net, range(100))["difference"]
+    varied = [gap(net, range(1000 + 5 * i, 1005 + 5 * i)) for i in range(40)]
+    inside = sum(row["low"] <= truth <= row["high"] for row in varied)
+    assert 34 <= inside <= 40, "38 are expected, and fewer than 34 in 1 of 70 such tests"
+    with pytest.warns(VecgymWarning, match="do not vary the initial weights"):
+        fixed = [gap(net(100 + i), range(1000 + 5 * i, 1005 + 5 * i)) for i in range(12)]
+    assert sum(row["low"] <= truth <= row["high"] for row in fixed) <= 6
+
+
+LOSSES = {0.1: (3.0, 1.0, 3.1), 0.2: (2.0, 2.1, 2.0), 0.3: (4.0, 4.0, 4.0)}  # H=1; H=2: 1 more, and 0.1 at seed 0
+
+
+def told(result: SweepResult) -> SweepResult:
+    """The losses of a sweep are made up: by lr, for three seeds."""
+    for curve, config in zip(result._runner.curves.values(), result._runner.configs):
+        H, lr, seed = (config.point[name] for name in ("H", "lr", "seed"))
+        curve.last["val_loss"] = LOSSES[lr][seed] + (H == 2) * (1 + 0.1 * (seed == 0))
+    return result
+
+
+@pytest.fixture(scope="module")
+def made_up() -> SweepResult:
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x[:, :3].argmax(1))
+    return told(sweep(
+        mlp, data, data, strategy=lambda H, lr: DiLoCoStrategy("sgd", H=H, lr=lr), num_nodes=2, max_steps=2,
+        grid={"H": [1, 2], "lr": list(LOSSES), "seed": range(3)}, batch_size=8, device="cpu", progress=False,
+    ))  # fmt: skip
+
+
+def test_seeds_set_apart_compare_what_the_others_chose(made_up: SweepResult) -> None:
+    together = made_up.compare("H")
+    assert [row["lr"] for row in together] == [0.2, 0.2]  # 2.03, of three seeds
+    assert "chosen by the same seeds and validation set" in together.notes[-1]
+    apart = made_up.compare("H", holdout=[1])
+    assert [row["lr"] for row in apart] == [0.2, 0.2]
+    assert [row["val_loss"] for row in apart] == pytest.approx([2.1, 3.1])  # of seed 1 alone
+    lucky = made_up.compare("H", holdout=(0, 2))  # seed 1 chooses lr=0.1
+    assert [row["lr"] for row in lucky] == [0.1, 0.1]
+    assert [row["val_loss"] for row in lucky] == pytest.approx([3.05, 4.1])
+    assert (lucky[1]["difference"], lucky[1]["seeds"]) == (pytest.approx(1.05), 2)
+    assert not any("chosen by the same" in note for note in lucky.notes)
+    assert "2 seeds are few: give 5 or more." in lucky.notes
+
+
+def test_the_best_at_the_edge_of_an_axis_and_few_seeds_are_told(made_up: SweepResult) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert made_up.best()["lr"] == 0.2
+    edge = "lr=0.1, the best{}, is the smallest that was tried: there may be better values beyond it."
+    assert edge.format(" for H=1 and H=2") in made_up.compare("H", holdout=[0, 2]).notes
+    assert edge.format("") in made_up.compare("lr", where={"seed": 1}).notes
+    assert not any("lr=" in note for note in made_up.compare("H").notes)
+    with pytest.warns(VecgymWarning, match=r"^lr=0\.1, the best, is the smallest .* flatters, as it was chosen"):
+        made_up.best(over=None)
+    with pytest.warns(VecgymWarning, match=r"^2 seeds are few: give 5 or more"):
+        made_up.best(where={"seed": lambda seed: seed != 1})
+
+
+@pytest.mark.parametrize(
+    ("holdout", "kind", "message"),
+    [
+        ([7], ValueError, "holdout has 7, which is not a value of 'seed': there are 0, 1 and 2"),
+        ([0, 1, 2], ValueError, "holdout has 3 of 3 seeds: set some apart, and leave some"),
+        ([], ValueError, "holdout has 0 of 3 seeds"),
+        (2, TypeError, r"holdout is of type int; give a list of values of 'seed': \[1, 2\]"),
+    ],
+)
+def test_seeds_that_cannot_be_set_apart(
+    made_up: SweepResult, holdout: Any, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        made_up.compare("H", holdout=holdout)
+    with pytest.raises(ValueError, match="leave out best=False"):
+        made_up.compare("H", holdout=[1], best=False)
+
+
+def test_a_column_has_one_name(made_up: SweepResult) -> None:
+    """Old names are refused, with the new one."""
+    rows: Any = made_up.rows
+    calls: list[tuple[Any, str, dict[str, Any]]] = [
+        (made_up.compare, "metric", {"axis": "H"}), (made_up.table, "columns", {}), (made_up.plot, "y", {"x": "H"}),
+        (made_up.plot_heatmap, "value", {"x": "H", "y": "lr"}), (made_up.plot_pareto, "y", {}),
+        (plot_axis, "y", {"rows": rows, "x": "H"}), (plot_pareto, "y", {"rows": rows}),
+        (plot_differences, "y", {"rows": rows, "x": "H", "baseline": 1}),
+        (plot_heatmap, "value", {"rows": rows, "x": "H", "y": "lr"}),
+    ]  # fmt: skip
+    for call, old, given in calls:
+        with pytest.raises(TypeError, match=f"no argument '{old}': it is called 'column'. Give column='val_loss'"):
+            call(**given, **{old: "val_loss"})
+        call(**given, column="val_loss")
+    assert made_up.table(column="val_loss") == made_up.table(column=["val_loss"])
+
+
+# ---------------------------------------------------------------------------------------- separate runs
+
+
+def fitted(kind: type[Strategy], seed: int, model: nn.Module | None = None) -> History:
+    x = torch.randn(160, 8, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x[:, :3].argmax(1))
+    trainer = Trainer(mlp(seed) if model is None else model, data, data)
+    trainer.fit(make(kind), 4, max_steps=8, batch_size=8, device="cpu", progress=False, seed=seed)
+    return trainer.history
+
+
+def test_separate_runs_are_compared_as_those_of_a_sweep(result: SweepResult) -> None:
+    runs = {kind.__name__: [fitted(kind, seed) for seed in range(5)] for kind in (FedAvgStrategy, DiLoCoStrategy)}
+    of_sweep = result.compare("kind", where={"lr": 0.01})
+    for given in (runs, {name: (result.history(i) for i in range(first, first + 5)) for name, first in
+                         (("FedAvgStrategy", 5), ("DiLoCoStrategy", 15))}):  # fmt: skip
+        for row, expected in zip(compare(given), of_sweep, strict=True):
+            assert row["run"] == expected["kind"]
+            for name in ("val_loss", "difference", "standard_error", "low", "high", "seeds"):
+                if expected[name] is not None:
+                    assert row[name] == pytest.approx(expected[name], rel=1e-3), name
+    other = compare(runs, "val_accuracy", baseline="DiLoCoStrategy", paired=False)
+    assert [row["difference"] is None for row in other] == [False, True]
+
+
+def test_what_separate_runs_must_have() -> None:
+    def of(loss: float, seed: Any = 0, **settings: Any) -> History:
+        return History({"seed": seed, **settings}, [{"step": 0, "val_loss": 3.0 + loss}, {"step": 2, "val_loss": loss}])
+
+    two = [of(1.0), of(2.0, 1)]
+    refused: list[tuple[Any, type[Exception], str]] = [
+        ([of(1.0)], TypeError, "runs is of type list; give histories by name"),
+        ({"a": two}, ValueError, "runs has 1 name; compare needs two"),
+        ({"a": two, "b": of(1.0)}, TypeError, r"runs\['b'\] is of type History; give a list"),
+        ({"a": two, "b": [1.0]}, TypeError, r"runs\['b'\]\[0\] is of type float; give"),
+        ({"a": two, "b": []}, ValueError, r"runs\['b'\] has the seeds \[\]; give one history for each"),
+        ({"a": two, "b": [of(1.0), of(2.0)]}, ValueError, r"runs\['b'\] has the seeds \[0, 0\]"),
+        ({"a": two, "b": [of(1.0, None)]}, ValueError, r"runs\['b'\] has the seeds \[None\]"),
+    ]
+    for given, kind, message in refused:
+        with pytest.raises(kind, match=message):
+            compare(given)
+    with pytest.raises(ValueError, match="column='val_los' is not a column; did you mean 'val_loss'"):
+        compare({"a": two, "b": two}, "val_los")
+    with pytest.raises(ValueError, match="baseline='c' is not known"):
+        compare({"a": two, "b": two}, baseline="c")
+    with pytest.warns(VecgymWarning, match="the runs of 'b' differ in num_nodes, not in their seeds alone"):
+        compare({"a": two, "b": [of(1.0, num_nodes=2), of(2.0, 1, num_nodes=4)]})
+    with pytest.warns(VecgymWarning, match="not vary the initial weights: .* the same validation loss"):
+        compare({"a": [of(0.0), of(0.0, 1)], "b": [of(1.0), of(1.0, 1)]})
+    broken = of(1.0, 1)
+    broken.append({"step": 3, "train_loss": math.nan})
+    with pytest.warns(VecgymWarning, match="b is compared without 1 of 2 seeds|b.* without 1 of 2"):
+        assert compare({"a": two, "b": [of(2.5), broken]})[1]["difference"] == 1.5

@@ -92,6 +92,7 @@ def test_batches_of_each_node_at_once(strategy: str, monkeypatch: pytest.MonkeyP
     same_at_once(monkeypatch, calls, "MLP", strategy, val)
 
 
+@pytest.mark.filterwarnings("ignore:the seeds do not vary")  # they are those of the data
 @pytest.mark.parametrize("same", [True, False])
 def test_batches_of_a_sweep_at_once(same: bool, monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
     """Whether the configurations have one validation set or, of another seed each, several orders of it."""

@@ -85,6 +85,9 @@ from vecgym.sweeps.chunk import Chunk, Work, prepared_engine
 from vecgym.sweeps.configurations import alike
 from vecgym.sweeps.options import points
 
+# The seeds of most sweeps here are those of the data, on purpose, and two are enough.
+pytestmark = pytest.mark.filterwarnings("ignore:(the seeds do not vary|2 seeds are few|.*the best, is the)")
+
 K = 4
 STEPS = 7
 F64 = torch.float64
@@ -1482,7 +1485,7 @@ def test_rows_have_the_models_metrics() -> None:
     assert line.get_ydata()[1] == pytest.approx(found[0][1]["difference"])  # type: ignore[index]
     with pytest.raises(ValueError, match="did you mean 'val_accuracy'"):
         result.best("val_acuracy")
-    bold = [line for line in result.table(columns=["val_accuracy"]).splitlines() if "**" in line]
+    bold = [line for line in result.table(column=["val_accuracy"]).splitlines() if "**" in line]
     assert bold
     assert not any("0.0001" in line for line in bold)
     for call in (result.best, functools.partial(result.compare, "H")):

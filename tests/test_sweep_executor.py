@@ -38,6 +38,9 @@ from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, S
 from vecgym.sweeps import runner
 from vecgym.sweeps.runner import Trained
 
+# The seeds of the sweeps here are those of the data, on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:the seeds do not vary")
+
 F64 = torch.float64
 K = 2
 GRID: dict[str, Any] = {"H": [2, 3], "lr": [0.01, 1e200, 0.02], "seed": [0, 1]}  # 1e200 diverges

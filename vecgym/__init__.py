@@ -28,7 +28,7 @@ same on every node". What needs torch is imported when it is first used.
 - Models: `vecgym.models`, with `GPT` and `Classifier`; `vecgym.data.text`, text without a download
 - Gradients: `rollout`, `rollout_jvp`, `Outcome`: whole runs as differentiable functions; `optimize_schedule`,
   `OptimizedSchedule`
-- Sweeps: `sweep`, `SweepResult`, `Uniform`, `LogUniform`
+- Sweeps: `sweep`, `SweepResult`, `Uniform`, `LogUniform`; `compare`, of separate runs
 - Files: `Trainer.fit(save_dir=..., resume=True)`, `Trainer.save`, `load`, `Saved`
 - Time: `vecgym.clock`, with `Network` and `price`: how long a run takes on your network; `dry_run`, a run's ledger
   without training
@@ -84,7 +84,7 @@ if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
     from vecgym.runs.rollout import Outcome, rollout, rollout_jvp
     from vecgym.runs.trainer import LocalTrainer, Trainer
     from vecgym.runs.verification import verify
-    from vecgym.sweeps import LogUniform, SweepResult, Uniform, sweep
+    from vecgym.sweeps import LogUniform, SweepResult, Uniform, compare, sweep
 
 __version__ = "0.3.0"
 
@@ -110,6 +110,7 @@ __all__ = [
     "VecgymWarning",
     "WandbLogger",
     "availability",
+    "compare",
     "dry_run",
     "estimate_memory",
     "guide",
@@ -137,7 +138,7 @@ _HOMES = {
     "runs.rollout": ("Outcome", "rollout", "rollout_jvp"),
     "runs.trainer": ("LocalTrainer", "Trainer"),
     "runs.verification": ("verify",),
-    "sweeps": ("LogUniform", "SweepResult", "Uniform", "sweep"),
+    "sweeps": ("LogUniform", "SweepResult", "Uniform", "compare", "sweep"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _PACKAGES = {

@@ -29,6 +29,7 @@ OPTIONS: dict[str, tuple[Callable[[str], Any], float, float, str]] = {
 }
 NUM_EVALUATIONS = 10  # of a run, besides the one at the start
 VAL_SIZE = 128  # windows of text per evaluation
+SEEDS = "The seeds vary the initial weights, the order of the data, the partition and masks, not the text."
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -141,24 +142,15 @@ def _report(runs: dict[str, dict[int, vecgym.History]], reference_bytes: float, 
     print(f"\n{comparison_table(runs, reference_bytes)}\n")
     print("val loss: nats per character; sent: by each node in total; less: than allreduce with as many steps")
     title = f"A small GPT trained on {args.num_nodes} nodes, H = {args.H}"
-    if args.seeds > 1:
-        print(f"± over {args.seeds} seeds: standard deviation\n\n{differences(runs)}\n")
+    if args.seeds == 1:
+        print("One seed: small differences may be chance. --seeds 5 says how large they are.\n")
+    else:
+        losses = vecgym.compare({name: of_seeds.values() for name, of_seeds in runs.items()}) if len(runs) > 1 else ""
+        print(f"± over {args.seeds} seeds: standard deviation. {SEEDS}\n\n{losses}\n")
         title += f", seed {args.seed} of {args.seeds}"
     figure, firsts = args.output / "comparison.png", {name: of_seeds[args.seed] for name, of_seeds in runs.items()}
     vecgym.plot.plot_comparison(firsts, figure, title=title, loss_label="loss (nats per character)")
     print(f"Figure: {figure}\nHistories: {', '.join(str(args.output / name / 'history.csv') for name in runs)}")
-
-
-def differences(runs: dict[str, dict[int, vecgym.History]]) -> Any:
-    """Return the differences of the validation losses to those of the first strategy, at the same seeds."""
-    from vecgym.records.rows import compared
-    from vecgym.sweeps.result import Comparison
-
-    rows = [
-        {"strategy": name, "seed": seed, "val_loss": history.last("val_loss")}
-        for name, of_seeds in runs.items() for seed, history in of_seeds.items()
-    ]  # fmt: skip
-    return Comparison(compared(rows, "strategy", "val_loss", rows[0]["strategy"], over="seed"))
 
 
 def comparison_table(runs: dict[str, dict[int, vecgym.History]], reference_bytes: float) -> str:

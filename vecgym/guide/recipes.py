@@ -76,7 +76,7 @@ print(study.best_params)
 
 ## Say whether a difference is real, in LaTeX
 
-Compare seed by seed: configurations of one seed share weights, data and masks.
+Compare seed by seed: configurations of one seed share weights, data and masks. The model is a function of the seed.
 
 >>> result = vecgym.sweep(
 ...     mlp, dataset, dataset, strategy=lambda H: DiLoCoStrategy("adamw", H=H, lr=3e-3),
@@ -85,7 +85,7 @@ Compare seed by seed: configurations of one seed share weights, data and masks.
 >>> low = result.compare("H")[1]["low"]  # of the 95 % interval of H = 20 minus H = 5
 >>> low > 0.3
 True
->>> print(result.table("latex", columns=["val_loss"]).splitlines()[5])
+>>> print(result.table("latex", column="val_loss").splitlines()[6])
 5 & \textbf{0.339 $\pm$ 0.030} \\
 
 ## Draw a slide

@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -68,10 +69,12 @@ def finish(axes: Axes, title: str, x_label: str, y_label: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def done(figure: Figure, title: str | None, path: str | os.PathLike[str] | None) -> Figure:
-    """Add the title above all panels, and save the figure if a path is given."""
+def done(figure: Figure, title: str | None, path: str | os.PathLike[str] | None, note: str = "") -> Figure:
+    """Add the title above all panels and the note below them, and save the figure if a path is given."""
     if title:
         figure.suptitle(title, fontsize=12)
+    if note:
+        figure.supxlabel(fill(note, round(14 * figure.get_figwidth())), fontsize=8, color="0.35")
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)

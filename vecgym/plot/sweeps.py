@@ -42,10 +42,11 @@ class PlotData(NamedTuple):
         return title + (f"\n{omitted} of {len(self.rows)} runs left out: no finite number" if omitted else "")
 
 
+@check.renamed(y="column")
 def plot_axis(
     rows: Rows,
     x: str,
-    y: str = "val_loss",
+    column: str = "val_loss",
     hue: str | None = None,
     path: str | os.PathLike[str] | None = None,
     *,
@@ -63,7 +64,7 @@ def plot_axis(
     Args:
         rows: of a `SweepResult`.
         x, hue: axes of the sweep.
-        y: a column.
+        column: to draw.
         path, title: as for `plot_comparison`.
         best: draw the best configuration instead of the mean: the values of all other axes with the best mean over
             the seeds, the lowest loss or the highest accuracy. A configuration with a diverged seed is never the best.
@@ -78,7 +79,7 @@ def plot_axis(
     """
     style.check_shared(path, title)
     check.flag("best", best)
-    data = _plot_data(rows, y, over, "y", x=x, hue=hue)
+    data = _plot_data(rows, column, over, x=x, hue=hue)
     points: dict[Any, list[Mapping[str, Any]]] = {}
     for row in data.rows:
         points.setdefault((row[x], hue and row[hue]), []).append(row)
@@ -89,10 +90,11 @@ def plot_axis(
     return style.done(figure, data.title(title or f"{column_label(data.value)}:\n{what}{spread}"), path)
 
 
+@check.renamed(y="column")
 def plot_differences(
     rows: Rows,
     x: str,
-    y: str = "val_loss",
+    column: str = "val_loss",
     hue: str | None = None,
     path: str | os.PathLike[str] | None = None,
     *,
@@ -107,7 +109,7 @@ def plot_differences(
     chance.
 
     Args:
-        rows, x, y, hue, path, title, over: as for `plot_axis`.
+        rows, x, column, hue, path, title, over: as for `plot_axis`.
         baseline: a value of `hue`, to which the others are compared at the same x; without hue, a value of x.
 
     Raises:
@@ -119,22 +121,22 @@ def plot_differences(
     [0.0, 0.1]
     """
     style.check_shared(path, title)
-    data = _plot_data(rows, y, over, "y", x=x, hue=hue)
+    data = _plot_data(rows, column, over, x=x, hue=hue)
     if data.over is None:
         raise ValueError(f"over={over!r} is not an axis besides x and hue: differences are over the seeds of an axis.")
     axis = hue or x
     if baseline not in (there := _values(data.rows, axis)):
         raise ValueError(f"baseline={baseline!r} is not a value of {axis!r}, which has {', '.join(map(_text, there))}.")
     parts = [data.rows] if hue is None else [[row for row in data.rows if row[x] == v] for v in _values(data.finite, x)]
-    differences = [row for part in parts for row in compared(part, axis, y, baseline, over=data.over)]
+    differences = [row for part in parts for row in compared(part, axis, column, baseline, over=data.over)]
     spans = {
         (row[x], hue and row[hue]):
         (0.0, 0.0, 0.0) if row[axis] == baseline else (row["difference"], row["low"], row["high"])
         for row in differences
     }  # fmt: skip
-    figure = _draw_lines(data, x, hue, f"{column_label(y)}: difference", spans)
+    figure = _draw_lines(data, x, hue, f"{column_label(column)}: difference", spans)
     figure.axes[0].axhline(0, color="0.4", linewidth=0.8, zorder=0)
-    what = f"{column_label(y)} less that of {axis} = {_text(baseline)} at the same {over}"
+    what = f"{column_label(column)} less that of {axis} = {_text(baseline)} at the same {over}"
     seeds = counted(len(_values(data.rows, over)), over)
     return style.done(figure, data.title(title or f"{what},\nmean and 95 % interval over {seeds}"), path)
 
@@ -181,11 +183,12 @@ def _complete(rows: Rows, data: PlotData) -> list[list[Mapping[str, Any]]]:
     return [group for group in groups(rows, data.over) if all(check.is_finite(row[data.value]) for row in group)]
 
 
+@check.renamed(value="column")
 def plot_heatmap(
     rows: Rows,
     x: str,
     y: str,
-    value: str = "val_loss",
+    column: str = "val_loss",
     path: str | os.PathLike[str] | None = None,
     *,
     title: str | None = None,
@@ -202,7 +205,7 @@ def plot_heatmap(
     """
     style.check_shared(path, title)
     check.flag("best", best)
-    data = _plot_data(rows, value, over, "value", x=x, y=y)
+    data = _plot_data(rows, column, over, x=x, y=y)
     columns, lines = _values(data.rows, x), _values(data.rows, y)
     of_cells = [[[row for row in data.rows if row[x] == v and row[y] == w] for v in columns] for w in lines]
     cells = np.array([[_summary(rows, data, best)[0] for rows in line] for line in of_cells])
@@ -226,9 +229,10 @@ def plot_heatmap(
     return style.done(figure, data.title(title), path)
 
 
+@check.renamed(y="column")
 def plot_pareto(
     rows: Rows,
-    y: str = "val_loss",
+    column: str = "val_loss",
     hue: str | None = None,
     path: str | os.PathLike[str] | None = None,
     *,
@@ -248,7 +252,7 @@ def plot_pareto(
     [1.4, 1.2, 1.1]
     """
     style.check_shared(path, title)
-    data = _plot_data(rows, y, over, "y", x=x, hue=hue)
+    data = _plot_data(rows, column, over, x=x, hue=hue)
     complete = _complete(data.rows, data)
     if not complete:
         raise _incomplete(data)
@@ -308,12 +312,12 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-def _plot_data(rows: Rows, value: str, over: str | None, name: str, **axes: str | None) -> PlotData:
-    """Check the rows and columns of a figure. `name`: the argument that gave `value`; `axes`: {argument: column}."""
+def _plot_data(rows: Rows, value: str, over: str | None, **axes: str | None) -> PlotData:
+    """Check the rows and columns of a figure. `axes`: {argument: column}."""
     rows = as_rows(rows)
     if not rows:
         raise ValueError("there is no row to plot: give the rows of a SweepResult.")
-    for argument, column in {name: value, **axes}.items():
+    for argument, column in {"column": value, **axes}.items():
         if argument != "hue" or column is not None:
             check.column(argument, column, rows[0])
     finite = [row for row in rows if check.is_finite(row[value])]

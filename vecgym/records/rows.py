@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -205,39 +205,42 @@ def with_spread(values: Sequence[float]) -> str:
     return rounded(float(np.mean(values)), spread) + (f" ± {rounded(spread, spread)}" if spread else "")
 
 
-def by_seed(rows: Rows, metric: str, over: str) -> dict[Any, float]:
-    """Return seed -> the mean of a metric over the runs that finished with a number; nan without one.
+def by_seed(rows: Rows, column: str, over: str) -> dict[Any, float]:
+    """Return seed -> the mean of a column over the runs that finished with a number; nan without one.
 
     >>> by_seed([{"seed": 0, "val_loss": 1.0}, {"seed": 1, "val_loss": 2.0, "status": "diverged"}], "val_loss", "seed")
     {0: 1.0, 1: nan}
     """
     of_seeds: dict[Any, list[float]] = {row[over]: [] for row in rows}
     for row in rows:
-        if row.get("status", "finished") == "finished" and check.is_finite(row[metric]):
-            of_seeds[row[over]].append(row[metric])
+        if row.get("status", "finished") == "finished" and check.is_finite(row[column]):
+            of_seeds[row[over]].append(row[column])
     return {seed: float(np.mean(values)) if values else math.nan for seed, values in of_seeds.items()}
 
 
 def compared(
-    rows: Rows, axis: str, metric: str, baseline: Any, *, over: str, best: bool = True, paired: bool = True,
-    largest: bool | None = None,
+    rows: Rows, axis: str, column: str, baseline: Any, *, over: str, best: bool | Collection[Any] = True,
+    paired: bool = True, largest: bool | None = None,
 ) -> list[Row]:  # fmt: skip
-    """Return a row for each value of an axis, with the mean of a metric and its `MeanDifference` from the baseline's.
+    """Return a row for each value of an axis, with the mean of a column and its `MeanDifference` from the baseline's.
 
-    For the arguments, see `SweepResult.compare`; the values of the axes are labels.
+    For the arguments, see `SweepResult.compare`; the values of the axes are labels. `best` may be the seeds by which
+    the best is chosen: then the others are compared.
 
     >>> rows = [{"H": H, "seed": seed, "val_loss": H + seed} for H in (1, 3) for seed in (0, 1)]
     >>> compared(rows, "H", "val_loss", 1, over="seed")[1]["difference"]
     2.0
     """
     others = [name for name in axes_of(rows) if name not in (axis, over)]
-    points = [({name: g[0][name] for name in (axis, *others)}, by_seed(g, metric, over)) for g in groups(rows, over)]
-    if best:
+    points = [({name: g[0][name] for name in (axis, *others)}, by_seed(g, column, over)) for g in groups(rows, over)]
+    if best is not False:
         values = dict.fromkeys(point[axis] for point, _ in points)
-        largest = larger_is_better(metric) if largest is None else largest
-        rank = functools.partial(_rank, sign=-1 if largest else 1)
+        largest = larger_is_better(column) if largest is None else largest
+        rank = functools.partial(_rank, sign=-1 if largest else 1, seeds=None if best is True else best)
         points = [min((each for each in points if each[0][axis] == value), key=rank) for value in values]
-    matching = [] if best else others  # what a configuration and that of the baseline have in common
+    if not isinstance(best, bool):
+        points = [(point, {seed: x for seed, x in losses.items() if seed not in best}) for point, losses in points]
+    matching = others if best is False else []  # what a configuration and that of the baseline have in common
     bases = {tuple(point[n] for n in matching): losses for point, losses in points if point[axis] == baseline}
     shown = []
     for point, losses in points:
@@ -246,14 +249,35 @@ def compared(
         gap: Row = {**dict.fromkeys(MeanDifference._fields), "seeds": len(losses) - missing, "left_out": missing}
         if base is not None and point[axis] != baseline:
             gap = difference(losses, base, paired, f"{axis}={point[axis]}")._asdict()
-        shown.append({**point, metric: mean, **gap})
+        shown.append({**point, column: mean, **gap})
     return shown
 
 
-def _rank(point: tuple[Row, Mapping[Any, float]], sign: int = 1) -> tuple[int, float]:
+def _rank(
+    point: tuple[Row, Mapping[Any, float]], sign: int = 1, seeds: Collection[Any] | None = None
+) -> tuple[int, float]:
     """Return how many seeds of a configuration have no number, and the mean over the others, with this sign."""
-    finite = [x for x in point[1].values() if check.is_finite(x)]
-    return len(point[1]) - len(finite), sign * float(np.mean(finite)) if finite else math.nan
+    values = [x for seed, x in point[1].items() if seeds is None or seed in seeds]
+    finite = [x for x in values if check.is_finite(x)]
+    return len(values) - len(finite), sign * float(np.mean(finite)) if finite else math.nan
+
+
+def at_edges(point: Mapping[str, Any], rows: Rows, axes: Iterable[str], least: int = 2) -> Iterator[tuple[str, str]]:
+    """Yield the axes of numbers of which a point has the smallest or the largest value that was tried, and which it is.
+
+    Args:
+        least: how many values an axis must have.
+
+    >>> rows = [{"H": H, "lr": lr, "kind": kind} for H in (1, 5, 9) for lr in (0.1, 0.2) for kind in "ab"]
+    >>> list(at_edges({"H": 5, "lr": 0.2, "kind": "a"}, rows, ["H", "lr", "kind"]))
+    [('lr', 'largest')]
+    """
+    for axis in axes:
+        values = {row[axis] for row in rows}
+        if all(map(check.is_number, values)) and len(values) >= least:
+            for end, which in ((min(values), "smallest"), (max(values), "largest")):
+                if point[axis] == end:
+                    yield axis, which
 
 
 def select(rows: Rows, where: Mapping[str, Any] | None) -> list[Row]:
@@ -356,6 +380,16 @@ def counted(number: int, what: str, several: str | None = None) -> str:
     ('1 program', '2 stacks', '2 processes')
     """
     return f"{number} {what}" if number == 1 else f"{number} {several or what + 's'}"
+
+
+def listed(names: Sequence[Any], last: str = "and") -> str:
+    """Return names as a list in a sentence.
+
+    >>> listed(["a"]), listed(["a", "b", "c"], "or")
+    ('a', 'a, b or c')
+    """
+    *others, end = map(str, names)
+    return f"{', '.join(others)} {last} {end}" if others else end
 
 
 def aligned(rows: Sequence[Sequence[str]], justify: Callable[[str, int], str] = str.rjust) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from vecgym.core.check import function_of
 from vecgym.core.errors import warn
 from vecgym.runs import multiprocess
-from vecgym.sweeps.configurations import check_axes, make_configurations
+from vecgym.sweeps.configurations import check_axes, make_configurations, tell_of_seeds
 from vecgym.sweeps.options import (
     LogUniform,
     Point,
@@ -19,11 +19,11 @@ from vecgym.sweeps.options import (
     clocks,
     points,
 )
-from vecgym.sweeps.result import SweepResult
+from vecgym.sweeps.result import SweepResult, compare
 from vecgym.sweeps.runner import Runner
 from vecgym.sweeps.saving import ResultsFile
 
-__all__ = ["LogUniform", "SweepResult", "Uniform", "sweep"]
+__all__ = ["LogUniform", "SweepResult", "Uniform", "compare", "sweep"]
 
 
 @function_of(SweepOptions)
@@ -72,7 +72,9 @@ def sweep(options: SweepOptions) -> SweepResult:
             f"the sweep has {count:,} configurations, more than max_configs={options.max_configs:,}: give samples=100 "
             f"for a random choice of a grid, shorter axes, or max_configs={count}."
         )
-    runner = Runner(options, axes, make_configurations(chosen, options))
+    configs = make_configurations(chosen, options)
+    tell_of_seeds(configs, options.model)
+    runner = Runner(options, axes, configs)
     both = options.network is not None and options.compute is not None
     result = SweepResult(runner, clocks(options.network, options.compute) if both else ())
     file = ResultsFile(runner) if options.resume is not None else None

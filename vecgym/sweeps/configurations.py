@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -20,11 +20,13 @@ from vecgym.collectives.base import payload_bytes
 from vecgym.collectives.ledger import Ledger
 from vecgym.core import check, tree
 from vecgym.core.check import checks_of
+from vecgym.core.errors import warn
 from vecgym.core.objects import same
 from vecgym.data import Batches, EvalBatches, num_steps
+from vecgym.data.checks import is_factory
 from vecgym.engine import Engine, hooks
 from vecgym.engine.contract import with_loss
-from vecgym.records.rows import label
+from vecgym.records.rows import groups, label, listed
 from vecgym.runs.options import FitOptions, check_clocks, check_compute, check_left_out, check_parts, presence_of
 from vecgym.simulation import RunFacts
 from vecgym.strategy import Strategy
@@ -318,6 +320,80 @@ def _model(options: SweepOptions, point: Point, models: dict[Any, nn.Module]) ->
     if key not in models:
         models[key] = with_loss(_called("model", model, point, nn.Module), options.loss_fn)
     return models[key]
+
+
+# --------------------------------------------------------------------------------------------- what the seeds vary
+
+
+SAME_WEIGHTS = (
+    "the seeds do not vary the initial weights: {why}. So ± and intervals over the seeds leave out what the initial "
+    "weights change, often the most, and are too narrow. Fix: a model for each seed, in a sweep model=lambda seed: "
+    "make(seed), where make calls torch.manual_seed(seed) and returns a new one. (They are right for weights that are "
+    "always the same, such as pretrained ones.)"
+)
+
+
+def varied(configs: Sequence[Configuration], over: str) -> dict[str, bool]:
+    """Return whether each source of chance varies among the configurations that differ in the axis `over` alone.
+
+    Without two such configurations there is nothing to say: {}.
+    """
+    rows = [dict(config.point) for config in configs]
+    of_row = {id(row): config for row, config in zip(rows, configs)}
+    repeats = [[of_row[id(row)] for row in group] for group in groups(rows, over) if len(group) > 1]
+    if not repeats:
+        return {}
+    sources: dict[str, Callable[[Configuration, Configuration], bool]] = {
+        "the initial weights": lambda a, b: not _same_weights(a.model, b.model),
+        "the order of the data": lambda a, b: a.settings["shuffle"] and _other(a, b, "seed"),
+        "the partition": lambda a, b: a.train.dataset is not b.train.dataset or (
+            not is_factory(a.train.dataset) and a.settings["shuffle"] and _other(a, b, "seed")
+        ),
+        "masks": lambda a, b: _other(a, b, "seed"),
+    }  # fmt: skip
+    return {
+        what: any(differs(group[0], other) for group in repeats for other in group[1:])
+        for what, differs in sources.items()
+    }
+
+
+def in_words(varied: Mapping[str, bool], over: str) -> str:
+    """Say what `varied` has found.
+
+    >>> in_words({"the initial weights": False, "the order of the data": True, "masks": True}, "seed")
+    'The seeds vary the order of the data and masks; they do not vary the initial weights.'
+    """
+    yes, no = ([what for what, differs in varied.items() if differs is which] for which in (True, False))
+    text = f"vary {listed(yes)}" if yes else ""
+    text += f"{'; they ' * bool(yes)}do not vary {listed(no, 'or')}" if no else ""
+    return f"The {over}s {text}." if text else ""
+
+
+def tell_of_seeds(configs: Sequence[Configuration], model: Any) -> None:
+    """Warn where runs that differ in their seeds alone begin with the same weights, unless these are no random ones."""
+    weights = [p for p in configs[0].model.parameters() if p.requires_grad]
+    random = any(p.numel() > 1 and p.device.type != "meta" and bool((p != p.flatten()[0]).any()) for p in weights)
+    if not random or varied(configs, "seed").get("the initial weights", True):
+        return
+    if isinstance(model, nn.Module):
+        why = "all runs begin with those of the one model that was given"
+    elif "seed" in Arguments.of(model).names:
+        why = "model= returns the same ones for every seed"
+    else:
+        why = "model= is a function that does not take the seed"
+    warn(SAME_WEIGHTS.format(why=why))
+
+
+def _other(a: Configuration, b: Configuration, setting: str) -> bool:
+    return bool(a.settings[setting] != b.settings[setting])
+
+
+def _same_weights(a: nn.Module, b: nn.Module) -> bool:
+    """Whether two models have the same trainable parameters."""
+    others = dict(b.named_parameters())
+    return a is b or all(
+        name in others and torch.equal(p, others[name]) for name, p in a.named_parameters() if p.requires_grad
+    )
 
 
 # ------------------------------------------------------------------------------------- models that can share a stack

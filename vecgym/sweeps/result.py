@@ -6,7 +6,7 @@ import csv
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,12 +14,14 @@ from torch import nn
 from vecgym.clock import price
 from vecgym.collectives.ledger import Ledger, readable_bytes
 from vecgym.core import check, nodes
+from vecgym.core.errors import warn
 from vecgym.core.files import write_atomically
 from vecgym.records.columns import column_label, larger_is_better
 from vecgym.records.history import History
 from vecgym.records.rows import (
     MeanDifference,
     Row,
+    at_edges,
     averaged,
     axes_of,
     check_over,
@@ -30,12 +32,13 @@ from vecgym.records.rows import (
     is_measure,
     label,
     labelled,
+    listed,
     rounded,
     select,
     with_spread,
 )
 from vecgym.sweeps.chunk import DIVERGED, FINISHED, NOTHING, PARTIAL, PENDING, Curve
-from vecgym.sweeps.configurations import Configuration, Point
+from vecgym.sweeps.configurations import SAME_WEIGHTS, SETTINGS, Configuration, Point, in_words, varied
 from vecgym.sweeps.options import Timing, check_clock, clocks
 from vecgym.sweeps.programs import explain
 from vecgym.sweeps.runner import Runner
@@ -75,7 +78,7 @@ class SweepResult:
     ({1: 16.0, 2: 8.0}, 0)
     >>> result.best("val_loss")["lr"], result.history(0)["step"], type(result.model(0)).__name__
     (0.1, [0, 1, 2, 3, 4], 'Line')
-    >>> print(result.table(columns=["val_loss", "bytes_total"], where={"H": 2}))
+    >>> print(result.table(column=["val_loss", "bytes_total"], where={"H": 2}))
     | H |   lr |    val_loss | bytes_total |
     |--:|-----:|------------:|------------:|
     | 2 | 0.01 |     14.6333 |         8 B |
@@ -208,17 +211,31 @@ class SweepResult:
                 many they are. None: each run by itself, so that the luckiest seed wins.
             where: of these rows only: axis -> its value, or a function of a value that is true.
 
+        Its value flatters, the more the more configurations there are: it was chosen for that value, by one validation
+        set and these seeds. Runs with other seeds, or `compare(holdout=...)`, say how good it is.
+
+        Warns:
+            VecgymWarning: if it has the smallest or the largest of three or more values of an axis, beyond which there
+                may be better ones, and if it is a mean over 2 seeds, which are few.
+
         Raises:
             ValueError: for a column that is not there or has no number.
         """
         rows = averaged(select(self.rows, where), over)
-        finite = self._finite("column", column, rows)
+        finite = self._finite(column, rows)
         choose = max if _is_largest(column, largest) else min
-        return choose(finite, key=lambda row: row[column])
+        best = choose(finite, key=lambda row: row[column])
+        tried = labelled([*rows, best])
+        axes = [axis for axis in axes_of(tried) if axis != "seed"]
+        notes = [*_edges([(tried[-1], "")], tried, axes, least=3), _few(best.get("runs", 0), str(over))]
+        if len(rows) > 1 and any(notes):
+            flatters = f"And {column}={_cell(best[column])} flatters, as it was chosen for that: see compare(holdout=)."
+            warn(" ".join([*filter(None, notes), flatters]))
+        return best
 
-    def _finite(self, name: str, column: str, rows: list[Row]) -> list[Row]:
+    def _finite(self, column: str, rows: list[Row]) -> list[Row]:
         """Return the rows that finished with a number in a column; a ValueError if there is none."""
-        check.column(name, column, rows[0])
+        check.column("column", column, rows[0])
         finite = [row for row in rows if row["status"] == FINISHED and check.is_finite(row[column])]
         if not finite:
             is_missing = column.startswith("val") and self._runner.options.val_dataset is None
@@ -226,32 +243,37 @@ class SweepResult:
             raise ValueError(f"no configuration that finished has a number as {column!r}.{hint}")
         return finite
 
+    @check.renamed(metric="column")
     def compare(
-        self, axis: str, metric: str = "val_loss", *, baseline: Any = None, over: str = "seed", best: bool = True,
-        paired: bool = True, largest: bool | None = None, where: Where = None,
+        self, axis: str, column: str = "val_loss", *, baseline: Any = None, over: str = "seed", best: bool = True,
+        holdout: Iterable[Any] | None = None, paired: bool = True, largest: bool | None = None, where: Where = None,
     ) -> Comparison:  # fmt: skip
         """Compare the values of an axis with a baseline: how large is the difference, and is it more than chance?
 
-        Configurations of one seed share initial weights, the order of the data and masks. So they are compared seed by
-        seed: these differences vary far less than the losses do, and a few seeds often suffice. If the 95 % interval
-        does not contain 0, the difference is hardly chance.
+        Configurations of one seed share the order of the data and masks, and initial weights. So they are compared seed
+        by seed: these differences vary far less than the losses do, and a few seeds often suffice. If the 95 % interval
+        does not contain 0, the difference is hardly chance. An interval is about what the seeds vary, which is said
+        below the table: not the initial weights, if the sweep was given one model in place of `lambda seed: ...`.
 
         Args:
             axis: its values are compared.
             baseline: one of them; None: the first.
             over: the axis of what is repeated.
             best: compare each value at its best, the values of the other axes with the best mean, as one does with
-                tuned learning rates; these are shown. The choice is by the same seeds, so a value with more
-                configurations to choose from is favoured: if that matters, compare the chosen ones with new seeds.
-                False: compare with the baseline at each value of the other axes.
-            largest: whether the highest mean is the best. None: as the name of the metric says.
+                tuned learning rates; these are shown. The choice is by the same seeds and the same validation set, so a
+                value with more configurations to choose from is favoured. False: compare with the baseline at each
+                value of the other axes.
+            holdout: seeds that are set apart: the best are chosen by the others, and compared by these.
+            largest: whether the highest mean is the best. None: as the name of the column says.
             paired: False: compare the means as if the seeds had nothing in common (Welch's interval).
             where: of these rows only; see `best`.
 
         Returns:
             A list that prints as a table, with a row for each value, or each configuration: the axes, the mean of the
-            metric, the mean `difference`, its `standard_error`, the ends of its 95 % interval (Student's t) `low` and
+            column, the mean `difference`, its `standard_error`, the ends of its 95 % interval (Student's t) `low` and
             `high`, `seeds`, and those `left_out`. In the row of the baseline, and where there is none, they are None.
+            Its `notes` are printed below: what the seeds vary, and whether they are few; which of the best are at the
+            edge of an axis; that they were chosen by what they are compared by.
 
         Warns:
             VecgymWarning: if not all seeds are shared: then it is over those that are, or not paired if none is; and if
@@ -259,8 +281,8 @@ class SweepResult:
                 better than any other.
 
         Raises:
-            ValueError: for an unknown axis, metric or baseline, without an axis of seeds, and if the metric's name does
-                not say whether its largest value is the best.
+            ValueError: for an unknown axis, column, baseline or seed, without an axis of seeds, and if the column's
+                name does not say whether its largest value is the best.
 
         >>> import torch
         >>> from vecgym.models import Line
@@ -277,10 +299,13 @@ class SweepResult:
         | 1 |    0.096 |     +0.065 |          0.029 | -0.027 to +0.156 |     4 |
         | 2 |    0.062 |     +0.031 |          0.020 | -0.034 to +0.096 |     4 |
         | 4 |    0.031 |            |                |                  |     4 |
+        <BLANKLINE>
+        The seeds vary the order of the data, the partition and masks; they do not vary the initial weights.
+        H=4, the best, is the largest that was tried: there may be better values beyond it.
         """
         rows = select(self.rows, where)
         check.choice("axis", axis, axes_of(rows))
-        self._finite("metric", metric, rows)
+        self._finite(column, rows)
         for name, value in (("best", best), ("paired", paired)):
             check.flag(name, value)
         if over == axis or check_over(rows, over) is None:
@@ -289,18 +314,34 @@ class SweepResult:
                 'grid["seed"]=range(5), say.'
             )
         base = _label_of(rows[0][axis] if baseline is None else baseline, axis, rows)
-        chosen = _is_largest(metric, largest if best or largest is not None else False)
-        settings: dict[str, Any] = {"over": over, "best": best, "paired": paired, "largest": chosen}
-        return Comparison(compared(labelled(rows), axis, metric, base, **settings))
+        chosen = _is_largest(column, largest if best or largest is not None else False)
+        by: Any = best if holdout is None else _others(holdout, over, rows, best)
+        settings: dict[str, Any] = {"over": over, "best": by, "paired": paired, "largest": chosen}
+        shown = compared(labelled(rows), axis, column, base, **settings)
+        notes = [self._seeds(over), _few(min((row["seeds"] for row in shown), default=0), over)]
+        if best:
+            notes += _of_the_best(shown, labelled(rows), axis, over, lambda row: (-1 if chosen else 1) * row[column])
+            chosen_here = holdout is None and len(groups(rows, over)) > len(shown)
+            notes += [FLATTERS.format(over=over)] if chosen_here else []
+        return Comparison(shown, notes)
 
+    def _seeds(self, over: str | None) -> str:
+        """Say what the seeds of these runs vary."""
+        over = over or "seed"
+        return in_words(varied(self._runner.configs, over), over) if over in self.axes else ""
+
+    @check.renamed(columns="column")
     def table(
-        self, form: str = "markdown", *, columns: Sequence[str] = (), over: str | None = "seed", where: Where = None
-    ) -> str:
+        self, form: str = "markdown", *, column: str | Sequence[str] = (), over: str | None = "seed",
+        where: Where = None,
+    ) -> str:  # fmt: skip
         """Return the rows as text: measures as mean ± standard deviation over the seeds, the best of them in bold.
+
+        A note below says what the seeds vary.
 
         Args:
             form: "markdown", or "latex", for its package booktabs.
-            columns: the measures to show; none: all that were recorded.
+            column: the measure to show, or a list of several; none: all that were recorded.
             over: the axis to average over, if it is there; None: each run has a row.
             where: of these rows only; see `best`.
 
@@ -310,8 +351,9 @@ class SweepResult:
         bold, escaped = FORMS[check.choice("form", form, FORMS)]
         rows = labelled(select(self.rows, where))
         over, means, members = check_over(rows, over), averaged(rows, over), groups(rows, over)
-        for name in check.instance("columns", columns, (list, tuple), 'a list of names, such as ["val_loss"]'):
-            check.column("columns", name, means[0])
+        columns = [column] if isinstance(column, str) else column
+        for name in check.instance("column", columns, (list, tuple), 'a name, or a list of such, as in ["val_loss"]'):
+            check.column("column", name, means[0])
         axes = [name for name in self.axes if name in means[0]]
         names = [*axes, *(columns or [name for name in means[0] if name not in axes and _tells(name, means)])]
         finished = [row for row in means if row["status"] == FINISHED]
@@ -325,7 +367,8 @@ class SweepResult:
             lines.append([bold.format(text) if name in best else text for name, text in shown.items()])
         runs = sorted({len(group) for group in members})
         seeds = f"{runs[0]} to {counted(runs[-1], str(over))}" if runs[1:] else counted(runs[0], str(over))
-        return _as_text(form, lines, "" if over is None or runs[-1] == 1 else f"± over {seeds}: standard deviation")
+        spread = [] if over is None or runs[-1] == 1 else [f"± over {seeds}: standard deviation."]
+        return _as_text(form, lines, [*spread, self._seeds(over)])
 
     def to_csv(self, path: File) -> None:
         """Write the rows; the file appears whole or not at all."""
@@ -340,32 +383,33 @@ class SweepResult:
         return data_frame(labelled(self.rows))
 
     def plot(
-        self, x: str, y: str = "val_loss", hue: str | None = None, path: File | None = None, *,
+        self, x: str, column: str = "val_loss", hue: str | None = None, path: File | None = None, *,
         where: Where = None, baseline: Any = None, **settings: Any,
     ) -> Figure:  # fmt: skip
         """Draw a column against an axis, a line for each value of `hue`; see `vecgym.plot.plot_axis`, and `best`.
 
         With `baseline`, a value of `hue`, or without hue of `x`: draw the differences to it with their 95 % intervals,
-        those of `compare`; see `vecgym.plot.plot_differences`.
+        those of `compare`; see `vecgym.plot.plot_differences`. A note below a figure says what the seeds vary.
         """
         from vecgym.plot import plot_axis, plot_differences  # matplotlib takes a while to import
 
         if baseline is None:
-            return plot_axis(self._shown(where), x, y, hue, path, **settings)
+            return self._noted(plot_axis, where, path, settings, x, column, hue)
         check.choice("x" if hue is None else "hue", axis := hue or x, self.axes)
         base = _label_of(baseline, axis, select(self.rows, where))
-        return plot_differences(self._shown(where), x, y, hue, path, baseline=base, **settings)
+        return self._noted(plot_differences, where, path, {"baseline": base, **settings}, x, column, hue)
 
     def plot_heatmap(
-        self, x: str, y: str, value: str = "val_loss", path: File | None = None, *, where: Where = None, **settings: Any
-    ) -> Figure:
+        self, x: str, y: str, column: str = "val_loss", path: File | None = None, *,
+        where: Where = None, **settings: Any,
+    ) -> Figure:  # fmt: skip
         """Draw a column against two axes; see `vecgym.plot.plot_heatmap`, and `best`."""
         from vecgym.plot import plot_heatmap
 
-        return plot_heatmap(self._shown(where), x, y, value, path, **settings)
+        return self._noted(plot_heatmap, where, path, settings, x, y, column)
 
     def plot_pareto(
-        self, y: str = "val_loss", hue: str | None = None, path: File | None = None, *,
+        self, column: str = "val_loss", hue: str | None = None, path: File | None = None, *,
         where: Where = None, **settings: Any,
     ) -> Figure:  # fmt: skip
         """Draw a column against the bytes sent, with the Pareto front; see `vecgym.plot.plot_pareto`, and `best`.
@@ -374,14 +418,19 @@ class SweepResult:
         """
         from vecgym.plot import plot_pareto
 
-        return plot_pareto(self._shown(where), y, hue, path, **settings)
+        return self._noted(plot_pareto, where, path, settings, column, hue)
+
+    def _noted(self, draw: Any, where: Where, path: File | None, settings: dict[str, Any], *axes: Any) -> Figure:
+        """Draw a figure of some rows, with what the seeds vary below it."""
+        from vecgym.plot import style
+
+        style.check_shared(path, settings.get("title"))
+        figure = draw(labelled(select(self.rows, where)), *axes, **settings)
+        return style.done(figure, None, path, self._seeds(settings.get("over", "seed")))
 
     def explain(self) -> str:
         """Say which configurations share a program, and why the others do not."""
         return explain(self._runner.programs)
-
-    def _shown(self, where: Where) -> list[Row]:
-        return labelled(select(self.rows, where))
 
     def __len__(self) -> int:
         return len(self._places)
@@ -419,8 +468,70 @@ def _is_largest(name: str, largest: bool | None) -> bool:
     return largest
 
 
+def _others(holdout: Any, over: str, rows: list[Row], best: bool) -> list[Any]:
+    """Return the seeds that are not set apart, by which the best are chosen."""
+    if not best:
+        raise ValueError("holdout sets seeds apart from those by which the best is chosen: leave out best=False.")
+    seeds = list(dict.fromkeys(row[over] for row in labelled(rows)))
+    if isinstance(holdout, (str, bytes)) or not isinstance(holdout, Iterable):
+        raise TypeError(f"holdout is {check.kind_of(holdout)}; give a list of values of {over!r}: {seeds[-2:]}.")
+    apart = list(holdout)
+    for seed in apart:
+        if seed not in seeds:
+            raise ValueError(f"holdout has {seed!r}, which is not a value of {over!r}: there are {listed(seeds)}.")
+    others = [seed for seed in seeds if seed not in apart]
+    if not apart or not others:
+        raise ValueError(
+            f"holdout has {len(apart)} of {counted(len(seeds), over)}: set some apart, and leave some to choose by."
+        )
+    return others
+
+
+def _few(runs: int, over: str) -> str:
+    """Say of 1 or 2 seeds that they are few."""
+    return f"{counted(runs, over)} {'is' if runs == 1 else 'are'} few: give 5 or more." if 0 < runs < 3 else ""
+
+
+def _of_the_best(shown: list[Row], rows: list[Row], axis: str, over: str, key: Any) -> list[str]:
+    """Say which of the best configurations, one for each value of `axis`, are at an end of an axis, and which value is.
+
+    Of an axis with two values one is always the best: of `axis` itself, that is no news.
+    """
+    others = [name for name in axes_of(rows) if name not in (axis, over)]
+    finite = [row for row in shown if check.is_finite(key(row))]
+    of_axis = _edges([(min(finite, key=key), "")], rows, [axis], least=3) if finite else []
+    return of_axis + _edges([(row, f"{axis}={_cell(row[axis])}") for row in shown], rows, others)
+
+
+def _edges(points: Iterable[tuple[Row, str]], rows: list[Row], axes: Iterable[str], least: int = 2) -> list[str]:
+    """Say of which axes the best points have the smallest or the largest value; each point comes with its name."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for point, name in points:
+        for axis, which in at_edges(point, rows, axes, least):
+            found.setdefault((f"{axis}={_cell(point[axis])}", which), []).append(name)
+    return [
+        f"{value}, the best{f' for {listed(names)}' if all(names) else ''}, is the {which} that was tried: "
+        "there may be better values beyond it."
+        for (value, which), names in found.items()
+    ]
+
+
+FLATTERS = (
+    "Each best configuration was chosen by the same {over}s and validation set by which it is compared, which flatters "
+    "values with more to choose from: set {over}s apart, compare(holdout=...)."
+)
+
+
 class Comparison(list[Row]):
-    """The rows of `SweepResult.compare`, shown as a table."""
+    """The rows of a comparison, shown as a table with notes.
+
+    Attributes:
+        notes: what it rests on, and what it leaves open.
+    """
+
+    def __init__(self, rows: Iterable[Row], notes: Iterable[str] = ()) -> None:
+        super().__init__(rows)
+        self.notes = list(filter(None, notes))
 
     def __repr__(self) -> str:
         *axes, metric = (name for name in self[0] if name not in MeanDifference._fields)
@@ -435,7 +546,75 @@ class Comparison(list[Row]):
             out = f" ({row['left_out']} left out)" if row["left_out"] else ""
             mean = rounded(row[metric], finest)
             lines.append([*[_cell(row[name]) for name in axes], mean, *texts, f"{row['seeds']}{out}"])
-        return _as_text("markdown", lines)
+        return _as_text("markdown", lines, self.notes)
+
+
+def compare(
+    runs: Mapping[str, Iterable[History]], column: str = "val_loss", *, baseline: str | None = None, paired: bool = True
+) -> Comparison:
+    """Compare separate runs seed by seed: what `SweepResult.compare` says of a sweep, of fits made one by one.
+
+    Args:
+        runs: name -> the histories of its runs, one for each seed. The seed is the one that `Trainer.fit` was given.
+        column: of which the last number of each run counts.
+        baseline: one of the names; None: the first.
+        paired: False: compare the means as if the seeds had nothing in common (Welch's interval).
+
+    Returns:
+        A list that prints as a table, with a row for each name; see `SweepResult.compare`.
+
+    Warns:
+        VecgymWarning: if seeds are not shared or runs diverged, as there; if runs of one name differ in more than their
+            seed; and if all seeds begin with the same validation loss, so that they do not vary the initial weights.
+
+    Raises:
+        TypeError, ValueError: for what are no histories, a name without any, a seed twice, and an unknown column.
+
+    >>> def fitted(loss, seed):
+    ...     return History({"seed": seed}, [{"step": 0, "val_loss": 2.0 + seed}, {"step": 9, "val_loss": loss}])
+    >>> compare({"FedAvg": [fitted(1.0, 0), fitted(1.2, 1), fitted(1.1, 2)],
+    ...          "DiLoCo": [fitted(0.8, 0), fitted(1.1, 1), fitted(0.9, 2)]})
+    |    run | val_loss | difference | standard error |    95 % interval | seeds |
+    |-------:|---------:|-----------:|---------------:|-----------------:|------:|
+    | FedAvg |    1.100 |            |                |                  |     3 |
+    | DiLoCo |    0.933 |     -0.167 |          0.033 | -0.310 to -0.023 |     3 |
+    """
+    rows = [row for name, histories in _checked_runs(runs).items() for row in _rows_of(name, histories, column)]
+    check.flag("paired", paired)
+    first = next(iter(runs)) if baseline is None else check.choice("baseline", baseline, runs)
+    shown = compared(rows, "run", column, first, over="seed", best=False, paired=paired)
+    return Comparison(shown, [_few(min(row["seeds"] for row in shown), "seed")])
+
+
+def _checked_runs(runs: Any) -> dict[str, list[History]]:
+    """Check that `runs` are histories by name; warn where more than the seeds differs, or the seeds vary too little."""
+    give = 'histories by name, {"FedAvg": [history of seed 0, history of seed 1], "DiLoCo": [...]}'
+    by_name = {str(name): each for name, each in check.instance("runs", runs, Mapping, give).items()}
+    if len(by_name) < 2:
+        raise ValueError(f"runs has {counted(len(by_name), 'name')}; compare needs two: {give}.")
+    for name, each in by_name.items():
+        if isinstance(each, History) or not isinstance(each, Iterable):
+            raise TypeError(f"runs[{name!r}] is {check.kind_of(each)}; give a list: {give}.")
+        by_name[name] = [check.instance(f"runs[{name!r}][{i}]", h, History, give) for i, h in enumerate(each)]
+        seeds = [history.settings.get("seed") for history in by_name[name]]
+        if not seeds or None in seeds or len(set(seeds)) < len(seeds):
+            raise ValueError(f"runs[{name!r}] has the seeds {seeds}; give one history for each of several seeds.")
+        settings = [{k: repr(h.settings.get(k)) for k in ("strategy", *SETTINGS) if k != "seed"} for h in by_name[name]]
+        if differing := [k for k in settings[0] if len({each[k] for each in settings}) > 1]:
+            warn(f"the runs of {name!r} differ in {listed(differing)}, not in their seeds alone: ± is of both.")
+    starts = [[h.rows[0].get("val_loss") if h.rows and h.rows[0].get("step") == 0 else None for h in each]
+              for each in by_name.values()]  # fmt: skip
+    if all(len(each) > 1 and None not in each and len(set(each)) == 1 for each in starts):
+        warn(SAME_WEIGHTS.format(why="all runs begin with the same validation loss"))
+    return by_name
+
+
+def _rows_of(name: str, histories: Iterable[History], column: str) -> Iterator[Row]:
+    """Yield a row for each run; one that diverged has no number."""
+    for history in histories:
+        check.column("column", column, history.columns)
+        diverged = not check.is_finite(history.last("train_loss") if "train_loss" in history.columns else 0.0)
+        yield {"run": name, "seed": history.settings["seed"], column: math.nan if diverged else history.last(column)}
 
 
 LATEX = str.maketrans({
@@ -445,16 +624,17 @@ LATEX = str.maketrans({
 FORMS: dict[str, tuple[str, dict[int, str]]] = {"markdown": ("**{}**", {}), "latex": (r"\textbf{{{}}}", LATEX)}
 
 
-def _as_text(form: str, lines: list[list[str]], note: str = "") -> str:
-    """Lay out a table, of which the first line is the header."""
+def _as_text(form: str, lines: list[list[str]], notes: Iterable[str] = ()) -> str:
+    """Lay out a table, of which the first line is the header, with notes."""
+    notes = list(filter(None, notes))
     if form == "latex":
         rows = [" & ".join(line) + r" \\" for line in lines]
         frame = [rf"\begin{{tabular}}{{{'r' * len(lines[0])}}}", r"\toprule", rows[0], r"\midrule", *rows[1:]]
-        return "\n".join([*([f"% {note}"] if note else []), *frame, r"\bottomrule", r"\end{tabular}"])
+        return "\n".join([*(f"% {note}" for note in notes), *frame, r"\bottomrule", r"\end{tabular}"])
     widths = [max(map(len, column)) for column in zip(*lines)]
     texts = ["| " + " | ".join(text.rjust(width) for text, width in zip(line, widths)) + " |" for line in lines]
     rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
-    return "\n".join([texts[0], rule, *texts[1:], *(["", note] if note else [])])
+    return "\n".join([texts[0], rule, *texts[1:], *[""] * bool(notes), *notes])
 
 
 def _tells(name: str, rows: list[Row]) -> bool:
