@@ -86,7 +86,7 @@ from vecgym.sweeps.configurations import alike
 from vecgym.sweeps.options import points
 
 # The seeds of most sweeps here are those of the data, on purpose, and two are enough.
-pytestmark = pytest.mark.filterwarnings("ignore:(the seeds do not vary|2 seeds are few|.*the best, is the)")
+pytestmark = pytest.mark.filterwarnings("ignore:(the seeds do not vary|2 \\w+ are few|.*the best, is the)")
 
 K = 4
 STEPS = 7

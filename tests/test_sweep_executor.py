@@ -39,7 +39,7 @@ from vecgym.sweeps import runner
 from vecgym.sweeps.runner import Trained
 
 # The seeds of the sweeps here are those of the data, on purpose.
-pytestmark = pytest.mark.filterwarnings("ignore:the seeds do not vary")
+pytestmark = pytest.mark.filterwarnings("ignore:(the seeds do not vary|.*the best, is the)")
 
 F64 = torch.float64
 K = 2
@@ -304,7 +304,7 @@ def test_the_bar_counts_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_warnings_come_once_to_the_process_that_sweeps(pool: ProcessPoolExecutor) -> None:
     with pytest.warns(VecgymWarning, match="vmap cannot run") as caught:
         run(pool, model=Branching())
-    assert len(caught) == 1
+    assert ["vmap cannot run" in str(warning.message) for warning in caught].count(True) == 1
     assert caught[0].filename == __file__
 
 
