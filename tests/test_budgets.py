@@ -28,7 +28,7 @@ FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PAC
 MAX_UNITS = 19  # modules and packages directly in vecgym
 MAX_FUNCTION = 40  # lines, without its docstring
 MAX_PARAMETERS = 8
-MAX_CODE_LINES = 23_555  # of the whole package
+MAX_CODE_LINES = 24_600  # of the whole package
 MAX_MODULES = 135  # that hold code
 # Modules in a package, and floors: modules in the longest chain of imports inside it. What is above that is named.
 MAX_MODULES_IN_A_PACKAGE = 12
@@ -56,6 +56,7 @@ MANY_PARAMETERS = {
     "data/batches.py:EvalBatches.__init__",
     "engine/engine.py:Engine.gradients",
     "engine/stateless.py:_batch_norm",  # F.batch_norm's own, and one
+    "optim/optimizer.py:Optimizer.step",
     "optim/optimizers.py:FullPrecisionMuon.__init__",
     "strategy/simulated.py:simulation_of",
     "sweeps/result.py:SweepResult.compare",

@@ -11,7 +11,7 @@ import numbers
 import os
 import textwrap
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -57,9 +57,8 @@ SECONDS_PER_DAY = 86_400
 
 
 def dry_run(
-    model: nn.Module | int | str, strategy: Strategy, num_nodes: int, max_steps: int, *, seed: int = 42,
-    unused: Collection[str] = (),
-) -> Ledger:  # fmt: skip
+    model: nn.Module | int | str, strategy: Strategy, num_nodes: int, max_steps: int, *, seed: int = 42
+) -> Ledger:
     """Return the ledger of a run without training: make the exchanges only, on tensors with shapes but no values.
 
     It equals the ledger of `Trainer.fit` with this `seed`. Nothing is computed or stored, so the model may have any
@@ -73,7 +72,6 @@ def dry_run(
         num_nodes: K.
         max_steps: the number of steps.
         seed: of the run; it determines which nodes meet and which coordinates are drawn.
-        unused: names of parameters that do not influence the loss; a run detects and skips them.
 
     Raises:
         ValueError, TypeError: for arguments that no run accepts, and for strategies that depend on values.
@@ -99,7 +97,7 @@ def dry_run(
     params = {
         name: torch.empty_like(p, device="meta", requires_grad=False)
         for name, p in model.named_parameters()
-        if p.requires_grad and name not in unused
+        if p.requires_grad
     }
     run = RunFacts(K, T, seed, num_examples=(1,) * K)  # weights change no bytes
     engine: Any = types.SimpleNamespace(params=params, buffers=Tree(), written=frozenset())
@@ -683,7 +681,7 @@ class Schedules:
     """The seconds of runs that differ only in their schedules of exchanges: dry runs, priced on one network.
 
     Attributes:
-        model, num_nodes, max_steps, unused: as for `vecgym.dry_run`.
+        model, num_nodes, max_steps: as for `vecgym.dry_run`.
         strategy: weights `[T]` or mixing matrices -> a strategy, such as `lambda w: DiLoCoStrategy(sync_weight=w)`.
         network, compute: see `price`.
 
@@ -703,11 +701,10 @@ class Schedules:
     max_steps: int
     network: Network
     compute: Compute
-    unused: Collection[str] = ()
 
     def seconds(self, weights: Tensor) -> float:
         """Return the seconds of the run with these weights."""
-        ledger = dry_run(self.model, self.strategy(weights), self.num_nodes, self.max_steps, unused=self.unused)
+        ledger = dry_run(self.model, self.strategy(weights), self.num_nodes, self.max_steps)
         return float(price(ledger, self.network, self.compute).seconds)
 
     def exchanges_within(self, budget_seconds: float) -> int:

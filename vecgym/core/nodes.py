@@ -204,13 +204,26 @@ def take_rows(values, rows: Tensor, copy: bool = True):
     return tree.map_leaves(take, values)
 
 
-def join_rows(parts):
-    """Concatenate nested trees along their rows, such as one `[1, *]` tree per node.
+def join_rows(parts, sizes: Sequence[int] | None = None):
+    """Concatenate nested trees along their rows, such as one `[1, *]` tree per node. A tensor that a part lacks is 0.
 
-    >>> join_rows([{"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0])}])
-    {'w': tensor([1., 2.])}
+    Args:
+        sizes: the number of rows of each part; None: of one that lacks a tensor, as many as of the first that has it.
+
+    >>> join_rows([{"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0]), "v": torch.tensor([3.0])}])
+    {'w': tensor([1., 2.]), 'v': tensor([0., 3.])}
     """
-    return tree.map_leaves(lambda *rows: torch.cat(rows), *parts)
+    there = next(x for x in parts if x is not None)
+    if isinstance(there, dict):
+        names = dict.fromkeys(name for x in parts if x is not None for name in x)
+        new = {name: join_rows([None if x is None else x.get(name) for x in parts], sizes) for name in names}
+        return new if type(there) is dict else type(there)(new)
+    if isinstance(there, (list, tuple)):
+        return tree.sequence(type(there), [join_rows(each, sizes) for each in zip(*parts)])
+    if not isinstance(there, Tensor):
+        return there
+    rows = [len(there)] * len(parts) if sizes is None else sizes
+    return torch.cat([there.new_zeros(n, *there.shape[1:]) if x is None else x for x, n in zip(parts, rows)])
 
 
 def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from vecgym.engine.stateless import StatelessModel
 
 
+Missing = Mapping[str, frozenset[int]]  # parameters on which the loss of some rows does not depend, and these rows
+
+
 class Local(NamedTuple):
     """The result of the nodes' local work.
 
@@ -27,9 +31,10 @@ class Local(NamedTuple):
     tensor([3.])
     """
 
-    grads: Tree  # [L, *], or [1, *]: the gradient of the mean loss
+    grads: Tree  # [L, *], or [1, *]: the gradient of the mean loss; 0 where there is none
     losses: Tensor  # [L]
     buffers: Tree  # [1 or L, *]
+    missing: Missing = MappingProxyType({})
 
 
 class Keys(NamedTuple):
@@ -116,7 +121,8 @@ class Backend(Protocol):
     def mean_gradients(self, part: NodeSlice, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
         """Yield these nodes' share of the gradient `[*]` of the mean of `num_nodes` losses, and their losses `[n]`.
 
-        There may be as many pieces as suit the backend; the caller empties them. The parameters are `[1, *]`.
+        There may be as many pieces as suit the backend; the caller empties them. The parameters are `[1, *]`. A
+        parameter on which none of the losses depends is left out.
         """
 
     def pure(self, part: NodeSlice) -> Local:
@@ -151,6 +157,30 @@ def unstacked(batch: Any, dim: int = 0) -> list[Any]:
     """Split stacked batches, `[n, *]`, or `[L, n, *]` along `dim` 1."""
     count = next(tree.leaves(batch)).shape[dim]
     return [tree.map_leaves(lambda x: x.select(dim, i), batch) for i in range(count)]  # noqa: B023
+
+
+def dense(grads: Tree, params: Tree, size: int) -> tuple[Tree, Missing]:
+    """Return gradients `[size, *]` of all parameters, 0 for those without one, and which these are.
+
+    >>> grads, missing = dense({"w": torch.ones(2, 1)}, {"v": torch.ones(1, 1), "w": torch.ones(1, 1)}, size=2)
+    >>> grads["v"].tolist(), missing
+    ([[0.0], [0.0]], {'v': frozenset({0, 1})})
+    """
+    if len(grads) == len(params):
+        return grads, {}
+    missing = dict.fromkeys([name for name in params if name not in grads], frozenset(range(size)))
+    zeros = {name: params[name].new_zeros(size, *params[name].shape[1:]) for name in missing}
+    return {name: zeros[name] if name in zeros else grads[name] for name in params}, missing
+
+
+def missing_in_all(parts: Sequence[Missing]) -> Missing:
+    """Return which parameters have no gradient in any part of the batch.
+
+    >>> missing_in_all([{"v": frozenset({0, 1}), "w": frozenset({0})}, {"v": frozenset({1})}])
+    {'v': frozenset({1})}
+    """
+    rows = {name: frozenset.intersection(*[part.get(name, frozenset()) for part in parts]) for name in parts[0]}
+    return {name: some for name, some in rows.items() if some}
 
 
 def apart(grads: Sequence[Tensor]) -> list[Tensor]:
@@ -190,15 +220,17 @@ def in_minibatches(part: NodeSlice, size: int | None, compute: Compute) -> Local
     if size is None or size >= batch_size:
         return compute(part)
     total: Any = None
+    missing: list[Missing] = []
     for start in range(0, batch_size, size):
         stop = min(batch_size, start + size)
         local = compute(part.examples(start, stop))
         part = part._replace(buffers=local.buffers)
+        missing.append(local.missing)
         share = (stop - start) / batch_size
         weighted = tree.map_leaves(lambda x: x * share, local._replace(buffers={}))  # noqa: B023
         total = weighted if total is None else tree.map_leaves(torch.add, total, weighted)
         del local, weighted  # before the next pass needs memory
-    return Local(total.grads, total.losses, part.buffers)
+    return Local(total.grads, total.losses, part.buffers, missing_in_all(missing))
 
 
 def by_batch_size(
@@ -228,16 +260,42 @@ def by_batch_size(
             part.params[name].index_copy_(0, placed(group, some.params[name].device), some.params[name])
         part = part._replace(buffers=nodes.put_rows(part.buffers, group, local.buffers, part.size, inplace))
         share = len(group) / part.size if mean else 1.0
-        results.append(Local(tree.map(lambda g: g * share, local.grads), local.losses, {}))  # noqa: B023
+        results.append(Local(tree.map(lambda g: g * share, local.grads), local.losses, {}, local.missing))  # noqa: B023
     back = torch.cat(groups).argsort()
     losses = torch.cat([local.losses for local in results])
 
     def joined(*grads: Tensor) -> Tensor:
         return functools.reduce(torch.add, grads) if mean else torch.cat(grads)[placed(back, grads[0].device)]
 
-    return Local(
-        tree.map(joined, *[local.grads for local in results]), losses[placed(back, losses.device)], part.buffers
-    )
+    grads = tree.map(joined, *[local.grads for local in results])
+    each = [local.missing for local in results]
+    missing = missing_in_all(each) if mean else joined_missing(zip(map(torch.Tensor.tolist, groups), each))
+    return Local(grads, losses[placed(back, losses.device)], part.buffers, missing)
+
+
+def missing_within(missing: Missing, a: int, b: int) -> Missing:
+    """Return which of the rows a to b, counted from a, have no gradient.
+
+    >>> missing_within({"w": frozenset({0, 2, 3})}, 2, 4)
+    {'w': frozenset({0, 1})}
+    """
+    return {name: frozenset(i - a for i in rows if a <= i < b) for name, rows in missing.items()}
+
+
+def joined_missing(parts: Iterable[tuple[Sequence[int], Missing]]) -> Missing:
+    """Join the parameters without gradient of some rows each.
+
+    Args:
+        parts: the rows, and which of them have none.
+
+    >>> joined_missing([([0, 2], {"w": frozenset({1})}), ([1, 3], {"w": frozenset({0, 1})})])
+    {'w': frozenset({1, 2, 3})}
+    """
+    joined: dict[str, frozenset[int]] = {}
+    for rows, missing in parts:
+        for name, some in missing.items():
+            joined[name] = joined.get(name, frozenset()) | {rows[i] for i in some}
+    return joined
 
 
 # ---------------------------------------------------------------------------------- trials before training

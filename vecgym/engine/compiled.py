@@ -61,7 +61,8 @@ class Compiled(Vmap):
                 torch.compiler.cudagraph_mark_step_begin()  # the results of the last call are no longer needed
             grads, losses, after = compiled(params, changed, {**self.model.frozen, **shared}, part.batch)
         settle(changed, after)
-        grads = dict(zip(grads, apart(list(grads.values()))))
+        used = [name for name in grads if name not in self.model.unused]  # those of torch.func are 0
+        grads = dict(zip(used, apart([grads[name] for name in used])))
         if num_nodes not in (0, part.size):  # the mean of a chunk
             grads = tree.map(lambda g: g * (part.size / num_nodes), grads)
         return grads, losses.clone()  # losses are read a few steps later

@@ -33,9 +33,12 @@ from vecgym.engine.backend import (
     Backend,
     Keys,
     Local,
+    Missing,
     NodeSlice,
     by_batch_size,
+    dense,
     in_minibatches,
+    joined_missing,
     rows,
     sizes_of,
     stacked,
@@ -82,8 +85,8 @@ class Engine:
     ...     def forward(self, x):
     ...         return (self.w - x).square().mean()
     >>> engine, batch, params = Engine(Line(), engine="vmap"), torch.tensor([[1.0], [3.0]]), {"w": torch.zeros(1)}
-    >>> engine.prepare(batch).engine, engine.device, engine.written
-    ('vmap', device(type='cpu'), frozenset())
+    >>> engine.prepare(batch).engine, engine.device, engine.written, engine.chooses
+    ('vmap', device(type='cpu'), frozenset(), False)
     >>> local = engine.gradients(params, {}, batch, seed=0, step=0)
     >>> local.losses, local.grads
     (tensor([1., 9.]), {'w': tensor([-2., -6.])})
@@ -146,8 +149,7 @@ class Engine:
         required = engine != "auto"
         facts = outside(lambda: examine(self._stateless, of_one, stacked, required))
         self.facts = facts = facts if agree is None else agree(facts)
-        self._stateless.learn(facts.random, facts.mutated, facts.written)
-        self._stateless.freeze(facts.unused)
+        self._stateless.learn(facts.random, facts.mutated, facts.written, facts.unused)
         if required and facts.vmap_error is not None:
             raise facts.vmap_error
         plan = self._settled(facts, sizes_of(batch)[0], mean)
@@ -173,6 +175,11 @@ class Engine:
     def written(self) -> Collection[str]:
         """The parameters that the model's forward changes: `gradients` changes them in place in its argument."""
         return self._stateless.written
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it may depend on the data which parameters get a gradient, as far as known."""
+        return self.facts is None or self.facts.chooses
 
     def changes(self, name: str) -> bool:
         """Whether training changes a buffer, as far as known.
@@ -275,9 +282,11 @@ class Engine:
         for a, b in self.plan.chunks(part.size, 1):
             with self.plan.layout():
                 for grads, losses in self._backend.mean_gradients(part.nodes(a, b), part.size):
-                    total = {n: total.pop(n) + grads.pop(n) for n in list(total)} if total else grads
+                    for name in list(grads):  # freed one by one
+                        total[name] = total.pop(name) + grads.pop(name) if name in total else grads.pop(name)
                     pieces.append(losses)
-        return Local(tree.map(lambda g: g[None], total), torch.cat(pieces), part.buffers)
+        grads, missing = dense(tree.map(lambda g: g[None], total), part.params, 1)
+        return Local(grads, torch.cat(pieces), part.buffers, missing)
 
     def _each(self, part: NodeSlice) -> Local:
         """Compute the gradient of every node, chunk after chunk and on all node threads."""
@@ -286,7 +295,7 @@ class Engine:
             with self.plan.layout():
                 return self._backend.gradients(part, lambda: self._gradient_storage(part.params, part.size))
         storage = self._gradient_storage(part.params, part.size)
-        losses = [torch.empty(0)] * len(chunks)
+        losses, missing = [torch.empty(0)] * len(chunks), list[Missing]([{}] * len(chunks))
 
         def run(thread: int) -> None:
             for index in range(thread, len(chunks), self.plan.node_threads):
@@ -297,7 +306,7 @@ class Engine:
                 for name, g in local.grads.items():
                     if g is not grads[name]:
                         grads[name].copy_(g)
-                losses[index] = local.losses
+                losses[index], missing[index] = local.losses, local.missing
 
         if self._pool is None:  # not started by `use`: a run that fails before its first step has no threads
             self._pool = start_threads(self.plan.node_threads)
@@ -305,7 +314,8 @@ class Engine:
             run(0)
         else:
             list(self._pool.map(run, range(self.plan.node_threads)))
-        return Local(storage, torch.cat(losses), part.buffers)
+        of_rows = joined_missing((range(a, b), some) for (a, b), some in zip(chunks, missing))
+        return Local(storage, torch.cat(losses), part.buffers, of_rows)
 
     @property
     def _backend(self) -> Backend:

@@ -11,7 +11,7 @@ from torch.func import grad_and_value
 
 from vecgym.core import tree
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import Local, NodeSlice, row, settle, stacked, unstacked
+from vecgym.engine.backend import Local, NodeSlice, joined_missing, row, settle, stacked, unstacked
 from vecgym.engine.contract import check_steady, naming
 from vecgym.engine.stateless import StatelessModel, TwiceDifferentiable
 
@@ -24,12 +24,17 @@ class Loop:
 
     def gradients(self, part: NodeSlice, out: Callable[[], Tree], thread: int = 0) -> Local:
         grads, losses = out(), []
+        missing: dict[str, frozenset[int]] = {}
         for i in range(part.size):
             loss, gradient = self._one(part, i, thread)
-            for name, g in gradient.items():
-                grads[name][i].copy_(g)
+            for name, g in grads.items():
+                if name in gradient:
+                    g[i].copy_(gradient[name])
+                else:
+                    g[i].zero_()
+                    missing[name] = missing.get(name, frozenset()) | {i}
             losses.append(loss)
-        return Local(grads, torch.stack(losses), part.buffers)
+        return Local(grads, torch.stack(losses), part.buffers, missing)
 
     def mean_gradients(self, part: NodeSlice, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
         for i in range(part.size):
@@ -38,7 +43,10 @@ class Loop:
             yield {name: gradient.pop(name) / num_nodes for name in list(gradient)}, loss[None]
 
     def _one(self, part: NodeSlice, i: int, thread: int) -> tuple[Tensor, Tree]:
-        """Compute the loss and gradient of one node; overwrite its rows of buffers and written parameters."""
+        """Compute the loss of one node, and its gradient by the parameters on which it depends.
+
+        Its rows of buffers and written parameters are overwritten.
+        """
         params, buffers = row(part.params, i), row(part.buffers, i)
         leaves = {name: self.model.leaf(name, p) for name, p in params.items()}
         batch = tree.map_leaves(lambda x: x[i], part.batch)
@@ -48,22 +56,23 @@ class Loop:
             check_steady([name for name, x, version in fixed if x._version != version])
         settle(buffers, {name: b for name, b in after.items() if self.model.changes(name)})
         settle(params, {name: leaves[name] for name in self.model.written})
-        dense = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(leaves.items(), grads)}
-        return loss.detach(), dense
+        return loss.detach(), {name: g for name, g in zip(leaves, grads) if g is not None}
 
     def pure(self, part: NodeSlice) -> Local:
-        of_one = grad_and_value(self.model.loss, has_aux=True)
-        results = []
+        of_one = grad_and_value(self.model.noted_loss, has_aux=True)
+        results, missing = [], []
         with TwiceDifferentiable(), self.model.casting():
             for i in range(part.size):
                 changed, shared = self.model.split(part.buffers)
-                own = {name: b[i].clone() for name, b in changed.items()}
+                own, used = {name: b[i].clone() for name, b in changed.items()}, set[str]()
                 with self.model.seeded(*part.keys.of(i)):
                     batch = tree.map_leaves(lambda x: x[i], part.batch)  # noqa: B023
-                    results.append(of_one(row(part.params, i), own, shared, batch))
+                    results.append(of_one(row(part.params, i), own, shared, batch, used))
+                missing.append(([i], {name: frozenset({0}) for name in part.params if name not in used}))
         grads, values = zip(*results)
         losses, after = zip(*values)
-        return Local(stacked(grads), torch.stack(losses), {**part.buffers, **stacked(after)})
+        buffers = {**part.buffers, **stacked(after)}
+        return Local(stacked(grads), torch.stack(losses), buffers, joined_missing(missing))
 
     def measures(self, tensors: Tree, batch: Any, own_batches: bool, size: int, several: bool) -> Tree:
         measured = []

@@ -66,10 +66,11 @@ class ModelFacts:
     (True, True)
     """
 
-    unused: frozenset[str]  # parameters that get no gradient: as in torch, they are never updated
+    unused: frozenset[str]  # parameters without a gradient in this pass
     mutated: frozenset[str]  # buffers that a training step changes
     random: bool  # draws random numbers (dropout)
     written: frozenset[str] = frozenset()  # parameters that its forward changes under torch.no_grad()
+    chooses: bool = True  # which parameters get a gradient may depend on the data; not where vmap can run the model
     hooked: bool = False  # has hooks on its gradients
     flop: int = 0  # floating-point operations of one node's forward and backward pass
     convolution_flop: int = 0  # those in convolutions of images
@@ -103,7 +104,7 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
     model.recomputes = observer.recomputes
     unused, written = frozenset(name for name, g in zip(params, grads) if g is None), observer.written()
     check_influence(unused, params)
-    check_written(written - params.keys() | written & unused)
+    check_written(written - params.keys())
     # A backward pass costs about two forward passes.
     facts = ModelFacts(
         unused=unused, mutated=frozenset(mutated), random=random, written=written, hooked=bool(hooked),
@@ -117,7 +118,7 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
         return replace(facts, vmap_error=vmap_error(unsafe))
     model.learn(facts.random, facts.mutated)
     try:
-        return replace(facts, vmap_slow=_slow_operations(model, batch, stacked))
+        return replace(facts, vmap_slow=_slow_operations(model, batch, stacked), chooses=False)
     except Exception as error:  # whatever the model's code raises: the loop can run it
         refusal = vmap_error(cause(error))
         if required:

@@ -107,7 +107,7 @@ class Recorded(Vmap):
             *grads, losses = operations(inputs)
         except Exception:  # of the model, such as an index out of range: vmap raises it where the model does
             return super()._computed(part, num_nodes, THREAD)
-        return dict(zip(part.params, grads)), losses
+        return dict(zip(operations.names, grads)), losses
 
     def _list(self, part: NodeSlice, num_nodes: int, inputs: list[Tensor], passes: int = 1) -> Operations | None:
         """Return the list of a pass; write it down if it is worth it, and there is room."""
@@ -146,7 +146,7 @@ class Recorded(Vmap):
                 if change := self._watch.changed():
                     self.ended = f"{change} during a pass"
                     return None
-                lists.append(recording.operations([*grads.values(), losses]))
+                lists.append(recording.operations([*grads.values(), losses], tuple(grads)))
                 ours, theirs = changed(part), changed(part)
                 with seeded():
                     *actual, loss = lists[0](self._inputs(ours))
@@ -173,10 +173,16 @@ class Step(NamedTuple):
 
 
 class Operations:
-    """A list of operations on numbered places, which hold the inputs first, and constants. Two may be equal."""
+    """A list of operations on numbered places, which hold the inputs first, and constants. Two may be equal.
 
-    def __init__(self, places: list[Any], steps: list[Step], results: list[int], text: list[Any]) -> None:
+    `names`: the parameters whose gradients are the first results.
+    """
+
+    def __init__(
+        self, places: list[Any], steps: list[Step], results: list[int], text: list[Any], names: tuple[str, ...] = ()
+    ) -> None:
         self._places, self._steps, self._results, self._text = places, steps, results, text
+        self.names = names
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
         places = self._places.copy()
@@ -253,7 +259,7 @@ class Recording(TorchDispatchMode):
         self._places.append(value)
         return len(self._places) - 1
 
-    def operations(self, results: list[Tensor]) -> Operations:
+    def operations(self, results: list[Tensor], names: tuple[str, ...] = ()) -> Operations:
         """Return what was written down, without what has no effect on these results."""
         if self._problem or not all(id(x) in self._place_of for x in results):
             raise Uncertain(self._problem or "its gradients are computed elsewhere")
@@ -265,7 +271,7 @@ class Recording(TorchDispatchMode):
                 over = [i for i in touched - needed if self._places[i] is None]
                 steps.append(step._replace(over=tuple(over)))
                 needed |= touched
-        return Operations(self._places, steps[::-1], of_results, self._text)
+        return Operations(self._places, steps[::-1], of_results, self._text, names)
 
 
 def _with_names(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:

@@ -113,10 +113,11 @@ class StatelessModel:
 
     Attributes:
         params: the trained parameters.
-        frozen: the others: those without `requires_grad`, and those that get no gradient.
+        frozen: the others, without `requires_grad`.
         buffers: before training.
         device: of the model, and so of everything that is computed.
         written: parameters that its forward changes.
+        unused: parameters that got no gradient in the first pass.
         random: whether it draws random numbers in training; True until `learn`.
         recomputes: whether its backward pass runs parts of it again, as activation checkpointing does, and must find
             everything as it was in the forward pass.
@@ -134,6 +135,7 @@ class StatelessModel:
         self.device = next(iter(self.params.values())).device
         self.random = True
         self.written: Collection[str] = ()
+        self.unused: Collection[str] = ()
         self.recomputes = False
         self._autocast = autocast
         self._mutated: Collection[str] | None = None
@@ -151,14 +153,11 @@ class StatelessModel:
         self.serve(thread + 1)
         return self._train[thread].model
 
-    def learn(self, random: bool, mutated: Collection[str], written: Collection[str] = ()) -> None:
-        """Record whether a training step draws random numbers, and which buffers and parameters it changes."""
-        self.random, self._mutated, self.written = random, mutated, written
-
-    def freeze(self, names: Collection[str]) -> None:
-        """Stop training these parameters."""
-        for name in names:
-            self.frozen[name] = self.params.pop(name).detach()
+    def learn(
+        self, random: bool, mutated: Collection[str], written: Collection[str] = (), unused: Collection[str] = ()
+    ) -> None:
+        """Record whether a training step draws random numbers, what it changes, and what gets no gradient."""
+        self.random, self._mutated, self.written, self.unused = random, mutated, written, unused
 
     def changes(self, name: str) -> bool:
         """Whether a training step may change this buffer."""
@@ -193,6 +192,12 @@ class StatelessModel:
         tensors = {**self.frozen, **shared, **changed, **params}
         loss, after, _ = self._train[thread].call(tensors, batch, backward)
         return loss, {name: after[name] for name in changed}
+
+    def noted_loss(self, params: Tree, changed: Tree, shared: Tree, batch: Any, used: set[str]) -> tuple[Tensor, Tree]:
+        """`loss`, whose backward pass adds the parameters that get a gradient to `used`."""
+        for name, p in params.items():
+            p.register_hook(lambda g, name=name: used.add(name))
+        return self.loss(params, changed, shared, batch)
 
     def traceable_loss(self, params: Tree, changed: Tree, shared: Tree, batch: Any) -> tuple[Tensor, Tree]:
         """`loss` in a form that torch.compile can follow; buffers must be changed in place.

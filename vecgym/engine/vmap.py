@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from vecgym.core import tree
 from vecgym.core.nodes import expand
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import Local, NodeSlice, apart, settle
+from vecgym.engine.backend import Local, NodeSlice, apart, dense, settle
 from vecgym.engine.stateless import (
     StatelessModel,
     TwiceDifferentiable,
@@ -43,7 +43,8 @@ class Vmap:
     def gradients(self, part: NodeSlice, out: Callable[[], Tree], thread: int = 0) -> Local:
         with self.model.seeded(*part.keys.of(0)):
             grads, losses = self._computed(part, 0, thread)
-        return Local(grads, losses, part.buffers)
+        grads, missing = dense(grads, part.params, part.size)
+        return Local(grads, losses, part.buffers, missing)
 
     def mean_gradients(self, part: NodeSlice, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
         """Yield one piece, for parameters stored once: it costs as much as one model on all batches."""
@@ -52,7 +53,7 @@ class Vmap:
         yield piece
 
     def _computed(self, part: NodeSlice, num_nodes: int, thread: int = 0) -> tuple[Tree, Tensor]:
-        """Return the gradients and the losses `[n]`; write the buffers.
+        """Return the gradients, but for parameters without one, and the losses `[n]`; write the buffers.
 
         Args:
             num_nodes: of the mean loss whose gradient `[*]` is computed; 0: compute that of each node, `[n, *]`.
@@ -61,12 +62,12 @@ class Vmap:
         params = {name: p[0] for name, p in part.params.items()} if num_nodes else expand(part.params, part.size)
         leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
         own_leaves, shared_leaves = ({}, leaves) if num_nodes else (leaves, {})
-        grads: list[Tensor] = []
+        grads: Tree = {}
 
         def backward(losses: Tensor) -> None:
             total = losses.sum() / num_nodes if num_nodes > 1 else losses.sum()
             slopes = gradients_within_modes(total, list(leaves.values()))
-            grads.extend(torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), slopes))
+            grads.update({name: g for name, g in zip(leaves, slopes) if g is not None})
 
         def backward_within(loss: Tensor) -> None:
             level = _functorch.peek_interpreter_stack().level()
@@ -82,18 +83,20 @@ class Vmap:
         settle(changed, after)
         if not self.model.recomputes:
             backward(losses)
-        return dict(zip(leaves, apart(grads))), losses.detach()
+        return dict(zip(grads, apart(list(grads.values())))), losses.detach()
 
     def pure(self, part: NodeSlice) -> Local:
         changed, shared = self.model.split(part.buffers)
         own = {name: b.clone() for name, b in changed.items()}
+        used: set[str] = set()
 
         def of_one(params: Tree, buffers: Tree, batch: Any) -> tuple[Tree, tuple[Tensor, Tree]]:
-            return grad_and_value(self.model.loss, has_aux=True)(params, buffers, shared, batch)
+            return grad_and_value(self.model.noted_loss, has_aux=True)(params, buffers, shared, batch, used)
 
         with self.model.seeded(*part.keys.of(0)), TwiceDifferentiable(), self.model.casting():
             grads, (losses, after) = on_all(of_one, part.size, part.params, own, part.batch)
-        return Local(grads, losses, {**part.buffers, **after})
+        _, missing = dense({name: g for name, g in grads.items() if name in used}, part.params, part.size)
+        return Local(grads, losses, {**part.buffers, **after}, missing)
 
     def measures(self, tensors: Tree, batch: Any, own_batches: bool, size: int, several: bool) -> Tree:
         own = {name: x for name, x in tensors.items() if x.shape[0] == size > 1}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from vecgym.core import check, tree
 from vecgym.core.devices import placed, spread
-from vecgym.core.nodes import join_rows, take_rows
+from vecgym.core.nodes import join_rows, take_rows, widened
 from vecgym.core.objects import own_settings, shown
 from vecgym.core.tree import Tree, leaves, root
 from vecgym.optim.formulas import FORMULAS
+from vecgym.optim.rules import Gaps, PerNodeRule
 from vecgym.optim.schedule import Schedule, check_schedule, make_schedule
 from vecgym.optim.spec import Key, OptimSpec, merge_key, merged_spec, per_configuration
 
@@ -27,6 +29,7 @@ CACHES = ("_factor", "_of_nodes", "_wide", "_moved", "_factors")
 
 Counts = int | Sequence[int]  # of all rows, or of each
 Slots = dict[str, Any]  # an optimizer's state: slot -> parameter -> [1 or rows, *]
+SKIPPED = "skipped"  # the slot that counts the steps without a gradient, if there were any
 
 
 class Optimizer:
@@ -134,9 +137,13 @@ class Optimizer:
 
     def step(
         self, params: Tree, grads: Tree, state: Slots, count: Counts, lr: Any = None, *, inplace: bool = True,
-        nodes: Sequence[int] | None = None, exact: bool = False,
+        nodes: Sequence[int] | None = None, exact: bool = False, missing: Gaps = MappingProxyType({}),
     ) -> tuple[Tree, Slots]:  # fmt: skip
         """Take a step of these rows; return their parameters and state.
+
+        A parameter without a gradient is skipped, as torch's optimizers skip one whose `grad` is None: neither it nor
+        its state moves, and it has made one step fewer from then on. The state then counts the steps that each row of
+        each parameter has skipped, in the slot "skipped"; the count is negative if it has never taken one.
 
         Args:
             params, grads, state: `[1 or rows, *]`.
@@ -146,24 +153,27 @@ class Optimizer:
                 pure, and can be differentiated.
             nodes: the rows' node ids; None: all nodes.
             exact: step row by row, so that the last bits of a row do not depend on the other rows.
+            missing: parameter -> rows for which it has no gradient.
         """
-        counts = [count] if isinstance(count, int) else list(count)
-        if counts.count(counts[0]) == len(counts):
-            counts = counts[:1]
-        if not exact:
+        counts = _alike([count] if isinstance(count, int) else list(count))
+        skips = bool(missing) or SKIPPED in state
+        if not (exact or skips):
             return self._step(params, grads, state, counts, lr, inplace, nodes)
         values = [lr, *leaves(self.spec.kwargs)] if nodes is None else []
         sizes = [x.shape[-1] for x in values if isinstance(x, Tensor) and x.dim() > 0]
         num_rows = max(len(counts), *map(len, leaves([params, grads, state])), *sizes)
-        if num_rows == 1:
-            return self._step(params, grads, state, counts, lr, inplace, nodes)
+        one = self._step_of_some if skips else self._step
+        if num_rows == 1 or not exact:
+            gaps = [(missing, num_rows)] if skips else []
+            return one(params, grads, state, counts, lr, inplace, nodes, *gaps)
         ids = range(num_rows) if nodes is None else nodes
         # A kernel rounds the last values of a tensor, which fill no vector register, in another way than the others:
         # which values these are must not depend on the other nodes.
         stepped = []
         for i in range(num_rows):
             p, g, s = (take_rows(x, torch.tensor([i])) for x in (params, grads, state))
-            stepped.append(self._step(p, g, s, _of_row(counts, i), _of_row(lr, i), inplace, ids[i : i + 1]))
+            gaps = [({name: [0] if i in rows else [] for name, rows in missing.items()}, 1)] if skips else []
+            stepped.append(one(p, g, s, _of_row(counts, i), _of_row(lr, i), inplace, ids[i : i + 1], *gaps))
         return join_rows([p for p, _ in stepped]), join_rows([s for _, s in stepped])
 
     @property
@@ -215,12 +225,72 @@ class Optimizer:
     ) -> tuple[Tree, Slots]:  # fmt: skip
         if self.max_norm is not None:
             grads, _ = clip_grad_norm(grads, _own(self.max_norm, nodes), inplace=inplace)
-        with_step = {"step": torch.stack(counts) if isinstance(counts[0], Tensor) else torch.tensor(counts), **state}
-        if self._unit is not None and inplace and len(counts) == 1 and _is_rows(lr) and self._few(params):
+        return self._updated(params, grads, state, (counts, counts), lr, inplace, nodes)
+
+    def _updated(
+        self, params: Tree, grads: Tree, state: Slots, counts: tuple[list[int], list[int]], lr: Any, inplace: bool,
+        nodes: Sequence[int] | None, **gaps: Gaps,
+    ) -> tuple[Tree, Slots]:  # fmt: skip
+        """Call the rule: settings go by the first counts, the rule's own arithmetic by the steps made."""
+        by, made = counts
+        with_step = {"step": torch.stack(made) if isinstance(made[0], Tensor) else torch.tensor(made), **state}
+        if self._unit is not None and inplace and len(made) == len(by) == 1 and _is_rows(lr) and self._few(params):
             return self._scaled(params, grads, with_step, lr)
-        params, new = self._rule_at(params, counts, nodes).update(params, grads, with_step, lr=lr, inplace=inplace)
+        rule = self._rule_at(params, by, nodes)
+        params, new = rule.update(params, grads, with_step, lr=lr, inplace=inplace, **gaps)
         del new["step"]
         return params, new
+
+    def _step_of_some(
+        self, params: Tree, grads: Tree, state: Slots, counts: list[int], lr: Any, inplace: bool,
+        nodes: Sequence[int] | None, gaps: tuple[Gaps, int],
+    ) -> tuple[Tree, Slots]:  # fmt: skip
+        """Step where there are gradients: together the parameters that have made equally many steps.
+
+        `gaps`: the rows without a gradient, and the number of rows.
+        """
+        missing, num_rows = gaps
+        if self.max_norm is not None:
+            grads, _ = clip_grad_norm(grads, _own(self.max_norm, nodes), inplace=inplace)
+        params, grads, state = widened((params, grads, state), num_rows)
+        skipped = {name: x.tolist() for name, x in state.pop(SKIPPED, {}).items()}
+        each = counts * (num_rows if len(counts) == 1 else 1)
+        made = {name: [n - abs(m) for n, m in zip(each, skipped.get(name, [0] * num_rows))] for name in params}
+        if isinstance(self._rule, PerNodeRule):
+            fresh = {name: frozenset(i for i, n in enumerate(steps) if n == 0) for name, steps in made.items()}
+            new, slots = self._updated(
+                params, grads, state, (counts, counts), lr, inplace, nodes, missing=missing, fresh=fresh
+            )
+        else:
+            new, slots = self._step_by_count(params, grads, state, (counts, made), lr, inplace, nodes, missing)
+        slots[SKIPPED] = {
+            name: torch.tensor(_now_skipped(skipped.get(name, [0] * num_rows), made[name], missing.get(name, ())))
+            for name in {**skipped, **missing}
+        }
+        return new, slots
+
+    def _step_by_count(
+        self, params: Tree, grads: Tree, state: Slots, counts: tuple[list[int], dict[str, list[int]]], lr: Any,
+        inplace: bool, nodes: Sequence[int] | None, missing: Gaps,
+    ) -> tuple[Tree, Slots]:  # fmt: skip
+        """Call the rule for each number of steps made, and restore the rows without a gradient."""
+        by, made = counts
+        new, slots, groups = dict(params), {slot: dict(x) for slot, x in state.items()}, dict[Any, list[str]]()
+        for name, steps in made.items():
+            if len(missing.get(name, ())) < len(steps):  # else there is nothing to do
+                groups.setdefault(tuple(_alike(steps)), []).append(name)
+        for steps, names in groups.items():
+            some = [{name: x[name] for name in names if name in x} for x in (params, grads, *state.values())]
+            gone = {name: torch.tensor(sorted(missing[name])) for name in names if missing.get(name)}
+            kept = [{n: x[n][placed(i, x[n].device)].clone() for n, i in gone.items() if n in x} for x in some]
+            held = dict(zip(state, some[2:]))
+            p, s = self._updated(some[0], some[1], held, (by, list(steps)), lr, inplace, nodes)
+            for target, after, before in zip((new, *slots.values()), (p, *s.values()), (kept[0], *kept[2:])):
+                for name, x in after.items():
+                    index = placed(gone[name], x.device) if name in before else None
+                    put = x.index_copy_ if inplace else x.index_copy
+                    target[name] = x if index is None else put(0, index, before[name])
+        return new, slots
 
     def _few(self, params: Tree) -> bool:
         """Whether one more pass over the parameters takes less time than a call of the kernel for each rate."""
@@ -292,6 +362,21 @@ def unit_rule(spec: OptimSpec) -> Any:
     if decay and not numbers.get("decoupled_weight_decay", FORMULAS[spec.cls].decoupled):
         return None
     return spec.replace(lr=1.0, **({"weight_decay": 0.0} if decay else {})).rule()
+
+
+def _alike(values: list[Any]) -> list[Any]:
+    """Return one value if all are equal."""
+    return values[:1] if values.count(values[0]) == len(values) else values
+
+
+def _now_skipped(skipped: list[int], made: list[int], missing: Collection[int]) -> list[int]:
+    """Return how many steps each row has skipped after this one; negative: and it has never taken one.
+
+    >>> _now_skipped([0, 0, -2, -2], made=[0, 3, 0, 0], missing={0, 1, 2})
+    [-1, 1, -3, 2]
+    """
+    after = [abs(n) + (i in missing) for i, n in enumerate(skipped)]
+    return [-n if made[i] == 0 and i in missing else n for i, n in enumerate(after)]
 
 
 def of_rows(value_at: Callable[[int], Any], counts: Counts, nodes: Sequence[int] | None = None) -> Any:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import NoneType, SimpleNamespace
+from types import MappingProxyType, NoneType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -30,11 +30,13 @@ from vecgym.optim.optimizers import FIRST, Lists, in_parts
 
 OptState = dict[str, Any]  # {"step": int64 [1 or L], slot: Tree, ...}: nested dicts of tensors
 ParamGroups = Callable[[str, Tensor], dict[str, Any]]
+Gaps = Mapping[str, Collection[int]]  # parameter -> nodes
 Spec = Any  # an `OptimSpec`, which is above this module
 
 # Below this many values per run of equal nodes, one broadcast pure step is faster than a kernel call per run.
 # Measured on 2 cores with 4 to 64 runs: they break even at 12,000 values (AdamW) to 60,000 (SGD).
 _SMALL_RUN = 16384
+CACHED_GROUPS = 256  # sets of parameters
 
 
 class ElementwiseRule:
@@ -111,6 +113,8 @@ class ElementwiseRule:
     def _groups(self, params: Tree) -> list[_Group]:
         key = tuple((name, p.shape[1:]) for name, p in params.items()) if self.spec.param_groups else tuple(params)
         if key not in self._groups_of:
+            if len(self._groups_of) == CACHED_GROUPS:  # a model that chooses by data has many
+                self._groups_of.clear()
             self._groups_of[key] = [_Group(spec, names, base_lr) for spec, names, base_lr in self.spec.groups(params)]
         return self._groups_of[key]
 
@@ -401,9 +405,13 @@ class PerNodeRule:
             return {"step": torch.zeros(1, dtype=torch.int64), **_collect(nodes, state)}
 
     def update(
-        self, params: Tree, grads: Tree, state: OptState, lr: float | Tensor | None = None, inplace: bool = True
-    ) -> tuple[Tree, OptState]:
+        self, params: Tree, grads: Tree, state: OptState, lr: float | Tensor | None = None, inplace: bool = True, *,
+        missing: Gaps = MappingProxyType({}), fresh: Gaps = MappingProxyType({}),
+    ) -> tuple[Tree, OptState]:  # fmt: skip
         """Take one step, with the arguments of `ElementwiseRule.update`; `inplace=False` works on copies.
+
+        `missing`: the nodes for which a parameter has no gradient: its `grad` is None. `fresh`: those for which it has
+        never had one, and so no state.
 
         Errors: ValueError if the update would have to be differentiated.
         """
@@ -427,8 +435,8 @@ class PerNodeRule:
             with self._nodes(params, num_nodes) as nodes:
                 for node, num_steps in zip(nodes, steps):
                     if num_steps > 0:
-                        node.load(slots)
-                    node.step(grads, lr)
+                        node.load(slots, fresh)
+                    node.step(grads, lr, missing)
                 return params, {"step": state["step"] + 1, **_collect(nodes, slots)}
 
     @contextmanager
@@ -487,20 +495,21 @@ class _Node:
         groups = {f"group{j}": group for j, group in enumerate(self.optimizer.param_groups)}
         return {"optimizer": vars(self.optimizer), **groups}
 
-    def load(self, state: OptState) -> None:
+    def load(self, state: OptState, fresh: Gaps) -> None:
         """Load the explicit state into the optimizer, tensors as views."""
         self.optimizer.state.clear()
-        for slot, tree in state["tensors"].items():
-            for name, x in tree.items():
-                self.loaded[slot, name] = self.optimizer.state[self.params[name]][slot] = x[self.i]
-        for slot, tree in state["numbers"].items():
-            for name, x in tree.items():
-                self.optimizer.state[self.params[name]][slot] = x[self.i].item()
+        held = [(slot, name, x[self.i]) for kind in ("tensors", "numbers") for slot, tree in state[kind].items()
+                for name, x in tree.items() if self.i not in fresh.get(name, ())]  # fmt: skip
+        for slot, name, x in held:
+            if name in state["tensors"].get(slot, {}):
+                self.loaded[slot, name] = self.optimizer.state[self.params[name]][slot] = x
+            else:
+                self.optimizer.state[self.params[name]][slot] = x.item()
         places = self.places()
         for place, values in state["attributes"].items():
             places[place].update({key: x[self.i].item() for key, x in values.items()})
 
-    def step(self, grads: Tree, lr: float | Tensor | None) -> None:
+    def step(self, grads: Tree, lr: float | Tensor | None, missing: Gaps) -> None:
         """Take one step on the views. A group with its own learning rate keeps its ratio to the base rate."""
         if lr is not None:
             lr = lr.reshape(-1)[self.i if lr.numel() > 1 else 0].item() if isinstance(lr, Tensor) else lr
@@ -508,7 +517,7 @@ class _Node:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr if group["lr"] == base else lr * (group["lr"] / base)
         for name, p in self.params.items():
-            p.grad = grads[name][self.i]
+            p.grad = None if self.i in missing.get(name, ()) else grads[name][self.i]
         self.optimizer.step()
         for name, p in self.params.items():
             if p.data_ptr() != self.views[name].data_ptr():  # the optimizer has replaced p.data
@@ -520,8 +529,9 @@ def _collect(nodes: list[_Node], state: OptState) -> OptState:
     new: OptState = {"tensors": {}, "numbers": {}, "attributes": {}}
     for name in nodes[0].params:
         states = [node.optimizer.state.get(node.params[name], {}) for node in nodes]
-        for slot in states[0]:
-            values = [node_state[slot] for node_state in states]
+        for slot, first in {slot: value for node_state in states for slot, value in node_state.items()}.items():
+            nothing = torch.zeros_like(first) if isinstance(first, Tensor) else type(first)()  # of a fresh parameter
+            values = [node_state.get(slot, nothing) for node_state in states]
             if all(isinstance(value, Tensor) for value in values):
                 views = all(value is node.loaded.get((slot, name)) for value, node in zip(values, nodes))
                 stacked = state["tensors"][slot][name] if views else torch.stack(values).detach()

@@ -514,8 +514,8 @@ class Session:
         return tuple(count for part in self.each(list(counts)) for count in part)
 
     def facts(self, facts: ModelFacts) -> ModelFacts:
-        """Return the first process's facts about the model, such as which parameters are trained."""
-        shared = {name: vars(facts)[name] for name in ("unused", "mutated", "random", "written")}
+        """Return the first process's facts about the model, such as which buffers it changes."""
+        shared = {name: vars(facts)[name] for name in ("unused", "mutated", "random", "written", "chooses")}
         return replace(facts, **self.first(lambda: shared))
 
     def observed(self, metrics: Metrics, interrupted: list[int]) -> Metrics:

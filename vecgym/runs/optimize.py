@@ -103,11 +103,9 @@ class _Problem:
         options = self.options
         assert options.network is not None
         assert options.compute is not None
-        unused = () if self.engine.facts is None else self.engine.facts.unused
         return Schedules(
-            options.model, options.strategy, options.num_nodes, len(self.steps), options.network, options.compute,
-            unused,
-        )  # fmt: skip
+            options.model, options.strategy, options.num_nodes, len(self.steps), options.network, options.compute
+        )
 
     def slope(self, z: Tensor, weights: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
         """Return the loss of the weights of z, and its gradient with respect to z."""

@@ -29,7 +29,7 @@ from vecgym.runs.multiprocess import STOP, Session, interrupts
 from vecgym.runs.options import FitOptions, presence_of
 from vecgym.runs.recorder import Loggers, Recorder, rates_of
 from vecgym.simulation import Event, Row, Simulation, State, run
-from vecgym.simulation.simulation import Draft
+from vecgym.simulation.simulation import Draft, warn_of_untrained, without_gradient
 from vecgym.simulation.state import Metrics
 from vecgym.strategy.asynchronous import EventDriven
 from vecgym.strategy.simulated import asynchronous_simulation, described, metrics_of, simulation_of
@@ -126,6 +126,7 @@ class Run(Generic[M]):
                     self._agree([self.options.ends(row) for row in self.history if row["step"]][-1:] == [True])
                 if self.session.stop(self._interrupted) != STOP:
                     run(self.simulation, self.state, [self._after], before=self._observe, stop=self._stopped)
+                self._tell_untrained()
                 recorder.flush()
                 if self.session.stop(self._interrupted) > STOP:
                     how = "" if checkpoints.last is None else f"; resume=True continues from {checkpoints.last}"
@@ -136,6 +137,13 @@ class Run(Generic[M]):
             self.history.settings.update(self._engine_settings())
             self.simulation.close()
             recorder.finish()
+
+    def _tell_untrained(self) -> None:
+        """Note in the history, and warn of, the parameters that never had a gradient."""
+        here = without_gradient(self.state, self.simulation.timetable, self.simulation.here.start)
+        each = self.session.each(here)
+        if self.session.rank == 0:
+            self.history.settings["without_gradient"] = warn_of_untrained(each)
 
     def _after(self, state: State, row: Row) -> None:
         """Record a step and the measurements after it."""

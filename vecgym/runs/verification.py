@@ -357,10 +357,18 @@ def gaps(kind: str, a: Any, b: Any, comm: Collectives, sizes: Mapping[str, float
         sizes: the largest value of each parameter.
     """
     everywhere, here = (
-        {path: torch.as_tensor(x) if check.is_number(x) else x for path, x in tree.flatten(values)} for values in (a, b)
+        {
+            path: torch.as_tensor(x) if check.is_number(x) else x
+            for path, x in tree.flatten(values)
+            if not isinstance(x, dict)  # without any leaf
+        }
+        for values in (a, b)
     )
     for path in {**everywhere, **here}:
         x, y = everywhere.get(path), here.get(path)
+        there = y if x is None else x
+        if kind == "optimizer" and isinstance(there, Tensor):  # a parameter that has not had a gradient has no state
+            x, y = (torch.zeros_like(there[:1]) if z is None else z for z in (x, y))
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             least = sizes.get(path[-1][1], max(sizes.values(), default=0.0)) if kind == "strategy" else 0.0
             rows = _distances(x, y, comm, least)

@@ -17,8 +17,11 @@ from vecgym.collectives.base import payload_bytes
 from vecgym.collectives.ledger import Transfer
 from vecgym.core import nodes, rng, tree
 from vecgym.core.devices import placed, spread
+from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
+from vecgym.engine.backend import Missing, missing_within
+from vecgym.optim.optimizer import SKIPPED
 from vecgym.simulation.state import Index, Result, Rows, SplitRows, State, put_back
 from vecgym.simulation.timetable import Event, RunFacts, Timetable
 
@@ -134,6 +137,8 @@ class Part:
         counts: step counts that index data, rates and random numbers: one number, or one for each row.
         made: optimizer steps that the nodes have taken, likewise.
         losses: of the last `gradients`, `[rows]`.
+        missing: the parameters on which the loss of some rows does not depend, and these rows: `gradients` gives 0 for
+            them, and `optimize` leaves them, as torch does where a gradient is None.
         memo: what handlers keep within a tick.
     """
 
@@ -151,6 +156,7 @@ class Part:
         self.counts = simulation.counts_here(event, event.counts)
         self.made = self.counts if event.made is None else simulation.counts_here(event, event.made)
         self.losses: Tensor | None = None
+        self.missing: Missing = {}
         self.precomputed: Local | None = None  # gradients that were computed together with other groups'
         self.num_read = self._num_steps = 0
 
@@ -180,7 +186,7 @@ class Part:
                 computed, `[1, *]`.
         """
         local = self.simulation.gradients(self, at, mean) if self.precomputed is None else self._precomputed(at)
-        self.losses, grads = local.losses, local.grads
+        self.losses, grads, self.missing = local.losses, local.grads, local.missing
         if self.size > 1:
             self.losses, grads = self._apart(self.losses), tree.map(self._apart, grads)
         return grads
@@ -231,11 +237,29 @@ class Part:
                 lr = inner.lr(self._later(self.counts), max_steps) if lr is None else _each_row(lr, self.size, num_rows)
             params, slots = inner.step(
                 home.flat("params"), grads, home.flat("optimizer"), self._later(self.made), lr,
-                inplace=self.inplace, nodes=self._ids if own else None, exact=simulation.exact,
+                inplace=self.inplace, nodes=self._ids if own else None, exact=simulation.exact, missing=self.missing,
             )  # fmt: skip
             home.put_flat("params", params)
             home.put_flat("optimizer", slots)
         self._num_steps += 1
+
+    def share_missing(self) -> None:
+        """After an exchange of gradients, count a parameter as `missing` only if no node of the event has one."""
+        simulation = self.simulation
+        apart = len(simulation.here) < self.run.num_nodes and simulation.engine.chooses
+        if not (self.missing or apart):
+            return
+        names, num_rows = list(self.params), len(self.rows) // self.size
+        lacking = {name: self.missing.get(name, frozenset()) for name in names}
+        of_all = [[all(c * num_rows + i in lacking[name] for i in range(num_rows)) for name in names]
+                  for c in range(self.size)]  # fmt: skip
+        if apart:
+            of_process = torch.tensor(of_all).expand(num_rows, -1)
+            of_all = [self.comm.everyone({"missing": of_process})["missing"].all(0).tolist()]
+        width = num_rows if self.home is self.own else 1
+        rows = {name: [c * width + i for c in range(self.size) if of_all[c][n] for i in range(width)]
+                for n, name in enumerate(names)}  # fmt: skip
+        self.missing = {name: frozenset(some) for name, some in rows.items() if some}
 
     @property
     def _steps_on_views(self) -> bool:
@@ -254,6 +278,7 @@ class Part:
             counts, made = (_some(self._later(x), a, b) for x in (self.counts, self.made))
             event = self.event._replace(rows=tuple(rows[a:b]), counts=counts, made=made)
             part = Part(self.simulation, self._draft, event)
+            part.missing = missing_within(self.missing, a, b)
             part.optimize(tree.map(lambda g: g[a:b] if len(g) > 1 else g, grads), lr[a:b] if several else lr)  # noqa: B023
             part.put()
         assert isinstance(self.home, Rows)
@@ -567,8 +592,11 @@ class Simulation:
             params, buffers, batch, seed=part.place.seeds, step=step, node_ids=part.place.nodes, limits=limits,
             minibatch_size=self.minibatch_size, mean=mean, differentiable=not part.inplace,
         )  # fmt: skip
-        if mean and len(self.here) < self.run.num_nodes:  # averaged with other processes' means, as if each row's
-            local = local._replace(grads=nodes.expand(local.grads, num_rows))
+        if mean:
+            of_all = dict.fromkeys(local.missing, frozenset(range(num_rows)))
+            # With other processes' means it is averaged as if it were each row's.
+            grads = nodes.expand(local.grads, num_rows) if len(self.here) < self.run.num_nodes else local.grads
+            local = local._replace(grads=grads, missing=of_all)
         if self.engine.written and at is None:
             written = {name: params[name] for name in self.engine.written}
             if part.home is part.shared:
@@ -621,6 +649,42 @@ class Simulation:
             index = placed(places, sums.device)
             sums, times = sums.index_add(0, index, losses), times.index_add(0, index, torch.ones_like(losses))
         return (sums / times).masked_fill(times == 0, torch.nan)  # 0 / 0 is a different nan on some processors
+
+
+def without_gradient(state: State, timetable: Any, first: int = 0) -> list[str]:
+    """Return the parameters that had no gradient in any step of any row here.
+
+    Args:
+        state: of one configuration.
+        first: the node of the first row.
+
+    >>> skipped = {"v": torch.tensor([-1, 0]), "w": torch.tensor([-1, -1])}
+    >>> without_gradient(State(1, {"params": {}, "optimizer": {"skipped": skipped}}, {}), None)
+    ['w']
+    """
+    names = []
+    for name, x in state.home.get("optimizer", {}).get(SKIPPED, {}).items():
+        made = None if len(x) == 1 or not hasattr(timetable, "made") else timetable.made(state.tick)[first:][: len(x)]
+        trained = x if made is None else x[torch.tensor(made) > 0]  # who has not trained has skipped nothing
+        if bool((trained < 0).all()):
+            names.append(name)
+    return names
+
+
+def warn_of_untrained(each: Sequence[list[str]]) -> list[str]:
+    """Warn of parameters that never had a gradient, in any of several parts of a run, and return them.
+
+    >>> warn_of_untrained([["v", "w"], ["u"]])
+    []
+    """
+    names = [name for name in each[0] if all(name in some for some in each)] if each else []
+    if names:
+        warn(
+            f"{len(names)} of the model's parameters never had a gradient, on no node, and have not been trained: "
+            f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. Does the forward use them? If they are to "
+            "stay, requires_grad_(False) says so, and nothing is sent for them."
+        )
+    return names
 
 
 def run(

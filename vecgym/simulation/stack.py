@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from vecgym.core import check, nodes, tree
 from vecgym.core.objects import public
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
+from vecgym.engine.backend import missing_within
 from vecgym.engine.backend import rows as rows_of
 from vecgym.optim import Optimizer, OptimSpec
 from vecgym.optim.spec import merge_key as spec_key
@@ -167,13 +169,13 @@ class Stack(Simulation):
             each = [member.init(group.run, rows_of(params, c, c + 1)) for c, member in configs]
             on_nodes = functools.partial(nodes.expanded, num_nodes=self.run.num_nodes)
             rows = [tree.map_leaves(on_nodes, {"buffers": changing, **values}) for values, _ in each]
-            held = joined(rows)
+            held = nodes.join_rows(rows)
             common.append({name: held.pop(name) for name in self._common if name in held})
             own[str(number)] = held
             buffers = tree.map(lambda b: b.expand(group.size, *b.shape[1:]), constant)  # noqa: B023
-            shared[str(number)] = {"buffers": buffers, **joined([values for _, values in each])}
+            shared[str(number)] = {"buffers": buffers, **nodes.join_rows([values for _, values in each])}
         sizes = [len(group.rows()) for group in self.groups]
-        return State(0, {**joined(common, sizes), **own}, shared)
+        return State(0, {**nodes.join_rows(common, sizes), **own}, shared)
 
     def alone(self, state: State, config: int) -> State:
         """Return the state of one configuration, as that of a plain run; its tensors are views.
@@ -266,8 +268,10 @@ class Stack(Simulation):
             local = self.gradients(part, None, mean=False)
             part.put()  # buffers
             each = zip(*[g.split(sizes) for g in local.grads.values()])
-            for head, grads, losses in zip(heads, each, local.losses.split(sizes)):
-                self.handle(draft, head, Local(dict(zip(local.grads, grads)), losses, {}))
+            starts = itertools.accumulate(sizes, initial=0)
+            for head, a, size, grads, losses in zip(heads, starts, sizes, each, local.losses.split(sizes)):
+                missing = missing_within(local.missing, a, a + size)
+                self.handle(draft, head, Local(dict(zip(local.grads, grads)), losses, {}, missing))
 
     def _train_apart(self, draft: Draft, event: Event, sizes: list[int]) -> None:
         """Let groups of which some share their parameters train one after the other."""
@@ -295,25 +299,6 @@ class Stack(Simulation):
             list(chosen) * size, [self._seeds[row // K] for row in every], size,
             index_of([row - first for row in every], size * K),
         )  # fmt: skip
-
-
-def joined(trees: Sequence[Any], sizes: Sequence[int] | None = None) -> Any:
-    """Join trees along their rows. What only some of them have is 0 for the others.
-
-    Args:
-        sizes: rows of each; None: as many as those that there are have.
-
-    >>> joined([{"w": torch.ones(1)}, {"w": torch.ones(1), "v": torch.ones(1)}])
-    {'w': tensor([1., 1.]), 'v': tensor([0., 1.])}
-    """
-    there = next(x for x in trees if x is not None)
-    if isinstance(there, dict):
-        names = dict.fromkeys(name for x in trees if x is not None for name in x)
-        return {name: joined([None if x is None else x.get(name) for x in trees], sizes) for name in names}
-    if not isinstance(there, Tensor):
-        return there
-    rows = [len(there)] * len(trees) if sizes is None else sizes
-    return torch.cat([there.new_zeros(n, *there.shape[1:]) if x is None else x for x, n in zip(trees, rows)])
 
 
 # ------------------------------------------------------------------------------------------------------------ groups

@@ -129,9 +129,15 @@ class ADPSGDStrategy(EventDriven):
             )
         part.own["grads"] = part.gradients(at=part.own["start"])
         part.own["loss"] = part.losses
+        if part.missing or "missing" in part.own:
+            rows = {name: [i in part.missing.get(name, ()) for i in range(len(part.rows))] for name in part.params}
+            part.own["missing"] = part.apart({name: torch.tensor(some) for name, some in rows.items()})
 
     def arrive(self, part: Part) -> None:
         """Apply the gradient of where the step began to what the node's parameters are by now."""
+        if "missing" in part.own:
+            rows = part.flat(part.own["missing"])
+            part.missing = {name: frozenset(some.nonzero()[:, 0].tolist()) for name, some in rows.items() if some.any()}
         part.params = self.optimized(part, part.params, part.own["grads"], part.counts)
         part.report(part.own["loss"])
 

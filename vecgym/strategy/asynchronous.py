@@ -81,7 +81,7 @@ class EventDriven(Strategy):
         lr = inner.lr(counts, simulation.table_of(part.event.group).max_steps, nodes)
         new, slots = inner.step(
             part.flat(params), part.flat(grads), part.own.flat("optimizer"), counts, lr, inplace=part.inplace,
-            nodes=nodes,
+            nodes=nodes, missing=part.missing,
             exact=simulation.engine.plan.engine == "loop",  # promises bits that do not depend on who trains beside it
         )  # fmt: skip
         part.own.put_flat("optimizer", slots)

@@ -588,7 +588,9 @@ class Exchange(Member, Settings):
             return grads
         with ledger.of_gradients(), self._sending(part):
             at = self._at(part, self._labels(0)[0][0], due=Due(when.count(step), step, Of(self._index)))
-            return self._kept(self.average(grads, at), grads, at)
+            new = self._kept(self.average(grads, at), grads, at)
+        part.share_missing()
+        return new
 
     # ------------------------------------------------------------------------------------------------- small parts
 

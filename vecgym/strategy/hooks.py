@@ -352,6 +352,7 @@ class Hooks(Member):
             if new is not state and part.inplace:  # the optimizer may write to the gradients, which a module may keep
                 new = nodes.unshared(new, grads)
             self._put(part, new)
+            part.share_missing()
         return grads
 
     def meet(self, part: Part) -> None:

@@ -281,7 +281,7 @@ class _Ranks(Strategy):
             own = dict(self._ranks[node].model.named_parameters())
             for name, p in params.items():
                 own[name].data = p[node]
-                own[name].grad = grads[name][node].clone()
+                own[name].grad = None if node in part.missing.get(name, ()) else grads[name][node].clone()
             self._ranks[node].step()
 
         groups = getattr(getattr(self._ranks[0], "optim", None), "param_groups", None)

@@ -29,7 +29,7 @@ from vecgym.runs.evaluation import distances_of, evaluated_columns, recorded_of
 from vecgym.runs.recorder import StepRows, add_losses, mean_rate, rates_of
 from vecgym.runs.run import is_due
 from vecgym.simulation import Event, State
-from vecgym.simulation.simulation import Draft, Request
+from vecgym.simulation.simulation import Draft, Request, warn_of_untrained, without_gradient
 from vecgym.simulation.stack import Stack, groups_of
 from vecgym.simulation.state import Metrics, Result
 from vecgym.strategy.base import Strategy
@@ -225,6 +225,9 @@ class Chunk:
             return
         for c in self.training:
             self.curves[self.configs[c].index] = self.curve(c, FINISHED)
+        tables = [self.simulation.tables[self._groups[c]] for c in self.training]
+        alone = [self.simulation.alone(self.state, c) for c in self.training]
+        warn_of_untrained(list(map(without_gradient, alone, tables)))
         self.partial = None
 
     def keep(self) -> None:

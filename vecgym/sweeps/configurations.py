@@ -49,16 +49,6 @@ class Data:
         self.train = functools.cache(functools.partial(Batches, options.train_dataset, **common))
         self.val = functools.cache(functools.partial(EvalBatches, options.val_dataset, **common))
         self.plans: dict[Any, AsyncPlan] = {}
-        self._unused: list[tuple[nn.Module, frozenset[str]]] = []
-
-    def unused(self, config: Configuration) -> frozenset[str]:
-        """Return the parameters that have no influence on the loss; models that are built alike share the answer."""
-        for model, names in self._unused:
-            if alike(model, config.model):
-                return names
-        facts: Any = examined(config)[0].facts
-        self._unused.append((config.model, facts.unused))
-        return self._unused[-1][1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +101,7 @@ class Configuration:
     @cached_property
     def ledger(self) -> Ledger:
         """What it sends in all, if no node is ever absent."""
-        seed, unused = self.settings["seed"], self.data.unused(self)
-        return dry_run(self.model, self.strategy, self.num_nodes, self.num_steps, seed=seed, unused=unused)
+        return dry_run(self.model, self.strategy, self.num_nodes, self.num_steps, seed=self.settings["seed"])
 
     @cached_property
     def num_steps(self) -> int:
@@ -130,9 +119,8 @@ class Configuration:
         if not isinstance(strategy, EventDriven):
             return None
         assert compute is not None
-        unused = self.data.unused(self)
-        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad and n not in unused}
-        sizes = {name: payload_bytes(p.detach()[None]) for name, p in trained.items()}
+        trained = {name: p.detach()[None] for name, p in self.model.named_parameters() if p.requires_grad}
+        sizes = {name: payload_bytes(p) for name, p in trained.items()}
         of_run = {name: self.settings[name] for name in (*OF_UPDATES, "max_steps")}
         stop = stop_of(self._steps_of_epochs, self.num_nodes, **of_run)
         key: Any = ("events of its own", self.index)
