@@ -34,9 +34,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:vmap cannot run this model")
 class Experts(nn.Module):
     """A mixture of experts as it is often written: a loop over the experts that an example has chosen."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.gate = nn.Linear(4, 8)
         self.experts = nn.ModuleList(nn.Linear(4, 2) for _ in range(8))
 
@@ -55,9 +55,9 @@ class Heads(nn.Module):
 
     calls: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.body, self.late = nn.Linear(4, 4), nn.Linear(4, 4)
         self.heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
@@ -223,7 +223,7 @@ def test_a_sweep_is_each_run_alone(model: Any, make: Callable[[float], Strategy]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*never had a gradient")
         result = vecgym.sweep(
-            lambda seed: model().double(),
+            lambda seed: model(seed).double(),
             data(),
             strategy=make,
             grid={"lr": [0.05, 0.02], "seed": [1, 2]},
@@ -232,7 +232,7 @@ def test_a_sweep_is_each_run_alone(model: Any, make: Callable[[float], Strategy]
         )
     for i, row in enumerate(result.rows):
         point = row["lr"], row["seed"]
-        trainer, averaged = fit(model().double(), make(point[0]), seed=point[1])
+        trainer, averaged = fit(model(point[1]).double(), make(point[0]), seed=point[1])
         assert row["train_loss"] == pytest.approx(trainer.history.last("train_loss"), abs=1e-11)
         for name, p in averaged.named_parameters():
             torch.testing.assert_close(result.model(i).get_parameter(name), p, rtol=0, atol=1e-11)
