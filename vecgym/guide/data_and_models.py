@@ -126,6 +126,13 @@ on different nodes. This happens with LSTMs, Python branches on tensor values, h
 `max_norm` or `scale_grad_by_freq`, and, with an older torch such as 2.6, activation checkpointing. Hooks on `p.grad`
 are refused.
 
+**Models that choose by data**, such as experts in a loop over those that are hit, dropped layers, or a head for each task,
+take the loop, and are trained as by torch. A parameter without a gradient in a step is skipped by that node's optimizer, with
+its momentum and decay, and its count of steps does not advance. Where gradients are exchanged, a node without one counts as 0,
+and a parameter that nobody has is skipped, as in DDP with `find_unused_parameters=True`. Every parameter with
+`requires_grad` is sent. A warning at the end of a run, and `history.settings["without_gradient"]`, name those that never
+had a gradient.
+
 `compile=True` compiles the gradients of all nodes with `torch.compile`. That takes 10 to 60 seconds and a C++ compiler;
 `history.settings["engine_reason"]` says how long it took, and after how many steps that is earned. The compiled
 gradients of the first batch are compared with those of `vmap`. A model that cannot be traced whole, or whose compiled

@@ -106,6 +106,7 @@ event is for:
 | `part.home` | the one of the two that holds parameters and optimizer |
 | `part.gradients(at, mean)` | the gradients on the next batch, at the parameters or elsewhere; `part.losses` has the losses |
 | `part.optimize(grads, lr)` | the inner optimizer's step of these nodes |
+| `part.missing` | parameters on which the loss of some rows does not depend, and these rows: their gradients are 0, and `optimize` skips them, as torch skips a `grad` that is None |
 | `part.report(losses)` | the losses of these nodes, for the row of the history |
 | `part.comm` | the collectives among these nodes, the only way to other nodes |
 | `part.lr` | the inner learning rate of the next step, schedule included |
