@@ -725,6 +725,15 @@ def test_wrong_settings(make: Callable[[], Any], match: str) -> None:
         make()
 
 
+def test_the_buffer_of_decoupled_is_the_number_of_nodes_if_not_given() -> None:
+    of_nodes, given = (
+        fit(Decoupled(SGD, DelayedNesterov(0.4, 0.6, buffer), quorum=2, fragments=2, H=2), max_updates=10)
+        for buffer in (None, K)
+    )
+    assert len(of_nodes.history) == 11
+    assert largest_gap(server_of(of_nodes), server_of(given)) == 0
+
+
 @pytest.mark.parametrize(("make", "options", "match"), [
     (lambda: Halos(SGD, [[0, 1], [3]]), {}, "put every node into one region"),
     (lambda: Halos(SGD, 5), {}, "give at most 4"),

@@ -342,6 +342,14 @@ def test_equal_speeds_have_every_staleness_in_order() -> None:
     assert [row["staleness"] for row in trainer.history.rows[1:]] == [0, 1, 2, 3] * 3
 
 
+def test_all_updates_at_the_last_second_are_made() -> None:
+    """Four nodes arrive at 2 s."""
+    trainer = fit(AsyncStrategy(SGD, OuterOptimizer(lr=0.1), H=1), compute=Compute(1.0), max_seconds=2.0)
+    assert trainer.history["sim_seconds"] == [0.0, *[1.0] * 4, *[2.0] * 4]
+    assert "val_loss" in trainer.history.rows[-1]
+    assert trainer.timeline().seconds == 2.0
+
+
 def test_dylu_makes_rounds_end_together() -> None:
     trainer = fit(
         AsyncStrategy(SGD, OuterOptimizer(lr=0.1), H=8, dylu=True), compute=Compute([1.0, 2.0, 4.0, 8.0]), max_updates=8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,41 @@ def test_a_wider_limit_goes_on_as_if_it_had_never_stopped(limit: str, tmp_path: 
     assert same_run(further, whole)
     assert further.history["train_loss"] == whole.history["train_loss"]
     assert len((tmp_path / "history.csv").read_text().splitlines()) == STEPS + 2
+
+
+class CtrlC(Logger):
+    """Presses Ctrl-C when it gets the row of a step: that is, while the next step is in progress."""
+
+    def __init__(self, at_step: int) -> None:
+        self.at_step = at_step
+
+    def log(self, row: dict[str, Any]) -> None:
+        if row["step"] == self.at_step:
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_the_last_step_is_evaluated_if_it_is_interrupted_too(limit: str, tmp_path: Path) -> None:
+    whole = run(val_interval=None, **LIMITS[limit])
+    last = whole.history.rows[-1]
+    with pytest.raises(KeyboardInterrupt):
+        run(val_interval=None, save_dir=tmp_path, logger=CtrlC(last["step"] - 1), **LIMITS[limit])
+    again = run(val_interval=None, save_dir=tmp_path, resume=True, **LIMITS[limit])
+    assert same_run(again, whole)
+    assert_same_row(again.history.rows[-1], last)
+
+
+@pytest.mark.parametrize("narrower", [{"stop": lambda row: row["step"] >= 3}, {"max_bytes": 1.0}])
+def test_a_run_that_is_at_its_end_when_it_is_resumed_is_evaluated(narrower: dict[str, Any], tmp_path: Path) -> None:
+    """How far the nodes were apart before the exchange is not known any more."""
+    with pytest.raises(KeyboardInterrupt):
+        run(save_dir=tmp_path, logger=[CSVLogger(tmp_path), CtrlC(2)])
+    wanted = run(max_steps=STEPS, val_interval=1).history.rows[3]
+    again = run(save_dir=tmp_path, resume=True, logger=CSVLogger(tmp_path), **narrower)
+    assert again.history["step"] == [0, 1, 2, 3]
+    assert_same_row(again.history.rows[-1], {x: y for x, y in wanted.items() if x != "consensus_distance_before"})
+    lines = (tmp_path / "history.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["step", "0", "1", "2", "3"]
 
 
 class Patience:

@@ -41,7 +41,7 @@ from vecgym.plot import pareto_front, plot_axis, plot_heatmap, plot_pareto
 from vecgym.records import runfile
 from vecgym.records.columns import MEASURED
 from vecgym.records.rows import averaged, labelled, select
-from vecgym.simulation import Part
+from vecgym.simulation import Part, RunFacts
 from vecgym.strategy import (
     AllReduceStrategy,
     Average,
@@ -655,6 +655,31 @@ def test_without_validation_a_history_has_the_columns_of_a_run() -> None:
     trainer.fit(strategy, K, seed=1, **settings)
     assert [set(row) for row in result.history(1)] == [set(row) for row in trainer.history]
     assert result.history(1)["consensus_distance_before"] == pytest.approx(trainer.history["consensus_distance_before"])
+
+
+class Resting(Strategy):
+    """In every other step no node trains, though they exchange."""
+
+    def trains(self, run: RunFacts) -> Any:
+        return lambda step, rows: [] if step % 2 else rows
+
+
+def test_the_distance_before_an_exchange_is_after_the_training_of_these_nodes() -> None:
+    """Whatever the nodes of other configurations do: some have exchanged before others train."""
+    strategies: dict[str, Strategy] = {
+        "resting": Resting("sgd", [Exchange(Mean(), every=2)], lr=0.1), "averaging": FedAvgStrategy("sgd", H=2, lr=0.1),
+    }  # fmt: skip
+    settings: dict[str, Any] = {"batch_size": 4, "max_steps": 4, "device": "cpu", "progress": False, "val_interval": 1}
+    model = make_model("MLP", dtype=F64)
+    result = sweep(
+        model, data(), strategy=lambda name: strategies[name], grid={"name": list(strategies)}, num_nodes=K, **settings
+    )
+    for index, row in enumerate(result.rows):
+        trainer = Trainer(model, data())
+        trainer.fit(strategies[row["name"]], K, **settings)
+        for column in ("consensus_distance_before", "consensus_distance"):
+            found, wanted = result.history(index)[column][1:], trainer.history[column][1:]
+            assert found == pytest.approx(wanted, abs=1e-12)
 
 
 # ----------------------------------------------------------------------- what goes wrong, and going on later

@@ -19,8 +19,8 @@ A learning rate follows the step count of the state that it trains. So does an o
 - What a node has of its own follows the number of steps that this node has taken.
 - What is stored once for all follows the run's steps. These are the parameters and the inner optimizer's state if all
   nodes exchange gradients, use the same rates, and return with "shared" or "neighbour": a node that returns then takes
-  both. With "own", or with a rate for each node, each has its own parameters, moments and count, and a node that
-  returns takes only the parameters.
+  both. With "own", with a rate for each node, or with another exchange that is late or loses messages, each has its own
+  parameters, moments and count, and a node that returns takes only the parameters.
 - The rate of an outer optimizer follows the exchanges of the run. The nodes share its state; in islands each has its
   own, with a count of the exchanges in which it took part.
 

@@ -254,14 +254,14 @@ def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
     return tree.map_leaves(put, new, values)
 
 
-def unshared(state: Any, overwritten: Tree) -> Any:
-    """Clone what of a state shares memory with values that are overwritten later.
+def unshared(state: Any, overwritten: Any) -> Any:
+    """Clone what of a tree shares memory with another.
 
     >>> params = {"w": torch.ones(2)}
     >>> unshared({"kept": params["w"][:1]}, params)["kept"].data_ptr() == params["w"].data_ptr()
     False
     """
-    memory = {place(x) for x in overwritten.values() if x.numel()}
+    memory = {place(x) for _, x in tree.flatten(overwritten) if isinstance(x, Tensor) and x.numel()}
     return tree.map_leaves(lambda x: x.clone() if place(x) in memory else x, state)
 
 

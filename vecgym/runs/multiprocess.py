@@ -528,9 +528,11 @@ class Session:
         self._asked = int(signals.max())
         return metrics._replace(losses=losses.to(metrics.losses.dtype))
 
-    def agree(self, stop: bool) -> None:
-        """End the run after this step if any process asks for it; all processes call this."""
-        self._asked = max(self._asked, *map(int, self.each(stop)))
+    def agree(self, stop: bool) -> bool:
+        """End the run after this step if any process asks for it, and return whether; all processes call this."""
+        asked = any(self.each(stop))
+        self._asked = max(self._asked, int(asked))
+        return asked
 
     def stop(self, interrupted: list[int]) -> int:
         """Return why the run ends after this step: `STOP`, a signal, or 0."""

@@ -437,7 +437,8 @@ class FitOptions(EngineOptions, Training, Simulated):
 
     def ends(self, row: dict[str, Any]) -> bool:
         """Return whether a run ends after the step of this row."""
-        limits = {"sim_seconds": self.max_seconds, "bytes_total": self.max_bytes}
+        max_seconds = None if self.strategy.asynchronous else self.max_seconds  # else known when the run is planned
+        limits = {"sim_seconds": max_seconds, "bytes_total": self.max_bytes}
         if any(limit is not None and row.get(name, 0.0) >= limit for name, limit in limits.items()):
             return True
         try:

@@ -130,8 +130,10 @@ class Recorder:
         self._rows = StepRows(data, simulation.run, simulation.timetable)
         self._seconds = 0.0  # spent before the run was resumed
 
-    def start(self, settings: Mapping[str, Any], bar: tqdm) -> None:
-        """Begin the run, or resume it after the rows in the history."""
+    def start(self, settings: Mapping[str, Any], bar: tqdm, reopen: bool = False) -> None:
+        """Begin the run, or resume it after the rows in the history; `reopen`: the last of these gets more columns."""
+        if reopen:
+            self._open = [self.history.rows.pop()]
         self.loggers.start(dict(settings), self.history.rows)
         self._bar = bar
         self._start = time.perf_counter() - self._seconds

@@ -114,7 +114,8 @@ class Run(Generic[M]):
         progress = tqdm(total=self.num_steps, initial=self.state.step, disable=not shown, unit=self.unit)
         try:
             with torch.enable_grad(), self.interrupts() as self._interrupted, progress as bar:
-                recorder.start(self.history.settings, bar)
+                at_end = checkpoints.last is not None and self._at_end()
+                recorder.start(self.history.settings, bar, reopen=at_end)
                 checkpoints.begin()
                 if checkpoints.last is None:
                     if self.options.strategy.asynchronous:  # its first row has the time, even without a validation
@@ -122,8 +123,8 @@ class Run(Generic[M]):
                     self.evaluate()
                     self._agree(self._asked_to_end())
                     checkpoints.save_if_due(self.state, last=False)
-                else:  # a function with a memory sees the earlier rows again
-                    self._agree([self.options.ends(row) for row in self.history if row["step"]][-1:] == [True])
+                elif at_end:  # by a limit that was not there, or was larger
+                    self.evaluate()
                 if self.session.stop(self._interrupted) != STOP:
                     run(self.simulation, self.state, [self._after], before=self._observe, stop=self._stopped)
                 self._tell_untrained()
@@ -153,10 +154,10 @@ class Run(Generic[M]):
         if evaluated:
             self._evaluate_step()
         asked = self._asked_to_end()
-        self._agree(asked or (self._may_stop and self.options.ends(self.recorder.row)))
+        ends = self._agree(asked or (self._may_stop and self.options.ends(self.recorder.row)))
         if self.recorder.loggers.stopped:
             self._interrupted.append(STOP)
-        if not evaluated and self.session.stop(self._interrupted) == STOP:
+        if not evaluated and (ends or self.session.stop(self._interrupted) == STOP):
             self._evaluate_step()
         self._distance_before = None
 
@@ -235,9 +236,17 @@ class Run(Generic[M]):
             return True
         return False
 
-    def _agree(self, stop: bool) -> None:
-        if self._may_stop:
-            self.session.agree(stop)
+    def _agree(self, stop: bool) -> bool:
+        """Return whether any process asks for the end of the run."""
+        return self._may_stop and self.session.agree(stop)
+
+    def _at_end(self) -> bool:
+        """Return whether a resumed run has ended, and its last step is not evaluated."""
+        # A function with a memory sees the earlier rows again.
+        ends = self._agree([self.options.ends(row) for row in self.history if row["step"]][-1:] == [True])
+        last = self.history.rows[-1:]
+        evaluated = any(name.startswith(("val_loss", "consensus")) for row in last for name in row)
+        return (ends or self.state.step == self.num_steps) and not evaluated
 
     def _all_params(self) -> Tree:
         """Return all parameters, frozen ones too, `[1 or L, *]`, in the model's order."""

@@ -94,6 +94,7 @@ class Mark(NamedTuple):
         lag: steps from when it is due to when it happens, for nodes that are present at both.
         who: which of the nodes that are present when it is due; None: all of them.
         of: what it is about, such as a fragment.
+        otherwise: the method, for all that are present, where none of these nodes is left; None: none.
 
     >>> Mark("write", Every(10), lag=2).who is None
     True
@@ -104,6 +105,7 @@ class Mark(NamedTuple):
     lag: int = 0
     who: Who | None = None
     of: Any = None
+    otherwise: str | None = None
 
 
 class Due(NamedTuple):
@@ -212,11 +214,13 @@ class Lockstep:
             begun, when = step - mark.lag, mark.when
             assert not isinstance(when, int)
             if begun >= self.first and when.due(begun):
-                rows = _both(self._selected(mark.who, begun, self.run.there(begun)), present)
+                what, rows = mark.what, _both(self._selected(mark.who, begun, self.run.there(begun)), present)
+                if rows == () and mark.otherwise is not None:
+                    what, rows = mark.otherwise, present
                 if rows != ():
                     due = Due(when.count(begun), begun, mark.of)
                     counts, made = self._counts(step, rows)
-                    events.append(Event(mark.what, rows, counts, info=due, made=made))
+                    events.append(Event(what, rows, counts, info=due, made=made))
         return events
 
     def training(self, step: int) -> tuple[int, ...] | None:

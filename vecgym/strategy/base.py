@@ -277,11 +277,13 @@ class Strategy(LocalTraining):
 
     def alike(self, run: RunFacts) -> bool:
         """Whether all nodes have the same parameters and optimizer at every step, so that these are stored once."""
-        together = any(exchange.common and exchange.always for exchange in self._of_gradients)
+        if self.inner.per_node or not all(exchange.common for exchange in self.exchanges):
+            return False
         presence: Any = run.presence
         absent = presence is not None and min(presence.counts) < run.num_nodes
-        parted = absent and presence.rejoin == "own"
-        return together and not parted and all(e.common for e in self.exchanges) and not self.inner.per_node
+        late = any(exchange.delay for exchange in self.exchanges)  # not for a node that was absent when it was sent
+        parted = absent and (late or presence.rejoin == "own")
+        return not parted and any(exchange.always for exchange in self._of_gradients)
 
     def through_server(self) -> Strategy:
         """Return the same strategy with a server that takes the means over all nodes, of parameters or movements.
@@ -317,7 +319,7 @@ class Strategy(LocalTraining):
         self.exchanges[part.event.info.of.exchange].agree(part)
 
     def settle(self, part: Part) -> None:
-        """Change what all share by what was agreed on, whoever is present."""
+        """Change what all share by what was agreed on, of whose nodes none is left."""
         self.exchanges[part.event.info.of.exchange].settle(part)
 
     def write(self, part: Part) -> None:
@@ -402,7 +404,7 @@ class Strategy(LocalTraining):
         """End the strategy's threads; a later step starts them again."""
 
     def _check_resting(self) -> None:
-        """Raise a ValueError where gradients would be exchanged, and some nodes have none."""
+        """Raise a ValueError where gradients would be exchanged, and some nodes have none; or no node would train."""
         resting = [exchange for exchange in self.exchanges if exchange.lets_rest]
         of_all = [exchange for exchange in self._of_gradients if exchange.of_all]
         if resting and of_all:
@@ -410,6 +412,13 @@ class Strategy(LocalTraining):
                 f"{resting[0]!r} lets some nodes sit out, and {of_all[0]!r} exchanges the gradients of all at every "
                 "step: give participation=1, or exchange parameters."
             )
+        drawn = [exchange for exchange in resting if isinstance(exchange, Exchange)]
+        for exchange in drawn[1:]:
+            if (exchange.every, exchange.unit) != (drawn[0].every, drawn[0].unit):
+                raise ValueError(
+                    f"{drawn[0]!r} and {exchange!r} draw who trains in different rounds, and in some steps no "
+                    "node is in both draws: give both the same every, or one of them participation=1."
+                )
 
     def __repr__(self) -> str:
         parts = [repr(self.inner_optim), *map(repr, self.exchanges), *self.inner.options]

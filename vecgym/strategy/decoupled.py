@@ -190,11 +190,12 @@ class DecoupledDiLoCoStrategy(EventDriven):
         """
         own, _ = super().init(run, params)
         fragments = self.fragments_of({name: payload_bytes(p[:1]) for name, p in params.items()})
-        server = {str(p): self.server.init({name: params[name] for name in x}) for p, x in enumerate(fragments)}
+        init = self.server.of(run.num_nodes).init
+        server = {str(p): init({name: params[name] for name in x}) for p, x in enumerate(fragments)}
         return {**own, "local": params, "base": params}, {"params": params, "server": server}
 
     def server_rate(self, events: Sequence[Happening], num_nodes: int) -> float | Tensor | None:
-        return self.server.lr(next(event.version for event in events if isinstance(event, Closed)))
+        return self.server.of(num_nodes).lr(next(event.version for event in events if isinstance(event, Closed)))
 
     def train(self, part: Part) -> None:
         params, counts = part.own["local"], part.read_at
@@ -230,7 +231,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
         together = nodes.join_rows([message["movement"] for message in messages])
         how = {name: "mean" if name in self.plain else self.merging for name in together}
         movement = {name: merged(x, event.weights, how[name]) for name, x in together.items()}
-        params, state = self.server.update(
+        params, state = self.server.of(part.run.num_nodes).update(
             {name: shared["params"][name] for name in movement}, movement, shared["server"][p], event.version,
             inplace=part.inplace,
         )  # fmt: skip

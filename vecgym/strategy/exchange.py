@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from vecgym.collectives.topology import sample_nodes
-from vecgym.core import check, rng, tree
+from vecgym.core import check, nodes, rng, tree
 from vecgym.core.devices import placed, spread
 from vecgym.core.objects import Settings, altered, shown
 from vecgym.core.tree import Tree
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import Rows
 from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
-from vecgym.strategy.averages import Around, Average, ExchangeFacts, ServerMean, State, check_average, layers
+from vecgym.strategy.averages import Average, ExchangeFacts, ServerMean, State, check_average, layers
 from vecgym.strategy.hooks import moments_in, with_moment
 from vecgym.strategy.meeting import Held, Meeting, Member, Of, check_values
 from vecgym.strategy.when import Rounds, RoundsOf, SyncWeight, When, as_when
@@ -87,7 +87,7 @@ class Exchange(Member, Settings):
             together.
         participation: the fraction of the nodes, drawn anew for each round (at least one), that trains and takes part.
         resting: what the others do then: "take" what a server sends to them, or "keep" what they have. None: "take"
-            with a `ServerMean`, else "keep".
+            with a `ServerMean` whose result is the same for all, else "keep".
         lost: the probability, for each node and exchange, that its message is lost: its values then do not count, and
             it goes on with its own.
         unit: steps that count as one: `every`, `delay` and `offsets` are in units of it, and random numbers go by it.
@@ -139,6 +139,7 @@ class Exchange(Member, Settings):
         self.delay = _delay(delay)
         self.late = check.choice("late", late, ("value", "change"))
         self.keep = check.per_node("keep", keep, "[0, 1]", "what a node keeps of its own")
+        self._keep_alike = not isinstance(self.keep, Tensor) or self.keep.numel() == 1  # alone; see `Outer._alike`
         self.fragments = check_fragments("fragments", fragments)
         self.offsets = _offsets(offsets, fragments)
         self.pattern = check.choice("pattern", pattern, get_args(Pattern))
@@ -201,8 +202,8 @@ class Exchange(Member, Settings):
     def _check_participation(self) -> None:
         if self.participation < 1 and self.resting == "take" and not self._takes:
             raise ValueError(
-                f'resting="take" needs a server, which sends to those who sit out, and {self.how!r} has none: give '
-                'ServerMean(), or resting="keep".'
+                f'resting="take" needs a server that sends the same to all, those who sit out too, and {self.how!r} '
+                'has none: give ServerMean(), or resting="keep".'
             )
         if self.lost and self._takes:
             raise ValueError(
@@ -323,8 +324,9 @@ class Exchange(Member, Settings):
 
     @property
     def common(self) -> bool:
-        """Whether all nodes go on with the same."""
-        return self.average.common
+        """Whether all nodes that are present go on with the same if all held the same before."""
+        each = self.lost > 0 or isinstance(self.delay, tuple) or (self.participation < 1 and not self._takes)
+        return self.average.common and self._keep_alike and not each
 
     @property
     def plain(self) -> bool:
@@ -363,7 +365,7 @@ class Exchange(Member, Settings):
     @property
     def _takes(self) -> bool:
         """Whether those who sit out take what the others agree on."""
-        served = any(isinstance(average, ServerMean) for average in layers(self.how))
+        served = any(isinstance(average, ServerMean) for average in layers(self.how)) and self.how.one_message
         return self.participation < 1 and self.resting != "keep" and served
 
     def through_server(self) -> Exchange:
@@ -398,7 +400,7 @@ class Exchange(Member, Settings):
             whens = [self._when.part(p, count) for p in range(count)]
         else:
             whens = [self._when] * count
-        return whens if self.unit == 1 else [_Moved(when, self.unit) for when in whens]
+        return whens if self.unit == 1 else [_InUnits(when, self.unit) for when in whens]
 
     def marks(self, run: RunFacts) -> list[Mark]:
         """Return what is due when, and for whom: the exchange's part of the timetable."""
@@ -416,18 +418,13 @@ class Exchange(Member, Settings):
     def _writes(self, run: RunFacts, when: Any, senders: Who | None, of: Of) -> list[Mark]:
         """Return the marks of those who use what was agreed on, each delay's by itself."""
         delays, takers = self._delays(run.num_nodes), None if self._takes else senders
-        lags, settles, once = sorted(set(delays)), self.late == "value", self.average.one_message
+        lags, once = sorted(set(delays)), self.average.one_message
         marks = []
-        changes = any(type(x).settle not in (Average.settle, Around.settle) for x in layers(self.how))
-        if settles and lags[0] and run.presence is not None and once and not self._in_part and changes:
-            # Perhaps nobody is present then who was when they agreed; what all share changes all the same. (An exchange
-            # in part blends what all share and what is written with what there was before: in one event.)
-            marks.append(Mark("settle", _Moved(when, lag=lags[0]), 0, None, of._replace(lag=lags[0])))
-            settles = False
         for lag in lags:
             who = _with_delay(takers, delays, lag) if len(lags) > 1 else takers
-            first = lag == lags[0] or not once  # what each node has of its own changes when it writes
-            marks.append(Mark("write", when, lag, who, of._replace(settles=settles and first, last=lag == lags[-1])))
+            settles = self.late == "value" and (lag == lags[0] or not once)  # what is a node's own when it writes
+            of_lag = of._replace(settles=settles, last=lag == lags[-1])
+            marks.append(Mark("write", when, lag, who, of_lag, otherwise="settle"))
         return marks
 
     def _delays(self, num_nodes: int) -> list[int]:
@@ -500,13 +497,14 @@ class Exchange(Member, Settings):
         equal, changed = set[str](), set[str]()
         if self.of != "parameters" or step < 0:
             return equal, changed
-        whole = _is_zero(self.keep) and not self._in_part and not self.lost
-        alike = self.average.common and self.late == "value" and whole
+        alike = self.common and self.late == "value" and _is_zero(self.keep) and not self._in_part
+        everyone = range(run.num_nodes)
         for part, when in zip(self.parts(names), self.times(names)):
             for delay in set(self._delays(run.num_nodes)):
                 if step >= delay and when.due(step - delay):
                     changed.update(part)
-                    equal.update(part if alike and isinstance(self.delay, int) else ())
+                    sent = set(run.there(step - delay) or everyone)
+                    equal.update(part if alike and sent.issuperset(run.there(step) or everyone) else ())
         return equal, changed
 
     def outer(self, shared: Mapping[str, Any], names: Sequence[str]) -> Tree:
@@ -548,27 +546,29 @@ class Exchange(Member, Settings):
         with self._sending(part), part.comm.ledger.lagging(self.delay):
             for label, _, values in self._values(part):
                 at = self._at(part, label, overwrite=False)
-                if part.run.presence is not None:
-                    self._forget(part, label, at.step - self._longest_delay)
                 make = average.agree if self.late == "value" else average.change
-                self._messages(at)[f"message {at.step}"] = make(values, at)
-        if self.late == "change":  # a value is written in part
-            blend(part, self._weight(part))
+                self._messages(part, at)[f"message {at.step}"] = make(values, at)
+        blend(part, self._weight(part), messages=self.late == "change")  # a value is written in part
 
     def settle(self, part: Part) -> None:
-        """Change what all share by a message."""
+        """Use a message that none is left to write: what all share changes, and the message is dropped."""
+        average, of = self.average, part.event.info.of
         for label, _, _ in self._values(part):
             at = self._at(part, label)
-            held, name = self._messages(at), f"message {at.step}"
-            if name in held:  # else all were lost
-                self.average.settle(held[name], at)
+            held, name = self._messages(part, at), f"message {at.step}"
+            if name in held and of.settles and average.one_message:  # else all were lost, or it is for them alone
+                average.settle(held[name], at)
+            for rows in _trees(part) if of.last else ():
+                for there in {f"{label}/{name}", f"{label}/index {at.step}"} & rows.whole.keys():
+                    del rows[there]
+        blend(part, self._weight(part))
 
     def write(self, part: Part) -> None:
         """Go on with what was agreed on."""
         average, of = self.average, part.event.info.of
         for label, slot, values in self._values(part):
             at = self._at(part, label)
-            held, name = self._messages(at), f"message {at.step}"
+            held, name = self._messages(part, at), f"message {at.step}"
             if self.late == "change":
                 new = average.changed(held[name], values, at)
             else:
@@ -587,10 +587,14 @@ class Exchange(Member, Settings):
         if not when.due(step):
             return grads
         with ledger.of_gradients(), self._sending(part):
-            at = self._at(part, self._labels(0)[0][0], due=Due(when.count(step), step, Of(self._index)))
+            label = self._labels(0)[0][0]
+            at = self._at(part, label, due=Due(when.count(step), step, Of(self._index)))
             new = self._kept(self.average(grads, at), grads, at)
         part.share_missing()
-        return new
+        # Who takes the gradients may overwrite them, and an average may return what it remembers.
+        held = [rows[name] for rows in _trees(part) for name in {*rows.whole, *rows.assigned}
+                if part.inplace and name.startswith(f"{label}/") and name in rows]  # fmt: skip
+        return nodes.unshared(new, held) if held else new
 
     # ------------------------------------------------------------------------------------------------- small parts
 
@@ -613,21 +617,15 @@ class Exchange(Member, Settings):
             examples = tuple(examples[node] for node in members)
         return Meeting(
             part.comm, Held(part.own, label), Held(part.shared, label), exchange=number,
-            step=(step - of.lag) // self.unit, seed=run.seed, nodes=part.nodes, size=part.size, examples=examples,
+            step=step // self.unit, seed=run.seed, nodes=part.nodes, size=part.size, examples=examples,
             inplace=inplace and overwrite and _is_zero(self.keep), inplace_state=inplace, exact=part.simulation.exact,
             last=of.last, rate=lambda: part.lr,
             weights_before=when.weights[:number] if isinstance(when, SyncWeight) else None,
         )  # fmt: skip
 
-    def _messages(self, at: Meeting) -> Any:
-        return at.home(self.average.one_message and self.late == "value")
-
-    def _forget(self, part: Part, label: str, until: int) -> None:
-        """Drop the messages that nobody has taken in time, since none was present who could."""
-        for rows in _trees(part):
-            for name in [x for x in rows.whole if x.startswith(f"{label}/") and _is_under_way(x)]:
-                if int(name.rsplit(" ", 1)[1]) < until:
-                    del rows[name]
+    def _messages(self, part: Part, at: Meeting) -> Any:
+        alike = part.home is part.shared  # then the changes are, too
+        return at.home(alike or (self.average.one_message and self.late == "value"))
 
     def _values(self, part: Part) -> Iterator[tuple[str, str, Tree]]:
         """Yield the label, the slot of the optimizer ("" for parameters) and the values of all that is exchanged."""
@@ -635,7 +633,7 @@ class Exchange(Member, Settings):
         held = {"": params} if self.of == "parameters" else self._moments(part.home["optimizer"], params)
         labels = self._labels(fragment)
         if self.of == "moments":
-            labels = [(labels[0][0], slot) for slot in held]
+            labels = [(f"{labels[0][0]}.{slot}", slot) for slot in held]
         names = self.parts(list(params))[fragment]
         for label, slot in labels:
             yield label, slot, {name: held[slot][name] for name in names if name in held[slot]}
@@ -672,10 +670,11 @@ class Exchange(Member, Settings):
         return weight.detach() if part.inplace else weight  # a run in place sends all of what it uses in part
 
 
-def blend(part: Part, weight: Tensor | None) -> None:
+def blend(part: Part, weight: Tensor | None, messages: bool = True) -> None:
     """Make everything that an event has changed only in part: (1 - a) old + a new, exactly old at 0 and new at 1.
 
-    A message, which was not there before, is a change: of it, too, only a part is made.
+    A message that was not there before is a change, and only a part of it is made; or, with `messages=False`, it is a
+    value, which stays whole.
     """
     if weight is None:
         return
@@ -688,6 +687,8 @@ def blend(part: Part, weight: Tensor | None) -> None:
 
     for rows in _trees(part):
         for name, new in rows.assigned.items():
+            if not messages and _is_under_way(name):
+                continue
             old = rows.shown(name)
             if not isinstance(new, Tensor) and new and not old and not _is_under_way(name):
                 raise ValueError(
@@ -725,18 +726,17 @@ def check_participation(value: Any) -> float:
     return check.number("participation", value, "(0, 1]", "the fraction of nodes that trains in a round")
 
 
-class _Moved:
-    """Rounds that count in units of n steps, or are due some steps later."""
+class _InUnits:
+    """Rounds that count in units of n steps."""
 
-    def __init__(self, when: Any, n: int = 1, lag: int = 0) -> None:
-        self.when, self.n, self.lag = when, n, lag
+    def __init__(self, when: Any, n: int) -> None:
+        self.when, self.n = when, n
 
     def due(self, step: int) -> bool:
-        begun = step - self.lag
-        return begun >= 0 and (begun + 1) % self.n == 0 and self.when.due(begun // self.n)
+        return (step + 1) % self.n == 0 and self.when.due(step // self.n)
 
     def count(self, step: int) -> int:
-        return int(self.when.count((step - self.lag) // self.n))
+        return int(self.when.count(step // self.n))
 
 
 def _with_delay(who: Who | None, delays: Sequence[int], lag: int) -> Who:

@@ -58,14 +58,12 @@ class Of(NamedTuple):
         fragment: the number of the fragment.
         settles: whether the event changes what all share.
         last: whether the message is used for the last time.
-        lag: steps since the nodes agreed, if the mark is due that much later.
     """
 
     exchange: int
     fragment: int = 0
     settles: bool = True
     last: bool = True
-    lag: int = 0
 
 
 class Held:

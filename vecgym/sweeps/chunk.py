@@ -295,23 +295,28 @@ class Chunk:
             events: those of the step.
             measured: whether to measure how far the nodes are apart before they exchange parameters.
         """
-        distances: list[float] = []
+        latest: list[float] = []  # of all configurations, after the last step or return of a node
+        distances: dict[int | None, list[float]] = {}  # the same, before the first exchange of each group
 
         def measure(event: Event, draft: Draft) -> None:
-            if not (distances or event.reads or event.what == "rejoin"):
-                distances.extend(self._distances(draft.own, draft.shared, draft.tick))
+            if event.reads or event.what == "rejoin":
+                latest.clear()
+            elif event.group not in distances:
+                latest[:] = latest or self._distances(draft.own, draft.shared, draft.tick)
+                distances[event.group] = latest[:]
 
         step = self.state.tick
         self.state, row = self.simulation.tick(self.state, events, self._batches, before=measure if measured else None)
-        if measured and not distances:
-            distances = self._distances(self.state.own, self.state.shared, step)
+        if measured and not latest:
+            latest = self._distances(self.state.own, self.state.shared, step)
         losses = row.losses.cpu().double().view(len(self.configs), -1).numpy()  # [C, K]
         active, seconds = self._active(row), time.perf_counter() - self._start
         lr, num_bytes = self._rates(step) if self.plan is None else np.nan, self._num_bytes(step, row)
         self.observed.put(step, train_losses=losses, active=active, lr=lr, bytes=num_bytes, seconds=seconds)
         diverged = self._diverged(losses, active)
-        for c in self.training if distances else []:
-            self.observed.evaluated(c, step + 1, consensus_distance_before=distances[c])
+        for c in self.training if measured else []:
+            before = distances.get(self._groups[c], latest)[c]
+            self.observed.evaluated(c, step + 1, consensus_distance_before=before)
         return diverged
 
     def _active(self, row: Any) -> np.ndarray:
