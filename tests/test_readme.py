@@ -191,6 +191,7 @@ def test_the_contract_names_what_there_is(section: str) -> None:
                 "precomputed",
                 "put",
                 "read_at",
+                "share_missing",
                 "simulation",
             }
             assert shown - public == set()
