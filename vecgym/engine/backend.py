@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from vecgym.core import nodes, tree
-from vecgym.core.devices import placed
+from vecgym.core.devices import on_host, placed
 from vecgym.core.tree import Tree
+from vecgym.engine.contract import WEIGHT
 
 if TYPE_CHECKING:
     from vecgym.engine.stateless import StatelessModel
@@ -215,22 +216,72 @@ def sizes_of(batch: Any) -> tuple[int, int]:
 
 
 def in_minibatches(part: NodeSlice, size: int | None, compute: Compute) -> Local:
-    """Accumulate the gradient of the batch, `size` examples at a time, weighted by their number."""
+    """Accumulate the gradient of the batch, `size` examples at a time, weighted by their number.
+
+    If the model returns weights, by these. What weighs nothing has the loss and the gradient 0, where a mean over
+    nothing may be nan. bfloat16 and float16 are summed in float32 and rounded once.
+    """
     batch_size = sizes_of(part.batch)[1]
     if size is None or size >= batch_size:
-        return compute(part)
+        return _without_nothing(compute(part))
     total: Any = None
     missing: list[Missing] = []
+    weight = part.buffers.get(WEIGHT)
+    weight = None if weight is None else torch.zeros_like(weight)
     for start in range(0, batch_size, size):
         stop = min(batch_size, start + size)
         local = compute(part.examples(start, stop))
         part = part._replace(buffers=local.buffers)
         missing.append(local.missing)
-        share = (stop - start) / batch_size
-        weighted = tree.map_leaves(lambda x: x * share, local._replace(buffers={}))  # noqa: B023
+        share: float | Tensor = (stop - start) / batch_size
+        if weight is not None:
+            share = local.buffers[WEIGHT].to(weight.dtype)
+            weight = weight + share
+        weighted = _weighted(local, share)
         total = weighted if total is None else tree.map_leaves(torch.add, total, weighted)
+        dtypes = tree.map_leaves(lambda x: x.dtype, local._replace(buffers={}))
         del local, weighted  # before the next pass needs memory
+    if weight is not None:
+        total = _weighted(total, weight.where(weight > 0, torch.inf).reciprocal())
+        part = part._replace(buffers={**part.buffers, WEIGHT: weight})
+    total = tree.map_leaves(lambda x, dtype: x.to(dtype), total, dtypes)
     return Local(total.grads, total.losses, part.buffers, missing_in_all(missing))
+
+
+def _weighted(local: Local, share: float | Tensor) -> Local:
+    """Multiply by a share, or by those of the nodes, `[n]`: where that is 0, nan is 0, too."""
+
+    def times(x: Tensor) -> Tensor:
+        x = x.to(tree.wider(x.dtype))
+        if isinstance(share, float):
+            return x * share
+        each = share.to(x.dtype).view(-1, *[1] * (x.dim() - 1))
+        return (x * each).masked_fill(each == 0, 0.0)
+
+    return Local(tree.map(times, local.grads), times(local.losses), {})
+
+
+def _without_nothing(local: Local) -> Local:
+    """Let the loss and the gradient of nodes whose loss weighs nothing be 0."""
+    weight = local.buffers.get(WEIGHT)
+    if weight is None or not may_be_nothing(weight):
+        return local
+
+    def fill(x: Tensor) -> Tensor:
+        nothing = (weight == 0).view(-1, *[1] * (x.dim() - 1))
+        return x.masked_fill(nothing, 0.0) if tree.differentiated(x) else x.masked_fill_(nothing, 0.0)
+
+    of_each = {name: fill(g) if len(g) == len(weight) else g for name, g in local.grads.items()}
+    return local._replace(grads=of_each, losses=fill(local.losses))
+
+
+def may_be_nothing(weight: Tensor) -> bool:
+    """Whether a node's loss may weigh nothing; on a device, where that is not read, it may.
+
+    >>> may_be_nothing(torch.tensor([3.0, 0.0])), may_be_nothing(torch.tensor([3.0, 1.0]))
+    (True, False)
+    """
+    return not on_host(weight) or tree.differentiated(weight) or not bool((weight > 0).all())
 
 
 def by_batch_size(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import re
 import traceback
 from collections.abc import Collection, Iterator, Mapping
@@ -32,6 +33,8 @@ OF_A_NETWORK = "x, y = batch\n        return F.cross_entropy(module(x), y)"
 OF_TRAINING_STEP = "return module.training_step(batch, 0)  # if that returns only the loss"
 OF_KEYWORDS = "return module(**batch).loss  # of a transformers model with labels, say"
 OF_LOSS_FN = "loss_fn(module, batch) must return the mean loss over the batch as one number, or a dict with it."
+IGNORED = -100  # the label that torch's losses leave out by default
+WEIGHT = ".weight"  # of a node's mean loss, among its buffers, none of which has such a name
 
 
 def fix(model: nn.Module, batch: Any = None) -> str:
@@ -266,12 +269,64 @@ def check_val_metrics(metrics: Any, what: str = "val_metrics(batch)") -> None:
     ...     print(str(error).split(". ")[0])
     val_metrics(batch) returned {'accuracy': float32 []}; a dict with "loss" is needed
     """
-    needed = 'Return scalar tensors, means over the batch, by name: {"loss": self(batch), "accuracy": accuracy}.'
+    needed = (
+        'Return scalar tensors, means over the batch, by name: {"loss": self(batch), "accuracy": accuracy}. Of means '
+        'over something else than examples, such as tokens, add its number: "weight": (labels != -100).sum().'
+    )
     if not isinstance(metrics, dict) or "loss" not in metrics:
         raise ModelError(f'{what} returned {form_of(metrics)}; a dict with "loss" is needed. {needed}')
     for name, x in metrics.items():
-        if not isinstance(x, Tensor) or x.dim() != 0 or not x.is_floating_point():
+        scalar = isinstance(x, Tensor) and x.dim() == 0 and not x.is_complex()
+        weight = name == "weight" and (scalar or isinstance(x, (int, float)))
+        if not weight and not (scalar and x.is_floating_point()):
             raise ModelError(f"{what} returned {form_of(x)} as {name!r}. {needed}")
+
+
+def weight_of(given: dict[str, Any]) -> Any:
+    """Return the weight of a loss, which has one in the first pass.
+
+    >>> weight_of({"loss": torch.tensor(1.0), "weight": torch.tensor(7)})
+    tensor(7)
+    """
+    if "weight" not in given:
+        raise ModelError('the loss had a "weight" in the first pass, and has none here: return one for every batch.')
+    return given["weight"]
+
+
+def check_weight(weight: Tensor | None) -> None:
+    """Raise the error for a weight of the mean loss, if the model gives one, that cannot be one.
+
+    >>> check_weight(torch.tensor(0)), check_weight(None)
+    (None, None)
+    >>> try:
+    ...     check_weight(torch.tensor(-1.0))
+    ... except ValueError as error:
+    ...     print(str(error).split(":")[0])
+    the "weight" of the loss is -1.0
+    """
+    if weight is not None and not 0 <= float(weight) < math.inf:
+        raise ModelError(
+            f'the "weight" of the loss is {float(weight)}: it is the number of tokens, or of whatever the loss is the '
+            'mean of, such as "weight": (labels != -100).sum().'
+        )
+
+
+def warn_of_parts(batch: Any, size: int | None, weighted: bool) -> None:
+    """Warn if a batch with labels of -100 is computed in parts of `size` examples whose losses have no weights.
+
+    >>> warn_of_parts({"labels": torch.tensor([[[3, -100], [1, 2]]])}, 1, weighted=True)
+    """
+    leaves = () if weighted or size is None else tree.flatten(batch)
+    for path, x in leaves:
+        whole = isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex()) and x.dim() > 1
+        if whole and x.shape[1] > size and bool((x == IGNORED).any()):
+            warn(
+                f"labels of {IGNORED} count for nothing in most losses, and batches are computed in parts of {size} "
+                "examples (gradient_accumulation, minibatch_size or max_memory_usage). A mean of the parts' means is "
+                "not the mean over the tokens of the batch: let loss_fn(module, batch) return how many there are, "
+                f'{{"loss": loss, "weight": (batch{tree.path_name(path)} != {IGNORED}).sum()}}.'
+            )
+            return
 
 
 def form_of(value: Any) -> str:

@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vecgym.core import nodes, tree
-from vecgym.core.devices import outside, plain
+from vecgym.core.devices import on_host, outside, plain
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.engine import contract, hooks
 from vecgym.engine.backend import (
     Backend,
+    Compute,
     Keys,
     Local,
     Missing,
@@ -39,12 +40,14 @@ from vecgym.engine.backend import (
     dense,
     in_minibatches,
     joined_missing,
+    may_be_nothing,
     rows,
     sizes_of,
     stacked,
     unstacked,
 )
 from vecgym.engine.compiled import Compiled
+from vecgym.engine.contract import WEIGHT
 from vecgym.engine.plan import (
     BACKENDS,
     ModelFacts,
@@ -85,8 +88,8 @@ class Engine:
     ...     def forward(self, x):
     ...         return (self.w - x).square().mean()
     >>> engine, batch, params = Engine(Line(), engine="vmap"), torch.tensor([[1.0], [3.0]]), {"w": torch.zeros(1)}
-    >>> engine.prepare(batch).engine, engine.device, engine.written, engine.chooses
-    ('vmap', device(type='cpu'), frozenset(), False)
+    >>> engine.prepare(batch).engine, engine.device, engine.written, engine.chooses, engine.weighted
+    ('vmap', device(type='cpu'), frozenset(), False, False)
     >>> local = engine.gradients(params, {}, batch, seed=0, step=0)
     >>> local.losses, local.grads
     (tensor([1., 9.]), {'w': tensor([-2., -6.])})
@@ -172,6 +175,11 @@ class Engine:
         self._stateless.serve(plan.node_threads)
 
     @property
+    def weighted(self) -> bool:
+        """Whether the model gives the weight of its loss, as far as known."""
+        return self._stateless.weighted
+
+    @property
     def written(self) -> Collection[str]:
         """The parameters that the model's forward changes: `gradients` changes them in place in its argument."""
         return self._stateless.written
@@ -248,7 +256,8 @@ class Engine:
             buffers: likewise; those that training changes may be overwritten, unless `differentiable`.
             batch: leaves `[L, B, ...]`.
             seed, step, node_ids: the keys of dropout; one seed and one step for all, or one for each node.
-            minibatch_size: examples at a time; the gradients of the parts are averaged by their sizes.
+            minibatch_size: examples at a time; the gradients of the parts are averaged by their sizes, or by the
+                weights of their losses.
             mean: compute only the gradient of the nodes' mean loss, `[1, *]`; `params` must be `[1, *]`.
             differentiable: the result can be differentiated; no input is overwritten.
             limits: how many of the B examples are each node's own, from the first; None: all.
@@ -267,9 +276,13 @@ class Engine:
                 return self._pure(some) if differentiable else self._mean(some) if mean else self._each(some)
 
         by_minibatches = functools.partial(in_minibatches, size=minibatch_size, compute=compute)
+        if mean and self.weighted:
+            by_minibatches = functools.partial(self._mean_weighted, size=minibatch_size, compute=compute)
         if limits is None or min(limits) >= batch_size:
-            return by_minibatches(part)
-        return by_batch_size(part, limits, by_minibatches, mean, inplace=not differentiable, written=self.written)
+            local = by_minibatches(part)
+        else:
+            local = by_batch_size(part, limits, by_minibatches, mean, not differentiable, self.written)
+        return local._replace(buffers={name: b for name, b in local.buffers.items() if name != WEIGHT})
 
     def _pure(self, part: NodeSlice) -> Local:
         with sdpa_kernel(SDPBackend.MATH):
@@ -285,8 +298,35 @@ class Engine:
                     for name in list(grads):  # freed one by one
                         total[name] = total.pop(name) + grads.pop(name) if name in total else grads.pop(name)
                     pieces.append(losses)
-        grads, missing = dense(tree.map(lambda g: g[None], total), part.params, 1)
+        total = {name: g[None].to(part.params[name].dtype) for name, g in total.items()}
+        grads, missing = dense(total, part.params, 1)
         return Local(grads, torch.cat(pieces), part.buffers, missing)
+
+    def _mean_weighted(self, part: NodeSlice, size: int | None, compute: Compute) -> Local:
+        """Compute the gradient of the mean of losses that have weights within the batch of each node.
+
+        The weights of parts of the batch are only known afterwards: so each node's gradient is accumulated by itself,
+        those of a chunk of nodes at a time. So it is if a loss may weigh nothing, which could be nan.
+        """
+        before = {name: b.clone() for name, b in part.buffers.items() if self._stateless.changes(name)}
+        if size is None or size >= sizes_of(part.batch)[1]:
+            local = in_minibatches(part, None, compute)
+            if not on_host(weight := local.buffers[WEIGHT]) or not may_be_nothing(weight):
+                return local
+            part = part._replace(buffers={**part.buffers, **before})
+        total: Tree = {}
+        losses, missing = [], []
+        for a, b in self.plan.chunks(part.size, 1):
+            with self._explaining(part.size, part.keys):
+                local = in_minibatches(part.nodes(a, b), size, self._each)
+            missing.append((range(a, b), local.missing))
+            for name, g in local.grads.items():
+                share = g.sum(0, keepdim=True, dtype=tree.wider(g.dtype)) / part.size
+                total[name] = total[name] + share if name in total else share
+            losses.append(local.losses)
+        grads = {name: g.to(part.params[name].dtype) for name, g in total.items()}
+        nowhere = [name for name, some in joined_missing(missing).items() if len(some) == part.size]
+        return Local(grads, torch.cat(losses), part.buffers, dict.fromkeys(nowhere, frozenset({0})))
 
     def _each(self, part: NodeSlice) -> Local:
         """Compute the gradient of every node, chunk after chunk and on all node threads."""
@@ -380,7 +420,8 @@ class Engine:
         """Compute the validation metrics of each row of `params` in eval mode, `[L]` each; nothing is changed.
 
         The only metric is the loss, unless the model defines `val_metrics(batch)`: a dict of scalars, each a mean over
-        the batch, "loss" among them, such as `{"loss": loss, "accuracy": accuracy}`.
+        the batch, "loss" among them, such as `{"loss": loss, "accuracy": accuracy}`. Its "weight" is what they are the
+        means of, if not of the examples.
 
         Args:
             params, buffers: `[L, *]` or `[1, *]`.

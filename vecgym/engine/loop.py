@@ -40,7 +40,7 @@ class Loop:
         for i in range(part.size):
             loss, gradient = self._one(part, i, thread=0)
             # Tensors are freed one by one, here and by the engine: together they are as large as the model.
-            yield {name: gradient.pop(name) / num_nodes for name in list(gradient)}, loss[None]
+            yield {n: (g := gradient.pop(n)).to(tree.wider(g.dtype)) / num_nodes for n in list(gradient)}, loss[None]
 
     def _one(self, part: NodeSlice, i: int, thread: int) -> tuple[Tensor, Tree]:
         """Compute the loss of one node, and its gradient by the parameters on which it depends.

@@ -29,7 +29,16 @@ from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.engine import hooks
 from vecgym.engine.backend import Backend, first_part
-from vecgym.engine.contract import cause, check_influence, check_modes, check_written, first_call, vmap_error
+from vecgym.engine.contract import (
+    WEIGHT,
+    cause,
+    check_influence,
+    check_modes,
+    check_weight,
+    check_written,
+    first_call,
+    vmap_error,
+)
 from vecgym.engine.loop import Loop
 from vecgym.engine.stateless import ChannelsLast, StatelessModel, seeded
 from vecgym.engine.vmap import Vmap
@@ -96,12 +105,14 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
     with seeded(0, model.device), observer, first_call(model.model, batch):
         before, own = tree.map(torch.clone, model.buffers), tree.map(torch.clone, model.buffers)
         states = _rng_states(model.device)
-        _, after, grads = model.gradient(params, own, batch)
+        _, after, grads = model.gradient(params, {**own, WEIGHT: None}, batch)
+        weight = after.pop(WEIGHT)
         random = not all(map(torch.equal, states, _rng_states(model.device)))
         # Even by writing the same value, such as the running mean of something that has not moved yet.
         mutated = {n for n, b in after.items() if b is not own[n] or b._version or not torch.equal(b, before[n])}
     largest = max(observer.largest_bytes, *(p.numel() * p.element_size() for p in model.params.values()))
-    model.recomputes = observer.recomputes
+    check_weight(weight)
+    model.recomputes, model.weighted = observer.recomputes, weight is not None
     unused, written = frozenset(name for name, g in zip(params, grads) if g is None), observer.written()
     check_influence(unused, params)
     check_written(written - params.keys())

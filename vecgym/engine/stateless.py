@@ -18,21 +18,27 @@ from torch.overrides import TorchFunctionMode
 from vecgym.core import rng, tree
 from vecgym.core.devices import unwrapped
 from vecgym.core.nodes import LOSS_FN
-from vecgym.core.tree import Tree
+from vecgym.core.tree import Tree, wider
 from vecgym.engine import hooks
-from vecgym.engine.contract import check_loss, check_val_metrics, offers_metrics
+from vecgym.engine.contract import WEIGHT, check_loss, check_val_metrics, offers_metrics, weight_of
 
 
 def outcome(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Return a model's loss on a batch, and the metrics that its `loss_fn` returns, by name."""
+    """Return a model's loss on a batch, and the metrics and the weight that its `loss_fn` returns, by name."""
     loss_fn = vars(model).get(LOSS_FN)
     if loss_fn is None:
         return {"loss": model(batch)}
     result = loss_fn(model, batch)
     if not isinstance(result, dict):
         return {"loss": result}
-    check_val_metrics(result, "loss_fn(module, batch)")
-    return dict(result)
+    return _checked(result, "loss_fn(module, batch)")
+
+
+def _checked(metrics: Any, what: str) -> dict[str, Any]:
+    check_val_metrics(metrics, what)
+    if "weight" not in metrics:
+        return dict(metrics)
+    return {**metrics, "weight": torch.as_tensor(metrics["weight"], device=metrics["loss"].device).detach()}
 
 
 class Skeleton:
@@ -61,27 +67,34 @@ class Skeleton:
                 for key, x in holder.items():
                     if x is not None:
                         self._places[names[id(x)]].append((holder, key))
+        self._places[WEIGHT] = []
         self._buffers = [name for name, _ in model.named_buffers()]
 
-    def call(self, tensors: Tree, batch: Any, backward: Callable[[Tensor], Any] | None) -> tuple[Tensor, Tree, Any]:
+    def call(
+        self, tensors: dict[str, Any], batch: Any, backward: Callable[[Tensor], Any] | None
+    ) -> tuple[Tensor, Tree, Any]:
         """Return the loss, the buffers after it, and what `backward(loss)` returns.
+
+        The weight of the loss is among the buffers, if it is among the tensors; None there: it may be missing.
 
         Activation checkpointing runs the model again in the backward pass, which must find these tensors.
         """
         with self._holding(tensors):
-            loss = outcome(self.model, batch)["loss"]
+            given = outcome(self.model, batch)
+            loss = given["loss"]
             result = backward(loss) if backward else None
             places = {name: self._places[name][0] for name in self._buffers}
-            return loss, {name: holder[key] for name, (holder, key) in places.items()}, result
+            after = {name: holder[key] for name, (holder, key) in places.items()}
+            if WEIGHT in tensors:
+                after[WEIGHT] = given.get("weight") if tensors[WEIGHT] is None else weight_of(given)
+            return loss, after, result
 
     def measure(self, tensors: Tree, batch: Any) -> Tree:
         """Return the validation metrics: the loss, or what `loss_fn` or else the model's own `val_metrics` returns."""
         with self._holding(tensors):
             if not offers_metrics(self.model):
                 return outcome(self.model, batch)
-            metrics = self.model.val_metrics(batch)  # type: ignore[operator]
-            check_val_metrics(metrics)
-            return dict(metrics)
+            return _checked(self.model.val_metrics(batch), "val_metrics(batch)")  # type: ignore[operator]
 
     @contextlib.contextmanager
     def _holding(self, tensors: Tree) -> Iterator[None]:
@@ -98,14 +111,15 @@ class Skeleton:
 
 
 class _Called(nn.Module):
-    """A model, or its `loss_fn`, as a module that returns the loss."""
+    """A model, or its `loss_fn`, as a module that returns the loss, and a dict that may have its weight."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Any) -> Tensor:
-        return outcome(self.model, batch)["loss"]
+    def forward(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+        given = outcome(self.model, batch)
+        return given["loss"], given
 
 
 class StatelessModel:
@@ -119,6 +133,7 @@ class StatelessModel:
         written: parameters that its forward changes.
         unused: parameters that got no gradient in the first pass.
         random: whether it draws random numbers in training; True until `learn`.
+        weighted: whether its loss comes with a weight, which is then a buffer of each node, `WEIGHT`.
         recomputes: whether its backward pass runs parts of it again, as activation checkpointing does, and must find
             everything as it was in the forward pass.
 
@@ -136,7 +151,7 @@ class StatelessModel:
         self.random = True
         self.written: Collection[str] = ()
         self.unused: Collection[str] = ()
-        self.recomputes = False
+        self.recomputes = self.weighted = False
         self._autocast = autocast
         self._mutated: Collection[str] | None = None
         self._hooks = hooks.of_parameters(model)
@@ -161,7 +176,7 @@ class StatelessModel:
 
     def changes(self, name: str) -> bool:
         """Whether a training step may change this buffer."""
-        return self._mutated is None or name in self._mutated
+        return self._mutated is None or name in self._mutated or name == WEIGHT
 
     def writes(self, name: str) -> bool:
         """Whether a training step may write to this parameter or buffer."""
@@ -205,12 +220,12 @@ class StatelessModel:
         Args:
             shared: all other tensors, the frozen parameters too.
         """
-        after = dict(changed)
+        after = {name: b for name, b in changed.items() if name != WEIGHT}
         values = tuple({f"model.{name}": x for name, x in tensors.items()} for tensors in (params, after, shared))
-        loss = torch.func.functional_call(self._called, values, (batch,))
-        return loss, after
+        loss, given = torch.func.functional_call(self._called, values, (batch,))
+        return loss, {**after, WEIGHT: weight_of(given)} if WEIGHT in changed else after
 
-    def gradient(self, leaves: Tree, buffers: Tree, batch: Any, thread: int = 0) -> tuple[Tensor, Tree, Any]:
+    def gradient(self, leaves: Tree, buffers: dict[str, Any], batch: Any, thread: int = 0) -> tuple[Tensor, Tree, Any]:
         """Compute the loss in training mode, buffers after it, and the gradient of each of `leaves`; None: unused."""
 
         def backward(loss: Any) -> tuple[Tensor | None, ...]:
@@ -231,7 +246,7 @@ class StatelessModel:
         return leaf
 
     def own_buffers(self, buffers: Tree, num_nodes: int, differentiable: bool) -> Tree:
-        """Give each node its own storage for the buffers that training changes."""
+        """Give each node its own storage for the buffers that training changes, and for the weight of its loss."""
 
         def own(name: str, b: Tensor) -> Tensor:
             if not self.changes(name) or b.shape[0] == num_nodes > 1:
@@ -239,7 +254,9 @@ class StatelessModel:
             wide = b.expand(num_nodes, *b.shape[1:])
             return wide if differentiable else wide.clone()
 
-        return {name: own(name, b) for name, b in buffers.items()}
+        dtype = wider(next(iter(self.params.values())).dtype)
+        weight = {WEIGHT: torch.zeros(num_nodes, dtype=dtype, device=self.device)} if self.weighted else {}
+        return {name: own(name, b) for name, b in buffers.items()} | weight
 
     # ------------------------------------------------------------------------------------------ evaluation
 

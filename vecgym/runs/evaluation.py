@@ -104,26 +104,37 @@ def _columns_of_each(
     measured: Measured, whose: Places, sets: Sequence[EvalBatches], comm: Collectives, engine: Engine,
     members: Sequence[int] | None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return the columns of each configuration: means over the examples, on the host, of all processes' nodes."""
+    """Return the columns of each configuration: means over the examples, or by the model's weights, of all nodes.
+
+    Everything is on the host.
+    """
     C, num_local, per_node = len(sets), len(comm.node_ids), sets[0].per_node
-    count = torch.tensor([size for batches in sets for size in batches.sizes])  # [C or L]
+    sizes, rows = zip(*whose)
+    count = local_count = torch.tensor([size for batches in sets for size in batches.sizes])  # [C or L]
+    weights: Sequence[Sequence[Any]] = (sizes, sizes)  # of each batch, for the averaged models and for the nodes
+    if given := measured.pop("weight", None):
+        weights = [[x.double() for x in each] for each in zip(*given)]
+        count, local_count = (_summed([torch.ones(())] * len(rows), x, rows, num_local) for x in weights)
     counts = everyone(count, comm, engine.device) if per_node else count
     parts: list[dict[str, tuple[float, Tensor, Tensor | None]]] = [{} for _ in sets]
     for name, batches in measured.items():
-        mean, local = (_summed(x, whose, num_local) for x in zip(*batches))
+        mean, local = (_summed(x, each, rows, num_local) for x, each in zip(zip(*batches), weights))
         mean = everyone(mean, comm, engine.device) if per_node else mean
-        local = everyone(nodes.expanded(local, num_local) / nodes.expanded(count, num_local), comm, engine.device)
+        local = nodes.expanded(local, num_local) / nodes.expanded(local_count, num_local)
+        local = everyone(local, comm, engine.device)
         for part, total, examples, of_nodes in zip(parts, mean.view(C, -1), counts.view(C, -1), local.view(C, -1)):
             part[name] = float(total.sum() / examples.sum()), of_nodes, total / examples if per_node else None
     return [_columns(part, engine.model, members) for part in parts]
 
 
-def _summed(values: Sequence[Tensor], whose: Places, num_local: int) -> Tensor:
-    """Sum over the examples from means over batches, in the order of the batches."""
+def _summed(values: Sequence[Tensor], weights: Sequence[Any], rows: Sequence[Tensor | None], num_local: int) -> Tensor:
+    """Sum over the examples, or tokens, from means over batches with these weights, in the order of the batches."""
     total = torch.zeros((), dtype=torch.float64)
-    for x, (size, rows) in zip(values, whose):
-        sums = x.double() * size
-        total = total + (sums if rows is None else sums.new_zeros(num_local).index_copy(0, rows, sums))
+    for x, weight, at in zip(values, weights, rows):
+        sums = x.double() * weight
+        if isinstance(weight, Tensor):
+            sums = sums.masked_fill(weight == 0, 0.0)  # a mean over nothing may be nan
+        total = total + (sums if at is None else sums.new_zeros(num_local).index_copy(0, at, sums))
     return total
 
 

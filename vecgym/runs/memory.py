@@ -252,7 +252,9 @@ class Estimator:
         # Parts of the nodes write into storage that lasts; parts of the batch are added up beside it.
         whole = self.P if mean else self.P * nodes
         gradients = MemoryPart(0, whole) if mean else MemoryPart((2 if cut and in_parts else 1) * self.P, 0, nodes)
-        adding = max(0, 4 * whole - gradients.total_bytes) if cut else 0  # two terms, one weighted, and the sum
+        # Weights of parts are known afterwards, so that each node's gradient is added up by itself.
+        summed = self.P * at_a_time if mean and self.engine.weighted else whole
+        adding = max(0, 4 * summed - gradients.total_bytes) if cut else 0  # two terms, one weighted, and the sum
         exchange = max(parts["exchange"], MemoryPart(0, adding), key=lambda part: part.total_bytes)
         buffers = MemoryPart(tree.num_bytes(self.engine.buffers), nodes=nodes)
         kept = replace(parts["parameters"], shared_bytes=parts["parameters"].shared_bytes + self.frozen_bytes)
@@ -269,7 +271,8 @@ class Estimator:
         if key not in self._passed:
             engine, most, minibatch_size = key
             self.engine.use(Plan("loop" if engine == "loop" else "vmap"))  # compiled code is not watched
-            mean = self.strategy.mean_gradient and self.num_local == self.num_nodes
+            apart = self.engine.weighted and minibatch_size is not None
+            mean = self.strategy.mean_gradient and self.num_local == self.num_nodes and not apart
             self._passed[key] = passing(self.engine, _examples(self.batch, minibatch_size), most, mean)
         return self._passed[key]
 

@@ -21,6 +21,7 @@ from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import Engine, hooks
+from vecgym.engine.contract import warn_of_parts
 from vecgym.records.history import History
 from vecgym.runs.checkpoint import Checkpointer
 from vecgym.runs.evaluation import average, correlation, distance_of, evaluated_columns, recorded_of
@@ -86,6 +87,8 @@ class Run(Generic[M]):
         self.model: M = hooks.copied(task.model).to(device)
         self.engine = _engine(self.model, options, self.train.batch(0), self.num_steps, session)
         self.options, memory = _fitted(options, self.engine, self.train, self.num_steps, session)
+        if session.rank == 0:
+            warn_of_parts(self.train.batch(0), self.options.minibatch_size, self.engine.weighted)
         self.val = _validation_batches(task.val_dataset, self.options, session, device)
 
         num_examples = session.joined(self.train.shard_sizes)

@@ -21,6 +21,7 @@ from vecgym.core.tree import Tree
 from vecgym.data import Batches
 from vecgym.data.batches import chosen_batches
 from vecgym.engine import Engine, hooks
+from vecgym.engine.contract import warn_of_parts
 from vecgym.records import runfile
 from vecgym.records.columns import START
 from vecgym.records.history import History
@@ -425,6 +426,7 @@ def prepared_engine(configs: list[Configuration], options: SweepOptions) -> Engi
     mean = len(configs) == 1 and configs[0].strategy.mean_gradient
     batch = nodes.join_rows([config.train.batch(0) for config in configs])
     engine.prepare(batch, mean=mean, num_passes=configs[0].num_steps)
+    warn_of_parts(batch, configs[0].settings["minibatch_size"], engine.weighted)
     return engine
 
 

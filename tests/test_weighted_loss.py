@@ -1,0 +1,352 @@
+"""A loss that is a mean over tokens and says over how many: `{"loss": mean, "weight": number of tokens}`."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from vecgym import Trainer, rollout, sweep
+from vecgym.core.errors import VecgymWarning
+from vecgym.engine import Engine
+from vecgym.engine.contract import with_loss
+from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, Strategy
+
+K, N, LENGTH, VOCABULARY = 3, 48, 9, 5
+
+
+def tokens(empty: tuple[int, ...] = ()) -> TensorDataset:
+    """Answers of unlike length; the examples `empty` have none."""
+    ids = torch.randint(VOCABULARY, (N, LENGTH), generator=torch.Generator().manual_seed(0))
+    labels = ids.roll(-1, 1)
+    for i in range(N):
+        labels[i, 1 + 7 * i % (LENGTH - 1) :] = -100
+    labels[list(empty)] = -100
+    return TensorDataset(ids, labels)
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Embedding(VOCABULARY, 4), nn.Linear(4, VOCABULARY))
+        self.double()
+
+
+def of_torch(module: nn.Module, batch: Any) -> dict[str, Any]:
+    ids, labels = batch
+    return {"loss": F.cross_entropy(module(ids).flatten(0, 1), labels.flatten()), "weight": (labels != -100).sum()}
+
+
+def divided(module: nn.Module, batch: Any) -> dict[str, Any]:
+    """Its gradient over nothing is nan, too; the weight is of a floating-point type."""
+    ids, labels = batch
+    losses = F.cross_entropy(module(ids).flatten(0, 1), labels.flatten(), reduction="none")
+    count = (labels != -100).double().sum()
+    return {"loss": losses.sum() / count, "weight": count}
+
+
+LOSSES: dict[str, Callable[..., Any]] = {"torch's mean": of_torch, "a division": divided}
+
+
+def mean_loss(module: nn.Module, data: TensorDataset, rows: Any) -> Tensor:
+    """In plain torch; 0 of no token."""
+    ids, labels = data[rows]
+    total = F.cross_entropy(module(ids).flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / max(1, int((labels != -100).sum()))
+
+
+def ddp_step(data: TensorDataset, batch_size: int, lr: float) -> nn.Module:
+    """The first step of data-parallel training in plain torch: the mean of the nodes' mean losses."""
+    net = Net()
+    nodes = [list(range(node, K * batch_size, K)) for node in range(K)]
+    sum((mean_loss(net, data, rows) for rows in nodes), torch.zeros(())).div(K).backward()
+    with torch.no_grad():
+        for p in net.parameters():
+            p -= lr * p.grad
+    return net
+
+
+def fitted(
+    strategy: Strategy, data: Any, loss: Any = of_torch, val: Any = None, **settings: Any
+) -> tuple[Trainer, nn.Module]:
+    given = {"max_steps": 1, "batch_size": 8, "shuffle": False, "progress": False, "device": "cpu"} | settings
+    trainer = Trainer(Net(), data, val, loss_fn=loss)
+    return trainer, trainer.fit(strategy, given.pop("num_nodes", K), **given)
+
+
+def close(a: nn.Module, b: nn.Module) -> None:
+    for x, y in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("empty", [(), (0, 5), tuple(range(0, N, K))], ids=["all", "some examples", "a node"])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize("make", [AllReduceStrategy, FedAvgStrategy])
+def test_accumulation_is_the_mean_over_the_tokens_of_the_batch(make: Any, engine: str, loss: str, empty: Any) -> None:
+    """Of each node; examples, parts and nodes without a token count for nothing."""
+    data = tokens(empty)
+    expected = ddp_step(data, 8, lr=1.0)
+    for parts in (None, 2, 8):
+        strategy = make("sgd", lr=1.0)
+        trainer, found = fitted(strategy, data, LOSSES[loss], engine=engine, gradient_accumulation=parts)
+        close(found, expected)
+        rows = [list(range(node, K * 8, K)) for node in range(K)]
+        losses = [float(mean_loss(Net(), data, some).detach()) for some in rows]
+        assert trainer.history["train_loss"][-1] == pytest.approx(sum(losses) / K, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"chunk_size": 2}, {"node_threads": 2}, pytest.param({"compile": True}, marks=pytest.mark.slow)],
+    ids=str,
+)
+@pytest.mark.parametrize("make", [AllReduceStrategy, FedAvgStrategy])
+def test_in_chunks_in_threads_and_compiled(make: Any, settings: dict[str, Any]) -> None:
+    data = tokens((0, 5))
+    for parts in (None, 4):
+        close(fitted(make("sgd", lr=1.0), data, gradient_accumulation=parts, **settings)[1], ddp_step(data, 8, lr=1.0))
+
+
+def test_written_down() -> None:
+    """A run that is long enough for lists of operations has the numbers of vmap."""
+    found = [
+        fitted(DiLoCoStrategy("sgd", H=3, lr=0.5), tokens((3,)), engine=engine, max_steps=60, minibatch_size=4)
+        for engine in ("auto", "vmap")
+    ]
+    assert found[0][0].history.settings["engine"] == "recorded"
+    close(found[0][1], found[1][1])
+
+
+def test_a_node_with_fewer_examples_than_a_batch() -> None:
+    """The sizes of the nodes' batches differ, and so do their weights."""
+    data = tokens()
+    shards = [range(5), range(5, 29), range(29, N)]
+    factory = lambda rank, num_nodes, train: torch.utils.data.Subset(data, shards[rank])  # noqa: E731
+    found = [fitted(AllReduceStrategy("sgd", lr=1.0), factory, minibatch_size=size)[1] for size in (None, 4, 1)]
+    expected = Net()
+    rows = [list(some)[:8] for some in shards]
+    sum((mean_loss(expected, data, some) for some in rows), torch.zeros(())).div(K).backward()
+    with torch.no_grad():
+        for p in expected.parameters():
+            p -= p.grad
+    for net in found:
+        close(net, expected)
+
+
+class Metrics(Net):
+    """A model with metrics of its own; `loss_fn` is not given."""
+
+    def forward(self, batch: Any) -> Tensor:
+        ids, labels = batch
+        return F.cross_entropy(super().forward(ids).flatten(0, 1), labels.flatten())
+
+    def val_metrics(self, batch: Any) -> dict[str, Any]:
+        return {"loss": self(batch), "weight": int((batch[1] != -100).sum())} | accuracy(super().forward, batch)
+
+
+def accuracy(net: Any, batch: Any) -> dict[str, Tensor]:
+    kept = batch[1] != -100
+    right = (net(batch[0]).argmax(-1) == batch[1]) & kept
+    return {"accuracy": right.double().sum() / kept.sum()}
+
+
+def with_accuracy(module: nn.Module, batch: Any) -> dict[str, Any]:
+    return of_torch(module, batch) | accuracy(module, batch)
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize("empty", [(), (0, 1, 2, 3, 17)], ids=["all", "some examples"])
+def test_a_validation_loss_is_the_mean_over_the_tokens(empty: Any, engine: str) -> None:
+    """Whatever the batch size; and so is every metric. The weight is no metric."""
+    data = tokens(empty)
+    for batch_size in (2, 16):
+        settings = {"batch_size": batch_size, "engine": engine, "max_steps": 3}
+        trainer, net = fitted(FedAvgStrategy("sgd", H=2, lr=0.1), data, with_accuracy, data, **settings)
+        columns = trainer.history
+        assert columns.last("val_loss") == pytest.approx(float(mean_loss(net, data, range(N))), rel=1e-12)
+        assert columns.last("val_accuracy") == pytest.approx(float(accuracy(net, data[:])["accuracy"]), rel=1e-12)
+        of_nodes = [float(mean_loss(trainer.nodes.module(node), data, range(N))) for node in range(K)]
+        assert list(columns.last("val_losses")) == pytest.approx(of_nodes, rel=1e-12)
+        assert not [name for name in columns if "weight" in name]
+
+
+@pytest.mark.parametrize("batch_size", [2, 16])
+def test_each_node_has_its_own_validation_set(batch_size: int) -> None:
+    """The run's model has the mean over all nodes' tokens."""
+    data = tokens((0, 1))
+    shards = [range(5), range(5, 29), range(29, N)]
+    factory = lambda rank, num_nodes, train: torch.utils.data.Subset(data, shards[rank])  # noqa: E731
+    trainer, net = fitted(AllReduceStrategy("sgd", lr=0.1), factory, with_accuracy, factory, batch_size=batch_size)
+    assert trainer.history.last("val_loss") == pytest.approx(float(mean_loss(net, data, range(N))), rel=1e-12)
+    each = [float(mean_loss(net, data, list(some))) for some in shards]
+    assert list(trainer.history.last("val_loss_each")) == pytest.approx(each, rel=1e-12)
+
+
+def test_the_models_own_metrics_may_have_a_weight() -> None:
+    data = tokens()
+    trainer = Trainer(Metrics(), data, data)
+    trainer.fit(
+        AllReduceStrategy("sgd", lr=0.1), 1, max_steps=1, batch_size=4, progress=False, device="cpu", engine="loop"
+    )
+    plain = Net()
+    plain.load_state_dict(trainer.nodes.module(0).state_dict())
+    assert trainer.history.last("val_loss") == pytest.approx(float(mean_loss(plain, data, range(N))), rel=1e-12)
+
+
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_on_processes(exact: bool) -> None:
+    data = tokens((0, 1))
+    settings: dict[str, Any] = {"num_nodes": 4, "max_steps": 3, "gradient_accumulation": 4, "exact": exact}
+    for make in (AllReduceStrategy, FedAvgStrategy):
+        (here, net), (there, other) = (
+            fitted(make("sgd", lr=0.5), data, of_torch, data, backend=backend, num_processes=W, **settings)
+            for backend, W in (("stacked", None), ("processes", 2))
+        )
+        close(net, other)
+        assert here.history.last("val_loss") == pytest.approx(there.history.last("val_loss"), rel=1e-12)
+
+
+def test_a_sweep_and_a_resumed_run(tmp_path: Any) -> None:
+    data, strategy = tokens((0, 1)), FedAvgStrategy("sgd", H=2, lr=0.5)
+    settings: dict[str, Any] = {
+        "max_steps": 4,
+        "batch_size": 8,
+        "minibatch_size": 2,
+        "progress": False,
+        "device": "cpu",
+    }
+    result = sweep(
+        Net(), data, data, strategy=lambda lr: FedAvgStrategy("sgd", H=2, lr=lr), grid={"lr": [0.5, 0.1]}, num_nodes=K,
+        loss_fn=of_torch, **settings,
+    )  # fmt: skip
+    whole = Trainer(Net(), data, data, loss_fn=of_torch)
+    whole.fit(strategy, K, **settings)
+    assert result.history(0).last("val_loss") == pytest.approx(whole.history.last("val_loss"), rel=1e-12)
+    for steps, resume in ((2, False), (4, True)):
+        trainer = Trainer(Net(), data, data, loss_fn=of_torch)
+        trainer.fit(strategy, K, **settings | {"max_steps": steps}, save_dir=tmp_path, resume=resume)
+    assert trainer.history.last("val_loss") == whole.history.last("val_loss")
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+def test_differentiable_gradients_are_weighted(engine: str) -> None:
+    """Second derivatives, too, against those of the whole batch."""
+    data = tokens((0, 5))
+    ids, labels = data[: 2 * 8]
+    batch = ids.view(2, 8, LENGTH), labels.view(2, 8, LENGTH)
+    model = with_loss(Net(), of_torch)
+    results = []
+    for size in (None, 2):
+        worker = Engine(model, engine=engine)
+        worker.prepare(batch, num_passes=0)
+        params = {n: p.detach()[None].expand(2, *p.shape).clone().requires_grad_() for n, p in worker.params.items()}
+        local = worker.gradients(params, {}, batch, seed=0, step=0, minibatch_size=size, differentiable=True)
+        assert not local.buffers
+        norm = sum(g.square().sum() for g in local.grads.values()) + local.losses.sum()
+        results.append([local.losses, *local.grads.values(), *torch.autograd.grad(norm, list(params.values()))])
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_a_rollout_is_the_run() -> None:
+    data = tokens()
+    ids, labels = data[: K * 8 * 2]
+    batches = [(ids[i].view(K, 8, LENGTH), labels[i].view(K, 8, LENGTH)) for i in (slice(0, 24), slice(24, 48))]
+    strategy = FedAvgStrategy("sgd", H=2, lr=0.5)
+    outcome = rollout(Net(), strategy, batches, num_nodes=K, eval_batch=data[:], loss_fn=of_torch)
+    net = Net()
+    net.load_state_dict({name: x[0].detach() for name, x in outcome.params.items()})
+    assert float(outcome.loss) == pytest.approx(float(mean_loss(net, data, range(N))), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+def test_parts_in_half_precision_are_summed_in_float32(engine: str, dtype: torch.dtype) -> None:
+    """The gradient of eleven equal parts, and of eleven equal nodes, is that of one."""
+
+    class Line(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.linspace(0.3, 2.0, 50).to(dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.w.float() * x.float()).square().mean()
+
+    x = torch.linspace(0.5, 3.0, 50).expand(11, 11, 50).clone()
+    worker = Engine(Line(), engine=engine)
+    params = {"w": worker.params["w"].detach()[None]}
+    (expected,) = worker.gradients(params, {}, x[:1, :1], seed=0, step=0).grads.values()
+    for size, mean in ((1, False), (2, True), (None, True)):
+        (found,) = worker.gradients(params, {}, x, seed=0, step=0, minibatch_size=size, mean=mean).grads.values()
+        assert found.dtype == dtype
+        assert torch.equal(found, expected.expand_as(found)), (size, mean)
+
+
+# --------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (lambda labels: (labels != -100).sum(1), r'returned int64 \[8\] as \'weight\''),
+        (lambda labels: "many", r'returned a str as \'weight\''),
+        (lambda labels: torch.tensor(1j), r'returned complex64 \[\] as \'weight\''),
+        (lambda labels: torch.tensor(-2), r'the "weight" of the loss is -2.0: it is the number of tokens'),
+        (lambda labels: torch.tensor(math.nan), r'the "weight" of the loss is nan'),
+    ],
+)  # fmt: skip
+def test_what_is_no_weight_is_refused(weight: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fitted(FedAvgStrategy("sgd", lr=0.1), tokens(), lambda m, b: of_torch(m, b) | {"weight": weight(b[1])})
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+def test_a_weight_in_some_passes_only_is_refused(engine: str) -> None:
+    passes = []
+
+    def loss(module: nn.Module, batch: Any) -> Any:
+        passes.append(0)
+        given = of_torch(module, batch)
+        return given if len(passes) < 4 else given["loss"]
+
+    with pytest.raises(ValueError, match='had a "weight" in the first pass, and has none here'):
+        fitted(FedAvgStrategy("sgd", lr=0.1), tokens(), loss, engine=engine, max_steps=6)
+
+
+def test_a_number_is_a_weight() -> None:
+    """Such as how many examples there are, which is what counts without one."""
+    data = tokens()
+    loss = lambda m, b: {"loss": of_torch(m, b)["loss"], "weight": len(b[0])}  # noqa: E731
+    for engine in ("vmap", "loop"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plain = fitted(FedAvgStrategy("sgd", lr=1.0), data, lambda m, b: loss(m, b)["loss"], minibatch_size=2)
+        close(fitted(FedAvgStrategy("sgd", lr=1.0), data, loss, minibatch_size=2, engine=engine)[1], plain[1])
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    "accumulation": {"gradient_accumulation": 4}, "minibatches": {"minibatch_size": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", PARTS.values(), ids=PARTS)
+def test_ignored_labels_in_parts_of_a_batch_without_a_weight_are_warned_of(settings: dict[str, Any]) -> None:
+    data, strategy = tokens(), FedAvgStrategy("sgd", lr=0.1)
+    fix = r"return how many there are, \{\"loss\": loss, \"weight\": \(batch\[1\] != -100\).sum\(\)\}"
+    with pytest.warns(VecgymWarning, match=fix):
+        fitted(strategy, data, lambda m, b: of_torch(m, b)["loss"], **settings)
+    with pytest.warns(VecgymWarning, match=fix):
+        sweep(
+            Net(), data, strategy=strategy, grid={"seed": [0]}, num_nodes=2, max_steps=1,
+            loss_fn=lambda m, b: of_torch(m, b)["loss"], batch_size=8, minibatch_size=2, progress=False, device="cpu",
+        )  # fmt: skip
+    fitted(strategy, data, of_torch, **settings)  # without a warning, and so is this:
+    fitted(strategy, data, lambda m, b: of_torch(m, b)["loss"])
