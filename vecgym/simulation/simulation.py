@@ -592,11 +592,10 @@ class Simulation:
             params, buffers, batch, seed=part.place.seeds, step=step, node_ids=part.place.nodes, limits=limits,
             minibatch_size=self.minibatch_size, mean=mean, differentiable=not part.inplace,
         )  # fmt: skip
-        if mean:
-            of_all = dict.fromkeys(local.missing, frozenset(range(num_rows)))
-            # With other processes' means it is averaged as if it were each row's.
-            grads = nodes.expand(local.grads, num_rows) if len(self.here) < self.run.num_nodes else local.grads
-            local = local._replace(grads=grads, missing=of_all)
+        if mean and len(self.here) < self.run.num_nodes:  # averaged with other processes' means, as if each row's
+            local = local._replace(grads=nodes.expand(local.grads, num_rows))
+        if mean and local.missing:
+            local = local._replace(missing=dict.fromkeys(local.missing, frozenset(range(num_rows))))
         if self.engine.written and at is None:
             written = {name: params[name] for name in self.engine.written}
             if part.home is part.shared:
