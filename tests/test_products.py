@@ -234,9 +234,13 @@ def assert_as_naive(seed: int) -> None:
     availability = None if run["table"] is None else Trace(run["table"], rejoin=run["rejoin"])
     data = [[1.0] * 16] * K if run["same"] else DATA
     optim = OptimSpec("sgd", lr=LR, momentum=0.5)
-    found = ends(trained(ours, data=data, availability=availability, seed=seed, optim=optim))
+    trainer = trained(ours, data=data, availability=availability, seed=seed, optim=optim)
+    found = ends(trainer)
     wanted = naive(exchanges, **run)
     there = [i for i in range(K) if run["table"] is None or run["table"][-1][i]]  # what is stored once has no absentees
+    assert trainer.state is not None
+    sent = [int(name.split()[1]) for name in (*trainer.state.own, *trainer.state.shared) if "message" in name]
+    assert all(step >= STEPS - 2 for step in sent)  # the longest delay
     assert [found[i] for i in there] == pytest.approx([wanted[i] for i in there], abs=1e-9), (seed, ours, run)
 
 

@@ -122,7 +122,7 @@ True
 - With `save_dir=`, `resume=True` and a wider limit it goes on, with the bits of a run that never stopped. `max_steps`
   stays what it was, so a cosine is no obstacle; it is cut where the run ends. `stop` sees the earlier rows first.
 - On several processes all stop after the same step. `consensus_distance_before` is missing there if the last step has an
-  exchange and was not to be evaluated anyway.
+  exchange and was not to be evaluated anyway, and in a resumed run that a narrower limit ends at once.
 - A logger, or an override of `Trainer.after_step`, may raise StopIteration. A logger gets a row when the next step has
   been taken, and on `backend="processes"` some steps later; `stop` and `after_step` end the run at once.
 

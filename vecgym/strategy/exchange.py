@@ -59,8 +59,9 @@ class Exchange(Member, Settings):
     With a `delay` of d steps what was agreed on after step t is used after step t + d, by the nodes that are present in
     both. With `late="value"` it is written over whatever they hold by then. With `late="change"` the change that the
     exchange would have made, how(x_t) - x_t, is added to what they hold: what they learned in between is kept. What all
-    share, such as outer parameters, changes when the value is written, and with "change" at once. Within a step the
-    nodes agree first; then what is late is written. What is still under way at the end of the run is lost.
+    share, such as outer parameters, changes with the first write, even if no node is left for it; with "change" at
+    once. Within a step the nodes agree first; then what is late is written. What is still under way at the end of the
+    run is lost.
 
     With `fragments`, parts of the model are exchanged at different steps: each every `every` steps, and first after
     `offsets` steps.
@@ -86,6 +87,7 @@ class Exchange(Member, Settings):
         pattern: "strided" deals out the model's blocks to the fragments in turn; "sequential" keeps neighbours
             together.
         participation: the fraction of the nodes, drawn anew for each round (at least one), that trains and takes part.
+            Exchanges of one strategy that draw them have the same `every`.
         resting: what the others do then: "take" what a server sends to them, or "keep" what they have. None: "take"
             with a `ServerMean` whose result is the same for all, else "keep".
         lost: the probability, for each node and exchange, that its message is lost: its values then do not count, and
