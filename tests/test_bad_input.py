@@ -44,6 +44,7 @@ from vecgym.strategy import (
     Exchange,
     FedAvgStrategy,
     Mean,
+    MuLoCoStrategy,
 )
 
 
@@ -329,6 +330,10 @@ BAD_DATA: list[tuple[Any, type[Exception], list[str]]] = [
     ({1, 2}, TypeError, ["train_dataset", "set", "__getitem__"]),
     ([None] * 8, TypeError, ["train_dataset", "NoneType", "collate_fn"]),
     ([torch.ones(2), torch.ones(3)] * 4, ValueError, ["train_dataset", "(2,)", "(3,)", "pad"]),
+    ((torch.ones(64, 3),) * 2, TypeError, ["train_dataset", "2 examples, not 64", "TensorDataset(x, y)"]),
+    ([torch.ones(64, 3), torch.ones(64)], TypeError, ["a list of Tensor", "2 examples, not 64", "TensorDataset(x, y)"]),
+    ((np.ones((64, 3)), np.ones(64), np.ones(64)), TypeError, ["3 examples, not 64", "TensorDataset(x, y, z)"]),
+    (lambda rank, num_nodes, train: (torch.ones(9),) * 2, TypeError, ["node 0", "2 examples, not 9"]),
 ]
 
 
@@ -345,6 +350,76 @@ def test_bad_data(data: Any, error: type[Exception], parts: list[str]) -> None:
 @pytest.mark.parametrize(("val", "error"), [([], ValueError), (42, TypeError)])
 def test_bad_validation_data(val: Any, error: type[Exception]) -> None:
     assert "val_dataset" in refusal(error, lambda: fit("MLP", alone(), val=val, logger=Untrained()))
+
+
+def test_few_examples_are_no_columns() -> None:
+    for data in (
+        [torch.ones(3)] * 2,
+        (torch.ones(2, 5), torch.ones(2, 5)),
+        [torch.ones(64)] * 5,
+        [(torch.ones(64), 1)] * 2,
+    ):
+        assert len(Batches(data, 1, 2).batch(0)) == 1 + isinstance(data[0], tuple)
+
+
+SORTED = TensorDataset(torch.randn(64, 16), torch.arange(64) // 16)
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"batch_size": 100}, "batch_size=100, but train_dataset has 64 examples: each of 4 nodes uses its 16"),
+    ({"num_nodes": 65}, "train_dataset has 64 examples for 65 nodes: several nodes train on the same ones"),
+    ({"shuffle": False}, "shuffle=False, and the labels of train_dataset are sorted"),
+    ({"shuffle": False, "data": torch.utils.data.Subset(SORTED, range(8, 64))}, "the labels of train_dataset"),
+])  # fmt: skip
+def test_data_that_are_dealt_as_nobody_means_warn(given: dict[str, Any], said: str) -> None:
+    with pytest.warns(VecgymWarning, match=said):
+        fit("MLP", alone(), **{"data": SORTED, "num_nodes": 4, "max_steps": 2, **given})
+
+
+@pytest.mark.parametrize("data", [
+    TensorDataset(torch.randn(64, 16), torch.arange(64) // 16 % 2),
+    TensorDataset(torch.randn(64, 16), torch.zeros(64, dtype=torch.long)),
+    torch.utils.data.Subset(SORTED, torch.randperm(64).tolist()),
+])  # fmt: skip
+def test_labels_that_are_not_sorted_do_not_warn(data: Any) -> None:
+    fit("MLP", alone(), data=data, num_nodes=4, batch_size=16, max_steps=1, shuffle=False)
+    Batches(torch.arange(64), 4, 16, shuffle=False)  # of tokens
+    Batches(SORTED, 1, 16, shuffle=False)
+
+
+class Ignores(nn.Module):
+    def __init__(self, of: float = 0.0) -> None:
+        super().__init__()
+        self.w, self.of = nn.Parameter(torch.zeros(())), of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w - 1 - self.of * x).square().mean()
+
+
+def test_a_model_that_ignores_its_batch_warns() -> None:
+    with pytest.warns(
+        VecgymWarning, match="all 3 nodes had the same loss in each of 4 steps, and their examples differ"
+    ):
+        fit(Ignores(), alone(), data=torch.arange(24.0), num_nodes=3, batch_size=2, max_steps=4)
+    for model, data in (
+        (Ignores(of=1.0), torch.arange(24.0)),
+        (Ignores(of=1.0), torch.ones(24)),
+        (Ignores(), torch.ones(24)),
+    ):
+        fit(model, alone(), data=data, num_nodes=3, batch_size=2, max_steps=4)
+
+
+def test_settings_that_require_grad_are_refused_before_training() -> None:
+    for make in (
+        lambda x: AllReduceStrategy("sgd", lr=x), lambda x: DiLoCoStrategy("sgd", H=1, outer_lr=x),
+        lambda x: DiLoCoStrategy(OptimSpec("adamw", betas=(x, 0.99)), H=1),
+    ):  # fmt: skip
+        message = refusal(
+            ValueError, lambda: fit("MLP", make(torch.tensor(0.5, requires_grad=True)), logger=Untrained())  # noqa: B023
+        )  # fmt: skip
+        assert "requires grad, and fit() has no derivatives" in message
+        assert "vecgym.rollout" in message
+        fit("MLP", make(torch.tensor(0.5)), max_steps=1)
 
 
 def test_examples_of_different_shapes() -> None:
@@ -494,7 +569,14 @@ def test_bad_strategies(cls: type, make: Callable[[type], Any], error: type[Exce
         (lambda: DiLoCoStrategy(H=None), ValueError, ["H=None", "integer >= 1"]),  # type: ignore[arg-type]
         (lambda: DiLoCoStrategy(lr=0.1, inner_lr=0.2), ValueError, ["lr", "inner_lr", "one of them"]),
         (lambda: DiLoCoStrategy(outer_optim="sdg"), ValueError, ["'sdg'", "did you mean 'sgd'"]),
-        (lambda: DiLoCoStrategy(outer_lr=-1.0), ValueError, ["-1.0"]),
+        (lambda: DiLoCoStrategy(outer_lr=-1.0), ValueError, ["outer_lr=-1.0", "a number >= 0"]),
+        (lambda: DiLoCoStrategy("adamw", outer_lr="0.7"), ValueError, ["outer_lr='0.7'", "a number >= 0"]),  # type: ignore[arg-type]
+        (lambda: DiLoCoStrategy(outer_lr=torch.tensor([0.1, -1.0])), ValueError, ["outer_lr=-1.0", "a number >= 0"]),
+        (lambda: MuLoCoStrategy(adamw_lr=-1.0), ValueError, ["adamw_lr=-1.0", "a number >= 0"]),
+        (lambda: OptimSpec("adamw", lr="1e-3"), TypeError, ["AdamW", "lr='1e-3' must be a number, such as 0.001"]),
+        (lambda: OptimSpec("adamw", betas={}), TypeError, ["betas={} must be 2 numbers, such as (0.9, 0.999)"]),
+        (lambda: OptimSpec("adamw", betas=("0.9", 0.99)), TypeError, ["betas='0.9' must be a number, such as 0.9"]),
+        (lambda: OptimSpec("sgd", lr=0.1, weight_decay=None), TypeError, ["weight_decay=None must be a number"]),
         (lambda: FedAvgStrategy(island_size=0), ValueError, ["island_size=0", "integer >= 1", "None"]),
         (lambda: FedAvgStrategy(island_size=2.0), ValueError, ["island_size=2.0", "integer >= 1"]),  # type: ignore[arg-type]
         (lambda: FedAvgStrategy(participation=0), ValueError, ["participation=0", "(0, 1]"]),

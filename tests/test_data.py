@@ -99,6 +99,7 @@ def sampled(dataset: Any, num_nodes: int, node: int, epoch: int, shuffle: bool, 
 # ------------------------------------------------------------------------------------------- who reads what
 
 
+@pytest.mark.filterwarnings("ignore:.*several nodes train on the same")
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 7, 16])
 @pytest.mark.parametrize("length", [1, 2, 5, 6, 16, 31, 32, 100])
@@ -466,6 +467,7 @@ def test_numbers_must_be_positive(wrong: int) -> None:
         Batches(torch.arange(8), 2, 2).iterate(-1)
 
 
+@pytest.mark.filterwarnings("ignore:.*several nodes train on the same")
 def test_a_batch_larger_than_a_shard_is_the_shard() -> None:
     """One dataset is dealt as DistributedSampler deals it, so that all shards are equal; a factory's may not be."""
     dealt = Batches(torch.arange(18), 4, 6, shuffle=False)

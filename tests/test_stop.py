@@ -236,6 +236,8 @@ def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ({"max_seconds": "1 h", **NETWORK}, ValueError, "max_seconds='1 h' must be a number > 0: simulated seconds"),
     ({"stop": True}, TypeError, "stop is of type bool; give a function of a row"),
     ({"stop": lambda row: row["val_loss"] < 1}, ValueError, "stop asks for 'val_loss', which the row of step 1 lacks"),
+    ({"stop": lambda row: row["val_loss"] < 1}, ValueError, r"Ask for row.get\('val_loss', math.inf\)"),
+    ({"stop": lambda row: row["val_loss"] < 1, "val_size": 0}, ValueError, "no validation. Give Trainer a val_dataset"),
     ({"stop": lambda row: row["valloss"] < 1}, ValueError, "step 1 lacks; did you mean 'val_loss'"),
 ])  # fmt: skip
 def test_mistakes(settings: dict[str, Any], error: type[Exception], message: str) -> None:

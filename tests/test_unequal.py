@@ -175,6 +175,7 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
         trainer.fit(STRATEGIES["alone"](), K, batch_size=B, max_steps=1, **given)
 
 
+@pytest.mark.filterwarnings("ignore:.*several nodes train on the same")
 @pytest.mark.parametrize("num_nodes", [1, 2, 25, 1000])
 def test_any_number_of_nodes_on_a_few_examples(num_nodes: int) -> None:
     """More nodes than examples: each has one, as DistributedSampler pads; batches are what there is."""

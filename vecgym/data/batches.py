@@ -34,10 +34,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vecgym.core import check, rng, tree
+from vecgym.core.errors import warn
 from vecgym.core.nodes import join_rows
 from vecgym.data.checks import checked_node_ids, is_factory
 from vecgym.data.source import Batch, Request, Source
 
+USUAL_BATCH = 16  # of `Trainer.fit`, when no batch size is given: small data need not fill it
 CACHED_INDICES = 2**20  # of the epochs' orders, beyond the epochs in use
 CACHE_BYTES = 256 * 2**20  # an evaluation set up to this size stays in memory after the first pass
 
@@ -133,7 +135,24 @@ class Batches:
                 f"drop_last leaves no batch: batch_size={self.batch_size}, but {name} has at most {self.epoch_length} "
                 f"examples for each of {self.num_nodes} nodes. Fix: batch_size={self.epoch_length}, or no drop_last"
             )
+        if train and shared:
+            self._warn(lengths[0], name)
         self._orders: dict[int, Tensor] = {}  # epoch -> [L, longest]
+
+    def _warn(self, count: int, name: str) -> None:
+        """Warn about data that are dealt in a way that nobody means."""
+        if count < self.num_nodes:
+            warn(f"{name} has {count} examples for {self.num_nodes} nodes: several nodes train on the same ones.")
+        if self.batch_size > max(count, USUAL_BATCH):
+            warn(
+                f"batch_size={self.batch_size}, but {name} has {count} examples: each of {self.num_nodes} nodes uses "
+                f"its {self.epoch_length} in every step. Give batch_size={self.epoch_length}, or less."
+            )
+        if not self.shuffle and self.num_nodes > 1 and self._source.sorted:
+            warn(
+                f"shuffle=False, and the labels of {name} are sorted: all nodes train on one class after the other. "
+                "Leave shuffle out, or shuffle the dataset."
+            )
 
     def batch(self, step: int) -> Batch:
         """Read the batch of any step >= 0, with leaves `[L, B, ...]`, without workers.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -15,6 +16,7 @@ from vecgym.core import check
 from vecgym.core.errors import warn
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+MOST_COLUMNS = 4
 Collate = Callable[[list[Any]], Any]  # the examples of one node -> its batch
 
 _FACTORY = "use a dataset factory (rank, num_nodes, train) -> Dataset to choose what each node reads"
@@ -97,8 +99,25 @@ def check_examples(dataset: Any, name: str) -> None:
             "__getitem__(int), or a factory (rank, num_nodes, train) -> Dataset. Fix: TensorDataset(x, y), "
             'or loader.dataset of a DataLoader, or one split such as splits["train"]'
         )
+    if (size := columns_of(dataset)) is not None:
+        raise TypeError(
+            f"{name} is {describe(dataset)}: {len(dataset)} examples, not {size}. Fix: torch.utils.data.TensorDataset"
+            f"({', '.join('xyzabcde'[: len(dataset)])}) of tensors; for {len(dataset)} examples, torch.stack(...)"
+        )
     if size_of(name, dataset, "give one whose len() is the number of its examples") == 0:
         raise ValueError(f"{name} is empty. Allowed: at least one example")
+
+
+def columns_of(dataset: Any) -> int | None:
+    """Return the common length of a few tensors or arrays that look like the columns of a dataset, not its examples.
+
+    >>> columns_of((torch.ones(512, 20), torch.ones(512))), columns_of([torch.ones(20)] * 512), columns_of((1, 2))
+    (512, None, None)
+    """
+    if type(dataset) not in (tuple, list) or not 0 < len(dataset) <= MOST_COLUMNS:
+        return None
+    sizes = {x.shape[0] if isinstance(x, (Tensor, np.ndarray)) and x.ndim else 0 for x in dataset}
+    return next(iter(sizes)) if len(sizes) == 1 and max(sizes) > MOST_COLUMNS else None
 
 
 def size_of(name: str, dataset: Any, fix: str) -> int:

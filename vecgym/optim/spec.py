@@ -327,20 +327,33 @@ def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
         values = {key: map_leaves(partial(_extreme, key, pick=pick), value) for key, value in kwargs.items()}
         for key, value in values.items():
             _check_finite(key, value)
+        known = {p.name: p.default for p in parameters if cls in OPTIMIZERS.values() and p.name in values}
         try:
             # two dimensions, which Muon requires and all others accept
             dummy = _dummy(cls)  # type: ignore[arg-type]
             defaults = dummy([nn.Parameter(torch.zeros(1, 1))], **values).defaults
-        except TypeError as error:
-            raise TypeError(f"{cls.__name__} refuses {values}: {error}") from error
+        except (TypeError, KeyError) as error:
+            raise TypeError(f"{cls.__name__} refuses {values}: {_wrong_kind(values, known) or error}") from error
         except (ValueError, RuntimeError, AssertionError, IndexError) as error:
             raise ValueError(f"{cls.__name__} refuses {values}: {error}") from error
         if "lr" in values:
             check.number("lr", values["lr"], "[0, inf)", "the learning rate")
-        for p in parameters if cls in OPTIMIZERS.values() else ():
-            if p.name in values:
-                _check_kind(p.name, values[p.name], p.default)
+        if wrong := _wrong_kind(values, known):
+            raise ValueError(wrong)
     return dict(defaults)
+
+
+def check_lr(name: str, value: Any) -> Any:
+    """Return a learning rate: a number >= 0, or a tensor of them.
+
+    >>> check_lr("outer_lr", torch.tensor([0.1, -0.1]))
+    Traceback (most recent call last):
+    ...
+    ValueError: outer_lr=-0.10000000149011612 must be a number >= 0: a learning rate.
+    """
+    for pick in (torch.min, torch.max):
+        check.number(name, map_leaves(partial(_extreme, name, pick=pick), value), "[0, inf)", "a learning rate")
+    return value
 
 
 @functools.lru_cache
@@ -355,15 +368,16 @@ def _check_finite(key: str, value: Any) -> None:
             raise ValueError(f"{key}={value!r} must be finite.")
 
 
-def _check_kind(key: str, value: Any, default: Any) -> None:
-    """Require a number, or as many numbers as the default has, which torch does not check everywhere."""
-    if isinstance(default, tuple):
-        if not isinstance(value, tuple) or len(value) != len(default):
-            raise ValueError(f"{key}={value!r} must be {len(default)} numbers, such as {default}.")
-        for x, part in zip(value, default):
-            _check_kind(key, x, part)
-    elif check.is_number(default) and not check.is_number(value):
-        raise ValueError(f"{key}={value!r} must be a number, such as {default}.")
+def _wrong_kind(values: dict[str, Any], defaults: dict[str, Any]) -> str | None:
+    """Say which is no number, or not as many as the default has, which torch does not check everywhere."""
+    for key, default in defaults.items():
+        value, several = values[key], isinstance(default, tuple)
+        if several and not (isinstance(value, tuple) and len(value) == len(default)):
+            return f"{key}={value!r} must be {len(default)} numbers, such as {default}."
+        for x, part in zip(value, default) if several else [(value, default)]:
+            if check.is_number(part) and not check.is_number(x):
+                return f"{key}={x!r} must be a number, such as {part}."
+    return None
 
 
 @functools.lru_cache

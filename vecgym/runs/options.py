@@ -23,11 +23,13 @@ from vecgym.collectives.distributed import check_divides
 from vecgym.core import check, tree
 from vecgym.core.check import Options
 from vecgym.core.nodes import LOSS_FN
-from vecgym.core.tree import Tree
+from vecgym.core.objects import reachable
+from vecgym.core.tree import Tree, differentiated
 from vecgym.engine import Engine, EngineName
 from vecgym.engine.contract import with_loss
 from vecgym.engine.plan import check_engine, check_settings
 from vecgym.logger import Logger, as_loggers
+from vecgym.optim import OptimSpec
 from vecgym.strategy import Strategy
 from vecgym.strategy.per_rank import as_strategy
 
@@ -54,6 +56,20 @@ DiLoCoStrategy('adamw', H=100).
         problem = f"strategy={strategy!r} is of type str"
         fix = f"; did you mean {close}Strategy()?" if close else "."
     raise TypeError(f"{problem}{fix} Give a Strategy object such as DiLoCoStrategy('adamw', H=100).")
+
+
+def check_constant(strategy: Strategy) -> None:
+    """Raise a ValueError if a setting of an optimizer requires grad.
+
+    >>> check_constant(strategies.AllReduceStrategy("sgd", lr=0.1))
+    """
+    for spec in reachable(strategy):
+        for name, value in spec.kwargs.items() if isinstance(spec, OptimSpec) else ():
+            if any(map(differentiated, tree.leaves(value))):
+                raise ValueError(
+                    f"{name} of {spec} requires grad, and fit() has no derivatives: give {name}.detach(), or "
+                    "differentiate vecgym.rollout(model, strategy, batches, ...)."
+                )
 
 
 def check_parts(batch_size: int, parts: int | None, name: str = "minibatch_size") -> None:
@@ -236,6 +252,7 @@ class Simulated(Options):
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy, self.num_nodes)
+        check_constant(self.strategy)
         super().__post_init__()
 
 
@@ -435,8 +452,8 @@ class FitOptions(EngineOptions, Training, Simulated):
                 "its learning rates are laid out over max_steps."
             )
 
-    def ends(self, row: dict[str, Any]) -> bool:
-        """Return whether a run ends after the step of this row."""
+    def ends(self, row: dict[str, Any], evaluates: bool = True) -> bool:
+        """Return whether a run, which evaluates or never does, ends after the step of this row."""
         max_seconds = None if self.strategy.asynchronous else self.max_seconds  # else known when the run is planned
         limits = {"sim_seconds": max_seconds, "bytes_total": self.max_bytes}
         if any(limit is not None and row.get(name, 0.0) >= limit for name, limit in limits.items()):
@@ -447,8 +464,13 @@ class FitOptions(EngineOptions, Training, Simulated):
             return True
         except KeyError as error:
             name = str(error.args[0])
-            at_times = f": validation columns exist only every val_interval={self.val_interval} steps."
-            hint = at_times if name.startswith("val_") else check.did_you_mean(name, [*row, "val_loss"])
+            hint = check.did_you_mean(name, [*row, "val_loss"])
+            if name.startswith("val_"):
+                hint = (
+                    f": validation columns exist only every val_interval={self.val_interval} steps. Ask for "
+                    f"row.get({name!r}, math.inf), or give val_interval=1."
+                    if evaluates else ": the run has no validation. Give Trainer a val_dataset, and no val_size=0."
+                )  # fmt: skip
             raise ValueError(
                 f"stop asks for {name!r}, which the row of step {row['step']} lacks{hint} It has {', '.join(row)}."
             ) from error

@@ -15,8 +15,9 @@ from tqdm.auto import tqdm
 from vecgym.clock.asynchronous import AsyncPlan, stop_of
 from vecgym.collectives import Collectives
 from vecgym.collectives.base import payload_bytes
-from vecgym.core import nodes
+from vecgym.core import nodes, tree
 from vecgym.core.devices import environment, fetched
+from vecgym.core.errors import warn
 from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
 from vecgym.data import Batches, EvalBatches, num_steps
@@ -36,6 +37,7 @@ from vecgym.strategy.asynchronous import EventDriven
 from vecgym.strategy.simulated import asynchronous_simulation, described, metrics_of, simulation_of
 
 M = TypeVar("M", bound=nn.Module)
+ENOUGH_STEPS = 3  # before equal losses say something: a model of zeros has one loss for all examples at first
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,12 @@ class Run(Generic[M]):
         options.strategy.check(comm.num_nodes, self.num_steps)
 
         self.model: M = hooks.copied(task.model).to(device)
-        self.engine = _engine(self.model, options, self.train.batch(0), self.num_steps, session)
+        first = self.train.batch(0)
+        self._differ = any(not torch.equal(x, x[:1].expand_as(x)) for x in tree.leaves(first))  # of several nodes
+        self.engine = _engine(self.model, options, first, self.num_steps, session)
         self.options, memory = _fitted(options, self.engine, self.train, self.num_steps, session)
         if session.rank == 0:
-            warn_of_parts(self.train.batch(0), self.options.minibatch_size, self.engine.weighted)
+            warn_of_parts(first, self.options.minibatch_size, self.engine.weighted)
         self.val = _validation_batches(task.val_dataset, self.options, session, device)
 
         num_examples = session.joined(self.train.shard_sizes)
@@ -132,6 +136,7 @@ class Run(Generic[M]):
                     run(self.simulation, self.state, [self._after], before=self._observe, stop=self._stopped)
                 self._tell_untrained()
                 recorder.flush()
+                self._warn_equal()
                 if self.session.stop(self._interrupted) > STOP:
                     how = "" if checkpoints.last is None else f"; resume=True continues from {checkpoints.last}"
                     raise KeyboardInterrupt(f"interrupted after {self.unit} {self.state.step} of {self.num_steps}{how}")
@@ -149,6 +154,23 @@ class Run(Generic[M]):
         if self.session.rank == 0:
             self.history.settings["without_gradient"] = warn_of_untrained(each)
 
+    def _warn_equal(self) -> None:
+        """Warn if nodes always had one loss, although they read different examples."""
+        losses = [row["train_losses"] for row in self.history if row["step"]]
+        if (
+            self.session.rank == 0
+            and self._differ
+            and len(losses) >= ENOUGH_STEPS
+            and all(len(set(x)) == 1 for x in losses)
+        ):
+            warn(
+                f"all {self.options.num_nodes} nodes had the same loss in each of {len(losses)} steps, and their "
+                "examples differ: the model, or loss_fn, seems to ignore its batch."
+            )
+
+    def _ends(self, row: dict[str, Any]) -> bool:
+        return self.options.ends(row, evaluates=self.val is not None)
+
     def _after(self, state: State, row: Row) -> None:
         """Record a step and the measurements after it."""
         evaluated = self._is_evaluated(state.step)
@@ -157,7 +179,7 @@ class Run(Generic[M]):
         if evaluated:
             self._evaluate_step()
         asked = self._asked_to_end()
-        ends = self._agree(asked or (self._may_stop and self.options.ends(self.recorder.row)))
+        ends = self._agree(asked or (self._may_stop and self._ends(self.recorder.row)))
         if self.recorder.loggers.stopped:
             self._interrupted.append(STOP)
         if not evaluated and (ends or self.session.stop(self._interrupted) == STOP):
@@ -246,7 +268,7 @@ class Run(Generic[M]):
     def _at_end(self) -> bool:
         """Return whether a resumed run has ended, and its last step is not evaluated."""
         # A function with a memory sees the earlier rows again.
-        ends = self._agree([self.options.ends(row) for row in self.history if row["step"]][-1:] == [True])
+        ends = self._agree([self._ends(row) for row in self.history if row["step"]][-1:] == [True])
         last = self.history.rows[-1:]
         evaluated = any(name.startswith(("val_loss", "consensus")) for row in last for name in row)
         return (ends or self.state.step == self.num_steps) and not evaluated

@@ -29,6 +29,7 @@ from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec, clip_grad_norm, ensure_optim_spec
 from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.optimizer import Optimizer
+from vecgym.optim.spec import check_lr
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.meeting import Meeting
 
@@ -957,6 +958,8 @@ def outer_spec(
     >>> outer_spec("sgd", outer_lr=0.5), outer_spec(OptimSpec("sgd", lr=0.1))
     (OptimSpec(SGD, lr=0.5, momentum=0.9, nesterov=True), OptimSpec(SGD, lr=0.1))
     """
+    if outer_lr is not None:
+        check_lr("outer_lr", outer_lr)
     if optim is None or optim is torch.optim.SGD or (isinstance(optim, str) and optim.lower() == "sgd"):
         lr = usual if outer_lr is None else outer_lr
         return OptimSpec(torch.optim.SGD, **{**OUTER_DEFAULTS, "lr": lr})

@@ -18,6 +18,7 @@ from vecgym.compress.codecs import Averaged, Codec, Quantise
 from vecgym.core import check, rng, tree
 from vecgym.core.devices import spread
 from vecgym.optim import OptimSpec
+from vecgym.optim.spec import check_lr
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import Mark, RunFacts, Who
 from vecgym.strategy.averages import Average, Correction, Eager, Mean, NoLoCo, Outer, outer_spec
@@ -498,7 +499,7 @@ class MuLoCoStrategy(DiLoCoStrategy):
             )
         if check.is_number(lr):
             check.number("lr", lr, "(0, inf)", "Muon's rate; for AdamW alone give matrices=lambda name, p: False")
-        OptimSpec("adamw", lr=adamw_lr, weight_decay=weight_decay)  # refuses what AdamW refuses
+        OptimSpec("adamw", lr=check_lr("adamw_lr", adamw_lr), weight_decay=weight_decay)  # refuses what AdamW refuses
         groups = _Groups(chosen, adamw_lr, weight_decay)
         check.flag("full_precision", full_precision)
         check.choice("muon", muon, ("dion", "torch"))
