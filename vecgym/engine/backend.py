@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 Missing = Mapping[str, frozenset[int]]  # parameters on which the loss of some rows does not depend, and these rows
 
+# How far the gradients of two backends may be apart, since sums are taken in another order: relative to the largest
+# value of the tensor, and to that of all tensors (a gradient that is 0 in exact arithmetic is pure rounding). A wrongly
+# traced model is off by far more.
+TOLERANCE = {torch.float64: (1e-10, 1e-13), torch.float32: (1e-3, 1e-6)}
+LOW_PRECISION = (0.1, 1e-2)  # also autocast: fused operations keep float32 where vmap rounds between them
+
 
 class Local(NamedTuple):
     """The result of the nodes' local work.
@@ -377,3 +383,31 @@ def timed(backend: Backend, part: NodeSlice, mean: bool) -> tuple[Local, float]:
     if local.losses.device.type == "cuda":
         torch.cuda.synchronize(local.losses.device)
     return local, time.perf_counter() - start
+
+
+def difference(expected: Local, actual: Local, loosely: bool) -> str:
+    """Say which tensor of `actual` is wrong; "" if none is.
+
+    Args:
+        loosely: allow for rounding in low precision.
+
+    >>> a, b = (Local({"w": torch.tensor([[2.0, x]])}, torch.ones(1), {}) for x in (1.0, 1.1))
+    >>> difference(a, a, False), difference(a, b, False)
+    ('', 'the gradient of w is off by 1.0e-01, where rounding explains at most 2.0e-03')
+    """
+    largest = max([_largest(g) for g in expected.grads.values()], default=0.0)
+    for name, a, b in [
+        ("the loss", expected.losses, actual.losses),
+        *((f"the gradient of {name}", g, actual.grads[name]) for name, g in expected.grads.items()),
+        *((f"the buffer {name}", x, actual.buffers[name]) for name, x in expected.buffers.items()),
+    ]:
+        of_tensor, of_model = LOW_PRECISION if loosely else TOLERANCE.get(a.dtype, LOW_PRECISION)
+        allowed = of_tensor * _largest(a) + of_model * largest if a.is_floating_point() else 0
+        if not torch.allclose(a.double(), b.double(), rtol=0, atol=allowed, equal_nan=True):
+            off = _largest(a.double() - b.double())
+            return f"{name} is off by {off:.1e}, where rounding explains at most {allowed:.1e}"
+    return ""
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().nan_to_num().amax().item() if x.numel() else 0.0

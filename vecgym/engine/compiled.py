@@ -21,18 +21,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vecgym.core import tree
 from vecgym.core.nodes import expand
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import Local, NodeSlice, apart, first_part, settle, timed
+from vecgym.engine.backend import NodeSlice, apart, difference, first_part, settle, timed
 from vecgym.engine.contract import cause
-from vecgym.engine.stateless import StatelessModel
+from vecgym.engine.stateless import StatelessModel, plain_attention
 from vecgym.engine.vmap import Vmap
 
 MANY = 10**6
-
-# How far gradients may be from those of vmap, since sums are taken in another order: relative to the largest value of
-# the tensor, and to that of all tensors (a gradient that is 0 in exact arithmetic is pure rounding). A wrongly traced
-# model is off by far more.
-TOLERANCE = {torch.float64: (1e-10, 1e-13), torch.float32: (1e-3, 1e-6)}
-LOW_PRECISION = (0.1, 1e-2)  # also autocast: fused operations keep float32 where vmap rounds between them
 
 
 class Compiled(Vmap):
@@ -82,6 +76,7 @@ class Compiled(Vmap):
         grads, (losses, after) = grad(mean_loss, has_aux=True)(params)
         return grads, losses, after
 
+    @plain_attention()
     def tried(self, batch: Any, mean: bool, autocast: bool) -> tuple[str, str]:
         """Compile, compare with `vmap`, and time both; return why this backend is not used, or else a report in words.
 
@@ -103,8 +98,7 @@ class Compiled(Vmap):
         except torch._dynamo.exc.RecompileError as error:
             return f"{_changed(error)}, so that every step would compile it anew: keep that in a buffer", ""
         except Exception as error:  # whatever the compiler raises: without it the model runs
-            _check_compiler(error)
-            return cause(error), ""
+            return _refusal(error), ""
         if wrong := difference(expected, actual, autocast):
             return f"compiled, {wrong}", ""
         plain_s, compiled_s = (min(timed(form, work(batch), mean)[1] for _ in range(3)) for form in (reference, self))
@@ -127,38 +121,27 @@ def _turned(batch: Any) -> Any:
     return tree.map_leaves(lambda x: x.flip(0, *([1] if x.dim() > 1 else [])), batch)
 
 
-def difference(expected: Local, actual: Local, autocast: bool) -> str:
-    """Say which tensor of `actual` is wrong; "" if none is."""
-    largest = max([_largest(g) for g in expected.grads.values()], default=0.0)
-    for name, a, b in [
-        ("the loss", expected.losses, actual.losses),
-        *((f"the gradient of {name}", g, actual.grads[name]) for name, g in expected.grads.items()),
-        *((f"the buffer {name}", x, actual.buffers[name]) for name, x in expected.buffers.items()),
-    ]:
-        of_tensor, of_model = LOW_PRECISION if autocast else TOLERANCE.get(a.dtype, LOW_PRECISION)
-        allowed = of_tensor * _largest(a) + of_model * largest if a.is_floating_point() else 0
-        if not torch.allclose(a.double(), b.double(), rtol=0, atol=allowed, equal_nan=True):
-            off = _largest(a.double() - b.double())
-            return f"{name} is off by {off:.1e}, where rounding explains at most {allowed:.1e}"
-    return ""
+def _refusal(error: BaseException) -> str:
+    """Say why a model cannot be compiled.
 
-
-def _largest(x: Tensor) -> float:
-    return x.abs().nan_to_num().amax().item() if x.numel() else 0.0
-
-
-def _check_compiler(error: BaseException) -> None:
-    """Raise a RuntimeError with the fix if no compiler was found."""
+    Raises:
+        RuntimeError: with the fix, if no compiler was found.
+    """
+    inner: Any = error
     chained: BaseException | None = error
     while chained is not None:
+        inner = getattr(chained, "inner_exception", inner)  # a backend's own, of which torch's error names the backend
         text = str(chained).strip()
-        if "Compiler" in type(chained).__name__ or ("compiler" in text.lower() and "not found" in text.lower()):
+        missing = type(chained).__name__ in ("InvalidCxxCompiler", "TritonMissing")
+        if missing or ("compiler" in text.lower() and "not found" in text.lower()):
             raise RuntimeError(
                 "compile=True needs a C++ compiler, and torch.compile finds none that works: install one (g++ or "
                 "clang++; for CUDA also Triton), set the environment variable CXX to it, or leave out "
                 "compile=True.\n" + text.partition("\n")[0]
             ) from error
         chained = chained.__cause__ or chained.__context__
+    context = re.search("Developer debug context: (.*)", str(error)) if "Observed exception" in str(error) else None
+    return f"Observed exception: {context[1][:200]}" if context else cause(inner)
 
 
 def _changed(error: Exception) -> str:

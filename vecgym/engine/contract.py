@@ -52,13 +52,18 @@ def fix(model: nn.Module, batch: Any = None) -> str:
 def with_loss(model: M, loss_fn: Any) -> M:
     """Return a model whose loss is `loss_fn(model, batch)` in place of `model(batch)`; it shares everything else.
 
+    Of a module or a function that `torch.compile` has wrapped it takes what is wrapped.
+
     >>> model = nn.Linear(2, 1)
     >>> square = with_loss(model, lambda module, batch: module(batch).square().mean())
     >>> square is model, square.weight is model.weight
     (False, True)
     """
+    while hooks.is_compiled(model):
+        model = model._orig_mod  # type: ignore[assignment]
     if loss_fn is None or not isinstance(model, nn.Module):
         return model
+    loss_fn = getattr(loss_fn, "_torchdynamo_orig_callable", loss_fn)
     give = "give a function of both: lambda module, batch: F.cross_entropy(module(batch[0]), batch[1])"
     if not callable(loss_fn) or isinstance(loss_fn, (nn.Module, type)):
         raise TypeError(f"loss_fn is {check.kind_of(loss_fn)}; {give}.")

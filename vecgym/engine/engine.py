@@ -235,6 +235,7 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------- training
 
+    @plain_attention()
     def gradients(
         self,
         params: Tree,
@@ -400,6 +401,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ evaluation
 
+    @plain_attention()
     def loss(self, params: Tree, buffers: Tree, batch: Any) -> Tensor:
         """Compute the loss of one model in eval mode, a scalar, differentiable to any order in everything.
 
@@ -408,12 +410,13 @@ class Engine:
             batch: an ordinary batch, `[B, ...]`.
         """
         with (
-            TwiceDifferentiable(), sdpa_kernel(SDPBackend.MATH), plain_attention(), self._stateless.casting(),
+            TwiceDifferentiable(), sdpa_kernel(SDPBackend.MATH), self._stateless.casting(),
             self._stateless.seeded(0, "evaluation", 0), contract.naming("in evaluation"),
         ):  # fmt: skip
             return self._stateless.eval_loss(params, buffers, batch)
 
     @torch.no_grad()
+    @plain_attention()
     def measures(
         self, params: Tree, buffers: Tree, batch: Any, *, own_batches: bool = False, several: bool = False
     ) -> Tree:

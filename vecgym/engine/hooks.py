@@ -109,7 +109,7 @@ def _functions(model: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
         for hook in (f for kind in OF_A_MODULE for f in getattr(module, kind).values()):
             if isinstance(hook, types.FunctionType):
                 yield f"a hook of {of}", hook
-        if "_orig_mod" in module._modules:  # of torch.compile: a copy compiles again
+        if is_compiled(module):
             continue
         for key, value in vars(module).items():
             if isinstance(value, types.FunctionType) and key != "_compiled_call_impl":
@@ -130,6 +130,46 @@ def _references(function: Callable[..., Any]) -> list[Any]:
         return owner
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     return [*owner, *outer.nonlocals.values(), *outer.globals.values(), *defaults]
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether this is a module that `torch.compile(module)` has wrapped, which has it as `_orig_mod`.
+
+    >>> is_compiled(nn.Linear(2, 1))
+    False
+    """
+    return isinstance(model, nn.Module) and "_orig_mod" in model._modules
+
+
+def uncompiled(copy: nn.Module, model: nn.Module) -> nn.Module:
+    """Take the modules and functions in a copy of a model out of their wrappers by `torch.compile`.
+
+    >>> import torch
+    >>> model = nn.Sequential(torch.compile(nn.Linear(2, 1)))
+    >>> uncompiled(copy.deepcopy(model), model)
+    Sequential(
+      (0): Linear(in_features=2, out_features=1, bias=True)
+    )
+    """
+    _rebind(copy, model)
+    around = nn.ModuleDict({"model": copy})
+    for module in around.modules():
+        for key, part in module._modules.items():
+            while is_compiled(part):
+                part = module._modules[key] = part._modules["_orig_mod"]  # type: ignore[union-attr]
+    return around["model"]
+
+
+def _rebind(copy: nn.Module, model: nn.Module) -> None:
+    """Give a copy its own methods in place of compiled ones, such as `model.forward`, which are the model's."""
+    own = {id(a): b for a, b in zip(model.modules(), copy.modules())}
+    for module in [module for module in copy.modules() if not is_compiled(module)]:
+        for key, value in list(vars(module).items()):
+            if isinstance(value, types.FunctionType) and hasattr(value, "_torchdynamo_orig_callable"):
+                inner = value._torchdynamo_orig_callable
+                if isinstance(inner, types.MethodType):
+                    inner = types.MethodType(inner.__func__, own.get(id(inner.__self__), module))
+                vars(module)[key] = inner
 
 
 def check_pickled(model: nn.Module, fix: str) -> None:
@@ -160,6 +200,7 @@ def copied(model: M) -> M:
     """
     check_hooks(model)
     new = copy.deepcopy(model, computed(model))
+    _rebind(new, model)
     params = dict(new.named_parameters())
     for name, hooks in of_parameters(model).items():
         for hook in hooks:

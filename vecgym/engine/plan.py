@@ -22,13 +22,14 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 
 from vecgym.core import check, tree
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.engine import hooks
-from vecgym.engine.backend import Backend, first_part
+from vecgym.engine.backend import Backend, Local, difference, first_part
 from vecgym.engine.contract import (
     WEIGHT,
     cause,
@@ -40,7 +41,7 @@ from vecgym.engine.contract import (
     vmap_error,
 )
 from vecgym.engine.loop import Loop
-from vecgym.engine.stateless import ChannelsLast, StatelessModel, seeded
+from vecgym.engine.stateless import ChannelsLast, StatelessModel, plain_attention, seeded
 from vecgym.engine.vmap import Vmap
 
 EngineName = Literal["auto", "vmap", "loop"]
@@ -85,11 +86,13 @@ class ModelFacts:
     convolution_flop: int = 0  # those in convolutions of images
     largest_bytes: int = 0  # of one node's tensors: parameters and outputs of operations
     output_bytes: int = 0  # the largest output of an operation
+    any_layout: bool = True  # whether its results are the same with the channels last in memory
     at_once: bool = True  # whether several batches can be evaluated in one call; False after a failed try
     vmap_error: Exception | None = None
     vmap_slow: tuple[str, ...] = ()  # operations that vmap runs node by node, serially
 
 
+@plain_attention()
 def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required: bool = False) -> ModelFacts:
     """Run one node forward and backward on a batch `[B, ...]`: check what the model returns, and record what it does.
 
@@ -105,7 +108,7 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
     with seeded(0, model.device), observer, first_call(model.model, batch):
         before, own = tree.map(torch.clone, model.buffers), tree.map(torch.clone, model.buffers)
         states = _rng_states(model.device)
-        _, after, grads = model.gradient(params, {**own, WEIGHT: None}, batch)
+        loss, after, grads = model.gradient(params, {**own, WEIGHT: None}, batch)
         weight = after.pop(WEIGHT)
         random = not all(map(torch.equal, states, _rng_states(model.device)))
         # Even by writing the same value, such as the running mean of something that has not moved yet.
@@ -124,12 +127,23 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
     )  # fmt: skip
     if stacked is None:
         return facts
+    of_one = _local(model, loss, after, grads)
+    if not required:
+        facts = replace(facts, any_layout=_any_layout(model, batch, facts, of_one))
     writes = f"its forward writes to its parameter {min(written)!r}" if written else ""
     if unsafe := observer.unsafe or writes or (hooked and f"{hooked}, which sees one node at a time"):
         return replace(facts, vmap_error=vmap_error(unsafe))
+    expected = of_one if observer.transforms and not random else None
+    return _in_one_call(model, batch, stacked, facts, expected, required)
+
+
+def _in_one_call(
+    model: StatelessModel, batch: Any, stacked: Backend, facts: ModelFacts, expected: Local | None, required: bool
+) -> ModelFacts:
+    """Add to the facts whether vmap can run the model, and which operations it runs node by node."""
     model.learn(facts.random, facts.mutated)
     try:
-        return replace(facts, vmap_slow=_slow_operations(model, batch, stacked), chooses=False)
+        return replace(facts, vmap_slow=_slow_operations(model, batch, stacked, expected), chooses=False)
     except Exception as error:  # whatever the model's code raises: the loop can run it
         refusal = vmap_error(cause(error))
         if required:
@@ -137,12 +151,40 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
         return replace(facts, vmap_error=refusal)
 
 
-def _slow_operations(model: StatelessModel, batch: Any, stacked: Backend) -> tuple[str, ...]:
-    """Run two equal nodes at once; return the operations that torch warns it runs node by node."""
+def _any_layout(model: StatelessModel, batch: Any, facts: ModelFacts, expected: Local) -> bool:
+    """Whether one node has the results `expected` with the channels last in memory; True if that is of no use.
+
+    Its code may depend on strides: `view`, `as_strided`, `.numpy()`. Random numbers may come in another order.
+    """
+    if model.device.type != "cpu" or facts.convolution_flop <= MAX_CONVOLUTION_FLOP_IN_STACK:
+        return True
+    params = {name: p.detach().clone().requires_grad_() for name, p in model.params.items()}
+    try:
+        with seeded(0, model.device), ChannelsLast():
+            actual = _local(model, *model.gradient(params, tree.map(torch.clone, model.buffers), batch))
+        return facts.random or not difference(expected, actual, loosely=True)
+    except Exception:  # whatever the model's code raises: it runs in the order in which its tensors come
+        return False
+
+
+def _local(model: StatelessModel, loss: Tensor, after: Tree, grads: Any) -> Local:
+    """Return the results of one node, as of stacked nodes."""
+    used = {name: g for name, g in zip(model.params, grads) if g is not None}
+    return Local(*tree.map_leaves(lambda x: x.detach()[None], (used, loss, after)))
+
+
+def _slow_operations(model: StatelessModel, batch: Any, stacked: Backend, expected: Local | None) -> tuple[str, ...]:
+    """Run two equal nodes at once; return the operations that torch warns it runs node by node.
+
+    Raises:
+        RuntimeError: if the results of each are not `expected`, of a forward with transforms of torch.func.
+    """
     part = first_part(model, tree.map_leaves(lambda x: torch.stack([x, x]), batch), mean=False)
     with warnings.catch_warnings(record=True) as caught, seeded(0, model.device):
         warnings.simplefilter("always")
-        stacked.gradients(part, lambda: tree.map(torch.empty_like, part.params))
+        local = stacked.gradients(part, lambda: tree.map(torch.empty_like, part.params))
+    if expected is not None and (off := difference(expected, local, model.autocast)):
+        raise RuntimeError(f"its use of torch.func has other results within vmap: {off}")
     messages = [str(w.message) for w in caught if "batching rule for " in str(w.message)]
     return tuple(dict.fromkeys(text.split("batching rule for ")[1].split(".")[0] for text in messages))
 
@@ -159,6 +201,7 @@ class Observer(TorchFunctionMode):
         convolution_flop: those in convolutions of images.
         largest_bytes: of the tensors that the calls returned.
         recomputes: whether the backward pass ran parts of the model again.
+        transforms: whether the forward uses transforms of torch.func.
         unsafe: what vmap would silently do wrong; empty if nothing.
 
     Args:
@@ -171,7 +214,7 @@ class Observer(TorchFunctionMode):
         # Each of them, and each `.data` of it, counts its changes in place.
         self._watched = [(name, x, x._version, x.data_ptr()) for name, x in watched.items()]
         self.flop = self.convolution_flop = self.largest_bytes = 0
-        self.recomputes = False
+        self.recomputes = self.transforms = False
         self.unsafe = ""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -181,6 +224,7 @@ class Observer(TorchFunctionMode):
         if torch._C._current_graph_task_id() != -1:  # in the backward pass, in which an operation keeps no graph
             self.recomputes |= torch.is_grad_enabled()
             return out
+        self.transforms |= _functorch.peek_interpreter_stack() is not None
         if isinstance(out, Tensor):
             self.largest_bytes = max(self.largest_bytes, out.numel() * out.element_size())
         if func is F.scaled_dot_product_attention:
@@ -309,7 +353,8 @@ def choose_plan(
     chunk_size = None
     if device.type == "cpu" and backend != "loop" and facts.largest_bytes * num_nodes > MAX_TENSOR_BYTES * threads:
         chunk_size = max(1, MAX_TENSOR_BYTES // facts.largest_bytes)
-    return Plan(backend, threads, chunk_size, reason, channels_last=many_convolutions and engine not in BACKENDS)
+    last = many_convolutions and engine not in BACKENDS and facts.any_layout
+    return Plan(backend, threads, chunk_size, reason, channels_last=last)
 
 
 def batches_at_once(plan: Plan, facts: ModelFacts | None, num_nodes: int, device: torch.device) -> int:

@@ -31,7 +31,7 @@ from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.engine.backend import NodeSlice, first_part, timed
 from vecgym.engine.constancy import Uncertain, Watch
-from vecgym.engine.stateless import StatelessModel
+from vecgym.engine.stateless import StatelessModel, plain_attention
 from vecgym.engine.vmap import Vmap
 
 THREAD = 1  # its structure is for this backend alone: if a pass changes it, `vmap` still has one as it was
@@ -60,6 +60,7 @@ class Recorded(Vmap):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "ended": "the engine is a copy", "_lists": {}, "_passes": Counter(), "_watch": None}
 
+    @plain_attention()
     def tried(self, batch: Any, mean: bool, num_passes: int | None = None) -> str:
         """Write down the pass of a first step, and compare its time with that of `vmap`; say why not, or "".
 

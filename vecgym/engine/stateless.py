@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
@@ -59,15 +59,19 @@ class Skeleton:
         if not (training and model.training):
             self.model.train(training)
         names = {id(x): name for name, x in (*model.named_buffers(), *model.named_parameters())}
+        self.model = hooks.uncompiled(self.model, model)  # a node's loss is not compiled alone
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in names.values()}
-        for module in self.model.modules():
+        self.paths: dict[str, list[str]] = {name: [] for name in names.values()}  # of its places, each once
+        for path, module in self.model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 module.sparse = False  # stacked gradients are dense
             for holder in (module._parameters, module._buffers):
                 for key, x in holder.items():
                     if x is not None:
                         self._places[names[id(x)]].append((holder, key))
+                        self.paths[names[id(x)]].append(f"{path}.{key}" if path else key)
         self._places[WEIGHT] = []
+        self.paths[WEIGHT] = []
         self._buffers = [name for name, _ in model.named_buffers()]
 
     def call(
@@ -152,7 +156,7 @@ class StatelessModel:
         self.written: Collection[str] = ()
         self.unused: Collection[str] = ()
         self.recomputes = self.weighted = False
-        self._autocast = autocast
+        self.autocast = autocast
         self._mutated: Collection[str] | None = None
         self._hooks = hooks.of_parameters(model)
         self._train = [Skeleton(model, training=True)]
@@ -220,9 +224,10 @@ class StatelessModel:
         Args:
             shared: all other tensors, the frozen parameters too.
         """
-        after = {name: b for name, b in changed.items() if name != WEIGHT}
-        values = tuple({f"model.{name}": x for name, x in tensors.items()} for tensors in (params, after, shared))
-        loss, given = torch.func.functional_call(self._called, values, (batch,))
+        after, paths = {name: b for name, b in changed.items() if name != WEIGHT}, self._train[0].paths
+        values = {f"model.{path}": x for name, x in {**shared, **after, **params}.items() for path in paths[name]}
+        # With tie_weights=True it would not restore the tensors of a module that is in two places.
+        loss, given = torch.func.functional_call(self._called, values, (batch,), tie_weights=False)
         return loss, {**after, WEIGHT: weight_of(given)} if WEIGHT in changed else after
 
     def gradient(self, leaves: Tree, buffers: dict[str, Any], batch: Any, thread: int = 0) -> tuple[Tensor, Tree, Any]:
@@ -277,11 +282,11 @@ class StatelessModel:
 
     def casting(self) -> contextlib.AbstractContextManager:
         """Enter the precision of the forward pass."""
-        return torch.autocast(self.device.type) if self._autocast else contextlib.nullcontext()
+        return torch.autocast(self.device.type) if self.autocast else contextlib.nullcontext()
 
     def not_casting(self) -> contextlib.AbstractContextManager:
         """Leave it for the backward pass, whose operations have the precision of the forward ones."""
-        return torch.autocast(self.device.type, enabled=False) if self._autocast else contextlib.nullcontext()
+        return torch.autocast(self.device.type, enabled=False) if self.autocast else contextlib.nullcontext()
 
     def seeded(self, seed: int, purpose: str, *ids: int) -> contextlib.AbstractContextManager:
         """Seed the random numbers of a pass by their key; do nothing for a model that draws none."""
@@ -316,7 +321,11 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_attention() -> Iterator[None]:
-    """Keep `nn.MultiheadAttention` from a fast form for evaluation that vmap runs node by node."""
+    """Keep `nn.TransformerEncoder` and `nn.MultiheadAttention` from a fast form for evaluation.
+
+    vmap cannot take it, and it computes other values where positions are masked: all engines leave it out, so that a
+    model is evaluated as it is trained.
+    """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -329,7 +338,7 @@ class ChannelsLast(TorchFunctionMode):
     """Make convolutions return images `[B, C, H, W]` with the channels adjacent in memory.
 
     Later operations keep that order, in which a CPU computes most of them faster: a convolution by a third, pooling
-    several times. Values are the same up to rounding.
+    several times. Values are the same up to rounding. A `view` that this order forbids is a copy, as by `reshape`.
 
     >>> images = torch.zeros(2, 3, 8, 8)
     >>> with ChannelsLast():
@@ -341,7 +350,12 @@ class ChannelsLast(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.conv2d and args and args[0].dim() == 4:
             args = (args[0].to(memory_format=torch.channels_last), *args[1:])
+        elif func in _RESHAPING and len(args) > 1 and not isinstance(args[1], torch.dtype):
+            func = _RESHAPING[func]
         return func(*args, **(kwargs or {}))
+
+
+_RESHAPING: dict[Callable, Callable] = {Tensor.view: Tensor.reshape, Tensor.view_as: Tensor.reshape_as}
 
 
 # ---------------------------------------------------------------------------------------------- to differentiate twice
@@ -438,11 +452,21 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
-_ELEMENTARY: dict[Callable, Callable] = {
-    F.embedding: embedding,
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """Return `F.one_hot`, of which a nested transform says that it looks at values."""
+    if num_classes < 1 or not is_functorch_wrapped_tensor(tensor):
+        return F.one_hot(tensor, num_classes)
+    classes = unwrapped(tensor)
+    if not ((classes >= 0) & (classes < num_classes)).all():
+        raise IndexError(f"a class of F.one_hot is not one of 0 to {num_classes - 1}")
+    return (tensor[..., None] == torch.arange(num_classes, device=tensor.device)).long()
+
+
+NORMALISATIONS: dict[Callable, Callable] = {
     F.layer_norm: _layer_norm,
     F.group_norm: _group_norm,
     F.batch_norm: _batch_norm,
     F.instance_norm: _instance_norm,
     torch._weight_norm: _weight_norm,
 }
+_ELEMENTARY: dict[Callable, Callable] = {F.embedding: embedding, F.one_hot: _one_hot, **NORMALISATIONS}

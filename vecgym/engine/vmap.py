@@ -7,6 +7,8 @@ calls of torch's functions go through it.
 from __future__ import annotations
 
 import functools
+import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,21 +16,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _functorch
+from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._functorch.vmap import lazy_load_decompositions
 from torch.func import grad_and_value
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from vecgym.core import tree
 from vecgym.core.nodes import expand
 from vecgym.core.tree import Tree
 from vecgym.engine.backend import Local, NodeSlice, apart, dense, settle
 from vecgym.engine.stateless import (
+    NORMALISATIONS,
     StatelessModel,
     TwiceDifferentiable,
     embedding,
     gradients_within_modes,
-    plain_attention,
 )
 
 _load_decompositions = functools.cache(lazy_load_decompositions)  # vmap's decompositions of some operations
@@ -108,7 +112,7 @@ class Vmap:
             return on_all(measure, len(next(tree.leaves(examples))), examples) if several else measure(examples)
 
         batches = (batch,) if own_batches else ()
-        with Folding(), self.model.casting(), plain_attention():
+        with Folding(), self.model.casting():
             if size > 1:
                 return on_all(of_one, size, own, batches)
             return tree.map(lambda x: x[None], of_one({}, tree.map_leaves(lambda x: x[0], batches)))
@@ -139,12 +143,16 @@ def on_all(fn: Callable[..., Any], size: int, *trees: Any) -> Any:
 
 
 class Folding(TorchFunctionMode):
-    """Under vmap: attention, cross-entropy and linear layers on the rows of all nodes, and embeddings whose
-    `padding_idx` gets no gradient (vmap forgets it).
+    """Under vmap: attention, cross-entropy and linear layers on the rows of all nodes; embeddings whose `padding_idx`
+    gets no gradient (vmap forgets it); normalisations that `torch.func.grad` may differentiate; the precision of
+    autocast; and what a tensor is outside of vmap.
     """
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _FOLDED.get(func, func)(*args, **(kwargs or {}))
+        call = _FOLDED.get(func, func)
+        if torch._C._is_any_autocast_enabled():
+            return _autocast(func, call, args, kwargs or {})
+        return call(*args, **(kwargs or {}))
 
 
 # ------------------------------------------------------------------------------- inside and outside of vmap
@@ -172,7 +180,7 @@ class _Opened(NamedTuple):
 
 
 def _open(*values: Tensor | None) -> _Opened | None:
-    """Unwrap tensors from vmap; None if none of them differs between the nodes.
+    """Unwrap tensors from vmap; None if none of them differs between the nodes, or one is being differentiated within.
 
     Of nested vmaps it is the innermost over which any of them differs.
 
@@ -181,7 +189,7 @@ def _open(*values: Tensor | None) -> _Opened | None:
     """
     levels = [_functorch.maybe_get_level(x) if x is not None and _functorch.is_batchedtensor(x) else 0 for x in values]
     level = max(levels)
-    if not level:
+    if not level or any(x is not None and _functorch.is_gradtrackingtensor(x) for x in values):  # torch.func.grad
         return None
     tensors, size = list(values), 0
     dims: list[int | None] = [None] * len(values)
@@ -264,11 +272,9 @@ def _of_rows(logits: Tensor, classes: Tensor, ignore_index: int) -> Tensor:
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Apply a shared weight to the rows of all nodes at once, and each node's own weights by `_StackedLinear`."""
-    # Under autocast the operation itself must see which precision to take.
-    casting = weight.device.type != "meta" and torch.is_autocast_enabled(weight.device.type)
-    foldable = weight.dim() == 2 and input.dtype == weight.dtype and not casting
+    foldable = weight.dim() == 2 and input.dtype == weight.dtype
     opened = _open(input, weight, bias) if foldable else None
-    if opened is None or any(x is not None and _functorch.is_batchedtensor(x) for x in opened.tensors):
+    if opened is None or any(x is not None and _functorch.is_functorch_wrapped_tensor(x) for x in opened.tensors):
         return F.linear(input, weight, bias)
     with temporarily_pop_interpreter_stack():
         x = opened.front(0)
@@ -306,9 +312,116 @@ class _StackedLinear(torch.autograd.Function):
         )
 
 
+# ------------------------------------------------------------------------------------------ inside of other modes
+
+
+def _within_grad(func: Callable, elementary: Callable) -> Callable:
+    """Return a function that calls `elementary` within the forward's own `torch.func.grad`; see `TwiceDifferentiable`.
+
+    Not within forward mode, of whose result torch has wrong gradients without vmap, too: they are the same here.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        within = {level.key() for level in _functorch.get_interpreter_stack() or ()}
+        derived = TransformType.Grad in within and TransformType.Jvp not in within
+        return (elementary if derived else func)(*args, **kwargs)
+
+    return call
+
+
+def _outside(getter: Callable) -> Callable:
+    """Return a getter of what a tensor is outside of vmap, within which it seems to be a leaf without gradients.
+
+    It is for the model's code: torch's own, such as activation checkpointing, is made for the tensors within.
+    """
+
+    def get(x: Tensor, *args: Any) -> Any:
+        asking: Any = sys._getframe(1)
+        while asking.f_globals is globals():
+            asking = asking.f_back
+        while not asking.f_globals.get("__name__", "").startswith("torch.") and _functorch.is_batchedtensor(x):
+            x = _functorch.get_unwrapped(x)
+        return getter(x, *args)
+
+    return get
+
+
+def _autocast(func: Callable, call: Callable, args: Any, kwargs: Any) -> Any:
+    """Call a function in the precision that autocast gives it outside of vmap.
+
+    vmap is the first to see an operation, and may take it apart (a product, then a bias in float32) before autocast
+    sees the parts.
+    """
+    if func is F.multi_head_attention_forward:
+        with Folding():
+            return _written_in_python(*args, **kwargs)
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    device = given[0].device.type if given else ""
+    known = device not in ("", "meta") and torch.is_autocast_enabled(device)
+    policy = _policy(func, device) if known else ""
+    if not policy:
+        return call(*args, **kwargs)
+    to = {"low": torch.get_autocast_dtype(device), "as given": None}.get(policy, torch.float32)
+
+    def cast(x: Tensor) -> Tensor:
+        eligible = x.is_floating_point() and x.dtype != torch.float64 and x.device.type == device
+        return x.to(to) if to is not None and eligible else x
+
+    args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+    with torch._C._DisableAutocast():
+        out = call(*args, **kwargs)
+    return out.to(given[0].dtype) if policy == "inside" else out
+
+
+# torch.nn.functional calls it without function modes; this is the same function, whose own calls go through them.
+_written_in_python = types.FunctionType(
+    F.multi_head_attention_forward.__code__, {**vars(F), "has_torch_function": lambda given: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)  # fmt: skip
+
+
+@functools.cache
+def _policy(func: Callable, device: str) -> str:
+    """Return autocast's policy for a function: "low" precision, "full", "as given", or "inside"; "": none of its own.
+
+    A function that is in full precision "inside" returns the type of its input.
+
+    >>> _policy(F.linear, "cpu"), _policy(F.l1_loss, "cpu"), _policy(torch.mv, "cpu"), _policy(torch.add, "cpu")
+    ('low', 'full', 'as given', '')
+    """
+    name = getattr(func, "__name__", "")
+    name = name[2:-2] if name.startswith("__") else name
+    name = {"rmatmul": "matmul", "cross_entropy": "cross_entropy_loss", "grid_sample": "grid_sampler"}.get(name, name)
+    known = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device.upper()}")
+    if name in OF_ANY_TYPE or name not in {operation.split("::")[1].split(".")[0] for operation in known}:
+        return WITHOUT_A_RULE.get(name, "")
+    return "low" if name in IN_LOW_PRECISION or name.startswith("conv") else "full"
+
+
+# Of the operations that autocast knows: those of low precision (all others are in float32), and those that it leaves in
+# the widest type of their arguments, or refuses.
+IN_LOW_PRECISION = {
+    "linear", "matmul", "mm", "mv", "bmm", "addmm", "addmv", "addr", "addbmm", "baddbmm", "chain_matmul", "einsum",
+    "linalg_multi_dot", "linalg_vecdot", "prelu", "scaled_dot_product_attention", "gru_cell", "lstm_cell",
+    "rnn_tanh_cell", "rnn_relu_cell",
+}  # fmt: skip
+OF_ANY_TYPE = {
+    "cat", "stack", "index_copy", "index_put", "scatter_add", "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot",
+    "vdot", "tensordot", "binary_cross_entropy",
+}  # fmt: skip
+# Those that it does not know, and vmap takes apart: into products, or so that weights of another type widen the result.
+WITHOUT_A_RULE = {
+    **dict.fromkeys(["mv", "dot", "vdot"], "as given"),
+    **dict.fromkeys(["batch_norm", "instance_norm", "layer_norm", "group_norm"], "inside"),
+}
+
+
+_GETTERS = [getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn")]
 _FOLDED: dict[Callable, Callable] = {
+    **{getter: _outside(getter) for getter in _GETTERS},
     F.scaled_dot_product_attention: _attention,
     F.cross_entropy: _cross_entropy,
     F.linear: _linear,
     F.embedding: embedding,
+    **{func: _within_grad(func, elementary) for func, elementary in NORMALISATIONS.items()},
 }

@@ -104,7 +104,10 @@ The engine computes the gradients of all nodes.
 The rule never measures, so a script gives the same bits at every run on one machine. `history.settings` records the
 choice, and the reason (`"engine"` and `"engine_reason"`). Where a node's step on a CPU has much arithmetic in convolutions of images, it takes the loop, and lets the
 channels be last in memory, which is a third faster than the order in which they come (`"channels_last"` in the
-settings).
+settings). A model whose results depend on that order, by `as_strided` for instance, keeps the order of its batches.
+
+No engine takes torch's fast form of `nn.TransformerEncoder` for evaluation, whose outputs at masked positions are others:
+a model is evaluated in the form in which it is trained. Autocast gives layers and losses the same types on all engines.
 
 With a small model, most of a step is not arithmetic: it is Python, vmap and autograd. So `"auto"` writes down which
 operations `vmap` calls, once for each shape of a batch, and then calls these (`"recorded"` in the settings). Every bit
@@ -123,8 +126,8 @@ such as a global number that a callback sets, `vmap` computes from then on, with
 
 Where `vmap` cannot run a model, a message names the line of the model, and the loop takes over. The CPU cores then work
 on different nodes. This happens with LSTMs, Python branches on tensor values, hooks on gradients, embeddings with
-`max_norm` or `scale_grad_by_freq`, and, with an older torch such as 2.6, activation checkpointing. Hooks on `p.grad`
-are refused.
+`max_norm` or `scale_grad_by_freq`, `torch.autograd.grad` in a forward (`torch.func.grad` can be in one), and, with an
+older torch such as 2.6, activation checkpointing. Hooks on `p.grad` are refused.
 
 **Models that choose by data**, such as experts in a loop over those that are hit, dropped layers, or a head for each task,
 take the loop, and are trained as by torch. A parameter without a gradient in a step is skipped by that node's optimizer, with
@@ -136,7 +139,8 @@ had a gradient.
 `compile=True` compiles the gradients of all nodes with `torch.compile`. That takes 10 to 60 seconds and a C++ compiler;
 `history.settings["engine_reason"]` says how long it took, and after how many steps that is earned. The compiled
 gradients of the first batch are compared with those of `vmap`. A model that cannot be traced whole, or whose compiled
-gradients differ by more than rounding, runs uncompiled, with a warning that says why. `vecgym run` takes it as
+gradients differ by more than rounding, runs uncompiled, with a warning that says why. Of a model, a part, a method or a
+`loss_fn` that you have given to `torch.compile`, the original is taken, and `fit` returns that. `vecgym run` takes it as
 `--set compile=True`. The optimizer's step is not compiled: for the models in `benchmarks/` that gained nothing. On CUDA the
 compiled gradients are recorded as a CUDA graph, which one call launches, unless the model changes its buffers; none of
 this has run on a GPU yet, and `tests/test_cuda.py` waits for one.
