@@ -38,8 +38,8 @@ class Windows(Dataset[Any]):
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)}
 
 
-def loss_fn(module: Any, batch: Any) -> Tensor:
-    return module(**batch).loss
+def loss_fn(module: Any, batch: Any) -> dict[str, Tensor]:
+    return {"loss": module(**batch).loss, "weight": (batch["labels"][:, 1:] != -100).sum()}
 
 
 def make(name: str) -> Any:

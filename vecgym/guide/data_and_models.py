@@ -29,6 +29,11 @@ Linear(in_features=20, out_features=1, bias=True)
 
 - It may return a dict, `{"loss": ..., "accuracy": ...}` of scalars, whose other entries validation records
   (`vecgym.guide.results`), and takes the place of the module's `val_metrics`, too.
+- Where the loss is a mean over something else than examples, such as tokens of which some have the label -100, it says
+  over how many: `{"loss": loss, "weight": (labels != -100).sum()}`. The parts of a batch (`gradient_accumulation`,
+  `minibatch_size`, `max_memory_usage`) are then weighted by it, so that they give the gradient of the whole batch; so are
+  the batches of a validation, for every metric of the dict. What weighs 0 counts for nothing, even if its loss is nan.
+  Of each node it is the mean over its own tokens. Nodes count alike, as in torch's DDP.
 - It must use the module that it is given, which has the parameters of a node. Parameters have the module's own names,
   and `fit` returns a module of its class.
 - `sweep`, `rollout`, `optimize_schedule`, `verify` and `estimate_memory` take `loss_fn=` as well, and configurations of

@@ -36,7 +36,7 @@ class Windows(torch.utils.data.Dataset):
 
 
 def loss_fn(module, batch):
-    return module(**batch).loss
+    return {"loss": module(**batch).loss, "weight": (batch["labels"][:, 1:] != -100).sum()}
 
 
 torch.manual_seed(0)
@@ -86,6 +86,9 @@ GPT2LMHeadModel {0: 85.4, 20: 39.1, 40: 27.5, 60: 26.7}
 - **Batches are dicts** if the dataset yields dicts. All tensors of a batch have the same shape on each node, so pad to
   one length, or cut windows as here. A `loss_fn` returns `module(**batch).loss`, not `module(**batch)`: the logits are
   neither a loss nor a metric.
+- **The weight is the number of tokens of which the loss is the mean**: the labels that are not -100, without the first
+  of each example, which a causal model does not predict. With it `gradient_accumulation=2` is the batch to rounding, and
+  `val_loss` the mean over the tokens, however many of them an example has. The nodes count alike, as in torch's DDP.
 - **Padding.** With an `attention_mask` in the batch, transformers looks whether it is all ones, which `vmap` cannot do: a
   message says so, and the nodes are computed one after the other. `attn_implementation="eager"`, in the configuration
   or in `from_pretrained`, does not look. A causal model that is padded on the right needs no mask: labels of -100 there

@@ -30,7 +30,8 @@ shapes alone, without batch and activations, and the table says so:
 
 `max_memory_usage` splits a step until it fits into that fraction of the device's memory: first fewer nodes in one call
 (`chunk_size`), then parts of the batch (`minibatch_size`). The batch of a model with batch norm is never split, since
-that would change its statistics. The choice is the same at every run on a machine with that memory. If nothing fits, a
+that would change its statistics. Parts are weighted by their examples; a loss that is a mean over tokens says how many
+there are, as `"weight"` (`vecgym.guide.data_and_models`). The choice is the same at every run on a machine with that memory. If nothing fits, a
 `MemoryError` says what would.
 
 On CUDA the allocator's peak is measured. On CPU and MPS it is the estimate; `history.settings["memory"]` says which.

@@ -226,9 +226,10 @@ def evaluated_columns(
     """Return the columns that an evaluation adds to the history of each of C configurations, measured together.
 
     It measures in eval mode, without changing the state or any random state: the loss; the metrics that the model's
-    `val_metrics(batch)` returns, each a mean over the examples (see `Engine.measures`); and the functions of the mean
-    loss in the model's attribute `loss_metrics`, a dict such as `{"perplexity": torch.exp}`. Where nodes have their own
-    validation sets, the means of the run's model are over the examples of all, and there are `spread_columns`.
+    `val_metrics(batch)` returns, each a mean over the examples, or over what their "weight" counts (see
+    `Engine.measures`); and the functions of the mean loss in the model's attribute `loss_metrics`, a dict such as
+    `{"perplexity": torch.exp}`. Where nodes have their own validation sets, the means of the run's model are over the
+    examples of all, and there are `spread_columns`.
 
     Args:
         state: has the `step`, and each node's `params` and `buffers`, `[1 or L, *]`.

@@ -226,7 +226,8 @@ class Modelled(Options):
 
     Args:
         loss_fn: a function (module, batch) -> the mean loss, or a dict of it, as "loss", and metrics for validation:
-            it replaces the model's `forward(batch)`, and `val_metrics`. None: the model returns its loss.
+            it replaces the model's `forward(batch)`, and `val_metrics`. None: the model returns its loss. A "weight" in
+            the dict says of how many tokens, or other things, these are means: parts and batches count by it.
     """
 
     _: KW_ONLY
@@ -265,7 +266,8 @@ class Training(Options):
         max_steps: optimizer steps; the data repeats as needed.
         batch_size: examples per node and step; a node that has fewer uses all of them. Each node's loss is the mean
             over its own examples. All nodes take the same number of steps, except with `availability`.
-        minibatch_size: examples computed at a time, with gradients accumulated; must divide `batch_size`.
+        minibatch_size: examples computed at a time, with gradients accumulated; must divide `batch_size`. The parts
+            count by their examples, or by the "weight" that `loss_fn` returns.
         shuffle: a new order in each epoch.
         seed: of data order, dropout and everything else that is random.
         device: "cpu", "cuda" or "mps"; None: the best one present.

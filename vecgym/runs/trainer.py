@@ -50,7 +50,8 @@ class Trainer(Generic[M]):
             `(rank, num_nodes, train_dataset) -> Dataset`, called once per node; see `vecgym.data.Batches`.
         val_dataset: likewise, the same for all nodes when it is a dataset; None: no validation.
         loss_fn: a function (module, batch) -> the mean loss, or a dict of it, as "loss", and metrics for validation: it
-            replaces the model's `forward(batch)`, and `val_metrics`.
+            replaces the model's `forward(batch)`, and `val_metrics`. If the loss is a mean over something else than
+            examples, such as tokens, the dict says over how many, as "weight": see `vecgym.guide.data_and_models`.
 
     Attributes, after (or during, or after an interrupted) `fit`:
         run: the run itself.
