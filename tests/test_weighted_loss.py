@@ -290,6 +290,57 @@ def test_parts_in_half_precision_are_summed_in_float32(engine: str, dtype: torch
         assert torch.equal(found, expected.expand_as(found)), (size, mean)
 
 
+# -------------------------------------------------------------------------------------------- of the nodes
+
+
+WEIGHTINGS: dict[str, dict[str, Any]] = {
+    "a mean": {}, "a server's": {"participation": 0.99}, "islands": {"island_size": 2}, "some": {"participation": 0.67},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", WEIGHTINGS.values(), ids=WEIGHTINGS)
+def test_nodes_are_averaged_by_numbers_such_as_their_tokens(settings: dict[str, Any]) -> None:
+    """As by their examples, if the numbers are these."""
+    data, sizes = tokens(), [7, 24, 17]
+    shards = [range(7), range(7, 31), range(31, N)]
+    factory = lambda rank, num_nodes, train: torch.utils.data.Subset(data, shards[rank])  # noqa: E731
+    found = []
+    for weighting in ("examples", sizes, torch.tensor(sizes), "equal"):
+        strategy = FedAvgStrategy("sgd", H=2, lr=0.5, weighting=weighting, **settings)
+        found.append(fitted(strategy, factory, max_steps=4, batch_size=7)[1])
+    close(found[0], found[1])
+    close(found[0], found[2])
+    with pytest.raises(AssertionError):
+        close(found[0], found[3])
+
+
+def test_a_sweep_of_weightings_and_processes() -> None:
+    data, weightings = tokens(), [(1.0, 2.0, 3.0, 4.0), "equal", (4.0, 3.0, 2.0, 1.0)]
+    settings: dict[str, Any] = {"num_nodes": 4, "max_steps": 4, "batch_size": 4, "progress": False, "device": "cpu"}
+    result = sweep(
+        Net(), data, data, strategy=lambda weighting: FedAvgStrategy("sgd", H=2, lr=0.5, weighting=weighting),
+        grid={"weighting": weightings}, loss_fn=of_torch, **settings,
+    )  # fmt: skip
+    for i, weighting in enumerate(weightings):
+        trainer = Trainer(Net(), data, data, loss_fn=of_torch)
+        processes = {"backend": "processes", "num_processes": 2} if i == 0 else {}
+        trainer.fit(FedAvgStrategy("sgd", H=2, lr=0.5, weighting=weighting), **settings, **processes)
+        assert result.history(i).last("val_loss") == pytest.approx(trainer.history.last("val_loss"), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("weighting", "message"),
+    [
+        ("tokens", "weighting='tokens' is not known. Allowed: 'equal', 'examples', a list of a number > 0"),
+        ([1.0, 0.0, 2.0], r"weighting\[1\]=0.0 must be a number > 0"),
+        ([1.0, 2.0], "weighting has numbers for 2 nodes and the run has 3: give one for each"),
+    ],
+)  # fmt: skip
+def test_what_is_no_weighting_is_refused(weighting: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fitted(FedAvgStrategy("sgd", lr=0.1, weighting=weighting), tokens())
+
+
 # --------------------------------------------------------------------------------------------- mistakes
 
 

@@ -33,7 +33,9 @@ Linear(in_features=20, out_features=1, bias=True)
   over how many: `{"loss": loss, "weight": (labels != -100).sum()}`. The parts of a batch (`gradient_accumulation`,
   `minibatch_size`, `max_memory_usage`) are then weighted by it, so that they give the gradient of the whole batch; so are
   the batches of a validation, for every metric of the dict. What weighs 0 counts for nothing, even if its loss is nan.
-  Of each node it is the mean over its own tokens. Nodes count alike, as in torch's DDP.
+  Of each node it is the mean over its own tokens. Nodes count alike, as in torch's DDP; `FedAvgStrategy(weighting=...)`
+  weights them by their examples, or by numbers of one's own, such as the tokens of each:
+  `[(labels[rows] != -100).sum().item() for rows in partition.indices]`.
 - It must use the module that it is given, which has the parameters of a node. Parameters have the module's own names,
   and `fit` returns a module of its class.
 - `sweep`, `rollout`, `optimize_schedule`, `verify` and `estimate_memory` take `loss_fn=` as well, and configurations of

@@ -72,8 +72,8 @@ print(repr(decode_text(generated[0], vocabulary)))
 It prints, after 60 steps (the digits depend on the processor),
 
 ```text
-GPT2LMHeadModel {0: 85.4, 20: 39.1, 40: 27.5, 60: 26.7}
-'import snetenn  ss ne   tee een'
+GPT2LMHeadModel {0: 85.4, 20: 40.2, 40: 29.3, 60: 27.0}
+'import s etes   sa ee aatea eee'
 ```
 
 - **The length of a cosine is what keeps a run from going on.** `lr_scheduler="cosine"` is laid out over `max_steps`, so

@@ -28,7 +28,8 @@ class AllReduceStrategy(Strategy):
     Parameters and optimizer state stay the same on every node: they are stored once, and one gradient of the mean loss
     is computed instead of K. Equals training one model on the K batches together (without batch norm, whose statistics
     are each node's own, as with DDP). The nodes' mean losses count alike, as with DDP, also if they are means over
-    unequal numbers of tokens: `loss_fn`'s "weight" counts within a node. Bytes sent per node and step: 2 (K - 1) / K * b * P.
+    unequal numbers of tokens: the "weight" of a `loss_fn` counts within a node. Bytes sent per node and step:
+    2 (K - 1) / K * b * P.
 
     Args:
         inner_optim: the optimizer, AdamW when not given.

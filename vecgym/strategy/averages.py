@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from vecgym.optim.spec import check_lr
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.meeting import Meeting
 
-Weighting = Literal["equal", "examples"]  # of the nodes in a mean
+Weighting = Literal["equal", "examples"] | Sequence[float]  # of the nodes in a mean
 State = dict[str, Any]  # what an average remembers, by name: trees of tensors
 Codes = dict[str, Tree]  # the codes of each tensor, in parts
 Rule = Callable[[Tensor], Tensor]
@@ -249,7 +249,8 @@ class Mean(Reduction):
     Args:
         island_size: nodes per island; None: one island of all. The nodes are shuffled (seeded) in each exchange; if
             `island_size` does not divide their number, the last island is smaller.
-        weighting: "equal", or "examples": w_k is the number of examples of node k.
+        weighting: "equal"; "examples": w_k is the number of examples of node k; or w_k itself, one number > 0 for each
+            node of the run, such as the tokens of its examples.
 
     Raises:
         ValueError: for island_size < 1 or another weighting; before the first step for an island larger than the number
@@ -266,7 +267,7 @@ class Mean(Reduction):
 
     def __init__(self, island_size: int | None = None, weighting: Weighting = "equal") -> None:
         self.island_size = check.optional_integer("island_size", island_size, what="None is one island")
-        self.weighting = check.choice("weighting", weighting, get_args(Weighting))
+        self.weighting = as_weighting(weighting)
         self._common = self.island_size is None
 
     @property
@@ -284,7 +285,7 @@ class Mean(Reduction):
         return ServerMean(self.weighting) if type(self) is Mean and self.common else self  # type: ignore[arg-type]
 
     def check(self, run: ExchangeFacts) -> None:
-        check_examples(self.weighting, run)
+        check_weighting(self.weighting, run)
         if self.island_size is not None and self.island_size > run.most:
             raise ValueError(
                 f"island_size={self.island_size} is larger than the {run.most} nodes that take part in a round: "
@@ -334,13 +335,13 @@ class ServerMean(Reduction):
     draws = False
 
     def __init__(self, weighting: Weighting = "equal") -> None:
-        self.weighting = check.choice("weighting", weighting, get_args(Weighting))
+        self.weighting = as_weighting(weighting)
 
     def of_some(self) -> Average:
         return self  # the server has what all go on with
 
     def check(self, run: ExchangeFacts) -> None:
-        check_examples(self.weighting, run)
+        check_weighting(self.weighting, run)
 
     def agree(self, values: Tree, at: Meeting) -> Tree:
         return at.comm.server_mean(values, range(at.comm.num_nodes), at.weights(self.weighting))
@@ -977,10 +978,29 @@ def check_average(name: str, value: Any) -> Average:
     return check.instance(name, value, Average, "an Average, such as Mean()")
 
 
-def check_examples(weighting: str, run: RunFacts) -> None:
+def as_weighting(weighting: Weighting) -> str | tuple[float, ...]:
+    """Return how the nodes are weighted in a mean: a name, or a number for each.
+
+    >>> as_weighting("examples"), as_weighting([30, 10])
+    ('examples', (30.0, 10.0))
+    >>> as_weighting("example")
+    Traceback (most recent call last):
+    ...
+    ValueError: weighting='example' is not known; did you mean 'examples'? Allowed: 'equal', 'examples', a list of a \
+number > 0 for each node.
+    """
+    if not isinstance(weighting, (list, tuple, Tensor)):
+        return check.choice("weighting", weighting, ("equal", "examples"), "a list of a number > 0 for each node")
+    numbers = weighting.tolist() if isinstance(weighting, Tensor) else weighting
+    return tuple(float(check.number(f"weighting[{node}]", w, "(0, inf)")) for node, w in enumerate(numbers))
+
+
+def check_weighting(weighting: str | Sequence[float], run: RunFacts) -> None:
     """Raise a ValueError if the weights of a mean are not known."""
     if weighting == "examples" and run.num_examples is None:
         raise ValueError('weighting="examples" needs the number of examples of each node: RunFacts(num_examples=...).')
+    if not isinstance(weighting, str):
+        check.fits("weighting has numbers for", len(weighting), run.num_nodes, "one for each")
 
 
 def gathered_codes(codes: Codes, codec: Codec, gather: Callable[[Tree], Tree]) -> Codes:

@@ -40,7 +40,8 @@ def AveragingCommunicator(  # the name that EXO Gym's users know
         H: optimizer steps between two exchanges: a number, or a function of the step at which a round begins.
         participation: the fraction of the nodes, drawn anew for each round of H steps (at least one), that
             trains and averages in it; the others keep optimizer state and buffers.
-        weighting: "equal", or "examples": w_k is the number of examples of node k.
+        weighting: "equal"; "examples": w_k is the number of examples of node k; or w_k itself, one number > 0 for each
+            node, such as the tokens of its examples.
         sync_weight: `[T]`, in place of H: a_t, one for each step, theta_i <- (1 - a_t) theta_i + a_t mean theta; see
             `SyncWeight`.
         resting: with `participation` < 1, what a node that sat out begins with when it is drawn again: "server", the
@@ -98,7 +99,7 @@ Exchange(Mean(island_size=4), every=5))
 
     Reference: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data",
     arXiv 1602.05629. Deviations: progress is counted in steps, not in epochs; nodes count alike unless
-    `weighting="examples"`; with islands and with `resting="keep"`, nodes that sit out keep their own parameters.
+    `weighting` says otherwise; with islands and with `resting="keep"`, nodes that sit out keep their own parameters.
     """
 
     own_numbers = of_nodes = ("proximal_mu",)

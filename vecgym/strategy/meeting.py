@@ -214,15 +214,20 @@ class Meeting:
         """Return a generator keyed by (seed, purpose, ids): the same on every node and in every process."""
         return rng.generator(self.seed, purpose, *ids)
 
-    def weights(self, weighting: str) -> tuple[float, ...] | None:
-        """Return the weight of each node that meets; None: all alike.
+    def weights(self, weighting: str | Sequence[float]) -> tuple[float, ...] | None:
+        """Return the weight of each node that meets, by name or from those of all nodes; None: all alike.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> Meeting(StackedCollectives(2), examples=(30, 10)).weights("examples")
         (30.0, 10.0)
+        >>> Meeting(StackedCollectives(3).among([0, 2])).weights((7.0, 5.0, 3.0))
+        (7.0, 3.0)
         """
         if weighting == "equal":
             return None
+        if not isinstance(weighting, str):
+            members = self.comm.members
+            return tuple(weighting if members is None else [weighting[node] for node in members])
         assert self.examples is not None
         return tuple(map(float, self.examples))
 
