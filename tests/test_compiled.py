@@ -106,10 +106,11 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return (self.layer(x) - x).square().mean() * self.calls
+        return (self.layer(x) - x).square().mean() + 0 * self.calls
 
 
 @pytest.mark.usefixtures("_traced_only")
+@pytest.mark.filterwarnings("ignore:the model's forward changes the model's calls")
 def test_what_every_step_would_compile_anew_is_not_compiled() -> None:
     with pytest.warns(VecgymWarning, match=r"compile=True has no effect.*self.calls \+= 1, at .*test_compiled.*buffer"):
         trainer, _ = fit(Counting(), "FedAvg", data=torch.ones(24, 1), max_steps=20, compile=True)

@@ -17,7 +17,7 @@ from tests.fitting import alone, dataset
 from vecgym import Trainer
 from vecgym.core.errors import VecgymWarning
 from vecgym.engine import Engine
-from vecgym.engine.hooks import copied
+from vecgym.engine.constancy import copied
 from vecgym.runs.rollout import rollout
 from vecgym.strategy import AllReduceStrategy, FedAvgStrategy
 from vecgym.sweeps.configurations import alike

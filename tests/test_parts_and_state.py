@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.fitting import alone
-from vecgym import Trainer, VecgymWarning
+from tests.fitting import alone, same
+from vecgym import Trainer, VecgymWarning, sweep
+from vecgym.core import rng
 from vecgym.data import Batches
+from vecgym.engine import Engine
 from vecgym.models import Classifier
 
 X = torch.randn(48, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -111,3 +117,409 @@ def test_a_trained_part_in_eval_mode_within_a_fresh_module_is_told() -> None:
         fit(nn.Sequential(net, nn.Linear(1, 1).double()), square)
         assert not Classifier(net).training  # so that all of it trains
         assert Classifier(net.train()).training
+
+
+# ----------------------------------------------------------------------------------------------- state in attributes
+
+
+class Scaled(nn.Module):
+    """A linear layer whose output is scaled by what an attribute, `kept`, says."""
+
+    def __init__(self, kept: Any = None, scale: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.kept = nn.Linear(4, 1).double(), kept
+        if scale is not None:
+            vars(self)["scale"] = scale
+
+    def scale(self, me: Any, x: Tensor) -> Any:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.scale(self, x)).square().mean()
+
+
+def counted(me: Any, x: Tensor) -> float:
+    me.kept += 1
+    return min(1.0, float(me.kept) / 100)
+
+
+def warmed_up(me: Any, x: Tensor) -> float:
+    me.kept += me.training
+    return 1.0 if me.kept > 500 else 0.5
+
+
+def every_tenth(me: Any, x: Tensor) -> float:
+    me.kept["count"] += 1
+    return 1.0 if me.kept["count"] % 10 else 0.5
+
+
+def every_seventh(me: Any, x: Tensor) -> float:
+    me.kept.count += 1
+    return 1.0 if (me.kept.count - 1) % 7 else 0.5
+
+
+def of_a_long_list(me: Any, x: Tensor) -> float:
+    me.kept.append(1)
+    return 1.0 if len(me.kept) > 5000 else 0.5
+
+
+def of_a_queue(me: Any, x: Tensor) -> Tensor:
+    me.kept.append(x.mean())
+    return torch.stack(list(me.kept)).detach().mean()
+
+
+def hidden(me: Any, x: Tensor) -> Tensor:
+    me.kept = torch.tanh(x.mean(1, keepdim=True) + (0.0 if me.kept is None else me.kept)).detach()
+    return me.kept
+
+
+def running_mean_for_validation(me: Any, x: Tensor) -> Tensor:
+    if not me.training:
+        return me.kept
+    me.kept = 0.9 * me.kept + 0.1 * x.mean().detach()
+    return x.mean()
+
+
+def last_mean_for_validation(me: Any, x: Tensor) -> Tensor:
+    if me.training:
+        me.kept = x.mean().detach()
+    return me.kept
+
+
+def of_the_first_batch(me: Any, x: Tensor) -> Tensor:
+    if me.kept is None:
+        me.kept = x.std().detach()
+    return me.kept
+
+
+def once(me: Any, x: Tensor) -> float:
+    was, me.kept = me.kept, True
+    return 1.0 if was else 0.5
+
+
+def drawn(me: Any, x: Tensor) -> float:
+    return float(me.kept.random())
+
+
+def drawn_by_torch(me: Any, x: Tensor) -> Tensor:
+    return torch.rand((), generator=me.kept)
+
+
+STATES: dict[str, tuple[Any, Any]] = {
+    "a counter": (lambda: 0, counted),
+    "a counter in a tensor": (lambda: torch.zeros(()), counted),
+    "a counter in an array": (lambda: np.zeros(()), warmed_up),
+    "a warm-up": (lambda: 0, warmed_up),
+    "a period": (lambda: {"count": 0}, every_tenth),
+    "a period of an object": (lambda: SimpleNamespace(count=0), every_seventh),
+    "a long list": (list, of_a_long_list),
+    "a queue": (lambda: deque(maxlen=3), of_a_queue),
+    "a hidden state": (lambda: None, hidden),
+    "a running mean": (lambda: torch.zeros(()), running_mean_for_validation),
+    "what training left": (lambda: torch.zeros(()), last_mean_for_validation),
+    "the first batch": (lambda: None, of_the_first_batch),
+    "a flag": (lambda: False, once),
+    "a generator of numpy": (lambda: np.random.default_rng(0), drawn),
+    "a generator of Python": (lambda: random.Random(0), drawn),
+    "a generator of torch": (torch.Generator, drawn_by_torch),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_state_in_an_attribute_is_refused_with_the_fix(state: str) -> None:
+    kept, scale = STATES[state]
+    engine = Engine(nn.Sequential(Scaled(kept(), scale)), engine="loop" if "counter" in state else "auto")
+    with pytest.raises(ValueError, match=r"keeps state in the model's 0\.kept.*self\.register_buffer\('(kept|count)'"):
+        engine.prepare(X[None, :8])
+
+
+NUMBERS, OBJECT = {"count": 0}, SimpleNamespace(count=0)
+TOTAL = 0
+
+
+def by_a_global(me: Any, x: Tensor) -> float:
+    global TOTAL
+    TOTAL += 1
+    return 1.0 if TOTAL > 500 else 0.5
+
+
+def by_a_dict(me: Any, x: Tensor) -> float:
+    NUMBERS["count"] += 1
+    return 1.0 if NUMBERS["count"] > 500 else 0.5
+
+
+def by_an_object(me: Any, x: Tensor) -> float:
+    OBJECT.count += 1
+    return 1.0 if OBJECT.count > 500 else 0.5
+
+
+def by_its_class(me: Any, x: Tensor) -> float:
+    type(me).total += 1
+    return 1.0 if me.total > 500 else 0.5
+
+
+def by_itself(me: Any, x: Tensor) -> float:
+    by_itself.total = vars(by_itself).get("total", 0) + 1  # type: ignore[attr-defined]
+    return 1.0 if by_itself.total > 500 else 0.5  # type: ignore[attr-defined]
+
+
+class Totalled(Scaled):
+    total = 0
+
+
+def by_a_closure() -> Any:
+    total = 0
+
+    def scale(me: Any, x: Tensor) -> float:
+        nonlocal total
+        total += 1
+        return 1.0 if total > 500 else 0.5
+
+    return scale
+
+
+OUTSIDE = {
+    "the outer variable TOTAL": by_a_global,
+    r"the outer variable NUMBERS\['count'\]": by_a_dict,
+    r"the outer variable OBJECT\.count": by_an_object,
+    r"the class attribute Totalled\.total": by_its_class,
+    r"the function's attribute by_itself\.total": by_itself,
+    "the outer variable total": by_a_closure(),
+}
+
+
+@pytest.mark.parametrize("where", OUTSIDE)
+def test_state_outside_is_refused_and_left_as_it_was(where: str) -> None:
+    engine = Engine(Totalled(scale=OUTSIDE[where]))
+    with pytest.raises(ValueError, match=f"keeps state in {where}"):
+        engine.prepare(X[None, :8])
+    assert TOTAL == NUMBERS["count"] == OBJECT.count == Totalled.total == 0
+
+
+def test_state_of_a_loss_fn_is_refused() -> None:
+    calls = [0]
+
+    def annealed(module: nn.Module, batch: Tensor) -> Tensor:
+        calls[0] += 1
+        return square(module, batch) * min(1.0, calls[0] / 100)
+
+    with pytest.raises(ValueError, match=r"keeps state in the outer variable calls\[0\]"):
+        fit(nn.Linear(4, 1).double(), annealed)
+    assert calls == [0]
+
+
+class Buffered(Scaled):
+    """What the error says to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.kept
+        self.register_buffer("kept", torch.tensor(0))
+
+    def scale(self, me: Any, x: Tensor) -> Any:
+        self.kept += 1
+        return self.kept / 100
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+def test_a_buffer_keeps_what_an_attribute_must_not(engine: str) -> None:
+    trainer, _ = fit(Buffered(), engine=engine, num_nodes=3, node_threads=2)
+    assert trainer.nodes.buffers["kept"].tolist() == [6, 6, 6]
+    assert off(trainer, Buffered(), lambda module, batch: module(batch)) < 1e-14
+
+
+def mask(me: Any, x: Tensor) -> Tensor:
+    if me.kept is None or me.kept.shape[0] != x.shape[0]:
+        me.kept = torch.arange(x.shape[0], dtype=x.dtype)[:, None]
+    return me.kept
+
+
+def mask_of_the_batch(me: Any, x: Tensor) -> Tensor:
+    if me.kept is None:
+        me.kept = torch.full_like(x[:, :1], 2.0)  # under vmap it is of the nodes of one call
+    return me.kept
+
+
+def by_shape(me: Any, x: Tensor) -> Tensor:
+    return me.kept.setdefault(x.shape, torch.arange(len(x), dtype=x.dtype)[:, None])
+
+
+def features(me: Any, x: Tensor) -> float:
+    me.kept, me.last = x.mean().detach(), len(x)
+    return 1.0
+
+
+def logged(me: Any, x: Tensor) -> float:
+    me.kept.append(x.mean().detach())
+    return 1.0
+
+
+CACHES: dict[str, tuple[Any, Any]] = {
+    "a mask": (lambda: None, mask),
+    "a mask of the batch": (lambda: None, mask_of_the_batch),
+    "by shape": (dict, by_shape),
+    "features": (lambda: None, features),
+    "a log": (list, logged),
+}
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.filterwarnings("ignore:vmap cannot run this model")
+def test_what_has_no_effect_on_later_passes_may_stay_in_attributes(cache: str, engine: str) -> None:
+    kept, scale = CACHES[cache]
+    model = Scaled(kept(), scale)
+    trainer, averaged = fit(model, engine=engine, chunk_size=2, num_nodes=3)
+    assert off(trainer, model, lambda module, batch: module(batch)) < 1e-14
+    assert repr(averaged.kept) == repr(kept()) == repr(model.kept)
+
+
+def test_a_count_without_effect_is_told() -> None:
+    def count(me: Any, x: Tensor) -> float:
+        me.kept += 1
+        return 1.0
+
+    with pytest.warns(VecgymWarning, match=r"changes the model's kept, on which its results do not depend"):
+        assert fit(Scaled(0, count))[1].kept == 0
+
+
+# ------------------------------------------------------------------------------------- what node threads would share
+
+
+class Recorder:
+    out = torch.zeros(())
+
+    def hook(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        self.out = out
+
+
+def hooked(by: str) -> tuple[nn.Module, Any]:
+    """A loss of features that a hook puts outside of the model: into a dict, an object, a global, a module."""
+    torch.manual_seed(0)
+    model, found, recorder = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double(), {"h": X}, Recorder()
+    probe = nn.Identity()
+
+    def into_a_module(module: nn.Module, args: Any, out: Tensor) -> None:
+        vars(probe)["out"] = out
+
+    into_a_dict: Any = lambda module, args, out: found.__setitem__("h", out)  # noqa: E731
+    hook = {"dict": into_a_dict, "object": recorder.hook, "module": into_a_module}[by]
+    model[0].register_forward_hook(hook)
+
+    def loss_fn(module: nn.Module, batch: Tensor) -> Tensor:
+        loss = square(module, batch)
+        out = {"dict": found["h"], "object": recorder.out, "module": vars(probe).get("out")}[by]
+        assert out is not None
+        return loss + out.square().mean()
+
+    return model, loss_fn
+
+
+def plainly(module: nn.Module, batch: Tensor) -> Tensor:
+    return square(module, batch) + module.get_submodule("0")(batch).square().mean()
+
+
+@pytest.mark.parametrize("by", ["dict", "object", "module"])
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+def test_what_is_written_outside_is_not_shared_by_node_threads(by: str, engine: str) -> None:
+    model, loss_fn = hooked(by)
+    with pytest.warns(VecgymWarning, match="node_threads=2 has no effect: the model can write to the outer variable"):
+        trainer, _ = fit(model, loss_fn, engine=engine, node_threads=2, num_nodes=4)
+    assert trainer.history.settings["node_threads"] == 1
+    for layer in model:  # type: ignore[attr-defined]
+        layer._forward_hooks.clear()
+    assert off(trainer, model, plainly) < 1e-14
+
+
+def test_what_is_only_read_outside_is_no_hindrance() -> None:
+    teacher = nn.Sequential(nn.Conv1d(1, 1, 3), nn.BatchNorm1d(1)).double().eval()
+    weights = (0.5, torch.ones(()))
+
+    def loss_fn(module: nn.Module, batch: Tensor) -> Tensor:
+        return weights[0] * square(module, batch) + weights[1] * teacher(batch[:, None]).mean()
+
+    assert fit(nn.Linear(4, 1).double(), loss_fn, node_threads=2)[0].history.settings["node_threads"] == 2
+    teacher.train()  # its statistics move
+    with pytest.warns(VecgymWarning, match="node_threads=2 has no effect"):
+        fit(nn.Linear(4, 1).double(), loss_fn, node_threads=2, engine="loop")
+
+
+# ------------------------------------------------------------------------------- random numbers of numpy and Python
+
+
+class Mixed(nn.Module):
+    """Mixup: a share for each batch, which a buffer notes."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.w, self.draw = nn.Parameter(torch.zeros((), dtype=torch.float64)), draw
+        self.register_buffer("share", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = self.draw()
+        self.get_buffer("share").fill_(share)
+        return (self.w - share * x - (1 - share) * x.flip(0)).square().mean() + share
+
+
+def beta() -> float:
+    return float(np.random.beta(0.4, 0.4))  # noqa: NPY002
+
+
+def layer_drop() -> float:
+    return 1.0 if random.random() < 0.3 else random.gauss(0, 1)
+
+
+@pytest.mark.parametrize("draw", [beta, layer_drop])
+@pytest.mark.filterwarnings("ignore:vmap cannot run this model")
+def test_random_numbers_of_numpy_and_python_depend_on_seed_step_and_node(draw: Any) -> None:
+    def shares(**settings: Any) -> list[float]:
+        trainer = fit(Mixed(draw), **{"seed": 7, "num_nodes": 3, "steps": 4, **settings})[0]
+        return trainer.nodes.buffers["share"].tolist() + trainer.history.series("val_loss")[1]
+
+    before = rng.host_states()
+    expected = []
+    for node in range(3):
+        with rng.private(rng.key(rng.key(7, "model", 3, node, 0), "host")):
+            expected.append(draw())
+    assert before == rng.host_states()
+    ours = shares()
+    assert ours[:3] == expected
+    assert before == rng.host_states()
+    random.random(), np.random.rand()  # noqa: NPY002
+    assert shares(engine="loop") == ours
+    assert shares(steps=3)[:3] != ours[:3] != shares(seed=8)[:3]
+
+
+def test_a_model_that_draws_from_numpy_takes_the_loop_on_one_thread() -> None:
+    with pytest.warns(VecgymWarning, match="vmap cannot run this model: it draws random numbers of numpy or Python"):
+        trainer, _ = fit(Mixed(beta))
+    assert trainer.history.settings["engine"] == "loop"
+    with pytest.raises(RuntimeError, match="it draws random numbers of numpy or Python"):
+        fit(Mixed(beta), engine="vmap")
+    with pytest.warns(VecgymWarning, match="node_threads=2 has no effect: the model draws random numbers"):
+        fit(Mixed(beta), engine="loop", node_threads=2)
+
+
+@pytest.mark.filterwarnings("ignore:vmap cannot run this model")
+def test_a_sweep_and_a_resumed_run_draw_the_same(tmp_path: Any) -> None:
+    settings: dict[str, Any] = {"batch_size": 4, "device": "cpu", "progress": False, "max_steps": 4, "seed": 7}
+    alone_, _ = fit(Mixed(beta), seed=7, num_nodes=3, steps=4)
+    swept = sweep(
+        Mixed(beta), X, X[:8], strategy=lambda lr: alone("sgd", lr=lr), grid={"lr": [0.1, 0.2]}, num_nodes=3, **settings
+    )
+    for column in ("train_loss", "val_loss"):
+        assert swept.history(0).series(column) == alone_.history.series(column)
+    save: dict[str, Any] = {"save_dir": tmp_path, "checkpoint_interval": 2, "num_nodes": 3, "seed": 7}
+    fit(Mixed(beta), steps=2, **save)
+    resumed, _ = fit(Mixed(beta), steps=4, resume=True, **save)
+    assert same(resumed.nodes.params, alone_.nodes.params)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:vmap cannot run this model")
+def test_processes_draw_the_same() -> None:
+    processes: dict[str, Any] = {"backend": "processes", "num_processes": 2}
+    ours, theirs = (fit(Mixed(beta), num_nodes=4, **more)[0] for more in ({}, processes))
+    assert same(ours.nodes.params, theirs.nodes.params)
+    assert same(ours.nodes.buffers, theirs.nodes.buffers)

@@ -263,6 +263,15 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] 
 GENERATORS = tuple(_GENERATORS)
 
 
+def generator_state(x: Any) -> Any:
+    """Return the state of a random number generator, one of `GENERATORS`.
+
+    >>> generator_state(random.Random(0)) == generator_state(random.Random(0))
+    True
+    """
+    return next(get(x) for kind, (get, _) in _GENERATORS.items() if isinstance(x, kind))
+
+
 def state_of(x: Any, names: dict[int, str], where: str = "self") -> dict[str, Any]:
     """Return the state of an object, what its attributes hold and may change, as nested dicts and lists for a file.
 

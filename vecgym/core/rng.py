@@ -133,6 +133,19 @@ def private(seed: int | None = None) -> Iterator[None]:
         before.restore()
 
 
+def host_states() -> tuple[Any, ...]:
+    """Return the states of numpy's and Python's global generators, to be compared.
+
+    >>> with private():
+    ...     before = host_states()
+    ...     same, x = before == host_states(), random.random()
+    ...     same, before == host_states()
+    (True, False)
+    """
+    _, words, *rest = np.random.get_state()  # noqa: NPY002
+    return np.asarray(words).tobytes(), rest, random.getstate()
+
+
 def seed_cpu(seed: int) -> None:
     """Seed the global generators of the CPU: torch's, numpy's and Python's.
 

@@ -3,23 +3,35 @@
 A list of operations (`vecgym.engine.recorded`) does what a forward did when it was written down. That stays right while
 everything else that the forward reads is as it was then. So its Python code is read: what it reaches must be of a kind
 whose changes show, and `Watch.changed` compares that before every pass.
+
+`Snapshot` is for any model: it notes what a pass may leave behind, in attributes and in variables outside of the model.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
+import copy
 import dis
 import enum
 import functools
 import itertools
 import sys
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
+
+from vecgym.core.nodes import LOSS_FN
+from vecgym.core.objects import GENERATORS, generator_state
+from vecgym.engine import hooks
+
+M = TypeVar("M", bound=nn.Module)
 
 # Whose functions return the same for the same arguments and modes, but for those of IMPURE.
 TRUSTED = {"torch", "math", "einops", "functools", "itertools", "operator", "collections", "dataclasses", "typing",
@@ -37,6 +49,7 @@ COMPILED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrapper
             types.ClassMethodDescriptorType, types.GetSetDescriptorType)  # fmt: skip
 ACTS = {"IMPORT_NAME": "imports", "STORE_GLOBAL": "sets", "DELETE_GLOBAL": "deletes", "STORE_ATTR": "sets",
         "DELETE_ATTR": "deletes"}  # fmt: skip
+OF_A_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL")
 READS = ("LOAD_ATTR", "LOAD_METHOD")  # an attribute of what was loaded before
 VALUES = {"tolist", "numpy", "data_ptr", "__array__"}  # read a tensor in Python, with no operation that would show it
 MAKING = {"__init__", "__new__", "__post_init__"}  # a forward calls them only of a class whose objects it makes
@@ -188,7 +201,7 @@ class Watch:
         for at, instruction in enumerate(instructions):
             if (verb := ACTS.get(instruction.opname)) and code.co_name not in MAKING:
                 raise Uncertain(f"{code.co_name} {verb} {instruction.argval!r}")
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
+            if instruction.opname in OF_A_GLOBAL:  # "STORE_GLOBAL" is refused before
                 read_of_it = itertools.takewhile(lambda i: i.opname in READS, instructions[at + 1 :])
                 self._name(instruction.argval, scope, (i.argval for i in read_of_it))
         for constant in code.co_consts:
@@ -277,3 +290,277 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
     if isinstance(value, (staticmethod, classmethod)):
         return (value.__func__,)
     return (value.fget,) if isinstance(value, property) else None
+
+
+# ------------------------------------------------------------------------------------- what a pass may leave behind
+
+
+LONG, MOST = 1000, 100_000  # of a longer list or dict only the length is noted; no more places are
+OUTSIDE, IN_A_MODULE = 1, 2  # of the model: in a variable, a class or a function; and there in a module
+MUTABLE = (dict, list, deque, set, np.ndarray, *GENERATORS)
+
+
+class Place(NamedTuple):
+    """What is noted of an attribute, an entry or a variable: its value, and where it is."""
+
+    value: Any
+    holder: Any  # a dict, a list, a class or a cell; None: it cannot be put there
+    key: Any
+    outer: int  # 0: within the model
+
+    def put(self, value: Any) -> None:
+        """Put a value in this place, if it still exists."""
+        if isinstance(self.holder, types.CellType):
+            self.holder.cell_contents = value
+        elif isinstance(self.holder, type):
+            setattr(self.holder, self.key, value)
+        else:
+            with contextlib.suppress(LookupError):
+                self.holder[self.key] = value
+
+
+class Snapshot:
+    """What a model and its `loss_fn` keep besides parameters and buffers, at one time.
+
+    That is what attributes of its modules hold, and objects in them; and outside of the model, what the functions of
+    one's own (not those of installed packages) can reach: outer variables, globals, defaults, attributes of classes.
+
+    Attributes:
+        places: by a description, such as "the model's encoder.calls".
+        shared: describes something outside that code could change, and node threads would share; "": nothing.
+        outside: such objects, by id.
+
+    >>> model = nn.Linear(2, 1)
+    >>> model.calls = 0
+    >>> before, model.calls = Snapshot(model), 1
+    >>> Snapshot(model).changed(before), before.shared
+    (["the model's calls"], '')
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.places: dict[str, Place] = {}
+        self.shared = ""
+        self.outside: dict[int, Any] = {}
+        self._lengths: list[tuple[list[Any], int]] = []  # of lists outside
+        self._own = {id(x): x for x in (*model.parameters(), *model.buffers())}
+        self._seen: dict[int, Any] = {}
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._todo: tuple[deque[Any], deque[Any]] = deque([(model, "the model", 0, None, None)]), deque()
+        while any(self._todo) and len(self.places) < MOST:
+            self._visit(*(self._todo[0] or self._todo[1]).popleft())  # first within the model
+
+    def changed(self, before: Snapshot) -> list[str]:
+        """Return which places differ from those of an earlier snapshot."""
+        names = [*before.places, *(name for name in self.places if name not in before.places)]
+        pairs = ((name, self.places.get(name), before.places.get(name)) for name in names)
+        return [name for name, here, there in pairs if not (here and there and _same(here.value, there.value))]
+
+    def restore(self, names: Collection[str]) -> None:
+        """Put plain values and tensors back to these places outside of the model, and shorten its lists."""
+        for x, length in self._lengths:
+            del x[length:]
+        for place in (place for name, place in self.places.items() if name in names and place.outer):
+            value = place.value[0] if isinstance(place.value, tuple) else place.value
+            if place.holder is not None and (type(value) in CONSTANTS or isinstance(value, Tensor)):
+                place.put(value)
+
+    def move(self, names: Collection[str], far: int, before: Snapshot) -> None:
+        """Set all numbers in these places, also in tensors; of places that are new, lengthen the lists."""
+        for name, place in ((name, place) for name, place in self.places.items() if name in names):
+            if isinstance(place.holder, list) and name not in before.places:
+                place.holder.extend(place.holder[-1:] * (far - len(place.holder)))
+                continue
+            value = place.value[0].detach() if isinstance(place.value, tuple) else place.value
+            array = isinstance(value, np.ndarray) and value.dtype.kind in "iuf"
+            tensor = isinstance(value, Tensor) and value.dtype != torch.bool
+            if place.holder is not None and (type(value) in (int, float) or array or tensor):
+                place.put(type(value)(far) if type(value) in (int, float) else value * 0 + far)
+
+    def _visit(self, x: Any, where: str, outer: int, holder: Any, key: Any) -> None:
+        """Note a value, or follow what it holds."""
+        if outer == OUTSIDE and _is_mutable(x):
+            self.shared, self.outside[id(x)] = self.shared or where, x
+        value = x
+        if isinstance(x, Tensor):
+            value = x, 0 if x.is_inference() else x._version
+        elif isinstance(x, np.ndarray):
+            value = x.copy()
+        elif isinstance(x, GENERATORS):
+            state = generator_state(x)
+            value = state.tolist() if isinstance(state, Tensor) else repr(state)
+        elif id(x) not in self._seen and not _is_constant(x):
+            self._seen[id(x)] = x
+            value = self._followed(x, where, outer)
+        if id(x) not in self._own:
+            self.places[where] = Place(value, holder, key, outer)
+
+    def _followed(self, x: Any, where: str, outer: int) -> Any:
+        """Follow what an object holds; return what is noted of itself."""
+        if outer and isinstance(x, list):
+            self._lengths.append((x, len(x)))
+        if isinstance(x, (set, frozenset)) or (isinstance(x, (dict, list, tuple, deque)) and len(x) > LONG):
+            return frozenset(x) if len(x) <= LONG else range(len(x))
+        if isinstance(x, (dict, list, tuple, deque)):
+            for key, value in list(x.items() if isinstance(x, dict) else enumerate(x)):
+                name = f"{where}[{key!r}]" if type(key) in CONSTANTS else f"{where}[...]"
+                self._add(value, name, outer, None if isinstance(x, tuple) else x, key)
+        elif isinstance(x, nn.Module):
+            self._module(x, where, outer)
+        elif isinstance(x, types.FunctionType):
+            self._function(x)
+        elif isinstance(x, type):
+            self._class(x)
+        elif isinstance(x, COMPILED):
+            self._add(getattr(x, "__self__", None), where, outer)
+        elif (parts := _parts(x)) is not None:
+            for i, part in enumerate(parts):
+                self._add(part, f"{where}, part {i}", outer)
+        elif _is_standard(type(x)):
+            return repr(x) if isinstance(x, itertools.count) else x
+        else:
+            self._object(x, where, outer)
+        return type(x)
+
+    def _module(self, module: nn.Module, where: str, outer: int) -> None:
+        name = self._names.get(id(module))
+        where = where if name is None else f"the model's {name}" if name else "the model's"
+        point = " " if name == "" else "."
+        for key, x in vars(module).items():
+            if key in ("_parameters", "_buffers", "_modules", *hooks.OF_A_MODULE):
+                for name, y in x.items():
+                    of = f"{where}{point}{key}[{name}]" if key in hooks.OF_A_MODULE else f"{where}{point}{name}"
+                    self._add(y, of, outer and IN_A_MODULE, x, name)
+            elif key not in OF_ANY_MODULE:
+                of = "loss_fn" if key == LOSS_FN else f"{where}{point}{key}"
+                self._add(x, of, outer and IN_A_MODULE, vars(module), key)
+        self._add(type(module), type(module).__name__, OUTSIDE)
+
+    def _object(self, x: Any, where: str, outer: int) -> None:
+        for key, value in getattr(x, "__dict__", {}).items():
+            self._add(value, f"{where}.{key}", outer, vars(x), key)
+        for key in (key for base in type(x).__mro__ for key in vars(base).get("__slots__", ())):
+            self._add(getattr(x, key, None), f"{where}.{key}", outer)
+        self._add(type(x), type(x).__name__, OUTSIDE)
+
+    def _class(self, kind: type) -> None:
+        for base in (base for base in kind.__mro__ if not _is_installed(base.__module__)):
+            for key, x in vars(base).items():
+                x = x.fget if isinstance(x, property) else getattr(x, "__func__", x)
+                if not key.startswith("__") or isinstance(x, types.FunctionType):
+                    self._add(x, f"the class attribute {base.__name__}.{key}", OUTSIDE, base, key)
+
+    def _function(self, function: types.FunctionType) -> None:
+        """Follow what is outside of a function: also of one that an installed package has made around another."""
+        code, name = function.__code__, function.__name__
+        for key, cell in zip(code.co_freevars, function.__closure__ or ()):
+            if cell != types.CellType() and key != "__class__":
+                self._add(cell.cell_contents, f"the outer variable {key}", OUTSIDE, cell, "")
+        for x in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._add(x, f"a default of {name}", OUTSIDE)
+        for key, x in vars(function).items():
+            self._add(x, f"the function's attribute {name}.{key}", OUTSIDE, vars(function), key)
+        if not _is_installed(function.__globals__.get("__name__", "")):
+            self._code(code, function.__globals__, code.co_freevars)
+
+    def _code(self, code: types.CodeType, scope: dict[str, Any], free: tuple[str, ...]) -> None:
+        """Follow the globals that code names, also those of another Python module of one's own."""
+        instructions = [(i.opname, i.argval) for i in dis.get_instructions(code)]
+        for kind, name in instructions:
+            if kind == "STORE_GLOBAL" or (kind == "STORE_DEREF" and name in free):
+                self.shared = self.shared or f"the outer variable {name}"
+        for name in dict.fromkeys(name for kind, name in instructions if kind in OF_A_GLOBAL and name in scope):
+            x = scope[name]
+            self._add(x, f"the outer variable {name}", OUTSIDE, scope, name)
+            if isinstance(x, types.ModuleType) and not _is_installed(x.__name__):
+                for key in sorted(vars(x).keys() & set(code.co_names)):
+                    self._add(vars(x)[key], f"{name}.{key}", OUTSIDE, vars(x), key)
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                self._code(constant, scope, free)
+
+    def _add(self, x: Any, where: str, outer: int, holder: Any = None, key: Any = None) -> None:
+        self._todo[outer > 0].append((x, where, outer, holder, key))
+
+
+def shared(model: nn.Module) -> dict[int, Any]:
+    """Return what copies of a model share, by id: what its functions find outside of it, which is not copied with them.
+
+    A hook may be a method of such an object: the copy's hook and `loss_fn` must still mean the same one.
+    """
+    return {**hooks.computed(model), **Snapshot(model).outside}
+
+
+def copied(model: M) -> M:
+    """Copy a model deeply, with the parameters' hooks, which torch's own copy omits.
+
+    >>> model = nn.Linear(2, 1)
+    >>> handle = model.weight.register_hook(lambda grad: grad.clamp(-1, 1))
+    >>> list(hooks.of_parameters(copied(model))), list(hooks.of_parameters(copy.deepcopy(model)))
+    (['weight'], [])
+    """
+    hooks.check_hooks(model)
+    outside = shared(model)
+    new = copy.deepcopy(model, dict(outside))
+    hooks.rebind(new, model)
+    params = dict(new.named_parameters())
+    for called in (getattr(module, kind) for module in new.modules() for kind in hooks.OF_A_MODULE):
+        for key, hook in called.items():
+            if isinstance(hook, types.MethodType) and id(hook.__self__) in outside:
+                called[key] = _fixed(hook)
+    for name, of_it in hooks.of_parameters(model).items():
+        for hook in of_it:
+            params[name].register_hook(hook)
+    return new
+
+
+def _fixed(method: types.MethodType) -> Callable[..., Any]:
+    """Return a method as a function, which copies of a model share with its object."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return call
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b or type(a) is not type(b):
+        return a is b
+    try:
+        if isinstance(a, tuple):  # tensors, with their versions
+            (x, _), (y, _) = a, b
+            return a[1] == b[1] if x is y else x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y)
+        if isinstance(a, np.ndarray):
+            return a.dtype == b.dtype and np.array_equal(a, b)
+        return bool(a == b or (a != a and b != b))
+    except Exception:  # whatever comparing the user's objects raises
+        return False
+
+
+def _is_constant(x: Any) -> bool:
+    return type(x) in CONSTANTS or isinstance(x, (np.generic, enum.Enum, types.ModuleType))
+
+
+def _is_mutable(x: Any) -> bool:
+    """Whether a value outside of the model can be changed in place; modules and tensors show it if they are."""
+    if isinstance(x, MUTABLE) or type(x) in CONSTANTS or isinstance(x, (Tensor, *FIXED)):
+        return isinstance(x, MUTABLE)
+    kind = type(x)
+    frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
+    return hasattr(x, "__dict__") and not (frozen or _is_standard(kind) or _is_installed(kind.__module__))
+
+
+def _is_standard(kind: type) -> bool:
+    """Whether a class is of Python's own, but for those whose objects hold what is put into them."""
+    root = kind.__module__.partition(".")[0]
+    return root in sys.stdlib_module_names - {"types", "argparse", "collections"}
+
+
+@functools.cache
+def _is_installed(module: str) -> bool:
+    """Whether a Python module is of an installed package, whose functions are not read."""
+    root = module.partition(".")[0]
+    if root in sys.stdlib_module_names or root == "vecgym":
+        return True
+    home = sys.modules.get(root) if root != "__main__" else None
+    paths = [getattr(home, "__file__", None) or "", *getattr(home, "__path__", [])]
+    return any("-packages" in path for path in paths)

@@ -209,6 +209,22 @@ def check_steady(names: Collection[str]) -> None:
         )
 
 
+def state_error(where: str) -> ModelError:
+    """Make the error for a forward whose result depends on what an earlier one has left somewhere.
+
+    >>> str(state_error("the model's encoder.counts['a']")).split(",")[0], "'counts'" in str(state_error("counts[0]"))
+    ("the model's forward keeps state in the model's encoder.counts['a']", True)
+    """
+    *_, name = re.findall(r"\w+", where.partition("[")[0])
+    return ModelError(
+        f"the model's forward keeps state in {where}, and the result depends on what was there before. All nodes "
+        "would share it, and validation and the returned model would not see it. Keep it in a buffer, of which each "
+        f"node has its own: self.register_buffer({name!r}, torch.tensor(...)), which forward may change in place or "
+        "replace. Random numbers of torch's, numpy's and Python's global generators need none: they depend on the "
+        "run's seed, the step and the node."
+    )
+
+
 def check_influence(unused: Collection[str], params: Collection[str]) -> None:
     """Raise the error for a model whose loss depends on none of its parameters."""
     if len(unused) == len(params) > 0:

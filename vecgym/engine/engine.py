@@ -152,7 +152,7 @@ class Engine:
         required = engine != "auto"
         facts = outside(lambda: examine(self._stateless, of_one, stacked, required))
         self.facts = facts = facts if agree is None else agree(facts)
-        self._stateless.learn(facts.random, facts.mutated, facts.written, facts.unused)
+        self._stateless.learn(facts.random, facts.mutated, facts.written, facts.unused, facts.host_random)
         if required and facts.vmap_error is not None:
             raise facts.vmap_error
         plan = self._settled(facts, sizes_of(batch)[0], mean)

@@ -7,19 +7,17 @@ needs its own: they need the engine `loop`. Hooks that run after `p.grad` is set
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
 from vecgym.core.nodes import LOSS_FN
 
-M = TypeVar("M", bound=nn.Module)
 OF_A_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -151,7 +149,7 @@ def uncompiled(copy: nn.Module, model: nn.Module) -> nn.Module:
       (0): Linear(in_features=2, out_features=1, bias=True)
     )
     """
-    _rebind(copy, model)
+    rebind(copy, model)
     around = nn.ModuleDict({"model": copy})
     for module in around.modules():
         for key, part in module._modules.items():
@@ -160,7 +158,7 @@ def uncompiled(copy: nn.Module, model: nn.Module) -> nn.Module:
     return around["model"]
 
 
-def _rebind(copy: nn.Module, model: nn.Module) -> None:
+def rebind(copy: nn.Module, model: nn.Module) -> None:
     """Give a copy its own methods in place of compiled ones, such as `model.forward`, which are the model's."""
     own = {id(a): b for a, b in zip(model.modules(), copy.modules())}
     for module in [module for module in copy.modules() if not is_compiled(module)]:
@@ -188,21 +186,3 @@ def computed(model: nn.Module) -> dict[int, Tensor]:
     """
     tensors = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
     return {id(x): x.detach().clone() for x in tensors if x.grad_fn is not None}
-
-
-def copied(model: M) -> M:
-    """Copy a model deeply, with the parameters' hooks, which torch's own copy omits.
-
-    >>> model = nn.Linear(2, 1)
-    >>> handle = model.weight.register_hook(lambda grad: grad.clamp(-1, 1))
-    >>> list(of_parameters(copied(model))), list(of_parameters(copy.deepcopy(model)))
-    (['weight'], [])
-    """
-    check_hooks(model)
-    new = copy.deepcopy(model, computed(model))
-    _rebind(new, model)
-    params = dict(new.named_parameters())
-    for name, hooks in of_parameters(model).items():
-        for hook in hooks:
-            params[name].register_hook(hook)
-    return new

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,11 +26,12 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 
-from vecgym.core import check, tree
+from vecgym.core import check, rng, tree
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.engine import hooks
 from vecgym.engine.backend import Backend, Local, difference, first_part
+from vecgym.engine.constancy import Snapshot
 from vecgym.engine.contract import (
     WEIGHT,
     cause,
@@ -38,6 +40,7 @@ from vecgym.engine.contract import (
     check_weight,
     check_written,
     first_call,
+    state_error,
     vmap_error,
 )
 from vecgym.engine.loop import Loop
@@ -62,8 +65,11 @@ MAX_TENSOR_BYTES = 2**25 - 2**16
 # An evaluation takes several batches in one call, up to this much arithmetic and this large a tensor: beyond, the
 # overhead of a call is small, and on a CPU the tensors leave the cache.
 MAX_EVALUATION = {"cpu": (2e9, 2**22), "other": (1e12, 2**30)}
+FAR = (720_720, 720_719)  # steps of a pass's counter: a multiple of 1 to 16, and the one before
+HOST_RANDOM = "it draws random numbers of numpy or Python, which would be the same on all nodes (torch's are not)"
 
 
+Results = list[Tensor | None] | None
 # ------------------------------------------------------------------------------------------------- what the model does
 
 
@@ -79,9 +85,11 @@ class ModelFacts:
     unused: frozenset[str]  # parameters without a gradient in this pass
     mutated: frozenset[str]  # buffers that a training step changes
     random: bool  # draws random numbers (dropout)
+    host_random: bool = False  # some of them are numpy's or Python's
     written: frozenset[str] = frozenset()  # parameters that its forward changes under torch.no_grad()
     chooses: bool = True  # which parameters get a gradient may depend on the data; not where vmap can run the model
     hooked: bool = False  # has hooks on its gradients
+    shared: str = ""  # what its code reaches outside of it, and could change, or has changed
     flop: int = 0  # floating-point operations of one node's forward and backward pass
     convolution_flop: int = 0  # those in convolutions of images
     largest_bytes: int = 0  # of one node's tensors: parameters and outputs of operations
@@ -100,28 +108,31 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
         stacked: also try whether this backend can run two nodes; the model then learns its facts.
         required: raise the error of that try, instead of recording it.
     """
-    hooked = hooks.on_gradients(model.model)
     check_modes(model.model)
     # Copies, since a forward pass may write to them.
     params = {name: p.detach().clone().requires_grad_() for name, p in model.params.items()}
     observer = Observer({**params, **model.frozen})
-    with seeded(0, model.device), observer, first_call(model.model, batch):
+    with seeded(0, model.device, host=True), observer, first_call(model.model, batch):
         before, own = tree.map(torch.clone, model.buffers), tree.map(torch.clone, model.buffers)
-        states = _rng_states(model.device)
+        states, host_states = _rng_states(model.device), rng.host_states()
+        kept = Snapshot(model.structure(0))  # before the pass
         loss, after, grads = model.gradient(params, {**own, WEIGHT: None}, batch)
         weight = after.pop(WEIGHT)
-        random = not all(map(torch.equal, states, _rng_states(model.device)))
+        host_random = host_states != rng.host_states()
+        random = host_random or not all(map(torch.equal, states, _rng_states(model.device)))
         # Even by writing the same value, such as the running mean of something that has not moved yet.
         mutated = {n for n, b in after.items() if b is not own[n] or b._version or not torch.equal(b, before[n])}
+    left = _check_state(model, batch, [loss, *after.values(), *params.values(), *grads], kept)
     largest = max(observer.largest_bytes, *(p.numel() * p.element_size() for p in model.params.values()))
     check_weight(weight)
     model.recomputes, model.weighted = observer.recomputes, weight is not None
     unused, written = frozenset(name for name, g in zip(params, grads) if g is None), observer.written()
     check_influence(unused, params)
     check_written(written - params.keys())
-    # A backward pass costs about two forward passes.
-    facts = ModelFacts(
-        unused=unused, mutated=frozenset(mutated), random=random, written=written, hooked=bool(hooked),
+    hooked = hooks.on_gradients(model.model)
+    facts = ModelFacts(  # a backward pass costs about two forward passes
+        unused=unused, mutated=frozenset(mutated), random=random, host_random=host_random, written=written,
+        hooked=bool(hooked), shared=kept.shared or next((name for name, outer in left.items() if outer), ""),
         flop=3 * observer.flop, convolution_flop=3 * observer.convolution_flop, largest_bytes=largest,
         output_bytes=observer.largest_bytes,
     )  # fmt: skip
@@ -130,25 +141,122 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
     of_one = _local(model, loss, after, grads)
     if not required:
         facts = replace(facts, any_layout=_any_layout(model, batch, facts, of_one))
-    writes = f"its forward writes to its parameter {min(written)!r}" if written else ""
-    if unsafe := observer.unsafe or writes or (hooked and f"{hooked}, which sees one node at a time"):
+    alone = f"its forward writes to its parameter {min(written)!r}" if written else HOST_RANDOM * host_random
+    if unsafe := observer.unsafe or alone or (hooked and f"{hooked}, which sees one node at a time"):
         return replace(facts, vmap_error=vmap_error(unsafe))
     expected = of_one if observer.transforms and not random else None
-    return _in_one_call(model, batch, stacked, facts, expected, required)
+    return _in_one_call(model, batch, stacked, facts, expected, required, keeps=bool(left))
 
 
 def _in_one_call(
-    model: StatelessModel, batch: Any, stacked: Backend, facts: ModelFacts, expected: Local | None, required: bool
-) -> ModelFacts:
-    """Add to the facts whether vmap can run the model, and which operations it runs node by node."""
+    model: StatelessModel, batch: Any, stacked: Backend, facts: ModelFacts, expected: Local | None, required: bool,
+    keeps: bool,
+) -> ModelFacts:  # fmt: skip
+    """Add to the facts whether vmap can run the model, and which operations it runs node by node.
+
+    Args:
+        keeps: a pass leaves something in attributes: run three nodes, too, which must fit what two have left.
+    """
     model.learn(facts.random, facts.mutated)
     try:
-        return replace(facts, vmap_slow=_slow_operations(model, batch, stacked, expected), chooses=False)
+        slow = [_slow_operations(model, batch, stacked, expected, size) for size in ((2, 3) if keeps else (2,))]
+        return replace(facts, vmap_slow=slow[0], chooses=False)
     except Exception as error:  # whatever the model's code raises: the loop can run it
         refusal = vmap_error(cause(error))
         if required:
             raise refusal from error
         return replace(facts, vmap_error=refusal)
+    finally:
+        if keeps:
+            model.renew()
+
+
+def _check_state(model: StatelessModel, batch: Any, first: Results, before: Snapshot) -> dict[str, bool]:
+    """Raise the error for a model whose result depends on what an earlier pass has left in attributes or outside.
+
+    It does if the next pass on the same batch has another result; or if one on another batch, or an evaluation, has
+    not that of a model that has not trained; or if a pass has another one once numbers that each pass moves are far
+    away: where a schedule is over, and where a period begins.
+
+    Returns:
+        where a pass leaves something, and whether that is outside of the model.
+    """
+    after, other = Snapshot(model.structure(0)), tree.map_leaves(_another, batch)
+    if not (left := after.changed(before)):
+        return {}
+    again = _results(model, batch)
+    moving = Snapshot(model.structure(0)).changed(after)
+    late, evaluated = _results(model, other), _results(model, batch, evaluate=True)
+
+    def renew() -> None:
+        model.renew()
+        before.restore({*left, *moving})
+
+    renew()
+    pairs = [(again, first), (late, _results(model, other))]
+    renew()
+    pairs.append((evaluated, _results(model, batch, evaluate=True)))
+    for far in FAR if moving and all(starmap(_alike, pairs)) else ():
+        renew()
+        _results(model, batch)  # some places exist only now
+        Snapshot(model.structure(0)).move(moving, far, after)
+        pairs.append((_results(model, batch), first))
+        Snapshot(model.structure(0)).move(moving, far, after)
+        pairs.append((_results(model, batch, evaluate=True), pairs[2][1]))
+    renew()
+    if not all(starmap(_alike, pairs)):
+        raise state_error((moving or left)[0])
+    places = {**before.places, **after.places}
+    if counts := [name for name in moving if name in places and type(places[name].value) in (int, float)]:
+        warn(
+            f"the model's forward changes {counts[0]}, on which its results do not depend. Copies of the model train, "
+            "each for several nodes: the returned model has it as it was. A buffer would be trained with the model."
+        )
+    return {name: places[name].outer > 0 for name in left}
+
+
+def _results(model: StatelessModel, batch: Any, evaluate: bool = False) -> Results:
+    """Return all that a pass of one node on a batch `[B, ...]` computes; None: it fails.
+
+    Args:
+        evaluate: evaluate by the structure that trains, with what training has left in it; it must be renewed.
+    """
+    params = {name: p.detach().clone() for name, p in model.params.items()}
+    own = tree.map(torch.clone, model.buffers)
+    with seeded(0, model.device, host=True):
+        try:
+            if evaluate:
+                with torch.no_grad(), model.casting():
+                    return list(model.measure({**params, **own}, batch, trained=True).values())
+            leaves = {name: p.requires_grad_() for name, p in params.items()}
+            loss, after, grads = model.gradient(leaves, own, batch)
+            return [loss, *after.values(), *leaves.values(), *grads]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # whatever the model's code raises
+            return None
+
+
+def _alike(ours: Results, right: Results) -> bool:
+    """Whether results are equal up to rounding; if there is no right one, all are."""
+    if ours is None or right is None:
+        return right is None
+    return len(ours) == len(right) and all(map(_close, ours, right))
+
+
+def _close(x: Tensor | None, y: Tensor | None) -> bool:
+    if x is None or y is None:
+        return x is y
+    if x.shape != y.shape or not y.is_floating_point():
+        return x.shape == y.shape and torch.equal(x, y)
+    allowed = torch.finfo(y.dtype).eps ** 0.5 * (y.abs().nan_to_num().amax().item() if y.numel() else 0.0)
+    return torch.allclose(x, y, rtol=0, atol=allowed, equal_nan=True)
+
+
+def _another(x: Tensor) -> Tensor:
+    """Return another batch of the same shape, of examples that are all the same."""
+    same = x[:1].expand(x.shape).clone() if x.dim() else x
+    return same * 0.9 if x.is_floating_point() else same
 
 
 def _any_layout(model: StatelessModel, batch: Any, facts: ModelFacts, expected: Local) -> bool:
@@ -173,13 +281,15 @@ def _local(model: StatelessModel, loss: Tensor, after: Tree, grads: Any) -> Loca
     return Local(*tree.map_leaves(lambda x: x.detach()[None], (used, loss, after)))
 
 
-def _slow_operations(model: StatelessModel, batch: Any, stacked: Backend, expected: Local | None) -> tuple[str, ...]:
-    """Run two equal nodes at once; return the operations that torch warns it runs node by node.
+def _slow_operations(
+    model: StatelessModel, batch: Any, stacked: Backend, expected: Local | None, size: int
+) -> tuple[str, ...]:
+    """Run equal nodes at once; return the operations that torch warns it runs node by node.
 
     Raises:
         RuntimeError: if the results of each are not `expected`, of a forward with transforms of torch.func.
     """
-    part = first_part(model, tree.map_leaves(lambda x: torch.stack([x, x]), batch), mean=False)
+    part = first_part(model, tree.map_leaves(lambda x: torch.stack([x] * size), batch), mean=False)
     with warnings.catch_warnings(record=True) as caught, seeded(0, model.device):
         warnings.simplefilter("always")
         local = stacked.gradients(part, lambda: tree.map(torch.empty_like, part.params))
@@ -417,6 +527,8 @@ def one_thread(facts: ModelFacts, device: torch.device) -> str:
         return f"runs on {device.type}"
     if facts.hooked:
         return "has hooks, which are called node after node"
+    if facts.shared:
+        return f"can write to {facts.shared}, which threads would share"
     return "draws random numbers" if facts.random else ""
 
 

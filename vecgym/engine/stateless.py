@@ -20,6 +20,7 @@ from vecgym.core.devices import unwrapped
 from vecgym.core.nodes import LOSS_FN
 from vecgym.core.tree import Tree, wider
 from vecgym.engine import hooks
+from vecgym.engine.constancy import shared
 from vecgym.engine.contract import WEIGHT, check_loss, check_val_metrics, offers_metrics, weight_of
 
 
@@ -54,8 +55,8 @@ class Skeleton:
     """
 
     def __init__(self, model: nn.Module, training: bool) -> None:
-        shared = {id(x): x for x in (*model.parameters(), *model.buffers())} | hooks.computed(model)
-        self.model = copy.deepcopy(model, shared)
+        tensors = {id(x): x for x in (*model.parameters(), *model.buffers())}
+        self.model = copy.deepcopy(model, tensors | shared(model))
         if not (training and model.training):
             self.model.train(training)
         names = {id(x): name for name, x in (*model.named_buffers(), *model.named_parameters())}
@@ -137,6 +138,7 @@ class StatelessModel:
         written: parameters that its forward changes.
         unused: parameters that got no gradient in the first pass.
         random: whether it draws random numbers in training; True until `learn`.
+        host_random: whether it draws some of numpy's or Python's; False until `learn`.
         weighted: whether its loss comes with a weight, which is then a buffer of each node, `WEIGHT`.
         recomputes: whether its backward pass runs parts of it again, as activation checkpointing does, and must find
             everything as it was in the forward pass.
@@ -152,7 +154,7 @@ class StatelessModel:
         self.frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
         self.buffers = {name: b.detach() for name, b in model.named_buffers()}
         self.device = next(iter(self.params.values())).device
-        self.random = True
+        self.random, self.host_random = True, False
         self.written: Collection[str] = ()
         self.unused: Collection[str] = ()
         self.recomputes = self.weighted = False
@@ -173,10 +175,12 @@ class StatelessModel:
         return self._train[thread].model
 
     def learn(
-        self, random: bool, mutated: Collection[str], written: Collection[str] = (), unused: Collection[str] = ()
-    ) -> None:
+        self, random: bool, mutated: Collection[str], written: Collection[str] = (), unused: Collection[str] = (),
+        host_random: bool = False,
+    ) -> None:  # fmt: skip
         """Record whether a training step draws random numbers, what it changes, and what gets no gradient."""
         self.random, self._mutated, self.written, self.unused = random, mutated, written, unused
+        self.host_random = host_random
 
     def changes(self, name: str) -> bool:
         """Whether a training step may change this buffer."""
@@ -190,6 +194,11 @@ class StatelessModel:
         """Make a structure for each thread: a call changes it temporarily."""
         while len(self._train) < num_threads:
             self._train.append(Skeleton(self.model, training=True))
+
+    def renew(self) -> None:
+        """Make the structures anew, without what passes have left in attributes."""
+        self._train = [Skeleton(self.model, training=True) for _ in self._train]
+        self._called = _Called(self._train[0].model)
 
     # -------------------------------------------------------------------------------------------- training
 
@@ -269,9 +278,15 @@ class StatelessModel:
         """Compute the loss in eval mode."""
         return self._eval.call({**params, **self.frozen, **tree.map(torch.clone, buffers)}, batch, None)[0]
 
-    def measure(self, tensors: Tree, batch: Any) -> Tree:
-        """Return the validation metrics of one node in eval mode: name -> scalar."""
-        return self._eval.measure({**tensors, **self.frozen}, batch)
+    def measure(self, tensors: Tree, batch: Any, trained: bool = False) -> Tree:
+        """Return the validation metrics of one node in eval mode: name -> scalar.
+
+        Args:
+            trained: evaluate the structure that trains, which then stays in eval mode.
+        """
+        if trained:
+            self._train[0].model.train(False)
+        return (self._train[0] if trained else self._eval).measure({**tensors, **self.frozen}, batch)
 
     def spared(self, params: Tree, buffers: Tree) -> tuple[Tree, Tree]:
         """Copy what a forward pass in eval mode may change."""
@@ -290,7 +305,9 @@ class StatelessModel:
 
     def seeded(self, seed: int, purpose: str, *ids: int) -> contextlib.AbstractContextManager:
         """Seed the random numbers of a pass by their key; do nothing for a model that draws none."""
-        return seeded(rng.key(seed, purpose, *ids), self.device) if self.random else contextlib.nullcontext()
+        if not self.random:
+            return contextlib.nullcontext()
+        return seeded(rng.key(seed, purpose, *ids), self.device, self.host_random)
 
 
 def gradients_within_modes(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
@@ -304,14 +321,16 @@ def gradients_within_modes(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor |
     )
 
 
-_GENERATORS = threading.RLock()  # torch's global generators, while a run has seeded them: two runs may share a process
+_GENERATORS = threading.RLock()  # the global generators, while a run has seeded them: two runs may share a process
 
 
 @contextlib.contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's global generators within a block, and restore them."""
+def seeded(seed: int, device: torch.device, host: bool = False) -> Iterator[None]:
+    """Seed torch's global generators within a block, with `host` those of numpy and Python too, and restore them."""
     devices = [device] if device.type == "cuda" else []
-    with _GENERATORS, torch.random.fork_rng(devices=devices, device_type="cuda"):
+    # Of another key: with one seed, numpy's numbers are made of the same bits as torch's.
+    others = rng.private(rng.key(seed, "host")) if host else contextlib.nullcontext()
+    with _GENERATORS, others, torch.random.fork_rng(devices=devices, device_type="cuda"):
         # Not torch.manual_seed, which also seeds unused devices: a hundred times slower, with a traceback for each.
         torch.default_generator.manual_seed(seed)
         if device.type != "cpu":

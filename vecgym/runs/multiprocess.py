@@ -515,7 +515,8 @@ class Session:
 
     def facts(self, facts: ModelFacts) -> ModelFacts:
         """Return the first process's facts about the model, such as which buffers it changes."""
-        shared = {name: vars(facts)[name] for name in ("unused", "mutated", "random", "written", "chooses")}
+        names = ("unused", "mutated", "random", "host_random", "written", "chooses")
+        shared = {name: vars(facts)[name] for name in names}
         return replace(facts, **self.first(lambda: shared))
 
     def observed(self, metrics: Metrics, interrupted: list[int]) -> Metrics:

@@ -21,7 +21,8 @@ from vecgym.core.errors import warn
 from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
 from vecgym.data import Batches, EvalBatches, num_steps
-from vecgym.engine import Engine, hooks
+from vecgym.engine import Engine
+from vecgym.engine.constancy import copied
 from vecgym.engine.contract import warn_of_parts
 from vecgym.records.history import History
 from vecgym.runs.checkpoint import Checkpointer
@@ -86,7 +87,7 @@ class Run(Generic[M]):
         self.num_steps = num_steps(self.train, options.num_epochs, options.max_steps)
         options.strategy.check(comm.num_nodes, self.num_steps)
 
-        self.model: M = hooks.copied(task.model).to(device)
+        self.model: M = copied(task.model).to(device)
         first = self.train.batch(0)
         self._differ = any(not torch.equal(x, x[:1].expand_as(x)) for x in tree.leaves(first))  # of several nodes
         self.engine = _engine(self.model, options, first, self.num_steps, session)

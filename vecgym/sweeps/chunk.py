@@ -20,7 +20,8 @@ from vecgym.core.devices import fetched, placed_as
 from vecgym.core.tree import Tree
 from vecgym.data import Batches
 from vecgym.data.batches import chosen_batches
-from vecgym.engine import Engine, hooks
+from vecgym.engine import Engine
+from vecgym.engine.constancy import copied
 from vecgym.engine.contract import warn_of_parts
 from vecgym.records import runfile
 from vecgym.records.columns import START
@@ -418,7 +419,7 @@ class Chunk:
 
 def prepared_engine(configs: list[Configuration], options: SweepOptions) -> Engine:
     """Return an engine for chunks of configurations like these, and of as many."""
-    model = hooks.copied(configs[0].model).to(options.device)
+    model = copied(configs[0].model).to(options.device)
     engine = Engine(
         model, engine=options.engine, chunk_size=options.chunk_size, node_threads=options.node_threads,
         compile=options.compile,

@@ -8,7 +8,8 @@ from typing import Any
 from vecgym.core import check, tree
 from vecgym.core.errors import warn
 from vecgym.core.files import write_atomically
-from vecgym.engine import Engine, hooks
+from vecgym.engine import Engine
+from vecgym.engine.constancy import copied
 from vecgym.records import runfile
 from vecgym.runs import checkpoint
 from vecgym.strategy import Strategy
@@ -174,7 +175,7 @@ def _computed(runner: Runner) -> dict[str, Any]:
 
 
 def _initial_loss(config: Configuration, device: Any) -> float:
-    engine = Engine(hooks.copied(config.model).to(device))
+    engine = Engine(copied(config.model).to(device))
     params, buffers = ({name: x[None] for name, x in each.items()} for each in (engine.params, engine.buffers))
     return checkpoint.eval_loss(engine, params, buffers, tree.map_leaves(lambda x: x[:1], config.train.batch(0)))
 
