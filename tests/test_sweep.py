@@ -8,6 +8,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from inspect import isfunction, signature
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from vecgym import (
     VecgymWarning,
     sweep,
 )  # fmt: skip
+from vecgym.availability import Dropout
+from vecgym.clock import Compute, Network
 from vecgym.compress import TopK
 from vecgym.core import tree
 from vecgym.core.tree import Tree
@@ -1115,6 +1118,232 @@ def test_where_results_cannot_be_kept(path: Any, kind: type[Exception], message:
         kept(tmp_path if path == "FOLDER" else path)
 
 
+def of_seed(seed: int) -> nn.Module:
+    model = Sine()
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def enlarged(path: Path | None, grid: Mapping[str, Any], dataset: Any = None, **given: Any) -> SweepResult:
+    settings: dict[str, Any] = {"num_nodes": K, "max_steps": STEPS, "batch_size": 4, "val_interval": 3, **given}
+    return sweep(
+        of_seed, data() if dataset is None else dataset, data(num_examples=10, seed=1), strategy=outer, grid=grid,
+        resume=path, device="cpu", progress=False, keep_models=True, **settings,
+    )  # fmt: skip
+
+
+def same_results(result: SweepResult, expected: SweepResult) -> None:
+    assert [{n: row[n] for n in result.axes} for row in result.rows] == [
+        {n: row[n] for n in expected.axes} for row in expected.rows
+    ]
+    for i in range(len(expected)):
+        assert [row.keys() for row in result.history(i)] == [row.keys() for row in expected.history(i)]
+        for column in ("train_loss", "val_loss"):
+            assert result.history(i).series(column)[1] == pytest.approx(expected.history(i).series(column)[1], rel=1e-9)
+        assert_close(dict(result.model(i).state_dict()), dict(expected.model(i).state_dict()), 1e-10)
+
+
+def test_more_seeds_and_values_are_added_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """... in any place of the grid; what is there already is not trained again."""
+    path = tmp_path / "sweep.pt"
+    first = enlarged(path, {"lr": [0.01, 0.02], "seed": [0, 1]})
+    begin, trained = Chunk.__init__, list[Any]()
+
+    def noted(chunk: Chunk, work: Work, *rest: Any) -> None:
+        trained.extend(config.point for config in work.configs)
+        begin(chunk, work, *rest)
+
+    monkeypatch.setattr(Chunk, "__init__", noted)
+    grid: dict[str, Any] = {"lr": [0.005, 0.01, 0.02], "seed": [2, 0, 1]}
+    more = enlarged(path, grid)
+    there = [{name: row[name] for name in ("lr", "seed")} for row in first.rows]
+    points_of = [{"lr": lr, "seed": seed} for lr in grid["lr"] for seed in grid["seed"]]
+    assert sorted(map(str, trained)) == sorted(str(point) for point in points_of if point not in there)
+    trained.clear()
+    same_results(enlarged(path, grid), more)
+    assert trained == []
+    same_results(more, enlarged(None, grid))
+
+
+@pytest.mark.parametrize("after", [9, 21])
+def test_more_are_added_to_what_was_interrupted(after: int, tmp_path: Path) -> None:
+    path, tensors = tmp_path / "sweep.pt", data().tensors
+    small = {"lr": [0.01, 0.02], "seed": [0, 1]}
+    with pytest.warns(VecgymWarning, match="interrupted"):
+        assert enlarged(path, small, Interrupting(*tensors, after=after), chunk_configs=2).num_pending > 0
+    grid = {"lr": [0.02, 0.01, 0.1], "seed": [1, 0, 2]}
+    found = enlarged(path, grid, Interrupting(*tensors, after=-1), chunk_configs=2)
+    same_results(found, enlarged(None, grid, Interrupting(*tensors, after=-1)))
+
+
+def test_a_file_keeps_what_is_in_it(tmp_path: Path) -> None:
+    """A grid without one of the saved rows, or with other weights, settings or sharing, is refused."""
+    path = tmp_path / "sweep.pt"
+    grid = {"lr": [0.01, 0.02], "seed": [0, 1]}
+    enlarged(path, grid)
+    larger: dict[str, Any] = {"lr": [0.01, 0.02], "seed": [0, 1, 2]}
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"grid": {"lr": [0.01], "seed": [0, 1, 2]}}, r"saved 4, given 3, without row 2 .*grid\['lr'\]: saved 0.02"),
+        (
+            {"grid": larger, "batch_size": 8},
+            "saved 4, given 6, without row 0 of the file. There:\n  batch_size: saved 4",
+        ),
+        ({"grid": larger, "dataset": other_data()}, "first batch of the training data of 4 nodes: saved checksum"),
+    ]
+    for given, message in refused:
+        with pytest.raises(ValueError, match=rf"(?s)holds another sweep:.*{message}.*as many more values and seeds"):
+            enlarged(path, **given)
+    assert enlarged(path, larger).num_pending == 0
+
+
+def test_sweeps_are_added() -> None:
+    whole = enlarged(None, {"lr": [0.01, 0.02], "seed": range(4)})
+    parts = [enlarged(None, {"lr": [0.01, 0.02], "seed": seeds}) for seeds in ([0, 1, 2], [3])]
+    both = parts[0] + parts[1]
+    assert (len(both), both.axes, repr(both)) == (8, whole.axes, "SweepResult(8 configurations: 8 finished)")
+    for row, expected in zip(both.compare("lr"), whole.compare("lr"), strict=True):
+        assert row["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-9)
+        assert str(row["difference"])[:8] == str(expected["difference"])[:8]
+        assert (row["lr"], row["seeds"]) == (expected["lr"], 4)
+    assert both.rows[6]["seed"] == 3
+    assert_close(dict(both.model(6).state_dict()), dict(whole.model(3).state_dict()), 1e-10)
+    assert both.history(7)["train_loss"] == parts[1].history(1)["train_loss"]
+    assert "another sweep" in both.explain()
+    more = both + enlarged(None, {"lr": [0.1], "seed": range(4)})
+    assert [row["lr"] for row in more.compare("lr")] == [0.01, 0.02, 0.1]
+    priced = both.price(Network(1e6), Compute(0.1))
+    assert len({row["sim_seconds"] for row in priced.rows}) == 1
+
+
+def test_sweeps_that_cannot_be_added() -> None:
+    grid = {"lr": [0.01], "seed": [0, 1]}
+    first = enlarged(None, grid)
+    other: dict[str, Any] = {"lr": [0.01], "seed": [2]}
+    seeds: dict[str, Any] = {"device": "cpu", "progress": False, "num_nodes": K, "max_steps": STEPS, "batch_size": 4}
+    others: dict[str, tuple[SweepResult, str]] = {
+        "itself": (first, "row 0 of the second sweep, with lr=0.01, seed=0, is row 0 of the first"),
+        "axes": (enlarged(None, {**other, "batch_size": [4]}), "only one has batch_size. Give it to both"),
+        "steps": (enlarged(None, other, max_steps=9), r"differ in max_steps \(7 and 9\): what differs must be an axis"),
+        "data": (enlarged(None, other, data(num_examples=80)), "train_dataset .*TensorDataset of 90 and .* of 80"),
+        "strategy": (
+            sweep(of_seed, data(), data(num_examples=10, seed=1), val_interval=3,
+                  strategy=lambda lr: outer(lr, H=3), grid=other, **seeds),
+            "differ in the strategy or the model of lr=0.01, seed=2, but for the seed",
+        ),
+        "model": (
+            sweep(lambda seed: seeded_model(seed), data(), data(num_examples=10, seed=1), val_interval=3,
+                  strategy=outer, grid=other, **seeds),
+            "differ in the strategy or the model of lr=0.01, seed=2",
+        ),
+        "prices": (enlarged(None, other).price(Network(1e6), Compute(0.1)), "priced for unlike networks: add first"),
+    }  # fmt: skip
+    for second, message in others.values():
+        with pytest.raises(ValueError, match=message):
+            first + second
+
+
+# ------------------------------------------------------------------------------- datasets that are functions of axes
+
+
+def partition(alpha: float, seed: int = 0, held_out: float = 0.0) -> Any:
+    x, y = data("MLP", 200).tensors
+    shards = partition_dirichlet(y, K, alpha=alpha, min_size=4, seed=seed)
+    return shards.datasets(TensorDataset(x, y), held_out=held_out)
+
+
+def clients(alpha: float, seed: int) -> Any:
+    return partition(alpha, seed, held_out=0.3)
+
+
+def part(n: int) -> Any:
+    return TensorDataset(*(x[:n] for x in data("MLP", 200).tensors))
+
+
+OF_AXES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+    "partitions": (partition, data(num_examples=10, seed=1), {"alpha": [0.2, 2.0], "seed": [0, 1]}, {}),
+    "clients": (clients, clients, {"alpha": [0.2, 2.0], "seed": [0, 1]}, {"batch_size": 64}),
+    "epochs": (lambda alpha: partition(alpha), part(30), {"alpha": [0.2, 2.0]}, {"max_steps": None, "num_epochs": 1}),
+    "sizes": (part, part, {"n": [13, 30, 200]}, {"batch_size": 8}),
+    "absent": (partition, part(30), {"alpha": [0.2, 2.0]}, {"availability": Dropout(0.3, 2)}),
+}
+
+
+@pytest.mark.parametrize("name", OF_AXES)
+def test_a_dataset_may_be_a_function_of_axes(name: str) -> None:
+    """A partition by alpha and seed, say: each run is that of `fit` with the dataset of its point."""
+    train, val, grid, given = OF_AXES[name]
+    settings: dict[str, Any] = {"max_steps": STEPS, "batch_size": 4, "val_interval": 3, **given}
+    settings |= {"device": "cpu", "progress": False}
+    strategies = {"weighting": ["equal", "examples"], **grid}
+    result = sweep(
+        make_model("MLP", dtype=F64), train, val, num_nodes=K, grid=strategies, **settings,
+        strategy=lambda weighting: FedAvgStrategy("sgd", H=2, lr=0.1, weighting=weighting),
+    )  # fmt: skip
+    for i in range(0, len(result), 3):
+        row = result.rows[i]
+        sets = [f(**{n: row[n] for n in signature(f).parameters if n in row}) if f in (train, val) and isfunction(f)
+                else f for f in (train, val)]  # fmt: skip
+        trainer = Trainer(make_model("MLP", dtype=F64), *sets)
+        trainer.fit(
+            FedAvgStrategy("sgd", H=2, lr=0.1, weighting=row["weighting"]), K, seed=row.get("seed", 42), **settings
+        )
+        history = result.history(i)
+        assert [set(row) for row in history] == [set(row) for row in trainer.history]
+        for column in ("train_loss", "val_loss", "val_loss_local"):
+            assert history.series(column)[1] == pytest.approx(trainer.history.series(column)[1], rel=1e-10)
+
+
+def test_what_the_seeds_vary_of_a_partition() -> None:
+    settings: dict[str, Any] = {"num_nodes": K, "max_steps": 3, "batch_size": 4, "device": "cpu", "progress": False}
+    for train, varied in ((partition, True), (lambda alpha: partition(alpha), False), (partition(0.2), False)):
+        of_axis = {"alpha": [0.2]} if isfunction(train) else {"lr": [0.1]}
+        result = sweep(
+            of_seed, train, grid={**of_axis, "seed": [0, 1]}, **settings,
+            strategy=lambda lr=0.1: FedAvgStrategy("sgd", H=2, lr=lr),
+        )  # fmt: skip
+        note = result.table().splitlines()[-1]
+        assert ("do not vary the partition" not in note) == varied
+        assert "the partition" in note
+
+
+def test_datasets_of_axes_that_cannot_be(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"num_nodes": K, "max_steps": 3, "batch_size": 4, "device": "cpu", "progress": False}
+    refused: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (
+            partition,
+            {"lr": [0.1]},
+            ValueError,
+            r'train_dataset takes alpha, which is not an axis.*grid\["alpha"\]=\.\.\.',
+        ),
+        (
+            data(),
+            {"lr": [0.1], "alpha": [1.0]},
+            ValueError,
+            "is not used: .*model or train_dataset may be a function of it",
+        ),
+        (lambda alpha: None, {"lr": [0.1], "alpha": [1.0]}, TypeError, "train_dataset is a NoneType, not a dataset"),
+        (partition, {"lr": [0.1], "alpha": [-1.0]}, ValueError, r"train_dataset\(alpha=-1\.0\): alpha=-1\.0 must be"),
+        (lambda rank: data(), {"lr": [0.1]}, TypeError, "is called as a factory"),
+        (lambda: data(), {"lr": [0.1]}, TypeError, "is called as a factory"),
+    ]
+    for train, grid, kind, message in refused:
+        with pytest.raises(kind, match=message):
+            sweep(make_model("MLP", dtype=F64), train, strategy=lambda lr: outer(lr), grid=grid, **settings)
+    factory = lambda rank, num_nodes, train: part(20)  # noqa: E731 - with an axis of its argument's name
+    sweep(make_model("MLP", dtype=F64), factory, strategy=lambda lr: outer(lr), grid={"lr": [0.1], "num_nodes": [2]},
+          **{**settings, "num_nodes": None})  # fmt: skip
+    path = tmp_path / "sweep.pt"
+    given: dict[str, Any] = {"strategy": outer(0.1), "resume": path, **settings}
+    sweep(make_model("MLP", dtype=F64), partition, grid={"alpha": [0.2]}, **given)
+    found = sweep(make_model("MLP", dtype=F64), partition, grid={"alpha": [2.0, 0.2]}, **given)
+    assert found.num_pending == 0
+    with pytest.raises(ValueError, match=r"training data.*saved"):
+        sweep(make_model("MLP", dtype=F64), lambda alpha: partition(alpha, 3), grid={"alpha": [0.2, 2.0]}, **given)
+
+
 # ------------------------------------------------------------------------------------------ random search
 
 
@@ -1321,7 +1550,7 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     ),
     (
         ValueError,
-        r"'lr'\] is not used: it is no setting \(strategy or model may be a function of it: strategy=lambda lr: ...\)",
+        r"'lr'\] is not used: it is no setting \(strategy, model or train_dataset may be a function of it: strategy=",
         {"strategy": FedAvgStrategy()},
     ),
     (ValueError, "give either grid=.*or points=", {"points": [{"lr": 0.1}]}),

@@ -32,6 +32,7 @@ import vecgym.guide.sweeps
 from tests.models import make_data, make_model
 from vecgym import SweepResult, VecgymWarning, sweep
 from vecgym.clock import Compute, Network
+from vecgym.data import partition_dirichlet
 from vecgym.records import runfile
 from vecgym.records.columns import MEASURED
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, SPARTAStrategy
@@ -299,6 +300,22 @@ def test_the_bar_counts_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Bar.shown["disable"] is False
     assert [n for n in Bar.shown["done"] if n] == [18] * 4  # one stack of 3 configurations of 6 steps after the other
     assert Bar.shown["total"] == 72
+
+
+def clients(alpha: float, seed: int) -> Any:
+    x, y = data(120).tensors
+    return partition_dirichlet(y, K, alpha=alpha, min_size=4, seed=seed).datasets(TensorDataset(x, y), held_out=0.2)
+
+
+def test_datasets_that_are_functions_of_axes_are_sent(pool: ProcessPoolExecutor) -> None:
+    made = lambda alpha, seed: clients(alpha, seed)  # noqa: E731 - which no job can carry
+    settings: dict[str, Any] = {
+        "strategy": DiLoCoStrategy("adamw", H=2, lr=0.01), "grid": {"alpha": [0.2, 2.0], "seed": [0, 1]},
+        "num_nodes": K, "max_steps": 4, "batch_size": 4, "chunk_configs": 2, "device": "cpu", "progress": False,
+    }  # fmt: skip
+    model = make_model("MLP", dtype=F64)
+    found = sweep(model, made, made, executor=pool, **settings)
+    assert str(found.rows) == str(sweep(model, made, made, **settings).rows)
 
 
 def test_warnings_come_once_to_the_process_that_sweeps(pool: ProcessPoolExecutor) -> None:

@@ -128,6 +128,7 @@ An axis is one of:
 
 - an argument of `strategy`;
 - an argument of `model`, if that is a function (`lambda seed: make_model(seed)`);
+- an argument of `train_dataset` or `val_dataset`, if these are functions: a partition of the data, say;
 - one of the settings `num_nodes`, `batch_size`, `minibatch_size`, `max_steps`, `num_epochs`, `seed` and `shuffle`.
 
 Values may be anything: numbers, classes, matrices, selectors. With `samples=50`, points are drawn at random, and an
@@ -139,6 +140,42 @@ axis may be a distribution, `vecgym.Uniform(a, b)` or `vecgym.LogUniform(a, b)`:
 ... )
 >>> all(1e-4 <= row["lr"] <= 1e-1 for row in random_search.rows)
 True
+
+A partition by its alpha and the seed, where each of the 8 clients is evaluated on examples of its own:
+
+>>> from vecgym.data import partition_dirichlet
+>>> def clients(alpha, seed):
+...     partition = partition_dirichlet(dataset.tensors[1], 8, alpha=alpha, min_size=5, seed=seed)
+...     return partition.datasets(dataset, held_out=0.2)
+>>> unlike = vecgym.sweep(
+...     model, clients, clients, strategy=lambda mu: FedAvgStrategy("sgd", H=5, lr=0.2, proximal_mu=mu),
+...     grid={"mu": [0.0, 0.1], "alpha": [0.1, 1.0], "seed": range(3)}, num_nodes=8, max_steps=20, progress=False,
+... )
+>>> unlike.compare("mu", where={"alpha": 0.1}).notes[0]
+'The seeds vary the initial weights, the order of the data, the partition and masks.'
+
+## More seeds, and runs from elsewhere
+
+More seeds, or more values of an axis, need not repeat what is done: `resume="sweep.pt"` with a larger grid trains what the
+file lacks, and two results are added. The sum is refused where a run would count twice, or more than the axes differs.
+
+>>> fewer = vecgym.sweep(
+...     mlp, dataset, dataset, strategy=lambda H: DiLoCoStrategy("adamw", H=H, lr=3e-3),
+...     grid={"H": [5, 6, 20], "seed": [8, 9]}, **settings,
+... )
+>>> (rounds + fewer).compare("H")[1]["seeds"]
+10
+
+Fits made one by one are compared by `vecgym.compare`, seed by seed and with the same statistics:
+
+>>> runs = {"FedAvg": [], "DiLoCo": []}
+>>> for seed in range(3):
+...     trainer = vecgym.Trainer(mlp(seed), dataset, dataset)
+...     for name, kind in {"FedAvg": FedAvgStrategy, "DiLoCo": DiLoCoStrategy}.items():
+...         _ = trainer.fit(kind("adamw", H=20, lr=3e-3), seed=seed, **settings)
+...         runs[name].append(trainer.history)
+>>> [(row["run"], row["seeds"]) for row in vecgym.compare(runs)]
+[('FedAvg', 3), ('DiLoCo', 3)]
 
 ## A tuner asks: any list of configurations
 
@@ -335,9 +372,9 @@ One run that is too slow for one process is another matter: its nodes are spread
 - A configuration whose loss becomes NaN or infinite is marked `diverged`, and its curve ends there. Its rows stay in the
   stack, as NaN, and the others continue; a stack in which all have diverged ends.
 - Ctrl-C returns the results so far.
-- `resume="sweep.pt"` keeps results in a file and continues from it. Grid, strategies, settings, models, initial weights
-  and data must be the same; otherwise the sweep is refused, and the error says what differs. Seed whatever is random,
-  for instance with `torch.manual_seed(0)`. `vecgym.guide.checkpoints` says what is compared, and what is not noticed.
+- `resume="sweep.pt"` keeps results in a file and continues from it. The grid may have grown. Strategies, settings, models,
+  initial weights and data must be the same; otherwise the sweep is refused, and the error says what differs. Seed whatever is
+  random, for instance with `torch.manual_seed(0)`. `vecgym.guide.checkpoints` says what is compared, and what is not noticed.
 - A strategy written for one rank is not saved in the middle of a program: `resume` starts that program again.
 - Dropout masks differ from those of the single run, except with `engine="loop"`.
 

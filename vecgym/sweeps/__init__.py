@@ -64,7 +64,7 @@ def sweep(options: SweepOptions) -> SweepResult:
     else:
         chosen, source = checked_points(options.points), "points[i]"
         axes, count = dict.fromkeys(chosen[0]), len(chosen)
-    check_axes(axes, options.strategy, options.model, source)
+    check_axes(options, axes, source)
     if ("num_nodes" in axes) == (options.num_nodes is not None):
         raise ValueError(f'give the number of nodes once: num_nodes=8, or an axis {source}["num_nodes"]=...')
     if count > options.max_configs:

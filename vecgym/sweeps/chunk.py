@@ -376,7 +376,8 @@ class Chunk:
     def evaluate(self) -> None:
         """Add columns to the rows of the present step."""
         columns: dict[int, dict[str, Any]] = {}
-        if len(self.configs) == 1 or any(self.presences):  # each model is the mean of the nodes that were there
+        unlike = len({config.val and config.val.sizes for config in self.configs}) > 1
+        if len(self.configs) == 1 or unlike or any(self.presences):  # each model is the mean of the nodes there
             for c in self.training:
                 measured, result = self.simulation.alone(self.state, c), self.simulation.result(self.state, c)
                 columns[c] = self._evaluated([self.configs[c]], measured, result)[0]
@@ -485,12 +486,13 @@ class Reading:
 
     def _joined(self, of_configs: list[Any], parts: list[Any], everyone: bool) -> tuple[Any, list[int] | None]:
         used = parts if everyone else of_configs
-        limits, widths = None, {_width(batch) for batch, _ in used}
+        limits, widths = list[int](), {_width(batch) for batch, _ in used}
         if len(widths) > 1 or any(limit is not None for _, limit in used):
-            of_each = (limit or [_width(batch)] * len(next(iter(tree.leaves(batch)))) for batch, limit in of_configs)
-            limits = list(itertools.chain.from_iterable(of_each))
+            for batch, limit in of_configs:  # a limit may be a whole shard, more than a batch has
+                of_each = limit or [_width(batch)] * len(next(iter(tree.leaves(batch))))
+                limits += [min(number, _width(batch)) for number in of_each]
         chosen = [_widened(batch, max(widths)) for batch, _ in used]
-        return (chosen_batches(chosen, self.which) if everyone else nodes.join_rows(chosen)), limits
+        return (chosen_batches(chosen, self.which) if everyone else nodes.join_rows(chosen)), limits or None
 
 
 def _width(batch: Any) -> int:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -44,11 +43,24 @@ class Data:
     """The batches and plans of a sweep; configurations whose settings agree share them."""
 
     def __init__(self, options: SweepOptions) -> None:
-        common: dict[str, Any] = {"device": options.device, "dataloader_kwargs": options.dataloader_kwargs}
         self.options = options
-        self.train = functools.cache(functools.partial(Batches, options.train_dataset, **common))
-        self.val = functools.cache(functools.partial(EvalBatches, options.val_dataset, **common))
+        self._batches: dict[Any, Any] = {}
+        self._forms: dict[int, Any] = {}
         self.plans: dict[Any, AsyncPlan] = {}
+
+    def batches(self, kind: Callable[..., Any], dataset: Any, **settings: Any) -> Any:
+        """Return the batches of a dataset, the same ones for equal settings."""
+        key = kind, id(dataset), *settings.items()
+        if key not in self._batches:
+            common = {"device": self.options.device, "dataloader_kwargs": self.options.dataloader_kwargs}
+            self._batches[key] = kind(dataset, **settings, **common)
+        return self._batches[key]
+
+    def form(self, batches: Batches) -> Any:
+        """Return the shapes and dtypes of the first batch."""
+        if id(batches) not in self._forms:
+            self._forms[id(batches)] = [(x.shape[1:], x.dtype) for x in tree.leaves(batches.batch(0))]
+        return self._forms[id(batches)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +68,7 @@ class Configuration:
     """One point of the sweep, and what follows from it.
 
     Attributes:
+        datasets: "train_dataset" and "val_dataset", where a function of axes has returned one for this point.
         network, compute: on which the events of an asynchronous run depend, and on `compute` who is absent.
     """
 
@@ -65,6 +78,7 @@ class Configuration:
     strategy: Strategy
     settings: dict[str, Any]
     data: Data
+    datasets: dict[str, Any] = field(default_factory=dict)
     network: Network | None = None
     compute: Compute | None = None
 
@@ -88,15 +102,28 @@ class Configuration:
 
     @cached_property
     def train(self) -> Batches:
-        return self.data.train(**{name: self.settings[name] for name in ("num_nodes", "batch_size", "seed", "shuffle")})
+        settings = {name: self.settings[name] for name in ("num_nodes", "batch_size", "seed", "shuffle")}
+        batches: Batches = self.data.batches(Batches, self.dataset("train_dataset"), **settings)
+        return batches
 
     @cached_property
     def val(self) -> EvalBatches | None:
-        options, settings = self.data.options, self.settings
-        if options.val_dataset is None or options.val_size == 0:
+        dataset, val_size = self.dataset("val_dataset"), self.data.options.val_size
+        if dataset is None or val_size == 0:
             return None
-        size = settings["minibatch_size"] or settings["batch_size"]
-        return self.data.val(size, options.val_size, self.num_nodes, seed=settings["seed"])
+        settings = {"num_nodes": self.num_nodes, "seed": self.settings["seed"], "val_size": val_size}
+        size = self.settings["minibatch_size"] or self.settings["batch_size"]
+        batches: EvalBatches = self.data.batches(EvalBatches, dataset, batch_size=size, **settings)
+        return batches
+
+    def dataset(self, name: str) -> Any:
+        """Return "train_dataset" or "val_dataset"."""
+        return self.datasets[name] if name in self.datasets else vars(self.data.options)[name]
+
+    @property
+    def form(self) -> Any:
+        """What batches of one stack have in common; None: they do anyway, being of one dataset."""
+        return self.data.form(self.train) if "train_dataset" in self.datasets else None
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -164,7 +191,9 @@ def examined(config: Configuration) -> tuple[Engine, Any]:
 
 # --------------------------------------------------------------------------------- the user's functions of axes
 
+DATASETS = ("train_dataset", "val_dataset")
 WANTED = {
+    **dict.fromkeys(DATASETS, "a dataset, a factory (rank, num_nodes, train) -> Dataset, or a function of axes"),
     "strategy": "a function of the axes that returns a Strategy, such as lambda lr: DiLoCoStrategy('adamw', lr=lr)",
     "model": "an nn.Module, or a function of axes that returns one",
 }
@@ -190,15 +219,47 @@ class Arguments(NamedTuple):
         return {n: x for n, x in point.items() if n in self.names or (self.takes_any and n not in SETTINGS)}
 
 
-def check_axes(axes: Iterable[str], strategy: Any, model: Any, source: str = "grid") -> None:
+def datasets_of_axes(options: SweepOptions, axes: Iterable[str]) -> dict[str, Any]:
+    """Return the datasets that are functions of axes, and no datasets or factories (rank, num_nodes, train) of such."""
+    return {name: vars(options)[name] for name in DATASETS if _is_of_axes(vars(options)[name], set(axes))}
+
+
+def _is_of_axes(data: Any, axes: set[str]) -> bool:
+    if not is_factory(data):
+        return False
+    try:
+        signature, arguments = inspect.signature(data), Arguments.of(data)
+    except ValueError:  # a class written in C
+        return False
+    if list(signature.parameters)[:2] == ["rank", "num_nodes"]:
+        return False
+    if arguments.names & axes and arguments.required <= axes:
+        return True
+    if not arguments.names or arguments.names & {"rank", "num_nodes", "train"}:
+        return False
+    try:
+        signature.bind(0, 1, True)
+    except TypeError:  # an axis may be missing: that is said with the other functions of axes
+        return True
+    several = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+    return len(arguments.required) < 2 and not several
+
+
+def arguments_of(part: Any) -> frozenset[str]:
+    """Return the arguments of a function of axes; of a strategy or a model itself, none."""
+    return Arguments.of(part).names if callable(part) and not isinstance(part, (Strategy, nn.Module)) else frozenset()
+
+
+def check_axes(options: SweepOptions, axes: Iterable[str], source: str = "grid") -> None:
     """Check that every axis of the `source` is used, and that every function gets the arguments that it requires."""
+    strategy, model = options.strategy, options.model
     axes = [check.instance(f"the axis {name!r} of {source}", name, str, "a text, such as 'lr'") for name in axes]
     if isinstance(model, Strategy) or isinstance(strategy, nn.Module):
         raise TypeError(
             "model and strategy are swapped: sweep(model, train_dataset, val_dataset, strategy=..., grid=...)."
         )
     functions: dict[str, Arguments] = {}
-    for what, value in (("strategy", strategy), ("model", model)):
+    for what, value in {"strategy": strategy, "model": model, **datasets_of_axes(options, axes)}.items():
         if not isinstance(value, (Strategy, nn.Module)) and (what, value) != ("strategy", None):
             try:
                 functions[what] = Arguments.of(value)
@@ -223,8 +284,9 @@ def _check_names(axes: list[str], functions: dict[str, Arguments], strategy: Any
         return
     for name in axes:
         if name not in allowed:
-            fixed = [what for what in ("strategy", "model") if what not in functions and strategy is not None]
-            takes = f" ({' or '.join(fixed)} may be a function of it: {fixed[0]}=lambda {name}: ...)" if fixed else ""
+            could = ("strategy", "model", "train_dataset")
+            fixed = [what for what in could if what not in functions and strategy is not None]
+            takes = f" ({listed(fixed, 'or')} may be a function of it: {fixed[0]}=lambda {name}: ...)" if fixed else ""
             of = f"no argument of {' and '.join(functions)} and " if functions else ""
             raise ValueError(
                 f"{source}[{name!r}] is not used: it is {of}no setting{takes}{check.did_you_mean(name, allowed)} "
@@ -232,10 +294,19 @@ def _check_names(axes: list[str], functions: dict[str, Arguments], strategy: Any
             )
 
 
+def named(point: Point) -> str:
+    """Return the values of axes for a message.
+
+    >>> named({"lr": 0.1, "kind": max})
+    'lr=0.1, kind=max'
+    """
+    return ", ".join(f"{name}={label(value)}" for name, value in point.items())
+
+
 def _called(what: str, function: Any, point: Point, wanted: type) -> Any:
     """Call a function of axes with those that it takes."""
     axes = Arguments.of(function).among(point)
-    call = f"{what}({', '.join(f'{name}={label(value)}' for name, value in axes.items())})"
+    call = f"{what}({named(axes)})"
     try:
         result = function(**axes)
     except (TypeError, ValueError) as error:
@@ -251,7 +322,7 @@ def make_configurations(points: Iterable[Point], options: SweepOptions) -> list[
     Those of asynchronous ones depend on network and compute; where nodes may be absent, who is may depend on compute.
     """
     configs: list[Configuration] = []
-    models: dict[Any, nn.Module] = {}
+    made: dict[Any, Any] = {}
     data = Data(options)
     each_compute, each_clock = clocks(None, options.compute), clocks(options.network, options.compute)
     for point in points:
@@ -259,15 +330,19 @@ def make_configurations(points: Iterable[Point], options: SweepOptions) -> list[
         strategy = point["strategy"] if options.strategy is None else options.strategy
         if not isinstance(strategy, Strategy):
             strategy = _called("strategy", strategy, point, Strategy)
-        model = _model(options, point, models)
+        model: Any = options.model
+        if not isinstance(model, nn.Module):
+            model = _made("model", model, point, nn.Module, made, lambda made: with_loss(made, options.loss_fn))
+        of_axes = datasets_of_axes(options, point)
+        datasets = {name: _made(name, function, point, object, made) for name, function in of_axes.items()}
         if strategy.asynchronous:
             each = each_clock
         else:
             each = clocks(None, None) if settings["availability"] is None else each_compute
             settings = {name: value for name, value in settings.items() if name not in OF_UPDATES}
+        parts = (model, strategy, settings, data, datasets)
         configs += [
-            Configuration(len(configs) + i, {**point, **clock.point}, model, strategy, settings, data, *clock[1:])
-            for i, clock in enumerate(each)
+            Configuration(i, {**point, **clock.point}, *parts, *clock[1:]) for i, clock in enumerate(each, len(configs))
         ]
     _check_settings(configs, options)
     for config in configs:
@@ -299,15 +374,14 @@ def _check_settings(configs: Iterable[Configuration], options: SweepOptions) -> 
                 )
 
 
-def _model(options: SweepOptions, point: Point, models: dict[Any, nn.Module]) -> nn.Module:
-    """Return the model of a point, the same one for all points with the same values of its axes."""
-    model = options.model
-    if isinstance(model, nn.Module):
-        return model
-    key = repr(Arguments.of(model).among(point))
-    if key not in models:
-        models[key] = with_loss(_called("model", model, point, nn.Module), options.loss_fn)
-    return models[key]
+def _made(
+    what: str, function: Any, point: Point, wanted: type, made: dict[Any, Any], then: Callable[[Any], Any] = lambda x: x
+) -> Any:
+    """Return what a function returns for a point, the same object for all points with the same values of its axes."""
+    key = id(function), repr(Arguments.of(function).among(point))
+    if key not in made:
+        made[key] = then(_called(what, function, point, wanted))
+    return made[key]
 
 
 # --------------------------------------------------------------------------------------------- what the seeds vary
@@ -334,8 +408,8 @@ def varied(configs: Sequence[Configuration], over: str) -> dict[str, bool]:
     sources: dict[str, Callable[[Configuration, Configuration], bool]] = {
         "the initial weights": lambda a, b: not _same_weights(a.model, b.model),
         "the order of the data": lambda a, b: a.settings["shuffle"] and _other(a, b, "seed"),
-        "the partition": lambda a, b: a.train.dataset is not b.train.dataset or (
-            not is_factory(a.train.dataset) and a.settings["shuffle"] and _other(a, b, "seed")
+        "the partition": lambda a, b: not alike(*(x.dataset("train_dataset") for x in (a, b))) or (
+            not is_factory(a.dataset("train_dataset")) and a.settings["shuffle"] and _other(a, b, "seed")
         ),
         "masks": lambda a, b: _other(a, b, "seed"),
     }  # fmt: skip
@@ -365,7 +439,7 @@ def tell_of_seeds(configs: Sequence[Configuration], model: Any) -> None:
         return
     if isinstance(model, nn.Module):
         why = "all runs begin with those of the one model that was given"
-    elif "seed" in Arguments.of(model).names:
+    elif "seed" in arguments_of(model):
         why = "model= returns the same ones for every seed"
     else:
         why = "model= is a function that does not take the seed"
@@ -387,10 +461,11 @@ def _same_weights(a: nn.Module, b: nn.Module) -> bool:
 # ------------------------------------------------------------------------------------- models that can share a stack
 
 
-def alike(a: nn.Module, b: nn.Module) -> bool:
-    """Whether two models differ in the values of their trainable parameters alone."""
+def alike(a: Any, b: Any) -> bool:
+    """Whether two models differ in the values of their trainable parameters alone; whether other objects are equal."""
     try:
-        return a is b or same(_structure(a), _structure(b), whole=True)
+        parts = [_structure(x) if isinstance(x, nn.Module) else x for x in (a, b)]
+        return a is b or same(parts[0], parts[1], whole=True)
     except Exception:  # whatever comparing the user's objects raises
         return False
 

@@ -183,7 +183,8 @@ class Swept(Modelled):
 
     Args:
         model: an `nn.Module`, or a function of axes that returns one, such as `lambda seed: make(seed)`.
-        train_dataset, val_dataset: see `vecgym.Trainer`.
+        train_dataset, val_dataset: see `vecgym.Trainer`; or a function of axes that returns one, such as
+            `lambda alpha, seed: partition_dirichlet(labels, 8, alpha=alpha, seed=seed).datasets(dataset)`.
     """
 
     model: nn.Module | Callable[..., nn.Module]
@@ -198,9 +199,9 @@ class SweepOptions(EngineOptions, Training, Swept):
     Args:
         strategy: a function of axes that returns a `Strategy`; or a `Strategy`; None: the grid has an axis
             "strategy" of strategies.
-        grid: axis -> its values. Axes are arguments of `strategy` and `model`, and the settings "num_nodes",
-            "batch_size", "minibatch_size", "max_steps", "num_epochs", "max_updates", "max_seconds", "seed" and
-            "shuffle".
+        grid: axis -> its values. Axes are arguments of `strategy`, `model` and the datasets, and the settings
+            "num_nodes", "batch_size", "minibatch_size", "max_steps", "num_epochs", "max_updates", "max_seconds", "seed"
+            and "shuffle".
         points: in place of a grid, any list of configurations, {axis: value} each, with the same axes: what a tuner
             asks for. The rows are in their order; a point may be there twice.
         num_nodes: K, unless it is an axis.
@@ -212,7 +213,7 @@ class SweepOptions(EngineOptions, Training, Swept):
         max_configs: refuse a sweep of more.
         keep_models: keep each configuration's averaged model: `result.model(i)`.
         resume: a file in which results are kept (written whole, every minute and at the end of each stack); if it is
-            there already, the sweep resumes from it.
+            there already, the sweep resumes from it, and trains what the file lacks: the grid may have grown.
         executor: a `concurrent.futures.Executor`: its workers train the stacks, each by itself, to the same bits; None:
             this process does. It is not shut down. See `vecgym.guide.sweeps` for what workers must have.
         availability: who is present in which steps; see `Trainer.fit`. It may be an axis too, of such objects. Where

@@ -83,7 +83,7 @@ def explain(programs: Sequence[Program]) -> str:
             config = program.configs[0]
             differences = [name for name, value in _key(first).items() if value != _key(config)[name]]
             differences += [] if alike(first.model, config.model) else ["model"]
-            lines.append(f"  not with program 0: another {' and another '.join(differences)}")
+            lines.append(f"  not with program 0: another {' and another '.join(differences or ['sweep'])}")
     return "\n".join(lines)
 
 
@@ -94,6 +94,7 @@ def _key(config: Configuration) -> dict[str, Any]:
         "kind of strategy (stacked, or each by itself)": type(config.strategy) if alone else None,
         **{name: config.settings[name] for name in ("num_nodes", "batch_size", "minibatch_size")},
         "number of steps": config.num_steps,
+        "form of the examples": config.form,
         "availability": config.settings["availability"] is not None,
         "plan (what happens when)": None if alone or config.plan is None else id(config.plan),
         "settings that are no numbers": None if alone or config.plan is None else key_of(config.strategy),

@@ -42,6 +42,7 @@ from vecgym.sweeps.configurations import SAME_WEIGHTS, SETTINGS, Configuration, 
 from vecgym.sweeps.options import Timing, check_clock, clocks
 from vecgym.sweeps.programs import explain
 from vecgym.sweeps.runner import Runner
+from vecgym.sweeps.saving import check_joined
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -97,7 +98,7 @@ class SweepResult:
     """
 
     def __init__(self, runner: Runner, clocks: Sequence[Timing] = ()) -> None:
-        self._runner = runner
+        self._runner, self._clocks = runner, list(clocks)
         # The configuration of each row, and the network and compute that it is priced for.
         self._places = [(config, clock) for config in runner.configs for clock in _clocks_of(config, clocks)]
         self._seconds: dict[tuple[int, int, int], dict[str, Any]] = {}  # columns of what has been priced
@@ -143,6 +144,37 @@ class SweepResult:
             )
         check_clock(network, compute)
         return SweepResult(self._runner, clocks(network, compute))
+
+    def __add__(self, other: SweepResult) -> SweepResult:
+        """The rows of both sweeps, those of the other after these: more seeds, or more values of an axis.
+
+        Raises:
+            ValueError: if they differ in their axes, in settings that are no axes, or in the networks that they are
+                priced for; and if both have the same configuration.
+
+        >>> import torch
+        >>> from vecgym.models import Line
+        >>> from vecgym.strategy import DiLoCoStrategy
+        >>> from vecgym.sweeps import sweep
+        >>> def swept(seeds):
+        ...     return sweep(
+        ...         Line(), torch.arange(8.0), torch.arange(8.0), strategy=lambda H: DiLoCoStrategy("sgd", H=H, lr=0.1),
+        ...         grid={"H": [1, 2], "seed": seeds}, num_nodes=2, max_steps=4, batch_size=2, device="cpu",
+        ...         progress=False,
+        ...     )
+        >>> both = swept([0, 1, 2]) + swept([3, 4])
+        >>> len(both), both.compare("H")[1]["seeds"]
+        (10, 5)
+        """
+        if not isinstance(other, SweepResult):
+            return NotImplemented
+        if set(self.axes) != set(other.axes):
+            different = listed(sorted(set(self.axes) ^ set(other.axes)))
+            raise ValueError(f"the sweeps differ in their axes: only one has {different}. Give it to both.")
+        if self._clocks != other._clocks:
+            raise ValueError("the sweeps are priced for unlike networks: add first, (a + b).price(network, compute).")
+        check_joined(self._runner, other._runner)
+        return SweepResult(self._runner.joined(other._runner), self._clocks)
 
     def _config(self, index: int) -> Configuration:
         return self._places[check.index("index", index, len(self))][0]

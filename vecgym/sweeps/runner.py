@@ -12,6 +12,7 @@ back are bytes.
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 import uuid
@@ -28,11 +29,11 @@ from tqdm.auto import tqdm
 
 from vecgym.core.errors import VecgymWarning, warn
 from vecgym.engine import Engine, hooks
-from vecgym.records.rows import counted, label
+from vecgym.records.rows import counted
 from vecgym.runs.multiprocess import interrupts, torch_set, torch_settings
 from vecgym.runs.options import resolve_device
 from vecgym.sweeps.chunk import PARTIAL, Chunk, Curve, Work, prepared_engine
-from vecgym.sweeps.configurations import Configuration, Data
+from vecgym.sweeps.configurations import Configuration, Data, named
 from vecgym.sweeps.options import SweepOptions
 from vecgym.sweeps.programs import make_programs
 
@@ -142,6 +143,21 @@ class Runner:
             program.engine = str(self._engines[key].plan)
         return self._engines[key]
 
+    def joined(self, other: Runner) -> Runner:
+        """Return the runs of both, those of the other after these."""
+        both, first = copy.copy(self), len(self.configs)
+        others = [replace(config, index=first + config.index) for config in other.configs]
+        both.configs = [*self.configs, *others]
+        both.curves = {**self.curves, **{first + i: curve for i, curve in other.curves.items()}}
+        both.programs = self.programs + [
+            replace(
+                program, configs=[others[config.index] for config in program.configs],
+                chunks=[[first + i for i in chunk] for chunk in program.chunks],
+            )
+            for program in other.programs
+        ]  # fmt: skip
+        return both
+
     def state(self) -> dict[str, Any]:
         """Return what has been done, for a file."""
         return {
@@ -150,12 +166,24 @@ class Runner:
             "partial": self._partials,
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` has returned."""
-        for program, chunks in zip(self.programs, state["chunks"]):
-            program.chunks = chunks
-        self.curves = {index: Curve(**saved) for index, saved in state["curves"].items()}
-        self._partials = state["partial"]
+    def load(self, state: dict[str, Any], places: Sequence[int]) -> None:
+        """Continue from what `state` has returned, of rows that are now at `places`.
+
+        Its stacks stay as they were; the other configurations make stacks of their own.
+        """
+
+        def moved(rows: Sequence[int]) -> list[int]:
+            return [places[row] for row in rows]
+
+        saved = [moved(chunk) for chunks in state["chunks"] for chunk in chunks]
+        for program in self.programs:
+            indices = [config.index for config in program.configs]
+            kept = [chunk for chunk in saved if set(chunk) <= set(indices)]
+            rest = [i for i in indices if not any(i in chunk for chunk in kept)]
+            size = len(program.chunks[0])
+            program.chunks = kept + [rest[i : i + size] for i in range(0, len(rest), size)]
+        self.curves = {places[row]: Curve(**curve) for row, curve in state["curves"].items()}
+        self._partials = [{**x, "begun": moved(x["begun"]), "left": moved(x["left"])} for x in state["partial"]]
 
 
 # ----------------------------------------------------------------------------------------------------- on an executor
@@ -196,7 +224,7 @@ def dispatch(
     _check(options, [config for work in works for config in work.configs])
     plain = isinstance(executor, ProcessPoolExecutor) or type(executor).__module__.startswith("mpi4py")
     sent = _packed if plain else lambda value: value
-    sweep, shared = uuid.uuid4().hex, sent(_shared(options))
+    sweep, shared = uuid.uuid4().hex, sent(_shared(options, works[0].configs[0].datasets))
     waiting: dict[Future[bytes], Work] = {}
 
     def failures() -> Iterator[tuple[Work, BaseException]]:
@@ -246,11 +274,7 @@ def _check(options: SweepOptions, configs: Sequence[Configuration]) -> None:
 
 def _raise(error: BaseException, work: Work) -> NoReturn:
     """Raise an error of a job, or of the executor, with the configurations of the chunk."""
-    points = [
-        f"{config.index} ({', '.join(f'{name}={label(value)}' for name, value in config.point.items())})"
-        for config in work.configs
-        if config.index in work.indices
-    ]
+    points = [f"{config.index} ({named(config.point)})" for config in work.configs if config.index in work.indices]
     more = f" and {len(points) - 8} more" if len(points) > 8 else ""
     where = RuntimeError(f"in the stack of configurations {', '.join(points[:8])}{more}")
     where.__cause__ = error.__cause__  # with some executors, where it was in the worker
@@ -306,10 +330,11 @@ def _train(sweep: str, shared: tuple[SweepOptions, dict[str, Any]], work: Work, 
         return chunk.partial, str(engine.plan)
 
 
-def _shared(options: SweepOptions) -> tuple[SweepOptions, dict[str, Any]]:
-    """Return what all jobs of a sweep carry: options, and settings of torch."""
-    bare = replace(options, model=nn.Module(), strategy=None, grid={}, points=None, resume=None, executor=None,
-                   network=None, compute=None)  # fmt: skip
+def _shared(options: SweepOptions, datasets: Mapping[str, Any]) -> tuple[SweepOptions, dict[str, Any]]:
+    """Return what all jobs of a sweep carry: options, and settings of torch; `datasets` come with configurations."""
+    names = ("strategy", "points", "resume", "executor", "network", "compute", *datasets)
+    left_out: dict[str, Any] = dict.fromkeys(names)
+    bare = replace(options, model=nn.Module(), grid={}, **left_out)
     return bare, torch_settings()
 
 

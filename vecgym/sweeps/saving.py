@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from vecgym.core import check, tree
 from vecgym.core.errors import warn
@@ -11,17 +14,22 @@ from vecgym.core.files import write_atomically
 from vecgym.engine import Engine
 from vecgym.engine.constancy import copied
 from vecgym.records import runfile
+from vecgym.records.rows import listed
 from vecgym.runs import checkpoint
 from vecgym.strategy import Strategy
-from vecgym.sweeps.configurations import Configuration
+from vecgym.sweeps.configurations import DATASETS, Configuration, arguments_of, named
 from vecgym.sweeps.runner import Runner
 
 RANDOM = "random"
+SAME_MODEL = "the row with the same model"  # the first one
+FORM = 2  # of the file
 SAMPLES = 8  # steps at which learning rates are compared
 
 
 class ResultsFile:
     """The file that a sweep is saved to while it runs, and resumes from.
+
+    The sweep may have more configurations than the one in the file, whose rows are found by what they are.
 
     Raises:
         TypeError, ValueError: for a path that cannot be written to.
@@ -29,9 +37,11 @@ class ResultsFile:
 
     def __init__(self, runner: Runner) -> None:
         self.path, self.runner = _checked(runner.options.resume), runner
+        self.rows = _of_each(runner.configs)
+        self._known: dict[int, dict[str, Any]] = {}  # row -> what was computed of it
         self.facts: dict[str, Any] = {
-            "identity": _shared(runner), "rows": _of_rows(runner.configs), "computed": _computed(runner),
-            "keep_models": runner.options.keep_models,
+            "identity": _shared(runner), "rows": _packed(self.rows), "keep_models": runner.options.keep_models,
+            "computed": {row: self._computed(row) for row in _distinct(runner.configs)},
         }  # fmt: skip
 
     def save(self) -> None:
@@ -42,28 +52,55 @@ class ResultsFile:
             warn(f"{self.path} could not be written: {error}. The sweep goes on; what is in the file stays.")
 
     def load(self) -> None:
-        """Continue from the file, if it is there; a ValueError if it is damaged, or another sweep's."""
+        """Continue from the file, if it is there; a ValueError if it is damaged, or holds rows that are not in this."""
         if not self.path.exists():
             return
         saved, facts = runfile.read(self.path), self.facts
         if "sweep" not in saved:
             raise ValueError(f"{self.path} holds no sweep, but another run of vecgym's: give resume another path.")
         checkpoint.check_noted(saved.get("identity", {}), self.path)
-        differing = (
-            checkpoint.differences(saved["identity"], facts["identity"])
-            or checkpoint.differences(*_first_differences(saved["rows"], facts["rows"]))
-            or checkpoint.differences(saved["computed"], facts["computed"], checkpoint.TOLERANCE)
-        )
+        differing, places = checkpoint.differences(saved["identity"], facts["identity"]), list[Any]()
+        if not differing:
+            rows = _unpacked(saved["rows"])
+            places = _places(rows, self.rows)
+            differing = _differences(rows, self.rows, places) if None in places else self._others(rows, saved, places)
         if facts["keep_models"] and not saved["keep_models"]:
             differing.append("keep_models: saved False, given True")
         if differing:
             raise ValueError(
                 f"{self.path} holds another sweep:\n  " + "\n  ".join(differing) + "\n"
-                "Give what it was begun with (and where models or data are random, seed them: torch.manual_seed(0)), "
-                "or give resume another path, or remove the file to start anew."
+                "Give what it was begun with, and as many more values and seeds as you like (and where models or data "
+                "are random, seed them: torch.manual_seed(0)), or give resume another path, or remove the file to "
+                "start anew."
             )
         with runfile.naming(self.path):
-            self.runner.load(saved["sweep"])
+            self.runner.load(saved["sweep"], places)
+
+    def _others(self, rows: list[dict[str, Any]], saved: dict[str, Any], places: list[int]) -> list[str]:
+        """Say which of the saved rows have other data or initial weights here, where they are at `places`."""
+        differing: list[str] = []
+        for row, values in saved["computed"].items():
+            of_row = f" of row {row}" if row else ""
+            noted, here = ({name + of_row: x for name, x in v.items()} for v in (values, self._computed(places[row])))
+            differing += checkpoint.differences(noted, here, checkpoint.TOLERANCE)
+        models = [self.runner.configs[place].model for place in places]
+        apart = (row for row, values in enumerate(rows) if models[row] is not models[values[SAME_MODEL]])
+        return differing or [f"row {row} had the same model as row {rows[row][SAME_MODEL]}" for row in apart][:1]
+
+    def _computed(self, row: int) -> dict[str, Any]:
+        """Return checksums of a row's first batches, and its loss of node 0's, at its initial weights."""
+        if row in self._known:
+            return self._known[row]
+        config = self.runner.configs[row]
+        train, of = f"{checkpoint.FIRST_BATCH} of {config.num_nodes} nodes", f"of {config.num_nodes} nodes"
+        values: dict[str, Any] = {train: _checksum(*(config.train.batch(0) for _ in range(2)))}
+        if config.val is not None:
+            read = (next(iter(config.val))[0] for _ in range(2))
+            values[f"first batch of the validation data {of}"] = _checksum(*read)
+        if not values[train].startswith(RANDOM):
+            values["loss of the initial model"] = _initial_loss(config, self.runner.options.device)
+        self._known[row] = values
+        return values
 
 
 def _checked(path: Any) -> Path:
@@ -80,51 +117,137 @@ def _checked(path: Any) -> Path:
     return path
 
 
+def check_joined(first: Runner, second: Runner) -> None:
+    """Raise a ValueError if two sweeps have a configuration in common, or differ in more than the values of axes."""
+    common, others = _common(first), _common(second)
+    differing = [f"{name} ({x} and {others[name]})" for name, x in common.items() if repr(x) != repr(others[name])]
+    of_seed = "seed" in arguments_of(second.options.strategy)
+    seeds = {_without(config, "seed"): config for config in first.configs}
+    for config in second.configs if "seed" in first.axes else ():
+        twin = seeds.get(_without(config, "seed"), config)
+        parts = [(_of_model(c.model), {} if of_seed else _of_data(c.strategy)) for c in (twin, config)]
+        if repr(parts[0]) != repr(parts[1]):
+            differing = [*differing, f"the strategy or the model of {named(config.point)}, but for the seed"][:4]
+    if differing:
+        raise ValueError(f"the sweeps differ in {listed(differing)}: what differs must be an axis of both.")
+    points = {_without(config): config.index for config in first.configs}
+    for config in second.configs:
+        if (row := points.get(_without(config))) is not None:
+            raise ValueError(
+                f"row {config.index} of the second sweep, with {named(config.point)}, is row {row} of the first: it "
+                "would count twice."
+            )
+
+
+def _common(runner: Runner) -> dict[str, Any]:
+    """Return the settings that are no axes, and what the data are, unless they are functions of axes."""
+    config, options = runner.configs[0], runner.options
+    settings = {name: x for name, x in config.shown.items() if name not in config.point}
+    data = {name: None if name in config.datasets else _of_data(config.dataset(name)).get("") for name in DATASETS}
+    return {**settings, **data, "val_size": options.val_size, "val_interval": options.val_interval}
+
+
+def _without(config: Configuration, axis: str = "") -> Any:
+    """Return the point of a configuration without an axis, as a key."""
+    return tuple(sorted(
+        (name, repr(x) if isinstance(x, (bool, int, float, str)) else id(x))
+        for name, x in config.point.items() if name != axis
+    ))  # fmt: skip
+
+
 # ------------------------------------------------------------------------------------- what is noted of a sweep
 
 
 def _shared(runner: Runner) -> dict[str, Any]:
     """Return what is the same for all configurations: name -> plain value."""
     options = runner.options
-    models: dict[str, Any] = {}
-    for name, config in _models(runner):
-        trained = [n for n, p in config.model.named_parameters() if p.requires_grad]
-        models |= checkpoint.of_model(config.model, trained, name)
     return {
         "description": checkpoint.VERSION,
+        "form of the file": FORM,
         "axes": ", ".join(runner.axes),
-        "number of configurations": len(runner.configs),
         "val_size": options.val_size,
         "val_interval": options.val_interval,
-        **models,
-        **_data(options.train_dataset, "training data"),
-        **_data(options.val_dataset, "validation data"),
         **checkpoint.settings_of((options.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
     }
 
 
-def _models(runner: Runner) -> list[tuple[str, Configuration]]:
-    """Return the name of each distinct model, and the first configuration that has it."""
-    first = {id(config.model): config for config in reversed(runner.configs)}
-    configs = sorted(first.values(), key=lambda config: config.index)
-    return [("model" if len(configs) == 1 else f"model of row {config.index}", config) for config in configs]
+def _distinct(configs: list[Configuration]) -> list[int]:
+    """Return the first rows with each model, and with each dataset dealt to as many nodes."""
+    parts = [(id(c.model), (c.num_nodes, *(id(c.dataset(name)) for name in DATASETS))) for c in reversed(configs)]
+    indices = range(len(configs))[::-1]
+    return sorted({row for each in zip(*parts) for row in dict(zip(each, indices)).values()})
 
 
-def _of_rows(configs: list[Configuration]) -> dict[str, Any]:
-    """Return what is each configuration's own: all of the first one, and in what the others differ from that."""
+def _of_each(configs: list[Configuration]) -> list[dict[str, Any]]:
+    """Return what is each configuration's own: name -> plain value."""
     first_with = {id(config.model): config.index for config in reversed(configs)}
-    first, *others = [_of_row(config, first_with[id(config.model)]) for config in configs]
-    values = dict(first)
-    for number, row in enumerate(others, 1):
+    described: dict[tuple[Any, int], dict[str, Any]] = {}
+
+    def once(describe: Callable[[Any], dict[str, Any]], x: Any) -> dict[str, Any]:
+        if (key := (describe, id(x))) not in described:
+            described[key] = describe(x)
+        return described[key]
+
+    def of(config: Configuration) -> dict[str, Any]:
+        values = {**_of_row(config), SAME_MODEL: first_with[id(config.model)], **once(_of_model, config.model)}
+        for name, what in zip(DATASETS, ("training data", "validation data")):
+            values |= {what + key: value for key, value in once(_of_data, config.dataset(name)).items()}
+        return values
+
+    return [of(config) for config in configs]
+
+
+def _of_model(model: nn.Module) -> dict[str, Any]:
+    return checkpoint.of_model(model, [n for n, p in model.named_parameters() if p.requires_grad])
+
+
+def _places(saved: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[Any]:
+    """Return for each saved row where it is among the rows; None: nowhere."""
+
+    def key(row: dict[str, Any]) -> str:
+        return repr(sorted((name, value) for name, value in row.items() if name != SAME_MODEL))
+
+    where: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        where.setdefault(key(row), []).append(place)
+    return [places.pop(0) if (places := where.get(key(row))) else None for row in saved]
+
+
+def _differences(saved: list[dict[str, Any]], rows: list[dict[str, Any]], places: list[Any]) -> list[str]:
+    """Say what differs from the saved rows of which some are nowhere among the rows."""
+    if len(saved) == len(rows):
+        return checkpoint.differences(*_first_differences(_packed(saved), _packed(rows)))
+    lost = places.index(None)
+    closest = min(rows, key=lambda row: sum(repr(x) != repr(row.get(name)) for name, x in saved[lost].items()))
+    counts = f"number of configurations: saved {len(saved)}, given {len(rows)}, without row {lost} of the file. There:"
+    return [counts, *checkpoint.differences(saved[lost], {**closest, SAME_MODEL: saved[lost][SAME_MODEL]})]
+
+
+def _packed(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return all of the first row, and in what the others differ from that."""
+    first = rows[0]
+    packed = {**first, "number of configurations": len(rows)}
+    for number, row in enumerate(rows[1:], 1):
         for name in {**first, **row}:
             own = row.get(name, checkpoint.NOTHING)
             if repr(own) != repr(first.get(name, checkpoint.NOTHING)):
-                values[f"{name} of row {number}"] = own
-    return values
+                packed[f"{name} of row {number}"] = own
+    return packed
+
+
+def _unpacked(packed: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows again."""
+    values = dict(packed)
+    count, first, own = values.pop("number of configurations"), dict[str, Any](), dict[int, dict[str, Any]]()
+    for name, value in values.items():
+        of_all, _, number = name.partition(" of row ")
+        (own.setdefault(int(number), {}) if number else first)[of_all] = value
+    rows = [{**first, **own.get(number, {})} for number in range(count)]
+    return [{name: value for name, value in row.items() if value != checkpoint.NOTHING} for row in rows]
 
 
 def _first_differences(saved: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return each value in the first row in which it differs, saved and now, by the name to show; see `_of_rows`."""
+    """Return each value in the first row in which it differs, saved and now, by the name to show; see `_packed`."""
     first: dict[str, tuple[str, Any, Any]] = {}
     for name in {**saved, **now}:
         of_all = name.partition(" of row ")[0]
@@ -134,14 +257,14 @@ def _first_differences(saved: dict[str, Any], now: dict[str, Any]) -> tuple[dict
     return {name: a for name, a, _ in first.values()}, {name: b for name, _, b in first.values()}
 
 
-def _of_row(config: Configuration, model: int) -> dict[str, Any]:
-    """Return what is a configuration's own: name -> plain value; `model` is the first row that has its model."""
+def _of_row(config: Configuration) -> dict[str, Any]:
+    """Return the settings of a configuration: name -> plain value."""
     values: dict[str, Any] = {}
     for axis, value in config.point.items():
         if not isinstance(value, Strategy):
             values |= checkpoint.settings_of(value, f"grid[{axis!r}]")
     settings = {name: value for name, value in config.shown.items() if name not in config.point}
-    values |= {**settings, "number of steps": config.num_steps, "the row with the same model": model}
+    values |= {**settings, "number of steps": config.num_steps}
     for name in ("network", "compute"):
         if config.strategy.asynchronous or getattr(config, name) is not None:
             values |= checkpoint.settings_of(getattr(config, name), name)
@@ -152,26 +275,11 @@ def _of_row(config: Configuration, model: int) -> dict[str, Any]:
     return {**values, **checkpoint.in_words(rates), **checkpoint.settings_of(config.strategy, "strategy")}
 
 
-def _data(data: Any, name: str) -> dict[str, Any]:
-    """Describe a dataset by its class and length, or what makes it."""
+def _of_data(data: Any) -> dict[str, Any]:
+    """Describe a dataset by its class and length, or what makes it; "" is the name of the whole."""
     if hasattr(data, "__len__"):
-        return {name: f"{type(data).__name__} of {len(data)}"}
-    return checkpoint.settings_of(data, name)
-
-
-def _computed(runner: Runner) -> dict[str, Any]:
-    """Return checksums of the first batches, and each distinct model's loss of node 0's, at its initial weights."""
-    values: dict[str, Any] = {}
-    first = {config.num_nodes: config for config in reversed(runner.configs)}
-    for num_nodes, config in sorted(first.items()):
-        values[f"{checkpoint.FIRST_BATCH} of {num_nodes} nodes"] = _checksum(*(config.train.batch(0) for _ in range(2)))
-        if config.val is not None:
-            read = (next(iter(config.val))[0] for _ in range(2))
-            values[f"first batch of the validation data of {num_nodes} nodes"] = _checksum(*read)
-    for name, config in _models(runner):
-        if not values[f"{checkpoint.FIRST_BATCH} of {config.num_nodes} nodes"].startswith(RANDOM):
-            values[f"loss of the initial {name}"] = _initial_loss(config, runner.options.device)
-    return values
+        return {"": f"{type(data).__name__} of {len(data)}"}
+    return checkpoint.settings_of(data, "")
 
 
 def _initial_loss(config: Configuration, device: Any) -> float:
