@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -212,16 +211,13 @@ def rows_of_one_run(
     local = Engine(model, engine=engine, chunk_size=chunk_size, node_threads=node_threads)
     local.prepare(batches[0])
 
-    def read(requests: Iterator[Request]) -> Batches:
-        for rows, counts in requests:
-            batch = batches[counts if isinstance(counts, int) else counts[0]]
-            yield tree.map_leaves(lambda x: x[rows], batch), None  # noqa: B023
+    def read(requests: Iterator[Request], step: int = 0) -> Batches:
+        return ((tree.map_leaves(lambda x: x[rows], batches[step]), None) for rows, _ in requests)  # noqa: B023
 
     simulation = Stack(local, groups, StackedCollectives(K), read)
-    ticks, ahead = itertools.tee(simulation.timetable.ticks())
-    stream = read(simulation.requests(ahead))
     state, losses, ledgers = simulation.init(), [], [Ledger(), Ledger()]
-    for events in ticks:
+    for step, events in enumerate(simulation.timetable.ticks()):
+        stream = read(simulation.requests(iter([events])), step)
         state, row = simulation.tick(state, events, stream, pure=differentiable)
         losses.append(row.losses)
         for c, ledger in enumerate(ledgers):

@@ -14,7 +14,16 @@ A node that returns begins with what `rejoin` says:
   sends nothing but what it sends at the end of a round;
 - "neighbour": the parameters of one present node, drawn at random.
 
-A learning rate follows the step count of the state that it trains. So does an optimizer's own count, such as Adam's:
+Where nodes are drawn for each round, by `Sampled` or by the `participation` of an exchange, the rule is one:
+
+- The nodes of round r are those that `drawn` draws.
+- Data and random numbers follow a node's own steps: it goes on where its data ended.
+- The learning rate follows the run's steps: a schedule is the server's, and the nodes of a round have the same rate.
+- An optimizer's own count, such as Adam's, is that of the node's own steps, as its moments are.
+- The run's model has the mean of the buffers, such as batch norm's statistics, of all nodes that have trained so far.
+
+With other absences, a learning rate follows the step count of the state that it trains. So does an optimizer's own
+count:
 
 - What a node has of its own follows the number of steps that this node has taken.
 - What is stored once for all follows the run's steps. These are the parameters and the inner optimizer's state if all
@@ -23,8 +32,8 @@ A learning rate follows the step count of the state that it trains. So does an o
   parameters, moments and count, and a node that returns takes only the parameters.
 - The rate of an outer optimizer follows the exchanges of the run. The nodes share its state; in islands each has its
   own, with a count of the exchanges in which it took part.
-
-Data and random numbers always follow a node's own count.
+- Data and random numbers follow a node's own steps.
+- The run's model has the buffers of those who are present and have trained.
 
 In an asynchronous run, whose nodes do not take steps together, row t stands for an interval of simulated time: the
 duration of a step, averaged over the nodes. An absent node begins no step, and goes on with its own parameters when it
@@ -45,7 +54,6 @@ is back: "own".
 from __future__ import annotations
 
 import functools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -58,6 +66,7 @@ from vecgym.collectives.topology import Links, sample_nodes
 from vecgym.core import check, nodes, rng
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
+from vecgym.data.batches import steps_of_pass
 
 __all__ = [
     "Availability", "Deadline", "Dropout", "Facts", "Function", "LocalSteps", "Sampled", "Trace", "as_availability",
@@ -78,6 +87,7 @@ class Facts(NamedTuple):
         compute: how long the nodes compute, a `vecgym.clock.Compute`; None: not specified.
         num_examples: of each node's shard, `[K]`; None: unknown.
         batch_size: examples per node and step; None: unknown.
+        drop_last: whether a last batch that is smaller is left out.
 
     >>> Facts(num_nodes=4, num_steps=10, seed=42).compute is None
     True
@@ -89,6 +99,7 @@ class Facts(NamedTuple):
     compute: Any = None
     num_examples: tuple[int, ...] | None = None
     batch_size: int | None = None
+    drop_last: bool = False
 
 
 class Availability(ABC):
@@ -112,6 +123,26 @@ class Availability(ABC):
     rejoin: Rejoin = "own"
 
     @property
+    def sampled(self) -> bool:
+        """Whether the nodes of a round are drawn; see above for what follows from it.
+
+        >>> from vecgym.availability import Dropout, Sampled
+        >>> Sampled(0.5).sampled, (Dropout(0.1) & Sampled(0.5)).sampled, Dropout(0.1).sampled
+        (True, True, False)
+        """
+        return False
+
+    @property
+    def own_epochs(self) -> bool:
+        """Whether an epoch of a node is a pass over its own examples; else it is as long as the longest shard.
+
+        >>> from vecgym.availability import LocalSteps, Sampled
+        >>> (Sampled(0.5, H=10) & LocalSteps(epochs=1, H=10)).own_epochs, LocalSteps([5, 10], H=10).own_epochs
+        (True, False)
+        """
+        return False
+
+    @property
     def server(self) -> bool:
         """Whether a server holds what the nodes share.
 
@@ -122,7 +153,7 @@ class Availability(ABC):
         >>> Sampled(0.5).server, Sampled(0.5, rejoin="own").server, Dropout(0.1).server
         (True, False, False)
         """
-        return False
+        return self.sampled and self.rejoin == "shared"
 
     def check(self, run: Facts) -> None:
         """Raise a ValueError if this does not fit the run."""
@@ -157,8 +188,12 @@ class Both(Availability):
         self.first, self.second, self.rejoin = first, second, first.rejoin
 
     @property
-    def server(self) -> bool:
-        return self.rejoin == "shared" and (self.first.server or self.second.server)
+    def sampled(self) -> bool:
+        return self.first.sampled or self.second.sampled
+
+    @property
+    def own_epochs(self) -> bool:
+        return self.first.own_epochs or self.second.own_epochs
 
     def check(self, run: Facts) -> None:
         self.first.check(run)
@@ -197,6 +232,25 @@ def checked_rejoin(rejoin: Any) -> Rejoin:
     return check.choice("rejoin", rejoin, get_args(Rejoin))  # type: ignore[return-value]
 
 
+def num_drawn(fraction: float, num_nodes: int) -> int:
+    """Return the number of nodes that are drawn for a round, at least one.
+
+    >>> num_drawn(0.1, 6)
+    1
+    """
+    return max(1, round(fraction * num_nodes))
+
+
+def drawn(fraction: float, nodes: Sequence[int], seed: int, number: int) -> list[int]:
+    """Draw those of these nodes that take part in a round, ascending: the one way in which nodes are sampled.
+
+    >>> drawn(0.5, range(4), seed=42, number=0)
+    [1, 2]
+    """
+    generator = rng.generator(seed, "participants", number)
+    return [nodes[i] for i in sample_nodes(len(nodes), num_drawn(fraction, len(nodes)), generator)]
+
+
 SOJOURNS = 64  # of a node, drawn in one block
 
 
@@ -228,20 +282,13 @@ class Sampled(Availability):
         self.rejoin = checked_rejoin(rejoin)
 
     @property
-    def server(self) -> bool:
-        """Whether a server holds what the nodes share: with `rejoin="shared"`.
-
-        >>> Sampled(0.5).server
-        True
-        """
-        return self.rejoin == "shared"
+    def sampled(self) -> bool:
+        return True
 
     def present(self, run: Facts) -> Table:
-        count = max(1, round(self.fraction * run.num_nodes))
-
         def of_round(number: int) -> Tensor:
             present = torch.zeros(run.num_nodes, dtype=torch.bool)
-            present[sample_nodes(run.num_nodes, count, rng.generator(run.seed, "participants", number))] = True
+            present[drawn(self.fraction, range(run.num_nodes), run.seed, number)] = True
             return present
 
         return by_rounds(of_round, self.H)
@@ -380,7 +427,9 @@ class LocalSteps(Availability):
     Args:
         steps: n_i of each node, `[K]`, 1 to H; or None, with `epochs`.
         H: steps of a round; the strategy's.
-        epochs: instead of `steps`: passes of each node over its own examples in a round.
+        epochs: instead of `steps`: passes of each node over its own examples in a round, in batches of `batch_size`:
+            each example once in a pass, shuffled anew, the last batch smaller. (Where `fit` deals one dataset to the
+            nodes, a pass is over what the epoch's deal has for the node.)
 
     Raises:
         ValueError: for neither or both of steps and epochs; at `fit` for another number of nodes and for n_i > H.
@@ -401,6 +450,10 @@ class LocalSteps(Availability):
             raise TypeError(f"steps is {check.kind_of(steps)}; give a list of the local steps of each node, [K].")
         self.steps = None if counts is None else [check.integer(f"steps[{i}]", n) for i, n in enumerate(counts)]
         self.epochs = check.optional_integer("epochs", epochs, what="a node's passes over its examples in a round")
+
+    @property
+    def own_epochs(self) -> bool:
+        return self.epochs is not None
 
     def check(self, run: Facts) -> None:
         counts = self._counts(run)
@@ -424,7 +477,8 @@ class LocalSteps(Availability):
             return self.steps
         if run.num_examples is None or run.batch_size is None:
             raise ValueError(f"{self!r}: the number of examples of each node is unknown here; give steps=[...].")
-        return [(self.epochs or 1) * max(1, math.ceil(count / run.batch_size)) for count in run.num_examples]
+        passes = [steps_of_pass(count, run.batch_size, run.drop_last) for count in run.num_examples]
+        return [(self.epochs or 1) * count for count in passes]
 
 
 class Function(Availability):
@@ -500,6 +554,7 @@ class Presence:
         availability: the rule.
         rejoin: see above.
         server: whether a server holds what the nodes share.
+        sampled: whether the nodes of a round are drawn.
         counts: the numbers of present nodes that occur in the run.
         waits: whether a node may be present and not train.
 
@@ -515,7 +570,7 @@ class Presence:
     def __init__(self, availability: Availability, run: Facts) -> None:
         availability.check(run)
         self.availability, self.rejoin, self.run = availability, availability.rejoin, run
-        self.server = availability.server
+        self.server, self.sampled = availability.server, availability.sampled
         training = availability.training(run)
         self.waits = training is not None
         self._present = self._evaluated(availability.present(run))

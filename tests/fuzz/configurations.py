@@ -249,10 +249,10 @@ def of_twin(settings: Settings, seed: int, nudge: int = 0) -> Seen:
             return torch.optim.SGD(params.values(), lr=building.DEMO_LR, weight_decay=decay)
         return building.torch_optimizer(settings["inner"], settings["groups"], node, num_nodes, params)
 
-    def observe(done: int, models: list[nn.Module]) -> None:
+    def observe(done: int, models: list[nn.Module], whose: naive.Whose) -> None:
         interval = settings["val_interval"]
         if interval and (done % interval == 0 or done == data.max_steps):
-            seen.validation.append(validation(settings, models, data))
+            seen.validation.append(validation(settings, models, data, whose))
 
     plan = naive.Plan(
         model, [[problems.as_batch(settings["model"], x) for x in step] for step in data.batches(settings, seed)],
@@ -267,8 +267,8 @@ def of_twin(settings: Settings, seed: int, nudge: int = 0) -> Seen:
     seen.lr = [sum(base) / len(base) * f for f in factor]
     seen.params = stacks([dict(m.named_parameters()) for m in result.models])
     seen.buffers = stacks([dict(m.named_buffers()) for m in result.models])
-    seen.average = dict(mean_model(result.models).state_dict())
-    seen.distance = [distance(result.models, shapes)]
+    seen.average = dict(mean_model(result.models, result.whose).state_dict())
+    seen.distance = [distance([result.models[node] for node in result.whose.parameters], shapes)]
     return seen
 
 
@@ -323,24 +323,25 @@ def schedule(settings: Settings, t: int, max_steps: int) -> float:
     return own * (0.1 + 0.9 * (1 + math.cos(angle)) / 2)
 
 
-def validation(settings: Settings, models: Sequence[nn.Module], data: Data) -> list[float]:
+def validation(settings: Settings, models: Sequence[nn.Module], data: Data, whose: naive.Whose) -> list[float]:
     """The loss of the average, and of each node."""
     batch = problems.as_batch(settings["model"], data.val_tensors)
     found = []
     with torch.no_grad():
-        for model in (mean_model(models), *models):
+        for model in (mean_model(models, whose), *models):
             found.append(float(copy.deepcopy(model).eval()(batch)))  # which may write to itself
     return found
 
 
-def mean_model(models: Sequence[nn.Module]) -> nn.Module:
-    """The mean of parameters and floating buffers; integers: node 0's."""
+def mean_model(models: Sequence[nn.Module], whose: naive.Whose) -> nn.Module:
+    """The mean of parameters and floating buffers; integers: the first node's."""
     average = copy.deepcopy(models[0])
+    parameters = dict(average.named_parameters())
     with torch.no_grad():
         for name, x in average.state_dict(keep_vars=True).items():
-            values = [model.state_dict()[name] for model in models]
-            if x.is_floating_point():
-                x.copy_(sum(values[1:], values[0].clone()) / len(values))
+            nodes = whose.parameters if name in parameters else whose.buffers
+            values = [models[node].state_dict()[name] for node in nodes]
+            x.copy_(sum(values[1:], values[0].clone()) / len(values) if x.is_floating_point() else values[0])
     return average
 
 

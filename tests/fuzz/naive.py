@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -539,13 +539,20 @@ def quantised_bytes(n: int, bits: int) -> int:
 # ---------------------------------------------------------------------------------------------------- the training
 
 
+class Whose(NamedTuple):
+    """The nodes whose parameters, and whose buffers, the run's model has the mean of."""
+
+    parameters: list[int]
+    buffers: list[int]
+
+
 @dataclass
 class Plan:
     """One run.
 
     Attributes:
         model: is copied; its `unused` parameters count as frozen.
-        batches: `batches[step][node]`.
+        batches: `batches[step][node]`, by the node's own steps.
         parts: how a batch is cut into micro-batches: a function batch -> [(part, its share)].
         modules: what is exchanged, in order.
         optimizer: (node, named parameters) -> the inner optimizer.
@@ -553,7 +560,7 @@ class Plan:
         max_norm: of each node; None: no clipping.
         sign: DeMo's own optimizer: the gradients are clipped and scaled by rate(step, node) before they are exchanged,
             and the sign of what comes back is what the optimizer takes.
-        observe: called with the number of steps done and the models.
+        observe: called with the number of steps done, the models, and of which the run's model is made.
         blur: what rounding could do to an average.
     """
 
@@ -567,7 +574,7 @@ class Plan:
     unused: frozenset[str] = frozenset()
     max_norm: Sequence[float] | None = None
     sign: Callable[[int, int], float] | None = None
-    observe: Callable[[int, list[nn.Module]], None] = lambda step, models: None
+    observe: Callable[[int, list[nn.Module], Whose], None] = lambda step, models, whose: None
     blur: Callable[[Tensor], Tensor] = lambda x: x
 
 
@@ -578,6 +585,7 @@ class Result:
     models: list[nn.Module]
     losses: list[list[float]] = field(default_factory=list)  # [steps][K]; nan where a node did not train
     sent: list[float] = field(default_factory=list)  # [steps]: bytes per node
+    whose: Whose = field(default_factory=lambda: Whose([], []))
 
 
 def train(plan: Plan) -> Result:
@@ -590,13 +598,16 @@ def train(plan: Plan) -> Result:
     world, result = World(num_nodes, plan.num_examples, blur=plan.blur), Result(models)
     for module in plan.modules:
         module.begin(world, clones(thetas[0]))
-    plan.observe(0, models)
-    for t, batches in enumerate(plan.batches):
+    made = [0] * num_nodes
+    result.whose = Whose(list(range(num_nodes)), list(range(num_nodes)))
+    plan.observe(0, models, result.whose)
+    for t in range(len(plan.batches)):
         world.sent = 0.0
         present = active(plan.modules, t, num_nodes)
         losses = [math.nan] * num_nodes
         for node in present:
-            losses[node] = backward(models[node], plan.parts(batches[node]))
+            losses[node] = backward(models[node], plan.parts(plan.batches[made[node]][node]))
+            made[node] += 1
         exchange_gradients(plan, thetas, present, t)
         for node in present:
             if plan.max_norm is not None and plan.sign is None:
@@ -604,11 +615,33 @@ def train(plan: Plan) -> Result:
             for group, base in zip(optimizers[node].param_groups, bases[node]):
                 group["lr"] = base * plan.rates(t, node)
             optimizers[node].step()
+        rest = [clones(thetas[node]) for node in range(num_nodes) if node not in present]
         exchange_parameters(plan, thetas, t)
+        now = [thetas[node] for node in range(num_nodes) if node not in present]
+        told = any(not torch.equal(old[name], new[name]) for old, new in zip(rest, now) for name in old)
+        result.whose = whose(plan.modules, present, made, told)
         result.losses.append(losses)
         result.sent.append(world.sent)
-        plan.observe(t + 1, models)
+        plan.observe(t + 1, models, result.whose)
     return result
+
+
+def whose(modules: Sequence[Module], present: list[int], made: list[int], told: bool) -> Whose:
+    """Of those who take part in a round, until the others are told; without a server, of those who have trained."""
+    everyone = list(range(len(made)))
+    if len(present) == len(everyone):
+        return Whose(everyone, [node for node in everyone if made[node]])
+    trained = [node for node in everyone if made[node]]
+    if not all(served(module) for module in modules if module.active(0) is not None):
+        return Whose(trained, trained)
+    return Whose(everyone if told else present, trained)
+
+
+def served(module: Any) -> bool:
+    """Whether a server sends to those who sit out."""
+    while hasattr(module, "module"):
+        module = module.module
+    return isinstance(module, Server) or module.server
 
 
 def trained(model: nn.Module, unused: frozenset[str]) -> dict[str, Tensor]:

@@ -125,6 +125,7 @@ class Nodes(Generic[M]):
         params, buffers: the parameters and buffers of every node.
         members: the available nodes, whose mean is the run's model; None: all.
         result: parameters `[K, *]` whose mean is the run's model if it is not the mean of `params`, such as a server's.
+        trained: the nodes whose buffers' mean is the run's model's, if these are not the `members`.
 
     >>> weights = torch.tensor([[[1.0]], [[3.0]]])
     >>> nodes = Nodes(nn.Linear(1, 1, bias=False), num_nodes=2, params={"weight": weights}, buffers={})
@@ -142,6 +143,7 @@ class Nodes(Generic[M]):
     buffers: Tree
     members: Sequence[int] | None = None
     result: Tree | None = None
+    trained: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return self.num_nodes
@@ -161,7 +163,8 @@ class Nodes(Generic[M]):
     @property
     def averaged(self) -> Tree:
         """The values of `average()`, `[*]`."""
-        return mean({**self.params, **(self.result or {}), **self.buffers}, self.members)
+        of_buffers = self.members if self.trained is None else self.trained
+        return mean({**self.params, **(self.result or {})}, self.members) | mean(self.buffers, of_buffers)
 
     def consensus_distance(self) -> float:
         """Return the nodes' root mean square distance to their average; see `vecgym.core.nodes.consensus_distance`."""

@@ -82,6 +82,9 @@ class Batches:
     cyclically (in their shuffled order) up to it, as DistributedSampler pads. If `B` does not divide `longest`, the
     last batch of an epoch is smaller on all nodes; `dataloader_kwargs={"drop_last": True}` drops it.
 
+    With `own_epochs` a node's epoch is a pass over its own shard, each example once: `ceil(shard / B)` steps, the last
+    batch smaller (with `drop_last` left out, unless it is the only one). Read nodes by `read`, each at its own step.
+
     Arguments: `num_nodes` K; `batch_size` B, examples per node and step; `node_ids` the global ids of the
     nodes in this process (default all); `dataloader_kwargs` goes to `DataLoader` (workers, `collate_fn` ...), where
     a worker reads the batch of all L nodes of a step; `device` where the leaves go (a `TensorDataset` that is
@@ -111,9 +114,10 @@ class Batches:
         dataloader_kwargs: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
         agree: Callable[[int], int] | None = None,
+        own_epochs: bool = False,
         name: str = "train_dataset",
     ):
-        self.dataset = dataset
+        self.dataset, self.own_epochs = dataset, own_epochs
         self.num_nodes = check.integer("num_nodes", num_nodes, 1)
         self.node_ids = checked_node_ids(node_ids, self.num_nodes)
         self.batch_size = check.integer("batch_size", batch_size, 1)
@@ -180,15 +184,30 @@ class Batches:
         >>> Batches(lambda rank, num_nodes, train: torch.arange(5), num_nodes=2, batch_size=4).limits_of((5, 2))
         (5, 2)
         """
-        return None if self._source.shared or min(shard_sizes) >= self.batch_size else shard_sizes
+        whole = not self.own_epochs and (self._source.shared or min(shard_sizes) >= self.batch_size)
+        return None if whole else shard_sizes
 
-    def width(self, step: int) -> int:
-        """Return the batch size at a step: the last batch of an epoch may be smaller.
+    def width(self, step: int, shard_size: int | None = None) -> int:
+        """Return the number of distinct examples in a node's batch at a step of its own, the last of an epoch smaller.
+
+        Args:
+            shard_size: the node's, where it counts: one of its `limits`.
 
         >>> [Batches(torch.arange(10), num_nodes=2, batch_size=3).width(step) for step in range(3)]
         [3, 2, 3]
         """
-        return min(self.batch_size, self.epoch_length - step % self.steps_per_epoch * self.batch_size)
+        width = self._spot(step, shard_size)[2]
+        return width if shard_size is None else min(width, max(1, shard_size))
+
+    def _spot(self, step: int, shard_size: int | None) -> tuple[int, int, int]:
+        """Return the epoch of a node's step, the place of its first example in the epoch's order, and their number."""
+        length, per_epoch = self.epoch_length, self.steps_per_epoch
+        if self.own_epochs and shard_size is not None:
+            length = max(1, shard_size)
+            per_epoch = steps_of_pass(length, self.batch_size, self._source.drop_last)
+        epoch, step_of_epoch = divmod(step, per_epoch)
+        first = step_of_epoch * self.batch_size
+        return epoch, first, min(self.batch_size, length - first)
 
     def read(
         self, requests: Iterable[tuple[Sequence[int], int | Sequence[int]]], shard_sizes: tuple[int, ...] | None = None
@@ -209,13 +228,13 @@ class Batches:
                 [5, 5]]), [2, 1]), (tensor([[5]]), [1])]
         """
         limited = self.limits_of(self.shard_sizes if shard_sizes is None else shard_sizes) is not None
-        local_limits = self.shard_sizes if limited else None
+        local_limits: Sequence[int | None] = self.shard_sizes if limited else [None] * len(self.node_ids)
         places = {node: row for row, node in enumerate(self.node_ids)}
 
         def located() -> Iterator[tuple[Request, list[int] | None]]:
             for nodes, counts in requests:
-                if isinstance(counts, int) and len(nodes) == len(self.node_ids):
-                    yield self._request(counts), None if local_limits is None else list(local_limits)
+                if isinstance(counts, int) and len(nodes) == len(self.node_ids) and not self.own_epochs:
+                    yield self._request(counts), list(self.shard_sizes) if limited else None
                 else:
                     rows = [places[node] for node in nodes]
                     steps = [counts] * len(rows) if isinstance(counts, int) else counts
@@ -228,14 +247,11 @@ class Batches:
         return ((batch, limits) for batch, (_, limits) in zip(batches, limited_ahead))
 
     def _located(
-        self, steps: Sequence[int], rows: Sequence[int], local_limits: Sequence[int] | None
+        self, steps: Sequence[int], rows: Sequence[int], local_limits: Sequence[int | None]
     ) -> tuple[Tensor, list[int]]:  # fmt: skip
         """Return the indices `[n, B]` that nodes read, each at its own step, and how many of them are distinct."""
-        widths = [self.width(step) for step in steps]
-        local_limits = local_limits or [self.batch_size] * len(self.node_ids)
-        limits = [min(width, local_limits[row]) for width, row in zip(widths, rows)]
-        epochs = [step // self.steps_per_epoch for step in steps]
-        first = [step % self.steps_per_epoch * self.batch_size for step in steps]
+        limits = [self.width(step, local_limits[row]) for step, row in zip(steps, rows)]
+        epochs, first, widths = zip(*[self._spot(step, local_limits[row]) for step, row in zip(steps, rows)])
         different = dict.fromkeys(epochs)
         # Nodes at different steps return to an epoch: cache the orders if they are small.
         spare = CACHED_INDICES // (self.epoch_length * len(self.node_ids))
@@ -290,6 +306,15 @@ class Batches:
 
     def _shuffled(self, length: int, generator: torch.Generator) -> Tensor:
         return torch.randperm(length, generator=generator) if self.shuffle else torch.arange(length)
+
+
+def steps_of_pass(num_examples: int, batch_size: int, drop_last: bool = False) -> int:
+    """Count the batches of a pass over a node's examples, at least one.
+
+    >>> steps_of_pass(20, 6), steps_of_pass(20, 6, drop_last=True), steps_of_pass(5, 6, drop_last=True)
+    (4, 3, 1)
+    """
+    return max(1, num_examples // batch_size if drop_last else -(-num_examples // batch_size))
 
 
 def num_steps(batches: Batches, num_epochs: int = 1, max_steps: int | None = None) -> int:

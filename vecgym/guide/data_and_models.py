@@ -96,7 +96,7 @@ array([0.52, 0.77, 0.67, 0.44, 0.78, 0.33, 0.47, 0.78])
 - A node with a shorter dataset repeats its examples until the longest dataset is through. A node with fewer than
   `batch_size` examples uses all of them as its batch.
 - All nodes make the same number of steps, but with `fit(availability=LocalSteps(...))`: unequal steps, or local epochs,
-  in a round of a strategy that exchanges parameters.
+  in a round of a strategy that exchanges parameters. A local epoch has each of the node's examples once.
 
 ## Engines
 

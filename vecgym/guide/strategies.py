@@ -198,10 +198,10 @@ was meant. DiLoCo in islands of four, with half of the nodes in each round and 5
 
 `fit(..., availability=...)` says which nodes are present in which steps, for any strategy. Those present train and
 exchange among themselves: means, graphs, weights and bytes are theirs. The others keep what they have, and their losses
-are nan. A node's data and random numbers go by the steps that it has done itself, and so does its learning rate, unless
-what it trains is stored once for all, which goes by the run's (AllReduce with `rejoin="shared"` and one rate for all
-nodes; `help(vecgym.availability)` has the rule). The history has a column `num_present`. At least one node must be there
-in every step; that is looked at before the first.
+are nan. A node's data and random numbers go by the steps that it has done itself. So does its learning rate, unless nodes
+are drawn for each round, or what it trains is stored once for all (AllReduce with `rejoin="shared"` and one rate for all
+nodes): then a schedule goes by the run's steps; `help(vecgym.availability)` has the rule. The history has a column
+`num_present`. At least one node must be there in every step; that is looked at before the first.
 
 | `vecgym.availability` | who is there |
 |---|---|
@@ -210,7 +210,7 @@ in every step; that is looked at before the first.
 | `Trace(table)` | a row of truth values for each step, as was measured |
 | `Deadline(2.0, H=10)` | who computes a round of H steps in 2 seconds, as `compute=` says; stragglers are not waited for |
 | a function of the step | the ids that it returns |
-| `LocalSteps([5, 10], H=10)`, `LocalSteps(epochs=1, H=10)` | all; node i trains in the first n_i steps of a round, and waits for the exchange |
+| `LocalSteps([5, 10], H=10)`, `LocalSteps(epochs=1, H=10)` | all; node i trains in the first n_i steps of a round, or until it has passed over its examples once, and waits for the exchange |
 
 `a & b` is both. With `rejoin=` a node that returns begins with its own parameters (`"own"`), with those that the others
 share (`"shared"`), or with those of one of them (`"neighbour"`). What they share is the model where it is stored once, the
@@ -222,19 +222,22 @@ apart for good, so give `rejoin="shared"`.
 **To sample clients, give the strategy `participation=`**: `FedAvgStrategy(participation=0.1)`, or an `Exchange` in any
 strategy that you put together. In each round a new sample of the nodes begins with the server's parameters and sends its own
 back. `Sampled` is for strategies without that argument, such as `DiLoCoStrategy` or AllReduce, and draws the same nodes: where
-both can say it, nodes, rounds, losses and bytes are equal (a test compares them). Both at once are an error. `Dropout`,
-`Trace` and `Deadline` are about failures, and go with `participation=`: whoever is there is sampled from. Both ways go
-through a server, which is cheaper: each participant sends its parameters, and is sent those of the next round. (With
-`rejoin="own"`, as with `resting="keep"`, there is none, and those present average in a ring.)
+both can say it, nodes, data, learning rates, losses, bytes and the run's model are equal (a test compares them). A client
+that is drawn again goes on where its data ended, at the rate that the schedule has by then. Both at once are an error.
+`Dropout`, `Trace` and `Deadline` are about failures, and go with `participation=`: whoever is there is sampled from. Both
+ways go through a server, which is cheaper: each participant sends its parameters, and is sent those of the next round.
+(With `rejoin="own"`, as with `resting="keep"`, there is none, and those present average in a ring.)
 
 >>> from vecgym.availability import Dropout
 >>> averaged = trainer.fit(DiLoCoStrategy("adamw", H=5, lr=3e-3), num_nodes=8, max_steps=10,
 ...                        availability=Dropout(0.3, mean_steps=5, rejoin="shared"))
 
 **What is evaluated.** The run's model is the mean of the nodes that were there in the last step, or what the strategy says
-instead in `result(state)`: an asynchronous one, its server's parameters. There is no other average: the validation loss,
-what `fit` returns, `save` and checkpoints, `result.model(i)` of a sweep and the loss of a `rollout` are that model's, and
-`val_loss_local`, `consensus_distance` and `correlation` are over the same nodes. `val_losses` has every node, the absent
+instead in `result(state)`: an asynchronous one, its server's parameters. With `participation=` it is the mean of the
+round's clients until the server tells all (with `resting="keep"`, of all clients that have trained so far). Buffers, such
+as batch norm's statistics, are means over those who have trained: of the nodes that were there, or where clients are
+sampled, of all. There is no other average: the validation loss, what `fit` returns, `save` and checkpoints,
+`result.model(i)` of a sweep and the loss of a `rollout` are that model's, and `val_loss_local`, `consensus_distance` and `correlation` are over the same nodes. `val_losses` has every node, the absent
 with what they have kept. Of a validation set for each node the model is evaluated on all. The column `num_never_present`
 counts the nodes that have not been there so far; of those that never are, a warning says so before the first step.
 

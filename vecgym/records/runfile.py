@@ -150,7 +150,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
 def record(saved: Nodes[Any], step: int, history: History, ledger: Ledger, clock: Mapping[str, Any]) -> dict[str, Any]:
     """Return the contents for `load`: all nodes' parameters, including frozen ones, and buffers, `[1 or K, *]`."""
     model, params, buffers = saved.model, saved.params, saved.buffers
-    is_mean_of_all = saved.members is None and saved.result is None
+    is_mean_of_all = saved.members is None and saved.result is None and saved.trained is None
     names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
     state_dict = model.state_dict(keep_vars=True)
     return {

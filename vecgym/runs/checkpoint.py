@@ -248,7 +248,7 @@ class Checkpointer:
         everyone["own"] = widened(everyone.get("own", {}), self.simulation.comm.num_nodes)
         params = {**everyone.pop("params"), **self._frozen()}
         buffers, own, num_nodes = everyone.pop("buffers"), everyone.pop("result"), self.simulation.comm.num_nodes
-        saved = Nodes(self.simulation.engine.model, num_nodes, params, buffers, result.members, own)
+        saved = Nodes(self.simulation.engine.model, num_nodes, params, buffers, result.members, own, result.trained)
         clock = clock_of(self.recorder.options, self.simulation)
         return {
             **runfile.record(saved, state.step, self.recorder.history, self.recorder.ledger, clock),

@@ -43,7 +43,8 @@ def _measured(
     `values` are each node's parameters and buffers, `[1 or L, *]`.
     """
     C, num_local = len(sets), len(comm.node_ids)
-    means: Sequence[Tree] = [averages(x, C, comm, result.members) for x in (result.params, values[1])]
+    whose_means = (result.params, result.members), (values[1], result.of_buffers)
+    means: Sequence[Tree] = [averages(x, C, comm, members) for x, members in whose_means]
     alone = num_local == 1 < comm.num_nodes  # [1, *] is then this node's own
     same = not alone and result.params is values[0] and all(x.shape[0] in (1, C) for x in tree.leaves(values))
     # If each node has its own validation set, the averaged model has a loss on each of them.
@@ -259,7 +260,7 @@ def evaluated_columns(
         measured, distances = fetched((measured, distances))
         rows: list[dict[str, Any]] = [{} for _ in sets]
         if val_sets:
-            rows = _columns_of_each(measured, whose, val_sets, comm, engine, result.members)
+            rows = _columns_of_each(measured, whose, val_sets, comm, engine, result.of_local)
     for columns, distance in zip(rows, distances):
         columns["consensus_distance"] = float(distance)
     memory = peak_bytes(engine.device)

@@ -698,5 +698,6 @@ def presence_of(options: Any, num_steps: int, num_examples: tuple[int, ...] | No
     if options.availability is None:
         return None
     batch_size = getattr(options, "batch_size", None)
-    facts = Facts(options.num_nodes, num_steps, options.seed, options.compute, num_examples, batch_size)
+    drop_last = (getattr(options, "dataloader_kwargs", None) or {}).get("drop_last", False)
+    facts = Facts(options.num_nodes, num_steps, options.seed, options.compute, num_examples, batch_size, drop_last)
     return Presence(options.availability, facts)

@@ -39,10 +39,12 @@ class StepRows:
     Attributes:
         examples: number processed so far, by all nodes together.
         seconds: from the start to the last row.
+        made: steps that each node has taken; None: all as many as the run.
     """
 
     def __init__(self, data: Batches, run: RunFacts, table: Any) -> None:
         self.data, self.presence, self.table = data, run.presence, table
+        self.made: list[int] | None = [0] * run.num_nodes if data.own_epochs else None
         self.plan: Any = run.schedule  # if nodes do not wait for one another
         self.limits = None if run.num_examples is None else data.limits_of(run.num_examples)
         self.examples = 0
@@ -86,11 +88,18 @@ class StepRows:
         """Count the examples of all nodes together in a step."""
         if self.plan is not None:
             return self.plan.seen(step, self.data)
-        size = self.data.width(step - 1)
-        trained = range(metrics.losses.shape[0]) if metrics.active is None else metrics.active
-        if self.limits is None:
-            return size * len(trained)
-        return sum(min(size, self.limits[node]) for node in trained)
+        num_nodes, active = metrics.losses.shape[0], metrics.active
+        if self.made is None and active is not None:
+            self.made = [step - 1] * num_nodes
+        if self.made is None and self.limits is None:
+            return self.data.width(step - 1) * num_nodes
+        made, limits = self.made or [step - 1] * num_nodes, self.limits or [None] * num_nodes
+        trained = range(num_nodes) if active is None else active
+        examples = sum(self.data.width(made[node], limits[node]) for node in trained)
+        if self.made is not None:
+            for node in trained:
+                self.made[node] += 1
+        return examples
 
 
 def add_losses(row: Row, losses: Tensor, active: Sequence[int] | None) -> None:
@@ -128,6 +137,7 @@ class Recorder:
         self._open: list[Row] = []  # not handed on yet; the last is that of the current step
         self._unread: list[tuple[Row, Tensor, Sequence[int] | None]] = []  # those of them without their losses
         self._rows = StepRows(data, simulation.run, simulation.timetable)
+        self._made = getattr(simulation.timetable, "made", None)  # by each node before a step
         self._seconds = 0.0  # spent before the run was resumed
 
     def start(self, settings: Mapping[str, Any], bar: tqdm, reopen: bool = False) -> None:
@@ -150,6 +160,10 @@ class Recorder:
         for row in rows:
             self.history.append(row)
         self._rows.examples = state["examples"]
+        step = self.history.rows[-1]["step"] if len(self.history) else 0
+        made = [step] if self._made is None else self._made(step)
+        if set(made) != {step} or self._rows.made is not None:
+            self._rows.made = made
         self._seconds = self._rows.seconds = state["seconds"]
 
     def step(self, step: int, metrics: Metrics, fetch: bool) -> None:

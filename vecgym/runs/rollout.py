@@ -170,7 +170,7 @@ def _evaluated(
     state: Any, record: Record, result: Result, engine: Engine, options: RolloutOptions, inputs: list[Tensor]
 ) -> Outcome:
     """Return the outcome, a function of all `inputs`, with derivative 0 for those without influence."""
-    params, buffers = (nodes.mean(values, result.members) for values in (result.params, state.buffers))
+    params, buffers = nodes.mean(result.params, result.members), nodes.mean(state.buffers, result.of_buffers)
     loss = engine.loss(params, buffers, options.eval_batch)
     outcome = Outcome(loss, *record, state.params)
     if not inputs:
@@ -343,7 +343,7 @@ def _run(simulation: Simulation, state: State, until: int) -> tuple[State, Recor
 
     def record(state: State, row: Row) -> None:
         losses.append(row.losses)
-        members = simulation.run.there(state.tick - 1)
+        members = simulation.members(state.tick - 1)
         params = state.params if members is None else nodes.take_rows(state.params, torch.tensor(members), copy=False)
         distances.append(root(nodes.squared_consensus_distance(params)))
         step_bytes = sum(transfer.sent_bytes for transfer in row.transfers)

@@ -197,7 +197,7 @@ class Run(Generic[M]):
         metrics = self.session.observed(self._metrics(row), self._interrupted)
         self.recorder.step(self.state.step, metrics, fetch=evaluated)
         if is_due(self.state.step, self.options.correlation_interval):
-            members = self.simulation.run.there(self.state.step - 1)
+            members = self.simulation.members(self.state.step - 1)
             self.recorder.add(correlation=correlation(self.state.params, self.comm, members))
 
     def _metrics(self, row: Row) -> Metrics:
@@ -234,8 +234,10 @@ class Run(Generic[M]):
     def average(self) -> M:
         """Return a copy of the model with the mean of the present nodes; all processes must call this."""
         result = self.simulation.result(self.state)
-        values = {**self._all_params(), **result.params, **self.state.buffers}
-        return nodes.fill(self.model, average(values, self.comm, result.members))
+        values = average({**self._all_params(), **result.params, **self.state.buffers}, self.comm, result.members)
+        if result.trained is not None:
+            values |= average(self.state.buffers, self.comm, result.trained)
+        return nodes.fill(self.model, values)
 
     def _observe(self, event: Event, draft: Draft) -> None:
         """Measure the nodes' distance before the first event after their training."""
@@ -251,7 +253,8 @@ class Run(Generic[M]):
         if self._distance_before is not None or self.options.strategy.asynchronous:
             return
         if self._is_evaluated(tick + 1) or (self._may_stop and self.session.num_processes == 1):
-            self._distance_before = distance_of(state.params, self.comm, self.simulation.run.there(tick))
+            members = self.simulation.members(tick, exchanged=False)
+            self._distance_before = distance_of(state.params, self.comm, members)
 
     def _asked_to_end(self) -> bool:
         """Call `after_step` with the row; return whether it asks for the end of the run."""
@@ -285,8 +288,8 @@ class Run(Generic[M]):
             own = self.options.strategy.own_parameters(self.state)
         params, buffers = (nodes.expand(x, num_local) for x in ({**self._all_params(), **own}, self.state.buffers))
         result_params = None if result.params is own else nodes.expand(result.params, num_local)
-        members = result.members if num_local == self.comm.num_nodes else None
-        return Nodes(self.model, num_local, params, buffers, members, result_params)
+        whose = result[1:] if num_local == self.comm.num_nodes else (None, None)
+        return Nodes(self.model, num_local, params, buffers, whose[0], result_params, whose[1])
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings for the history: the user's options, and what was chosen automatically."""
@@ -355,6 +358,7 @@ def _training_batches(dataset: Any, options: FitOptions, session: Session, devic
         dataset, options.num_nodes, options.batch_size, shuffle=options.shuffle, seed=options.seed, device=device,
         node_ids=session.comm.node_ids, dataloader_kwargs=options.dataloader_kwargs,
         agree=lambda longest: max(session.each(longest)),
+        own_epochs=getattr(options.availability, "own_epochs", False),
     )  # fmt: skip
 
 

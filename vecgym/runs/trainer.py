@@ -306,10 +306,10 @@ class _ProcessesRun(Generic[M]):
                 )  # fmt: skip
         finally:
             self._loggers.finish()
-        self.ledger, members, ended = (parts[0][name] for name in ("ledger", "members", "ended"))
+        self.ledger, (members, trained), ended = (parts[0][name] for name in ("ledger", "whose", "ended"))
         self.history.settings.update({**parts[0]["settings"], "backend": "processes"})
         final = join_rows([part["final"] for part in parts])
-        self.nodes = Nodes(copy.deepcopy(self.task.model), options.num_nodes, **final, members=members)
+        self.nodes = Nodes(copy.deepcopy(self.task.model), options.num_nodes, **final, members=members, trained=trained)
         if ended is not None:
             raise ended
 
@@ -351,7 +351,7 @@ def _run_part(link: Link, task: Task, options: FitOptions) -> dict[str, Any]:
     return {
         # Copies: a view would be sent with its whole storage.
         "final": tree.map_leaves(lambda x: x.detach().cpu().clone(), final), "ended": ended,
-        "ledger": run.ledger if link.rank == 0 else None, "members": run.simulation.result(run.state).members,
+        "ledger": run.ledger if link.rank == 0 else None, "whose": run.simulation.result(run.state)[1:],
         "settings": run.history.settings,
     }  # fmt: skip
 

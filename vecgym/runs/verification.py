@@ -213,7 +213,8 @@ class VerifyOptions(Modelled):
 
     def batches(self, node_ids: Any = None) -> Batches:
         """Return the batches of these nodes; None: of all."""
-        return Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed, node_ids=node_ids)
+        own = getattr(self.availability, "own_epochs", False)
+        return Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed, node_ids=node_ids, own_epochs=own)
 
     def converted(self, batch: Any) -> Any:
         """Return a batch in the precision of the comparison."""

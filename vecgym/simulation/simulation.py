@@ -134,7 +134,7 @@ class Part:
         size: the number C of configurations. If there are several, their nodes are in dimension 1: own `[C, K, *]`,
             shared `[C, 1, *]`, likewise gradients, losses, and what `comm` takes and returns. `spread` shapes numbers.
         comm: the collectives among these nodes.
-        counts: step counts that index data, rates and random numbers: one number, or one for each row.
+        counts: step counts that index learning rates: one number, or one for each row.
         made: optimizer steps that the nodes have taken, likewise.
         losses: of the last `gradients`, `[rows]`.
         missing: the parameters on which the loss of some rows does not depend, and these rows: `gradients` gives 0 for
@@ -341,7 +341,7 @@ class Part:
     @property
     def read_at(self) -> int | list[int]:
         """The step count at which these rows read next: one number, or one for each row."""
-        return _later(self.counts, self.num_read)
+        return _later(self.simulation.counts_here(self.event, self.event.reads_at), self.num_read)
 
     def check_reads(self, *, at_end: bool) -> None:
         """Raise a ValueError if these rows have read more batches than their event declares, or fewer at its end."""
@@ -460,11 +460,24 @@ class Simulation:
 
     def result(self, state: State) -> Result:
         """Return what the run's model is the mean of: the one rule for what is evaluated, returned and saved."""
-        return self._result(self.groups[0], state)
+        return self._result(0, state)
 
-    def _result(self, group: Group, state: State) -> Result:
-        rule = getattr(group.algorithm, "result", None)
-        return Result(state.params if rule is None else rule(state), group.run.there(state.tick - 1))
+    def _result(self, group: int, state: State) -> Result:
+        rule, table = getattr(self.groups[group].algorithm, "result", None), self.table_of(group)
+        members = trained = self.members(state.tick - 1, group)
+        if state.tick and hasattr(table, "trained") and any(map(self.engine.changes, self.engine.buffers)):
+            trained = table.trained(state.tick - 1)
+        same = trained == members or (members is None and len(trained or ()) == self.run.num_nodes)
+        return Result(state.params if rule is None else rule(state), members, None if same else trained)
+
+    def members(self, tick: int, group: int = 0, exchanged: bool = True) -> tuple[int, ...] | None:
+        """Return the nodes whose parameters' mean is the run's model after a tick, counted from 0; None: all.
+
+        Args:
+            exchanged: whether the tick's exchanges are done.
+        """
+        table = self.table_of(group)
+        return table.members(tick, exchanged) if hasattr(table, "members") else self.groups[group].run.there(tick)
 
     def close(self) -> None:
         """End the threads of the engine and the algorithms; a later tick starts them again."""
@@ -509,7 +522,7 @@ class Simulation:
             for event in events:
                 rows = self.place(event.rows, event.group).rows if event.reads else []
                 for k in range(event.reads if rows else 0):
-                    yield rows, _later(self.counts_here(event, event.counts), k)
+                    yield rows, _later(self.counts_here(event, event.reads_at), k)
 
     def counts_here(self, event: Event, counts: int | tuple[int, ...]) -> int | list[int]:
         """Return some counts of an event's rows for those in this process: one number if all are equal."""

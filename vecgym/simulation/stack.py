@@ -91,16 +91,17 @@ class Together:
         alike = all(head.rows is None and head.counts == first.counts and head.made is None for head in heads)
         if alike and isinstance(first.counts, int) and len(heads) == len(self.groups):
             return Event("train", None, first.counts, 1, heads, group=None)
-        rows, counts, made = list[int](), list[int](), list[int]()
+        rows, counts, made, own = list[int](), list[int](), list[int](), list[int]()
         for head in heads:
             assert head.group is not None
             group = self.groups[head.group]
             rows += group.rows(head.rows)
             counts += _each(head, head.counts, group)
             made += _each(head, head.counts if head.made is None else head.made, group)
+            own += _each(head, head.reads_at, group)
         everyone = len(rows) == sum(group.size * group.run.num_nodes for group in self.groups)
-        own_counts = None if made == counts else tuple(made)
-        return Event("train", None if everyone else tuple(rows), tuple(counts), 1, heads, own_counts, None)
+        each_made, each_own = (None if x == counts else tuple(x) for x in (made, own))
+        return Event("train", None if everyone else tuple(rows), tuple(counts), 1, heads, each_made, None, each_own)
 
 
 def _each(event: Event, counts: int | tuple[int, ...], group: Group) -> list[int]:
@@ -221,7 +222,7 @@ class Stack(Simulation):
 
     def result(self, state: State, config: int = 0) -> Result:
         """Return what the model of one configuration is the mean of."""
-        return self._result(self.groups[self.group_with(config)], self.alone(state, config))
+        return self._result(self.group_with(config), self.alone(state, config))
 
     # --------------------------------------------------------------------------------------------------------- events
 

@@ -300,14 +300,31 @@ class Result(NamedTuple):
 
     Attributes:
         params: `[1 or L, *]`; see `vecgym.strategy.Strategy.result`.
-        members: the nodes that were present in the last step, ascending; None: all.
+        members: the nodes that took part in the last step, ascending; None: all.
+        trained: those whose buffers count, if these are not the members'.
 
-    >>> Result({}).members is None
-    True
+    >>> Result({}).members is None, Result({}, (0, 2)).of_buffers, Result({}, (0, 2), (0, 1)).of_buffers
+    (True, (0, 2), (0, 1))
+    >>> Result({}, (0, 2), (0, 1)).of_local
+    (0,)
     """
 
     params: Tree
     members: tuple[int, ...] | None = None
+    trained: tuple[int, ...] | None = None
+
+    @property
+    def of_buffers(self) -> tuple[int, ...] | None:
+        """The nodes whose buffers the run's model has the mean of; None: all."""
+        return self.members if self.trained is None else self.trained
+
+    @property
+    def of_local(self) -> tuple[int, ...] | None:
+        """The members that have trained, by whose own models `val_loss_local` goes; None: all nodes."""
+        if self.members is None or self.trained is None:
+            return self.of_buffers
+        trained = set(self.trained)
+        return tuple(node for node in self.members if node in trained) or self.members
 
 
 class Metrics(NamedTuple):

@@ -14,6 +14,7 @@ known in advance, so a timetable can be tested without tensors, and a run can re
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,12 +36,13 @@ class Event(NamedTuple):
     Attributes:
         what: the method of the algorithm that handles it.
         rows: ascending; None: all.
-        counts: step counts that index data, learning rates and random numbers: one for all rows, or one for each.
+        counts: step counts that index learning rates, data and random numbers: one for all rows, or one for each.
         reads: batches that each row reads.
         info: further information for the method, such as a `Due`.
         made: optimizer steps that the rows have taken before; None: as many as `counts`.
         group: of a stack, the group whose nodes are meant, in each of its configurations; None: rows of the whole
             stack, with the groups' own events in `info`.
+        own: step counts that index data and random numbers; None: `counts`.
 
     >>> Event("train", (0, 2), counts=(5, 4), reads=1).rows
     (0, 2)
@@ -53,6 +55,16 @@ class Event(NamedTuple):
     info: Any = None
     made: int | tuple[int, ...] | None = None
     group: int | None = 0
+    own: int | tuple[int, ...] | None = None
+
+    @property
+    def reads_at(self) -> int | tuple[int, ...]:
+        """Step counts that index data and random numbers.
+
+        >>> Event("train", (0, 2), counts=7, own=(3, 4)).reads_at
+        (3, 4)
+        """
+        return self.counts if self.own is None else self.own
 
 
 class Recurrence(Protocol):
@@ -174,13 +186,14 @@ class Timetable(Protocol):
 class Lockstep:
     """In each tick all present nodes train, or those that `trains` selects; then what is marked happens.
 
-    A node that does not train in every step has a count of its own. With absences, data and learning rates follow it;
-    an optimizer's own count always does.
+    A node that does not train in every step has a count of its own; see `vecgym.availability` for what follows it.
 
     Args:
         marks: in the order in which they happen within a tick.
         trains: which of the present nodes train; None: all of them.
         train: the method; not "train" if nodes exchange something before the optimizer's step.
+        resting: if `trains` draws nodes for rounds, what the others do: "take" what a server sends, or "keep" what they
+            have.
 
     >>> half = Lockstep(RunFacts(num_nodes=4, num_steps=3), trains=lambda step, rows: rows[step % 2 :: 2])
     >>> for (event,) in half.ticks():
@@ -192,8 +205,11 @@ class Lockstep:
 
     first = 0  # the step after which something is due for the first time; -1 is before the first step
 
-    def __init__(self, run: RunFacts, *marks: Mark, trains: Who | None = None, train: str = "train") -> None:
-        self.run, self.trains, self.train = run, trains, train
+    def __init__(
+        self, run: RunFacts, *marks: Mark, trains: Who | None = None, train: str = "train", resting: str | None = None
+    ) -> None:
+        self.run, self.trains, self.train, self.resting = run, trains, train, resting
+        self.sampled = resting is not None or (run.presence is not None and run.presence.sampled)
         self.marks = [mark._replace(when=Every(x) if isinstance(x := mark.when, int) else x) for mark in marks]
         self.length = self.max_steps = run.num_steps
         self._made = {0: [0] * run.num_nodes}  # by step
@@ -204,24 +220,28 @@ class Lockstep:
     def events(self, step: int) -> list[Event]:
         """Return the events of one step."""
         present, training = self.run.there(step), self.training(step)
-        counts, made = self._counts(step, training)
+        counts, made = self.counts(step, training)
         presence = self.run.presence
         back = () if presence is None or presence.rejoin == "own" else presence.returning(step)
         events = [Event("rejoin", info=back)] if back else []
         if training != ():
-            events.append(Event(self.train, training, counts, 1, made=made))
+            events.append(Event(self.train, training, counts, 1, made=made, own=made if self.sampled else None))
         for mark in self.marks:
             begun, when = step - mark.lag, mark.when
-            assert not isinstance(when, int)
-            if begun >= self.first and when.due(begun):
+            if self._is_due(mark, step):
+                assert not isinstance(when, int)
                 what, rows = mark.what, _both(self._selected(mark.who, begun, self.run.there(begun)), present)
                 if rows == () and mark.otherwise is not None:
                     what, rows = mark.otherwise, present
                 if rows != ():
                     due = Due(when.count(begun), begun, mark.of)
-                    counts, made = self._counts(step, rows)
+                    counts, made = self.counts(step, rows)
                     events.append(Event(what, rows, counts, info=due, made=made))
         return events
+
+    def _is_due(self, mark: Mark, step: int) -> bool:
+        begun = step - mark.lag
+        return begun >= self.first and mark.when.due(begun)  # type: ignore[union-attr]
 
     def training(self, step: int) -> tuple[int, ...] | None:
         """Return the nodes that train; None: all."""
@@ -245,13 +265,46 @@ class Lockstep:
                     del self._made[next(iter(self._made))]
         return list(self._made[step])
 
-    def _counts(self, step: int, rows: tuple[int, ...] | None) -> tuple[Any, Any]:
-        """Return the counts of these rows, and the steps that they have taken where that differs."""
+    def members(self, step: int, exchanged: bool = True) -> tuple[int, ...] | None:
+        """Return the nodes whose parameters' mean is the run's model after a step; None: all.
+
+        They were present in it. Where nodes are drawn for rounds, those of the round until a server tells all what they
+        have agreed on; without a server all that have trained.
+
+        Args:
+            exchanged: whether the step's exchanges are done.
+        """
+        there = self.run.there(step)
+        if self.resting is None or step < 0:
+            return there
+        if self.resting == "keep":
+            return _both(self._every(step), there) or there
+        told = exchanged and any(mark.who is None and self._is_due(mark, step) for mark in self.marks)
+        return there if told else self._selected(self.trains, step, there) or there
+
+    def trained(self, step: int) -> tuple[int, ...] | None:
+        """Return the nodes whose buffers' mean the run's model has after a step; None: all.
+
+        They have trained, and are members; where nodes are drawn for rounds, all that have trained.
+        """
+        every, members = self._every(step), self.members(step)
+        return (every if self.sampled else _both(members, every)) or every or members
+
+    def _every(self, step: int) -> tuple[int, ...]:
+        """Return the nodes that have trained by the end of a step."""
+        return tuple(node for node, count in enumerate(self.made(step + 1)) if count)
+
+    def counts(self, step: int, rows: tuple[int, ...] | None) -> tuple[Any, Any]:
+        """Return the counts by which the rates of these rows go, and the steps that they have taken where that differs.
+
+        >>> Lockstep(RunFacts(num_nodes=2), trains=lambda step, rows: rows[step % 2 :]).counts(3, (1,))
+        (3, (3,))
+        """
         if self.trains is None and self.run.presence is None:
             return step, None
         steps = self.made(step)
         made = tuple(steps) if rows is None else tuple(steps[row] for row in rows)
-        return (step, made) if self.run.presence is None else (made, None)
+        return (step, made) if self.run.presence is None or self.sampled else (made, None)
 
     def _selected(self, who: Who | None, step: int, rows: tuple[int, ...] | None) -> tuple[int, ...] | None:
         if who is None:
@@ -323,6 +376,20 @@ class Scheduled:
     def pending(self, tick: int) -> Pending:
         """Return the nodes that have begun and are not computed yet after this many ticks."""
         return self._planned[tick - 1][1] if tick else tuple(range(len(self.schedule.total_steps)))
+
+    def trained(self, tick: int) -> tuple[int, ...] | None:
+        """Return the nodes of which a result is used up to a tick, counted from 0; None: all."""
+        return tuple(node for node, first in enumerate(self._first) if first <= tick) or None
+
+    @cached_property
+    def _first(self) -> list[float]:
+        """The tick of each node's first arrival."""
+        first = [math.inf] * len(self.schedule.total_steps)
+        for tick, happenings in enumerate(self.schedule.updates):
+            for happening in happenings:
+                if isinstance(happening, Arrival):
+                    first[happening.node] = min(first[happening.node], tick)
+        return first
 
     def resume(self, tick: int, pending: Sequence[int]) -> None:
         """Continue after a run that may have been shorter, and skipped rounds that it did not need."""

@@ -241,7 +241,9 @@ class Strategy(LocalTraining):
 
     def timetable(self, run: RunFacts) -> Timetable:
         """Return what happens when: all nodes train, then comes what is due."""
-        return Lockstep(run, *self.marks(run), trains=self.trains(run), train=self.training)
+        takes = [getattr(exchange, "takes", False) for exchange in self.exchanges if exchange.lets_rest]
+        resting = ("take" if all(takes) else "keep") if takes else None
+        return Lockstep(run, *self.marks(run), trains=self.trains(run), train=self.training, resting=resting)
 
     @property
     def training(self) -> str:
@@ -356,15 +358,14 @@ class Strategy(LocalTraining):
         """Return the inner learning rate of a step, and the outer one; None: there is none.
 
         Args:
-            nodes: those that are present, whose own counts differ; None: all, with the same count.
+            nodes: those that take part, whose own counts may differ; None: all, with the same count.
 
         >>> from vecgym.strategy import DiLoCoStrategy
         >>> strategy = DiLoCoStrategy("sgd", H=5, lr=0.1, warmup_steps=2)
         >>> strategy.rates(strategy.timetable(RunFacts(num_nodes=4, num_steps=10)), tick=1)
         (0.05, 0.7)
         """
-        made = None if nodes is None else timetable.made(tick)
-        counts: Any = tick if made is None or nodes is None else [made[node] for node in nodes]
+        counts = tick if nodes is None else timetable.counts(tick, tuple(nodes))[0]
         return self.inner.lr(counts, timetable.max_steps, nodes), self.outer_rate(timetable.run, tick)
 
     def outer_rate(self, run: RunFacts, step: int) -> Any:

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from vecgym.collectives.topology import sample_nodes
+from vecgym.availability import drawn, num_drawn
 from vecgym.core import check, nodes, rng, tree
 from vecgym.core.devices import placed, spread
 from vecgym.core.objects import Settings, altered, shown
@@ -86,8 +86,9 @@ class Exchange(Member, Settings):
             in a round of fewer than F steps some have the same.
         pattern: "strided" deals out the model's blocks to the fragments in turn; "sequential" keeps neighbours
             together.
-        participation: the fraction of the nodes, drawn anew for each round (at least one), that trains and takes part.
-            Exchanges of one strategy that draw them have the same `every`.
+        participation: the fraction of the nodes, drawn anew for each round (at least one), that trains and takes part;
+            see `vecgym.availability` for those that are drawn again. Exchanges of one strategy that draw them have the
+            same `every`.
         resting: what the others do then: "take" what a server sends to them, or "keep" what they have. None: "take"
             with a `ServerMean` whose result is the same for all, else "keep".
         lost: the probability, for each node and exchange, that its message is lost: its values then do not count, and
@@ -113,8 +114,8 @@ class Exchange(Member, Settings):
     >>> exchange.check_present(run)
     >>> exchange.average is exchange.how, exchange.common, exchange.plain, exchange.always  # among some, common to none
     (False, False, False, False)
-    >>> exchange.lets_rest, exchange.draws, exchange.numbers
-    (True, True, ('keep',))
+    >>> exchange.lets_rest, exchange.takes, exchange.draws, exchange.numbers
+    (True, False, True, ('keep',))
     >>> len(exchange.senders(run)(0, range(2)))
     1
     >>> exchange.init(params, run), exchange.outer({}, ["w"]), exchange.in_units(5).unit
@@ -195,19 +196,19 @@ class Exchange(Member, Settings):
     def _check_late(self) -> None:
         if self.late == "change" and self.delay == 0:
             raise ValueError('late="change" without a delay has no effect: give delay=1, or more, or leave it out.')
-        if self.late == "change" and (not _is_zero(self.keep) or self._takes):
+        if self.late == "change" and (not _is_zero(self.keep) or self.takes):
             raise ValueError(
                 f"{self!r}: a change is each node's own, and all of it is added: leave out keep, and give "
                 'resting="keep".'
             )
 
     def _check_participation(self) -> None:
-        if self.participation < 1 and self.resting == "take" and not self._takes:
+        if self.participation < 1 and self.resting == "take" and not self.takes:
             raise ValueError(
                 f'resting="take" needs a server that sends the same to all, those who sit out too, and {self.how!r} '
                 'has none: give ServerMean(), or resting="keep".'
             )
-        if self.lost and self._takes:
+        if self.lost and self.takes:
             raise ValueError(
                 f'lost={self.lost}: what a server sends to those who sit out is not lost. Give resting="keep", or '
                 "leave out lost."
@@ -305,7 +306,7 @@ class Exchange(Member, Settings):
         """
         K, steps = run.num_nodes, self._steps(run)
         present = (K, *getattr(run.presence, "counts", ()))
-        counts = {num_participants(self.participation, count) for count in present}
+        counts = {num_drawn(self.participation, count) for count in present}
         if self.lost:
             for mark in self.marks(run):
                 due = filter(mark.when.due, range(run.num_steps))  # type: ignore[union-attr]
@@ -322,12 +323,12 @@ class Exchange(Member, Settings):
     @property
     def average(self) -> Average:
         """How those agree who take part."""
-        return self.how if self.participation == 1 or self._takes else self.how.of_some()
+        return self.how if self.participation == 1 or self.takes else self.how.of_some()
 
     @property
     def common(self) -> bool:
         """Whether all nodes that are present go on with the same if all held the same before."""
-        each = self.lost > 0 or isinstance(self.delay, tuple) or (self.participation < 1 and not self._takes)
+        each = self.lost > 0 or isinstance(self.delay, tuple) or (self.participation < 1 and not self.takes)
         return self.average.common and self._keep_alike and not each
 
     @property
@@ -365,7 +366,7 @@ class Exchange(Member, Settings):
         return isinstance(self._when, SyncWeight) and not self._when.binary
 
     @property
-    def _takes(self) -> bool:
+    def takes(self) -> bool:
         """Whether those who sit out take what the others agree on."""
         served = any(isinstance(average, ServerMean) for average in layers(self.how)) and self.how.one_message
         return self.participation < 1 and self.resting != "keep" and served
@@ -411,7 +412,7 @@ class Exchange(Member, Settings):
         marks = []
         for p, when in enumerate(self.times(run.names)):
             senders, of = self.senders(run, p), Of(self._index, p)
-            if self.delay == 0 and not self._takes:
+            if self.delay == 0 and not self.takes:
                 marks.append(Mark("meet", when, 0, senders, of))
             else:
                 marks += [Mark("agree", when, 0, senders, of), *self._writes(run, when, senders, of)]
@@ -419,7 +420,7 @@ class Exchange(Member, Settings):
 
     def _writes(self, run: RunFacts, when: Any, senders: Who | None, of: Of) -> list[Mark]:
         """Return the marks of those who use what was agreed on, each delay's by itself."""
-        delays, takers = self._delays(run.num_nodes), None if self._takes else senders
+        delays, takers = self._delays(run.num_nodes), None if self.takes else senders
         lags, once = sorted(set(delays)), self.average.one_message
         marks = []
         for lag in lags:
@@ -445,12 +446,7 @@ class Exchange(Member, Settings):
         if self.participation == 1:
             return None
 
-        def drawn(step: int, rows: Sequence[int]) -> list[int]:
-            generator = rng.generator(run.seed, "participants", self._when.count(step // self.unit))
-            count = num_participants(self.participation, len(rows))
-            return [rows[i] for i in sample_nodes(len(rows), count, generator)]
-
-        return drawn
+        return lambda step, rows: drawn(self.participation, rows, run.seed, self._when.count(step // self.unit))
 
     def senders(self, run: RunFacts, fragment: int = 0) -> Who | None:
         """Return who takes part in an exchange, of those present; None: all."""
@@ -708,15 +704,6 @@ def _trees(part: Part) -> list[Rows]:
 
 def _is_under_way(name: str) -> bool:
     return "/message " in name or "/index " in name
-
-
-def num_participants(participation: float, num_nodes: int) -> int:
-    """Return the number of nodes that take part in a round, at least one.
-
-    >>> num_participants(0.1, 6)
-    1
-    """
-    return max(1, round(participation * num_nodes))
 
 
 def check_participation(value: Any) -> float:

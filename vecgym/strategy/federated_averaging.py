@@ -39,7 +39,8 @@ def AveragingCommunicator(  # the name that EXO Gym's users know
             islands; if `island_size` does not divide their number, the last island is smaller.
         H: optimizer steps between two exchanges: a number, or a function of the step at which a round begins.
         participation: the fraction of the nodes, drawn anew for each round of H steps (at least one), that
-            trains and averages in it; the others keep optimizer state and buffers.
+            trains and averages in it; the others keep optimizer state and buffers. `help(vecgym.availability)` says
+            which data and rates a node has that is drawn again, and whose buffers the run's model has.
         weighting: "equal"; "examples": w_k is the number of examples of node k; or w_k itself, one number > 0 for each
             node, such as the tokens of its examples.
         sync_weight: `[T]`, in place of H: a_t, one for each step, theta_i <- (1 - a_t) theta_i + a_t mean theta; see

@@ -363,7 +363,7 @@ class Chunk:
     def _distances(self, own: Any, shared: Any, tick: int) -> list[float]:
         """Return how far the nodes of each configuration are apart."""
         comm, params = self.simulation.comm, self.simulation.parameters(own, shared)
-        members = [None if presence is None else presence.present(tick) for presence in self.presences]
+        members = [self.simulation.members(tick, group, exchanged=False) for group in self._groups]
         return list(map(float, fetched(distances_of(params, comm, members))))
 
     def _diverged(self, losses: np.ndarray, active: np.ndarray) -> list[int]:
@@ -377,10 +377,11 @@ class Chunk:
         """Add columns to the rows of the present step."""
         columns: dict[int, dict[str, Any]] = {}
         unlike = len({config.val and config.val.sizes for config in self.configs}) > 1
-        if len(self.configs) == 1 or unlike or any(self.presences):  # each model is the mean of the nodes there
-            for c in self.training:
-                measured, result = self.simulation.alone(self.state, c), self.simulation.result(self.state, c)
-                columns[c] = self._evaluated([self.configs[c]], measured, result)[0]
+        results = {c: self.simulation.result(self.state, c) for c in self.training}
+        some = any(x.members or x.trained for x in results.values())  # each model is the mean of some of the nodes
+        if len(self.configs) == 1 or unlike or any(self.presences) or some:
+            for c, result in results.items():
+                columns[c] = self._evaluated([self.configs[c]], self.simulation.alone(self.state, c), result)[0]
         else:
             own, shared = self.state.own, self.state.shared
             params, buffers = self.simulation.parameters(own, shared), self.simulation.buffers(own, shared)
@@ -400,8 +401,9 @@ class Chunk:
         average = None
         if status == FINISHED and self.options.keep_models:
             result = self.simulation.result(self.state, c)
-            values = {**result.params, **self.simulation.alone(self.state, c).buffers}
-            average = {n: x.detach().to("cpu", copy=True) for n, x in nodes.mean(values, result.members).items()}
+            params, buffers = result.params, self.simulation.alone(self.state, c).buffers
+            values = nodes.mean(params, result.members) | nodes.mean(buffers, result.of_buffers)
+            average = {n: x.detach().to("cpu", copy=True) for n, x in values.items()}
         ledger = None if self.presences[c] is None else self.ledgers[self._groups[c]].state()
         return self.observed.curve(c, self.state.step, status, average, ledger)
 

@@ -97,12 +97,15 @@ class Configuration:
         """Return what its strategy may know before the first step, with who is present when, if not all always."""
         shards, presence = tuple(self.train.shard_sizes), None
         if self.plan is None:
-            presence = presence_of(SimpleNamespace(**self.settings, compute=self.compute), self.num_steps, shards)
+            loader = self.data.options.dataloader_kwargs
+            options = SimpleNamespace(**self.settings, compute=self.compute, dataloader_kwargs=loader)
+            presence = presence_of(options, self.num_steps, shards)
         return RunFacts(self.num_nodes, self.num_steps, self.settings["seed"], presence, shards, self.plan)
 
     @cached_property
     def train(self) -> Batches:
         settings = {name: self.settings[name] for name in ("num_nodes", "batch_size", "seed", "shuffle")}
+        settings["own_epochs"] = getattr(self.settings["availability"], "own_epochs", False)
         batches: Batches = self.data.batches(Batches, self.dataset("train_dataset"), **settings)
         return batches
 
