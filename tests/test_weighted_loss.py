@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from vecgym import Trainer, rollout, sweep
+from vecgym import Trainer, estimate_memory, rollout, sweep
 from vecgym.core.errors import VecgymWarning
 from vecgym.engine import Engine
 from vecgym.engine.contract import with_loss
@@ -398,3 +398,25 @@ def test_ignored_labels_in_parts_of_a_batch_without_a_weight_are_warned_of(setti
         )  # fmt: skip
     fitted(strategy, data, of_torch, **settings)  # without a warning, and so is this:
     fitted(strategy, data, lambda m, b: of_torch(m, b)["loss"])
+
+
+def test_a_batch_that_a_memory_limit_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vecgym.runs.run.fitting_sizes", lambda *given: (None, 2, {}))
+    data, strategy = tokens(), AllReduceStrategy("sgd", lr=1.0)
+    close(fitted(strategy, data, of_torch, max_memory_usage=0.5)[1], ddp_step(data, 8, lr=1.0))
+    with pytest.warns(VecgymWarning, match="in parts of 2 examples"):
+        fitted(strategy, data, lambda m, b: of_torch(m, b)["loss"], max_memory_usage=0.5)
+
+
+def test_the_weight_of_a_part_is_known_afterwards_so_that_gradients_of_nodes_are_added_up() -> None:
+    """The estimate of a batch in parts counts them, also where one gradient of the mean loss is enough otherwise."""
+    net = nn.Sequential(nn.Embedding(VOCABULARY, 64), nn.Linear(64, VOCABULARY))
+    bytes_of = {}
+    for name, loss in {"weighted": of_torch, "plain": lambda m, b: of_torch(m, b)["loss"]}.items():
+        for size in (None, 2):
+            estimate = estimate_memory(
+                net, AllReduceStrategy("sgd", lr=0.1), 8, 4, tokens()[:4], loss_fn=loss, minibatch_size=size
+            )
+            bytes_of[name, size] = estimate.parts["exchange"].total_bytes
+    assert bytes_of["weighted", 2] - bytes_of["plain", 2] == 4 * 7 * sum(p.nbytes for p in net.parameters())
+    assert bytes_of["weighted", None] == bytes_of["plain", None]

@@ -70,7 +70,8 @@ def means(x: Tensor, number: int) -> Tensor:
     y = x.unflatten(0, (number, -1))
     if y.shape[1] == 1 or not (x.is_floating_point() or x.is_complex()):  # nothing to average, and no rounding
         return y[:, 0]
-    return y[:, 0] + (y - y[:, :1]).mean(1)
+    y = y.to(tree.wider(x.dtype))
+    return (y[:, 0] + (y - y[:, :1]).mean(1)).to(x.dtype)
 
 
 def consensus_distance(params: Tree) -> Tensor:

@@ -326,9 +326,11 @@ def average(values: Tree, comm: Collectives, members: Sequence[int] | None = Non
         return nodes.mean(comm.everyone(values))
     with comm.ledger.recording():  # not counted
         first = comm.broadcast(values, 0)
-        moved = {name: x - first[name] for name, x in values.items() if x.is_floating_point() or x.is_complex()}
-        shift = comm.mean(moved)
-    return {name: (x + shift[name] if name in shift else x)[0] for name, x in first.items()}
+        wide = {
+            name: x.to(tree.wider(x.dtype)) for name, x in values.items() if x.is_floating_point() or x.is_complex()
+        }
+        shift = comm.mean({name: x - first[name] for name, x in wide.items()})
+    return {name: (x + shift[name] if name in shift else x)[0].to(x.dtype) for name, x in first.items()}
 
 
 @torch.no_grad()
