@@ -283,7 +283,9 @@ class Engine:
             local = by_minibatches(part)
         else:
             local = by_batch_size(part, limits, by_minibatches, mean, not differentiable, self.written)
-        return local._replace(buffers={name: b for name, b in local.buffers.items() if name != WEIGHT})
+        if self.weighted:
+            return local._replace(buffers={name: b for name, b in local.buffers.items() if name != WEIGHT})
+        return local
 
     def _pure(self, part: NodeSlice) -> Local:
         with sdpa_kernel(SDPBackend.MATH):

@@ -268,9 +268,11 @@ class StatelessModel:
             wide = b.expand(num_nodes, *b.shape[1:])
             return wide if differentiable else wide.clone()
 
-        dtype = wider(next(iter(self.params.values())).dtype)
-        weight = {WEIGHT: torch.zeros(num_nodes, dtype=dtype, device=self.device)} if self.weighted else {}
-        return {name: own(name, b) for name, b in buffers.items()} | weight
+        of_nodes = {name: own(name, b) for name, b in buffers.items()}
+        if self.weighted:
+            dtype = wider(next(iter(self.params.values())).dtype)
+            of_nodes[WEIGHT] = torch.zeros(num_nodes, dtype=dtype, device=self.device)
+        return of_nodes
 
     # ------------------------------------------------------------------------------------------ evaluation
 
