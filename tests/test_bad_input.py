@@ -28,15 +28,21 @@ from vecgym import (
     WandbLogger,
     load,
     optimize_schedule,
+    rollout,
     sweep,
 )
+from vecgym.availability import LocalSteps
 from vecgym.clock import Compute, Network
 from vecgym.core import check
-from vecgym.data import Batches, partition_dirichlet
+from vecgym.data import Batches, partition_dirichlet, partition_iid
 from vecgym.engine import EngineName, contract
 from vecgym.models import Line
+from vecgym.optim import clip_grad_norm
+from vecgym.plot.runs import default_window, smooth
+from vecgym.plot.sweeps import pareto_front
 from vecgym.runs.options import FitOptions
 from vecgym.strategy import (
+    ADPSGDStrategy,
     AllReduceStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
@@ -45,7 +51,10 @@ from vecgym.strategy import (
     FedAvgStrategy,
     Mean,
     MuLoCoStrategy,
+    Outer,
+    SPARTAStrategy,
 )
+from vecgym.strategy.averages import Corrupted
 
 
 def _id(value: object) -> str:
@@ -420,6 +429,99 @@ def test_settings_that_require_grad_are_refused_before_training() -> None:
         assert "requires grad, and fit() has no derivatives" in message
         assert "vecgym.rollout" in message
         fit("MLP", make(torch.tensor(0.5)), max_steps=1)
+
+
+META: Any = torch.ones(4, 4, device="meta")
+TEXTS = np.array([b"a", b"b"] * 8)
+
+
+def differentiable(**given: Any) -> Any:
+    """A rollout of a few steps, with some of its arguments changed."""
+    settings = {"num_nodes": 2, "eval_batch": torch.ones(3), "batches": torch.ones(4, 2, 3), **given}
+    return rollout(Line(), strategy=FedAvgStrategy("sgd", lr=0.1), **settings)
+
+
+def optimized(**given: Any) -> Any:
+    settings = {"num_nodes": 2, "eval_batch": torch.ones(3), "batches": torch.ones(4, 2, 3), "H": 2, **given}
+    return optimize_schedule(Line(), lambda w: FedAvgStrategy("sgd", lr=0.1, sync_weight=w), **settings)
+
+
+def trained(strategy: Any = None, **given: Any) -> Any:
+    settings = {"num_nodes": 3, "max_steps": 1, **given}
+    return fit("MLP", CommunicateOptimizeStrategy([strategy], "sgd", lr=0.1) if strategy else alone(), **settings)
+
+
+RUNS = [list(Batches(SORTED, 2, 4, seed=seed).iterate(0, 3)) for seed in range(4)]
+RAW: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: SPARTAStrategy(delay=torch.tensor([1, 2]), compression_method="topk"), ValueError, "leave out .* delay"),  # type: ignore[arg-type]
+    (lambda: SPARTAStrategy(delay=np.array([0, 0]), correct_delay=True), ValueError, "correct_delay=True without"),  # type: ignore[arg-type]
+    (lambda: LocalSteps(META[0], H=2), ValueError, "steps is on the device meta"),
+    (lambda: ADPSGDStrategy("sgd", META), ValueError, "topology is on the device meta"),
+    (lambda: ADPSGDStrategy("sgd", torch.zeros(2, 2, dtype=torch.cfloat)), ValueError, "topology .* complex numbers"),
+    (lambda: Corrupted(Mean(), [[1, 2]]), ValueError, r"nodes=\[1, 2\] must be an integer >= 0"),  # type: ignore[list-item]
+    (lambda: Corrupted(Mean(), [1, 1]), ValueError, "a list of different node ids"),
+    (
+        lambda: trained(Exchange(Corrupted(Mean(), [3]))),
+        ValueError,
+        r"nodes=\[3\] of a run of 3 nodes: give ids below 3",
+    ),
+    (
+        lambda: trained(Exchange(cast(Any, Outer)(Mean(), correct=lambda m, s, at: "x"))),
+        TypeError,
+        "correct returned 'x'; return a",
+    ),
+    (lambda: clip_grad_norm([1], 1.0), TypeError, "grads is of type list; give a dict of tensors"),  # type: ignore[arg-type]
+    (lambda: clip_grad_norm({"w": "x"}, 1.0), TypeError, r"grads\['w'\] is of type str; give a tensor"),  # type: ignore[dict-item]
+    (lambda: clip_grad_norm({"w": torch.ones(2, 3).long()}, 1.0), TypeError, r"grads\['w'\] .*of real numbers"),
+    (
+        lambda: sweep(Line(), torch.ones(9), strategy=cast(Any, np.ones(2)), grid={"lr": [1.0]}, num_nodes=2),
+        TypeError,
+        "strategy is of",
+    ),
+    (
+        lambda: sweep(Line(), torch.ones(9), strategy=alone, points=torch.tensor(1.0), num_nodes=2),
+        TypeError,
+        "points is of",
+    ),
+    (lambda: differentiable(params={1: 2}), ValueError, r"params must have the names .* \['1', 'w'\]"),
+    (lambda: differentiable(params={"w": -1}), TypeError, r"params\['w'\] is of type int; give a tensor \[2, \*\]"),
+    (lambda: differentiable(eval_batch=torch.ones(0)), ValueError, "eval_batch has no example"),
+    (lambda: optimized(eval_batch=torch.ones(0)), ValueError, "eval_batch has no example"),
+    (lambda: optimized(held_out=(torch.ones(4, 2, 3), [])), ValueError, r"held_out\[1\] holds no tensor"),
+    (
+        lambda: optimized(eval_batch=torch.ones(3).to(torch.cfloat)),
+        ValueError,
+        "the loss of eval_batch is torch.complex64",
+    ),
+    (lambda: optimized(batches=RUNS, eval_batch=[SORTED[:9]] * 4), ValueError, "lists of 4 runs.*take the mean"),
+    (
+        lambda: differentiable(batches=[[torch.ones(2, 3)] * 4] * 5, eval_batch=[torch.ones(3)] * 5),
+        ValueError,
+        "of 5 runs",
+    ),
+    (lambda: trained(data=TEXTS), TypeError, "train_dataset: batch .*bytes_. Allowed: tensors"),
+    (lambda: trained(data=[np.array(["a", "b"])] * 8), TypeError, "train_dataset: batch is an array of <U1"),
+    (lambda: partition_iid("5 ms", 4), TypeError, "data is a str, not a dataset"),
+    (lambda: smooth("abc", 2), TypeError, "values is of type str; give a list of numbers"),  # type: ignore[arg-type]
+    (lambda: smooth([1.0, 2.0], "a"), ValueError, "window='a' must be an integer >= 1"),  # type: ignore[arg-type]
+    (lambda: pareto_front([(1.0, 2.0), (1.0,)]), TypeError, r"points is of type list; give pairs of numbers"),  # type: ignore[list-item]
+    (lambda: default_window(-3), TypeError, "history is of type int; give trainer.history"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("make", "error", "said"), RAW, ids=[row[2][:40] for row in RAW])
+def test_what_was_a_raw_exception_or_taken_without_a_word(
+    make: Callable[[], Any], error: type[Exception], said: str
+) -> None:  # fmt: skip
+    assert re.search(said, refusal(error, make))
+
+
+def test_numbers_too_large_for_torch_are_numbers() -> None:
+    assert OptimSpec("sgd", lr=10**30).lr == 1e30
+    assert clip_grad_norm({"w": torch.ones(2, 3)}, 10**30)[0]["w"].tolist() == [[1.0] * 3] * 2
+    assert pareto_front([]) == []
+    with pytest.raises(ValueError, match="lr=inf must be finite"):
+        OptimSpec("sgd", lr=10**400)
 
 
 def test_examples_of_different_shapes() -> None:

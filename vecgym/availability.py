@@ -445,7 +445,7 @@ class LocalSteps(Availability):
         if (steps is None) == (epochs is None):
             raise ValueError(f"steps={steps!r} and epochs={epochs!r}: give one of them, such as steps=[5, 10].")
         self.H = check.integer("H", H, what="the steps of a round")
-        counts = steps.tolist() if isinstance(steps, Tensor) else steps
+        counts = check.has_values("steps", steps).tolist() if isinstance(steps, Tensor) else steps
         if counts is not None and not (isinstance(counts, (list, tuple)) and counts):
             raise TypeError(f"steps is {check.kind_of(steps)}; give a list of the local steps of each node, [K].")
         self.steps = None if counts is None else [check.integer(f"steps[{i}]", n) for i, n in enumerate(counts)]

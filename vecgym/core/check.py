@@ -110,11 +110,11 @@ def number(name: str, value: Any, within: str = "(-inf, inf)", what: str = "") -
     """
     low, high = (float(end) for end in within[1:-1].split(","))
     if is_number(value):
-        plain = _plain(value)
-        above = plain >= low if within[0] == "[" else plain > low
-        below = plain <= high if within[-1] == "]" else plain < high
+        found = plain(value)
+        above = found >= low if within[0] == "[" else found > low
+        below = found <= high if within[-1] == "]" else found < high
         if above and below:
-            return plain
+            return found
     names = {"(-inf, inf)": "a finite number", "(0, inf)": "a number > 0", "[0, inf)": "a number >= 0"}
     raise ValueError(f"{name}={_formatted(value)} must be {names.get(within, f'a number in {within}')}{_about(what)}.")
 
@@ -167,6 +167,31 @@ def has_values(name: str, value: Any) -> Any:
     if isinstance(value, Tensor) and value.device.type == "meta":
         raise ValueError(f"{name} is on the device meta, where tensors have no values: create it on the CPU.")
     return value
+
+
+def real(name: str, values: Any, columns: int = 0) -> np.ndarray:
+    """Return a list of numbers, or of as many numbers as there are columns, as an array of float64.
+
+    Raises:
+        TypeError: for anything else.
+
+    >>> real("points", [(1.0, 2.0), (3, 4)], columns=2).shape
+    (2, 2)
+    >>> real("values", "abc")
+    Traceback (most recent call last):
+    ...
+    TypeError: values is of type str; give a list of numbers.
+    """
+    give = f"pairs of numbers, [N, {columns}]" if columns else "a list of numbers"
+    try:
+        found = np.asarray(has_values(name, values))
+        if found.dtype.kind in "biuf" and found.ndim > 0 and (not columns or found.shape[1:] == (columns,)):
+            return found.astype(np.float64)
+    except (TypeError, ValueError, RuntimeError):  # ragged, or a tensor that requires grad
+        pass
+    if columns and isinstance(values, (list, tuple)) and not values:
+        return np.zeros((0, columns))
+    raise TypeError(f"{name} is {kind_of(values)}; give {give}.")
 
 
 def flag(name: str, value: Any) -> bool:
@@ -440,8 +465,12 @@ def is_finite(value: Any) -> bool:
 MOST = 2**63  # the smallest integer that is too large for torch and for files
 
 
-def _plain(value: Any) -> Any:
-    """Convert a number to a plain Python one; an integer too large for torch becomes a float."""
+def plain(value: Any) -> Any:
+    """Convert a number to a plain Python one; an integer too large for torch becomes a float.
+
+    >>> plain(np.float32(0.5)), plain(10**30), plain("sgd")
+    (0.5, 1e+30, 'sgd')
+    """
     value = value.item() if isinstance(value, np.generic) else value
     try:
         return float(value) if isinstance(value, int) and not -MOST <= value < MOST else value
@@ -451,7 +480,7 @@ def _plain(value: Any) -> Any:
 
 def _formatted(value: Any) -> str:
     """Format a value for a message; an integer too large for torch is rounded."""
-    return f"{_plain(value):.3g}" if is_integer(value) and not -MOST <= value < MOST else repr(value)
+    return f"{plain(value):.3g}" if is_integer(value) and not -MOST <= value < MOST else repr(value)
 
 
 def _about(what: str) -> str:

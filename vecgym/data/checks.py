@@ -162,5 +162,7 @@ def describe(value: Any) -> str:
     """Describe a wrong value, for a message."""
     if isinstance(value, Tensor):
         return f"a {value.dim()}-D tensor of {value.dtype}"
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype}"
     inside = f" of {type(value[0]).__name__}" if isinstance(value, (list, tuple)) and value else ""
     return check.kind_of(value) if isinstance(value, type) else f"a {type(value).__name__}{inside}"

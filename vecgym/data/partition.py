@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from vecgym.core import check, rng
-from vecgym.data.checks import is_integers, size_of
+from vecgym.data.checks import check_examples, is_integers, size_of
 
 ALPHA = "the smaller, the more uneven"
 MAX_DRAWS = 1000  # draws of a partition until every node has `min_size` examples
@@ -383,6 +383,8 @@ def _generator(seed: int, kind: str) -> np.random.Generator:
 
 def _read(data: Any, num_nodes: int) -> tuple[np.ndarray | None, int]:
     """Return (labels `[n]` or None, n)."""
+    if not hasattr(data, "targets"):
+        check_examples(data, "data")
     n = size_of("data", data, "give the labels, or a map-style dataset")
     if check.integer("num_nodes", num_nodes) > n:
         raise ValueError(f"num_nodes={num_nodes} is more than the {n} examples: every node needs at least one.")

@@ -258,7 +258,8 @@ def fold(leaf: Any, path: str, size: torch.Size) -> Tensor:
 def explain(leaves: list[Any], path: str) -> None:
     """Raise an error that explains why examples cannot be collated, if there is an obvious reason."""
     for leaf in leaves:
-        if not isinstance(leaf, (Tensor, np.ndarray, np.generic, numbers.Number, str, bytes)):
+        of_others = isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind not in "biufc"
+        if of_others or not isinstance(leaf, (Tensor, np.ndarray, np.generic, numbers.Number, str, bytes)):
             raise _not_a_tensor(leaf, path)
     check_shapes([getattr(leaf, "shape", ()) for leaf in leaves], path, lambda i: f"example {i}")
 

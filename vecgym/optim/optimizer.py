@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -456,8 +456,12 @@ def clip_grad_norm(grads: Tree, max_norm: float | Tensor, inplace: bool = True) 
 
     Pascanu et al., arXiv 1211.5063; as `torch.nn.utils.clip_grad_norm_` on each node.
     """
-    check_max_norm(max_norm)
+    max_norm = check_max_norm(max_norm)
     check.flag("inplace", inplace)
+    check.instance("grads", grads, Mapping, "a dict of tensors by name, [1 or L, *] each")
+    for name, g in grads.items():
+        if not isinstance(g, Tensor) or not (g.is_floating_point() or g.is_complex()) or g.dim() == 0:
+            raise TypeError(f"grads[{name!r}] is {check.kind_of(g)}; give a tensor [1 or L, *] of real numbers.")
     flat = [g.reshape(len(g), math.prod(g.shape[1:])) for g in grads.values()]
     if not flat:
         return grads, torch.zeros(1)

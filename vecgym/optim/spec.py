@@ -58,7 +58,7 @@ class OptimSpec(Settings):
             )
         self.cls: type[Optimizer] = _class(optim)
         self.param_groups = param_groups
-        self.kwargs = {key: tuple(v) if isinstance(v, list) else v for key, v in kwargs.items()}
+        self.kwargs = {key: tuple(v) if isinstance(v, list) else check.plain(v) for key, v in kwargs.items()}
         self._defaults = _validated(self.cls, self.kwargs)
         self._per_step = any(x.dim() == 2 for x in leaves(self.kwargs))
 

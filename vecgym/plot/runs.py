@@ -301,7 +301,8 @@ def smooth(values: np.ndarray | list[float], window: int) -> np.ndarray:
     >>> smooth([1.0, 2.0, 6.0, np.nan, 4.0], window=3)
     array([1., 3., 4., 5., 4.])
     """
-    x = np.asarray(values, dtype=np.float64)
+    window = check.integer("window", window, what="entries around each entry")
+    x = check.real("values", values)
     is_finite = np.isfinite(x)
     zero = np.zeros((1, *x.shape[1:]))
     sums = np.concatenate([zero, np.cumsum(np.where(is_finite, x, 0.0), axis=0)])
@@ -322,7 +323,7 @@ def default_window(history: History) -> int:
     >>> default_window(history)
     5
     """
-    return max(1, len(history) // 40)
+    return max(1, len(check.instance("history", history, History, "trainer.history")) // 40)
 
 
 def _draw_losses(axes: Axes, name: str, history: History, x: str, look: dict[str, Any], window: int | None) -> Curves:

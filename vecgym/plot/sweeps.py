@@ -304,10 +304,11 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     >>> pareto_front([(1.0, 5.0), (2.0, 6.0), (3.0, 1.0), (3.0, 2.0)])
     [0, 2]
     """
-    order = sorted(range(len(points)), key=lambda i: points[i])
+    pairs = check.real("points", points, columns=2).tolist()
+    order = sorted(range(len(pairs)), key=pairs.__getitem__)
     front: list[int] = []
     for i in order:
-        if not front or points[i][1] < points[front[-1]][1]:
+        if not front or pairs[i][1] < pairs[front[-1]][1]:
             front.append(i)
     return front
 

@@ -535,7 +535,40 @@ def _maker(name: str, value: Any, take: str, refused: tuple[type, ...] = (Strate
 def _pair(name: str, value: Any) -> Any:
     if value is not None and not (isinstance(value, (tuple, list)) and len(value) == 2):
         raise TypeError(f"{name} is {check.kind_of(value)}; give a pair (batches, eval_batch).")
+    if value is not None:
+        check_eval_batch(f"{name}[1]", value[1])
     return value
+
+
+def check_eval_batch(name: str, batch: Any) -> None:
+    """Raise a ValueError for a batch without a tensor, or without an example.
+
+    >>> check_eval_batch("eval_batch", (torch.ones(3, 2), torch.ones(3)))
+    """
+    sizes = [len(x) if x.dim() else 1 for x in tree.leaves(batch)]
+    if not sizes or 0 in sizes:
+        what = "holds no tensor" if not sizes else "has no example"
+        raise ValueError(f"{name} {what}: give one ordinary batch [B, ...], as the model takes it.")
+
+
+def _check_one_run(batches: Any, eval_batch: Any) -> None:
+    """Raise a ValueError for a list of runs, each with its own batches, and as many batches for evaluation."""
+    if not (isinstance(batches, (list, tuple)) and isinstance(eval_batch, (list, tuple))):
+        return
+    forms = [_form(batch) for batch in eval_batch]
+    of_runs = [isinstance(run, (list, tuple)) and len(run) > 0 and _form(run[0]) for run in batches]
+    if of_runs == forms and _form(eval_batch) not in map(_form, batches):
+        raise ValueError(
+            f"batches and eval_batch are lists of {len(forms)} runs, and a rollout is one run: take the mean of "
+            "rollout(model, strategy, batches[i], eval_batch=eval_batch[i], ...).loss, and follow its gradient."
+        )
+
+
+def _form(batch: Any) -> Any:
+    """Return the form of a batch, without its numbers."""
+    if isinstance(batch, Mapping):
+        return {key: _form(x) for key, x in batch.items()}
+    return [_form(x) for x in batch] if isinstance(batch, (list, tuple)) else "tensor"
 
 
 @dataclass(frozen=True)
@@ -576,6 +609,8 @@ class DifferentiableRun(Modelled):
         if self.params is not None:
             check.instance("params", self.params, Mapping, "{name: tensor [1 or K, *]}, or None")
         self.settle(num_examples=checked_examples(self.num_examples, self.num_nodes))
+        _check_one_run(self.batches, self.eval_batch)
+        check_eval_batch("eval_batch", self.eval_batch)
 
     @property
     def common(self) -> dict[str, Any]:
@@ -617,8 +652,6 @@ class RolloutOptions(DifferentiableRun):
                 f"availability={self.availability!r} and {self.strategy!r} both say who sits out: in a rollout give "
                 "one, such as availability=Sampled(0.5, H) instead of participation=0.5."
             )
-        if not any(True for _ in tree.leaves(self.eval_batch)):
-            raise ValueError("eval_batch holds no tensor: give one ordinary batch [B, ...], as the model takes it.")
 
 
 @dataclass(frozen=True)

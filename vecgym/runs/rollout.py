@@ -172,6 +172,10 @@ def _evaluated(
     """Return the outcome, a function of all `inputs`, with derivative 0 for those without influence."""
     params, buffers = nodes.mean(result.params, result.members), nodes.mean(state.buffers, result.of_buffers)
     loss = engine.loss(params, buffers, options.eval_batch)
+    if not loss.is_floating_point():
+        raise ValueError(
+            f"the loss of eval_batch is {loss.dtype}, and not a real number: give one of the batches' dtypes."
+        )
     outcome = Outcome(loss, *record, state.params)
     if not inputs:
         return outcome
@@ -242,10 +246,11 @@ def _initial(params: Tree, engine: Engine, num_nodes: int) -> Tree:
     """Check the initial parameters, and return those that training changes."""
     own = {**engine.params, **engine.frozen}
     if not engine.params.keys() <= params.keys() <= own.keys():
-        wrong = sorted(params.keys() ^ own.keys())
+        wrong = sorted(map(str, params.keys() ^ own.keys()))
         raise ValueError(f"params must have the names of the model's parameters; only one of them has {wrong}.")
     for name, value in params.items():
         shape = list(own[name].shape)
+        check.instance(f"params[{name!r}]", value, Tensor, f"a tensor [{num_nodes}, *] or [1, *] with * = {shape}")
         if list(value.shape[1:]) != shape or value.dim() == 0 or len(value) not in (1, num_nodes):
             raise ValueError(
                 f"params[{name!r}] has shape {list(value.shape)}; [{num_nodes}, *] or [1, *] (the same on every node) "

@@ -263,7 +263,7 @@ def _topology(topology: Any) -> str | Tensor:
     if isinstance(topology, str):
         return check.choice("topology", topology, tuple(FIXED), "a matrix [K, K] of weights")
     allowed = 'give a name such as "ring", or a matrix [K, K] of weights >= 0.'
-    weights = as_matrix(topology, "topology", allowed).double()
+    weights = check.has_values("topology", as_matrix(topology, "topology", allowed)).double()
     square = weights.dim() == 2 and weights.shape[0] == weights.shape[1]
     if not square or not bool((weights >= 0).all() & weights.isfinite().all()):
         raise ValueError(f"topology={weights.tolist()}: {allowed}")

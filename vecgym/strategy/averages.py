@@ -12,7 +12,7 @@ are `[C, K, *]` and `[C, 1, *]`, and the same code works on them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -527,17 +527,18 @@ class Corrupted(Around):
 
     def __init__(self, inner: Average, nodes: Sequence[int], attack: Rule = torch.neg) -> None:
         super().__init__(inner)
-        if not isinstance(nodes, (list, tuple)) or len(set(nodes)) != len(nodes):
+        several = isinstance(nodes, (list, tuple)) and not any(isinstance(node, Tensor) for node in nodes)
+        self.nodes = [check.integer("nodes", x, 0, "the id of a node that lies") for x in (nodes if several else ())]
+        if not several or len(set(self.nodes)) != len(nodes):
             raise ValueError(f"nodes={nodes!r} must be a list of different node ids, such as [1].")
-        self.nodes = [check.integer("nodes", node, 0, "the id of a node that lies") for node in nodes]
         if not callable(attack):
             raise TypeError(f"attack={attack!r} must be a function of a tensor, such as lambda x: -20 * x.")
         self.attack = attack
 
     def check(self, run: ExchangeFacts) -> None:
         super().check(run)
-        for node in self.nodes:
-            check.index("node", node, run.num_nodes)
+        if max(self.nodes, default=0) >= run.num_nodes:
+            raise ValueError(f"nodes={self.nodes} of a run of {run.num_nodes} nodes: give ids below {run.num_nodes}.")
 
     def told(self, values: Tree, at: Meeting) -> Tree:
         liars = torch.isin(at.ids, torch.tensor(self.nodes, dtype=torch.long))
@@ -693,7 +694,7 @@ class Outer(Around):
         held = at.home(self.common)
         moved = tree.map(torch.sub, held["params"], values)
         if self.correct is not None:
-            moved = self._correction(moved, held["outer"], at)
+            moved = _same_names("correct", self._correction(moved, held["outer"], at), moved)
         return self.inner(moved, at.replace(inplace=at.inplace_state))
 
     def settle(self, message: Tree, at: Meeting) -> None:
@@ -965,6 +966,13 @@ def outer_spec(
         lr = usual if outer_lr is None else outer_lr
         return OptimSpec(torch.optim.SGD, **{**OUTER_DEFAULTS, "lr": lr})
     return ensure_optim_spec(optim, argument="outer_optim", lr=outer_lr)
+
+
+def _same_names(name: str, found: Any, given: Tree) -> Tree:
+    """Return what a user's function made of tensors by name, if that is such a dict."""
+    if not isinstance(found, Mapping) or found.keys() != given.keys():
+        raise TypeError(f"{name} returned {found!r:.60}; return a dict of tensors with the names that it was given.")
+    return dict(found)
 
 
 def check_average(name: str, value: Any) -> Average:

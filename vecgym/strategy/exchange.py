@@ -139,7 +139,7 @@ class Exchange(Member, Settings):
         self._when: Any = as_when(every, "every")
         self.every = self._when.plain if isinstance(self._when, When) else self._when
         self.of = _of(of)
-        self.delay = _delay(delay)
+        self.delay = checked_delay(delay)
         self.late = check.choice("late", late, ("value", "change"))
         self.keep = check.per_node("keep", keep, "[0, 1]", "what a node keeps of its own")
         self._keep_alike = not isinstance(self.keep, Tensor) or self.keep.numel() == 1  # alone; see `Outer._alike`
@@ -752,7 +752,12 @@ def _of(of: Any) -> str | tuple[str, ...]:
     return tuple(names)
 
 
-def _delay(delay: Any) -> int | tuple[int, ...]:
+def checked_delay(delay: Any) -> int | tuple[int, ...]:
+    """Return one delay, or one for each node, from a number, a list or a tensor.
+
+    >>> checked_delay(torch.tensor([1, 2])), checked_delay([3, 3])
+    ((1, 2), 3)
+    """
     check.has_values("delay", delay)
     values = delay.tolist() if hasattr(delay, "tolist") else delay
     several = values if isinstance(values, (list, tuple)) else [values]

@@ -193,9 +193,12 @@ def _checked_topology(topology: Any) -> str | Tensor | Callable[[int], Tensor]:
 def as_matrix(weights: Any, name: str, allowed: str = "Allowed: a matrix [K, K] of numbers.") -> Tensor:
     """Return a tensor as it is, and Python's numbers in float64, as they are, not in torch's default type."""
     try:
-        return weights if isinstance(weights, Tensor) else torch.as_tensor(weights, dtype=torch.float64)
+        matrix = weights if isinstance(weights, Tensor) else torch.as_tensor(weights, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}={weights!r}: {allowed}") from error
+    if matrix.is_complex():
+        raise ValueError(f"{name} is a tensor of complex numbers. {allowed}")
+    return matrix
 
 
 class GossipStrategy(Strategy):

@@ -23,7 +23,7 @@ from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Around, Average, Mean, Outer, State, decode_all, gathered_codes, outer_spec
 from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.coded import Compressed, constant, straight_through
-from vecgym.strategy.exchange import Exchange
+from vecgym.strategy.exchange import Exchange, checked_delay
 from vecgym.strategy.meeting import Meeting
 from vecgym.strategy.when import Rounds, as_when, check_interval
 
@@ -78,7 +78,7 @@ def SparseCommunicator(  # the name that EXO Gym's users know
     if quantization_bits is not None:
         codec = Quantise(check_bits("quantization_bits", quantization_bits))
         inner = Compressed(inner, codec, error_feedback=False)
-    if check.flag("correct_delay", correct_delay) and not delay:
+    if check.flag("correct_delay", correct_delay) and checked_delay(delay) == 0:
         raise ValueError("correct_delay=True without a delay has no effect: give delay=1, or more, or leave it out.")
     when = Rounds(interval, name="interval")
     return Exchange(Sparse(selector, inner), every=when, delay=delay, late="change" if correct_delay else "value")
@@ -134,7 +134,7 @@ class SPARTAStrategy(Strategy):
             otherwise = "None; any average can be compressed: Compressed(average, codec)"
             check.choice("compression_method", compression_method, ("random", "topk"), otherwise)
         if compression_method == "topk":
-            if index_selector is not None or delay != 0 or correct_delay:
+            if index_selector is not None or checked_delay(delay) != 0 or correct_delay:
                 raise ValueError(
                     'compression_method="topk" chooses the coordinates by itself and exchanges at once: leave out '
                     "index_selector and delay, and so correct_delay."

@@ -263,7 +263,7 @@ def check_axes(options: SweepOptions, axes: Iterable[str], source: str = "grid")
         )
     functions: dict[str, Arguments] = {}
     for what, value in {"strategy": strategy, "model": model, **datasets_of_axes(options, axes)}.items():
-        if not isinstance(value, (Strategy, nn.Module)) and (what, value) != ("strategy", None):
+        if not isinstance(value, (Strategy, nn.Module)) and not (what == "strategy" and value is None):
             try:
                 functions[what] = Arguments.of(value)
             except (TypeError, ValueError):

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vecgym.clock import Compute, Network
 from vecgym.core import check, rng
@@ -99,7 +99,7 @@ def _checked_axis(name: Any, values: Any, samples: int | None) -> list[Any] | Un
 def checked_points(points: Any) -> list[Point]:
     """Return the points of a list of configurations, which have the same axes."""
     example = '{"lr": 1e-3, "seed": 0}'
-    if isinstance(points, (Mapping, str, bytes)) or not isinstance(points, Iterable):
+    if isinstance(points, (Mapping, str, bytes, Tensor)) or not isinstance(points, Iterable):
         raise TypeError(f"points is {kind_of(points)}; give a list of configurations, such as [{example}].")
     rows = [check.instance(f"points[{i}]", p, Mapping, f"a dict such as {example}") for i, p in enumerate(points)]
     if not rows or not rows[0]:

@@ -340,7 +340,7 @@ class SweepResult:
         self._finite(column, rows)
         for name, value in (("best", best), ("paired", paired)):
             check.flag(name, value)
-        if over == axis or check_over(rows, over) is None:
+        if check_over(rows, over) is None or over == axis:
             raise ValueError(
                 f"over={over!r} is not an axis besides {axis!r}: compare needs several runs of each configuration, by "
                 'grid["seed"]=range(5), say.'
