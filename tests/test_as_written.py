@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 from torch.utils.data import TensorDataset
@@ -408,3 +410,106 @@ def test_a_backend_that_fails_is_named_with_its_cause_and_left_out(monkeypatch: 
     assert plan.engine == "vmap"
     with pytest.warns(VecgymWarning, match="uncompiled: Observed exception: raised exception AssertionError"):
         Engine(Compiled(""), compile=True).prepare(torch.ones(K, 4, 4))
+
+
+# ------------------------------------------------------------------------------------------- tensors in one memory
+
+
+class Memory(nn.Module):
+    """Two layers, and what `share` lets them share."""
+
+    def __init__(self, share: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 2), nn.Linear(2, 4)
+        share(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "counted" in self._buffers:
+            self.get_buffer("counted").add_(1)
+        more = sum((p.square().mean() for p in self.parameters() if p.requires_grad), torch.zeros(()))
+        return self.last(torch.tanh(self.first(x))).square().mean() + more
+
+
+def put(owner: Any, name: str, value: Any) -> Any:
+    setattr(owner, name, value)
+    return owner
+
+
+def _parts(cut: Callable[[Tensor], tuple[Tensor, Tensor]], keep: bool = False) -> Callable[[Any], None]:
+    def share(m: Any) -> None:
+        whole = torch.randn(6, 6)
+        if keep:
+            m.whole = whole
+        m.a, m.b = map(nn.Parameter, cut(whole))
+
+    return share
+
+
+def _buffers(cut: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[[Any], None]:
+    def share(m: Any) -> None:
+        for name, b in zip(("counted", "other"), cut(torch.zeros(6, 6))):
+            m.register_buffer(name, b)
+
+    return share
+
+
+def _data(m: Any) -> None:
+    m.last.weight.data = m.first.weight.data.t()
+
+
+APART: dict[str, Callable[[Any], Any]] = {
+    "one object": lambda m: put(put(m, "two", nn.Linear(4, 2)).two, "weight", m.first.weight),
+    "slices": _parts(lambda x: (x[:2], x[2:])),
+    "slices of an attribute": _parts(lambda x: (x[:2], x[2:]), keep=True),
+    "columns": _parts(lambda x: (x[:, :2], x[:, 2:])),
+    "every second": _parts(lambda x: (x.view(-1)[::2], x.view(-1)[1::2])),
+    "frozen": lambda m: (put(m.last, "weight", nn.Parameter(m.first.weight.t())), m.first.requires_grad_(False),
+                         m.last.requires_grad_(False), put(m, "own", nn.Parameter(torch.ones(1)))),
+    "a buffer that is a copy": lambda m: m.register_buffer("start", m.first.weight.detach().clone()),
+    "an expanded buffer": lambda m: m.register_buffer("position", torch.zeros(1).expand(6)),
+    "buffers apart": _buffers(lambda x: (x[:2], x[2:])),
+    "buffers that stay": lambda m: (m.register_buffer("a", x := torch.zeros(6)), m.register_buffer("b", x[:3])),
+    "spectral norm": lambda m: nn.utils.spectral_norm(m.first),
+    "pruned": lambda m: torch.nn.utils.prune.l1_unstructured(m.first, "weight", 0.5),
+}  # fmt: skip
+TIED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a parameter of a view": (
+        lambda m: put(m.last, "weight", nn.Parameter(m.first.weight.t())),
+        r"'first.weight' and 'last.weight' of the model share memory.*F.linear\(x, self.first.weight.t\(\)\)",
+    ),
+    "data": (_data, r"'first.weight' and 'last.weight'.*F.linear"),
+    "the same data": (
+        lambda m: put(put(m, "two", nn.Linear(4, 2)).two.weight, "data", m.first.weight.data),
+        r"one nn.Parameter object in both places: self.two.weight = self.first.weight",
+    ),
+    "numpy": (
+        lambda m: put(m, "two", nn.Parameter(torch.from_numpy(m.first.weight.detach().numpy()))),
+        "'first.weight' and 'two'|'two' and 'first.weight'",
+    ),
+    "overlapping slices": (_parts(lambda x: (x[:3], x[2:])), "'a' and 'b'"),
+    "overlapping columns": (_parts(lambda x: (x[:, :3], x[:, 2:])), "'a' and 'b'"),
+    "a buffer": (
+        lambda m: m.register_buffer("start", m.first.weight.data[0]),
+        r"'first.weight' and 'start'.*self.first.weight.detach\(\).clone\(\)",
+    ),
+    "a frozen parameter": (
+        lambda m: put(m, "f", nn.Parameter(m.first.weight.data, False)),
+        "'first.weight' and 'f'",
+    ),
+    "an attribute": (lambda m: put(m, "w", m.first.weight.t()), "'first.weight' and 'w'"),
+    "buffers": (_buffers(lambda x: (x[:3], x[2:])), "'counted' and 'other'"),
+    "expanded": (
+        lambda m: put(m.last, "bias", nn.Parameter(torch.zeros(1).expand(4))),
+        r"'last.bias' of the model is expanded.*nn.Parameter\(x.clone\(\)\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*APART, *TIED])
+def test_what_shares_memory_is_refused_and_what_does_not_overlap_is_not(name: str) -> None:
+    share, message = TIED[name] if name in TIED else (APART[name], "")
+    refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
+    with refused:
+        trainer = Trainer(Memory(share), torch.randn(12, 4))
+        assert not message or name == "buffers", "before it is trained, if that shows"
+        trainer.fit(alone(), 2, max_steps=1, batch_size=4, device="cpu", progress=False)

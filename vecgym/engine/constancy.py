@@ -499,8 +499,10 @@ def copied(model: M) -> M:
     (['weight'], [])
     """
     hooks.check_hooks(model)
+    hooks.check_ties(model)
     outside = shared(model)
-    new = copy.deepcopy(model, dict(outside))
+    expanded = {id(b): b.contiguous() for b in model.buffers() if hooks.is_expanded(b)}  # results are written to it
+    new = copy.deepcopy(model, outside | expanded)
     hooks.rebind(new, model)
     params = dict(new.named_parameters())
     for called in (getattr(module, kind) for module in new.modules() for kind in hooks.OF_A_MODULE):

@@ -99,6 +99,7 @@ def check_model(model: Any) -> None:
             f"the model, of type {type(model).__name__}, has no trainable parameter: nothing can be trained. "
             "Fix: model.requires_grad_(True), at least for a part of it."
         )
+    hooks.check_ties(model)
     hooks.check_hooks(model)
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
+from torch.nn.parameter import is_lazy
 
 from vecgym.core.nodes import LOSS_FN
 
@@ -130,6 +133,90 @@ def _references(function: Callable[..., Any]) -> list[Any]:
     return [*owner, *outer.nonlocals.values(), *outer.globals.values(), *defaults]
 
 
+def check_ties(model: nn.Module, changing: Collection[str] = ()) -> None:
+    """Raise a ValueError for tensors of a model in the same memory that training changes: a node has its own of each.
+
+    One object in several places is one tensor. Parts of one tensor that do not overlap are several, and an attribute
+    may hold that tensor.
+
+    Args:
+        changing: buffers that training changes; of parameters it is those with `requires_grad`.
+
+    >>> model = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 6))
+    >>> model[1].weight = nn.Parameter(model[0].weight.t())
+    >>> try:
+    ...     check_ties(model)
+    ... except ValueError as error:
+    ...     print(str(error).split(":")[0])
+    '0.weight' and '1.weight' of the model share memory
+    """
+    trained = {name for name, p in model.named_parameters() if p.requires_grad} | set(changing)
+    registered = {name for kind in (model.named_parameters(), model.named_buffers()) for name, _ in kind}
+    tensors = sorted(_tensors(model), key=lambda entry: (str(entry[1].device), entry[1].data_ptr()))
+    for i, (name, x) in enumerate(tensors):
+        end = x.data_ptr() + _span(x)
+        for other, y in itertools.takewhile(lambda entry: entry[1].data_ptr() < end, tensors[i + 1 :]):  # noqa: B023
+            first, second = ((x, name), (y, other)) if name in trained else ((y, other), (x, name))
+            of_parts = second[1] not in registered and _span(second[0]) > _span(first[0])
+            if first[1] in trained and not of_parts and x.device == y.device and _overlap(x, y):
+                raise ValueError(_shared(*first, *second))
+        if name in trained and is_expanded(x):
+            raise ValueError(
+                f"{name!r} of the model is expanded: several of its elements share memory, which no optimizer can "
+                "update. Give each its own, nn.Parameter(x.clone()), or let forward expand a smaller parameter."
+            )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor with memory once: parameters, buffers, and other attributes, but for those that a hook sets."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        own = {key: x for key, x in vars(module).items() if f"{key}_orig" not in module._parameters}
+        for key, x in (*module._parameters.items(), *module._buffers.items(), *own.items()):
+            if isinstance(x, Tensor) and id(x) not in seen and x.layout == torch.strided and not is_lazy(x):
+                seen.add(id(x))
+                if x.numel() and x.data_ptr():
+                    yield f"{path}.{key}" if path else key, x
+
+
+def is_expanded(x: Tensor) -> bool:
+    """Whether elements share memory, as far as it shows at once."""
+    zero = any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride()))
+    return zero or x.numel() * x.element_size() > _span(x)
+
+
+def _span(x: Tensor) -> int:
+    """Return how many bytes lie between the beginning of a tensor's first element and the end of its last one."""
+    return x.element_size() * (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride())))
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether an element of one is where one of the other is; `a` does not begin after `b`."""
+    unit, start = min(a.element_size(), b.element_size()), a.data_ptr()
+    memory = torch.zeros(max(_span(a), b.data_ptr() - start + _span(b)) // unit + 1, dtype=torch.bool)
+
+    def elements(x: Tensor) -> Tensor:
+        size = x.element_size() // unit
+        shape = [n if stride else 1 for n, stride in zip(x.shape, x.stride())]
+        return memory.as_strided((*shape, size), (*[s * size for s in x.stride()], 1), (x.data_ptr() - start) // unit)
+
+    elements(a).fill_(True)
+    return bool(elements(b).any())
+
+
+def _shared(x: Tensor, name: str, y: Tensor, other: str) -> str:
+    if not isinstance(y, nn.Parameter):
+        fix = f"let forward compute it from self.{name}, or keep the values of now: self.{name}.detach().clone()"
+    elif (x.shape, x.stride()) == (y.shape, y.stride()):
+        fix = f"give one nn.Parameter object in both places: self.{other} = self.{name}"
+    else:
+        fix = f"use one in both places: F.linear(x, self.{name}.t()) in forward, say"
+    return (
+        f"{name!r} and {other!r} of the model share memory: in plain torch a change of one changes both, but each node "
+        f"has its own of both, and they would part. Instead, {fix}."
+    )
+
+
 def is_compiled(model: Any) -> bool:
     """Whether this is a module that `torch.compile(module)` has wrapped, which has it as `_orig_mod`.
 
@@ -142,7 +229,6 @@ def is_compiled(model: Any) -> bool:
 def uncompiled(copy: nn.Module, model: nn.Module) -> nn.Module:
     """Take the modules and functions in a copy of a model out of their wrappers by `torch.compile`.
 
-    >>> import torch
     >>> model = nn.Sequential(torch.compile(nn.Linear(2, 1)))
     >>> uncompiled(copy.deepcopy(model), model)
     Sequential(

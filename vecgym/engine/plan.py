@@ -129,6 +129,7 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
     unused, written = frozenset(name for name, g in zip(params, grads) if g is None), observer.written()
     check_influence(unused, params)
     check_written(written - params.keys())
+    hooks.check_ties(model.model, mutated)
     hooked = hooks.on_gradients(model.model)
     facts = ModelFacts(  # a backward pass costs about two forward passes
         unused=unused, mutated=frozenset(mutated), random=random, host_random=host_random, written=written,
