@@ -229,8 +229,9 @@ def is_compiled(model: Any) -> bool:
 def uncompiled(copy: nn.Module, model: nn.Module) -> nn.Module:
     """Take the modules and functions in a copy of a model out of their wrappers by `torch.compile`.
 
+    >>> from copy import deepcopy
     >>> model = nn.Sequential(torch.compile(nn.Linear(2, 1)))
-    >>> uncompiled(copy.deepcopy(model), model)
+    >>> uncompiled(deepcopy(model), model)
     Sequential(
       (0): Linear(in_features=2, out_features=1, bias=True)
     )

@@ -46,9 +46,9 @@ Linear(in_features=20, out_features=1, bias=True)
 
 - Batch norm keeps separate statistics for each node. They are not exchanged during a run, and averaged at its end.
 - Dropout differs between nodes and is reproducible. Tied weights stay tied, frozen parameters stay frozen.
-- Weights are tied by one `nn.Parameter` object in several places, or by computing in forward, as in
-  `F.linear(x, self.enc.weight.t())`. Parameters that share memory (`nn.Parameter(self.enc.weight.t())`, `.data = ...`)
-  are refused, for each node has its own of both. Parts of one tensor that do not overlap are fine.
+- Weights are tied by one parameter object in several places, `self.dec.weight = self.enc.weight`, or by computing in
+  forward, `F.linear(x, self.enc.weight.t())`. Two parameters that share memory (one is made of a view of the other, or
+  of its `.data`) are refused, for each node has its own of both. Parts of one tensor that do not overlap are fine.
 - `fit` returns a new module and leaves yours untouched.
 - A parameter without influence on the loss in the first step is assumed never to have any, and is not updated.
 
