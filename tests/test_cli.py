@@ -15,7 +15,7 @@ import torch
 
 import vecgym.cli.compare as compare
 import vecgym.data.text as corpus
-from vecgym import Trainer
+from vecgym import History, Trainer
 from vecgym.cli import COMMANDS, main
 from vecgym.cli.compare import allreduce_bytes, comparison_table
 from vecgym.cli.configuration import ENGINES as ENGINE_NAMES
@@ -541,3 +541,17 @@ def test_split_is_a_partition_in_order(length):
     assert list(train) == sorted(train)
     assert list(val) == sorted(val)
     assert len(val) / length == pytest.approx(0.1, abs=0.06)
+
+
+def test_it_says_why_diloco_is_behind_in_a_short_run():
+    def runs(**losses):
+        found = {name: {0: History()} for name in losses}
+        for name, loss in losses.items():
+            found[name][0].append({"step": 1, "val_loss": loss})
+        return found
+
+    behind = runs(allreduce=1.0, fedavg=2.0, diloco=2.5)
+    assert compare.why_behind(behind, 20).startswith("diloco is behind fedavg: its outer momentum builds up from")
+    assert "and this run has 20. With the default settings, 35, it is ahead" in compare.why_behind(behind, 20)
+    for others, exchanges in ((behind, 35), (runs(fedavg=2.0, diloco=1.9), 20), (runs(fedavg=2.0), 20), ({}, 20)):
+        assert compare.why_behind(others, exchanges) == ""

@@ -141,6 +141,7 @@ def _report(runs: dict[str, dict[int, vecgym.History]], reference_bytes: float, 
     """Print the table and, of several seeds, the differences; draw the figure."""
     print(f"\n{comparison_table(runs, reference_bytes)}\n")
     print("val loss: nats per character; sent: by each node in total; less: than allreduce with as many steps")
+    print(why_behind(runs, args.steps // args.H), end="")
     title = f"A small GPT trained on {args.num_nodes} nodes, H = {args.H}"
     if args.seeds == 1:
         print("One seed: small differences may be chance. --seeds 5 says how large they are.\n")
@@ -151,6 +152,27 @@ def _report(runs: dict[str, dict[int, vecgym.History]], reference_bytes: float, 
     figure, firsts = args.output / "comparison.png", {name: of_seeds[args.seed] for name, of_seeds in runs.items()}
     vecgym.plot.plot_comparison(firsts, figure, title=title, loss_label="loss (nats per character)")
     print(f"Figure: {figure}\nHistories: {', '.join(str(args.output / name / 'history.csv') for name in runs)}")
+
+
+def why_behind(runs: dict[str, dict[int, vecgym.History]], exchanges: int) -> str:
+    """Return a line that says why diloco is behind fedavg in a short run, if it is.
+
+    >>> history = vecgym.History()
+    >>> why_behind({"fedavg": {0: history}}, exchanges=20)
+    ''
+    """
+    usual = int(OPTIONS["steps"][1] // OPTIONS["H"][1])
+    if exchanges >= usual or not {"fedavg", "diloco"} <= runs.keys():
+        return ""
+    fedavg, diloco = (
+        [history.last("val_loss") or 0.0 for history in runs[name].values()] for name in ("fedavg", "diloco")
+    )
+    if sum(diloco) / len(diloco) <= sum(fedavg) / len(fedavg):
+        return ""
+    return (
+        "diloco is behind fedavg: its outer momentum builds up from exchange to exchange, and this run has "
+        f"{exchanges}. With the default settings, {usual}, it is ahead.\n"
+    )
 
 
 def comparison_table(runs: dict[str, dict[int, vecgym.History]], reference_bytes: float) -> str:
