@@ -16,6 +16,7 @@ from vecgym.records.columns import COLUMNS, UPDATE_COLUMNS, X_AXES, column_label
 
 ROWS = 10  # of a history, at its end
 BEFORE = 8  # steps that a timeline shows before the first exchange
+ONE_SEED = "Each run has one seed: small differences may be chance. vecgym.compare says so of the runs of several seeds."
 SUMMARY = ("train_loss", "val_loss", "bytes_total", "seconds", "sim_seconds")
 # A browser then refuses scripts, and whatever is not in the file.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -78,6 +79,8 @@ def overview(histories: Mapping[str, vecgym.History], x: str) -> list[Html]:
         results = [value(column, h.last(column)) for column in shown]
         rows.append([tag("a", name, href=f"#run-{i}"), strategy, h.settings.get("num_nodes"), h.last("step"), *results])
     parts = [table(["run", "strategy", "nodes", "steps", *map(column_label, shown)], rows, numbers=True)]
+    if len(histories) > 1:
+        parts.append(tag("p", ONE_SEED))
     if differing := list(differences([dict(flat(h.settings)) for h in histories.values()])):
         parts += [tag("h2", "Settings that differ"), table(["setting", *histories], differing)]
     parts.append(tag("h2", "Figures"))

@@ -29,7 +29,7 @@ that other initial weights give in 2 of 12 sweeps of a small network, where thos
 ![Left, validation loss against learning rate and H, 16 cells; right, the loss of the 16 configurations against bytes sent, means and ranges of 4 seeds, with the Pareto front](../../notebooks/figures/sweep.png)
 
 The figure shows 16 configurations of DiLoCo with 4 seeds each, on 8 nodes with unlike data: 512 nodes in one program.
-Along the Pareto front the mean loss over the seeds falls from 1.25 to 1.04 for 10 times the bytes
+Along the Pareto front the mean loss over the seeds falls from 1.22 to 1.02 for 10 times the bytes
 (`python benchmarks/figures.py --figures sweep`).
 
 ## Reading the result

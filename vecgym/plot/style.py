@@ -6,7 +6,6 @@ import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -74,7 +73,7 @@ def done(figure: Figure, title: str | None, path: str | os.PathLike[str] | None,
     if title:
         figure.suptitle(title, fontsize=12)
     if note:
-        figure.supxlabel(fill(note, round(14 * figure.get_figwidth())), fontsize=8, color="0.35")
+        figure.supxlabel(note, fontsize=8, color="0.35", wrap=True)
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
