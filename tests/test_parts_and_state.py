@@ -491,6 +491,40 @@ def test_random_numbers_of_numpy_and_python_depend_on_seed_step_and_node(draw: A
     assert shares(steps=3)[:3] != ours[:3] != shares(seed=8)[:3]
 
 
+class Late(nn.Module):
+    """Draws where the first example of a batch is negative."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.w, self.draw = nn.Parameter(torch.ones((), dtype=torch.float64)), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = (self.w * x).square().mean()
+        return loss * self.draw() if x[0, 0] < 0 else loss
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), beta, random.random], ids=["torch", "numpy", "Python"])
+@pytest.mark.filterwarnings("ignore:vmap cannot run this model")
+def test_random_numbers_that_the_first_pass_does_not_draw_depend_on_the_seed_too(draw: Any) -> None:
+    data = X.clone()
+    data[Batches(X, 1, 4, seed=7).batch(0)[0][0, 0] == data[:, 0], 0] = 1.0
+    trained = [Trainer(Late(draw), data) for _ in range(2)]
+    for trainer in trained:
+        trainer.fit(alone("sgd", lr=0.1), 1, batch_size=4, max_steps=8, seed=7, device="cpu", progress=False)
+    assert torch.equal(trained[0].nodes.params["w"], trained[1].nodes.params["w"])
+    assert any(x[0, 0] < 0 for step in range(8) for x in Batches(data, 1, 4, seed=7).batch(step))
+
+
+def test_random_numbers_on_threads_are_refused_if_the_first_pass_draws_none() -> None:
+    data = X.clone()
+    data[:, 0] = data[:, 0].abs()
+    data[Batches(X, 3, 4, seed=42).batch(1)[2][0, 1] == data[:, 1], 0] = -1.0
+    model = Late(lambda: torch.rand(()))
+    settings: dict[str, Any] = {"engine": "loop", "node_threads": 3, "device": "cpu", "progress": False}
+    with pytest.raises(ValueError, match="draws random numbers, and did not in its first pass"):
+        Trainer(model, data).fit(alone("sgd", lr=0.1), 3, batch_size=4, max_steps=8, **settings)
+
+
 def test_a_model_that_draws_from_numpy_takes_the_loop_on_one_thread() -> None:
     with pytest.warns(VecgymWarning, match="vmap cannot run this model: it draws random numbers of numpy or Python"):
         trainer, _ = fit(Mixed(beta))

@@ -16,6 +16,7 @@ import dis
 import enum
 import functools
 import itertools
+import random
 import sys
 import types
 from collections import deque
@@ -296,6 +297,8 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
 
 
 LONG, MOST = 1000, 100_000  # of a longer list or dict only the length is noted; no more places are
+BOUND = (types.BuiltinMethodType, types.MethodType)
+GLOBAL_GENERATORS = {id(getattr(draw, "__self__", draw)) for draw in (random.random, np.random.rand)}
 OUTSIDE, IN_A_MODULE = 1, 2  # of the model: in a variable, a class or a function; and there in a module
 MUTABLE = (dict, list, deque, set, np.ndarray, *GENERATORS)
 
@@ -329,6 +332,7 @@ class Snapshot:
         places: by a description, such as "the model's encoder.calls".
         shared: describes something outside that code could change, and node threads would share; "": nothing.
         outside: such objects, by id.
+        draws: whether code mentions the random numbers of numpy or Python.
 
     >>> model = nn.Linear(2, 1)
     >>> model.calls = 0
@@ -341,6 +345,7 @@ class Snapshot:
         self.places: dict[str, Place] = {}
         self.shared = ""
         self.outside: dict[int, Any] = {}
+        self.draws = False
         self._lengths: list[tuple[list[Any], int]] = []  # of lists outside
         self._own = {id(x): x for x in (*model.parameters(), *model.buffers())}
         self._seen: dict[int, Any] = {}
@@ -380,6 +385,7 @@ class Snapshot:
         """Note a value, or follow what it holds."""
         if outer == OUTSIDE and _is_mutable(x):
             self.shared, self.outside[id(x)] = self.shared or where, x
+        self.draws |= x is random or x is np.random or (isinstance(x, BOUND) and id(x.__self__) in GLOBAL_GENERATORS)
         value = x
         if isinstance(x, Tensor):
             value = x, 0 if x.is_inference() else x._version
@@ -466,10 +472,12 @@ class Snapshot:
         """Follow the globals that code names, also those of another Python module of one's own."""
         instructions = [(i.opname, i.argval) for i in dis.get_instructions(code)]
         for kind, name in instructions:
+            self.draws |= kind == "IMPORT_NAME" and name in ("random", "numpy", "numpy.random")
             if kind == "STORE_GLOBAL" or (kind == "STORE_DEREF" and name in free):
                 self.shared = self.shared or f"the outer variable {name}"
         for name in dict.fromkeys(name for kind, name in instructions if kind in OF_A_GLOBAL and name in scope):
             x = scope[name]
+            self.draws |= x is np and "random" in code.co_names
             self._add(x, f"the outer variable {name}", OUTSIDE, scope, name)
             if isinstance(x, types.ModuleType) and not _is_installed(x.__name__):
                 for key in sorted(vars(x).keys() & set(code.co_names)):

@@ -226,6 +226,18 @@ def state_error(where: str) -> ModelError:
     )
 
 
+def check_undrawn(same: bool) -> None:
+    """Raise the error for nodes that draw random numbers on several threads, which their first pass has not done.
+
+    >>> check_undrawn(True)
+    """
+    if not same:
+        raise ModelError(
+            "the model draws random numbers, and did not in its first pass, so its nodes were spread over threads, "
+            "which mix their order up. Give node_threads=1."
+        )
+
+
 def check_influence(unused: Collection[str], params: Collection[str]) -> None:
     """Raise the error for a model whose loss depends on none of its parameters."""
     if len(unused) == len(params) > 0:

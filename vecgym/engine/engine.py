@@ -165,6 +165,8 @@ class Engine:
                 f"{str(facts.vmap_error).splitlines()[0]} Its nodes are computed one after the other. "
                 'engine="loop" chooses that without this warning.'
             )
+        if plan.engine == "loop" and plan.node_threads == 1:  # a later pass may draw where the first one has not
+            self._stateless.random, self._stateless.host_random = True, facts.host_random or facts.may_draw
         self.use(plan)
         return self.plan
 
@@ -356,7 +358,9 @@ class Engine:
         if self._pool is None:
             run(0)
         else:
+            states = torch.get_rng_state()
             list(self._pool.map(run, range(self.plan.node_threads)))
+            contract.check_undrawn(torch.equal(states, torch.get_rng_state()))
         of_rows = joined_missing((range(a, b), some) for (a, b), some in zip(chunks, missing))
         return Local(storage, torch.cat(losses), part.buffers, of_rows)
 

@@ -86,6 +86,7 @@ class ModelFacts:
     mutated: frozenset[str]  # buffers that a training step changes
     random: bool  # draws random numbers (dropout)
     host_random: bool = False  # some of them are numpy's or Python's
+    may_draw: bool = False  # its code mentions those
     written: frozenset[str] = frozenset()  # parameters that its forward changes under torch.no_grad()
     chooses: bool = True  # which parameters get a gradient may depend on the data; not where vmap can run the model
     hooked: bool = False  # has hooks on its gradients
@@ -132,8 +133,9 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
     hooks.check_ties(model.model, mutated)
     hooked = hooks.on_gradients(model.model)
     facts = ModelFacts(  # a backward pass costs about two forward passes
-        unused=unused, mutated=frozenset(mutated), random=random, host_random=host_random, written=written,
-        hooked=bool(hooked), shared=kept.shared or next((name for name, outer in left.items() if outer), ""),
+        unused=unused, mutated=frozenset(mutated), random=random, host_random=host_random, may_draw=kept.draws,
+        written=written, hooked=bool(hooked),
+        shared=kept.shared or next((name for name, outer in left.items() if outer), ""),
         flop=3 * observer.flop, convolution_flop=3 * observer.convolution_flop, largest_bytes=largest,
         output_bytes=observer.largest_bytes,
     )  # fmt: skip
@@ -530,7 +532,7 @@ def one_thread(facts: ModelFacts, device: torch.device) -> str:
         return "has hooks, which are called node after node"
     if facts.shared:
         return f"can write to {facts.shared}, which threads would share"
-    return "draws random numbers" if facts.random else ""
+    return "draws random numbers" if facts.random or facts.may_draw else ""
 
 
 _settled = False

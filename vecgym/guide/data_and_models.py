@@ -45,10 +45,17 @@ Linear(in_features=20, out_features=1, bias=True)
 `vecgym.models.Classifier` wraps a network that returns logits, and `vecgym.models.GPT` is a small nanoGPT.
 
 - Batch norm keeps separate statistics for each node. They are not exchanged during a run, and averaged at its end.
-- Dropout differs between nodes and is reproducible. Tied weights stay tied, frozen parameters stay frozen.
+- Dropout differs between nodes and is reproducible: random numbers of torch's, numpy's and Python's global generators
+  depend on the run's seed, the step and the node, and these generators are left as they were. Who draws from numpy or
+  Python (mixup, LayerDrop) takes the loop.
+- Tied weights stay tied, frozen parameters stay frozen, and parts in eval mode (a frozen batch norm, a teacher) stay in
+  it. A model that is itself in eval mode is trained in training mode.
 - Weights are tied by one parameter object in several places, `self.dec.weight = self.enc.weight`, or by computing in
   forward, `F.linear(x, self.enc.weight.t())`. Two parameters that share memory (one is made of a view of the other, or
   of its `.data`) are refused, for each node has its own of both. Parts of one tensor that do not overlap are fine.
+- What a forward or a loss keeps from step to step (a counter, a hidden state, a running mean) is a buffer, of which each
+  node has its own: `self.register_buffer("calls", torch.tensor(0))`, then `self.calls += 1`. In an attribute, a global or
+  a generator of its own it is refused, if a later result depends on it; caches and features need not be buffers.
 - `fit` returns a new module and leaves yours untouched.
 - A parameter without influence on the loss in the first step is assumed never to have any, and is not updated.
 
@@ -127,7 +134,7 @@ be sure of that, it reads the code of the forward. A shape that is rare, such as
 at its 50th step. `vmap` computes, and the reason is in the settings, for a forward that
 
 - sets attributes, imports, or prints;
-- draws from Python's or numpy's random numbers, or looks at the clock or at the seed;
+- looks at the clock or at the seed;
 - reads a tensor's value in Python (`.item()`, `.tolist()`, `.numpy()`);
 - reads a list, a dict, a tensor or an object outside the model: pass it in the batch, or make it the model's own.
 
@@ -135,9 +142,9 @@ Functions, modules, and numbers outside the model are fine. They are compared be
 such as a global number that a callback sets, `vmap` computes from then on, with the new value.
 
 Where `vmap` cannot run a model, a message names the line of the model, and the loop takes over. The CPU cores then work
-on different nodes. This happens with LSTMs, Python branches on tensor values, hooks on gradients, embeddings with
-`max_norm` or `scale_grad_by_freq`, `torch.autograd.grad` in a forward (`torch.func.grad` can be in one), and, with an
-older torch such as 2.6, activation checkpointing. Hooks on `p.grad` are refused.
+on different nodes. This happens with LSTMs, random numbers of numpy and Python, Python branches on tensor values, hooks on
+gradients, embeddings with `max_norm` or `scale_grad_by_freq`, `torch.autograd.grad` in a forward (`torch.func.grad` can
+be in one), and, with an older torch such as 2.6, activation checkpointing. Hooks on `p.grad` are refused.
 
 **Models that choose by data**, such as experts in a loop over those that are hit, dropped layers, or a head for each task,
 take the loop, and are trained as by torch. A parameter without a gradient in a step is skipped by that node's optimizer, with
@@ -157,7 +164,8 @@ this has run on a GPU yet, and `tests/test_cuda.py` waits for one.
 
 Random numbers of a model are keyed by seed, step and node, but engines and chunk sizes draw them in different orders.
 They are reproducible for one engine and chunk size, and differ between them. Models with dropout are not spread over
-CPU threads, since all threads share torch's one generator.
+CPU threads, since all threads share torch's one generator; nor are those whose forward, hooks or loss can write outside of
+the model, such as to a dict of features.
 
 ## When a run stops
 
