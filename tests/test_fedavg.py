@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from tests.helpers import run, stack
 from tests.models import Quadratic, make_batches, make_model
-from vecgym import OptimSpec
+from vecgym import OptimSpec, Trainer
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.topology import random_islands, sample_nodes
 from vecgym.core import rng
 from vecgym.engine import Engine
 from vecgym.simulation import State
 from vecgym.simulation.timetable import RunFacts
-from vecgym.strategy import FedAvgStrategy, ServerOptimizer
+from vecgym.strategy import FedAvgStrategy, GossipStrategy, ServerOptimizer, Strategy
 from vecgym.strategy.averages import Weighting
 from vecgym.strategy.simulated import simulation_of
 
@@ -273,3 +276,28 @@ def test_an_optimizer_run_node_by_node_starts_when_its_node_first_takes_part(num
     assert len(set(made)) > 1  # some nodes have made more steps than others
     for name, p in known.params.items():
         torch.testing.assert_close(ours.params[name], p, rtol=1e-12, atol=1e-12)
+
+
+EQUAL: dict[str, Callable[..., Strategy]] = {
+    "examples": partial(FedAvgStrategy, weighting="examples"),
+    "tokens in islands": partial(FedAvgStrategy, weighting=list(range(7, 18)), island_size=3),
+    "participants": partial(FedAvgStrategy, weighting="examples", participation=0.6),
+    "a server": partial(FedAvgStrategy, weighting="examples", server_optim="avg"),
+    "in part": partial(FedAvgStrategy, sync_weight=[0.3] * 12),
+    "gossip": partial(GossipStrategy, "ring"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", EQUAL)
+def test_nodes_that_are_equal_and_learn_nothing_stay_as_they_are(name: str, dtype: torch.dtype) -> None:
+    """Shares that are rounded before they multiply would move them, round after round."""
+    K = 11
+    net = nn.Linear(64, 1, bias=False)
+    net.weight.data = torch.linspace(0.5, 2.0, 64)[None]
+    net = net.to(dtype)
+    shards = lambda rank, num_nodes, train: TensorDataset(torch.ones(240 if rank == 10 else 251, 64).to(dtype))  # noqa: E731
+    trainer = Trainer(net, shards, loss_fn=lambda module, batch: module(batch[0]).float().mean())
+    averaged = trainer.fit(EQUAL[name](inner_optim="sgd", lr=0.0), K, max_steps=12, batch_size=2, progress=False)
+    assert torch.equal(averaged.weight, net.weight)
+    assert torch.equal(trainer.nodes.params["weight"], net.weight.expand(K, 1, 64))

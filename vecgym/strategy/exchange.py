@@ -680,7 +680,9 @@ def blend(part: Part, weight: Tensor | None, messages: bool = True) -> None:
     def between(new: Tensor, old: Tensor | None) -> Tensor:
         if new is old or not (new.is_floating_point() or old is not None):  # an index of a message
             return new
-        share = placed(weight, new.device, new.dtype if new.is_floating_point() else torch.float64)
+        share = placed(weight, new.device, tree.wider(new.dtype) if new.is_floating_point() else torch.float64)
+        if new.dtype != share.dtype and new.is_floating_point():  # of half precision; equal values would drift
+            return between(new.to(share.dtype), None if old is None else old.to(share.dtype)).to(new.dtype)
         return share * new if old is None else (1 - share) * old + share * new
 
     for rows in _trees(part):
