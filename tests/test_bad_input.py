@@ -374,11 +374,24 @@ def test_few_examples_are_no_columns() -> None:
 SORTED = TensorDataset(torch.randn(64, 16), torch.arange(64) // 16)
 
 
+class Pictures:
+    """As torchvision's datasets."""
+
+    targets = SORTED.tensors[1].tolist()
+
+    def __len__(self) -> int:
+        return len(SORTED)
+
+    def __getitem__(self, index: int) -> Any:
+        return SORTED[index]
+
+
 @pytest.mark.parametrize(("given", "said"), [
     ({"batch_size": 100}, "batch_size=100, but train_dataset has 64 examples: each of 4 nodes uses its 16"),
     ({"num_nodes": 65}, "train_dataset has 64 examples for 65 nodes: several nodes train on the same ones"),
     ({"shuffle": False}, "shuffle=False, and the labels of train_dataset are sorted"),
     ({"shuffle": False, "data": torch.utils.data.Subset(SORTED, range(8, 64))}, "the labels of train_dataset"),
+    ({"shuffle": False, "data": Pictures()}, "the labels of train_dataset are sorted"),
 ])  # fmt: skip
 def test_data_that_are_dealt_as_nobody_means_warn(given: dict[str, Any], said: str) -> None:
     with pytest.warns(VecgymWarning, match=said):
@@ -429,6 +442,11 @@ def test_settings_that_require_grad_are_refused_before_training() -> None:
         assert "requires grad, and fit() has no derivatives" in message
         assert "vecgym.rollout" in message
         fit("MLP", make(torch.tensor(0.5)), max_steps=1)
+    with pytest.raises(ValueError, match=r"lr of OptimSpec.* requires grad, and fit"):
+        sweep(
+            Line(), torch.ones(9), strategy=alone(lr=cast(Any, torch.tensor(0.5, requires_grad=True))),
+            grid={"seed": [0, 1]}, num_nodes=2,
+        )  # fmt: skip
 
 
 META: Any = torch.ones(4, 4, device="meta")

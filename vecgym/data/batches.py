@@ -37,6 +37,7 @@ from vecgym.core import check, rng, tree
 from vecgym.core.errors import warn
 from vecgym.core.nodes import join_rows
 from vecgym.data.checks import checked_node_ids, is_factory
+from vecgym.data.partition import has_sorted_labels
 from vecgym.data.source import Batch, Request, Source
 
 USUAL_BATCH = 16  # of `Trainer.fit`, when no batch size is given: small data need not fill it
@@ -152,7 +153,7 @@ class Batches:
                 f"batch_size={self.batch_size}, but {name} has {count} examples: each of {self.num_nodes} nodes uses "
                 f"its {self.epoch_length} in every step. Give batch_size={self.epoch_length}, or less."
             )
-        if not self.shuffle and self.num_nodes > 1 and self._source.sorted:
+        if not self.shuffle and self.num_nodes > 1 and has_sorted_labels(self.dataset):
             warn(
                 f"shuffle=False, and the labels of {name} are sorted: all nodes train on one class after the other. "
                 "Leave shuffle out, or shuffle the dataset."

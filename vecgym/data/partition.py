@@ -401,6 +401,24 @@ def _read_labels(data: Any, num_nodes: int) -> np.ndarray:
     return labels
 
 
+def has_sorted_labels(data: Any) -> bool:
+    """Whether a dataset of several columns has integer labels of several classes, in order.
+
+    >>> x, y = torch.randn(64, 3), torch.arange(64) // 16
+    >>> has_sorted_labels(TensorDataset(x, y)), has_sorted_labels(TensorDataset(x, y % 2)), has_sorted_labels(y)
+    (True, False, False)
+    """
+    below = data
+    while isinstance(below, Subset):
+        below = below.dataset
+    labelled = len(below.tensors) > 1 if isinstance(below, TensorDataset) else hasattr(below, "targets")
+    labels = _labels_of(data) if labelled else None
+    if labels is None:
+        return False
+    steps = np.diff(labels)
+    return bool((steps >= 0).all() and 0 < np.count_nonzero(steps) < len(labels) // 4)
+
+
 def _labels_of(data: Any) -> np.ndarray | None:
     """Return the labels `[n]`, int64, if there are any."""
     if isinstance(data, Subset):

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 
 from vecgym.core import check, nodes, rng, tree
 from vecgym.core.devices import placed
-from vecgym.data.checks import check_dataset, check_examples, describe, is_factory, is_integers, split_loader_kwargs
+from vecgym.data.checks import check_dataset, check_examples, describe, is_factory, split_loader_kwargs
 from vecgym.data.text import TokenWindows
 
 Batch = Any  # a tensor, or nested dicts, lists and (named) tuples of tensors
@@ -58,17 +58,6 @@ class Source:
             name=name,
         )
         self._loader([])  # so that torch checks the values of dataloader_kwargs now, not at the first step
-
-    @property
-    def sorted(self) -> bool:
-        """Whether one of several tensors holds integer labels of several classes, in order."""
-        columns = _tensors(self._reader.datasets[0])
-        for labels in filter(is_integers, columns if len(columns) > 1 else ()):
-            own = labels if self._positions[0] is None else labels[placed(self._positions[0], labels.device)]
-            steps = own.diff()
-            if bool((steps >= 0).all()) and 0 < int((steps > 0).sum()) < len(own) // 4:
-                return True
-        return False
 
     def locate(self, order: Tensor) -> Tensor:
         """Map indices into the nodes' datasets, `[L, n]`, to indices below their `Subset`s, on the data's device."""

@@ -26,7 +26,15 @@ from vecgym.data.checks import is_factory
 from vecgym.engine import Engine, hooks
 from vecgym.engine.contract import with_loss
 from vecgym.records.rows import groups, label, listed
-from vecgym.runs.options import FitOptions, check_clocks, check_compute, check_left_out, check_parts, presence_of
+from vecgym.runs.options import (
+    FitOptions,
+    check_clocks,
+    check_compute,
+    check_constant,
+    check_left_out,
+    check_parts,
+    presence_of,
+)
 from vecgym.simulation import RunFacts
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven, check_synchronous
@@ -177,6 +185,7 @@ class Configuration:
         else:
             check_synchronous(strategy)
             self.facts()  # which checks who is present
+        check_constant(strategy)
         strategy.check(K, self.num_steps)
         if self.plan is not None and isinstance(strategy, EventDriven):
             strategy.check_updates(K, self.num_steps)
