@@ -396,6 +396,7 @@ def test_heterogeneous_data() -> None:
     assert (losses.isfinite().sum(1) == 2).all()  # half of the clients in each round
 
 
+@pytest.mark.filterwarnings("ignore:.*several nodes train on the same")
 def test_a_thousand_participants(trainer: LocalTrainer) -> None:
     trainer.fit(FedAvgStrategy("sgd", H=2, lr=0.1), 1000, batch_size=1, max_steps=2, val_size=0, **QUIET)
     assert trainer.nodes.params["first.weight"].shape == (1000, 32, 16)
