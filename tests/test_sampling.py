@@ -20,10 +20,20 @@ from torch.utils.data import TensorDataset
 
 import vecgym
 from vecgym import Trainer, sweep
-from vecgym.availability import Availability, Dropout, Facts, LocalSteps, Sampled, Trace, drawn
+from vecgym.availability import Availability, Dropout, Facts, LocalSteps, Presence, Sampled, Trace, drawn
 from vecgym.clock import Compute
 from vecgym.data import Batches
-from vecgym.strategy import ADPSGDStrategy, AsyncStrategy, FedAvgStrategy, PALSGDStrategy, Strategy
+from vecgym.simulation.timetable import RunFacts
+from vecgym.strategy import (
+    ADPSGDStrategy,
+    AsyncStrategy,
+    Exchange,
+    FedAvgStrategy,
+    PALSGDStrategy,
+    ServerMean,
+    Strategy,
+)
+from vecgym.strategy.when import Rounds
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*are never present")
 
@@ -351,3 +361,23 @@ def test_steps_in_a_pass_are_known_before_the_first() -> None:
     assert LocalSteps(epochs=2, H=6).training(facts)(0, 6).sum(0).tolist() == [2, 4, 6]
     assert LocalSteps(epochs=2, H=6).training(facts._replace(drop_last=True))(0, 6).sum(0).tolist() == [2, 4, 4]
     assert (Dropout(0.1) & LocalSteps(epochs=1, H=6)).own_epochs
+
+
+@pytest.mark.parametrize("every", [4, lambda step: 4, Rounds(4, offset=2)], ids=["number", "function", "offset"])
+def test_who_fails_within_a_round_is_not_replaced(every: Any) -> None:
+    """The sample is of those who are there when the round begins: who of it is still there trains, and averages."""
+    exchange, nodes = Exchange(ServerMean(), every=every, participation=0.4), 20
+    presence = Presence(Dropout(0.15, mean_steps=3), Facts(nodes, 24, seed=1))
+    table = Strategy("sgd", [exchange], lr=0.1).timetable(RunFacts(nodes, 24, 1, presence))
+    first, began, changed = -1, set[int](), 0
+    for step, events in enumerate(table.ticks()):
+        number = exchange.times([])[0].count(step)
+        (train,) = (event for event in events if event.what == "train")
+        if number != first:
+            there = presence.present(step)
+            first, began = number, set(drawn(0.4, range(nodes) if there is None else there, 1, number))
+        left = began.intersection(presence.row(step).nonzero().flatten().tolist())
+        assert set(train.rows or ()) == left != set()
+        assert all(set(event.rows or ()) == left for event in events if event.what == "agree")
+        changed += left != began
+    assert changed > 4

@@ -307,7 +307,7 @@ class Exchange(Member, Settings):
         K, steps = run.num_nodes, self._steps(run)
         present = (K, *getattr(run.presence, "counts", ()))
         counts = {num_drawn(self.participation, count) for count in present}
-        if self.lost:
+        if self.lost or (self.participation < 1 and run.presence is not None):  # how many are heard in the end
             for mark in self.marks(run):
                 due = filter(mark.when.due, range(run.num_steps))  # type: ignore[union-attr]
                 counts.update(len(mark.who(step, run.there(step) or range(K))) for step in due if mark.who)  # type: ignore[arg-type]
@@ -446,7 +446,16 @@ class Exchange(Member, Settings):
         if self.participation == 1:
             return None
 
-        return lambda step, rows: drawn(self.participation, rows, run.seed, self._when.count(step // self.unit))
+        def who(step: int, rows: Sequence[int]) -> Sequence[int]:
+            """Those who are drawn from the nodes that are there when a round begins; who leaves is not replaced."""
+            number, first = self._when.count(step // self.unit), step
+            while run.presence is not None and first and self._when.count((first - 1) // self.unit) == number:
+                first -= 1
+            began = rows if first == step else run.there(first) or range(run.num_nodes)
+            left = set(drawn(self.participation, began, run.seed, number)).intersection(rows)
+            return sorted(left) or drawn(self.participation, rows, run.seed, number)
+
+        return who
 
     def senders(self, run: RunFacts, fragment: int = 0) -> Who | None:
         """Return who takes part in an exchange, of those present; None: all."""
@@ -456,9 +465,11 @@ class Exchange(Member, Settings):
         first = next(iter(self.parts(run.names)[fragment]), "")
 
         def heard(step: int, rows: Sequence[int]) -> list[int]:
-            drawn = torch.rand(run.num_nodes, generator=rng.generator(run.seed, f"lost {first}", step // self.unit))
+            heard_from = torch.rand(
+                run.num_nodes, generator=rng.generator(run.seed, f"lost {first}", step // self.unit)
+            )
             part = (trains(step, rows) if trains else None) or rows
-            return [row for row in part if drawn[row] >= self.lost]
+            return [row for row in part if heard_from[row] >= self.lost]
 
         return heard
 
