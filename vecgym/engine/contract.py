@@ -327,11 +327,11 @@ def weight_of(given: dict[str, Any]) -> Any:
     return given["weight"]
 
 
-def check_weight(weight: Tensor | None) -> None:
-    """Raise the error for a weight of the mean loss, if the model gives one, that cannot be one.
+def check_weight(weight: Tensor | None) -> bool:
+    """Return whether the model gives a weight of its mean loss; raise the error for one that cannot be one.
 
     >>> check_weight(torch.tensor(0)), check_weight(None)
-    (None, None)
+    (True, False)
     >>> try:
     ...     check_weight(torch.tensor(-1.0))
     ... except ValueError as error:
@@ -343,6 +343,7 @@ def check_weight(weight: Tensor | None) -> None:
             f'the "weight" of the loss is {float(weight)}: it is the number of tokens, or of whatever the loss is the '
             'mean of, such as "weight": (labels != -100).sum().'
         )
+    return weight is not None
 
 
 def warn_of_parts(batch: Any, size: int | None, weighted: bool) -> None:

@@ -118,15 +118,14 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
         states, host_states = _rng_states(model.device), rng.host_states()
         kept = Snapshot(model.structure(0))  # before the pass
         loss, after, grads = model.gradient(params, {**own, WEIGHT: None}, batch)
-        weight = after.pop(WEIGHT)
+        model.weighted = check_weight(after.pop(WEIGHT))
         host_random = host_states != rng.host_states()
         random = host_random or not all(map(torch.equal, states, _rng_states(model.device)))
         # Even by writing the same value, such as the running mean of something that has not moved yet.
         mutated = {n for n, b in after.items() if b is not own[n] or b._version or not torch.equal(b, before[n])}
     left = _check_state(model, batch, [loss, *after.values(), *params.values(), *grads], kept)
     largest = max(observer.largest_bytes, *(p.numel() * p.element_size() for p in model.params.values()))
-    check_weight(weight)
-    model.recomputes, model.weighted = observer.recomputes, weight is not None
+    model.recomputes = observer.recomputes
     unused, written = frozenset(name for name, g in zip(params, grads) if g is None), observer.written()
     check_influence(unused, params)
     check_written(written - params.keys())
