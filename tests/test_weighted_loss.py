@@ -62,6 +62,10 @@ def mean_loss(module: nn.Module, data: TensorDataset, rows: Any) -> Tensor:
     return total / max(1, int((labels != -100).sum()))
 
 
+def number(loss: Tensor) -> float:
+    return float(loss.detach())
+
+
 def ddp_step(data: TensorDataset, batch_size: int, lr: float) -> nn.Module:
     """The first step of data-parallel training in plain torch: the mean of the nodes' mean losses."""
     net = Net()
@@ -99,7 +103,7 @@ def test_accumulation_is_the_mean_over_the_tokens_of_the_batch(make: Any, engine
         trainer, found = fitted(strategy, data, LOSSES[loss], engine=engine, gradient_accumulation=parts)
         close(found, expected)
         rows = [list(range(node, K * 8, K)) for node in range(K)]
-        losses = [float(mean_loss(Net(), data, some).detach()) for some in rows]
+        losses = [number(mean_loss(Net(), data, some)) for some in rows]
         assert trainer.history["train_loss"][-1] == pytest.approx(sum(losses) / K, rel=1e-12)
 
 
@@ -173,9 +177,9 @@ def test_a_validation_loss_is_the_mean_over_the_tokens(empty: Any, engine: str) 
         settings = {"batch_size": batch_size, "engine": engine, "max_steps": 3}
         trainer, net = fitted(FedAvgStrategy("sgd", H=2, lr=0.1), data, with_accuracy, data, **settings)
         columns = trainer.history
-        assert columns.last("val_loss") == pytest.approx(float(mean_loss(net, data, range(N))).detach()), rel=1e-12)
+        assert columns.last("val_loss") == pytest.approx(number(mean_loss(net, data, range(N))), rel=1e-12)
         assert columns.last("val_accuracy") == pytest.approx(float(accuracy(net, data[:])["accuracy"]), rel=1e-12)
-        of_nodes = [float(mean_loss(trainer.nodes.module(node), data, range(N)).detach()) for node in range(K)]
+        of_nodes = [number(mean_loss(trainer.nodes.module(node), data, range(N))) for node in range(K)]
         assert list(columns.last("val_losses")) == pytest.approx(of_nodes, rel=1e-12)
         assert not [name for name in columns if "weight" in name]
 
@@ -187,8 +191,8 @@ def test_each_node_has_its_own_validation_set(batch_size: int) -> None:
     shards = [range(5), range(5, 29), range(29, N)]
     factory = lambda rank, num_nodes, train: torch.utils.data.Subset(data, shards[rank])  # noqa: E731
     trainer, net = fitted(AllReduceStrategy("sgd", lr=0.1), factory, with_accuracy, factory, batch_size=batch_size)
-    assert trainer.history.last("val_loss") == pytest.approx(float(mean_loss(net, data, range(N))).detach()), rel=1e-12)
-    each = [float(mean_loss(net, data, list(some)).detach()) for some in shards]
+    assert trainer.history.last("val_loss") == pytest.approx(number(mean_loss(net, data, range(N))), rel=1e-12)
+    each = [number(mean_loss(net, data, list(some))) for some in shards]
     assert list(trainer.history.last("val_loss_each")) == pytest.approx(each, rel=1e-12)
 
 
@@ -200,7 +204,7 @@ def test_the_models_own_metrics_may_have_a_weight() -> None:
     )
     plain = Net()
     plain.load_state_dict(trainer.nodes.module(0).state_dict())
-    assert trainer.history.last("val_loss") == pytest.approx(float(mean_loss(plain, data, range(N))).detach()), rel=1e-12)
+    assert trainer.history.last("val_loss") == pytest.approx(number(mean_loss(plain, data, range(N))), rel=1e-12)
 
 
 @pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -266,7 +270,7 @@ def test_a_rollout_is_the_run() -> None:
     outcome = rollout(Net(), strategy, batches, num_nodes=K, eval_batch=data[:], loss_fn=of_torch)
     net = Net()
     net.load_state_dict({name: x[0].detach() for name, x in outcome.params.items()})
-    assert float(outcome.loss) == pytest.approx(float(mean_loss(net, data, range(N))).detach()), rel=1e-12)
+    assert float(outcome.loss) == pytest.approx(number(mean_loss(net, data, range(N))), rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
