@@ -22,7 +22,9 @@ from vecgym.strategy import (
     AllReduceStrategy,
     AsyncStrategy,
     DiLoCoStrategy,
+    Exchange,
     FedAvgStrategy,
+    Mean,
     OuterOptimizer,
     Strategy,
 )
@@ -176,6 +178,49 @@ def test_a_model_that_chooses_is_trained_as_by_torch(model: Any, optimizer: str,
     expected = plain(model().double(), make, H, 0.5 if H else float("inf"))
     # torch keeps NAdam's product of momenta in float32.
     assert_nodes(trainer, expected, 1e-7 if optimizer == "nadam" else 1e-12)
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_a_proximal_term_depends_on_every_parameter(engine: str) -> None:
+    """FedProx's loss has a gradient for parameters that the model's loss does not use."""
+    mu, H = 0.5, 4
+    spec, make = OPTIMIZERS["adamw"]
+    trainer, _ = fit(Experts().double(), FedAvgStrategy(spec, H=H, proximal_mu=mu), engine=engine)
+    expected = [Experts().double() for _ in range(K)]
+    start = [p.detach().clone() for p in expected[0].parameters()]
+    optimizers = [make(node.parameters()) for node in expected]
+    for step, (x, y) in enumerate(Batches(data(), K, B, seed=42).iterate(0, T)):
+        for k, node in enumerate(expected):
+            optimizers[k].zero_grad()
+            distance = sum((p - p0).square().sum() for p, p0 in zip(node.parameters(), start))
+            (node((x[k], y[k])) + mu / 2 * distance).backward()
+            optimizers[k].step()
+        if (step + 1) % H == 0:
+            start = [torch.stack(list(each)).detach().mean(0) for each in zip(*[n.parameters() for n in expected])]
+            for node in expected:
+                for p, p0 in zip(node.parameters(), start):
+                    p.data.copy_(p0)
+    assert_nodes(trainer, expected)
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_gradients_that_are_exchanged_twice(engine: str) -> None:
+    """What nobody has after the first exchange, nobody has after the second one."""
+    spec, make = OPTIMIZERS["adamw"]
+    exchanges = [Exchange(Mean(), of="gradients"), Exchange(Mean(), of="gradients")]
+    trainer, _ = fit(Experts().double(), Strategy(spec, exchanges), engine=engine)
+    assert_nodes(trainer, plain(Experts().double(), make, 0))
+
+
+@pytest.mark.parametrize("of", ["moments", ["exp_avg", "exp_avg_sq"]])
+def test_moments_of_a_scalar_that_nobody_uses_are_exchanged(of: Any) -> None:
+    """How often it was skipped, a number for each node as its moments are, is no moment."""
+    model = Heads().double()
+    model.scale = nn.Parameter(torch.tensor(2.0).double())
+    strategy = Strategy(OptimSpec("adamw", lr=0.05), [Exchange(Mean(), every=2, of=of)])
+    trainer, averaged = fit(model, strategy)
+    assert averaged.scale == 2.0
+    assert trainer.history.settings["without_gradient"] == ["scale"]
 
 
 def test_bytes_count_every_parameter_that_takes_gradients() -> None:

@@ -157,6 +157,7 @@ class Part:
         self.made = self.counts if event.made is None else simulation.counts_here(event, event.made)
         self.losses: Tensor | None = None
         self.missing: Missing = {}
+        self._is_shared = False  # what is missing, since an exchange of gradients
         self.precomputed: Local | None = None  # gradients that were computed together with other groups'
         self.num_read = self._num_steps = 0
 
@@ -186,7 +187,7 @@ class Part:
                 computed, `[1, *]`.
         """
         local = self.simulation.gradients(self, at, mean) if self.precomputed is None else self._precomputed(at)
-        self.losses, grads, self.missing = local.losses, local.grads, local.missing
+        self.losses, grads, self.missing, self._is_shared = local.losses, local.grads, local.missing, False
         if self.size > 1:
             self.losses, grads = self._apart(self.losses), tree.map(self._apart, grads)
         return grads
@@ -247,8 +248,9 @@ class Part:
         """After an exchange of gradients, count a parameter as `missing` only if no node of the event has one."""
         simulation = self.simulation
         apart = len(simulation.here) < self.run.num_nodes and simulation.engine.chooses
-        if not (self.missing or apart):
+        if self._is_shared or not (self.missing or apart):  # there may be several exchanges of gradients in a step
             return
+        self._is_shared = True
         names, num_rows = list(self.params), len(self.rows) // self.size
         lacking = {name: self.missing.get(name, frozenset()) for name in names}
         of_all = [[all(c * num_rows + i in lacking[name] for i in range(num_rows)) for name in names]

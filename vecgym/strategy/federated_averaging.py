@@ -157,6 +157,7 @@ Exchange(Mean(island_size=4), every=5))
         """Take a step with the gradient of the loss and the proximal term."""
         start, mu = (part.shared if self.exchanges[0].common else part.own)["start"], self.proximal_mu
         grads = tree.map(lambda g, p, s: g + part.each(mu, p) * (p - s), part.gradients(), part.params, start)
+        part.missing = {}  # the proximal term depends on every parameter
         part.optimize(grads)
         part.report(part.losses)
 

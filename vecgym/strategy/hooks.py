@@ -512,7 +512,11 @@ def moments_in(optimizer: Mapping[str, Any], params: Tree) -> dict[str, Tree]:
     ['exp_avg', 'exp_avg_sq']
     """
     slots = {
-        slot: {name: x for name, x in values.items() if name in params and x.shape[1:] == params[name].shape[1:]}
+        slot: {
+            name: x
+            for name, x in values.items()
+            if name in params and x.is_floating_point() and x.shape[1:] == params[name].shape[1:]  # and no counts
+        }
         for slot, values in optimizer.get("tensors", optimizer).items()  # some rules keep what is no tensor apart
         if isinstance(values, dict)
     }
