@@ -9,7 +9,8 @@ A campaign is a module of this package, named in `CAMPAIGNS` of `__main__`, with
 and, if it can, with
 
 * `smaller(case)`, an iterator of cases that are a little simpler, simplest first: a failure is shrunk by them;
-* `reproducer(case)`, a short script that shows the failure to somebody who has vecgym alone.
+* `reproducer(case)`, a short script that shows the failure to somebody who has vecgym alone;
+* `tally`, a Counter of its own, which the report shows.
 """
 
 from tests.fuzz.common import Case, Failure, Outcome, Refusal

@@ -8,7 +8,8 @@ import sys
 from tests.fuzz.running import run
 
 CAMPAIGNS = (  # modules of this package
-    "configurations", "sweeps", "rollouts", "oddities", "asynchronous", "relations", "arguments", "files", "kills",
+    "configurations", "sweeps", "rollouts", "oddities", "asynchronous", "relations", "behaviours", "products",
+    "intervals", "arguments", "files", "kills",
 )  # fmt: skip
 
 

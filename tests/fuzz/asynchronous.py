@@ -218,7 +218,7 @@ class Run:
         s = {**DEFAULTS, **case.settings}
         K = s["num_nodes"]
         data = Data.of(with_defaults({"model": s["model"], "num_nodes": K, "examples": 40 + K}), case.seed)
-        names = loop.trained(problems.make_model(s["model"], case.seed), problems.unused(s["model"]))
+        names = loop.trained(problems.make_model(s["model"], case.seed))
         num_bytes = sum(p.numel() * p.element_size() for p in names.values())
         compute = compute_of(s["speeds"], K, case.seed)
         network = lines = between = None
@@ -250,7 +250,7 @@ class Run:
         )  # fmt: skip
         rows = trainer.history.rows[1:]
         assert trainer.state is not None
-        names = list(loop.trained(average, problems.unused(s["model"])))
+        names = list(loop.trained(average))
         if s["kind"] == "pairs":
             params = {name: x.mean(0) for name, x in trainer.nodes.params.items()}
         else:
@@ -415,7 +415,7 @@ class Run:
         s, K = self.settings, self.settings["num_nodes"]
         seconds = self.compute.of_steps(4096, K).tolist()
         return loop.Training(
-            problems.make_model(s["model"], self.seed), problems.unused(s["model"]),
+            problems.make_model(s["model"], self.seed),
             lambda node, params: building.torch_optimizer(s["inner"], None, node, K, params),
             self.batch, lambda node, step: seconds[step][node], factor if s["decaying"] else lambda step: 1.0,
             s["max_norm"], nudge,
@@ -476,9 +476,7 @@ class Run:
         return [draw.choice([1.0, 2.0, 3.0]) for _ in range(self.settings["num_nodes"])]
 
     def plain(self) -> list[str]:
-        names = loop.trained(
-            problems.make_model(self.settings["model"], self.seed), problems.unused(self.settings["model"])
-        )
+        names = loop.trained(problems.make_model(self.settings["model"], self.seed))
         return [next(iter(names))] if self.settings["plain"] else []
 
 

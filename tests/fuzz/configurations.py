@@ -14,20 +14,23 @@ import copy
 import math
 import pprint
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, TensorDataset
 
 from tests.fuzz import building, naive, problems
 from tests.fuzz.common import Case, Failure, Outcome, Refusal, crash, deliberate
 from tests.fuzz.settings import Settings, draw_settings, simpler, with_defaults
 from vecgym import DivergenceError, Trainer
 from vecgym.core import rng
+from vecgym.data import EvalBatches
 
 NAME = "configurations"
 TOLERANCE = 1e-10
@@ -114,7 +117,9 @@ def rounding_decides(settings: Settings, seed: int, twin: Seen, gaps: dict[str, 
 def of_library(settings: Settings, seed: int) -> Seen:
     data = Data.of(settings, seed)
     strategy = building.library_strategy(settings, settings["num_nodes"], data.max_steps)
-    trainer = Trainer(problems.make_model(settings["model"], seed), data.train, data.val)
+    trainer = Trainer(
+        problems.make_model(settings["model"], seed), data.train, data.val, loss_fn=problems.loss_fn(settings["model"])
+    )
     length = {"num_epochs": settings["num_epochs"]} if settings["num_epochs"] else {"max_steps": data.max_steps}
     average = trainer.fit(
         strategy, settings["num_nodes"], **length, seed=seed, device="cpu", progress=False,
@@ -233,8 +238,7 @@ def deal(count: int, num_nodes: int, uneven: bool) -> list[list[int]]:
 def of_twin(settings: Settings, seed: int, nudge: int = 0) -> Seen:
     data, num_nodes = Data.of(settings, seed), settings["num_nodes"]
     model = nudged(problems.make_model(settings["model"], seed), nudge)
-    unused = problems.unused(settings["model"])
-    shapes = {name: p.shape for name, p in naive.trained(model, unused).items()}
+    shapes = {name: p.shape for name, p in naive.trained(model).items()}
     run = building.Run(num_nodes, data.max_steps, seed, data.num_examples(num_nodes), shapes)
     strategy = building.library_strategy(settings, num_nodes, data.max_steps)  # for what is drawn at random
     seen, base = Seen(), base_rates(settings)
@@ -252,15 +256,15 @@ def of_twin(settings: Settings, seed: int, nudge: int = 0) -> Seen:
     def observe(done: int, models: list[nn.Module], whose: naive.Whose) -> None:
         interval = settings["val_interval"]
         if interval and (done % interval == 0 or done == data.max_steps):
-            seen.validation.append(validation(settings, models, data, whose))
+            seen.validation.append(validation(settings, seed, models, data, whose))
 
     plan = naive.Plan(
         model, [[problems.as_batch(settings["model"], x) for x in step] for step in data.batches(settings, seed)],
         run.num_examples, building.twin_modules(settings["strategy"], strategy, run), optimizer,
-        rates=lambda t, node: factor[t], parts=lambda batch: parts(settings, batch), unused=unused,
+        rates=lambda t, node: factor[t], parts=lambda batch: parts(settings, batch),
         max_norm=[max_norm * float(x) for x in norms] if max_norm else None,
         sign=(lambda t, node: building.DEMO_LR * factor[t]) if is_demo else None, observe=observe,
-        blur=blurring(nudge),
+        blur=blurring(nudge), drawing=partial(drawing if settings["model"] in problems.DRAWING else nothing, seed),
     )  # fmt: skip
     result = naive.train(plan)
     seen.bytes, seen.losses = result.sent, result.losses
@@ -291,12 +295,28 @@ def blurring(nudge: int) -> Callable[[Tensor], Tensor]:
     return blur
 
 
-def parts(settings: Settings, batch: Any) -> list[tuple[Any, float]]:
-    """The micro-batches of a batch, and which share of it each is."""
-    leaves = batch if isinstance(batch, tuple) else tuple(batch.values())
-    total, size = len(leaves[0]), settings["minibatch_size"] or len(leaves[0])
-    cut = [(tuple(x[i : i + size] for x in leaves), min(size, total - i) / total) for i in range(0, total, size)]
-    return [(problems.as_batch(settings["model"], x), share) for x, share in cut]
+def parts(settings: Settings, batch: Any) -> list[tuple[Any, float, int]]:
+    """The micro-batches of a batch, which share of it each is, and where it begins."""
+    name, leaves = settings["model"], batch if isinstance(batch, tuple) else tuple(batch.values())
+    count, size = len(leaves[0]), settings["minibatch_size"] or len(leaves[0])
+    cut = [tuple(x[i : i + size] for x in leaves) for i in range(0, count, size)]
+    weights = [problems.weight(name, x) for x in cut]
+    starts = range(0, count, size)
+    total = max(1, sum(weights))
+    return [(problems.as_batch(name, x), weight / total, i) for x, weight, i in zip(cut, weights, starts)]
+
+
+@contextmanager
+def drawing(seed: int, step: int, node: int, first: int) -> Iterator[None]:
+    """The global generators of torch, numpy and Python, as a run sets them for a pass of one node."""
+    key = rng.key(seed, "model", step, node, first)
+    with torch.random.fork_rng(devices=[]), rng.private(rng.key(key, "host")):
+        torch.default_generator.manual_seed(key)
+        yield
+
+
+def nothing(seed: int, step: int, node: int, first: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def base_rates(settings: Settings) -> list[float]:
@@ -323,13 +343,22 @@ def schedule(settings: Settings, t: int, max_steps: int) -> float:
     return own * (0.1 + 0.9 * (1 + math.cos(angle)) / 2)
 
 
-def validation(settings: Settings, models: Sequence[nn.Module], data: Data, whose: naive.Whose) -> list[float]:
+def validation(
+    settings: Settings, seed: int, models: Sequence[nn.Module], data: Data, whose: naive.Whose
+) -> list[float]:
     """The loss of the average, and of each node."""
-    batch = problems.as_batch(settings["model"], data.val_tensors)
+    name, whole = settings["model"], [data.val_tensors]
+    if name in problems.BATCHWISE:
+        size = settings["minibatch_size"] or settings["batch_size"]
+        read = EvalBatches(TensorDataset(*data.val_tensors), size, seed=seed)
+        whole = [tuple(batch) for batch, _ in read]
+    weights = [problems.weight(name, x) for x in whole]
     found = []
     with torch.no_grad():
         for model in (mean_model(models, whose), *models):
-            found.append(float(copy.deepcopy(model).eval()(batch)))  # which may write to itself
+            evaluated = copy.deepcopy(model).eval()  # which may write to itself
+            losses = [float(evaluated(problems.as_batch(name, x))) for x in whole]
+            found.append(sum(loss * w for loss, w in zip(losses, weights) if w) / max(1, sum(weights)))
     return found
 
 

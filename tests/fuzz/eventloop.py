@@ -101,7 +101,6 @@ class Training:
     """What every node does between two exchanges."""
 
     model: nn.Module
-    unused: frozenset[str]  # parameters that the loss does not depend on, which are as good as frozen
     optimizer: MakeOptimizer
     batch: Callable[[int, int], Any]  # (node, its own step)
     seconds: Callable[[int, int], float]  # likewise
@@ -111,13 +110,13 @@ class Training:
 
     def start(self) -> Values:
         g = torch.Generator().manual_seed(1)
-        params = trained(self.model, self.unused)
+        params = trained(self.model)
         noise = {name: torch.randn(p.shape, generator=g, dtype=p.dtype) for name, p in params.items()}
         return {name: p.detach() * (1 + self.nudge * noise[name]) for name, p in params.items()}
 
 
-def trained(model: nn.Module, unused: frozenset[str]) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad and name not in unused}
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 class Node:
@@ -126,7 +125,7 @@ class Node:
     def __init__(self, number: int, training: Training) -> None:
         self.number, self.training = number, training
         self.model = copy.deepcopy(training.model).train()
-        self.params = trained(self.model, training.unused)
+        self.params = trained(self.model)
         self.set(training.start())
         self.optimizer = training.optimizer(number, self.params)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]

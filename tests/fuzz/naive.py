@@ -12,7 +12,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +90,10 @@ class Module:
     def local_gradients(self, grads: Values, params: Values, t: int) -> Values:
         return grads
 
+    def shares_gradients(self, t: int) -> bool:
+        """Whether `gradients` exchanges them: then a node without one has what the others have."""
+        return False
+
     def gradients(self, grads: Values, t: int) -> Values:
         return grads
 
@@ -108,6 +114,9 @@ class Module:
 
 
 class AverageGradients(Module):
+    def shares_gradients(self, t: int) -> bool:
+        return True
+
     def gradients(self, grads: Values, t: int) -> Values:
         return self.mean(grads, t)
 
@@ -369,6 +378,9 @@ class DeMo(Module):
         super().begin(world, start)
         self.deltas = [{name: torch.zeros_like(x) for name, x in start.items()} for _ in range(world.num_nodes)]
 
+    def shares_gradients(self, t: int) -> bool:
+        return True
+
     def gradients(self, grads: Values, t: int) -> Values:
         decoded = self._decoded(grads)
         return [clones(decoded) for _ in grads]
@@ -422,6 +434,9 @@ class Every(Module):
 
     def local_gradients(self, grads: Values, params: Values, t: int) -> Values:
         return self.module.local_gradients(grads, params, t // self.n)
+
+    def shares_gradients(self, t: int) -> bool:
+        return (t + 1) % self.n == 0 and self.module.shares_gradients(t // self.n)
 
     def gradients(self, grads: Values, t: int) -> Values:
         return self.module.gradients(grads, t // self.n) if (t + 1) % self.n == 0 else grads
@@ -488,6 +503,9 @@ class Compressed(Module):
         values = self.with_reference and isinstance(self.module, Average)
         self.reference = clones(start) if values else {n: torch.zeros_like(x) for n, x in start.items()}
 
+    def shares_gradients(self, t: int) -> bool:
+        return self.module.shares_gradients(t)
+
     def gradients(self, grads: Values, t: int) -> Values:
         self.phase = "gradients"
         return self.module.gradients(grads, t)
@@ -551,9 +569,9 @@ class Plan:
     """One run.
 
     Attributes:
-        model: is copied; its `unused` parameters count as frozen.
+        model: is copied.
         batches: `batches[step][node]`, by the node's own steps.
-        parts: how a batch is cut into micro-batches: a function batch -> [(part, its share)].
+        parts: how a batch is cut into micro-batches: a function batch -> [(part, its share, its first example)].
         modules: what is exchanged, in order.
         optimizer: (node, named parameters) -> the inner optimizer.
         rates: (step, node) -> the factor of every learning rate of that optimizer, in units of what it was made with.
@@ -562,6 +580,7 @@ class Plan:
             and the sign of what comes back is what the optimizer takes.
         observe: called with the number of steps done, the models, and of which the run's model is made.
         blur: what rounding could do to an average.
+        drawing: (the node's own step, node, first example) -> a context in which the model draws its random numbers.
     """
 
     model: nn.Module
@@ -570,12 +589,12 @@ class Plan:
     modules: Sequence[Module]
     optimizer: Callable[[int, dict[str, Tensor]], Optimizer]
     rates: Callable[[int, int], float]
-    parts: Callable[[Any], list[tuple[Any, float]]]
-    unused: frozenset[str] = frozenset()
+    parts: Callable[[Any], list[tuple[Any, float, int]]]
     max_norm: Sequence[float] | None = None
     sign: Callable[[int, int], float] | None = None
     observe: Callable[[int, list[nn.Module], Whose], None] = lambda step, models, whose: None
     blur: Callable[[Tensor], Tensor] = lambda x: x
+    drawing: Callable[[int, int, int], AbstractContextManager[None]] = lambda step, node, first: nullcontext()
 
 
 @dataclass
@@ -591,8 +610,8 @@ class Result:
 def train(plan: Plan) -> Result:
     """The loop: gradients, exchange, clipping, optimizers, exchange."""
     num_nodes = len(plan.batches[0])
-    models = [copy.deepcopy(plan.model).train() for _ in range(num_nodes)]
-    thetas = [trained(model, plan.unused) for model in models]
+    models = [copy.deepcopy(plan.model) for _ in range(num_nodes)]  # each part in its mode
+    thetas = [trained(model) for model in models]
     optimizers = [plan.optimizer(node, theta) for node, theta in enumerate(thetas)]
     bases = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     world, result = World(num_nodes, plan.num_examples, blur=plan.blur), Result(models)
@@ -606,7 +625,8 @@ def train(plan: Plan) -> Result:
         present = active(plan.modules, t, num_nodes)
         losses = [math.nan] * num_nodes
         for node in present:
-            losses[node] = backward(models[node], plan.parts(plan.batches[made[node]][node]))
+            parts = plan.parts(plan.batches[made[node]][node])
+            losses[node] = backward(models[node], parts, partial(plan.drawing, made[node], node))
             made[node] += 1
         exchange_gradients(plan, thetas, present, t)
         for node in present:
@@ -644,8 +664,8 @@ def served(module: Any) -> bool:
     return isinstance(module, Server) or module.server
 
 
-def trained(model: nn.Module, unused: frozenset[str]) -> dict[str, Tensor]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad and name not in unused}
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def active(modules: Sequence[Module], t: int, num_nodes: int) -> list[int]:
@@ -657,12 +677,20 @@ def active(modules: Sequence[Module], t: int, num_nodes: int) -> list[int]:
     return sorted(present)
 
 
-def backward(model: nn.Module, parts: list[tuple[Any, float]]) -> float:
-    """Leave the gradient of the mean loss in `.grad`."""
+def backward(
+    model: nn.Module, parts: list[tuple[Any, float, int]], drawing: Callable[[int], AbstractContextManager[None]]
+) -> float:
+    """Leave the gradient of the mean loss in `.grad`; None where it depends on a parameter in no part."""
     model.zero_grad()
     total = 0.0
-    for batch, share in parts:
-        loss = model(batch) * share
+    for batch, share, first in parts:
+        with drawing(first):
+            loss = model(batch)
+        if share == 0:  # a mean over nothing, which is nan, counts as 0, as its gradient does
+            params = [p for p in model.parameters() if p.requires_grad]
+            used = [p for p, g in zip(params, torch.autograd.grad(loss, params, allow_unused=True)) if g is not None]
+            loss = sum((0 * p.sum() for p in used), torch.zeros(()).double())
+        loss = loss * share
         loss.backward()
         total += float(loss.detach())
     return total
@@ -672,6 +700,9 @@ def backward(model: nn.Module, parts: list[tuple[Any, float]]) -> float:
 def exchange_gradients(plan: Plan, thetas: list[dict[str, Tensor]], present: list[int], t: int) -> None:
     """What the modules add to each node's gradient, and what they exchange of the gradients if all nodes train."""
     zeros = [{name: torch.zeros_like(p) for name, p in theta.items()} for theta in thetas]
+    having = [{name for name, p in theta.items() if p.grad is not None} for theta in thetas]
+    if any(isinstance(module, Proximal) for module in plan.modules):  # whose term depends on every parameter
+        having = [set(theta) for theta in thetas]
     grads: Values = [
         {name: zero[name] if p.grad is None else p.grad.clone() for name, p in theta.items()}
         for theta, zero in zip(thetas, zeros)
@@ -688,9 +719,13 @@ def exchange_gradients(plan: Plan, thetas: list[dict[str, Tensor]], present: lis
     if len(present) == len(thetas):
         for module in plan.modules:
             grads = module.gradients(grads, t)
+        if any(module.shares_gradients(t) for module in plan.modules):
+            having = [set().union(*having)] * len(thetas)
     for node in present:
         for name, p in thetas[node].items():
             p.grad = grads[node][name].sign() if plan.sign is not None else grads[node][name].clone()
+            if name not in having[node]:  # torch's optimizers and its clipping leave it out
+                p.grad = None
 
 
 @torch.no_grad()

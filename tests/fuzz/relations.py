@@ -8,6 +8,9 @@ conserved  without a server, nodes send as much as they receive
 permuted   other names for the nodes give the same results under these names
 absent     nodes that are never there are as if they were not
 resumed    a run that goes on from a checkpoint is the one that was never interrupted, to the bit
+engines    the loop over the nodes is all nodes at once
+processes  nodes on several processes are those of one
+spelled    exchanges in other words that mean the same
 
 A relation needs no second program, and finds what both a program and its twin, written from one sheet, have wrong.
 """
@@ -18,7 +21,7 @@ import copy
 import math
 import pprint
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -37,6 +40,7 @@ from vecgym import DivergenceError, OptimSpec, Trainer, dry_run, sweep
 from vecgym.availability import Trace
 from vecgym.clock import Compute, Network, price
 from vecgym.records.columns import MEASURED
+from vecgym.strategy import Strategy
 
 NAME = "relations"
 TOLERANCE = 1e-9
@@ -151,7 +155,7 @@ def run(case: Case) -> Outcome:
         raise KeyError(f"no such settings: {sorted(unknown)}")
     s = {**DEFAULTS, **case.settings}
     try:
-        world = World.of(s, case.seed)
+        world = WORLDS[type(s["strategy"])].of(s, case.seed)
         world.fit()
     except (ValueError, TypeError) as error:
         return Refusal(f"{type(error).__name__}: {error}") if deliberate(error) else crash(error)
@@ -159,7 +163,7 @@ def run(case: Case) -> Outcome:
         return Refusal("not compared: the run diverges")
     with a_new_folder() as folder:
         try:
-            gaps = RELATIONS[s["relation"]](world, folder)
+            gaps = {**RELATIONS, **FURTHER}[s["relation"]](world, folder)
         except (ValueError, TypeError) as error:
             said = f"{type(error).__name__}: {error}"
             if deliberate(error) and s["relation"] in ("permuted", "absent"):  # fewer nodes may be too few
@@ -172,7 +176,18 @@ def run(case: Case) -> Outcome:
         return Refusal("not compared: rounding decides, the run differs from itself")
     shown = ", ".join(f"{name} {gap:.2g}" for name, gap in gaps.items() if gap > 0)
     with_absent = " with absent nodes" if world.table is not None and s["relation"] != "absent" else ""
-    return Failure(f"{s['relation']}, {what}: {s['strategy']}{with_absent}", f"relative differences: {shown}")
+    return Failure(f"{s['relation']}, {what}: {named(s)}{with_absent}", f"relative differences: {shown}")
+
+
+def kind_of(s: Settings) -> strategies.Kind:
+    """The strategy's kind: one of those that have names, or of what exchanges are given as settings."""
+    strategy = s["strategy"]
+    return strategies.KINDS[strategy] if isinstance(strategy, str) else strategies.product_kind(strategy)
+
+
+def named(s: Settings) -> str:
+    strategy = s["strategy"]
+    return strategy if isinstance(strategy, str) else " x ".join(exchange["kind"] for exchange in strategy)
 
 
 # ------------------------------------------------------------------------------------------------------------- a run
@@ -200,17 +215,17 @@ class World:
         """The same run of some of these nodes, or in another order."""
         members = torch.tensor([self.order[i] for i in order])
         table = None if self.table is None else self.table[:, members]
-        if table is not None and bool(table.all()) and not strategies.KINDS[self.settings["strategy"]].resting:
+        if table is not None and bool(table.all()) and not kind_of(self.settings).resting:
             table = None
         compute = self.compute
         if compute.num_nodes is not None:
             compute = Compute(compute.seconds[members], overlap=compute.overlap)
         network = None if self.network is None else self.network.within(members.tolist())
-        return World(self.settings, self.seed, members.tolist(), table, compute, network)
+        return type(self)(self.settings, self.seed, members.tolist(), table, compute, network)
 
     @property
     def late(self) -> bool:
-        return self.settings["strategy"] in strategies.ASYNCHRONOUS
+        return kind_of(self.settings).late
 
     def model(self) -> nn.Module:
         return problems.make_model(self.settings["model"], self.seed)
@@ -284,9 +299,28 @@ class World:
         return max(difference(x, mine) for x in moved)
 
 
+@dataclass
+class Product(World):
+    """A run of exchanges that are given as settings."""
+
+    spelling: int = 0  # another way to say the same
+
+    def strategy(self, lr: float = 1.0) -> Any:
+        s = self.settings
+        options = building.keywords(s["inner"])
+        spec = OptimSpec(building.CLASSES[s["inner"]["name"]], **{**options, "lr": lr * options["lr"]})
+        return Strategy(
+            spec, [strategies.exchange(x, self.order, self.spelling) for x in s["strategy"]], max_norm=s["max_norm"],
+            warmup_steps=s["warmup_steps"], lr_scheduler=decaying if s["decaying"] else None,
+        )  # fmt: skip
+
+
+WORLDS: dict[type, type[World]] = {str: World, list: Product}
+
+
 def table_of(s: Settings, num_nodes: int, draw: Random) -> Tensor | None:
     """Who is there; in each step somebody is. Those who never are have no more data than others."""
-    if not (s["availability"] or s["never"]) or s["strategy"] in strategies.ASYNCHRONOUS:
+    if not (s["availability"] or s["never"]) or kind_of(s).late:
         return None
     chance = s["availability"] or 1.0
     rows = [[draw.random() < chance for _ in range(num_nodes)] for _ in range(s["max_steps"])]
@@ -301,7 +335,7 @@ def table_of(s: Settings, num_nodes: int, draw: Random) -> Tensor | None:
 
 def never(s: Settings, num_nodes: int, draw: Random) -> list[int]:
     """The last ones, where nodes have names; else any of them but the first, which has the most data."""
-    if not strategies.KINDS[s["strategy"]].nameless:
+    if not kind_of(s).nameless:
         return list(range(s["num_nodes"], num_nodes))
     return Random(f"never {num_nodes} {s['never']} {s['H']}").sample(range(1, num_nodes), s["never"])
 
@@ -350,7 +384,7 @@ def returned(world: World, folder: Path) -> dict[str, float]:
     if world.late and world.settings["strategy"] != "ad-psgd":
         server = {name: x[0] for name, x in trainer.state.params.items()}
         gaps["the server's"] = difference(of_model(world, server), server)
-    elif not strategies.KINDS[world.settings["strategy"]].shared:
+    elif not kind_of(world.settings).shared:
         gaps["the mean"] = difference({n: there[n].mean(0) for n in names}, {n: mine[n] for n in names})
         apart = [there[n] - there[n].mean(0, keepdim=True) for n in names if n in trainer.nodes.params]
         far = math.sqrt(sum(float(x.square().sum()) / len(x) for x in apart))
@@ -385,9 +419,8 @@ def priced(world: World, folder: Path) -> dict[str, float]:
     }
     if world.table is None:
         dry = dry_run(world.model(), world.strategy(), len(world.order), world.num_steps, seed=world.seed)
-        if not problems.unused(world.settings["model"]):  # which a dry run does not know
-            gaps["dry run"] = difference(float(price(dry, world.network, world.compute).seconds), seconds[-1])
-            gaps["dry bytes"] = difference(dry.routed(world.network.routes).total_bytes, trainer.ledger.total_bytes)
+        gaps["dry run"] = difference(float(price(dry, world.network, world.compute).seconds), seconds[-1])
+        gaps["dry bytes"] = difference(dry.routed(world.network.routes).total_bytes, trainer.ledger.total_bytes)
     return gaps
 
 
@@ -474,7 +507,36 @@ def exact(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return 0.0 if a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items()) else math.inf
 
 
+def engines(world: World, folder: Path) -> dict[str, float]:
+    """The other engine."""
+    settings = {**world.settings, "engine": "auto" if world.settings["engine"] == "loop" else "loop"}
+    return same(world, replace(world, settings=settings).fit())
+
+
+def processes(world: World, folder: Path) -> dict[str, float]:
+    """Nodes on as many processes as divide them."""
+    count = len(world.order)
+    number = next(n for n in (2, 3, 5, count) if count % n == 0)
+    return same(world, world.other(range(count)).fit(backend="processes", num_processes=number))
+
+
+def spelled(world: World, folder: Path) -> dict[str, float]:
+    """Exchanges in other words that mean the same, such as a delay for each node that is the same for all."""
+    assert isinstance(world, Product)
+    return same(world, replace(world, spelling=1).fit())
+
+
+def same(world: World, other: World) -> dict[str, float]:
+    return compare(world, other, range(len(world.order)))
+
+
 RELATIONS: dict[str, Callable[[World, Path], dict[str, float]]] = {
-    "returned": returned, "priced": priced, "swept": swept, "conserved": conserved, "permuted": permuted,
-    "absent": absent, "resumed": resumed,
-}  # fmt: skip
+    "returned": returned,
+    "priced": priced,
+    "swept": swept,
+    "conserved": conserved,
+    "permuted": permuted,
+    "absent": absent,
+    "resumed": resumed,
+}
+FURTHER = {"engines": engines, "processes": processes, "spelled": spelled}  # fmt: skip

@@ -29,6 +29,7 @@ class Report:
     failures: dict[str, Found] = field(default_factory=dict)
     refusals: Counter[str] = field(default_factory=Counter)  # by kind of message
     examples: dict[str, str] = field(default_factory=dict)  # a message of each kind
+    tally: Counter[str] = field(default_factory=Counter)  # what the campaign itself has counted
 
     def add(self, outcome: Outcome) -> bool:
         """Count an outcome; whether it is a failure of a cause not seen before."""
@@ -46,6 +47,7 @@ class Report:
         self.count += other.count
         self.seconds = max(self.seconds, other.seconds)
         self.refusals += other.refusals
+        self.tally += other.tally
         self.examples = other.examples | self.examples
         for cause, found in other.failures.items():
             if cause in self.failures:
@@ -63,6 +65,7 @@ class Report:
             f"{self.name}: {self.count} cases in {self.seconds:.0f} s, {refused} refused, "
             f"{self.num_failures} failures of {len(self.failures)} causes"
         ]
+        lines += [f"  {what}: {count}" for what, count in self.tally.items()]
         for cause, found in sorted(self.failures.items(), key=lambda item: -item[1].count):
             lines += ["", f"  FAILURE, {found.count} times: {cause}", textwrap.indent(found.message, "    ")]
             lines += [f"    {found.case}", textwrap.indent(found.script, "      ")]

@@ -6,6 +6,7 @@ import importlib
 import multiprocessing
 import time
 import warnings
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from types import ModuleType
@@ -27,14 +28,18 @@ def work(name: str, seed: int, count: int, worker: int, workers: int, seconds: f
     recorded.MIN_PASSES = 3  # so that cases, which are short, go by lists of operations
     warnings.simplefilter("ignore")
     module, report, start = campaign(name), Report(name), time.monotonic()
+    tally: Counter[str] = getattr(module, "tally", Counter())
     for case in islice(module.cases(seed, count), worker, None, workers):
         outcome = attempt(module, case)
         if report.add(outcome) and isinstance(outcome, Failure):
+            counted = Counter(tally)
             small = shrink(module, case, outcome)
+            tally.clear()  # what was tried while shrinking does not count
+            tally.update(counted)
             report.failures[outcome.cause] = Found(1, outcome.message, small, reproducer(module, small))
         if time.monotonic() - start > seconds:
             break
-    report.seconds = time.monotonic() - start
+    report.seconds, report.tally = time.monotonic() - start, Counter(tally)
     return report
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import torch
 
 from tests.cards import CARDS
 from vecgym import OptimSpec
@@ -19,6 +22,7 @@ from vecgym.strategy import (
     DecoupledDiLoCoStrategy,
     DelayedNesterov,
     DiLoCoStrategy,
+    Eager,
     Exchange,
     FedAvgStrategy,
     FedBuff,
@@ -51,6 +55,7 @@ class Kind:
         server: a server takes part, so that nodes need not send what they receive.
         choosy: it takes the largest of many values, or signs, so that rounding may choose.
         shared: the run's model is not the mean of the nodes.
+        late: nodes do not wait for one another.
         resting: some nodes leave out steps. With an availability they count their own from then on.
     """
 
@@ -60,6 +65,10 @@ class Kind:
     choosy: bool = False
     shared: bool = False
     resting: bool = False
+    late: bool = False
+
+
+Late = partial(Kind, late=True)
 
 
 def composed(*modules: Any) -> Callable[..., Strategy]:
@@ -133,20 +142,20 @@ KINDS: dict[str, Kind] = {
         ),
         nameless=False,
     ),
-    "async": Kind(lambda H, p, **inner: AsyncStrategy(server=OuterOptimizer(lr=0.2), H=H, **inner)),
-    "async-waiting": Kind(
+    "async": Late(lambda H, p, **inner: AsyncStrategy(server=OuterOptimizer(lr=0.2), H=H, **inner)),
+    "async-waiting": Late(
         lambda H, p, **inner: AsyncStrategy(
             server=OuterOptimizer(lr=0.2), H=H, buffer=2, max_wait=1.0, staleness="inverse_sqrt", **inner
         )
     ),
-    "async-delayed": Kind(lambda H, p, **inner: AsyncStrategy(server=DelayedNesterov(0.3, 0.8, 2), H=H, **inner)),
-    "async-fedbuff": Kind(lambda H, p, **inner: AsyncStrategy(server=FedBuff(2, lr=0.7), H=H, **inner)),
-    "async-heloco": Kind(lambda H, p, **inner: AsyncStrategy(server=HeLoCo(0.3, 0.8), H=H, **inner), choosy=True),
-    "halos": Kind(lambda H, p, **inner: HALoSStrategy(regions=2, local_updates=2, H=H, **inner), nameless=False),
-    "ad-psgd": Kind(lambda H, p, **inner: ADPSGDStrategy(**inner), nameless=False),
-    "decoupled": Kind(lambda H, p, **inner: DecoupledDiLoCoStrategy(fragments=2, quorum=1, H=H, **inner)),
+    "async-delayed": Late(lambda H, p, **inner: AsyncStrategy(server=DelayedNesterov(0.3, 0.8, 2), H=H, **inner)),
+    "async-fedbuff": Late(lambda H, p, **inner: AsyncStrategy(server=FedBuff(2, lr=0.7), H=H, **inner)),
+    "async-heloco": Late(lambda H, p, **inner: AsyncStrategy(server=HeLoCo(0.3, 0.8), H=H, **inner), choosy=True),
+    "halos": Late(lambda H, p, **inner: HALoSStrategy(regions=2, local_updates=2, H=H, **inner), nameless=False),
+    "ad-psgd": Late(lambda H, p, **inner: ADPSGDStrategy(**inner), nameless=False),
+    "decoupled": Late(lambda H, p, **inner: DecoupledDiLoCoStrategy(fragments=2, quorum=1, H=H, **inner)),
 }  # fmt: skip
-ASYNCHRONOUS = tuple(name for name in KINDS if name.startswith("async") or name in ("halos", "ad-psgd", "decoupled"))
+ASYNCHRONOUS = tuple(name for name, kind in KINDS.items() if kind.late)
 SYNCHRONOUS = tuple(name for name in KINDS if name not in ASYNCHRONOUS)
 
 
@@ -160,3 +169,66 @@ def needs_moments(name: str) -> bool:
 
 def needs_even(name: str) -> bool:
     return name in CARDS and CARDS[name].even
+
+
+# ------------------------------------------------------------------------------------- exchanges that settings say
+
+
+def adam() -> OptimSpec:
+    return OptimSpec("adam", lr=0.05, eps=1e-3)
+
+
+HOWS: dict[str, Callable[[], Any]] = {
+    "mean": Mean,
+    "weighted": lambda: Mean(weighting="examples"),
+    "islands": lambda: Mean(island_size=2),
+    "server": ServerMean,
+    "outer": lambda: Outer(Mean(), nesterov()),
+    "outer adam": lambda: Outer(Mean(), adam()),
+    "outer server": lambda: Outer(ServerMean(), nesterov()),
+    "outer median": lambda: Outer(Robust("median"), nesterov()),
+    "outer codes": lambda: Outer(Compressed(Mean(), "int8"), nesterov()),
+    "outer islands": lambda: Outer(Mean(island_size=2), nesterov()),
+    "eager": lambda: Eager(Mean(), nesterov()),
+    "mix": lambda: Mix("one_peer_exponential"),
+    "mix all": lambda: Mix("complete"),
+    "sparse": lambda: Sparse(0.3, Mean()),
+    "most moved": lambda: MostMoved(0.3),
+}
+OF_NAMES = {"islands", "outer islands", "mix"}  # nodes have places, or are drawn
+OF_SERVERS = {"server", "outer server"}
+CHOOSES = {"outer codes", "most moved"}
+
+
+def exchange(s: Mapping[str, Any], order: Sequence[int], spelling: int = 0) -> Exchange:
+    """An exchange for these nodes of a case; `each` has settings of the nodes of the case."""
+    options = {key: value for key, value in s.items() if key not in ("kind", "each")}
+    for key, values in s.get("each", {}).items():
+        own = [values[node % len(values)] for node in order]
+        options[key] = torch.tensor(own) if key == "keep" else own
+    if spelling:
+        options = spelled_out(options, len(order))
+    return Exchange(HOWS[s["kind"]](), **options)
+
+
+def spelled_out(options: dict[str, Any], num_nodes: int) -> dict[str, Any]:
+    """The same in other words."""
+    every = options.get("every", 1)
+    for key, default in (("delay", 0), ("keep", 0.0)):
+        value = options.get(key, default)
+        if isinstance(value, (int, float)) and (value or key == "delay") and value < every and "of" not in options:
+            options[key] = [value] * num_nodes if key == "delay" else torch.full((num_nodes,), value)
+    if "offsets" not in options and options.get("fragments", 1) == 1:
+        options["offsets"] = [every]
+    if options.get("of") == "parameters" or "of" not in options:
+        options |= {"of": "parameters", "lost": options.get("lost", 0.0)}
+    return options
+
+
+def product_kind(exchanges: Sequence[Mapping[str, Any]]) -> Kind:
+    kinds = {s["kind"] for s in exchanges}
+    drawn = any("participation" in s or "lost" in s or "each" in s for s in exchanges)
+    return Kind(
+        CommunicateOptimizeStrategy, nameless=not drawn and not kinds & OF_NAMES, server=bool(kinds & OF_SERVERS),
+        choosy=bool(kinds & CHOOSES), resting=any("participation" in s for s in exchanges),
+    )  # fmt: skip
