@@ -28,7 +28,7 @@ def work(name: str, seed: int, count: int, worker: int, workers: int, seconds: f
     recorded.MIN_PASSES = 3  # so that cases, which are short, go by lists of operations
     warnings.simplefilter("ignore")
     module, report, start = campaign(name), Report(name), time.monotonic()
-    tally: Counter[str] = getattr(module, "tally", Counter())
+    tally: Counter[str] = getattr(module, "tally", Counter[str]())
     for case in islice(module.cases(seed, count), worker, None, workers):
         outcome = attempt(module, case)
         if report.add(outcome) and isinstance(outcome, Failure):
