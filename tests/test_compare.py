@@ -493,6 +493,7 @@ def test_the_best_at_the_edge_of_an_axis_and_few_seeds_are_told(made_up: SweepRe
         ([0, 1, 2], ValueError, "holdout has 3 of 3 seeds: set some apart, and leave some"),
         ([], ValueError, "holdout has 0 of 3 seeds"),
         (2, TypeError, r"holdout is of type int; give a list of values of 'seed': \[1, 2\]"),
+        (torch.tensor(1), TypeError, "holdout is of type Tensor; give a list of values"),
     ],
 )
 def test_seeds_that_cannot_be_set_apart(
@@ -542,6 +543,7 @@ def test_separate_runs_are_compared_as_those_of_a_sweep(result: SweepResult) -> 
             for name in ("val_loss", "difference", "standard_error", "low", "high", "seeds"):
                 if expected[name] is not None:
                     assert row[name] == pytest.approx(expected[name], rel=1e-3), name
+    assert compare(runs).notes == ["The seeds vary the initial weights, the order of the data and masks."]
     other = compare(runs, "val_accuracy", baseline="DiLoCoStrategy", paired=False)
     assert [row["difference"] is None for row in other] == [False, True]
 
@@ -555,6 +557,7 @@ def test_what_separate_runs_must_have() -> None:
         ([of(1.0)], TypeError, "runs is of type list; give histories by name"),
         ({"a": two}, ValueError, "runs has 1 name; compare needs two"),
         ({"a": two, "b": of(1.0)}, TypeError, r"runs\['b'\] is of type History; give a list"),
+        ({"a": two, "b": torch.tensor(1.0)}, TypeError, r"runs\['b'\] is of type Tensor; give a list"),
         ({"a": two, "b": [1.0]}, TypeError, r"runs\['b'\]\[0\] is of type float; give"),
         ({"a": two, "b": []}, ValueError, r"runs\['b'\] has the seeds \[\]; give one history for each"),
         ({"a": two, "b": [of(1.0), of(2.0)]}, ValueError, r"runs\['b'\] has the seeds \[0, 0\]"),

@@ -29,7 +29,6 @@ OPTIONS: dict[str, tuple[Callable[[str], Any], float, float, str]] = {
 }
 NUM_EVALUATIONS = 10  # of a run, besides the one at the start
 VAL_SIZE = 128  # windows of text per evaluation
-SEEDS = "The seeds vary the initial weights, the order of the data, the partition and masks, not the text."
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +146,7 @@ def _report(runs: dict[str, dict[int, vecgym.History]], reference_bytes: float, 
         print("One seed: small differences may be chance. --seeds 5 says how large they are.\n")
     else:
         losses = vecgym.compare({name: of_seeds.values() for name, of_seeds in runs.items()}) if len(runs) > 1 else ""
-        print(f"± over {args.seeds} seeds: standard deviation. {SEEDS}\n\n{losses}\n")
+        print(f"± over {args.seeds} seeds: standard deviation\n\n{losses}\n")
         title += f", seed {args.seed} of {args.seeds}"
     figure, firsts = args.output / "comparison.png", {name: of_seeds[args.seed] for name, of_seeds in runs.items()}
     vecgym.plot.plot_comparison(firsts, figure, title=title, loss_label="loss (nats per character)")

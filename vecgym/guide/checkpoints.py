@@ -68,8 +68,9 @@ Checkpoints and `sweep(resume=)` compare what a run is given, and a little of wh
 
 The loss is that of node 0's first batch, by the plain module in eval mode. Every checkpoint has it at its own
 parameters, for one forward pass, so another initialisation, engine or chunk resumes, and a changed model or loss is
-found; on another device, a warning says so. A sweep has it once for each distinct model, at its initial weights. If the
-batch is another one, or the model has no loss in eval mode, it is not compared.
+found; on another device, a warning says so. A sweep has it once for each distinct model, at its initial weights; its
+grid may have grown, and the rows of the file are found by what they are. If the batch is another one, or the model has no
+loss in eval mode, it is not compared.
 
 **A changed function that leaves all of these alone is not noticed**: other `param_groups` of the same name, say, or a
 layer that only training uses.

@@ -79,7 +79,8 @@ def _checked_axis(name: Any, values: Any, samples: int | None) -> list[Any] | Un
         if samples is None:
             raise ValueError(f"grid[{name!r}]={values!r} has no end: say how many to draw, samples=50.")
         return values
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+    alone = isinstance(values, (str, bytes)) or (isinstance(values, Tensor) and values.dim() == 0)
+    if alone or not isinstance(values, Iterable):
         raise TypeError(f"grid[{name!r}]={values!r} is {kind_of(values)}; an axis is a list of values: [{values!r}].")
     values = list(values)
     if not values:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from vecgym.clock import price
 from vecgym.collectives.ledger import Ledger, readable_bytes
@@ -505,7 +505,7 @@ def _others(holdout: Any, over: str, rows: list[Row], best: bool) -> list[Any]:
     if not best:
         raise ValueError("holdout sets seeds apart from those by which the best is chosen: leave out best=False.")
     seeds = list(dict.fromkeys(row[over] for row in labelled(rows)))
-    if isinstance(holdout, (str, bytes)) or not isinstance(holdout, Iterable):
+    if isinstance(holdout, (str, bytes, Tensor)) or not isinstance(holdout, Iterable):
         raise TypeError(f"holdout is {check.kind_of(holdout)}; give a list of values of {over!r}: {seeds[-2:]}.")
     apart = list(holdout)
     for seed in apart:
@@ -610,22 +610,25 @@ def compare(
     |-------:|---------:|-----------:|---------------:|-----------------:|------:|
     | FedAvg |    1.100 |            |                |                  |     3 |
     | DiLoCo |    0.933 |     -0.167 |          0.033 | -0.310 to -0.023 |     3 |
+    <BLANKLINE>
+    The seeds vary the initial weights, the order of the data and masks.
     """
-    rows = [row for name, histories in _checked_runs(runs).items() for row in _rows_of(name, histories, column)]
+    by_name = _checked_runs(runs)
+    rows = [row for name, histories in by_name.items() for row in _rows_of(name, histories, column)]
     check.flag("paired", paired)
-    first = next(iter(runs)) if baseline is None else check.choice("baseline", baseline, runs)
+    first = next(iter(by_name)) if baseline is None else check.choice("baseline", baseline, by_name)
     shown = compared(rows, "run", column, first, over="seed", best=False, paired=paired)
-    return Comparison(shown, [_few(min(row["seeds"] for row in shown), "seed")])
+    return Comparison(shown, [_vary(by_name.values()), _few(min(row["seeds"] for row in shown), "seed")])
 
 
 def _checked_runs(runs: Any) -> dict[str, list[History]]:
-    """Check that `runs` are histories by name; warn where more than the seeds differs, or the seeds vary too little."""
+    """Check that `runs` are histories by name; warn where the runs of a name differ in more than their seeds."""
     give = 'histories by name, {"FedAvg": [history of seed 0, history of seed 1], "DiLoCo": [...]}'
     by_name = {str(name): each for name, each in check.instance("runs", runs, Mapping, give).items()}
     if len(by_name) < 2:
         raise ValueError(f"runs has {counted(len(by_name), 'name')}; compare needs two: {give}.")
     for name, each in by_name.items():
-        if isinstance(each, History) or not isinstance(each, Iterable):
+        if isinstance(each, (History, Tensor)) or not isinstance(each, Iterable):
             raise TypeError(f"runs[{name!r}] is {check.kind_of(each)}; give a list: {give}.")
         by_name[name] = [check.instance(f"runs[{name!r}][{i}]", h, History, give) for i, h in enumerate(each)]
         seeds = [history.settings.get("seed") for history in by_name[name]]
@@ -634,11 +637,19 @@ def _checked_runs(runs: Any) -> dict[str, list[History]]:
         settings = [{k: repr(h.settings.get(k)) for k in ("strategy", *SETTINGS) if k != "seed"} for h in by_name[name]]
         if differing := [k for k in settings[0] if len({each[k] for each in settings}) > 1]:
             warn(f"the runs of {name!r} differ in {listed(differing)}, not in their seeds alone: ± is of both.")
-    starts = [[h.rows[0].get("val_loss") if h.rows and h.rows[0].get("step") == 0 else None for h in each]
-              for each in by_name.values()]  # fmt: skip
-    if all(len(each) > 1 and None not in each and len(set(each)) == 1 for each in starts):
-        warn(SAME_WEIGHTS.format(why="all runs begin with the same validation loss"))
     return by_name
+
+
+def _vary(runs: Iterable[list[History]]) -> str:
+    """Say what the seeds of separate runs vary; warn if it is not the initial weights. "": it is not known."""
+    starts = [[h.rows[0].get("val_loss") if h.rows and h.rows[0].get("step") == 0 else None for h in each]
+              for each in runs]  # fmt: skip
+    if any(len(each) < 2 or None in each for each in starts):
+        return ""
+    weights = any(len(set(each)) > 1 for each in starts)
+    if not weights:
+        warn(SAME_WEIGHTS.format(why="all runs begin with the same validation loss"))
+    return in_words({"the initial weights": weights, "the order of the data": True, "masks": True}, "seed")
 
 
 def _rows_of(name: str, histories: Iterable[History], column: str) -> Iterator[Row]:
