@@ -129,8 +129,7 @@ class Batches:
         lengths, shared = self._source.lengths, self._source.shared
         # Examples of each node in this process, before padding.
         dealt = tuple(len(range(node, lengths[0], self.num_nodes)) for node in self.node_ids)
-        self.shard_sizes = dealt if shared else lengths
-        longest = -(-lengths[0] // self.num_nodes) if shared else max(lengths)
+        self.shard_sizes, longest = (dealt, -(-lengths[0] // self.num_nodes)) if shared else (lengths, max(lengths))
         # Examples per node and epoch, with padding.
         self.epoch_length = longest if shared or agree is None else int(check.called("agree", agree, longest))
         full, rest = divmod(self.epoch_length, self.batch_size)
