@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import warnings
 from collections import deque
@@ -220,6 +221,7 @@ STATES: dict[str, tuple[Any, Any]] = {
     "what training left": (lambda: torch.zeros(()), last_mean_for_validation),
     "the first batch": (lambda: None, of_the_first_batch),
     "a flag": (lambda: False, once),
+    "an iterator": (lambda: itertools.cycle([1.0, 0.5]), lambda me, x: next(me.kept)),
     "a generator of numpy": (lambda: np.random.default_rng(0), drawn),
     "a generator of Python": (lambda: random.Random(0), drawn),
     "a generator of torch": (torch.Generator, drawn_by_torch),
@@ -373,6 +375,33 @@ def test_what_has_no_effect_on_later_passes_may_stay_in_attributes(cache: str, e
     trainer, averaged = fit(model, engine=engine, chunk_size=2, num_nodes=3)
     assert off(trainer, model, lambda module, batch: module(batch)) < 1e-14
     assert repr(averaged.kept) == repr(kept()) == repr(model.kept)
+
+
+class Merging(nn.Module):
+    """Computes its weights once for all evaluations between two passes in training mode."""
+
+    def __init__(self, merges: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.merges, self.merged = nn.Linear(4, 1).double(), merges, None
+
+    def train(self, mode: bool = True) -> Merging:
+        self.merged = None
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training or not self.merges:
+            return self.layer(x).square().mean()
+        if self.merged is None:
+            self.merged = self.layer.weight.detach().clone()
+        return (x @ self.merged.T + self.layer.bias).square().mean()
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+def test_an_evaluation_begins_without_what_another_one_has_left(engine: str) -> None:
+    ours, right = (fit(Merging(merges), engine=engine, val_interval=2)[0].history for merges in (True, False))
+    for column in ("val_loss", "val_loss_local"):
+        np.testing.assert_allclose(ours.series(column)[1], right.series(column)[1], rtol=1e-13)
 
 
 def test_a_count_without_effect_is_told() -> None:

@@ -333,6 +333,7 @@ class Snapshot:
         shared: describes something outside that code could change, and node threads would share; "": nothing.
         outside: such objects, by id.
         draws: whether code mentions the random numbers of numpy or Python.
+        sets: whether code sets attributes or entries.
 
     >>> model = nn.Linear(2, 1)
     >>> model.calls = 0
@@ -345,7 +346,7 @@ class Snapshot:
         self.places: dict[str, Place] = {}
         self.shared = ""
         self.outside: dict[int, Any] = {}
-        self.draws = False
+        self.draws = self.sets = False
         self._lengths: list[tuple[list[Any], int]] = []  # of lists outside
         self._own = {id(x): x for x in (*model.parameters(), *model.buffers())}
         self._seen: dict[int, Any] = {}
@@ -419,10 +420,10 @@ class Snapshot:
         elif isinstance(x, COMPILED):
             self._add(getattr(x, "__self__", None), where, outer)
         elif (parts := _parts(x)) is not None:
-            for i, part in enumerate(parts):
-                self._add(part, f"{where}, part {i}", outer)
+            for part in parts:
+                self._add(part, where, outer)
         elif _is_standard(type(x)):
-            return repr(x) if isinstance(x, itertools.count) else x
+            return object() if hasattr(type(x), "__next__") else x  # an iterator may have moved
         else:
             self._object(x, where, outer)
         return type(x)
@@ -472,6 +473,7 @@ class Snapshot:
         """Follow the globals that code names, also those of another Python module of one's own."""
         instructions = [(i.opname, i.argval) for i in dis.get_instructions(code)]
         for kind, name in instructions:
+            self.sets |= kind in ("STORE_ATTR", "STORE_SUBSCR") and code.co_name not in MAKING
             self.draws |= kind == "IMPORT_NAME" and name in ("random", "numpy", "numpy.random")
             if kind == "STORE_GLOBAL" or (kind == "STORE_DEREF" and name in free):
                 self.shared = self.shared or f"the outer variable {name}"

@@ -124,6 +124,7 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
         # Even by writing the same value, such as the running mean of something that has not moved yet.
         mutated = {n for n, b in after.items() if b is not own[n] or b._version or not torch.equal(b, before[n])}
     left = _check_state(model, batch, [loss, *after.values(), *params.values(), *grads], kept)
+    model.forgets = _forgets(model, batch, kept)
     largest = max(observer.largest_bytes, *(p.numel() * p.element_size() for p in model.params.values()))
     model.recomputes = observer.recomputes
     unused, written = frozenset(name for name, g in zip(params, grads) if g is None), observer.written()
@@ -217,13 +218,26 @@ def _check_state(model: StatelessModel, batch: Any, first: Results, before: Snap
     return {name: places[name].outer > 0 for name in left}
 
 
-def _results(model: StatelessModel, batch: Any, evaluate: bool = False) -> Results:
+def _forgets(model: StatelessModel, batch: Any, before: Snapshot) -> bool:
+    """Whether an evaluation must begin without what another one has left, as weights that it has merged, say."""
+    if not before.sets:
+        return False
+    _results(model, batch, evaluate=True)
+    late = _results(model, batch, evaluate=True, scale=0.9)
+    model.renew()
+    right = _results(model, batch, evaluate=True, scale=0.9)
+    model.renew()
+    return not _alike(late, right)
+
+
+def _results(model: StatelessModel, batch: Any, evaluate: bool = False, scale: float = 1.0) -> Results:
     """Return all that a pass of one node on a batch `[B, ...]` computes; None: it fails.
 
     Args:
         evaluate: evaluate by the structure that trains, with what training has left in it; it must be renewed.
+        scale: of the parameters.
     """
-    params = {name: p.detach().clone() for name, p in model.params.items()}
+    params = {name: p.detach() * scale for name, p in model.params.items()}
     own = tree.map(torch.clone, model.buffers)
     with seeded(0, model.device, host=True):
         try:

@@ -140,6 +140,7 @@ class StatelessModel:
         random: whether it draws random numbers in training; True until `learn`.
         host_random: whether it draws some of numpy's or Python's; False until `learn`.
         weighted: whether its loss comes with a weight, which is then a buffer of each node, `WEIGHT`.
+        forgets: whether an evaluation begins without what another one has left in attributes.
         recomputes: whether its backward pass runs parts of it again, as activation checkpointing does, and must find
             everything as it was in the forward pass.
 
@@ -157,7 +158,7 @@ class StatelessModel:
         self.random, self.host_random = True, False
         self.written: Collection[str] = ()
         self.unused: Collection[str] = ()
-        self.recomputes = self.weighted = False
+        self.recomputes = self.weighted = self.forgets = False
         self.autocast = autocast
         self._mutated: Collection[str] | None = None
         self._hooks = hooks.of_parameters(model)
@@ -276,9 +277,12 @@ class StatelessModel:
 
     # ------------------------------------------------------------------------------------------ evaluation
 
+    def _evaluating(self) -> Skeleton:
+        return Skeleton(self.model, training=False) if self.forgets else self._eval
+
     def eval_loss(self, params: Tree, buffers: Tree, batch: Any) -> Tensor:
         """Compute the loss in eval mode."""
-        return self._eval.call({**params, **self.frozen, **tree.map(torch.clone, buffers)}, batch, None)[0]
+        return self._evaluating().call({**params, **self.frozen, **tree.map(torch.clone, buffers)}, batch, None)[0]
 
     def measure(self, tensors: Tree, batch: Any, trained: bool = False) -> Tree:
         """Return the validation metrics of one node in eval mode: name -> scalar.
@@ -286,9 +290,9 @@ class StatelessModel:
         Args:
             trained: evaluate the structure that trains, which then stays in eval mode.
         """
-        if trained:
+        if trained and self._train[0].model.training:
             self._train[0].model.train(False)
-        return (self._train[0] if trained else self._eval).measure({**tensors, **self.frozen}, batch)
+        return (self._train[0] if trained else self._evaluating()).measure({**tensors, **self.frozen}, batch)
 
     def spared(self, params: Tree, buffers: Tree) -> tuple[Tree, Tree]:
         """Copy what a forward pass in eval mode may change."""
