@@ -569,7 +569,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "leaves nothing of 4 nodes",
     ),
-    "a liar who is not there": (lambda: Corrupted(Mean(), [4]).check(ExchangeFacts(4)), IndexError, "node 4 of 4"),
+    "a liar who is not there": (
+        lambda: Corrupted(Mean(), [4]).check(ExchangeFacts(4)),
+        ValueError,
+        r"nodes=\[4\] of a run of 4 nodes",
+    ),
     "twice the same liar": (lambda: Corrupted(Mean(), [1, 1]), ValueError, "different node ids"),
     "no attack": (lambda: Corrupted(Mean(), [1], 3), TypeError, "a function of a tensor"),  # type: ignore[arg-type]
     "islands too large": (
