@@ -62,7 +62,8 @@ class Idle(nn.Module):
 SETTINGS: dict[str, Any] = {"batch_size": 2, "device": "cpu", "progress": False, "network": NETWORKS["far"]}
 
 
-def test_parameters_of_no_influence_are_not_sent() -> None:
+@pytest.mark.filterwarnings("ignore:.*never had a gradient")
+def test_parameters_that_never_have_a_gradient_are_sent_as_in_a_run() -> None:
     result = vecgym.sweep(
         Idle(), torch.arange(16.0), strategy=strategy, grid={"H": [1, 3]}, num_nodes=4, max_steps=6, compute=COMPUTE,
         **SETTINGS,
