@@ -380,10 +380,12 @@ def test_what_has_no_effect_on_later_passes_may_stay_in_attributes(cache: str, e
 class Merging(nn.Module):
     """Computes its weights once for all evaluations between two passes in training mode."""
 
+    merged: Tensor | None = None
+
     def __init__(self, merges: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.merges, self.merged = nn.Linear(4, 1).double(), merges, None
+        self.layer, self.merges = nn.Linear(4, 1).double(), merges
 
     def train(self, mode: bool = True) -> Merging:
         self.merged = None

@@ -124,9 +124,8 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
         # Even by writing the same value, such as the running mean of something that has not moved yet.
         mutated = {n for n, b in after.items() if b is not own[n] or b._version or not torch.equal(b, before[n])}
     left = _check_state(model, batch, [loss, *after.values(), *params.values(), *grads], kept)
-    model.forgets = _forgets(model, batch, kept)
     largest = max(observer.largest_bytes, *(p.numel() * p.element_size() for p in model.params.values()))
-    model.recomputes = observer.recomputes
+    model.recomputes, model.forgets = observer.recomputes, _forgets(model, batch, kept)
     unused, written = frozenset(name for name, g in zip(params, grads) if g is None), observer.written()
     check_influence(unused, params)
     check_written(written - params.keys())
