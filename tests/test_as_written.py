@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,9 +19,10 @@ from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 from torch.utils.data import TensorDataset
 
 from tests.fitting import alone
-from vecgym import Trainer, VecgymWarning
+from vecgym import DivergenceError, Trainer, VecgymWarning, rollout
 from vecgym.engine import Engine, EngineName, contract, plan
 from vecgym.engine.backend import Local
+from vecgym.strategy import FedAvgStrategy
 
 K = 3
 ENGINES = ("vmap", "loop", "auto")
@@ -513,3 +516,67 @@ def test_what_shares_memory_is_refused_and_what_does_not_overlap_is_not(name: st
         trainer = Trainer(Memory(share), torch.randn(12, 4))
         assert not message or name == "buffers", "before it is trained, if that shows"
         trainer.fit(alone(), 2, max_steps=1, batch_size=4, device="cpu", progress=False)
+
+
+# -------------------------------------------------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_hot_in_a_rollout(engine: EngineName) -> None:
+    """It looks at values only where torch does: here the number of classes is known."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 4).double(), torch.randn(2, K, 5, 3).double(), torch.randint(0, 4, (2, K, 5))
+    found = []
+    for encode in (lambda y: F.one_hot(y, 4), lambda y: torch.eye(4)[y]):
+        lr = torch.tensor(0.1, requires_grad=True, dtype=torch.float64)
+        outcome = rollout(
+            model, FedAvgStrategy("sgd", H=2, lr=lr), list(zip(x, y)), num_nodes=K, eval_batch=(x[0, 0], y[0, 0]),
+            engine=engine, loss_fn=lambda m, batch: (m(batch[0]) - encode(batch[1])).square().mean(),  # noqa: B023
+        )  # fmt: skip
+        found.append((outcome.loss.detach(), *torch.autograd.grad(outcome.loss, lr)))
+    torch.testing.assert_close(*found)
+
+
+def test_a_class_that_one_hot_does_not_have_is_an_error_in_a_rollout() -> None:
+    batch = torch.zeros(2, K, 2, 3), torch.tensor([0, 4]).view(2, 1, 1).expand(2, K, 2)  # in the second step
+    with pytest.raises(RuntimeError, match=r"a class of F\.one_hot is not one of 0 to 3"):
+        rollout(
+            nn.Linear(3, 4), alone(), list(zip(*batch)), num_nodes=K, eval_batch=(batch[0][0, 0], batch[1][0, 0] * 0),
+            engine="vmap", loss_fn=lambda m, b: (m(b[0]) - F.one_hot(b[1], 4)).square().mean(),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_batch_norm_of_one_example_says_what_to_do(batch_size: int, engine: EngineName) -> None:
+    model = contract.with_loss(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), lambda m, x: m(x).square().mean())
+    trainer = Trainer(model, torch.randn(10, 2))  # 5 examples a node: a batch of 4, and one of 1
+    settings: dict[str, Any] = {"num_nodes": 2, "num_epochs": 1, "device": "cpu", "progress": False, "engine": engine}
+    with pytest.raises(
+        RuntimeError, match=r'train on one example: give batch_size >= 2; dataloader_kwargs=.*"drop_last"'
+    ):
+        trainer.fit(alone(), batch_size=batch_size, **settings)
+    trainer.fit(alone(), batch_size=4, dataloader_kwargs={"drop_last": True}, **settings)
+
+
+def test_a_loss_that_is_not_finite_is_told_with_its_cause() -> None:
+    x = torch.randn(24, 2, generator=torch.Generator().manual_seed(0))
+    hurt = x.clone()
+    hurt[20, 0] = math.nan
+    loss: Callable[..., Tensor] = lambda m, batch: m(batch).square().mean()  # noqa: E731
+    cases: list[tuple[Any, Callable[..., Tensor], float, str]] = [
+        (hurt, loss, 0.1, "at step [0-9].*batches of this step hold NaN or infinite values: look for them in the data"),
+        (
+            x,
+            lambda m, batch: loss(m, batch).log() * math.inf,
+            0.1,
+            "step 0.*No step has been taken yet, so the learning",
+        ),
+        (x, loss, 1e20, "at step [1-9].*Lower the learning rate"),
+    ]
+    for data, of, lr, message in cases:
+        trainer = Trainer(nn.Linear(2, 1), data, loss_fn=of)
+        with pytest.raises(DivergenceError, match=message) as caught:
+            trainer.fit(alone(lr=lr), 2, num_epochs=1, batch_size=4, device="cpu", progress=False)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (str(again), again.in_data) == (str(caught.value), data is hurt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,21 @@ def test_the_whole_output_is_no_loss(data: Windows) -> None:
         trainer.fit(strategy, 2, max_steps=2, **SETTINGS)
     with pytest.raises((ValueError, RuntimeError), match=r"return module\(\*\*batch\).loss"):
         Trainer(make("GPT-2"), data).fit(strategy, 2, max_steps=2, **SETTINGS)
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
+def test_experts_that_vmap_runs_node_by_node_are_told_with_the_fix(experts: str) -> None:
+    transformers = pytest.importorskip("transformers", reason=MISSING)
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, max_position_embeddings=CONTEXT, attn_implementation="eager",
+    )  # fmt: skip
+    config._experts_implementation = experts
+    trainer = Trainer(
+        transformers.MixtralForCausalLM(config), torch.zeros(8, CONTEXT, dtype=torch.long),
+        loss_fn=lambda module, ids: module(input_ids=ids, labels=ids).loss,
+    )  # fmt: skip
+    told = pytest.warns(match='no fast form of the grouped product.*experts_implementation="batched_mm"')
+    with told if experts == "grouped_mm" else contextlib.nullcontext():
+        trainer.fit(FedAvgStrategy("sgd", H=2, lr=0.1), 2, max_steps=2, **SETTINGS)
+    assert trainer.history.settings["engine"] == ("loop" if experts == "grouped_mm" else "vmap")

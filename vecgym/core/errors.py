@@ -54,28 +54,40 @@ class DivergenceError(ArithmeticError):
         loss: the loss of the first of these nodes.
         told: the number of steps done when the loss was noticed, if that was later: losses on a device are fetched
             every `log_interval` steps. None: it was noticed at once.
+        in_data: whether the batches of that step hold NaN or infinite values.
 
     >>> error = DivergenceError(step=12, nodes=[3], loss=float("nan"))
     >>> error.step, error.nodes, str(error).split(".")[0]
     (12, [3], 'the loss of node 3 is nan at step 12')
     """
 
-    def __init__(self, step: int, nodes: list[int], loss: float, told: int | None = None) -> None:
+    def __init__(
+        self, step: int, nodes: list[int], loss: float, told: int | None = None, in_data: bool = False
+    ) -> None:
         self.step = step
         self.nodes = nodes
         self.loss = loss
         self.told = told
+        self.in_data = in_data
         which = f"node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes[:8]))}"
         more = f" and {len(nodes) - 8} more" if len(nodes) > 8 else ""
         delay = f", which was noticed after step {told} only: on a device losses are fetched every log_interval steps"
+        advice = "Lower the learning rate, set max_norm=1.0, or"
+        if in_data:
+            advice = "The batches of this step hold NaN or infinite values: look for them in the data, or"
+        elif step == 0:
+            advice = (
+                "No step has been taken yet, so the learning rate is not the cause: look at the initial weights, and "
+                "for a logarithm of 0 or a division by 0 in the forward, or"
+            )
         super().__init__(
             f"the loss of {which}{more} is {loss} at step {step}{'' if told is None else delay}. trainer.history "
-            f"and trainer.nodes hold the run up to step {step if told is None else told}. Lower the learning rate, set "
-            'max_norm=1.0, or continue with on_divergence="warn" or "ignore".'
+            f"and trainer.nodes hold the run up to step {step if told is None else told}. {advice} continue "
+            'with on_divergence="warn" or "ignore".'
         )
 
     def __reduce__(self) -> tuple[type[DivergenceError], tuple[Any, ...]]:
-        return DivergenceError, (self.step, self.nodes, self.loss, self.told)  # for other processes
+        return DivergenceError, (self.step, self.nodes, self.loss, self.told, self.in_data)  # for other processes
 
 
 class ModelError(ValueError, TypeError):

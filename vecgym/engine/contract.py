@@ -397,6 +397,20 @@ def vmap_error(cause: str) -> RuntimeError:
     )
 
 
+def slow_experts(operations: Collection[str]) -> str:
+    """Say that vmap runs a mixture of experts node by node, with the fix; "" if these operations are not of one.
+
+    >>> slow_experts(["aten::histc", "aten::_grouped_mm"]).partition(":")[0]
+    'vmap has no fast form of the grouped product of this model'
+    """
+    if "aten::_grouped_mm" not in operations:
+        return ""
+    return (
+        "vmap has no fast form of the grouped product of this model: transformers takes it for experts unless it is "
+        'loaded with experts_implementation="batched_mm" (config._experts_implementation), which runs in one call.'
+    )
+
+
 def derivative_error(cause: str) -> RuntimeError:
     """Make the error for a model whose gradient has no derivative."""
     return RuntimeError(
@@ -450,7 +464,8 @@ def naming(what: str) -> Iterator[None]:
     except ModelError as error:
         raise ModelError(f"{what}: {error}") from error
     except Exception as error:
-        raise RuntimeError(f"{what}: {type(error).__name__}: {error}{_place(error)}") from error
+        advice = f".{_of_one(error)}" if _of_one(error) else ""
+        raise RuntimeError(f"{what}: {type(error).__name__}: {error}{_place(error)}{advice}") from error
 
 
 @contextlib.contextmanager
@@ -461,11 +476,23 @@ def first_call(model: nn.Module, batch: Any) -> Iterator[None]:
     except (ModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        advice = f" {fix(model, batch)}" if isinstance(error, (TypeError, AttributeError, NotImplementedError)) else ""
+        told = isinstance(error, (TypeError, AttributeError, NotImplementedError))
+        advice = f" {fix(model, batch)}" if told else _of_one(error)
         raise RuntimeError(
             f"the model fails on its first batch, {form_of(batch)}: {type(error).__name__}: {error}{_place(error)}."
             + advice
         ) from error
+
+
+def _of_one(error: Exception) -> str:
+    """Say what to do about a batch norm that got one example."""
+    if "Expected more than 1 value per channel" not in str(error):
+        return ""
+    return (
+        ' A batch norm cannot train on one example: give batch_size >= 2; dataloader_kwargs={"drop_last": True} leaves '
+        "out the smaller batch at the end of an epoch; and a node with one example needs more: "
+        "partition_dirichlet(..., min_size=2), say."
+    )
 
 
 def cause(error: Exception) -> str:

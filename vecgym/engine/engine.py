@@ -160,11 +160,9 @@ class Engine:
             plan = self._tried_plan(self._compiled, batch, plan, mean)
         elif engine == "auto" and plan.engine == "vmap" and plan.node_threads == 1 and num_passes != 0:
             plan = self._recorded_plan(batch, plan, mean, num_passes)
-        if facts.vmap_error is not None and engine == "auto":
-            warn(
-                f"{str(facts.vmap_error).splitlines()[0]} Its nodes are computed one after the other. "
-                'engine="loop" chooses that without this warning.'
-            )
+        why = str(facts.vmap_error).splitlines()[0] if facts.vmap_error else contract.slow_experts(facts.vmap_slow)
+        if why and engine == "auto":
+            warn(f'{why} Its nodes are computed one after the other. engine="loop" chooses that without this warning.')
         if plan.engine == "loop" and plan.node_threads == 1:  # a later pass may draw where the first one has not
             self._stateless.random, self._stateless.host_random = True, facts.host_random or facts.may_draw
         self.use(plan)

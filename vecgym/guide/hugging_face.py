@@ -93,6 +93,9 @@ GPT2LMHeadModel {0: 85.4, 20: 40.2, 40: 29.3, 60: 27.0}
   message says so, and the nodes are computed one after the other. `attn_implementation="eager"`, in the configuration
   or in `from_pretrained`, does not look. A causal model that is padded on the right needs no mask: labels of -100 there
   are enough.
+- **Mixtures of experts** compute all experts of a layer by a grouped product, of which `vmap` has no fast form: a message
+  says so, and the nodes are computed one after the other. With `experts_implementation="batched_mm"` in
+  `from_pretrained`, or `config._experts_implementation`, they run in one call.
 - Otherwise GPT-2 and Llama run in one `vmap` for all nodes (`trainer.history.settings["engine"]`). `compile=True`
   compiles Llama; of GPT-2 it says that a logger of transformers is in the way.
 - A pretrained model is `GPT2LMHeadModel.from_pretrained("gpt2")` in place of the one that is made here.

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from vecgym.clock.timeline import RunningClock
 from vecgym.clock.units import readable_time
 from vecgym.collectives.ledger import readable_bytes
+from vecgym.core import tree
 from vecgym.core.devices import fetched, on_host
 from vecgym.core.errors import DivergenceError, warn
 from vecgym.data import Batches
@@ -240,11 +241,21 @@ class Recorder:
         bad = [node for node in trained if not math.isfinite(losses[node])]
         if not bad:  # no node has trained
             return
-        error = DivergenceError(step - 1, bad, float(losses[bad[0]]), last_read if last_read > step else None)
+        told = last_read if last_read > step else None
+        error = DivergenceError(step - 1, bad, float(losses[bad[0]]), told, self._in_data(step - 1))
         if self.on_divergence == "raise":
             raise error
         warn(f"{error} Further losses are not checked.")
         self.on_divergence = "ignore"
+
+    def _in_data(self, step: int) -> bool:
+        """Whether a step's batches hold values that are not finite; False if nodes take steps of their own."""
+        if self._rows.made is not None or self.options.strategy.asynchronous:
+            return False
+        with contextlib.suppress(Exception):  # of the user's dataset: that the loss is not finite is to be told
+            leaves = [x for x in tree.leaves(self.data.batch(step)) if x.is_floating_point()]
+            return not all(bool(torch.isfinite(x).all()) for x in leaves)
+        return False
 
 
 def advance(bar: tqdm, row: Mapping[str, Any]) -> None:
