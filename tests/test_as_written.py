@@ -565,7 +565,12 @@ def test_a_loss_that_is_not_finite_is_told_with_its_cause() -> None:
     hurt[20, 0] = math.nan
     loss: Callable[..., Tensor] = lambda m, batch: m(batch).square().mean()  # noqa: E731
     cases: list[tuple[Any, Callable[..., Tensor], float, str]] = [
-        (hurt, loss, 0.1, "at step [0-9].*batches of this step hold NaN or infinite values: look for them in the data"),
+        (
+            hurt,
+            loss,
+            0.1,
+            "at step [0-9].*batches of this step hold NaN or infinite values, so look for these in the data",
+        ),
         (
             x,
             lambda m, batch: loss(m, batch).log() * math.inf,

@@ -74,7 +74,10 @@ class DivergenceError(ArithmeticError):
         delay = f", which was noticed after step {told} only: on a device losses are fetched every log_interval steps"
         advice = "Lower the learning rate, set max_norm=1.0, or"
         if in_data:
-            advice = "The batches of this step hold NaN or infinite values: look for them in the data, or"
+            advice = (
+                "The batches of this step hold NaN or infinite values, so look for these in the data: the learning "
+                "rate is not the cause. Or"
+            )
         elif step == 0:
             advice = (
                 "No step has been taken yet, so the learning rate is not the cause: look at the initial weights, and "

@@ -7,6 +7,7 @@ needs its own: they need the engine `loop`. Hooks that run after `p.grad` is set
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -175,8 +176,9 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, x in (*module._parameters.items(), *module._buffers.items(), *own.items()):
             if isinstance(x, Tensor) and id(x) not in seen and x.layout == torch.strided and not is_lazy(x):
                 seen.add(id(x))
-                if x.numel() and x.data_ptr():
-                    yield f"{path}.{key}" if path else key, x
+                with contextlib.suppress(RuntimeError):  # within a transform it has no memory
+                    if x.numel() and x.data_ptr():
+                        yield f"{path}.{key}" if path else key, x
 
 
 def is_expanded(x: Tensor) -> bool:
