@@ -196,6 +196,21 @@ def test_each_node_has_its_own_validation_set(batch_size: int) -> None:
     assert list(trainer.history.last("val_loss_each")) == pytest.approx(each, rel=1e-12)
 
 
+def test_a_node_without_a_token_to_be_measured_by_is_left_out() -> None:
+    """Of means, quantiles and tenths over the nodes."""
+    data = tokens(tuple(range(5)))
+    shards = [range(5), range(5, 29), range(29, N)]
+    factory = lambda rank, num_nodes, train: torch.utils.data.Subset(data, shards[rank])  # noqa: E731
+    trainer, net = fitted(AllReduceStrategy("sgd", lr=0.1), factory, with_accuracy, factory)
+    rows = trainer.history
+    each = [number(mean_loss(net, data, list(some))) for some in shards[1:]]
+    assert list(rows.last("val_loss_each")) == pytest.approx([math.nan, *each], rel=1e-12, nan_ok=True)
+    assert rows.last("val_loss") == pytest.approx(number(mean_loss(net, data, range(N))), rel=1e-12)
+    assert rows.last("val_loss_local") == pytest.approx(sum(each) / 2, rel=1e-12)
+    assert rows.last("val_loss_lowest_tenth") == pytest.approx(min(each), rel=1e-12)
+    assert rows.last("val_loss_p50") == pytest.approx(sum(each) / 2, rel=1e-12)
+
+
 def test_the_models_own_metrics_may_have_a_weight() -> None:
     data = tokens()
     trainer = Trainer(Metrics(), data, data)

@@ -125,7 +125,9 @@ def _columns_of_each(
         local = everyone(local, comm, engine.device)
         for part, total, examples, of_nodes in zip(parts, mean.view(C, -1), counts.view(C, -1), local.view(C, -1)):
             part[name] = float(total.sum() / examples.sum()), of_nodes, total / examples if per_node else None
-    return [_columns(part, engine.model, members) for part in parts]
+    # Nodes that have something to be measured by; None, also if nobody has: all.
+    some = [(x.nonzero()[:, 0].tolist() or None) if per_node and given else None for x in counts.view(C, -1)]
+    return [_columns(part, engine.model, members, measurable) for part, measurable in zip(parts, some)]
 
 
 def _summed(values: Sequence[Tensor], weights: Sequence[Any], rows: Sequence[Tensor | None], num_local: int) -> Tensor:
@@ -140,12 +142,15 @@ def _summed(values: Sequence[Tensor], weights: Sequence[Any], rows: Sequence[Ten
 
 
 def _columns(
-    measured: dict[str, tuple[float, Tensor, Tensor | None]], model: nn.Module, members: Sequence[int] | None
-) -> dict[str, Any]:
+    measured: dict[str, tuple[float, Tensor, Tensor | None]], model: nn.Module, members: Sequence[int] | None,
+    some: Sequence[int] | None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the columns of means over the examples, by name: of the averaged model, and of each node, `[K]`.
 
     The third is the averaged model's on each node's own examples, `[K]`, if nodes have their own.
     """
+    if some is not None:
+        members = [node for node in some if members is None or node in members]
     loss, losses, of_each = measured["loss"]
     for name, function in loss_metrics(model).items():
         value = float(function(torch.tensor(loss, dtype=torch.float64)))
@@ -156,23 +161,25 @@ def _columns(
             raise ValueError(f"the model has a metric called {name!r}, which is already a column: rename it.")
         local = float((per_node if members is None else per_node[list(members)]).mean())
         columns |= {f"val_{name}": average, f"val_{name}_local": local}
-        columns |= {} if each is None else spread_columns(f"val_{name}", each.numpy())
+        columns |= {} if each is None else spread_columns(f"val_{name}", each.numpy(), some)
     return columns
 
 
-def spread_columns(name: str, values: np.ndarray) -> dict[str, Any]:
+def spread_columns(name: str, values: np.ndarray, some: Sequence[int] | None = None) -> dict[str, Any]:
     """Return the columns of a metric that the run's model has on each node's own examples, `[K]`.
 
     The values themselves; their 10th, 50th and 90th percentile; and the means of the lowest and the highest tenth of
-    the nodes, at least one: the worst decile is the lowest of an accuracy, and the highest of a loss.
+    the nodes, at least one: the worst decile is the lowest of an accuracy, and the highest of a loss. All but the
+    values are of the nodes `some`; None: of all.
 
     >>> columns = spread_columns("val_accuracy", np.linspace(0.0, 1.0, 21))
     >>> list(columns)[:3], [round(float(x), 3) for x in list(columns.values())[1:]]
     (['val_accuracy_each', 'val_accuracy_p10', 'val_accuracy_p50'], [0.1, 0.5, 0.9, 0.025, 0.975])
     """
-    ordered, tenth = np.sort(values), max(1, round(len(values) / 10))
+    counting = values if some is None else values[list(some)]
+    ordered, tenth = np.sort(counting), max(1, round(len(counting) / 10))
     ends = {"lowest_tenth": ordered[:tenth], "highest_tenth": ordered[-tenth:]}
-    quantiles = dict(zip(("p10", "p50", "p90"), np.quantile(values, [0.1, 0.5, 0.9]).tolist()))
+    quantiles = dict(zip(("p10", "p50", "p90"), np.quantile(counting, [0.1, 0.5, 0.9]).tolist()))
     summaries = {**quantiles, **{end: float(some.mean()) for end, some in ends.items()}}
     return {f"{name}{EACH}": values, **{f"{name}_{key}": value for key, value in summaries.items()}}
 
