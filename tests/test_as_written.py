@@ -22,6 +22,7 @@ from tests.fitting import alone
 from vecgym import DivergenceError, Trainer, VecgymWarning, rollout
 from vecgym.engine import Engine, EngineName, contract, plan
 from vecgym.engine.backend import Local
+from vecgym.engine.stateless import plain_attention
 from vecgym.strategy import FedAvgStrategy
 
 K = 3
@@ -137,6 +138,15 @@ def test_an_encoder_is_evaluated_as_it_is_trained_on_every_engine() -> None:
         torch.testing.assert_close(
             ours.loss(dict(model.named_parameters()), {}, (batch[0][0], batch[1][0])), expected[0]
         )
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_of_two_runs_at_once_the_last_one_allows_the_fast_form_again() -> None:
+    first, second = plain_attention(), plain_attention()
+    with first:
+        second.__enter__()
+    assert not torch.backends.mha.get_fastpath_enabled()
+    second.__exit__(None, None, None)
     assert torch.backends.mha.get_fastpath_enabled()
 
 

@@ -344,6 +344,10 @@ def seeded(seed: int, device: torch.device, host: bool = False) -> Iterator[None
         yield
 
 
+_ATTENTION = threading.Lock()
+_FAST_FORMS: list[bool] = []  # whether they were allowed, as each block of `plain_attention` has found it
+
+
 @contextlib.contextmanager
 def plain_attention() -> Iterator[None]:
     """Keep `nn.TransformerEncoder` and `nn.MultiheadAttention` from a fast form for evaluation.
@@ -351,12 +355,16 @@ def plain_attention() -> Iterator[None]:
     vmap cannot take it, and it computes other values where positions are masked: all engines leave it out, so that a
     model is evaluated as it is trained.
     """
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    with _ATTENTION:
+        _FAST_FORMS.append(torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        with _ATTENTION:
+            if len(_FAST_FORMS) == 1:  # of two runs at once, the last to leave puts back what the first has found
+                torch.backends.mha.set_fastpath_enabled(_FAST_FORMS[0])
+            _FAST_FORMS.pop()
 
 
 class ChannelsLast(TorchFunctionMode):
