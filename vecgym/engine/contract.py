@@ -226,16 +226,12 @@ def state_error(where: str) -> ModelError:
     )
 
 
-def check_undrawn(same: bool) -> None:
-    """Raise the error for nodes that draw random numbers on several threads, which their first pass has not done.
-
-    >>> check_undrawn(True)
-    """
-    if not same:
-        raise ModelError(
-            "the model draws random numbers, and did not in its first pass, so its nodes were spread over threads, "
-            "which mix their order up. Give node_threads=1."
-        )
+def warn_of_late_draws() -> None:
+    """Warn of random numbers on several node threads, which the first pass has not drawn."""
+    warn(
+        "the model draws random numbers, and did not in its first pass, so its nodes were spread over threads, which "
+        "mix their order up: this step cannot be repeated. Give node_threads=1. The nodes take turns from now on."
+    )
 
 
 def check_influence(unused: Collection[str], params: Collection[str]) -> None:
