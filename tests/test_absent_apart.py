@@ -31,6 +31,7 @@ from vecgym.strategy import (
     DeMoStrategy,
     DiLoCoStrategy,
     Exchange,
+    FedAvgStrategy,
     Mean,
     Mix,
     Outer,
@@ -258,3 +259,21 @@ def test_lost_messages_are_those_of_one_process(num_processes: int) -> None:
 def test_some_of_some_nodes() -> None:
     whole = StackedCollectives(6).among([0, 2, 3, 5])
     assert whole.among([1, 3]).members == (2, 5)
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_process_without_nodes_makes_the_others_group_too(absent: int) -> None:
+    """A process whose node is never in a sum of some others ended without them, and they waited for it."""
+    table = torch.ones(2, 3, dtype=torch.bool)
+    table[0, absent] = False
+    ends = []
+    several: dict[str, Any] = {"backend": "processes", "num_processes": 3, "timeout_s": 10.0}
+    for options in ({}, several):
+        trainer = Trainer(make_model("MLP"), dataset("MLP"))
+        trainer.fit(
+            FedAvgStrategy("sgd", lr=0.1), 3, max_steps=2, batch_size=2, device="cpu", progress=False,
+            availability=Trace(table), **options,
+        )  # fmt: skip
+        ends.append(trainer.nodes.params)
+    for name, p in ends[0].items():
+        torch.testing.assert_close(ends[1][name], p, rtol=0, atol=1e-6)

@@ -143,9 +143,9 @@ class DistributedCollectives(Collectives):
 
     def _sum(self, x: Tensor, groups: Groups | None, average: bool, weights: Tensor | None = None) -> Tensor:
         if groups is None:
-            total = self._partial(x, range(self.num_nodes), average, weights)
+            total, processes = self._partial(x, range(self.num_nodes), average, weights), self.wire.subgroup(self.ranks)
             if not self._alone:
-                total = self.wire.all_reduce(total, self.wire.subgroup(self.ranks))
+                total = self.wire.all_reduce(total, processes)
             return self._relayed(total.to(x.dtype))
         result = x.clone()
         for group in groups:
