@@ -21,10 +21,12 @@ from vecgym.strategy import (
     ADPSGDStrategy,
     AllReduceStrategy,
     AsyncStrategy,
+    Average,
     DiLoCoStrategy,
     Exchange,
     FedAvgStrategy,
     Mean,
+    Meeting,
     OuterOptimizer,
     Strategy,
 )
@@ -186,7 +188,7 @@ def test_a_proximal_term_depends_on_every_parameter(engine: str) -> None:
     mu, H = 0.5, 4
     spec, make = OPTIMIZERS["adamw"]
     trainer, _ = fit(Experts().double(), FedAvgStrategy(spec, H=H, proximal_mu=mu), engine=engine)
-    expected = [Experts().double() for _ in range(K)]
+    expected: list[nn.Module] = [Experts().double() for _ in range(K)]
     start = [p.detach().clone() for p in expected[0].parameters()]
     optimizers = [make(node.parameters()) for node in expected]
     for step, (x, y) in enumerate(Batches(data(), K, B, seed=42).iterate(0, T)):
@@ -210,6 +212,25 @@ def test_gradients_that_are_exchanged_twice(engine: str) -> None:
     exchanges = [Exchange(Mean(), of="gradients"), Exchange(Mean(), of="gradients")]
     trainer, _ = fit(Experts().double(), Strategy(spec, exchanges), engine=engine)
     assert_nodes(trainer, plain(Experts().double(), make, 0))
+
+
+class Ones(Average):
+    """As codes do with what they left out before, it gives values where no node has a gradient."""
+
+    def agree(self, values: Any, at: Meeting) -> Any:
+        return {name: torch.ones_like(p) for name, p in at.comm.mean(values).items()}
+
+
+@pytest.mark.parametrize("max_norm", [1.0, torch.tensor([1.0, 2.0, 3.0])])
+def test_what_nobody_has_is_no_part_of_the_norm(max_norm: Any) -> None:
+    """As in torch's clip_grad_norm_, which leaves out a parameter whose grad is None."""
+    model = Heads().double()
+    model.spare = nn.Linear(50, 50).double()
+    used = Heads().double()
+    strategies = [Strategy(OptimSpec("sgd", lr=1.0), [Exchange(Ones(), of="gradients")], max_norm=max_norm)] * 2
+    trainers = [fit(net, strategy, max_steps=1)[0] for net, strategy in zip((model, used), strategies)]
+    for name, p in trainers[1].nodes.params.items():
+        torch.testing.assert_close(trainers[0].nodes.params[name], p, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("of", ["moments", ["exp_avg", "exp_avg_sq"]])

@@ -250,7 +250,8 @@ class Optimizer:
         `gaps`: the rows without a gradient, and the number of rows.
         """
         missing, num_rows = gaps
-        if self.max_norm is not None:
+        if self.max_norm is not None:  # an exchange of codes may give values where no node has a gradient
+            grads = {name: _without(g, missing.get(name, ()), num_rows) for name, g in grads.items()}
             grads, _ = clip_grad_norm(grads, _own(self.max_norm, nodes), inplace=inplace)
         params, grads, state = widened((params, grads, state), num_rows)
         skipped = {name: x.tolist() for name, x in state.pop(SKIPPED, {}).items()}
@@ -367,6 +368,18 @@ def unit_rule(spec: OptimSpec) -> Any:
 def _alike(values: list[Any]) -> list[Any]:
     """Return one value if all are equal."""
     return values[:1] if values.count(values[0]) == len(values) else values
+
+
+def _without(grad: Tensor, rows: Collection[int], num_rows: int) -> Tensor:
+    """Return a gradient, `[1 or rows, *]`, that is 0 in these of all rows.
+
+    >>> _without(torch.ones(2, 1), {1}, 2).tolist(), _without(torch.ones(1, 1), {0, 1}, 2).tolist()
+    ([[1.0], [0.0]], [[0.0]])
+    """
+    if not rows:
+        return grad
+    some = [i in rows for i in range(num_rows)] if len(grad) == num_rows else [len(rows) == num_rows]
+    return grad.masked_fill(torch.tensor(some, device=grad.device).view(-1, *[1] * (grad.dim() - 1)), 0.0)
 
 
 def _now_skipped(skipped: list[int], made: list[int], missing: Collection[int]) -> list[int]:
