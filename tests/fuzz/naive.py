@@ -413,7 +413,7 @@ class DeMo(Module):
             total += q
             senders += sent
         self.world.gather(min(self.k, total.numel()) * (8 + BYTES))
-        return inverse_dct(total / senders.clamp(min=1))
+        return inverse_dct(self.world.blur(total / senders.clamp(min=1)))
 
 
 # ---------------------------------------------------------------------------------------------- around an exchange

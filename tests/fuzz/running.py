@@ -10,6 +10,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ def work(name: str, seed: int, count: int, worker: int, workers: int, seconds: f
     recorded.MIN_PASSES = 3  # so that cases, which are short, go by lists of operations
     warnings.simplefilter("ignore")
     module, report, start = campaign(name), Report(name), time.monotonic()
-    tally: Counter[str] = getattr(module, "tally", Counter[str]())
+    tally: Any = getattr(module, "tally", Counter())
     for case in islice(module.cases(seed, count), worker, None, workers):
         outcome = attempt(module, case)
         if report.add(outcome) and isinstance(outcome, Failure):
