@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import vecgym
 from vecgym import OptimSpec, Trainer, VecgymWarning
-from vecgym.availability import Dropout
+from vecgym.availability import Dropout, Trace
 from vecgym.clock import Compute
 from vecgym.data import Batches
 from vecgym.strategy import (
@@ -212,6 +212,28 @@ def test_gradients_that_are_exchanged_twice(engine: str) -> None:
     exchanges = [Exchange(Mean(), of="gradients"), Exchange(Mean(), of="gradients")]
     trainer, _ = fit(Experts().double(), Strategy(spec, exchanges), engine=engine)
     assert_nodes(trainer, plain(Experts().double(), make, 0))
+
+
+@pytest.mark.parametrize("model", [Heads, lambda: nn.Sequential(nn.Linear(4, 2))])
+def test_processes_whose_node_is_absent_agree(model: Any) -> None:
+    """They take the step of the parameters that all hold together."""
+    table = torch.tensor([[True] * K, [False, True, True], [True, False, False], [True] * K])
+    strategy = AllReduceStrategy(OptimSpec("sgd", lr=0.1, weight_decay=0.5))
+    found = []
+    for options in ({}, {"backend": "processes", "num_processes": K}):
+        torch.manual_seed(0)
+        net = model().double()
+        net.spare = nn.Linear(1, 1).double()
+        loss = None if model is Heads else lambda net, batch: F.cross_entropy(net[0](batch[0]), batch[1])
+        trainer = Trainer(net, data(), loss_fn=loss)
+        settings: dict[str, Any] = {"max_steps": 4, "batch_size": B, "device": "cpu", "progress": False, **options}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*never had a gradient")
+            trainer.fit(strategy, K, availability=Trace(table, rejoin="shared"), **settings)
+        found.append(trainer)
+        assert torch.equal(trainer.nodes.params["spare.weight"][0], net.spare.weight)
+    for name, p in found[0].nodes.params.items():
+        torch.testing.assert_close(found[1].nodes.params[name], p, rtol=0, atol=1e-12)
 
 
 class Ones(Average):
