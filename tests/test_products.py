@@ -100,15 +100,21 @@ class Naive:
             return step >= 0 and self.weights[step] == 1
         return step >= 0 and (self.weights is not None or (step + 1) % self.every == 0)
 
-    def trains(self, step: int, there: list[int], seed: int) -> list[int]:
+    def trains(self, step: int, present: list[list[int]], seed: int) -> list[int]:
+        """Those who are drawn where a round begins; if all of them have left, some of the others."""
         if self.participation == 1:
-            return there
-        draws = rng.generator(seed, "participants", step // self.every)
+            return present[step]
+        number = step // self.every
+        chosen = [i for i in self.drawn(number, present[number * self.every], seed) if i in present[step]]
+        return chosen or self.drawn(number, present[step], seed)
+
+    def drawn(self, number: int, there: list[int], seed: int) -> list[int]:
+        draws = rng.generator(seed, "participants", number)
         return [there[i] for i in sample_nodes(len(there), max(1, round(self.participation * len(there))), draws)]
 
-    def senders(self, step: int, there: list[int], seed: int) -> list[int]:
+    def senders(self, step: int, present: list[list[int]], seed: int) -> list[int]:
         heard = torch.rand(K, generator=rng.generator(seed, "lost w", step))
-        return [i for i in self.trains(step, there, seed) if not self.lost or heard[i] >= self.lost]
+        return [i for i in self.trains(step, present, seed) if not self.lost or heard[i] >= self.lost]
 
     def settled(self, moved: dict[int, float], share: float) -> list[float]:
         """Take the outer step of those with a movement, or of all; return the parameters after all of it."""
@@ -125,7 +131,7 @@ class Naive:
         return whole
 
     def step(self, step: int, w: list[float], present: list[list[int]], seed: int) -> None:
-        if self.due(step) and (senders := self.senders(step, present[step], seed)):
+        if self.due(step) and (senders := self.senders(step, present, seed)):
             takers = present[step] if self.resting == "take" and self.participation < 1 else senders
             values = w if self.rate is None else [a - b for a, b in zip(self.theta, w)]
             mean = sum(values[i] for i in senders) / len(senders)
@@ -175,7 +181,7 @@ def naive(exchanges: Sequence[Naive], gradients: bool, table: Any, rejoin: str, 
                 momentum[i] = momentum[present[t - 1][0]] if alike else momentum[i]
         training = present[t]
         for exchange in exchanges:
-            training = [i for i in training if i in exchange.trains(t, present[t], seed)]
+            training = [i for i in training if i in exchange.trains(t, present, seed)]
         mean = sum(rates[i] for i in training) / len(training)
         for i in training:
             momentum[i] = 0.5 * momentum[i] + (mean if gradients else rates[i])

@@ -384,7 +384,7 @@ def returned(world: World, folder: Path) -> dict[str, float]:
     if world.late and world.settings["strategy"] != "ad-psgd":
         server = {name: x[0] for name, x in trainer.state.params.items()}
         gaps["the server's"] = difference(of_model(world, server), server)
-    elif not kind_of(world.settings).shared:
+    elif not kind_of(world.settings).shared and not (world.table is not None and kind_of(world.settings).resting):
         gaps["the mean"] = difference({n: there[n].mean(0) for n in names}, {n: mine[n] for n in names})
         apart = [there[n] - there[n].mean(0, keepdim=True) for n in names if n in trainer.nodes.params]
         far = math.sqrt(sum(float(x.square().sum()) / len(x) for x in apart))
