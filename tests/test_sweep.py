@@ -12,6 +12,7 @@ from inspect import isfunction, signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -423,6 +424,22 @@ def test_initial_parameters_may_differ() -> None:
     check_all(result, model)
     first = [result.history(i)["val_loss"][0] for i in range(4)]
     assert first[0] == pytest.approx(first[2]) != pytest.approx(first[1])
+
+
+def test_axes_of_tensors_are_told_apart_by_their_values() -> None:
+    """Not by their text: of 2,000 numbers it shows six, and of each five digits."""
+    values = [torch.zeros(2000), torch.zeros(2000).index_fill_(0, torch.tensor([1000]), 1e-3)]
+    given: list[float] = []
+
+    def make(x: Tensor) -> nn.Module:
+        given.append(float(x.sum()))
+        return seeded_model(0)
+
+    sweep(
+        make, data(), strategy=DiLoCoStrategy("sgd", H=1, lr=0.1), grid={"x": values}, num_nodes=2, max_steps=1,
+        batch_size=4, device="cpu", progress=False,
+    )  # fmt: skip
+    assert given == [0.0, pytest.approx(1e-3)]
 
 
 @pytest.mark.parametrize("model", [lambda width: seeded_model(0, width), Scaled])
@@ -1224,6 +1241,7 @@ def test_sweeps_that_cannot_be_added() -> None:
     other: dict[str, Any] = {"lr": [0.01], "seed": [2]}
     seeds: dict[str, Any] = {"device": "cpu", "progress": False, "num_nodes": K, "max_steps": STEPS, "batch_size": 4}
     others: dict[str, tuple[SweepResult, str]] = {
+        "numpy": (enlarged(None, {**grid, "lr": list(np.array([0.01]))}), "row 0 .* is row 0 of the first"),
         "itself": (first, "row 0 of the second sweep, with lr=0.01, seed=0, is row 0 of the first"),
         "axes": (enlarged(None, {**other, "batch_size": [4]}), "only one has batch_size. Give it to both"),
         "steps": (enlarged(None, other, max_steps=9), r"differ in max_steps \(7 and 9\): what differs must be an axis"),
@@ -1440,6 +1458,14 @@ def test_the_result_reads_as_a_table(tmp_path: Path) -> None:
     assert result.best("bytes_total")["status"] == "finished"
     with pytest.raises(ValueError, match=r"'loss' is not a column.* There are cls, lr, status"):
         result.best("loss")
+
+
+def test_the_fewest_bytes_are_no_news() -> None:
+    """`best` warns of losses at the edge of an axis; a larger H always sends less."""
+    result = run_sweep(lambda H: DiLoCoStrategy("sgd", H=H, lr=0.1), {"H": [1, 2, 4]})
+    assert result.best("bytes_total")["H"] == 4
+    with pytest.warns(VecgymWarning, match="there may be better values beyond it"):
+        result.best("val_loss")
 
 
 def test_the_best_is_that_of_all_seeds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,6 +274,13 @@ def test_a_number_that_is_probably_in_another_unit_is_said(make: Callable[[], An
         make()
 
 
+def test_many_numbers_in_another_unit_are_one_warning() -> None:
+    bandwidths = torch.arange(1.0, 101.0).view(10, 10).fill_diagonal_(0.0)
+    with pytest.warns(VecgymWarning) as said:
+        Network(bandwidths)
+    assert [str(x.message).split(":")[0] for x in said] == ["bandwidth=2 is 2 bit/s"]
+
+
 def test_a_unit_is_taken_at_its_word() -> None:
     Network("200 bit/s", "5 s")
     Network.regions([2, 2], ("1 kbit/s", "2 s"), ("64 bit/s", "9 s"))

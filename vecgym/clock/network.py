@@ -77,7 +77,7 @@ class Network:
         self.all_reduce = check.choice("all_reduce", all_reduce, tuple(cost.ALL_REDUCE))
         self.all_gather = check.choice("all_gather", all_gather, tuple(cost.ALL_GATHER))
         self.bucket_bytes = check.number("bucket_bytes", bucket_bytes, "[0, inf]", BUCKET)
-        self.server_bandwidth = bits_per_second("server_bandwidth", server_bandwidth)
+        self.server_bandwidth = float(numbers("server_bandwidth", server_bandwidth, bits_per_second, dims=0))
         self.num_nodes = self._size()
 
     @classmethod
@@ -250,4 +250,5 @@ class Routes:
 def _pair(name: str, pair: Any) -> tuple[float, float]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"{name}={pair!r} must be a pair (bandwidth, latency), such as (1e9, 0.05).")
-    return bits_per_second(name, pair[0]), seconds(name, pair[1])
+    bandwidth, latency = (numbers(name, *each, dims=0) for each in zip(pair, (bits_per_second, seconds)))
+    return float(bandwidth), float(latency)

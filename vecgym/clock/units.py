@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -32,14 +33,10 @@ def _parts(name: str, text: str, pattern: re.Pattern[str], kind: str, give: str)
     return float(match[1]), *match.groups()[1:]
 
 
-# A number without a unit beyond these is probably in another unit: bit/s, seconds of a message, seconds of a step.
-SLOWEST, LATEST, LONGEST_STEP = 1e5, 1.0, 600.0
-
-
 def bits_per_second(name: str, value: Any) -> float:
     """Return a bandwidth in bits per second, from a number > 0 or a text such as "1 Gbit/s" or "100 MB/s" (bytes).
 
-    k, M, G and T stand for powers of 1000, Ki, Mi, Gi and Ti of 1024. A number below 100,000 warns.
+    k, M, G and T stand for powers of 1000, Ki, Mi, Gi and Ti of 1024.
 
     Raises:
         ValueError: for anything else.
@@ -57,10 +54,7 @@ def bits_per_second(name: str, value: Any) -> float:
         number, prefix, unit = _parts(name, value, _BANDWIDTH, "a bandwidth", give)
         bits = number * {**PREFIXES, **BINARY}[prefix] * (8.0 if unit in ("B", "byte", "bytes") else 1.0)
         return check.number(name, bits, "(0, inf)", f"bits per second, and {value!r} is not")
-    value = check.number(name, value, "(0, inf]", 'bits per second, or a text such as "1 Gbit/s"')
-    if value < SLOWEST:
-        warn(f'{name}={value:g} is {readable_bandwidth(value)}: give a unit, such as "{value:g} Mbit/s".')
-    return value
+    return check.number(name, value, "(0, inf]", 'bits per second, or a text such as "1 Gbit/s"')
 
 
 def count(name: str, value: Any) -> int:
@@ -99,7 +93,7 @@ def seconds(name: str, value: Any) -> float:
 
 
 def latency(name: str, value: Any) -> float:
-    """Return a latency in seconds, at most 10. A number from 1 on warns.
+    """Return a latency in seconds, at most 10.
 
     Raises:
         ValueError: for anything else.
@@ -117,21 +111,16 @@ def latency(name: str, value: Any) -> float:
             f"{name}={value!r} is {readable_time(delay)} for every message; give at most {LONGEST_LATENCY:g} s. For "
             f'milliseconds, give "{delay:g} ms".'
         )
-    if delay >= LATEST and not isinstance(value, str):
-        warn(f'{name}={delay:g} is {readable_time(delay)} for every message: give a unit, such as "{delay:g} ms".')
     return delay
 
 
 def step_seconds(name: str, value: Any) -> float:
-    """Return the seconds of a step. A number above 600 warns.
+    """Return the seconds of a step.
 
     >>> step_seconds("seconds", 0.4), step_seconds("seconds", "1100 ms"), step_seconds("seconds", "20 min")
     (0.4, 1.1, 1200.0)
     """
-    took = seconds(name, value)
-    if took > LONGEST_STEP and not isinstance(value, str):
-        warn(f'{name}={took:g} is {readable_time(took)} for every step: give a unit, such as "{took:g} ms".')
-    return took
+    return seconds(name, value)
 
 
 def numbers(name: str, value: Any, parse: Callable[[str, Any], float], dims: int = 1, diagonal: float = 0.0) -> Tensor:
@@ -141,6 +130,10 @@ def numbers(name: str, value: Any, parse: Callable[[str, Any], float], dims: int
         parse: (name, value) -> number.
         diagonal: replaces the diagonal of a matrix, which may hold anything: nodes send nothing to themselves.
 
+    Warns:
+        VecgymWarning: once, for numbers without a unit that are probably in another one: bandwidths below 100,000
+            bit/s, latencies from 1 s on, and steps above 600 s.
+
     Raises:
         ValueError: for anything else.
 
@@ -148,18 +141,28 @@ def numbers(name: str, value: Any, parse: Callable[[str, Any], float], dims: int
     tensor([0.0500, 0.1000], dtype=torch.float64)
     """
     plain = check.has_values(name, value).tolist() if hasattr(value, "tolist") else value
+    bare: list[float] = []  # numbers without a unit
+
+    def parsed_of(x: Any) -> float:
+        y = parse(name, x)
+        bare.extend([] if isinstance(x, str) else [y])
+        return y
+
     if not isinstance(plain, (list, tuple)):
-        return torch.tensor(parse(name, plain), dtype=torch.float64)
-    if plain and all(isinstance(row, (list, tuple)) for row in plain):
+        plain = parsed_of(plain)
+    elif plain and all(isinstance(row, (list, tuple)) for row in plain):
         if len({len(row) for row in plain}) > 1:
             raise ValueError(f"{name} has rows of {sorted({len(row) for row in plain})} numbers; give [K, K].")
-        plain = [[diagonal if i == j else parse(name, x) for j, x in enumerate(row)] for i, row in enumerate(plain)]
+        plain = [[diagonal if i == j else parsed_of(x) for j, x in enumerate(row)] for i, row in enumerate(plain)]
     else:
-        plain = [parse(name, x) for x in plain]
+        plain = [parsed_of(x) for x in plain]
     parsed = torch.tensor(plain, dtype=torch.float64)
-    if not 0 < parsed.dim() <= dims or parsed.numel() == 0 or len(set(parsed.shape)) > 1:
-        shapes = "a number or [K]" if dims == 1 else "a number, [K] or [K, K]"
+    if parsed.dim() > dims or parsed.numel() == 0 or len(set(parsed.shape)) > 1:
+        shapes = ("a number", "a number or [K]", "a number, [K] or [K, K]")[dims]
         raise ValueError(f"{name} has shape {list(parsed.shape)}; give {shapes}.")
+    worst, limit, readable, of, unit = UNUSUAL.get(parse, (max, math.inf, str, "", ""))
+    if (number := worst([limit, *bare])) != limit:
+        warn(f'{name}={number:g} is {readable(number)}{of}: give a unit, such as "{number:g} {unit}".')
     return parsed
 
 
@@ -196,3 +199,11 @@ def readable_span(values: Tensor, readable: Callable[[float], str]) -> str:
     low, high = float(entries.min()), float(entries.max())
     span = readable(low) if low == high else f"{readable(low)} to {readable(high)}"
     return span if values.dim() == 0 else f"{list(values.shape)} of {span}"
+
+
+# Numbers without a unit beyond these limits are probably in another unit: (the worst of them, limit, ...).
+UNUSUAL: dict[Any, tuple[Any, float, Callable[[float], str], str, str]] = {
+    bits_per_second: (min, 1e5, readable_bandwidth, "", "Mbit/s"),
+    latency: (max, math.nextafter(1.0, 0.0), readable_time, " for every message", "ms"),
+    step_seconds: (max, 600.0, readable_time, " for every step", "ms"),
+}

@@ -38,7 +38,7 @@ from vecgym.runs.options import (
 from vecgym.simulation import RunFacts
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven, check_synchronous
-from vecgym.sweeps.options import Point, SweepOptions, check_clock, clocks
+from vecgym.sweeps.options import Point, SweepOptions, check_clock, clocks, point_key
 
 OF_UPDATES = ("max_updates", "max_seconds")  # settings of asynchronous runs alone
 SETTINGS = (
@@ -390,7 +390,7 @@ def _made(
     what: str, function: Any, point: Point, wanted: type, made: dict[Any, Any], then: Callable[[Any], Any] = lambda x: x
 ) -> Any:
     """Return what a function returns for a point, the same object for all points with the same values of its axes."""
-    key = id(function), repr(Arguments.of(function).among(point))
+    key = id(function), point_key(Arguments.of(function).among(point))
     if key not in made:
         made[key] = then(_called(what, function, point, wanted))
     return made[key]

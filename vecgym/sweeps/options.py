@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vecgym.clock import Compute, Network
 from vecgym.core import check, rng
 from vecgym.core.check import kind_of
+from vecgym.core.objects import PLAIN
 from vecgym.records.rows import label
 from vecgym.runs.options import Count, EngineOptions, Flag, Modelled, OptionalCount, Present, SimulatedSeconds, Training
 from vecgym.strategy import Strategy
@@ -89,12 +90,28 @@ def _checked_axis(name: Any, values: Any, samples: int | None) -> list[Any] | Un
     for value in values:
         if isinstance(value, float) and math.isnan(value):
             raise ValueError(f"grid[{name!r}] has nan among its values: leave it out.")
-        plain = isinstance(value, (bool, int, float, str))
-        key = (isinstance(value, bool), value) if plain else id(value)
-        if key in keys:  # its run would count twice
+        if (key := point_key({name: value})) in keys:  # its run would count twice
             raise ValueError(f"grid[{name!r}] has {label(value)!r} twice: give each value once.")
         keys.add(key)
     return values
+
+
+def point_key(point: Point) -> Any:
+    """Return the same for points that are equal: plain values and tuples of them by value, objects by identity.
+
+    >>> point_key({"lr": 1, "betas": (0.9, 0.95)}) == point_key({"betas": (0.9, 0.95), "lr": 1.0})
+    True
+    >>> [point_key({"x": a}) == point_key({"x": b}) for a, b in [(1, True), (torch.zeros(2), torch.zeros(2))]]
+    [False, False]
+    """
+
+    def of(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(of, value))
+        value = check.plain(value)
+        return (isinstance(value, bool), value) if isinstance(value, PLAIN) else id(value)
+
+    return frozenset((name, of(value)) for name, value in point.items())
 
 
 def checked_points(points: Any) -> list[Point]:

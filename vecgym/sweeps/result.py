@@ -260,7 +260,7 @@ class SweepResult:
         tried = labelled([*rows, best])
         axes = [axis for axis in axes_of(tried) if axis != "seed"]
         notes = [*_edges([(tried[-1], "")], tried, axes, least=3), _few(best.get("runs", 0), str(over))]
-        if len(rows) > 1 and any(notes):
+        if len(rows) > 1 and any(notes) and column.startswith(("train_", "val_")):  # of bytes and seconds, no news
             flatters = f"And {column}={_cell(best[column])} flatters, as it was chosen for that: see compare(holdout=)."
             warn(" ".join([*filter(None, notes), flatters]))
         return best

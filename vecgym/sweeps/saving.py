@@ -18,6 +18,7 @@ from vecgym.records.rows import listed
 from vecgym.runs import checkpoint
 from vecgym.strategy import Strategy
 from vecgym.sweeps.configurations import DATASETS, Configuration, arguments_of, named
+from vecgym.sweeps.options import point_key
 from vecgym.sweeps.runner import Runner
 
 RANDOM = "random"
@@ -122,21 +123,25 @@ def check_joined(first: Runner, second: Runner) -> None:
     common, others = _common(first), _common(second)
     differing = [f"{name} ({x} and {others[name]})" for name, x in common.items() if repr(x) != repr(others[name])]
     of_seed = "seed" in arguments_of(second.options.strategy)
-    seeds = {_without(config, "seed"): config for config in first.configs}
+    seeds = {_but_seed(config): config for config in first.configs}
     for config in second.configs if "seed" in first.axes else ():
-        twin = seeds.get(_without(config, "seed"), config)
+        twin = seeds.get(_but_seed(config), config)
         parts = [(_of_model(c.model), {} if of_seed else _of_data(c.strategy)) for c in (twin, config)]
         if repr(parts[0]) != repr(parts[1]):
             differing = [*differing, f"the strategy or the model of {named(config.point)}, but for the seed"][:4]
     if differing:
         raise ValueError(f"the sweeps differ in {listed(differing)}: what differs must be an axis of both.")
-    points = {_without(config): config.index for config in first.configs}
+    points = {point_key(config.point): config.index for config in first.configs}
     for config in second.configs:
-        if (row := points.get(_without(config))) is not None:
+        if (row := points.get(point_key(config.point))) is not None:
             raise ValueError(
                 f"row {config.index} of the second sweep, with {named(config.point)}, is row {row} of the first: it "
                 "would count twice."
             )
+
+
+def _but_seed(config: Configuration) -> Any:
+    return point_key({name: x for name, x in config.point.items() if name != "seed"})
 
 
 def _common(runner: Runner) -> dict[str, Any]:
@@ -145,14 +150,6 @@ def _common(runner: Runner) -> dict[str, Any]:
     settings = {name: x for name, x in config.shown.items() if name not in config.point}
     data = {name: None if name in config.datasets else _of_data(config.dataset(name)).get("") for name in DATASETS}
     return {**settings, **data, "val_size": options.val_size, "val_interval": options.val_interval}
-
-
-def _without(config: Configuration, axis: str = "") -> Any:
-    """Return the point of a configuration without an axis, as a key."""
-    return tuple(sorted(
-        (name, repr(x) if isinstance(x, (bool, int, float, str)) else id(x))
-        for name, x in config.point.items() if name != axis
-    ))  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------- what is noted of a sweep
