@@ -246,11 +246,10 @@ class Part:
 
     def share_missing(self) -> None:
         """After an exchange of gradients, count a parameter as `missing` only if no node of the event has one."""
-        simulation = self.simulation
-        apart = len(simulation.here) < self.run.num_nodes and simulation.engine.chooses
-        facts = simulation.engine.facts
-        if not self.rows and self.home is not self.own and facts is not None and not facts.chooses:
-            self.missing = dict.fromkeys(facts.unused, frozenset({0}))  # no node is here to tell
+        engine, several = self.simulation.engine, len(self.simulation.here) < self.run.num_nodes
+        apart = several and engine.chooses
+        if several and not apart and not self.rows and self.home is not self.own and engine.facts is not None:
+            self.missing = dict.fromkeys(engine.facts.unused, frozenset({0}))  # no node is here to tell
             return
         if self._is_shared or not (self.missing or apart):  # there may be several exchanges of gradients in a step
             return
