@@ -1097,6 +1097,7 @@ def test_rates_of_parameters_that_are_stored_once() -> None:
     assert sweep(model, data, strategy=made, grid={"lr": [0.1]}, **given).history(0)["lr"] == trainer.history["lr"]
 
 
+@pytest.mark.filterwarnings("ignore:the seeds do not vary")
 @pytest.mark.parametrize("name", [
     "allreduce", "fedavg", "diloco", "streaming", "eager", "sparta", "gossip", "demo", "noloco", "sparseloco",
     "local-adam",

@@ -128,7 +128,7 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
     model.recomputes, model.forgets = observer.recomputes, _forgets(model, batch, kept)
     unused, written = frozenset(name for name, g in zip(params, grads) if g is None), observer.written()
     check_influence(unused, params)
-    check_written(written - params.keys())
+    check_written(written - params.keys() | written & unused)
     hooks.check_ties(model.model, mutated)
     hooked = hooks.on_gradients(model.model)
     facts = ModelFacts(  # a backward pass costs about two forward passes

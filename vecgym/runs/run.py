@@ -162,7 +162,7 @@ class Run(Generic[M]):
             self.session.rank == 0
             and self._differ
             and len(losses) >= ENOUGH_STEPS
-            and all(len(set(x)) == 1 for x in losses)
+            and all(len(set(x)) == 1 and x[0] for x in losses)  # a loss of 0 may be that of a perfect model
         ):
             warn(
                 f"all {self.options.num_nodes} nodes had the same loss in each of {len(losses)} steps, and their "
@@ -298,7 +298,7 @@ class Run(Generic[M]):
             "strategy": repr(options.strategy), "hyperparameters": described(options.strategy),
             "num_nodes": options.num_nodes, "max_steps": self.num_steps, **options.recorded,
             "device": str(self.engine.device), "backend": options.backend, "num_processes": self.session.num_processes,
-            **self._engine_settings(), "environment": environment(),
+            **self._engine_settings(), "without_gradient": [], "environment": environment(),
         }  # fmt: skip
 
     def _engine_settings(self) -> dict[str, Any]:
