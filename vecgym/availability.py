@@ -276,14 +276,12 @@ class Sampled(Availability):
             [1, 0, 1, 0]], dtype=torch.int32))
     """
 
+    sampled = True
+
     def __init__(self, fraction: float, H: int = 1, rejoin: Rejoin = "shared") -> None:
         self.fraction = check.number("fraction", fraction, "(0, 1]", "the share of the nodes in a round")
         self.H = check.integer("H", H, what="the steps of a round")
         self.rejoin = checked_rejoin(rejoin)
-
-    @property
-    def sampled(self) -> bool:
-        return True
 
     def present(self, run: Facts) -> Table:
         def of_round(number: int) -> Tensor:

@@ -163,10 +163,9 @@ def why_behind(runs: dict[str, dict[int, vecgym.History]], exchanges: int) -> st
     usual = int(OPTIONS["steps"][1] // OPTIONS["H"][1])
     if exchanges >= usual or not {"fedavg", "diloco"} <= runs.keys():
         return ""
-    fedavg, diloco = (
-        [history.last("val_loss") or 0.0 for history in runs[name].values()] for name in ("fedavg", "diloco")
-    )
-    if sum(diloco) / len(diloco) <= sum(fedavg) / len(fedavg):
+    losses = ([history.last("val_loss") for history in runs[name].values()] for name in ("fedavg", "diloco"))
+    fedavg, diloco = (sum(of_seeds) / len(of_seeds) for of_seeds in losses)
+    if not diloco > fedavg:  # also if one has diverged
         return ""
     return (
         "diloco is behind fedavg: its outer momentum builds up from exchange to exchange, and this run has "

@@ -169,28 +169,25 @@ def has_values(name: str, value: Any) -> Any:
     return value
 
 
-def real(name: str, values: Any, columns: int = 0) -> np.ndarray:
-    """Return a list of numbers, or of as many numbers as there are columns, as an array of float64.
+def real(name: str, values: Any, give: str = "a list of numbers") -> np.ndarray:
+    """Return a list of numbers, or of such lists, as an array of float64.
 
     Raises:
         TypeError: for anything else.
 
-    >>> real("points", [(1.0, 2.0), (3, 4)], columns=2).shape
+    >>> real("points", [(1.0, 2.0), (3, 4)]).shape
     (2, 2)
     >>> real("values", "abc")
     Traceback (most recent call last):
     ...
     TypeError: values is of type str; give a list of numbers.
     """
-    give = f"pairs of numbers, [N, {columns}]" if columns else "a list of numbers"
     try:
-        found = np.asarray(has_values(name, values))
-        if found.dtype.kind in "biuf" and found.ndim > 0 and (not columns or found.shape[1:] == (columns,)):
+        found = values.detach().double().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+        if found.dtype.kind in "biuf" and found.ndim > 0:
             return found.astype(np.float64)
-    except (TypeError, ValueError, RuntimeError):  # ragged, or a tensor that requires grad
+    except (TypeError, ValueError, NotImplementedError):  # ragged, complex, or without values
         pass
-    if columns and isinstance(values, (list, tuple)) and not values:
-        return np.zeros((0, columns))
     raise TypeError(f"{name} is {kind_of(values)}; give {give}.")
 
 

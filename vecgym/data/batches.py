@@ -276,8 +276,7 @@ class Batches:
         return self.iterate()
 
     def _request(self, step: int) -> tuple[int, Tensor]:
-        epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
-        first = step_of_epoch * self.batch_size
+        epoch, first, _ = self._spot(step, None)
         return step, self._order(epoch)[:, first : first + self.batch_size]
 
     def _order(self, epoch: int, keep: int = 1) -> Tensor:

@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
-from torch import Tensor
 
 from vecgym.core import check
 
@@ -49,10 +48,7 @@ def new_figure(width: float, height: float, columns: int = 1, **settings: Any) -
 
 def vector(name: str, values: Any) -> np.ndarray:
     """Convert one number for each step to an array `[T]`."""
-    try:
-        array = values.detach().double().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values, np.float64)
-    except (TypeError, ValueError, NotImplementedError):  # the last one: from a tensor on the meta device
-        raise TypeError(f"{name} is {check.kind_of(values)} without numbers; give one for each step, [T].") from None
+    array = check.real(name, values, "a number for each step, [T]")
     if array.ndim != 1 or len(array) == 0:
         raise ValueError(f"{name} has shape {list(array.shape)}; give one number for each step, [T].")
     return array

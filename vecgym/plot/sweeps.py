@@ -304,7 +304,10 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     >>> pareto_front([(1.0, 5.0), (2.0, 6.0), (3.0, 1.0), (3.0, 2.0)])
     [0, 2]
     """
-    pairs = check.real("points", points, columns=2).tolist()
+    array = check.real("points", points, give := "pairs of numbers, [N, 2]")
+    if array.shape[1:] != (2,) and array.size:
+        raise TypeError(f"points has shape {list(array.shape)}; give {give}.")
+    pairs = array.tolist()
     order = sorted(range(len(pairs)), key=pairs.__getitem__)
     front: list[int] = []
     for i in order:

@@ -262,24 +262,6 @@ def _rank(
     return len(values) - len(finite), sign * float(np.mean(finite)) if finite else math.nan
 
 
-def at_edges(point: Mapping[str, Any], rows: Rows, axes: Iterable[str], least: int = 2) -> Iterator[tuple[str, str]]:
-    """Yield the axes of numbers of which a point has the smallest or the largest value that was tried, and which it is.
-
-    Args:
-        least: how many values an axis must have.
-
-    >>> rows = [{"H": H, "lr": lr, "kind": kind} for H in (1, 5, 9) for lr in (0.1, 0.2) for kind in "ab"]
-    >>> list(at_edges({"H": 5, "lr": 0.2, "kind": "a"}, rows, ["H", "lr", "kind"]))
-    [('lr', 'largest')]
-    """
-    for axis in axes:
-        values = {row[axis] for row in rows}
-        if all(map(check.is_number, values)) and len(values) >= least:
-            for end, which in ((min(values), "smallest"), (max(values), "largest")):
-                if point[axis] == end:
-                    yield axis, which
-
-
 def select(rows: Rows, where: Mapping[str, Any] | None) -> list[Row]:
     """Select the rows with these values, or for which these functions of a value are true.
 

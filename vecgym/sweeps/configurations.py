@@ -25,7 +25,7 @@ from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.data.checks import is_factory
 from vecgym.engine import Engine, hooks
 from vecgym.engine.contract import with_loss
-from vecgym.records.rows import groups, label, listed
+from vecgym.records.rows import label, listed
 from vecgym.runs.options import (
     FitOptions,
     check_clocks,
@@ -109,6 +109,10 @@ class Configuration:
             options = SimpleNamespace(**self.settings, compute=self.compute, dataloader_kwargs=loader)
             presence = presence_of(options, self.num_steps, shards)
         return RunFacts(self.num_nodes, self.num_steps, self.settings["seed"], presence, shards, self.plan)
+
+    def key(self, but: str = "") -> Any:
+        """Return the same for configurations with the same values of the axes, but for one of these."""
+        return point_key({name: value for name, value in self.point.items() if name != but})
 
     @cached_property
     def train(self) -> Batches:
@@ -412,23 +416,18 @@ def varied(configs: Sequence[Configuration], over: str) -> dict[str, bool]:
 
     Without two such configurations there is nothing to say: {}.
     """
-    rows = [dict(config.point) for config in configs]
-    of_row = {id(row): config for row, config in zip(rows, configs)}
-    repeats = [[of_row[id(row)] for row in group] for group in groups(rows, over) if len(group) > 1]
-    if not repeats:
-        return {}
-    sources: dict[str, Callable[[Configuration, Configuration], bool]] = {
-        "the initial weights": lambda a, b: not _same_weights(a.model, b.model),
-        "the order of the data": lambda a, b: a.settings["shuffle"] and _other(a, b, "seed"),
-        "the partition": lambda a, b: not alike(*(x.dataset("train_dataset") for x in (a, b))) or (
-            not is_factory(a.dataset("train_dataset")) and a.settings["shuffle"] and _other(a, b, "seed")
-        ),
-        "masks": lambda a, b: _other(a, b, "seed"),
-    }  # fmt: skip
+    first: dict[Any, Configuration] = {}
+    of_over = [config for config in configs if over in config.point]
+    pairs = [(a, b) for b in of_over if (a := first.setdefault(b.key(over), b)) is not b]
+    masks = any(a.settings["seed"] != b.settings["seed"] for a, b in pairs)
+    order = any(a.settings["shuffle"] and a.settings["seed"] != b.settings["seed"] for a, b in pairs)
+    data = [(a.dataset("train_dataset"), b.dataset("train_dataset")) for a, b in pairs]
     return {
-        what: any(differs(group[0], other) for group in repeats for other in group[1:])
-        for what, differs in sources.items()
-    }
+        "the initial weights": any(not _same_weights(a.model, b.model) for a, b in pairs),
+        "the order of the data": order,
+        "the partition": any(not alike(a, b) for a, b in data) or (order and not is_factory(data[0][0])),
+        "masks": masks,
+    } if pairs else {}  # fmt: skip
 
 
 def in_words(varied: Mapping[str, bool], over: str) -> str:
@@ -456,10 +455,6 @@ def tell_of_seeds(configs: Sequence[Configuration], model: Any) -> None:
     else:
         why = "model= is a function that does not take the seed"
     warn(SAME_WEIGHTS.format(why=why))
-
-
-def _other(a: Configuration, b: Configuration, setting: str) -> bool:
-    return bool(a.settings[setting] != b.settings[setting])
 
 
 def _same_weights(a: nn.Module, b: nn.Module) -> bool:

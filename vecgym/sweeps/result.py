@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 import os
 from collections import Counter
@@ -21,7 +22,6 @@ from vecgym.records.history import History
 from vecgym.records.rows import (
     MeanDifference,
     Row,
-    at_edges,
     averaged,
     axes_of,
     check_over,
@@ -536,10 +536,21 @@ def _of_the_best(shown: list[Row], rows: list[Row], axis: str, over: str, key: A
 
 
 def _edges(points: Iterable[tuple[Row, str]], rows: list[Row], axes: Iterable[str], least: int = 2) -> list[str]:
-    """Say of which axes the best points have the smallest or the largest value; each point comes with its name."""
+    """Say of which axes of numbers the best points have the smallest or the largest value that was tried.
+
+    Args:
+        points: each with its name.
+        least: how many values an axis must have.
+
+    >>> rows = [{"H": H, "lr": lr, "kind": kind} for H in (1, 5, 9) for lr in (0.1, 0.2) for kind in "ab"]
+    >>> _edges([({"H": 5, "lr": 0.2, "kind": "a"}, "")], rows, ["H", "lr", "kind"])
+    ['lr=0.2, the best, is the largest that was tried: there may be better values beyond it.']
+    """
+    tried = {axis: {row[axis] for row in rows} for axis in axes}
+    numbers = {axis: v for axis, v in tried.items() if len(v) >= least and all(map(check.is_number, v))}
     found: dict[tuple[str, str], list[str]] = {}
-    for point, name in points:
-        for axis, which in at_edges(point, rows, axes, least):
+    for (point, name), (axis, values) in itertools.product(points, numbers.items()):
+        for which in [which for which, end in (("smallest", min), ("largest", max)) if point[axis] == end(values)]:
             found.setdefault((f"{axis}={_cell(point[axis])}", which), []).append(name)
     return [
         f"{value}, the best{f' for {listed(names)}' if all(names) else ''}, is the {which} that was tried: "

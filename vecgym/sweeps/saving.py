@@ -18,13 +18,13 @@ from vecgym.records.rows import listed
 from vecgym.runs import checkpoint
 from vecgym.strategy import Strategy
 from vecgym.sweeps.configurations import DATASETS, Configuration, arguments_of, named
-from vecgym.sweeps.options import point_key
 from vecgym.sweeps.runner import Runner
 
 RANDOM = "random"
 SAME_MODEL = "the row with the same model"  # the first one
 FORM = 2  # of the file
 SAMPLES = 8  # steps at which learning rates are compared
+Facts = dict[str, Any]  # of a configuration: name -> plain value
 
 
 class ResultsFile:
@@ -123,25 +123,21 @@ def check_joined(first: Runner, second: Runner) -> None:
     common, others = _common(first), _common(second)
     differing = [f"{name} ({x} and {others[name]})" for name, x in common.items() if repr(x) != repr(others[name])]
     of_seed = "seed" in arguments_of(second.options.strategy)
-    seeds = {_but_seed(config): config for config in first.configs}
+    seeds = {config.key("seed"): config for config in first.configs}
     for config in second.configs if "seed" in first.axes else ():
-        twin = seeds.get(_but_seed(config), config)
+        twin = seeds.get(config.key("seed"), config)
         parts = [(_of_model(c.model), {} if of_seed else _of_data(c.strategy)) for c in (twin, config)]
         if repr(parts[0]) != repr(parts[1]):
             differing = [*differing, f"the strategy or the model of {named(config.point)}, but for the seed"][:4]
     if differing:
         raise ValueError(f"the sweeps differ in {listed(differing)}: what differs must be an axis of both.")
-    points = {point_key(config.point): config.index for config in first.configs}
+    points = {config.key(): config.index for config in first.configs}
     for config in second.configs:
-        if (row := points.get(point_key(config.point))) is not None:
+        if (row := points.get(config.key())) is not None:
             raise ValueError(
                 f"row {config.index} of the second sweep, with {named(config.point)}, is row {row} of the first: it "
                 "would count twice."
             )
-
-
-def _but_seed(config: Configuration) -> Any:
-    return point_key({name: x for name, x in config.point.items() if name != "seed"})
 
 
 def _common(runner: Runner) -> dict[str, Any]:
@@ -213,45 +209,42 @@ def _places(saved: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[Any
 def _differences(saved: list[dict[str, Any]], rows: list[dict[str, Any]], places: list[Any]) -> list[str]:
     """Say what differs from the saved rows of which some are nowhere among the rows."""
     if len(saved) == len(rows):
-        return checkpoint.differences(*_first_differences(_packed(saved), _packed(rows)))
+        return checkpoint.differences(*_first_differences(saved, rows))
     lost = places.index(None)
     closest = min(rows, key=lambda row: sum(repr(x) != repr(row.get(name)) for name, x in saved[lost].items()))
     counts = f"number of configurations: saved {len(saved)}, given {len(rows)}, without row {lost} of the file. There:"
     return [counts, *checkpoint.differences(saved[lost], {**closest, SAME_MODEL: saved[lost][SAME_MODEL]})]
 
 
-def _packed(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return all of the first row, and in what the others differ from that."""
+def _packed(rows: list[Facts]) -> list[Facts]:
+    """Return the first row, and of each other one what differs from that."""
     first = rows[0]
-    packed = {**first, "number of configurations": len(rows)}
-    for number, row in enumerate(rows[1:], 1):
-        for name in {**first, **row}:
-            own = row.get(name, checkpoint.NOTHING)
-            if repr(own) != repr(first.get(name, checkpoint.NOTHING)):
-                packed[f"{name} of row {number}"] = own
-    return packed
+    pairs = ((row, {**first, **row}) for row in rows[1:])
+    return [first, *({name: _in(row, name) for name in names if _unlike(first, row, name)} for row, names in pairs)]
 
 
-def _unpacked(packed: dict[str, Any]) -> list[dict[str, Any]]:
+def _unpacked(packed: list[Facts]) -> list[Facts]:
     """Return the rows again."""
-    values = dict(packed)
-    count, first, own = values.pop("number of configurations"), dict[str, Any](), dict[int, dict[str, Any]]()
-    for name, value in values.items():
-        of_all, _, number = name.partition(" of row ")
-        (own.setdefault(int(number), {}) if number else first)[of_all] = value
-    rows = [{**first, **own.get(number, {})} for number in range(count)]
+    rows = [packed[0], *({**packed[0], **own} for own in packed[1:])]
     return [{name: value for name, value in row.items() if value != checkpoint.NOTHING} for row in rows]
 
 
-def _first_differences(saved: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return each value in the first row in which it differs, saved and now, by the name to show; see `_packed`."""
+def _in(row: Facts, name: str) -> Any:
+    return row.get(name, checkpoint.NOTHING)
+
+
+def _unlike(a: Facts, b: Facts, name: str) -> bool:
+    return repr(_in(a, name)) != repr(_in(b, name))
+
+
+def _first_differences(saved: list[Facts], rows: list[Facts]) -> tuple[Facts, Facts]:
+    """Return each value in the first row in which it differs, saved and now, by the name to show."""
     first: dict[str, tuple[str, Any, Any]] = {}
-    for name in {**saved, **now}:
-        of_all = name.partition(" of row ")[0]
-        a, b = (values.get(name, values.get(of_all, checkpoint.NOTHING)) for values in (saved, now))
-        if repr(a) != repr(b):
-            first.setdefault(of_all, (name, a, b))
-    return {name: a for name, a, _ in first.values()}, {name: b for name, _, b in first.values()}
+    for number, (a, b) in enumerate(zip(saved, rows)):
+        for name in {**a, **b}:
+            if name not in first and _unlike(a, b, name):
+                first[name] = (f"{name} of row {number}" if number else name, _in(a, name), _in(b, name))
+    return {name: x for name, x, _ in first.values()}, {name: x for name, _, x in first.values()}
 
 
 def _of_row(config: Configuration) -> dict[str, Any]:
