@@ -107,7 +107,7 @@ def difference(a: Any, b: Any) -> float:
 
 def rounding_decides(settings: Settings, seed: int, twin: Seen, gaps: dict[str, float]) -> bool:
     """Whether the twin, started a little elsewhere, ends about as far from itself as the library does."""
-    moved = [compare(of_twin(settings, seed, nudge=i + 1), twin) for i in range(3)]
+    moved = [compare(of_twin(settings, seed, nudge=i + 1), twin) for i in range(8)]
     return all(gap <= TOLERANCE or gap <= 1e3 * max(found[name] for found in moved) for name, gap in gaps.items())
 
 

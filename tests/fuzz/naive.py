@@ -409,7 +409,7 @@ class DeMo(Module):
             X = dct(delta[piece])
             sent = strongest(X, self.k)
             q = torch.where(sent, X, 0.0)
-            delta[piece] -= inverse_dct(q)
+            delta[piece] -= inverse_dct(self.world.blur(q))
             total += q
             senders += sent
         self.world.gather(min(self.k, total.numel()) * (8 + BYTES))
