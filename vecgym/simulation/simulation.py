@@ -468,12 +468,20 @@ class Simulation:
         return self._result(0, state)
 
     def _result(self, group: int, state: State) -> Result:
-        rule, table = getattr(self.groups[group].algorithm, "result", None), self.table_of(group)
-        members = trained = self.members(state.tick - 1, group)
-        if state.tick and hasattr(table, "trained") and any(map(self.engine.changes, self.engine.buffers)):
-            trained = table.trained(state.tick - 1)
+        rule = getattr(self.groups[group].algorithm, "result", None)
+        return Result(state.params if rule is None else rule(state), *self.averaged(state.tick, group))
+
+    def averaged(self, tick: int, group: int = 0) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Return the nodes whose parameters' and whose buffers' means are the run's model before a tick.
+
+        None: all, and the same.
+        """
+        table = self.table_of(group)
+        members = trained = self.members(tick - 1, group)
+        if tick and hasattr(table, "trained") and any(map(self.engine.changes, self.engine.buffers)):
+            trained = table.trained(tick - 1)
         same = trained == members or (members is None and len(trained or ()) == self.run.num_nodes)
-        return Result(state.params if rule is None else rule(state), members, None if same else trained)
+        return members, None if same else trained
 
     def members(self, tick: int, group: int = 0, exchanged: bool = True) -> tuple[int, ...] | None:
         """Return the nodes whose parameters' mean is the run's model after a tick, counted from 0; None: all.

@@ -377,11 +377,11 @@ class Chunk:
         """Add columns to the rows of the present step."""
         columns: dict[int, dict[str, Any]] = {}
         unlike = len({config.val and config.val.sizes for config in self.configs}) > 1
-        results = {c: self.simulation.result(self.state, c) for c in self.training}
-        some = any(x.members or x.trained for x in results.values())  # each model is the mean of some of the nodes
-        if len(self.configs) == 1 or unlike or any(self.presences) or some:
-            for c, result in results.items():
-                columns[c] = self._evaluated([self.configs[c]], self.simulation.alone(self.state, c), result)[0]
+        some = any(any(self.simulation.averaged(self.state.tick, group)) for group in {*self._groups})
+        if len(self.configs) == 1 or unlike or any(self.presences) or some:  # a model is the mean of some of the nodes
+            for c in self.training:
+                measured, result = self.simulation.alone(self.state, c), self.simulation.result(self.state, c)
+                columns[c] = self._evaluated([self.configs[c]], measured, result)[0]
         else:
             own, shared = self.state.own, self.state.shared
             params, buffers = self.simulation.parameters(own, shared), self.simulation.buffers(own, shared)
