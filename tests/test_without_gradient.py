@@ -17,6 +17,7 @@ from vecgym import OptimSpec, Trainer, VecgymWarning
 from vecgym.availability import Dropout, Trace
 from vecgym.clock import Compute
 from vecgym.data import Batches
+from vecgym.optim import Optimizer
 from vecgym.strategy import (
     ADPSGDStrategy,
     AllReduceStrategy,
@@ -180,6 +181,32 @@ def test_a_model_that_chooses_is_trained_as_by_torch(model: Any, optimizer: str,
     expected = plain(model().double(), make, H, 0.5 if H else float("inf"))
     # torch keeps NAdam's product of momenta in float32.
     assert_nodes(trainer, expected, 1e-7 if optimizer == "nadam" else 1e-12)
+
+
+def test_a_group_with_a_value_for_each_node_keeps_it_where_gradients_are_exchanged() -> None:
+    """The nodes drift apart, so that their parameters are not stored once."""
+    decay = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    nodes = iter(decay.tolist())
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        *others, weight, bias = params
+        return torch.optim.AdamW([{"params": others}, {"params": [weight, bias], "weight_decay": next(nodes)}], lr=0.1)
+
+    spec = OptimSpec("adamw", lr=0.1, param_groups=lambda name, p: {"weight_decay": decay} if "heads.2" in name else {})
+    assert_nodes(fit(Heads().double(), AllReduceStrategy(spec))[0], plain(Heads().double(), make, 0))
+
+
+def test_a_group_with_a_value_for_each_node_may_begin_without_a_gradient() -> None:
+    """The first step of some nodes, none of which uses the group's parameter, says nothing about the group."""
+    momentum = torch.tensor([0.0, 0.5, 0.9])
+    spec = OptimSpec("sgd", lr=0.1, param_groups=lambda name, p: {"momentum": momentum} if name == "v" else {})
+    optimizer, params = Optimizer(spec), {name: torch.zeros(2, 1) for name in ("v", "w")}
+    state = optimizer.init(params)
+    for step in range(3):
+        grads = {name: torch.ones(2, 1) for name in params}
+        missing = {} if step else {"v": [0, 1]}
+        params, state = optimizer.step(params, grads, state, step, 0.1, nodes=[0, 2], missing=missing)
+    torch.testing.assert_close(params["v"], torch.tensor([[-0.2], [-0.1 - 0.19]]))
 
 
 @pytest.mark.parametrize("engine", ["auto", "loop"])

@@ -72,7 +72,7 @@ class Optimizer:
         check_schedule(lr_scheduler, warmup_steps, cosine_anneal)
         self.lr_scheduler, self.warmup_steps, self.cosine_anneal = lr_scheduler, warmup_steps, cosine_anneal
         self._rule = spec.rule()
-        self._per_node: bool | None = None if spec.param_groups else _has_several(spec.kwargs)
+        self._per_node = spec.param_groups is not None or _has_several(spec.kwargs)  # as far as known before `init`
         self._unit: Any = None  # of a merged one: the rule at rate 1
         self._num_rates: int | None = None  # of neighbouring rows
         self._reset_caches()
@@ -105,7 +105,7 @@ class Optimizer:
     @property
     def per_node(self) -> bool:
         """Whether a setting has a value for each node, so that nodes with equal gradients drift apart."""
-        return _has_several([self.spec.kwargs, self.max_norm])
+        return self._per_node or _has_several([self.max_norm])
 
     def check(self, num_nodes: int, max_steps: int, whose: str) -> None:
         """Raise a ValueError if there are not as many values as nodes or steps, or if the schedule fails."""
@@ -117,6 +117,7 @@ class Optimizer:
 
     def init(self, params: Tree) -> Slots:
         """Return the state before the first step, for parameters `[1 or rows, *]`."""
+        self._per_node = any(_has_several(spec.kwargs) for spec, _, _ in self.spec.groups(params))
         return {slot: x for slot, x in self._rule.init(params).items() if slot != "step"}
 
     def lr(self, counts: Counts, max_steps: int, nodes: Sequence[int] | None = None) -> Any:
@@ -162,18 +163,16 @@ class Optimizer:
         values = [lr, *leaves(self.spec.kwargs)] if nodes is None else []
         sizes = [x.shape[-1] for x in values if isinstance(x, Tensor) and x.dim() > 0]
         num_rows = max(len(counts), *map(len, leaves([params, grads, state])), *sizes)
-        one = self._step_of_some if skips else self._step
         if num_rows == 1 or not exact:
-            gaps = [(missing, num_rows)] if skips else []
-            return one(params, grads, state, counts, lr, inplace, nodes, *gaps)
+            return self._step(params, grads, state, counts, lr, inplace, nodes, (missing, num_rows) if skips else None)
         ids = range(num_rows) if nodes is None else nodes
         # A kernel rounds the last values of a tensor, which fill no vector register, in another way than the others:
         # which values these are must not depend on the other nodes.
         stepped = []
         for i in range(num_rows):
             p, g, s = (take_rows(x, torch.tensor([i])) for x in (params, grads, state))
-            gaps = [({name: [0] if i in rows else [] for name, rows in missing.items()}, 1)] if skips else []
-            stepped.append(one(p, g, s, _of_row(counts, i), _of_row(lr, i), inplace, ids[i : i + 1], *gaps))
+            gaps = ({name: [0] for name, rows in missing.items() if i in rows}, 1) if skips else None
+            stepped.append(self._step(p, g, s, _of_row(counts, i), _of_row(lr, i), inplace, ids[i : i + 1], gaps))
         return join_rows([p for p, _ in stepped]), join_rows([s for _, s in stepped])
 
     @property
@@ -221,39 +220,18 @@ class Optimizer:
 
     def _step(
         self, params: Tree, grads: Tree, state: Slots, counts: list[int], lr: Any, inplace: bool,
-        nodes: Sequence[int] | None,
+        nodes: Sequence[int] | None, gaps: tuple[Gaps, int] | None = None,
     ) -> tuple[Tree, Slots]:  # fmt: skip
+        """Clip, and step where there are gradients; `gaps`: the rows without one, and the number of rows."""
+        missing, num_rows = ({}, 0) if gaps is None else gaps
+        params, grads, state = (params, grads, state) if gaps is None else widened((params, grads, state), num_rows)
         if self.max_norm is not None:
+            gone = {name: placed(torch.tensor(sorted(x)), grads[name].device) for name, x in missing.items() if x}
+            if gone:  # an exchange of codes may give values where no node has a gradient
+                grads = {name: g.index_fill(0, gone[name], 0.0) if name in gone else g for name, g in grads.items()}
             grads, _ = clip_grad_norm(grads, _own(self.max_norm, nodes), inplace=inplace)
-        return self._updated(params, grads, state, (counts, counts), lr, inplace, nodes)
-
-    def _updated(
-        self, params: Tree, grads: Tree, state: Slots, counts: tuple[list[int], list[int]], lr: Any, inplace: bool,
-        nodes: Sequence[int] | None, **gaps: Gaps,
-    ) -> tuple[Tree, Slots]:  # fmt: skip
-        """Call the rule: settings go by the first counts, the rule's own arithmetic by the steps made."""
-        by, made = counts
-        with_step = {"step": torch.stack(made) if isinstance(made[0], Tensor) else torch.tensor(made), **state}
-        if self._unit is not None and inplace and len(made) == len(by) == 1 and _is_rows(lr) and self._few(params):
-            return self._scaled(params, grads, with_step, lr)
-        rule = self._rule_at(params, by, nodes)
-        params, new = rule.update(params, grads, with_step, lr=lr, inplace=inplace, **gaps)
-        del new["step"]
-        return params, new
-
-    def _step_of_some(
-        self, params: Tree, grads: Tree, state: Slots, counts: list[int], lr: Any, inplace: bool,
-        nodes: Sequence[int] | None, gaps: tuple[Gaps, int],
-    ) -> tuple[Tree, Slots]:  # fmt: skip
-        """Step where there are gradients: together the parameters that have made equally many steps.
-
-        `gaps`: the rows without a gradient, and the number of rows.
-        """
-        missing, num_rows = gaps
-        if self.max_norm is not None:  # an exchange of codes may give values where no node has a gradient
-            grads = {name: _without(g, missing.get(name, ()), num_rows) for name, g in grads.items()}
-            grads, _ = clip_grad_norm(grads, _own(self.max_norm, nodes), inplace=inplace)
-        params, grads, state = widened((params, grads, state), num_rows)
+        if gaps is None:
+            return self._updated(params, grads, state, (counts, counts), lr, inplace, nodes)
         skipped = {name: x.tolist() for name, x in state.pop(SKIPPED, {}).items()}
         each = counts * (num_rows if len(counts) == 1 else 1)
         made = {name: [n - abs(m) for n, m in zip(each, skipped.get(name, [0] * num_rows))] for name in params}
@@ -270,11 +248,25 @@ class Optimizer:
         }
         return new, slots
 
+    def _updated(
+        self, params: Tree, grads: Tree, state: Slots, counts: tuple[list[int], list[int]], lr: Any, inplace: bool,
+        nodes: Sequence[int] | None, **gaps: Gaps,
+    ) -> tuple[Tree, Slots]:  # fmt: skip
+        """Call the rule: settings go by the first counts, the rule's own arithmetic by the steps made."""
+        by, made = counts
+        with_step = {"step": torch.stack(made) if isinstance(made[0], Tensor) else torch.tensor(made), **state}
+        if self._unit is not None and inplace and len(made) == len(by) == 1 and _is_rows(lr) and self._few(params):
+            return self._scaled(params, grads, with_step, lr)
+        rule = self._rule_at(by, nodes)
+        params, new = rule.update(params, grads, with_step, lr=lr, inplace=inplace, **gaps)
+        del new["step"]
+        return params, new
+
     def _step_by_count(
         self, params: Tree, grads: Tree, state: Slots, counts: tuple[list[int], dict[str, list[int]]], lr: Any,
         inplace: bool, nodes: Sequence[int] | None, missing: Gaps,
     ) -> tuple[Tree, Slots]:  # fmt: skip
-        """Call the rule for each number of steps made, and restore the rows without a gradient."""
+        """Call the rule once for the parameters with equally many steps, and restore the rows without a gradient."""
         by, made = counts
         new, slots, groups = dict(params), {slot: dict(x) for slot, x in state.items()}, dict[Any, list[str]]()
         for name, steps in made.items():
@@ -318,10 +310,8 @@ class Optimizer:
         del new["step"]
         return params, new
 
-    def _rule_at(self, params: Tree, counts: list[int], nodes: Sequence[int] | None) -> Any:
+    def _rule_at(self, counts: list[int], nodes: Sequence[int] | None) -> Any:
         """Return the rule with the values of these nodes and steps."""
-        if self._per_node is None:  # param_groups decides parameter by parameter
-            self._per_node = any(_has_several(spec.kwargs) for spec, _, _ in self.spec.groups(params))
         spec, rule = (self.spec, self._rule) if nodes is None or not self._per_node else self._of_nodes(tuple(nodes))
         of_step = spec.at_each(lambda of_step: of_rows(of_step, counts if len(counts) > 1 else counts[0]))
         return rule if of_step is spec else of_step.rule()
@@ -368,18 +358,6 @@ def unit_rule(spec: OptimSpec) -> Any:
 def _alike(values: list[Any]) -> list[Any]:
     """Return one value if all are equal."""
     return values[:1] if values.count(values[0]) == len(values) else values
-
-
-def _without(grad: Tensor, rows: Collection[int], num_rows: int) -> Tensor:
-    """Return a gradient, `[1 or rows, *]`, that is 0 in these of all rows.
-
-    >>> _without(torch.ones(2, 1), {1}, 2).tolist(), _without(torch.ones(1, 1), {0, 1}, 2).tolist()
-    ([[1.0], [0.0]], [[0.0]])
-    """
-    if not rows:
-        return grad
-    some = [i in rows for i in range(num_rows)] if len(grad) == num_rows else [len(rows) == num_rows]
-    return grad.masked_fill(torch.tensor(some, device=grad.device).view(-1, *[1] * (grad.dim() - 1)), 0.0)
 
 
 def _now_skipped(skipped: list[int], made: list[int], missing: Collection[int]) -> list[int]:
