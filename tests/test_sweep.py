@@ -1233,6 +1233,8 @@ def test_sweeps_are_added() -> None:
     assert [row["lr"] for row in more.compare("lr")] == [0.01, 0.02, 0.1]
     priced = both.price(Network(1e6), Compute(0.1))
     assert len({row["sim_seconds"] for row in priced.rows}) == 1
+    apart = [part.price(Network(1e6), {"a": Compute(0.1), "b": Compute(0.2)}) for part in parts]  # equal, not the same
+    assert len(apart[0] + apart[1]) == 16
 
 
 def test_sweeps_that_cannot_be_added() -> None:

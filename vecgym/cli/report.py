@@ -16,7 +16,7 @@ from vecgym.records.columns import COLUMNS, UPDATE_COLUMNS, X_AXES, column_label
 
 ROWS = 10  # of a history, at its end
 BEFORE = 8  # steps that a timeline shows before the first exchange
-ONE_SEED = "Each run has one seed: small differences may be chance. vecgym.compare says so of runs of several seeds."
+ONE_SEED = "Each run has one seed: small differences may be chance. vecgym.compare compares runs of several seeds."
 SUMMARY = ("train_loss", "val_loss", "bytes_total", "seconds", "sim_seconds")
 # A browser then refuses scripts, and whatever is not in the file.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"

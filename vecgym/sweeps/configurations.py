@@ -253,12 +253,9 @@ def _is_of_axes(data: Any, axes: set[str]) -> bool:
         return True
     if not arguments.names or arguments.names & {"rank", "num_nodes", "train"}:
         return False
-    try:
-        signature.bind(0, 1, True)
-    except TypeError:  # an axis may be missing: that is said with the other functions of axes
-        return True
+    # An axis may be missing, which is said with the other functions of axes.
     several = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
-    return len(arguments.required) < 2 and not several
+    return not several and not (len(arguments.names) >= 3 and len(arguments.required) in (2, 3))
 
 
 def arguments_of(part: Any) -> frozenset[str]:

@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from vecgym.collectives.ledger import Ledger, readable_bytes
 from vecgym.core import check, nodes
 from vecgym.core.errors import warn
 from vecgym.core.files import write_atomically
+from vecgym.core.objects import same
 from vecgym.records.columns import column_label, larger_is_better
 from vecgym.records.history import History
 from vecgym.records.rows import (
@@ -171,7 +172,7 @@ class SweepResult:
         if set(self.axes) != set(other.axes):
             different = listed(sorted(set(self.axes) ^ set(other.axes)))
             raise ValueError(f"the sweeps differ in their axes: only one has {different}. Give it to both.")
-        if self._clocks != other._clocks:
+        if not same(self._clocks, other._clocks):
             raise ValueError("the sweeps are priced for unlike networks: add first, (a + b).price(network, compute).")
         check_joined(self._runner, other._runner)
         return SweepResult(self._runner.joined(other._runner), self._clocks)
@@ -476,7 +477,7 @@ def _clocks_of(config: Configuration, clocks: Sequence[Timing]) -> Sequence[Timi
     """Return what a configuration is priced for: all clocks, or those of its own compute; None: it is not priced."""
     if config.strategy.asynchronous or not clocks:
         return [None]
-    return [clock for clock in clocks if clock.compute is config.compute] or clocks
+    return [clock for clock in clocks if same(clock.compute, config.compute)] or clocks
 
 
 def _label_of(value: Any, axis: str, rows: list[Row]) -> Any:
@@ -651,7 +652,7 @@ def _checked_runs(runs: Any) -> dict[str, list[History]]:
     return by_name
 
 
-def _vary(runs: Iterable[list[History]]) -> str:
+def _vary(runs: Collection[list[History]]) -> str:
     """Say what the seeds of separate runs vary; warn if it is not the initial weights. "": it is not known."""
     starts = [[h.rows[0].get("val_loss") if h.rows and h.rows[0].get("step") == 0 else None for h in each]
               for each in runs]  # fmt: skip
@@ -660,7 +661,8 @@ def _vary(runs: Iterable[list[History]]) -> str:
     weights = any(len(set(each)) > 1 for each in starts)
     if not weights:
         warn(SAME_WEIGHTS.format(why="all runs begin with the same validation loss"))
-    return in_words({"the initial weights": weights, "the order of the data": True, "masks": True}, "seed")
+    shuffled = any(history.settings.get("shuffle", True) for each in runs for history in each)
+    return in_words({"the initial weights": weights, "the order of the data": shuffled, "masks": True}, "seed")
 
 
 def _rows_of(name: str, histories: Iterable[History], column: str) -> Iterator[Row]:
