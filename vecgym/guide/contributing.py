@@ -116,6 +116,7 @@ validation and a clock add theirs.
 | a column of the history | `COLUMNS` in `vecgym/records/columns.py` | `tests/test_trainer.py` |
 | a plot | a function in a file of `vecgym/plot/` that returns a figure | `tests/test_plot.py`; look at it |
 | a benchmark | `benchmarks/NAME.py` that prints a table, says how long it takes, and has `--quick` | `benchmarks/test_benchmarks.py` |
+| a surprise about a real library on valid input | `findings/NAME.sh`: the guess before the run, then the run, on pinned public packages in a temporary folder, without vecgym; it fails if the behaviour changes | none: it runs outside of CI |
 | a command | `vecgym/cli/NAME.py` with `options(parser)` and `run(args)`, a row in `COMMANDS` | `tests/test_commands.py` |
 | a page of this guide | `vecgym/guide/NAME.py`, one docstring; a row in README's table and in `vecgym/guide/__init__.py` | `tests/test_readme.py`, `.ci/docs` |
 | a package | on a floor, in `FLOORS` of `tests/test_floors.py` and in the picture above | `tests/test_floors.py`, `tests/test_api.py` |
