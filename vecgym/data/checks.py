@@ -100,9 +100,10 @@ def check_examples(dataset: Any, name: str) -> None:
             'or loader.dataset of a DataLoader, or one split such as splits["train"]'
         )
     if (size := columns_of(dataset)) is not None:
+        count = f"{len(dataset)} example{'s'[: len(dataset) - 1]}"
         raise TypeError(
-            f"{name} is {describe(dataset)}: {len(dataset)} examples, not {size}. Fix: torch.utils.data.TensorDataset"
-            f"({', '.join('xyzabcde'[: len(dataset)])}) of tensors; for {len(dataset)} examples, torch.stack(...)"
+            f"{name} is {describe(dataset)}: {count}, not {size}. Fix: torch.utils.data.TensorDataset"
+            f"({', '.join('xyzabcde'[: len(dataset)])}) of tensors; for {count}, torch.stack(...)"
         )
     if size_of(name, dataset, "give one whose len() is the number of its examples") == 0:
         raise ValueError(f"{name} is empty. Allowed: at least one example")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class ResultsFile:
     def __init__(self, runner: Runner) -> None:
         self.path, self.runner = _checked(runner.options.resume), runner
         self.rows = _of_each(runner.configs)
-        self._known: dict[int, dict[str, Any]] = {}  # row -> what was computed of it
+        self._computed = functools.cache(self._compute)
         self.facts: dict[str, Any] = {
             "identity": _shared(runner), "rows": _packed(self.rows), "keep_models": runner.options.keep_models,
             "computed": {row: self._computed(row) for row in _distinct(runner.configs)},
@@ -88,10 +89,8 @@ class ResultsFile:
         apart = (row for row, values in enumerate(rows) if models[row] is not models[values[SAME_MODEL]])
         return differing or [f"row {row} had the same model as row {rows[row][SAME_MODEL]}" for row in apart][:1]
 
-    def _computed(self, row: int) -> dict[str, Any]:
+    def _compute(self, row: int) -> dict[str, Any]:
         """Return checksums of a row's first batches, and its loss of node 0's, at its initial weights."""
-        if row in self._known:
-            return self._known[row]
         config = self.runner.configs[row]
         train, of = f"{checkpoint.FIRST_BATCH} of {config.num_nodes} nodes", f"of {config.num_nodes} nodes"
         values: dict[str, Any] = {train: _checksum(*(config.train.batch(0) for _ in range(2)))}
@@ -100,7 +99,6 @@ class ResultsFile:
             values[f"first batch of the validation data {of}"] = _checksum(*read)
         if not values[train].startswith(RANDOM):
             values["loss of the initial model"] = _initial_loss(config, self.runner.options.device)
-        self._known[row] = values
         return values
 
 
@@ -177,9 +175,7 @@ def _of_each(configs: list[Configuration]) -> list[dict[str, Any]]:
     described: dict[tuple[Any, int], dict[str, Any]] = {}
 
     def once(describe: Callable[[Any], dict[str, Any]], x: Any) -> dict[str, Any]:
-        if (key := (describe, id(x))) not in described:
-            described[key] = describe(x)
-        return described[key]
+        return described.get((describe, id(x))) or described.setdefault((describe, id(x)), describe(x))
 
     def of(config: Configuration) -> dict[str, Any]:
         values = {**_of_row(config), SAME_MODEL: first_with[id(config.model)], **once(_of_model, config.model)}
