@@ -361,7 +361,7 @@ def _checked_weights(weights: Sequence[float] | None, num_nodes: int, groups: Gr
 
 
 def factors_of(weights: Tensor, average: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the rows of n nodes that count, and what to multiply them by before a sum or mean; None: nothing.
+    """Return the rows that count, and their factors in a sum or mean of these rows; None: all factors are 1.
 
     >>> factors_of(torch.tensor([3.0, 0.0, 1.0]), average=True), factors_of(torch.tensor([2.0, 0.0, 2.0]), True)[1]
     ((tensor([0, 2]), tensor([1.5000, 0.5000])), None)

@@ -33,7 +33,7 @@ class DistributedCollectives(Collectives):
 
     Bytes handed to torch.distributed by each process (`wire.handed_bytes`), for a payload of b bytes per node in the
     ledger: `mean`, `sum`, `server_mean`: b for each group of nodes that it shares with other processes, of bfloat16 and
-    float16 2 b, since what a process adds up is float32;
+    float16 2 b, since partial sums are float32;
     `all_gather`: L b; `broadcast`: b at the source; `permute`, `mix`: b for each of its nodes' values and each other
     process that receives it. With one node per process this is the ledger's payload. With `exact`: L b.
 

@@ -234,10 +234,8 @@ class Run(Generic[M]):
     def average(self) -> M:
         """Return a copy of the model with the mean of the present nodes; all processes must call this."""
         result = self.simulation.result(self.state)
-        values = average({**self._all_params(), **result.params, **self.state.buffers}, self.comm, result.members)
-        if result.trained is not None:
-            values |= average(self.state.buffers, self.comm, result.trained)
-        return nodes.fill(self.model, values)
+        params = average({**self._all_params(), **result.params}, self.comm, result.members)
+        return nodes.fill(self.model, params | average(self.state.buffers, self.comm, result.of_buffers))
 
     def _observe(self, event: Event, draft: Draft) -> None:
         """Measure the nodes' distance before the first event after their training."""

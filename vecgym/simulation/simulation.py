@@ -157,7 +157,7 @@ class Part:
         self.made = self.counts if event.made is None else simulation.counts_here(event, event.made)
         self.losses: Tensor | None = None
         self.missing: Missing = {}
-        self._is_shared = False  # what is missing, since an exchange of gradients
+        self._is_shared = False  # whether `missing` is that of an exchange of gradients
         self.precomputed: Local | None = None  # gradients that were computed together with other groups'
         self.num_read = self._num_steps = 0
 
@@ -254,17 +254,16 @@ class Part:
         if self._is_shared or not (self.missing or apart):  # there may be several exchanges of gradients in a step
             return
         self._is_shared = True
-        names, num_rows = list(self.params), len(self.rows) // self.size
-        lacking = {name: self.missing.get(name, frozenset()) for name in names}
-        of_all = [[all(c * num_rows + i in lacking[name] for i in range(num_rows)) for name in names]
-                  for c in range(self.size)]  # fmt: skip
-        if apart:
-            of_process = torch.tensor(of_all).expand(num_rows, -1)
-            of_all = [self.comm.everyone({"missing": of_process})["missing"].all(0).tolist()]
+        num_rows = len(self.rows) // self.size
         width = num_rows if self.home is self.own else 1
-        rows = {name: [c * width + i for c in range(self.size) if of_all[c][n] for i in range(width)]
-                for n, name in enumerate(names)}  # fmt: skip
-        self.missing = {name: frozenset(some) for name, some in rows.items() if some}
+        configs = {name: [c for c in range(self.size) if some.issuperset(range(c * num_rows, (c + 1) * num_rows))]
+                   for name, some in self.missing.items()}  # fmt: skip
+        if apart:
+            here = torch.tensor([[bool(configs.get(name)) for name in self.params]]).expand(num_rows, -1)
+            everywhere = self.comm.everyone({"missing": here})["missing"].all(0).tolist()
+            configs = {name: [0] for name, lacking in zip(self.params, everywhere) if lacking}
+        self.missing = {name: frozenset(c * width + i for c in some for i in range(width))
+                        for name, some in configs.items() if some}  # fmt: skip
 
     @property
     def _steps_on_views(self) -> bool:
@@ -346,7 +345,8 @@ class Part:
     @property
     def read_at(self) -> int | list[int]:
         """The step count at which these rows read next: one number, or one for each row."""
-        return _later(self.simulation.counts_here(self.event, self.event.reads_at), self.num_read)
+        own = self.event.own
+        return _later(self.counts if own is None else self.simulation.counts_here(self.event, own), self.num_read)
 
     def check_reads(self, *, at_end: bool) -> None:
         """Raise a ValueError if these rows have read more batches than their event declares, or fewer at its end."""

@@ -192,8 +192,8 @@ class Lockstep:
         marks: in the order in which they happen within a tick.
         trains: which of the present nodes train; None: all of them.
         train: the method; not "train" if nodes exchange something before the optimizer's step.
-        resting: if `trains` draws nodes for rounds, what the others do: "take" what a server sends, or "keep" what they
-            have.
+        resting: if `trains` draws nodes for rounds: the others "take" the parameters that a server sends, or "keep"
+            their own.
 
     >>> half = Lockstep(RunFacts(num_nodes=4, num_steps=3), trains=lambda step, rows: rows[step % 2 :: 2])
     >>> for (event,) in half.ticks():

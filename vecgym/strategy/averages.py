@@ -969,7 +969,7 @@ def outer_spec(
 
 
 def _same_names(name: str, found: Any, given: Tree) -> Tree:
-    """Return what a user's function made of tensors by name, if that is such a dict."""
+    """Check that a user's function returned a dict with the names that it was given."""
     if not isinstance(found, Mapping) or found.keys() != given.keys():
         raise TypeError(f"{name} returned {found!r:.60}; return a dict of tensors with the names that it was given.")
     return dict(found)

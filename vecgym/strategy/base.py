@@ -321,7 +321,7 @@ class Strategy(LocalTraining):
         self.exchanges[part.event.info.of.exchange].agree(part)
 
     def settle(self, part: Part) -> None:
-        """Change what all share by what was agreed on, of whose nodes none is left."""
+        """Use a message of an exchange that no node is left to write."""
         self.exchanges[part.event.info.of.exchange].settle(part)
 
     def write(self, part: Part) -> None:

@@ -16,6 +16,7 @@ An exchange is an event, `meet`. If what is agreed on is used later, or by other
 
 from __future__ import annotations
 
+import bisect
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,7 +88,7 @@ class Exchange(Member, Settings):
         pattern: "strided" deals out the model's blocks to the fragments in turn; "sequential" keeps neighbours
             together.
         participation: the fraction of the nodes, drawn anew for each round (at least one), that trains and takes part;
-            see `vecgym.availability` for those that are drawn again. Exchanges of one strategy that draw them have the
+            see `vecgym.availability` for nodes that are drawn again. Exchanges of one strategy that draw nodes need the
             same `every`.
         resting: what the others do then: "take" what a server sends to them, or "keep" what they have. None: "take"
             with a `ServerMean` whose result is the same for all, else "keep".
@@ -447,10 +448,10 @@ class Exchange(Member, Settings):
             return None
 
         def who(step: int, rows: Sequence[int]) -> Sequence[int]:
-            """Those who are drawn from the nodes that are there when a round begins; who leaves is not replaced."""
+            """Draw from the nodes that are present when a round begins; a node that leaves is not replaced."""
             number, first = self._when.count(step // self.unit), step
-            while run.presence is not None and first and self._when.count((first - 1) // self.unit) == number:
-                first -= 1
+            if run.presence is not None:  # the count never falls
+                first = bisect.bisect_left(range(step), number, key=lambda t: self._when.count(t // self.unit))
             began = rows if first == step else run.there(first) or range(run.num_nodes)
             left = set(drawn(self.participation, began, run.seed, number)).intersection(rows)
             return sorted(left) or drawn(self.participation, rows, run.seed, number)
@@ -560,7 +561,7 @@ class Exchange(Member, Settings):
         blend(part, self._weight(part), messages=self.late == "change")  # a value is written in part
 
     def settle(self, part: Part) -> None:
-        """Use a message that none is left to write: what all share changes, and the message is dropped."""
+        """Use a message that no node is left to write: the shared values change, and the message is dropped."""
         average, of = self.average, part.event.info.of
         for label, _, _ in self._values(part):
             at = self._at(part, label)
@@ -600,7 +601,7 @@ class Exchange(Member, Settings):
             at = self._at(part, label, due=Due(when.count(step), step, Of(self._index)))
             new = self._kept(self.average(grads, at), grads, at)
         part.share_missing()
-        # Who takes the gradients may overwrite them, and an average may return what it remembers.
+        # The optimizer may overwrite the gradients, and an average may return tensors that it remembers.
         held = [rows[name] for rows in _trees(part) for name in {*rows.whole, *rows.assigned}
                 if part.inplace and name.startswith(f"{label}/") and name in rows]  # fmt: skip
         return nodes.unshared(new, held) if held else new
