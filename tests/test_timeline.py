@@ -287,5 +287,6 @@ def test_a_unit_is_taken_at_its_word() -> None:
     Network(1e5, 0.99)
     for compute in (Compute("20 min"), Compute.lognormal("20 min", 0.1), Compute(600.0), Compute.from_flop(1e20, 1e12)):
         assert compute.seconds >= 600
+    assert Compute.measured([700.0, 700.0]).seconds == 700  # nobody has typed it
     with pytest.raises(ValueError, match="'1e400 Gbit/s' is not"):
         Network("1e400 Gbit/s")

@@ -107,7 +107,14 @@ class Availability(ABC):
 
     Attributes:
         rejoin: what a node begins with when it returns: "own", "shared" or "neighbour".
+        sampled: whether the nodes of a round are drawn; see above for what follows from it.
+        own_epochs: whether an epoch of a node is a pass over its own examples; else it is as long as the longest shard.
 
+    >>> from vecgym.availability import Dropout, LocalSteps, Sampled
+    >>> Sampled(0.5).sampled, (Dropout(0.1) & Sampled(0.5)).sampled, Dropout(0.1).sampled
+    (True, True, False)
+    >>> (Sampled(0.5, H=10) & LocalSteps(epochs=1, H=10)).own_epochs, LocalSteps([5, 10], H=10).own_epochs
+    (True, False)
     >>> class Halves(Availability):
     ...     rejoin = "shared"
     ...     def present(self, run):
@@ -121,26 +128,8 @@ class Availability(ABC):
     """
 
     rejoin: Rejoin = "own"
-
-    @property
-    def sampled(self) -> bool:
-        """Whether the nodes of a round are drawn; see above for what follows from it.
-
-        >>> from vecgym.availability import Dropout, Sampled
-        >>> Sampled(0.5).sampled, (Dropout(0.1) & Sampled(0.5)).sampled, Dropout(0.1).sampled
-        (True, True, False)
-        """
-        return False
-
-    @property
-    def own_epochs(self) -> bool:
-        """Whether an epoch of a node is a pass over its own examples; else it is as long as the longest shard.
-
-        >>> from vecgym.availability import LocalSteps, Sampled
-        >>> (Sampled(0.5, H=10) & LocalSteps(epochs=1, H=10)).own_epochs, LocalSteps([5, 10], H=10).own_epochs
-        (True, False)
-        """
-        return False
+    sampled: bool = False
+    own_epochs: bool = False
 
     @property
     def server(self) -> bool:
@@ -186,14 +175,8 @@ class Both(Availability):
 
     def __init__(self, first: Availability, second: Availability) -> None:
         self.first, self.second, self.rejoin = first, second, first.rejoin
-
-    @property
-    def sampled(self) -> bool:
-        return self.first.sampled or self.second.sampled
-
-    @property
-    def own_epochs(self) -> bool:
-        return self.first.own_epochs or self.second.own_epochs
+        self.sampled = first.sampled or second.sampled
+        self.own_epochs = first.own_epochs or second.own_epochs
 
     def check(self, run: Facts) -> None:
         self.first.check(run)
@@ -450,7 +433,7 @@ class LocalSteps(Availability):
         self.epochs = check.optional_integer("epochs", epochs, what="a node's passes over its examples in a round")
 
     @property
-    def own_epochs(self) -> bool:
+    def own_epochs(self) -> bool:  # type: ignore[override]
         return self.epochs is not None
 
     def check(self, run: Facts) -> None:

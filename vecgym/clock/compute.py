@@ -14,6 +14,7 @@ from vecgym.clock.units import numbers, readable_span, readable_time, step_secon
 from vecgym.clock.units import seconds as in_seconds
 from vecgym.core import check, rng
 from vecgym.core.errors import warn
+from vecgym.core.objects import altered
 from vecgym.records.history import History
 
 BLOCK = 1024  # steps whose random numbers are drawn together
@@ -69,11 +70,9 @@ class Compute:
         tensor([[0.2706, 0.4371],
                 [0.7427, 0.5323]], dtype=torch.float64)
         """
-        compute = cls(0.0, **options)
-        compute.seconds = numbers("median", median, step_seconds)
-        compute.sigma = check.number("sigma", sigma, "[0, 100]", "the standard deviation of the logarithm")
-        compute.seed = check.seed("seed", seed)
-        return compute
+        median = numbers("median", median, step_seconds)
+        sigma = check.number("sigma", sigma, "[0, 100]", "the standard deviation of the logarithm")
+        return altered(cls(0.0, **options), seconds=median, sigma=sigma, seed=check.seed("seed", seed))
 
     @classmethod
     def from_flop(
@@ -98,9 +97,7 @@ class Compute:
         flop = check.number("flop", flop, "(0, inf)", "floating point operations of a step of one node")
         utilization = check.number("utilization", utilization, "(0, 1]", "the fraction of peak_flops that is reached")
         peak = numbers("peak_flops", peak_flops, partial(check.number, within="(0, inf)", what="a number or [K]"))
-        compute = cls(0.0, **options)
-        compute.seconds = numbers("seconds", flop / (utilization * peak), in_seconds)
-        return compute
+        return altered(cls(0.0, **options), seconds=numbers("seconds", flop / (utilization * peak), in_seconds))
 
     @classmethod
     def measured(cls, history: Any, *, nodes_at_once: int | None = None, **options: Any) -> Compute:
@@ -127,7 +124,8 @@ class Compute:
         if len(step_seconds) == 0:
             raise ValueError("the history has too few steps to measure: train at least two, or give Compute(seconds).")
         count = nodes if nodes_at_once is None else check.integer("nodes_at_once", nodes_at_once)
-        return cls(float(np.median(step_seconds)) / count, **options)
+        seconds = numbers("seconds", float(np.median(step_seconds)) / count, in_seconds)
+        return altered(cls(0.0, **options), seconds=seconds)  # no mistake in a unit
 
     @property
     def num_nodes(self) -> int | None:
