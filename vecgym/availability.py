@@ -16,7 +16,7 @@ A node that returns begins with what `rejoin` says:
 
 Where nodes are drawn for each round, by `Sampled` or by the `participation` of an exchange, the rule is one:
 
-- The nodes of round r are those that `drawn` draws.
+- `drawn` draws the nodes of round r.
 - Data and random numbers follow a node's own steps: it goes on where its data ended.
 - The learning rate follows the run's steps: a schedule is the server's, and the nodes of a round have the same rate.
 - An optimizer's own count, such as Adam's, is that of the node's own steps, as its moments are.
@@ -410,7 +410,7 @@ class LocalSteps(Availability):
         H: steps of a round; the strategy's.
         epochs: instead of `steps`: passes of each node over its own examples in a round, in batches of `batch_size`:
             each example once in a pass, shuffled anew, the last batch smaller. (Where `fit` deals one dataset to the
-            nodes, a pass is over what the epoch's deal has for the node.)
+            nodes, a pass is over the examples that the epoch's deal gives the node.)
 
     Raises:
         ValueError: for neither or both of steps and epochs; at `fit` for another number of nodes and for n_i > H.

@@ -394,13 +394,13 @@ class Family:
     def late(self, H: int, network: Network, utilization: float) -> dict[str, Any]:
         """Return tau, the number of fragments, and the least tau that this network needs; None without a tau."""
         ledger, first = self.ledger(H)
-        late = [kind for kind in ledger.by_step()[0] if kind.lag]
-        goal = utilization * (1 - ROUNDING)
-        need = None
-        if self.pace(H, network)[1] < goal:
-            need = least_lag(ledger, lambda later: pace(later, first, network, self.compute)[1] >= goal)
-        parts = len({kind.tensors for kind in late})
-        return {"tau": latest(ledger) or None, "fragments": parts or None, "required_tau": need}
+        parts = {kind.tensors for kind in ledger.by_step()[0] if kind.lag}
+
+        def enough(later: Ledger) -> bool:
+            return pace(later, first, network, self.compute)[1] >= utilization * (1 - ROUNDING)
+
+        need = least_lag(ledger, enough) if parts and not enough(ledger) else None
+        return {"tau": latest(ledger) or None, "fragments": len(parts) or None, "required_tau": need}
 
     def required_H(self, network: Network, utilization: float) -> tuple[float, str | None]:
         """Return the least H; if none is enough, inf and the reason."""

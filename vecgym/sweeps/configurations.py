@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class Data:
     def __init__(self, options: SweepOptions) -> None:
         self.options = options
         self._batches: dict[Any, Any] = {}
-        self._forms: dict[int, Any] = {}
+        self.form = functools.cache(self._form)
         self.plans: dict[Any, AsyncPlan] = {}
 
     def batches(self, kind: Callable[..., Any], dataset: Any, **settings: Any) -> Any:
@@ -64,11 +65,9 @@ class Data:
             self._batches[key] = kind(dataset, **settings, **common)
         return self._batches[key]
 
-    def form(self, batches: Batches) -> Any:
+    def _form(self, batches: Batches) -> Any:
         """Return the shapes and dtypes of the first batch."""
-        if id(batches) not in self._forms:
-            self._forms[id(batches)] = [(x.shape[1:], x.dtype) for x in tree.leaves(batches.batch(0))]
-        return self._forms[id(batches)]
+        return [(x.shape[1:], x.dtype) for x in tree.leaves(batches.batch(0))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,11 +235,12 @@ class Arguments(NamedTuple):
 
 
 def datasets_of_axes(options: SweepOptions, axes: Iterable[str]) -> dict[str, Any]:
-    """Return the datasets that are functions of axes, and no datasets or factories (rank, num_nodes, train) of such."""
+    """Return the datasets that are given as functions of axes: name -> function."""
     return {name: vars(options)[name] for name in DATASETS if _is_of_axes(vars(options)[name], set(axes))}
 
 
 def _is_of_axes(data: Any, axes: set[str]) -> bool:
+    """Whether `data` is a function of axes, called by names, and not a factory, called (rank, num_nodes, train)."""
     if not is_factory(data):
         return False
     try:
@@ -440,7 +440,7 @@ def in_words(varied: Mapping[str, bool], over: str) -> str:
 
 
 def tell_of_seeds(configs: Sequence[Configuration], model: Any) -> None:
-    """Warn where runs that differ in their seeds alone begin with the same weights, unless these are no random ones."""
+    """Warn where runs that differ in their seeds alone begin with the same random weights."""
     weights = [p for p in configs[0].model.parameters() if p.requires_grad]
     random = any(p.numel() > 1 and p.device.type != "meta" and bool((p != p.flatten()[0]).any()) for p in weights)
     if not random or varied(configs, "seed").get("the initial weights", True):

@@ -244,8 +244,8 @@ class SweepResult:
                 many they are. None: each run by itself, so that the luckiest seed wins.
             where: of these rows only: axis -> its value, or a function of a value that is true.
 
-        Its value flatters, the more the more configurations there are: it was chosen for that value, by one validation
-        set and these seeds. Runs with other seeds, or `compare(holdout=...)`, say how good it is.
+        The value is optimistic, the more so the more configurations there were to choose from, since one validation set
+        and these seeds decided. Runs with other seeds, or `compare(holdout=...)`, say how good the configuration is.
 
         Warns:
             VecgymWarning: if it has the smallest or the largest of three or more values of an axis, beyond which there
@@ -570,7 +570,7 @@ class Comparison(list[Row]):
     """The rows of a comparison, shown as a table with notes.
 
     Attributes:
-        notes: what it rests on, and what it leaves open.
+        notes: texts about the seeds, the edges of axes and the choice of the best.
     """
 
     def __init__(self, rows: Iterable[Row], notes: Iterable[str] = ()) -> None:
