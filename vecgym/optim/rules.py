@@ -498,13 +498,11 @@ class _Node:
     def load(self, state: OptState, fresh: Gaps) -> None:
         """Load the explicit state into the optimizer, tensors as views."""
         self.optimizer.state.clear()
-        held = [(slot, name, x[self.i]) for kind in ("tensors", "numbers") for slot, tree in state[kind].items()
-                for name, x in tree.items() if self.i not in fresh.get(name, ())]  # fmt: skip
-        for slot, name, x in held:
-            if name in state["tensors"].get(slot, {}):
-                self.loaded[slot, name] = self.optimizer.state[self.params[name]][slot] = x
-            else:
-                self.optimizer.state[self.params[name]][slot] = x.item()
+        for kind in ("tensors", "numbers"):
+            for slot, tree in state[kind].items():
+                for name in [name for name in tree if self.i not in fresh.get(name, ())]:
+                    value = tree[name][self.i] if kind == "tensors" else tree[name][self.i].item()
+                    self.loaded[slot, name] = self.optimizer.state[self.params[name]][slot] = value
         places = self.places()
         for place, values in state["attributes"].items():
             places[place].update({key: x[self.i].item() for key, x in values.items()})

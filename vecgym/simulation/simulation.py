@@ -246,11 +246,7 @@ class Part:
 
     def share_missing(self) -> None:
         """After an exchange of gradients, count a parameter as `missing` only if no node of the event has one."""
-        engine, several = self.simulation.engine, len(self.simulation.here) < self.run.num_nodes
-        apart = several and engine.chooses
-        if several and not apart and not self.rows and self.home is not self.own and engine.facts is not None:
-            self.missing = dict.fromkeys(engine.facts.unused, frozenset({0}))  # no node is here to tell
-            return
+        apart = len(self.simulation.here) < self.run.num_nodes and self.simulation.engine.chooses
         if self._is_shared or not (self.missing or apart):  # there may be several exchanges of gradients in a step
             return
         self._is_shared = True
@@ -604,7 +600,9 @@ class Simulation:
         if self.dry or not num_rows:
             part.num_read += num_rows > 0
             wide = tree.map(lambda p: p if len(p) == num_rows > 0 else p[:1].expand(num_rows, *p.shape[1:]), params)
-            return Local(wide, next(iter(params.values())).new_empty(num_rows), {})
+            facts = None if self.dry else self.engine.facts  # without rows: no node is here that would tell
+            unused = dict.fromkeys(() if facts is None else facts.unused, frozenset[int]())
+            return Local(wide, next(iter(params.values())).new_empty(num_rows), {}, unused)
         shared = part.shared.flat("buffers")
         if size > 1:  # nodes of a configuration may share theirs, `[C, *]`
             params = params if at is None else tree.map(lambda p: _flat(p, size, num_rows // size), params)
