@@ -126,7 +126,8 @@ class StackedCollectives(Collectives):
 def reduced(x: Tensor, axis: int, average: bool, weights: Tensor | None = None) -> Tensor:
     """Sum or average the rows along `axis`, which stays, with one weight for each; see `Collectives.mean`.
 
-    A mean is never outside of the range of its values, so that of equal values is exactly their value.
+    A mean with weights is never outside of the range of its values, so that of equal values is exactly their value.
+    Without weights it is torch's mean, which in float32 and float64 may differ in the last bit.
 
     >>> x = torch.full((3,), 0.7, dtype=torch.bfloat16)
     >>> torch.equal(reduced(x, 0, True, torch.tensor([1.0, 5.0, 7.0])), x[:1])
