@@ -1247,7 +1247,10 @@ def test_sweeps_that_cannot_be_added() -> None:
         "itself": (first, "row 0 of the second sweep, with lr=0.01, seed=0, is row 0 of the first"),
         "axes": (enlarged(None, {**other, "batch_size": [4]}), "only one has batch_size. Give it to both"),
         "steps": (enlarged(None, other, max_steps=9), r"differ in max_steps \(7 and 9\): what differs must be an axis"),
-        "data": (enlarged(None, other, data(num_examples=80)), "train_dataset .*TensorDataset of 90 and .* of 80"),
+        "data": (enlarged(None, other, data(num_examples=80)), "train_dataset .*TensorDataset of 90, .* of 80"),
+        "as many other data": (
+            enlarged(None, other, data(seed=5)), r"train_dataset \(TensorDataset of 90, the first with checksum"
+        ),
         "strategy": (
             sweep(of_seed, data(), data(num_examples=10, seed=1), val_interval=3,
                   strategy=lambda lr: outer(lr, H=3), grid=other, **seeds),

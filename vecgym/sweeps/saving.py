@@ -119,7 +119,8 @@ def _checked(path: Any) -> Path:
 def check_joined(first: Runner, second: Runner) -> None:
     """Raise a ValueError if two sweeps have a configuration in common, or differ in more than the values of axes."""
     common, others = _common(first), _common(second)
-    differing = [f"{name} ({x} and {others[name]})" for name, x in common.items() if repr(x) != repr(others[name])]
+    names = [name for name in {**common, **others} if repr(common.get(name)) != repr(others.get(name))]
+    differing = [f"{name} ({common.get(name)} and {others.get(name)})" for name in names]
     of_seed = "seed" in arguments_of(second.options.strategy)
     seeds = {config.key("seed"): config for config in first.configs}
     for config in second.configs if "seed" in first.axes else ():
@@ -142,8 +143,12 @@ def _common(runner: Runner) -> dict[str, Any]:
     """Return the settings that are no axes, and what the data are, unless they are functions of axes."""
     config, options = runner.configs[0], runner.options
     settings = {name: x for name, x in config.shown.items() if name not in config.point}
-    data = {name: None if name in config.datasets else _of_data(config.dataset(name)).get("") for name in DATASETS}
-    return {**settings, **data, "val_size": options.val_size, "val_interval": options.val_interval}
+    data = {name: config.dataset(name) for name in DATASETS if name not in config.datasets}
+    texts = {name: _of_data(x)[""] for name, x in data.items()}
+    texts |= {
+        n: f"{texts[n]}, the first with {_checksum(x[0], x[0])}" for n, x in data.items() if hasattr(x, "__len__")
+    }
+    return {**settings, **texts, "val_size": options.val_size, "val_interval": options.val_interval}
 
 
 # ------------------------------------------------------------------------------------- what is noted of a sweep
