@@ -157,7 +157,7 @@ class Classifier(nn.Module):
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.net = net
+        self.net = check.instance("net", net, nn.Module, "a network whose outputs are logits, nn.Linear(20, 4) say")
         self.training = net.training
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -232,6 +232,10 @@ def trained() -> vecgym.Trainer:
     return copy.deepcopy(_trained())
 
 
+def of_seed(seed: int) -> History:
+    return History({"seed": seed}, [{"step": step, "val_loss": 2.0 + seed - step} for step in range(2)])
+
+
 def history() -> History:
     return trained().history
 
@@ -440,6 +444,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.SweepResult.to_csv": {"path": lambda: "rows.csv"},
     "vecgym.SweepResult.plot_heatmap": {"y": lambda: "lr"},
     "vecgym.SweepResult.compare": {"axis": lambda: "H", "over": lambda: "lr"},
+    "vecgym.compare": {"runs": lambda: {name: [of_seed(seed) for seed in range(3)] for name in ("FedAvg", "DiLoCo")}},
     "vecgym.load": {"path": lambda: file("run.pt")},
     "vecgym.optimize_schedule": {"strategy": lambda: lambda w: DiLoCoStrategy("sgd", lr=0.1, sync_weight=w),
                                  "H": lambda: 1, "iterations": lambda: 1},
@@ -585,6 +590,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.core.tree.path_name": {"path": lambda: ((dict, "w"),)},
     "vecgym.core.tree.form": {"x": lambda: torch.ones(2, 3)},
     "vecgym.core.tree.root": {"x": lambda: torch.ones(2)},
+    "vecgym.core.tree.wider": {"dtype": lambda: torch.bfloat16},
     "vecgym.runs.verification.Check": {"bound": lambda: 0.0, "rows": lambda: check().rows, "column": lambda: "params"},
     "vecgym.runs.verification.Report": {
         "strategy": lambda: "x", "dtype": lambda: torch.float64, "checks": lambda: (check(),)},

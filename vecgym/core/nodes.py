@@ -222,10 +222,8 @@ def join_rows(parts, sizes: Sequence[int] | None = None):
         names = dict.fromkeys(name for x in parts if x is not None for name in x)
         new = {name: join_rows([None if x is None else x.get(name) for x in parts], sizes) for name in names}
         return new if type(there) is dict else type(there)(new)
-    if isinstance(there, (list, tuple)):
-        return tree.sequence(type(there), [join_rows(each, sizes) for each in zip(*parts)])
     if not isinstance(there, Tensor):
-        return there
+        return tree.map_leaves(lambda *rows: torch.cat(rows), *parts)
     rows = [len(there)] * len(parts) if sizes is None else sizes
     return torch.cat([there.new_zeros(n, *there.shape[1:]) if x is None else x for x, n in zip(parts, rows)])
 

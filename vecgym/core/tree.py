@@ -58,7 +58,7 @@ def unflatten(leaves: Mapping[Path, Any]) -> Any:
         parts.setdefault(path[0], {})[path[1:]] = value
     (kind, _), *_ = parts
     values = {key: unflatten(part) for (_, key), part in parts.items()}
-    return values if kind is dict else sequence(kind, values.values())
+    return values if kind is dict else _sequence(kind, values.values())
 
 
 def path_name(path: Path) -> str:
@@ -107,7 +107,7 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *others: Any, kind: type = Ten
             parts = [map_leaves(fn, x, *[_at(y, both, i) for y in others], kind=kind) for i, x in enumerate(tree)]
         else:
             parts = [fn(x) if isinstance(x, kind) else map_leaves(fn, x, kind=kind) for x in tree]
-        return sequence(type(tree), parts)
+        return _sequence(type(tree), parts)
     return tree
 
 
@@ -118,12 +118,7 @@ def _at(tree: Any, kind: Any, key: Any) -> Any:
     return tree.get(key) if isinstance(tree, dict) else tree[key] if key < len(tree) else None
 
 
-def sequence(kind: Any, values: Iterable[Any]) -> Any:
-    """Build a list or a (named) tuple.
-
-    >>> sequence(tuple, [1, 2])
-    (1, 2)
-    """
+def _sequence(kind: Any, values: Iterable[Any]) -> Any:
     return kind(*values) if hasattr(kind, "_fields") else kind(values)
 
 
