@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import itertools
 import random
 import warnings
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.fitting import alone, same
 from vecgym import Trainer, VecgymWarning, sweep
@@ -406,6 +409,33 @@ def test_an_evaluation_begins_without_what_another_one_has_left(engine: str) -> 
         np.testing.assert_allclose(ours.series(column)[1], right.series(column)[1], rtol=1e-13)
 
 
+class Lora(nn.Linear):
+    """Merges its weights where it is put into eval mode, as loralib does, which begins with B = 0."""
+
+    def __init__(self, merges: bool) -> None:
+        super().__init__(4, 1, dtype=torch.float64)
+        self.a, self.b = (nn.Parameter(x.double()) for x in (torch.ones(2, 4), torch.zeros(1, 2)))
+        self.merges, self.merged = merges, False
+        self.weight.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> Lora:
+        if self.merges and self.merged == mode:
+            self.weight.data += (-1 if mode else 1) * (self.b @ self.a)
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.merged else y + x @ self.a.T @ self.b.T
+
+
+def test_weights_that_are_merged_in_place_in_eval_mode_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"0, a Lora, writes to its 'weight' in train.* merge_weights=False"):
+        fit(nn.Sequential(Lora(merges=True)), square)
+    trainer, averaged = fit(Lora(merges=False), square)
+    assert trainer.history.last("val_loss") == pytest.approx(float(square(averaged, X[:8]).detach()), rel=1e-12)
+
+
 def test_a_count_without_effect_is_told() -> None:
     def count(me: Any, x: Tensor) -> float:
         me.kept += 1
@@ -413,6 +443,17 @@ def test_a_count_without_effect_is_told() -> None:
 
     with pytest.warns(VecgymWarning, match=r"changes the model's kept, on which its results do not depend"):
         assert fit(Scaled(0, count))[1].kept == 0
+
+
+def test_a_count_of_a_loss_fn_counts_all_passes() -> None:
+    meter = SimpleNamespace(passes=0)
+
+    def loss_fn(module: nn.Module, batch: Tensor) -> Tensor:
+        meter.passes += 1
+        return square(module, batch)
+
+    fit(nn.Linear(4, 1).double(), loss_fn, engine="loop", steps=2)
+    assert meter.passes > 6
 
 
 # ------------------------------------------------------------------------------------- what node threads would share
@@ -461,6 +502,28 @@ def test_what_is_written_outside_is_not_shared_by_node_threads(by: str, engine: 
     for layer in model:  # type: ignore[attr-defined]
         layer._forward_hooks.clear()
     assert off(trainer, model, plainly) < 1e-14
+
+
+@dataclasses.dataclass
+class Config:
+    width: int = 4
+
+
+class Configured(nn.Module):
+    """Has the usual configuration, and is decorated by torch, which keep sets and lists for themselves."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config, self.layer = config, nn.Linear(config.width, 1).double()
+        self.checkpoint = functools.partial(checkpoint, use_reentrant=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.checkpoint(self.layer, x[:, : self.config.width])
+
+
+def test_what_python_and_torch_keep_for_themselves_is_no_hindrance() -> None:
+    trainer, _ = fit(Configured(Config()), square, node_threads=2, engine="loop")
+    assert trainer.history.settings["node_threads"] == 2
 
 
 def test_what_is_only_read_outside_is_no_hindrance() -> None:

@@ -299,7 +299,7 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
 LONG, MOST = 1000, 100_000  # of a longer list or dict only the length is noted; no more places are
 BOUND = (types.BuiltinMethodType, types.MethodType)
 GLOBAL_GENERATORS = {id(getattr(draw, "__self__", draw)) for draw in (random.random, np.random.rand)}
-OUTSIDE, IN_A_MODULE = 1, 2  # of the model: in a variable, a class or a function; and there in a module
+OUTSIDE, HELD = 1, 2  # of the model: in a variable, a class or a function; and there, by a module or a package
 MUTABLE = (dict, list, deque, set, np.ndarray, *GENERATORS)
 
 
@@ -436,10 +436,10 @@ class Snapshot:
             if key in ("_parameters", "_buffers", "_modules", *hooks.OF_A_MODULE):
                 for name, y in x.items():
                     of = f"{where}{point}{key}[{name}]" if key in hooks.OF_A_MODULE else f"{where}{point}{name}"
-                    self._add(y, of, outer and IN_A_MODULE, x, name)
+                    self._add(y, of, outer and HELD, x, name)
             elif key not in OF_ANY_MODULE:
                 of = "loss_fn" if key == LOSS_FN else f"{where}{point}{key}"
-                self._add(x, of, outer and IN_A_MODULE, vars(module), key)
+                self._add(x, of, outer and HELD, vars(module), key)
         self._add(type(module), type(module).__name__, OUTSIDE)
 
     def _object(self, x: Any, where: str, outer: int) -> None:
@@ -457,16 +457,21 @@ class Snapshot:
                     self._add(x, f"the class attribute {base.__name__}.{key}", OUTSIDE, base, key)
 
     def _function(self, function: types.FunctionType) -> None:
-        """Follow what is outside of a function: also of one that an installed package has made around another."""
+        """Follow what is outside of a function: of one that an installed package has made, what it is made around.
+
+        A package's own notes, such as those of torch's `checkpoint` or of a dataclass's `__repr__`, are no state.
+        """
         code, name = function.__code__, function.__name__
+        own = not _is_installed(function.__globals__.get("__name__", ""))
+        outer = OUTSIDE if own else HELD
         for key, cell in zip(code.co_freevars, function.__closure__ or ()):
-            if cell != types.CellType() and key != "__class__":
-                self._add(cell.cell_contents, f"the outer variable {key}", OUTSIDE, cell, "")
+            if cell != types.CellType() and key != "__class__" and (own or not isinstance(cell.cell_contents, MUTABLE)):
+                self._add(cell.cell_contents, f"the outer variable {key}", outer, cell, "")
         for x in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._add(x, f"a default of {name}", OUTSIDE)
-        for key, x in vars(function).items():
-            self._add(x, f"the function's attribute {name}.{key}", OUTSIDE, vars(function), key)
-        if not _is_installed(function.__globals__.get("__name__", "")):
+            self._add(x, f"a default of {name}", outer)
+        if own:
+            for key, x in vars(function).items():
+                self._add(x, f"the function's attribute {name}.{key}", outer, vars(function), key)
             self._code(code, function.__globals__, code.co_freevars)
 
     def _code(self, code: types.CodeType, scope: dict[str, Any], free: tuple[str, ...]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
+import itertools
 import math
 import re
 import traceback
@@ -19,7 +21,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from vecgym.core import check, tree
 from vecgym.core.errors import ModelError, warn
 from vecgym.core.nodes import LOSS_FN
-from vecgym.engine import hooks
+from vecgym.engine import constancy, hooks
 
 M = TypeVar("M", bound=nn.Module)
 WRAPPER = """The model is called as model(batch) and must return the mean loss over the batch as one number: give
@@ -101,6 +103,7 @@ def check_model(model: Any) -> None:
         )
     hooks.check_ties(model)
     hooks.check_hooks(model)
+    _check_train(model)
 
 
 def _check_kind(module: nn.Module, name: str) -> None:
@@ -133,6 +136,25 @@ def _check_forward(model: nn.Module) -> None:
             f"the model's forward{signature} cannot be called as forward(batch): {error}. "
             f"{fix(model, dict.fromkeys(named) or None)}"
         ) from None
+
+
+def _check_train(model: nn.Module) -> None:
+    """Raise the error for a layer that writes to its tensors in `train()` or `eval()`, as loralib merges weights."""
+    own = [(path, x) for path, x in model.named_modules() if x._parameters and type(x).train is not nn.Module.train]
+    for path, layer in own:
+        probe = copy.deepcopy(layer, constancy.shared(layer))
+        for p in (p for p in probe.parameters() if p.is_floating_point()):
+            p.data += 0.5  # what is merged may be 0 at the beginning
+        tensors = itertools.chain(probe.named_parameters(), probe.named_buffers())
+        before = [(name, x, x.detach().nan_to_num()) for name, x in tensors]
+        for mode in (False, True):
+            probe.train(mode)
+            if name := next((name for name, x, y in before if not torch.equal(x.nan_to_num(), y)), ""):
+                raise ModelError(
+                    f"{path or 'the model'}, a {type(layer).__name__}, writes to its {name!r} in train() or eval(), as "
+                    "loralib does to merge weights. Nodes train on copies of the model, and are evaluated on others, "
+                    "so both would be wrong. Compute them in forward: lora.Linear(..., merge_weights=False), say."
+                )
 
 
 def check_modes(model: nn.Module) -> None:

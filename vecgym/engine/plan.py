@@ -31,7 +31,7 @@ from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.engine import hooks
 from vecgym.engine.backend import Backend, Local, difference, first_part
-from vecgym.engine.constancy import Snapshot
+from vecgym.engine.constancy import Place, Snapshot
 from vecgym.engine.contract import (
     WEIGHT,
     cause,
@@ -209,12 +209,17 @@ def _check_state(model: StatelessModel, batch: Any, first: Results, before: Snap
     if not all(starmap(_alike, pairs)):
         raise state_error((moving or left)[0])
     places = {**before.places, **after.places}
-    if counts := [name for name in moving if name in places and type(places[name].value) in (int, float)]:
+    if counts := [name for name in moving if _is_count(places.get(name))]:
         warn(
             f"the model's forward changes {counts[0]}, on which its results do not depend. Copies of the model train, "
             "each for several nodes: the returned model has it as it was. A buffer would be trained with the model."
         )
     return {name: places[name].outer > 0 for name in left}
+
+
+def _is_count(place: Place | None) -> bool:
+    """Whether a number is within the model, whose copies count it: one outside counts all passes."""
+    return place is not None and not place.outer and type(place.value) in (int, float)
 
 
 def _forgets(model: StatelessModel, batch: Any, before: Snapshot) -> bool:
