@@ -297,6 +297,7 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
 
 
 LONG, MOST = 1000, 100_000  # of a longer list or dict only the length is noted; no more places are
+MOST_NUMBERS = 2**22  # of a larger array, such as a file of tokens, only some are noted
 BOUND = (types.BuiltinMethodType, types.MethodType)
 GLOBAL_GENERATORS = {id(getattr(draw, "__self__", draw)) for draw in (random.random, np.random.rand)}
 OUTSIDE, HELD = 1, 2  # of the model: in a variable, a class or a function; and there, by a module or a package
@@ -377,7 +378,7 @@ class Snapshot:
                 place.holder.extend(place.holder[-1:] * (far - len(place.holder)))
                 continue
             value = place.value[0].detach() if isinstance(place.value, tuple) else place.value
-            array = isinstance(value, np.ndarray) and value.dtype.kind in "iuf"
+            array = isinstance(value, np.ndarray) and value.dtype.kind in "iuf" and value.size < MOST
             tensor = isinstance(value, Tensor) and value.dtype != torch.bool
             if place.holder is not None and (type(value) in (int, float) or array or tensor):
                 place.put(type(value)(far) if type(value) in (int, float) else value * 0 + far)
@@ -391,7 +392,7 @@ class Snapshot:
         if isinstance(x, Tensor):
             value = x, 0 if x.is_inference() else x._version
         elif isinstance(x, np.ndarray):
-            value = x.copy()
+            value = x.copy() if x.size <= MOST_NUMBERS else x.flat[:: x.size // MOST]
         elif isinstance(x, GENERATORS):
             state = generator_state(x)
             value = state.tolist() if isinstance(state, Tensor) else repr(state)
@@ -451,7 +452,8 @@ class Snapshot:
 
     def _class(self, kind: type) -> None:
         for base in (base for base in kind.__mro__ if not _is_installed(base.__module__)):
-            for key, x in vars(base).items():
+            aside = ASIDE if issubclass(base, nn.Module) else ()  # a forward makes no modules
+            for key, x in ((key, x) for key, x in vars(base).items() if key not in aside):
                 x = x.fget if isinstance(x, property) else getattr(x, "__func__", x)
                 if not key.startswith("__") or isinstance(x, types.FunctionType):
                     self._add(x, f"the class attribute {base.__name__}.{key}", OUTSIDE, base, key)

@@ -226,7 +226,11 @@ def _forgets(model: StatelessModel, batch: Any, before: Snapshot) -> bool:
     """Whether an evaluation must begin without what another one has left, as weights that it has merged, say."""
     if not before.sets:
         return False
+    start = Snapshot(model.structure(0).eval())
     _results(model, batch, evaluate=True)
+    if not Snapshot(model.structure(0)).changed(start):
+        model.renew()
+        return False
     late = _results(model, batch, evaluate=True, scale=0.9)
     model.renew()
     right = _results(model, batch, evaluate=True, scale=0.9)
