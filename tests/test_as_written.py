@@ -159,6 +159,32 @@ def test_the_losses_of_equal_nodes_are_the_loss_of_their_average() -> None:
     assert row["val_losses"] == pytest.approx(row["val_loss"], rel=1e-6)
 
 
+class Guarded(nn.Linear):
+    """Looks at values in validation only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if not self.training and y.isnan().any():
+            raise ArithmeticError("nan")
+        return y
+
+
+def test_a_model_that_only_vmap_cannot_validate_is_validated_node_after_node() -> None:
+    def history(engine: EngineName) -> Any:
+        torch.manual_seed(0)
+        x = torch.randn(24, 2)
+        trainer = Trainer(Guarded(2, 1), x, x[:8], loss_fn=lambda m, batch: m(batch).square().mean())
+        trainer.fit(alone(), 3, max_steps=4, batch_size=2, val_interval=2, engine=engine, device="cpu", progress=False)
+        return trainer.history
+
+    with pytest.warns(VecgymWarning, match="In validation, vmap cannot run") as caught:
+        ours = history("auto")
+    assert len(caught) == 1
+    assert ours.settings["engine"] != "loop"
+    for column in ("val_loss", "val_loss_local"):
+        assert ours.series(column)[1] == pytest.approx(history("loop").series(column)[1], rel=1e-5)
+
+
 # ------------------------------------------------------------------------------------------------- precision
 
 

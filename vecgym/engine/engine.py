@@ -130,6 +130,7 @@ class Engine:
             self._backends["compiled"] = self._compiled
         by_node = engine == "loop" or bool(hooks.on_gradients(model))
         self.plan = Plan("loop" if by_node else "vmap", chunk_size=chunk_size, reason="asked for")
+        self._validates_alone = False  # node after node, where training is in one call
         self._pool: ThreadPoolExecutor | None = None
         self._grads: Tree = {}
 
@@ -447,6 +448,20 @@ class Engine:
             return stacked([self._measured(params, buffers, one, own_batches) for one in batches], dim=1)
 
     def _measured(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, several: bool = False) -> Tree:
+        measured = functools.partial(self._measured_by, params, buffers, batch, own_batches, several)
+        if several or self._validates_alone or self.settings[0] != "auto" or self.plan.engine == "loop":
+            return measured(self._validates_alone)
+        try:
+            return measured(False)
+        except Exception as error:  # of vmap, if the loop can
+            result = measured(True)
+            self._validates_alone = self._stateless.forgets = True
+            warn(f"In validation, {str(error).splitlines()[0]} There the nodes are computed one after the other.")
+            return result
+
+    def _measured_by(
+        self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, several: bool, alone: bool
+    ) -> Tree:
         params, buffers = self._stateless.spared(params, buffers)
         sizes = [x.shape[0] for x in tree.leaves([params, buffers])]
         num_nodes = sizes_of(batch)[0] if own_batches else max(sizes, default=1)
@@ -454,7 +469,7 @@ class Engine:
         for a, b in self.plan.chunks(num_nodes, 1):
             examples = tree.map_leaves(lambda x: x[a:b], batch) if own_batches else batch  # noqa: B023
             arguments = {**rows(params, a, b), **rows(buffers, a, b)}, examples, own_batches, b - a, several
-            backend = self._backends["loop"] if b - a == 1 and not several else self._backend
+            backend = self._backends["loop"] if alone or (b - a == 1 and not several) else self._backend
             with self._stateless.seeded(0, "evaluation", a), self.plan.layout(), self._explaining(num_nodes):
                 measured.append(backend.measures(*arguments))
         return {name: torch.cat([chunk[name] for chunk in measured]) for name in measured[0]}
