@@ -21,7 +21,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from vecgym.core import check, tree
 from vecgym.core.errors import ModelError, warn
 from vecgym.core.nodes import LOSS_FN
-from vecgym.engine import constancy, hooks
+from vecgym.engine import hooks
 
 M = TypeVar("M", bound=nn.Module)
 WRAPPER = """The model is called as model(batch) and must return the mean loss over the batch as one number: give
@@ -142,7 +142,7 @@ def _check_train(model: nn.Module) -> None:
     """Raise the error for a layer that writes to its tensors in `train()` or `eval()`, as loralib merges weights."""
     own = [(path, x) for path, x in model.named_modules() if x._parameters and type(x).train is not nn.Module.train]
     for path, layer in own:
-        probe = copy.deepcopy(layer, constancy.shared(layer))
+        probe = copy.deepcopy(layer, dict[int, Any](hooks.computed(layer)))
         for p in (p for p in probe.parameters() if p.is_floating_point()):
             p.data += 0.5  # what is merged may be 0 at the beginning
         tensors = itertools.chain(probe.named_parameters(), probe.named_buffers())
