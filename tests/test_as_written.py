@@ -81,7 +81,6 @@ FLATTEN: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {  # and whether t
     "view of a view": (lambda x: x.flatten(2).view(x.size(0), -1), True),
     "view_as": (lambda x: x.view_as(torch.empty(x.size(0), 64)), True),
     "shuffled": (lambda x: x.view(-1, 2, 2, 4, 4).transpose(1, 2).contiguous().view(-1, 64), True),
-    "as another type": (lambda x: x.view(torch.int64).view(torch.float64).flatten(1), True),
     "as_strided": (lambda x: x.as_strided((x.shape[0], 64), (64, 1)), False),
     "written through a view": (_written_through, False),
     "reads strides": (lambda x: x.flatten(1) * (2 if x.stride(1) == 1 else 1), False),
@@ -376,16 +375,14 @@ def _reset() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_reset")
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
-@pytest.mark.parametrize("how", ["the model", "twice", "a part", "a part in place", "a function", "its forward"])
+@pytest.mark.parametrize("how", ["the model", "a part", "a part in place", "a function", "its forward"])
 def test_what_torch_compile_has_wrapped_is_taken_out(how: str, engine: EngineName) -> None:
     data = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
     results = []
     for wrapped in (how, ""):
         torch.manual_seed(0)
         model = inner = Compiled(wrapped)
-        if wrapped in ("the model", "twice"):
-            model = torch.compile(model, backend="eager")  # type: ignore[assignment]
-        if wrapped == "twice":
+        if wrapped == "the model":
             model = torch.compile(model, backend="eager")  # type: ignore[assignment]
         trainer = Trainer(model, data)
         averaged = trainer.fit(alone(), 2, max_steps=2, batch_size=4, engine=engine, device="cpu", progress=False)
@@ -544,6 +541,7 @@ TIED: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:vmap cannot run this model")  # a spectral norm
 @pytest.mark.parametrize("name", [*APART, *TIED])
 def test_what_shares_memory_is_refused_and_what_does_not_overlap_is_not(name: str) -> None:
     share, message = TIED[name] if name in TIED else (APART[name], "")

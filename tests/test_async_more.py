@@ -802,7 +802,11 @@ def test_decoupled_goes_on_without_who_is_absent() -> None:
 @pytest.mark.parametrize("name", [*STRATEGIES, "async", "of fragments"])
 def test_goodput_is_the_time_of_the_steps_that_the_evaluated_model_has_merged(name: str) -> None:
     """A step in a fragment counts by the fragment's bytes."""
-    options = {"fragments": [["0.weight"], ["0.bias", "2.weight"], ["2.bias"]]} if name == "of fragments" else {}
+    options = (
+        {"fragments": [["first.weight"], ["first.bias", "second.weight"], ["second.bias"]]}
+        if name == "of fragments"
+        else {}
+    )
     strategy = more("decoupled" if options else name, **options)
     compute = Compute.lognormal([1.0, 1.3, 2.0, 0.7], sigma=0.2)
     trainer = fit(strategy, compute=compute, max_seconds=40.0, availability=Dropout(0.2, 3))

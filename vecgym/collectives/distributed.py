@@ -103,7 +103,7 @@ class DistributedCollectives(Collectives):
                 "(StackedCollectives)."
             )
         if not self.native:
-            return {name: self._local_rows(operation(self._stacked, y)) for name, y in self.everyone(x).items()}
+            return {name: self._local_rows(operation(self._stacked, y)) for name, y in self._everyone(x).items()}
         same, local = self._split(x)
         results = {name: self._local_rows(operation(self._stacked, y)) for name, y in same.items()}
         results |= self._in_buckets(local, lambda y: operation(self, y))
@@ -116,10 +116,17 @@ class DistributedCollectives(Collectives):
             self.wire.announce(f"{operation} at step {self.step} of {tensors_text(x)}")
 
     def everyone(self, x: Tree) -> Tree:
-        """Give every process the values of all nodes, `[L, *] -> [K, *]`; `[1, *]` stays `[1, *]`."""
-        if self.wire.num_processes == 1:
-            return x
-        return {**x, **self._in_buckets(self._split(x)[1], self._gathered)}
+        """Give every process the values of all nodes, `[L, *] -> [K, *]`; `[1, *]` stays `[1, *]`.
+
+        No bytes are counted: it observes the run.
+        """
+        before = self.wire.handed_bytes
+        values = self._everyone(x)
+        self.wire.handed_bytes = before
+        return values
+
+    def _everyone(self, x: Tree) -> Tree:
+        return x if self.wire.num_processes == 1 else {**x, **self._in_buckets(self._split(x)[1], self._gathered)}
 
     def _in_buckets(self, x: Tree, operation: Callable[[Tensor], Tensor]) -> Tree:
         return in_buckets(x, self.bucket_bytes, operation, self.ledger.gradients)
