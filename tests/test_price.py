@@ -233,7 +233,10 @@ def test_one_node_sends_nothing() -> None:
     prices = price_strategies("1M", 1, NETWORK, COMPUTE, H=[5])
     assert {row["bytes_per_step"] for row in prices.rows} == {0}
     assert all((row["seconds_per_step"], row["utilization"]) == (near(T), near(1)) for row in prices.rows)
-    assert {row["required_H"] for row in prices.rows} == {None, 1}
+    required = {row["strategy"]: row["required_H"] for row in prices.rows}
+    in_fragments = {required.pop(name) for name in list(required) if name.startswith("streaming")}
+    assert in_fragments == {2}  # a step for each of two fragments
+    assert set(required.values()) == {None, 1}
 
 
 @pytest.mark.parametrize(
