@@ -252,7 +252,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
 def test_weights_are_differentiated_where_they_are_zero_or_equal() -> None:
     x, weights = draw(3, 2), torch.tensor([0.0, 2.0, 2.0], dtype=torch.float64, requires_grad=True)
     comm = StackedCollectives(3)
-    mean = comm.mean(x, weights=weights)
+    mean = comm.mean(x, weights=weights)  # type: ignore[arg-type]
     (slope,) = torch.autograd.grad(mean.sum(), weights)
     close(slope, (x - mean.detach()).sum(1) / 4)
     equal = x[:1].detach().expand(3, 2).clone().requires_grad_()  # where rounding is taken back

@@ -73,14 +73,21 @@ def ddp_step(data: TensorDataset, batch_size: int, lr: float) -> nn.Module:
     sum((mean_loss(net, data, rows) for rows in nodes), torch.zeros(())).div(K).backward()
     with torch.no_grad():
         for p in net.parameters():
-            p -= lr * p.grad
+            assert p.grad is not None
+            p.sub_(lr * p.grad)
     return net
 
 
 def fitted(
     strategy: Strategy, data: Any, loss: Any = of_torch, val: Any = None, **settings: Any
 ) -> tuple[Trainer, nn.Module]:
-    given = {"max_steps": 1, "batch_size": 8, "shuffle": False, "progress": False, "device": "cpu"} | settings
+    given: dict[str, Any] = {
+        "max_steps": 1,
+        "batch_size": 8,
+        "shuffle": False,
+        "progress": False,
+        "device": "cpu",
+    } | settings
     trainer = Trainer(Net(), data, val, loss_fn=loss)
     return trainer, trainer.fit(strategy, given.pop("num_nodes", K), **given)
 
@@ -142,7 +149,8 @@ def test_a_node_with_fewer_examples_than_a_batch() -> None:
     sum((mean_loss(expected, data, some) for some in rows), torch.zeros(())).div(K).backward()
     with torch.no_grad():
         for p in expected.parameters():
-            p -= p.grad
+            assert p.grad is not None
+            p.sub_(p.grad)
     for net in found:
         close(net, expected)
 
@@ -326,7 +334,8 @@ def test_nodes_are_averaged_by_numbers_such_as_their_tokens(settings: dict[str, 
     shards = [range(7), range(7, 31), range(31, N)]
     factory = lambda rank, num_nodes, train: torch.utils.data.Subset(data, shards[rank])  # noqa: E731
     found = []
-    for weighting in ("examples", sizes, torch.tensor(sizes), "equal"):
+    given: list[Any] = ["examples", sizes, torch.tensor(sizes), "equal"]
+    for weighting in given:
         strategy = FedAvgStrategy("sgd", H=2, lr=0.5, weighting=weighting, **settings)
         found.append(fitted(strategy, factory, max_steps=4, batch_size=7)[1])
     close(found[0], found[1])
@@ -336,7 +345,8 @@ def test_nodes_are_averaged_by_numbers_such_as_their_tokens(settings: dict[str, 
 
 
 def test_a_sweep_of_weightings_and_processes() -> None:
-    data, weightings = tokens(), [(1.0, 2.0, 3.0, 4.0), "equal", (4.0, 3.0, 2.0, 1.0)]
+    data = tokens()
+    weightings: list[Any] = [(1.0, 2.0, 3.0, 4.0), "equal", (4.0, 3.0, 2.0, 1.0)]
     settings: dict[str, Any] = {"num_nodes": 4, "max_steps": 4, "batch_size": 4, "progress": False, "device": "cpu"}
     result = sweep(
         Net(), data, data, strategy=lambda weighting: FedAvgStrategy("sgd", H=2, lr=0.5, weighting=weighting),
@@ -344,7 +354,7 @@ def test_a_sweep_of_weightings_and_processes() -> None:
     )  # fmt: skip
     for i, weighting in enumerate(weightings):
         trainer = Trainer(Net(), data, data, loss_fn=of_torch)
-        processes = {"backend": "processes", "num_processes": 2} if i == 0 else {}
+        processes: dict[str, Any] = {"backend": "processes", "num_processes": 2} if i == 0 else {}
         trainer.fit(FedAvgStrategy("sgd", H=2, lr=0.5, weighting=weighting), **settings, **processes)
         assert result.history(i).last("val_loss") == pytest.approx(trainer.history.last("val_loss"), rel=1e-12)
 

@@ -351,6 +351,7 @@ def check_lr(name: str, value: Any) -> Any:
     ...
     ValueError: outer_lr=-0.10000000149011612 must be a number >= 0: a learning rate.
     """
+    _check_finite(name, value)
     for pick in (torch.min, torch.max):
         check.number(name, map_leaves(partial(_extreme, name, pick=pick), value), "[0, inf)", "a learning rate")
     return value

@@ -251,7 +251,7 @@ class Run(Generic[M]):
         if self._distance_before is not None or self.options.strategy.asynchronous:
             return
         if self._is_evaluated(tick + 1) or (self._may_stop and self.session.num_processes == 1):
-            members = self.simulation.members(tick, exchanged=False)
+            members = self.simulation.members(tick)
             self._distance_before = distance_of(state.params, self.comm, members)
 
     def _asked_to_end(self) -> bool:

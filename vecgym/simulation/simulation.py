@@ -479,14 +479,10 @@ class Simulation:
         same = trained == members or (members is None and len(trained or ()) == self.run.num_nodes)
         return members, None if same else trained
 
-    def members(self, tick: int, group: int = 0, exchanged: bool = True) -> tuple[int, ...] | None:
-        """Return the nodes whose parameters' mean is the run's model after a tick, counted from 0; None: all.
-
-        Args:
-            exchanged: whether the tick's exchanges are done.
-        """
+    def members(self, tick: int, group: int = 0) -> tuple[int, ...] | None:
+        """Return the nodes whose parameters' mean is the run's model after a tick, counted from 0; None: all."""
         table = self.table_of(group)
-        return table.members(tick, exchanged) if hasattr(table, "members") else self.groups[group].run.there(tick)
+        return table.members(tick) if hasattr(table, "members") else self.groups[group].run.there(tick)
 
     def close(self) -> None:
         """End the threads of the engine and the algorithms; a later tick starts them again."""

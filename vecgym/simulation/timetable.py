@@ -265,22 +265,13 @@ class Lockstep:
                     del self._made[next(iter(self._made))]
         return list(self._made[step])
 
-    def members(self, step: int, exchanged: bool = True) -> tuple[int, ...] | None:
+    def members(self, step: int) -> tuple[int, ...] | None:
         """Return the nodes whose parameters' mean is the run's model after a step; None: all.
 
-        They were present in it. Where nodes are drawn for rounds, those of the round until a server tells all what they
-        have agreed on; without a server all that have trained.
-
-        Args:
-            exchanged: whether the step's exchanges are done.
+        They were present in it, and have trained, if nodes that are not drawn keep what they have.
         """
         there = self.run.there(step)
-        if self.resting is None or step < 0:
-            return there
-        if self.resting == "keep":
-            return _both(self._every(step), there) or there
-        told = exchanged and any(mark.who is None and self._is_due(mark, step) for mark in self.marks)
-        return there if told else self._selected(self.trains, step, there) or there
+        return there if self.resting != "keep" or step < 0 else _both(self._every(step), there) or there
 
     def trained(self, step: int) -> tuple[int, ...] | None:
         """Return the nodes whose buffers' mean the run's model has after a step; None: all.

@@ -363,7 +363,7 @@ class Chunk:
     def _distances(self, own: Any, shared: Any, tick: int) -> list[float]:
         """Return how far the nodes of each configuration are apart."""
         comm, params = self.simulation.comm, self.simulation.parameters(own, shared)
-        members = [self.simulation.members(tick, group, exchanged=False) for group in self._groups]
+        members = [self.simulation.members(tick, group) for group in self._groups]
         return list(map(float, fetched(distances_of(params, comm, members))))
 
     def _diverged(self, losses: np.ndarray, active: np.ndarray) -> list[int]:
