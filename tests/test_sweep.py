@@ -321,6 +321,7 @@ def test_every_exported_strategy_is_there() -> None:
     assert names - others <= set(CASES)
 
 
+@pytest.mark.filterwarnings("ignore:.*never had a gradient")  # models are drawn, too
 @pytest.mark.parametrize("case", list(fuzz.cases(0, 5)), ids=range(5))
 def test_random_configurations_are_what_they_are_alone(case: Case) -> None:
     """Some of `python -m tests.fuzz --campaign sweeps`."""

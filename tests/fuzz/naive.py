@@ -635,26 +635,23 @@ def train(plan: Plan) -> Result:
             for group, base in zip(optimizers[node].param_groups, bases[node]):
                 group["lr"] = base * plan.rates(t, node)
             optimizers[node].step()
-        rest = [clones(thetas[node]) for node in range(num_nodes) if node not in present]
         exchange_parameters(plan, thetas, t)
-        now = [thetas[node] for node in range(num_nodes) if node not in present]
-        told = any(not torch.equal(old[name], new[name]) for old, new in zip(rest, now) for name in old)
-        result.whose = whose(plan.modules, present, made, told)
+        result.whose = whose(plan.modules, present, made)
         result.losses.append(losses)
         result.sent.append(world.sent)
         plan.observe(t + 1, models, result.whose)
     return result
 
 
-def whose(modules: Sequence[Module], present: list[int], made: list[int], told: bool) -> Whose:
-    """Of those who take part in a round, until the others are told; without a server, of those who have trained."""
+def whose(modules: Sequence[Module], present: list[int], made: list[int]) -> Whose:
+    """Of all, if a server tells those who sit out; else of those who have trained."""
     everyone = list(range(len(made)))
     if len(present) == len(everyone):
         return Whose(everyone, [node for node in everyone if made[node]])
     trained = [node for node in everyone if made[node]]
     if not all(served(module) for module in modules if module.active(0) is not None):
         return Whose(trained, trained)
-    return Whose(everyone if told else present, trained)
+    return Whose(everyone, trained)
 
 
 def served(module: Any) -> bool:

@@ -380,6 +380,8 @@ def returned(world: World, folder: Path) -> dict[str, float]:
     there = world.of_nodes()
     if world.table is not None:
         there = {name: x[world.table[world.num_steps - 1]] for name, x in there.items()}
+    elif trainer.nodes.members is not None:  # without a server who was never drawn is not in the model
+        there = {name: x[list(trainer.nodes.members)] for name, x in there.items()}
     names = [name for name, x in there.items() if name in mine]
     if world.late and world.settings["strategy"] != "ad-psgd":
         server = {name: x[0] for name, x in trainer.state.params.items()}
