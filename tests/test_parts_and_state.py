@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import random
+import threading
 import warnings
 from collections import deque
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from vecgym import Trainer, VecgymWarning, sweep
 from vecgym.core import rng
 from vecgym.data import Batches
 from vecgym.engine import Engine
+from vecgym.engine.stateless import StatelessModel
 from vecgym.models import Classifier
 
 X = torch.randn(48, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -631,6 +633,25 @@ def test_a_model_that_draws_from_numpy_takes_the_loop_on_one_thread() -> None:
         fit(Mixed(beta), engine="vmap")
     with pytest.warns(VecgymWarning, match="node_threads=2 has no effect: the model draws random numbers"):
         fit(Mixed(beta), engine="loop", node_threads=2)
+
+
+def test_numbers_that_another_thread_draws_are_not_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[float] = []
+    gradient, over = StatelessModel.gradient, threading.Event()
+
+    def disturbed(*args: Any) -> Any:
+        passed.append(random.random()) if not passed else None  # as a thread of Dask would, now and then
+        return gradient(*args)
+
+    monkeypatch.setattr(StatelessModel, "gradient", disturbed)
+    other = threading.Thread(target=over.wait)
+    other.start()
+    try:
+        trainer, _ = fit(nn.Linear(4, 1, dtype=torch.float64), square)
+    finally:
+        over.set()
+        other.join()
+    assert trainer.history.settings["engine"] == "vmap"
 
 
 @pytest.mark.filterwarnings("ignore:vmap cannot run this model")

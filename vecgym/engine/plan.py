@@ -120,10 +120,12 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
         loss, after, grads = model.gradient(params, {**own, WEIGHT: None}, batch)
         model.weighted = check_weight(after.pop(WEIGHT))
         host_random = host_states != rng.host_states()
-        random = host_random or not all(map(torch.equal, states, _rng_states(model.device)))
+        random = not all(map(torch.equal, states, _rng_states(model.device)))
         # Even by writing the same value, such as the running mean of something that has not moved yet.
         mutated = {n for n, b in after.items() if b is not own[n] or b._version or not torch.equal(b, before[n])}
     left = _check_state(model, batch, [loss, *after.values(), *params.values(), *grads], kept)
+    host_random = host_random and _always_draws(model, batch)
+    random |= host_random
     largest = max(observer.largest_bytes, *(p.numel() * p.element_size() for p in model.params.values()))
     model.recomputes, model.forgets = observer.recomputes, _forgets(model, batch, kept)
     unused, written = frozenset(name for name, g in zip(params, grads) if g is None), observer.written()
@@ -220,6 +222,22 @@ def _check_state(model: StatelessModel, batch: Any, first: Results, before: Snap
 def _is_count(place: Place | None) -> bool:
     """Whether a number is within the model, whose copies count it: one outside counts all passes."""
     return place is not None and not place.outer and type(place.value) in (int, float)
+
+
+def _always_draws(model: StatelessModel, batch: Any) -> bool:
+    """Whether each pass draws numbers of numpy or Python: if not, another thread (Dask's or Jupyter's) drew one."""
+    if threading.active_count() == 1:
+        return True
+    params = {name: p.detach().clone().requires_grad_() for name, p in model.params.items()}
+    for _ in range(3):
+        with seeded(0, model.device, host=True):
+            before = rng.host_states()
+            model.gradient(params, tree.map(torch.clone, model.buffers), batch)
+            drawn = before != rng.host_states()
+        model.renew()
+        if not drawn:
+            return False
+    return True
 
 
 def _forgets(model: StatelessModel, batch: Any, before: Snapshot) -> bool:
