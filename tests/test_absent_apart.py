@@ -15,6 +15,7 @@ from torch import nn
 from tests.accounting import accounted
 from tests.cards import CARDS
 from tests.fitting import dataset
+from tests.helpers import CommunicationModule
 from tests.models import make_model
 from vecgym import OptimSpec, Trainer, verify
 from vecgym.availability import Deadline, Dropout, LocalSteps, Sampled, Trace
@@ -27,7 +28,6 @@ from vecgym.runs.verification import Check, VerifyOptions
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
     DeMoStrategy,
     DiLoCoStrategy,
     Exchange,

@@ -21,13 +21,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers import run
+from tests.helpers import Meeting, run
 from vecgym.collectives import StackedCollectives
 from vecgym.engine import Engine
 from vecgym.simulation import RunFacts, Simulation
 from vecgym.simulation.events import Schedule, Stop, schedule, updates_of
-from vecgym.strategy import GPAStrategy, HALoSStrategy, HeLoCo, Meeting, MuLoCoStrategy, OptimSpec, OuterOptimizer
-from vecgym.strategy.averages import median_norm
+from vecgym.strategy import GPAStrategy, HALoSStrategy, HeLoCo, MuLoCoStrategy, OptimSpec, OuterOptimizer
+from vecgym.strategy.corrections import median_norm
 from vecgym.strategy.halos import RegionRules, delivered
 
 F64 = torch.float64

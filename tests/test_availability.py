@@ -16,7 +16,18 @@ from torch import Tensor, nn
 
 from tests.cards import CARDS
 from tests.fitting import dataset, fit
-from tests.helpers import assert_same_bits, difference, each_row, flat, reordered, simulation, stacked
+from tests.helpers import (
+    CommunicationModule,
+    Context,
+    Meeting,
+    assert_same_bits,
+    difference,
+    each_row,
+    flat,
+    reordered,
+    simulation,
+    stacked,
+)
 from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.test_properties import STRATEGIES
@@ -40,22 +51,20 @@ from vecgym.collectives import topology as graphs
 from vecgym.collectives.topology import Links, exponential
 from vecgym.compress import TopK
 from vecgym.core import rng
+from vecgym.core.objects import altered
 from vecgym.core.tree import Tree
 from vecgym.simulation import Part
 from vecgym.simulation.state import State
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
     Compressed,
-    Context,
     DiLoCoStrategy,
     Eager,
     Exchange,
     FedAvgStrategy,
     GossipStrategy,
     Mean,
-    Meeting,
     Mix,
     Outer,
     RankStrategy,
@@ -193,10 +202,10 @@ def test_rows_apart_step_in_place_as_in_copies(name: str, lr: Any, monkeypatch: 
     assert difference(found[0], found[1 << 30]) < 1e-14
 
 
-def renamed(at: Callable[..., Meeting], members: Sequence[int], *given: Any, **more: Any) -> Meeting:
-    """A meeting whose nodes have other ids, by which codes draw."""
-    meeting = at(*given, **more)
-    return meeting.replace(nodes=[members[node] for node in meeting.nodes])
+def renamed(told: Callable[..., Any], members: Sequence[int], *given: Any, **more: Any) -> Any:
+    """A part whose nodes have other ids, by which codes draw."""
+    part, memory = told(*given, **more)
+    return altered(part, place=part.place._replace(nodes=[members[node] for node in part.place.nodes])), memory
 
 
 @pytest.mark.parametrize("rejoin", ["own", "shared"])
@@ -223,7 +232,7 @@ def test_nodes_that_are_never_there_are_as_if_they_were_not(name: str, rejoin: A
     )  # fmt: skip
     fewer.simulation.comm.members = tuple(members)
     for exchange in fewer.simulation.algorithm.exchanges:
-        exchange._at = partial(renamed, exchange._at, members)
+        exchange._told = partial(renamed, exchange._told, members)
     fewer.run()
     there, alone = rows_of(some.state, members, count), rows_of(fewer.state, range(len(members)), len(members))
     losses = {"losses": torch.stack(some.losses)[:, members]}, {"losses": torch.stack(fewer.losses)}

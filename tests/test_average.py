@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from tests.helpers import Recording, assert_close, drawing, meeting, run, stacked
+from tests.helpers import Meeting, Recording, assert_close, begin, drawing, meeting, run, stacked
 from tests.models import make_batches, make_model
 from vecgym import OptimSpec, Trainer, sweep, verify
 from vecgym.availability import Trace
@@ -25,9 +25,7 @@ from vecgym.strategy import (
     AllReduceStrategy,
     Average,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
     Compressed,
-    Context,
     Corrupted,
     DiLoCoStrategy,
     Eager,
@@ -35,7 +33,6 @@ from vecgym.strategy import (
     FedAvgStrategy,
     GossipStrategy,
     Mean,
-    Meeting,
     Mix,
     MostMoved,
     Outer,
@@ -50,9 +47,9 @@ from vecgym.strategy import (
     Strategy,
     StrongestCosines,
     SyncWeight,
-    every,
 )
-from vecgym.strategy.averages import ExchangeFacts, median
+from vecgym.strategy.averages import median
+from vecgym.strategy.stages import ExchangeFacts, Memory
 
 K, LR, SEED = 5, 0.1, 42
 NESTEROV = OptimSpec("sgd", lr=0.7, momentum=0.9, nesterov=True)
@@ -63,7 +60,7 @@ def lie(x: Tensor) -> Tensor:
     return -20 * x
 
 
-def of(*exchanges: Exchange | CommunicationModule) -> Strategy:
+def of(*exchanges: Exchange) -> Strategy:
     return CommunicateOptimizeStrategy(list(exchanges), "sgd", lr=LR)
 
 
@@ -491,12 +488,12 @@ def test_configurations_of_which_some_nodes_take_part(how: str) -> None:
 
 def test_of_a_state_that_is_a_tensor_a_part_is_made() -> None:
     class Counted(Average):
-        def init(self, values: Any, run: Any) -> Any:
-            return {}, {"count": torch.zeros(1)}
+        def init(self, values: Any, run: Any, memory: Memory) -> None:
+            memory.shared["count"] = torch.zeros(1)
 
-        def agree(self, values: Any, at: Meeting) -> Any:
-            at.shared["count"] = at.shared["count"] + 1
-            return at.comm.mean(values)
+        def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+            memory.shared["count"] = memory.shared["count"] + 1
+            return part.comm.mean(x)
 
     ours = run(Two(), of(Exchange(Counted(), every=SyncWeight([0.5, 0.0, 1.0]))), batches(3))
     assert ours.state.shared["0.0/count"].item() == 1.5
@@ -557,8 +554,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "has no effect",
     ),
     "matrices for other coordinates": (
-        lambda: Sparse(PartitionedSelector(0.5), Compressed(Mean(), PowerSGD(1))).init(
-            {"w": torch.zeros(1, 4, 4)}, RunFacts(2)
+        lambda: begin(
+            Sparse(PartitionedSelector(0.5), Compressed(Mean(), PowerSGD(1))), {"w": torch.zeros(1, 4, 4)}, RunFacts(2)
         ),
         ValueError,
         "not a value for each coordinate",
@@ -606,12 +603,12 @@ def test_times() -> None:
 
 def test_a_users_average() -> None:
     class Largest(Average):
-        def agree(self, values: Any, at: Meeting) -> Any:
-            at.shared["count"] = at.shared["count"] + 1
-            return {name: x.amax(1) for name, x in at.comm.all_gather(values).items()}
+        def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+            memory.shared["count"] = memory.shared["count"] + 1
+            return {name: y.amax(1) for name, y in part.comm.all_gather(x).items()}
 
-        def init(self, values: Any, run: Any) -> Any:
-            return {}, {"count": torch.zeros(1)}
+        def init(self, values: Any, run: Any, memory: Memory) -> None:
+            memory.shared["count"] = torch.zeros(1)
 
     ours = run(Two(), of(Exchange(Largest(), every=2)), batches(5))
     assert ours.state.shared["0.0/count"].item() == 2
@@ -619,45 +616,7 @@ def test_a_users_average() -> None:
     assert torch.equal(median(torch.tensor([[[3.0], [1.0], [2.0]]])), torch.tensor([[2.0]]))
 
 
-# ---------------------------------------------------------------------------- averages in a user's own module
-
-
-class Own(CommunicationModule):
-    """An average of the parameters in hooks, with what it remembers in the module's state."""
-
-    def __init__(self, average: Average) -> None:
-        self.average = average
-
-    def init(self, params: Any, ctx: Context) -> Any:
-        own, shared = self.average.init(params, RunFacts(ctx.comm.num_nodes))
-        return {"own": own, "shared": shared}
-
-    def met(self, values: Any, state: Any, ctx: Context) -> Any:
-        own, shared = dict(state["own"]), dict(state["shared"])
-        at = Meeting(ctx.comm, own, shared, exchange=ctx.exchange, step=ctx.step, seed=ctx.seed)
-        return self.average(values, at), {"own": own, "shared": shared}
-
-    def exchange_parameters(self, params: Any, state: Any, ctx: Context) -> Any:
-        return self.met(params, state, ctx)
-
-
-class Timed(Own):
-    """The same, which says when it exchanges."""
-
-    def __init__(self, average: Average, H: int) -> None:
-        super().__init__(average)
-        self.when = Rounds(H)
-
-    def exchange_parameters(self, params: Any, state: Any, ctx: Context) -> Any:
-        return self.met(params, state, ctx) if self.when.due(ctx.step) else (params, state)
-
-
-class OwnGradients(Own):
-    def exchange_parameters(self, params: Any, state: Any, ctx: Context) -> Any:
-        return params, state
-
-    def exchange_gradients(self, grads: Any, state: Any, ctx: Context) -> Any:
-        return self.met(grads, state, ctx)
+# ---------------------------------------------------------------------------- averages in a user's own strategy
 
 
 class OwnStrategy(Strategy):
@@ -665,16 +624,9 @@ class OwnStrategy(Strategy):
         return [Mark("meet")]
 
     def meet(self, part: Part) -> None:
-        at = Meeting(part.comm, exchange=part.event.info.number, step=part.tick, seed=part.run.seed)
-        part.params = Mix("one_peer_exponential")(part.params, at)
+        part.params = Mix("one_peer_exponential")(part.params, part)
 
 
-COUNTING: dict[str, Callable[[], Average]] = {
-    "sparse": lambda: Sparse(0.3, Mean()),
-    "parts": lambda: Sparse(PartitionedSelector(0.3), Mean()),
-    "one peer": lambda: Mix("one_peer_exponential"),
-    "matching": lambda: Compressed(Mix("random_matching"), TopK(0.5), error_feedback=False),
-}
 NODES = 8  # in an odd number of rounds each has met three others
 
 
@@ -685,16 +637,6 @@ def same(own: Strategy, known: Strategy) -> None:
     assert found.comm.ledger.total_bytes == expected.comm.ledger.total_bytes
     for name, p in expected.params.items():
         assert torch.equal(found.params[name], p)
-
-
-@pytest.mark.parametrize("name", COUNTING)
-def test_a_users_module_counts_its_exchanges(name: str) -> None:
-    make = COUNTING[name]
-    same(of(Own(make())), of(Exchange(make())))
-    same(of(every(3, Own(make()))), of(every(3, Exchange(make()))))
-    same(of(Timed(make(), 3)), of(Exchange(make(), every=3)))
-    same(of(every(2, Timed(make(), 3))), of(every(2, Exchange(make(), every=3))))
-    same(of(OwnGradients(make())), of(Exchange(make(), of="gradients")))
 
 
 def test_a_users_strategy_counts_its_steps() -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import vecgym
 from tests.fitting import dataset, fit, same, same_run
 from tests.fuzz.common import time_limit
-from tests.helpers import assert_same_bits
+from tests.helpers import CommunicationModule, assert_same_bits
 from tests.models import make_model
 from tests.test_properties import NAMES, STEPS, make
 from vecgym import CSVLogger, DivergenceError, Logger, TensorBoardLogger, Trainer, VecgymWarning
@@ -43,7 +43,6 @@ from vecgym.runs.recorder import Recorder
 from vecgym.simulation import Simulation
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,
-    CommunicationModule,
     DiLoCoStrategy,
     FedAvgStrategy,
     GossipStrategy,

@@ -53,7 +53,7 @@ from vecgym.strategy import (
     Sparse,
     Strategy,
 )
-from vecgym.strategy.averages import ExchangeFacts
+from vecgym.strategy.stages import ExchangeFacts
 
 DOUBLE = torch.float64
 SEEDS = range(4)

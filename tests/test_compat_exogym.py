@@ -27,7 +27,6 @@ from vecgym.compat.exogym import (
     CONTENTS,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
     DeMoStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 
 from tests.helpers import (
+    Meeting,
     Run,
     assert_close,
     assert_same_bits,
@@ -59,7 +60,6 @@ from vecgym.strategy import (
     Exchange,
     FedAvgStrategy,
     Mean,
-    Meeting,
     Mix,
     MostMoved,
     OptimSpec,
@@ -71,8 +71,8 @@ from vecgym.strategy import (
     SyncWeight,
     every,
 )
-from vecgym.strategy.averages import Average
 from vecgym.strategy.sparta import PartitionedSelector, RandomSelector
+from vecgym.strategy.stages import Average
 
 K = 5
 H = 5

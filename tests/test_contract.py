@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.fitting import dataset, fit, params
-from tests.helpers import assert_close, run, stacked
+from tests.helpers import CommunicationModule, Context, assert_close, run, stacked
 from tests.models import make_batches, make_model
 from vecgym import sweep
 from vecgym.collectives import StackedCollectives
@@ -21,8 +21,6 @@ from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
-    Context,
     Exchange,
     Mean,
     Strategy,

@@ -14,7 +14,18 @@ from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, AdamW, Optimizer
 
-from tests.helpers import Run, advance, assert_close, assert_same_bits, difference, run, stack, stacked
+from tests.helpers import (
+    CommunicationModule,
+    Context,
+    Run,
+    advance,
+    assert_close,
+    assert_same_bits,
+    difference,
+    run,
+    stack,
+    stacked,
+)
 from tests.models import make_batches, make_model
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import Ledger
@@ -31,8 +42,6 @@ from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
-    Context,
     DiLoCoStrategy,
     Exchange,
     FedAvgStrategy,

@@ -26,6 +26,7 @@ from torch.utils.data import Dataset, DistributedSampler, TensorDataset
 
 import vecgym
 from tests.fitting import alone, dataset, params
+from tests.helpers import CommunicationModule
 from tests.models import MLP, make_data, make_model
 from vecgym import CSVLogger, DivergenceError, LocalTrainer, Logger, OptimSpec, Trainer, VecgymWarning
 from vecgym.compat import exogym
@@ -36,7 +37,6 @@ from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
     DeMoStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,

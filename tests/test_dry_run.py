@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.helpers import CommunicationModule, Context
 from vecgym import Trainer, dry_run
 from vecgym.clock import Compute, Network, price
 from vecgym.collectives.ledger import Ledger
@@ -19,9 +20,7 @@ from vecgym.models import Classifier
 from vecgym.strategy import (
     EF21,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
     Compressed,
-    Context,
     Corrupted,
     DeMoStrategy,
     DiLoCoStrategy,

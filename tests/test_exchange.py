@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers import Meeting, begin
 from vecgym.availability import Facts, Presence, Trace
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import Transfer
 from vecgym.collectives.stacked import Announced, GroupCollectives
 from vecgym.compress import Codec, PowerSGD, Quantise, TopK
 from vecgym.core import tree
+from vecgym.core.objects import altered
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.models import Classifier
@@ -24,7 +26,6 @@ from vecgym.simulation import RunFacts, Simulation, State, run
 from vecgym.simulation.stack import Stack, groups_of
 from vecgym.strategy import ServerOptimizer, SparseLoCoStrategy, Strategy, StreamingDiLoCoStrategy
 from vecgym.strategy.averages import (
-    Average,
     Corrupted,
     Eager,
     Mean,
@@ -38,8 +39,8 @@ from vecgym.strategy.base import every
 from vecgym.strategy.coded import EF21, Compressed
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.gossip import Mix
-from vecgym.strategy.meeting import Meeting
 from vecgym.strategy.sparta import MostMoved, PartitionedSelector, ScheduledSelector, Sparse
+from vecgym.strategy.stages import Average, Memory, Stages
 from vecgym.strategy.when import Rounds, SyncWeight
 
 K, T, B = 6, 20, 4
@@ -98,7 +99,7 @@ def test_those_who_write_were_present_when_they_agreed() -> None:
 def test_what_all_share_changes_even_if_nobody_is_left_of_those_who_agreed() -> None:
     table = torch.tensor([[1, 0], [0, 1], [1, 1], [1, 1]]).bool()
     found = happens([Exchange(Outer(Mean()), every=3, delay=1, offsets=[1])], run_facts(4, table, num_nodes=2))
-    assert found == [[("agree", (0,))], [("settle", (1,))], [], [("agree", None)]]
+    assert found == [[("agree", (0,))], [("write", ())], [], [("agree", None)]]
 
 
 def test_fragments_have_steps_of_their_own() -> None:
@@ -606,7 +607,7 @@ def test_messages_that_nobody_can_take_are_forgotten_when_they_are_due() -> None
 
 
 def under_way(state: State) -> list[str]:
-    return [name for name in (*state.own, *state.shared) if "message" in name or "index" in name]
+    return [name for name in (*state.own, *state.shared) if "message" in name or "notes" in name]
 
 
 def test_what_all_share_changes_when_nobody_can_take_it() -> None:
@@ -755,35 +756,46 @@ def values_of(seed: int, num_rows: int = K) -> Tree:
 SHAPES = {"w": (3, 4), "b": (5,)}
 
 
+def result(how: Average, x: Tree, at: Meeting, change: bool) -> Tree:
+    """What an average makes of values, or the change that it makes."""
+    if not change:
+        return how(x, at)
+    stages = Stages(how)
+    memory = Memory(at.own, at.shared, stages.common, at.inplace)
+    here = altered(at, inplace=False)
+    y = stages.receive(stages.agree(x, here, memory), here, memory)
+    return tree.map(torch.sub, y, stages.read(x, here, memory))
+
+
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("change", [False, True])
 @pytest.mark.parametrize("common", [False, True])
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_a_group_is_each_of_its_configurations(name: str, common: bool, change: bool, inplace: bool) -> None:
     """Three exchanges of `[C, K, *]`, or of `[C, 1, *]`, beside those of each configuration by itself."""
-    begin = [values_of(100 + c, 1) for c in range(C)]
+    values = [values_of(100 + c, 1) for c in range(C)]
     facts = run_facts()
     told: dict[str, Any] = {"seed": 42, "examples": EXAMPLES, "inplace_state": inplace}
     whole = OF_GROUPS[name](RATES)
-    assert whole.numbers is not None
-    own, shared = whole.init(tree.map(lambda *x: torch.cat(x), *begin), facts)  # what is `[1, *]` is each one's
+    assert Exchange(whole).batched is not None
+    own, shared = begin(whole, tree.map(lambda *x: torch.cat(x), *values), facts)  # what is `[1, *]` is each one's
     shared = tree.map_leaves(lambda x: x.expand(C, *x.shape[1:]).unsqueeze(1).clone(), shared)
     own = tree.map_leaves(lambda x: x.unsqueeze(1).repeat_interleave(K, 1), own)
     at = Meeting(GroupCollectives(StackedCollectives(K), C), own, shared, size=C, **told)
     each = [OF_GROUPS[name](float(lr)) for lr in RATES]
     alone = []
-    for average, x in zip(each, begin):
-        own, shared = tree.map_leaves(torch.clone, average.init(x, facts))
+    for average, x in zip(each, values):
+        own, shared = tree.map_leaves(torch.clone, begin(average, x, facts))
         own = tree.map_leaves(lambda y: y.repeat_interleave(K, 0), own)
         alone.append(Meeting(StackedCollectives(K), own, shared, **told))
     for exchange in range(3):
         given = [values_of(10 * exchange + c, 1 if common else K) for c in range(C)]
         stacked = tree.map(lambda *x: torch.stack(x), *given)
         number = {"exchange": exchange, "step": 2 * exchange + 1}
-        found = whole.change(stacked, at.replace(**number)) if change else whole(stacked, at.replace(**number))
+        found = result(whole, stacked, at.replace(**number), change)
         for c in range(C):
             average, here = each[c], alone[c].replace(**number)
-            wanted = average.change(given[c], here) if change else average(given[c], here)
+            wanted = result(average, given[c], here, change)
             for of_group, y in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
                 z, y = torch.broadcast_tensors(of_group[c], y)
                 assert torch.allclose(z, y, rtol=1e-12, atol=1e-14)
@@ -796,7 +808,7 @@ def test_without_values_the_same_is_sent(name: str) -> None:
     for device, comm in (("cpu", StackedCollectives(K)), ("meta", Announced(K))):
         values = tree.map(lambda x: x.to(device), values_of(0))  # noqa: B023
         average = OF_GROUPS[name](0.5)
-        own, shared = average.init(tree.map(lambda x: x[:1], values), run_facts())
+        own, shared = begin(average, tree.map(lambda x: x[:1], values), run_facts())
         found = average(values, Meeting(comm, own, shared, examples=EXAMPLES, inplace_state=device == "cpu"))
         assert {name: x.shape[1:] for name, x in found.items()} == {name: x.shape[1:] for name, x in values.items()}
         sent.append(comm.ledger.total_bytes)
@@ -809,9 +821,8 @@ def test_without_values_the_same_is_sent(name: str) -> None:
      Outer(Mean(), OptimSpec("muon", lr=0.1)), Sparse(0.1, Compressed(Mix(), "int8"))],
 )  # fmt: skip
 def test_what_cannot_be_in_a_group_says_so(average: Average) -> None:
-    assert average.numbers is None
-    assert Exchange(average).numbers is None
-    assert Exchange(Mean()).numbers == ("keep",)
+    assert Exchange(average).batched is None
+    assert Exchange(Mean()).batched == ("keep",)
 
 
 # -------------------------------------------------------------------------------------------------------------- stacks

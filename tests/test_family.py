@@ -438,9 +438,9 @@ def test_a_corrected_delay_does_nothing_to_equal_nodes() -> None:
 
 def test_a_corrected_delay_keeps_a_value_for_each_node_and_an_index_once() -> None:
     ours = trained(SPARTAStrategy(1.0, "sgd", delay=2, correct_delay=True, lr=0.1), num_nodes=4, steps=5)
-    assert kept(ours, "message", "index") == (2 * model_bytes(), 2 * model_bytes())  # 8-byte indices
+    assert kept(ours, "message", "notes") == (2 * model_bytes(), 2 * model_bytes())  # 8-byte indices
     late = trained(SPARTAStrategy(1.0, "sgd", delay=2, lr=0.1), num_nodes=4, steps=5)
-    assert kept(late, "message", "index") == (0, 4 * model_bytes())
+    assert kept(late, "message", "notes") == (0, 4 * model_bytes())
     assert ours.comm.ledger.total_bytes == late.comm.ledger.total_bytes == 5 * 1.5 * model_bytes()
 
 

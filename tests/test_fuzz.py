@@ -34,7 +34,7 @@ from vecgym.engine import loop, recorded
 from vecgym.optim import spec
 from vecgym.simulation import Simulation
 from vecgym.simulation.events import Traffic
-from vecgym.strategy import Exchange, HeLoCo, Meeting, Outer, Rounds
+from vecgym.strategy import Exchange, HeLoCo, Outer, Rounds
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of settings without effect: many are drawn
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 
 from tests.helpers import (
+    Meeting,
     Run,
     advance,
     assert_close,
@@ -46,7 +47,6 @@ from vecgym.strategy import (
     Exchange,
     FedAvgStrategy,
     GossipStrategy,
-    Meeting,
     Mix,
     OptimSpec,
     Strategy,

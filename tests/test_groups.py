@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers import Context, Meeting
 from vecgym.availability import Facts, Presence, Trace
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.stacked import GroupCollectives
@@ -21,7 +22,6 @@ from vecgym.optim import Optimizer, OptimSpec
 from vecgym.simulation import Lockstep, Mark, Part, Row, RunFacts, Simulation, State, run
 from vecgym.simulation.simulation import Batches, LocalTraining
 from vecgym.simulation.stack import Stack, groups_of
-from vecgym.strategy import Context, Meeting
 
 C, K = 3, 5
 RING = torch.tensor(
@@ -105,7 +105,7 @@ def test_some_nodes_of_a_group() -> None:
 class Local(LocalTraining):
     """Nodes that train by themselves; what all test algorithms have."""
 
-    numbers: tuple[str, ...] | None = ()
+    batched: tuple[str, ...] | None = ()
 
     def __init__(self, lr: float = 0.05, H: int = 2, optim: str = "adamw", inner: Any = None, **settings: Any) -> None:
         schedule = {key: settings.pop(key) for key in ("cosine_anneal", "max_norm") if key in settings}
@@ -128,7 +128,7 @@ class Local(LocalTraining):
 class DiLoCo(Local):
     """An outer optimizer with momentum."""
 
-    numbers = ("outer_lr", "momentum")
+    batched = ("outer_lr", "momentum")
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         own, _ = super().init(run, params)
@@ -221,7 +221,7 @@ class Tracking(Local):
 class Late(Local):
     """What is agreed is a message, each node's own, until it is written, two steps later."""
 
-    numbers = ("keep",)
+    batched = ("keep",)
 
     def timetable(self, run: RunFacts) -> Lockstep:
         return Lockstep(run, Mark("agree", self.H), Mark("write", self.H, lag=self.lag))
@@ -492,7 +492,7 @@ def test_what_is_a_group() -> None:
     assert sizes(Local(0.1, max_norm=1.0), Local(0.1, max_norm=2.0), Local(0.1)) == [2, 1]
     assert sizes(Local(0.1), Local(0.1), seeds=[1, 2]) == [1, 1]
     one = Local(0.1)
-    one.numbers = None
+    one.batched = None
     assert sizes(one, one) == [1, 1]
     part = Local(0.1)
     vars(part)["of"] = one

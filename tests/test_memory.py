@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import vecgym
 import vecgym.runs.memory as fitting
 from tests.fitting import alone, dataset, fit, params, same_run
+from tests.helpers import CommunicationModule
 from tests.models import make_model
 from vecgym import MemoryEstimate, Trainer, estimate_memory
 from vecgym.collectives import StackedCollectives
@@ -26,7 +27,6 @@ from vecgym.simulation.simulation import Draft
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
     DeMoStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,

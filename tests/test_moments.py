@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.fitting import dataset, fit, params
-from tests.helpers import assert_close, difference, run, stacked
+from tests.helpers import CommunicationModule, Context, assert_close, difference, run, stacked
 from tests.models import make_batches, make_model
 from vecgym import sweep
 from vecgym.collectives import StackedCollectives
@@ -23,9 +23,7 @@ from vecgym.strategy import (
     Average,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
     Compressed,
-    Context,
     Exchange,
     FedAvgStrategy,
     Mean,

@@ -24,6 +24,7 @@ from tests import helpers
 from tests.cards import CARDS, Card, Sent
 from tests.helpers import (
     NEEDS_LOOP,
+    Meeting,
     Run,
     advance,
     assert_close,
@@ -67,7 +68,6 @@ from vecgym.strategy import (
     GPAStrategy,
     LocalAdamStrategy,
     Mean,
-    Meeting,
     Mix,
     MostMoved,
     MuLoCoStrategy,
@@ -613,7 +613,7 @@ def test_draws_favour_no_node(name: str) -> None:
             present[members] += 1
             some = comm if event.rows is None else comm.among(members)
             at = Meeting(some, exchange=event.info.number, step=event.info.step)
-            strategy.exchanges[0].average({"x": torch.zeros(len(members))}, at)
+            strategy.exchanges[0].how({"x": torch.zeros(len(members))}, at)
             for island in some.groups or (range(len(members)),):
                 nodes = torch.tensor([members[i] for i in island])
                 together[nodes[:, None], nodes] += 1

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 import vecgym
+from tests.helpers import CommunicationModule
 from tests.test_floors import FLOORS
 from vecgym.simulation import Part
-from vecgym.strategy import Average, CommunicationModule, Strategy
+from vecgym.strategy import Average, Strategy
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

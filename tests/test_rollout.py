@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import vecgym
 import vecgym.strategy
-from tests.helpers import assert_close, stacked
+from tests.helpers import CommunicationModule, assert_close, stacked
 from tests.models import make_batches, make_model
 from vecgym import Trainer
 from vecgym.collectives import StackedCollectives
@@ -34,7 +34,6 @@ from vecgym.runs.rollout import Outcome, rollout, rollout_jvp
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
     Compressed,
     DiLoCoStrategy,
     EagerDiLoCoStrategy,

@@ -22,6 +22,8 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import TensorDataset
 
 from tests.helpers import (
+    CommunicationModule,
+    Context,
     Recording,
     Run,
     advance,
@@ -52,8 +54,6 @@ from vecgym.strategy import (
     Average,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
-    Context,
     DiLoCoStrategy,
     Exchange,
     FedAvgStrategy,
@@ -122,7 +122,7 @@ class Recorded(Selector):
 
     def select(self, shapes: Any, state: Any, exchange: int, at: Any) -> Any:
         index, state = self.selector.select(shapes, state, exchange, at)
-        self.drawn[at.step] = index
+        self.drawn[at.due.step] = index
         return index, state
 
     def mask(self, step: int, name: str, shape: torch.Size) -> Tensor:
@@ -599,7 +599,7 @@ def test_what_is_under_way_does_not_keep_whole_orders() -> None:
     """A file with a queue holds the few selected indices, not the permutations that they were cut from."""
     strategy = CommunicateOptimizeStrategy([SparseCommunicator(PartitionedSelector(0.001), delay=2)], "sgd", lr=0.1)
     state = run(Wide(), strategy, [torch.zeros(2, 1, 1)] * 2, max_steps=9).state
-    held = {name: x for name, x in (state.own | state.shared).items() if "message" in name or "index" in name}
+    held = {name: x for name, x in (state.own | state.shared).items() if "message" in name or "notes" in name}
     assert len(held) == 4
     file = io.BytesIO()
     torch.save(held, file)

@@ -50,9 +50,7 @@ from vecgym.strategy import (
     AllReduceStrategy,
     Average,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
     Compressed,
-    Context,
     DeMoStrategy,
     DESLOCStrategy,
     DiLoCoStrategy,
@@ -63,7 +61,6 @@ from vecgym.strategy import (
     GPAStrategy,
     LocalAdamStrategy,
     Mean,
-    Meeting,
     Mix,
     MostMoved,
     MuLoCoStrategy,
@@ -155,7 +152,7 @@ RING = [[0.5, 0.25, 0, 0.25], [0.25, 0.5, 0.25, 0], [0, 0.25, 0.5, 0.25], [0.25,
 PAIRS = [[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5], [0, 0, 0.5, 0.5]]
 
 
-def composed(*exchanges: Exchange | CommunicationModule, lr: float = 0.1) -> Strategy:
+def composed(*exchanges: Exchange, lr: float = 0.1) -> Strategy:
     return CommunicateOptimizeStrategy(exchanges, OptimSpec("sgd", lr=lr, momentum=0.9))
 
 
@@ -492,16 +489,13 @@ class PerRank(RankStrategy):
         super().step()
 
 
-class Halves(CommunicationModule):
-    """A user's own: every H steps the nodes move half-way to their mean."""
+class Halves(Average):
+    """A user's own: the nodes move half-way to their mean."""
 
-    def __init__(self, H: int) -> None:
-        self.H = H
+    common = False
 
-    def exchange_parameters(self, params: Any, state: Any, ctx: Context) -> Any:
-        if (ctx.step + 1) % self.H:
-            return params, state
-        return tree.map(lambda p, m: (p + m) / 2, params, ctx.comm.mean(params)), state
+    def agree(self, x: Tree, part: Part, memory: Any) -> Any:
+        return tree.map(lambda p, m: (p + m) / 2, x, part.comm.mean(x))
 
 
 class OwnRate(DiLoCoStrategy):
@@ -522,20 +516,18 @@ def test_a_learning_rate_of_a_strategys_own() -> None:
 
 def test_a_users_own_strategies() -> None:
     check_all(run_sweep(lambda lr: PerRank("sgd", lr=lr), {"lr": [0.1, 0.02], "seed": [0, 1]}))
-    check_all(run_sweep(lambda H, lr: composed(Halves(H), lr=lr), {"H": [1, 2, 3], "lr": [0.1, 0.02]}))
+    check_all(run_sweep(lambda H, lr: composed(Exchange(Halves(), H), lr=lr), {"H": [1, 2, 3], "lr": [0.1, 0.02]}))
 
 
 class NoisyMean(Mean):
     """A user's own average that draws random numbers, and does not say so."""
 
-    def write(self, message: Tree, values: Tree, at: Meeting) -> Tree:
-        return {n: x + torch.rand(1, generator=at.generator("noise", at.step)) for n, x in message.items()}
+    def write(self, y: Tree, x: Tree, part: Part, memory: Any) -> Tree:
+        return {n: x + torch.rand(1, generator=part.generator("noise", part.due.step)) for n, x in y.items()}
 
 
-class NoisyGradients(Strategy):
+class NoisyGradients(Strategy, batched=()):
     """A strategy with steps of its own, for stacks, that draws random numbers, and does not say so."""
-
-    own_numbers = ()
 
     def train(self, part: Part) -> None:
         noise = torch.rand(1, generator=part.generator("noise", part.tick))
@@ -991,10 +983,8 @@ def seeded_scaled(scale: float) -> SineTimes:
         return SineTimes(scale)
 
 
-class OfItsOwn(DiLoCoStrategy):
+class OfItsOwn(DiLoCoStrategy, batched=("clip", "table")):
     """Settings that may differ between configurations, and are no numbers of nodes."""
-
-    own_numbers = ("clip", "table")
 
     def __init__(self, clip: float, table: Any) -> None:
         super().__init__("sgd", H=2, lr=0.1)
@@ -1795,18 +1785,18 @@ def test_what_diverged_has_no_validation_loss() -> None:
 class Clipped(Average):
     """The mean of movements of which each node clips its own, in code for `[K, *]`."""
 
-    def agree(self, values: Tree, at: Meeting) -> Tree:
+    def agree(self, x: Tree, part: Part, memory: Any) -> Tree:
         def clip(x: Tensor) -> Tensor:
             return 0.1 * x / x.flatten(1).norm(dim=1).clamp(min=0.1).view(-1, *[1] * (x.dim() - 1))
 
-        return at.comm.mean(tree.map(clip, values))
+        return part.comm.mean(tree.map(clip, x))
 
 
 class Medians(Average):
     """The median of what all have sent, in code for `[1, K, *]`."""
 
-    def agree(self, values: Tree, at: Meeting) -> Tree:
-        return tree.map(lambda x: x.median(dim=1).values, at.comm.all_gather(values))
+    def agree(self, x: Tree, part: Part, memory: Any) -> Tree:
+        return tree.map(lambda x: x.median(dim=1).values, part.comm.all_gather(x))
 
 
 @pytest.mark.parametrize("average", [Clipped, Medians])

@@ -13,13 +13,14 @@ from vecgym import Trainer
 from vecgym.collectives import StackedCollectives
 from vecgym.core import tree
 from vecgym.core.tree import Tree
+from vecgym.simulation import Part
 from vecgym.strategy import (
+    Average,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
-    Context,
     DiLoCoStrategy,
     Exchange,
     Mean,
+    Memory,
     SPARTAStrategy,
     StrongestCosines,
     every,
@@ -65,14 +66,14 @@ def test_the_ledger_of_a_run_is_made_of_the_transfers_of_its_steps() -> None:
 
 
 def test_what_is_used_later_says_how_many_steps_later() -> None:
-    class Own(CommunicationModule):
-        def exchange_parameters(self, params: Tree, state: Any, ctx: Context) -> tuple[Tree, Any]:
-            return ctx.comm.mean(params), state
+    class Own(Average):
+        def agree(self, x: Tree, part: Part, memory: Memory) -> Tree:
+            return part.comm.mean(x)
 
     for strategy, lag in (
         (CommunicateOptimizeStrategy([Exchange(Mean(), delay=2, late="change")], "sgd", lr=0.1), 2),
         (CommunicateOptimizeStrategy([Exchange(Mean())], "sgd", lr=0.1), 0),
-        (CommunicateOptimizeStrategy([Own()], "sgd", lr=0.1), 0),
+        (CommunicateOptimizeStrategy([Exchange(Own())], "sgd", lr=0.1), 0),
         (CommunicateOptimizeStrategy([every(2, Exchange(Mean(), delay=1))], "sgd", lr=0.1), 2),
         (SPARTAStrategy(p_sparta=0.5, inner_optim="sgd", lr=0.1, delay=3), 3),
     ):
@@ -98,23 +99,23 @@ KEPT: dict[str, Any] = {
 }
 
 
-class Keeps(CommunicationModule):
-    """Keep something of the gradients and of the parameters, and use what was kept in the step before."""
+class Keeps(Average):
+    """Keep something of the gradients or of the parameters, and use what was kept in the step before."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    common = False
 
-    def init(self, params: Tree, ctx: Context) -> Any:
-        return {"grads": tree.map(torch.zeros_like, params), "params": params}
+    def __init__(self, what: str, of: str) -> None:
+        self.what, self.of = what, of
 
-    def exchange_gradients(self, grads: Tree, state: Any, ctx: Context) -> tuple[Tree, Any]:
-        kept = KEPT[self.what](ctx.comm, grads)
-        return tree.map(lambda g, old: g + 0.1 * old, grads, state["grads"]), {**state, "grads": kept}
+    def init(self, values: Tree, run: Any, memory: Memory) -> None:
+        memory.own["kept"] = values
 
-    def exchange_parameters(self, params: Tree, state: Any, ctx: Context) -> tuple[Tree, Any]:
-        kept = KEPT[self.what](ctx.comm, params)
-        new = kept if ctx.step % 2 else tree.map(lambda p, old: 0.7 * p + 0.3 * old, params, state["params"])
-        return new, {**state, "params": kept}
+    def agree(self, x: Tree, part: Part, memory: Memory) -> Tree:
+        old, kept = memory.own["kept"], KEPT[self.what](part.comm, x)
+        memory.own["kept"] = kept
+        if self.of == "gradients":
+            return tree.map(lambda g, old: g + 0.1 * old, x, old)
+        return kept if part.due.step % 2 else tree.map(lambda p, old: 0.7 * p + 0.3 * old, x, old)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
@@ -124,7 +125,9 @@ def test_what_a_module_keeps_is_never_overwritten(what: str, engine: str, num_no
     """The pure step shares nothing; the one that overwrites its state must give the same."""
     given = batches(num_nodes, steps=6)
     for optimizer in ("adamw", "sgd"):
-        strategy = CommunicateOptimizeStrategy([Keeps(what)], optimizer, lr=0.1)
+        strategy = CommunicateOptimizeStrategy(
+            [Exchange(Keeps(what, of), of=of) for of in ("gradients", "parameters")], optimizer, lr=0.1
+        )
         donating = run(Line(), strategy, given, engine=engine)
         pure = run(Line(), strategy, given, engine=engine, differentiable=True)
         assert_close(donating.state, pure.state, 1e-12)

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import vecgym
 from tests.accounting import accounted
+from tests.helpers import CommunicationModule
 from tests.models import make_data, make_model
 from vecgym import cli
 from vecgym.collectives import StackedCollectives
@@ -32,7 +33,7 @@ from vecgym.runs.verification import (
     gaps,
     verify,
 )
-from vecgym.strategy import CommunicateOptimizeStrategy, CommunicationModule, FedAvgStrategy
+from vecgym.strategy import CommunicateOptimizeStrategy, FedAvgStrategy
 
 K = 4
 

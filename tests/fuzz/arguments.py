@@ -34,8 +34,9 @@ from tests.fuzz import calls
 from tests.fuzz.calls import Target, targets
 from tests.fuzz.common import Case, Failure, Hangs, Outcome, Refusal, time_limit
 from tests.fuzz.place import a_new_folder, as_it_was
+from tests.helpers import CommunicationModule
 from vecgym.compress import Codec, PowerSGD
-from vecgym.strategy import CommunicateOptimizeStrategy, CommunicationModule, DiLoCoStrategy, Strategy
+from vecgym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, Strategy
 
 NAME = "arguments"
 LIMIT_S = 20.0  # the slowest good call takes 2

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from tests.fuzz import naive
 from tests.fuzz.settings import Settings
-from tests.helpers import Recording, drawing
+from tests.helpers import Meeting, Recording, drawing
 from tests.reference import compression
 from vecgym import OptimSpec
 from vecgym.collectives import StackedCollectives
@@ -31,7 +31,6 @@ from vecgym.strategy import (
     FedAvgStrategy,
     GossipStrategy,
     Mean,
-    Meeting,
     Mix,
     MostMoved,
     Outer,
@@ -50,7 +49,8 @@ from vecgym.strategy import (
     SyncWeight,
     every,
 )
-from vecgym.strategy.averages import Around, Average, Reduction, outer_spec
+from vecgym.strategy.averages import Reduction, outer_spec
+from vecgym.strategy.stages import Stage as Around
 
 CLASSES: dict[str, type[Optimizer]] = {
     name.lower(): getattr(torch.optim, name)
@@ -400,7 +400,7 @@ def _twin_average(s: Settings, exchange: Exchange, run: Run) -> naive.Average:
         comm = Recording(run.num_nodes)
         examples = tuple(run.num_examples[node] for node in members)
         at = Meeting(comm.among(members), step=t, seed=run.seed, examples=examples)
-        exchange.average({"x": torch.zeros(len(members))}, at)
+        exchange.how({"x": torch.zeros(len(members))}, at)
         found = comm.drawn[-1]
         assert members == sorted(node for island in found for node in island), "islands are not a partition"
         assert all(len(island) == s["island_size"] for island in found[:-1]), "an island of another size"

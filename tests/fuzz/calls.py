@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 import vecgym
 from tests.fuzz.place import a_new_folder, as_it_was
-from tests.helpers import drawing
+from tests.helpers import Context, Meeting, drawing
 from tests.test_api import MODULES, module_of, public_names
 from vecgym import availability, compress, data, logger
 from vecgym.availability import Dropout, Facts
@@ -46,7 +46,6 @@ from vecgym.strategy import (
     AsyncStrategy,
     Average,
     AveragingCommunicator,
-    Context,
     DelayedNesterov,
     DiLoCoStrategy,
     Exchange,
@@ -54,7 +53,6 @@ from vecgym.strategy import (
     GPAStrategy,
     HeLoCo,
     Mean,
-    Meeting,
     OuterOptimizer,
     PALSGDStrategy,
     RandomSelector,
@@ -64,8 +62,8 @@ from vecgym.strategy import (
     ServerOptimizer,
     Strategy,
 )
-from vecgym.strategy.averages import ExchangeFacts
 from vecgym.strategy.simulated import simulation_of
+from vecgym.strategy.stages import ExchangeFacts
 
 K, STEPS, DIM = 2, 2, 3
 

@@ -136,6 +136,51 @@ def _text(value: Any) -> str:
     return getattr(value, "__name__", None) or repr(getattr(value, "spec", value))  # an optimizer's
 
 
+# ------------------------------------------------------------------------------------------------------- sweeps
+
+
+UNSAID: Any = object()
+CONSTRUCTED = {"__init__", "__init_subclass__", "__repr__", "check"}  # methods that see one configuration only
+
+
+def declare(cls: type, batched: Any, random: Any) -> None:
+    """Let a class say how a sweep trains its configurations: `class C(Base, batched=..., random=...)`.
+
+    A class that defines methods and says nothing is not batched, and is taken to draw random numbers.
+
+    >>> class Base:
+    ...     batched, random = (), False
+    ...     def __init_subclass__(cls, batched=UNSAID, random=UNSAID):
+    ...         declare(cls, batched, random)
+    >>> class Scaled(Base, batched=("factors",)):
+    ...     def __init__(self, factor): ...
+    Traceback (most recent call last):
+    ...
+    TypeError: class Scaled: batched=('factors',) names 'factors', which is no argument of its constructor: factor.
+    """
+    methods = {name for name, x in vars(cls).items() if inspect.isfunction(x)} - CONSTRUCTED
+    if old := {"numbers", "own_numbers", "draws", "own_draws"} & vars(cls).keys():
+        raise TypeError(
+            f"class {cls.__name__}: {', '.join(sorted(old))} of 0.3 are arguments of the class now: "
+            f'class {cls.__name__}(..., batched=("lr",), random=False).'
+        )
+    if batched is not UNSAID:
+        arguments = list(inspect.signature(cls).parameters)
+        for name in batched or ():
+            if name not in arguments:
+                raise TypeError(
+                    f"class {cls.__name__}: batched={batched!r} names {name!r}, which is no argument of its "
+                    f"constructor: {', '.join(arguments)}."
+                )
+        cls.batched = batched if batched is None else tuple(batched)  # type: ignore[attr-defined]
+    elif methods and "batched" not in vars(cls):
+        cls.batched = None  # type: ignore[attr-defined]
+    if random is not UNSAID:
+        cls.random = random  # type: ignore[attr-defined]
+    elif methods and "random" not in vars(cls):
+        cls.random = True  # type: ignore[attr-defined]
+
+
 # ----------------------------------------------------------------------------------------------------- functions
 
 

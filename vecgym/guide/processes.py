@@ -125,8 +125,8 @@ Use it on your own strategy, in Python or as a command for a function in a file 
 for `vecgym run`:
 
 >>> class Plain(Average):
-...     def agree(self, values, at):
-...         return at.comm.mean(values)
+...     def agree(self, x, part, memory):
+...         return part.comm.mean(x)
 >>> strategy = Strategy("adamw", [Exchange(Plain())], lr=3e-3)
 >>> report = vecgym.verify(strategy, model, dataset, num_nodes=4, num_processes=2, steps=10, dtype=torch.float64)
 >>> report.passed

@@ -11,7 +11,7 @@ The examples of this page use 8 nodes and a small classifier:
 >>> from vecgym.simulation import spread
 >>> from vecgym.models import Classifier
 >>> from vecgym.strategy import (
-...     AllReduceStrategy, Average, Compressed, DiLoCoStrategy, Exchange, Mean, Outer, Sparse, Strategy, all_reduce, every,
+...     AllReduceStrategy, Compressed, DiLoCoStrategy, Exchange, Mean, Outer, Sparse, Stage, Strategy, all_reduce, every,
 ... )
 >>> _ = torch.manual_seed(0)
 >>> x = torch.randn(1024, 20)
@@ -269,26 +269,30 @@ Every strategy takes `lr`, `max_norm` (clips each node's gradient), `lr_schedule
 
 ## A strategy of your own
 
-Most strategies are a new way to agree, an `Average`. It gets the values of all nodes, stacked, and `at`, the meeting: who
-meets, and what is remembered of each node (`at.own`) and of all together (`at.shared`). A node dimension of size 1 means
-"the same on every node". This one averages the parameters, but sends only 8 bits of each node's change since the last
+Most strategies are a new way to agree: an `Average`, which combines what all nodes send, or a `Stage` around one, which
+changes what is sent and what is received. It gets the values of all nodes, stacked; the event's `part`, with `part.comm`,
+the only way to other nodes; and a `memory`, of each node (`memory.own`) and of all together (`memory.shared`). A node
+dimension of size 1 means "the same on every node". With this one a node sends only 8 bits of each change since the last
 exchange, and adds the rounding error to the next one:
 
->>> class EightBits(Average):
-...     def init(self, values, run):  # what evolves: of each node, and of all
-...         return {"error": tree.map(torch.zeros_like, values)}, {"last": values}
+>>> class EightBits(Stage):
+...     def init(self, values, run, memory):  # what evolves: of each node, and of all
+...         memory.own["error"], memory.shared["last"] = tree.map(torch.zeros_like, values), values
 ...
-...     def agree(self, values, at):  # what the nodes go on with
-...         change = tree.map(lambda x, last, e: x - last + e, values, at.shared["last"], at.own["error"])
-...         sent = tree.map(lambda x: self.rounded(x, at), change)
-...         at.own["error"] = tree.map(torch.sub, change, sent)
-...         at.shared["last"] = tree.map(torch.add, at.shared["last"], at.comm.mean(sent))
-...         return at.shared["last"]
+...     def send(self, x, part, memory):
+...         change = tree.map(lambda x, last, e: x - last + e, x, memory.shared["last"], memory.own["error"])
+...         sent = tree.map(lambda x: self.rounded(x, part), change)
+...         memory.own["error"] = tree.map(torch.sub, change, sent)
+...         return sent
 ...
-...     def rounded(self, x, at):  # one scale for each node's tensor
-...         scale = spread(at.flat(x).abs().amax(-1).clamp(min=1e-12) / 127, x)
+...     def receive(self, y, part, memory):  # what the nodes go on with
+...         memory.shared["last"] = tree.map(torch.add, memory.shared["last"], y)
+...         return memory.shared["last"]
+...
+...     def rounded(self, x, part):  # one scale for each node's tensor
+...         scale = spread(part.coordinates(x).abs().amax(-1).clamp(min=1e-12) / 127, x)
 ...         return (x / scale).round() * scale
->>> strategy = Strategy("adamw", [Exchange(EightBits(), every=5)], lr=3e-3)
+>>> strategy = Strategy("adamw", [Exchange(EightBits(Mean()), every=5)], lr=3e-3)
 >>> averaged = trainer.fit(strategy, num_nodes=8, max_steps=10)
 >>> len(trainer.ledger)
 2
@@ -300,7 +304,7 @@ The ledger counts the tensors handed to a collective. Here that is 4 bytes per v
 floats. When it happens, how late, to which part of the model and to which nodes are arguments of `Exchange`, so this
 average works in all these ways:
 
->>> late = Strategy("adamw", [Exchange(EightBits(), every=5, fragments=2, delay=2)], lr=3e-3)
+>>> late = Strategy("adamw", [Exchange(EightBits(Mean()), every=5, fragments=2, delay=2)], lr=3e-3)
 >>> averaged = trainer.fit(late, num_nodes=8, max_steps=10)
 
 What is no exchange, such as a step with another gradient, is a subclass of `Strategy` with a method for each kind of

@@ -22,9 +22,7 @@ center towards the mean of the nodes:
 >>> from vecgym.models import Line
 >>> from vecgym.simulation import Mark
 >>> from vecgym.strategy import Strategy
->>> class EASGD(Strategy):
-...     own_numbers = ("alpha", "beta")  # may differ between the configurations of a stack
-...
+>>> class EASGD(Strategy, batched=("alpha", "beta"), random=False):  # what may differ within a stack
 ...     def __init__(self, inner_optim=None, H=10, alpha=0.1, beta=0.9, **inner):
 ...         super().__init__(inner_optim, **inner)
 ...         self.H, self.alpha, self.beta = H, alpha, beta
@@ -120,20 +118,23 @@ event is for:
 | `part.memo` | what handlers keep within a step |
 | `part.run`, `part.algorithm` | what was known before the run; the settings of these nodes |
 
-An `Average` has settings, too, and is told of a `Meeting`, `at`:
+An `Average` has settings, too. It is the end of a list of stages: `Outer(Private(Mean(), 1.0, 0.1))` are two, and an
+average. A `Stage` is given the average that it is around, `inner`. They override some of these:
 
-| method of `Average` | when | what it does |
+| method | when | what it does |
 |---|---|---|
-| `check(run)` | before the run | raise a `ValueError`; `run.fewest` and `run.most` are the numbers of nodes that may meet |
-| `init(values, run)` | once | return what it remembers of each node, and of all together, `[1, *]` both |
-| `agree(values, at)` | when the nodes meet | return a message: what they go on with, if it overrides nothing else |
-| `settle(message, at)` | once for each message | change what all share, such as the parameters of an outer optimizer |
-| `write(message, values, at)` | at once, or `delay` steps later | return what the nodes go on with |
+| `check(run)` | before the run | raise a `ValueError`; `run.fewest` and `run.most` are the numbers of nodes that may take part |
+| `init(values, run, memory)` | once | remember what it begins with, `[1, *]`; return what later stages begin with, if it is another |
+| `send(x, part, memory)` of a `Stage` | when the nodes exchange | return what is sent of x |
+| `agree(x, part, memory)` of an `Average` | when the nodes exchange | return what comes of what all send |
+| `receive(y, part, memory)` | once for each exchange: at once, or `delay` steps later | change what is remembered, such as outer parameters, and return what becomes of the result |
+| `write(y, x, part, memory)` | when a node goes on with it | return what a node goes on with that holds x; y, if it is not overridden |
 
-Three methods, since a message may be used later, by fewer nodes or by others. What is under way is kept with the state, so
-that a resumed run goes on with it. `at.own` and `at.shared` are what it remembers; `at.comm`, `at.generator`, `at.lr` and
-`at.inplace` are as in a `Part`; `at.exchange` counts the exchanges, by which everything goes that changes from one to the
-next. `common = False` says that not all nodes go on with the same.
+`memory.own`, of each node, and `memory.shared`, of all, are what it remembers, by name: assign, or `del`; `memory.home` is
+the one of the two to which the result belongs; `memory.notes` are kept from `send` to `write`, the same on all nodes. What
+is under way is kept with the state, so that a resumed run goes on with it. `part.due.number` counts the exchanges, by which
+everything goes that changes from one to the next, and `part.due.step` is the step after which nodes exchanged.
+`common = False` says that the result is not the same on all nodes.
 
 These rules hold for handlers and averages:
 
@@ -145,10 +146,10 @@ These rules hold for handlers and averages:
 | The timetable depends on no trained number | what each node reads, and who meets, is known in advance | |
 | Overwrite what was given only if `inplace`, and assign it afterwards | a differentiable step is pure | "the pure step equals the donating one" |
 | Only tensor operations on what may be differentiated: no `.item()`, no `float()`, no branch on a value | learning rates, momenta and weights may be tensors with gradients | `tests/test_rollout.py` |
-| A setting of each node, `[K]`, through `part.each` or `at.scaled` | where only some nodes train or are here, their rows | `tests/test_rollout.py` |
+| A setting of each node, `[K]`, through `part.each` or `part.scaled` | where only some nodes train or are here, their rows | `tests/test_rollout.py` |
 | Random numbers from `generator(purpose, *ids)`, with the step among the ids; those of a node with its id | the same in every process, when resumed, and next to other strategies | "running twice", `tests/test_distributed.py` |
 | Hand to a collective what a node would send, in the dtype that it would have; what a shared seed gives is not sent | the ledger counts what is handed over, and the number of bytes must not depend on the values | "bytes equal the closed form" |
-| With `exact`, work node by node where that changes bits: in matrix products over all nodes (`at.exact`, `part.simulation.exact`) | the same bits for any number of processes | `vecgym.verify`, "exact" |
+| With `exact`, work node by node where that changes bits: in matrix products over all nodes (`part.exact`) | the same bits for any number of processes | `vecgym.verify`, "exact" |
 | A user's mistake is a `ValueError` or `TypeError` at construction, or in `check`: what was given, what is allowed, the fix | not after an hour | `REFUSED`, `tests/test_bad_input.py` |
 
 ## What a stack requires
@@ -157,39 +158,14 @@ In a sweep, configurations that differ in numbers only are one group, with one c
 tensors are then `[C, K, *]`, shared ones `[C, 1, *]`, and a setting in which they differ is `[C]`. Code that is written for
 `[K, *]` and `[1, *]` works on them, too, under these conditions:
 
-- Name the settings that may differ: `own_numbers` of a strategy, `numbers` of an average. All others must be equal, or it
-  is another group. `None` says that the code is for one configuration: it is then trained with the others, and has
-  handlers called for itself. A strategy or an average with methods of its own that does not say is treated as one of
-  these: right, and slower.
-- Configurations of different seeds are one group, too, if nothing draws random numbers. What has methods of its own is
-  taken to draw some, unless it says that it does not: `own_draws = False` of a strategy, `draws = False` of an average.
-- Multiply by a setting through `part.each(number, like)`, `at.scaled(number, x)` or `vecgym.simulation.spread`.
-- Reduce and index over named dimensions only: `at.flat(x)` is `[.., K, n]`, `at.rows(x)` is `[C K, *]` and `at.apart` leads
-  back, `at.lead` counts the dimensions before those of a parameter.
+- Name the constructor arguments that may differ: `class EASGD(Strategy, batched=("alpha", "beta"))`, likewise of an average.
+  All others must be equal, or it is another group. A class with methods of its own that says nothing is for one
+  configuration: it is then trained with the others, and has handlers called for itself: right, and slower.
+- Configurations of different seeds are one group, too, if nothing draws random numbers: `random=False`. What has methods of
+  its own is taken to draw some, unless it says that it does not.
+- Multiply by a setting through `part.each(number, like)`, `part.scaled(number, x)` or `vecgym.simulation.spread`.
+- Reduce and index over named dimensions only: `part.coordinates(x)` is `[.., K, n]`, `part.flat(x)` is `[C K, *]` and
+  `part.apart` leads back, `part.lead` counts the dimensions before those of a parameter.
 
 `tests/test_sweep.py` compares every strategy in a stack with itself alone.
-
-## Hooks, as in 0.2
-
-A `CommunicationModule` runs for one version more. It may stand in the list of a strategy, next to exchanges. It is never
-part of a group, and with `availability` it is for runs in one process. L of the K nodes are in this process; every tensor
-is `[L, *]`, or `[1, *]` if it is the same on every node.
-
-| method of `CommunicationModule` | when | what it may do |
-|---|---|---|
-| `check(num_nodes, max_steps)` | before the run | raise a `ValueError` for what cannot work, and warn of what has no effect |
-| `init(params, ctx)` | once | return the first state, nested dicts of tensors; it may keep `params`, which are a copy |
-| `check_present(counts, num_nodes)` | before the first step, with `availability` | raise a ValueError if it cannot work while so many are there |
-| `active_nodes(ctx)` | each step | list the ids of the nodes that train in this step, perhaps none; None: all |
-| `local_gradients(grads, params, state, ctx)` | after the gradients | add to each node's own gradient; no communication where some rest |
-| `exchange_gradients(grads, state, ctx)` | before clipping and optimizer; refused next to a module with `active_nodes` | anything with `ctx.comm`; return gradients and state |
-| `exchange_moments(moments, state, ctx)` | after the optimizer, before the parameters | what it keeps in the shape of the parameters: anything with `ctx.comm`; return moments and state |
-| `exchange_parameters(params, state, ctx)` | after the optimizer | anything with `ctx.comm`; return parameters and state |
-| `outer_parameters(state)` | with `availability` and `rejoin="shared"` | return the parameters that it keeps once for all, `[1, *]`, from which a node that returns begins; `{}`: it has none |
-| `outer_learning_rate(ctx)` | each step | return that of its own optimizer, to be recorded; None: it has none |
-
-All but `check` and `check_present` receive a `Context`, or a state that they have made. Most modules become an `Average`:
-`exchange_parameters` is `agree`, with `at` in place of `ctx`, and the state in `at.own` and `at.shared`;
-`exchange_gradients` the same, in an `Exchange(..., of="gradients")`; `if (ctx.step + 1) % H` is `every=H`.
-`local_gradients` and `active_nodes` become `train` and `trains` of a `Strategy`.
 """

@@ -24,18 +24,21 @@ from vecgym.collectives.ledger import Entry
 from vecgym.collectives.wire import Disagreement, Wire
 from vecgym.core import check, tree
 from vecgym.core.check import function_of
-from vecgym.core.objects import same
+from vecgym.core.objects import altered, same
 from vecgym.data import Batches
 from vecgym.engine import Engine, hooks
 from vecgym.engine.contract import check_model
 from vecgym.engine.plan import check_engine
+from vecgym.optim import Optimizer
 from vecgym.records.rows import aligned, counted
 from vecgym.runs import multiprocess
 from vecgym.runs.options import Count, Modelled, Present, Seconds, Seed, check_strategy, checked_examples, presence_of
 from vecgym.simulation import Simulation, State
 from vecgym.simulation.simulation import Request
+from vecgym.simulation.stack import Stack, groups_of
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
+from vecgym.strategy.base import StepOptions
 from vecgym.strategy.catalogue import CATALOGUE
 from vecgym.strategy.simulated import simulation_of
 
@@ -48,8 +51,9 @@ KINDS = ("losses", "buffers", "optimizer", "params", "strategy")
 RULES = {
     "comm": "Other nodes only through `comm`",
     "self": "what evolves in the state; nothing is assigned after `__init__`",
-    "own": "A setting of each node, `[K]`, through `part.each` or `at.scaled`",
+    "own": "A setting of each node, `[K]`, through `part.each` or `part.scaled`",
     "random": "Random numbers from `generator(purpose, *ids)`, with the step among the ids",
+    "stack": "What a stack requires",
     "exact": "With `exact`, work node by node where that changes bits",
 }
 
@@ -238,12 +242,73 @@ def compare(options: VerifyOptions, wire: Wire, *, exact: bool) -> Check:
     return Check("exact" if exact else "native", part.bound, rows, first_of(findings))
 
 
+def compare_stack(options: VerifyOptions) -> Check | None:
+    """Step three configurations in one stack, as a sweep does, and each by itself; None: it is never in a stack.
+
+    The second has other numbers, and the third another seed: one group of them all, if nothing draws random numbers.
+    """
+    if not options.strategy.pure or type(options.strategy).result is not Strategy.result:
+        return None
+    K, rounding = options.num_nodes, BOUNDS[options.dtype]
+    each = [options, altered(options, strategy=another(options.strategy)), altered(options, seed=options.seed + 1)]
+    alone = [Form(one, StackedCollectives(K), exact=False) for one in each]
+    order, groups = groups_of([form.simulation.algorithm for form in alone], [form.simulation.run for form in alone])
+    sources = [each[c].batches() for c in order]
+
+    def read(requests: Iterator[Request]) -> Iterator[tuple[Any, list[int] | None]]:
+        for rows, counts in requests:
+            read: list[Any] = []
+            for place, source in enumerate(sources):
+                here = [(row % K, counts if isinstance(counts, int) else counts[i])
+                        for i, row in enumerate(rows) if row // K == place]  # fmt: skip
+                if here:
+                    read += source.read(iter([([row for row, _ in here], [count for _, count in here])]))
+            batches, limits = zip(*read)
+            some = None if None in limits else [x for of_config in limits for x in of_config]
+            yield options.converted(tree.map_leaves(lambda *x: torch.cat(x), *batches)), some
+
+    stack = Form(
+        options,
+        StackedCollectives(K),
+        exact=False,
+        simulation=(together := Stack(alone[0].simulation.engine, groups, StackedCollectives(K), read)),
+    )
+    rows, findings = [], []
+    for step in range(options.steps):
+        stack.step(step)
+        largest = dict.fromkeys(KINDS, 0.0)
+        for place, c in enumerate(order):
+            alone[c].step(step)
+            state, expected = together.alone(stack.state, place), alone[c]
+            found = Form.of(state, stack.losses[place * K : place * K + K])
+            sizes = {name: float(p.nan_to_num().abs().max()) for name, p in expected.state.params.items() if p.numel()}
+            for kind in KINDS:
+                for gap in gaps(kind, expected.values[kind], found[kind], StackedCollectives(K), sizes):
+                    largest[kind] = max(largest[kind], gap.largest)
+                    if not gap.largest <= rounding:
+                        node = next((i for i, x in enumerate(gap.rows.tolist()) if not x <= rounding), 0)
+                        findings.append(Finding(step, kind, gap.tensor, node, gap.largest, RULES["stack"]))
+        rows.append(Difference(step, **largest, ledger_bytes=0))
+    for form in alone:
+        form.simulation.close()
+    return Check("stack", rounding, tuple(rows), first_of(findings))
+
+
+def another(strategy: Strategy) -> Strategy:
+    """Return a strategy with half the inner learning rate, and half of each setting that may differ in a stack."""
+    spec, inner = strategy.inner.spec, strategy.inner
+    rate = {"lr": spec.hyper["lr"] / 2} if not callable(spec.param_groups) else {}
+    halved = Optimizer(spec.replace(**rate), **{name: getattr(inner, name) for name in StepOptions.__annotations__})
+    names = [name for name in strategy.batched or () if check.is_number(vars(strategy).get(name))]
+    return altered(strategy, inner=halved, **{name: vars(strategy)[name] / 2 for name in names})
+
+
 class Form:
     """One of the two forms, and its state so far."""
 
-    def __init__(self, options: VerifyOptions, comm: Any, exact: bool) -> None:
+    def __init__(self, options: VerifyOptions, comm: Any, exact: bool, simulation: Any = None) -> None:
         self.comm = comm
-        self.simulation = options.simulation(comm, exact)
+        self.simulation = options.simulation(comm, exact) if simulation is None else simulation
         self.state: State = self.simulation.init()
         self.losses = torch.empty(0)
         ticks, ahead = itertools.tee(self.simulation.timetable.ticks())
@@ -257,11 +322,14 @@ class Form:
     @property
     def values(self) -> dict[str, Any]:
         """All that a step computes, by kind."""
-        state = self.state
-        optimizer = state.home["optimizer"]
+        return self.of(self.state, self.losses)
+
+    @staticmethod
+    def of(state: State, losses: Tensor) -> dict[str, Any]:
+        """Return the values of a state, by kind."""
         rest = {n: x for n, x in {**state.shared, **state.own}.items() if n not in ("params", "buffers", "optimizer")}
-        return {"params": state.params, "buffers": state.buffers, "losses": self.losses, "optimizer": optimizer,
-                "strategy": rest}  # fmt: skip
+        return {"params": state.params, "buffers": state.buffers, "losses": losses,
+                "optimizer": state.home["optimizer"], "strategy": rest}  # fmt: skip
 
 
 class DistributedForm(Form):
@@ -488,4 +556,5 @@ def _verify_in_process(link: multiprocess.Link, options: VerifyOptions) -> list[
     exact, native = (compare(options, wire, exact=exact) for exact in (True, False))
     if exact.passed and native.finding is not None:
         native = replace(native, finding=native.finding._replace(rule=ORDER_OF_SUMS))
-    return [exact, native]
+    stack = compare_stack(options) if link.rank == 0 else None
+    return [exact, native, *([] if stack is None else [stack])]

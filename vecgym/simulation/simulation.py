@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -23,7 +24,7 @@ from vecgym.engine import Engine, Local
 from vecgym.engine.backend import Missing, missing_within
 from vecgym.optim.optimizer import SKIPPED
 from vecgym.simulation.state import Index, Result, Rows, SplitRows, State, put_back
-from vecgym.simulation.timetable import Event, RunFacts, Timetable
+from vecgym.simulation.timetable import Due, Event, RunFacts, Timetable
 
 Request = tuple[list[int], "int | list[int]"]  # rows of this process, and which of its own batches each reads
 Batches = Iterator[tuple[Any, "list[int] | None"]]  # a batch, and how many of the examples are each row's own
@@ -140,7 +141,26 @@ class Part:
         missing: the parameters on which the loss of some rows does not depend, and these rows: `gradients` gives 0 for
             them, and `optimize` leaves them, as torch does where a gradient is None.
         memo: what handlers keep within a tick.
+        due: of what is marked: how often it was due before, and when it is due.
+        exact: the bits of a node's own work must not depend on which other nodes are in this process. Elementwise
+            operations and reductions of each node by itself never do; a matrix product over all nodes may.
+
+    Settings of the nodes, and shapes:
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> part, x = Part.alone(StackedCollectives(2), number=3), torch.ones(2, 5)
+    >>> part.scaled(torch.tensor([10.0, 100.0]), x)[:, 0], part.here(0.5), part.ids
+    (tensor([ 10., 100.]), 0.5, tensor([0, 1]))
+    >>> group, values = Part.alone(StackedCollectives(2), size=3), {"w": torch.zeros(3, 2, 5)}
+    >>> group.flat(values)["w"].shape, group.apart(group.flat(values))["w"].shape, group.lead
+    (torch.Size([6, 5]), torch.Size([3, 2, 5]), 2)
     """
+
+    algorithm: Any
+    run: RunFacts
+    due: Any  # a `Due`; None where nothing was marked
+    losses: Tensor | None
+    precomputed: Local | None  # gradients that were computed together with other groups'
 
     def __init__(self, simulation: Simulation, draft: Draft, event: Event) -> None:
         self.simulation, self.event = simulation, event
@@ -151,15 +171,39 @@ class Part:
         self.algorithm, self.run = self.group.algorithm, self.group.run
         self.tick, self.inplace = draft.tick, not draft.pure
         self.own, self.shared = simulation.trees(draft, event, place)
+        self.own.who = self.shared.who = f"{type(self.algorithm).__name__}.{event.what}"
         self.memo = draft.memo.setdefault(event.group, {})
         self.home: Rows | SplitRows = self.shared if "params" in self.shared.whole else self.own
         self.counts = simulation.counts_here(event, event.counts)
         self.made = self.counts if event.made is None else simulation.counts_here(event, event.made)
-        self.losses: Tensor | None = None
+        self.losses = self.precomputed = None
         self.missing: Missing = {}
         self._is_shared = False  # whether `missing` is that of an exchange of gradients
-        self.precomputed: Local | None = None  # gradients that were computed together with other groups'
+        self.due = event.info if isinstance(event.info, Due) else None
+        self.exact = simulation.exact
         self.num_read = self._num_steps = 0
+
+    @classmethod
+    def alone(
+        cls, comm: Collectives, own: Any = None, shared: Any = None, *, number: int = 0, step: int = 0, seed: int = 0,
+        size: int = 1, inplace: bool = False, exact: bool = False, num_examples: tuple[int, ...] | None = None,
+    ) -> Part:  # fmt: skip
+        """Return a part without a simulation, to try by hand what nodes exchange.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> part = Part.alone(StackedCollectives(3), step=7)
+        >>> part.due.step, part.weights("equal"), part.comm.mean({"w": torch.tensor([1.0, 2.0, 6.0])})
+        (7, None, {'w': tensor([3.])})
+        """
+        part = cls.__new__(cls)
+        nodes, due = comm.ids.tolist(), Due(number, step)
+        part.run = RunFacts(comm.run_nodes, seed=seed, num_examples=num_examples)
+        part.event = Event("meet", comm.members, info=due)
+        part.place = Place(nodes, None, comm, nodes * size, [seed] * len(nodes) * size, size)
+        part.rows, part.comm, part.size, part.tick = nodes * size, comm, size, step
+        part.due, part.inplace, part.exact, part.memo = due, inplace, exact, {}
+        part.own, part.shared = {} if own is None else own, {} if shared is None else shared  # type: ignore[assignment]
+        return part
 
     @property
     def nodes(self) -> list[int]:
@@ -311,11 +355,49 @@ class Part:
         of_nodes = isinstance(number, Tensor) and number.dim() > int(self.size > 1) and number.shape[-1] > 1
         if not of_nodes or len(self.nodes) == self.run.num_nodes:
             return number
-        return number[..., placed(torch.tensor(self.nodes, dtype=torch.long), number.device)]
+        return number[..., placed(self.ids, number.device)]
 
     def each(self, number: Any, like: Tensor) -> Any:
         """Shape a setting, a number or one for each node of the run, `[K]`, to multiply a tensor of these rows."""
         return spread(self.here(number), like)
+
+    def scaled(self, number: Any, x: Tensor) -> Tensor:
+        """Multiply a tensor of these rows by a setting, a number or one for each node of the run, `[K]`."""
+        scaled: Tensor = self.each(number, x) * x
+        return scaled
+
+    @property
+    def ids(self) -> Tensor:
+        """The node ids of these rows, in each configuration, `[rows]`."""
+        return torch.tensor(self.nodes, dtype=torch.long)
+
+    @property
+    def lead(self) -> int:
+        """Dimensions before those of a parameter: 2 for several configurations, else 1."""
+        return 2 if self.size > 1 else 1
+
+    def coordinates(self, x: Tensor) -> Tensor:
+        """Show `[.., rows, *shape]` as `[.., rows, n]`."""
+        return x.reshape(*x.shape[: self.lead], math.prod(x.shape[self.lead :]))
+
+    def wide(self, values: Tree) -> Tree:
+        """Expand what is the same on all nodes, `[.., 1, *]`, to `[.., rows, *]`."""
+        num_rows, lead = len(self.rows) // self.size, self.lead
+        return tree.map(lambda x: x.expand(*x.shape[: lead - 1], num_rows, *x.shape[lead:]), values)
+
+    def weights(self, weighting: str | Sequence[float]) -> tuple[float, ...] | None:
+        """Return the weight of each node of the event, by name or from those of all nodes; None: all alike.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> Part.alone(StackedCollectives(2), num_examples=(30, 10)).weights("examples")
+        (30.0, 10.0)
+        >>> Part.alone(StackedCollectives(3).among([0, 2])).weights((7.0, 5.0, 3.0))
+        (7.0, 3.0)
+        """
+        of_all = self.run.num_examples if isinstance(weighting, str) else weighting
+        if weighting == "equal" or of_all is None:
+            return None
+        return tuple(float(of_all[node]) for node in (self.event.rows or range(self.run.num_nodes)))
 
     def report(self, losses: Tensor | None) -> None:
         """Add the losses of these rows to the tick's row of the history."""
@@ -640,7 +722,7 @@ class Simulation:
 
     def _place(self, rows: tuple[int, ...] | None, group: int | None = 0) -> Place:
         K, chosen = self.run.num_nodes, self._chosen(rows)
-        comm = self.comm if len(chosen) == K else self.comm.among(chosen)
+        comm = self.comm if len(chosen) in (0, K) else self.comm.among(chosen)
         here = [row for row in chosen if row in self.here]
         at = index_of([row - self.here.start for row in here], len(self.here))
         return Place(here, at, comm, here, [self.run.seed] * len(here))

@@ -4,7 +4,7 @@ The timetables of the groups stand side by side. What they `train` at the same t
 step where their optimizers differ in numbers only; all else each group does by itself.
 
 A group is configurations whose settings differ in numbers only. Settings that may differ within it are named in
-`numbers` of the object that has them, an algorithm or a part of it; all others must be equal. If `numbers` are None,
+`batched` of the object that has them, an algorithm or a part of it; all others must be equal. If `batched` is None,
 the code is for one configuration, which is a group by itself.
 """
 
@@ -293,7 +293,7 @@ class Stack(Simulation):
             return Place(every, index_of(every, len(self.here)), comm, ids, [self._seeds[row // K] for row in every])
         first, size = self.groups[group].first, self.groups[group].size
         chosen = self._chosen(rows)
-        comm = comm.among(chosen) if len(chosen) < K else comm
+        comm = comm.among(chosen) if 0 < len(chosen) < K else comm
         every = self.groups[group].rows(rows)
         return Place(
             every, index_of(every, len(self.here)), comm if size == 1 else GroupCollectives(comm, size),
@@ -316,7 +316,7 @@ def groups_of(algorithms: Sequence[Any], runs: Sequence[RunFacts]) -> tuple[list
 
     >>> from vecgym.optim import Optimizer, OptimSpec
     >>> class Local:
-    ...     numbers = ()
+    ...     batched = ()
     ...     def __init__(self, lr, H):
     ...         self.inner, self.H = Optimizer(OptimSpec("sgd", lr=lr)), H
     >>> order, groups = groups_of([Local(0.1, 5), Local(0.1, 10), Local(0.2, 5)], [RunFacts(num_nodes=4)] * 3)
@@ -327,8 +327,8 @@ def groups_of(algorithms: Sequence[Any], runs: Sequence[RunFacts]) -> tuple[list
     """
     alike: dict[Any, list[int]] = {}
     for c, (algorithm, run) in enumerate(zip(algorithms, runs, strict=True)):
-        alone = getattr(algorithm, "numbers", None) is None
-        key = c if alone else (key_of(algorithm), *run_key(run, getattr(algorithm, "draws", True)))
+        alone = getattr(algorithm, "batched", None) is None
+        key = c if alone else (key_of(algorithm), *run_key(run, getattr(algorithm, "depends_on_seed", True)))
         alike.setdefault(key, []).append(c)
     groups, first = list[Group](), 0
     for chosen in alike.values():
@@ -350,7 +350,7 @@ def run_key(run: RunFacts, draws: bool) -> tuple[Any, ...]:
 
 
 def key_of(setting: Any) -> Any:
-    """Settings of equal key differ in numbers only: in those of optimizers, and those that `numbers` names.
+    """Settings of equal key differ in numbers only: in those of optimizers, and those that `batched` names.
 
     >>> key_of(Optimizer(OptimSpec("sgd", lr=0.1))) == key_of(Optimizer(OptimSpec("sgd", lr=0.2)))
     True
@@ -367,9 +367,9 @@ def key_of(setting: Any) -> Any:
         return type(setting), tuple(map(key_of, setting))
     if isinstance(setting, dict):
         return dict, tuple((name, key_of(value)) for name, value in setting.items())
-    if not hasattr(setting, "numbers"):
+    if not hasattr(setting, "batched"):
         return _value_key(setting)
-    numbers = setting.numbers
+    numbers = setting.batched
     if numbers is None:  # its code is for one configuration
         return object()
     values = {name: _form(x) if name in numbers else key_of(x) for name, x in public(setting).items()}
@@ -412,7 +412,7 @@ def merged(members: Sequence[Any]) -> Any:
         return type(first)(merged(each) for each in zip(*members))
     if isinstance(first, dict):
         return {name: merged([x[name] for x in members]) for name in first}
-    numbers = getattr(first, "numbers", None)
+    numbers = getattr(first, "batched", None)
     if numbers is None:
         return first
     twin = copy.copy(first)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -83,8 +83,13 @@ class Rows:
     ({'w': tensor([10.,  2., 30.])}, True, False)
     """
 
+    who = "a handler"  # what assigns, for messages
+    lead = 1  # dimensions before those of one row
+    before: tuple[tuple[int, ...], ...] = ((),)  # those before the one of the rows
+
     def __init__(self, whole: dict[str, Any], index: Index, size: int) -> None:
         self.whole, self.index, self.size = whole, index, size
+        self.num_rows = len(range(size)[index]) if isinstance(index, slice) else size if index is None else len(index)
         self.assigned: dict[str, Any] = {}
         self._taken: dict[str, Any] = {}
 
@@ -97,10 +102,36 @@ class Rows:
         return self.assigned[name] if name in self.assigned else self.shown(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
+        self._check(name, value)
         self.assigned[name] = value
 
     def __delitem__(self, name: str) -> None:
         self.assigned[name] = None
+
+    def _check(self, name: str, new: Any) -> None:
+        """Raise an error for what is not of these rows, or is of another form than what it replaces."""
+        todo, lead = [(name, new, self.shown(name))], self.lead
+        if name == "params" and isinstance(new, dict) and new.keys() != todo[0][2].keys():
+            odd = ", ".join(sorted(map(str, new.keys() ^ todo[0][2].keys())))
+            raise ValueError(f"{self.who} assigned other parameters than there are: {odd}.")
+        for path, x, old in todo:
+            if isinstance(x, dict) and x is not old:
+                todo += [(f"{path}.{key}", y, old.get(key) if isinstance(old, dict) else None) for key, y in x.items()]
+            elif isinstance(x, Tensor) and x is not old:
+                like = old if isinstance(old, Tensor) else x
+                rows = (1, self.num_rows, old.shape[lead - 1] if isinstance(old, Tensor) else 1)
+                fits = (
+                    x.dim() == like.dim() >= lead and x.shape[lead - 1] in rows and x.shape[: lead - 1] in self.before
+                )
+                if not fits or x.shape[lead:] != like.shape[lead:] or x.dtype != like.dtype:
+                    form = self._form(like.shape[lead:])
+                    raise ValueError(
+                        f"{self.who} assigned {path!r} as {tree.form(x)}; expected {form} of {like.dtype}."
+                    )
+
+    def _form(self, shape: Sequence[int]) -> str:
+        rows = "1" if self.num_rows == 1 else f"{self.num_rows} or 1"
+        return f"[{', '.join([rows, *map(str, shape)])}]"
 
     def forget(self, *names: str) -> None:
         """Take these trees anew when they are asked for: they have been written to in another way."""
@@ -117,7 +148,7 @@ class Rows:
 
     def put_flat(self, name: str, value: Any) -> None:
         """Assign a tree as engine and optimizer return it, `[1 or rows, *]`."""
-        self[name] = value
+        self.assigned[name] = value
 
     def changes(self) -> Iterable[tuple[str, Any]]:
         """Return what was assigned, `[1 or rows, *]`; None: deleted."""
@@ -139,6 +170,35 @@ class Rows:
         return self._taken[name]
 
 
+class Labelled:
+    """What rows hold under names that begin with a label, by the rest of the name.
+
+    >>> rows = {"0.0/params": 1}
+    >>> held = Labelled(rows, "0.0/")
+    >>> held["outer"] = 2
+    >>> held["params"], "params" in held, held.get("momentum"), rows
+    (1, True, None, {'0.0/params': 1, '0.0/outer': 2})
+    """
+
+    def __init__(self, rows: Any, label: str) -> None:
+        self.rows, self.label = rows, label
+
+    def __contains__(self, name: str) -> bool:
+        return self.label + name in self.rows
+
+    def __getitem__(self, name: str) -> Any:
+        return self.rows[self.label + name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.rows[self.label + name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.rows[self.label + name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+
 class GroupRows(Rows):
     """Some rows of C configurations: what is taken and assigned is `[C, K or 1, *]`, in views of the trees `[rows, *]`.
 
@@ -157,11 +217,16 @@ class GroupRows(Rows):
     tensor([ 1.5000,  1.5000, 15.0000, 15.0000])
     """
 
+    lead = 2
+
     def __init__(self, whole: dict[str, Any], index: Index, size: int, num_configs: int, num_rows: int) -> None:
         super().__init__(whole, index, size)
-        self.num_configs, self.num_rows = num_configs, num_rows
+        self.num_configs, self.num_rows, self.before = num_configs, num_rows, ((1,), (num_configs,))
         self._apart_of: dict[int, Tensor] = {}  # by the id of a tensor that was taken or put: as it is shown
         self._flat_of: dict[int, Tensor] = {}  # the inverse, so that nothing is copied onto itself
+
+    def _form(self, shape: Sequence[int]) -> str:
+        return f"[{self.num_configs}, {super()._form(shape)[1:]}"
 
     def shown(self, name: str) -> Any:
         return tree.map_leaves(self._apart, self.taken(name))
@@ -209,6 +274,15 @@ class SplitRows:
 
     def __init__(self, common: Rows, names: Collection[str], others: Rows) -> None:
         self.common, self.names, self.others = common, names, others
+
+    @property
+    def who(self) -> str:
+        """What assigns, for messages."""
+        return self.common.who
+
+    @who.setter
+    def who(self, who: str) -> None:
+        self.common.who = self.others.who = who
 
     def of(self, name: str) -> Rows:
         """Return those that hold a name."""
@@ -293,6 +367,57 @@ def _new_name(rows: Rows, new: Tensor) -> Tensor:
 def _indices(rows: Rows) -> Tensor | None:
     """Return the indices of the rows; None: all."""
     return torch.arange(rows.size)[rows.index] if isinstance(rows.index, slice) else rows.index
+
+
+def check_values(
+    new: Any, old: Tree, num_rows: int, who: object, hook: str = "", what: str = "values", lead: int = 1
+) -> Tree:
+    """Return what a user's code has made of values, if it has their names and shapes, or `[.., 1, *]`.
+
+    Args:
+        new, old: what it returned, and what it was given.
+        num_rows: the nodes here.
+        who, hook: what has made them, for messages: the `repr` of an object, and the name of its method, ".mine".
+        what: what the values are, for messages.
+        lead: dimensions before those of a parameter.
+
+    >>> check_values({}, {"w": torch.zeros(2, 3)}, 2, int)
+    Traceback (most recent call last):
+    ...
+    ValueError: <class 'int'> returned values that leaves out w; expected the names it was given: w.
+    """
+    if new is old:
+        return old
+    if not isinstance(new, dict):
+        raise TypeError(f"{who!r}{hook} returned {a_kind(new)} as {what}; expected a dict, name -> tensor.")
+    if new.keys() != old.keys():
+        odd = "leaves out" if (missing := old.keys() - new.keys()) else "adds"
+        names = ", ".join(sorted(map(str, missing or new.keys() - old.keys())))
+        raise ValueError(
+            f"{who!r}{hook} returned {what} that {odd} {names}; expected the names it was given: {', '.join(old)}."
+        )
+    for name, x in new.items():
+        y = old[name]
+        if x is y:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{who!r}{hook} returned {a_kind(x)} for {name!r} of the {what}; expected tensors.")
+        if x.shape[lead:] != y.shape[lead:] or x.dim() != y.dim() or x.shape[lead - 1] not in (1, num_rows):
+            shape = [f"1 or {num_rows}" if num_rows > 1 else "1", *map(str, y.shape[lead:])]
+            raise ValueError(
+                f"{who!r}{hook} returned {name!r} of the {what} in shape {list(x.shape)}; expected "
+                f"[{', '.join(shape)}]: the nodes first, or 1 for what is the same on all."
+            )
+    return new
+
+
+def a_kind(value: Any) -> str:
+    """Describe what a user's code has returned, for a message.
+
+    >>> a_kind(None), a_kind([])
+    ('None', 'a list')
+    """
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 class Result(NamedTuple):

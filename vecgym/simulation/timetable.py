@@ -106,7 +106,7 @@ class Mark(NamedTuple):
         lag: steps from when it is due to when it happens, for nodes that are present at both.
         who: which of the nodes that are present when it is due; None: all of them.
         of: what it is about, such as a fragment.
-        otherwise: the method, for all that are present, where none of these nodes is left; None: none.
+        always: whether it also happens, to no rows, if none of its nodes is present.
 
     >>> Mark("write", Every(10), lag=2).who is None
     True
@@ -117,7 +117,7 @@ class Mark(NamedTuple):
     lag: int = 0
     who: Who | None = None
     of: Any = None
-    otherwise: str | None = None
+    always: bool = False
 
 
 class Due(NamedTuple):
@@ -127,6 +127,7 @@ class Due(NamedTuple):
         number: how often it was due before: the count for selectors, topologies and outer optimizers.
         step: when it was due; the event is `lag` steps later.
         of: what the mark is about.
+        made: how often it has happened before, where it happens in part: a sum of weights.
 
     >>> Due(number=0, step=9).of is None
     True
@@ -135,6 +136,7 @@ class Due(NamedTuple):
     number: int
     step: int
     of: Any = None
+    made: Any = None
 
 
 @dataclass(frozen=True)
@@ -230,13 +232,11 @@ class Lockstep:
             begun, when = step - mark.lag, mark.when
             if self._is_due(mark, step):
                 assert not isinstance(when, int)
-                what, rows = mark.what, _both(self._selected(mark.who, begun, self.run.there(begun)), present)
-                if rows == () and mark.otherwise is not None:
-                    what, rows = mark.otherwise, present
-                if rows != ():
+                rows = _both(self._selected(mark.who, begun, self.run.there(begun)), present)
+                if rows != () or mark.always:
                     due = Due(when.count(begun), begun, mark.of)
                     counts, made = self.counts(step, rows)
-                    events.append(Event(what, rows, counts, info=due, made=made))
+                    events.append(Event(mark.what, rows, counts, info=due, made=made))
         return events
 
     def _is_due(self, mark: Mark, step: int) -> bool:

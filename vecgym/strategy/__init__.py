@@ -8,13 +8,13 @@
   DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
 - Your own: Strategy(inner_optim, [Exchange(...), ...]), the base of all, whose methods handle the events of a run;
   CommunicateOptimizeStrategy, the same by another name; RankStrategy, whose `step` is that of one rank and
-  calls all_reduce, broadcast, all_gather; CommunicationModule, whose hooks are told a Context
+  calls all_reduce, broadcast, all_gather
 - Exchanges: Exchange(how, every, of, delay, ...): how nodes agree, when (Rounds, RoundsOf or SyncWeight; When, the
   base), and of what; every(n, exchange): in units of n steps; AveragingCommunicator and SparseCommunicator
   make one
-- Averages: Average, the base, which is told of a Meeting: Mean, ServerMean, Mix, Robust, MostMoved, NoLoCo,
-  StrongestCosines; around one: Outer, Eager, Sparse, Compressed, EF21, Corrupted, Private. ServerOptimizer:
-  those of federated servers
+- Averages: Average, the base, with a Memory: Mean, ServerMean, Mix, Robust, MostMoved, NoLoCo, StrongestCosines;
+  Compressed and EF21, of codes. Stages around one: Stage, the base; Outer, Eager, Sparse, Corrupted, Private.
+  ServerOptimizer: those of federated servers
 - Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequentialSelector, PartitionedSelector
 - Optimizers: OptimSpec
 
@@ -30,7 +30,6 @@ from vecgym.strategy.ad_psgd import ADPSGDStrategy
 from vecgym.strategy.allreduce import AllReduceStrategy, GPAStrategy, SimpleReduceStrategy
 from vecgym.strategy.asynchronous import AsyncStrategy
 from vecgym.strategy.averages import (
-    Average,
     Corrupted,
     Eager,
     Mean,
@@ -59,8 +58,6 @@ from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.federated_averaging import AveragingCommunicator, FedAvgStrategy, ServerOptimizer
 from vecgym.strategy.gossip import GossipStrategy, Mix
 from vecgym.strategy.halos import HALoSStrategy
-from vecgym.strategy.hooks import CommunicationModule, Context
-from vecgym.strategy.meeting import Meeting
 from vecgym.strategy.per_rank import RankStrategy, all_gather, all_reduce, broadcast
 from vecgym.strategy.servers import DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer, Server
 from vecgym.strategy.sparta import (
@@ -75,6 +72,7 @@ from vecgym.strategy.sparta import (
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
 )
+from vecgym.strategy.stages import Average, Memory, Stage
 from vecgym.strategy.when import Rounds, RoundsOf, SyncWeight, When
 
 __all__ = [
@@ -85,9 +83,7 @@ __all__ = [
     "Average",
     "AveragingCommunicator",
     "CommunicateOptimizeStrategy",
-    "CommunicationModule",
     "Compressed",
-    "Context",
     "Corrupted",
     "DESLOCStrategy",
     "DeMoStrategy",
@@ -105,7 +101,7 @@ __all__ = [
     "HeLoCo",
     "LocalAdamStrategy",
     "Mean",
-    "Meeting",
+    "Memory",
     "Mix",
     "MostMoved",
     "MuLoCoStrategy",
@@ -134,6 +130,7 @@ __all__ = [
     "Sparse",
     "SparseCommunicator",
     "SparseLoCoStrategy",
+    "Stage",
     "Strategy",
     "StreamingDiLoCoStrategy",
     "StrongestCosines",

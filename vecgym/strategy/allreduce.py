@@ -57,7 +57,7 @@ SimpleReduceStrategy = AllReduceStrategy  # EXO Gym's other name for it
 FAST = "z"  # what the state calls the parameters that the optimizer steps
 
 
-class GPAStrategy(Strategy):
+class GPAStrategy(Strategy, batched=("mu_x", "mu_y"), random=False):
     """Every step, all nodes take the optimizer's step from z with the mean gradient at y; x follows z slowly.
 
     y = mu_y x + (1 - mu_y) z;  z <- inner(z, mean_i g_i(y));  x <- mu_x x + (1 - mu_x) z.
@@ -93,8 +93,7 @@ class GPAStrategy(Strategy):
     that `fit` returns, are those of y, the parameters that are trained; the paper has those of x.
     """
 
-    own_numbers = of_nodes = ("mu_x", "mu_y")
-    own_draws = False
+    of_nodes = ("mu_x", "mu_y")
 
     @takes_options(InnerOptions)
     def __init__(

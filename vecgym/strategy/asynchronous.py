@@ -171,7 +171,7 @@ class InRounds(EventDriven):
             self.send(part, "server_send", ServerLinks(up=(), down=(node,)))
 
 
-class AsyncStrategy(InRounds):
+class AsyncStrategy(InRounds, batched=(), random=False):
     """Every node trains in rounds of its own; a server takes each movement when it arrives.
 
     Node i begins a round from the server's parameters of version v, makes H_i steps of its inner optimizer, and sends
@@ -221,8 +221,6 @@ class AsyncStrategy(InRounds):
     begin a new optimizer in each round.
     """
 
-    own_numbers = ()
-    own_draws = False
     server: Server
 
     @takes_options(InnerOptions)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vecgym.availability import Presence, sent
 from vecgym.core import check, nodes
-from vecgym.core.objects import altered, own_settings
+from vecgym.core.objects import UNSAID, altered, declare, own_settings
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec, ensure_optim_spec
 from vecgym.optim.schedule import Schedule
@@ -21,12 +21,13 @@ from vecgym.simulation.simulation import LocalTraining, Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts, Timetable, Who
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.hooks import CommunicationModule, Hooks
 
 if sys.version_info >= (3, 11):  # of every constructor's `**inner`
     from typing import Unpack as Unpack
 else:
     from typing_extensions import Unpack as Unpack  # torch depends on it
+
+AN_EXCHANGE = "an Exchange, such as Exchange(Mean(), every=10)"
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
@@ -105,7 +106,7 @@ class Strategy(LocalTraining):
     Args:
         inner_optim: a name ("adamw", "sgd", ...), an `OptimSpec`, or a `torch.optim.Optimizer` class; AdamW
             when not given.
-        exchanges: `Exchange`s, or `CommunicationModule`s of your own; none: the nodes train independently.
+        exchanges: `Exchange`s; none: the nodes train independently.
         lr: the learning rate of the inner optimizer, if `inner_optim` does not set it.
         max_norm: clip each node's gradient to this 2-norm (`[K]`: a norm for each), after gradients are exchanged.
         lr_scheduler: "constant", "cosine", "lambda_cosine", or a function step -> factor; see
@@ -143,7 +144,7 @@ class Strategy(LocalTraining):
     >>> outer = strategy.outer_parameters(state.shared, ["w"])
     >>> strategy.alike(run), strategy.mean_gradient, strategy.outer_rate(run, 0), outer
     (False, False, None, {})
-    >>> strategy.numbers, strategy.draws, strategy.hidden_state()
+    >>> strategy.batched, strategy.depends_on_seed, strategy.hidden_state()
     ((), False, None)
     >>> strategy.load_hidden_state(None)
     >>> strategy.close()
@@ -153,12 +154,13 @@ class Strategy(LocalTraining):
     asynchronous = False
     # False where something evolves outside of the state; see `RankStrategy`.
     pure = True
-    # Settings of the class's own that may differ within a group of a sweep; None: its methods are for one of them.
-    own_numbers: tuple[str, ...] | None = ()
-    # Those that have a number for each node: how many is checked.
+    # What `class Mine(Strategy, batched=..., random=...)` says: constructor arguments that may differ between the
+    # configurations that are trained together in a sweep, None: the methods work on one configuration; and whether the
+    # methods draw random numbers. A class with methods of its own that does not say: None and True.
+    batched: tuple[str, ...] | None = ()
+    random: bool = False
+    # Settings that may have a value for each node: how many is checked.
     of_nodes: tuple[str, ...] = ()
-    # True if the class's own methods draw random numbers: each seed of a sweep then has a group of its own.
-    own_draws = False
 
     def __init__(
         self,
@@ -178,16 +180,9 @@ class Strategy(LocalTraining):
         self.exchanges = _numbered("exchanges", exchanges)
         self._check_resting()
 
-    def __init_subclass__(cls) -> None:
-        """Train what has methods of its own by itself in a sweep, unless it says that it works on stacks.
-
-        It draws random numbers, too, unless it says that it does not.
-        """
+    def __init_subclass__(cls, batched: Any = UNSAID, random: Any = UNSAID) -> None:
         super().__init_subclass__()
-        own = {name for name, value in vars(cls).items() if callable(value) and not name.startswith("__")}
-        if own - {"check"}:
-            cls.own_numbers = vars(cls).get("own_numbers")
-            cls.own_draws = vars(cls).get("own_draws", True)
+        declare(cls, batched, random)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse a setting that would hide a method, which a run calls; a function may take its place."""
@@ -200,14 +195,9 @@ class Strategy(LocalTraining):
         super().__setattr__(name, value)
 
     @property
-    def numbers(self) -> tuple[str, ...] | None:
-        """Settings that may have a value for each configuration of a group, `[C]`; None: it has a group of its own."""
-        return None if any(exchange.numbers is None for exchange in self.exchanges) else self.own_numbers
-
-    @property
-    def draws(self) -> bool:
-        """Whether it draws random numbers: if not, configurations of several seeds can be one group of a sweep."""
-        return self.own_draws or any(exchange.draws for exchange in self.exchanges)
+    def depends_on_seed(self) -> bool:
+        """Whether random numbers are drawn: if not, configurations of several seeds can be one group of a sweep."""
+        return self.random or any(exchange.random for exchange in self.exchanges)
 
     @property
     def inner_optim(self) -> OptimSpec:
@@ -279,7 +269,7 @@ class Strategy(LocalTraining):
 
     def alike(self, run: RunFacts) -> bool:
         """Whether all nodes have the same parameters and optimizer at every step, so that these are stored once."""
-        if self.inner.per_node or not all(exchange.common for exchange in self.exchanges):
+        if self.inner.per_node or not all(exchange.same for exchange in self.exchanges):
             return False
         presence: Any = run.presence
         absent = presence is not None and min(presence.counts) < run.num_nodes
@@ -314,19 +304,15 @@ class Strategy(LocalTraining):
 
     def meet(self, part: Part) -> None:
         """Make an exchange that takes effect at once."""
-        self.exchanges[part.event.info.of.exchange].meet(part)
+        self.exchanges[part.due.of.exchange].meet(part)
 
     def agree(self, part: Part) -> None:
         """Make an exchange whose result takes effect later, or is for others."""
-        self.exchanges[part.event.info.of.exchange].agree(part)
-
-    def settle(self, part: Part) -> None:
-        """Use a message of an exchange that no node is left to write."""
-        self.exchanges[part.event.info.of.exchange].settle(part)
+        self.exchanges[part.due.of.exchange].agree(part)
 
     def write(self, part: Part) -> None:
         """Let nodes go on with what was agreed on."""
-        self.exchanges[part.event.info.of.exchange].write(part)
+        self.exchanges[part.due.of.exchange].write(part)
 
     def rejoin(self, part: Part) -> None:
         """Send parameters to the nodes that return, unless all nodes share theirs."""
@@ -407,11 +393,10 @@ class Strategy(LocalTraining):
     def _check_resting(self) -> None:
         """Raise a ValueError where gradients would be exchanged, and some nodes have none; or no node would train."""
         resting = [exchange for exchange in self.exchanges if exchange.lets_rest]
-        of_all = [exchange for exchange in self._of_gradients if exchange.of_all]
-        if resting and of_all:
+        if resting and self._of_gradients:
             raise ValueError(
-                f"{resting[0]!r} lets some nodes sit out, and {of_all[0]!r} exchanges the gradients of all at every "
-                "step: give participation=1, or exchange parameters."
+                f"{resting[0]!r} lets some nodes sit out, and {self._of_gradients[0]!r} exchanges the gradients of all "
+                "at every step: give participation=1, or exchange parameters."
             )
         drawn = [exchange for exchange in resting if isinstance(exchange, Exchange)]
         for exchange in drawn[1:]:
@@ -444,24 +429,18 @@ class CommunicateOptimizeStrategy(Strategy):
         super().__init__(inner_optim, _numbered("communication_modules", communication_modules), **inner)
 
 
-def every(n: int, exchange: Exchange | CommunicationModule) -> Any:
+def every(n: int, exchange: Exchange) -> Exchange:
     """Let an exchange count in units of n steps: its interval, delay, offsets, and what it draws at random.
 
     >>> from vecgym.strategy import Mean
     >>> every(5, Exchange(Mean(), every=10, delay=1))  # every 50 steps, 5 late
     Exchange(Mean(), every=10, delay=1, unit=5)
     """
-    return _as_exchange("exchange", exchange).in_units(n)
+    return check.instance("exchange", exchange, Exchange, AN_EXCHANGE).in_units(n)
 
 
 def _numbered(argument: str, exchanges: Sequence[Any]) -> tuple[Any, ...]:
     """Return exchanges that know their places."""
     check.instance(argument, exchanges, (list, tuple), "a list, such as [Exchange(Mean(), every=10)]")
-    return tuple(_as_exchange(f"{argument}[{i}]", x).numbered(i) for i, x in enumerate(exchanges))
-
-
-def _as_exchange(argument: str, value: Any) -> Any:
-    """Return an exchange; a module with hooks becomes one."""
-    exchange = Hooks(value) if isinstance(value, CommunicationModule) else value
-    give = "an Exchange, such as Exchange(Mean(), every=10), or a CommunicationModule"
-    return check.instance(argument, exchange, (Exchange, Hooks), give)
+    each = (check.instance(f"{argument}[{i}]", x, Exchange, AN_EXCHANGE) for i, x in enumerate(exchanges))
+    return tuple(exchange.numbered(i) for i, exchange in enumerate(each))

@@ -13,12 +13,13 @@ from vecgym.compress.codecs import Draw
 from vecgym.core import check, tree
 from vecgym.core.objects import altered
 from vecgym.core.tree import Tree
+from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
-from vecgym.strategy.averages import Around, Average, ExchangeFacts, Reduction, State
-from vecgym.strategy.meeting import Meeting
+from vecgym.strategy.averages import Reduction
+from vecgym.strategy.stages import Average, ExchangeFacts, Memory
 
 
-class Compressed(Around):
+class Compressed(Average):
     """What a node sends to `inner` is a code of its values, and what the code leaves out is sent later.
 
     With e_i the residual of node i, and r the reference:
@@ -63,11 +64,11 @@ class Compressed(Around):
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.compress import TopK
-    >>> from vecgym.strategy.averages import Mean
-    >>> from vecgym.strategy.meeting import Meeting
+    >>> from vecgym.strategy import Mean
     >>> average, x = Compressed(Mean(), TopK(k=1)), {"w": torch.tensor([[1.0, 4.0], [8.0, 2.0]])}
-    >>> at = Meeting(StackedCollectives(2), *average.init({"w": torch.zeros(1, 2)}, RunFacts(2)))
-    >>> average(x, at)["w"], at.own["residual"]["w"]
+    >>> memory, part = Memory(), Part.alone(StackedCollectives(2))
+    >>> average.init({"w": torch.zeros(1, 2)}, part.run, memory)
+    >>> average(x, part, memory)["w"], memory.own["residual"]["w"]
     (tensor([[4., 2.]]), tensor([[1., 0.],
             [0., 2.]]))
 
@@ -80,7 +81,7 @@ class Compressed(Around):
     """
 
     inner: Reduction
-    in_part = False
+    partial = False
 
     def __init__(
         self, inner: Average, codec: str | Compressor, *, error_feedback: bool = True, decay: float = 1.0,
@@ -96,9 +97,10 @@ class Compressed(Around):
         self.masking = check.flag("masking", masking)
         self.reference = check.flag("reference", reference)
         self.purpose = check.instance("purpose", purpose, str, 'a name, such as "compress"')
-        self._check()
+        self._check_settings()
+        self.check_common(self.inner.common)
 
-    def _check(self) -> None:
+    def _check_settings(self) -> None:
         if self.error_feedback and not self.codec.contractive:
             raise ValueError(
                 f"{self.codec!r} sends more than there is, so that its expectation is right, and error feedback then "
@@ -109,50 +111,64 @@ class Compressed(Around):
             raise ValueError(f"{setting} without error_feedback has no effect: leave one of them out.")
         if not (self.momentum or self.masking):
             raise ValueError("masking=False without a momentum has no effect: give momentum=0.9, say, or leave it out.")
-        if self.reference and not self.inner.common:
+
+    def check_common(self, common: bool) -> None:
+        if self.reference and not common:
             raise ValueError(
                 f"{self!r}: what is sent of parameters is their difference to the last average, and only an average of "
                 "all nodes is the same on all: average over all nodes (island_size=None, participation=1), or send the "
                 "parameters as they are (reference=False), which suits methods that keep every value, such as int8."
             )
-        if isinstance(self.codec, PowerSGD) and not (self.inner.common and self.inner.linear):
+        if isinstance(self.codec, PowerSGD) and not (common and self.inner.linear):
             raise ValueError(
                 f"{self!r}: PowerSGD starts from the average before, which groups of nodes do not share, and "
                 "which must be a mean: Mean() or ServerMean()."
             )
 
     @property
-    def numbers(self) -> tuple[str, ...] | None:  # type: ignore[override]
-        alone = self.inner.numbers is None or not self.inner.common or isinstance(self.codec, PowerSGD)
-        return None if alone else ()
+    def common(self) -> bool:  # type: ignore[override]
+        return self.inner.common
 
-    def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
-        own, shared = self.inner.init(values, run)
-        memories = {"residual": self.error_feedback, "momentum": bool(self.momentum)}
-        own |= {name: tree.map(torch.zeros_like, values) for name, is_kept in memories.items() if is_kept}
-        shared |= {"reference": values} if self.reference else {}
-        shared |= {"codec": self.codec.init(values)} if isinstance(self.codec, PowerSGD) else {}
-        return own, shared
+    @property
+    def batched(self) -> tuple[str, ...] | None:  # type: ignore[override]
+        return None if not self.common or isinstance(self.codec, PowerSGD) else self.inner.batched
 
-    def agree(self, values: Tree, at: Meeting) -> Tree:
+    @property
+    def random(self) -> bool:  # type: ignore[override]
+        return True
+
+    def check(self, run: ExchangeFacts) -> None:
+        self.inner.check(run)
+
+    def init(self, values: Tree, run: RunFacts, memory: Memory) -> None:
+        if self.error_feedback:
+            memory.own["residual"] = tree.map(torch.zeros_like, values)
+        if self.momentum:
+            memory.own["momentum"] = tree.map(torch.zeros_like, values)
+        if self.reference:
+            memory.shared["reference"] = values
+        if isinstance(self.codec, PowerSGD):
+            memory.shared["codec"] = self.codec.init(values)
+
+    def agree(self, x: Tree, part: Part, memory: Memory) -> Tree:
         r, e, m = (
             constant(held[name]) if name in held else None
-            for held, name in ((at.shared, "reference"), (at.own, "residual"), (at.own, "momentum"))
+            for held, name in ((memory.shared, "reference"), (memory.own, "residual"), (memory.own, "momentum"))
         )
         with torch.no_grad():
-            x, inplace = constant(values), at.inplace_state
-            d = x if r is None else tree.map(torch.sub, x, r)
+            values, inplace = constant(x), memory.inplace
+            d = values if r is None else tree.map(torch.sub, values, r)
             u = d if m is None else {name: plus(m[name] * self.momentum, y, inplace) for name, y in d.items()}
             p = d if e is None else {name: self._remembered(e[name], y, inplace) for name, y in u.items()}
-            average, sent = self._average(p, at)
+            average, sent = self._average(p, part, memory)
             if e is not None:  # p is then a tensor of its own, or the residual's
-                at.own["residual"] = {**e, **{name: plus(y, sent[name], True, alpha=-1) for name, y in p.items()}}
+                memory.own["residual"] = {**e, **{name: plus(y, sent[name], True, alpha=-1) for name, y in p.items()}}
             if m is not None:
-                at.own["momentum"] = {**m, **self._masked(u, sent)}
+                memory.own["momentum"] = {**m, **self._masked(u, sent)}
             if r is not None:
                 average = {name: plus(r[name], y, inplace) for name, y in average.items()}
-                at.shared["reference"] = {**r, **tree.map(torch.clone, average)}  # the values will be overwritten
-        return straight_through(average, values, at, lambda told: self.inner.agree(values, told))
+                memory.shared["reference"] = {**r, **tree.map(torch.clone, average)}  # the values will be overwritten
+        return straight_through(average, x, part, memory, lambda told: self.inner.agree(x, told, memory))
 
     def _remembered(self, residual: Tensor, x: Tensor, inplace: bool) -> Tensor:
         """Return x + decay * residual, in the storage of the residual if that is allowed."""
@@ -162,24 +178,25 @@ class Compressed(Around):
         """Return the momenta, 0 where something was sent."""
         return {name: torch.where(sent[name] == 0, y, 0.0) for name, y in u.items()} if self.masking else u
 
-    def _average(self, p: Tree, at: Meeting) -> tuple[Tree, Tree]:
+    def _average(self, p: Tree, part: Part, memory: Memory) -> tuple[Tree, Tree]:
         """Return the average of what the nodes send of p, and what each sends, for its residual."""
         codec = self.codec
 
         def draws(name: str) -> Draw:
-            return Draw(lambda *ids: at.generator(f"{self.purpose} {name}", at.step, *ids), at.ids.repeat(at.size))
+            ids = part.ids.repeat(part.size)
+            return Draw(lambda *keys: part.generator(f"{self.purpose} {name}", part.due.step, *keys), ids)
 
         if isinstance(codec, PowerSGD):
-            at_pure = at.replace(inplace=False)
-            average, sent, at.shared["codec"] = codec.reduce(
-                p, at.shared["codec"], lambda y: self.inner.agree(y, at_pure), draws
+            pure = altered(part, inplace=False)
+            average, sent, memory.shared["codec"] = codec.reduce(
+                p, memory.shared["codec"], lambda y: self.inner.agree(y, pure, memory), draws
             )
             return average, sent
-        rows = at.rows(p if at.size == 1 else at.wide(p))
+        rows = part.flat(p if part.size == 1 else part.wide(p))
         codes = {name: codec.encode(x, draws(name)) for name, x in rows.items()}
-        average = at.apart(self.inner.of_codes(codes, codec, rows, at))
+        average = part.apart(self.inner.of_codes(codes, codec, rows, part))
         sent = {name: codec.decode(codes[name], x) for name, x in rows.items()} if self.error_feedback else {}
-        return average, at.apart(sent)
+        return average, part.apart(sent)
 
 
 class EF21(Compressed):
@@ -210,12 +227,12 @@ class EF21(Compressed):
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.compress import TopK
-    >>> from vecgym.strategy.averages import Mean
-    >>> from vecgym.strategy.meeting import Meeting
+    >>> from vecgym.strategy import Mean
     >>> average, x = EF21(Mean(), TopK(k=1)), {"w": torch.tensor([[1.0, 4.0], [8.0, 2.0]])}
-    >>> at = Meeting(StackedCollectives(2), *average.init({"w": torch.zeros(1, 2)}, RunFacts(2)))
+    >>> memory, part = Memory(), Part.alone(StackedCollectives(2))
+    >>> average.init({"w": torch.zeros(1, 2)}, part.run, memory)
     >>> for _ in range(2):  # the largest of each row, then the other one
-    ...     print(average(x, at)["w"])
+    ...     print(average(x, part, memory)["w"])
     tensor([[4., 2.]])
     tensor([[4.5000, 3.0000]])
 
@@ -223,15 +240,14 @@ class EF21(Compressed):
     Error Feedback", arXiv 2106.05203. Deviation: h_i begins at 0, so that the first code is one of x_i itself.
     """
 
-    numbers = Compressed.numbers
+    batched, random = Compressed.batched, Compressed.random
 
     def __init__(self, inner: Average, codec: str | Compressor, *, purpose: str = "compress") -> None:
         super().__init__(inner, codec, purpose=purpose)
 
-    def _check(self) -> None:
-        super()._check()
+    def check_common(self, common: bool) -> None:
         equal = getattr(self.inner, "weighting", "equal") == "equal"
-        if not (self.inner.common and self.inner.linear and equal):
+        if not (common and self.inner.linear and equal):
             raise ValueError(
                 f"{self!r}: what all know is the mean of all nodes' estimates: give Mean() or ServerMean(), without "
                 "islands, participation and weighting, or Compressed(...), which has none."
@@ -245,20 +261,20 @@ class EF21(Compressed):
                 "missing: give Compressed(...) in its place, or leave out availability and participation."
             )
 
-    def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
-        _, shared = super().init(values, run)
-        nothing = tree.map(torch.zeros_like, values)
-        return {"estimate": nothing}, {**shared, "average": nothing}
+    def init(self, values: Tree, run: RunFacts, memory: Memory) -> None:
+        if isinstance(self.codec, PowerSGD):
+            memory.shared["codec"] = self.codec.init(values)
+        memory.own["estimate"] = memory.shared["average"] = tree.map(torch.zeros_like, values)
 
-    def agree(self, values: Tree, at: Meeting) -> Tree:
-        estimate, average = constant(at.own["estimate"]), constant(at.shared["average"])
+    def agree(self, x: Tree, part: Part, memory: Memory) -> Tree:
+        estimate, average = constant(memory.own["estimate"]), constant(memory.shared["average"])
         with torch.no_grad():
-            change = {name: x - estimate[name] for name, x in constant(values).items()}
-            agreed, sent = self._average(change, at)
-            at.own["estimate"] = {name: plus(x, sent[name], at.inplace_state) for name, x in estimate.items()}
-            at.shared["average"] = {name: torch.add(x, agreed[name]) for name, x in average.items()}
-            read = tree.map(torch.clone, at.shared["average"])  # the caller may overwrite it
-        return straight_through(read, values, at, lambda told: self.inner.agree(values, told))
+            change = {name: y - estimate[name] for name, y in constant(x).items()}
+            agreed, sent = self._average(change, part, memory)
+            memory.own["estimate"] = {name: plus(y, sent[name], memory.inplace) for name, y in estimate.items()}
+            memory.shared["average"] = {name: torch.add(y, agreed[name]) for name, y in average.items()}
+            read = tree.map(torch.clone, memory.shared["average"])  # the caller may overwrite it
+        return straight_through(read, x, part, memory, lambda told: self.inner.agree(x, told, memory))
 
 
 def constant(values: Tree) -> Tree:
@@ -266,15 +282,15 @@ def constant(values: Tree) -> Tree:
     return tree.map(Tensor.detach, values)
 
 
-def straight_through(read: Tree, values: Tree, at: Meeting, smooth: Callable[[Meeting], Tree]) -> Tree:
-    """Give what was read from codes the derivatives of `smooth(at)`, an exchange of the values, if any are taken.
+def straight_through(read: Tree, x: Tree, part: Part, memory: Memory, smooth: Callable[[Part], Tree]) -> Tree:
+    """Give what was read from codes the derivatives of `smooth(part)`, an exchange of the values, if any are taken.
 
-    Nobody sends derivatives: the meeting that `smooth` is told has a ledger of its own.
+    Nobody sends derivatives: the part that `smooth` is told has a ledger of its own.
     """
-    if at.inplace_state or not any(map(tree.differentiated, values.values())):
+    if memory.inplace or not any(map(tree.differentiated, x.values())):
         return read
-    exact = smooth(at.replace(comm=altered(at.comm, ledger=Ledger()), inplace=False))
-    return {name: x + (exact[name] - exact[name].detach()) for name, x in read.items()}
+    exact = smooth(altered(part, comm=altered(part.comm, ledger=Ledger()), inplace=False))
+    return {name: y + (exact[name] - exact[name].detach()) for name, y in read.items()}
 
 
 def plus(a: Tensor, b: Tensor, inplace: bool, alpha: float = 1) -> Tensor:

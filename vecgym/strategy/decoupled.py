@@ -30,9 +30,9 @@ from vecgym.simulation.events import (
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts, Waves
 from vecgym.strategy.asynchronous import EventDriven, countable
-from vecgym.strategy.averages import nonzero, row_norms
 from vecgym.strategy.base import InnerOptions, Unpack, takes_options
-from vecgym.strategy.exchange import Fragments, check_fragments, cut
+from vecgym.strategy.corrections import nonzero, row_norms
+from vecgym.strategy.fragments import Fragments, check_fragments, cut
 from vecgym.strategy.servers import OuterOptimizer, Server, check_server, one_number
 
 Merging = Literal["radial", "mean"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -25,13 +23,12 @@ from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec, check_max_norm, clip_grad_norm
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
-from vecgym.strategy.averages import Average
 from vecgym.strategy.base import StepOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.meeting import Meeting
+from vecgym.strategy.stages import Average, Memory
 
 
-class StrongestCosines(Average):
+class StrongestCosines(Average, batched=()):
     """The nodes agree on the strongest cosine components of a momentum of their values.
 
     delta_i <- decay delta_i + x_i;  q_i = the k coefficients of largest magnitude in each chunk of DCT(delta_i);
@@ -63,8 +60,6 @@ class StrongestCosines(Average):
     Reference: Peng et al., arXiv 2411.19870; `DeMoStrategy` names the deviations.
     """
 
-    numbers = ()
-
     def __init__(
         self, compression_decay: float | Tensor = 0.999, compression_topk: int = 32, compression_chunk: int = 64
     ) -> None:
@@ -79,30 +74,32 @@ class StrongestCosines(Average):
             "compression_chunk", compression_chunk, what="the longest side of a chunk"
         )
 
-    def init(self, values: Tree, run: RunFacts) -> tuple[dict[str, Any], dict[str, Any]]:
-        return {"residual": tree.map(self._zeros, values)}, {}
+    def init(self, values: Tree, run: RunFacts, memory: Memory) -> None:
+        memory.own["residual"] = tree.map(self._zeros, values)
 
-    def agree(self, values: Tree, at: Meeting) -> Tree:
-        if at.comm.shapes_only:
-            return self._announced(values, at)
-        rows, held = at.rows(values), at.rows(at.own["residual"])
+    def agree(self, x: Tree, part: Part, memory: Memory) -> Tree:
+        if part.comm.shapes_only:
+            return self._announced(x, part)
+        rows, held = part.flat(x), part.flat(memory.own["residual"])
         residual, indices, sent = {}, {}, {}
         for name, old in held.items():
             # What is the same for all, `[1, *]`, is each node's own from here.
             num_rows = max(len(old), len(rows[name]))
-            old, x = (y.expand(num_rows, *y.shape[1:]) for y in (old, rows[name]))
-            updated = self._update_in_place(old, x, at.exact) if at.inplace_state else self._update(old, x)
+            old, new = (y.expand(num_rows, *y.shape[1:]) for y in (old, rows[name]))
+            updated = self._update_in_place(old, new, part.exact) if memory.inplace else self._update(old, new)
             residual[name], indices[name], sent[name] = updated
-        at.own["residual"] = at.apart(residual)
-        indices, sent = (at.comm.all_gather(at.apart(x), inplace=True) for x in (indices, sent))  # [1, K, chunks, k]
-        return at.apart({name: self._decode(indices[name], sent[name], x) for name, x in rows.items()})
+        memory.own["residual"] = part.apart(residual)
+        indices, sent = (
+            part.comm.all_gather(part.apart(y), inplace=True) for y in (indices, sent)
+        )  # [1, K, chunks, k]
+        return part.apart({name: self._decode(indices[name], sent[name], y) for name, y in rows.items()})
 
-    def _announced(self, values: Tree, at: Meeting) -> Tree:
+    def _announced(self, values: Tree, part: Part) -> Tree:
         """Exchange tensors that have shapes and no values: even there, transforms of a large model take minutes."""
         grids = {name: (len(x), *self._zeros(x).shape[1:]) for name, x in values.items()}
         sent = {name: (*shape[:2], min(self.compression_topk, shape[2])) for name, shape in grids.items()}
         for dtype in (torch.int64, None):  # indices, and values
-            at.comm.all_gather({name: x.new_empty(sent[name], dtype=dtype) for name, x in values.items()})
+            part.comm.all_gather({name: x.new_empty(sent[name], dtype=dtype) for name, x in values.items()})
         return {name: x[:1] for name, x in values.items()}
 
     def step_bytes(self, params: Tree) -> int:
@@ -123,9 +120,10 @@ class StrongestCosines(Average):
         >>> from vecgym.collectives import StackedCollectives
         >>> average = StrongestCosines(compression_topk=1)
         >>> x = {"w": torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]])}
-        >>> at = Meeting(StackedCollectives(2), *average.init(x, RunFacts(2)))
-        >>> _ = average(x, at)
-        >>> average.residual(at.own["residual"], x)["w"][1]  # the constant part, the strongest, was sent
+        >>> memory, part = Memory(), Part.alone(StackedCollectives(2))
+        >>> average.init(x, part.run, memory)
+        >>> _ = average(x, part, memory)
+        >>> average.residual(memory.own["residual"], x)["w"][1]  # the constant part, the strongest, was sent
         tensor([-1.5000, -0.5000,  0.5000,  1.5000])
         """
         return {name: self._to_tensors(X, values[name]) for name, X in held.items()}
@@ -178,7 +176,7 @@ class StrongestCosines(Average):
         return from_chunks(inverse_dct(coefficients.unflatten(-1, (cut.height, cut.width))), cut, like.shape[1:])
 
 
-class DeMoStrategy(Strategy):
+class DeMoStrategy(Strategy, batched=(), random=False):
     """The sign of the nodes' strongest cosine components, accumulated in a momentum that stays on its node.
 
     For each parameter: theta <- theta (1 - lr wd); delta_i <- decay delta_i + lr g_i; q_i = the k coefficients of
@@ -216,9 +214,6 @@ class DeMoStrategy(Strategy):
     odd chunk every second one is) it is exactly 0, so that a coordinate where all that was sent is 0 stays, instead of
     moving by lr in the direction of a rounding error.
     """
-
-    own_numbers = ()
-    own_draws = False
 
     @takes_options(StepOptions)
     def __init__(

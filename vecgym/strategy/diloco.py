@@ -21,10 +21,13 @@ from vecgym.optim import OptimSpec
 from vecgym.optim.spec import check_lr
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import Mark, RunFacts, Who
-from vecgym.strategy.averages import Average, Correction, Eager, Mean, NoLoCo, Outer, outer_spec
+from vecgym.strategy.averages import Eager, Mean, NoLoCo, Outer, outer_spec
 from vecgym.strategy.base import InnerOptions, StepOptions, Strategy, Unpack, inner_rate, takes_options
 from vecgym.strategy.coded import Compressed
-from vecgym.strategy.exchange import DEFAULT_H, Exchange, Fragments, Pattern
+from vecgym.strategy.corrections import Correction
+from vecgym.strategy.exchange import DEFAULT_H, Exchange
+from vecgym.strategy.fragments import Fragments, Pattern
+from vecgym.strategy.stages import Average
 from vecgym.strategy.when import SyncWeight, When, as_when, rounds_or_weights
 
 STREAMING_OUTER_LR = 0.4
@@ -511,7 +514,7 @@ class MuLoCoStrategy(DiLoCoStrategy):
         super().__init__(own, outer, H, compression=compression, **inner)
 
 
-class PALSGDStrategy(DiLoCoStrategy):
+class PALSGDStrategy(DiLoCoStrategy, batched=("pull",)):
     """DiLoCo whose nodes, at random steps, go towards the outer parameters instead of along a gradient.
 
     At each step of a node, with probability p: theta_i <- theta_i - (gamma / p) c (theta_i - theta_outer); otherwise
@@ -548,7 +551,7 @@ class PALSGDStrategy(DiLoCoStrategy):
     defaults of p, pull and H are ours: no program of the authors was found to compare with.
     """
 
-    own_numbers = of_nodes = ("pull",)
+    of_nodes = ("pull",)
 
     @takes_options(InnerOptions)
     def __init__(

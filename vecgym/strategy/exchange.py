@@ -17,11 +17,9 @@ An exchange is an event, `meet`. If what is agreed on is used later, or by other
 from __future__ import annotations
 
 import bisect
-import functools
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -32,27 +30,30 @@ from vecgym.core.devices import placed, spread
 from vecgym.core.objects import Settings, altered, shown
 from vecgym.core.tree import Tree
 from vecgym.simulation.simulation import Part
-from vecgym.simulation.state import Rows
+from vecgym.simulation.state import Labelled, Rows, check_values
 from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
-from vecgym.strategy.averages import Average, ExchangeFacts, ServerMean, State, check_average, layers
-from vecgym.strategy.hooks import moments_in, with_moment
-from vecgym.strategy.meeting import Held, Meeting, Member, Of, check_values
-from vecgym.strategy.when import Rounds, RoundsOf, SyncWeight, When, as_when
+from vecgym.strategy.averages import Mean
+from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
+from vecgym.strategy.moments import moments_in, with_moment
+from vecgym.strategy.stages import Average, ExchangeFacts, Memory, Stages, check_average, is_served, within
+from vecgym.strategy.when import InUnits, Rounds, RoundsOf, SyncWeight, When, as_when
+
+State = dict[str, Any]
 
 DEFAULT_H = 100  # inner steps of a round: DiLoCo's
 
-Pattern = Literal["strided", "sequential"]
-Names = tuple[str, ...]
-Fragments = int | Sequence[Sequence[str]] | Callable[[str], int]
 
-BLOCKS_TOGETHER = 3  # of one fragment, where nothing is said: Streaming DiLoCo's
-ALLOWED = "a number, lists of names of parameters or modules, or a function of a parameter's name that gives 0, 1, ..."
+class Of(NamedTuple):
+    """What a mark of an exchange is about: its place among those of the strategy, and the number of the fragment."""
+
+    exchange: int
+    fragment: int = 0
 
 
 # --------------------------------------------------------------------------------------------------------- exchange
 
 
-class Exchange(Member, Settings):
+class Exchange(Settings):
     """Every so many steps those who meet agree on values, and go on with them.
 
     x_i <- keep x_i + (1 - keep) how(x_1, ..., x_K).
@@ -113,9 +114,9 @@ class Exchange(Member, Settings):
 
     >>> exchange, params = Exchange(Mean(), every=2, participation=0.5).numbered(3), {"w": torch.zeros(1)}
     >>> exchange.check_present(run)
-    >>> exchange.average is exchange.how, exchange.common, exchange.plain, exchange.always  # among some, common to none
-    (False, False, False, False)
-    >>> exchange.lets_rest, exchange.takes, exchange.draws, exchange.numbers
+    >>> exchange.same, exchange.plain, exchange.always  # among some, the same on none
+    (False, False, False)
+    >>> exchange.lets_rest, exchange.takes, exchange.random, exchange.batched
     (True, False, True, ('keep',))
     >>> len(exchange.senders(run)(0, range(2)))
     1
@@ -128,6 +129,8 @@ class Exchange(Member, Settings):
     2006.00441. Moments: Cheng and Glasgow, "Convergence of Distributed Adaptive Optimization with Local Updates", arXiv
     2409.13155; Iacob et al., "DES-LOC", arXiv 2505.22549.
     """
+
+    _index = 0
 
     def __init__(
         self, how: Average, every: int | When | Recurrence | Callable[[int], int] = 1,
@@ -151,7 +154,17 @@ class Exchange(Member, Settings):
         self.resting = resting if resting is None else check.choice("resting", resting, ("take", "keep"), "None")
         self.lost = check.number("lost", lost, "[0, 1)", "the probability that a node's message is lost")
         self.unit = check.integer("unit", unit, what="the steps that count as one")
+        self._stages = Stages(how, some=self.participation < 1 and not self.takes)
         self._check_together()
+
+    def numbered(self, index: int) -> Exchange:
+        """Return the same at this place among a strategy's exchanges."""
+        return altered(self, _index=index)
+
+    def in_units(self, n: int) -> Exchange:
+        """Return the same, which counts in units of n steps."""
+        n = check.integer("n", n, what="the number of optimizer steps between two exchanges")
+        return altered(self, unit=self.unit * n)
 
     # ------------------------------------------------------------------------------------------------------- checks
 
@@ -162,7 +175,7 @@ class Exchange(Member, Settings):
         if isinstance(self._when, SyncWeight):
             if self.fragments != 1 or self.offsets is not None:
                 raise ValueError(f"{self._when!r} says when all exchange: leave out fragments and offsets.")
-            if self._in_part and not self.how.in_part:
+            if self._in_part and not self.stages.partial:
                 raise ValueError(
                     f"{self!r} exchanges in part, and what was sent of a code, its residual and its reference have no "
                     "part: give a sync_weight that is 0 or 1 and does not require grad, or a number."
@@ -171,7 +184,7 @@ class Exchange(Member, Settings):
             raise ValueError(f"offsets={self.offsets} go with rounds of equal length: give every as a number.")
         if isinstance(self._when, Rounds):
             self._check_arrival(self._when.H)
-        elif not isinstance(self._when, RoundsOf) and (isinstance(self.delay, tuple) or self.how.lag(1)):
+        elif not isinstance(self._when, RoundsOf) and (isinstance(self.delay, tuple) or self.stages.overlaps):
             raise ValueError(
                 f"{self!r}: a delay for each node, and what takes a round to arrive, need rounds: give every as a "
                 "number or a function."
@@ -214,7 +227,7 @@ class Exchange(Member, Settings):
                 f'lost={self.lost}: what a server sends to those who sit out is not lost. Give resting="keep", or '
                 "leave out lost."
             )
-        self.average  # what does not work among some nodes refuses  # noqa: B018
+        self.stages.check_common()
 
     def check(self, run: RunFacts) -> None:
         """Raise a ValueError if the exchange cannot work for this run; warn if it never happens.
@@ -244,7 +257,7 @@ class Exchange(Member, Settings):
             check.fits("delay is for", len(self.delay), K, f"a number, or [{K}]")
         check.per_node("keep", self.keep, num_nodes=K)
         if self.fragments == 1:  # else how many exchanges there are is known with the model's names
-            self.average.check(self.facts(run))
+            self.stages.check(self.facts(run))
 
     def check_present(self, run: RunFacts) -> None:
         """Raise a ValueError if it cannot work for this model, or with so many nodes present."""
@@ -269,7 +282,7 @@ class Exchange(Member, Settings):
                 f"into, each of which has a step of its own: give {self._when._name}={count} or more, at most {H} "
                 f"fragments, or offsets={together} to send several after one step."
             )
-        self.average.check(self.facts(run))
+        self.stages.check(self.facts(run))
 
     def check_optimizer(self, optimizer: Mapping[str, Any], params: Tree) -> None:
         """Raise a ValueError if the inner optimizer does not keep what is exchanged, as far as that is known.
@@ -319,23 +332,23 @@ class Exchange(Member, Settings):
 
     # ------------------------------------------------------------------------------------------------- when and who
 
-    of_all = True  # nobody may sit out where gradients are exchanged
-
     @property
-    def average(self) -> Average:
+    def stages(self) -> Stages:
         """How those agree who take part."""
-        return self.how if self.participation == 1 or self.takes else self.how.of_some()
+        if self._stages.how is not self.how:  # of settings that are altered, or several merged
+            self._stages = Stages(self.how, some=self.participation < 1 and not self.takes)
+        return self._stages
 
     @property
-    def common(self) -> bool:
+    def same(self) -> bool:
         """Whether all nodes that are present go on with the same if all held the same before."""
         each = self.lost > 0 or isinstance(self.delay, tuple) or (self.participation < 1 and not self.takes)
-        return self.average.common and self._keep_alike and not each
+        return self.stages.same and self._keep_alike and not each
 
     @property
     def plain(self) -> bool:
         """Whether it is the mean of all nodes at every step, and nothing else."""
-        return self.average.plain and self.always
+        return self.how == Mean() and self.participation == 1 and self.always
 
     @property
     def always(self) -> bool:
@@ -343,9 +356,9 @@ class Exchange(Member, Settings):
         return isinstance(self._when, Rounds) and self._when.H == 1 and self.unit == 1
 
     @property
-    def draws(self) -> bool:
+    def random(self) -> bool:
         """Whether random numbers are drawn."""
-        return self.average.draws or self.participation < 1 or self.lost > 0
+        return self.participation < 1 or self.lost > 0 or self.stages.random
 
     @property
     def lets_rest(self) -> bool:
@@ -353,9 +366,9 @@ class Exchange(Member, Settings):
         return self.participation < 1
 
     @property
-    def numbers(self) -> tuple[str, ...] | None:
+    def batched(self) -> tuple[str, ...] | None:
         """Settings that may have a value for each configuration of a group; None: it has a group of its own."""
-        return None if self.how.numbers is None else ("keep",)
+        return None if any(average.batched is None for average in within(self.how)) else ("keep",)
 
     @property
     def _longest_delay(self) -> int:
@@ -369,8 +382,19 @@ class Exchange(Member, Settings):
     @property
     def takes(self) -> bool:
         """Whether those who sit out take what the others agree on."""
-        served = any(isinstance(average, ServerMean) for average in layers(self.how)) and self.how.one_message
+        served = is_served(self.how) and Stages(self.how).common
         return self.participation < 1 and self.resting != "keep" and served
+
+    def _check_waits(self, presence: Any) -> None:
+        """Raise a ValueError where nodes wait for others."""
+        if getattr(presence, "waits", False):
+            raise ValueError(
+                f"availability={presence.availability!r} makes nodes wait for others, but {self!r} exchanges gradients "
+                "in every step: use a strategy that exchanges parameters every H steps."
+            )
+
+    def _steps(self, run: RunFacts) -> int:
+        return max(1, run.num_steps // self.unit)
 
     def through_server(self) -> Exchange:
         """Return the same with a server's mean in place of a mean of all nodes; of gradients, itself.
@@ -404,7 +428,7 @@ class Exchange(Member, Settings):
             whens = [self._when.part(p, count) for p in range(count)]
         else:
             whens = [self._when] * count
-        return whens if self.unit == 1 else [_InUnits(when, self.unit) for when in whens]
+        return whens if self.unit == 1 else [InUnits(when, self.unit) for when in whens]
 
     def marks(self, run: RunFacts) -> list[Mark]:
         """Return what is due when, and for whom: the exchange's part of the timetable."""
@@ -422,14 +446,13 @@ class Exchange(Member, Settings):
     def _writes(self, run: RunFacts, when: Any, senders: Who | None, of: Of) -> list[Mark]:
         """Return the marks of those who use what was agreed on, each delay's by itself."""
         delays, takers = self._delays(run.num_nodes), None if self.takes else senders
-        lags, once = sorted(set(delays)), self.average.one_message
-        marks = []
-        for lag in lags:
-            who = _with_delay(takers, delays, lag) if len(lags) > 1 else takers
-            settles = self.late == "value" and (lag == lags[0] or not once)  # what is a node's own when it writes
-            of_lag = of._replace(settles=settles, last=lag == lags[-1])
-            marks.append(Mark("write", when, lag, who, of_lag, otherwise="settle"))
-        return marks
+        lags = sorted(set(delays))
+        # Perhaps nobody who could write is present, or was heard: the shared values change all the same.
+        always = run.presence is not None or len(lags) > 1
+        return [
+            Mark("write", when, lag, _with_delay(takers, delays, lag) if len(lags) > 1 else takers, of, always)
+            for lag in lags
+        ]
 
     def _delays(self, num_nodes: int) -> list[int]:
         """Return the delay of each node, in steps."""
@@ -476,23 +499,24 @@ class Exchange(Member, Settings):
 
     # -------------------------------------------------------------------------------------------------------- state
 
-    def _labels(self, fragment: int) -> list[tuple[str, str]]:
-        """Return (label, slot) of each value that is exchanged; the slot is "" for parameters and gradients."""
-        label = f"{self._index}.{fragment}"
-        return [(f"{label}.{slot}", slot) for slot in self.of] if isinstance(self.of, tuple) else [(label, "")]
+    def _labels(self, fragment: int, held: Iterable[str] = ("",)) -> list[tuple[str, str]]:
+        """Return (label, slot) of each value that is exchanged; the slot is "" for parameters and gradients.
+
+        Args:
+            held: the slots that there are; before the run is under way, these are not known.
+        """
+        slots = self.of if isinstance(self.of, tuple) else held
+        return [(f"{self._index}.{fragment}{slot and '.'}{slot}/", slot) for slot in slots]
 
     def init(self, params: Tree, run: RunFacts) -> tuple[State, State]:
         """Return what the exchange remembers of each node, and of all together, `[1, *]` both."""
-        own: State = {}
-        shared: State = {}
-        facts = self.facts(run)
+        own, shared, stages, facts = State(), State(), self.stages, self.facts(run)
         for p, names in enumerate(self.parts(list(params))):
             values = {name: params[name] for name in names}
             if self.of != "parameters":
                 values = tree.map(torch.zeros_like, values)
             for label, _ in self._labels(p):
-                for memory, held in zip((own, shared), self.average.init(values, facts)):
-                    memory.update({f"{label}/{name}": value for name, value in held.items()})
+                stages.init(values, facts, Memory(Labelled(own, label), Labelled(shared, label), stages.common))
         if self.of == "moments" and (own or shared):
             raise ValueError(f'{self!r} keeps something for each slot: name them, of=["exp_avg", "exp_avg_sq"] say.')
         return own, shared
@@ -507,7 +531,7 @@ class Exchange(Member, Settings):
         equal, changed = set[str](), set[str]()
         if self.of != "parameters" or step < 0:
             return equal, changed
-        alike = self.common and self.late == "value" and _is_zero(self.keep) and not self._in_part
+        alike = self.same and self.late == "value" and _is_zero(self.keep) and not self._in_part
         everyone = range(run.num_nodes)
         for part, when in zip(self.parts(names), self.times(names)):
             for delay in set(self._delays(run.num_nodes)):
@@ -526,7 +550,8 @@ class Exchange(Member, Settings):
         """
         params: Tree = {}
         for p in range(len(self.parts(names)) if self.of == "parameters" else 0):
-            params |= self.average.outer(Held(shared, f"{self._index}.{p}"))
+            held = Labelled(shared, f"{self._index}.{p}/")
+            params |= held.get("params", {})
         return params
 
     def outer_lr(self, step: int, run: RunFacts) -> Any:
@@ -538,7 +563,9 @@ class Exchange(Member, Settings):
         (0.7, None)
         """
         number = self._when.count(step // self.unit)
-        return self.how.rate(number) if number < self._when.count(self._steps(run)) else None
+        if number >= self._when.count(self._steps(run)):
+            return None
+        return next((lr for stage in self.stages.each if (lr := stage.rate(number)) is not None), None)
 
     # ----------------------------------------------------------------------------------------------------- handlers
 
@@ -546,48 +573,45 @@ class Exchange(Member, Settings):
         """Agree, and go on with it."""
         with self._sending(part):
             for label, slot, values in self._values(part):
-                at = self._at(part, label)
-                self._put(part, slot, self._kept(self.average(values, at), values, at))
+                here, memory = self._told(part, label, part.due)
+                self._put(part, slot, self._kept(self.stages(values, here, memory), values, here))
         blend(part, self._weight(part))
 
     def agree(self, part: Part) -> None:
-        """Make a message."""
-        average = self.average
+        """Make a message: what was agreed on, or the change that it makes."""
         with self._sending(part), part.comm.ledger.lagging(self.delay):
             for label, _, values in self._values(part):
-                at = self._at(part, label, overwrite=False)
-                make = average.agree if self.late == "value" else average.change
-                self._messages(part, at)[f"message {at.step}"] = make(values, at)
+                here, memory = self._told(part, label, part.due, overwrite=False)
+                message = self.stages.agree(values, here, memory)
+                if self.late == "change":
+                    message = self.stages.receive(message, here, memory)
+                    message = tree.map(torch.sub, message, self.stages.read(values, here, memory))
+                self._mail(part, memory)[f"message {here.due.step}"] = message
+                if memory.notes:
+                    memory.shared[f"notes {here.due.step}"] = memory.notes
         blend(part, self._weight(part), messages=self.late == "change")  # a value is written in part
 
-    def settle(self, part: Part) -> None:
-        """Use a message that no node is left to write: the shared values change, and the message is dropped."""
-        average, of = self.average, part.event.info.of
-        for label, _, _ in self._values(part):
-            at = self._at(part, label)
-            held, name = self._messages(part, at), f"message {at.step}"
-            if name in held and of.settles and average.one_message:  # else all were lost, or it is for them alone
-                average.settle(held[name], at)
-            for rows in _trees(part) if of.last else ():
-                for there in {f"{label}/{name}", f"{label}/index {at.step}"} & rows.whole.keys():
-                    del rows[there]
-        blend(part, self._weight(part))
-
     def write(self, part: Part) -> None:
-        """Go on with what was agreed on."""
-        average, of = self.average, part.event.info.of
+        """Go on with what was agreed on. The first who do so replace the message by what becomes of it."""
+        lags = self._delays(part.run.num_nodes)
+        lag = part.tick + 1 - (part.due.step // self.unit + 1) * self.unit
         for label, slot, values in self._values(part):
-            at = self._at(part, label)
-            held, name = self._messages(part, at), f"message {at.step}"
+            here, memory = self._told(part, label, part.due)
+            mail, name, notes = self._mail(part, memory), f"message {here.due.step}", f"notes {here.due.step}"
+            if name not in mail:  # all were lost
+                continue
+            y, memory.notes = mail[name], memory.shared.get(notes, {})
             if self.late == "change":
-                new = average.changed(held[name], values, at)
-            else:
-                if of.settles:
-                    average.settle(held[name], at)
-                new = average.write(held[name], values, at)
-            if of.last:
-                del held[name]
-            self._put(part, slot, self._kept(new, values, at))
+                y = tree.map(torch.add, self.stages.read(values, here, memory), y)
+            elif lag == min(lags) or not memory.common:
+                y = self.stages.receive(y, here, memory)
+            self._put(part, slot, self._kept(self.stages.write(y, values, here, memory), values, here))
+            if lag == max(lags):
+                del mail[name]
+                if notes in memory.shared:
+                    del memory.shared[notes]
+            elif self.late == "value" and memory.common:
+                mail[name] = y
         if self.late == "value":  # a change was sent in part
             blend(part, self._weight(part))
 
@@ -598,8 +622,13 @@ class Exchange(Member, Settings):
             return grads
         with ledger.of_gradients(), self._sending(part):
             label = self._labels(0)[0][0]
-            at = self._at(part, label, due=Due(when.count(step), step, Of(self._index)))
-            new = self._kept(self.average(grads, at), grads, at)
+            here, memory = self._told(part, label, Due(when.count(step), step))
+            new = self._kept(self.stages(grads, here, memory), grads, here)
+        if self.same and any(x.shape[part.lead - 1] > 1 for x in new.values()):
+            raise ValueError(
+                f"{self.how!r} returned gradients [{len(part.nodes)}, *], and says that its result is the same on all "
+                "nodes, [1, *]: say common = False in its class."
+            )
         part.share_missing()
         # The optimizer may overwrite the gradients, and an average may return tensors that it remembers.
         held = [rows[name] for rows in _trees(part) for name in {*rows.whole, *rows.assigned}
@@ -612,40 +641,32 @@ class Exchange(Member, Settings):
     def _sending(self, part: Part) -> Iterator[None]:
         """Tell the ledger how much of what is sent meanwhile counts, and how much later it is used."""
         ledger, weight, when = part.comm.ledger, self._weight(part), self._when
-        rounds = isinstance(when, (Rounds, RoundsOf))
-        lag = self.average.lag(when.gap(part.tick // self.unit)) if rounds else 0
+        lag = when.gap(part.tick // self.unit) if self.stages.overlaps else 0
         counted = weight is not None and not (part.inplace or part.simulation.dry)
         weighted = ledger.weighted(weight) if counted else nullcontext()  # type: ignore[arg-type]
         with ledger.stretched(self.unit), ledger.lagging(lag), weighted:
             yield
 
-    def _at(self, part: Part, label: str, overwrite: bool = True, due: Due | None = None) -> Meeting:
-        number, step, of = part.event.info if due is None else due
-        run, members, when = part.run, part.event.rows, self._when
-        examples, inplace = run.num_examples, part.inplace and not self._in_part
-        if examples is not None and members is not None:
-            examples = tuple(examples[node] for node in members)
-        return Meeting(
-            part.comm, Held(part.own, label), Held(part.shared, label), exchange=number,
-            step=step // self.unit, seed=run.seed, nodes=part.nodes, size=part.size, examples=examples,
-            inplace=inplace and overwrite and _is_zero(self.keep), inplace_state=inplace, exact=part.simulation.exact,
-            last=of.last, rate=lambda: part.lr,
-            weights_before=when.weights[:number] if isinstance(when, SyncWeight) else None,
-        )  # fmt: skip
+    def _told(self, part: Part, label: str, due: Due, overwrite: bool = True) -> tuple[Part, Memory]:
+        """Return what the stages are told: time counts in the exchange's units, and what may be overwritten."""
+        when, inplace, made = self._when, part.inplace and not self._in_part, None
+        if isinstance(when, SyncWeight):
+            made = when.made(due.number)
+        due = due._replace(step=due.step // self.unit, made=made)
+        memory = Memory(Labelled(part.own, label), Labelled(part.shared, label), self.stages.common, inplace)
+        return altered(part, due=due, inplace=inplace and overwrite and _is_zero(self.keep)), memory
 
-    def _messages(self, part: Part, at: Meeting) -> Any:
+    def _mail(self, part: Part, memory: Memory) -> Any:
+        """Return where messages under way are kept: once if they are the same for all, else each node's own."""
         alike = part.home is part.shared  # then the changes are, too
-        return at.home(alike or (self.average.one_message and self.late == "value"))
+        return memory.shared if alike or (self.late == "value" and memory.common) else memory.own
 
     def _values(self, part: Part) -> Iterator[tuple[str, str, Tree]]:
         """Yield the label, the slot of the optimizer ("" for parameters) and the values of all that is exchanged."""
-        params, fragment = part.params, part.event.info.of.fragment
+        params, fragment = part.params, part.due.of.fragment
         held = {"": params} if self.of == "parameters" else self._moments(part.home["optimizer"], params)
-        labels = self._labels(fragment)
-        if self.of == "moments":
-            labels = [(f"{labels[0][0]}.{slot}", slot) for slot in held]
         names = self.parts(list(params))[fragment]
-        for label, slot in labels:
+        for label, slot in self._labels(fragment, held):
             yield label, slot, {name: held[slot][name] for name in names if name in held[slot]}
 
     def _put(self, part: Part, slot: str, new: Tree) -> None:
@@ -655,12 +676,12 @@ class Exchange(Member, Settings):
         else:
             part.params = {**part.params, **new}
 
-    def _kept(self, new: Any, old: Tree, at: Meeting) -> Tree:
+    def _kept(self, new: Any, old: Tree, part: Part) -> Tree:
         """Return what an average made of values, of their names and shapes; each node keeps a part of its own."""
-        checked, keep = check_values(new, old, len(at.nodes), self.how, lead=at.lead), self.keep
+        checked, keep = check_values(new, old, len(part.nodes), self.how, lead=part.lead), self.keep
         if not isinstance(keep, Tensor) and keep in (0, 1):
             return old if keep else checked
-        keep = at.here(keep)
+        keep = part.here(keep)
 
         def between(x: Tensor, y: Tensor) -> Tensor:
             share = placed(spread(keep, y), y.device, y.dtype) if isinstance(keep, Tensor) else keep
@@ -676,7 +697,7 @@ class Exchange(Member, Settings):
         """Return how much of the exchange is made in this step; None: all."""
         if not self._in_part:
             return None
-        weight: Tensor = self._when.weights[part.event.info.step // self.unit]
+        weight: Tensor = self._when.weights[part.due.step // self.unit]
         return weight.detach() if part.inplace else weight  # a run in place sends all of what it uses in part
 
 
@@ -717,7 +738,7 @@ def _trees(part: Part) -> list[Rows]:
 
 
 def _is_under_way(name: str) -> bool:
-    return "/message " in name or "/index " in name
+    return "/message " in name or "/notes " in name
 
 
 def check_participation(value: Any) -> float:
@@ -727,19 +748,6 @@ def check_participation(value: Any) -> float:
     0.5
     """
     return check.number("participation", value, "(0, 1]", "the fraction of nodes that trains in a round")
-
-
-class _InUnits:
-    """Rounds that count in units of n steps."""
-
-    def __init__(self, when: Any, n: int) -> None:
-        self.when, self.n = when, n
-
-    def due(self, step: int) -> bool:
-        return (step + 1) % self.n == 0 and self.when.due(step // self.n)
-
-    def count(self, step: int) -> int:
-        return int(self.when.count(step // self.n))
 
 
 def _with_delay(who: Who | None, delays: Sequence[int], lag: int) -> Who:
@@ -791,118 +799,3 @@ def _offsets(offsets: Any, fragments: Any) -> list[int] | None:
     if not isinstance(offsets, (list, tuple)) or not offsets or (number and len(offsets) != number):
         raise ValueError(f"offsets={offsets!r}: give a list of one number for each of the {number or ''} fragments.")
     return [check.integer("offsets", offset, what="steps before a fragment is sent first") for offset in offsets]
-
-
-# -------------------------------------------------------------------------------------------------------- fragments
-
-
-def blocks_of(names: Sequence[str]) -> dict[str, list[str]]:
-    """Group parameters by the block that they are in, in the order of the model; under "" those outside of all blocks.
-
-    A block is what a number stands for in a parameter's name, such as `blocks.3`. Without any numbers, every module
-    is a block.
-
-    >>> blocks_of(["tokens.weight", "blocks.0.up.weight", "blocks.0.down.weight", "blocks.1.up.weight", "norm.weight"])
-    {'': ['tokens.weight', 'norm.weight'], 'blocks.0': ['blocks.0.up.weight', 'blocks.0.down.weight'], \
-'blocks.1': ['blocks.1.up.weight']}
-    >>> blocks_of(["first.weight", "first.bias", "second.weight"])
-    {'first': ['first.weight', 'first.bias'], 'second': ['second.weight']}
-    """
-    numbered = {name: match.group() for name in names if (match := re.match(r"(.*?\.)??\d+(?=\.|$)", name))}
-    blocks: dict[str, list[str]] = {}
-    for name in names:
-        block = numbered.get(name, "") if numbered else name.rpartition(".")[0] or name
-        blocks.setdefault(block, []).append(name)
-    return blocks
-
-
-def cut(names: Sequence[str], fragments: Fragments | None = None, pattern: str = "strided") -> tuple[Names, ...]:
-    """Cut a model into fragments: the names of the parameters in each.
-
-    Args:
-        names: of the parameters, in the order of the model.
-        fragments: their number, or None: three blocks together. The first fragment then is what is outside of the
-            blocks (embedding, last norm, head), and the blocks are dealt out to the others, of which there are no more
-            than blocks; one fragment is the whole model. Or lists of names, of parameters or modules, or a function
-            from a parameter's name to the number of its fragment; each parameter is in one.
-        pattern: "strided" deals out the blocks in turn; "sequential" keeps neighbours together.
-
-    Raises:
-        ValueError: for lists that leave out a parameter, hold one twice or name what is not there, and for numbers of a
-            function that are not 0, 1, ...
-
-    >>> names = ["tokens", "h.0.w", "h.1.w", "h.2.w", "h.3.w"]
-    >>> cut(names, 3), cut(names, 3, "sequential")
-    ((('tokens',), ('h.0.w', 'h.2.w'), ('h.1.w', 'h.3.w')), (('tokens',), ('h.0.w', 'h.1.w'), ('h.2.w', 'h.3.w')))
-    >>> cut(names, [["h.0", "h.1"], ["h.2", "h.3.w", "tokens"]])
-    (('h.0.w', 'h.1.w'), ('tokens', 'h.2.w', 'h.3.w'))
-    >>> cut(names, lambda name: int("h" in name))
-    (('tokens',), ('h.0.w', 'h.1.w', 'h.2.w', 'h.3.w'))
-    """
-    if callable(fragments):
-        return _by_number(names, [check.called("fragments", fragments, name) for name in names])
-    if fragments is None or isinstance(fragments, int):
-        return _dealt(tuple(names), fragments, pattern)
-    return _listed(tuple(names), tuple(map(tuple, fragments))) if names else ()  # before the model is known
-
-
-@functools.lru_cache(maxsize=64)
-def _dealt(names: Names, number: int | None, pattern: str) -> tuple[Names, ...]:
-    blocks = blocks_of(names)
-    outside = [tuple(blocks.pop(""))] if "" in blocks and len(blocks) > 1 else []
-    if number is None:
-        number = len(outside) + -(-len(blocks) // BLOCKS_TOGETHER)
-    if number == 1 or (len(blocks) < 2 and not outside):
-        return (names,)
-    count = min(number - len(outside), len(blocks))
-    parts: list[list[str]] = [[] for _ in range(count)]
-    for i, held in enumerate(blocks.values()):
-        parts[i % count if pattern == "strided" else i * count // len(blocks)].extend(held)
-    return (*outside, *map(tuple, parts))
-
-
-@functools.lru_cache(maxsize=64)
-def _listed(names: Names, lists: tuple[Names, ...]) -> tuple[Names, ...]:
-    number: dict[str, int] = {}
-    for p, entries in enumerate(lists):
-        for entry in entries:
-            held = [name for name in names if name == entry or name.startswith(f"{entry}.")]
-            twice = [name for name in held if name in number]
-            if twice or not held:
-                raise ValueError(
-                    f"fragments: {entry!r} " + (f"holds {twice[0]} a second time" if twice else "is not in the model")
-                    + f"; the model has {', '.join(names)}, and each must be in one fragment."
-                )  # fmt: skip
-            number |= dict.fromkeys(held, p)
-    out = [name for name in names if name not in number]
-    if out:
-        raise ValueError(f"fragments leave out {', '.join(out)}: name each parameter, or its module, in one of them.")
-    return _by_number(names, [number[name] for name in names])
-
-
-def _by_number(names: Sequence[str], numbers: Sequence[Any]) -> tuple[Names, ...]:
-    for name, number in zip(names, numbers):
-        check.integer(f"fragments({name!r})", number, 0, "the number of the fragment that the parameter is in")
-    parts = tuple(tuple(name for name, q in zip(names, numbers) if q == p) for p in sorted(set(numbers)))
-    if max(numbers, default=-1) + 1 != len(parts):
-        raise ValueError(f"fragments numbers them {sorted(set(numbers))}: give all of 0, 1, ... to the last.")
-    return parts
-
-
-def check_fragments(name: str, value: Any) -> Fragments | None:
-    """Return `value` if it may say how a model is cut.
-
-    >>> check_fragments("fragments", "layers")
-    Traceback (most recent call last):
-    ...
-    TypeError: fragments='layers' must be a number, lists of names of parameters or modules, or a function of a \
-parameter's name that gives 0, 1, ...
-    """
-    if value is None or (callable(value) and not isinstance(value, type)):
-        return value
-    if check.is_number(value) or isinstance(value, bool):
-        return check.integer(name, value, what="the parts into which the parameters are cut")
-    lists = isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(x, (list, tuple)) for x in value)
-    if not lists or not all(x and all(isinstance(entry, str) for entry in x) for x in value):
-        raise TypeError(f"{name}={value!r} must be {ALLOWED}")
-    return value

@@ -70,7 +70,7 @@ def AveragingCommunicator(  # the name that EXO Gym's users know
     return Exchange(average, every=when, participation=participation)
 
 
-class FedAvgStrategy(Strategy):
+class FedAvgStrategy(Strategy, batched=("proximal_mu",), random=False):
     """H local steps on every node, then the average of the parameters.
 
     theta_i <- inner(theta_i, g_i), H times; then theta_i <- sum_{k in island(i)} w_k theta_k / sum w_k.
@@ -103,8 +103,7 @@ Exchange(Mean(island_size=4), every=5))
     `weighting` says otherwise; with islands and with `resting="keep"`, nodes that sit out keep their own parameters.
     """
 
-    own_numbers = of_nodes = ("proximal_mu",)
-    own_draws = False
+    of_nodes = ("proximal_mu",)
 
     @takes_options(InnerOptions)
     def __init__(
@@ -146,7 +145,7 @@ Exchange(Mean(island_size=4), every=5))
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         own, shared = super().init(run, params)
         if self._proximal:
-            (shared if self.exchanges[0].common else own)["start"] = params
+            (shared if self.exchanges[0].same else own)["start"] = params
         return own, shared
 
     @property
@@ -155,7 +154,7 @@ Exchange(Mean(island_size=4), every=5))
 
     def train_near(self, part: Part) -> None:
         """Take a step with the gradient of the loss and the proximal term."""
-        start, mu = (part.shared if self.exchanges[0].common else part.own)["start"], self.proximal_mu
+        start, mu = (part.shared if self.exchanges[0].same else part.own)["start"], self.proximal_mu
         grads = tree.map(lambda g, p, s: g + part.each(mu, p) * (p - s), part.gradients(), part.params, start)
         part.missing = {}  # the proximal term depends on every parameter
         part.optimize(grads)
@@ -172,7 +171,7 @@ Exchange(Mean(island_size=4), every=5))
     def _begin(self, part: Part) -> None:
         """Remember where a round begins."""
         if self._proximal:
-            (part.shared if self.exchanges[0].common else part.own)["start"] = part.params
+            (part.shared if self.exchanges[0].same else part.own)["start"] = part.params
 
 
 def check_resting(resting: str | None) -> None:

@@ -16,10 +16,11 @@ from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.strategy.averages import ExchangeFacts, Reduction
+from vecgym.simulation.simulation import Part
+from vecgym.strategy.averages import Reduction
 from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.meeting import Meeting
+from vecgym.strategy.stages import ExchangeFacts, Memory
 
 FIXED = {rule.__name__: rule for rule in (graphs.ring, graphs.torus, graphs.exponential, graphs.complete)}
 NAMES = (*FIXED, "one_peer_exponential", "random_matching")
@@ -27,7 +28,7 @@ NAMES = (*FIXED, "one_peer_exponential", "random_matching")
 Topology = str | Tensor | Sequence[Sequence[float]] | Callable[[int], Tensor]
 
 
-class Mix(Reduction):
+class Mix(Reduction, batched=()):
     """Each node averages with its neighbours in a graph: x_i <- sum_j W_ij x_j.
 
     Args:
@@ -45,15 +46,12 @@ class Mix(Reduction):
         ValueError: for an unknown name, a matrix that is not doubly stochastic; before the first step for a matrix of
             another size than the number of nodes, and a number of nodes that the topology cannot connect.
 
-    >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.strategy.meeting import Meeting
-    >>> Mix("ring")({"w": torch.tensor([3.0, 0.0, 0.0, 0.0])}, Meeting(StackedCollectives(4)))
+    >>> Mix("ring")({"w": torch.tensor([3.0, 0.0, 0.0, 0.0])}, Part.alone(StackedCollectives(4)))
     {'w': tensor([1., 1., 0., 1.])}
     """
 
     linear = True
     common = False
-    numbers = ()
 
     def __init__(self, topology: Topology = "ring") -> None:
         self.topology = _checked_topology(topology)
@@ -63,7 +61,7 @@ class Mix(Reduction):
             self._constant = [Mixing.of(weights) for weights in _cycle(self.topology)]
 
     @property
-    def draws(self) -> bool:  # type: ignore[override]
+    def random(self) -> bool:  # type: ignore[override]
         return not isinstance(self.topology, str) or self.topology == "random_matching"
 
     def check(self, run: ExchangeFacts) -> None:
@@ -74,7 +72,7 @@ class Mix(Reduction):
                 f"topology has {len(matrices)} matrices and the run {run.num_exchanges} exchanges: those from "
                 f"{run.num_exchanges} on are never used."
             )
-        size = len(self._mixing(K, Meeting(StackedCollectives(K))).weights)
+        size = len(self._mixing(K, Part.alone(StackedCollectives(K))).weights)
         if size != K:
             raise ValueError(
                 f"topology mixes {size} nodes, and the run has num_nodes={K}: give num_nodes={size}, a matrix "
@@ -84,57 +82,55 @@ class Mix(Reduction):
             for weights in matrices:
                 _check_symmetric(weights)
 
-    def mixing(self, at: Meeting) -> Mixing:
+    def mixing(self, part: Part) -> Mixing:
         """Return the matrix of this exchange.
 
-        >>> from vecgym.collectives import StackedCollectives
-        >>> from vecgym.strategy.meeting import Meeting
-        >>> Mix("ring").mixing(Meeting(StackedCollectives(5))).weights[0]
+        >>> Mix("ring").mixing(Part.alone(StackedCollectives(5))).weights[0]
         tensor([0.3333, 0.3333, 0.0000, 0.0000, 0.3333], dtype=torch.float64)
         """
-        if at.comm.members is None:
-            return self._mixing(at.comm.num_nodes, at)
+        if part.comm.members is None:
+            return self._mixing(part.comm.num_nodes, part)
         if isinstance(self.topology, str):
-            return self._mixing_of_some(self.topology, at.comm.num_nodes, at)
-        weights = self._mixing(at.comm.run_nodes, at).weights
-        return Mixing.of(among(weights, at.comm.members))
+            return self._mixing_of_some(self.topology, part.comm.num_nodes, part)
+        weights = self._mixing(part.comm.run_nodes, part).weights
+        return Mixing.of(among(weights, part.comm.members))
 
-    def agree(self, values: Tree, at: Meeting) -> Tree:
-        return at.comm.mix(values, self.mixing(at), inplace=at.inplace)
+    def agree(self, x: Tree, part: Part, memory: Memory) -> Tree:
+        return part.comm.mix(x, self.mixing(part), inplace=part.inplace)
 
-    def shares(self, at: Meeting) -> Tensor:
-        return self.mixing(at).weights[at.comm.node_ids]
+    def shares(self, part: Part) -> Tensor:
+        return self.mixing(part).weights[part.comm.node_ids]
 
-    def gather(self, codes: Tree, at: Meeting) -> Tree:
-        return at.comm.all_gather(codes, inplace=True, readers=self.mixing(at).links)
+    def gather(self, codes: Tree, part: Part) -> Tree:
+        return part.comm.all_gather(codes, inplace=True, readers=self.mixing(part).links)
 
-    def _mixing_of_some(self, topology: str, num_nodes: int, at: Meeting) -> Mixing:
+    def _mixing_of_some(self, topology: str, num_nodes: int, part: Part) -> Mixing:
         """Return the matrix of a topology by name among those present, however many these are."""
         if topology == "random_matching" and num_nodes % 2 and num_nodes > 1:  # one is left, and keeps what it has
-            order = torch.randperm(num_nodes, generator=at.generator("matching", at.exchange)).sort().indices
+            order = torch.randperm(num_nodes, generator=part.generator("matching", part.due.number)).sort().indices
             weights = torch.eye(num_nodes, dtype=torch.float64)
-            weights[1:, 1:] = graphs.random_matching(num_nodes - 1, at.generator("matching", at.exchange))
+            weights[1:, 1:] = graphs.random_matching(num_nodes - 1, part.generator("matching", part.due.number))
             return Mixing.of(weights[order][:, order])
         try:
-            return self._mixing(num_nodes, at)
+            return self._mixing(num_nodes, part)
         except ValueError:  # a torus of a prime number of nodes: a grid of one row, in which each is its own neighbour
             eye = torch.eye(num_nodes, dtype=torch.float64)
             return Mixing.of((3 * eye + eye.roll(1, 0) + eye.roll(-1, 0)) / 5)
 
-    def _mixing(self, num_nodes: int, at: Meeting) -> Mixing:
+    def _mixing(self, num_nodes: int, part: Part) -> Mixing:
         if self._constant is not None:
-            return self._constant[at.exchange % len(self._constant)]
+            return self._constant[part.due.number % len(self._constant)]
         if isinstance(self.topology, Tensor):
             matrices = _cycle(self.topology)
-            return Mixing.of(matrices[at.exchange % len(matrices)])
+            return Mixing.of(matrices[part.due.number % len(matrices)])
         if not isinstance(self.topology, str):
-            weights = as_matrix(check.called("topology", self.topology, at.step), f"topology({at.step})")
-            graphs.check_doubly_stochastic(weights, f"topology({at.step})")
+            weights = as_matrix(check.called("topology", self.topology, part.due.step), f"topology({part.due.step})")
+            graphs.check_doubly_stochastic(weights, f"topology({part.due.step})")
             return Mixing.of(weights)
         if self.topology == "random_matching":
-            return Mixing.of(graphs.random_matching(num_nodes, at.generator("matching", at.exchange)))
+            return Mixing.of(graphs.random_matching(num_nodes, part.generator("matching", part.due.number)))
         if self.topology == "one_peer_exponential":
-            turn = at.exchange % max(1, graphs.ceil_log2(num_nodes))
+            turn = part.due.number % max(1, graphs.ceil_log2(num_nodes))
             return _mixing_of(graphs.one_peer_exponential, num_nodes, turn)
         return _mixing_of(FIXED[self.topology], num_nodes)
 

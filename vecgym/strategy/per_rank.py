@@ -223,7 +223,7 @@ class _Ranks(Strategy):
     """
 
     pure = False
-    numbers = None
+    batched = None
 
     def __init__(self, strategy: Strategy, model: nn.Module) -> None:
         super().__init__(strategy.inner_optim)

@@ -18,7 +18,8 @@ from vecgym.core.devices import readable, spread
 from vecgym.core.objects import altered, shown
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec
-from vecgym.strategy.averages import OUTER_DEFAULTS, State, corrected, outer_spec
+from vecgym.strategy.averages import OUTER_DEFAULTS, outer_spec
+from vecgym.strategy.corrections import State, corrected
 
 StalenessName = Literal["none", "inverse_sqrt"]
 SERVERS = "a server such as OuterOptimizer(lr=0.1), DelayedNesterov(lr=0.1) or FedBuff(buffer=10)"
@@ -47,13 +48,13 @@ class Server(ABC):
     ({'w': tensor([3.])}, {})
     >>> server.lr(0) is None, server.correct(params, {}) is params, server.start(params, {}) is params
     (True, True, True)
-    >>> server.numbers is None  # in a sweep, its configurations are trained one by one
+    >>> server.batched is None  # in a sweep, its configurations are trained one by one
     True
     """
 
     # Settings that may have a value for each configuration of a sweep, `[C]`, where parameters, movements and state are
     # `[C, *]`; None: its methods are for one of them.
-    numbers: tuple[str, ...] | None = None
+    batched: tuple[str, ...] | None = None
     # Movements of which an update is made, and their weights; None: as the strategy says.
     buffer: int | None = None
     staleness: StalenessName | None = None
@@ -61,7 +62,7 @@ class Server(ABC):
     def __init_subclass__(cls) -> None:
         """Train configurations with a server of one's own one by one, unless it says that it works on several."""
         super().__init_subclass__()
-        cls.numbers = vars(cls).get("numbers")
+        cls.batched = vars(cls).get("batched")
 
     def check(self, num_nodes: int, num_updates: int) -> None:
         """Raise a ValueError if the server cannot work for this run."""
@@ -121,7 +122,7 @@ class OuterOptimizer(Server):
     OptimSpec(SGD, lr=0.5)
     """
 
-    numbers: tuple[str, ...] | None = ()
+    batched: tuple[str, ...] | None = ()
 
     def __init__(
         self, outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None, lr: float | Tensor | None = None
@@ -166,7 +167,7 @@ class FedBuff(OuterOptimizer):
     divided by `buffer`, and the weights are divided by that of a usual staleness. lr = 1 is nobody's default but ours.
     """
 
-    numbers = ("momentum",)
+    batched = ("momentum",)
     staleness = "inverse_sqrt"
 
     def __init__(self, buffer: int = 10, lr: float | Tensor = 1.0, momentum: float | Tensor = 0.0) -> None:
@@ -205,7 +206,7 @@ class DelayedNesterov(Server):
     No deviation.
     """
 
-    numbers = ("rate", "momentum", "c")
+    batched = ("rate", "momentum", "c")
 
     def __init__(
         self,
@@ -291,7 +292,7 @@ class HeLoCo(Server):
     other.
     """
 
-    numbers = ("rate", "momentum", "rho")
+    batched = ("rate", "momentum", "rho")
 
     def __init__(
         self,

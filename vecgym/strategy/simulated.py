@@ -22,7 +22,6 @@ from vecgym.simulation.state import Metrics
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import EventDriven, check_synchronous
 from vecgym.strategy.base import StepOptions, Strategy
-from vecgym.strategy.hooks import CommunicationModule, Hooks
 from vecgym.strategy.per_rank import as_strategy
 
 
@@ -77,12 +76,6 @@ def simulation_of(
         raise ValueError(
             f"availability={presence.availability!r}: this strategy is written for one rank, so all ranks must take "
             "part in every step. Leave availability out, or write the strategy with exchanges."
-        )
-    hooked = [exchange for exchange in strategy.exchanges if isinstance(exchange, Hooks)]
-    if presence is not None and hooked and len(comm.node_ids) < comm.num_nodes:
-        raise ValueError(
-            f"{hooked[0]!r} has hooks, which do not support availability in several processes. Leave availability out, "
-            'give backend="stacked", or write it as an Exchange.'
         )
     if presence is not None and presence.server:
         strategy = strategy.through_server()
@@ -151,9 +144,7 @@ def described(value: Any, depth: int = 0) -> Any:
     if isinstance(value, OptimSpec):
         groups = {} if value.param_groups is None else {"param_groups": described(value.param_groups, depth)}
         return {"class": value.cls.__name__, **{name: described(x, depth) for name, x in value.hyper.items()}, **groups}
-    if isinstance(value, Hooks):
-        return described(value.module, depth - 1)
-    if isinstance(value, (Strategy, CommunicationModule, Settings)) or type(value).__module__.startswith("vecgym."):
+    if isinstance(value, (Strategy, Settings)) or type(value).__module__.startswith("vecgym."):
         own = {name: x for name, x in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
         if isinstance(value, Strategy):  # as its arguments are named
             inner: Any = own.pop("inner")

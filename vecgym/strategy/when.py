@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vecgym.core import check
+from vecgym.core.devices import readable
 from vecgym.core.errors import warn
 from vecgym.core.tree import differentiated
 
@@ -211,6 +212,23 @@ class _PartOf(When):
         return number, begin + max(1, self.n * length // self.m)
 
 
+class InUnits(When):
+    """When something is due that counts in units of n steps.
+
+    >>> [step for step in range(12) if InUnits(Rounds(3), 2).due(step)]
+    [5, 11]
+    """
+
+    def __init__(self, when: Any, n: int) -> None:
+        self.when, self.n = when, n
+
+    def due(self, step: int) -> bool:
+        return (step + 1) % self.n == 0 and bool(self.when.due(step // self.n))
+
+    def count(self, step: int) -> int:
+        return int(self.when.count(step // self.n))
+
+
 # What the functions have given: no part of the objects, which are compared and sent to other processes.
 _ENDS: WeakKeyDictionary[RoundsOf, list[int]] = WeakKeyDictionary()
 
@@ -279,6 +297,19 @@ class SyncWeight(When):
 
     def due(self, step: int) -> bool:
         return self.differentiated or bool(self.weights[step] != 0)
+
+    def made(self, number: int) -> Any:
+        """Return the sum of the weights before a step, float64, with its derivative; None: it is the number itself.
+
+        >>> SyncWeight([0.5, 0.25, 1]).made(2), SyncWeight([1, 1, 0]).made(2), SyncWeight([1, 0, 1]).made(2)
+        ([tensor(0.7500, dtype=torch.float64)], None, 1)
+        """
+        made = self.weights[:number].sum(dtype=torch.float64)
+        with readable():
+            whole = float(made.detach())
+        if whole != int(whole) or differentiated(made):
+            return [made]
+        return None if whole == number else int(whole)
 
     def __repr__(self) -> str:
         values = [round(float(w), 4) for w in self.weights.detach()]
