@@ -244,3 +244,9 @@ def test_the_version_is_that_of_the_changelog() -> None:
     assert newest is not None
     assert newest[1] == vecgym.__version__
     assert 'version = { attr = "vecgym.__version__" }' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_changes_of_a_version_can_be_read() -> None:
+    newest = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1].rstrip("\n").split("\n")
+    assert len(newest) <= 150, "shorten it: the rest is in the history"
+    assert max(map(len, newest)) <= 120
