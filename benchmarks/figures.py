@@ -38,12 +38,13 @@ from vecgym.models import GPT
 from vecgym.plot import plot_comparison, plot_runs, plot_schedule, plot_sensitivity
 from vecgym.plot.style import COLOURS, MARKERS
 from vecgym.records.rows import counted
+from vecgym.simulation import Part
 from vecgym.strategy import (
     AllReduceStrategy,
     Average,
     DiLoCoStrategy,
     Exchange,
-    Meeting,
+    Memory,
     OptimSpec,
     Strategy,
 )
@@ -181,8 +182,8 @@ def schedule(path: Path, quick: bool) -> None:
 class WrongMean(Average):
     """A mean over the nodes of this process only: all of them when stacked, and too few on processes."""
 
-    def agree(self, values: Tree, at: Meeting) -> Tree:
-        return tree.map(lambda x: x.mean(0, keepdim=True), values)  # right: at.comm.mean(values)
+    def agree(self, x: Tree, part: Part, memory: Memory) -> Tree:
+        return tree.map(lambda v: v.mean(0, keepdim=True), x)  # right: part.comm.mean(x)
 
 
 def equivalence(path: Path, quick: bool) -> None:

@@ -21,9 +21,9 @@ from vecgym.availability import Function
 from vecgym.clock import Compute
 from vecgym.clock.asynchronous import AsyncPlan
 from vecgym.collectives import StackedCollectives
-from vecgym.simulation import RunFacts
+from vecgym.simulation import Part, RunFacts
 from vecgym.simulation.events import Stop
-from vecgym.strategy import DecoupledDiLoCoStrategy, DeMoStrategy, Meeting
+from vecgym.strategy import DecoupledDiLoCoStrategy, DeMoStrategy, Memory
 
 FOLDER = Path(__file__).parent
 
@@ -297,10 +297,11 @@ def test_the_loop_of_demo_does_the_same_exchange(monkeypatch: pytest.MonkeyPatch
     loop = plain.DeMo(mlp, num_nodes=2)
     average = DeMoStrategy(lr=plain.LR).exchanges[0].how
     gradients = {name: torch.stack([one[name] for one in loop.gradients]) for name in loop.gradients[0]}
-    at = Meeting(StackedCollectives(2), *average.init({name: g[:1] for name, g in gradients.items()}, RunFacts(2)))
+    part, memory = Part.alone(StackedCollectives(2)), Memory()
+    average.init({name: g[:1] for name, g in gradients.items()}, RunFacts(2), memory)
     for _ in range(2):  # the second exchanges what the first has left, too
         loop()
-        for name, x in average({name: plain.LR * g for name, g in gradients.items()}, at).items():
+        for name, x in average({name: plain.LR * g for name, g in gradients.items()}, part, memory).items():
             differ = (x[0].sign() != loop.signs[name]).float().mean()
             assert differ < 1e-3, "but where rounding decides about a sign"
 
@@ -529,8 +530,8 @@ def test_figures(tmp_path: Path) -> None:
             assert (image.format, image.width) == ("PNG", 900)
             assert len(image.convert("RGB").getcolors(1 << 20) or []) > 20, "nothing is drawn"
     assert len(list(tmp_path.iterdir())) == 6
-    # what a wrong strategy is drawn for: verify finds it, and passes the other
-    assert (printed.count("  pass\n"), printed.count("  FAIL at step 9\n")) == (2, 2)
+    # what a wrong strategy is drawn for: verify finds it on processes, not in a stack, and passes the other
+    assert (printed.count("  pass\n"), printed.count("  FAIL at step 9\n")) == (4, 2)
 
 
 def test_images_have_channels_first_and_unit_variance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from vecgym.core.tree import Tree
 from vecgym.data import TokenWindows, encode_text
 from vecgym.data.text import read_text
 from vecgym.models import GPT
-from vecgym.simulation import RunFacts
+from vecgym.simulation import Part, RunFacts
 from vecgym.strategy import (
     AllReduceStrategy,
     Average,
@@ -49,7 +49,7 @@ from vecgym.strategy import (
     GPAStrategy,
     LocalAdamStrategy,
     Mean,
-    Meeting,
+    Memory,
     MuLoCoStrategy,
     NoLoCoStrategy,
     Outer,
@@ -69,7 +69,6 @@ STEP_SECONDS, BANDWIDTH, LATENCY, LIKE_PARAMETERS = 0.05, 1e9, 0.01, 100e6
 NESTEROV = OptimSpec("sgd", lr=0.7, momentum=0.9, nesterov=True)
 
 Make = Callable[[Any], Strategy]
-State = dict[str, Any]
 
 
 class Case(NamedTuple):
@@ -129,15 +128,14 @@ def cases(H: int, steps: int, warmup: int) -> dict[str, Case]:
 class RoundBefore(Average):
     """The mean of the round before: the naive way to let the exchange last as long as a round. At first 0."""
 
-    def lag(self, every: int) -> int:
-        return every
+    overlaps = True
 
-    def init(self, values: Tree, run: RunFacts) -> tuple[State, State]:
-        return {}, {"last": values}
+    def init(self, values: Tree, run: RunFacts, memory: Memory) -> None:
+        memory.shared["last"] = values
 
-    def agree(self, values: Tree, at: Meeting) -> Tree:
-        last: Tree = at.shared["last"]
-        at.shared["last"] = at.comm.mean(values)
+    def agree(self, x: Tree, part: Part, memory: Memory) -> Tree:
+        last: Tree = memory.shared["last"]
+        memory.shared["last"] = part.comm.mean(x)
         return last
 
 

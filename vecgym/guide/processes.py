@@ -94,7 +94,7 @@ This is tested with gloo on CPUs. It has never been run on GPUs.
 ![Largest relative difference of a parameter between stacked and real processes, at each of 60 steps: 0 in exact mode, below 1e-15 else; of a wrong strategy above 0.1 from its first exchange on](../../notebooks/figures/equivalence.png)
 
 `vecgym.verify` trains the stacked form and real processes in step, and compares them after each step. The wrong
-strategy in the figure averages with torch instead of `at.comm`, and so reaches only the nodes of its own process
+strategy in the figure averages with torch instead of `part.comm`, and so reaches only the nodes of its own process
 (`python benchmarks/figures.py --figures equivalence`).
 
 ```bash
@@ -103,17 +103,19 @@ vecgym verify --strategy diloco --num-processes 4
 
 ```text
 diloco: passed
-DiLoCoStrategy(OptimSpec(AdamW, lr=0.01), Exchange(Outer(Mean()), every=3))
+DiLoCoStrategy(OptimSpec(AdamW, lr=0.01), Exchange(Outer(Mean()), every=3), max_norm=1.0)
 4 nodes in 4 processes, 20 steps, torch.float64
         params   buffers  losses   optimizer  strategy  ledger_bytes  bound
 exact   0        0        0        0          0         0             0      pass
-native  4.5e-16  0        3.2e-16  1.4e-15    2.5e-15   0             1e-12  pass
+native  7.1e-16  0        3.2e-16  2.5e-15    7e-16     0             1e-12  pass
+stack   8.2e-16  0        3.1e-16  1.7e-15    8.2e-16   0             1e-12  pass
 ```
 
-There are two modes. *exact* gathers the tensors of all nodes in one place for every collective. *native* adds up as
-`torch.distributed` does; its differences are relative to the largest value of each tensor, and the bound is 1e-12 in
-float64, 1e-5 in float32. State that a strategy keeps, such as a residual, is often a small difference of nearly equal
-parameters and carries their rounding: it is measured against the parameter that it belongs to.
+Two checks are on processes: *exact* gathers the tensors of all nodes in one place for every collective, *native* adds up as
+`torch.distributed` does. The third, *stack*, trains the strategy, one with other numbers and one with another seed together,
+as a sweep does, and each alone. Differences in *native* and *stack* are relative to the largest value of each tensor, and
+the bound is 1e-12 in float64, 1e-5 in float32. State that a strategy keeps, such as a residual, is often a small difference
+of nearly equal parameters and carries their rounding: it is measured against the parameter that it belongs to.
 
 Where *exact* passes and *native* fails, no rule is broken: `torch.distributed` adds up in another order, and a value that
 is rounded, ranked or compared can fall to the other side. float64 makes it rare.
@@ -137,8 +139,8 @@ vecgym verify experiment.py:diloco --num-nodes 4 --num-processes 2
 ```
 
 A failure names the first step, tensor and node that differ, and which rules of the contract
-(`vecgym.guide.writing_a_strategy`) to read; see `report.checks[0].finding`. With `p.mean(0, keepdim=True)` in place of
-`at.comm.mean(p)`:
+(`vecgym.guide.writing_a_strategy`) to read; see `report.checks[0].finding`. With `x.mean(0, keepdim=True)` of each tensor
+in place of `part.comm.mean`:
 
 ```text
 exact: step 0, params first.weight of node 0: differs by 0.039. Read: Other nodes only through `comm`; Random numbers from
