@@ -620,7 +620,7 @@ def test_blocks_of_steps_make_no_difference() -> None:
     presence = Presence(there, facts(num_nodes=12, num_steps=3000))
     whole = there.present(facts(num_nodes=12, num_steps=3000))(0, 3000)
     for step in (0, 1023, 1024, 2047, 2999, 5):
-        assert torch.equal(presence.row(step), whole[step])
+        assert torch.equal(presence.is_present(step), whole[step])
         returning = () if step == 0 else tuple((whole[step] & ~whole[step - 1]).nonzero().flatten().tolist())
         assert presence.returning(step) == returning
 

@@ -76,7 +76,7 @@ def test_who_is_absent_does_not_compute(availability: Availability, drawn: bool)
 
 def computing(availability: Availability, compute: Compute) -> Tensor:
     presence = Presence(availability, Facts(4, 12, seed=42, compute=compute))
-    return torch.stack([presence.computing(step) for step in range(12)])
+    return torch.stack([presence.is_training(step) for step in range(12)])
 
 
 @pytest.mark.filterwarnings("ignore:.*never present")

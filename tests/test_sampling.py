@@ -380,7 +380,7 @@ def test_who_fails_within_a_round_is_not_replaced(every: Any) -> None:
         if number != first:
             there = presence.present(step)
             first, began = number, set(drawn(0.4, range(nodes) if there is None else there, 1, number))
-        left = began.intersection(presence.row(step).nonzero().flatten().tolist())
+        left = began.intersection(presence.is_present(step).nonzero().flatten().tolist())
         assert set(train.rows or ()) == left != set()
         assert all(set(event.rows or ()) == left for event in events if event.what == "agree")
         changed += left != began

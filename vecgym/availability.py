@@ -5,39 +5,39 @@ and the step: nothing in it evolves, so a run can be resumed anywhere.
 
 The present nodes train and exchange among themselves. The others keep all they have: parameters, buffers and the inner
 optimizer's state. What a strategy stores once for all nodes, such as outer parameters, goes on with the present nodes.
-A node that returns begins with what `rejoin` says:
+`rejoin` chooses the parameters with which a node returns:
 
-- "own": its own parameters;
-- "shared": the model that the others share: parameters that are stored once for all, as in AllReduce, or the outer
-  parameters, as in DiLoCo, or else the mean over the nodes that were present in the step before. A present node sends
-  it once; a mean takes an exchange of its own, unless the nodes have just averaged. With `Sampled` a server has it, and
-  sends nothing but what it sends at the end of a round;
-- "neighbour": the parameters of one present node, drawn at random.
+- "own": its own;
+- "shared": the model that the other nodes share. These are the parameters if they are stored once for all, as in
+  AllReduce, or the outer parameters, as in DiLoCo, or otherwise the mean over the nodes that were present in the step
+  before. A present node sends them once; a mean takes a separate exchange, unless the nodes have just averaged. With
+  `Sampled` a server holds them, and its messages at the end of a round are enough;
+- "neighbour": those of one present node, drawn at random.
 
-Where nodes are drawn for each round, by `Sampled` or by the `participation` of an exchange, the rule is one:
+One rule holds wherever nodes are drawn for each round, by `Sampled` or by the `participation` of an exchange:
 
 - `drawn` draws the nodes of round r.
 - Data and random numbers follow a node's own steps: it goes on where its data ended.
 - The learning rate follows the run's steps: a schedule is the server's, and the nodes of a round have the same rate.
-- An optimizer's own count, such as Adam's, is that of the node's own steps, as its moments are.
-- The run's model has the mean of the buffers, such as batch norm's statistics, of all nodes that have trained so far.
+- An optimizer's step count, such as Adam's, counts a node's own steps.
+- The run's model has the mean of the buffers, such as batch norm's statistics, over all nodes that have trained so far.
 
-With other absences, a learning rate follows the step count of the state that it trains. So does an optimizer's own
-count:
+With other absences, a learning rate follows the step count of the state that it trains, and so does an optimizer's
+step count:
 
-- What a node has of its own follows the number of steps that this node has taken.
-- What is stored once for all follows the run's steps. These are the parameters and the inner optimizer's state if all
-  nodes exchange gradients, use the same rates, and return with "shared" or "neighbour": a node that returns then takes
-  both. With "own", with a rate for each node, or with another exchange that is late or loses messages, each has its own
-  parameters, moments and count, and a node that returns takes only the parameters.
+- The state of a single node follows the number of steps that this node has taken.
+- State that is stored once for all nodes follows the run's steps. Parameters and the inner optimizer's state are stored
+  once if all nodes exchange gradients, use the same rates, and return with "shared" or "neighbour"; a returning node
+  takes both. With "own", with a rate for each node, or beside an exchange that is late or loses messages, each node has
+  its own parameters, moments and count, and a returning node takes only the parameters.
 - The rate of an outer optimizer follows the exchanges of the run. The nodes share its state; in islands each has its
   own, with a count of the exchanges in which it took part.
 - Data and random numbers follow a node's own steps.
-- The run's model has the buffers of those who are present and have trained.
+- The run's model has the mean of the buffers over the present nodes that have trained.
 
 In an asynchronous run, whose nodes do not take steps together, row t stands for an interval of simulated time: the
-duration of a step, averaged over the nodes. An absent node begins no step, and goes on with its own parameters when it
-is back: "own".
+duration of a step, averaged over the nodes. An absent node begins no step, and continues with its own parameters when
+it returns ("own").
 
 >>> import vecgym
 >>> from vecgym.models import Line
@@ -74,11 +74,11 @@ __all__ = [
 
 Rejoin = Literal["own", "shared", "neighbour"]
 Table = Callable[[int, int], Tensor]  # (first, last) -> bool [last - first, K], for steps first to last - 1
-BLOCK = 1024  # steps of a table that are asked for together
+BLOCK = 1024  # steps of a table that are evaluated together
 
 
 class Facts(NamedTuple):
-    """What an availability may know of a run.
+    """The facts of a run on which an availability may depend.
 
     Attributes:
         num_nodes: K.
@@ -87,7 +87,7 @@ class Facts(NamedTuple):
         compute: how long the nodes compute, a `vecgym.clock.Compute`; None: not specified.
         num_examples: of each node's shard, `[K]`; None: unknown.
         batch_size: examples per node and step; None: unknown.
-        drop_last: whether a last batch that is smaller is left out.
+        drop_last: whether a smaller last batch is left out.
 
     >>> Facts(num_nodes=4, num_steps=10, seed=42).compute is None
     True
@@ -106,9 +106,10 @@ class Availability(ABC):
     """Which nodes are present in which steps. Override `present`, or pass a function of the step to `fit`.
 
     Attributes:
-        rejoin: what a node begins with when it returns: "own", "shared" or "neighbour".
-        sampled: whether the nodes of a round are drawn; see above for what follows from it.
-        own_epochs: whether an epoch of a node is a pass over its own examples; else it is as long as the longest shard.
+        rejoin: the parameters with which a node returns: "own", "shared" or "neighbour".
+        sampled: whether nodes are drawn for each round; see the rule above.
+        own_epochs: whether a node's epoch is one pass over its own examples; if not, epochs have the length of the
+            longest shard.
 
     >>> from vecgym.availability import Dropout, LocalSteps, Sampled
     >>> Sampled(0.5).sampled, (Dropout(0.1) & Sampled(0.5)).sampled, Dropout(0.1).sampled
@@ -133,10 +134,10 @@ class Availability(ABC):
 
     @property
     def server(self) -> bool:
-        """Whether a server holds what the nodes share.
+        """Whether a server holds the parameters that the nodes share.
 
-        Means over all of their parameters or movements then go through it, and what it sends after an exchange is for
-        the nodes of the next round.
+        Means over all parameters or movements then go through it, and it sends the result to the nodes of the next
+        round.
 
         >>> from vecgym.availability import Dropout, Sampled
         >>> Sampled(0.5).server, Sampled(0.5, rejoin="own").server, Dropout(0.1).server
@@ -145,15 +146,15 @@ class Availability(ABC):
         return self.sampled and self.rejoin == "shared"
 
     def check(self, run: Facts) -> None:
-        """Raise a ValueError if this does not fit the run."""
+        """Raise a ValueError if it does not fit the run."""
         return
 
     @abstractmethod
     def present(self, run: Facts) -> Table:
-        """Return a function (first, last) that says who is present in steps first to last - 1, bool `[n, K]`."""
+        """Return a function (first, last) -> the nodes present in steps first to last - 1, bool `[n, K]`."""
 
     def training(self, run: Facts) -> Table | None:
-        """Return the same for who trains, if some nodes only exchange; None: all present nodes train."""
+        """Return such a function for the nodes that train, if some only exchange; None: all present nodes train."""
         return None
 
     def __and__(self, other: Availability) -> Availability:
@@ -225,7 +226,7 @@ def num_drawn(fraction: float, num_nodes: int) -> int:
 
 
 def drawn(fraction: float, nodes: Sequence[int], seed: int, number: int) -> list[int]:
-    """Draw those of these nodes that take part in a round, ascending: the one way in which nodes are sampled.
+    """Draw the participants of a round from `nodes`, ascending. All sampling of nodes uses this function.
 
     >>> drawn(0.5, range(4), seed=42, number=0)
     [1, 2]
@@ -234,7 +235,7 @@ def drawn(fraction: float, nodes: Sequence[int], seed: int, number: int) -> list
     return [nodes[i] for i in sample_nodes(len(nodes), num_drawn(fraction, len(nodes)), generator)]
 
 
-SOJOURNS = 64  # of a node, drawn in one block
+SOJOURNS = 64  # periods of presence and absence of a node that are drawn together
 
 
 class Sampled(Availability):
@@ -244,9 +245,9 @@ class Sampled(Availability):
     Present nodes send it their parameters or movements, and it sends the result to the nodes of the next round.
 
     Args:
-        fraction: of the nodes, in (0, 1].
-        H: steps of a round; the strategy's.
-        rejoin: what a node begins a round with; "shared": the model trained in the round before.
+        fraction: the share of the nodes in a round, in (0, 1].
+        H: the number of steps in a round; give the strategy's.
+        rejoin: the parameters with which a node begins a round; "shared": the model trained in the round before.
 
     Raises:
         ValueError: for a fraction outside (0, 1], H < 1, an unknown `rejoin`.
@@ -276,15 +277,15 @@ class Sampled(Availability):
 
 
 class Dropout(Availability):
-    """Nodes fail and come back independently: a two-state Markov chain each. In the first step all are present.
+    """Nodes fail and return independently, each as a two-state Markov chain. All are present in the first step.
 
     A present node is absent in the next step with probability rate / ((1 - rate) mean_steps), and an absent node is
     back with probability 1 / mean_steps.
 
     Args:
-        rate: fraction of the time that a node is absent in the long run, in [0, 1).
-        mean_steps: mean length of an absence, >= 1.
-        rejoin: what a node that returns begins with.
+        rate: the fraction of the time that a node is absent in the long run, in [0, 1).
+        mean_steps: the mean length of an absence, >= 1.
+        rejoin: the parameters with which a node returns.
 
     Raises:
         ValueError: for values outside these ranges, and for a rate that such short absences cannot reach.
@@ -301,7 +302,7 @@ class Dropout(Availability):
         self.mean_steps = check.number("mean_steps", mean_steps, "[1, inf)", "of an absence")
         self.rejoin = checked_rejoin(rejoin)
         self._leaves = self.rate / ((1 - self.rate) * self.mean_steps)
-        if self._leaves > 1 + 1e-9:  # what the message advises is allowed
+        if self._leaves > 1 + 1e-9:  # so that the advice of the message is accepted
             least = self.rate / (1 - self.rate)
             raise ValueError(
                 f"rate={rate} cannot be reached with absences as short as mean_steps={mean_steps}: give mean_steps >= "
@@ -335,14 +336,15 @@ class Dropout(Availability):
 
 
 class Trace(Availability):
-    """A table of who is present in each step, measured for instance.
+    """A table of the nodes that are present in each step, for instance from a measurement.
 
     Args:
         table: bool `[T, K]`, a row for each step of the run; extra rows are ignored.
-        rejoin: what a node that returns begins with.
+        rejoin: the parameters with which a node returns.
 
     Raises:
-        ValueError, TypeError: for anything but a table of truth values; at `fit` for too few steps or other nodes.
+        ValueError, TypeError: for anything but a table of truth values; at `fit`, for too few steps or another number
+            of nodes.
 
     >>> Trace([[True, True], [False, True]])
     Trace(2 steps of 2 nodes, rejoin='own')
@@ -373,8 +375,8 @@ class Deadline(Availability):
 
     Args:
         seconds: for the computation of a round; see `fit(compute=...)`.
-        H: steps of a round; the strategy's.
-        rejoin: what a node begins with after a round in which it was absent.
+        H: the number of steps in a round; give the strategy's.
+        rejoin: the parameters with which a node returns after a round that it missed.
 
     Raises:
         ValueError: for seconds <= 0, H < 1; at `fit` without `compute`.
@@ -407,13 +409,13 @@ class LocalSteps(Availability):
 
     Args:
         steps: n_i of each node, `[K]`, 1 to H; or None, with `epochs`.
-        H: steps of a round; the strategy's.
-        epochs: instead of `steps`: passes of each node over its own examples in a round, in batches of `batch_size`:
-            each example once in a pass, shuffled anew, the last batch smaller. (Where `fit` deals one dataset to the
-            nodes, a pass is over the examples that the epoch's deal gives the node.)
+        H: the number of steps in a round; give the strategy's.
+        epochs: in place of `steps`, the number of passes that each node makes over its own examples in a round. A pass
+            takes each example once, shuffled anew, in batches of `batch_size`; the last batch may be smaller. (If `fit`
+            deals one dataset to the nodes, a pass is over the examples that the epoch's deal gives the node.)
 
     Raises:
-        ValueError: for neither or both of steps and epochs; at `fit` for another number of nodes and for n_i > H.
+        ValueError: for neither or both of steps and epochs; at `fit`, for another number of nodes and for n_i > H.
 
     >>> LocalSteps([1, 3], H=3).training(Facts(num_nodes=2, num_steps=4, seed=0))(0, 4)
     tensor([[ True,  True],
@@ -533,11 +535,9 @@ class Presence:
 
     Attributes:
         availability: the rule.
-        rejoin: see above.
-        server: whether a server holds what the nodes share.
-        sampled: whether the nodes of a round are drawn.
+        rejoin, server, sampled: those of the rule.
         counts: the numbers of present nodes that occur in the run.
-        waits: whether a node may be present and not train.
+        waits: whether some nodes are present in a step without training.
 
     Raises:
         ValueError: if no node is present in some step.
@@ -568,31 +568,31 @@ class Presence:
 
     def present(self, step: int) -> tuple[int, ...] | None:
         """Return the ids of the present nodes; None: all."""
-        row = self.row(step)
-        return None if bool(row.all()) else tuple(_ids(row))
+        present = self.is_present(step)
+        return None if bool(present.all()) else tuple(_ids(present))
 
     def training(self, step: int) -> tuple[int, ...] | None:
         """Return the ids of the present nodes that train; None: all of them."""
-        computing = self.computing(step)
-        return None if torch.equal(self.row(step), computing) else tuple(_ids(computing))
+        training = self.is_training(step)
+        return None if torch.equal(self.is_present(step), training) else tuple(_ids(training))
 
     def returning(self, step: int) -> tuple[int, ...]:
         """Return the ids of the present nodes that were absent in the step before."""
         if step == 0:
             return ()
-        return tuple(_ids(self.row(step) & ~self.row(step - 1)))
+        return tuple(_ids(self.is_present(step) & ~self.is_present(step - 1)))
 
-    def row(self, step: int) -> Tensor:
-        """Return which nodes are present, bool `[K]`.
+    def is_present(self, step: int) -> Tensor:
+        """Return a mask of the present nodes, bool `[K]`.
 
         >>> from vecgym.availability import Trace
-        >>> Presence(Trace([[True, False]]), Facts(2, 1, seed=0)).row(0)
+        >>> Presence(Trace([[True, False]]), Facts(2, 1, seed=0)).is_present(0)
         tensor([ True, False])
         """
         return self._present[step]
 
     def never_present(self, step: int) -> int:
-        """Count the nodes that have not been present in any step so far, this one included.
+        """Count the nodes that have not been present in any step up to this one.
 
         >>> from vecgym.availability import Trace
         >>> presence = Presence(Trace([[True, False, False], [True, False, True]]), Facts(3, 2, seed=0))
@@ -601,7 +601,7 @@ class Presence:
         """
         return int((self.first > step).sum())
 
-    def tell(self) -> None:
+    def warn_never_present(self) -> None:
         """Warn about nodes that are absent in every step of the run."""
         if absent := _ids(self.first == self.run.num_steps):
             names = f"{absent}" if len(absent) <= 10 else f"{absent[:10]} ..."
@@ -610,11 +610,11 @@ class Presence:
                 f"{names}, and no average counts them."
             )
 
-    def computing(self, step: int) -> Tensor:
-        """Return which nodes train, bool `[K]`: all that are present, or fewer.
+    def is_training(self, step: int) -> Tensor:
+        """Return a mask of the nodes that train, all or some of the present ones, bool `[K]`.
 
         >>> from vecgym.availability import LocalSteps
-        >>> Presence(LocalSteps([1, 2], H=2), Facts(2, 2, seed=0)).computing(1)
+        >>> Presence(LocalSteps([1, 2], H=2), Facts(2, 2, seed=0)).is_training(1)
         tensor([False,  True])
         """
         return self._computing[step]
@@ -659,8 +659,8 @@ def sent(
     sources, common = sources_of(back, presence, step), Tree()
     if presence.rejoin == "shared":
         wide = {name: x for name, x in params.items() if name not in {*outer, *agreed, *once}}
-        common = outer | _mean(wide, _ids(presence.row(step - 1)), comm)
-    num_left = int((presence.row(step - 1) & ~presence.row(step)).sum())
+        common = outer | _mean(wide, _ids(presence.is_present(step - 1)), comm)
+    num_left = int((presence.is_present(step - 1) & ~presence.is_present(step)).sum())
     on_server = agreed if presence.server else set()
     for served, first in ((False, 0), (True, num_left)):
         message = {name: x for name, x in params.items() if (name in on_server) is served}
@@ -679,7 +679,7 @@ def sources_of(back: Sequence[int], presence: Presence, step: int) -> list[int]:
     >>> sources_of([0], presence, step=1)
     [1]
     """
-    present, before = presence.row(step), presence.row(step - 1)
+    present, before = presence.is_present(step), presence.is_present(step - 1)
     staying = _ids(present & before) or _ids(before)
     if presence.rejoin == "shared":
         return [staying[0]] * len(back)

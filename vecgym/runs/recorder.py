@@ -79,7 +79,7 @@ class StepRows:
             "bytes_per_s": num_bytes[0] / elapsed,
         }
         if self.presence is not None:
-            row["num_present"] = int(self.presence.row(step - 1).sum())
+            row["num_present"] = int(self.presence.is_present(step - 1).sum())
             row["num_never_present"] = self.presence.never_present(step - 1)
         if metrics.outer_lr is not None:
             row["outer_lr"] = mean_rate(metrics.outer_lr)
@@ -178,7 +178,7 @@ class Recorder:
         """
         if not self._unread:
             self._hand_on()
-        computing = None if self.presence is None else self.presence.computing(step - 1)
+        computing = None if self.presence is None else self.presence.is_training(step - 1)
         self.ledger.add(step - 1, metrics.transfers, computing)
         counts = self.ledger.step_bytes, *self.ledger.totals
         row = self._rows.of_step(step, metrics, counts, time.perf_counter() - self._start)

@@ -105,7 +105,7 @@ class Run(Generic[M]):
         loggers = Loggers(options.logger if session.rank == 0 else None, options.log_interval)
         self.recorder = Recorder(self.history, self.train, options, loggers, self.simulation)
         if self.simulation.run.presence is not None and session.rank == 0:
-            self.simulation.run.presence.tell()
+            self.simulation.run.presence.warn_never_present()
         if after_step is not None or options.stop is not None:
             self.recorder.interval = 1
         self.checkpoints = Checkpointer(self.options, self.simulation, self.recorder, session)

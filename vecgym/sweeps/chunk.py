@@ -258,7 +258,7 @@ class Chunk:
             strategy = as_strategy(config.strategy, copies[id(config.model)])
             facts = config.facts()
             if facts.presence is not None:
-                facts.presence.tell()
+                facts.presence.warn_never_present()
                 strategy = strategy.through_server() if facts.presence.server else strategy
             strategies.append(strategy)
             runs.append(facts)
@@ -357,7 +357,7 @@ class Chunk:
         """Return what a node of each configuration has sent in the step, and sent, received and handed over so far."""
         for number, (group, ledger) in enumerate(zip(self.simulation.groups, self.ledgers)):
             presence = group.run.presence
-            ledger.add(step, row.sent_by(number), None if presence is None else presence.computing(step))
+            ledger.add(step, row.sent_by(number), None if presence is None else presence.is_training(step))
         return [(self.ledgers[g].step_bytes, *self.ledgers[g].totals) for g in self._groups]
 
     def _distances(self, own: Any, shared: Any, tick: int) -> list[float]:
