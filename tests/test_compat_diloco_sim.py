@@ -150,7 +150,7 @@ def test_sparse_exchanges_take_the_fraction_asked_for() -> None:
 
 
 def test_minibatches_accumulate_the_mean() -> None:
-    with pytest.warns(VecgymWarning, match="diloco_interval=500 in a run of 3 steps"):
+    with pytest.warns(VecgymWarning, match="diloco_interval=500 is larger than the run's 3 steps"):
         whole, parts = (run(max_minibatch_size=n, diloco_interval=500, max_local_step=3) for n in (None, 3))
     assert parts.history.settings["minibatch_size"] == 2  # the largest divisor of 4 that is not more than 3
     torch.testing.assert_close(vector(whole.master_model), vector(parts.master_model))

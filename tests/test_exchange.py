@@ -24,6 +24,7 @@ from vecgym.models import Classifier
 from vecgym.optim import OptimSpec
 from vecgym.simulation import RunFacts, Simulation, State, run
 from vecgym.simulation.stack import Stack, groups_of
+from vecgym.simulation.when import Rounds, SyncWeight
 from vecgym.strategy import ServerOptimizer, SparseLoCoStrategy, Strategy, StreamingDiLoCoStrategy
 from vecgym.strategy.averages import (
     Corrupted,
@@ -41,7 +42,6 @@ from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.gossip import Mix
 from vecgym.strategy.sparta import MostMoved, PartitionedSelector, ScheduledSelector, Sparse
 from vecgym.strategy.stages import Average, Memory, Stages
-from vecgym.strategy.when import Rounds, SyncWeight
 
 K, T, B = 6, 20, 4
 NAMES = ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")

@@ -22,7 +22,7 @@ from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.runs import multiprocess
-from vecgym.simulation import Every, Lockstep, Mark, Part, Rows, RunFacts, State
+from vecgym.simulation import Lockstep, Mark, Part, Rounds, Rows, RunFacts, State
 from vecgym.simulation.simulation import Batches
 from vecgym.simulation.state import put_back
 from vecgym.strategy.simulated import simulation_of
@@ -47,7 +47,7 @@ def test_a_timetable_says_what_a_loop_would_do(seed: int) -> None:
     table = some_table(seed)
     run = RunFacts(K, T, presence=Presence(Trace(table), Facts(K, T, 42)))
     odd = lambda step, rows: [row for row in rows if (row + step) % 2]  # noqa: E731
-    marks = Mark("agree", Every(3)), Mark("write", Every(3), lag=2, of="a"), Mark("some", who=odd)
+    marks = Mark("agree", 3), Mark("write", 3, lag=2, of="a"), Mark("some", who=odd)
     made = [0] * K
     for step, events in enumerate(Lockstep(run, *marks, trains=odd).ticks()):
         there = [node for node in range(K) if table[step, node]]
@@ -79,15 +79,15 @@ def test_a_timetable_says_what_a_loop_would_do(seed: int) -> None:
 def test_a_timetable_starts_anywhere(absent: bool) -> None:
     presence = Presence(Trace(some_table(0), rejoin="shared"), Facts(K, T, 42)) if absent else None
     run, in_turns = RunFacts(K, T, presence=presence), lambda step, rows: rows[step % 2 :]
-    whole = list(Lockstep(run, Mark("meet", Every(2)), trains=in_turns).ticks())
-    table = Lockstep(run, Mark("meet", Every(2)), trains=in_turns)
+    whole = list(Lockstep(run, Mark("meet", 2), trains=in_turns).ticks())
+    table = Lockstep(run, Mark("meet", 2), trains=in_turns)
     for start in (7, 0, 11, 3):
         assert list(table.ticks(start)) == whole[start:]
 
 
 def test_nodes_that_are_done_wait_for_the_others() -> None:
     presence = Presence(LocalSteps([1, 3, 2], H=3), Facts(3, 6, 42))
-    table = Lockstep(RunFacts(3, 6, presence=presence), Mark("meet", Every(3)))
+    table = Lockstep(RunFacts(3, 6, presence=presence), Mark("meet", 3))
     trained = [[row for row, _ in each_row(events[0], 3)] for events in table.ticks()]
     assert trained == [[0, 1, 2], [1, 2], [1]] * 2
     assert [event.rows for event in list(table.ticks())[2] if event.what == "meet"] == [None]
@@ -212,7 +212,7 @@ class Scaffold:
         self.lr, self.H = lr, H
 
     def timetable(self, run: RunFacts) -> Lockstep:
-        return Lockstep(run, Mark("meet", Every(self.H)))
+        return Lockstep(run, Mark("meet", self.H))
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         zeros = tree.map(torch.zeros_like, params)
@@ -394,7 +394,7 @@ def test_a_handler_that_is_missing_and_rows_that_are_none() -> None:
         with pytest.raises(ValueError, match="must be distinct, ascending and from 0 to 4"):
             tick(kernel.Event("meet", rows))
     with pytest.raises(ValueError, match="H=0 must be an integer >= 1"):
-        Every(0)
+        Rounds(0)
 
 
 def test_several_batches_of_an_event_have_masks_of_their_own() -> None:

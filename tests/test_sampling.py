@@ -24,6 +24,7 @@ from vecgym.availability import Availability, Dropout, Facts, LocalSteps, Presen
 from vecgym.clock import Compute
 from vecgym.data import Batches
 from vecgym.simulation.timetable import RunFacts
+from vecgym.simulation.when import Rounds
 from vecgym.strategy import (
     ADPSGDStrategy,
     AsyncStrategy,
@@ -33,7 +34,6 @@ from vecgym.strategy import (
     ServerMean,
     Strategy,
 )
-from vecgym.strategy.when import Rounds
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*are never present")
 

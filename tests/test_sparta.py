@@ -50,6 +50,7 @@ from vecgym.availability import Trace
 from vecgym.collectives import StackedCollectives
 from vecgym.core.errors import VecgymWarning
 from vecgym.simulation.timetable import RunFacts
+from vecgym.simulation.when import as_when
 from vecgym.strategy import (
     Average,
     AveragingCommunicator,
@@ -76,7 +77,6 @@ from vecgym.strategy.sparta import (
     bernoulli_indices,
 )
 from vecgym.strategy.sparta import ShuffledSequentialSelector as SequentialSelector
-from vecgym.strategy.when import as_when
 
 TOLERANCE = 1e-10
 STEPS = 50

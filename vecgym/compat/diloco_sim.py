@@ -57,7 +57,7 @@ from vecgym.optim import OptimSpec
 from vecgym.runs.options import Count, Flag, OptionalCount, Seed, optional_number
 from vecgym.runs.trainer import Trainer
 from vecgym.simulation.simulation import Part
-from vecgym.simulation.timetable import Due, Event, Every, Lockstep, RunFacts, Timetable
+from vecgym.simulation.timetable import Due, Event, Lockstep, RunFacts, Timetable
 
 __all__ = ["DilocoSimulator", "DilocoSimulatorConfig", "EvalStats", "TrainStats", "install"]
 
@@ -230,11 +230,13 @@ class DilocoSimulatorConfig:
 
     def strategy(self) -> native.Strategy:
         """Return the strategy that these arguments describe."""
-        every, delay = self.sparta_interval, self.async_sparta_delay * self.sparta_interval
+        rounds = native.Rounds(self.diloco_interval, name="diloco_interval")
+        often = native.Rounds(self.sparta_interval, name="sparta_interval")
+        delay = self.async_sparta_delay * self.sparta_interval
         outer_optim = OptimSpec(self.outer_optimizer_cls, **self.outer_optimizer_kwargs)
-        outer = native.Exchange(native.Outer(native.Mean(), outer_optim), Every(self.diloco_interval))
+        outer = native.Exchange(native.Outer(native.Mean(), outer_optim), rounds)
         sparse = native.Sparse(native.RandomSelector(self.p_sparta), native.Mean())
-        exchanges = [native.Exchange(sparse, Every(every), delay=delay), outer] if self.p_sparta > 0 else [outer]
+        exchanges = [native.Exchange(sparse, often, delay=delay), outer] if self.p_sparta > 0 else [outer]
         return BeforeStepsStrategy(
             OptimSpec(self.optimizer_cls, **self.optimizer_kwargs), exchanges, max_norm=self.max_norm,
             warmup_steps=self.warmup_steps, cosine_anneal=self.cosine_anneal,
@@ -361,7 +363,7 @@ class DilocoSimulator(Trainer[nn.Module]):
         """Train, and return the nodes' average (the original returns nothing)."""
         config = self.config
         for name in ("diloco_interval", "sparta_interval") if config.p_sparta > 0 else ("diloco_interval",):
-            if getattr(config, name) >= self.max_local_step:
+            if getattr(config, name) == self.max_local_step:  # the exchange itself warns of a longer one
                 warn(f"{name}={getattr(config, name)} in a run of {self.max_local_step} steps: nothing is exchanged.")
         self.model = self.master_model
         device = None if config.devices is None else "cpu"

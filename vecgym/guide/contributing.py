@@ -36,13 +36,14 @@ Packages stand on floors, and import only from below. A test compares this pictu
 Python, before the first gradient. An *algorithm* has a method for each kind of event. An *event* takes its rows out of
 the state, its method changes them, and they are put back:
 
->>> from vecgym.simulation import Every, Lockstep, Mark, RunFacts
->>> timetable = Lockstep(RunFacts(num_nodes=4, num_steps=4), Mark("meet", Every(2)))
+>>> from vecgym.simulation import Lockstep, Mark, RunFacts
+>>> timetable = Lockstep(RunFacts(num_nodes=4, num_steps=4), Mark("meet", 2))
 >>> [[event.what for event in events] for events in timetable.ticks()]
 [['train'], ['train', 'meet'], ['train'], ['train', 'meet']]
 
 | module | holds |
 |---|---|
+| `when` | `When`, with `Rounds`, `RoundsOf` and `SyncWeight`: the steps after which something is due |
 | `timetable` | `Event`, `Mark`, `Lockstep`: who trains, who meets, who returns, and at which of their own counts; `Scheduled`, `Waves`: events of nodes that do not wait, with `train` where a result is first needed |
 | `events` | when nodes meet a server that does not wait: `Rules`, messages on links, one agenda for all of it |
 | `state` | `State`: what is each node's `own` and what is `shared`; `Rows`, and how they are put back |

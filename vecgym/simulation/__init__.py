@@ -8,9 +8,10 @@ from vecgym.core.devices import spread
 from vecgym.simulation.simulation import Algorithm, Group, LocalTraining, Part, Place, Row, Simulation, run
 from vecgym.simulation.stack import Stack
 from vecgym.simulation.state import Rows, State
-from vecgym.simulation.timetable import Due, Event, Every, Lockstep, Mark, Recurrence, RunFacts, Timetable
+from vecgym.simulation.timetable import Due, Event, Lockstep, Mark, RunFacts, Timetable
+from vecgym.simulation.when import Rounds, RoundsOf, When
 
 __all__ = [
-    "Algorithm", "Due", "Event", "Every", "Group", "LocalTraining", "Lockstep", "Mark", "Part", "Place", "Recurrence",
-    "Row", "Rows", "RunFacts", "Simulation", "Stack", "State", "Timetable", "run", "spread",
+    "Algorithm", "Due", "Event", "Group", "LocalTraining", "Lockstep", "Mark", "Part", "Place", "Rounds", "RoundsOf",
+    "Row", "Rows", "RunFacts", "Simulation", "Stack", "State", "Timetable", "When", "run", "spread",
 ]  # fmt: skip

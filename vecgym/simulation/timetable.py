@@ -4,7 +4,7 @@ It never depends on a trained number. Which nodes are present, train and exchang
 known in advance, so a timetable can be tested without tensors, and a run can read its data ahead.
 
 >>> run = RunFacts(num_nodes=3, num_steps=4)
->>> for events in Lockstep(run, Mark("meet", Every(2))).ticks():
+>>> for events in Lockstep(run, Mark("meet", 2)).ticks():
 ...     print([event.what for event in events])
 ['train']
 ['train', 'meet']
@@ -19,11 +19,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from vecgym.availability import Presence
-from vecgym.core import check
 from vecgym.simulation.events import Arrival, Happening, Restart, Schedule, Update
+from vecgym.simulation.when import When, as_when
 
 # (step, present nodes) -> some of these; None: all of them
 Who = Callable[[int, Sequence[int]], "Sequence[int] | None"]
@@ -67,53 +67,23 @@ class Event(NamedTuple):
         return self.counts if self.own is None else self.own
 
 
-class Recurrence(Protocol):
-    """The steps at which something is due; `vecgym.strategy.when.When` is one."""
-
-    def due(self, step: int) -> bool:
-        """Whether it is due after this step, counted from 0."""
-
-    def count(self, step: int) -> int:
-        """Count how often it was due before."""
-
-
-@dataclass(frozen=True)
-class Every:
-    """After every H steps.
-
-    >>> [(step, Every(3).count(step)) for step in range(8) if Every(3).due(step)]
-    [(2, 0), (5, 1)]
-    """
-
-    H: int = 1
-
-    def __post_init__(self) -> None:
-        check.integer("H", self.H, what="steps from one time to the next")
-
-    def due(self, step: int) -> bool:
-        return (step + 1) % self.H == 0
-
-    def count(self, step: int) -> int:
-        return step // self.H
-
-
 class Mark(NamedTuple):
     """What is due in some ticks of a `Lockstep`, and for which nodes.
 
     Attributes:
         what: the method of the algorithm that handles it.
-        when: when it is due; a number H: every H steps.
+        when: when it is due: a `When`, or a number H: every H steps.
         lag: steps from when it is due to when it happens, for nodes that are present at both.
         who: which of the nodes that are present when it is due; None: all of them.
         of: what it is about, such as a fragment.
         always: whether it also happens, to no rows, if none of its nodes is present.
 
-    >>> Mark("write", Every(10), lag=2).who is None
+    >>> Mark("write", 10, lag=2).who is None
     True
     """
 
     what: str
-    when: Recurrence | int = Every()
+    when: When | int = 1
     lag: int = 0
     who: Who | None = None
     of: Any = None
@@ -212,7 +182,7 @@ class Lockstep:
     ) -> None:
         self.run, self.trains, self.train, self.resting = run, trains, train, resting
         self.sampled = resting is not None or (run.presence is not None and run.presence.sampled)
-        self.marks = [mark._replace(when=Every(x) if isinstance(x := mark.when, int) else x) for mark in marks]
+        self.marks = [mark._replace(when=as_when(mark.when, "H")) for mark in marks]
         self.length = self.max_steps = run.num_steps
         self._made = {0: [0] * run.num_nodes}  # by step
 
@@ -229,19 +199,14 @@ class Lockstep:
         if training != ():
             events.append(Event(self.train, training, counts, 1, made=made, own=made if self.sampled else None))
         for mark in self.marks:
-            begun, when = step - mark.lag, mark.when
-            if self._is_due(mark, step):
-                assert not isinstance(when, int)
+            begun, when = step - mark.lag, cast(When, mark.when)
+            if begun >= self.first and when.due(begun):
                 rows = _both(self._selected(mark.who, begun, self.run.there(begun)), present)
                 if rows != () or mark.always:
                     due = Due(when.count(begun), begun, mark.of)
                     counts, made = self.counts(step, rows)
                     events.append(Event(mark.what, rows, counts, info=due, made=made))
         return events
-
-    def _is_due(self, mark: Mark, step: int) -> bool:
-        begun = step - mark.lag
-        return begun >= self.first and mark.when.due(begun)  # type: ignore[union-attr]
 
     def training(self, step: int) -> tuple[int, ...] | None:
         """Return the nodes that train; None: all."""

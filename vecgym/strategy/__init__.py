@@ -26,6 +26,7 @@ participation=0.5))
 """
 
 from vecgym.optim import OptimSpec
+from vecgym.simulation.when import Rounds, RoundsOf, SyncWeight, When
 from vecgym.strategy.ad_psgd import ADPSGDStrategy
 from vecgym.strategy.allreduce import AllReduceStrategy, GPAStrategy, SimpleReduceStrategy
 from vecgym.strategy.asynchronous import AsyncStrategy
@@ -73,7 +74,6 @@ from vecgym.strategy.sparta import (
     SPARTAStrategy,
 )
 from vecgym.strategy.stages import Average, Memory, Stage
-from vecgym.strategy.when import Rounds, RoundsOf, SyncWeight, When
 
 __all__ = [
     "EF21",

@@ -18,6 +18,7 @@ from vecgym.simulation.events import Arrival, Grace, Happening, Rules, Times, Up
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts, Scheduled, Timetable
+from vecgym.simulation.when import check_interval
 from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.exchange import DEFAULT_H
 from vecgym.strategy.servers import (
@@ -29,7 +30,6 @@ from vecgym.strategy.servers import (
     check_staleness,
     weight_of,
 )
-from vecgym.strategy.when import check_interval
 
 
 class EventDriven(Strategy):

@@ -21,6 +21,7 @@ from vecgym.optim import OptimSpec
 from vecgym.optim.spec import check_lr
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import Mark, RunFacts, Who
+from vecgym.simulation.when import SyncWeight, When, as_when, rounds_or_weights
 from vecgym.strategy.averages import Eager, Mean, NoLoCo, Outer, outer_spec
 from vecgym.strategy.base import InnerOptions, StepOptions, Strategy, Unpack, inner_rate, takes_options
 from vecgym.strategy.coded import Compressed
@@ -28,7 +29,6 @@ from vecgym.strategy.corrections import Correction
 from vecgym.strategy.exchange import DEFAULT_H, Exchange
 from vecgym.strategy.fragments import Fragments, Pattern
 from vecgym.strategy.stages import Average
-from vecgym.strategy.when import SyncWeight, When, as_when, rounds_or_weights
 
 STREAMING_OUTER_LR = 0.4
 MULOCO_OUTER = OptimSpec(torch.optim.SGD, lr=0.8, momentum=0.9, nesterov=True)

@@ -31,12 +31,12 @@ from vecgym.core.objects import Settings, altered, shown
 from vecgym.core.tree import Tree
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import Labelled, Rows, check_values
-from vecgym.simulation.timetable import Due, Mark, Recurrence, RunFacts, Who
+from vecgym.simulation.timetable import Due, Mark, RunFacts, Who
+from vecgym.simulation.when import Rounds, RoundsOf, SyncWeight, When, as_when
 from vecgym.strategy.averages import Mean
 from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
 from vecgym.strategy.moments import moments_in, with_moment
 from vecgym.strategy.stages import Average, ExchangeFacts, Memory, Stages, check_average, is_served, within
-from vecgym.strategy.when import InUnits, Rounds, RoundsOf, SyncWeight, When, as_when
 
 State = dict[str, Any]
 
@@ -74,7 +74,7 @@ class Exchange(Settings):
     Args:
         how: how the nodes agree.
         every: steps from one exchange to the next: a number, a function of the step at which a round begins, a
-            `SyncWeight`, or anything with `due(step)` and `count(step)`. With a `SyncWeight` that is neither 0 nor 1 a
+            `SyncWeight`, or another `When`. With a `SyncWeight` that is neither 0 nor 1 a
             value is written in part, and a change sent in part.
         of: "parameters"; "gradients", which the optimizer then takes; "moments", all that the inner optimizer keeps in
             the shape of the parameters; or the names of such slots, one or a list: "exp_avg".
@@ -133,7 +133,7 @@ class Exchange(Settings):
     _index = 0
 
     def __init__(
-        self, how: Average, every: int | When | Recurrence | Callable[[int], int] = 1,
+        self, how: Average, every: int | When | Callable[[int], int] = 1,
         of: str | Sequence[str] = "parameters", *, delay: int | Sequence[int] = 0, late: str = "value",
         keep: float | Tensor = 0.0, fragments: Fragments | None = 1, offsets: Sequence[int] | None = None,
         pattern: Pattern = "strided", participation: float = 1.0, resting: str | None = None, lost: float = 0.0,
@@ -141,7 +141,7 @@ class Exchange(Settings):
     ) -> None:  # fmt: skip
         self.how = check_average("how", how)
         self._when: Any = as_when(every, "every")
-        self.every = self._when.plain if isinstance(self._when, When) else self._when
+        self.every = self._when.plain
         self.of = _of(of)
         self.delay = checked_delay(delay)
         self.late = check.choice("late", late, ("value", "change"))
@@ -248,8 +248,7 @@ class Exchange(Settings):
         if self.unit > 1:
             Rounds(self.unit, name="unit").check(run.num_steps, self)
         first = self._when if self.offsets is None else Rounds(self._when.H, min(self.offsets))
-        if hasattr(first, "check"):
-            first.check(steps, self)
+        first.check(steps, self)
         if isinstance(self._when, RoundsOf):
             for step in filter(self._when.due, range(steps)):
                 self._check_arrival(self._when.gap(step))
@@ -424,11 +423,11 @@ class Exchange(Settings):
         count = 1 if self.fragments == 1 else len(self.parts(names))
         if self.offsets is not None:
             whens = [Rounds(self._when.H, offset) for offset in self.offsets]
-        elif count > 1 and hasattr(self._when, "part"):
+        elif count > 1:
             whens = [self._when.part(p, count) for p in range(count)]
         else:
             whens = [self._when] * count
-        return whens if self.unit == 1 else [InUnits(when, self.unit) for when in whens]
+        return [when.in_units(self.unit) for when in whens]
 
     def marks(self, run: RunFacts) -> list[Mark]:
         """Return what is due when, and for whom: the exchange's part of the timetable."""

@@ -14,11 +14,11 @@ from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
+from vecgym.simulation.when import SyncWeight, as_when, rounds_or_weights
 from vecgym.strategy.averages import Mean, Outer, ServerMean, Weighting
 from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.exchange import Exchange, check_participation
 from vecgym.strategy.servers import one_number
-from vecgym.strategy.when import SyncWeight, as_when, rounds_or_weights
 
 
 def AveragingCommunicator(  # the name that EXO Gym's users know

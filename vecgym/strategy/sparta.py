@@ -21,12 +21,12 @@ from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
+from vecgym.simulation.when import Rounds, as_when, check_interval
 from vecgym.strategy.averages import Mean, Outer, decode_all, gathered_codes, outer_spec
 from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.coded import Compressed, constant, straight_through
 from vecgym.strategy.exchange import Exchange, checked_delay
 from vecgym.strategy.stages import Average, Memory, Stage, Stages
-from vecgym.strategy.when import Rounds, as_when, check_interval
 
 A_SELECTOR = "a Selector, such as PartitionedSelector(0.01)"
 

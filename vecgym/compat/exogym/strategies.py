@@ -24,10 +24,10 @@ from vecgym.compat.exogym.base import (
 from vecgym.compat.exogym.communicate import all_gather, average_, broadcast, broadcast_object_list
 from vecgym.compress.dct import dct, from_chunks, grid, inverse_dct, mean_of_senders, strongest, to_chunks
 from vecgym.core import check
+from vecgym.simulation.when import check_interval
 from vecgym.strategy import per_rank
 from vecgym.strategy.averages import outer_spec
 from vecgym.strategy.sparta import check_rate
-from vecgym.strategy.when import check_interval
 
 
 class SimpleReduceStrategy(OptimizingStrategy):

@@ -1,4 +1,10 @@
-"""When nodes exchange: every H steps, or as much as a schedule of weights says, which can be differentiated."""
+"""When something is due: every H steps, in rounds whose length changes, or by weights that can be differentiated.
+
+A strategy's marks and an exchange's `every` are of one kind, `When`:
+
+>>> [[step for step in range(8) if when.due(step)] for when in (Rounds(3), RoundsOf(lambda step: 1 + step // 2))]
+[[2, 5], [0, 1, 3, 6]]
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,6 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,11 +19,12 @@ from torch import Tensor
 from vecgym.core import check
 from vecgym.core.devices import readable
 from vecgym.core.errors import warn
+from vecgym.core.objects import altered
 from vecgym.core.tree import differentiated
 
 
 class When(ABC):
-    """The steps at which nodes exchange.
+    """The steps after which something is due. Override `due`, and `count` if the number matters.
 
     Example: more and more rarely.
 
@@ -35,19 +41,27 @@ class When(ABC):
 
     @abstractmethod
     def due(self, step: int) -> bool:
-        """Whether anything is exchanged after this step, counted from 0."""
+        """Whether it is due after this step, counted from 0."""
 
     def count(self, step: int) -> int:
-        """Count the exchanges before the one after `step`, or the next one if there is none."""
+        """Count how often it was due before this step: the number of the exchange after it, or of the next one."""
         return step
 
-    def check(self, max_steps: int, who: object = "the module") -> None:
+    def part(self, index: int, num_parts: int) -> When:
+        """Return when one of several fragments is due; unless there are rounds, in which they take turns, all are."""
+        return self
+
+    def in_units(self, n: int) -> When:
+        """Return the same, which counts in units of n steps."""
+        return self if n == 1 else InUnits(self, n)
+
+    def check(self, max_steps: int, who: object = "the exchange") -> None:
         """Raise a ValueError, or warn, if this cannot be meant for a run of so many steps."""
         return
 
     @property
     def plain(self) -> Any:
-        """What says the same as an argument: a number or a function; else itself.
+        """The argument from which `as_when` makes the same: a number or a function; else itself.
 
         >>> Rounds(3, name="H").plain, Rounds(3, offset=1).plain, RoundsOf(int).plain
         (3, Rounds(3, offset=1), <class 'int'>)
@@ -77,14 +91,15 @@ class Rounds(When):
     def __init__(self, H: int, offset: int | None = None, name: str = "H") -> None:
         self.H = check_interval(name, H)
         self.offset = self.H if offset is None else check.integer("offset", offset, what="steps to the first exchange")
+        self._usual = self.offset == self.H
         self._name = name
 
     def due(self, step: int) -> bool:
         since = step + 1 - self.offset
-        return since % self.H == 0 and (since >= 0 or self.usual)  # usually also before the first step, at step -1
+        return since % self.H == 0 and (since >= 0 or self._usual)  # usually also before the first step, at step -1
 
     def count(self, step: int) -> int:
-        return step // self.H if self.usual else max(0, (step + self.H - self.offset) // self.H)
+        return step // self.H if self._usual else max(0, (step + self.H - self.offset) // self.H)
 
     def gap(self, step: int) -> int:
         """Return the optimizer steps from the exchange after `step` to the next one."""
@@ -95,36 +110,27 @@ class Rounds(When):
         return Rounds(self.H, max(1, (index + 1) * self.H // num_parts))
 
     @property
-    def usual(self) -> bool:
-        """Whether the first exchange comes after H steps.
-
-        >>> Rounds(4).usual, Rounds(4, offset=2).usual
-        (True, False)
-        """
-        return self.offset == self.H
-
-    @property
     def plain(self) -> Any:
-        return self.H if self.usual else self
+        return self.H if self._usual else self
 
-    def check(self, max_steps: int, who: object = "the module") -> None:
+    def check(self, max_steps: int, who: object = "the exchange") -> None:
         if max_steps < self.offset:
-            named = f"{self._name}={self.H}" if self.usual else f"offset={self.offset}"
+            named = f"{self._name}={self.H}" if self._usual else f"offset={self.offset}"
             warn(f"{named} is larger than the run's {max_steps} steps: {who!r} never exchanges anything.")
 
     def __repr__(self) -> str:
-        return str(self.H) if self.usual else f"Rounds({self.H}, offset={self.offset})"
+        return str(self.H) if self._usual else f"Rounds({self.H}, offset={self.offset})"
 
 
 class RoundsOf(When):
     """Rounds whose length is a function of the step at which they begin.
 
     Args:
-        H: a function of the step, counted from 0; it gives the steps of the round that begins there, an integer >= 1.
+        H: a function of the step, counted from 0; it returns the steps of the round that begins there, an integer >= 1.
         name: the argument that it was given as, for messages.
 
     Raises:
-        TypeError: for what is no function; ValueError: for what it gives, at `check` for a whole run.
+        TypeError: for what is no function; ValueError: for what it returns, at `check` for a whole run.
 
     Example: post-local SGD, which exchanges at every step first.
 
@@ -140,65 +146,13 @@ class RoundsOf(When):
             raise TypeError(
                 f"{name}={H!r} must be a function of the step, such as lambda step: 1 if step < 100 else 8."
             )
-        self.function = H
+        self.function, self.share = H, (1, 1)  # due after n of m parts of each round
         self._name = name
+        self._ends: list[int] = []  # steps that are done at the end of each round, as far as they are known
 
     @property
     def plain(self) -> Any:
         return self.function
-
-    def _ends(self, until: int) -> list[int]:
-        """Return the steps that are done at each exchange, as far as one after `until`."""
-        ends = _ENDS.setdefault(self, [])
-        while not ends or ends[-1] <= until:
-            begin = ends[-1] if ends else 0
-            ends.append(
-                begin + check_interval(f"{self._name}({begin})", check.called(self._name, self.function, begin))
-            )
-        return ends
-
-    def due(self, step: int) -> bool:
-        _, begin, length = self.round(step)
-        return step + 1 == begin + length
-
-    def count(self, step: int) -> int:
-        return self.round(step)[0]
-
-    def gap(self, step: int) -> int:
-        """Return the optimizer steps from the exchange after `step` to the next one: of a round that ends there."""
-        return self.round(step + 1)[2]
-
-    def round(self, step: int) -> tuple[int, int, int]:
-        """Return the number of the round that a step is in, the step at which it begins, and its length.
-
-        >>> RoundsOf(lambda step: 1 if step < 3 else 4).round(5)
-        (3, 3, 4)
-        """
-        ends = self._ends(step)
-        number = bisect_right(ends, step)
-        begin = ends[number - 1] if number else 0
-        return number, begin, ends[number] - begin
-
-    def part(self, index: int, num_parts: int) -> When:
-        """Return when the fragment of this number is exchanged: they have their turns within each round."""
-        return _PartOf(self, index + 1, num_parts)
-
-    def check(self, max_steps: int, who: object = "the module") -> None:
-        first = self._ends(max_steps)[0]
-        if max_steps < first:
-            warn(
-                f"{self._name}(0)={first} is larger than the run's {max_steps} steps: {who!r} never exchanges anything."
-            )
-
-    def __repr__(self) -> str:
-        return f"RoundsOf({getattr(self.function, '__name__', repr(self.function))})"
-
-
-class _PartOf(When):
-    """When n of m parts of each round are done."""
-
-    def __init__(self, rounds: RoundsOf, n: int, m: int) -> None:
-        self.rounds, self.n, self.m = rounds, n, m
 
     def due(self, step: int) -> bool:
         return step + 1 == self._turn(step)[1]
@@ -207,30 +161,56 @@ class _PartOf(When):
         number, turn = self._turn(step)
         return number + (turn <= step)
 
+    def gap(self, step: int) -> int:
+        """Return the optimizer steps from the exchange after `step`, where a round ends, to the next one."""
+        return self._round(step + 1)[2]
+
+    def part(self, index: int, num_parts: int) -> RoundsOf:
+        """Return when the fragment of this number is exchanged: they have their turns within each round."""
+        return altered(self, share=(index + 1, num_parts))
+
     def _turn(self, step: int) -> tuple[int, int]:
-        number, begin, length = self.rounds.round(step)
-        return number, begin + max(1, self.n * length // self.m)
+        """Return the number of the round that a step is in, and the steps that are done when it is due in it."""
+        (number, begin, length), (n, m) = self._round(step), self.share
+        return number, begin + max(1, n * length // m)
+
+    def _round(self, step: int) -> tuple[int, int, int]:
+        """Return the number of the round that a step is in, the step at which it begins, and its length."""
+        ends = self._ends
+        while not ends or ends[-1] <= step:
+            begin = ends[-1] if ends else 0
+            length = check_interval(f"{self._name}({begin})", check.called(self._name, self.function, begin))
+            ends.append(begin + length)
+        number = bisect_right(ends, step)
+        begin = ends[number - 1] if number else 0
+        return number, begin, ends[number] - begin
+
+    def check(self, max_steps: int, who: object = "the exchange") -> None:
+        self._round(max_steps)
+        if max_steps < (first := self._ends[0]):
+            warn(
+                f"{self._name}(0)={first} is larger than the run's {max_steps} steps: {who!r} never exchanges anything."
+            )
+
+    def __repr__(self) -> str:
+        return f"RoundsOf({getattr(self.function, '__name__', repr(self.function))})"
 
 
 class InUnits(When):
-    """When something is due that counts in units of n steps.
+    """Another `When`, which counts in units of n steps.
 
     >>> [step for step in range(12) if InUnits(Rounds(3), 2).due(step)]
     [5, 11]
     """
 
-    def __init__(self, when: Any, n: int) -> None:
+    def __init__(self, when: When, n: int) -> None:
         self.when, self.n = when, n
 
     def due(self, step: int) -> bool:
-        return (step + 1) % self.n == 0 and bool(self.when.due(step // self.n))
+        return (step + 1) % self.n == 0 and self.when.due(step // self.n)
 
     def count(self, step: int) -> int:
-        return int(self.when.count(step // self.n))
-
-
-# What the functions have given: no part of the objects, which are compared and sent to other processes.
-_ENDS: WeakKeyDictionary[RoundsOf, list[int]] = WeakKeyDictionary()
+        return self.when.count(step // self.n)
 
 
 def check_interval(name: str, value: Any) -> int:
@@ -244,14 +224,16 @@ def check_interval(name: str, value: Any) -> int:
     return check.integer(name, value, what="the number of optimizer steps between two exchanges")
 
 
-def as_when(value: Any, name: str) -> Any:
-    """Return `Rounds` of so many steps, the `RoundsOf` a function, or as it is what says when it is due.
+def as_when(value: Any, name: str) -> When:
+    """Return a `When` itself, the `Rounds` of a number of steps, or the `RoundsOf` a function.
 
-    >>> as_when(5, "every"), as_when(SyncWeight([0, 1]), "every")
-    (5, SyncWeight([0, 1]))
+    >>> as_when(5, "every"), as_when(SyncWeight([0, 1]), "every"), as_when(abs, "every")
+    (5, SyncWeight([0, 1]), RoundsOf(abs))
     """
-    if hasattr(value, "due"):
+    if isinstance(value, When):
         return value
+    if hasattr(value, "due"):
+        raise TypeError(f"{name}={value!r} has a method `due` and is no When: let its class be one, class Mine(When).")
     return RoundsOf(value, name) if callable(value) else Rounds(value, name=name)
 
 
@@ -281,7 +263,7 @@ class SyncWeight(When):
         self.differentiated = differentiated(self.weights)
         self.binary = not self.differentiated and bool(((self.weights == 0) | (self.weights == 1)).all())
 
-    def check(self, max_steps: int, who: object = "the module") -> None:
+    def check(self, max_steps: int, who: object = "the exchange") -> None:
         """Raise a ValueError unless there is a weight for each step.
 
         >>> SyncWeight([0, 1]).check(max_steps=3)
