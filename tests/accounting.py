@@ -65,7 +65,7 @@ class AccountedCollectives(DistributedCollectives):
 
     def _rows_gathered(self) -> int:
         """Return how many rows this process hands over to be gathered."""
-        return 0 if self._alone else max(map(len, self.parts))
+        return 0 if self._sends_nothing else max(map(len, self.parts))
 
     def _crossings_of(self, operation: str, who: Any) -> int:
         """Return how often a node's payload leaves this process when torch.distributed reduces."""
@@ -80,4 +80,4 @@ class AccountedCollectives(DistributedCollectives):
         if isinstance(who, tuple) and operation in ("mean", "sum"):  # once for each island with members elsewhere
             here = [[self._holds(node) for node in island] for island in who]
             return sum(any(members) and not all(members) for members in here)
-        return 0 if self._alone else 1
+        return 0 if self._sends_nothing else 1

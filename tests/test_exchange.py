@@ -14,7 +14,7 @@ from tests.helpers import Meeting, begin
 from vecgym.availability import Facts, Presence, Trace
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import Transfer
-from vecgym.collectives.stacked import Announced, GroupCollectives
+from vecgym.collectives.stacked import DryCollectives, GroupCollectives
 from vecgym.compress import Codec, PowerSGD, Quantise, TopK
 from vecgym.core import tree
 from vecgym.core.objects import altered
@@ -805,7 +805,7 @@ def test_a_group_is_each_of_its_configurations(name: str, common: bool, change: 
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_without_values_the_same_is_sent(name: str) -> None:
     sent = []
-    for device, comm in (("cpu", StackedCollectives(K)), ("meta", Announced(K))):
+    for device, comm in (("cpu", StackedCollectives(K)), ("meta", DryCollectives(K))):
         values = tree.map(lambda x: x.to(device), values_of(0))  # noqa: B023
         average = OF_GROUPS[name](0.5)
         own, shared = begin(average, tree.map(lambda x: x[:1], values), run_facts())

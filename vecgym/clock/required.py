@@ -25,7 +25,7 @@ from vecgym.clock.timeline import price
 from vecgym.clock.trace import plot_prices
 from vecgym.clock.units import count, readable_bandwidth, readable_span, readable_time
 from vecgym.collectives.ledger import Ledger, Transfer, readable_bytes
-from vecgym.collectives.stacked import Announced
+from vecgym.collectives.stacked import DryCollectives
 from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.core.objects import altered
@@ -93,7 +93,7 @@ def dry_run(
         )
     check_synchronous(strategy)
     strategy.check(K, T)
-    comm, seed = Announced(K), check.seed("seed", seed)
+    comm, seed = DryCollectives(K), check.seed("seed", seed)
     params = {
         name: torch.empty_like(p, device="meta", requires_grad=False)
         for name, p in model.named_parameters()

@@ -1,4 +1,4 @@
-"""Communication between nodes: one interface, several carriers."""
+"""Communication between nodes: one interface, several backends."""
 
 from vecgym.collectives.base import Collectives
 from vecgym.collectives.stacked import StackedCollectives

@@ -26,9 +26,9 @@ FIRST_BUCKET_BYTES = 2**20  # of gradients, so that sending starts early in the 
 class Collectives(ABC):
     """Operations on tensors `[L, *]`, or trees of them, of the L nodes that this process holds.
 
-    An argument may have a node dimension of size 1, meaning "the same on every node", and a result has it whenever
-    it is the same on every node. All operations are differentiable. A result is a new tensor, never `x` or a view of
-    it, unless `inplace` allows that. Each call records one `Transfer`, whatever the values are.
+    A node dimension of size 1 means "the same on every node": arguments may have it, and results have it whenever it
+    applies. All operations are differentiable. A result is a new tensor, never `x` or a view of it, unless `inplace`
+    allows that. Each call records one `Transfer`, which does not depend on the values.
 
     Attributes:
         num_nodes: K, the number of participating nodes.
@@ -57,11 +57,11 @@ class Collectives(ABC):
     node_ids: Tensor
     ledger: Ledger
 
-    # Whether results differ from those of one process in the last bits, because torch.distributed reduces.
+    # Whether torch.distributed reduces, so that results may differ from those of one process in the last bits.
     native: bool = False
     # Whether tensors have shapes but no values: only the transfers are recorded.
     shapes_only: bool = False
-    step = 0  # of the run, for errors
+    step = 0  # of the run, for error messages
     members: tuple[int, ...] | None = None
     _axis = 0  # the dimension of the nodes
     _run_nodes: int | None = None  # the number of nodes of the run, if only some participate
@@ -93,7 +93,7 @@ class Collectives(ABC):
         """
 
     def _count_among(self, parent: Collectives, members: Sequence[int]) -> None:
-        """Mark these as the collectives of the nodes `members` of `parent`."""
+        """Set the ids of the participants: the nodes `members` of `parent`."""
         within = range(parent.num_nodes) if parent.members is None else parent.members
         self.members, self._run_nodes = tuple(within[i] for i in members), parent.run_nodes
 
@@ -197,8 +197,8 @@ class Collectives(ABC):
     def all_gather(self, x: T, *, inplace: bool = False, readers: Groups | Links | None = None) -> T:
         """Give every node all values: `[L, *] -> [1, K, *]`. With `inplace`, the result may be a view of `x`.
 
-        If a node then reads only the values of its group, or of the nodes linked to it, pass these as `readers`: only
-        they are counted as sent.
+        If a node then reads only the values of its group, or of the nodes linked to it, pass the groups or links as
+        `readers`: only messages to readers are counted.
         """
         who = readers if isinstance(readers, Links) else check_groups(readers, self.num_nodes)
         self._announce("all_gather", x, who)
@@ -246,12 +246,12 @@ class Collectives(ABC):
             return self._apply(x, lambda comm, y: comm._mix_inplace(y, mixing))
 
     def _announce(self, operation: str, x: Tensor | Tree, who: Islands | Links | ServerLinks | None = None) -> None:
-        """Record what an operation sends."""
+        """Record an operation before it starts."""
         named = {} if isinstance(x, Tensor) else x
         for name, value in named.items():
             if not isinstance(value, Tensor):
                 raise TypeError(
-                    f"comm.{operation} takes a tensor, or a dict of tensors by name, and {name!r} is "
+                    f"comm.{operation} takes a tensor, or a dict of tensors by name, but {name!r} is "
                     f"{kind_of(value)}: call it for each dict."
                 )
         names = None if isinstance(x, Tensor) else tuple(x)
@@ -273,7 +273,7 @@ class Collectives(ABC):
         return ServerLinks(tuple(map(int, up)), tuple(map(int, down)))
 
     def _participant_weights(self, participants: Sequence[int], weights: Sequence[float] | None) -> list[float] | None:
-        """Return each node's weight, `[K]`, 0 if it does not participate; None: all count alike."""
+        """Return each node's weight, `[K]`, 0 if it does not participate; None: equal weights."""
         if weights is None and len(participants) == self.num_nodes:
             return None
         members = set(participants)
@@ -314,7 +314,7 @@ def payload_bytes(x: Tensor | Tree, first: int = 1) -> int:
 def bucketed(sizes: Sequence[float], bucket_bytes: float, gradients: bool = False) -> list[list[int]]:
     """Group tensors of these sizes in bytes into messages, starting with the last, whose gradient is ready first.
 
-    A message is complete with the tensor that takes it to `bucket_bytes` or beyond; the first one of gradients at
+    A message ends with the tensor that takes it to `bucket_bytes` or beyond. The first message of gradients ends at
     1 MiB, as in torch's DistributedDataParallel. 0: a message per tensor; `math.inf`: one message.
 
     >>> bucketed([40, 30, 20, 10], bucket_bytes=30), bucketed([40, 30, 20, 10], 0)
@@ -348,7 +348,7 @@ def check_groups(groups: Groups | None, num_nodes: int) -> Islands | None:
 
 
 def _checked_weights(weights: Sequence[float] | None, num_nodes: int, groups: Groups | None) -> Tensor | None:
-    """Return the weights `[K]` in float64, of which none of these groups has only zeros; None: all count alike."""
+    """Return the weights `[K]` in float64, after checking that each group has one > 0; None: equal weights."""
     if weights is None:
         return None
     tensor = torch.as_tensor(weights, dtype=torch.float64)
@@ -361,12 +361,12 @@ def _checked_weights(weights: Sequence[float] | None, num_nodes: int, groups: Gr
 
 
 def factors_of(weights: Tensor, average: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the rows that count, and their factors in a sum or mean of these rows; None: all factors are 1.
+    """Return the rows with a weight > 0, and their factors in a sum or mean of these rows; None: all factors are 1.
 
     >>> factors_of(torch.tensor([3.0, 0.0, 1.0]), average=True), factors_of(torch.tensor([2.0, 0.0, 2.0]), True)[1]
     ((tensor([0, 2]), tensor([1.5000, 0.5000])), None)
     """
-    if tree.differentiated(weights):  # also of a weight that is 0, or equal to another
+    if tree.differentiated(weights):  # weights of 0, and equal ones, have gradients too
         return torch.arange(len(weights)), weights * (len(weights) / weights.sum() if average else 1)
     rows = weights.nonzero()[:, 0]
     some = weights[rows]
@@ -376,7 +376,7 @@ def factors_of(weights: Tensor, average: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def multiplied(x: Tensor, factors: Tensor, axis: int = 0) -> Tensor:
-    """Multiply by one factor for each row along `axis`, in the type in which values are summed.
+    """Multiply by one factor for each row along `axis`, in the dtype in which values are summed.
 
     >>> multiplied(torch.ones(2, 2, dtype=torch.bfloat16), torch.tensor([0.1, 2.0]))
     tensor([[0.1000, 0.1000],

@@ -32,18 +32,18 @@ class DistributedCollectives(Collectives):
     crosses. With islands, only the processes of an island communicate, in their own process group.
 
     Bytes handed to torch.distributed by each process (`wire.handed_bytes`), for a payload of b bytes per node in the
-    ledger: `mean`, `sum`, `server_mean`: b for each group of nodes that it shares with other processes, of bfloat16 and
-    float16 2 b, since partial sums are float32;
-    `all_gather`: L b; `broadcast`: b at the source; `permute`, `mix`: b for each of its nodes' values and each other
-    process that receives it. With one node per process this is the ledger's payload. With `exact`: L b.
+    ledger: `mean`, `sum`, `server_mean`: b for each group of nodes that it shares with other processes (2 b for
+    bfloat16 and float16, whose partial sums are float32); `all_gather`: L b; `broadcast`: b at the source; `permute`,
+    `mix`: b for each of its nodes' values and each other process that receives it. With one node per process this is
+    the ledger's payload. With `exact`: L b.
 
     A value that is the same on every node, `[1, *]`, is not sent if L > 1. With L = 1 it cannot be distinguished from
     a node's own value and is sent.
 
     In collectives of some of the nodes (`among`), processes hold different numbers L of them: an `all_gather` pads to
-    the largest. A process without participants sends nothing. It makes the same calls, with `[0, *]`, and receives what
-    all participants get, so that values stored once for all nodes stay the same in all processes. What it receives is
-    not counted.
+    the largest. A process without participants sends nothing. It makes the same calls, with `[0, *]`, and receives the
+    common results, so that values stored once for all nodes stay the same in all processes. These messages are not
+    counted.
 
     Args:
         num_nodes: K, a multiple of W.
@@ -87,11 +87,11 @@ class DistributedCollectives(Collectives):
         self.num_nodes = ends[-1]
         self.parts = [range(end - count, end) for end, count in zip(ends, counts)]
         self.ranks = [rank for rank, count in enumerate(counts) if count]  # the processes that hold nodes
-        self.without = [rank for rank, count in enumerate(counts) if not count]
+        self.empty_ranks = [rank for rank, count in enumerate(counts) if not count]
         part = self.parts[self.wire.rank]
         self.num_local, self.first = len(part), part.start
         self.node_ids = torch.tensor(part, dtype=torch.long)
-        self._several = min(counts) > 1
+        self._all_hold_several = min(counts) > 1
         self._stacked = StackedCollectives(self.num_nodes)
 
     def _apply(self, x: T, operation: Callable[[Collectives, Tensor], Tensor]) -> T:
@@ -118,7 +118,7 @@ class DistributedCollectives(Collectives):
     def everyone(self, x: Tree) -> Tree:
         """Give every process the values of all nodes, `[L, *] -> [K, *]`; `[1, *]` stays `[1, *]`.
 
-        No bytes are counted: it observes the run.
+        It only observes the run: no bytes are counted.
         """
         before = self.wire.handed_bytes
         values = self._everyone(x)
@@ -134,16 +134,16 @@ class DistributedCollectives(Collectives):
     def _split(self, x: Tree) -> tuple[Tree, Tree]:
         """Split a tree into values that are the same on every node, `[1, *]`, and the nodes' own, `[L, *]`.
 
-        Without nodes here one row, which is never read, gives names, shapes and buckets.
+        In a process without nodes, one row that is never read provides names, shapes and buckets.
         """
         rows = max(1, self.num_local)
-        same = {name: y for name, y in x.items() if len(y) == 1 and self._several}
+        same = {name: y for name, y in x.items() if len(y) == 1 and self._all_hold_several}
         local = {name: y for name, y in x.items() if name not in same}
         local = {name: y if len(y) else y.new_zeros(1, *y.shape[1:]) for name, y in local.items()}
         return same, {name: y if len(y) == rows else y.expand(rows, *y.shape[1:]) for name, y in local.items()}
 
     def _local_rows(self, result: Tensor) -> Tensor:
-        """Return this process's rows of a result of all nodes, `[K, *]`; `[1, *]` stays as it is."""
+        """Return this process's rows of a result of all nodes, `[K, *]`; `[1, *]` is returned unchanged."""
         return result if len(result) == 1 else result[self.first : self.first + self.num_local]
 
     # With torch.distributed, one bucket `[L, n]` at a time.
@@ -151,7 +151,7 @@ class DistributedCollectives(Collectives):
     def _sum(self, x: Tensor, groups: Groups | None, average: bool, weights: Tensor | None = None) -> Tensor:
         if groups is None:
             total, processes = self._partial(x, range(self.num_nodes), average, weights), self.wire.subgroup(self.ranks)
-            if not self._alone:
+            if not self._sends_nothing:
                 total = self.wire.all_reduce(total, processes)
             return self._relayed(total.to(x.dtype))
         result = x.clone()
@@ -168,8 +168,8 @@ class DistributedCollectives(Collectives):
     def _partial(self, x: Tensor, group: Sequence[int], average: bool, weights: Tensor | None) -> Tensor:
         """Return this process's part of a sum, or of an average over a group: `[L, n] -> [1, n]`, a new tensor.
 
-        The average is divided before the processes sum, as in DistributedDataParallel, so that the sum does not
-        overflow.
+        An average is divided before the processes add up their parts, as in DistributedDataParallel, so that the sum
+        does not overflow.
         """
         counting, factors = torch.tensor(group), None
         if weights is not None:
@@ -187,7 +187,7 @@ class DistributedCollectives(Collectives):
 
     def _gathered(self, x: Tensor) -> Tensor:
         members, counts = self.wire.subgroup(self.ranks), [len(self.parts[rank]) for rank in self.ranks]
-        if self._alone:
+        if self._sends_nothing:
             return self._relayed(x if self.num_local else x.new_empty(self.num_nodes, *x.shape[1:]))
         most = max(counts)
         rows = self.wire.all_gather(x if len(x) == most else F.pad(x, (0, 0, 0, most - len(x))), members)
@@ -237,13 +237,13 @@ class DistributedCollectives(Collectives):
         return next(rank for rank, part in enumerate(self.parts) if node in part)
 
     @property
-    def _alone(self) -> bool:
+    def _sends_nothing(self) -> bool:
         """Whether this process sends nothing in a collective of all participants."""
         return not self.num_local or len(self.ranks) == 1
 
     def _relayed(self, x: Tensor) -> Tensor:
-        """Relay a result to the processes that hold no participants."""
-        return self.wire.tell(x, self.ranks[0], self.without) if self.without else x
+        """Send a result to the processes without participants."""
+        return self.wire.send(x, self.ranks[0], self.empty_ranks) if self.empty_ranks else x
 
     def _holds(self, node: int) -> bool:
         return node in self.parts[self.wire.rank]

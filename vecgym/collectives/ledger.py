@@ -3,9 +3,9 @@
 A `Transfer` holds the operation, its bytes, its participants, and when the result is used. A training step returns
 its transfers, and the `Ledger` of a run collects them.
 
-There are two counts. `payload_bytes` is what one node hands to an operation: what papers report. `sent_bytes` and
-`received_bytes` are what passes over a node's link, including what it forwards for others. With a payload of b bytes
-each of n participants sends and receives, on average,
+There are two counts. `payload_bytes` counts the values that one node hands to an operation, as papers do. `sent_bytes`
+and `received_bytes` count the traffic on a node's link, including values that it forwards for others. With a payload of
+b bytes each of n participants sends and receives, on average,
 
 | operation                   | sends                                      | receives       |
 |-----------------------------|--------------------------------------------|----------------|
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from vecgym.collectives.topology import Islands, Links, ServerLinks, plain_who, who_of
 
-# What is saved as it is.
+# Attributes that a file holds unchanged.
 NUMBERS = ("num_nodes", "num_steps", "asynchronous", "total_bytes", "total_received_bytes", "total_payload_bytes")
 Lag = int | tuple[int, ...]  # of all nodes, or one per node
 
@@ -54,7 +54,7 @@ class Transfer(NamedTuple):
         lag: the number of steps until the result is used, 0 for this step; or one number per node, K of them.
         tensors: the names of the tensors that it carries, if they have names.
         weight: how often it counts, less than 1 if a relaxed schedule makes an exchange in part.
-        gradients: whether it exchanges gradients, each of which is sent as soon as it is ready.
+        gradients: whether it exchanges gradients, which are sent as soon as they are ready.
         route: "ring", which stands for all routes from node to node; "tree"; or "server", through a server that is not
             a node.
 
@@ -126,7 +126,7 @@ def _counts(transfer: Transfer) -> tuple[int, int, int, int]:
 
 def _passed(operation: str, n: int, route: str) -> int:
     """Return the number of payloads that n participants receive together."""
-    if operation == "all_gather":  # over a binomial tree, each node first sends what it has collected to its parent
+    if operation == "all_gather":  # up a binomial tree, each node first sends its collected values
         collected = sum(min(i & -i, n - i) for i in range(1, n)) if route == "tree" else 0
         return n * (n - 1) + collected
     if operation == "broadcast":
@@ -160,7 +160,7 @@ class Ledger:
         num_nodes, sizes: set by `announce`; None and empty before.
         gradients: whether gradients are being exchanged; see `of_gradients`.
         asynchronous: whether steps are updates of a server that does not wait, in an order that depends on time.
-        num_steps: the number of steps begun, including those in which nothing was sent.
+        num_steps: the number of steps begun, including steps without transfers.
         step_bytes, total_bytes, total_received_bytes: the bytes on a node's link, on average: sent in the current step,
             sent in total, and received in total.
         total_payload_bytes: the bytes that a node has handed to collectives, on average: the count of papers.
@@ -212,7 +212,7 @@ class Ledger:
         self.num_nodes, self.sizes = num_nodes, dict(sizes)
 
     def add(self, step: int, transfers: Iterable[Transfer], computing: Tensor | None = None) -> None:
-        """Add the transfers that `step` returned, and the nodes that computed in it, bool `[K]`; None: all.
+        """Add the transfers of a step, and the nodes that computed in it, bool `[K]`; None: all.
 
         >>> ledger = Ledger()
         >>> ledger.add(7, [Transfer("mean", payload_bytes=400, num_nodes=4)])
@@ -226,7 +226,7 @@ class Ledger:
             self._append(transfer)
 
     def begin_step(self, step: int) -> None:
-        """Assign what is recorded from now on to `step`, and reset `step_bytes` to 0.
+        """Assign later transfers to `step`, and reset `step_bytes` to 0.
 
         >>> ledger = Ledger()
         >>> ledger.begin_step(7)
@@ -326,7 +326,7 @@ class Ledger:
         return self._marking(_lag=_later(self._lag, more))
 
     def stretched(self, steps: int) -> AbstractContextManager[None]:
-        """Count the lags of a block in units of `steps` steps, for what acts only every `steps` steps.
+        """Count the lags of a block in units of `steps` steps, for exchanges that take place only every `steps` steps.
 
         >>> ledger = Ledger()
         >>> with ledger.stretched(10), ledger.lagging(3):
@@ -460,7 +460,7 @@ def readable_bytes(num_bytes: float) -> str:
 
 
 def with_prefix(value: float, unit: str) -> str:
-    """Format a value in a unit with the prefix of thousands that fits it.
+    """Format a value in a unit with a fitting prefix of thousands.
 
     >>> with_prefix(2.5e6, "bit/s"), with_prefix(9e15, "B")
     ('2.5 Mbit/s', '9e+03 TB')

@@ -31,7 +31,7 @@ class StackedCollectives(Collectives):
     (tensor([7.]), (3,))
     """
 
-    num_configs = 1  # of a group, each with its own nodes: see `GroupCollectives`
+    num_configs = 1  # more in a group; see `GroupCollectives`
 
     def __init__(self, num_nodes: int, ledger: Ledger | None = None) -> None:
         self.num_nodes = check.integer("num_nodes", num_nodes)
@@ -59,7 +59,7 @@ class StackedCollectives(Collectives):
         if groups is None and weights is None:
             return x * self.num_nodes
         times = torch.ones(self.num_nodes) if weights is None else weights.sum()[None]
-        for group in groups or ():  # how many values each node's group adds up
+        for group in groups or ():  # the number of values that each node's group adds up
             times[list(group)] = len(group)
         return multiplied(x, times, self._axis).to(x.dtype)
 
@@ -124,10 +124,10 @@ class StackedCollectives(Collectives):
 
 
 def reduced(x: Tensor, axis: int, average: bool, weights: Tensor | None = None) -> Tensor:
-    """Sum or average the rows along `axis`, which stays, with one weight for each; see `Collectives.mean`.
+    """Sum or average along `axis`, whose size becomes 1, with one weight per row; see `Collectives.mean`.
 
-    A mean with weights is never outside of the range of its values, so that of equal values is exactly their value.
-    Without weights it is torch's mean, which in float32 and float64 may differ in the last bit.
+    A weighted mean stays within the range of its values, so that the mean of equal values is exactly this value.
+    Without weights it is torch's mean, which may differ in the last bit in float32 and float64.
 
     >>> x = torch.full((3,), 0.7, dtype=torch.bfloat16)
     >>> torch.equal(reduced(x, 0, True, torch.tensor([1.0, 5.0, 7.0])), x[:1])
@@ -140,7 +140,7 @@ def reduced(x: Tensor, axis: int, average: bool, weights: Tensor | None = None) 
     if factors is None:
         return reduce(x, axis, keepdim=True)
     result = reduce(multiplied(x, factors, axis), axis, keepdim=True)
-    if not average or result.dtype != x.dtype or x.is_complex():  # rounded below, to the value of equal ones
+    if not average or result.dtype != x.dtype or x.is_complex():  # rounding restores equal values
         return result.to(x.dtype)
     values = x.detach()
     inside = result.detach().clamp(values.amin(axis, keepdim=True), values.amax(axis, keepdim=True))
@@ -150,8 +150,8 @@ def reduced(x: Tensor, axis: int, average: bool, weights: Tensor | None = None) 
 class GroupCollectives(StackedCollectives):
     """Collectives within each of C configurations at once, on tensors `[C, K, *]`.
 
-    What is `[1, *]` for one configuration is `[C, 1, *]`, and what is gathered is `[C, K, *]`, as its `[1, K, *]`. Each
-    call records one `Transfer`: what each of the configurations sends.
+    A result `[1, *]` for one configuration becomes `[C, 1, *]`, and gathered values `[1, K, *]` become `[C, K, *]`.
+    Each call records one `Transfer`, which stands for every configuration.
 
     Args:
         comm: the collectives of the nodes of one configuration.
@@ -182,10 +182,10 @@ class GroupCollectives(StackedCollectives):
         return self._expanded(x)
 
 
-class Announced(StackedCollectives):
-    """Collectives that record what they send and return tensors of the right shape, without computing values.
+class DryCollectives(StackedCollectives):
+    """Collectives for dry runs: they record their transfers and return tensors of the right shape, without values.
 
-    >>> comm = Announced(4)
+    >>> comm = DryCollectives(4)
     >>> comm.mean(torch.empty(4, 3, device="meta")).shape, comm.ledger
     (torch.Size([1, 3]), Ledger(1 collectives, 18 bytes sent per node))
     """
@@ -202,4 +202,4 @@ class Announced(StackedCollectives):
         return self._expanded(x)
 
     def _own_storage(self, result: Any, x: Any, inplace: bool = False) -> Any:
-        return result  # it is never written to
+        return result  # nobody writes to it

@@ -103,7 +103,7 @@ def who_of(plain: Any) -> Islands | Links | ServerLinks | None:
     return None if kind is None else tuple(map(tuple, parts))
 
 
-SUM_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}  # of the row and column sums of a user's matrix
+SUM_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}  # for the row and column sums of a user's matrix
 
 # --------------------------------------------------------------------------------------------- islands
 
@@ -267,7 +267,7 @@ def metropolis_weights(adjacency: Tensor | Sequence[Sequence[float]]) -> Tensor:
     if links.dim() != 2 or links.shape[0] != links.shape[1] or not torch.equal(links, links.T):
         raise ValueError(
             f"adjacency, of shape {list(links.shape)}, must be [K, K] and symmetric: links are undirected. "
-            "(adjacency + adjacency.T) makes a square matrix symmetric."
+            "adjacency + adjacency.T makes a square matrix symmetric."
         )
     links = links & ~torch.eye(len(links), dtype=torch.bool, device=links.device)
     degree = links.sum(1)

@@ -13,7 +13,7 @@ MAX_SUBGROUPS = 64  # cached process groups of islands: each holds connections b
 
 
 class Disagreement(RuntimeError):
-    """The processes do not make the same calls."""
+    """Raised if the processes do not make the same calls."""
 
 
 class Wire:
@@ -81,8 +81,8 @@ class Wire:
     def close(self) -> None:
         """Release all process groups; nothing can be exchanged afterwards.
 
-        Torch ends the threads of a destroyed group when the last reference to it is gone. Threads that outlive the
-        interpreter abort the process at exit.
+        The threads of a group end with the last reference to it. Threads that outlive the interpreter abort the process
+        at exit.
         """
         self._subgroups.clear()
         self._group = None
@@ -106,11 +106,11 @@ class Wire:
         carried = self._staged(_as_bytes(x))
         self._count(carried)
         gathered = carried.new_empty(num_processes * carried.numel())
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in older versions
         self._call(lambda: gather(gathered, carried, group=group))
         return gathered.to(x.device).view(x.dtype).view(-1, *x.shape[1:])
 
-    def tell(self, x: Tensor, source: int, to: Sequence[int]) -> Tensor:
+    def send(self, x: Tensor, source: int, to: Sequence[int]) -> Tensor:
         """Send the tensor of the process `source` to the processes `to`, whose `x` gives the shape. Not counted."""
         before = self.handed_bytes
         sent = dict.fromkeys(to, x) if self.rank == source else {}
@@ -153,7 +153,7 @@ class Wire:
         if len(set(texts)) > 1:
             calls = "; ".join(f"process {rank}: {other}" for rank, other in enumerate(texts))
             raise Disagreement(
-                f"the processes do not make the same calls of ctx.comm. {calls}. Fix: every process calls the same "
+                f"the processes do not make the same calls of part.comm. {calls}. Fix: every process calls the same "
                 "operations in the same order, whichever nodes it holds and whatever their values are."
             )
 
