@@ -143,10 +143,7 @@ def muon_lr_ratio(adjust_lr_fn: str | None, num_rows: int, num_columns: int) -> 
     (2.0, 1.0)
     """
     ratio = num_rows / max(1, num_columns)
-    ratios = {
-        "match_rms_adamw": 0.2 * math.sqrt(max(num_rows, num_columns)),
-        "spectral_unclamped": math.sqrt(ratio),
-    }
+    ratios = {"match_rms_adamw": 0.2 * math.sqrt(max(num_rows, num_columns)), "spectral_unclamped": math.sqrt(ratio)}
     return ratios.get(adjust_lr_fn or "original", math.sqrt(max(1, ratio)))
 
 

@@ -219,13 +219,12 @@ def by_seed(rows: Rows, column: str, over: str) -> dict[Any, float]:
 
 
 def compared(
-    rows: Rows, axis: str, column: str, baseline: Any, *, over: str, best: bool | Collection[Any] = True,
+    rows: Rows, axis: str, column: str, baseline: Any, *, over: str, best: bool = True, holdout: Collection[Any] = (),
     paired: bool = True, largest: bool | None = None,
 ) -> list[Row]:  # fmt: skip
     """Return a row for each value of an axis, with the mean of a column and its `MeanDifference` from the baseline's.
 
-    For the arguments, see `SweepResult.compare`; the values of the axes are labels. `best` may be the seeds by which
-    the best is chosen: then the others are compared.
+    For the arguments, see `SweepResult.compare`; the values of the axes are labels.
 
     >>> rows = [{"H": H, "seed": seed, "val_loss": H + seed} for H in (1, 3) for seed in (0, 1)]
     >>> compared(rows, "H", "val_loss", 1, over="seed")[1]["difference"]
@@ -233,19 +232,23 @@ def compared(
     """
     others = [name for name in axes_of(rows) if name not in (axis, over)]
     points = [({name: g[0][name] for name in (axis, *others)}, by_seed(g, column, over)) for g in groups(rows, over)]
-    if best is not False:
+    if best:
+        sign = -1 if (larger_is_better(column) if largest is None else largest) else 1
+
+        def rank(each: tuple[Row, dict[Any, float]]) -> tuple[int, float]:
+            missing, mean = _mean_of([x for seed, x in each[1].items() if seed not in holdout])
+            return missing, sign * mean
+
         values = dict.fromkeys(point[axis] for point, _ in points)
-        largest = larger_is_better(column) if largest is None else largest
-        rank = functools.partial(_rank, sign=-1 if largest else 1, seeds=None if best is True else best)
         points = [min((each for each in points if each[0][axis] == value), key=rank) for value in values]
-    if not isinstance(best, bool):
-        points = [(point, {seed: x for seed, x in losses.items() if seed not in best}) for point, losses in points]
-    matching = others if best is False else []  # what a configuration and that of the baseline have in common
+    if holdout:
+        points = [(point, {seed: x for seed, x in losses.items() if seed in holdout}) for point, losses in points]
+    matching = [] if best else others  # what a configuration and that of the baseline have in common
     bases = {tuple(point[n] for n in matching): losses for point, losses in points if point[axis] == baseline}
     shown = []
     for point, losses in points:
         base = bases.get(tuple(point[name] for name in matching))
-        missing, mean = _rank((point, losses))
+        missing, mean = _mean_of(losses.values())
         gap: Row = {**dict.fromkeys(MeanDifference._fields), "seeds": len(losses) - missing, "left_out": missing}
         if base is not None and point[axis] != baseline:
             gap = difference(losses, base, paired, f"{axis}={point[axis]}")._asdict()
@@ -253,13 +256,10 @@ def compared(
     return shown
 
 
-def _rank(
-    point: tuple[Row, Mapping[Any, float]], sign: int = 1, seeds: Collection[Any] | None = None
-) -> tuple[int, float]:
-    """Return how many seeds of a configuration have no number, and the mean over the others, with this sign."""
-    values = [x for seed, x in point[1].items() if seeds is None or seed in seeds]
+def _mean_of(values: Collection[float]) -> tuple[int, float]:
+    """Return how many values are no finite numbers, and the mean of the others."""
     finite = [x for x in values if check.is_finite(x)]
-    return len(values) - len(finite), sign * float(np.mean(finite)) if finite else math.nan
+    return len(values) - len(finite), float(np.mean(finite)) if finite else math.nan
 
 
 def select(rows: Rows, where: Mapping[str, Any] | None) -> list[Row]:

@@ -9,16 +9,7 @@ from vecgym.core.check import function_of
 from vecgym.core.errors import warn
 from vecgym.runs import multiprocess
 from vecgym.sweeps.configurations import check_axes, make_configurations, tell_of_seeds
-from vecgym.sweeps.options import (
-    LogUniform,
-    Point,
-    SweepOptions,
-    Uniform,
-    checked_axes,
-    checked_points,
-    clocks,
-    points,
-)
+from vecgym.sweeps.options import LogUniform, Point, SweepOptions, Uniform, checked_axes, checked_points, clocks, points
 from vecgym.sweeps.result import SweepResult, compare
 from vecgym.sweeps.runner import Runner
 from vecgym.sweeps.saving import ResultsFile

@@ -348,9 +348,9 @@ class SweepResult:
             )
         base = _label_of(rows[0][axis] if baseline is None else baseline, axis, rows)
         chosen = _is_largest(column, largest if best or largest is not None else False)
-        by: Any = best if holdout is None else _others(holdout, over, rows, best)
-        settings: dict[str, Any] = {"over": over, "best": by, "paired": paired, "largest": chosen}
-        shown = compared(labelled(rows), axis, column, base, **settings)
+        apart = () if holdout is None else _apart(holdout, over, rows, best)
+        settings: dict[str, Any] = {"over": over, "best": best, "paired": paired, "largest": chosen}
+        shown = compared(labelled(rows), axis, column, base, holdout=apart, **settings)
         notes = [self._seeds(over), _few(min((row["seeds"] for row in shown), default=0), over)]
         if best:
             notes += _of_the_best(shown, labelled(rows), axis, over, lambda row: (-1 if chosen else 1) * row[column])
@@ -501,8 +501,8 @@ def _is_largest(name: str, largest: bool | None) -> bool:
     return largest
 
 
-def _others(holdout: Any, over: str, rows: list[Row], best: bool) -> list[Any]:
-    """Return the seeds that are not set apart, by which the best are chosen."""
+def _apart(holdout: Any, over: str, rows: list[Row], best: bool) -> list[Any]:
+    """Return the seeds that are set apart from those by which the best are chosen."""
     if not best:
         raise ValueError("holdout sets seeds apart from those by which the best is chosen: leave out best=False.")
     seeds = list(dict.fromkeys(row[over] for row in labelled(rows)))
@@ -512,12 +512,11 @@ def _others(holdout: Any, over: str, rows: list[Row], best: bool) -> list[Any]:
     for seed in apart:
         if seed not in seeds:
             raise ValueError(f"holdout has {seed!r}, which is not a value of {over!r}: there are {listed(seeds)}.")
-    others = [seed for seed in seeds if seed not in apart]
-    if not apart or not others:
+    if not 0 < len(set(apart)) < len(seeds):
         raise ValueError(
             f"holdout has {len(apart)} of {counted(len(seeds), over)}: set some apart, and leave some to choose by."
         )
-    return others
+    return apart
 
 
 def _few(runs: int, over: str) -> str:

@@ -23,7 +23,7 @@ from vecgym.sweeps.runner import Runner
 
 RANDOM = "random"
 SAME_MODEL = "the row with the same model"  # the first one
-FORM = 2  # of the file
+FORM = 3  # of the file
 SAMPLES = 8  # steps at which learning rates are compared
 Facts = dict[str, Any]  # of a configuration: name -> plain value
 
@@ -42,7 +42,8 @@ class ResultsFile:
         self.rows = _of_each(runner.configs)
         self._computed = functools.cache(self._compute)
         self.facts: dict[str, Any] = {
-            "identity": _shared(runner), "rows": _packed(self.rows), "keep_models": runner.options.keep_models,
+            "identity": _shared(runner), "rows": runfile.packed_rows(self.rows),
+            "keep_models": runner.options.keep_models,
             "computed": {row: self._computed(row) for row in _distinct(runner.configs)},
         }  # fmt: skip
 
@@ -63,7 +64,7 @@ class ResultsFile:
         checkpoint.check_noted(saved.get("identity", {}), self.path)
         differing, places = checkpoint.differences(saved["identity"], facts["identity"]), list[Any]()
         if not differing:
-            rows = _unpacked(saved["rows"])
+            rows = runfile.unpacked_rows(saved["rows"])
             places = _places(rows, self.rows)
             differing = _differences(rows, self.rows, places) if None in places else self._others(rows, saved, places)
         if facts["keep_models"] and not saved["keep_models"]:
@@ -82,9 +83,8 @@ class ResultsFile:
         """Say which of the saved rows have other data or initial weights here, where they are at `places`."""
         differing: list[str] = []
         for row, values in saved["computed"].items():
-            of_row = f" of row {row}" if row else ""
-            noted, here = ({name + of_row: x for name, x in v.items()} for v in (values, self._computed(places[row])))
-            differing += checkpoint.differences(noted, here, checkpoint.TOLERANCE)
+            here = _of(row, self._computed(places[row]))
+            differing += checkpoint.differences(_of(row, values), here, checkpoint.TOLERANCE)
         models = [self.runner.configs[place].model for place in places]
         apart = (row for row, values in enumerate(rows) if models[row] is not models[values[SAME_MODEL]])
         return differing or [f"row {row} had the same model as row {rows[row][SAME_MODEL]}" for row in apart][:1]
@@ -207,45 +207,23 @@ def _places(saved: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[Any
     return [places.pop(0) if (places := where.get(key(row))) else None for row in saved]
 
 
-def _differences(saved: list[dict[str, Any]], rows: list[dict[str, Any]], places: list[Any]) -> list[str]:
-    """Say what differs from the saved rows of which some are nowhere among the rows."""
+def _differences(saved: list[Facts], rows: list[Facts], places: list[Any]) -> list[str]:
+    """List the differences of the first saved row that differs from the row in its place.
+
+    If there are more or fewer rows, compare the first saved row that is missing with the row most like it.
+    """
     if len(saved) == len(rows):
-        return checkpoint.differences(*_first_differences(saved, rows))
+        each = (checkpoint.differences(_of(row, a), _of(row, b)) for row, (a, b) in enumerate(zip(saved, rows)))
+        return next(filter(None, each))
     lost = places.index(None)
     closest = min(rows, key=lambda row: sum(repr(x) != repr(row.get(name)) for name, x in saved[lost].items()))
     counts = f"number of configurations: saved {len(saved)}, given {len(rows)}, without row {lost} of the file. There:"
     return [counts, *checkpoint.differences(saved[lost], {**closest, SAME_MODEL: saved[lost][SAME_MODEL]})]
 
 
-def _packed(rows: list[Facts]) -> list[Facts]:
-    """Return the first row, and of each other one what differs from that."""
-    first = rows[0]
-    pairs = ((row, {**first, **row}) for row in rows[1:])
-    return [first, *({name: _in(row, name) for name in names if _unlike(first, row, name)} for row, names in pairs)]
-
-
-def _unpacked(packed: list[Facts]) -> list[Facts]:
-    """Return the rows again."""
-    rows = [packed[0], *({**packed[0], **own} for own in packed[1:])]
-    return [{name: value for name, value in row.items() if value != checkpoint.NOTHING} for row in rows]
-
-
-def _in(row: Facts, name: str) -> Any:
-    return row.get(name, checkpoint.NOTHING)
-
-
-def _unlike(a: Facts, b: Facts, name: str) -> bool:
-    return repr(_in(a, name)) != repr(_in(b, name))
-
-
-def _first_differences(saved: list[Facts], rows: list[Facts]) -> tuple[Facts, Facts]:
-    """Return each value in the first row in which it differs, saved and now, by the name to show."""
-    first: dict[str, tuple[str, Any, Any]] = {}
-    for number, (a, b) in enumerate(zip(saved, rows)):
-        for name in {**a, **b}:
-            if name not in first and _unlike(a, b, name):
-                first[name] = (f"{name} of row {number}" if number else name, _in(a, name), _in(b, name))
-    return {name: x for name, x, _ in first.values()}, {name: x for name, _, x in first.values()}
+def _of(row: int, values: Facts) -> Facts:
+    """Name the row of these values, unless it is the first."""
+    return {f"{name} of row {row}": x for name, x in values.items()} if row else values
 
 
 def _of_row(config: Configuration) -> dict[str, Any]:
