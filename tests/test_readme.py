@@ -11,6 +11,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,10 +19,9 @@ from typing import Any
 import pytest
 
 import vecgym
-from tests.helpers import CommunicationModule
 from tests.test_floors import FLOORS
 from vecgym.simulation import Part
-from vecgym.strategy import Average, Strategy
+from vecgym.strategy import Memory, Stage, Strategy
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -165,44 +165,26 @@ def test_the_floors_are_those_that_are_tested() -> None:
     assert [set(names.split()) for _, names in reversed(rows)] == floors
 
 
-CONTRACTS = {"The contract": (Strategy, Part, Average), "Hooks, as in 0.2": (CommunicationModule,)}
-
-
-@pytest.mark.parametrize("section", CONTRACTS)
-def test_the_contract_names_what_there_is(section: str) -> None:
-    """Methods with their arguments; of the hooks every one, and of a `Part` every attribute."""
-    text = GUIDE["writing_a_strategy"].split(f"## {section}\n")[1].split("\n## ")[0]
-    tables = dict(re.findall(r"^\| (?:method )?of (?:a )?`(\w+)` \|.*?\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE))
-    assert tables.keys() == {cls.__name__ for cls in CONTRACTS[section]}
-    for cls in CONTRACTS[section]:
+def test_the_contract_names_what_there_is() -> None:
+    """Methods with their arguments; of a `Part` and a `Memory` every attribute."""
+    text = GUIDE["writing_a_strategy"].split("## The contract\n")[1]
+    tables = dict(re.findall(r"^\| .*?of .*?`(\w+)` \|.*?\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE))
+    assert tables.keys() == {"Strategy", "Stage", "Part"}
+    for cls in (Strategy, Stage):  # a stage has every method of an average
         cells = " ".join(re.findall(r"^\| (`.*?) \|", tables[cls.__name__], re.MULTILINE))
-        if cls is Part:
-            shown = set(re.findall(r"`part\.(\w+)", cells + tables["Part"]))
-            made = set(re.findall(r"self\.(\w+)", inspect.getsource(Part.__init__)))
-            public = {name for name in {*dir(Part), *made} if name[0] != "_"}
-            internal = {
-                "apart",
-                "check_reads",
-                "flat",
-                "group",
-                "here",
-                "next_batch",
-                "num_read",
-                "place",
-                "precomputed",
-                "put",
-                "read_at",
-                "share_missing",
-                "simulation",
-            }
-            assert shown - public == set()
-            assert public - shown == internal
-            continue
         named = {name: args.split(", ") for name, args in re.findall(r"`(\w+)\((.*?)\)`", cells)}
         methods = {name: list(inspect.signature(getattr(cls, name)).parameters)[1:] for name in named}
         assert named == {name: args or [""] for name, args in methods.items()}
-        if cls is CommunicationModule:
-            assert named.keys() == {name for name, _ in inspect.getmembers(cls, inspect.isfunction) if name[0] != "_"}
+        assert len(named) > 5
+    shown = set(re.findall(r"`[Pp]art\.(\w+)", tables["Part"]))
+    made = set(re.findall(r"self\.(\w+)", inspect.getsource(Part.__init__)))
+    internal = {"check_reads", "group", "next_batch", "num_read", "place", "precomputed", "put", "read_at"}
+    assert public({*dir(Part), *made}) == shown | internal | {"share_missing", "simulation"}
+    assert public(dir(Memory())) == set(re.findall(r"`memory\.(\w+)", GUIDE["writing_a_strategy"]))
+
+
+def public(names: Iterable[str]) -> set[str]:
+    return {name for name in names if name[0] != "_"}
 
 
 def test_where_to_add_what_exists() -> None:

@@ -47,7 +47,7 @@ Judge:
 
 Extend:
 
-- `vecgym.guide.writing_a_strategy`: step by step, and the contract
+- `vecgym.guide.writing_a_strategy`: an average, a stage, a strategy of your own; the contract
 - `vecgym.guide.contributing`: where to add what, checks
 """
 

@@ -1,6 +1,6 @@
 """Contributing: where to add what, and the checks
 
-README.md names the three files to read first.
+Read the three files first that README.md names under "Architecture".
 
 ## Ideas behind the code
 
@@ -58,7 +58,8 @@ read ahead in every kind of run.
 ## Strategies
 
 Strategies are algorithms of the kernel. `vecgym.strategy.Strategy` has an inner `Optimizer` and `Exchange`s, whose marks
-make its timetable; an exchange has an `Average`, which says how nodes agree. None of them holds what evolves, nor a count:
+make its timetable; an exchange has stages and an average, which say how nodes agree. They hold settings only, no state and
+no counts:
 
 >>> from vecgym.strategy import Exchange, Mean, Outer, Strategy
 >>> strategy = Strategy("sgd", [Exchange(Outer(Mean()), every=5)], lr=0.1)
@@ -69,20 +70,20 @@ make its timetable; an exchange has an `Average`, which says how nodes agree. No
 |---|---|
 | `base`, `simulated` | `Strategy`, and the arguments that all strategies share; `simulation_of(model, strategy, comm)`, where a strategy, nodes and absences come together; `described`, for loggers |
 | `exchange`, `when` | `Exchange`: its marks, what is late, lost or kept, of which part of the model; when |
-| `meeting` | `Meeting`, all that an average is told |
-| `averages` | `Mean`, `ServerMean`, `Robust`; around another: `Outer`, `Eager`, `Corrupted`, `Private` |
-| `coded` | averages of codes |
-| a file for each algorithm, and for its relatives | settings, the average where it is its own, and handlers where exchanges do not say it all |
+| `stages` | `Average` and `Stage`, the bases; `Memory`, which they remember things in; `Stages`, the walk along them |
+| `averages`, `corrections` | `Mean`, `ServerMean`, `Robust`; stages: `Outer`, with its corrections, `Eager`, `Corrupted`, `Private` |
+| `coded` | `Compressed` and `EF21`, averages of codes |
+| `fragments`, `moments` | which parameters are exchanged together; what an inner optimizer keeps of them |
+| a file for each algorithm, and for its relatives | settings, an average or a stage if it has one, and handlers where exchanges do not say it all |
 | `asynchronous`, `servers` | `EventDriven`, whose rules say when nodes meet a server; how it takes what arrives |
 | `per_rank` | strategies written for one rank, and their threads |
-| `hooks` | a `CommunicationModule` with hooks, run as an exchange |
 
 What is written once for all of them: an interval, a delay, fragments, participation and lost messages are the exchange's;
 error feedback is an average's; counts of steps are the event's; learning rates are the optimizer's.
 
 A sweep (`vecgym.simulation.Stack`) is rows. Configurations that differ in numbers only are a group, with one call of each
-handler: it sees `[C, K, *]` and `[C, 1, *]`, and `numbers` of averages and `own_numbers` of strategies name what may
-differ. The others share the calls for gradients and local steps.
+handler, which sees `[C, K, *]` and `[C, 1, *]`; `batched` in a class names the settings that may differ. The others share
+the calls for gradients and local steps.
 
 ## The walk of a batch
 
@@ -93,8 +94,9 @@ From `fit` to the recorded loss:
 3. `Simulation.tick` takes the rows of an event out of the state and calls its handler: `train` of the strategy.
 4. That asks `Engine.gradients` for gradients, which are computed for all nodes at once or node by node; then the
    optimizer (optim) for a step.
-5. `meet` lets the nodes agree through `at.comm`, as an exchange's average says; the ledger (collectives) notes the
-   bytes. What is used later is two events: at `agree` the nodes make a message, at `write` they take it.
+5. `meet` walks along the exchange's stages: each has its `send`, the average agrees through `part.comm`, and on the way
+   back each has its `receive` and its `write`. The ledger (collectives) notes the bytes. A delayed exchange is two events:
+   at `agree` the nodes make a message, at `write` they receive and write it.
 6. What was assigned is put back, and `Recorder` (runs) makes the row of the history.
 
 All of this, in a step of DiLoCo with an exchange, is in 33 files, which a test counts. `after_step`, limits,
@@ -106,7 +108,7 @@ validation and a clock add theirs.
 |---|---|---|
 | a strategy | see `vecgym.guide.writing_a_strategy` | |
 | an asynchronous strategy | a file of `vecgym/strategy`: an `EventDriven` with `rules(times)`, `init(run, params)` and a method for each kind of event | `MADE` in `tests/test_scheduled.py`; a twin, as `tests/reference/asynchronous.py` |
-| an average | an `Average` in `vecgym/strategy/averages.py`, with `agree(values, at)` | `tests/test_average.py`, `tests/test_exchange.py`: alone, in groups, late, of some nodes |
+| an average, a stage | in `vecgym/strategy/averages.py` | `tests/test_average.py`, `tests/test_exchange.py`: alone, in groups, late, of some nodes |
 | a codec | a `Codec` in `vecgym/compress`, its name in `METHODS` | `CODECS` in `tests/test_compression.py`, its bound in `tests/test_codecs.py`, its distortion in `benchmarks/compression.py` |
 | a topology | a function K → matrix in `vecgym/collectives/topology.py`, its name in `FIXED` of `vecgym/strategy/gossip.py` | `tests/test_topology.py`, `CASES` in `tests/test_gossip.py` |
 | a selector of coordinates | a `Selector` in `vecgym/strategy/sparta.py` | `SELECTORS` in `tests/test_sparta.py` |

@@ -301,14 +301,14 @@ exchange, and adds the rounding error to the next one:
 True
 
 The ledger counts the tensors handed to a collective. Here that is 4 bytes per value, since the rounded values are still
-floats. When it happens, how late, to which part of the model and to which nodes are arguments of `Exchange`, so this
-average works in all these ways:
+floats. When nodes exchange, how late, which part of the model and which nodes are arguments of `Exchange`, so this stage
+works in all these ways:
 
 >>> late = Strategy("adamw", [Exchange(EightBits(Mean()), every=5, fragments=2, delay=2)], lr=3e-3)
 >>> averaged = trainer.fit(late, num_nodes=8, max_steps=10)
 
-What is no exchange, such as a step with another gradient, is a subclass of `Strategy` with a method for each kind of
-event: `vecgym.guide.writing_a_strategy` has an example, and says what averages and methods may do and what they may not.
+A step with another gradient, or any event that is no exchange, is a method of a `Strategy`. `vecgym.guide.writing_a_strategy`
+has an example of each kind, and the contract.
 
 ## Written for one rank
 
