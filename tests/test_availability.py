@@ -43,7 +43,6 @@ from vecgym.availability import (
     Presence,
     Sampled,
     Trace,
-    sent,
 )
 from vecgym.clock import Compute, Network
 from vecgym.collectives import StackedCollectives
@@ -54,6 +53,7 @@ from vecgym.core import rng
 from vecgym.core.objects import altered
 from vecgym.core.tree import Tree
 from vecgym.simulation import Part
+from vecgym.simulation.returning import sent
 from vecgym.simulation.state import State
 from vecgym.strategy import (
     AllReduceStrategy,

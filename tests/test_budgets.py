@@ -51,7 +51,7 @@ NO_CODE = (
 LONG_FUNCTIONS: dict[str, str] = {}
 # What users call with keywords, each documented. (Constructors of strategies and exchanges may have many anyway.)
 MANY_PARAMETERS = {
-    "clock/required.py:price_strategies",
+    "clock/side_by_side.py:price_strategies",
     "data/batches.py:Batches.__init__",
     "data/batches.py:EvalBatches.__init__",
     "engine/engine.py:Engine.gradients",

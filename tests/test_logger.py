@@ -26,6 +26,7 @@ from vecgym.logger import _default_wandb_mode, read_csv
 from vecgym.models import GPT, Classifier
 from vecgym.optim import OptimSpec
 from vecgym.records.columns import PER_NODE, SCALARS
+from vecgym.runs.options import described
 from vecgym.strategy import (
     AllReduceStrategy,
     Average,
@@ -41,7 +42,6 @@ from vecgym.strategy import (
     Strategy,
     every,
 )
-from vecgym.strategy.simulated import described
 
 WITHOUT_WANDB = "needs wandb: pip install vecgym[wandb]"
 WITHOUT_TENSORBOARD = "needs tensorboard: pip install vecgym[tensorboard]"

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from vecgym.core import rng
-from vecgym.core.objects import reachable, restore, state_of
+from vecgym.core.objects import reachable
+from vecgym.strategy.per_rank import restore, state_of
 
 GLOBAL = torch.tensor(2.0)
 
@@ -117,8 +118,19 @@ def test_the_parameters_of_an_optimizer_and_the_dtypes_of_its_state() -> None:
 def test_a_tensor_that_two_places_came_to_share_is_not_torn_apart() -> None:
     one, two = WithOptimizer(1.0), WithOptimizer(2.0)
     one.last = one.parameter  # met before the optimizer, in which the new one has another tensor
-    with pytest.raises(ValueError, match=r"self\.last of the saved object was created while it ran"):
-        restore(two, state_of(one, {}), {})
+    one.parameter.grad = torch.ones_like(one.parameter)
+    one.optim.step()
+    restore(two, state_of(one, {}), {})
+    assert two.last is two.parameter is not one.parameter
+    assert torch.equal(two.parameter, one.parameter)
+    assert [*two.optim.state] == [two.parameter]
+    module, other = Holder(), Holder()
+    module.last, module.made = None, torch.nn.Linear(2, 1)  # type: ignore[attr-defined]
+    other.last, other.made = None, torch.nn.Linear(2, 1)  # type: ignore[attr-defined]
+    module.last = module.made.weight  # type: ignore[attr-defined]
+    vars(module).update(made=vars(module).pop("made"))  # met after it
+    with pytest.raises(ValueError, match=r"self\.made\['weight'\] of the saved object was created while it ran"):
+        restore(other, state_of(module, {}), {})
 
 
 def test_what_two_places_no_longer_share_is_two_tensors() -> None:

@@ -15,7 +15,8 @@ from torch import nn
 from vecgym import dry_run
 from vecgym.cli import main
 from vecgym.clock import Compute, Network, Prices, price, price_strategies, required_H
-from vecgym.clock.required import Family, as_model
+from vecgym.clock.dry import as_model
+from vecgym.clock.required import Family
 from vecgym.clock.units import count
 from vecgym.core.errors import VecgymWarning
 from vecgym.guide import clock

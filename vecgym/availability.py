@@ -61,11 +61,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from vecgym.collectives import Collectives
-from vecgym.collectives.topology import Links, sample_nodes
-from vecgym.core import check, nodes, rng
+from vecgym.collectives.topology import sample_nodes
+from vecgym.core import check, rng
 from vecgym.core.errors import warn
-from vecgym.core.tree import Tree
 from vecgym.data.batches import steps_of_pass
 
 __all__ = [
@@ -122,7 +120,6 @@ class Availability(ABC):
     ...         half = torch.arange(run.num_nodes) < run.num_nodes // 2
     ...         return lambda first, last: torch.stack([half if t % 2 else ~half for t in range(first, last)])
     >>> halves, run = Halves(), Facts(num_nodes=4, num_steps=2, seed=0)
-    >>> halves.check(run)
     >>> halves.present(run)(0, 2), halves.training(run)
     (tensor([[False, False,  True,  True],
             [ True,  True, False, False]]), None)
@@ -569,18 +566,18 @@ class Presence:
     def present(self, step: int) -> tuple[int, ...] | None:
         """Return the ids of the present nodes; None: all."""
         present = self.is_present(step)
-        return None if bool(present.all()) else tuple(_ids(present))
+        return None if bool(present.all()) else tuple(ids_of(present))
 
     def training(self, step: int) -> tuple[int, ...] | None:
         """Return the ids of the present nodes that train; None: all of them."""
         training = self.is_training(step)
-        return None if torch.equal(self.is_present(step), training) else tuple(_ids(training))
+        return None if torch.equal(self.is_present(step), training) else tuple(ids_of(training))
 
     def returning(self, step: int) -> tuple[int, ...]:
         """Return the ids of the present nodes that were absent in the step before."""
         if step == 0:
             return ()
-        return tuple(_ids(self.is_present(step) & ~self.is_present(step - 1)))
+        return tuple(ids_of(self.is_present(step) & ~self.is_present(step - 1)))
 
     def is_present(self, step: int) -> Tensor:
         """Return a mask of the present nodes, bool `[K]`.
@@ -603,7 +600,7 @@ class Presence:
 
     def warn_never_present(self) -> None:
         """Warn about nodes that are absent in every step of the run."""
-        if absent := _ids(self.first == self.run.num_steps):
+        if absent := ids_of(self.first == self.run.num_steps):
             names = f"{absent}" if len(absent) <= 10 else f"{absent[:10]} ..."
             warn(
                 f"availability={self.availability!r}: {len(absent)} of {self.run.num_nodes} nodes are never present, "
@@ -631,74 +628,11 @@ class Presence:
         return torch.cat(blocks)
 
 
-# --------------------------------------------------------------------------------------------------- returning nodes
+def ids_of(present: Tensor) -> list[int]:
+    """Return the ids of the nodes in a mask, bool `[K]`.
 
-
-def sent(
-    params: Tree, presence: Presence, outer: Tree, agreed: set[str], comm: Collectives, step: int, once: Sequence[str]
-) -> Tree:  # fmt: skip
-    """Return the parameters that returning nodes begin a step with, `[1 or n, *]`, and record what is sent.
-
-    What a server sends after an exchange is for the nodes that are present next: as many of them as have left need
-    nothing more.
-
-    Args:
-        params: of the nodes here, `[1 or L, *]`.
-        outer: parameters that are stored once for all, `[1, *]`.
-        agreed: the names of those that are equal on all nodes that were present in the step before, which have just
-            exchanged them.
-        once: the names of the parameters that all nodes share.
-
-    >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.availability import Facts, Trace
-    >>> presence = Presence(Trace([[True, True, False], [True] * 3], rejoin="shared"), Facts(3, 2, seed=0))
-    >>> sent({"w": torch.tensor([1.0, 3.0, 9.0])}, presence, {}, set(), StackedCollectives(3), 1, once=[])
-    {'w': tensor([2.])}
+    >>> ids_of(torch.tensor([True, False, True]))
+    [0, 2]
     """
-    back = presence.returning(step)
-    sources, common = sources_of(back, presence, step), Tree()
-    if presence.rejoin == "shared":
-        wide = {name: x for name, x in params.items() if name not in {*outer, *agreed, *once}}
-        common = outer | _mean(wide, _ids(presence.is_present(step - 1)), comm)
-    num_left = int((presence.is_present(step - 1) & ~presence.is_present(step)).sum())
-    on_server = agreed if presence.server else set()
-    for served, first in ((False, 0), (True, num_left)):
-        message = {name: x for name, x in params.items() if (name in on_server) is served}
-        if message and back[first:]:
-            comm._announce("permute", message, Links.of(torch.tensor(sources[first:]), torch.tensor(back[first:])))
-    rest = {name: x for name, x in params.items() if name not in common}
-    values = {**common, **(comm.fetched(rest, sources, back) if rest else {})}
-    return {name: values[name] for name in params}  # in the model's order, by which fragments are cut
-
-
-def sources_of(back: Sequence[int], presence: Presence, step: int) -> list[int]:
-    """Return the node that sends parameters to each returning node: with "shared" one, else one drawn for each.
-
-    >>> from vecgym.availability import Facts, Trace
-    >>> presence = Presence(Trace([[False, True, True], [True, True, True]], rejoin="shared"), Facts(3, 2, seed=0))
-    >>> sources_of([0], presence, step=1)
-    [1]
-    """
-    present, before = presence.is_present(step), presence.is_present(step - 1)
-    staying = _ids(present & before) or _ids(before)
-    if presence.rejoin == "shared":
-        return [staying[0]] * len(back)
-    draws = [rng.generator(presence.run.seed, "neighbour", step, node) for node in back]
-    return [staying[int(torch.randint(len(staying), (), generator=draw))] for draw in draws]
-
-
-def _mean(wide: Tree, members: list[int], comm: Collectives) -> Tree:
-    """Average over some nodes, `[1, *]`; the mean of equal values is exact. One node alone needs no mean: empty."""
-    if not wide or len(members) == 1:
-        return {}
-    some, ids = comm.among(members), set(members)
-    some._announce("mean", wide)
-    here = [i for i, node in enumerate(comm.node_ids.tolist()) if node in ids]
-    rows = nodes.take_rows(wide, torch.tensor(here or [0]))
-    means = some._apply(rows, lambda among, x: among._sum(x, None, True) if among.native else nodes.means(x, 1))
-    return {name: x[:1] for name, x in means.items()}
-
-
-def _ids(present: Tensor) -> list[int]:
     ids: list[int] = present.nonzero().flatten().tolist()
     return ids

@@ -69,7 +69,7 @@ def _price_strategies(args: argparse.Namespace) -> int:
     import torch
 
     from vecgym.clock import Compute, Network, price_strategies, units
-    from vecgym.clock.required import STRATEGIES
+    from vecgym.clock.side_by_side import STRATEGIES
 
     for name, example in (("nodes", "8"), ("step_seconds", "0.6"), ("bandwidth", '"100 Mbit/s"'), ("latency", "80ms")):
         value = getattr(args, name)

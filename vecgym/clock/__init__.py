@@ -18,8 +18,10 @@ Timeline(10 steps of 4 nodes: 4.6 s, 87.0 % computing)
 
 from vecgym.clock.asynchronous import AsyncTimeline
 from vecgym.clock.compute import Compute
+from vecgym.clock.dry import dry_run
 from vecgym.clock.network import Network
-from vecgym.clock.required import Prices, dry_run, price_strategies, required_bandwidth, required_H
+from vecgym.clock.required import required_bandwidth, required_H
+from vecgym.clock.side_by_side import Prices, price_strategies
 from vecgym.clock.timeline import Timeline, price
 from vecgym.clock.trace import PerNode
 

@@ -18,17 +18,19 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vecgym.clock.compute import Compute
-from vecgym.clock.cost import Team
-from vecgym.clock.network import Routes
 from vecgym.collectives.base import bucketed
 from vecgym.collectives.ledger import Transfer
 from vecgym.collectives.topology import Islands, Links, ServerLinks
+
+if TYPE_CHECKING:
+    from vecgym.clock.compute import Compute
+    from vecgym.clock.cost import Team
+    from vecgym.clock.network import Routes
 
 NEVER = -torch.inf  # the arrival of a message that is not for this node
 
@@ -101,7 +103,7 @@ class Rendezvous:
         group: the group of each node and of the server, `[K + 1]`; G: none.
         source: the group whose result each node needs, `[K]`; G: none.
 
-    >>> from vecgym.clock.network import Network
+    >>> from vecgym.clock.network import Network, Routes
     >>> rendezvous = Rendezvous(Routes(Network("8 bit/s"), 2), [(0, 1)])
     >>> ready, free = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     >>> ten_bytes = rendezvous.amounts("mean", torch.tensor([10.0], dtype=torch.float64))
@@ -181,7 +183,7 @@ class Mesh:
         routes: of the network.
         senders, receivers: of each message.
 
-    >>> from vecgym.clock.network import Network
+    >>> from vecgym.clock.network import Network, Routes
     >>> mesh = Mesh(Routes(Network("8 bit/s"), 2), [0], [1])
     >>> ready, free = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     >>> mesh.run(ready, mesh.amounts("permute", torch.tensor([10.0], dtype=torch.float64)), free, free).arrival
@@ -300,7 +302,8 @@ class Planner:
     Attributes:
         rest: the fraction of the forward pass from each layer on, and of the backward pass down to it, `[L]`.
 
-    >>> from vecgym.clock.network import Network
+    >>> from vecgym.clock import Compute
+    >>> from vecgym.clock.network import Network, Routes
     >>> Planner(Routes(Network(1e9), 2), {"a": 300, "b": 100}, Compute(1.0)).rest
     tensor([1.0000, 0.2500], dtype=torch.float64)
     """

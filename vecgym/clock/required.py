@@ -1,4 +1,4 @@
-"""What runs would send, take and need: dry runs, strategies side by side, the required bandwidth and H."""
+"""The bandwidth, H and delay with which nodes compute for a given fraction of the time."""
 
 from __future__ import annotations
 
@@ -7,44 +7,29 @@ import copy
 import functools
 import itertools
 import math
-import numbers
-import os
-import textwrap
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vecgym.clock.compute import Compute
 from vecgym.clock.cost import ALL_REDUCE
+from vecgym.clock.dry import as_model, dry_run
 from vecgym.clock.network import Network
 from vecgym.clock.timeline import price
-from vecgym.clock.trace import plot_prices
-from vecgym.clock.units import count, readable_bandwidth, readable_span, readable_time
-from vecgym.collectives.ledger import Ledger, Transfer, readable_bytes
-from vecgym.collectives.stacked import DryCollectives
+from vecgym.clock.units import readable_bandwidth, readable_span, readable_time
+from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.core.objects import altered
-from vecgym.core.tree import Tree
-from vecgym.records.rows import aligned, counted
-from vecgym.simulation import RunFacts, Simulation
 from vecgym.strategy import Strategy
-from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.catalogue import CATALOGUE
-from vecgym.strategy.per_rank import as_strategy
-from vecgym.strategy.simulated import nothing_to_read
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LOWEST, HIGHEST = 1.0, 1e18  # bit/s
 PRECISION = 1e-4  # relative
 
-STRATEGIES = ("allreduce", "fedavg", "diloco", "streaming", "streaming-4-bits", "sparta", "demo")
 P_SPARTA, DELAY = 0.005, 5  # the fraction that SPARTA exchanges, and the steps that Streaming DiLoCo's fragments take
 LEAST_STEPS = 4  # before a run is taken to repeat itself, and of what is repeated
 DRAWN_STEPS = 1024  # that are priced where the times of steps are drawn
@@ -52,95 +37,6 @@ LONG = 256  # steps of a round from which on a longer one waits no longer
 MOST_ROUNDS = 256  # in which what is late may queue
 LONGEST = 2**14
 ROUNDING = 1e-9  # relative
-META: dict[str, Any] = {"bias": False, "device": "meta"}
-SECONDS_PER_DAY = 86_400
-
-
-def dry_run(
-    model: nn.Module | int | str, strategy: Strategy, num_nodes: int, max_steps: int, *, seed: int = 42
-) -> Ledger:
-    """Return the ledger of a run without training: make the exchanges only, on tensors with shapes but no values.
-
-    It equals the ledger of `Trainer.fit` with this `seed`. Nothing is computed or stored, so the model may have any
-    size, and may be on the device "meta".
-
-    Args:
-        model: nodes exchange its trainable parameters. Or their number, such as "150M": the matrices of a transformer
-            of that size, in float32.
-        strategy: must not depend on the values that it exchanges; no built-in strategy does. A strategy written for one
-            rank is not supported.
-        num_nodes: K.
-        max_steps: the number of steps.
-        seed: of the run; it determines which nodes meet and which coordinates are drawn.
-
-    Raises:
-        ValueError, TypeError: for arguments that no run accepts, and for strategies that depend on values.
-
-    >>> from vecgym.strategy import DiLoCoStrategy
-    >>> with torch.device("meta"):
-    ...     model = torch.nn.Linear(100_000, 100_000, dtype=torch.bfloat16)  # 10 billion parameters
-    >>> dry_run(model, DiLoCoStrategy("adamw", H=100), num_nodes=8, max_steps=500)
-    Ledger(5 collectives, 175,001,750,000 bytes sent per node)
-    """
-    model = as_model(model)
-    check.instance("strategy", strategy, Strategy, "a Strategy object such as DiLoCoStrategy('adamw', H=100)")
-    strategy = as_strategy(strategy, model)
-    K, T = check.integer("num_nodes", num_nodes), check.integer("max_steps", max_steps)
-    if not strategy.pure:
-        raise ValueError(
-            f"{type(strategy).__name__} is written for one rank, which a dry run does not support: its step needs "
-            "values. Train a few steps, and price trainer.ledger."
-        )
-    check_synchronous(strategy)
-    strategy.check(K, T)
-    comm, seed = DryCollectives(K), check.seed("seed", seed)
-    params = {
-        name: torch.empty_like(p, device="meta", requires_grad=False)
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
-    run = RunFacts(K, T, seed, num_examples=(1,) * K)  # weights change no bytes
-    engine: Any = types.SimpleNamespace(params=params, buffers=Tree(), written=frozenset())
-    simulation = Simulation(engine, strategy, run, comm, nothing_to_read)
-    simulation.dry = True
-    try:
-        state = simulation.init()
-        for events in simulation.timetable.ticks():
-            step = state.tick
-            state, row = simulation.tick(state, events, iter(()), pure=True)
-            comm.ledger.add(step, row.transfers)
-    except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error):
-            raise
-        raise ValueError(
-            f"{strategy!r} depends on the values that it exchanges, and a dry run has none: train a few steps, and "
-            "price trainer.ledger."
-        ) from error
-    return comm.ledger
-
-
-def as_model(model: nn.Module | int | str) -> nn.Module:
-    """Return the model; for a number of parameters, the matrices of a transformer on the device "meta".
-
-    A block has 12 d^2 parameters, as GPT's, and there are about d / 64 of them; what remains is the embedding.
-
-    >>> [tuple(p.shape) for p in as_model("150k").parameters()]
-    [(39, 64), (1, 48), (192, 64), (64, 64), (256, 64), (64, 256), (192, 64), (64, 64), (256, 64), (64, 256), \
-(192, 64), (64, 64), (256, 64), (64, 256)]
-    """
-    if isinstance(model, nn.Module):
-        return model
-    if isinstance(model, float) and model % 1 == 0:
-        model = int(model)  # 150e6
-    check.instance("model", model, (str, numbers.Integral), 'an nn.Module, or its number of parameters, "150M"')
-    number = count("model", model)
-    d = 64 * max(1, round((number / (12 * 64**2)) ** (1 / 3)))
-    blocks, rest = divmod(number, 12 * d * d)
-    outside = {name: nn.Linear(*shape, **META) for name, shape in
-               {"embedding": (d, rest // d), "rest": (rest % d, 1)}.items() if math.prod(shape)}  # fmt: skip
-    h = [nn.Sequential(*(nn.Linear(*shape, **META) for shape in ((d, 3 * d), (d, d), (d, 4 * d), (4 * d, d))))
-         for _ in range(blocks)]  # fmt: skip
-    return nn.ModuleDict({**outside, "h": nn.ModuleList(h)})
 
 
 def required_bandwidth(
@@ -503,232 +399,3 @@ def required_H(
     if why is not None:
         warn(why)
     return least
-
-
-class Prices(NamedTuple):
-    """What strategies take on a network; see `price_strategies`.
-
-    Attributes:
-        rows: a dict for each way to send messages, strategy and H.
-        title: what was asked.
-        utilization: the fraction of the time for which bandwidth and H are required.
-
-    >>> prices = price_strategies("1M", 2, Network("1 Gbit/s"), Compute(0.1), H=[10], strategies=["allreduce"])
-    >>> prices.title
-    '1,000,000 parameters (4 MB) in 2 layers of width 192, 2 nodes, Network(1 Gbit/s), Compute(100 ms), 100,000 steps'
-    >>> prices.rows[0]["bytes_per_step"]
-    4000000.0
-    """
-
-    rows: list[dict[str, Any]]
-    title: str
-    utilization: float
-
-    def plot(self, path: str | os.PathLike[str] | None = None, *, title: str | None = None) -> Figure:
-        """Draw days, and utilization as bars; see `vecgym.clock.trace.plot_prices`.
-
-        >>> prices = price_strategies("1M", 2, Network("1 Gbit/s"), Compute(0.1), strategies=["allreduce"])
-        >>> prices.plot().axes[0].get_xlabel()
-        'days (times as fast as allreduce)'
-        """
-        return plot_prices(self.rows, path, title=self.title if title is None else title)
-
-    def __str__(self) -> str:
-        """Return a table for each way to send messages, and why what is required is not possible."""
-        goal = f"{100 * self.utilization:g} %"
-        needs = (f"bandwidth for {goal}", f"H for {goal}")
-        heads = ["strategy", "H", "sent/step", "time/step", "computing", "days", "faster", *needs]
-        lines = textwrap.wrap(self.title, 115, subsequent_indent="  ")
-        for bucket_bytes in dict.fromkeys(row["bucket_bytes"] for row in self.rows):
-            rows = [row for row in self.rows if row["bucket_bytes"] == bucket_bytes]
-            size = readable_bytes(bucket_bytes)
-            how = "one message per exchange" if bucket_bytes == math.inf else f"messages of {size}"
-            lines += ["", f"In {how}:", *aligned([heads, *map(_cells, rows)])]
-            lines += _late(rows, goal)
-            reasons: dict[str, list[str]] = {}
-            for name, row in {row["strategy"]: row for row in rows if row["reason"]}.items():  # of the largest such H
-                reasons.setdefault(row["reason"], []).append(name if row["H"] is None else f"{name} (H = {row['H']})")
-            for reason, names in reasons.items():
-                lines += textwrap.wrap(f"{', '.join(names)}: {reason}", 110, subsequent_indent="  ")
-        return "\n".join(lines)
-
-
-def _late(rows: Sequence[Mapping[str, Any]], goal: str) -> Iterator[str]:
-    """Yield a line for each strategy with a tau: what was assumed, and the tau that would be enough."""
-    for name in dict.fromkeys(row["strategy"] for row in rows if row["tau"]):
-        late = [row for row in rows if row["strategy"] == name and row["tau"]]
-        taus = " to ".join(f"{tau}" for tau in sorted({late[0]["tau"], late[-1]["tau"]}))
-        needs = [(row["H"], row["required_tau"]) for row in late if row["required_tau"] is not None]
-        enough = ", ".join(f"{'none' if tau == math.inf else tau} with H = {H}" for H, tau in needs)
-        assumed = f"{name}: tau = {taus} steps, {counted(late[0]['fragments'], 'fragment')}"
-        yield f"{assumed}; tau for {goal}: {enough}" if needs else assumed
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    bandwidth, H = row["required_bandwidth"], row["required_H"]
-    return [
-        row["strategy"],
-        "-" if row["H"] is None else f"{row['H']}",
-        readable_bytes(row["bytes_per_step"]),
-        readable_time(row["seconds_per_step"]),
-        f"{100 * row['utilization']:.1f} %",
-        f"{row['days']:.3g}",
-        f"{row['faster']:.3g}x",
-        "none" if bandwidth == math.inf else readable_bandwidth(bandwidth),
-        "-" if H is None else "none" if math.inf == H else f"{H:,}",
-    ]
-
-
-def price_strategies(
-    model: nn.Module | int | str,
-    num_nodes: int,
-    network: Network,
-    compute: Compute,
-    *,
-    H: Sequence[int] = (20, 100, 500),
-    strategies: Sequence[str] | Mapping[str, Callable[[int], Strategy]] = STRATEGIES,
-    tau: int | None = None,
-    max_steps: int = 100_000,
-    utilization: float = 0.95,
-) -> Prices:
-    """Compare what strategies send and how long they take on a network, without a run; `vecgym price` prints it.
-
-    Printed, it is a table for messages of the network's `bucket_bytes` and one for a single message per exchange. A row
-    is priced once the run repeats itself, after its first rounds. Only time is compared, not what a step learns.
-
-    Args:
-        model: a module, also on the device "meta", or a number of parameters such as "150M"; see `vecgym.dry_run`.
-        num_nodes: K.
-        network, compute: see `price`.
-        H: steps between two exchanges; strategies that have none are priced once.
-        strategies: names of the catalogue, such as "diloco" ("sparta" exchanges p = 0.005); or {name: a function that
-            makes a strategy of an H}. The first is the reference.
-        tau: steps that an exchange of "streaming" may take, fewer than each H. None: 5, or H - 1.
-        max_steps: the number of steps in `days`.
-        utilization: the fraction of the time of all nodes in which they compute, in (0, 1), for which bandwidth and H
-            are required.
-
-    Returns:
-        `rows` have strategy, H, bucket_bytes; `bytes_per_step`, sent by a node; `seconds_per_step`, `utilization`,
-        `days`; `faster`, times as fast as the first strategy; `required_bandwidth` in bit/s with this H,
-        `required_H` with this network, and the `reason` where one of them is `math.inf`. Where exchanges may take
-        several steps: `tau`, the number of `fragments`, and `required_tau`, the least larger tau that is enough with
-        this H and network, None if it is already. (What a larger tau costs in learning is not priced.)
-
-    Raises:
-        ValueError, TypeError: for values that are not allowed.
-
-    >>> network = Network("100 Mbit/s", bucket_bytes=math.inf)
-    >>> print(price_strategies("150M", 8, network, Compute(0.6), H=[500], strategies=["allreduce", "diloco"]))
-    150,000,000 parameters (600 MB) in 13 layers of width 960, 8 nodes, Network(100 Mbit/s, bucket_bytes=inf),
-      Compute(600 ms), 100,000 steps
-    <BLANKLINE>
-    In one message per exchange:
-    strategy     H  sent/step  time/step  computing   days  faster  bandwidth for 95 %  H for 95 %
-    allreduce    -    1.05 GB     84.6 s      0.7 %   97.9      1x          266 Gbit/s           -
-    diloco     500     2.1 MB     768 ms     78.1 %  0.889    110x          532 Mbit/s       2,660
-    """
-    check.instance("network", network, Network, "a Network, such as Network(1e9, 0.05)")
-    check.integer("max_steps", max_steps)
-    check.number("utilization", utilization, "(0, 1)", "the fraction of the time in which nodes compute")
-    check.instance("H", H, (list, tuple, range), "a list of steps between two exchanges, such as [20, 100, 500]")
-    check.instance("strategies", strategies, (list, tuple, Mapping), "a list of names, or {name: H -> strategy}")
-    periods = [check.integer("H", x, what="steps between two exchanges") for x in H]
-    if not periods or not strategies:
-        raise ValueError(f"H={list(H)} and strategies={list(strategies)}: give at least one of each.")
-    given, model = model, as_model(model)
-    if tau is not None and min(periods) <= check.integer("tau", tau, what="steps that an exchange may take"):
-        raise ValueError(f"tau={tau} must be less than every H, and H={list(H)}: give a smaller tau, or larger H.")
-    settings = {} if tau is None else {"delay": tau}
-    makers = strategies if isinstance(strategies, Mapping) else {n: maker(n, **settings) for n in strategies}
-    families = {name: Family(model, make, num_nodes, compute) for name, make in makers.items()}
-    rows: list[dict[str, Any]] = []
-    for bucket_bytes in dict.fromkeys((network.bucket_bytes, math.inf)):
-        on = network._changed(bucket_bytes=bucket_bytes)
-        priced = [row for name, family in families.items() for row in _rows(name, family, periods, on, utilization)]
-        for row in priced:
-            days = row["seconds_per_step"] * max_steps / SECONDS_PER_DAY
-            faster = priced[0]["seconds_per_step"] / row["seconds_per_step"]
-            rows.append({**row, "days": days, "faster": faster})
-    params = [p for p in model.parameters() if p.requires_grad]
-    size = f"{sum(p.numel() for p in params):,} parameters ({readable_bytes(sum(p.nbytes for p in params))})"
-    if model is not given and len(layers := list(cast(Any, model).h)):
-        size += f" in {counted(len(layers), 'layer')} of width {layers[0][0].in_features}"
-    title = f"{size}, {counted(num_nodes, 'node')}, {network}, {compute}, {max_steps:,} steps"
-    return Prices(rows, title, utilization)
-
-
-def _rows(
-    name: str, family: Family, periods: Sequence[int], network: Network, utilization: float
-) -> Iterator[dict[str, Any]]:
-    """Yield what a strategy takes, for each H if that makes a difference."""
-    several = family.has(periods[0])
-    least, why_no_H = family.required_H(network, utilization) if several else (None, None)
-    for H in periods if several else [1]:
-        seconds, computing = family.pace(H, network)
-        bandwidth, why = family.required_bandwidth(H, network, utilization)
-        yield {
-            "strategy": name, "H": H if several else None, "bucket_bytes": network.bucket_bytes,
-            "bytes_per_step": family.bytes_per_step(H, network), "seconds_per_step": seconds,
-            "utilization": computing, "required_bandwidth": bandwidth, "required_H": least,
-            **family.late(H, network, utilization),
-            "reason": " ".join(filter(None, (why, why_no_H))) or None,
-        }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Schedules:
-    """The seconds of runs that differ only in their schedules of exchanges: dry runs, priced on one network.
-
-    Attributes:
-        model, num_nodes, max_steps: as for `vecgym.dry_run`.
-        strategy: weights `[T]` or mixing matrices -> a strategy, such as `lambda w: DiLoCoStrategy(sync_weight=w)`.
-        network, compute: see `price`.
-
-    >>> from vecgym.models import Line
-    >>> from vecgym.strategy import FedAvgStrategy
-    >>> schedules = Schedules(
-    ...     Line(), lambda w: FedAvgStrategy("sgd", lr=0.1, sync_weight=w), num_nodes=2, max_steps=10,
-    ...     network=Network(1e9, latency=0.25), compute=Compute(1.0),
-    ... )  # an exchange takes half a second
-    >>> round(schedules.seconds(spread(10, 2)), 6), schedules.exchanges_within(12.1)
-    (11.0, 4)
-    """
-
-    model: nn.Module
-    strategy: Callable[[Tensor], Strategy]
-    num_nodes: int
-    max_steps: int
-    network: Network
-    compute: Compute
-
-    def seconds(self, weights: Tensor) -> float:
-        """Return the seconds of the run with these weights."""
-        ledger = dry_run(self.model, self.strategy(weights), self.num_nodes, self.max_steps)
-        return float(price(ledger, self.network, self.compute).seconds)
-
-    def exchanges_within(self, budget_seconds: float) -> int:
-        """Return how many exchanges, spread evenly over the steps, fit into the time.
-
-        Raises:
-            ValueError: if there is no time for a single exchange.
-        """
-        counts = range(1, self.max_steps + 1)
-        most = bisect.bisect_right(counts, budget_seconds, key=lambda n: self.seconds(spread(self.max_steps, n)))
-        if most == 0:
-            raise ValueError(
-                f"budget_seconds={budget_seconds!r} leaves no time for an exchange: a run with one exchange takes "
-                f"{self.seconds(spread(self.max_steps, 1)):.4g} s."
-            )
-        return most
-
-
-def spread(num_steps: int, count: int) -> Tensor:
-    """Spread `count` exchanges evenly over the steps, the last at the end: every H steps if H divides their number.
-
-    >>> spread(6, 3).tolist()
-    [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
-    """
-    schedule = torch.zeros(num_steps, dtype=torch.float64)
-    schedule[[(i + 1) * num_steps // count - 1 for i in range(count)]] = 1.0
-    return schedule

@@ -1,4 +1,4 @@
-"""Python objects and everything they hold: compare it, show it, visit it, replace tensors in it, save and restore it.
+"""Python objects and everything they hold: compare it, show it, visit it, replace tensors in it.
 
 An object holds what is in its attributes and containers; a function holds what it closes over, its defaults, and the
 globals that it reads.
@@ -8,27 +8,22 @@ from __future__ import annotations
 
 import copy
 import dis
-import enum
 import functools
 import inspect
 import random
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vecgym.core import check
 
 T = TypeVar("T")
 
 PLAIN = (bool, int, float, str, type(None))
-_CONSTANTS = (
-    type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, torch.dtype,
-    torch.device, torch.layout, torch.memory_format, type(Ellipsis),
-)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------- compare
@@ -296,7 +291,7 @@ def _is_constant(x: Any) -> bool:
     return isinstance(x, (*PLAIN, complex, bytes, type, types.ModuleType))
 
 
-# ------------------------------------------------------------------------------------------------ save and restore
+# ------------------------------------------------------------------------------------------------ random numbers
 
 
 _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {  # how to get a state, and set it
@@ -317,186 +312,6 @@ def generator_state(x: Any) -> Any:
     return next(get(x) for kind, (get, _) in _GENERATORS.items() if isinstance(x, kind))
 
 
-def state_of(x: Any, names: dict[int, str], where: str = "self") -> dict[str, Any]:
-    """Return the state of an object, what its attributes hold and may change, as nested dicts and lists for a file.
-
-    The state consists of tensors, plain values, random number generators and whatever has a `state_dict`, in lists,
-    tuples, dicts and objects; for a module its parameters and buffers, for an optimizer also the parameters. Classes,
-    functions and methods are assumed to be the same in every object that the same code creates.
-
-    Args:
-        names: id -> name of the objects that are saved elsewhere; those that `x` holds are added.
-        where: the name of `x` in errors.
-
-    Raises:
-        TypeError: for something that cannot be saved, such as a lock, an iterator or an open file; it is named.
-
-    >>> class Counter:
-    ...     def __init__(self):
-    ...         self.count, self.values = 0, []
-    >>> one, two = Counter(), Counter()
-    >>> one.count, one.values = 3, [torch.ones(2)]
-    >>> restore(two, state_of(one, {}), {})
-    >>> two.count, two.values
-    (3, [tensor([1., 1.])])
-    """
-    names[id(x)] = where
-    return {name: _saved(y, names, f"{where}.{name}") for name, y in vars(x).items()}
-
-
-def _saved(x: Any, names: dict[int, str], where: str) -> Any:
-    if type(x) in PLAIN:
-        return x
-    if isinstance(x, _CONSTANTS):
-        return {"is": "constant"}
-    if id(x) in names:
-        return {"is": "same", "as": names[id(x)]}
-    names[id(x)] = where
-    if isinstance(x, Tensor):
-        grad = x.grad if x.is_leaf else None
-        return {"is": "tensor", "value": x.detach().contiguous(), "grad": grad, "requires_grad": x.requires_grad}
-    for kind, (get, _) in _GENERATORS.items():
-        if isinstance(x, kind):
-            return {"is": "generator", "value": get(x)}
-    if type(x) in (list, tuple):
-        return {"is": type(x).__name__, "items": [_saved(y, names, f"{where}[{i}]") for i, y in enumerate(x)]}
-    if isinstance(x, dict):
-        for key in x:  # plain, a tuple, or a tensor that is already saved, such as a parameter of the model
-            if not isinstance(key, (*PLAIN, tuple)) and not (isinstance(key, Tensor) and id(key) in names):
-                raise _refusal(key, f"a key of {where}")
-        keys = [_saved(key, names, f"a key of {where}") for key in x]
-        return {"is": "dict", "keys": keys, "items": [_saved(y, names, f"{where}[{key!r}]") for key, y in x.items()]}
-    if hasattr(x, "load_state_dict"):
-        tensors = [_saved(y, names, f"{where}'s tensor {i}") for i, y in enumerate(_tensors_of(x))]
-        return {"is": "state_dict", "tensors": tensors, "value": {} if isinstance(x, nn.Module) else x.state_dict()}
-    if hasattr(x, "__dict__") and not isinstance(x, enum.Enum):
-        return {"is": "object", "vars": state_of(x, names, where)}
-    raise _refusal(x, where)
-
-
-def _tensors_of(x: Any) -> list[Tensor]:
-    """Return the tensors of a module or an optimizer, which other objects may hold too."""
-    if isinstance(x, nn.Module):
-        return [*x.parameters(), *x.buffers()]
-    return [p for group in x.param_groups for p in group["params"]] if isinstance(x, torch.optim.Optimizer) else []
-
-
-def _refusal(x: Any, where: str) -> TypeError:
-    return TypeError(
-        f"{where} is a {type(x).__name__}, which cannot be saved: allowed are tensors, numbers, strings, lists, dicts, "
-        "random number generators, whatever has a state_dict, and objects of these. Or give the strategy its own "
-        "state_dict() and load_state_dict(state)."
-    )
-
-
-def restore(x: Any, state: Mapping[str, Any], objects: dict[Any, Any], where: str = "self") -> None:
-    """Restore an object in place from the `state_of` another one that the same code has created.
-
-    Two attributes that held the same object hold the same object again.
-
-    Args:
-        objects: name and id -> object, of what is saved elsewhere; restored objects are added.
-
-    Raises:
-        ValueError: if the saved object held something that this one has no counterpart for.
-    """
-    objects[where] = objects[id(x)] = x
-    values = vars(x)
-    for name in values.keys() - state.keys():
-        del values[name]
-    for name, part in state.items():
-        values[name] = _restored(values.get(name), part, objects, f"{where}.{name}")
-
-
-def _restored(x: Any, state: Any, objects: dict[Any, Any], where: str) -> Any:
-    """Return what takes the place of `x`: `x` itself, restored in place, if it is of the saved kind."""
-    if not isinstance(state, dict):
-        return state
-    kind = state["is"]
-    if kind == "same":
-        y = objects[state["as"]]
-        if isinstance(x, Tensor) and x is not y and objects.get(f"new {state['as']}") is y:
-            raise _missing(state["as"])  # something else may hold `x`
-        return y
-    if kind == "constant":
-        if x is None:
-            raise _missing(where)
-        return x
-    x = None if id(x) in objects else x  # it already has another place
-    if kind == "tensor":
-        y = _filled(x, state)
-        if y is not x:
-            objects[f"new {where}"] = y
-    elif kind in ("list", "tuple"):
-        y = _sequence(x, state, objects, where)
-    elif kind == "dict":
-        y = _dict(x if isinstance(x, dict) else {}, state, objects, where)
-    else:
-        y = x
-        _fill(x, state, objects, where)
-    objects[where] = objects[id(y)] = y
-    return y
-
-
-def _sequence(x: Any, state: Mapping[str, Any], objects: dict[Any, Any], where: str) -> Any:
-    olds = [*(x if isinstance(x, (list, tuple)) else ()), *[None] * len(state["items"])]
-    y = objects[where] = x if type(x) is list else []  # it may hold itself
-    items = [_restored(old, part, objects, f"{where}[{i}]") for i, (old, part) in enumerate(zip(olds, state["items"]))]
-    y[:] = items
-    return tuple(items) if state["is"] == "tuple" else y
-
-
-def _dict(x: dict[Any, Any], state: Mapping[str, Any], objects: dict[Any, Any], where: str) -> dict[Any, Any]:
-    objects[where], before = x, dict(x)
-    keys = [_restored(None, key, objects, f"a key of {where}") for key in state["keys"]]
-    items = [_restored(before.get(k), part, objects, f"{where}[{k!r}]") for k, part in zip(keys, state["items"])]
-    x.clear()
-    x.update(zip(keys, items))
-    return x
-
-
-def _filled(x: Any, state: Mapping[str, Any]) -> Tensor:
-    value = state["value"]
-    alike = isinstance(x, Tensor) and x.shape == value.shape and x.dtype == value.dtype
-    with torch.no_grad():
-        y: Tensor = x.copy_(value) if alike else value.clone()
-    if y.is_leaf:
-        y.requires_grad_(state["requires_grad"])
-        y.grad = None if state["grad"] is None else state["grad"].to(y.device)
-    return y
-
-
-def _fill(x: Any, state: Mapping[str, Any], objects: dict[Any, Any], where: str) -> None:
-    """Restore an object of another kind in place; it must exist."""
-    kind = state["is"]
-    if kind == "generator" and isinstance(x, GENERATORS):
-        next(put for cls, (_, put) in _GENERATORS.items() if isinstance(x, cls))(x, state["value"])
-    elif kind == "state_dict" and hasattr(x, "load_state_dict"):
-        tensors = _tensors_of(x)
-        for i, (p, part) in enumerate(zip(tensors, state["tensors"])):
-            if _restored(p, part, objects, f"{where}'s tensor {i}") is not p:
-                raise _missing(f"{where}'s tensor {i}")
-        if not isinstance(x, nn.Module):
-            x.load_state_dict(state["value"])
-        if isinstance(x, torch.optim.Optimizer):
-            _keep_dtypes(x, tensors, state["value"]["state"])
-    elif kind == "object" and hasattr(x, "__dict__"):
-        restore(x, state["vars"], objects, where)
-    else:
-        raise _missing(where)
-
-
-def _keep_dtypes(optimizer: torch.optim.Optimizer, params: list[Tensor], saved: Mapping[int, Any]) -> None:
-    """Restore the tensors that `load_state_dict` has cast to the dtype of their parameter."""
-    for i, entries in saved.items():
-        loaded = optimizer.state[params[i]]
-        for name, y in entries.items():
-            if isinstance(y, Tensor) and y.dtype != loaded[name].dtype:
-                loaded[name] = y.to(loaded[name].device)
-
-
-def _missing(where: str) -> ValueError:
-    return ValueError(
-        f"{where} of the saved object was created while it ran, and the new object has no counterpart: create it at "
-        "the start, in _init_node."
-    )
+def set_generator_state(x: Any, state: Any) -> None:
+    """Set the state of a random number generator to that of another of its kind."""
+    next(put for kind, (_, put) in _GENERATORS.items() if isinstance(x, kind))(x, state)

@@ -58,9 +58,6 @@ class Optimizer:
     0.25
     >>> optimizer.step(params, grads, state, count=1, lr=0.25)[0]
     {'w': tensor([0.7500, 0.5000])}
-    >>> optimizer.scheduled, optimizer.changes, optimizer.per_node, optimizer.wide(num_rows=2) is optimizer
-    (True, True, False, True)
-    >>> optimizer.check(num_nodes=2, max_steps=10, whose="inner optimizer")
     """
 
     def __init__(

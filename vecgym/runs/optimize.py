@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecgym.clock.required import Schedules, spread
+from vecgym.clock import dry_run, price
 from vecgym.collectives.topology import check_doubly_stochastic
 from vecgym.core import check
 from vecgym.core.check import function_of
@@ -95,17 +96,15 @@ class _Problem:
     def affords(self, schedule: Tensor) -> bool:
         """Whether the budget of seconds allows a schedule; if nodes differ, it matters when they meet."""
         budget = self.options.budget_seconds
-        return budget is None or self.schedules.seconds(schedule) <= budget
+        return budget is None or self.seconds(schedule) <= budget
 
-    @property
-    def schedules(self) -> Schedules:
-        """The cost of schedules on the network of a budget of seconds."""
+    def seconds(self, weights: Tensor) -> float:
+        """Return the seconds of the run with these weights, on the network of a budget of seconds."""
         options = self.options
         assert options.network is not None
         assert options.compute is not None
-        return Schedules(
-            options.model, options.strategy, options.num_nodes, len(self.steps), options.network, options.compute
-        )
+        ledger = dry_run(options.model, options.strategy(weights), options.num_nodes, len(self.steps))
+        return float(price(ledger, options.network, options.compute).seconds)
 
     def slope(self, z: Tensor, weights: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
         """Return the loss of the weights of z, and its gradient with respect to z."""
@@ -150,7 +149,7 @@ def _optimized_times(problem: _Problem) -> tuple[Tensor, Tensor, Tensor, list[fl
     """Return (0/1 schedule, relaxed weights, uniform schedule, losses of the descent)."""
     num_steps = len(problem.steps)
     count = _affordable(problem, num_steps)
-    uniform = spread(num_steps, count)
+    uniform = evenly(num_steps, count)
     start = torch.full((num_steps,), count / num_steps, dtype=torch.float64)
     points, losses = problem.descend(start, project=lambda z: project_to_budget(z, count))
     candidates = [uniform, *[s for s in (largest(z, count) for z in points) if problem.affords(s)]]
@@ -194,7 +193,7 @@ def _affordable(problem: _Problem, num_steps: int) -> int:
             "budget."
         )
     if budget_seconds is not None:
-        return problem.schedules.exchanges_within(budget_seconds)
+        return _within_seconds(problem, num_steps, budget_seconds)
     if H is not None:
         if num_steps < H:
             raise ValueError(f"H={H!r} must be an integer from 1 to the number of steps, {num_steps}.")
@@ -213,6 +212,32 @@ def _affordable(problem: _Problem, num_steps: int) -> int:
             + (f", besides {float(none.sum()):,.0f} that are sent anyway." if float(none.sum()) else ".")
         )
     return min(count, num_steps)
+
+
+def _within_seconds(problem: _Problem, num_steps: int, budget_seconds: float) -> int:
+    """Return how many exchanges, spread evenly over the steps, fit into the time."""
+
+    def seconds(count: int) -> float:
+        return problem.seconds(evenly(num_steps, count))
+
+    most = bisect.bisect_right(range(1, num_steps + 1), budget_seconds, key=seconds)
+    if most == 0:
+        raise ValueError(
+            f"budget_seconds={budget_seconds!r} leaves no time for an exchange: a run with one exchange takes "
+            f"{seconds(1):.4g} s."
+        )
+    return most
+
+
+def evenly(num_steps: int, count: int) -> Tensor:
+    """Spread `count` exchanges evenly over the steps, the last at the end: every H steps if H divides their number.
+
+    >>> evenly(6, 3).tolist()
+    [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    """
+    schedule = torch.zeros(num_steps, dtype=torch.float64)
+    schedule[[(i + 1) * num_steps // count - 1 for i in range(count)]] = 1.0
+    return schedule
 
 
 def largest(weights: Tensor, count: int) -> Tensor:
@@ -258,7 +283,7 @@ def _optimized_mixing(problem: _Problem, start: Tensor) -> tuple[Tensor, Tensor,
     if budget_bytes is not None and sent > budget_bytes:
         raise ValueError(f"mixing sends {sent:,.0f} bytes per node, more than budget_bytes={budget_bytes!r}: {OF_LESS}")
     if not problem.affords(start):
-        seconds = problem.schedules.seconds(start)
+        seconds = problem.seconds(start)
         raise ValueError(f"mixing takes {seconds:.4g} s, more than budget_seconds={budget_seconds!r}: {OF_LESS}")
     points, losses = problem.descend(start.log(), sinkhorn)
     matrices = sinkhorn(points[-1])

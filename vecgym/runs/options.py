@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +25,7 @@ from vecgym.collectives.distributed import check_divides
 from vecgym.core import check, tree
 from vecgym.core.check import Options
 from vecgym.core.nodes import LOSS_FN
-from vecgym.core.objects import reachable
+from vecgym.core.objects import Settings, public, reachable
 from vecgym.core.tree import Tree, differentiated
 from vecgym.engine import Engine, EngineName
 from vecgym.engine.contract import with_loss
@@ -31,6 +33,7 @@ from vecgym.engine.plan import check_engine, check_settings
 from vecgym.logger import Logger, as_loggers
 from vecgym.optim import OptimSpec
 from vecgym.strategy import Strategy
+from vecgym.strategy.base import StepOptions
 from vecgym.strategy.per_rank import as_strategy
 
 
@@ -485,6 +488,43 @@ class FitOptions(EngineOptions, Training, Simulated):
         on |= {} if self.availability is None else {"availability": repr(self.availability)}
         on |= {name: limit for name in ("max_seconds", "max_bytes") if (limit := vars(self)[name]) is not None}
         return {**{name: vars(self)[name] for name in names}, **on}
+
+
+MAX_VALUES = 64  # of a tensor: a larger one is described by its shape
+MAX_DEPTH = 8  # of what is nested, which may hold itself
+
+
+def described(value: Any, depth: int = 0) -> Any:
+    """Describe what a strategy holds as nested dicts, which `json.dumps` takes.
+
+    >>> from vecgym.strategy import DiLoCoStrategy
+    >>> found = described(DiLoCoStrategy("sgd", H=20, lr=0.1, max_norm=1.0))
+    >>> found["class"], found["inner_optim"]["lr"], found["exchanges"][0]["every"], found["max_norm"]
+    ('DiLoCoStrategy', 0.1, 20, 1.0)
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        x = torch.as_tensor(value)
+        return x.tolist() if x.numel() <= MAX_VALUES else f"{x.dtype} {list(x.shape)}"
+    depth += 1
+    if depth > MAX_DEPTH:
+        return f"{type(value).__name__} ..."
+    if isinstance(value, dict):
+        return {str(key): described(x, depth) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [described(x, depth) for x in value]
+    if isinstance(value, OptimSpec):
+        groups = {} if value.param_groups is None else {"param_groups": described(value.param_groups, depth)}
+        return {"class": value.cls.__name__, **{name: described(x, depth) for name, x in value.hyper.items()}, **groups}
+    if isinstance(value, (Strategy, Settings)) or type(value).__module__.startswith("vecgym."):
+        own = public(value) if hasattr(value, "__dict__") else {}
+        if isinstance(value, Strategy):  # as its arguments are named
+            inner: Any = own.pop("inner")
+            steps = {name: getattr(inner, name) for name in StepOptions.__annotations__}
+            own = {"inner_optim": inner.spec, **steps, **own}
+        return {"class": type(value).__name__, **{name: described(x, depth) for name, x in own.items()}}
+    return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:200]
 
 
 # ----------------------------------------------------------------------------------------------------- checks

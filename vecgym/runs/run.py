@@ -29,13 +29,13 @@ from vecgym.runs.checkpoint import Checkpointer
 from vecgym.runs.evaluation import average, correlation, distance_of, evaluated_columns, recorded_of
 from vecgym.runs.memory import fitting_sizes
 from vecgym.runs.multiprocess import STOP, Session, interrupts
-from vecgym.runs.options import FitOptions, presence_of
+from vecgym.runs.options import FitOptions, described, presence_of
 from vecgym.runs.recorder import Loggers, Recorder, rates_of
 from vecgym.simulation import Event, Row, Simulation, State, run
 from vecgym.simulation.simulation import Draft, warn_of_untrained, without_gradient
 from vecgym.simulation.state import Metrics
 from vecgym.strategy.asynchronous import EventDriven
-from vecgym.strategy.simulated import asynchronous_simulation, described, metrics_of, simulation_of
+from vecgym.strategy.simulated import asynchronous_simulation, metrics_of, simulation_of
 
 M = TypeVar("M", bound=nn.Module)
 ENOUGH_STEPS = 3  # before equal losses say something: a model of zeros has one loss for all examples at first

@@ -11,12 +11,13 @@ from typing import Any, TypedDict, TypeVar, cast
 import torch
 from torch import Tensor
 
-from vecgym.availability import Presence, sent
+from vecgym.availability import Presence
 from vecgym.core import check, nodes
 from vecgym.core.objects import UNSAID, altered, declare, own_settings
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec, ensure_optim_spec
 from vecgym.optim.schedule import Schedule
+from vecgym.simulation.returning import sent
 from vecgym.simulation.simulation import LocalTraining, Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts, Timetable, Who
@@ -133,21 +134,6 @@ class Strategy(LocalTraining):
     ...     print(state.params["w"])
     tensor([0.5000, 1.5000])
     tensor([1.5000, 1.5000])
-
-    What a run asks of a strategy:
-
-    >>> run = RunFacts(num_nodes=2, num_steps=4)
-    >>> strategy.check(num_nodes=2, max_steps=4)
-    >>> strategy.check_run(run)
-    >>> strategy.inner_optim, strategy.training, len(strategy.marks(run)), strategy.trains(run)
-    (OptimSpec(SGD, lr=0.25), 'train', 1, None)
-    >>> outer = strategy.outer_parameters(state.shared, ["w"])
-    >>> strategy.alike(run), strategy.mean_gradient, strategy.outer_rate(run, 0), outer
-    (False, False, None, {})
-    >>> strategy.batched, strategy.depends_on_seed, strategy.hidden_state()
-    ((), False, None)
-    >>> strategy.load_hidden_state(None)
-    >>> strategy.close()
     """
 
     # True where nodes do not wait for one another: there are no steps of all of them; see `AsyncStrategy`.

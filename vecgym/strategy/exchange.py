@@ -110,19 +110,6 @@ class Exchange(Settings):
     >>> [(mark.what, mark.lag) for mark in Exchange(Mean(), every=2, delay=1).marks(run)]
     [('agree', 0), ('write', 1)]
 
-    What a strategy asks of an exchange:
-
-    >>> exchange, params = Exchange(Mean(), every=2, participation=0.5).numbered(3), {"w": torch.zeros(1)}
-    >>> exchange.check_present(run)
-    >>> exchange.same, exchange.plain, exchange.always  # among some, the same on none
-    (False, False, False)
-    >>> exchange.lets_rest, exchange.takes, exchange.random, exchange.batched
-    (True, False, True, ('keep',))
-    >>> len(exchange.senders(run)(0, range(2)))
-    1
-    >>> exchange.init(params, run), exchange.outer({}, ["w"]), exchange.in_units(5).unit
-    (({}, {}), {}, 5)
-
     References: fragments and delays: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a
     Distributed Free Lunch", arXiv 2501.18512; deviation: fragments are found by names. A late change: Zhou et al.,
     "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed Averaging", arXiv

@@ -13,7 +13,9 @@ processes that are seeded alike do, and no node's draws depend on another's.
 from __future__ import annotations
 
 import copy
+import enum
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.core import check, rng
-from vecgym.core.objects import restore, state_of
+from vecgym.core.objects import GENERATORS, PLAIN, generator_state, set_generator_state
 from vecgym.core.rng import GlobalStates
 from vecgym.core.tree import Tree
 from vecgym.optim.schedule import make_schedule
@@ -167,9 +169,9 @@ class RankStrategy(Strategy):
     def state_dict(self) -> dict[str, Any]:
         """Return what evolves besides the model's parameters, for a checkpoint: plain values and tensors.
 
-        That is everything in `vars(self)` that `vecgym.core.objects.state_of` knows: tensors, plain values, generators,
-        and whatever has a `state_dict`, in lists, dicts, modules and objects. Override it, and `load_state_dict`, to
-        save something else.
+        These are the attributes: tensors, numbers, strings, random number generators, whatever has a `state_dict`, as
+        modules and optimizers have, and lists, tuples, dicts and objects of these. Classes and functions are not
+        saved. A strategy that holds anything else overrides this method and `load_state_dict`.
 
         Raises:
             TypeError: for something that cannot be saved, naming it.
@@ -177,7 +179,11 @@ class RankStrategy(Strategy):
         return state_of(self, {id(p): name for name, p in self.model.named_parameters()}, self._where)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` has returned, after `_init_node`."""
+        """Restore what `state_dict` has returned, after `_init_node`.
+
+        Raises:
+            ValueError: for an optimizer, a module or an object that `step` created and `_init_node` does not.
+        """
         check.instance("state", state, Mapping, "what state_dict() has returned")
         params = dict(self.model.named_parameters())
         restore(self, state, {**params, **{id(p): p for p in params.values()}}, self._where)
@@ -192,6 +198,180 @@ class RankStrategy(Strategy):
         for group in self.optim.param_groups:
             group.setdefault("initial_lr", group["lr"])
             group["lr"] = group["initial_lr"] * schedule(self.local_step)
+
+
+# ------------------------------------------------------------------------------------------- what a rank holds
+
+
+CONSTANTS = (
+    type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, torch.dtype,
+    torch.device, torch.layout, torch.memory_format, type(Ellipsis),
+)  # fmt: skip
+NEW: dict[str, Callable[[], Any]] = {"tensor": lambda: None, "list": list, "tuple": list, "dict": dict}
+
+
+def state_of(x: Any, names: dict[int, str], where: str = "self") -> dict[str, Any]:
+    """Return what the attributes of an object hold, for a file; see `RankStrategy.state_dict`.
+
+    Args:
+        names: id -> name of the objects that are saved elsewhere; those that `x` holds are added.
+        where: the name of `x` in errors.
+
+    >>> one, two = types.SimpleNamespace(count=3, values=[torch.ones(2)]), types.SimpleNamespace()
+    >>> restore(two, state_of(one, {}), {})
+    >>> two
+    namespace(count=3, values=[tensor([1., 1.])])
+    """
+    names[id(x)] = where
+    return {name: _saved(y, names, f"{where}.{name}") for name, y in vars(x).items()}
+
+
+def restore(x: Any, state: Mapping[str, Any], objects: dict[Any, Any], where: str = "self") -> None:
+    """Restore an object in place from the `state_of` another one that the same code has created.
+
+    Two attributes that held the same object hold the same object again.
+
+    Args:
+        objects: name and id -> object, of what is saved elsewhere; restored objects are added.
+
+    Raises:
+        ValueError: if the saved object held something that this one has no counterpart for.
+    """
+    _refilled(x, {"is": "object", "keys": list(state), "items": list(state.values())}, objects, where)
+
+
+def _kind(x: Any) -> str:
+    """Return how an object is saved; "": it cannot be."""
+    if isinstance(x, CONSTANTS):
+        return "constant"
+    if isinstance(x, Tensor):
+        return "tensor"
+    if isinstance(x, GENERATORS):
+        return "generator"
+    if isinstance(x, (nn.Module, torch.optim.Optimizer)):
+        return "tensors"
+    if isinstance(x, dict) or type(x) in (list, tuple):
+        return "dict" if isinstance(x, dict) else type(x).__name__
+    if hasattr(x, "load_state_dict"):
+        return "state_dict"
+    return "object" if hasattr(x, "__dict__") and not isinstance(x, enum.Enum) else ""
+
+
+def _parts(x: Any) -> dict[Any, Any]:
+    """Return what an object holds, by name, key or index."""
+    if isinstance(x, nn.Module):
+        return {**dict(x.named_parameters()), **dict(x.named_buffers())}
+    if isinstance(x, torch.optim.Optimizer):
+        return {"param_groups": x.param_groups, "state": x.state}  # in this order: parameters are the state's keys
+    if isinstance(x, (list, tuple)):
+        return dict(enumerate(x))
+    return x if isinstance(x, dict) else vars(x)
+
+
+def _place(where: str, kind: str, key: Any, i: int) -> str:
+    return f"{where}.{key}" if kind == "object" else f"{where}[{i if isinstance(key, Tensor) else repr(key)}]"
+
+
+def _saved(x: Any, names: dict[int, str], where: str) -> Any:
+    if type(x) in PLAIN:
+        return x
+    kind = _kind(x)
+    if kind == "constant":
+        return {"is": kind}
+    if id(x) in names:
+        return {"is": "same", "as": names[id(x)]}
+    names[id(x)] = where
+    if kind == "tensor":
+        grad = x.grad if x.is_leaf else None
+        return {"is": kind, "value": x.detach().contiguous(), "grad": grad, "requires_grad": x.requires_grad}
+    if kind == "generator":
+        return {"is": kind, "value": generator_state(x)}
+    if kind == "state_dict":
+        return {"is": kind, "value": x.state_dict()}
+    if not kind:
+        raise _refusal(x, where)
+    parts = _parts(x)
+    for key in parts:  # plain, a tuple, or a tensor that is already saved, such as a parameter of the model
+        if not isinstance(key, (*PLAIN, tuple)) and not (isinstance(key, Tensor) and id(key) in names):
+            raise _refusal(key, f"a key of {where}")
+    keys = [_saved(key, names, f"a key of {where}") for key in parts]
+    items = [_saved(y, names, _place(where, kind, key, i)) for i, (key, y) in enumerate(parts.items())]
+    return {"is": kind, "keys": keys, "items": items}
+
+
+def _refusal(x: Any, where: str) -> TypeError:
+    return TypeError(
+        f"{where} is a {type(x).__name__}, which cannot be saved: allowed are tensors, numbers, strings, lists, dicts, "
+        "random number generators, whatever has a state_dict, and objects of these. Or give the strategy its own "
+        "state_dict() and load_state_dict(state)."
+    )
+
+
+def _restored(x: Any, state: Any, objects: dict[Any, Any], where: str) -> Any:
+    """Return what takes the place of `x`: `x` itself, restored in place, if it is of the saved kind."""
+    if not isinstance(state, dict):
+        return state
+    kind = state["is"]
+    if kind == "same":
+        return objects[state["as"]]
+    if _kind(x) != kind or (id(x) in objects and kind != "constant"):  # it may already have another place
+        if kind not in NEW:
+            raise _missing(where)
+        x = NEW[kind]()
+    if kind == "constant":
+        return x
+    if kind == "tensor":
+        x = _filled(x, state)
+    elif kind == "generator":
+        set_generator_state(x, state["value"])
+    elif kind == "state_dict":
+        x.load_state_dict(state["value"])
+    else:
+        x = _refilled(x, state, objects, where)
+    objects[where] = objects[id(x)] = x
+    return x
+
+
+def _refilled(x: Any, state: Mapping[str, Any], objects: dict[Any, Any], where: str) -> Any:
+    """Put the saved parts into an object that has some."""
+    kind, before = state["is"], dict(_parts(x))
+    y: Any = list(x) if kind == "tuple" else x
+    objects[where] = objects[id(y)] = y  # it may hold itself
+    keys = [_restored(None, key, objects, f"a key of {where}") for key in state["keys"]]
+    items = [
+        _restored(before.get(key), part, objects, _place(where, kind, key, i))
+        for i, (key, part) in enumerate(zip(keys, state["items"]))
+    ]
+    if kind == "tensors":
+        for key, new in zip(keys, items):
+            if before.get(key) is not new:
+                raise _missing(f"{where}[{key!r}]")
+        return x
+    if kind in ("list", "tuple"):
+        y[:] = items
+        return tuple(y) if kind == "tuple" else y
+    values = x if kind == "dict" else vars(x)
+    values.clear()
+    values.update(zip(keys, items))
+    return x
+
+
+def _filled(x: Any, state: Mapping[str, Any]) -> Tensor:
+    value = state["value"]
+    alike = x is not None and x.shape == value.shape and x.dtype == value.dtype
+    with torch.no_grad():
+        y: Tensor = x.copy_(value) if alike else value.clone()
+    if y.is_leaf:
+        y.requires_grad_(state["requires_grad"])
+        y.grad = None if state["grad"] is None else state["grad"].to(y.device)
+    return y
+
+
+def _missing(where: str) -> ValueError:
+    return ValueError(
+        f"{where} of the saved object was created while it ran, and the new object has no counterpart: create it at "
+        "the start, in _init_node."
+    )
 
 
 def as_strategy(strategy: Strategy, model: nn.Module) -> Strategy:

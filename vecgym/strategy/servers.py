@@ -43,11 +43,8 @@ class Server(ABC):
     ...     def update(self, params, movement, state, update, inplace=False):
     ...         return tree.map(torch.sub, params, movement), state
     >>> server, params = Follow(), {"w": torch.tensor([5.0])}
-    >>> server.check(num_nodes=4, num_updates=10)
     >>> server.of(num_nodes=4).update(params, {"w": torch.tensor([2.0])}, server.init(params), update=0)
     ({'w': tensor([3.])}, {})
-    >>> server.lr(0) is None, server.correct(params, {}) is params, server.start(params, {}) is params
-    (True, True, True)
     >>> server.batched is None  # in a sweep, its configurations are trained one by one
     True
     """
@@ -118,8 +115,6 @@ class OuterOptimizer(Server):
     >>> server, params = OuterOptimizer(OptimSpec("sgd", lr=0.5)), {"w": torch.zeros(1)}
     >>> server.update(params, {"w": torch.ones(1)}, server.init(params), update=0)[0], server.lr(0)
     ({'w': tensor([-0.5000])}, 0.5)
-    >>> server.outer_optim
-    OptimSpec(SGD, lr=0.5)
     """
 
     batched: tuple[str, ...] | None = ()

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from vecgym.availability import Presence
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.ledger import Transfer
-from vecgym.core.objects import Settings
 from vecgym.engine import Engine
-from vecgym.optim import OptimSpec
 from vecgym.simulation.events import Schedule
 from vecgym.simulation.simulation import Batches, Request, Simulation
 from vecgym.simulation.state import Metrics
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import EventDriven, check_synchronous
-from vecgym.strategy.base import StepOptions, Strategy
+from vecgym.strategy.base import Strategy
 from vecgym.strategy.per_rank import as_strategy
 
 
@@ -114,40 +109,3 @@ def metrics_of(
     last, nodes = [x.first_step + x.num_steps - 1 for x in arrivals], [x.node for x in arrivals]
     lr = strategy.inner.lr(last, schedule.max_steps, nodes)  # a number, or one for each arrival
     return Metrics(losses, lr, sorted(set(nodes)), outer_lr, transfers)
-
-
-OPTIONS = tuple(StepOptions.__annotations__)  # of the inner optimizer
-MAX_VALUES = 64  # of a tensor: a larger one is described by its shape
-MAX_DEPTH = 8  # of what is nested, which may hold itself
-
-
-def described(value: Any, depth: int = 0) -> Any:
-    """Describe what a strategy holds as nested dicts, which `json.dumps` takes.
-
-    >>> from vecgym.strategy import DiLoCoStrategy
-    >>> found = described(DiLoCoStrategy("sgd", H=20, lr=0.1, max_norm=1.0))
-    >>> found["class"], found["inner_optim"]["lr"], found["exchanges"][0]["every"], found["max_norm"]
-    ('DiLoCoStrategy', 0.1, 20, 1.0)
-    """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (Tensor, np.ndarray, np.generic)):
-        x = torch.as_tensor(value)
-        return x.tolist() if x.numel() <= MAX_VALUES else f"{x.dtype} {list(x.shape)}"
-    depth += 1
-    if depth > MAX_DEPTH:
-        return f"{type(value).__name__} ..."
-    if isinstance(value, dict):
-        return {str(key): described(x, depth) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [described(x, depth) for x in value]
-    if isinstance(value, OptimSpec):
-        groups = {} if value.param_groups is None else {"param_groups": described(value.param_groups, depth)}
-        return {"class": value.cls.__name__, **{name: described(x, depth) for name, x in value.hyper.items()}, **groups}
-    if isinstance(value, (Strategy, Settings)) or type(value).__module__.startswith("vecgym."):
-        own = {name: x for name, x in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
-        if isinstance(value, Strategy):  # as its arguments are named
-            inner: Any = own.pop("inner")
-            own = {"inner_optim": inner.spec, **{name: getattr(inner, name) for name in OPTIONS}, **own}
-        return {"class": type(value).__name__, **{name: described(x, depth) for name, x in own.items()}}
-    return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:200]
