@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tests.helpers import drawing
+from vecgym.collectives import StackedCollectives
 from vecgym.compress.codecs import bits_for
 from vecgym.compress.dct import grid
+from vecgym.simulation.simulation import Part
 from vecgym.strategy.catalogue import Knobs
 from vecgym.strategy.exchange import cut
 from vecgym.strategy.sparta import RandomSelector
@@ -65,7 +66,7 @@ def drawn(sent: Sent) -> float:
     shapes = {name: x.shape for name, x in sent.params.items()}
     selector, total = RandomSelector(sent.knobs.p), 0
     for step in range(sent.steps):
-        indices, _ = selector.select(shapes, {}, step, drawing(sent.seed, step))
+        indices, _ = selector.select(shapes, {}, step, Part.alone(StackedCollectives(1), step=step, seed=sent.seed))
         total += sum(len(index) * sent.params[name].element_size() for name, index in indices.items())
     return sent.ring() * total
 

@@ -18,7 +18,6 @@ from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.simulation import Simulation, State
-from vecgym.simulation.simulation import Part
 from vecgym.simulation.stack import Stack, groups_of
 from vecgym.simulation.timetable import Event, RunFacts
 from vecgym.strategy import Average, Strategy
@@ -204,87 +203,13 @@ def run_stack(
     return StackRun(torch.stack(losses), state, each, comm)
 
 
-class Meeting(Part):
-    """A part without a simulation, under the names that tests knew."""
-
-    def __init__(
-        self, comm: Any, own: Any = None, shared: Any = None, *, exchange: int = 0, step: int = 0, seed: int = 0,
-        size: int = 1, inplace: bool = False, inplace_state: bool = False, exact: bool = False,
-        examples: tuple[int, ...] | None = None, nodes: Any = None,
-    ) -> None:  # fmt: skip
-        self.given = dict(
-            comm=comm,
-            own=own,
-            shared=shared,
-            exchange=exchange,
-            step=step,
-            seed=seed,
-            size=size,
-            inplace=inplace,
-            inplace_state=inplace_state,
-            exact=exact,
-            examples=examples,
-        )
-        if examples is not None and comm.members is not None:
-            of_all = [0] * comm.run_nodes
-            for node, count in zip(comm.members, examples):
-                of_all[node] = count
-            examples = tuple(of_all)
-        alone = Part.alone(
-            comm,
-            own,
-            shared,
-            number=exchange,
-            step=step,
-            seed=seed,
-            size=size,
-            inplace=inplace or inplace_state,
-            exact=exact,
-            num_examples=examples,
-        )
-        vars(self).update(vars(alone))
-        self.given |= {"own": self.own, "shared": self.shared}
-
-    @property
-    def exchange(self) -> int:
-        return self.due.number
-
-    @property
-    def step(self) -> int:
-        return self.due.step
-
-    def replace(self, **changes: Any) -> Meeting:
-        return Meeting(**{**self.given, **changes})
-
-
-class CommunicationModule:
-    """Hooks, which are gone: whatever uses one fails."""
-
-
-Context = Any
-
-
-def begin(average: Average, values: Tree, run: RunFacts) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What an average remembers of each node, and of all, before the first exchange."""
-    stages = Stages(average)
-    memory = Memory(common=stages.common)
-    stages.init(values, run, memory)
-    return memory.own, memory.shared
-
-
-def meeting(
-    average: Average, values: Tree, comm: int | StackedCollectives, *, inplace: bool = False, **more: Any
-) -> Meeting:
-    """A meeting of all nodes, who remember what the average begins with: `values`, `[1 or K, *]`, of the first."""
-    comm = StackedCollectives(comm) if isinstance(comm, int) else comm
-    own, shared = begin(average, tree.map(lambda x: x[:1].clone(), values), RunFacts(comm.num_nodes))
-    own = tree.map_leaves(lambda x: x.expand(comm.num_nodes, *x.shape[1:]).clone(), own)
-    return Meeting(comm, own, shared, inplace=inplace, inplace_state=inplace, **more)
-
-
-def drawing(seed: int = 0, step: int = 0) -> Meeting:
-    """A meeting for a selector, which draws coordinates in it."""
-    return Meeting(StackedCollectives(1), seed=seed, step=step)
+def begun(how: Average, values: Tree, num_nodes: int, inplace: bool = False) -> Memory:
+    """The memory of K nodes before their first exchange; `values`, `[1 or K, *]`, are the first node's."""
+    stages = Stages(how)
+    memory = Memory(common=stages.common, inplace=inplace)
+    stages.init(tree.map(lambda x: x[:1].clone(), values), RunFacts(num_nodes), memory)
+    memory.own = tree.map_leaves(lambda x: x.expand(num_nodes, *x.shape[1:]).clone(), memory.own)
+    return memory
 
 
 # ------------------------------------------------------------------------------------------ comparing

@@ -15,7 +15,6 @@ from torch import nn
 from tests.accounting import accounted
 from tests.cards import CARDS
 from tests.fitting import dataset
-from tests.helpers import CommunicationModule
 from tests.models import make_model
 from vecgym import OptimSpec, Trainer, verify
 from vecgym.availability import Deadline, Dropout, LocalSteps, Sampled, Trace
@@ -25,6 +24,7 @@ from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.collectives.wire import Wire
 from vecgym.runs import multiprocess
 from vecgym.runs.verification import Check, VerifyOptions
+from vecgym.simulation.simulation import Part
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
@@ -38,6 +38,7 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.catalogue import CATALOGUE
+from vecgym.strategy.stages import Average, Memory
 
 F64, STEPS, H = torch.float64, 7, 2
 MADE: dict[str, Callable[..., Strategy]] = {
@@ -226,22 +227,29 @@ def test_verify_takes_an_availability() -> None:
         availability=trace(4, "shared"),
     )  # fmt: skip
     assert report.passed
-    assert [check.name for check in report.checks] == ["exact", "native"]
+    assert [check.name for check in report.checks] == ["exact", "native", "stack"]
 
 
-class LooksAtValues(CommunicationModule):
-    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
-        return (ctx.comm.mean(params) if float(next(iter(params.values())).sum()) > -1e9 else params), state
+class Halfway(Average):
+    """A user's own: each node goes half of the way to the mean, and remembers it."""
+
+    common = False
+
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        mean = part.comm.mean(x)
+        memory.shared["mean"] = mean
+        memory.own["before"] = x
+        return {name: (p + mean[name]) / 2 for name, p in x.items()}
 
 
-def test_a_strategy_that_looks_at_values_is_refused() -> None:
-    MADE["looks"] = partial(CommunicateOptimizeStrategy, [LooksAtValues()], "sgd", lr=0.1)
+def test_a_users_average_with_absences_on_processes() -> None:
+    MADE["halfway"] = partial(CommunicateOptimizeStrategy, [Exchange(Halfway())], "sgd", lr=0.1)
     try:
-        fitted("looks", trace(4, "own"))
-        with pytest.raises(ValueError, match="hooks, which do not support availability in several processes"):
-            fitted("looks", trace(4, "own"), backend="processes", num_processes=2)
+        alone, apart = (fitted("halfway", trace(4, "own"), **more) for more in ({}, {"backend": "processes",
+                                                                                 "num_processes": 4}))  # fmt: skip
+        assert_same_rows(alone, apart)
     finally:
-        del MADE["looks"]
+        del MADE["halfway"]
 
 
 @pytest.mark.parametrize("num_processes", [2, 4])

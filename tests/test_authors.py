@@ -21,11 +21,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers import Meeting, run
+from tests.helpers import run
 from vecgym.collectives import StackedCollectives
 from vecgym.engine import Engine
 from vecgym.simulation import RunFacts, Simulation
 from vecgym.simulation.events import Schedule, Stop, schedule, updates_of
+from vecgym.simulation.simulation import Part
 from vecgym.strategy import GPAStrategy, HALoSStrategy, HeLoCo, MuLoCoStrategy, OptimSpec, OuterOptimizer
 from vecgym.strategy.corrections import median_norm
 from vecgym.strategy.halos import RegionRules, delivered
@@ -193,6 +194,6 @@ def test_the_median_norm_is_that_of_templar() -> None:
         name: torch.stack([scales[name][k] * wave(1 + 4 * i + k, size) for k in range(4)])
         for i, (name, size) in enumerate(sizes.items())
     }
-    shrunk = median_norm(moved, {}, Meeting(StackedCollectives(4)))
+    shrunk = median_norm(moved, {}, Part.alone(StackedCollectives(4)))
     same({name: x.mean(0) for name, x in shrunk.items()}, AUTHORS["templar"], 1e-6)
     assert torch.equal(shrunk["first"][0], moved["first"][0])  # small movements stay as they are

@@ -17,9 +17,6 @@ from torch import Tensor, nn
 from tests.cards import CARDS
 from tests.fitting import dataset, fit
 from tests.helpers import (
-    CommunicationModule,
-    Context,
-    Meeting,
     assert_same_bits,
     difference,
     each_row,
@@ -74,6 +71,7 @@ from vecgym.strategy import (
 )
 from vecgym.strategy.catalogue import CATALOGUE
 from vecgym.strategy.simulated import simulation_of
+from vecgym.strategy.stages import Average, Memory
 
 K, STEPS, H = 5, 7, 3
 F64 = torch.float64
@@ -842,7 +840,7 @@ def test_gossip_keeps_the_mean_of_those_present(topology: str) -> None:
     for members in ([0, 1, 2, 3, 4, 6, 7], [0, 3, 4], [1, 6], [5], [0, 1, 2, 5, 6, 7]):
         some = StackedCollectives(8).among(members)
         x = {"w": torch.rand(len(members), 3, dtype=F64)}
-        mixed = average(x, Meeting(some, step=2, exchange=2))
+        mixed = average(x, Part.alone(some, number=2, step=2))
         torch.testing.assert_close(mixed["w"].mean(0), x["w"].mean(0), rtol=1e-12, atol=1e-12)
         assert (mixed["w"] - mixed["w"].mean(0)).norm() <= (x["w"] - x["w"].mean(0)).norm() + 1e-12
 
@@ -896,23 +894,28 @@ def test_an_outer_optimizer_of_islands_goes_by_the_exchange() -> None:
         assert float(lengths.max()) > 0
 
 
-class Counts(CommunicationModule):
+class Counts(Average):
     """A count of each node's own, and one that they have together."""
 
-    def init(self, params: Any, ctx: Context) -> Any:
-        return {"own": torch.zeros(len(ctx.node_steps)), "together": torch.zeros(1)}
+    common = False
 
-    def exchange_parameters(self, params: Any, state: Any, ctx: Context) -> Any:
-        return params, {name: x + 1 for name, x in state.items()}
+    def init(self, values: Any, run: Any, memory: Memory) -> None:
+        memory.own["count"], memory.shared["count"] = torch.zeros(1), torch.zeros(1)
+
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        for held in (memory.own, memory.shared):
+            held["count"] = held["count"] + 1
+        return x
 
 
 def test_a_count_of_each_nodes_own_has_a_row_for_each(model: nn.Module) -> None:
     table = torch.ones(4, 3, dtype=torch.bool)
     table[:3, 2] = table[1, 0] = False
-    taken = Taken(CommunicateOptimizeStrategy([Counts()], "sgd", lr=0.1), batches_of(3, 4), Trace(table), model=model)
-    state = taken.run(4).state.shared["0/state"]
-    assert state["own"].tolist() == taken.counts == [3, 4, 1]
-    assert state["together"].tolist() == [4]
+    strategy = CommunicateOptimizeStrategy([Exchange(Counts())], "sgd", lr=0.1)
+    taken = Taken(strategy, batches_of(3, 4), Trace(table), model=model)
+    state = taken.run(4).state
+    assert state.own["0.0/count"].tolist() == taken.counts == [3, 4, 1]
+    assert state.shared["0.0/count"].tolist() == [4]
 
 
 # ---------------------------------------------------------------------------------------------- rollouts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from tests.helpers import Meeting, Recording, assert_close, begin, drawing, meeting, run, stacked
+from tests.helpers import Recording, assert_close, begun, run, stacked
 from tests.models import make_batches, make_model
 from vecgym import OptimSpec, Trainer, sweep, verify
 from vecgym.availability import Trace
@@ -173,8 +173,8 @@ def test_topk_diloco_in_islands_of_those_who_take_part(decay: float, differentia
             nodes[i].train(c[i])
         if (t + 1) % H:
             continue
-        at = Meeting(StackedCollectives(K).among(active), step=t, seed=SEED)
-        for members in Mean(island_size=2).groups(at) or ():
+        part = Part.alone(StackedCollectives(K).among(active), step=t, seed=SEED)
+        for members in Mean(island_size=2).groups(part) or ():
             island = [active[i] for i in members]
             sizes.add(len(island))
             for name in ("a", "b"):
@@ -306,21 +306,21 @@ def test_late_averages_of_those_who_took_part(how: Average) -> None:
 
 def test_the_median_in_islands() -> None:
     comm, x = Recording(6), {"w": torch.arange(6.0)[:, None] ** 2}
-    how, at = Robust("median", island_size=3), Meeting(comm, seed=3)
-    found = how(x, at)
-    for island in how.groups(at) or ():
+    how, part = Robust("median", island_size=3), Part.alone(comm, seed=3)
+    found = how(x, part)
+    for island in how.groups(part) or ():
         expected = x["w"][list(island)].median(0).values
         assert all(torch.equal(found["w"][i], expected) for i in island)
 
 
-def exchanges(how: Average, inplace: bool, num_exchanges: int = 6) -> Iterator[tuple[Tensor, Tensor, Meeting]]:
+def exchanges(how: Average, inplace: bool, num_exchanges: int = 6) -> Iterator[tuple[Tensor, Tensor, Part]]:
     """What the nodes give, [K, 7], and what they get, in one exchange after the other."""
     g = torch.Generator().manual_seed(2)
-    begun = meeting(how, {"w": torch.zeros(1, 7, dtype=torch.float64)}, K, inplace=inplace, seed=SEED)
+    memory = begun(how, {"w": torch.zeros(1, 7, dtype=torch.float64)}, K, inplace)
     for i in range(num_exchanges):
         x = torch.randn(K, 7, generator=g, dtype=torch.float64)
-        at = begun.replace(comm=StackedCollectives(K), step=i, exchange=i)
-        yield x, how({"w": x.clone()}, at)["w"].expand(K, -1), at
+        part = Part.alone(StackedCollectives(K), number=i, step=i, seed=SEED, inplace=inplace)
+        yield x, how({"w": x.clone()}, part, memory)["w"].expand(K, -1), part
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -328,9 +328,9 @@ def test_the_residuals_of_drawn_coordinates(inplace: bool) -> None:
     """A coordinate that is not drawn keeps its residual, which is sent when it is drawn again."""
     selector, e = PartitionedSelector(0.4), torch.zeros(K, 7, dtype=torch.float64)
     shapes = {"w": torch.Size([7])}
-    drawn = selector.init(shapes, drawing(SEED))
-    for x, found, meets in exchanges(Sparse(selector, Compressed(Mean(), TopK(k=1), decay=0.5)), inplace):
-        index, drawn = selector.select(shapes, drawn, meets.exchange, drawing(SEED, meets.step))
+    drawn = selector.init(shapes, Part.alone(StackedCollectives(K), seed=SEED))
+    for x, found, part in exchanges(Sparse(selector, Compressed(Mean(), TopK(k=1), decay=0.5)), inplace):
+        index, drawn = selector.select(shapes, drawn, part.due.number, part)
         at, expected = index["w"], x.clone()
         p = x[:, at] + 0.5 * e[:, at]
         sent = torch.stack([strongest(row, 1) for row in p])
@@ -364,12 +364,12 @@ def test_codes_to_a_server_and_the_residuals_of_those_who_send_none(differentiab
 @pytest.mark.parametrize("inplace", [True, False])
 def test_codes_to_neighbours(inplace: bool) -> None:
     how, e = Compressed(Mix("ring"), TopK(k=2)), torch.zeros(K, 7, dtype=torch.float64)
-    for x, found, at in exchanges(how, inplace):
+    for x, found, part in exchanges(how, inplace):
         p = x + e
         sent = torch.stack([strongest(row, 2) for row in p])
         e = p - sent
         assert_close({"w": found}, {"w": (sent.roll(1, 0) + sent + sent.roll(-1, 0)) / 3}, 1e-14)
-        (entry,) = at.comm.ledger
+        (entry,) = part.comm.ledger
         assert (entry.operation, entry.sent_bytes) == ("all_gather", 2 * 2 * (8 + 4))  # to both neighbours
 
 
@@ -382,7 +382,7 @@ def test_codes_go_to_the_nodes_of_an_island(inner: Any, members: int, pairs: int
     """Whoever is alone, or sits out, sends nothing."""
     comm, senders = StackedCollectives(5), members - (inner == Mean(island_size=2) and members % 2)
     among = comm.among(list(range(members)))
-    Compressed(inner, TopK(k=2), error_feedback=False)({"w": torch.ones(members, 7)}, Meeting(among))
+    Compressed(inner, TopK(k=2), error_feedback=False)({"w": torch.ones(members, 7)}, Part.alone(among))
     (entry,) = comm.ledger
     assert entry.sent_bytes == entry.received_bytes == pairs * 2 * (4 + 4) / 5
     assert comm.ledger.total_payload_bytes == senders * 2 * (4 + 4) / 5
@@ -411,8 +411,8 @@ def test_what_moved_most_is_written_late_where_it_was_sent() -> None:
 
 def test_what_is_private_is_clipped_and_blurred_as_much_as_it_says() -> None:
     comm, x = StackedCollectives(4), {"a": torch.full((4, 30_000), 3.0), "b": torch.full((4, 10_000), 3.0)}
-    found = Private(Mean(), clip=2.0, noise=0.5)(x, Meeting(comm))
-    clipped = Private(Mean(), clip=2.0, noise=0.0)(x, Meeting(comm))
+    found = Private(Mean(), clip=2.0, noise=0.5)(x, Part.alone(comm))
+    clipped = Private(Mean(), clip=2.0, noise=0.0)(x, Part.alone(comm))
     norm = torch.cat([clipped["a"], clipped["b"]], 1).norm().item()
     assert norm == pytest.approx(2.0, rel=1e-4)
     noise = torch.cat([found["a"] - clipped["a"], found["b"] - clipped["b"]], 1)
@@ -554,8 +554,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "has no effect",
     ),
     "matrices for other coordinates": (
-        lambda: begin(
-            Sparse(PartitionedSelector(0.5), Compressed(Mean(), PowerSGD(1))), {"w": torch.zeros(1, 4, 4)}, RunFacts(2)
+        lambda: begun(
+            Sparse(PartitionedSelector(0.5), Compressed(Mean(), PowerSGD(1))), {"w": torch.zeros(1, 4, 4)}, 2
         ),
         ValueError,
         "not a value for each coordinate",
@@ -646,9 +646,9 @@ def test_a_users_strategy_counts_its_steps() -> None:
 def test_other_coordinates_each_time() -> None:
     """Four steps, four sets of them."""
     sparse, x = Sparse(0.1, Mean()), {"w": torch.randn(2, 1000)}
-    at, seen = meeting(sparse, x, 2), set()
+    memory, seen = begun(sparse, x, 2), set()
     for step in range(4):
-        after = sparse(x, at.replace(step=step, exchange=step))["w"]
+        after = sparse(x, Part.alone(StackedCollectives(2), number=step, step=step), memory)["w"]
         seen.add(tuple((after[0] == after[1]).nonzero().flatten().tolist()))
     assert len(seen) == 4
     assert 4 * 70 < sum(map(len, seen)) < 4 * 130
@@ -685,15 +685,15 @@ def test_a_chain_keeps_the_books() -> None:
     average = Compressed(Mean(), codec, decay=0.5)
     g = torch.Generator().manual_seed(3)
     values = [{"w": torch.randn(2, 6, generator=g, dtype=torch.float64)} for _ in range(4)]
-    at = meeting(average, values[0], 2)
+    memory = begun(average, values[0], 2)
     e = torch.zeros(2, 6, dtype=torch.float64)
     for x in values:
-        mean = average(x, at)
+        mean = average(x, Part.alone(StackedCollectives(2)), memory)
         p = x["w"] + 0.5 * e
         sent = codec.decode(codec.encode(p), p)
         e = p - sent
         assert_close({"w": mean["w"]}, {"w": sent.mean(0, keepdim=True)}, 1e-14)
-        assert_close(at.own["residual"], {"w": e}, 1e-14)
+        assert_close(memory.own["residual"], {"w": e}, 1e-14)
 
 
 def test_what_a_chain_refuses() -> None:

@@ -711,7 +711,7 @@ def test_bad_strategies(cls: type, make: Callable[[type], Any], error: type[Exce
             ["communication_modules", "list", "[Exchange(Mean()"],
         ),
         (lambda: CommunicateOptimizeStrategy([AveragingCommunicator]), TypeError, ["communication_modules"]),
-        (lambda: CommunicateOptimizeStrategy([FedAvgStrategy()]), TypeError, ["FedAvgStrategy", "CommunicationModule"]),
+        (lambda: CommunicateOptimizeStrategy([FedAvgStrategy()]), TypeError, ["FedAvgStrategy", "give an Exchange"]),
         (lambda: CommunicateOptimizeStrategy("sgd"), TypeError, ["communication_modules"]),
         (lambda: OptimSpec("sgd", learning_rate=0.1), TypeError, ["'learning_rate'", "SGD", "lr"]),
         (lambda: OptimSpec("sgd", momentun=0.9), TypeError, ["'momentun'", "did you mean 'momentum'"]),

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import vecgym
 from tests.fitting import dataset, fit, same, same_run
 from tests.fuzz.common import time_limit
-from tests.helpers import CommunicationModule, assert_same_bits
+from tests.helpers import assert_same_bits
 from tests.models import make_model
 from tests.test_properties import NAMES, STEPS, make
 from vecgym import CSVLogger, DivergenceError, Logger, TensorBoardLogger, Trainer, VecgymWarning
@@ -41,6 +41,7 @@ from vecgym.runs import multiprocess
 from vecgym.runs.checkpoint import FORM, Checkpointer, settings_of
 from vecgym.runs.recorder import Recorder
 from vecgym.simulation import Simulation
+from vecgym.simulation.simulation import Part
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     DiLoCoStrategy,
@@ -49,6 +50,9 @@ from vecgym.strategy import (
     RankStrategy,
     all_reduce,
 )
+from vecgym.strategy.averages import Mean
+from vecgym.strategy.exchange import Exchange
+from vecgym.strategy.stages import Average, Memory
 
 ROOT = Path(__file__).parent.parent
 K = 4
@@ -195,39 +199,49 @@ def test_data_of_each_node_with_random_transforms(num_workers: int, tmp_path: Pa
     assert_same(train(resume=at(tmp_path, 5), **given), whole)
 
 
-class Plain(CommunicationModule):
-    """Whose state has whatever a file can hold."""
+class Plain(Average):
+    """It remembers whatever a file can hold."""
 
-    def init(self, params: Any, ctx: Any) -> Any:
-        return {"count": 0, "none": None, "empty": {}, "list": [torch.zeros(1, 2)], "pair": (True, "text"), 3: 0.5}
+    common = False
 
-    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
-        shared = ctx.comm.mean(params) if ctx.step % 2 else params
-        grown = [*state["list"], torch.full((1, 2), float(state["count"]))]
-        factor = 1 + 1e-3 * state["count"]
-        return {n: p * factor for n, p in shared.items()}, {**state, "count": state["count"] + 1, "list": grown}
+    def init(self, values: Any, run: Any, memory: Memory) -> None:
+        kept: dict[Any, Any] = {
+            "count": 0,
+            "none": None,
+            "empty": {},
+            "list": [torch.zeros(1, 2)],
+            "pair": (True, "text"),
+            3: 0.5,
+        }
+        memory.shared["kept"] = kept
+
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        kept, y = memory.shared["kept"], part.comm.mean(x) if part.due.step % 2 else x
+        grown = [*kept["list"], torch.full((1, 2), float(kept["count"]))]
+        memory.shared["kept"] = {**kept, "count": kept["count"] + 1, "list": grown}
+        return {n: p * (1 + 1e-3 * kept["count"]) for n, p in y.items()}
 
 
-def test_the_state_of_a_module_may_be_anything_plain(tmp_path: Path) -> None:
-    strategy = CommunicateOptimizeStrategy([Plain()], "sgd", lr=0.1)
+def test_what_an_average_remembers_may_be_anything_plain(tmp_path: Path) -> None:
+    strategy = CommunicateOptimizeStrategy([Exchange(Plain())], "sgd", lr=0.1)
     whole = train(tmp_path, strategy=strategy, exact=True)
     assert whole.state is not None
     for settings in ({}, BACKENDS["2 processes"]):
         resumed = train(tmp_path / "2", strategy=strategy, resume=at(tmp_path, 4), exact=True, **settings)
         assert same_run(resumed, whole)
-        held = runfile.read(at(tmp_path / "2", STEPS))["state"]["shared"]["0/state"]
-        for found in (held, resumed.state.shared["0/state"] if resumed.state else held):
-            assert repr(found) == repr(whole.state.shared["0/state"])
+        held = runfile.read(at(tmp_path / "2", STEPS))["state"]["shared"]["0.0/kept"]
+        for found in (held, resumed.state.shared["0.0/kept"] if resumed.state else held):
+            assert repr(found) == repr(whole.state.shared["0.0/kept"])
         shutil.rmtree(tmp_path / "2")
 
 
-def test_what_a_module_cannot_keep_in_a_file_is_named_at_the_start(tmp_path: Path) -> None:
-    class Odd(CommunicationModule):
-        def init(self, params: Any, ctx: Any) -> Any:
-            return {"random": random.Random(1)}
+def test_what_no_file_can_keep_is_named_at_the_start(tmp_path: Path) -> None:
+    class Odd(Mean):
+        def init(self, values: Any, run: Any, memory: Memory) -> None:
+            memory.shared["random"] = random.Random(1)
 
-    with pytest.raises(TypeError, match=r"state\['shared'\]\['0/state'\]\['random'\] is of type Random"):
-        train(tmp_path, strategy=CommunicateOptimizeStrategy([Odd()], "sgd", lr=0.1))
+    with pytest.raises(TypeError, match=r"state\['shared'\]\['0\.0/random'\] is of type Random"):
+        train(tmp_path, strategy=CommunicateOptimizeStrategy([Exchange(Odd())], "sgd", lr=0.1))
 
 
 def test_parameters_that_are_not_trained_and_the_start_come_from_the_checkpoint(tmp_path: Path) -> None:

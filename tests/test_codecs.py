@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from tests.helpers import assert_close, assert_same_bits, difference, meeting, run, saved, stacked
+from tests.helpers import assert_close, assert_same_bits, begun, difference, run, saved, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.reference import compression as reference
@@ -36,6 +36,7 @@ from vecgym.compress import (
 from vecgym.compress.codecs import Draw
 from vecgym.core import rng, tree
 from vecgym.core.tree import Tree
+from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
     EF21,
@@ -385,11 +386,11 @@ def test_momentum_by_hand() -> None:
     """One node, one of two values: what waits grows with its momentum, what was sent begins anew."""
     average = Compressed(Mean(), TopK(k=1), momentum=0.5)
     x = {"w": torch.tensor([[2.0, 1.0]])}
-    at = meeting(average, x, 1)
-    told = [average(x, at)["w"][0].tolist() for _ in range(3)]
+    part, memory = Part.alone(StackedCollectives(1)), begun(average, x, 1)
+    told = [average(x, part, memory)["w"][0].tolist() for _ in range(3)]
     assert told == [[2.0, 0.0], [0.0, 2.5], [5.0, 0.0]]
-    assert at.own["momentum"]["w"].tolist() == [[0.0, 1.0]]
-    assert at.own["residual"]["w"].tolist() == [[0.0, 1.0]]
+    assert memory.own["momentum"]["w"].tolist() == [[0.0, 1.0]]
+    assert memory.own["residual"]["w"].tolist() == [[0.0, 1.0]]
 
 
 def test_momentum_of_those_who_sit_out_stays() -> None:
@@ -447,9 +448,9 @@ def test_ef21_of_values_that_rest_becomes_exact() -> None:
     x = {"w": torch.randn(K, 12, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))}
     told = {}
     for average in (EF21(Mean(), TopK(k=3)), Compressed(Mean(), TopK(k=3))):
-        at = meeting(average, x, K)
+        part, memory = Part.alone(StackedCollectives(K)), begun(average, x, K)
         for _ in range(4):
-            told[type(average)] = average(x, at)
+            told[type(average)] = average(x, part, memory)
     mean = {"w": x["w"].mean(0, keepdim=True)}
     assert_close(told[EF21], mean, 1e-15)
     assert difference(told[Compressed], mean) > 0.1
@@ -473,21 +474,21 @@ def test_a_run_is_the_same_pure_and_resumed_and_has_derivatives(average: Any) ->
     resumed = run(start, of(average), batches[7:], state=saved(first.state), max_steps=12)
     assert_same_bits(resumed.state, whole.state)
     x = {"w": torch.randn(K, 12, 10, dtype=DOUBLE).requires_grad_()}
-    at = meeting(average, x, K)
-    told = average(x, at)
+    memory = begun(average, x, K)
+    told = average(x, Part.alone(StackedCollectives(K)), memory)
     (slope,) = torch.autograd.grad(told["w"].sum(), x["w"])
     assert_close({"w": slope}, {"w": torch.full((K, 12, 10), 1 / K, dtype=DOUBLE)}, 1e-15)
-    assert not any(leaf.requires_grad for leaf in tree.leaves([at.own, at.shared]))
+    assert not any(leaf.requires_grad for leaf in tree.leaves([memory.own, memory.shared]))
 
 
 def test_what_the_caller_overwrites_is_not_what_is_remembered() -> None:
     x = {"w": torch.randn(1, 12, dtype=DOUBLE)}
     average = EF21(Mean(), TopK(k=3))
-    at = meeting(average, x, 1, inplace=True)
-    told = average(x, at)
-    before = {kept: tree.map(torch.clone, values) for kept, values in (at.own | at.shared).items()}
+    memory = begun(average, x, 1, inplace=True)
+    told = average(x, Part.alone(StackedCollectives(1), inplace=True), memory)
+    before = {kept: tree.map(torch.clone, values) for kept, values in (memory.own | memory.shared).items()}
     told["w"].zero_()
-    assert_same_bits(at.own | at.shared, before)
+    assert_same_bits(memory.own | memory.shared, before)
 
 
 def test_drawn_coordinates_of_estimates() -> None:
@@ -502,18 +503,18 @@ def test_error_feedback_of_a_contractive_code_stays_bounded() -> None:
     x = {"w": torch.randn(2, 400, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))}
     for codec in (QSGD(1), Ternary(), Ternary(unbiased=True), Natural(), RandomK(0.1), StatQuantise(2)):
         average = Compressed(Mean(), codec)
-        at, sizes = meeting(average, x, 2), []
+        memory, sizes = begun(average, x, 2), []
         for step in range(300):
-            average(x, at.replace(step=step, exchange=step))
-            sizes.append(float(at.own["residual"]["w"].norm() / x["w"].norm()))
+            average(x, Part.alone(StackedCollectives(2), number=step, step=step), memory)
+            sizes.append(float(memory.own["residual"]["w"].norm() / x["w"].norm()))
         assert max(sizes[200:]) < 1.5 * max(sizes[100:200]) < 60, codec
     for wild in (QSGD(1, unbiased=True), RandomK(0.1, unbiased=True)):
         average = Compressed(Mean(), wild, error_feedback=False)
         average.error_feedback = True
-        at = meeting(average, x, 2)
+        memory = begun(average, x, 2)
         for step in range(60):
-            average(x, at.replace(step=step, exchange=step))
-        assert float(at.own["residual"]["w"].norm() / x["w"].norm()) > 1e3, wild
+            average(x, Part.alone(StackedCollectives(2), number=step, step=step), memory)
+        assert float(memory.own["residual"]["w"].norm() / x["w"].norm()) > 1e3, wild
 
 
 def test_by_name() -> None:

@@ -27,6 +27,7 @@ from vecgym.compat.exogym import (
     CONTENTS,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
+    CommunicationModule,
     DeMoStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
@@ -281,15 +282,10 @@ def test_a_users_communication_module() -> None:
                 all_reduce(mean)
                 p.data = 0.5 * (p.data + mean / num_nodes)
 
-    class Twin(native.CommunicationModule):
-        def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
-            mean = ctx.comm.mean(params)
-            return {name: 0.5 * (p + mean[name]) for name, p in params.items()}, state
-
     made = fit(CommunicateOptimizeStrategy([Halfway()], SGD))
     ours = vecgym.Trainer(make_model("MLP", dtype=torch.float64), dataset("MLP", 44, dtype=torch.float64))
     ours.fit(
-        native.CommunicateOptimizeStrategy([Twin()], SGD),
+        native.CommunicateOptimizeStrategy([native.Exchange(native.Mean(), keep=0.5)], SGD),
         3,
         max_steps=STEPS,
         batch_size=4,

@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 
 from tests.helpers import (
-    Meeting,
     Run,
     assert_close,
     assert_same_bits,
+    begun,
     difference,
-    meeting,
     reordered,
     rows,
     run,
@@ -53,6 +52,7 @@ from vecgym.compress.codecs import Draw, index_dtype, pack, pack_trits, part_of,
 from vecgym.compress.dct import grid
 from vecgym.core import rng, tree
 from vecgym.core.tree import Tree
+from vecgym.simulation.simulation import Part
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     Compressed,
@@ -115,8 +115,8 @@ def values(*shape: int, dtype: torch.dtype = DOUBLE) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=dtype)
 
 
-def quantised(x: Tree, bits: int, at: Meeting) -> Tree:
-    return Compressed(Mean(), Quantise(bits), error_feedback=False)(x, at)
+def quantised(x: Tree, bits: int, part: Part) -> Tree:
+    return Compressed(Mean(), Quantise(bits), error_feedback=False)(x, part)
 
 
 def compressed(method: str | Compressor, phase: str = "gradients", **settings: Any) -> Compressed:
@@ -503,12 +503,8 @@ def test_topk_sparse_averaging_equals_its_twin(num_nodes: int, bits: int | None)
 # -------------------------------------------------------------------------------------- averages of codes
 
 
-def plain_meeting(num_nodes: int = 4) -> Meeting:
-    return Meeting(StackedCollectives(num_nodes), seed=SEED)
-
-
-def begun(average: Average, values: Tree, inplace: bool = True, num_nodes: int = 4) -> Meeting:
-    return meeting(average, values, num_nodes, inplace=inplace, seed=SEED)
+def meeting(num_nodes: int = 4, step: int = 0, inplace: bool = False) -> Part:
+    return Part.alone(StackedCollectives(num_nodes), number=step, step=step, seed=SEED, inplace=inplace)
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -518,19 +514,19 @@ def test_what_was_sent_and_the_residual_are_what_was_given(method: str, inplace:
     shapes: dict[str, tuple[int, ...]] = {"w": (12, 10), "v": (9,), "c": (8, 3, 3, 2), "s": ()}
     params = {name: torch.zeros(1, *shape, dtype=DOUBLE) for name, shape in shapes.items()}
     coded = compressed(method)
-    at = begun(coded, params, inplace)
+    memory = begun(coded, params, 4, inplace)
     given, received = params, params
     for step in range(7):
         grads = {
             name: torch.randn(4, *shape, dtype=DOUBLE, generator=generator(step)) for name, shape in shapes.items()
         }
         before = tree.map(torch.clone, grads)
-        average = coded(grads, at.replace(step=step, exchange=step))
+        average = coded(grads, meeting(step=step, inplace=inplace), memory)
         assert_same_bits(grads, before)
         assert {len(x) for x in average.values()} == {1}
         given = tree.map(lambda total, g: total + g.mean(0, keepdim=True), given, grads)
         received = tree.map(torch.add, received, average)
-    residual = tree.map(lambda e: e.mean(0, keepdim=True), at.own["residual"])
+    residual = tree.map(lambda e: e.mean(0, keepdim=True), memory.own["residual"])
     assert_close(tree.map(torch.add, received, residual), given, 1e-13)
     assert difference(received, given) > 1e-3
 
@@ -683,13 +679,13 @@ def test_derivatives_pass_straight_through(method: str) -> None:
     """The value is that of the code, the derivative that of the plain average; state is constant."""
     x = {"w": values(4, 12, 10).requires_grad_()}
     for coded in (compressed(method), compressed(method, "parameters", reference=True)):
-        at = begun(coded, {"w": values(1, 12, 10).requires_grad_()}, inplace=False)
+        memory = begun(coded, {"w": values(1, 12, 10).requires_grad_()}, 4)
         for step in range(2):
-            average = coded(x, at.replace(step=step, exchange=step))
+            average = coded(x, meeting(step=step), memory)
             weights = values(12, 10)
             (slope,) = torch.autograd.grad((average["w"][0] * weights).sum(), x["w"])
             assert_close({"w": slope}, {"w": (weights / 4).expand(4, 12, 10)}, 1e-15)
-            assert not any(leaf.requires_grad for leaf in tree.leaves([at.own, at.shared]))
+            assert not any(leaf.requires_grad for leaf in tree.leaves([memory.own, memory.shared]))
         with torch.no_grad():
             assert difference({"w": average["w"]}, {"w": x["w"].mean(0, keepdim=True)}) > 1e-4
 
@@ -712,11 +708,11 @@ def test_a_run_can_be_differentiated(case: str, method: str) -> None:
 def test_sparse_averaging_has_the_derivatives_of_its_mean(bits: int | None) -> None:
     x = {"w": values(4, 30).requires_grad_()}
     average = MostMoved(1.0, bits)
-    at = begun(average, {"w": torch.zeros(1, 30, dtype=DOUBLE)}, inplace=False)
-    new = average(x, at)
+    memory = begun(average, {"w": torch.zeros(1, 30, dtype=DOUBLE)}, 4)
+    new = average(x, meeting(), memory)
     (slope,) = torch.autograd.grad(new["w"][2].sum(), x["w"])
     assert_close({"w": slope}, {"w": torch.full((4, 30), 0.25, dtype=DOUBLE)}, 1e-15)
-    assert not at.shared["last"]["w"].requires_grad
+    assert not memory.shared["last"]["w"].requires_grad
 
 
 # ---------------------------------------------------------------------------------- groups, weights, other modules
@@ -729,7 +725,7 @@ class InGroups(Mean):
         super().__init__(None if given is None else 2, weighting)
         self.given = given
 
-    def groups(self, at: Meeting) -> Any:
+    def groups(self, part: Part) -> Any:
         return self.given
 
 
@@ -746,12 +742,9 @@ def test_groups_and_weights(method: str, num_configs: int, groups: Any, weights:
     x = values(C, 5, 4, 5)
     own = {"residual": {"w": torch.zeros(C, 5, 4, 5, dtype=DOUBLE) if C > 1 else torch.zeros(5, 4, 5, dtype=DOUBLE)}}
     for step in range(2):
-        at = Meeting(
-            comm, own, step=step, seed=SEED, examples=weights, size=C, nodes=list(range(5)), inplace=True,
-            inplace_state=True,
-        )  # fmt: skip
+        part = Part.alone(comm, own, step=step, seed=SEED, num_examples=weights, size=C, inplace=True)
         before = own["residual"]["w"].clone().view(C, 5, 4, 5)
-        average = coded({"w": x.clone() if C > 1 else x[0].clone()}, at)["w"].view(C, -1, 4, 5)
+        average = coded({"w": x.clone() if C > 1 else x[0].clone()}, part)["w"].view(C, -1, 4, 5)
         codec, draw = codec_of(method), Draw(functools.partial(unnamed, "w", step), torch.arange(5))
         for c in range(C):
             p = x[c] + before[c]
@@ -793,9 +786,9 @@ def test_units_and_delays_around_it() -> None:
 def test_nodes_that_begin_differently_share_the_reference_of_node_0() -> None:
     params = {"w": values(4, 6)}
     coded = compressed(TopK(1.0), reference=True)
-    at = begun(coded, params)
-    assert_same_bits(at.shared["reference"], {"w": params["w"][:1]})
-    new = coded(params, at)
+    memory = begun(coded, params, 4, inplace=True)
+    assert_same_bits(memory.shared["reference"], {"w": params["w"][:1]})
+    new = coded(params, meeting(inplace=True), memory)
     assert_close(new, {"w": params["w"].mean(0, keepdim=True)}, 1e-14)
 
 
@@ -804,15 +797,15 @@ def test_nodes_that_begin_differently_share_the_reference_of_node_0() -> None:
 
 @pytest.mark.parametrize(("bits", "payload"), [(8, 31 + 4), (4, 16 + 4)])
 def test_a_quantised_mean(bits: int, payload: int) -> None:
-    at = plain_meeting()
+    part = meeting()
     x = values(4, 31)
     codec = Quantise(bits)
-    mean = quantised({"w": x}, bits, at)
+    mean = quantised({"w": x}, bits, part)
     assert_close(mean, {"w": codec.decode(codec.encode(x), x).mean(0, keepdim=True)}, 1e-14)
-    assert at.comm.ledger.total_payload_bytes == payload
-    assert at.comm.ledger.total_bytes == 3 * payload  # to three others
+    assert part.comm.ledger.total_payload_bytes == payload
+    assert part.comm.ledger.total_bytes == 3 * payload  # to three others
     x.requires_grad_()
-    (slope,) = torch.autograd.grad(quantised({"w": x}, bits, plain_meeting())["w"].sum(), x)
+    (slope,) = torch.autograd.grad(quantised({"w": x}, bits, meeting())["w"].sum(), x)
     assert_close({"w": slope}, {"w": torch.full((4, 31), 0.25, dtype=DOUBLE)}, 1e-15)
 
 
@@ -820,11 +813,11 @@ def test_sparta_with_quantised_values_is_sparta_compressed() -> None:
     """What `quantised` does in the place of its mean; the mask is drawn as without compression."""
     params = {"w": values(4, 200)}
     plain, coded = (Sparse(RandomSelector(0.1), how) for how in (Mean(), compressed("int8", error_feedback=False)))
-    new, exact = (sparse(params, begun(sparse, params, inplace=False)) for sparse in (coded, plain))
+    new, exact = (sparse(params, meeting(), begun(sparse, params, 4)) for sparse in (coded, plain))
     chosen = (exact["w"] != params["w"]).any(0)
     assert 5 < int(chosen.sum()) < 50
     assert_same_bits({"w": new["w"][:, ~chosen]}, {"w": params["w"][:, ~chosen]})
-    expected = quantised({"w": params["w"][:, chosen]}, 8, plain_meeting())
+    expected = quantised({"w": params["w"][:, chosen]}, 8, meeting())
     assert_close({"w": new["w"][:, chosen]}, {"w": expected["w"].expand(4, -1)}, 1e-14)
 
 
@@ -837,14 +830,14 @@ def test_sparse_averaging_of_everything_is_averaging() -> None:
 def test_sparse_averaging_by_hand() -> None:
     """Two nodes; one coordinate each; the first sends 0, the second 2; then both what moved most since."""
     average = MostMoved(0.25)
-    at = begun(average, {"w": torch.zeros(1, 4)}, num_nodes=2)
+    part, memory = meeting(2, inplace=True), begun(average, {"w": torch.zeros(1, 4)}, 2, inplace=True)
     x = torch.tensor([[5.0, 1.0, 0.0, 0.0], [1.0, 0.0, 3.0, 0.0]])
-    new = average({"w": x}, at)
+    new = average({"w": x}, part, memory)
     assert new["w"].tolist() == [[5.0, 1.0, 3.0, 0.0], [5.0, 0.0, 3.0, 0.0]]
-    assert at.shared["last"]["w"].tolist() == [[5.0, 0.0, 3.0, 0.0]]
-    new = average({"w": new["w"] + torch.tensor([0.5, 1, 0, 0])}, at)
+    assert memory.shared["last"]["w"].tolist() == [[5.0, 0.0, 3.0, 0.0]]
+    new = average({"w": new["w"] + torch.tensor([0.5, 1, 0, 0])}, part, memory)
     assert new["w"].tolist() == [[5.5, 1.5, 3.0, 0.0]] * 2  # coordinate 1 moved by 2 and by 1: the mean of both
-    assert at.shared["last"]["w"].tolist() == [[5.0, 1.5, 3.0, 0.0]]
+    assert memory.shared["last"]["w"].tolist() == [[5.0, 1.5, 3.0, 0.0]]
 
 
 # ------------------------------------------------------------------------------------------------- by name, errors
@@ -889,7 +882,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "sparse fraction": (lambda: MostMoved(2.0), ValueError, "fraction=2.0"),
     "bits": (lambda: Quantise(5), ValueError, "bits=5"),
     "sparse bits": (lambda: MostMoved(0.1, 16), ValueError, "bits=16"),
-    "quantised bits": (lambda: quantised({}, 3, plain_meeting()), ValueError, "bits=3"),
+    "quantised bits": (lambda: quantised({}, 3, meeting()), ValueError, "bits=3"),
     "rank": (lambda: PowerSGD(0), ValueError, "rank=0"),
     "unknown method": (lambda: Compressed(Mean(), "top-k"), ValueError, "did you mean 'topk'"),
     "method of a wrong type": (lambda: make_codec(8), TypeError, "method=8"),  # type: ignore[arg-type]
@@ -941,9 +934,9 @@ def test_tensors_without_elements(method: str, shape: tuple[int, ...]) -> None:
     codec, error_feedback = (CODECS[method], True) if method in CODECS else (RandomK(0.5, unbiased=True), False)
     coded = compressed(codec, error_feedback=error_feedback)
     given = {"w": torch.zeros(4, *shape)}
-    at = begun(coded, given)
-    assert coded(given, at)["w"].shape == (1, *shape)
-    assert all(x.isfinite().all() for x in tree.leaves([at.own, at.shared]))
+    memory = begun(coded, given, 4, inplace=True)
+    assert coded(given, meeting(inplace=True), memory)["w"].shape == (1, *shape)
+    assert all(x.isfinite().all() for x in tree.leaves([memory.own, memory.shared]))
 
 
 @pytest.mark.parametrize("method", CODECS)
@@ -953,10 +946,10 @@ def test_what_is_the_same_on_every_node_may_be_given_once(method: str) -> None:
     results = []
     for x in (once, tree.map(lambda y: y.expand(4, 12, 10), once)):
         coded = compressed(method)
-        at = begun(coded, once)
+        memory = begun(coded, once, 4, inplace=True)
         for step in range(3):
-            average = coded(tree.map(torch.clone, x), at.replace(step=step, exchange=step))
-        results.append((average, at.own["residual"]))
+            average = coded(tree.map(torch.clone, x), meeting(step=step, inplace=True), memory)
+        results.append((average, memory.own["residual"]))
     assert_close(results[0][0], results[1][0], 1e-13)
     assert_close(results[0][1], results[1][1], 1e-13)
 
@@ -965,8 +958,8 @@ def test_the_reference_is_not_the_parameters() -> None:
     """What comes after may overwrite the parameters that an exchange gave back."""
     params = {"w": values(4, 12, 10)}
     coded = compressed("int8", reference=True)
-    at = begun(coded, params)
-    assert coded(params, at)["w"].data_ptr() != at.shared["reference"]["w"].data_ptr()
+    memory = begun(coded, params, 4, inplace=True)
+    assert coded(params, meeting(inplace=True), memory)["w"].data_ptr() != memory.shared["reference"]["w"].data_ptr()
 
 
 def test_parameters_can_be_sent_as_they_are() -> None:

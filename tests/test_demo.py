@@ -27,9 +27,9 @@ from tests.helpers import (
     advance,
     assert_close,
     assert_same_bits,
+    begun,
     difference,
     flat,
-    meeting,
     reordered,
     rows,
     run,
@@ -44,9 +44,11 @@ from tests.reference.demo import basis as twin_basis
 from tests.reference.demo import dct as twin_dct
 from tests.reference.demo import demo, fold, make_chunks
 from vecgym import Trainer, sweep
+from vecgym.collectives import StackedCollectives
 from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec, clip_grad_norm
+from vecgym.simulation.simulation import Part
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
@@ -181,13 +183,14 @@ def test_what_was_sent_and_what_is_left_are_the_sum_of_the_inputs(inplace: bool)
     cosines.compression_decay = 1.0
     shapes = {"matrix": (24, 10), "vector": (40,), "conv": (8, 3, 3, 3), "scalar": ()}
     params = {name: torch.zeros(1, *shape, dtype=torch.float64) for name, shape in shapes.items()}
-    at, total = meeting(cosines, params, 1, inplace=inplace), tree.map(torch.clone, params)
+    part, memory = Part.alone(StackedCollectives(1), inplace=inplace), begun(cosines, params, 1, inplace)
+    total = tree.map(torch.clone, params)
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         g = tree.map(lambda p: torch.randn(p.shape, dtype=p.dtype, generator=generator), params)
         total = tree.map(torch.sub, total, g)
-        total = tree.map(torch.add, total, cosines(g, at))
-    left = cosines.residual(at.own["residual"], params)
+        total = tree.map(torch.add, total, cosines(g, part, memory))
+    left = cosines.residual(memory.own["residual"], params)
     assert difference(tree.map(torch.neg, total), left) < 1e-13
     assert left["matrix"].abs().max() > 0.1
 
@@ -197,9 +200,9 @@ def test_each_node_sends_its_strongest_and_keeps_the_rest() -> None:
     K, k, chunk = 4, 5, 8
     cosines = StrongestCosines(compression_topk=k, compression_chunk=chunk)
     g = torch.randn(K, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    at = meeting(cosines, {"w": g}, K)
-    cosines({"w": g}, at)
-    left = cosines.residual(at.own["residual"], {"w": g})["w"]
+    memory = begun(cosines, {"w": g}, K)
+    cosines({"w": g}, Part.alone(StackedCollectives(K)), memory)
+    left = cosines.residual(memory.own["residual"], {"w": g})["w"]
     for node in range(K):
         for piece in make_chunks(fold(g[node].shape), chunk):
             before, after = twin_dct(g[node][piece]).flatten(), twin_dct(left[node][piece]).flatten()
@@ -228,11 +231,11 @@ def test_a_chunk_of_zeros_stays_zero(inplace: bool) -> None:
     cosines = StrongestCosines(compression_topk=2, compression_chunk=4)
     g = torch.zeros(2, 4, 8, dtype=torch.float64)
     g[0, :, 4:] = 3.0  # one coefficient, the first: 12
-    at = meeting(cosines, {"w": g}, 2, inplace=inplace)
-    sent = cosines({"w": g.clone()}, at)
+    part, memory = Part.alone(StackedCollectives(2), inplace=inplace), begun(cosines, {"w": g}, 2, inplace)
+    sent = cosines({"w": g.clone()}, part, memory)
     assert (sent["w"][:, :, :4] == 0).all()
     torch.testing.assert_close(sent["w"][0, :, 4:], torch.full((4, 4), 1.5, dtype=torch.float64))
-    assert (cosines.residual(at.own["residual"], {"w": g})["w"][1] == 0).all()
+    assert (cosines.residual(memory.own["residual"], {"w": g})["w"][1] == 0).all()
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -243,7 +246,8 @@ def test_a_coordinate_where_every_wave_sent_is_zero_stays(dtype: torch.dtype, in
     amplitudes = torch.randn(2, 4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     g = torch.einsum("kj,nkc->njc", waves, amplitudes).to(dtype)
     cosines = StrongestCosines(compression_topk=5)
-    moves = cosines({"w": g}, meeting(cosines, {"w": g}, 2, inplace=inplace))["w"][0] != 0
+    part, memory = Part.alone(StackedCollectives(2), inplace=inplace), begun(cosines, {"w": g}, 2, inplace)
+    moves = cosines({"w": g}, part, memory)["w"][0] != 0
     assert not moves[8].any()
     assert moves[:8].all()
     assert moves[9:].all()
@@ -347,14 +351,16 @@ def test_many_blocks_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_with_any_strides(inplace: bool) -> None:
     cosines = StrongestCosines(compression_topk=4)
     for g in (torch.randn(4, 8, 3).permute(2, 0, 1), torch.randn(1, 4, 8).expand(3, 4, 8)):
-        ats = [meeting(cosines, {"w": g}, 3, inplace=inplace) for _ in range(2)]
-        results = [cosines({"w": x}, at) for x, at in zip((g, g.contiguous()), ats)]
+        part = Part.alone(StackedCollectives(3), inplace=inplace)
+        held = [begun(cosines, {"w": g}, 3, inplace) for _ in range(2)]
+        results = [cosines({"w": x}, part, memory) for x, memory in zip((g, g.contiguous()), held)]
         assert_same_bits(results[0], results[1])
-        assert_same_bits(ats[0].own["residual"], ats[1].own["residual"])
+        assert_same_bits(held[0].own["residual"], held[1].own["residual"])
         clipped = [clip_grad_norm({"w": x}, 1.0, inplace=inplace)[0] for x in (g.clone(), g.contiguous().clone())]
         for rate in (0.1, torch.tensor([0.1, 0.2, 0.3])):  # as the strategy does it
             scaled = [tree.map(lambda x, rate=rate: _scaled(x.clone(), rate, inplace), x) for x in clipped]
-            pair = [tree.map(torch.sign, cosines(x, meeting(cosines, {"w": g}, 3, inplace=inplace))) for x in scaled]
+            moves = [cosines(x, part, begun(cosines, {"w": g}, 3, inplace)) for x in scaled]
+            pair = [tree.map(torch.sign, x) for x in moves]
             assert_same_bits(pair[0], pair[1])
 
 
@@ -364,10 +370,10 @@ def test_tensors_of_every_shape(shape: tuple[int, ...], inplace: bool) -> None:
     """Everything is sent, so the exchange is the mean."""
     g = torch.randn(3, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     cosines = StrongestCosines(compression_topk=EVERYTHING)
-    at = meeting(cosines, {"w": g}, 3, inplace=inplace)
-    sent = cosines({"w": g.clone()}, at)
+    part, memory = Part.alone(StackedCollectives(3), inplace=inplace), begun(cosines, {"w": g}, 3, inplace)
+    sent = cosines({"w": g.clone()}, part, memory)
     torch.testing.assert_close(sent["w"], g.mean(0, keepdim=True), rtol=1e-12, atol=1e-12)
-    assert at.own["residual"]["w"].numel() == g.numel()
+    assert memory.own["residual"]["w"].numel() == g.numel()
 
 
 # ----------------------------------------------------------------------------------------------- bytes
@@ -450,9 +456,9 @@ def test_the_module_alone_is_differentiated() -> None:
     g, h = (torch.randn(2, 4, 8, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(2))
 
     def twice(g: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        at = meeting(cosines, {"w": g.detach()}, 2)
-        cosines({"w": g}, at)
-        return cosines({"w": h}, at)["w"], at.own["residual"]["w"]
+        part, memory = Part.alone(StackedCollectives(2)), begun(cosines, {"w": g.detach()}, 2)
+        cosines({"w": g}, part, memory)
+        return cosines({"w": h}, part, memory)["w"], memory.own["residual"]["w"]
 
     assert torch.autograd.gradcheck(twice, (g, h))
 

@@ -15,8 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, AdamW, Optimizer
 
 from tests.helpers import (
-    CommunicationModule,
-    Context,
     Run,
     advance,
     assert_close,
@@ -34,7 +32,7 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.engine.stateless import TwiceDifferentiable
 from vecgym.optim import OptimSpec
-from vecgym.simulation.simulation import Batches, Request
+from vecgym.simulation.simulation import Batches, Part, Request
 from vecgym.simulation.stack import Stack, groups_of
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts
@@ -50,6 +48,7 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.simulated import simulation_of
+from vecgym.strategy.stages import Average, Memory
 
 K = 3
 STEPS = 8
@@ -291,37 +290,34 @@ def test_a_configuration_has_its_own_derivative(name: str) -> None:
         assert_close(found[c], expected, 1e-10, f"configuration {c}")
 
 
-# --------------------------------------------------------------------------- (c) a user's own module
+# --------------------------------------------------------------------------- (c) a user's own average
 
 
-class QuantisedAverage(CommunicationModule):
-    """Every H steps the nodes average what they have moved since, rounded to multiples of `step`.
+class QuantisedAverage(Average):
+    """The nodes average what they have moved since the last exchange, rounded to multiples of `step`.
 
     theta <- theta_0 + mean_i Q(theta_i - theta_0), with the rounding passed over by derivatives.
     """
 
-    def __init__(self, step: float, H: int) -> None:
+    def __init__(self, step: float) -> None:
         self.step = step
-        self.H = H
 
-    def init(self, params: Tree, ctx: Context) -> Any:
-        return {"last": params}
+    def init(self, values: Tree, run: RunFacts, memory: Memory) -> None:
+        memory.shared["last"] = values
 
-    def exchange_parameters(self, params: Tree, state: Any, ctx: Context) -> tuple[Tree, Any]:
-        if (ctx.step + 1) % self.H != 0:
-            return params, state
-        moved = tree.map(torch.sub, params, state["last"])
-        rounded = tree.map(lambda x: x + ((x / self.step).round() * self.step - x).detach(), moved)
-        params = tree.map(torch.add, state["last"], ctx.comm.mean(rounded))
-        return params, {"last": params}
+    def agree(self, x: Tree, part: Part, memory: Memory) -> Tree:
+        moved = tree.map(torch.sub, x, memory.shared["last"])
+        rounded = tree.map(lambda y: y + ((y / self.step).round() * self.step - y).detach(), moved)
+        memory.shared["last"] = tree.map(torch.add, memory.shared["last"], part.comm.mean(rounded))
+        return dict(memory.shared["last"])
 
 
 def quantised(lr: Any, outer: Any = None) -> Strategy:
-    return CommunicateOptimizeStrategy([QuantisedAverage(0.01, H=2)], OptimSpec(SGD, lr=lr, momentum=0.9))
+    return CommunicateOptimizeStrategy([Exchange(QuantisedAverage(0.01), every=2)], OptimSpec(SGD, lr=lr, momentum=0.9))
 
 
 @pytest.mark.parametrize("settings", [{}, {"engine": "loop"}, {"chunk_size": 1}, {"differentiable": True}])
-def test_an_own_module_runs_stacked(settings: dict[str, Any]) -> None:
+def test_an_own_average_runs_stacked(settings: dict[str, Any]) -> None:
     """... and gives what the loop over modules gives that a user would write to check it."""
     model = make_model("MLP", dtype=torch.float64)
     batches = make_batches("MLP", 5, K, dtype=torch.float64)
@@ -353,7 +349,8 @@ def test_an_own_module_is_differentiable() -> None:
         return run(model, fine(lr), batches, differentiable=differentiable).losses[-1].sum()
 
     def fine(lr: Any) -> Strategy:  # so fine a grid that the rounding passed over does not matter
-        return CommunicateOptimizeStrategy([QuantisedAverage(1e-13, H=2)], OptimSpec(SGD, lr=lr, momentum=0.9))
+        exchange = Exchange(QuantisedAverage(1e-13), every=2)
+        return CommunicateOptimizeStrategy([exchange], OptimSpec(SGD, lr=lr, momentum=0.9))
 
     lr = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
     (found,) = torch.autograd.grad(final(lr), lr)

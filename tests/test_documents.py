@@ -26,7 +26,6 @@ from torch.utils.data import Dataset, DistributedSampler, TensorDataset
 
 import vecgym
 from tests.fitting import alone, dataset, params
-from tests.helpers import CommunicationModule
 from tests.models import MLP, make_data, make_model
 from vecgym import CSVLogger, DivergenceError, LocalTrainer, Logger, OptimSpec, Trainer, VecgymWarning
 from vecgym.compat import exogym
@@ -49,6 +48,8 @@ from vecgym.strategy import (
     Strategy,
     all_reduce,
 )
+from vecgym.strategy.exchange import Exchange
+from vecgym.strategy.stages import Average
 
 ROOT = Path(__file__).parent.parent
 QUIET: dict[str, Any] = {"progress": False, "device": "cpu"}
@@ -206,14 +207,16 @@ def test_every_node_starts_from_the_users_model(trainer: LocalTrainer) -> None:
 
 
 def test_a_strategy_says_what_is_exchanged_and_how_parameters_change(trainer: LocalTrainer) -> None:
-    class HalfWay(CommunicationModule):
-        def exchange_parameters(self, params, state, ctx):
-            mean = ctx.comm.mean(params)
-            return {name: 0.5 * (p + mean[name]) for name, p in params.items()}, state
+    class HalfWay(Average):
+        common = False
+
+        def agree(self, x, part, memory):
+            mean = part.comm.mean(x)
+            return {name: 0.5 * (p + mean[name]) for name, p in x.items()}
 
     class MyStrategy(Strategy):
         def __init__(self, **kwargs: Any) -> None:
-            super().__init__(exchanges=[HalfWay()], **kwargs)
+            super().__init__(exchanges=[Exchange(HalfWay())], **kwargs)
 
     trainer.fit(MyStrategy(inner_optim="sgd", lr=0.1), 3, max_steps=2, **QUIET)
     assert [entry.operation for entry in trainer.ledger] == ["mean", "mean"]

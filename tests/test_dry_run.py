@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.helpers import CommunicationModule, Context
 from vecgym import Trainer, dry_run
 from vecgym.clock import Compute, Network, price
 from vecgym.collectives.ledger import Ledger
 from vecgym.compress import ChunkedTopK, PowerSGD, RandomK
 from vecgym.core.tree import Tree
 from vecgym.models import Classifier
+from vecgym.simulation.simulation import Part
 from vecgym.strategy import (
     EF21,
     CommunicateOptimizeStrategy,
@@ -34,6 +34,7 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.catalogue import CATALOGUE
+from vecgym.strategy.stages import Average, Memory
 
 
 def model() -> nn.Module:
@@ -94,11 +95,13 @@ def test_compositions(make: Any) -> None:
     assert_same(dry_run(model().to("meta"), make(), 4, 7), real(make()))
 
 
-class Looks(CommunicationModule):
+class Looks(Average):
     """Sends only what is large enough."""
 
-    def exchange_parameters(self, params: Tree, state: Any, ctx: Context) -> tuple[Tree, Any]:
-        return (ctx.comm.mean(params) if float(params["net.0.bias"].abs().max()) > 0 else params), state
+    common = False
+
+    def agree(self, x: Tree, part: Part, memory: Memory) -> Tree:
+        return part.comm.mean(x) if float(x["net.0.bias"].abs().max()) > 0 else x
 
 
 def test_frozen_parameters_are_not_sent() -> None:
@@ -114,7 +117,7 @@ def test_a_strategy_for_one_rank_needs_values() -> None:
     with pytest.raises(TypeError, match="strategy is of type OneRank; give a Strategy"):
         dry_run(model(), OneRank(), 2, 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="depends on the values that it exchanges"):
-        dry_run(model(), CommunicateOptimizeStrategy([Looks()], "sgd", lr=0.1), 2, 1)
+        dry_run(model(), CommunicateOptimizeStrategy([Exchange(Looks())], "sgd", lr=0.1), 2, 1)
     with pytest.raises(ValueError, match="num_nodes=0 must be an integer >= 1"):
         dry_run(model(), DiLoCoStrategy(H=1), 0, 1)
 

@@ -1,4 +1,4 @@
-"""Exchanges: who meets when, in plain Python; and what they compute, against the strategies of modules with hooks."""
+"""Exchanges: who meets when, in plain Python; and what they compute, against the strategies that make them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers import Meeting, begin
 from vecgym.availability import Facts, Presence, Trace
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import Transfer
 from vecgym.collectives.stacked import DryCollectives, GroupCollectives
 from vecgym.compress import Codec, PowerSGD, Quantise, TopK
 from vecgym.core import tree
-from vecgym.core.objects import altered
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.models import Classifier
 from vecgym.optim import OptimSpec
 from vecgym.simulation import RunFacts, Simulation, State, run
+from vecgym.simulation.simulation import Part
 from vecgym.simulation.stack import Stack, groups_of
 from vecgym.simulation.when import Rounds, SyncWeight
 from vecgym.strategy import ServerOptimizer, SparseLoCoStrategy, Strategy, StreamingDiLoCoStrategy
@@ -756,15 +755,20 @@ def values_of(seed: int, num_rows: int = K) -> Tree:
 SHAPES = {"w": (3, 4), "b": (5,)}
 
 
-def result(how: Average, x: Tree, at: Meeting, change: bool) -> Tree:
+def first(how: Average, values: Tree, inplace: bool) -> Memory:
+    """What an average remembers before its first exchange, `[1, *]`."""
+    memory = Memory(common=Stages(how).common, inplace=inplace)
+    Stages(how).init(values, run_facts(), memory)
+    return memory
+
+
+def result(how: Average, x: Tree, part: Part, memory: Memory, change: bool) -> Tree:
     """What an average makes of values, or the change that it makes."""
     if not change:
-        return how(x, at)
+        return how(x, part, memory)
     stages = Stages(how)
-    memory = Memory(at.own, at.shared, stages.common, at.inplace)
-    here = altered(at, inplace=False)
-    y = stages.receive(stages.agree(x, here, memory), here, memory)
-    return tree.map(torch.sub, y, stages.read(x, here, memory))
+    y = stages.receive(stages.agree(x, part, memory), part, memory)
+    return tree.map(torch.sub, y, stages.read(x, part, memory))
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -774,32 +778,29 @@ def result(how: Average, x: Tree, at: Meeting, change: bool) -> Tree:
 def test_a_group_is_each_of_its_configurations(name: str, common: bool, change: bool, inplace: bool) -> None:
     """Three exchanges of `[C, K, *]`, or of `[C, 1, *]`, beside those of each configuration by itself."""
     values = [values_of(100 + c, 1) for c in range(C)]
-    facts = run_facts()
-    told: dict[str, Any] = {"seed": 42, "examples": EXAMPLES, "inplace_state": inplace}
     whole = OF_GROUPS[name](RATES)
     assert Exchange(whole).batched is not None
-    own, shared = begin(whole, tree.map(lambda *x: torch.cat(x), *values), facts)  # what is `[1, *]` is each one's
-    shared = tree.map_leaves(lambda x: x.expand(C, *x.shape[1:]).unsqueeze(1).clone(), shared)
-    own = tree.map_leaves(lambda x: x.unsqueeze(1).repeat_interleave(K, 1), own)
-    at = Meeting(GroupCollectives(StackedCollectives(K), C), own, shared, size=C, **told)
+    memory = first(whole, tree.map(lambda *x: torch.cat(x), *values), inplace)  # what is `[1, *]` is each one's
+    memory.shared = tree.map_leaves(lambda x: x.expand(C, *x.shape[1:]).unsqueeze(1).clone(), memory.shared)
+    memory.own = tree.map_leaves(lambda x: x.unsqueeze(1).repeat_interleave(K, 1), memory.own)
+    comm: Any = GroupCollectives(StackedCollectives(K), C)
     each = [OF_GROUPS[name](float(lr)) for lr in RATES]
-    alone = []
-    for average, x in zip(each, values):
-        own, shared = tree.map_leaves(torch.clone, begin(average, x, facts))
-        own = tree.map_leaves(lambda y: y.repeat_interleave(K, 0), own)
-        alone.append(Meeting(StackedCollectives(K), own, shared, **told))
+    alone = [first(average, x, inplace) for average, x in zip(each, values)]
+    comms = [StackedCollectives(K) for _ in each]
+    for of_one in alone:
+        of_one.shared = tree.map_leaves(torch.clone, of_one.shared)
+        of_one.own = tree.map_leaves(lambda x: x.repeat_interleave(K, 0), of_one.own)
     for exchange in range(3):
         given = [values_of(10 * exchange + c, 1 if common else K) for c in range(C)]
         stacked = tree.map(lambda *x: torch.stack(x), *given)
-        number = {"exchange": exchange, "step": 2 * exchange + 1}
-        found = result(whole, stacked, at.replace(**number), change)
+        told: dict[str, Any] = {"number": exchange, "step": 2 * exchange + 1, "seed": 42, "num_examples": EXAMPLES}
+        found = result(whole, stacked, Part.alone(comm, size=C, **told), memory, change)
         for c in range(C):
-            average, here = each[c], alone[c].replace(**number)
-            wanted = result(average, given[c], here, change)
+            wanted = result(each[c], given[c], Part.alone(comms[c], **told), alone[c], change)
             for of_group, y in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
                 z, y = torch.broadcast_tensors(of_group[c], y)
                 assert torch.allclose(z, y, rtol=1e-12, atol=1e-14)
-    assert at.comm.ledger.total_bytes == alone[0].comm.ledger.total_bytes
+    assert comm.ledger.total_bytes == comms[0].ledger.total_bytes
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)
@@ -808,8 +809,8 @@ def test_without_values_the_same_is_sent(name: str) -> None:
     for device, comm in (("cpu", StackedCollectives(K)), ("meta", DryCollectives(K))):
         values = tree.map(lambda x: x.to(device), values_of(0))  # noqa: B023
         average = OF_GROUPS[name](0.5)
-        own, shared = begin(average, tree.map(lambda x: x[:1], values), run_facts())
-        found = average(values, Meeting(comm, own, shared, examples=EXAMPLES, inplace_state=device == "cpu"))
+        memory = first(average, tree.map(lambda x: x[:1], values), inplace=device == "cpu")
+        found = average(values, Part.alone(comm, num_examples=EXAMPLES), memory)
         assert {name: x.shape[1:] for name, x in found.items()} == {name: x.shape[1:] for name, x in values.items()}
         sent.append(comm.ledger.total_bytes)
     assert sent[0] == sent[1] > 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 
 from tests.fitting import fit, same_run
-from tests.helpers import Run, assert_close, assert_same_bits, difference, drawing, flat, run, stacked
+from tests.helpers import Run, assert_close, assert_same_bits, difference, flat, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common, optimizers
 from tests.reference.common import Result
@@ -24,11 +24,13 @@ from tests.reference.noloco import noloco
 from tests.reference.palsgd import palsgd
 from tests.reference.sparta import sparta
 from vecgym import rollout
+from vecgym.collectives import StackedCollectives
 from vecgym.compress import Codec, TopK
 from vecgym.core import nodes
 from vecgym.core.tree import Tree
 from vecgym.guide import strategies
 from vecgym.optim import optimizers as steps
+from vecgym.simulation.simulation import Part
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
@@ -411,7 +413,7 @@ def test_a_corrected_delay_equals_its_twin(delay: int, model: str, engine: str) 
     shapes = {name: p.shape for name, p in common.parameters(make_model(model, dtype=F64)).items()}
 
     def mask(step: int, name: str, shape: torch.Size) -> Tensor:
-        index, _ = RandomSelector(0.3).select(shapes, {}, step, drawing(seed=42, step=step))
+        index, _ = RandomSelector(0.3).select(shapes, {}, step, Part.alone(StackedCollectives(1), step=step, seed=42))
         chosen = index.get(name, torch.empty(0, dtype=torch.long))
         return torch.zeros(shape.numel(), dtype=torch.bool).index_fill(0, chosen, True).view(shape)
 

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from tests.fuzz import (
     Case,
@@ -34,6 +35,7 @@ from vecgym.engine import loop, recorded
 from vecgym.optim import spec
 from vecgym.simulation import Simulation
 from vecgym.simulation.events import Traffic
+from vecgym.simulation.simulation import Part
 from vecgym.strategy import Exchange, HeLoCo, Outer, Rounds
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of settings without effect: many are drawn
@@ -223,13 +225,8 @@ def test_what_was_found_of_sweeps_stays_mended(name: str) -> None:
 
 
 def wrong_sign(patch: pytest.MonkeyPatch) -> None:
-    right = Outer.agree
-
-    def agree(self: Any, values: Any, at: Meeting) -> Any:
-        mirrored = tree.map(lambda outer, p: 2 * outer - p, at.shared["params"], values)
-        return right(self, mirrored, at)
-
-    patch.setattr(Outer, "agree", agree)
+    right = Outer.send
+    patch.setattr(Outer, "send", lambda *given: tree.map(torch.neg, right(*given)))
 
 
 def one_step_late(patch: pytest.MonkeyPatch) -> None:
@@ -237,7 +234,7 @@ def one_step_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_weight(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Meeting, "weights", lambda self, weighting: None)
+    patch.setattr(Part, "weights", lambda self, weighting: None)
 
 
 def wrong_bytes(patch: pytest.MonkeyPatch) -> None:
@@ -305,7 +302,7 @@ def received_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def named_nodes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Meeting, "weights", lambda self, weighting: tuple(range(1, self.comm.num_nodes + 1)))
+    patch.setattr(Part, "weights", lambda self, weighting: tuple(range(1, self.comm.num_nodes + 1)))
 
 
 def forgetful(patch: pytest.MonkeyPatch) -> None:

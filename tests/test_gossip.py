@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 
 from tests.helpers import (
-    Meeting,
     Run,
     advance,
     assert_close,
@@ -40,6 +39,7 @@ from vecgym.collectives.topology import Mixing
 from vecgym.core import rng
 from vecgym.core.errors import VecgymWarning
 from vecgym.core.tree import Tree
+from vecgym.simulation.simulation import Part
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -286,9 +286,9 @@ def exchanged(params: Tree, given: Any, num_exchanges: int, inplace: bool = True
     comm = StackedCollectives(len(next(iter(params.values()))))
     found = [params]
     for step in range(num_exchanges):
-        at = Meeting(comm, exchange=step, step=step, seed=seed, inplace=inplace)
+        part = Part.alone(comm, number=step, step=step, seed=seed, inplace=inplace)
         given_up = {name: x.clone() for name, x in found[-1].items()}
-        found.append(mix(given_up, at))
+        found.append(mix(given_up, part))
     return found
 
 
@@ -493,7 +493,7 @@ def test_a_pure_exchange_leaves_what_it_was_given() -> None:
     for K in (4, 64):
         x = torch.randn(K, 9, dtype=torch.float64)
         before = x.clone()
-        Mix("ring")({"w": x}, Meeting(StackedCollectives(K), inplace=False))
+        Mix("ring")({"w": x}, Part.alone(StackedCollectives(K), inplace=False))
         assert torch.equal(x, before)
 
 

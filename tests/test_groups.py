@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers import Context, Meeting
 from vecgym.availability import Facts, Presence, Trace
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.stacked import GroupCollectives
@@ -507,9 +506,3 @@ def test_numbers_are_merged() -> None:
     assert group.algorithm.momentum == 0.9
     assert group.algorithm.inner.spec.lr.tolist() == [0.1, 0.2]
     assert (cases[0].outer_lr, cases[1].outer_lr) == (0.5, 0.7)
-
-
-def test_copies_of_what_is_told_have_known_names_only() -> None:
-    for told in (Meeting(StackedCollectives(2)), Context(StackedCollectives(2))):
-        with pytest.raises(TypeError, match=r"has no argument 'stp'; did you mean 'step'\?"):
-            told.replace(stp=3)

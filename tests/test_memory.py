@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import vecgym
 import vecgym.runs.memory as fitting
 from tests.fitting import alone, dataset, fit, params, same_run
-from tests.helpers import CommunicationModule
 from tests.models import make_model
 from vecgym import MemoryEstimate, Trainer, estimate_memory
 from vecgym.collectives import StackedCollectives
@@ -23,7 +22,7 @@ from vecgym.models import GPT, Classifier
 from vecgym.runs import memory
 from vecgym.runs.memory import Live, MemoryPart, memory_limit, stepping
 from vecgym.simulation import Event
-from vecgym.simulation.simulation import Draft
+from vecgym.simulation.simulation import Draft, Part
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
@@ -35,7 +34,9 @@ from vecgym.strategy import (
     SPARTAStrategy,
 )
 from vecgym.strategy.catalogue import CATALOGUE
+from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.simulated import simulation_of
+from vecgym.strategy.stages import Average, Memory
 
 STRATEGIES: dict[str, Any] = {
     "allreduce": lambda: AllReduceStrategy("adamw", lr=0.01),
@@ -270,13 +271,15 @@ def test_of_a_model_that_does_not_fit_no_node_is_computed(monkeypatch: pytest.Mo
     assert "does not fit" in str(found)
 
 
-class LooksAtValues(CommunicationModule):
-    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
-        return {name: p[:, p[0] > 0].sum() * p for name, p in params.items()}, state
+class LooksAtValues(Average):
+    common = False
+
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        return {name: p[:, p[0] > 0].sum() * p for name, p in x.items()}
 
 
 def test_steps_that_depend_on_values_are_left_out_and_said() -> None:
-    strategy = CommunicateOptimizeStrategy([LooksAtValues()], "adamw", lr=0.01)
+    strategy = CommunicateOptimizeStrategy([Exchange(LooksAtValues())], "adamw", lr=0.01)
     estimate = estimate_memory(nn.Linear(4, 1, bias=False), strategy, 3)
     found = {name: part.total_bytes for name, part in estimate.parts.items()}
     assert (found["parameters"], found["exchange"]) == (3 * 16, 0)

@@ -1,4 +1,4 @@
-"""What modules do with the inner optimizer's moments, and what they are told of the nodes' own steps."""
+"""Exchanges of the inner optimizer's moments, and what averages are told of the nodes' own steps."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from tests.fitting import dataset, fit, params
-from tests.helpers import CommunicationModule, Context, assert_close, difference, run, stacked
+from tests.helpers import assert_close, difference, run, stacked
 from tests.models import make_batches, make_model
 from vecgym import sweep
-from vecgym.collectives import StackedCollectives
 from vecgym.compress import Quantise, TopK
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.runs.verification import verify
+from vecgym.simulation.simulation import Part
 from vecgym.strategy import (
     AllReduceStrategy,
     Average,
@@ -31,6 +31,7 @@ from vecgym.strategy import (
     Strategy,
     SyncWeight,
 )
+from vecgym.strategy.stages import Memory
 
 K, STEPS = 3, 6
 
@@ -39,7 +40,7 @@ def moments(how: Average | None = None, every: Any = 1, of: Any = "moments") -> 
     return Exchange(how or Mean(), every, of)
 
 
-def trained(*modules: Exchange | CommunicationModule, inner: Any = "adamw", steps: int = STEPS, **settings: Any) -> Any:
+def trained(*modules: Exchange, inner: Any = "adamw", steps: int = STEPS, **settings: Any) -> Any:
     batches = stacked(make_batches("MLP", steps, K, dtype=torch.float64))
     strategy = CommunicateOptimizeStrategy(list(modules), inner, lr=0.01)
     return run(make_model("MLP", dtype=torch.float64), strategy, batches, **settings)
@@ -84,21 +85,23 @@ def test_a_run_that_is_differentiated_gives_the_same() -> None:
     assert_close(trained(*modules).state, trained(*modules, differentiable=True).state, 1e-12)
 
 
-class Keeper(CommunicationModule):
+class Keeper(Average):
     """It keeps what it was given and what it has returned, and both must stay as they are."""
 
-    def init(self, params: Any, ctx: Any) -> Any:
-        return {}
-
-    def exchange_moments(self, moments: Any, state: Any, ctx: Context) -> Any:
-        new = {slot: ctx.comm.mean(values) for slot, values in moments.items()}
-        return new, {"given": moments["exp_avg"], "new": new["exp_avg"]}
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        memory.own["given"] = x
+        memory.shared["new"] = part.comm.mean(x)
+        return memory.shared["new"]
 
 
-def test_a_module_may_keep_what_it_was_given_and_what_it_returned() -> None:
-    donated, pure = trained(Keeper()).state.shared, trained(Keeper(), differentiable=True).state.shared
-    assert donated["0/state"]["given"].keys()
-    assert_close(donated["0/state"], pure["0/state"], 1e-12)
+def test_an_average_may_keep_what_it_was_given_and_what_it_returned() -> None:
+    exchange = moments(Keeper(), of="exp_avg")
+    donated, pure = trained(exchange).state, trained(exchange, differentiable=True).state
+    assert spread(donated.own["0.0.exp_avg/given"]) > 0
+    for held, expected in ((donated.own, pure.own), (donated.shared, pure.shared)):
+        for name in ("0.0.exp_avg/given", "0.0.exp_avg/new"):
+            assert (name in held) == (name in expected)
+            assert_close(held.get(name, {}), expected.get(name, {}), 1e-12)
 
 
 def test_all_that_is_together_alike_stays_stored_once() -> None:
@@ -197,76 +200,46 @@ def test_slots_must_be_named_where_an_average_keeps_something_for_each() -> None
         trained(moments(Compressed(Mean(), "int8")))
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (lambda moments: None, "returned None; expected a tuple of two"),
-        (lambda moments: ({}, {}), r"returned \[\] as moments; expected a dict of the slots"),
-        (lambda moments: ({**moments, "exp_avg": {}}, {}), "exp_avg that leaves out"),
-        (lambda moments: ({s: {n: x[0] for n, x in v.items()} for s, v in moments.items()}, {}), "in shape"),
-    ],
-)
-def test_what_a_module_returns_is_checked(returned: Any, message: str) -> None:
-    class Wrong(CommunicationModule):
-        def exchange_moments(self, moments: Any, state: Any, ctx: Any) -> Any:
-            return returned(moments)
-
-    with pytest.raises((TypeError, ValueError), match=message):
-        trained(Wrong())
-
-
 # ------------------------------------------------------------------------------- who trains, and how often
 
 
-class Watcher(CommunicationModule):
+class Watcher(Average):
     """It notes what it is told, and lets nodes that have trained more shrink more."""
 
+    common = False
+
     def __init__(self) -> None:
-        self._seen: list[tuple[Any, list[int]]] = []
+        self._seen: list[list[int]] = []
 
-    def exchange_parameters(self, params: Any, state: Any, ctx: Context) -> Any:
-        self._seen.append((ctx.active, ctx.node_steps.tolist()))
-        factor = 1 - 0.01 * ctx.node_steps.double()
-        return {n: p * factor.to(p.dtype).view(-1, *[1] * (p.dim() - 1)) for n, p in params.items()}, state
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        made = torch.tensor(part.made).expand(len(part.nodes))
+        self._seen.append(made.tolist())
+        factor = 1 - 0.01 * made.double()
+        return {n: p * factor.to(p.dtype).view(-1, *[1] * (p.dim() - 1)) for n, p in x.items()}
 
 
-def by_experience(watcher: CommunicationModule | None = None) -> Strategy:
+def by_experience(watcher: Average | None = None) -> Strategy:
     """Who takes part changes at every second step."""
-    modules = [AveragingCommunicator(H=2, participation=0.6), watcher or Watcher()]
-    return CommunicateOptimizeStrategy(modules, "adamw", lr=0.01)
+    exchanges = [AveragingCommunicator(H=2, participation=0.6), Exchange(watcher or Watcher())]
+    return CommunicateOptimizeStrategy(exchanges, "adamw", lr=0.01)
 
 
-def test_modules_are_told_who_trains_and_how_often_each_has() -> None:
+def test_averages_are_told_how_often_each_node_has_trained() -> None:
     watcher = Watcher()
     batches = stacked(make_batches("MLP", STEPS, 5, dtype=torch.float64))
     result = run(make_model("MLP", dtype=torch.float64), by_experience(watcher), batches)
     counts = torch.zeros(5, dtype=torch.long)
-    for (active, node_steps), expected in zip(watcher._seen, result.active):
-        assert active == expected
-        assert node_steps == counts.tolist()
-        counts[list(expected or [])] += 1
+    for made, active in zip(watcher._seen, result.active, strict=True):
+        assert made == counts.tolist()
+        counts[list(active or [])] += 1
     assert result.simulation.timetable.made(STEPS) == counts.tolist()
     assert len(set(counts.tolist())) > 1
 
 
 def test_everyone_has_done_as_many_steps_as_the_run_where_all_train() -> None:
     watcher = Watcher()
-    trained(watcher)
-    assert watcher._seen == [(None, [step] * K) for step in range(STEPS)]
-
-
-def test_of_those_who_train_the_context_of_local_gradients_has_a_row_each() -> None:
-    seen = []
-
-    class Local(CommunicationModule):
-        def local_gradients(self, grads: Any, params: Any, state: Any, ctx: Context) -> Any:
-            assert ctx.rows is not None
-            assert ctx.active == tuple(ctx.rows.tolist())
-            seen.append(len(ctx.node_steps))
-            return grads
-
-    trained(AveragingCommunicator(participation=0.6), Local())
-    assert seen == [2] * STEPS
+    trained(Exchange(watcher))
+    assert watcher._seen == [[step] * K for step in range(STEPS)]
 
 
 def test_steps_of_nodes_are_counted_the_same_on_processes() -> None:
@@ -290,10 +263,3 @@ def test_steps_of_nodes_are_counted_the_same_in_sweeps() -> None:
         grid: dict[str, Any] = {"strategy": [by_experience(), *others]}
         rows = sweep(make_model("MLP"), dataset("MLP"), grid=grid, num_nodes=lone.nodes.num_nodes, **settings).rows
         assert rows[0]["train_loss"] == pytest.approx(lone.history.last("train_loss"), rel=1e-5)
-
-
-def test_a_context_is_built_by_keywords() -> None:
-    comm = StackedCollectives(K)
-    assert Context(comm, step=2).node_steps.tolist() == [2] * K
-    with pytest.raises(TypeError):
-        Context(comm, 2)  # type: ignore[call-arg]

@@ -15,18 +15,20 @@ from vecgym import OptimSpec, Trainer
 from vecgym.availability import Trace
 from vecgym.collectives.topology import sample_nodes
 from vecgym.core import rng, tree
+from vecgym.core.objects import altered
+from vecgym.simulation.simulation import Part
 from vecgym.strategy import (
     Average,
     Eager,
     Exchange,
     Mean,
-    Meeting,
     MostMoved,
     Outer,
     ServerMean,
     Strategy,
     SyncWeight,
 )
+from vecgym.strategy.stages import Memory
 
 K, STEPS, LR = 3, 8, 0.5
 DATA = [[1.0] * 16, [2.0] * 16, [4.0] * 16]
@@ -346,7 +348,7 @@ def test_an_outer_step_of_each_node_is_none_of_a_server() -> None:
     optim = OptimSpec("sgd", lr=1.0, momentum=0.9)
     of_each = [Eager(ServerMean(), optim), Outer(ServerMean(), OptimSpec("sgd", lr=torch.tensor([1.0, 0.5, 1.0])))]
     for how in of_each:
-        found = [ends(trained([Exchange(x, participation=0.5)], 6, seed=1)) for x in (how, how.around(Mean()))]
+        found = [ends(trained([Exchange(x, participation=0.5)], 6, seed=1)) for x in (how, altered(how, inner=Mean()))]
         assert found[0] == found[1]
         with pytest.raises(ValueError, match="needs a server that sends the same to all"):
             Exchange(how, participation=0.5, resting="take")
@@ -356,12 +358,12 @@ def test_an_outer_step_of_each_node_is_none_of_a_server() -> None:
 class Slow(Average):
     """A running mean, which is returned as it is remembered."""
 
-    def init(self, values: tree.Tree, run: Any) -> Any:
-        return {}, {"mean": values}
+    def init(self, values: tree.Tree, run: Any, memory: Memory) -> None:
+        memory.shared["mean"] = values
 
-    def agree(self, values: tree.Tree, at: Meeting) -> Any:
-        at.shared["mean"] = tree.map(lambda a, b: 0.5 * a + 0.5 * b, at.shared["mean"], at.comm.mean(values))
-        return at.shared["mean"]
+    def agree(self, x: tree.Tree, part: Part, memory: Memory) -> Any:
+        memory.shared["mean"] = tree.map(lambda a, b: 0.5 * a + 0.5 * b, memory.shared["mean"], part.comm.mean(x))
+        return memory.shared["mean"]
 
 
 class Last(Average):
@@ -369,12 +371,12 @@ class Last(Average):
 
     common = False
 
-    def init(self, values: tree.Tree, run: Any) -> Any:
-        return {"last": values}, {}
+    def init(self, values: tree.Tree, run: Any, memory: Memory) -> None:
+        memory.own["last"] = values
 
-    def agree(self, values: tree.Tree, at: Meeting) -> Any:
-        at.own["last"] = values
-        return values
+    def agree(self, x: tree.Tree, part: Part, memory: Memory) -> Any:
+        memory.own["last"] = x
+        return x
 
 
 @pytest.mark.parametrize("rejoin", [None, "shared", "own"])

@@ -24,13 +24,11 @@ from tests import helpers
 from tests.cards import CARDS, Card, Sent
 from tests.helpers import (
     NEEDS_LOOP,
-    Meeting,
     Run,
     advance,
     assert_close,
     assert_same_bits,
     difference,
-    drawing,
     flat,
     reordered,
     rows,
@@ -48,6 +46,7 @@ from vecgym.compress import PowerSGD, Quantise, RandomK, TopK
 from vecgym.core import tree
 from vecgym.optim import OptimSpec
 from vecgym.simulation import Simulation
+from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts, Who
 from vecgym.strategy import (
     EF21,
@@ -162,7 +161,8 @@ def ring(*sizes: int) -> float:
 def chosen(params: dict[str, Tensor], steps: Sequence[int], p: float = 0.3) -> float:
     """Bytes of SPARTA's random coordinates, averaged in a ring, at these exchanges of a run with seed 42."""
     shapes = {name: x.shape for name, x in params.items()}
-    index = [RandomSelector(p).select(shapes, {}, t, drawing(42, t))[0] for t in steps]
+    told = [Part.alone(StackedCollectives(1), step=t, seed=42) for t in steps]
+    index = [RandomSelector(p).select(shapes, {}, part.due.step, part)[0] for part in told]
     return ring(K) * sum(len(i) * params[name].element_size() for drawn in index for name, i in drawn.items())
 
 
@@ -612,8 +612,8 @@ def test_draws_favour_no_node(name: str) -> None:
             members = list(range(K) if event.rows is None else event.rows)
             present[members] += 1
             some = comm if event.rows is None else comm.among(members)
-            at = Meeting(some, exchange=event.info.number, step=event.info.step)
-            strategy.exchanges[0].how({"x": torch.zeros(len(members))}, at)
+            part = Part.alone(some, number=event.info.number, step=event.info.step)
+            strategy.exchanges[0].how({"x": torch.zeros(len(members))}, part)
             for island in some.groups or (range(len(members)),):
                 nodes = torch.tensor([members[i] for i in island])
                 together[nodes[:, None], nodes] += 1

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import vecgym
 import vecgym.strategy
-from tests.helpers import CommunicationModule, assert_close, stacked
+from tests.helpers import assert_close, stacked
 from tests.models import make_batches, make_model
 from vecgym import Trainer
 from vecgym.collectives import StackedCollectives
@@ -31,6 +31,7 @@ from vecgym.optim import OptimSpec
 from vecgym.records.optimized import OptimizedSchedule
 from vecgym.runs.optimize import optimize_schedule, project_to_budget
 from vecgym.runs.rollout import Outcome, rollout, rollout_jvp
+from vecgym.simulation.simulation import Part
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
@@ -55,6 +56,7 @@ from vecgym.strategy.diloco import DESLOCStrategy, LocalAdamStrategy, MuLoCoStra
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy.sparta import PartitionedSelector, SPARTADiLoCoStrategy, SPARTAStrategy
+from vecgym.strategy.stages import Average, Memory
 
 K, T, B = 3, 6, 4
 F64 = torch.float64
@@ -153,7 +155,7 @@ def nesterov(**numbers: Any) -> OptimSpec:
     return OptimSpec(SGD, **{"lr": 0.7, "momentum": 0.9, "nesterov": True} | numbers)
 
 
-def modules(*made: Exchange | CommunicationModule, lr: Any = 0.1, momentum: Any = 0.9) -> Strategy:
+def modules(*made: Exchange, lr: Any = 0.1, momentum: Any = 0.9) -> Strategy:
     return CommunicateOptimizeStrategy(list(made), OptimSpec(SGD, lr=lr, momentum=momentum))
 
 
@@ -952,13 +954,12 @@ def test_the_distance_of_equal_nodes_has_derivative_0_and_not_nan() -> None:
 def test_codes_pass_derivatives_straight_through() -> None:
     """The derivative of a compressed average is that of the plain one, at the values that the code gave."""
 
-    class Rounded(CommunicationModule):
+    class Rounded(Average):
         """What `Compressed(Mean(), "int8")` sends without error feedback, as plain operations with .detach()."""
 
-        def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
-            coded = ctx.comm.mean(tree.map(self.code, grads))
-            plain = ctx.comm.mean(grads)
-            return tree.map(lambda c, p: p + (c - p).detach(), coded, plain), state
+        def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+            coded, plain = part.comm.mean(tree.map(self.code, x)), part.comm.mean(x)
+            return tree.map(lambda c, p: p + (c - p).detach(), coded, plain)
 
         def code(self, x: Tensor) -> Tensor:
             scale = (x.flatten(1).abs().amax(1) / 127).float().double().view(-1, *[1] * (x.dim() - 1))
@@ -966,7 +967,7 @@ def test_codes_pass_derivatives_straight_through() -> None:
 
     lr = torch.tensor(0.3, dtype=F64, requires_grad=True)
     found = outcome_of(modules(Exchange(Compressed(Mean(), "int8", error_feedback=False), of="gradients"), lr=lr))
-    expected = outcome_of(modules(Rounded(), lr=lr))
+    expected = outcome_of(modules(Exchange(Rounded(), of="gradients"), lr=lr))
     assert_close(found.loss, expected.loss, 1e-12)
     assert_close(torch.autograd.grad(found.loss, lr)[0], torch.autograd.grad(expected.loss, lr)[0], 1e-10)
 

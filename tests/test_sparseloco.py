@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
-from tests.helpers import assert_close, difference, meeting, run, stacked
+from tests.helpers import assert_close, begun, difference, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.reference.sparseloco import payload, sparseloco
 from vecgym.collectives import StackedCollectives
+from vecgym.simulation.simulation import Part
 from vecgym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SparseLoCoStrategy
 
 DOUBLE = torch.float64
@@ -86,7 +87,7 @@ def test_what_is_handed_over_is_what_the_ledger_says() -> None:
     moved = {
         name: torch.randn(3, *x.shape[1:], generator=torch.Generator().manual_seed(0)) for name, x in params.items()
     }
-    outer(moved, meeting(outer, params, comm))
+    outer(moved, Part.alone(comm), begun(outer, params, 3))
     parameters = 128 * 128 + 4096
     assert handed == [parameters // 4096 * 64 * (2 + 12) // 8 + 2 * 16]
     assert comm.ledger.total_payload_bytes == handed[0]

@@ -22,16 +22,13 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import TensorDataset
 
 from tests.helpers import (
-    CommunicationModule,
-    Context,
     Recording,
     Run,
     advance,
     assert_close,
     assert_same_bits,
+    begun,
     difference,
-    drawing,
-    meeting,
     reordered,
     rows,
     run,
@@ -49,6 +46,7 @@ from vecgym import Trainer
 from vecgym.availability import Trace
 from vecgym.collectives import StackedCollectives
 from vecgym.core.errors import VecgymWarning
+from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.simulation.when import as_when
 from vecgym.strategy import (
@@ -77,6 +75,7 @@ from vecgym.strategy.sparta import (
     bernoulli_indices,
 )
 from vecgym.strategy.sparta import ShuffledSequentialSelector as SequentialSelector
+from vecgym.strategy.stages import Memory
 
 TOLERANCE = 1e-10
 STEPS = 50
@@ -95,6 +94,10 @@ DILOCO_CASES = {  # sparta_interval, H, delay
     "interval-3-delay-2": (3, 4, 2),
     "delay-across-outer-steps": (1, 3, 4),
 }
+
+
+def drawing(seed: int = 0, step: int = 0) -> Part:
+    return Part.alone(StackedCollectives(1), seed=seed, step=step)
 
 
 def draws(selector: Selector, steps: int, shapes: dict[str, torch.Size] = SHAPES, seed: int = 0) -> list[dict]:
@@ -345,11 +348,12 @@ def test_an_outer_step_every_step_leaves_nothing_to_sparta() -> None:
 def exchange(made: Exchange, params: dict[str, Tensor], num_nodes: int, inplace: bool, steps: int = 1) -> Any:
     """The parameters after some exchanges without training, and the ledger."""
     comm = StackedCollectives(num_nodes)
-    begun = meeting(made.how, params, comm, inplace=inplace, seed=0)
+    memory = begun(made.how, params, num_nodes, inplace)
     (when,) = made.times(list(params))
     for step in filter(as_when(when, "every").due, range(steps)):
         comm.ledger.begin_step(step)
-        params = made.how(params, begun.replace(step=step, exchange=as_when(when, "every").count(step)))
+        part = Part.alone(comm, number=as_when(when, "every").count(step), step=step, inplace=inplace)
+        params = made.how(params, part, memory)
     return params, comm.ledger
 
 
@@ -725,15 +729,15 @@ def test_quantised_sparta_averages_what_can_be_read(bits: int, levels: int) -> N
     recorded = Recorded(PartitionedSelector(0.5))
     sparse = SparseCommunicator(recorded, quantization_bits=bits).how
     params = {"w": torch.randn(3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}
-    given, at = {"w": params["w"].clone()}, meeting(sparse, params, 3)
-    after = sparse(params, at)
+    given, part = {"w": params["w"].clone()}, Part.alone(StackedCollectives(3))
+    after = sparse(params, part, begun(sparse, params, 3))
     (drawn,) = recorded.drawn.values()
     values = given["w"].flatten(1)[:, drawn["w"]]
     scale = values.abs().amax(1, keepdim=True).float() / levels
     expected = given["w"].flatten(1).clone()
     expected[:, drawn["w"]] = ((values / scale).round() * scale).mean(0).to(torch.float64)
     torch.testing.assert_close(after["w"].flatten(1), expected, rtol=1e-6, atol=1e-7)
-    assert at.comm.ledger.total_payload_bytes == math.ceil(len(drawn["w"]) * bits / 8) + 4
+    assert part.comm.ledger.total_payload_bytes == math.ceil(len(drawn["w"]) * bits / 8) + 4
 
 
 # ------------------------------------------------------------------------------------------ bad input
@@ -877,18 +881,6 @@ def test_every_n_of_every_h_is_every_n_h(model: str) -> None:
         assert list(ours.comm.ledger) == list(theirs.comm.ledger)
 
 
-def test_what_a_module_adds_to_each_gradient_it_also_adds_in_units() -> None:
-    class Decay(CommunicationModule):
-        def local_gradients(self, grads: Any, params: Any, state: Any, ctx: Context) -> Any:
-            return {name: g + 0.5 * params[name] for name, g in grads.items()}
-
-    batches = stacked(data("MLP", 3, 12))
-    theirs, ours = (composed([AveragingCommunicator(H=4), m], batches) for m in (Decay(), every(2, Decay())))
-    without = composed([AveragingCommunicator(H=4)], batches)
-    assert difference(theirs.params, without.params) > 1e-6
-    assert_same_bits(ours.params, theirs.params)
-
-
 def test_every_n_exchanges_is_the_interval_of_sparta() -> None:
     batches = stacked(data("MLP", 3, 25))
     for selector in ("random", "sequential", "partitioned"):
@@ -901,16 +893,16 @@ def test_every_n_exchanges_is_the_interval_of_sparta() -> None:
 def test_inside_every_time_counts_in_exchanges() -> None:
     seen: list[tuple[int, int]] = []
 
-    class Watch(CommunicationModule):
-        def exchange_parameters(self, params: Any, state: Any, ctx: Context) -> Any:
-            seen.append((ctx.step, ctx.max_steps))
-            return params, state
+    class Watch(Mean):
+        def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+            seen.append((part.due.number, part.due.step))
+            return super().agree(x, part, memory)
 
-    composed([every(3, Watch())], stacked(data("MLP", 2, 11)))
-    assert seen == [(0, 3), (1, 3), (2, 3)]
+    composed([every(3, Exchange(Watch()))], stacked(data("MLP", 2, 11)))
+    assert seen == [(0, 0), (1, 1), (2, 2)]
     seen.clear()
-    composed([every(2, every(2, Watch()))], stacked(data("MLP", 2, 11)))
-    assert seen == [(0, 2), (1, 2)]
+    composed([every(2, every(2, Exchange(Watch(), every=2)))], stacked(data("MLP", 2, 19)))
+    assert seen == [(0, 1), (1, 3)]
 
 
 def test_every_n_rounds_keep_their_participants_and_islands() -> None:

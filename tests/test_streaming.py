@@ -18,14 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from tests.helpers import Run, assert_close, assert_same_bits, difference, flat, meeting, run, stacked
+from tests.helpers import Run, assert_close, assert_same_bits, begun, difference, flat, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference.streaming import by_module, e3m0, streaming
 from vecgym import Trainer, dry_run
 from vecgym.clock import Compute, Network, price
+from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import Ledger
 from vecgym.compress import E3M0, ChunkedTopK, Quantise, TopK
 from vecgym.optim import OptimSpec
+from vecgym.simulation.simulation import Part
 from vecgym.simulation.stack import groups_of
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
@@ -117,11 +119,11 @@ def test_the_mean_of_eager_steps_is_a_mixture_of_two_rounds() -> None:
     eager = Eager(Mean(), OptimSpec(SGD, lr=1.0))
     generator = torch.Generator().manual_seed(0)
     outer = {"w": torch.zeros(K, 5, dtype=F64)}
-    at, before = meeting(eager, outer, K), torch.zeros(5, dtype=F64)
+    memory, before = begun(eager, outer, K), torch.zeros(5, dtype=F64)
     for step in range(4):
         params = {"w": torch.randn(K, 5, dtype=F64, generator=generator)}
         now = (outer["w"] - params["w"]).mean(0)
-        new = eager(params, at.replace(step=step, exchange=step))
+        new = eager(params, Part.alone(StackedCollectives(K), number=step, step=step), memory)
         moved = (outer["w"] - new["w"]).mean(0)
         torch.testing.assert_close(moved, now / K + (1 - 1 / K) * before, rtol=1e-12, atol=1e-12)
         outer, before = new, now

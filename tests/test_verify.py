@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 
 import vecgym
 from tests.accounting import accounted
-from tests.helpers import CommunicationModule
 from tests.models import make_data, make_model
 from vecgym import cli
 from vecgym.collectives import StackedCollectives
@@ -33,7 +32,10 @@ from vecgym.runs.verification import (
     gaps,
     verify,
 )
+from vecgym.simulation.simulation import Part
 from vecgym.strategy import CommunicateOptimizeStrategy, FedAvgStrategy
+from vecgym.strategy.exchange import Exchange
+from vecgym.strategy.stages import Average, Memory
 
 K = 4
 
@@ -42,12 +44,18 @@ def data(name: str = "MLP", dtype: torch.dtype = torch.float32) -> TensorDataset
     return TensorDataset(*make_data(name, 64, dtype=dtype))
 
 
-def of(*modules: CommunicationModule) -> CommunicateOptimizeStrategy:
-    return CommunicateOptimizeStrategy(modules, "sgd", lr=0.1)
+def of(how: Average, values: str = "parameters") -> CommunicateOptimizeStrategy:
+    return CommunicateOptimizeStrategy([Exchange(how, of=values)], "sgd", lr=0.1)
 
 
 def checked(strategy: Any, **settings: Any) -> Report:
     return verify(strategy, make_model("MLP"), data(), **{"num_nodes": K, "num_processes": 2, "steps": 3, **settings})
+
+
+class Own(Average):
+    """A user's average, whose result is each node's own."""
+
+    common = False
 
 
 # --------------------------------------------------------------------------------------------------------------- right
@@ -57,8 +65,8 @@ def checked(strategy: Any, **settings: Any) -> Report:
 def test_a_right_strategy_passes(dtype: torch.dtype) -> None:
     report = checked(FedAvgStrategy("adamw", H=2, lr=1e-2), dtype=dtype)
     assert report.passed
-    exact, native = report.checks
-    assert (exact.bound, native.bound) == (0.0, BOUNDS[dtype])
+    exact, native, stack = report.checks
+    assert (exact.bound, native.bound, stack.bound) == (0.0, BOUNDS[dtype], BOUNDS[dtype])
     assert [row.step for row in exact.rows] == [0, 1, 2]
     assert all(row == (row.step, 0, 0, 0, 0, 0, 0) for row in exact.rows)
     assert "pass" in str(report)
@@ -74,11 +82,11 @@ def test_hooks_that_the_processes_would_not_have_are_refused(kind: str) -> None:
 
 
 def test_a_users_own_strategy_and_model() -> None:
-    class Half(CommunicationModule):
+    class Half(Own):
         """Moves every node half of the way to the mean."""
 
-        def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
-            return tree.map(lambda p, mean: (p + mean) / 2, params, ctx.comm.mean(params)), state
+        def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+            return tree.map(lambda p, mean: (p + mean) / 2, x, part.comm.mean(x))
 
     class Line(nn.Module):
         def __init__(self) -> None:
@@ -95,105 +103,101 @@ def test_a_users_own_strategy_and_model() -> None:
 # --------------------------------------------------------------------------------------------------------------- wrong
 
 
-class SumWhenAlone(CommunicationModule):
+class SumWhenAlone(Own):
     """Sums where it should average when all nodes are in one process."""
 
-    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
-        alone = len(ctx.comm.node_ids) == ctx.comm.num_nodes
-        return (ctx.comm.sum(params) if alone else ctx.comm.mean(params)), state
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        alone = len(part.comm.node_ids) == part.comm.num_nodes
+        return part.comm.sum(x) if alone else part.comm.mean(x)
 
 
-class MeanOfMine(CommunicationModule):
+class MeanOfMine(Own):
     """Averages the rows that it sees, without a collective: right only where all nodes are in one process."""
 
-    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
-        return tree.map(lambda p: p.mean(0, keepdim=True), params), state
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        return tree.map(lambda p: p.mean(0, keepdim=True), x)
 
 
-class FirstRow(CommunicationModule):
+class FirstRow(Own):
     """Keeps the first node of each process in its state, as if that were node 0."""
 
-    def init(self, params: Any, ctx: Any) -> Any:
-        return {"first": params}
-
-    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
-        return params, {"first": tree.map(lambda p: p[:1].clone(), params)}
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        memory.shared["first"] = tree.map(lambda p: p[:1].clone(), x)
+        return x
 
 
-class ByPlace(CommunicationModule):
+class ByPlace(Own):
     """Tells nodes apart by their row, not by their number."""
 
-    def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
-        rows = torch.arange(1, len(ctx.comm.node_ids) + 1)
-        return tree.map(lambda g: g * rows.view(-1, *[1] * (g.dim() - 1)), grads), state
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        rows = torch.arange(1, len(part.comm.node_ids) + 1)
+        return tree.map(lambda g: g * rows.view(-1, *[1] * (g.dim() - 1)), x)
 
 
-class MoreBytes(CommunicationModule):
+class MoreBytes(Own):
     """Exchanges what the number of processes makes up: the numbers are right, the bytes are not."""
 
-    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
-        if len(ctx.comm.node_ids) < ctx.comm.num_nodes:
-            ctx.comm.mean({"idle": torch.ones(len(ctx.comm.node_ids), 1)})
-        return params, state
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        if len(part.comm.node_ids) < part.comm.num_nodes:
+            part.comm.mean({"idle": torch.ones(len(part.comm.node_ids), 1)})
+        return x
 
 
-class Noise(CommunicationModule):
+class Noise(Own):
     """Draws from torch's global generator."""
 
-    def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
-        return tree.map(lambda g: g + torch.randn(g.shape), grads), state
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        return tree.map(lambda g: g + torch.randn(g.shape), x)
 
 
-class Counts(CommunicationModule):
+class Counts(Own):
     """Keeps what evolves on itself."""
 
     calls = 1
 
-    def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
         self.calls = self.calls + 1
-        return tree.map(lambda g: g / self.calls, grads), state
+        return tree.map(lambda g: g / self.calls, x)
 
 
-class AllAtOnce(CommunicationModule):
+class AllAtOnce(Own):
     """One matrix product over all nodes, which rounds in another way than one over some."""
 
-    def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
-        tiny = torch.tensor([1.0 + 4e-16 * len(ctx.comm.node_ids)], dtype=torch.float64)
-        return tree.map(lambda g: g * tiny, grads), state
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        tiny = torch.tensor([1.0 + 4e-16 * len(part.comm.node_ids)], dtype=torch.float64)
+        return tree.map(lambda g: g * tiny, x)
 
 
-class AsManyAsHere(CommunicationModule):
+class AsManyAsHere(Own):
     """Keeps a number for each node that is in its process."""
 
-    def init(self, params: Any, ctx: Any) -> Any:
-        return {"seen": torch.zeros(1, 1)}
-
-    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
-        return params, {"seen": torch.zeros(1, len(ctx.comm.node_ids))}
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        memory.shared["seen"] = torch.zeros(1, len(part.comm.node_ids))
+        return x
 
 
 GENERAL = ("comm", "random", "self")
 
 
 @pytest.mark.parametrize(
-    ("module", "column", "rules", "kind", "node"),
+    ("how", "column", "rules", "kind", "node"),
     [
         (SumWhenAlone, "params", GENERAL, "params first.weight", 0),
         (MeanOfMine, "params", GENERAL, "params first.weight", 0),
-        (FirstRow, "strategy", GENERAL, "strategy 0/state.first.first.weight", 2),
+        (FirstRow, "strategy", GENERAL, "strategy 0.0/first.first.weight", 2),
         (ByPlace, "params", GENERAL, "params first.weight", 2),
         (MoreBytes, "ledger_bytes", ("comm",), "ledger nothing with all in one process, mean of 4 bytes with", 0),
         (Noise, "params", GENERAL, "params first.weight", 0),
         (Counts, "params", GENERAL, "params first.weight", 0),
-        (AsManyAsHere, "strategy", ("own", "comm"), "strategy 0/state.seen", 0),
+        (AsManyAsHere, "strategy", ("own", "comm"), "strategy 0.0/seen", 0),
     ],
 )
 def test_a_wrong_strategy_is_found_and_its_rules_named(
-    module: type[CommunicationModule], column: str, rules: tuple[str, ...], kind: str, node: int
+    how: type[Average], column: str, rules: tuple[str, ...], kind: str, node: int
 ) -> None:
-    report = checked(of(module()))
+    report = checked(of(how(), "gradients" if how in (ByPlace, Noise, Counts) else "parameters"))
     assert not report.passed
-    for check in report.checks:
+    for check in report.checks[:2]:
         assert check.first_failure is not None
         assert check.finding is not None
         assert check.first_failure.step == check.finding.step == 0
@@ -206,7 +210,7 @@ def test_a_wrong_strategy_is_found_and_its_rules_named(
 
 def test_a_difference_of_the_last_bits_is_one_of_exactness() -> None:
     """An operation on all nodes at once rounds in another way; in native mode it is within the bound."""
-    exact, native = checked(of(AllAtOnce())).checks
+    exact, native, _ = checked(of(AllAtOnce(), "gradients")).checks
     assert exact.finding is not None
     assert exact.finding.gap < 1e-14
     assert exact.finding.rule == RULES["exact"]
@@ -216,17 +220,17 @@ def test_a_difference_of_the_last_bits_is_one_of_exactness() -> None:
 HUGE = torch.tensor([[1e16], [1.0], [-1e16], [1.0]], dtype=torch.float64)  # the sum, in this order 1, of pairs 0
 
 
-class Ranks(CommunicationModule):
+class Ranks(Own):
     """Compares a sum with a number."""
 
-    def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
-        factor = 1 + (ctx.comm.sum(HUGE[ctx.comm.node_ids]) > 0.5).double()
-        return tree.map(lambda g: g * factor.view(-1, *[1] * (g.dim() - 1)), grads), state
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        factor = 1 + (part.comm.sum(HUGE[part.comm.node_ids]) > 0.5).double()
+        return tree.map(lambda g: g * factor.view(-1, *[1] * (g.dim() - 1)), x)
 
 
 def test_a_sum_in_another_order_is_no_broken_rule() -> None:
     """The exact check passes: a value that is compared falls to the other side."""
-    exact, native = checked(of(Ranks())).checks
+    exact, native, _ = checked(of(Ranks(), "gradients")).checks
     assert exact.passed
     assert native.finding is not None
     assert native.finding.rule == ORDER_OF_SUMS
@@ -258,18 +262,20 @@ def test_other_names_shapes_and_rows_are_a_difference_without_a_size(here: Any) 
     assert max(gap.largest for gap in found) == math.inf
 
 
-class Plain(CommunicationModule):
+class Plain(Own):
     """Keeps what a checkpoint can hold besides tensors; `wrong`: not the same in each process."""
 
     def __init__(self, *, wrong: bool) -> None:
         self.wrong = wrong
 
-    def init(self, params: Any, ctx: Any) -> Any:
-        return {"count": 0, "list": [torch.zeros(1, 2)], "none": None}
+    def init(self, values: Any, run: Any, memory: Memory) -> None:
+        memory.shared["kept"] = {"count": 0, "list": [torch.zeros(1, 2)], "none": None}
 
-    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
-        count = state["count"] + (len(ctx.comm.node_ids) if self.wrong else 1)
-        return ctx.comm.mean(params), {"count": count, "list": [*state["list"], torch.ones(1, 2)], "none": "text"}
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        kept = memory.shared["kept"]
+        count = kept["count"] + (len(part.comm.node_ids) if self.wrong else 1)
+        memory.shared["kept"] = {"count": count, "list": [*kept["list"], torch.ones(1, 2)], "none": "text"}
+        return part.comm.mean(x)
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -277,33 +283,33 @@ def test_plain_values_in_a_state_are_compared_too(wrong: bool) -> None:
     report = checked(of(Plain(wrong=wrong)), steps=2)
     assert report.passed is not wrong
     if wrong:
-        assert "step 0, strategy 0/state.count of node 0: differs by 0.5" in str(report)
+        assert "step 0, strategy 0.0/kept.count of node 0: differs by 0.5" in str(report)
 
 
 def test_a_value_of_all_nodes_where_only_some_are() -> None:
     """An error that only the parts of a process see."""
 
-    class Unequal(CommunicationModule):
-        def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
+    class Unequal(Own):
+        def agree(self, x: Any, part: Part, memory: Memory) -> Any:
             rates = torch.arange(1.0, K + 1)
-            return tree.map(lambda g: g * rates.view(-1, *[1] * (g.dim() - 1)), grads), state
+            return tree.map(lambda g: g * rates.view(-1, *[1] * (g.dim() - 1)), x)
 
     with pytest.raises(
-        ProcessError, match=r"step 0: .* all 4 nodes .* fails with the 2 .*`part\.each` or `at\.scaled`"
+        ProcessError, match=r"step 0: .* all 4 nodes .* fails with the 2 .*`part\.each` or `part\.scaled`"
     ):
-        checked(of(Unequal()))
+        checked(of(Unequal(), "gradients"))
 
 
-class SomeOnly(CommunicationModule):
+class SomeOnly(Own):
     """A collective that only the process of node 0 calls, at step 1."""
 
     def __init__(self, *, instead: bool) -> None:
         self.instead = instead
 
-    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
-        if ctx.step == 1 and 0 in ctx.comm.node_ids.tolist():
-            return ctx.comm.mean(params), state
-        return (ctx.comm.broadcast(params, 1) if self.instead else params), state
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        if part.due.step == 1 and 0 in part.comm.node_ids.tolist():
+            return part.comm.mean(x)
+        return part.comm.broadcast(x, 1) if self.instead else x
 
 
 @pytest.mark.parametrize("instead", [True, False])
@@ -324,26 +330,28 @@ def test_rules_are_those_of_the_guide() -> None:
     assert [rule for rule in RULES.values() if rule not in contract] == []
 
 
-class Residual(CommunicationModule):
+class Residual(Own):
     """8 bits of each node's change, with the rounding error carried over: differences of nearly equal numbers."""
 
-    def init(self, params: Any, ctx: Any) -> Any:
-        return {"shared": params, "error": tree.map(torch.zeros_like, params)}
+    def init(self, values: Any, run: Any, memory: Memory) -> None:
+        memory.shared["agreed"], memory.own["error"] = values, tree.map(torch.zeros_like, values)
 
-    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
-        change = tree.map(lambda p, s, e: p - s + e, params, state["shared"], state["error"])
-        sent = tree.map(lambda x: (x * 1e4).round() / 1e4, change)
-        shared = tree.map(torch.add, state["shared"], ctx.comm.mean(sent))
-        return shared, {"shared": shared, "error": tree.map(torch.sub, change, sent)}
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        change = tree.map(lambda p, s, e: p - s + e, x, memory.shared["agreed"], memory.own["error"])
+        sent = tree.map(lambda y: (y * 1e4).round() / 1e4, change)
+        memory.shared["agreed"] = tree.map(torch.add, memory.shared["agreed"], part.comm.mean(sent))
+        memory.own["error"] = tree.map(torch.sub, change, sent)
+        return dict(memory.shared["agreed"])
 
 
 class WrongResidual(Residual):
     """Forgets the error of one node: nothing is wrong with the parameters of this step."""
 
-    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
-        params, state = super().exchange_parameters(params, state, ctx)
-        keep = (ctx.comm.node_ids != 3).to(torch.float64) if len(ctx.comm.node_ids) < K else torch.ones(K)
-        return params, {**state, "error": tree.map(lambda e: e * keep.view(-1, *[1] * (e.dim() - 1)), state["error"])}
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        agreed = super().agree(x, part, memory)
+        keep = (part.comm.node_ids != 3).to(torch.float64) if len(part.comm.node_ids) < K else torch.ones(K)
+        memory.own["error"] = tree.map(lambda e: e * keep.view(-1, *[1] * (e.dim() - 1)), memory.own["error"])
+        return agreed
 
 
 def test_a_residual_has_the_rounding_of_what_it_is_a_difference_of() -> None:
@@ -352,9 +360,9 @@ def test_a_residual_has_the_rounding_of_what_it_is_a_difference_of() -> None:
     assert report.passed
     assert 0 < report.checks[1].worst("strategy") < 1e-14
     wrong = checked(of(WrongResidual()), steps=2)
-    for check in wrong.checks:
+    for check in wrong.checks[:2]:
         assert check.finding is not None
-        assert (check.finding.step, check.finding.tensor, check.finding.node) == (0, "0/state.error.first.weight", 3)
+        assert (check.finding.step, check.finding.tensor, check.finding.node) == (0, "0.0/error.first.weight", 3)
 
 
 def with_a_wire(link: multiprocess.Link, times: int) -> list[bool]:

@@ -18,6 +18,7 @@ from vecgym.availability import Dropout, Trace
 from vecgym.clock import Compute
 from vecgym.data import Batches
 from vecgym.optim import Optimizer
+from vecgym.simulation.simulation import Part
 from vecgym.strategy import (
     ADPSGDStrategy,
     AllReduceStrategy,
@@ -27,10 +28,10 @@ from vecgym.strategy import (
     Exchange,
     FedAvgStrategy,
     Mean,
-    Meeting,
     OuterOptimizer,
     Strategy,
 )
+from vecgym.strategy.stages import Memory
 
 K, T, B = 3, 12, 4
 pytestmark = pytest.mark.filterwarnings("ignore:vmap cannot run this model")
@@ -266,8 +267,8 @@ def test_processes_whose_node_is_absent_agree(model: Any) -> None:
 class Ones(Average):
     """As codes do with what they left out before, it gives values where no node has a gradient."""
 
-    def agree(self, values: Any, at: Meeting) -> Any:
-        return {name: torch.ones_like(p) for name, p in at.comm.mean(values).items()}
+    def agree(self, x: Any, part: Part, memory: Memory) -> Any:
+        return {name: torch.ones_like(p) for name, p in part.comm.mean(x).items()}
 
 
 @pytest.mark.parametrize("max_norm", [1.0, torch.tensor([1.0, 2.0, 3.0])])

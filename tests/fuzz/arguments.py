@@ -34,7 +34,6 @@ from tests.fuzz import calls
 from tests.fuzz.calls import Target, targets
 from tests.fuzz.common import Case, Failure, Hangs, Outcome, Refusal, time_limit
 from tests.fuzz.place import a_new_folder, as_it_was
-from tests.helpers import CommunicationModule
 from vecgym.compress import Codec, PowerSGD
 from vecgym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, Strategy
 
@@ -79,7 +78,7 @@ UNDERNEATH = (
     "vecgym.runs.rollout.", "vecgym.optim.schedule", "vecgym.simulation", "vecgym.collectives.topology",
     "vecgym.strategy.HALoSStrategy.region_of",
     "vecgym.core.tree", "vecgym.runs.verification.", "vecgym.optim.ElementwiseRule", "vecgym.optim.PerNodeRule",
-    "vecgym.strategy.Context", "vecgym.strategy.Meeting", "vecgym.optim.Optimizer.",
+    "vecgym.optim.Optimizer.",
     "vecgym.plot.default_window", "vecgym.data.Batches.", "vecgym.OptimSpec.mapped",
     "vecgym.plot.pareto_front",
     "vecgym.plot.smooth", "vecgym.Ledger", "vecgym.availability.Presence", "vecgym.availability.by_rounds",
@@ -103,10 +102,10 @@ MADE = {
 }  # fmt: skip
 # ... the methods that a run calls, of what users write or give, ...
 PROTOCOL = {
-    "init", "active_nodes", "local_gradients", "exchange_gradients", "exchange_parameters", "outer_learning_rate",
-    "agree", "settle", "write", "change", "changed", "gather", "shares", "told", "lag", "outer", "outer_lr", "agreed",
+    "init", "active_nodes", "agree", "send", "receive", "write", "read", "within", "check_common", "through_server",
+    "gather", "shares", "outer", "outer_lr", "agreed",
     "marks", "trains", "senders", "facts", "times", "parts", "numbered", "timetable", "check_run", "alike", "rates",
-    "outer_rate", "drawn", "load_hidden_state", "check_optimizer", "exchange_moments", "outer_parameters",
+    "outer_rate", "drawn", "load_hidden_state", "check_optimizer", "outer_parameters",
     "optimize", "lr", "select", "encode", "decode", "average", "reduce", "compresses", "update",
     "mixing", "residual", "step_bytes", "exchange", "check", "check_steps", "check_present", "idle",
     "start", "resume", "log", "finish", "append", "forward", "logits", "val_metrics", "rate", "groups", "rule", "at",
@@ -116,8 +115,8 @@ PROTOCOL = {
     "build", "batch", "iterate", "due", "gap", "round", "part", "of_codes", "take_rows", "put_rows", "get_indices",
 }  # fmt: skip
 # ... and arguments with these annotations.
-HANDED_ON = {"Tree", "State", "Context", "Code", "Draw", "Shapes", "Slots", "OptState", "T", "Engine", "Collectives",
-             "Runner", "Groups", "Exchange", "Mixing", "Batches", "Meeting", "RunFacts", "Facts",
+HANDED_ON = {"Tree", "State", "Part", "Memory", "Code", "Draw", "Shapes", "Slots", "OptState", "T", "Engine",
+             "Collectives", "Runner", "Groups", "Exchange", "Mixing", "Batches", "RunFacts", "Facts",
              "Presence"}  # fmt: skip
 DECORATION = (
     "title",
@@ -237,8 +236,6 @@ def _use(result: Any) -> None:
     model = calls.Matrix() if isinstance(result, vecgym.OptimSpec) else calls.Line()
     if isinstance(result, Strategy):
         chosen = result
-    elif isinstance(result, CommunicationModule):
-        chosen = CommunicateOptimizeStrategy([result], "sgd", lr=0.1)
     elif isinstance(result, vecgym.OptimSpec):
         chosen = CommunicateOptimizeStrategy([], result)
     elif isinstance(result, (Codec, PowerSGD)):

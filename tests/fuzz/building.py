@@ -13,12 +13,14 @@ from torch.optim import Optimizer
 
 from tests.fuzz import naive
 from tests.fuzz.settings import Settings
-from tests.helpers import Meeting, Recording, drawing
+from tests.helpers import Recording
 from tests.reference import compression
 from vecgym import OptimSpec
 from vecgym.collectives import StackedCollectives
 from vecgym.compress import RandomK, TopK
 from vecgym.core import rng
+from vecgym.core.objects import altered
+from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
     AllReduceStrategy,
@@ -50,7 +52,7 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.averages import Reduction, outer_spec
-from vecgym.strategy.stages import Stage as Around
+from vecgym.strategy.stages import Average, Stage
 
 CLASSES: dict[str, type[Optimizer]] = {
     name.lower(): getattr(torch.optim, name)
@@ -81,8 +83,8 @@ class Run:
     def facts(self) -> RunFacts:
         return RunFacts(self.num_nodes, self.max_steps, seed=self.seed, num_examples=self.num_examples)
 
-    def meeting(self, exchange: int, step: int) -> Meeting:
-        return Meeting(StackedCollectives(self.num_nodes), exchange=exchange, step=step, seed=self.seed)
+    def part(self, number: int = 0, step: int = 0) -> Part:
+        return Part.alone(StackedCollectives(self.num_nodes), number=number, step=step, seed=self.seed)
 
 
 def scale(key: str, num_nodes: int) -> Tensor:
@@ -314,10 +316,10 @@ def coded(average: Average, codec: Any, **options: Any) -> Average | None:
     """Put `Compressed` around the innermost average in `average`. None: that one cannot be taken of codes."""
     if isinstance(average, Reduction):
         return Compressed(average, codec, **options)
-    if isinstance(average, Compressed) or not isinstance(average, Around):
+    if not isinstance(average, Stage):
         return None
     inner = coded(average.inner, codec, **options)
-    return None if inner is None else average.around(inner)
+    return None if inner is None else altered(average, inner=inner)
 
 
 def codec_of(s: Settings) -> Any:
@@ -398,9 +400,8 @@ def _twin_average(s: Settings, exchange: Exchange, run: Run) -> naive.Average:
     def islands(t: int) -> naive.Groups:
         members = drawn(t) if drawn else list(range(run.num_nodes))
         comm = Recording(run.num_nodes)
-        examples = tuple(run.num_examples[node] for node in members)
-        at = Meeting(comm.among(members), step=t, seed=run.seed, examples=examples)
-        exchange.how({"x": torch.zeros(len(members))}, at)
+        part = Part.alone(comm.among(members), step=t, seed=run.seed, num_examples=run.num_examples)
+        exchange.how({"x": torch.zeros(len(members))}, part)
         found = comm.drawn[-1]
         assert members == sorted(node for island in found for node in island), "islands are not a partition"
         assert all(len(island) == s["island_size"] for island in found[:-1]), "an island of another size"
@@ -440,12 +441,12 @@ def outer_optimizer(s: Settings) -> Callable[[list[Tensor]], Optimizer]:
 
 def masks(exchange: Any, interval: int, run: Run) -> Callable[[int], dict[str, Tensor]]:
     shapes, selector = dict(run.shapes), exchange.how.selector
-    state = selector.init(shapes, drawing(run.seed))
+    state = selector.init(shapes, run.part())
 
     def mask(t: int) -> dict[str, Tensor]:
         nonlocal state
         found: dict[str, Tensor]
-        found, state = selector.select(shapes, state, (t + 1) // interval - 1, drawing(run.seed, t))
+        found, state = selector.select(shapes, state, (t + 1) // interval - 1, run.part(step=t))
         return found
 
     return mask
@@ -475,7 +476,7 @@ def matrices(s: Settings, exchange: Any, run: Run) -> Callable[[int, int], Tenso
         if name == "torus":
             return torus(K)
         if name == "random_matching":
-            return exchange.how.mixing(run.meeting(number, t)).weights
+            return exchange.how.mixing(run.part(number, t)).weights
         return doubly_stochastic(K, {"matrix": 0, "matrices": number % 2, "function": t}[name])
 
     return matrix

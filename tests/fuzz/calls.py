@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 import vecgym
 from tests.fuzz.place import a_new_folder, as_it_was
-from tests.helpers import Context, Meeting, drawing
+from tests.helpers import begun
 from tests.test_api import MODULES, module_of, public_names
 from vecgym import availability, compress, data, logger
 from vecgym.availability import Dropout, Facts
@@ -33,13 +33,14 @@ from vecgym.collectives import StackedCollectives, topology
 from vecgym.collectives.ledger import Transfer
 from vecgym.compat import diloco_sim, exogym
 from vecgym.compress.codecs import Draw
-from vecgym.core import rng, tree
+from vecgym.core import rng
 from vecgym.engine import Engine, ModelFacts, Plan
 from vecgym.optim import Optimizer
 from vecgym.records.history import History
 from vecgym.runs import memory
 from vecgym.runs.verification import Check, Difference
 from vecgym.simulation import Simulation
+from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
@@ -63,7 +64,7 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.simulated import simulation_of
-from vecgym.strategy.stages import ExchangeFacts
+from vecgym.strategy.stages import ExchangeFacts, Memory, Stages
 
 K, STEPS, DIM = 2, 2, 3
 
@@ -136,10 +137,6 @@ def strategy() -> Strategy:
 
 def tree_of_nodes() -> dict[str, Tensor]:
     return {"w": torch.arange(1.0, K * DIM + 1).view(K, DIM)}
-
-
-def context() -> Context:
-    return Context(StackedCollectives(K), step=0, max_steps=STEPS)
 
 
 def rank() -> RankStrategy:
@@ -266,11 +263,8 @@ def of_exchanges() -> ExchangeFacts:
     return Exchange(Mean()).facts(facts())
 
 
-def meeting(average: Any) -> Meeting:
-    """Of nodes that use an average for the first time."""
-    own, shared = average.init(_theta(), of_exchanges())
-    wide = tree.map_leaves(lambda x: x.expand(K, *x.shape[1:]).clone(), own)
-    return Meeting(StackedCollectives(K), wide, shared, examples=(8, 8))
+def part_alone() -> Part:
+    return Part.alone(StackedCollectives(K), num_examples=(8, 8))
 
 
 def partition() -> data.Partition:
@@ -353,7 +347,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "H": lambda: 1, "alpha": lambda: 1.0, "agreed": tree_of_nodes, "average": Mean, "inner": Mean, "clip": lambda: 1.0,
     "noise": lambda: 0.1, "batch": lambda: steps()[0], "batch_size": lambda: 2, "batches": steps,
     "buffers": dict, "column": lambda: "train_loss", "comm": lambda: StackedCollectives(K), "context": lambda: 4,
-    "communication_modules": lambda: [AveragingCommunicator()], "count": lambda: 1, "ctx": context, "d": lambda: 1,
+    "communication_modules": lambda: [AveragingCommunicator()], "count": lambda: 1, "d": lambda: 1,
     "data": lambda: torch.arange(16) % 4, "dataset": examples, "device": lambda: torch.device("cpu"),
     "directory": lambda: "log", "engine": lambda: "auto", "eval_batch": lambda: examples(4), "exchange": lambda: 0,
     "how": Mean,
@@ -399,10 +393,6 @@ def _coded(codec: Callable[[], compress.Codec]) -> dict[str, Callable[[], Any]]:
     return {**_CODE, "code": lambda: _code_of(codec()), "codes": gathered, "draw": drawn, "n": lambda: 4}
 
 
-def _state_of(module: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
-    return {"state": lambda: module().init(tree_of_nodes(), context())}
-
-
 def _chain() -> compress.Chain:
     return compress.Chain(compress.TopK(0.5), compress.Quantise())
 
@@ -414,10 +404,6 @@ def _codes() -> dict[str, Any]:
 
 def _sgd() -> Optimizer:
     return Optimizer(vecgym.OptimSpec("sgd", lr=0.1))
-
-
-def _moments() -> dict[str, Any]:
-    return {"exp_avg": tree_of_nodes(), "exp_avg_sq": tree_of_nodes()}
 
 
 # By the callable's name; a method takes what its class says, and then what it says itself.
@@ -563,16 +549,10 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
         "timetable": lambda: PALSGDStrategy("sgd", lr=0.1).timetable(facts()), "tick": lambda: 0},
     **{f"vecgym.strategy.{name}": {"state": dict} for name in
        ("RankStrategy.load_state_dict", "Strategy.load_hidden_state")},
-    "vecgym.strategy.Meeting": {
-        "weighting": lambda: "examples", "common": lambda: True, "index": lambda: {"w": torch.tensor([0])},
-        "of_nodes": lambda: torch.ones(K), "number": lambda: 0.5, "drawn": tree_of_nodes,
-        "like": lambda: torch.ones(K, DIM), "x": lambda: torch.ones(K, DIM),
-        "new": lambda: {"w": torch.ones(K, 1)}},
     "vecgym.optim.Optimizer": {
         "counts": lambda: 0, "optimizers": lambda: [_sgd()] * 2, "num_rows": lambda: K, "whose": lambda: "x",
         "state": lambda: _sgd().init(tree_of_nodes()),
         "slots": lambda: _sgd().init(tree_of_nodes()), "spec": lambda: vecgym.OptimSpec("sgd"), "lr": lambda: 0.1},
-    "vecgym.strategy.CommunicationModule.exchange_moments": {"moments": _moments},
     "vecgym.strategy.Corrupted": {"nodes": lambda: [0]},
     "vecgym.strategy.Sparse": {"selector": lambda: RandomSelector(0.5)},
     "vecgym.strategy.SyncWeight": {"weights": lambda: torch.ones(STEPS)},
@@ -623,7 +603,6 @@ VALUES_OF |= {
     "vecgym.availability.as_availability": {"value": lambda: Dropout(0.1)},
     "vecgym.collectives.Collectives.among": {"members": lambda: [0]},
     "vecgym.collectives.StackedCollectives.among": {"members": lambda: [0]},
-    "vecgym.strategy.CommunicationModule.check_present": {"counts": lambda: [1]},
 }  # fmt: skip
 
 _SIZES = {"sizes": lambda: {"w": 4 * DIM}}
@@ -712,7 +691,6 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.compat.diloco_sim.DilocoSimulator": simulator,
     "vecgym.compat.diloco_sim.DilocoSimulatorConfig": config,
     "vecgym.strategy.Average": Mean,
-    "vecgym.strategy.Meeting": lambda: meeting(Mean()),
     "vecgym.strategy.When": lambda: Rounds(1),
     "vecgym.strategy.Selector": lambda: RandomSelector(0.5),
     "vecgym.strategy.Strategy": strategy,
@@ -800,7 +778,7 @@ def _methods(owner: str, cls: Any) -> list[Target]:
     found = []
     for name, value in vars(cls).items():
         inner = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-        if _is_of_the_kernel(inner, getattr(cls, "asynchronous", False)):
+        if not issubclass(cls, Average) and _is_of_the_kernel(inner, getattr(cls, "asynchronous", False)):
             continue
         if not name.startswith("_") and inspect.isfunction(inner) and inner.__module__.startswith("vecgym"):
             bound = inner is not value
@@ -821,7 +799,7 @@ def good_value(target: Target, name: str) -> Any:
         if issubclass(cls, Average) and name in OF_AVERAGES:
             return OF_AVERAGES[name](target)
         if issubclass(cls, Selector) and name == "at":
-            return drawing()
+            return part_alone()
     for table in (VALUES_OF.get(target.name, {}), VALUES_OF.get(target.owner, {}), VALUES):
         if name in table:
             return table[name]()
@@ -837,32 +815,25 @@ def _state(target: Target) -> Any:
     if not hasattr(made, "init"):
         raise NoValue(f"{target.name}: no state without init")
     first = {"w": torch.Size([DIM])} if "Selector" in target.owner else tree_of_nodes()
-    return made.init(first, drawing() if isinstance(made, Selector) else context())
+    return made.init(first, part_alone())
 
 
-def _at(target: Target) -> Meeting:
-    """A meeting for a method of an average: what comes after the nodes agreed finds that they did."""
+def _agreed(target: Target) -> tuple[Any, Memory]:
+    """What the nodes agreed on, and what they remember: with what a method finds that comes after they agreed."""
     average, method = _object(targets()[target.owner]), target.name.rpartition(".")[2]
-    at = meeting(average)
-    if method in ("settle", "write"):
-        average.agree(tree_of_nodes(), at)
-    if method == "changed":
-        average.change(tree_of_nodes(), at)
-    return at
-
-
-def _message(target: Target, how: str) -> Any:
-    average = _object(targets()[target.owner])
-    return getattr(average, how)(tree_of_nodes(), meeting(average))
+    memory = begun(average, _theta(), K)
+    after = method in ("receive", "read", "write", "within")
+    return (Stages(average).agree(tree_of_nodes(), part_alone(), memory) if after else None), memory
 
 
 OF_AVERAGES: dict[str, Callable[[Target], Any]] = {
-    "at": _at,
-    "message": functools.partial(_message, how="agree"),
-    "change": functools.partial(_message, how="change"),
-    "shared": lambda target: _at(target).shared,
+    "x": lambda target: tree_of_nodes(),
+    "y": lambda target: _agreed(target)[0],
+    "part": lambda target: part_alone(),
+    "memory": lambda target: _agreed(target)[1],
+    "common": lambda target: True,
+    "number": lambda target: 0,
     "run": lambda target: of_exchanges(),
-    "every": lambda target: 1,
     "codes": lambda target: _codes() if target.name.endswith("of_codes") else tree_of_nodes(),
     "codec": lambda target: compress.Sign(),
     "like": lambda target: tree_of_nodes(),

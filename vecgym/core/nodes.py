@@ -217,7 +217,7 @@ def join_rows(parts, sizes: Sequence[int] | None = None):
     >>> join_rows([{"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0]), "v": torch.tensor([3.0])}])
     {'w': tensor([1., 2.]), 'v': tensor([0., 3.])}
     """
-    there = next(x for x in parts if x is not None)
+    there = next((x for x in parts if x is not None), None)
     if isinstance(there, dict):
         names = dict.fromkeys(name for x in parts if x is not None for name in x)
         new = {name: join_rows([None if x is None else x.get(name) for x in parts], sizes) for name in names}

@@ -618,7 +618,7 @@ class Exchange(Settings):
         part.share_missing()
         # The optimizer may overwrite the gradients, and an average may return tensors that it remembers.
         held = [rows[name] for rows in _trees(part) for name in {*rows.whole, *rows.assigned}
-                if part.inplace and name.startswith(f"{label}/") and name in rows]  # fmt: skip
+                if part.inplace and name.startswith(label) and name in rows]  # fmt: skip
         return nodes.unshared(new, held) if held else new
 
     # ------------------------------------------------------------------------------------------------- small parts
