@@ -570,7 +570,7 @@ def test_what_separate_runs_must_have() -> None:
         compare({"a": two, "b": two}, "val_los")
     with pytest.raises(ValueError, match="baseline='c' is not known"):
         compare({"a": two, "b": two}, baseline="c")
-    with pytest.warns(VecgymWarning, match="the runs of 'b' differ in num_nodes, not in their seeds alone"):
+    with pytest.warns(VecgymWarning, match="the runs of 'b' differ in num_nodes, not only in their seeds"):
         compare({"a": two, "b": [of(1.0, num_nodes=2), of(2.0, 1, num_nodes=4)]})
     with pytest.warns(VecgymWarning, match="not vary the initial weights: .* the same validation loss"):
         compare({"a": [of(0.0), of(0.0, 1)], "b": [of(1.0), of(1.0, 1)]})

@@ -83,7 +83,7 @@ from vecgym.strategy import (
 )
 from vecgym.strategy.averages import Weighting
 from vecgym.sweeps.chunk import Chunk, Work, prepared_engine
-from vecgym.sweeps.configurations import alike
+from vecgym.sweeps.configurations import equal_but_weights
 from vecgym.sweeps.options import points
 
 # The seeds of most sweeps here are those of the data, on purpose, and two are enough.
@@ -970,7 +970,7 @@ def test_models_that_differ_in_something_private_are_trained_as_they_are() -> No
         lambda scale: made[scale], data(), data(num_examples=10, seed=1), strategy=DiLoCoStrategy("sgd", H=2, lr=0.1),
         grid={"scale": [1.0, 3.0]}, **settings,
     )  # fmt: skip
-    assert not alike(made[1.0], made[3.0])
+    assert not equal_but_weights(made[1.0], made[3.0])
     for row in result.rows:
         trainer = Trainer(made[row["scale"]], data(), data(num_examples=10, seed=1))
         trainer.fit(DiLoCoStrategy("sgd", H=2, lr=0.1), **settings)
@@ -1237,7 +1237,7 @@ def test_sweeps_that_cannot_be_added() -> None:
         "numpy": (enlarged(None, {**grid, "lr": list(np.array([0.01]))}), "row 0 .* is row 0 of the first"),
         "itself": (first, "row 0 of the second sweep, with lr=0.01, seed=0, is row 0 of the first"),
         "axes": (enlarged(None, {**other, "batch_size": [4]}), "only one has batch_size. Give it to both"),
-        "steps": (enlarged(None, other, max_steps=9), r"differ in max_steps \(7 and 9\): what differs must be an axis"),
+        "steps": (enlarged(None, other, max_steps=9), r"differ in max_steps \(7 and 9\): only axes of both may differ"),
         "data": (enlarged(None, other, data(num_examples=80)), "train_dataset .*TensorDataset of 90, .* of 80"),
         "as many other data": (
             enlarged(None, other, data(seed=5)), r"train_dataset \(TensorDataset of 90, the first with checksum"
@@ -1252,7 +1252,7 @@ def test_sweeps_that_cannot_be_added() -> None:
                   strategy=outer, grid=other, **seeds),
             "differ in the strategy or the model of lr=0.01, seed=2",
         ),
-        "prices": (enlarged(None, other).price(Network(1e6), Compute(0.1)), "priced for unlike networks: add first"),
+        "prices": (enlarged(None, other).price(Network(1e6), Compute(0.1)), "for different networks: add first"),
     }  # fmt: skip
     for second, message in others.values():
         with pytest.raises(ValueError, match=message):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from vecgym.core.check import function_of
 from vecgym.core.errors import warn
 from vecgym.runs import multiprocess
-from vecgym.sweeps.configurations import check_axes, make_configurations, tell_of_seeds
+from vecgym.sweeps.configurations import check_axes, make_configurations, warn_of_equal_weights
 from vecgym.sweeps.options import LogUniform, Point, SweepOptions, Uniform, checked_axes, checked_points, clocks, points
 from vecgym.sweeps.result import SweepResult, compare
 from vecgym.sweeps.runner import Runner
@@ -21,10 +21,10 @@ __all__ = ["LogUniform", "SweepResult", "Uniform", "compare", "sweep"]
 def sweep(options: SweepOptions) -> SweepResult:
     """Train every configuration of a grid, a random choice or a list, in as few stacked programs as possible.
 
-    Each configuration's curve is that of `Trainer.fit` for it alone, up to rounding (and dropout masks). All those
-    with equal `num_nodes`, batch sizes, number of steps and model structure are stacked, whatever their strategies;
-    those whose parameters are one copy for all nodes, as in AllReduce, are stacked apart from the others. Asynchronous
-    configurations are trained one after the other.
+    Each configuration has the curve of `Trainer.fit` for it alone, up to rounding (and dropout masks). Configurations
+    with equal `num_nodes`, batch sizes, number of steps and model structure are stacked, whatever their strategies.
+    Strategies that store the parameters once for all nodes, such as AllReduce, have separate stacks, and so do
+    asynchronous configurations with the same events.
 
     Args:
         {arguments}
@@ -34,7 +34,7 @@ def sweep(options: SweepOptions) -> SweepResult:
         all end after the step in progress, and the result holds what there is.
 
     Raises:
-        ValueError, TypeError: for what cannot work, before training starts.
+        ValueError, TypeError: for invalid options, before training starts.
 
     >>> import torch
     >>> from vecgym.strategy import DiLoCoStrategy
@@ -64,7 +64,7 @@ def sweep(options: SweepOptions) -> SweepResult:
             f"for a random choice of a grid, shorter axes, or max_configs={count}."
         )
     configs = make_configurations(chosen, options)
-    tell_of_seeds(configs, options.model)
+    warn_of_equal_weights(configs, options.model)
     runner = Runner(options, axes, configs)
     both = options.network is not None and options.compute is not None
     result = SweepResult(runner, clocks(options.network, options.compute) if both else ())

@@ -1,4 +1,4 @@
-"""A chunk: configurations that are trained together, as one simulation, and what each of them records."""
+"""A chunk, the configurations that are trained together as one simulation, and the curve of each."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.options import SweepOptions
 
 PENDING, PARTIAL, FINISHED, DIVERGED = "pending", "interrupted", "finished", "diverged"
-# What a result shows of a configuration that has recorded nothing, besides its point.
-NOTHING: dict[str, Any] = {
+# The columns of a configuration that has recorded nothing, besides its point.
+EMPTY_ROW: dict[str, Any] = {
     "steps": 0, "train_loss": None, "val_loss": None, "val_loss_local": None, "consensus_distance": None,
     "bytes_total": 0.0,
 }  # fmt: skip
@@ -50,16 +50,16 @@ NOTHING: dict[str, Any] = {
 
 @dataclass
 class Curve:
-    """What one configuration recorded in T steps.
+    """The records of one configuration over T steps.
 
     Attributes:
-        status: how it ended.
+        status: "finished", "diverged" or "interrupted".
         columns: `train_losses` and `active` `[T, K]`, `lr` and `seconds` `[T]`, `bytes` `[T, 4]`: sent in the step,
             and sent, received and handed over so far.
         evaluations: the columns of evaluations, with the step of each, packed as the rows of a file.
-        average: the parameters and buffers of the averaged model, where they are kept.
-        ledger: what was sent, as `Ledger.state`, where nodes may be absent: it is not known without training.
-        last: what a result shows of it.
+        average: the parameters and buffers of the averaged model, if they are kept.
+        ledger: `Ledger.state`, if nodes may be absent: the transfers are then not known without training.
+        last: its columns in a row of the result.
     """
 
     status: str
@@ -71,16 +71,16 @@ class Curve:
 
     def __post_init__(self) -> None:
         losses, active = (self.columns[name].numpy() for name in ("train_losses", "active"))
-        self.last = {**NOTHING, "steps": len(losses)}
+        self.last = {**EMPTY_ROW, "steps": len(losses)}
         if len(losses):
             self.last["train_loss"] = float(losses[-1][active[-1]].mean()) if active[-1].any() else np.nan
             self.last["bytes_total"] = float(self.columns["bytes"][-1, 1])
         for row in runfile.unpacked_rows(self.evaluations):
             metrics = [name for name in row if name.startswith("val_") and isinstance(row[name], float)]
-            self.last |= {name: row[name] for name in (*NOTHING, *metrics) if name in row}
+            self.last |= {name: row[name] for name in (*EMPTY_ROW, *metrics) if name in row}
 
     def history(self, settings: dict[str, Any], config: Configuration) -> History:
-        """Return the rows that `Trainer.fit` alone would have recorded."""
+        """Return the history that `Trainer.fit` would have recorded for it alone."""
         history = History(settings)
         evaluations = {row.pop("step"): row for row in runfile.unpacked_rows(self.evaluations)}
         updates = config.plan is not None
@@ -91,7 +91,7 @@ class Curve:
         return history
 
     def _rows(self, config: Configuration) -> Iterator[Row]:
-        """Yield the rows of steps of all nodes, or of updates of a server, without their evaluations."""
+        """Yield the row of each step, or of each update of a server, without evaluations."""
         strategy: Any = config.strategy
         plan, facts = config.plan, config.facts()
         rows = StepRows(config.train, facts, None if plan is None else strategy.timetable(facts))
@@ -107,11 +107,11 @@ class Curve:
             yield row
 
     def state(self) -> dict[str, Any]:
-        """Return the same as plain values, for a file: `Curve(**state)` inverts it."""
+        """Return the fields as plain values, for a file: `Curve(**state)` inverts it."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
 
 
-class Observed:
+class Records:
     """The records of C configurations in T steps, in arrays `[T, C, *]`; see `Curve`."""
 
     def __init__(self, num_steps: int, num_configs: int, num_nodes: int) -> None:
@@ -127,17 +127,17 @@ class Observed:
         for name, value in values.items():
             self.arrays[name][t] = value
 
-    def evaluated(self, c: int, step: int, **columns: Any) -> None:
-        """Record what was measured of a configuration after `step` steps."""
+    def add_columns(self, c: int, step: int, **columns: Any) -> None:
+        """Record measurements of a configuration after `step` steps."""
         self.evaluations[c].setdefault(step, {"step": step}).update(columns)
 
     def curve(self, c: int, num_steps: int, status: str, average: Tree | None, ledger: dict[str, Any] | None) -> Curve:
-        """Return what a configuration has recorded in its first steps."""
+        """Return the records of a configuration over its first `num_steps` steps."""
         columns = {name: torch.from_numpy(x[:num_steps, c].copy()) for name, x in self.arrays.items()}
         return Curve(status, columns, runfile.packed_rows(list(self.evaluations[c].values())), average, ledger)
 
     def load(self, c: int, curve: Curve) -> None:
-        """Continue after what a configuration has recorded."""
+        """Restore the records of a configuration."""
         for name, x in curve.columns.items():
             self.arrays[name][: len(x), c] = x.numpy()
         self.evaluations[c] = {row["step"]: row for row in runfile.unpacked_rows(curve.evaluations)}
@@ -145,12 +145,12 @@ class Observed:
 
 @dataclass
 class Work:
-    """What a chunk has to do.
+    """The training of a chunk, or the rest of it after an interruption.
 
     Attributes:
-        configs: those that it begins with, or began with.
-        partial: where it was left; None: it begins.
-        curves: index of a configuration -> what it had recorded when it was left.
+        configs: all configurations with which the chunk begins, or began.
+        partial: the state in which it was interrupted; None: it begins.
+        curves: index of a configuration -> its curve up to the interruption.
     """
 
     configs: list[Configuration]
@@ -159,38 +159,39 @@ class Work:
 
     @property
     def indices(self) -> list[int]:
-        """Those that are to be trained."""
+        """The configurations to train."""
         return [config.index for config in self.configs] if self.partial is None else list(self.partial["left"])
 
     @property
     def steps_left(self) -> int:
-        """Steps of all configurations that are to be trained."""
+        """The number of steps left, over all configurations to train."""
         done = 0 if self.partial is None else self.partial["steps"]
         return len(self.indices) * (self.configs[0].num_steps - done)
 
 
 class Chunk:
-    """C configurations of equal number of nodes and steps, trained from the start or from where they were left.
+    """C configurations with equal numbers of nodes and steps, trained from the start or after an interruption.
 
-    Asynchronous ones have one plan: the same happens in all of them at the same time. Their steps are updates of the
-    server; how far the nodes are apart before an exchange is not measured.
+    Asynchronous configurations share a plan: they have the same events at the same time. Their steps are updates of the
+    server, and the distance between the nodes before an exchange is not measured.
 
     Args:
-        work: what it has to do, with those next to one another that can do something in one call; see `groups_of`.
-        engine: prepared; see `prepared_engine`.
-        curves: index of a configuration -> what it has recorded: written here.
+        work: the configurations to train.
+        engine: see `prepared_engine`.
+        curves: index of a configuration -> its curve; filled by the chunk.
 
     Attributes:
-        training: the places of those that have not diverged. The rows of the others stay, as nan, and are not recorded.
-        partial: where it was left, if it did not come to its end and can be continued.
+        running: the places of the configurations that have not diverged. The rows of the others stay in the stack, as
+            nan, and are not recorded.
+        partial: the state in which it was interrupted, if it can be continued.
     """
 
     def __init__(self, work: Work, options: SweepOptions, engine: Engine, curves: dict[int, Curve]) -> None:
         self.configs, self.options, self.engine, self.curves = work.configs, options, engine, curves
-        self.training = list(range(len(self.configs)))
+        self.running = list(range(len(self.configs)))
         self.num_steps = self.configs[0].num_steps
         self.plan = self.configs[0].plan
-        self.observed = Observed(self.num_steps, len(self.configs), self.configs[0].num_nodes)
+        self.records = Records(self.num_steps, len(self.configs), self.configs[0].num_nodes)
         self._start, self._before = 0.0, 0.0  # the clock at the start, and the seconds before that
         self._begin()
         self.partial = work.partial
@@ -198,9 +199,9 @@ class Chunk:
             self._load(work.partial, work.curves)
 
     def steps(self) -> Iterator[int]:
-        """Train, and yield after each step how many steps of all configurations are done, or need not be done.
+        """Train, and yield after each step the number of steps, over all configurations, that are done or not needed.
 
-        It ends after the last step, or when all configurations have diverged. Then comes `end`, and whatever happens
+        It ends after the last step, or when all configurations have diverged. Call `end` afterwards, and in any case
         `simulation.close`.
         """
         self._start = time.perf_counter() - self._before
@@ -209,36 +210,36 @@ class Chunk:
         if self.state.step == 0:
             self.evaluate()
         for events in ticks:
-            step, count = self.state.step + 1, len(self.training)
+            step, count = self.state.step + 1, len(self.running)
             evaluated = step == self.num_steps or is_due(step, self.options.val_interval)
             diverged = self.step(events, measured=evaluated and self.plan is None)
             for c in diverged:
                 self.curves[self.configs[c].index] = self.curve(c, DIVERGED)
-            if self.training and evaluated:
+            if self.running and evaluated:
                 self.evaluate()
             yield count + len(diverged) * (self.num_steps - step)
-            if not self.training:
+            if not self.running:
                 return
 
     def end(self) -> None:
-        """Record the configurations that are still training: finished, or interrupted."""
-        if self.training and self.state.step < self.num_steps:
+        """Record the running configurations as finished or interrupted."""
+        if self.running and self.state.step < self.num_steps:
             self.keep()
             return
-        for c in self.training:
+        for c in self.running:
             self.curves[self.configs[c].index] = self.curve(c, FINISHED)
-        tables = [self.simulation.tables[self._groups[c]] for c in self.training]
-        alone = [self.simulation.alone(self.state, c) for c in self.training]
+        tables = [self.simulation.tables[self._groups[c]] for c in self.running]
+        alone = [self.simulation.alone(self.state, c) for c in self.running]
         warn_of_untrained(list(map(without_gradient, alone, tables)))
         self.partial = None
 
     def keep(self) -> None:
-        """Keep what has been done so far; strategies written for one rank, which are not pure, cannot be continued."""
-        for c in self.training:
+        """Store curves and state so far; strategies written for one rank are not pure, and cannot be continued."""
+        for c in self.running:
             self.curves[self.configs[c].index] = self.curve(c, PARTIAL)
         begun = [config.index for config in self.configs]
         partial = {
-            "begun": begun, "left": [begun[c] for c in self.training], "steps": self.state.step,
+            "begun": begun, "left": [begun[c] for c in self.running], "steps": self.state.step,
             "state": vars(self.state), "ledgers": [ledger.state() for ledger in self.ledgers],
         }  # fmt: skip
         self.partial = partial if self.pure else None
@@ -250,7 +251,7 @@ class Chunk:
         return {name: torch.stack([m[name].detach().to(device) for m in models]) for name in self.engine.params}
 
     def _begin(self) -> None:
-        """Make the simulation of all configurations, those of a group next to one another, and its state."""
+        """Create the simulation of all configurations, sorted by group, and its state."""
         strategies, runs = [], []
         models = {id(config.model): config.model for config in self.configs}
         copies = {key: copy.deepcopy(model).to(self.engine.device) for key, model in models.items()}
@@ -279,23 +280,23 @@ class Chunk:
         for ledger in self.ledgers:
             ledger.announce(num_nodes, self.simulation.comm.ledger.sizes)
 
-    def _read(self, waits: Sequence[bool]) -> Reading:
-        """Return what reads for all rows; configurations of which the same nodes read the same data share a stream.
+    def _read(self, waits: Sequence[bool]) -> BatchReader:
+        """Return the reader of all rows. Configurations share a stream if the same nodes always read the same data.
 
         Args:
-            waits: of each configuration, whether in some steps some nodes do not train.
+            waits: for each configuration, whether some nodes do not train in some steps.
         """
         alike = [(id(config.train), self._groups[c] if waits[c] else None) for c, config in enumerate(self.configs)]
         streams = list(dict.fromkeys(alike))
         sources = [self.configs[alike.index(key)].train for key in streams]
-        return Reading(sources, [streams.index(key) for key in alike], self.configs[0].num_nodes)
+        return BatchReader(sources, [streams.index(key) for key in alike], self.configs[0].num_nodes)
 
     def step(self, events: Sequence[Event], measured: bool) -> list[int]:
-        """Train one step, and return which configurations have diverged in it.
+        """Train one step, and return the configurations that have diverged in it.
 
         Args:
-            events: those of the step.
-            measured: whether to measure how far the nodes are apart before they exchange parameters.
+            events: of this step.
+            measured: whether to measure the distance between the nodes before they exchange parameters.
         """
         latest: list[float] = []  # of all configurations, after the last step or return of a node
         distances: dict[int | None, list[float]] = {}  # the same, before the first exchange of each group
@@ -314,15 +315,15 @@ class Chunk:
         losses = row.losses.cpu().double().view(len(self.configs), -1).numpy()  # [C, K]
         active, seconds = self._active(row), time.perf_counter() - self._start
         lr, num_bytes = self._rates(step) if self.plan is None else np.nan, self._num_bytes(step, row)
-        self.observed.put(step, train_losses=losses, active=active, lr=lr, bytes=num_bytes, seconds=seconds)
+        self.records.put(step, train_losses=losses, active=active, lr=lr, bytes=num_bytes, seconds=seconds)
         diverged = self._diverged(losses, active)
-        for c in self.training if measured else []:
+        for c in self.running if measured else []:
             before = distances.get(self._groups[c], latest)[c]
-            self.observed.evaluated(c, step + 1, consensus_distance_before=before)
+            self.records.add_columns(c, step + 1, consensus_distance_before=before)
         return diverged
 
     def _active(self, row: Any) -> np.ndarray:
-        """Return which nodes of each configuration have trained, `[C, K]`; of an update, those that arrived."""
+        """Return a mask of the nodes that have trained, or that arrived for an update, `[C, K]`."""
         everyone = self.plan is None and row.active is None
         active: np.ndarray = np.full((len(self.configs), self.configs[0].num_nodes), everyone)
         if self.plan is not None:
@@ -332,7 +333,7 @@ class Chunk:
         return active
 
     def _rates(self, step: int) -> list[float]:
-        """Return the inner learning rate of each configuration; where nodes differ, their mean."""
+        """Return the inner learning rate of each configuration, averaged over nodes with different rates."""
         rates: list[float] = []
         for number, group in enumerate(self.simulation.groups):
             of_group = self._steady.get(number)
@@ -354,32 +355,32 @@ class Chunk:
         return [mean_rate(lr)] * group.size
 
     def _num_bytes(self, step: int, row: Any) -> list[tuple[float, ...]]:
-        """Return what a node of each configuration has sent in the step, and sent, received and handed over so far."""
+        """Return the bytes per node of each configuration: sent in the step; sent, received, handed over so far."""
         for number, (group, ledger) in enumerate(zip(self.simulation.groups, self.ledgers)):
             presence = group.run.presence
             ledger.add(step, row.sent_by(number), None if presence is None else presence.is_training(step))
         return [(self.ledgers[g].step_bytes, *self.ledgers[g].totals) for g in self._groups]
 
     def _distances(self, own: Any, shared: Any, tick: int) -> list[float]:
-        """Return how far the nodes of each configuration are apart."""
+        """Return the distance between the nodes of each configuration."""
         comm, params = self.simulation.comm, self.simulation.parameters(own, shared)
         members = [self.simulation.members(tick, group) for group in self._groups]
         return list(map(float, fetched(distances_of(params, comm, members))))
 
     def _diverged(self, losses: np.ndarray, active: np.ndarray) -> list[int]:
-        """Take those that diverge in this step from those that are training."""
-        finite = np.isfinite(np.where(active, losses, 0.0).sum(1))  # where no node trains, nothing diverges
-        diverged = [c for c in self.training if not finite[c]]
-        self.training = [c for c in self.training if finite[c]]
+        """Remove the configurations that diverge in this step from `running`, and return them."""
+        finite = np.isfinite(np.where(active, losses, 0.0).sum(1))  # if no node trains, nothing diverges
+        diverged = [c for c in self.running if not finite[c]]
+        self.running = [c for c in self.running if finite[c]]
         return diverged
 
     def evaluate(self) -> None:
-        """Add columns to the rows of the present step."""
+        """Evaluate the running configurations after the present step."""
         columns: dict[int, dict[str, Any]] = {}
         unlike = len({config.val and config.val.sizes for config in self.configs}) > 1
         some = any(any(self.simulation.averaged(self.state.tick, group)) for group in {*self._groups})
-        if len(self.configs) == 1 or unlike or any(self.presences) or some:  # a model is the mean of some of the nodes
-            for c in self.training:
+        if len(self.configs) == 1 or unlike or any(self.presences) or some:  # some model averages only some nodes
+            for c in self.running:
                 measured, result = self.simulation.alone(self.state, c), self.simulation.result(self.state, c)
                 columns[c] = self._evaluated([self.configs[c]], measured, result)[0]
         else:
@@ -387,17 +388,17 @@ class Chunk:
             params, buffers = self.simulation.parameters(own, shared), self.simulation.buffers(own, shared)
             measured = State(self.state.tick, {"params": params, "buffers": buffers}, {})
             columns = dict(enumerate(self._evaluated(self.configs, measured, Result(params))))
-        for c in self.training:
+        for c in self.running:
             config = self.configs[c]
             if recorded := recorded_of(config.strategy, config.num_nodes, columns[c]):
-                self.observed.evaluated(c, self.state.step, **recorded)
+                self.records.add_columns(c, self.state.step, **recorded)
 
     def _evaluated(self, configs: Sequence[Configuration], measured: Any, result: Result) -> list[dict[str, Any]]:
         comm = StackedCollectives(len(configs) * configs[0].num_nodes)
         return evaluated_columns(self.engine, measured, [config.val for config in configs], comm, result)
 
     def curve(self, c: int, status: str) -> Curve:
-        """Return what a configuration has recorded so far."""
+        """Return the curve of a configuration so far."""
         average = None
         if status == FINISHED and self.options.keep_models:
             result = self.simulation.result(self.state, c)
@@ -405,23 +406,23 @@ class Chunk:
             values = nodes.mean(params, result.members) | nodes.mean(buffers, result.of_buffers)
             average = {n: x.detach().to("cpu", copy=True) for n, x in values.items()}
         ledger = None if self.presences[c] is None else self.ledgers[self._groups[c]].state()
-        return self.observed.curve(c, self.state.step, status, average, ledger)
+        return self.records.curve(c, self.state.step, status, average, ledger)
 
     def _load(self, partial: dict[str, Any], curves: dict[int, Curve]) -> None:
-        """Continue from a saved state, and from what those that were training had recorded up to it."""
-        self.training = [c for c, config in enumerate(self.configs) if config.index in partial["left"]]
+        """Restore a saved state, and the curves of the configurations that were running."""
+        self.running = [c for c, config in enumerate(self.configs) if config.index in partial["left"]]
         state = placed_as(partial["state"], vars(self.state), self.engine.device)
         self.state = State(state["tick"], state["own"], state["shared"])
         for ledger, saved in zip(self.ledgers, partial["ledgers"]):
             ledger.load(saved)
-        for c in self.training:
+        for c in self.running:
             curve = curves[self.configs[c].index]
-            self.observed.load(c, curve)
+            self.records.load(c, curve)
             self._before = float(curve.columns["seconds"][-1]) if self.state.step > 0 else 0.0
 
 
 def prepared_engine(configs: list[Configuration], options: SweepOptions) -> Engine:
-    """Return an engine for chunks of configurations like these, and of as many."""
+    """Return an engine for chunks of as many similar configurations."""
     model = copied(configs[0].model).to(options.device)
     engine = Engine(
         model, engine=options.engine, chunk_size=options.chunk_size, node_threads=options.node_threads,
@@ -434,19 +435,20 @@ def prepared_engine(configs: list[Configuration], options: SweepOptions) -> Engi
     return engine
 
 
-class Reading:
-    """A stream of requests -> a stream of batches of all configurations.
+class BatchReader:
+    """Turns a stream of requests into a stream of batches for all configurations.
+
+    If groups request the same rows of the same data one after the other, these are read once.
 
     Args:
         sources: the distinct data.
-        which: the place among these of each configuration's.
+        which: for each configuration, the index of its data in `sources`.
         num_nodes: K.
-
-    Of groups that read one after the other, the same rows of the same data are read once.
 
     >>> from vecgym.data import Batches
     >>> batches = [Batches(torch.arange(8) + 10 * s, num_nodes=2, batch_size=1, shuffle=False) for s in range(2)]
-    >>> [batch.T for batch, _ in Reading(batches, [0, 1, 0], num_nodes=2)(iter([([0, 1, 2, 3, 4, 5], 0), ([1, 3], 1)]))]
+    >>> read = BatchReader(batches, [0, 1, 0], num_nodes=2)
+    >>> [batch.T for batch, _ in read(iter([([0, 1, 2, 3, 4, 5], 0), ([1, 3], 1)]))]
     [tensor([[ 0,  1, 10, 11,  0,  1]]), tensor([[ 3, 13]])]
     """
 
@@ -455,7 +457,7 @@ class Reading:
 
     def __call__(self, requests: Iterator[Request]) -> Iterator[tuple[Any, list[int] | None]]:
         *own, all_requests = itertools.tee(requests, len(self.sources) + 1)
-        streams = [source.read(self._of(s, own[s])) for s, source in enumerate(self.sources)]
+        streams = [source.read(self._requests_of(s, own[s])) for s, source in enumerate(self.sources)]
         whole = len(self.which) * self.num_nodes
         parts: list[Any] = [None] * len(streams)
         read: list[Request | None] = [None] * len(streams)
@@ -467,8 +469,8 @@ class Reading:
                     parts[s], read[s] = next(streams[s]), request
             yield self._joined([parts[self.which[c]] for c in configs], parts, everyone)
 
-    def _of(self, source: int, requests: Iterator[Request]) -> Iterator[Request]:
-        """Yield what is to be read of one of the distinct data."""
+    def _requests_of(self, source: int, requests: Iterator[Request]) -> Iterator[Request]:
+        """Yield the requests to one source."""
         last = None
         for rows, counts in requests:
             if (request := self._request(source, rows, counts)) not in (None, last):
@@ -476,7 +478,7 @@ class Reading:
                 yield request
 
     def _request(self, source: int, rows: Sequence[int], counts: int | Sequence[int]) -> Request | None:
-        """Return the part of a request that is for the first configuration in it that has this data."""
+        """Return the part of a request that concerns the first configuration with this source."""
         K = self.num_nodes
         if isinstance(counts, int) and len(rows) == len(self.which) * K:
             return list(range(K)), counts
@@ -498,13 +500,13 @@ class Reading:
 
 
 def _width(batch: Any) -> int:
-    """Return the number of examples of the rows of a batch `[n, B, ...]`, of which some may be repeated."""
+    """Return B, the number of examples in each row of a batch `[n, B, ...]`, repeated ones included."""
     first = next(iter(tree.leaves(batch)))
     return first.shape[1] if first.dim() > 1 else 0
 
 
 def _widened(batch: Any, width: int) -> Any:
-    """Repeat the last examples of a batch `[n, B, ...]` up to so many; `limits` say how many are its own.
+    """Repeat the last example of each row of a batch `[n, B, ...]`; `limits` hold the true numbers of examples.
 
     >>> _widened(torch.tensor([[1, 2]]), 4)
     tensor([[1, 2, 2, 2]])

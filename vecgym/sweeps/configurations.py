@@ -1,4 +1,4 @@
-"""From the points of a grid to configurations: a model, a strategy, settings and data each."""
+"""The configurations of a sweep, made from the points of its grid: a model, a strategy, settings and data each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven, check_synchronous
 from vecgym.sweeps.options import Point, SweepOptions, check_clock, clocks, point_key
 
-OF_UPDATES = ("max_updates", "max_seconds")  # settings of asynchronous runs alone
+OF_UPDATES = ("max_updates", "max_seconds")  # settings of asynchronous runs only
 SETTINGS = (
     "num_nodes", "batch_size", "minibatch_size", "max_steps", "num_epochs", *OF_UPDATES, "seed", "shuffle",
     "availability",
@@ -49,7 +49,7 @@ SETTINGS = (
 
 
 class Data:
-    """The batches and plans of a sweep; configurations whose settings agree share them."""
+    """The batches and plans of a sweep; configurations with equal settings share them."""
 
     def __init__(self, options: SweepOptions) -> None:
         self.options = options
@@ -58,7 +58,7 @@ class Data:
         self.plans: dict[Any, AsyncPlan] = {}
 
     def batches(self, kind: Callable[..., Any], dataset: Any, **settings: Any) -> Any:
-        """Return the batches of a dataset, the same ones for equal settings."""
+        """Return the batches of a dataset, one object for equal settings."""
         key = kind, id(dataset), *settings.items()
         if key not in self._batches:
             common = {"device": self.options.device, "dataloader_kwargs": self.options.dataloader_kwargs}
@@ -72,11 +72,11 @@ class Data:
 
 @dataclass(frozen=True, eq=False)
 class Configuration:
-    """One point of the sweep, and what follows from it.
+    """One point of the sweep, with its model, strategy, settings and data.
 
     Attributes:
-        datasets: "train_dataset" and "val_dataset", where a function of axes has returned one for this point.
-        network, compute: on which the events of an asynchronous run depend, and on `compute` who is absent.
+        datasets: the datasets that functions of axes have returned for this point, by "train_dataset", "val_dataset".
+        network, compute: they determine the events of an asynchronous run; `compute` may determine absences.
     """
 
     index: int
@@ -101,7 +101,7 @@ class Configuration:
         return plain if availability is None else {**plain, "availability": repr(availability)}
 
     def facts(self) -> RunFacts:
-        """Return what its strategy may know before the first step, with who is present when, if not all always."""
+        """Return the facts that its strategy may know before the first step."""
         shards, presence = tuple(self.train.shard_sizes), None
         if self.plan is None:
             loader = self.data.options.dataloader_kwargs
@@ -110,7 +110,7 @@ class Configuration:
         return RunFacts(self.num_nodes, self.num_steps, self.settings["seed"], presence, shards, self.plan)
 
     def key(self, but: str = "") -> Any:
-        """Return the same for configurations with the same values of the axes, but for one of these."""
+        """Return a key of the values of all axes except `but`."""
         return point_key({name: value for name, value in self.point.items() if name != but})
 
     @cached_property
@@ -136,17 +136,17 @@ class Configuration:
 
     @property
     def form(self) -> Any:
-        """What batches of one stack have in common; None: they do anyway, being of one dataset."""
+        """The form of the batches, equal within a stack; None: all configurations have the same dataset."""
         return self.data.form(self.train) if "train_dataset" in self.datasets else None
 
     @cached_property
     def ledger(self) -> Ledger:
-        """What it sends in all, if no node is ever absent."""
+        """The transfers of the whole run, if no node is ever absent."""
         return dry_run(self.model, self.strategy, self.num_nodes, self.num_steps, seed=self.settings["seed"])
 
     @cached_property
     def num_steps(self) -> int:
-        """How many steps of all nodes, or updates of a server that does not wait for them."""
+        """The number of steps, or of updates by the server of an asynchronous run."""
         return self._steps_of_epochs if self.plan is None else len(self.plan.updates)
 
     @property
@@ -155,7 +155,7 @@ class Configuration:
 
     @cached_property
     def plan(self) -> AsyncPlan | None:
-        """The events of an asynchronous run, shared by those whose times and rules agree; None: it is not one."""
+        """The events of an asynchronous run, shared by runs with equal times and rules; None: it is synchronous."""
         strategy, compute, network = self.strategy, self.compute, self.network
         if not isinstance(strategy, EventDriven):
             return None
@@ -187,7 +187,7 @@ class Configuration:
             check_left_out(strategy, "compile", options.compile, False)
         else:
             check_synchronous(strategy)
-            self.facts()  # which checks who is present
+            self.facts()  # which checks the availability
         check_constant(strategy)
         strategy.check(K, self.num_steps)
         if self.plan is not None and isinstance(strategy, EventDriven):
@@ -196,7 +196,7 @@ class Configuration:
 
 
 def examined(config: Configuration) -> tuple[Engine, Any]:
-    """Return an engine that has looked at the model of a configuration, and its first batch, `[1, B, ...]`."""
+    """Return an engine that has examined the model of a configuration, and its first batch, `[1, B, ...]`."""
     engine = Engine(copy.deepcopy(config.model), engine="loop")
     batch = tree.map_leaves(lambda x: x[:1].to(engine.device), config.train.batch(0))
     with torch.enable_grad():
@@ -223,7 +223,7 @@ class Arguments(NamedTuple):
 
     @classmethod
     def of(cls, function: Any) -> Arguments:
-        """Read the signature; a ValueError for some functions that are written in C, such as int."""
+        """Read the signature. Some functions that are written in C, such as int, are a ValueError."""
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         required = frozenset(p.name for p in named if p.default is p.empty)
@@ -240,7 +240,7 @@ def datasets_of_axes(options: SweepOptions, axes: Iterable[str]) -> dict[str, An
 
 
 def _is_of_axes(data: Any, axes: set[str]) -> bool:
-    """Whether `data` is a function of axes, called by names, and not a factory, called (rank, num_nodes, train)."""
+    """Whether `data` is a function of axes, called with keywords, and no factory, called (rank, num_nodes, train)."""
     if not is_factory(data):
         return False
     try:
@@ -253,13 +253,13 @@ def _is_of_axes(data: Any, axes: set[str]) -> bool:
         return True
     if not arguments.names or arguments.names & {"rank", "num_nodes", "train"}:
         return False
-    # An axis may be missing, which is said with the other functions of axes.
+    # An axis may be missing, which `check_axes` reports.
     several = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
     return not several and not (len(arguments.names) >= 3 and len(arguments.required) in (2, 3))
 
 
 def arguments_of(part: Any) -> frozenset[str]:
-    """Return the arguments of a function of axes; of a strategy or a model itself, none."""
+    """Return the names of the arguments of a function of axes; a strategy or a model has none."""
     return Arguments.of(part).names if callable(part) and not isinstance(part, (Strategy, nn.Module)) else frozenset()
 
 
@@ -279,7 +279,7 @@ def check_axes(options: SweepOptions, axes: Iterable[str], source: str = "grid")
             except (TypeError, ValueError):
                 raise TypeError(f"{what} is {check.kind_of(value)}; give {WANTED[what]}.") from None
     if strategy is None and "strategy" not in axes:
-        raise ValueError("there is no strategy: give strategy=lambda lr: DiLoCoStrategy('adamw', lr=lr), say.")
+        raise ValueError("there is no strategy: give, for example, strategy=lambda lr: DiLoCoStrategy('adamw', lr=lr).")
     _check_names(axes, functions, strategy, source)
     for what, arguments in functions.items():
         missing = sorted(arguments.required - set(axes))
@@ -308,7 +308,7 @@ def _check_names(axes: list[str], functions: dict[str, Arguments], strategy: Any
 
 
 def named(point: Point) -> str:
-    """Return the values of axes for a message.
+    """Format the values of axes for a message.
 
     >>> named({"lr": 0.1, "kind": max})
     'lr=0.1, kind=max'
@@ -317,7 +317,7 @@ def named(point: Point) -> str:
 
 
 def _called(what: str, function: Any, point: Point, wanted: type) -> Any:
-    """Call a function of axes with those that it takes."""
+    """Call a function of axes with the axes that it takes."""
     axes = Arguments.of(function).among(point)
     call = f"{what}({named(axes)})"
     try:
@@ -330,9 +330,9 @@ def _called(what: str, function: Any, point: Point, wanted: type) -> Any:
 
 
 def make_configurations(points: Iterable[Point], options: SweepOptions) -> list[Configuration]:
-    """Make and check the configuration of each point, and of each clock on which its numbers depend.
+    """Make and check a configuration for each point, and for each clock on which its results depend.
 
-    Those of asynchronous ones depend on network and compute; where nodes may be absent, who is may depend on compute.
+    The results of asynchronous runs depend on network and compute. Absences may depend on compute.
     """
     configs: list[Configuration] = []
     made: dict[Any, Any] = {}
@@ -364,7 +364,7 @@ def make_configurations(points: Iterable[Point], options: SweepOptions) -> list[
 
 
 def _settings(point: Point, options: SweepOptions) -> dict[str, Any]:
-    """Return the settings of a point, each checked: those that are no axes are the same for all."""
+    """Return the checked settings of a point; those that are no axes come from `options`."""
     checks = checks_of(FitOptions)
     settings = {name: checks[name](name, point.get(name, vars(options)[name])) for name in SETTINGS}
     check_parts(settings["batch_size"], settings["minibatch_size"])
@@ -372,7 +372,7 @@ def _settings(point: Point, options: SweepOptions) -> dict[str, Any]:
 
 
 def _check_settings(configs: Iterable[Configuration], options: SweepOptions) -> None:
-    """Raise a ValueError for settings that no configuration has."""
+    """Raise a ValueError for settings that no configuration uses."""
     synchronous = [config for config in configs if not config.strategy.asynchronous]
     everyone = len(synchronous) == len(list(configs))
     absent = any(config.settings["availability"] is not None for config in synchronous)
@@ -382,15 +382,15 @@ def _check_settings(configs: Iterable[Configuration], options: SweepOptions) -> 
         for name in OF_UPDATES:
             if name in config.point or (everyone and vars(options)[name] is not None):
                 raise ValueError(
-                    f"{name} is of asynchronous runs, and {type(config.strategy).__name__} takes steps of all nodes: "
-                    "give max_steps, or AsyncStrategy(...)."
+                    f"{name} is for asynchronous runs, but {type(config.strategy).__name__} is synchronous: give "
+                    "max_steps, or AsyncStrategy(...)."
                 )
 
 
 def _made(
     what: str, function: Any, point: Point, wanted: type, made: dict[Any, Any], then: Callable[[Any], Any] = lambda x: x
 ) -> Any:
-    """Return what a function returns for a point, the same object for all points with the same values of its axes."""
+    """Call a function of axes for a point, once for all points with equal values of its axes."""
     key = id(function), point_key(Arguments.of(function).among(point))
     if key not in made:
         made[key] = then(_called(what, function, point, wanted))
@@ -401,17 +401,17 @@ def _made(
 
 
 SAME_WEIGHTS = (
-    "the seeds do not vary the initial weights: {why}. So ± and intervals over the seeds leave out what the initial "
-    "weights change, often the most, and are too narrow. Fix: a model for each seed, in a sweep model=lambda seed: "
-    "make(seed), where make calls torch.manual_seed(seed) and returns a new one. (They are right for weights that are "
-    "always the same, such as pretrained ones.)"
+    "the seeds do not vary the initial weights: {why}. ± and intervals over the seeds leave out their effect, often "
+    "the largest, and are too narrow. Fix: a model for each seed, in a sweep model=lambda seed: make(seed), where make "
+    "calls torch.manual_seed(seed) and returns a new model. (They are right if the weights are always the same, such "
+    "as pretrained ones.)"
 )
 
 
 def varied(configs: Sequence[Configuration], over: str) -> dict[str, bool]:
-    """Return whether each source of chance varies among the configurations that differ in the axis `over` alone.
+    """Return source of chance -> whether it varies among configurations that differ only in the axis `over`.
 
-    Without two such configurations there is nothing to say: {}.
+    It is empty if there are no two such configurations.
     """
     first: dict[Any, Configuration] = {}
     of_over = [config for config in configs if over in config.point]
@@ -422,15 +422,15 @@ def varied(configs: Sequence[Configuration], over: str) -> dict[str, bool]:
     return {
         "the initial weights": any(not _same_weights(a.model, b.model) for a, b in pairs),
         "the order of the data": order,
-        "the partition": any(not alike(a, b) for a, b in data) or (order and not is_factory(data[0][0])),
+        "the partition": any(not equal_but_weights(a, b) for a, b in data) or (order and not is_factory(data[0][0])),
         "masks": masks,
     } if pairs else {}  # fmt: skip
 
 
-def in_words(varied: Mapping[str, bool], over: str) -> str:
-    """Say what `varied` has found.
+def varied_note(varied: Mapping[str, bool], over: str) -> str:
+    """Write the result of `varied` as a sentence.
 
-    >>> in_words({"the initial weights": False, "the order of the data": True, "masks": True}, "seed")
+    >>> varied_note({"the initial weights": False, "the order of the data": True, "masks": True}, "seed")
     'The seeds vary the order of the data and masks; they do not vary the initial weights.'
     """
     yes, no = ([what for what, differs in varied.items() if differs is which] for which in (True, False))
@@ -439,8 +439,8 @@ def in_words(varied: Mapping[str, bool], over: str) -> str:
     return f"The {over}s {text}." if text else ""
 
 
-def tell_of_seeds(configs: Sequence[Configuration], model: Any) -> None:
-    """Warn where runs that differ in their seeds alone begin with the same random weights."""
+def warn_of_equal_weights(configs: Sequence[Configuration], model: Any) -> None:
+    """Warn if runs that differ only in their seeds begin with the same random weights."""
     weights = [p for p in configs[0].model.parameters() if p.requires_grad]
     random = any(p.numel() > 1 and p.device.type != "meta" and bool((p != p.flatten()[0]).any()) for p in weights)
     if not random or varied(configs, "seed").get("the initial weights", True):
@@ -465,8 +465,8 @@ def _same_weights(a: nn.Module, b: nn.Module) -> bool:
 # ------------------------------------------------------------------------------------- models that can share a stack
 
 
-def alike(a: Any, b: Any) -> bool:
-    """Whether two models differ in the values of their trainable parameters alone; whether other objects are equal."""
+def equal_but_weights(a: Any, b: Any) -> bool:
+    """Whether two objects are equal; two models may differ in the values of their trainable parameters."""
     try:
         parts = [_structure(x) if isinstance(x, nn.Module) else x for x in (a, b)]
         return a is b or same(parts[0], parts[1], whole=True)
@@ -475,7 +475,7 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def _structure(model: nn.Module) -> list[Any]:
-    """Return everything of a model but the values of its trainable parameters."""
+    """Return all parts of a model except the values of its trainable parameters."""
     apart = ("_parameters", "_buffers", "_modules")
     modules = [
         (name, type(module), {key: value for key, value in vars(module).items() if key not in apart})

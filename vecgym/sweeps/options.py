@@ -43,7 +43,7 @@ class Uniform:
             raise ValueError(f"low={self.low!r} must be smaller than high={self.high!r}.")
 
     def draw(self, u: float) -> float:
-        """Return the value at a random number in [0, 1)."""
+        """Return the value for a random number `u` in [0, 1)."""
         return self.low + (self.high - self.low) * u
 
 
@@ -97,7 +97,7 @@ def _checked_axis(name: Any, values: Any, samples: int | None) -> list[Any] | Un
 
 
 def point_key(point: Point) -> Any:
-    """Return the same for points that are equal: plain values and tuples of them by value, objects by identity.
+    """Return a key that is equal for equal points, which have equal plain values and tuples, and identical objects.
 
     >>> point_key({"lr": 1, "betas": (0.9, 0.95)}) == point_key({"betas": (0.9, 0.95), "lr": 1.0})
     True
@@ -115,7 +115,7 @@ def point_key(point: Point) -> Any:
 
 
 def checked_points(points: Any) -> list[Point]:
-    """Return the points of a list of configurations, which have the same axes."""
+    """Return the points as dicts, after checking that they have the same axes."""
     example = '{"lr": 1e-3, "seed": 0}'
     if isinstance(points, (Mapping, str, bytes, Tensor)) or not isinstance(points, Iterable):
         raise TypeError(f"points is {kind_of(points)}; give a list of configurations, such as [{example}].")
@@ -128,7 +128,7 @@ def checked_points(points: Any) -> list[Point]:
             names = ", ".join(sorted(map(str, point.keys() ^ rows[0].keys())))
             raise ValueError(
                 f"points[{i}] and points[0] differ in their axes: only one of them has {names}. Give every point a "
-                "value of it, the default for instance, or sweep those that have it apart from the others."
+                "value of it, such as the default, or sweep these points separately."
             )
         for name, value in point.items():
             if isinstance(value, float) and math.isnan(value):
@@ -137,7 +137,7 @@ def checked_points(points: Any) -> list[Point]:
 
 
 def points(axes: Mapping[str, Any], samples: int | None, sample_seed: int) -> Iterator[Point]:
-    """Yield every point of the grid, in the order of `itertools.product`; or random ones."""
+    """Yield every point of the grid, in the order of `itertools.product`, or `samples` random points."""
     if samples is None:
         yield from (dict(zip(axes, values)) for values in itertools.product(*axes.values()))
         return
@@ -149,16 +149,16 @@ def points(axes: Mapping[str, Any], samples: int | None, sample_seed: int) -> It
         yield point
 
 
-class Timing(NamedTuple):
-    """A network and a compute, with their names where they are axes."""
+class Clock(NamedTuple):
+    """A network and a compute, and in `point` their names if they are axes."""
 
     point: dict[str, str]
     network: Any
     compute: Any
 
 
-def clocks(network: Any, compute: Any) -> list[Timing]:
-    """Return each network with each compute, of one or {name: one} of both; None: there is none.
+def clocks(network: Any, compute: Any) -> list[Clock]:
+    """Return each network with each compute. Either is an object, {name: object} for an axis, or None.
 
     >>> [clock.point for clock in clocks({"near": Network(1e9), "far": Network(1e6)}, Compute(0.4))]
     [{'network': 'near'}, {'network': 'far'}]
@@ -166,7 +166,7 @@ def clocks(network: Any, compute: Any) -> list[Timing]:
     networks = _named("network", network, Network, "Network(1e9, 0.05)")
     computes = _named("compute", compute, Compute, "Compute(0.4)")
     return [
-        Timing({axis: key for axis, key in (("network", n), ("compute", c)) if key is not None}, network, one)
+        Clock({axis: key for axis, key in (("network", n), ("compute", c)) if key is not None}, network, one)
         for n, network in networks.items()
         for c, one in computes.items()
     ]
@@ -175,11 +175,11 @@ def clocks(network: Any, compute: Any) -> list[Timing]:
 def check_clock(network: Any, compute: Any) -> None:
     """Raise a ValueError unless both are given."""
     if network is None or compute is None:
-        raise ValueError("network and compute together say how long a configuration takes: give both.")
+        raise ValueError("the time of a configuration depends on its network and its compute: give both.")
 
 
 def _named(name: str, value: Any, kind: type, example: str) -> dict[str | None, Any]:
-    """{name: value}; {None: value} for one alone, or None."""
+    """Return {name: value}, with the name None if there is only one value, or none."""
     give = f"a vecgym.clock.{example}, or a dict of some by name"
     if not isinstance(value, Mapping):
         return {None: check.instance(name, value, (kind, type(None)), give)}
@@ -191,13 +191,13 @@ def _named(name: str, value: Any, kind: type, example: str) -> dict[str | None, 
 EXECUTORS: Any = (Executor, type(None))
 OF_EXECUTORS = (
     "a concurrent.futures.Executor, such as ProcessPoolExecutor(4) or Dask's client.get_executor(), or None. "
-    "vecgym.guide.sweeps says how to make one of submitit's and of Ray"
+    "For submitit and Ray see vecgym.guide.sweeps"
 )
 
 
 @dataclass(frozen=True)
-class Swept(Modelled):
-    """What is trained, and on what.
+class SweepTask(Modelled):
+    """The model and the datasets of a sweep.
 
     Args:
         model: an `nn.Module`, or a function of axes that returns one, such as `lambda seed: make(seed)`.
@@ -211,8 +211,8 @@ class Swept(Modelled):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(EngineOptions, Training, Swept):
-    """All that `sweep` takes; options of `Trainer.fit` are the same.
+class SweepOptions(EngineOptions, Training, SweepTask):
+    """The options of `sweep`. Options that `Trainer.fit` has, too, have the same meaning.
 
     Args:
         strategy: a function of axes that returns a `Strategy`; or a `Strategy`; None: the grid has an axis
@@ -220,28 +220,28 @@ class SweepOptions(EngineOptions, Training, Swept):
         grid: axis -> its values. Axes are arguments of `strategy`, `model` and the datasets, and the settings
             "num_nodes", "batch_size", "minibatch_size", "max_steps", "num_epochs", "max_updates", "max_seconds", "seed"
             and "shuffle".
-        points: in place of a grid, any list of configurations, {axis: value} each, with the same axes: what a tuner
-            asks for. The rows are in their order; a point may be there twice.
+        points: in place of a grid, a list of configurations with the same axes, {axis: value} each, such as the
+            suggestions of a tuner. Rows are in this order; a point may occur twice.
         num_nodes: K, unless it is an axis.
-        samples: draw so many random points, each axis by itself, from its values or from a `Uniform` or
+        samples: the number of random points to draw, each axis independently, from its values or from a `Uniform` or
             `LogUniform` range; None: all points of the grid.
-        sample_seed: of these draws.
+        sample_seed: the seed of these draws.
         chunk_configs: the most configurations in one stack; None: chosen by memory and arithmetic.
-        max_memory_bytes: what a stack may take, roughly; None: half of what is free. A larger one is split.
-        max_configs: refuse a sweep of more.
+        max_memory_bytes: the approximate memory of a stack, above which it is split; None: half of the free memory.
+        max_configs: refuse a sweep with more configurations.
         keep_models: keep each configuration's averaged model: `result.model(i)`.
-        resume: a file in which results are kept (written whole, every minute and at the end of each stack); if it is
-            there already, the sweep resumes from it, and trains what the file lacks: the grid may have grown.
-        executor: a `concurrent.futures.Executor`: its workers train the stacks, each by itself, to the same bits; None:
-            this process does. It is not shut down. See `vecgym.guide.sweeps` for what workers must have.
-        availability: who is present in which steps; see `Trainer.fit`. It may be an axis too, of such objects. Where
-            nodes may be absent, each configuration is trained by itself, and on each `compute`.
-        dry_run: train nothing: look at `result.explain()`.
-        network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`, or {name: one}: the rows say how long
-            each configuration takes; see `SweepResult.price`, which does so afterwards. Asynchronous strategies need
-            `compute`, and are trained on each of both: the order of their events depends on them. A `Deadline` needs
-            `compute` alone.
-        max_updates, max_seconds: of asynchronous strategies, in place of `max_steps`; see `Trainer.fit`.
+        resume: a file for the results, rewritten every minute and at the end of each stack. If it exists, the sweep
+            resumes from it, and trains the configurations that the file lacks: the grid may have grown.
+        executor: a `concurrent.futures.Executor` whose workers train the stacks, to the same bits; None: this process
+            trains them. It is not shut down. See `vecgym.guide.sweeps` for the requirements on workers.
+        availability: the nodes that are present in each step; see `Trainer.fit`. It may be an axis. If nodes may be
+            absent, each configuration is trained with each `compute`.
+        dry_run: train nothing, for a look at `result.explain()`.
+        network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`, or {name: one} of either, for columns
+            with the time of each configuration; `SweepResult.price` adds them afterwards. Asynchronous strategies need
+            `compute`, and are trained with each network and compute, on which the order of their events depends. A
+            `Deadline` needs only `compute`.
+        max_updates, max_seconds: for asynchronous strategies, in place of `max_steps`; see `Trainer.fit`.
     """
 
     strategy: Strategy | Callable[..., Strategy] | None = None

@@ -1,4 +1,4 @@
-"""Which configurations of a sweep share a stacked program, and how many of them fit into one stack."""
+"""Programs, the configurations of a sweep that can share a stack, and the number that fits into one."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from vecgym.runs.options import resolve_device
 from vecgym.simulation import RunFacts
 from vecgym.simulation.stack import key_of
 from vecgym.strategy import Strategy
-from vecgym.sweeps.configurations import Configuration, alike, examined
+from vecgym.sweeps.configurations import Configuration, equal_but_weights, examined
 from vecgym.sweeps.options import SweepOptions
 
-# On a CPU, a stack of more arithmetic than this in a step gains nothing by being larger: what it costs is no longer
-# Python, and its tensors leave the cache. It is 8 configurations of 8 nodes of an MLP with 128 hidden units: in stacks
-# of 8 they took 1/1.4 of the time of single runs, in stacks of 4 1/1.2 (two threads).
+# On a CPU, a stack with more arithmetic per step than this is no faster: arithmetic takes the time, not Python, and the
+# tensors leave the cache. This much is a step of 8 configurations of 8 nodes of an MLP with 128 hidden units. Stacks of
+# 8 took 1/1.4 of the time of single runs, stacks of 4 took 1/1.2 (two threads).
 MAX_FLOP_IN_STACK = 1.3e9
-# A single run of AllReduce keeps one copy of the parameters, a stack one for each node. On a CPU that costs more than
-# the Python it saves from about this much arithmetic in a configuration's step on: the same MLP took 1.6 times as long.
+# A single run of AllReduce keeps one copy of the parameters, a stack one copy for each node. On a CPU, from about this
+# much arithmetic per step of a configuration, the copies cost more than the Python they save: the same MLP took 1.6
+# times as long.
 MAX_FLOP_OF_ONE_COPY = 8e7
 
 
@@ -31,11 +32,11 @@ class Program:
     """Configurations that can be trained in one stack.
 
     Attributes:
-        configs: with equal optimizers and exchanges next to one another.
-        chunks: the indices of those that are trained together, one chunk after the other.
+        configs: sorted, so that equal optimizers are neighbours.
+        chunks: the indices of the configurations in each chunk; chunks are trained in turn.
         reason: for this size of the chunks.
-        bytes_per_config: that a configuration takes in a stack, roughly.
-        engine: how its last stack was computed, and why; "" before.
+        bytes_per_config: the approximate memory of a configuration in a stack.
+        engine: the engine of its last stack, and the reason for it; "" before training.
     """
 
     configs: list[Configuration]
@@ -64,16 +65,16 @@ def make_programs(configs: Sequence[Configuration], options: SweepOptions) -> li
     groups: list[list[Configuration]] = []
     for config in configs:
         for group in groups:
-            if _key(group[0]) == _key(config) and alike(group[0].model, config.model):
+            if _key(group[0]) == _key(config) and equal_but_weights(group[0].model, config.model):
                 group.append(config)
                 break
         else:
             groups.append([config])
-    return [_program(sorted(group, key=_place), options) for group in groups]
+    return [_program(sorted(group, key=_sort_key), options) for group in groups]
 
 
 def explain(programs: Sequence[Program]) -> str:
-    """Say which configurations share a program, and why the others do not."""
+    """Describe the programs, and why configurations are in different ones."""
     num_configs = sum(len(program.configs) for program in programs)
     lines = [f"{counted(num_configs, 'configuration')} in {counted(len(programs), 'program')}:"]
     first = programs[0].configs[0]
@@ -82,13 +83,13 @@ def explain(programs: Sequence[Program]) -> str:
         if i > 0:
             config = program.configs[0]
             differences = [name for name, value in _key(first).items() if value != _key(config)[name]]
-            differences += [] if alike(first.model, config.model) else ["model"]
+            differences += [] if equal_but_weights(first.model, config.model) else ["model"]
             lines.append(f"  not with program 0: another {' and another '.join(differences or ['sweep'])}")
     return "\n".join(lines)
 
 
 def _key(config: Configuration) -> dict[str, Any]:
-    """Return what configurations of one program have in common, besides their model's structure."""
+    """Return the properties that configurations of one program share, besides the structure of the model."""
     alone = _alone(config.strategy)
     return {
         "kind of strategy (stacked, or each by itself)": type(config.strategy) if alone else None,
@@ -102,14 +103,14 @@ def _key(config: Configuration) -> dict[str, Any]:
     }
 
 
-def _place(config: Configuration) -> tuple[str, str, int]:
-    """Sort configurations so that equal optimizers are neighbours: their rows are one call of torch's kernel."""
+def _sort_key(config: Configuration) -> tuple[str, str, int]:
+    """Make equal optimizers neighbours, whose rows torch's kernel updates in one call."""
     spec = config.strategy.inner_optim
     return spec.cls.__name__, repr(sorted(spec.kwargs.items())), config.index
 
 
 def _program(configs: list[Configuration], options: SweepOptions) -> Program:
-    """Cut configurations into as few chunks as memory allows, and into no larger ones than are faster."""
+    """Cut configurations into chunks, as large as memory allows and speed gains from."""
     bytes_per_config, flop = _costs(configs[0])
     size, reason = len(configs), "all in one stack"
     chosen_here = options.chunk_configs is None and size > 1 and resolve_device(options.device).type == "cpu"
@@ -141,7 +142,7 @@ def _alone(strategy: Strategy) -> bool:
 
 
 def _costs(config: Configuration) -> tuple[int, int]:
-    """Return the bytes of a configuration in a stack, roughly, and the floating-point operations of its step."""
+    """Estimate the bytes of a configuration in a stack, and the floating-point operations of its step."""
     engine, batch = examined(config)
     passing_bytes = passing(engine, tree.map_leaves(lambda x: x[0], batch), most=1, mean=False).peak(1)
     assert engine.facts is not None

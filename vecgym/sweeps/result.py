@@ -1,4 +1,4 @@
-"""The result of a sweep: its rows, what they take on networks, and the history and model of each."""
+"""The result of a sweep: its rows, their times on networks, and the history and model of each."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from vecgym.records.rows import (
     select,
     with_spread,
 )
-from vecgym.sweeps.chunk import DIVERGED, FINISHED, NOTHING, PARTIAL, PENDING, Curve
-from vecgym.sweeps.configurations import SAME_WEIGHTS, SETTINGS, Configuration, Point, in_words, varied
-from vecgym.sweeps.options import Timing, check_clock, clocks
+from vecgym.sweeps.chunk import DIVERGED, EMPTY_ROW, FINISHED, PARTIAL, PENDING, Curve
+from vecgym.sweeps.configurations import SAME_WEIGHTS, SETTINGS, Configuration, Point, varied, varied_note
+from vecgym.sweeps.options import Clock, check_clock, clocks
 from vecgym.sweeps.programs import explain
 from vecgym.sweeps.runner import Runner
 from vecgym.sweeps.saving import check_joined
@@ -53,15 +53,14 @@ Where = Mapping[str, Any] | None  # axis -> its value, or a condition
 
 
 class SweepResult:
-    """The result of a sweep, complete or as far as it came.
+    """The result of a sweep, complete or partial.
 
     Attributes:
         rows: one dict per configuration, in the order of the grid: its axes, `status` ("finished", "diverged",
-            "interrupted", "pending"), `steps`, and the last of `train_loss`, `val_loss`, `val_loss_local`,
-            `consensus_distance`, the model's metrics (`val_accuracy` and the like), and `bytes_total`, sent per node;
-            of one that diverged, `val_*` is nan;
-            of asynchronous runs, whose steps are updates, also `sim_seconds`, `version`, `staleness`,
-            `staleness_max`, `num_arrived` and `local_steps_total`.
+            "interrupted", "pending"), `steps`, and the last values of `train_loss`, `val_loss`, `val_loss_local`,
+            `consensus_distance`, the model's metrics (such as `val_accuracy`), and `bytes_total`, sent per node. If it
+            diverged, `val_*` is nan. Asynchronous runs, whose steps are updates, also have `sim_seconds`, `version`,
+            `staleness`, `staleness_max`, `num_arrived` and `local_steps_total`.
         axes: the names of the axes.
 
     >>> import tempfile, pathlib
@@ -98,32 +97,32 @@ class SweepResult:
     (4, 9)
     """
 
-    def __init__(self, runner: Runner, clocks: Sequence[Timing] = ()) -> None:
+    def __init__(self, runner: Runner, clocks: Sequence[Clock] = ()) -> None:
         self._runner, self._clocks = runner, list(clocks)
         # The configuration of each row, and the network and compute that it is priced for.
         self._places = [(config, clock) for config in runner.configs for clock in _clocks_of(config, clocks)]
-        self._seconds: dict[tuple[int, int, int], dict[str, Any]] = {}  # columns of what has been priced
+        self._seconds: dict[tuple[int, int, int], dict[str, Any]] = {}  # columns of priced rows
         points = [*(clock.point for clock in clocks), *(config.point for config in runner.configs)]
         self.axes = list(dict.fromkeys([*runner.axes, *(name for point in points for name in point)]))
 
     @property
     def rows(self) -> list[Point]:
-        """One dict per configuration, in the order of the grid; see the class for what is in it."""
+        """One dict per configuration, in the order of the grid; see the class for its columns."""
         rows = [self._row(config, clock) for config, clock in self._places]
         names = dict.fromkeys([*self.axes, *(name for row in rows for name in row)])  # all rows have all columns
         return [{name: row.get(name) for name in names} for row in rows]
 
     def price(self, network: Any, compute: Any) -> SweepResult:
-        """The same on a network: with the columns `sim_seconds` and `sim_utilization`, and nothing trained again.
+        """Return the result with the columns `sim_seconds` and `sim_utilization`; nothing is trained again.
 
-        On a network with a server or a store, `bytes_total` is what then goes over a node's link.
+        If the network has a server or a store, `bytes_total` counts the bytes that a node's link carries there.
 
         Args:
-            network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`; or of either several, {name: one}:
-                then it is an axis, "network" or "compute", and each configuration has a row for each of them.
+            network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`. Either may be a dict {name: one}:
+                then it is an axis, "network" or "compute", and each configuration has a row for each of its values.
 
         Raises:
-            ValueError, TypeError: for other kinds, and for strategies that are written for one rank, or asynchronous.
+            ValueError, TypeError: for other types, and for strategies that are written for one rank, or asynchronous.
 
         >>> import torch
         >>> from vecgym.clock import Compute, Network
@@ -140,18 +139,18 @@ class SweepResult:
         """
         if any(config.strategy.asynchronous for config in self._runner.configs):
             raise ValueError(
-                "asynchronous runs go in the order of their own network's and nodes' times: sweep again, with network= "
-                "and compute=, of which either may be a dict, {name: one}."
+                "network and compute determine the events of asynchronous runs: sweep again, with network= and "
+                "compute=, either of which may be a dict {name: one}."
             )
         check_clock(network, compute)
         return SweepResult(self._runner, clocks(network, compute))
 
     def __add__(self, other: SweepResult) -> SweepResult:
-        """The rows of both sweeps, those of the other after these: more seeds, or more values of an axis.
+        """Return the rows of both sweeps, for more seeds, or more values of an axis.
 
         Raises:
-            ValueError: if they differ in their axes, in settings that are no axes, or in the networks that they are
-                priced for; and if both have the same configuration.
+            ValueError: if they differ in their axes, in settings that are no axes, or in the networks of their prices;
+                and if they have a configuration in common.
 
         >>> import torch
         >>> from vecgym.models import Line
@@ -173,16 +172,16 @@ class SweepResult:
             different = listed(sorted(set(self.axes) ^ set(other.axes)))
             raise ValueError(f"the sweeps differ in their axes: only one has {different}. Give it to both.")
         if not same(self._clocks, other._clocks):
-            raise ValueError("the sweeps are priced for unlike networks: add first, (a + b).price(network, compute).")
+            raise ValueError("the prices are for different networks: add first, (a + b).price(network, compute).")
         check_joined(self._runner, other._runner)
         return SweepResult(self._runner.joined(other._runner), self._clocks)
 
     def _config(self, index: int) -> Configuration:
         return self._places[check.index("index", index, len(self))][0]
 
-    def _row(self, config: Configuration, clock: Timing | None) -> Point:
+    def _row(self, config: Configuration, clock: Clock | None) -> Point:
         curve = self._runner.curves.get(config.index)
-        measured = {"status": PENDING, **NOTHING} if curve is None else {"status": curve.status, **curve.last}
+        measured = {"status": PENDING, **EMPTY_ROW} if curve is None else {"status": curve.status, **curve.last}
         if measured["status"] == DIVERGED:  # its last evaluation was before that
             measured |= {name: math.nan for name in measured if name.startswith("val_")}
         if config.plan is not None and measured["steps"] > 0:
@@ -191,8 +190,8 @@ class SweepResult:
             return {**config.point, **measured}
         return {**config.point, **clock.point, **measured, **self._priced(config, clock, curve)}
 
-    def _priced(self, config: Configuration, clock: Timing, curve: Curve | None) -> dict[str, Any]:
-        """Return the columns that depend on a clock; where nodes may be absent, of what has been sent so far."""
+    def _priced(self, config: Configuration, clock: Clock, curve: Curve | None) -> dict[str, Any]:
+        """Return the columns that depend on a clock; if nodes may be absent, for the transfers so far."""
         if config.settings["availability"] is None:
             ledger = config.ledger
         elif curve is not None and curve.ledger is not None:
@@ -203,14 +202,14 @@ class SweepResult:
         key = config.index, id(clock), ledger.num_steps
         if key not in self._seconds:
             timeline = price(ledger, clock.network, clock.compute)
-            # Where the network takes another route than a ring, a node's link carries other bytes than in training.
+            # If the network takes another route than a ring, a node's link carries other bytes than in training.
             sent = {"bytes_total": ledger.routed(clock.network.routes).total_bytes} if clock.network.routes else {}
             self._seconds[key] = {**sent, "sim_seconds": timeline.seconds, "sim_utilization": timeline.utilization}
         return self._seconds[key]
 
     @property
     def num_pending(self) -> int:
-        """How many configurations are not finished."""
+        """The number of unfinished configurations."""
         return sum(row["status"] in (PENDING, PARTIAL) for row in self.rows)
 
     def history(self, index: int) -> History:
@@ -239,20 +238,20 @@ class SweepResult:
         """Return the configuration with the best value of a column, among those that finished.
 
         Args:
-            largest: whether the largest value is the best. None: as the name says, "loss" or "accuracy", say.
-            over: the axis to average over: the value is a mean over its runs, all of which finished, and "runs" how
-                many they are. None: each run by itself, so that the luckiest seed wins.
-            where: of these rows only: axis -> its value, or a function of a value that is true.
+            largest: whether the largest value is the best. None: the name decides, such as "loss" or "accuracy".
+            over: the axis to average over: the value is a mean over its runs, all of which have finished, and "runs" is
+                their number. None: single runs, so that the luckiest seed wins.
+            where: a choice of rows: axis -> its value, or a condition, a function of the value.
 
-        The value is optimistic, the more so the more configurations there were to choose from, since one validation set
-        and these seeds decided. Runs with other seeds, or `compare(holdout=...)`, say how good the configuration is.
+        The value is optimistic, more so with many configurations, since the same validation set and seeds made the
+        choice. Runs with other seeds, or `compare(holdout=...)`, show how good the configuration is.
 
         Warns:
             VecgymWarning: if it has the smallest or the largest of three or more values of an axis, beyond which there
-                may be better ones, and if it is a mean over 2 seeds, which are few.
+                may be better ones, and if it is a mean over only 2 seeds.
 
         Raises:
-            ValueError: for a column that is not there or has no number.
+            ValueError: for an unknown column, or one without numbers.
         """
         rows = averaged(select(self.rows, where), over)
         finite = self._finite(column, rows)
@@ -260,8 +259,8 @@ class SweepResult:
         best = choose(finite, key=lambda row: row[column])
         tried = labelled([*rows, best])
         axes = [axis for axis in axes_of(tried) if axis != "seed"]
-        notes = [*_edges([(tried[-1], "")], tried, axes, least=3), _few(best.get("runs", 0), str(over))]
-        if len(rows) > 1 and any(notes) and column.startswith(("train_", "val_")):  # of bytes and seconds, no news
+        notes = [*_edges([(tried[-1], "")], tried, axes, least=3), _few_seeds(best.get("runs", 0), str(over))]
+        if len(rows) > 1 and any(notes) and column.startswith(("train_", "val_")):  # bytes and seconds: no news
             flatters = f"And {column}={_cell(best[column])} flatters, as it was chosen for that: see compare(holdout=)."
             warn(" ".join([*filter(None, notes), flatters]))
         return best
@@ -283,35 +282,35 @@ class SweepResult:
     ) -> Comparison:  # fmt: skip
         """Compare the values of an axis with a baseline: how large is the difference, and is it more than chance?
 
-        Configurations of one seed share the order of the data and masks, and initial weights. So they are compared seed
-        by seed: these differences vary far less than the losses do, and a few seeds often suffice. If the 95 % interval
-        does not contain 0, the difference is hardly chance. An interval is about what the seeds vary, which is said
-        below the table: not the initial weights, if the sweep was given one model in place of `lambda seed: ...`.
+        Configurations of one seed share the order of the data, masks and initial weights. So they are compared seed by
+        seed: these differences vary far less than the losses do, and a few seeds often suffice. If the 95 % interval
+        does not contain 0, the difference is hardly chance. The interval covers only the sources of chance that the
+        seeds vary. A note below the table names them; without `model=lambda seed: ...`, initial weights are not among
+        them.
 
         Args:
-            axis: its values are compared.
+            axis: the axis whose values are compared.
             baseline: one of them; None: the first.
-            over: the axis of what is repeated.
-            best: compare each value at its best, the values of the other axes with the best mean, as one does with
-                tuned learning rates; these are shown. The choice is by the same seeds and the same validation set, so a
-                value with more configurations to choose from is favoured. False: compare with the baseline at each
-                value of the other axes.
-            holdout: seeds that are set apart: the best are chosen by the others, and compared by these.
-            largest: whether the highest mean is the best. None: as the name of the column says.
+            over: the axis of repetitions.
+            best: compare each value at the values of the other axes with the best mean, as for tuned learning rates;
+                the table shows these. The same seeds and validation set choose and compare, which favours a value with
+                more configurations to choose from. False: compare with the baseline at each value of the other axes.
+            holdout: seeds for the comparison only; the other seeds choose the best configurations.
+            largest: whether the highest mean is the best. None: the name of the column decides.
             paired: False: compare the means as if the seeds had nothing in common (Welch's interval).
-            where: of these rows only; see `best`.
+            where: a choice of rows; see `best`.
 
         Returns:
             A list that prints as a table, with a row for each value, or each configuration: the axes, the mean of the
             column, the mean `difference`, its `standard_error`, the ends of its 95 % interval (Student's t) `low` and
-            `high`, `seeds`, and those `left_out`. In the row of the baseline, and where there is none, they are None.
-            Its `notes` are printed below: what the seeds vary, and whether they are few; which of the best are at the
-            edge of an axis; that they were chosen by what they are compared by.
+            `high`, the numbers of `seeds` and of seeds `left_out`. Without a baseline to compare with, and in its own
+            row, the differences are None. Its `notes`, printed below, name the sources of chance that the seeds vary,
+            few seeds, best values at the edge of an axis, and a choice by the seeds of the comparison.
 
         Warns:
-            VecgymWarning: if not all seeds are shared: then it is over those that are, or not paired if none is; and if
-                runs have diverged, or not finished: such a seed is left out. A configuration with fewer of them is
-                better than any other.
+            VecgymWarning: if not all seeds are shared: it then compares the shared ones, or means if there are none;
+                and if runs have diverged or are unfinished: it leaves their seeds out. A configuration with fewer such
+                runs counts as better.
 
         Raises:
             ValueError: for an unknown axis, column, baseline or seed, without an axis of seeds, and if the column's
@@ -351,17 +350,17 @@ class SweepResult:
         apart = () if holdout is None else _apart(holdout, over, rows, best)
         settings: dict[str, Any] = {"over": over, "best": best, "paired": paired, "largest": chosen}
         shown = compared(labelled(rows), axis, column, base, holdout=apart, **settings)
-        notes = [self._seeds(over), _few(min((row["seeds"] for row in shown), default=0), over)]
+        notes = [self._varied_note(over), _few_seeds(min((row["seeds"] for row in shown), default=0), over)]
         if best:
-            notes += _of_the_best(shown, labelled(rows), axis, over, lambda row: (-1 if chosen else 1) * row[column])
+            notes += _edge_notes(shown, labelled(rows), axis, over, lambda row: (-1 if chosen else 1) * row[column])
             chosen_here = holdout is None and len(groups(rows, over)) > len(shown)
             notes += [FLATTERS.format(over=over)] if chosen_here else []
         return Comparison(shown, notes)
 
-    def _seeds(self, over: str | None) -> str:
-        """Say what the seeds of these runs vary."""
+    def _varied_note(self, over: str | None) -> str:
+        """Return the note on the sources of chance that the seeds vary."""
         over = over or "seed"
-        return in_words(varied(self._runner.configs, over), over) if over in self.axes else ""
+        return varied_note(varied(self._runner.configs, over), over) if over in self.axes else ""
 
     @check.renamed(columns="column")
     def table(
@@ -370,13 +369,13 @@ class SweepResult:
     ) -> str:  # fmt: skip
         """Return the rows as text: measures as mean ± standard deviation over the seeds, the best of them in bold.
 
-        A note below says what the seeds vary.
+        A note below names the sources of chance that the seeds vary.
 
         Args:
             form: "markdown", or "latex", for its package booktabs.
-            column: the measure to show, or a list of several; none: all that were recorded.
-            over: the axis to average over, if it is there; None: each run has a row.
-            where: of these rows only; see `best`.
+            column: the measure to show, or a list of several; none: all recorded ones.
+            over: the axis to average over, if the sweep has it; None: each run has a row.
+            where: a choice of rows; see `best`.
 
         Raises:
             ValueError: for another form, or an unknown column.
@@ -388,7 +387,7 @@ class SweepResult:
         for name in check.instance("column", columns, (list, tuple), 'a name, or a list of such, as in ["val_loss"]'):
             check.column("column", name, means[0])
         axes = [name for name in self.axes if name in means[0]]
-        names = [*axes, *(columns or [name for name in means[0] if name not in axes and _tells(name, means)])]
+        names = [*axes, *(columns or [name for name in means[0] if name not in axes and _is_informative(name, means)])]
         finished = [row for row in means if row["status"] == FINISHED]
         better = {n: max if larger_is_better(n) else min for n in names if "loss" in n or larger_is_better(n)}
         ends = {n: better[n]((row[n] for row in finished if check.is_finite(row[n])), default=math.nan) for n in better}
@@ -401,10 +400,10 @@ class SweepResult:
         runs = sorted({len(group) for group in members})
         seeds = f"{runs[0]} to {counted(runs[-1], str(over))}" if runs[1:] else counted(runs[0], str(over))
         spread = [] if over is None or runs[-1] == 1 else [f"± over {seeds}: standard deviation."]
-        return _as_text(form, lines, [*spread, self._seeds(over)])
+        return _as_text(form, lines, [*spread, self._varied_note(over)])
 
     def to_csv(self, path: File) -> None:
-        """Write the rows; the file appears whole or not at all."""
+        """Write the rows to a file, atomically."""
         rows = labelled(self.rows)
         with write_atomically(path, "w") as file:
             writer = csv.DictWriter(file, list(rows[0]), restval="")
@@ -412,7 +411,7 @@ class SweepResult:
             writer.writerows(rows)
 
     def to_pandas(self) -> Any:
-        """Return the rows as a `pandas.DataFrame`; ImportError where pandas is not installed."""
+        """Return the rows as a `pandas.DataFrame`; an ImportError if pandas is not installed."""
         return data_frame(labelled(self.rows))
 
     def plot(
@@ -421,8 +420,9 @@ class SweepResult:
     ) -> Figure:  # fmt: skip
         """Draw a column against an axis, a line for each value of `hue`; see `vecgym.plot.plot_axis`, and `best`.
 
-        With `baseline`, a value of `hue`, or without hue of `x`: draw the differences to it with their 95 % intervals,
-        those of `compare`; see `vecgym.plot.plot_differences`. A note below a figure says what the seeds vary.
+        With `baseline`, a value of `hue` (of `x` without `hue`), it draws the differences from the baseline, with the
+        95 % intervals of `compare`; see `vecgym.plot.plot_differences`. A note below the figure names the sources of
+        chance that the seeds vary.
         """
         from vecgym.plot import plot_axis, plot_differences  # matplotlib takes a while to import
 
@@ -454,15 +454,15 @@ class SweepResult:
         return self._noted(plot_pareto, where, path, settings, column, hue)
 
     def _noted(self, draw: Any, where: Where, path: File | None, settings: dict[str, Any], *axes: Any) -> Figure:
-        """Draw a figure of some rows, with what the seeds vary below it."""
+        """Draw a figure of some rows, with the note on the seeds below it."""
         from vecgym.plot import style
 
         style.check_shared(path, settings.get("title"))
         figure = draw(labelled(select(self.rows, where)), *axes, **settings)
-        return style.done(figure, None, path, self._seeds(settings.get("over", "seed")))
+        return style.done(figure, None, path, self._varied_note(settings.get("over", "seed")))
 
     def explain(self) -> str:
-        """Say which configurations share a program, and why the others do not."""
+        """Describe the programs, and why configurations are in different ones."""
         return explain(self._runner.programs)
 
     def __len__(self) -> int:
@@ -473,8 +473,8 @@ class SweepResult:
         return f"SweepResult({counted(len(self), 'configuration')}: {', '.join(f'{n} {s}' for s, n in counts.items())})"
 
 
-def _clocks_of(config: Configuration, clocks: Sequence[Timing]) -> Sequence[Timing | None]:
-    """Return what a configuration is priced for: all clocks, or those of its own compute; None: it is not priced."""
+def _clocks_of(config: Configuration, clocks: Sequence[Clock]) -> Sequence[Clock | None]:
+    """Return the clocks that price a configuration: all, or those with its own compute; [None]: it is not priced."""
     if config.strategy.asynchronous or not clocks:
         return [None]
     return [clock for clock in clocks if same(clock.compute, config.compute)] or clocks
@@ -519,15 +519,15 @@ def _apart(holdout: Any, over: str, rows: list[Row], best: bool) -> list[Any]:
     return apart
 
 
-def _few(runs: int, over: str) -> str:
-    """Say of 1 or 2 seeds that they are few."""
+def _few_seeds(runs: int, over: str) -> str:
+    """Return a note if there are only 1 or 2 seeds."""
     return f"{counted(runs, over)} {'is' if runs == 1 else 'are'} few: give 5 or more." if 0 < runs < 3 else ""
 
 
-def _of_the_best(shown: list[Row], rows: list[Row], axis: str, over: str, key: Any) -> list[str]:
-    """Say which of the best configurations, one for each value of `axis`, are at an end of an axis, and which value is.
+def _edge_notes(shown: list[Row], rows: list[Row], axis: str, over: str, key: Any) -> list[str]:
+    """Return notes on best configurations, one for each value of `axis`, that are at the edge of an axis.
 
-    Of an axis with two values one is always the best: of `axis` itself, that is no news.
+    For `axis` itself this takes three values: of two values, the best is always at an edge.
     """
     others = [name for name in axes_of(rows) if name not in (axis, over)]
     finite = [row for row in shown if check.is_finite(key(row))]
@@ -536,11 +536,11 @@ def _of_the_best(shown: list[Row], rows: list[Row], axis: str, over: str, key: A
 
 
 def _edges(points: Iterable[tuple[Row, str]], rows: list[Row], axes: Iterable[str], least: int = 2) -> list[str]:
-    """Say of which axes of numbers the best points have the smallest or the largest value that was tried.
+    """Return notes on the axes of numbers of which best points have the smallest or the largest value.
 
     Args:
         points: each with its name.
-        least: how many values an axis must have.
+        least: the number of values that an axis must have.
 
     >>> rows = [{"H": H, "lr": lr, "kind": kind} for H in (1, 5, 9) for lr in (0.1, 0.2) for kind in "ab"]
     >>> _edges([({"H": 5, "lr": 0.2, "kind": "a"}, "")], rows, ["H", "lr", "kind"])
@@ -595,11 +595,11 @@ class Comparison(list[Row]):
 def compare(
     runs: Mapping[str, Iterable[History]], column: str = "val_loss", *, baseline: str | None = None, paired: bool = True
 ) -> Comparison:
-    """Compare separate runs seed by seed: what `SweepResult.compare` says of a sweep, of fits made one by one.
+    """Compare separate fits seed by seed, as `SweepResult.compare` does for a sweep.
 
     Args:
-        runs: name -> the histories of its runs, one for each seed. The seed is the one that `Trainer.fit` was given.
-        column: of which the last number of each run counts.
+        runs: name -> the histories of its runs, one for each seed, the `seed` of `Trainer.fit`.
+        column: the column whose last number in each run is compared.
         baseline: one of the names; None: the first.
         paired: False: compare the means as if the seeds had nothing in common (Welch's interval).
 
@@ -611,7 +611,7 @@ def compare(
             seed; and if all seeds begin with the same validation loss, so that they do not vary the initial weights.
 
     Raises:
-        TypeError, ValueError: for what are no histories, a name without any, a seed twice, and an unknown column.
+        TypeError, ValueError: for other types, a name without histories, a repeated seed, and an unknown column.
 
     >>> def fitted(loss, seed):
     ...     return History({"seed": seed}, [{"step": 0, "val_loss": 2.0 + seed}, {"step": 9, "val_loss": loss}])
@@ -629,7 +629,7 @@ def compare(
     check.flag("paired", paired)
     first = next(iter(by_name)) if baseline is None else check.choice("baseline", baseline, by_name)
     shown = compared(rows, "run", column, first, over="seed", best=False, paired=paired)
-    return Comparison(shown, [_vary(by_name.values()), _few(min(row["seeds"] for row in shown), "seed")])
+    return Comparison(shown, [_seed_note(by_name.values()), _few_seeds(min(row["seeds"] for row in shown), "seed")])
 
 
 def _checked_runs(runs: Any) -> dict[str, list[History]]:
@@ -647,12 +647,12 @@ def _checked_runs(runs: Any) -> dict[str, list[History]]:
             raise ValueError(f"runs[{name!r}] has the seeds {seeds}; give one history for each of several seeds.")
         settings = [{k: repr(h.settings.get(k)) for k in ("strategy", *SETTINGS) if k != "seed"} for h in by_name[name]]
         if differing := [k for k in settings[0] if len({each[k] for each in settings}) > 1]:
-            warn(f"the runs of {name!r} differ in {listed(differing)}, not in their seeds alone: ± is of both.")
+            warn(f"the runs of {name!r} differ in {listed(differing)}, not only in their seeds: ± covers both.")
     return by_name
 
 
-def _vary(runs: Collection[list[History]]) -> str:
-    """Say what the seeds of separate runs vary; warn if it is not the initial weights. "": it is not known."""
+def _seed_note(runs: Collection[list[History]]) -> str:
+    """Return the note on the seeds of separate runs, "" if unknown; warn if the initial weights do not vary."""
     starts = [[h.rows[0].get("val_loss") if h.rows and h.rows[0].get("step") == 0 else None for h in each]
               for each in runs]  # fmt: skip
     if any(len(each) < 2 or None in each for each in starts):
@@ -661,7 +661,7 @@ def _vary(runs: Collection[list[History]]) -> str:
     if not weights:
         warn(SAME_WEIGHTS.format(why="all runs begin with the same validation loss"))
     shuffled = any(history.settings.get("shuffle", True) for each in runs for history in each)
-    return in_words({"the initial weights": weights, "the order of the data": shuffled, "masks": True}, "seed")
+    return varied_note({"the initial weights": weights, "the order of the data": shuffled, "masks": True}, "seed")
 
 
 def _rows_of(name: str, histories: Iterable[History], column: str) -> Iterator[Row]:
@@ -692,8 +692,8 @@ def _as_text(form: str, lines: list[list[str]], notes: Iterable[str] = ()) -> st
     return "\n".join([texts[0], rule, *texts[1:], *[""] * bool(notes), *notes])
 
 
-def _tells(name: str, rows: list[Row]) -> bool:
-    """Whether a column is worth its place: a measure that was recorded, or how runs have ended if not all are alike."""
+def _is_informative(name: str, rows: list[Row]) -> bool:
+    """Whether to show a column: a recorded measure, or the status or number of steps if rows differ in it."""
     values = {row[name] for row in rows}
     if is_measure(name):
         return values != {None}

@@ -1,12 +1,11 @@
-"""A sweep under way: its programs are trained, chunk after chunk, here or on an executor.
+"""The training of a sweep, chunk after chunk, in this process or on an executor.
 
-On an executor there is a job for each chunk. A job carries its configurations as they are (models, strategies,
-settings), the data sets and the options, and the settings of torch on which bits depend; no function of axes, and no
-value of an axis that is not a part of these.
+On an executor each chunk is a job. It carries its configurations (models, strategies, settings), the datasets, the
+options, and the settings of torch on which bits depend, but neither functions of axes nor the values of axes.
 
-Executors with pickle's own rules (`ProcessPoolExecutor`, mpi4py's) get it as bytes: a `multiprocessing` queue would
-send tensors as file descriptors. Others, such as Dask's, get the object, and pickle it by their own rules. What comes
-back are bytes.
+Executors that use plain pickle (`ProcessPoolExecutor`, mpi4py's) get a job as bytes, since a `multiprocessing` queue
+would send tensors as file descriptors. Others, such as Dask's, get the object, and pickle it in their own way. Results
+come back as bytes.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from vecgym.sweeps.options import SweepOptions
 from vecgym.sweeps.programs import make_programs
 
 SAVE_INTERVAL_S = 60.0  # between two writes of the results
-ASK_EVERY_S = 0.2  # whether Ctrl-C was pressed
-GRACE_S = 10.0  # that jobs under way have to come back, once the sweep is stopped
+ASK_EVERY_S = 0.2  # between two checks for Ctrl-C
+GRACE_S = 10.0  # for jobs under way to return, once the sweep is stopped
 
 
 class Runner:
@@ -50,7 +49,7 @@ class Runner:
         axes: name -> values.
         configs: one for each point, in order.
         programs: the configurations that can be stacked.
-        curves: index of a configuration -> what it has recorded.
+        curves: index of a configuration -> its curve.
     """
 
     def __init__(self, options: SweepOptions, axes: Mapping[str, Any], configs: list[Configuration]) -> None:
@@ -61,10 +60,10 @@ class Runner:
         self.curves: dict[int, Curve] = {}
         self._program_of = {config.index: program for program in self.programs for config in program.configs}
         self._engines: dict[tuple[int, int], Engine] = {}
-        self._partials: list[dict[str, Any]] = []  # the chunks that were left unfinished
+        self._partials: list[dict[str, Any]] = []  # the states of interrupted chunks
 
     def run(self, save: Callable[[], None]) -> bool:
-        """Train all that is not finished; return whether it came to the end, or was interrupted."""
+        """Train all unfinished configurations; return False if interrupted."""
         total = sum(config.num_steps for config in self.configs)
         shown = tqdm(total=total, disable=not self.options.progress, unit="step")
         try:
@@ -86,7 +85,7 @@ class Runner:
             self._engines.clear()
 
     def _work(self, chunk: list[int]) -> Work | None:
-        """Return what is left to do of a chunk, from the start or from where it was left."""
+        """Return the training that is left of a chunk; None: it is finished."""
         todo = [i for i in chunk if i not in self.curves or self.curves[i].status == PARTIAL]
         partial = next((each for each in self._partials if each["left"] == todo), None)
         if partial is None:
@@ -94,7 +93,7 @@ class Runner:
         return Work([self.configs[i] for i in partial["begun"]], partial, {i: self.curves[i] for i in todo})
 
     def _train(self, work: Work, interrupted: list[int], save: Callable[[], None], bar: tqdm) -> None:
-        """Train a chunk here."""
+        """Train a chunk in this process."""
         chunk = Chunk(work, self.options, self._engine(work.configs), self.curves)
         saved = time.perf_counter()
         with contextlib.closing(chunk.simulation):
@@ -121,7 +120,7 @@ class Runner:
             bar.update(work.steps_left)
             save()
             if any(i not in trained.curves or trained.curves[i].status == PARTIAL for i in work.indices):
-                interrupted.append(0)  # Ctrl-C came to the worker
+                interrupted.append(0)  # the worker received Ctrl-C
             for message in trained.messages:
                 if message not in messages:
                     messages.add(message)
@@ -130,7 +129,7 @@ class Runner:
         dispatch(self.options, works, interrupted, record)
 
     def _leave(self, work: Work, partial: dict[str, Any] | None) -> None:
-        """Note where a chunk was left; None: it has come to its end, or cannot be continued."""
+        """Keep the state of an interrupted chunk; None: it has ended, or cannot be continued."""
         others = [each for each in self._partials if not set(each["left"]) & set(work.indices)]
         self._partials = others if partial is None else [*others, partial]
 
@@ -144,7 +143,7 @@ class Runner:
         return self._engines[key]
 
     def joined(self, other: Runner) -> Runner:
-        """Return the runs of both, those of the other after these."""
+        """Return a runner with the configurations of both, in this order."""
         both, first = copy.copy(self), len(self.configs)
         others = [replace(config, index=first + config.index) for config in other.configs]
         both.configs = [*self.configs, *others]
@@ -159,7 +158,7 @@ class Runner:
         return both
 
     def state(self) -> dict[str, Any]:
-        """Return what has been done, for a file."""
+        """Return the results so far, for a file."""
         return {
             "chunks": [program.chunks for program in self.programs],
             "curves": {index: curve.state() for index, curve in self.curves.items()},
@@ -167,9 +166,9 @@ class Runner:
         }
 
     def load(self, state: dict[str, Any], places: Sequence[int]) -> None:
-        """Continue from what `state` has returned, of rows that are now at `places`.
+        """Continue from a saved `state`, whose rows are now at `places`.
 
-        Its stacks stay as they were; the other configurations make stacks of their own.
+        Saved stacks are kept; the other configurations form new ones.
         """
 
         def moved(rows: Sequence[int]) -> list[int]:
@@ -190,12 +189,12 @@ class Runner:
 
 
 class Trained(NamedTuple):
-    """What comes back of a job.
+    """The result of a job.
 
     Attributes:
-        curves: index of a configuration -> what it has recorded.
-        partial: where the chunk was left; None: it has come to its end, or cannot be continued.
-        engine: how it was computed, and why.
+        curves: index of a configuration -> its curve.
+        partial: the state in which the chunk was interrupted; None: it has ended, or cannot be continued.
+        engine: the engine, and the reason for it.
         messages: vecgym's warnings.
     """
 
@@ -214,10 +213,10 @@ def dispatch(
         options: of the sweep; its executor stays the caller's, and is not shut down.
         works: the chunks, in order.
         interrupted: no longer empty once the sweep is to end.
-        record: called with what each job returns, as it ends.
+        record: called with the result of each job as it ends.
 
     Raises:
-        ValueError: for what workers would compute otherwise, or hang with.
+        ValueError: if workers would hang, or would compute something else.
         Exception: the first error, of a job or of the executor; its cause names the configurations.
     """
     executor: Any = options.executor
@@ -228,7 +227,7 @@ def dispatch(
     waiting: dict[Future[bytes], Work] = {}
 
     def failures() -> Iterator[tuple[Work, BaseException]]:
-        """Record what has come back, in the order of the chunks, and yield the errors."""
+        """Record finished jobs in the order of the chunks, and yield errors."""
         for future in [future for future in waiting if future.done()]:
             work = waiting.pop(future)
             error = CancelledError() if future.cancelled() else future.exception()
@@ -248,7 +247,7 @@ def dispatch(
             wait(waiting, ASK_EVERY_S, FIRST_COMPLETED)
             for work, failure in failures():
                 _raise(failure, work)
-    finally:  # cancel what has not begun, and record what else comes in a while
+    finally:  # cancel waiting jobs, and record those that still return in time
         _ended.add(sweep)
         for future in list(waiting):
             if future.cancel():
@@ -258,7 +257,7 @@ def dispatch(
 
 
 def _check(options: SweepOptions, configs: Sequence[Configuration]) -> None:
-    """Raise a ValueError where workers would hang, or would compute something else."""
+    """Raise a ValueError if workers would hang, or would compute something else."""
     for model in {id(config.model): config.model for config in configs}.values():
         hooks.check_pickled(model, "sweep without executor, where nothing is sent")
     context = getattr(options.executor, "_mp_context", None)
@@ -277,25 +276,25 @@ def _raise(error: BaseException, work: Work) -> NoReturn:
     points = [f"{config.index} ({named(config.point)})" for config in work.configs if config.index in work.indices]
     more = f" and {len(points) - 8} more" if len(points) > 8 else ""
     where = RuntimeError(f"in the stack of configurations {', '.join(points[:8])}{more}")
-    where.__cause__ = error.__cause__  # with some executors, where it was in the worker
+    where.__cause__ = error.__cause__  # with some executors, the traceback in the worker
     raise error from where
 
 
 # ----------------------------------------------------------------------------------------------------- in the worker
 
-_alone = threading.Lock()  # what jobs set of torch is set for the whole process: its threads take turns
-_ended: set[str] = set()  # sweeps that have ended, in this process: jobs of theirs may still begin
+_one_job = threading.Lock()  # torch's settings hold for the whole process, so its threads take turns
+_ended: set[str] = set()  # sweeps that have ended, whose jobs may still begin in this process
 
 
 def train(sweep: str, shared: Any, work: Any) -> bytes:
-    """Train a chunk; return its curves, where it was left, and vecgym's warnings, which are shown by `sweep`.
+    """Train a chunk in a worker; return a `Trained` as bytes. The process of the sweep shows its warnings.
 
     Args:
-        sweep: its own name.
+        sweep: the unique name of the sweep.
         shared: see `_shared`.
-        work: what this job has to do.
+        work: see `_bare`.
     """
-    with _alone, warnings.catch_warnings(record=True) as caught:
+    with _one_job, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", VecgymWarning)
         curves: dict[int, Curve] = {}
         try:
@@ -313,7 +312,7 @@ def train(sweep: str, shared: Any, work: Any) -> bytes:
 
 def _train(sweep: str, shared: tuple[SweepOptions, dict[str, Any]], work: Work, curves: dict[int, Curve]) -> Any:
     options, settings = shared
-    data = Data(options)  # made here: a `Data` holds batches
+    data = Data(options)  # which is not sent, since it holds batches
     configs = [replace(config, data=data) for config in work.configs]
     with (
         torch_set(**settings), torch.enable_grad(), interrupts() as interrupted,
@@ -331,7 +330,7 @@ def _train(sweep: str, shared: tuple[SweepOptions, dict[str, Any]], work: Work, 
 
 
 def _shared(options: SweepOptions, datasets: Mapping[str, Any]) -> tuple[SweepOptions, dict[str, Any]]:
-    """Return what all jobs of a sweep carry: options, and settings of torch; `datasets` come with configurations."""
+    """Return the options and settings of torch that all jobs carry; `datasets` come with the configurations."""
     names = ("strategy", "points", "resume", "executor", "network", "compute", *datasets)
     left_out: dict[str, Any] = dict.fromkeys(names)
     bare = replace(options, model=nn.Module(), grid={}, **left_out)
@@ -339,12 +338,12 @@ def _shared(options: SweepOptions, datasets: Mapping[str, Any]) -> tuple[SweepOp
 
 
 def _bare(work: Work) -> Work:
-    """Return what a job carries of its configurations: not their points, nor the batches that they share here."""
+    """Return the work of a job without the points of its configurations and their shared batches."""
     return replace(work, configs=[replace(config, point={}, data=cast(Any, None)) for config in work.configs])
 
 
 class _ByValue(ForkingPickler):
-    """What a `multiprocessing` queue would send, but tensors by their values, not as shared memory."""
+    """Pickles like a `multiprocessing` queue, but tensors by value, not as shared memory."""
 
     _extra_reducers: dict[Any, Any] = {}  # noqa: RUF012 - as in the base
 
@@ -358,9 +357,9 @@ def _read(value: Any) -> Any:
 
 
 def _can_be_sent(error: Exception) -> bool:
-    """Whether the error survives the way back: one that cannot be unpickled would break a pool."""
+    """Whether an error can be pickled and unpickled; others would break a process pool."""
     try:
         again = _read(_packed(error))
-    except Exception:  # whatever the user's class does
+    except Exception:  # anything that the user's class raises
         return False
     return type(again) is type(error) and str(again) == str(error)

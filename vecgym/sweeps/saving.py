@@ -1,4 +1,4 @@
-"""The file in which a sweep keeps its results, and what it notes of the sweep, so that no other one continues it."""
+"""The file of a sweep's results, with a description of the sweep by which other sweeps are refused."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from vecgym.sweeps.runner import Runner
 
 RANDOM = "random"
 SAME_MODEL = "the row with the same model"  # the first one
-FORM = 3  # of the file
+FORM = 3  # version of the file's contents
 SAMPLES = 8  # steps at which learning rates are compared
-Facts = dict[str, Any]  # of a configuration: name -> plain value
+Description = dict[str, Any]  # of a configuration: name -> plain value
 
 
 class ResultsFile:
-    """The file that a sweep is saved to while it runs, and resumes from.
+    """The file to which a sweep is saved while it runs, and from which it resumes.
 
-    The sweep may have more configurations than the one in the file, whose rows are found by what they are.
+    The sweep may have more configurations than the file, whose rows are found by their descriptions.
 
     Raises:
         TypeError, ValueError: for a path that cannot be written to.
@@ -39,7 +39,7 @@ class ResultsFile:
 
     def __init__(self, runner: Runner) -> None:
         self.path, self.runner = _checked(runner.options.resume), runner
-        self.rows = _of_each(runner.configs)
+        self.rows = _descriptions(runner.configs)
         self._computed = functools.cache(self._compute)
         self.facts: dict[str, Any] = {
             "identity": _shared(runner), "rows": runfile.packed_rows(self.rows),
@@ -48,39 +48,39 @@ class ResultsFile:
         }  # fmt: skip
 
     def save(self) -> None:
-        """Write what there is; a full disk warns, and what was written before stays."""
+        """Write the results so far. If the disk is full, it warns and leaves the file unchanged."""
         try:
             runfile.write(self.path, {**self.facts, "sweep": self.runner.state()})
         except OSError as error:
-            warn(f"{self.path} could not be written: {error}. The sweep goes on; what is in the file stays.")
+            warn(f"{self.path} could not be written: {error}. The sweep goes on, and the file is unchanged.")
 
     def load(self) -> None:
-        """Continue from the file, if it is there; a ValueError if it is damaged, or holds rows that are not in this."""
+        """Continue from the file, if it exists; a ValueError if it is damaged, or has rows that this sweep lacks."""
         if not self.path.exists():
             return
         saved, facts = runfile.read(self.path), self.facts
         if "sweep" not in saved:
-            raise ValueError(f"{self.path} holds no sweep, but another run of vecgym's: give resume another path.")
+            raise ValueError(f"{self.path} holds no sweep, but another run of vecgym: give resume another path.")
         checkpoint.check_noted(saved.get("identity", {}), self.path)
         differing, places = checkpoint.differences(saved["identity"], facts["identity"]), list[Any]()
         if not differing:
             rows = runfile.unpacked_rows(saved["rows"])
             places = _places(rows, self.rows)
-            differing = _differences(rows, self.rows, places) if None in places else self._others(rows, saved, places)
+            differing = _differences(rows, self.rows, places) if None in places else self._changes(rows, saved, places)
         if facts["keep_models"] and not saved["keep_models"]:
             differing.append("keep_models: saved False, given True")
         if differing:
             raise ValueError(
                 f"{self.path} holds another sweep:\n  " + "\n  ".join(differing) + "\n"
-                "Give what it was begun with, and as many more values and seeds as you like (and where models or data "
-                "are random, seed them: torch.manual_seed(0)), or give resume another path, or remove the file to "
+                "Give the configurations with which it began, and as many more values and seeds as you like (seed "
+                "random models and data: torch.manual_seed(0)), or give resume another path, or remove the file to "
                 "start anew."
             )
         with runfile.naming(self.path):
             self.runner.load(saved["sweep"], places)
 
-    def _others(self, rows: list[dict[str, Any]], saved: dict[str, Any], places: list[int]) -> list[str]:
-        """Say which of the saved rows have other data or initial weights here, where they are at `places`."""
+    def _changes(self, rows: list[dict[str, Any]], saved: dict[str, Any], places: list[int]) -> list[str]:
+        """Describe saved rows with other data or initial weights in this sweep, where they are at `places`."""
         differing: list[str] = []
         for row, values in saved["computed"].items():
             here = _of(row, self._computed(places[row]))
@@ -90,7 +90,7 @@ class ResultsFile:
         return differing or [f"row {row} had the same model as row {rows[row][SAME_MODEL]}" for row in apart][:1]
 
     def _compute(self, row: int) -> dict[str, Any]:
-        """Return checksums of a row's first batches, and its loss of node 0's, at its initial weights."""
+        """Return checksums of a row's first batches, and its loss of node 0's batch at the initial weights."""
         config = self.runner.configs[row]
         train, of = f"{checkpoint.FIRST_BATCH} of {config.num_nodes} nodes", f"of {config.num_nodes} nodes"
         values: dict[str, Any] = {train: _checksum(*(config.train.batch(0) for _ in range(2)))}
@@ -125,11 +125,11 @@ def check_joined(first: Runner, second: Runner) -> None:
     seeds = {config.key("seed"): config for config in first.configs}
     for config in second.configs if "seed" in first.axes else ():
         twin = seeds.get(config.key("seed"), config)
-        parts = [(_of_model(c.model), {} if of_seed else _of_data(c.strategy)) for c in (twin, config)]
+        parts = [(_describe_model(c.model), {} if of_seed else _describe_data(c.strategy)) for c in (twin, config)]
         if repr(parts[0]) != repr(parts[1]):
             differing = [*differing, f"the strategy or the model of {named(config.point)}, but for the seed"][:4]
     if differing:
-        raise ValueError(f"the sweeps differ in {listed(differing)}: what differs must be an axis of both.")
+        raise ValueError(f"the sweeps differ in {listed(differing)}: only axes of both may differ.")
     points = {config.key(): config.index for config in first.configs}
     for config in second.configs:
         if (row := points.get(config.key())) is not None:
@@ -140,22 +140,22 @@ def check_joined(first: Runner, second: Runner) -> None:
 
 
 def _common(runner: Runner) -> dict[str, Any]:
-    """Return the settings that are no axes, and what the data are, unless they are functions of axes."""
+    """Describe the settings that are no axes, and the data, unless they are functions of axes."""
     config, options = runner.configs[0], runner.options
     settings = {name: x for name, x in config.shown.items() if name not in config.point}
     data = {name: config.dataset(name) for name in DATASETS if name not in config.datasets}
-    texts = {name: _of_data(x)[""] for name, x in data.items()}
+    texts = {name: _describe_data(x)[""] for name, x in data.items()}
     texts |= {
         n: f"{texts[n]}, the first with {_checksum(x[0], x[0])}" for n, x in data.items() if hasattr(x, "__len__")
     }
     return {**settings, **texts, "val_size": options.val_size, "val_interval": options.val_interval}
 
 
-# ------------------------------------------------------------------------------------- what is noted of a sweep
+# ------------------------------------------------------------------------------------ the description of a sweep
 
 
 def _shared(runner: Runner) -> dict[str, Any]:
-    """Return what is the same for all configurations: name -> plain value."""
+    """Describe the settings that all configurations share: name -> plain value."""
     options = runner.options
     return {
         "description": checkpoint.VERSION,
@@ -168,14 +168,14 @@ def _shared(runner: Runner) -> dict[str, Any]:
 
 
 def _distinct(configs: list[Configuration]) -> list[int]:
-    """Return the first rows with each model, and with each dataset dealt to as many nodes."""
+    """Return the first row with each model, and with each pair of datasets and number of nodes."""
     parts = [(id(c.model), (c.num_nodes, *(id(c.dataset(name)) for name in DATASETS))) for c in reversed(configs)]
     indices = range(len(configs))[::-1]
     return sorted({row for each in zip(*parts) for row in dict(zip(each, indices)).values()})
 
 
-def _of_each(configs: list[Configuration]) -> list[dict[str, Any]]:
-    """Return what is each configuration's own: name -> plain value."""
+def _descriptions(configs: list[Configuration]) -> list[Description]:
+    """Describe each configuration."""
     first_with = {id(config.model): config.index for config in reversed(configs)}
     described: dict[tuple[Any, int], dict[str, Any]] = {}
 
@@ -183,20 +183,21 @@ def _of_each(configs: list[Configuration]) -> list[dict[str, Any]]:
         return described.get((describe, id(x))) or described.setdefault((describe, id(x)), describe(x))
 
     def of(config: Configuration) -> dict[str, Any]:
-        values = {**_of_row(config), SAME_MODEL: first_with[id(config.model)], **once(_of_model, config.model)}
+        values = {**_describe_row(config), SAME_MODEL: first_with[id(config.model)]}
+        values |= once(_describe_model, config.model)
         for name, what in zip(DATASETS, ("training data", "validation data")):
-            values |= {what + key: value for key, value in once(_of_data, config.dataset(name)).items()}
+            values |= {what + key: value for key, value in once(_describe_data, config.dataset(name)).items()}
         return values
 
     return [of(config) for config in configs]
 
 
-def _of_model(model: nn.Module) -> dict[str, Any]:
+def _describe_model(model: nn.Module) -> dict[str, Any]:
     return checkpoint.of_model(model, [n for n, p in model.named_parameters() if p.requires_grad])
 
 
 def _places(saved: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[Any]:
-    """Return for each saved row where it is among the rows; None: nowhere."""
+    """Return the index of each saved row among the rows; None: it is missing."""
 
     def key(row: dict[str, Any]) -> str:
         return repr(sorted((name, value) for name, value in row.items() if name != SAME_MODEL))
@@ -207,7 +208,7 @@ def _places(saved: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[Any
     return [places.pop(0) if (places := where.get(key(row))) else None for row in saved]
 
 
-def _differences(saved: list[Facts], rows: list[Facts], places: list[Any]) -> list[str]:
+def _differences(saved: list[Description], rows: list[Description], places: list[Any]) -> list[str]:
     """List the differences of the first saved row that differs from the row in its place.
 
     If there are more or fewer rows, compare the first saved row that is missing with the row most like it.
@@ -221,13 +222,13 @@ def _differences(saved: list[Facts], rows: list[Facts], places: list[Any]) -> li
     return [counts, *checkpoint.differences(saved[lost], {**closest, SAME_MODEL: saved[lost][SAME_MODEL]})]
 
 
-def _of(row: int, values: Facts) -> Facts:
+def _of(row: int, values: Description) -> Description:
     """Name the row of these values, unless it is the first."""
     return {f"{name} of row {row}": x for name, x in values.items()} if row else values
 
 
-def _of_row(config: Configuration) -> dict[str, Any]:
-    """Return the settings of a configuration: name -> plain value."""
+def _describe_row(config: Configuration) -> dict[str, Any]:
+    """Describe the settings of a configuration."""
     values: dict[str, Any] = {}
     for axis, value in config.point.items():
         if not isinstance(value, Strategy):
@@ -244,8 +245,8 @@ def _of_row(config: Configuration) -> dict[str, Any]:
     return {**values, **checkpoint.in_words(rates), **checkpoint.settings_of(config.strategy, "strategy")}
 
 
-def _of_data(data: Any) -> dict[str, Any]:
-    """Describe a dataset by its class and length, or what makes it; "" is the name of the whole."""
+def _describe_data(data: Any) -> dict[str, Any]:
+    """Describe a dataset by its class and length, a factory by its settings; "" is the name of the whole."""
     if hasattr(data, "__len__"):
         return {"": f"{type(data).__name__} of {len(data)}"}
     return checkpoint.settings_of(data, "")
@@ -258,7 +259,7 @@ def _initial_loss(config: Configuration, device: Any) -> float:
 
 
 def _checksum(once: Any, again: Any) -> str:
-    """Return a checksum of what was read twice; if it is random, its form."""
+    """Return a checksum of a batch that was read twice; if it is random, its shapes."""
     if checkpoint.digest(once) == checkpoint.digest(again):
         return f"checksum {checkpoint.digest(once)}"
     return f"{RANDOM}, {[list(x.shape) for x in tree.leaves(once)]}"
