@@ -1,4 +1,4 @@
-"""What returning nodes begin with: which node sends it to each, and what is sent."""
+"""The parameters with which nodes return, and the transfers that bring them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from vecgym.core.tree import Tree
 def sent(
     params: Tree, presence: Presence, outer: Tree, agreed: set[str], comm: Collectives, step: int, once: Sequence[str]
 ) -> Tree:  # fmt: skip
-    """Return the parameters that returning nodes begin a step with, `[1 or n, *]`, and record what is sent.
+    """Return the parameters with which returning nodes begin a step, `[1 or n, *]`, and record the transfers.
 
-    What a server sends after an exchange is for the nodes that are present next: as many of them as have left need
-    nothing more.
+    After an exchange a server sends its result to the nodes of the next step. So as many returning nodes as have left
+    need no other message.
 
     Args:
-        params: of the nodes here, `[1 or L, *]`.
-        outer: parameters that are stored once for all, `[1, *]`.
-        agreed: the names of those that are equal on all nodes that were present in the step before, which have just
-            exchanged them.
-        once: the names of the parameters that all nodes share.
+        params: of the nodes in this process, `[1 or L, *]`.
+        outer: parameters that are stored once for all nodes besides, `[1, *]`, such as DiLoCo's.
+        agreed: the names of the parameters that all nodes present in the step before have just made equal.
+        once: the names of the parameters that are stored once for all nodes.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.availability import Facts, Trace
@@ -47,11 +46,11 @@ def sent(
             comm._announce("permute", message, Links.of(torch.tensor(sources[first:]), torch.tensor(back[first:])))
     rest = {name: x for name, x in params.items() if name not in common}
     values = {**common, **(comm.fetched(rest, sources, back) if rest else {})}
-    return {name: values[name] for name in params}  # in the model's order, by which fragments are cut
+    return {name: values[name] for name in params}  # in the model's order, which determines the fragments
 
 
 def sources_of(back: Sequence[int], presence: Presence, step: int) -> list[int]:
-    """Return the node that sends parameters to each returning node: with "shared" one, else one drawn for each.
+    """Return the sender for each returning node: with "shared" one node for all, else a node drawn for each.
 
     >>> from vecgym.availability import Facts, Trace
     >>> presence = Presence(Trace([[False, True, True], [True, True, True]], rejoin="shared"), Facts(3, 2, seed=0))
@@ -67,7 +66,7 @@ def sources_of(back: Sequence[int], presence: Presence, step: int) -> list[int]:
 
 
 def _mean(wide: Tree, members: list[int], comm: Collectives) -> Tree:
-    """Average over some nodes, `[1, *]`; the mean of equal values is exact. One node alone needs no mean: empty."""
+    """Average over some nodes, `[1, *]`; the mean of equal values is exact. A single node needs no mean: {}."""
     if not wide or len(members) == 1:
         return {}
     some, ids = comm.among(members), set(members)
