@@ -4,8 +4,8 @@ Pass an `Availability` to `Trainer.fit(availability=...)`, with any strategy. It
 and the step: nothing in it evolves, so a run can be resumed anywhere.
 
 The present nodes train and exchange among themselves. The others keep all they have: parameters, buffers and the inner
-optimizer's state. What a strategy stores once for all nodes, such as outer parameters, goes on with the present nodes.
-`rejoin` chooses the parameters with which a node returns:
+optimizer's state. The present nodes also continue the state that a strategy stores once for all nodes, such as outer
+parameters. `rejoin` chooses the parameters with which a node returns:
 
 - "own": its own;
 - "shared": the model that the other nodes share. These are the parameters if they are stored once for all, as in
@@ -532,7 +532,7 @@ class Presence:
 
     Attributes:
         availability: the rule.
-        rejoin, server, sampled: those of the rule.
+        rejoin, server, sampled: as of the rule.
         counts: the numbers of present nodes that occur in the run.
         waits: whether some nodes are present in a step without training.
 

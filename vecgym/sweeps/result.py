@@ -502,7 +502,7 @@ def _is_largest(name: str, largest: bool | None) -> bool:
 
 
 def _apart(holdout: Any, over: str, rows: list[Row], best: bool) -> list[Any]:
-    """Return the seeds that are set apart from those by which the best are chosen."""
+    """Return the checked seeds of `holdout`."""
     if not best:
         raise ValueError("holdout sets seeds apart from those by which the best is chosen: leave out best=False.")
     seeds = list(dict.fromkeys(row[over] for row in labelled(rows)))
