@@ -10,13 +10,13 @@ Take the first row that is enough:
 | what is new | write | as in |
 |---|---|---|
 | a combination | an expression: `Strategy("adamw", [Exchange(Outer(Mean()), every=100)])` is DiLoCo | `DiLoCoStrategy` |
-| when nodes exchange, how late, in which fragments, which nodes, what is lost | nothing: these are arguments of `Exchange`, for every average | `StreamingDiLoCoStrategy` |
+| when nodes exchange, which of them, how late, in which fragments | nothing: these are arguments of `Exchange`, for every average | `StreamingDiLoCoStrategy` |
 | a code for the values, or a choice of coordinates | a `Codec` for `Compressed`, a `Selector` for `Sparse` | `TopK`, `RandomSelector` |
 | how the values of all nodes become one | an `Average` | `Robust`, `Mix` |
 | what a node sends, or what it makes of the result | a `Stage` around any average | `Private`, `Outer` |
 | a step of another kind, or an event that is no exchange | a `Strategy` with handlers | `PALSGDStrategy` |
 
-All see the same things. `x` holds the values of all nodes, by name: tensors `[K, *]`, or `[1, *]` where they are the same
+All see the same three things. `x` holds the values of all nodes, by name: tensors `[K, *]`, or `[1, *]` where they are the same
 on every node. `part` is the event: the nodes that take part, and `part.comm`, the only way to other nodes. `memory` lasts
 from one exchange to the next: `memory.own` of each node, `memory.shared` of all together.
 
@@ -66,15 +66,15 @@ Elastic averaging (EASGD, arXiv 1412.6651): each node moves towards a center, an
 ({'w': tensor([-4.5000,  0.5000,  1.0000])}, {'center': {'w': tensor([-1.8000])}})
 
 A stage that changes what is sent has a `send`, too: `vecgym.guide.strategies` has one of 8 bits. `receive` and `write` are
-two methods since they have two times. With a `delay`, what all share changes once, when the result arrives, and each node
+two methods since their times differ. With a `delay`, what all share changes once, when the result arrives, and each node
 writes over the values that it holds by then. So late fragments need no further line in the class:
 
 >>> late = Exchange(Elastic(Mean()), every=10, delay=2, fragments=3)
 
 ## A strategy
 
-What is no exchange is an event of your own: a mark says when, and the method of that name handles it. Here every second step
-enters a slow average of each node's parameters, and the mean of these is the run's model:
+All else is an event of your own: a mark says when, and the method of that name handles it. Here every second step enters a
+slow average of each node's parameters, and the mean of these averages is the run's model:
 
 >>> class Slow(Strategy, batched=("decay",), random=False):
 ...     def __init__(self, inner_optim=None, exchanges=(), decay=0.9, **inner):

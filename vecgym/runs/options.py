@@ -685,7 +685,7 @@ class RolloutOptions(DifferentiableRun):
         if not as_strategy(self.strategy, self.model).pure:
             raise ValueError(
                 f"{type(self.strategy).__name__} is written for one rank and runs on threads, which cannot be "
-                "differentiated: write it as a CommunicationModule."
+                "differentiated: write it with exchanges, on [K, *] tensors."
             )
         if self.availability is not None and any(exchange.lets_rest for exchange in self.strategy.exchanges):
             raise ValueError(
