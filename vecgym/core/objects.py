@@ -34,7 +34,7 @@ def public(x: object) -> dict[str, Any]:
     return {name: value for name, value in vars(x).items() if not name.startswith("_")}
 
 
-def altered(x: T, **attributes: Any) -> T:
+def altered(x: T, /, **attributes: Any) -> T:
     """Return a copy of an object in which some attributes are others.
 
     >>> altered(types.SimpleNamespace(unit=1, of=3), unit=2)

@@ -195,7 +195,7 @@ class Optimizer:
         """
         first = optimizers[0]
         norm = None if first.max_norm is None else per_configuration([x.max_norm for x in optimizers])
-        merged = first._with(merged_spec([x.spec for x in optimizers]), norm)
+        merged = first.replace(merged_spec([x.spec for x in optimizers]), norm)
         merged._unit = unit_rule(merged.spec)
         return merged
 
@@ -205,11 +205,12 @@ class Optimizer:
             wide = functools.partial(torch.repeat_interleave, repeats=num_rows)
             norm = wide(self.max_norm) if _has_several([self.max_norm]) else self.max_norm
             several = num_rows > 1 and (norm is not self.max_norm or _has_several(self.spec.kwargs))
-            self._wide[num_rows] = self._with(self.spec.mapped(wide), norm) if several else self
+            self._wide[num_rows] = self.replace(self.spec.mapped(wide), norm) if several else self
             self._wide[num_rows]._unit = self._unit
         return self._wide[num_rows]
 
-    def _with(self, spec: OptimSpec, max_norm: float | Tensor | None) -> Optimizer:
+    def replace(self, spec: OptimSpec, max_norm: float | Tensor | None) -> Optimizer:
+        """Return the same with other hyperparameters."""
         return Optimizer(
             spec, max_norm=max_norm, lr_scheduler=self.lr_scheduler, warmup_steps=self.warmup_steps,
             cosine_anneal=self.cosine_anneal,

@@ -25,22 +25,23 @@ from vecgym.collectives.wire import Disagreement, Wire
 from vecgym.core import check, tree
 from vecgym.core.check import function_of
 from vecgym.core.objects import altered, same
+from vecgym.core.tree import Tree
 from vecgym.data import Batches
 from vecgym.engine import Engine, hooks
 from vecgym.engine.contract import check_model
 from vecgym.engine.plan import check_engine
-from vecgym.optim import Optimizer
 from vecgym.records.rows import aligned, counted
 from vecgym.runs import multiprocess
 from vecgym.runs.options import Count, Modelled, Present, Seconds, Seed, check_strategy, checked_examples, presence_of
 from vecgym.simulation import Simulation, State
-from vecgym.simulation.simulation import Request
-from vecgym.simulation.stack import Stack, groups_of
+from vecgym.simulation.simulation import Request, Row
+from vecgym.simulation.stack import Reading, Stack, groups_of, halved
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
-from vecgym.strategy.base import StepOptions
 from vecgym.strategy.catalogue import CATALOGUE
 from vecgym.strategy.simulated import simulation_of
+
+Stream = Iterator[tuple[Any, "list[int] | None"]]  # of batches, and how many of the examples are each row's own
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative, if torch.distributed adds up
 
@@ -54,7 +55,14 @@ RULES = {
     "own": "A setting of each node, `[K]`, through `part.each` or `part.scaled`",
     "random": "Random numbers from `generator(purpose, *ids)`, with the step among the ids",
     "stack": "What a stack requires",
+    "seeds": "Configurations of different seeds are one group",
     "exact": "With `exact`, work node by node where that changes bits",
+}
+# The configurations of a stack: a gap -> the rules that they may break.
+CONFIGURATIONS: dict[str, Callable[[Any], list[str]]] = {
+    "": lambda gap: [RULES["stack"]],
+    "with half the numbers": lambda gap: [RULES["stack"]],
+    "with another seed": lambda gap: [RULES["seeds"], RULES["stack"]],
 }
 
 
@@ -96,6 +104,7 @@ class Finding(NamedTuple):
         node: the first whose value differs.
         gap: the relative difference; inf: in name or shape.
         rule: of the contract in `vecgym.guide.writing_a_strategy`, one or several.
+        config: of a stack, how the configuration differs from the strategy that was given.
 
     >>> print(Finding(3, "params", "net.0.weight", node=2, gap=0.25, rule=RULES["comm"]))
     step 3, params net.0.weight of node 2: differs by 0.25. Read: Other nodes only through `comm`.
@@ -107,11 +116,12 @@ class Finding(NamedTuple):
     node: int
     gap: float
     rule: str
+    config: str = ""
 
     def __str__(self) -> str:
         how = {math.inf: "has another name, shape or count"}.get(self.gap, f"differs by {self.gap:.2g}")
-        what = " ".join(filter(None, (self.kind, self.tensor)))
-        return f"step {self.step}, {what} of node {self.node}: {how}. Read: {self.rule}."
+        what = " ".join(filter(None, (self.kind, self.tensor, f"of node {self.node}", self.config)))
+        return f"step {self.step}, {what}: {how}. Read: {self.rule}."
 
 
 @dataclass(frozen=True)
@@ -205,15 +215,15 @@ class VerifyOptions(Modelled):
         with torch.enable_grad():
             engine.prepare(self.converted(self.batches([0]).batch(0)), num_passes=self.steps)
         num_examples = self.num_examples or tuple(self.batches().shard_sizes)
-        batches = self.batches(comm.node_ids)
-
-        def read(requests: Iterator[Request]) -> Iterator[tuple[Any, list[int] | None]]:
-            return ((self.converted(batch), limits) for batch, limits in batches.read(requests))
-
         return simulation_of(
             self.model, self.strategy, comm, engine=engine, max_steps=self.steps, seed=self.seed,
-            num_examples=num_examples, exact=exact, presence=presence_of(self, self.steps, num_examples), read=read,
+            num_examples=num_examples, exact=exact, presence=presence_of(self, self.steps, num_examples),
+            read=self.reading(self.batches(comm.node_ids).read),
         )  # fmt: skip
+
+    def reading(self, read: Callable[[Iterator[Request]], Stream]) -> Callable[[Iterator[Request]], Stream]:
+        """Return what reads the same in the precision of the comparison."""
+        return lambda requests: ((self.converted(batch), limits) for batch, limits in read(requests))
 
     def batches(self, node_ids: Any = None) -> Batches:
         """Return the batches of these nodes; None: of all."""
@@ -229,128 +239,103 @@ def compare(options: VerifyOptions, wire: Wire, *, exact: bool) -> Check:
     """Step the stacked form, and the distributed form in the processes of the wire, each of which calls this."""
     stacked = Form(options, StackedCollectives(options.num_nodes), exact)
     part = DistributedForm(options, DistributedCollectives(options.num_nodes, wire, exact=exact), exact)
+    rounding = BOUNDS[options.dtype]
+    here = Comparison(stacked, part, 0.0 if exact else rounding, partial(rules_of_processes, rounding=rounding))
     with torch.enable_grad():
         for step in range(options.steps):
             stacked.step(step)
             part.step(step)
-            part.compare(step, stacked)
+            here.add(step)
     wire.agree(f"nothing more, after {options.steps} steps")
-    rows_of_each, findings = zip(*wire.all_gather_object((part.rows, part.finding)))
-    rows = tuple(Difference(*map(max, zip(*of_step))) for of_step in zip(*rows_of_each))
+    each = wire.all_gather_object((here.rows, here.finding))
     for form in (stacked, part):
         form.simulation.close()
-    return Check("exact" if exact else "native", part.bound, rows, first_of(findings))
+    return check_of("exact" if exact else "native", here.bound, each)
 
 
-def compare_stack(options: VerifyOptions) -> Check | None:
-    """Step three configurations in one stack, as a sweep does, and each by itself; None: it is never in a stack.
+def compare_stack(options: VerifyOptions, beat: Callable[[], None] = lambda: None) -> Check | None:
+    """Step three configurations in one stack, as a sweep does, and each by itself; None: a sweep has no stack of it.
 
-    The second has other numbers, and the third another seed: one group of them all, if nothing draws random numbers.
+    The second has half the numbers, and the third another seed: one group of them all, if nothing draws random numbers.
+
+    Args:
+        beat: called after each step.
     """
-    if not options.strategy.pure or type(options.strategy).result is not Strategy.result:
+    strategy = options.strategy
+    if not strategy.pure:
         return None
-    K, rounding = options.num_nodes, BOUNDS[options.dtype]
-    each = [options, altered(options, strategy=another(options.strategy)), altered(options, seed=options.seed + 1)]
-    alone = [Form(one, StackedCollectives(K), exact=False) for one in each]
-    order, groups = groups_of([form.simulation.algorithm for form in alone], [form.simulation.run for form in alone])
-    sources = [each[c].batches() for c in order]
-
-    def read(requests: Iterator[Request]) -> Iterator[tuple[Any, list[int] | None]]:
-        for rows, counts in requests:
-            read: list[Any] = []
-            for place, source in enumerate(sources):
-                here = [(row % K, counts if isinstance(counts, int) else counts[i])
-                        for i, row in enumerate(rows) if row // K == place]  # fmt: skip
-                if here:
-                    read += source.read(iter([([row for row, _ in here], [count for _, count in here])]))
-            batches, limits = zip(*read)
-            some = None if None in limits else [x for of_config in limits for x in of_config]
-            yield options.converted(tree.map_leaves(lambda *x: torch.cat(x), *batches)), some
-
-    stack = Form(
-        options,
-        StackedCollectives(K),
-        exact=False,
-        simulation=(together := Stack(alone[0].simulation.engine, groups, StackedCollectives(K), read)),
-    )
-    rows, findings = [], []
-    for step in range(options.steps):
-        stack.step(step)
-        largest = dict.fromkeys(KINDS, 0.0)
-        for place, c in enumerate(order):
-            alone[c].step(step)
-            state, expected = together.alone(stack.state, place), alone[c]
-            found = Form.of(state, stack.losses[place * K : place * K + K])
-            sizes = {name: float(p.nan_to_num().abs().max()) for name, p in expected.state.params.items() if p.numel()}
-            for kind in KINDS:
-                for gap in gaps(kind, expected.values[kind], found[kind], StackedCollectives(K), sizes):
-                    largest[kind] = max(largest[kind], gap.largest)
-                    if not gap.largest <= rounding:
-                        node = next((i for i, x in enumerate(gap.rows.tolist()) if not x <= rounding), 0)
-                        findings.append(Finding(step, kind, gap.tensor, node, gap.largest, RULES["stack"]))
-        rows.append(Difference(step, **largest, ledger_bytes=0))
+    other = altered(halved(strategy), inner=halved(strategy.inner))
+    each = [options, altered(options, strategy=other), altered(options, seed=options.seed + 1)]
+    alone = [Form(one, StackedCollectives(options.num_nodes), exact=False) for one in each]
+    stack = StackForm(each, alone)
+    comparisons = [
+        Comparison(form, InStack(stack, c), BOUNDS[options.dtype], rules_of, config)
+        for c, (form, (config, rules_of)) in enumerate(zip(alone, CONFIGURATIONS.items()))
+    ]
+    with torch.enable_grad():
+        for step in range(options.steps):
+            for form in (*alone, stack, *(one.found for one in comparisons)):
+                form.step(step)
+            for one in comparisons:
+                one.add(step)
+            beat()
     for form in alone:
         form.simulation.close()
-    return Check("stack", rounding, tuple(rows), first_of(findings))
+    return check_of("stack", BOUNDS[options.dtype], [(one.rows, one.finding) for one in comparisons])
 
 
-def another(strategy: Strategy) -> Strategy:
-    """Return a strategy with half the inner learning rate, and half of each setting that may differ in a stack."""
-    spec, inner = strategy.inner.spec, strategy.inner
-    rate = {"lr": spec.hyper["lr"] / 2} if not callable(spec.param_groups) else {}
-    halved = Optimizer(spec.replace(**rate), **{name: getattr(inner, name) for name in StepOptions.__annotations__})
-    names = [name for name in strategy.batched or () if check.is_number(vars(strategy).get(name))]
-    return altered(strategy, inner=halved, **{name: vars(strategy)[name] / 2 for name in names})
+def check_of(name: str, bound: float, each: Sequence[tuple[list[Difference], Finding | None]]) -> Check:
+    """Return the largest differences of several comparisons, and the first finding."""
+    rows, findings = zip(*each)
+    return Check(name, bound, tuple(Difference(*map(max, zip(*of_step))) for of_step in zip(*rows)), first_of(findings))
 
 
 class Form:
-    """One of the two forms, and its state so far."""
+    """One of the forms that are compared, and its state so far."""
+
+    how = "with all in one process"
 
     def __init__(self, options: VerifyOptions, comm: Any, exact: bool, simulation: Any = None) -> None:
         self.comm = comm
-        self.simulation = options.simulation(comm, exact) if simulation is None else simulation
+        self.simulation: Any = options.simulation(comm, exact) if simulation is None else simulation
         self.state: State = self.simulation.init()
         self.losses = torch.empty(0)
         ticks, ahead = itertools.tee(self.simulation.timetable.ticks())
         self._ticks, self._batches = ticks, self.simulation.read(self.simulation.requests(ahead))
 
-    def step(self, step: int) -> None:
+    def step(self, step: int) -> Row:
+        """Take a step."""
         self.state, row = self.simulation.tick(self.state, next(self._ticks), self._batches)
         self.comm.ledger.add(step, row.transfers)
         self.losses = row.losses
+        return row
+
+    @property
+    def result(self) -> Tree:
+        """The parameters whose mean is the run's model."""
+        params: Tree = self.simulation.result(self.state).params
+        return params
 
     @property
     def values(self) -> dict[str, Any]:
         """All that a step computes, by kind."""
-        return self.of(self.state, self.losses)
-
-    @staticmethod
-    def of(state: State, losses: Tensor) -> dict[str, Any]:
-        """Return the values of a state, by kind."""
+        state, algorithm = self.state, self.simulation.algorithm
         rest = {n: x for n, x in {**state.shared, **state.own}.items() if n not in ("params", "buffers", "optimizer")}
-        return {"params": state.params, "buffers": state.buffers, "losses": losses,
+        if type(algorithm).result is not Strategy.result:
+            rest["result"] = self.result
+        return {"params": state.params, "buffers": state.buffers, "losses": self.losses,
                 "optimizer": state.home["optimizer"], "strategy": rest}  # fmt: skip
 
 
 class DistributedForm(Form):
-    """The form in one of several processes, compared with the stacked one.
+    """The form in one of several processes, compared with the stacked one."""
 
-    Attributes:
-        rows: the differences after each step.
-        finding: the first of them that is not within the bound.
-    """
+    how = "with a part of them"
 
-    def __init__(self, options: VerifyOptions, comm: Any, exact: bool) -> None:
-        super().__init__(options, comm, exact)
-        self.rounding = BOUNDS[options.dtype]
-        self.bound = 0.0 if exact else self.rounding
-        self.rows: list[Difference] = []
-        self.finding: Finding | None = None
-
-    def step(self, step: int) -> None:
+    def step(self, step: int) -> Row:
         """Take a step that the stacked form has taken."""
         try:
-            super().step(step)
+            return super().step(step)
         except Disagreement:
             raise
         except (RuntimeError, IndexError) as error:
@@ -359,33 +344,112 @@ class DistributedForm(Form):
                 f"the {self.comm.num_local} of this one: {error}. The contract: {RULES['own']}; {RULES['comm']}."
             ) from error
 
-    def compare(self, step: int, stacked: Form) -> None:
+
+class StackForm(Form):
+    """Several configurations in one stack.
+
+    Args:
+        each: their options.
+        alone: each by itself, of which the first has the engine for all.
+
+    Attributes:
+        order: the configurations in the order of the rows.
+    """
+
+    def __init__(self, each: Sequence[VerifyOptions], alone: Sequence[Form]) -> None:
+        options, comm = each[0], StackedCollectives(each[0].num_nodes)
+        runs = [form.simulation.run for form in alone]
+        self.order, groups = groups_of([form.simulation.algorithm for form in alone], runs)
+        read = Reading([each[c].batches() for c in self.order], range(len(each)), options.num_nodes)
+        stack = Stack(alone[0].simulation.engine, groups, comm, options.reading(read))
+        super().__init__(options, comm, exact=False, simulation=stack)
+
+    def step(self, step: int) -> Row:
+        """Take a step that each configuration has taken by itself."""
+        try:
+            self.row = super().step(step)
+        except Exception as error:
+            raise RuntimeError(
+                f"step {step}: the strategy works by itself but fails in a stack with two others, as in a sweep: "
+                f"{error} The contract: {RULES['stack']}. Without batched= the class is trained by itself."
+            ) from error
+        return self.row
+
+
+class InStack(Form):
+    """One configuration of a stack."""
+
+    how = "in a stack"
+
+    def __init__(self, stack: StackForm, config: int) -> None:
+        self.stack, self.place, self.comm = stack, stack.order.index(config), StackedCollectives(stack.comm.num_nodes)
+        self.simulation = stack.simulation
+
+    def step(self, step: int) -> Row:
+        """Take what the stack has made of this configuration in a step."""
+        stack, K = self.stack, self.comm.num_nodes
+        self.state = self.simulation.alone(stack.state, self.place)
+        self.losses = stack.losses[self.place * K :][:K]
+        self.comm.ledger.add(step, stack.row.sent_by(self.simulation.group_with(self.place)))
+        return stack.row
+
+    @property
+    def result(self) -> Tree:
+        params: Tree = self.simulation.result(self.stack.state, self.place).params
+        return params
+
+
+class Comparison:
+    """The differences of a form from the one that it should equal.
+
+    Args:
+        expected, found: both have taken the same step when it is added.
+        bound: for all kinds of values.
+        rules_of: a gap -> the rules of the contract that may be broken.
+        config: which configuration it is, for a finding.
+
+    Attributes:
+        rows: the differences after each step.
+        finding: the first of them that is not within the bound.
+    """
+
+    def __init__(
+        self, expected: Form, found: Form, bound: float, rules_of: Callable[[Gap], Sequence[str]], config: str = ""
+    ) -> None:
+        self.expected, self.found, self.bound, self.rules_of, self.config = expected, found, bound, rules_of, config
+        self.rows: list[Difference] = []
+        self.finding: Finding | None = None
+
+    def add(self, step: int) -> None:
         """Add the differences after a step."""
-        a, b = stacked.values, self.values
-        sizes = {name: float(p.nan_to_num().abs().max()) for name, p in stacked.state.params.items() if p.numel()}
-        all_gaps = [gap for kind in KINDS for gap in gaps(kind, a[kind], b[kind], self.comm, sizes)]
+        forms, comm = (self.expected, self.found), self.found.comm
+        a, b = (form.values for form in forms)
+        sizes = {name: float(p.nan_to_num().abs().max()) for name, p in a["params"].items() if p.numel()}
+        all_gaps = [gap for kind in KINDS for gap in gaps(kind, a[kind], b[kind], comm, sizes)]
         largest = {kind: max((gap.largest for gap in all_gaps if gap.kind == kind), default=0.0) for kind in KINDS}
-        entries, entries_here = ([e for e in f.comm.ledger if e.step == step] for f in (stacked, self))
-        bytes_apart = abs(stacked.comm.ledger.total_bytes - self.comm.ledger.total_bytes)
-        row = Difference(step, **largest, ledger_bytes=bytes_apart if entries == entries_here else math.inf)
+        calls, calls_here = ([entry for entry in form.comm.ledger if entry.step == step] for form in forms)
+        bytes_apart = abs(self.expected.comm.ledger.total_bytes - comm.ledger.total_bytes)
+        row = Difference(step, **largest, ledger_bytes=bytes_apart if calls == calls_here else math.inf)
         self.rows.append(row)
         if self.finding is None and not row.within(self.bound):
-            calls = f"{_calls(entries)} with all in one process, {_calls(entries_here)} with a part of them,"
-            all_gaps.append(Gap("ledger", calls, DIFFERENT))
-            self.finding = self._finding(step, next(gap for gap in all_gaps if not gap.largest <= self.bound))
+            text = f"{_calls(calls)} {self.expected.how}, {_calls(calls_here)} {self.found.how},"
+            all_gaps.append(Gap("ledger", text, DIFFERENT))
+            gap = next(gap for gap in all_gaps if not gap.largest <= self.bound)
+            nodes = comm.node_ids.tolist()
+            node = next((node for node, x in zip(nodes, gap.rows.tolist()) if not x <= self.bound), nodes[0])
+            rules = "; ".join(self.rules_of(gap))
+            self.finding = Finding(step, gap.kind, gap.tensor, node, gap.largest, rules, self.config)
 
-    def _finding(self, step: int, gap: Gap) -> Finding:
-        nodes = self.comm.node_ids.tolist()
-        node = next((node for node, x in zip(nodes, gap.rows.tolist()) if not x <= self.bound), nodes[0])
-        if gap.kind == "ledger":
-            rules = [RULES["comm"]]
-        elif gap.largest == math.inf:
-            rules = [RULES["own"], RULES["comm"]]
-        elif gap.largest <= self.rounding:  # in exact mode
-            rules = [RULES["exact"]]
-        else:
-            rules = [RULES["comm"], RULES["random"], RULES["self"]]
-        return Finding(step, gap.kind, gap.tensor, node, gap.largest, "; ".join(rules))
+
+def rules_of_processes(gap: Gap, rounding: float) -> list[str]:
+    """Return the rules that a strategy may break which differs on processes."""
+    if gap.kind == "ledger":
+        return [RULES["comm"]]
+    if gap.largest == math.inf:
+        return [RULES["own"], RULES["comm"]]
+    if gap.largest <= rounding:  # in exact mode
+        return [RULES["exact"]]
+    return [RULES["comm"], RULES["random"], RULES["self"]]
 
 
 def first_of(findings: Sequence[Finding | None]) -> Finding | None:
@@ -482,7 +546,8 @@ class Report:
     """The result of `verify`; print it for a table.
 
     Attributes:
-        checks: "exact": the bound is 0; "native": torch.distributed reduces.
+        checks: "exact": the bound is 0; "native": torch.distributed reduces; "stack": several configurations together,
+            unless the strategy is written for one rank.
 
     >>> check = Check("exact", bound=0.0, rows=(Difference(0, 0, 0, 0, 0, 0, 0),))
     >>> report = Report("FedAvgStrategy(...)", num_nodes=4, num_processes=2, dtype=torch.float64, checks=(check,))
@@ -526,7 +591,10 @@ def verify(options: VerifyOptions) -> Report:
 
     "exact": every node by itself, in one thread, and every collective on the tensors of all nodes; no difference is
     allowed. "native": torch.distributed reduces, as in a run; differences of 1e-12 are allowed in float64 and 1e-5 in
-    float32, relative to the largest value of each tensor. In both, the ledgers must be the same.
+    float32, relative to the largest value of each tensor. "stack", within the same bounds: in one stack as in a sweep,
+    and each by itself, the strategy, one with half of its learning rates and of the numbers that `batched` names, and
+    one with another seed. It finds what `batched` or `random` of a class promise and the code does not keep. In all
+    three, the ledgers must be the same.
 
     Args:
         {arguments}
@@ -540,7 +608,7 @@ def verify(options: VerifyOptions) -> Report:
     >>> from vecgym.strategy import FedAvgStrategy
     >>> report = verify(FedAvgStrategy("sgd", H=2, lr=0.1), Line(), torch.arange(32.0), steps=4)
     >>> report.passed, [check.name for check in report.checks], report.checks[0].worst("params")
-    (True, ['exact', 'native'], 0.0)
+    (True, ['exact', 'native', 'stack'], 0.0)
     """
     [checks, *_] = multiprocess.run(
         _verify_in_process, options.num_processes, (options,), num_nodes=options.num_nodes, timeout_s=options.timeout_s
@@ -556,5 +624,5 @@ def _verify_in_process(link: multiprocess.Link, options: VerifyOptions) -> list[
     exact, native = (compare(options, wire, exact=exact) for exact in (True, False))
     if exact.passed and native.finding is not None:
         native = replace(native, finding=native.finding._replace(rule=ORDER_OF_SUMS))
-    stack = compare_stack(options) if link.rank == 0 else None
+    stack = compare_stack(options, link.beat) if link.rank == 0 else None
     return [exact, native, *([] if stack is None else [stack])]

@@ -543,10 +543,10 @@ class Simulation:
 
     def result(self, state: State) -> Result:
         """Return what the run's model is the mean of: the one rule for what is evaluated, returned and saved."""
-        return self._result(0, state)
+        return self._result(0, state, self.algorithm)
 
-    def _result(self, group: int, state: State) -> Result:
-        rule = getattr(self.groups[group].algorithm, "result", None)
+    def _result(self, group: int, state: State, algorithm: Any) -> Result:
+        rule = getattr(algorithm, "result", None)
         return Result(state.params if rule is None else rule(state), *self.averaged(state.tick, group))
 
     def averaged(self, tick: int, group: int = 0) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:

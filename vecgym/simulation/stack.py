@@ -23,8 +23,9 @@ from torch import Tensor
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.stacked import GroupCollectives
 from vecgym.core import check, nodes, tree
-from vecgym.core.objects import public
+from vecgym.core.objects import altered, public
 from vecgym.core.tree import Tree
+from vecgym.data import batches as data
 from vecgym.engine import Engine, Local
 from vecgym.engine.backend import missing_within
 from vecgym.engine.backend import rows as rows_of
@@ -221,8 +222,10 @@ class Stack(Simulation):
         return max(number for number, group in enumerate(self.groups) if group.first <= row)
 
     def result(self, state: State, config: int = 0) -> Result:
-        """Return what the model of one configuration is the mean of."""
-        return self._result(self.group_with(config), self.alone(state, config))
+        """Return what the model of one configuration is the mean of, by the rule of its algorithm alone."""
+        number, K = self.group_with(config), self.run.num_nodes
+        group = self.groups[number]
+        return self._result(number, self.alone(state, config), group.members[config - group.first // K])
 
     # --------------------------------------------------------------------------------------------------------- events
 
@@ -302,6 +305,89 @@ class Stack(Simulation):
         )  # fmt: skip
 
 
+# ----------------------------------------------------------------------------------------------------------- reading
+
+
+class BatchReader:
+    """Turns a stream of requests into a stream of batches for all configurations.
+
+    If groups request the same rows of the same data one after the other, these are read once.
+
+    Args:
+        sources: the distinct data.
+        which: for each configuration, the index of its data in `sources`.
+        num_nodes: K.
+
+    >>> from vecgym.data import Batches
+    >>> batches = [Batches(torch.arange(8) + 10 * s, num_nodes=2, batch_size=1, shuffle=False) for s in range(2)]
+    >>> read = BatchReader(batches, [0, 1, 0], num_nodes=2)
+    >>> [batch.T for batch, _ in read(iter([([0, 1, 2, 3, 4, 5], 0), ([1, 3], 1)]))]
+    [tensor([[ 0,  1, 10, 11,  0,  1]]), tensor([[ 3, 13]])]
+    """
+
+    def __init__(self, sources: Sequence[data.Batches], which: Sequence[int], num_nodes: int) -> None:
+        self.sources, self.which, self.num_nodes = list(sources), list(which), num_nodes
+
+    def __call__(self, requests: Iterator[Request]) -> Iterator[tuple[Any, list[int] | None]]:
+        *own, all_requests = itertools.tee(requests, len(self.sources) + 1)
+        streams = [source.read(self._requests_of(s, own[s])) for s, source in enumerate(self.sources)]
+        whole = len(self.which) * self.num_nodes
+        parts: list[Any] = [None] * len(streams)
+        read: list[Request | None] = [None] * len(streams)
+        for rows, counts in all_requests:
+            everyone = len(rows) == whole
+            configs = range(len(self.which)) if everyone else sorted({row // self.num_nodes for row in rows})
+            for s in {self.which[c] for c in configs}:
+                if (request := self._request(s, rows, counts)) != read[s]:
+                    parts[s], read[s] = next(streams[s]), request
+            yield self._joined([parts[self.which[c]] for c in configs], parts, everyone)
+
+    def _requests_of(self, source: int, requests: Iterator[Request]) -> Iterator[Request]:
+        """Yield the requests to one source."""
+        last = None
+        for rows, counts in requests:
+            if (request := self._request(source, rows, counts)) not in (None, last):
+                last = request
+                yield request
+
+    def _request(self, source: int, rows: Sequence[int], counts: int | Sequence[int]) -> Request | None:
+        """Return the part of a request that concerns the first configuration with this source."""
+        K = self.num_nodes
+        if isinstance(counts, int) and len(rows) == len(self.which) * K:
+            return list(range(K)), counts
+        first = next((row - row % K for row in rows if self.which[row // K] == source), None)
+        if first is None:
+            return None
+        mine = [i for i, row in enumerate(rows) if first <= row < first + K]
+        return [rows[i] - first for i in mine], counts if isinstance(counts, int) else [counts[i] for i in mine]
+
+    def _joined(self, of_configs: list[Any], parts: list[Any], everyone: bool) -> tuple[Any, list[int] | None]:
+        used = parts if everyone else of_configs
+        limits, widths = list[int](), {_width(batch) for batch, _ in used}
+        if len(widths) > 1 or any(limit is not None for _, limit in used):
+            for batch, limit in of_configs:  # a limit may be a whole shard, more than a batch has
+                of_each = limit or [_width(batch)] * len(next(iter(tree.leaves(batch))))
+                limits += [min(number, _width(batch)) for number in of_each]
+        chosen = [_widened(batch, max(widths)) for batch, _ in used]
+        return (data.chosen_batches(chosen, self.which) if everyone else nodes.join_rows(chosen)), limits or None
+
+
+def _width(batch: Any) -> int:
+    """Return B, the number of examples in each row of a batch `[n, B, ...]`, repeated ones included."""
+    first = next(iter(tree.leaves(batch)))
+    return first.shape[1] if first.dim() > 1 else 0
+
+
+def _widened(batch: Any, width: int) -> Any:
+    """Repeat the last example of each row of a batch `[n, B, ...]`; `limits` hold the true numbers of examples.
+
+    >>> _widened(torch.tensor([[1, 2]]), 4)
+    tensor([[1, 2, 2, 2]])
+    """
+    missing = width - _width(batch)
+    return tree.map_leaves(lambda x: torch.cat([x, *[x[:, -1:]] * missing], 1), batch) if missing else batch
+
+
 # ------------------------------------------------------------------------------------------------------------ groups
 
 
@@ -372,9 +458,16 @@ def key_of(setting: Any) -> Any:
     numbers = setting.batched
     if numbers is None:  # its code is for one configuration
         return object()
-    values = {name: _form(x) if name in numbers else key_of(x) for name, x in public(setting).items()}
+    settings = public(setting)
+    if unknown := [name for name in numbers if name not in settings]:
+        raise TypeError(
+            f"class {type(setting).__name__}: batched={numbers!r} names {unknown[0]!r}, which it does not hold under "
+            f"that name: assign self.{unknown[0]} in __init__."
+        )
+    values = {name: _form(x) if name in numbers else key_of(x) for name, x in settings.items()}
     # The merged one has the first one's private values.
-    private = {name: x for name, x in vars(setting).items() if name[0] == "_" and isinstance(x, (int, float, str))}
+    private = {name: key_of(x) for name, x in vars(setting).items()
+               if name[0] == "_" and isinstance(x, (int, float, str, Tensor))}  # fmt: skip
     return type(setting), *values.items(), *private.items()
 
 
@@ -436,3 +529,25 @@ def _number(values: Sequence[Any]) -> Any:
     if isinstance(values[0], Tensor) or check.is_number(values[0]):
         return per_configuration(values)
     return merged(values)
+
+
+def halved(setting: Any) -> Any:
+    """Return a setting of the same key, with half of each learning rate and of each number that `batched` names.
+
+    >>> halved([Optimizer(OptimSpec("sgd", lr=0.5)), "ring"])
+    [Optimizer(OptimSpec(SGD, lr=0.25)), 'ring']
+    """
+    if isinstance(setting, Optimizer):
+        return setting.replace(halved(setting.spec), setting.max_norm)
+    if isinstance(setting, OptimSpec):
+        return setting.replace(lr=_half(setting.hyper["lr"])) if "lr" in setting.hyper else setting
+    if isinstance(setting, (list, tuple)) and not hasattr(setting, "_fields"):
+        return type(setting)(map(halved, setting))
+    numbers = getattr(setting, "batched", None)
+    if numbers is None:
+        return setting
+    return altered(setting, **{name: _half(x) if name in numbers else halved(x) for name, x in public(setting).items()})
+
+
+def _half(number: Any) -> Any:
+    return number / 2 if check.is_number(number) or isinstance(number, Tensor) else number

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import Ledger
-from vecgym.core import nodes, tree
+from vecgym.core import nodes
 from vecgym.core.devices import fetched, placed_as
 from vecgym.core.tree import Tree
-from vecgym.data import Batches
-from vecgym.data.batches import chosen_batches
 from vecgym.engine import Engine
 from vecgym.engine.constancy import copied
 from vecgym.engine.contract import warn_of_parts
@@ -31,8 +29,8 @@ from vecgym.runs.evaluation import distances_of, evaluated_columns, recorded_of
 from vecgym.runs.recorder import StepRows, add_losses, mean_rate, rates_of
 from vecgym.runs.run import is_due
 from vecgym.simulation import Event, State
-from vecgym.simulation.simulation import Draft, Request, warn_of_untrained, without_gradient
-from vecgym.simulation.stack import Stack, groups_of
+from vecgym.simulation.simulation import Draft, warn_of_untrained, without_gradient
+from vecgym.simulation.stack import BatchReader, Stack, groups_of
 from vecgym.simulation.state import Metrics, Result
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.per_rank import as_strategy
@@ -378,8 +376,10 @@ class Chunk:
         """Evaluate the running configurations after the present step."""
         columns: dict[int, dict[str, Any]] = {}
         unlike = len({config.val and config.val.sizes for config in self.configs}) > 1
-        some = any(any(self.simulation.averaged(self.state.tick, group)) for group in {*self._groups})
-        if len(self.configs) == 1 or unlike or any(self.presences) or some:  # some model averages only some nodes
+        # A model is the mean of some of the nodes, or whatever its strategy says.
+        other = any(any(self.simulation.averaged(self.state.tick, group)) for group in {*self._groups})
+        other |= any(type(config.strategy).result is not Strategy.result for config in self.configs)
+        if len(self.configs) == 1 or unlike or any(self.presences) or other:
             for c in self.running:
                 measured, result = self.simulation.alone(self.state, c), self.simulation.result(self.state, c)
                 columns[c] = self._evaluated([self.configs[c]], measured, result)[0]
@@ -433,83 +433,3 @@ def prepared_engine(configs: list[Configuration], options: SweepOptions) -> Engi
     engine.prepare(batch, mean=mean, num_passes=configs[0].num_steps)
     warn_of_parts(batch, configs[0].settings["minibatch_size"], engine.weighted)
     return engine
-
-
-class BatchReader:
-    """Turns a stream of requests into a stream of batches for all configurations.
-
-    If groups request the same rows of the same data one after the other, these are read once.
-
-    Args:
-        sources: the distinct data.
-        which: for each configuration, the index of its data in `sources`.
-        num_nodes: K.
-
-    >>> from vecgym.data import Batches
-    >>> batches = [Batches(torch.arange(8) + 10 * s, num_nodes=2, batch_size=1, shuffle=False) for s in range(2)]
-    >>> read = BatchReader(batches, [0, 1, 0], num_nodes=2)
-    >>> [batch.T for batch, _ in read(iter([([0, 1, 2, 3, 4, 5], 0), ([1, 3], 1)]))]
-    [tensor([[ 0,  1, 10, 11,  0,  1]]), tensor([[ 3, 13]])]
-    """
-
-    def __init__(self, sources: Sequence[Batches], which: Sequence[int], num_nodes: int) -> None:
-        self.sources, self.which, self.num_nodes = list(sources), list(which), num_nodes
-
-    def __call__(self, requests: Iterator[Request]) -> Iterator[tuple[Any, list[int] | None]]:
-        *own, all_requests = itertools.tee(requests, len(self.sources) + 1)
-        streams = [source.read(self._requests_of(s, own[s])) for s, source in enumerate(self.sources)]
-        whole = len(self.which) * self.num_nodes
-        parts: list[Any] = [None] * len(streams)
-        read: list[Request | None] = [None] * len(streams)
-        for rows, counts in all_requests:
-            everyone = len(rows) == whole
-            configs = range(len(self.which)) if everyone else sorted({row // self.num_nodes for row in rows})
-            for s in {self.which[c] for c in configs}:
-                if (request := self._request(s, rows, counts)) != read[s]:
-                    parts[s], read[s] = next(streams[s]), request
-            yield self._joined([parts[self.which[c]] for c in configs], parts, everyone)
-
-    def _requests_of(self, source: int, requests: Iterator[Request]) -> Iterator[Request]:
-        """Yield the requests to one source."""
-        last = None
-        for rows, counts in requests:
-            if (request := self._request(source, rows, counts)) not in (None, last):
-                last = request
-                yield request
-
-    def _request(self, source: int, rows: Sequence[int], counts: int | Sequence[int]) -> Request | None:
-        """Return the part of a request that concerns the first configuration with this source."""
-        K = self.num_nodes
-        if isinstance(counts, int) and len(rows) == len(self.which) * K:
-            return list(range(K)), counts
-        first = next((row - row % K for row in rows if self.which[row // K] == source), None)
-        if first is None:
-            return None
-        mine = [i for i, row in enumerate(rows) if first <= row < first + K]
-        return [rows[i] - first for i in mine], counts if isinstance(counts, int) else [counts[i] for i in mine]
-
-    def _joined(self, of_configs: list[Any], parts: list[Any], everyone: bool) -> tuple[Any, list[int] | None]:
-        used = parts if everyone else of_configs
-        limits, widths = list[int](), {_width(batch) for batch, _ in used}
-        if len(widths) > 1 or any(limit is not None for _, limit in used):
-            for batch, limit in of_configs:  # a limit may be a whole shard, more than a batch has
-                of_each = limit or [_width(batch)] * len(next(iter(tree.leaves(batch))))
-                limits += [min(number, _width(batch)) for number in of_each]
-        chosen = [_widened(batch, max(widths)) for batch, _ in used]
-        return (chosen_batches(chosen, self.which) if everyone else nodes.join_rows(chosen)), limits or None
-
-
-def _width(batch: Any) -> int:
-    """Return B, the number of examples in each row of a batch `[n, B, ...]`, repeated ones included."""
-    first = next(iter(tree.leaves(batch)))
-    return first.shape[1] if first.dim() > 1 else 0
-
-
-def _widened(batch: Any, width: int) -> Any:
-    """Repeat the last example of each row of a batch `[n, B, ...]`; `limits` hold the true numbers of examples.
-
-    >>> _widened(torch.tensor([[1, 2]]), 4)
-    tensor([[1, 2, 2, 2]])
-    """
-    missing = width - _width(batch)
-    return tree.map_leaves(lambda x: torch.cat([x, *[x[:, -1:]] * missing], 1), batch) if missing else batch

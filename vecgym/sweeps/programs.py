@@ -136,9 +136,9 @@ def _program(configs: list[Configuration], options: SweepOptions) -> Program:
 
 def _alone(strategy: Strategy) -> bool:
     """Whether configurations of this strategy are trained one after the other."""
-    if strategy.asynchronous:
-        return bool(key_of(strategy) != key_of(strategy))  # one of its settings equals only itself
-    return type(strategy).result is not Strategy.result  # another model than the mean of the nodes' parameters
+    return strategy.asynchronous and bool(
+        key_of(strategy) != key_of(strategy)
+    )  # one of its settings equals only itself
 
 
 def _costs(config: Configuration) -> tuple[int, int]:
