@@ -46,6 +46,7 @@ from vecgym.records import runfile
 from vecgym.records.columns import MEASURED
 from vecgym.records.rows import averaged, labelled, select
 from vecgym.simulation import Part, RunFacts
+from vecgym.simulation.stack import groups_of
 from vecgym.strategy import (
     AllReduceStrategy,
     Average,
@@ -351,6 +352,27 @@ def test_axes_of_settings_are_programs() -> None:
     assert "8 configurations in 4 programs" in text
     assert "another num_nodes" in text
     assert "another batch_size" in text
+
+
+class Unsaid(GPAStrategy):
+    """GPA whose model is x, as in the paper; it does not say that its method works on several configurations."""
+
+    def result(self, state: Any) -> Any:
+        return self.average(state)
+
+
+class Said(Unsaid, batched=("mu_x", "mu_y"), random=False):
+    pass
+
+
+@pytest.mark.parametrize(("cls", "num_groups"), [(Said, 1), (Unsaid, 4)])
+def test_a_class_with_a_result_of_its_own_is_stacked(cls: Any, num_groups: int) -> None:
+    """What it says of a configuration goes by that configuration's own settings."""
+    result = run_sweep(lambda lr, mu_y: cls("sgd", mu_y=mu_y, lr=lr), {"lr": [0.1, 0.02], "mu_y": [0.9, 0.5]})
+    check_all(result)
+    strategies = [config.strategy for config in result._runner.configs]
+    assert len(groups_of(strategies, [RunFacts(num_nodes=K)] * 4)[1]) == num_groups
+    assert result.history(0)["val_loss"][-1] != result.history(0)["val_loss_local"][-1]
 
 
 def test_strategy_classes_share_a_program() -> None:

@@ -15,7 +15,8 @@ from torch.utils.data import TensorDataset
 import vecgym
 from tests.accounting import accounted
 from tests.models import make_data, make_model
-from vecgym import cli
+from vecgym import OptimSpec, cli
+from vecgym.availability import Trace, drawn
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.wire import Wire
 from vecgym.core import tree
@@ -25,17 +26,32 @@ from vecgym.runs.verification import (
     BOUNDS,
     ORDER_OF_SUMS,
     RULES,
+    Check,
     Finding,
     Report,
     VerifyOptions,
+    compare_stack,
     first_of,
     gaps,
     verify,
 )
-from vecgym.simulation.simulation import Part
-from vecgym.strategy import CommunicateOptimizeStrategy, FedAvgStrategy
-from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.stages import Average, Memory
+from vecgym.simulation import Mark, Part, RunFacts
+from vecgym.simulation.stack import Stack, halved
+from vecgym.strategy import (
+    Average,
+    CommunicateOptimizeStrategy,
+    DiLoCoStrategy,
+    Exchange,
+    FedAvgStrategy,
+    Mean,
+    Mix,
+    Outer,
+    RankStrategy,
+    Strategy,
+    all_reduce,
+)
+from vecgym.strategy.catalogue import CATALOGUE
+from vecgym.strategy.stages import Memory
 
 K = 4
 
@@ -67,6 +83,7 @@ def test_a_right_strategy_passes(dtype: torch.dtype) -> None:
     assert report.passed
     exact, native, stack = report.checks
     assert (exact.bound, native.bound, stack.bound) == (0.0, BOUNDS[dtype], BOUNDS[dtype])
+    assert len(stack.rows) == 3
     assert [row.step for row in exact.rows] == [0, 1, 2]
     assert all(row == (row.step, 0, 0, 0, 0, 0, 0) for row in exact.rows)
     assert "pass" in str(report)
@@ -384,6 +401,209 @@ def test_bytes_that_the_ledger_does_not_mean_are_found() -> None:
     # Exact: both nodes' parameters. Twice as much is as many bytes too much, at the exchange of the next step.
     with pytest.raises(ProcessError, match=f"before mean at step 1: {8 * P} bytes"):
         multiprocess.run(with_a_wire, 2, (2,))
+
+
+# ----------------------------------------------------------------------------------------------------------- in a stack
+
+
+def in_a_stack(strategy: Any, **settings: Any) -> Check:
+    """The third check, without processes."""
+    given = {"num_nodes": K, "steps": 4, **settings}
+    return compare_stack(VerifyOptions(strategy, make_model("MLP", dtype=torch.float64), data(), **given))
+
+
+def exchanging(how: Average, every: int = 2) -> Strategy:
+    return Strategy("sgd", [Exchange(how, every)], lr=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
+def test_every_strategy_is_in_a_stack_what_it_is_alone(dtype: torch.dtype) -> None:
+    each = {name: row.make(H=2, p=0.3, inner_optim="adamw", lr=0.01) for name, row in CATALOGUE.items()}
+    each |= {
+        "own rates": DiLoCoStrategy("sgd", H=2, lr=torch.arange(1.0, 5.0) / 100),
+        "own shares": Strategy("sgd", [Exchange(Mean(), 2, keep=torch.rand(K))], lr=0.1),
+        "one share": Strategy("sgd", [Exchange(Mix("ring"), keep=0.5, delay=1)], lr=0.1),
+    }
+    found = {}
+    for name, strategy in each.items():
+        model = make_model("MLP", dtype=dtype)
+        found[name] = compare_stack(VerifyOptions(strategy, model, data(), K, steps=5, dtype=dtype))
+    assert {name: check for name, check in found.items() if not check.passed} == {}
+
+
+def test_half_of_all_that_may_differ() -> None:
+    """Of the strategy, its exchanges, their averages, and their optimizers."""
+    exchange, before = (
+        Exchange(Outer(Scaled(0.5), OptimSpec("sgd", lr=0.8)), every=2, keep=torch.full((K,), 0.5)) for _ in range(2)
+    )
+    other = halved(FedAvgStrategy("sgd", H=2, lr=0.1, proximal_mu=0.4))
+    assert (other.inner_optim.lr, other.proximal_mu) == (0.05, 0.2)
+    other = halved(Strategy("sgd", [exchange], lr=torch.full((K,), 0.1)))
+    half: Any = other.exchanges[0]
+    assert other.inner_optim.lr.tolist() == [pytest.approx(0.05)] * K
+    assert half.keep.tolist() == [0.25] * K
+    assert (half.every, half.how.optim.spec.lr, half.how.inner.factor) == (2, 0.4, 0.25)
+    assert exchange == before
+
+
+class Scaled(Average, batched=("factor",), random=False):
+    """The mean times a factor, one for all nodes or one for each."""
+
+    def __init__(self, factor: Any) -> None:
+        self.factor = factor
+
+    def agree(self, x: Any, part: Any, memory: Any) -> Any:
+        return tree.map(lambda v: part.scaled(self.factor, v), part.comm.mean(x))
+
+
+class Mixing(Scaled, batched=("factor",), random=False):
+    """Takes the mean of the factors of all configurations."""
+
+    def agree(self, x: Any, part: Any, memory: Any) -> Any:
+        return tree.map(lambda v: v * torch.as_tensor(self.factor).mean(), part.comm.mean(x))
+
+
+class Unshaped(Scaled, batched=("factor",), random=False):
+    """Multiplies `[C, 1, *]` by `[C]`."""
+
+    def agree(self, x: Any, part: Any, memory: Any) -> Any:
+        return tree.map(lambda v: v * self.factor, part.comm.mean(x))
+
+
+class AcrossNodes(Average, batched=(), random=False):
+    """Divides by a norm over all dimensions but the first: of one node alone, of all nodes in a stack."""
+
+    def agree(self, x: Any, part: Any, memory: Any) -> Any:
+        norms = {name: v.flatten(1).norm(dim=1) for name, v in x.items()}
+        return part.comm.mean({name: v / norms[name].view(-1, *[1] * (v.dim() - 1)) for name, v in x.items()})
+
+
+class Idle(Average, batched=(), random=False):
+    """Sends in a stack what it does not use."""
+
+    def agree(self, x: Any, part: Any, memory: Any) -> Any:
+        if part.size > 1:
+            part.comm.sum(x)
+        return part.comm.mean(x)
+
+
+class Draws(Average, batched=(), random=False):
+    def agree(self, x: Any, part: Any, memory: Any) -> Any:
+        draw = torch.rand(1, generator=part.generator("draws", part.due.step)).item()
+        return tree.map(lambda v: (1 - draw) * v, part.comm.mean(x))
+
+
+class DrawingStrategy(Strategy, batched=(), random=False):
+    def marks(self, run: RunFacts) -> list[Mark]:
+        return [Mark("shake", 2)]
+
+    def shake(self, part: Any) -> None:
+        draw = torch.rand(1, generator=part.generator("shake", part.tick)).item()
+        part.params = tree.map(lambda p: (1 - draw) * p, part.params)
+
+
+class DrawingWho(Strategy, batched=(), random=False):
+    """Draws before the run, for its timetable."""
+
+    def trains(self, run: RunFacts) -> Any:
+        return lambda step, rows: drawn(0.5, rows, run.seed, step)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wanted"),
+    [
+        (exchanging(Mixing(0.9)), "step 1, params first.weight of node 0: differs by 0.17"),
+        (exchanging(AcrossNodes()), "step 1, params first.weight of node 0: differs by 0.5"),
+        (exchanging(Draws()), "step 1, params first.weight of node 0 with another seed: differs by"),
+        (DrawingStrategy("sgd", lr=0.05), "step 1, params first.weight of node 0 with another seed: differs by"),
+        (DrawingWho("sgd", lr=0.05), "step 0, losses of node 0 with another seed: has another"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_a_promise_that_the_code_does_not_keep_is_found(strategy: Strategy, wanted: str) -> None:
+    """`batched=` of code that mixes configurations, and `random=False` of code that draws."""
+    check = in_a_stack(strategy)
+    assert not check.passed
+    assert str(check.finding).startswith(wanted)
+    rules = (RULES["seeds"],) if "seed" in wanted else ()
+    assert str(check.finding).endswith(f"Read: {'; '.join((*rules, RULES['stack']))}.")
+    assert check.first_failure is not None
+    assert check.first_failure.step == int(wanted[5])
+
+
+def test_the_same_without_the_promise_is_right() -> None:
+    """Its configurations are no group: each has its handlers called for itself."""
+
+    class Apart(Mixing):
+        def agree(self, x: Any, part: Any, memory: Any) -> Any:
+            return super().agree(x, part, memory)
+
+    class Random(DrawingStrategy, batched=()):
+        def shake(self, part: Any) -> None:
+            super().shake(part)
+
+    assert (Apart.batched, Random.batched, Random.random) == (None, (), True)
+    assert in_a_stack(exchanging(Apart(0.9))).passed
+    assert in_a_stack(Random("sgd", lr=0.05)).passed
+
+
+@pytest.mark.parametrize("factor", [0.9, torch.tensor([0.6, 0.7, 0.8, 0.9])])
+def test_a_setting_of_each_node_in_a_stack(factor: Any) -> None:
+    assert in_a_stack(exchanging(Scaled(factor))).passed
+
+
+def test_what_only_a_stack_refuses_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"step 1: .* but fails in a stack .*\. The contract: What a stack"):
+        in_a_stack(exchanging(Unshaped(0.9)))
+
+
+def test_other_bytes_in_a_stack_are_found() -> None:
+    check = in_a_stack(exchanging(Idle()))
+    assert (check.worst("params"), check.worst("ledger_bytes")) == (0, math.inf)
+    assert "ledger mean of 6992 bytes with all in one process, sum of 6992 bytes, mean" in str(check.finding)
+
+
+class Shrunk(Strategy, batched=("share",), random=False):
+    """The run's model is a part of what the nodes train."""
+
+    def __init__(self, share: float, **inner: Any) -> None:
+        super().__init__("sgd", [Exchange(Mean(), every=2)], **inner)
+        self.share = share
+
+    def result(self, state: Any) -> Any:
+        return tree.map(lambda p: p * self.share, state.params)
+
+
+def test_a_result_of_its_own_is_that_of_each_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert in_a_stack(Shrunk(0.5, lr=0.1)).passed
+    assert checked(Shrunk(0.5, lr=0.1)).passed
+    of_first = lambda self, state, config=0: self._result(0, self.alone(state, config), self.groups[0].members[0])  # noqa: E731
+    monkeypatch.setattr(Stack, "result", of_first)
+    finding = in_a_stack(Shrunk(0.5, lr=0.1)).finding
+    assert str(finding).startswith("step 0, strategy result.first.weight of node 0 with half the numbers: differs by")
+
+
+def test_absent_nodes_in_a_stack() -> None:
+    table = torch.rand(4, K, generator=torch.Generator().manual_seed(1)) < 0.6
+    table[:, 0] |= ~table.any(1)
+    strategy = Strategy("sgd", [Exchange(Outer(Scaled(0.9)), every=2, delay=1)], lr=0.05)
+    assert in_a_stack(strategy, availability=Trace(table, rejoin="shared")).passed
+
+
+def test_a_strategy_for_one_rank_in_a_stack() -> None:
+    """What evolves is in its copies: the stack has others than each configuration alone."""
+
+    class OneRank(RankStrategy):
+        def step(self) -> None:
+            for p in self.model.parameters():
+                assert p.grad is not None
+                all_reduce(p.grad, op="mean")
+            self.optim.step()
+            super().step()
+
+    check = in_a_stack(OneRank("adamw", lr=0.1))
+    assert check.passed
+    assert len(check.rows) == 4
 
 
 # ------------------------------------------------------------------------------------------------------------- command

@@ -39,6 +39,7 @@ from vecgym.simulation.stack import Reading, Stack, groups_of, halved
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.catalogue import CATALOGUE
+from vecgym.strategy.per_rank import as_strategy
 from vecgym.strategy.simulated import simulation_of
 
 Stream = Iterator[tuple[Any, "list[int] | None"]]  # of batches, and how many of the examples are each row's own
@@ -253,18 +254,15 @@ def compare(options: VerifyOptions, wire: Wire, *, exact: bool) -> Check:
     return check_of("exact" if exact else "native", here.bound, each)
 
 
-def compare_stack(options: VerifyOptions, beat: Callable[[], None] = lambda: None) -> Check | None:
-    """Step three configurations in one stack, as a sweep does, and each by itself; None: a sweep has no stack of it.
+def compare_stack(options: VerifyOptions, beat: Callable[[], None] = lambda: None) -> Check:
+    """Step three configurations in one stack, as a sweep does, and each by itself.
 
     The second has half the numbers, and the third another seed: one group of them all, if nothing draws random numbers.
 
     Args:
         beat: called after each step.
     """
-    strategy = options.strategy
-    if not strategy.pure:
-        return None
-    other = altered(halved(strategy), inner=halved(strategy.inner))
+    other = altered(halved(options.strategy), inner=halved(options.strategy.inner))
     each = [options, altered(options, strategy=other), altered(options, seed=options.seed + 1)]
     alone = [Form(one, StackedCollectives(options.num_nodes), exact=False) for one in each]
     stack = StackForm(each, alone)
@@ -279,7 +277,7 @@ def compare_stack(options: VerifyOptions, beat: Callable[[], None] = lambda: Non
             for one in comparisons:
                 one.add(step)
             beat()
-    for form in alone:
+    for form in (*alone, stack):
         form.simulation.close()
     return check_of("stack", BOUNDS[options.dtype], [(one.rows, one.finding) for one in comparisons])
 
@@ -358,8 +356,8 @@ class StackForm(Form):
 
     def __init__(self, each: Sequence[VerifyOptions], alone: Sequence[Form]) -> None:
         options, comm = each[0], StackedCollectives(each[0].num_nodes)
-        runs = [form.simulation.run for form in alone]
-        self.order, groups = groups_of([form.simulation.algorithm for form in alone], runs)
+        strategies = [as_strategy(one.strategy, one.model) for one in each]  # one for a rank has what evolves in copies
+        self.order, groups = groups_of(strategies, [form.simulation.run for form in alone])
         read = Reading([each[c].batches() for c in self.order], range(len(each)), options.num_nodes)
         stack = Stack(alone[0].simulation.engine, groups, comm, options.reading(read))
         super().__init__(options, comm, exact=False, simulation=stack)
@@ -371,7 +369,8 @@ class StackForm(Form):
         except Exception as error:
             raise RuntimeError(
                 f"step {step}: the strategy works by itself but fails in a stack with two others, as in a sweep: "
-                f"{error} The contract: {RULES['stack']}. Without batched= the class is trained by itself."
+                f"{str(error).rstrip('.')}. The contract: {RULES['stack']}. Or leave out batched= of its class: then "
+                "its configurations are no group."
             ) from error
         return self.row
 
@@ -546,8 +545,7 @@ class Report:
     """The result of `verify`; print it for a table.
 
     Attributes:
-        checks: "exact": the bound is 0; "native": torch.distributed reduces; "stack": several configurations together,
-            unless the strategy is written for one rank.
+        checks: "exact": the bound is 0; "native": torch.distributed reduces; "stack": several configurations together.
 
     >>> check = Check("exact", bound=0.0, rows=(Difference(0, 0, 0, 0, 0, 0, 0),))
     >>> report = Report("FedAvgStrategy(...)", num_nodes=4, num_processes=2, dtype=torch.float64, checks=(check,))
@@ -624,5 +622,4 @@ def _verify_in_process(link: multiprocess.Link, options: VerifyOptions) -> list[
     exact, native = (compare(options, wire, exact=exact) for exact in (True, False))
     if exact.passed and native.finding is not None:
         native = replace(native, finding=native.finding._replace(rule=ORDER_OF_SUMS))
-    stack = compare_stack(options, link.beat) if link.rank == 0 else None
-    return [exact, native, *([] if stack is None else [stack])]
+    return [exact, native, *([compare_stack(options, link.beat)] if link.rank == 0 else [])]
