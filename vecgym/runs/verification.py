@@ -35,7 +35,7 @@ from vecgym.runs import multiprocess
 from vecgym.runs.options import Count, Modelled, Present, Seconds, Seed, check_strategy, checked_examples, presence_of
 from vecgym.simulation import Simulation, State
 from vecgym.simulation.simulation import Request, Row
-from vecgym.simulation.stack import Reading, Stack, groups_of, halved
+from vecgym.simulation.stack import BatchReader, Stack, groups_of, halved
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.catalogue import CATALOGUE
@@ -56,7 +56,7 @@ RULES = {
     "own": "A setting of each node, `[K]`, through `part.each` or `part.scaled`",
     "random": "Random numbers from `generator(purpose, *ids)`, with the step among the ids",
     "stack": "What a stack requires",
-    "seeds": "Configurations of different seeds are one group",
+    "seeds": "Seeds share a stack only where nothing is drawn",
     "exact": "With `exact`, work node by node where that changes bits",
 }
 # The configurations of a stack: a gap -> the rules that they may break.
@@ -358,7 +358,7 @@ class StackForm(Form):
         options, comm = each[0], StackedCollectives(each[0].num_nodes)
         strategies = [as_strategy(one.strategy, one.model) for one in each]  # one for a rank has what evolves in copies
         self.order, groups = groups_of(strategies, [form.simulation.run for form in alone])
-        read = Reading([each[c].batches() for c in self.order], range(len(each)), options.num_nodes)
+        read = BatchReader([each[c].batches() for c in self.order], range(len(each)), options.num_nodes)
         stack = Stack(alone[0].simulation.engine, groups, comm, options.reading(read))
         super().__init__(options, comm, exact=False, simulation=stack)
 
