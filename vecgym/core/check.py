@@ -1,4 +1,4 @@
-"""Checks of arguments. Each returns the value as a plain Python one, or says what was given and what is allowed.
+"""Checks of arguments. Each returns the value as a plain Python one, or names it and the allowed values in an error.
 
 A value that is not a number, not finite or out of range raises a `ValueError`; a flag that is neither True nor False
 and an unknown keyword raise a `TypeError`. `Options` are dataclasses whose annotations hold the checks; `takes` and
@@ -36,8 +36,8 @@ def integer(name: str, value: Any, least: int = 1, what: str = "", otherwise: st
         name: the argument's name.
         value: the argument's value.
         least: the smallest value allowed.
-        what: what the argument means, for the message.
-        otherwise: what else is allowed, for the message.
+        what: the meaning of the argument, for the message.
+        otherwise: other allowed values, for the message.
 
     Raises:
         ValueError: otherwise.
@@ -96,7 +96,7 @@ def number(name: str, value: Any, within: str = "(-inf, inf)", what: str = "") -
         name: the argument's name.
         value: the argument's value.
         within: the interval, in mathematical notation: "(0, 1]" is 0 < value <= 1, "[0, inf)" is 0 <= value < inf.
-        what: what the argument means, for the message.
+        what: the meaning of the argument, for the message.
 
     Raises:
         ValueError: otherwise.
@@ -128,7 +128,7 @@ def per_node(
         name: the argument's name.
         value: the argument's value. Inside a transform of `torch.func` only a tensor's shape is checked.
         within: the interval, as in `number`.
-        what: what the argument means, for the message.
+        what: the meaning of the argument, for the message.
         num_nodes: K, or None if it is not known yet.
 
     Raises:
@@ -214,7 +214,7 @@ def choice(name: str, value: Any, allowed: Iterable[str], otherwise: str = "") -
         name: the argument's name.
         value: the argument's value.
         allowed: the names.
-        otherwise: what else is allowed, for the message, such as "a function, or None".
+        otherwise: other allowed values, for the message, such as "a function, or None".
 
     Raises:
         ValueError: otherwise.
@@ -259,7 +259,7 @@ def instance(name: str, value: Any, kind: type | tuple[type, ...], give: str) ->
         name: the argument's name.
         value: the argument's value.
         kind: the type, or several of them.
-        give: what to give instead, for the message.
+        give: the expected value, for the message.
 
     Raises:
         TypeError: otherwise.
@@ -323,7 +323,7 @@ def column(name: str, value: Any, columns: Iterable[str]) -> str:
 
 
 def path(name: str, value: Any, allowed: str = "a path: a str or a pathlib.Path") -> Path:
-    """Return `value` as a path if it is a str or a path; `allowed` says what it is to be, for the message.
+    """Return `value` as a path if it is a str or a path; `allowed` describes the expected value, for the message.
 
     Raises:
         TypeError: if it is neither.
@@ -363,7 +363,7 @@ def keywords(whose: str, keys: Iterable[str], allowed: Iterable[str]) -> None:
 
 
 def renamed(**names: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """Let a function refuse arguments by their old names, and say the new ones.
+    """Let a function refuse arguments by their old names, and give the new ones.
 
     Args:
         names: old name -> new name.
@@ -571,7 +571,7 @@ def _by_name(options: Any, first: Sequence[inspect.Parameter], function: Callabl
 
 
 def _arguments(options: Any) -> str:
-    """Return what the docstrings of options say below "Args:", base classes first."""
+    """Return the text below "Args:" in the docstrings of options, base classes first."""
     texts = [inspect.cleandoc(cls.__doc__ or "") for cls in reversed(options.__mro__)]
     matches = [re.search(r"^Args:\n(.*?)(\n\n|\Z)", text, re.DOTALL | re.MULTILINE) for text in texts]
     return "\n".join(match[1] for match in matches if match)

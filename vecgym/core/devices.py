@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def environment() -> dict[str, str]:
-    """Return what a run depends on beside its settings: versions, and the devices that are present.
+    """Return the environment of a run: versions, and the devices that are present.
 
     >>> list(environment())
     ['vecgym', 'python', 'torch', 'devices']
@@ -128,7 +128,7 @@ def outside(fn: Callable[[], T]) -> T:
 
 
 def unwrapped(x: Tensor) -> Tensor:
-    """Return a tensor as it is outside of all transforms."""
+    """Return the tensor inside the wrappers of all transforms."""
     while _functorch.is_functorch_wrapped_tensor(x):
         x = _functorch.get_unwrapped(x)
     return x

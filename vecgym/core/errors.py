@@ -19,7 +19,7 @@ class Damaged(ValueError):
 
 
 class VecgymWarning(UserWarning):
-    """A setting has no effect, or not the effect that its name suggests.
+    """A setting has no effect, or another effect than its name suggests.
 
     >>> with warnings.catch_warnings():
     ...     warnings.simplefilter("error", VecgymWarning)  # turn a setting without effect into an error

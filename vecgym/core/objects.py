@@ -108,7 +108,7 @@ def shown(x: object, **instead: Any) -> str:
 
 
 def own_settings(x: object, **instead: Any) -> list[str]:
-    """Show the arguments of an object that it holds by the same names, and that are not their defaults; see `shown`.
+    """Show the arguments that an object holds by their names, except those at their defaults; see `shown`.
 
     >>> class Named:
     ...     def __init__(self, name, **inner):

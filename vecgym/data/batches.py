@@ -2,7 +2,7 @@
 
 `Batches` gives trees of `[L, B, ...]` for training, `EvalBatches` ordinary batches `[B, ...]` for evaluation.
 Nothing depends on which other nodes are in this process, on the number of workers, or on what was read
-before, so a run resumes at any step without reading the steps before it. The functions `partition_*` assign
+before: a run resumes at any step without reading the steps before it. The functions `partition_*` assign
 the examples to the nodes in other ways than dealing them in turn.
 
 Three ways to read, fastest first:
@@ -144,7 +144,7 @@ class Batches:
         self._orders: dict[int, Tensor] = {}  # epoch -> [L, longest]
 
     def _warn(self, count: int, name: str) -> None:
-        """Warn about data that are dealt in a way that nobody means."""
+        """Warn about data that are probably dealt in another way than was meant."""
         if count < self.num_nodes:
             warn(f"{name} has {count} examples for {self.num_nodes} nodes: several nodes train on the same ones.")
         if self.batch_size > max(count, USUAL_BATCH):

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 Missing = Mapping[str, frozenset[int]]  # parameters on which the loss of some rows does not depend, and these rows
 
-# How far the gradients of two backends may be apart, since sums are taken in another order: relative to the largest
-# value of the tensor, and to that of all tensors (a gradient that is 0 in exact arithmetic is pure rounding). A wrongly
-# traced model is off by far more.
+# The largest difference between the gradients of two backends, which take sums in another order: relative to the
+# largest value of the tensor, and to that of all tensors (a gradient that is 0 in exact arithmetic is pure rounding).
+# The gradients of a wrongly traced model differ by far more.
 TOLERANCE = {torch.float64: (1e-10, 1e-13), torch.float32: (1e-3, 1e-6)}
-LOW_PRECISION = (0.1, 1e-2)  # also autocast: fused operations keep float32 where vmap rounds between them
+LOW_PRECISION = (0.1, 1e-2)  # and autocast: fused operations keep float32 where vmap rounds between them
 
 
 class Local(NamedTuple):
@@ -146,7 +146,7 @@ class Backend(Protocol):
 
 
 def rows(values: Tree, a: int, b: int) -> Tree:
-    """View nodes a to b; what is the same on every node stays `[1, *]`."""
+    """View nodes a to b; a tensor that is the same on every node stays `[1, *]`."""
     return {name: x[a:b] if x.shape[0] > 1 else x for name, x in values.items()}
 
 
@@ -224,7 +224,7 @@ def sizes_of(batch: Any) -> tuple[int, int]:
 def in_minibatches(part: NodeSlice, size: int | None, compute: Compute) -> Local:
     """Accumulate the gradient of the batch, `size` examples at a time, weighted by their number.
 
-    If the model returns weights, by these. What weighs nothing has the loss and the gradient 0, where a mean over
+    If the model returns weights, they are used instead. A part of weight 0 has loss and gradient 0, since a mean over
     nothing may be nan. bfloat16 and float16 are summed in float32 and rounded once.
     """
     batch_size = sizes_of(part.batch)[1]
@@ -255,7 +255,7 @@ def in_minibatches(part: NodeSlice, size: int | None, compute: Compute) -> Local
 
 
 def _weighted(local: Local, share: float | Tensor) -> Local:
-    """Multiply by a share, or by those of the nodes, `[n]`: where that is 0, nan is 0, too."""
+    """Multiply by a share, or by the share of each node, `[n]`; where it is 0, the result is 0 even for nan."""
 
     def times(x: Tensor) -> Tensor:
         x = x.to(tree.wider(x.dtype))
@@ -268,7 +268,7 @@ def _weighted(local: Local, share: float | Tensor) -> Local:
 
 
 def _without_nothing(local: Local) -> Local:
-    """Let the loss and the gradient of nodes whose loss weighs nothing be 0."""
+    """Set loss and gradient to 0 for the nodes whose loss has weight 0."""
     weight = local.buffers.get(WEIGHT)
     if weight is None or not may_be_nothing(weight):
         return local
@@ -282,7 +282,7 @@ def _without_nothing(local: Local) -> Local:
 
 
 def may_be_nothing(weight: Tensor) -> bool:
-    """Whether a node's loss may weigh nothing; on a device, where that is not read, it may.
+    """Whether a node's loss may have weight 0; on a device, where the weight is not read, it may.
 
     >>> may_be_nothing(torch.tensor([3.0, 0.0])), may_be_nothing(torch.tensor([3.0, 1.0]))
     (True, False)
@@ -343,7 +343,7 @@ def joined_missing(parts: Iterable[tuple[Sequence[int], Missing]]) -> Missing:
     """Join the parameters without gradient of some rows each.
 
     Args:
-        parts: the rows, and which of them have none.
+        parts: the rows, and the parameters without gradient of some of them.
 
     >>> joined_missing([([0, 2], {"w": frozenset({1})}), ([1, 3], {"w": frozenset({0, 1})})])
     {'w': frozenset({1, 2, 3})}
@@ -386,7 +386,7 @@ def timed(backend: Backend, part: NodeSlice, mean: bool) -> tuple[Local, float]:
 
 
 def difference(expected: Local, actual: Local, loosely: bool) -> str:
-    """Say which tensor of `actual` is wrong; "" if none is.
+    """Describe the first wrong tensor of `actual`; "" if none is wrong.
 
     Args:
         loosely: allow for rounding in low precision.

@@ -78,7 +78,7 @@ class Compiled(Vmap):
 
     @plain_attention()
     def tried(self, batch: Any, mean: bool, autocast: bool) -> tuple[str, str]:
-        """Compile, compare with `vmap`, and time both; return why this backend is not used, or else a report in words.
+        """Compile, compare with `vmap`, and time both; return why this backend is not used, or a report.
 
         Args:
             batch: of the nodes in one call, leaves `[n, B, ...]`.
@@ -122,7 +122,7 @@ def _turned(batch: Any) -> Any:
 
 
 def _refusal(error: BaseException) -> str:
-    """Say why a model cannot be compiled.
+    """Return the reason why a model cannot be compiled.
 
     Raises:
         RuntimeError: with the fix, if no compiler was found.
@@ -145,7 +145,7 @@ def _refusal(error: BaseException) -> str:
 
 
 def _changed(error: Exception) -> str:
-    """Say what caused a recompilation: its message has the guard, the line of code, and its location."""
+    """Describe the cause of a recompilation: its message has the guard, the line of code, and its location."""
     match = re.search(r"^ *- \d+/\d+: (.*?)(?:\(HINT.*)?$", str(error), re.MULTILINE)
     guard, *code = [" ".join(part.split()) for part in match[1].split("#")] if match else [""]
     at = f", at {code[1]}" if len(code) > 1 else ""

@@ -1,10 +1,10 @@
-"""What a forward reads that is no tensor: whether that could change unseen, and whether it has changed.
+"""The state of a model besides its tensors: watch the values that its forward reads, note those that a pass changes.
 
-A list of operations (`vecgym.engine.recorded`) does what a forward did when it was written down. That stays right while
-everything else that the forward reads is as it was then. So its Python code is read: what it reaches must be of a kind
-whose changes show, and `Watch.changed` compares that before every pass.
+A list of operations (`vecgym.engine.recorded`) repeats one forward pass. It stays valid as long as all other values
+that the forward reads stay the same. `Watch` therefore reads the forward's Python code, and refuses values that could
+change unseen; `Watch.changed` compares the others before every pass.
 
-`Snapshot` is for any model: it notes what a pass may leave behind, in attributes and in variables outside of the model.
+`Snapshot` works for any model: it notes attributes of the model, and variables outside it, that a pass may change.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vecgym.engine import hooks
 
 M = TypeVar("M", bound=nn.Module)
 
-# Whose functions return the same for the same arguments and modes, but for those of IMPURE.
+# Packages whose functions return the same for the same arguments and modes, except those in IMPURE.
 TRUSTED = {"torch", "math", "einops", "functools", "itertools", "operator", "collections", "dataclasses", "typing",
            "enum", "abc"}  # fmt: skip
 IMPURE = ("torch.random", "torch.distributed", "torch.cuda", "torch.backends", "torch.jit", "torch._dynamo")
@@ -51,9 +51,9 @@ COMPILED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrapper
 ACTS = {"IMPORT_NAME": "imports", "STORE_GLOBAL": "sets", "DELETE_GLOBAL": "deletes", "STORE_ATTR": "sets",
         "DELETE_ATTR": "deletes"}  # fmt: skip
 OF_A_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL")
-READS = ("LOAD_ATTR", "LOAD_METHOD")  # an attribute of what was loaded before
-VALUES = {"tolist", "numpy", "data_ptr", "__array__"}  # read a tensor in Python, with no operation that would show it
-MAKING = {"__init__", "__new__", "__post_init__"}  # a forward calls them only of a class whose objects it makes
+READS = ("LOAD_ATTR", "LOAD_METHOD")  # an attribute of the value loaded before
+VALUES = {"tolist", "numpy", "data_ptr", "__array__"}  # read a tensor in Python, without a visible operation
+MAKING = {"__init__", "__new__", "__post_init__"}  # called only where the forward creates objects
 ASIDE = MAKING | {"__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__",
                   "__deepcopy__"}  # fmt: skip
 FIXED = (nn.Module, type, enum.Enum, types.FunctionType, types.MethodType, functools.partial, staticmethod,
@@ -62,14 +62,14 @@ OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
 
 
 class Uncertain(Exception):
-    """Something that a forward reads could change unseen; the message says what."""
+    """A forward reads a value that could change unseen; the message names it."""
 
 
 class Watch:
-    """What a model's forward reads that is no input of its list.
+    """All values that a model's forward reads besides the inputs of its list of operations.
 
     Raises:
-        Uncertain: if a change of it would not show.
+        Uncertain: if one of them could change unseen.
 
     >>> model = nn.Sequential(nn.Linear(2, 1), nn.Dropout(0.5))
     >>> watch = Watch(model)
@@ -97,7 +97,7 @@ class Watch:
             done |= todo
 
     def changed(self) -> str:
-        """Say what is not as it was; "" if everything is."""
+        """Describe the first value that has changed; "" if none has."""
         for container, size in self._sizes:
             if len(container) != size:
                 return "an attribute or an entry was added or removed"
@@ -115,7 +115,7 @@ class Watch:
     # ------------------------------------------------------------------------------------------------ values
 
     def _value(self, value: Any, where: str) -> None:
-        """Follow what a value holds; `where` says what the forward reads, for a message."""
+        """Follow the contents of a value; `where` names it in messages."""
         if type(value) in CONSTANTS or isinstance(value, enum.Enum) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
@@ -137,7 +137,7 @@ class Watch:
             self._object(value, where)
 
     def _outer(self, value: Any, where: str) -> None:
-        """Follow a value outside the model, which only its binding may change."""
+        """Follow a value outside the model: it must be immutable, so that only its binding can change."""
         if isinstance(value, (tuple, frozenset)):
             for part in value:
                 self._outer(part, where)
@@ -147,14 +147,14 @@ class Watch:
             raise Uncertain(f"{where} is a {type(value).__name__}, which could change unseen")
 
     def _contents(self, container: Any, where: str, tensors: bool = False) -> None:
-        """Follow a list or a dict: which values it holds, and theirs; with `tensors`, those may be among them."""
+        """Follow a list or a dict, and its values; `tensors`: these may be among them."""
         self._sizes.append((container, len(container)))
         for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
             self._item(container, key, value, where, tensors)
 
     def _item(self, container: Any, key: Any, value: Any, where: str, tensors: bool = False) -> None:
         self._items.append((container, key, value))
-        if not (tensors and isinstance(value, Tensor)):  # those are read from where they are
+        if not (tensors and isinstance(value, Tensor)):  # the list of operations reads the tensor itself
             self._value(value, where)
 
     def _module(self, module: nn.Module) -> None:
@@ -167,7 +167,7 @@ class Watch:
         self._meets(type(module))
 
     def _object(self, value: Any, where: str) -> None:
-        """Follow an object of classes that are written in Python."""
+        """Follow an object whose classes are written in Python."""
         written = all(kind.__flags__ & 1 << 9 for kind in type(value).__mro__[:-1])
         if isinstance(value, Tensor) or not written or not hasattr(value, "__dict__"):
             raise Uncertain(f"{where} is a {type(value).__name__}, which could change unseen")
@@ -194,7 +194,7 @@ class Watch:
             self._code(function.__code__, function.__globals__)
 
     def _code(self, code: types.CodeType, scope: dict[str, Any]) -> None:
-        """Follow the global names that code looks up, and the code within it."""
+        """Follow the globals that code reads, and nested code."""
         self._names.update(code.co_names)
         if read := VALUES.intersection(code.co_names):
             raise Uncertain(f"{code.co_name} hands values of tensors to Python ({min(read)})")
@@ -210,7 +210,7 @@ class Watch:
                 self._code(constant, scope)
 
     def _name(self, name: str, scope: dict[str, Any], attributes: Iterator[str]) -> None:
-        """Follow a global name, and the attributes that are read of it, while it is a Python module or a class."""
+        """Follow a global and, if it is a Python module or a class, the attributes that are read from it."""
         if name not in scope:
             value = getattr(builtins, name, None)
             if name not in BUILTINS and not (isinstance(value, type) and issubclass(value, BaseException)):
@@ -229,7 +229,7 @@ class Watch:
             self._outer(value, f"the global {where!r}")
 
     def _class(self, kind: type, where: str) -> None:
-        """Follow a class, of which the forward may make objects."""
+        """Follow a class whose objects the forward may create."""
         if kind.__module__ == "builtins" or _is_trusted(kind.__module__, where):
             return
         self._meets(kind)
@@ -237,7 +237,7 @@ class Watch:
             self._member(kind, name)
 
     def _meets(self, kind: type) -> None:
-        """Note a class whose objects the forward meets; what it uses of it is followed at the end."""
+        """Note a class whose objects the forward uses; its members are followed at the end."""
         kinds = [base for base in kind.__mro__ if base.__module__ != "builtins"]
         new = {base for base in kinds if not _is_trusted(base.__module__, base.__name__)} - self._classes
         self._sizes += [(vars(base), len(vars(base))) for base in new]  # a class may get what one above it has
@@ -260,7 +260,7 @@ def _is_trusted(module: str, where: str) -> bool:
     """Whether the code of a Python module need not be read.
 
     Raises:
-        Uncertain: if it may do something else each time.
+        Uncertain: if its functions may return another result at each call.
     """
     root = module.partition(".")[0].removeprefix("_")
     if module.startswith(IMPURE) or (root in sys.stdlib_module_names and root not in TRUSTED):
@@ -269,7 +269,7 @@ def _is_trusted(module: str, where: str) -> bool:
 
 
 def _check_compiled(function: Any, where: str) -> None:
-    """Raise `Uncertain` for a compiled function that may do something else each time."""
+    """Raise `Uncertain` for a compiled function that may return another result at each call."""
     owner = getattr(function, "__self__", None)
     if owner is builtins and function.__name__ in BUILTINS:
         return
@@ -281,7 +281,7 @@ def _check_compiled(function: Any, where: str) -> None:
 
 
 def _parts(value: Any) -> tuple[Any, ...] | None:
-    """Return what an immutable value consists of; None: it is not one of them."""
+    """Return the parts of an immutable value; None for other values."""
     if isinstance(value, (tuple, frozenset)):
         return tuple(value)
     if isinstance(value, types.MethodType):
@@ -296,16 +296,17 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
 # ------------------------------------------------------------------------------------- what a pass may leave behind
 
 
-LONG, MOST = 1000, 100_000  # of a longer list or dict only the length is noted; no more places are
-MOST_NUMBERS = 2**22  # of a larger array, such as a file of tokens, only some are noted
+LONG, MOST = 1000, 100_000  # only the length of a longer list or dict is noted; the most places
+MOST_NUMBERS = 2**22  # only some numbers of a larger array, such as a file of tokens, are noted
 BOUND = (types.BuiltinMethodType, types.MethodType)
 GLOBAL_GENERATORS = {id(getattr(draw, "__self__", draw)) for draw in (random.random, np.random.rand)}
-OUTSIDE, HELD = 1, 2  # of the model: in a variable, a class or a function; and there, by a module or a package
+# Outside the model: in a variable, class or function of the user; or there, held by a module or a package.
+OUTSIDE, HELD = 1, 2
 MUTABLE = (dict, list, deque, set, np.ndarray, *GENERATORS)
 
 
 class Place(NamedTuple):
-    """What is noted of an attribute, an entry or a variable: its value, and where it is."""
+    """An attribute, an entry or a variable: its value and its location."""
 
     value: Any
     holder: Any  # a dict, a list, a class or a cell; None: it cannot be put there
@@ -324,17 +325,17 @@ class Place(NamedTuple):
 
 
 class Snapshot:
-    """What a model and its `loss_fn` keep besides parameters and buffers, at one time.
+    """The state of a model and its `loss_fn` besides parameters and buffers, at one time.
 
-    That is what attributes of its modules hold, and objects in them; and outside of the model, what the functions of
-    one's own (not those of installed packages) can reach: outer variables, globals, defaults, attributes of classes.
+    It consists of the attributes of the modules, with the objects in them, and of the values outside the model that the
+    user's functions (not those of installed packages) reach: outer variables, globals, defaults, class attributes.
 
     Attributes:
-        places: by a description, such as "the model's encoder.calls".
-        shared: describes something outside that code could change, and node threads would share; "": nothing.
-        outside: such objects, by id.
-        draws: whether code mentions the random numbers of numpy or Python.
-        sets: whether code sets attributes or entries.
+        places: description -> place, such as "the model's encoder.calls".
+        shared: describes an object outside the model that code could change, and node threads would share; "": none.
+        outside: these objects, by id.
+        draws: whether the code mentions the random numbers of numpy or Python.
+        sets: whether the code sets attributes or entries.
 
     >>> model = nn.Linear(2, 1)
     >>> model.calls = 0
@@ -357,13 +358,13 @@ class Snapshot:
             self._visit(*(self._todo[0] or self._todo[1]).popleft())  # first within the model
 
     def changed(self, before: Snapshot) -> list[str]:
-        """Return which places differ from those of an earlier snapshot."""
+        """Return the names of the places that differ from an earlier snapshot."""
         names = [*before.places, *(name for name in self.places if name not in before.places)]
         pairs = ((name, self.places.get(name), before.places.get(name)) for name in names)
         return [name for name, here, there in pairs if not (here and there and _same(here.value, there.value))]
 
     def restore(self, names: Collection[str]) -> None:
-        """Put plain values and tensors back to these places outside of the model, and shorten its lists."""
+        """Restore plain values and tensors at these places outside the model, and the length of each list there."""
         for x, length in self._lengths:
             del x[length:]
         for place in (place for name, place in self.places.items() if name in names and place.outer):
@@ -372,7 +373,7 @@ class Snapshot:
                 place.put(value)
 
     def move(self, names: Collection[str], far: int, before: Snapshot) -> None:
-        """Set all numbers in these places, also in tensors; of places that are new, lengthen the lists."""
+        """Set all numbers at these places to `far`, also in tensors; lengthen lists that have grown to it."""
         for name, place in ((name, place) for name, place in self.places.items() if name in names):
             if isinstance(place.holder, list) and name not in before.places:
                 place.holder.extend(place.holder[-1:] * (far - len(place.holder)))
@@ -384,7 +385,7 @@ class Snapshot:
                 place.put(type(value)(far) if type(value) in (int, float) else value * 0 + far)
 
     def _visit(self, x: Any, where: str, outer: int, holder: Any, key: Any) -> None:
-        """Note a value, or follow what it holds."""
+        """Note a value, and follow its contents."""
         if outer == OUTSIDE and _is_mutable(x):
             self.shared, self.outside[id(x)] = self.shared or where, x
         self.draws |= x is random or x is np.random or (isinstance(x, BOUND) and id(x.__self__) in GLOBAL_GENERATORS)
@@ -403,7 +404,7 @@ class Snapshot:
             self.places[where] = Place(value, holder, key, outer)
 
     def _followed(self, x: Any, where: str, outer: int) -> Any:
-        """Follow what an object holds; return what is noted of itself."""
+        """Follow the contents of an object; return the value to note for the object itself."""
         if outer and isinstance(x, list):
             self._lengths.append((x, len(x)))
         if isinstance(x, (set, frozenset)) or (isinstance(x, (dict, list, tuple, deque)) and len(x) > LONG):
@@ -459,9 +460,10 @@ class Snapshot:
                     self._add(x, f"the class attribute {base.__name__}.{key}", OUTSIDE, base, key)
 
     def _function(self, function: types.FunctionType) -> None:
-        """Follow what is outside of a function: of one that an installed package has made, what it is made around.
+        """Follow the variables that a function reads outside itself.
 
-        A package's own notes, such as those of torch's `checkpoint` or of a dataclass's `__repr__`, are no state.
+        Of a function of an installed package these are the immutable ones that it closes over, such as the function
+        that it wraps: the caches of a package (of torch's `checkpoint`, of a dataclass's `__repr__`) are no state.
         """
         code, name = function.__code__, function.__name__
         own = not _is_installed(function.__globals__.get("__name__", ""))
@@ -477,7 +479,7 @@ class Snapshot:
             self._code(code, function.__globals__, code.co_freevars)
 
     def _code(self, code: types.CodeType, scope: dict[str, Any], free: tuple[str, ...]) -> None:
-        """Follow the globals that code names, also those of another Python module of one's own."""
+        """Follow the globals that code reads, also those of other Python modules of the user."""
         instructions = [(i.opname, i.argval) for i in dis.get_instructions(code)]
         for kind, name in instructions:
             self.sets |= kind in ("STORE_ATTR", "STORE_SUBSCR") and code.co_name not in MAKING
@@ -500,9 +502,9 @@ class Snapshot:
 
 
 def shared(model: nn.Module) -> dict[int, Any]:
-    """Return what copies of a model share, by id: what its functions find outside of it, which is not copied with them.
+    """Return the objects that all copies of a model share, by id: its functions reach them outside the model.
 
-    A hook may be a method of such an object: the copy's hook and `loss_fn` must still mean the same one.
+    A hook may be a method of such an object: the hook of a copy and its `loss_fn` must refer to the same one.
     """
     return {**hooks.computed(model), **Snapshot(model).outside}
 
@@ -533,7 +535,7 @@ def copied(model: M) -> M:
 
 
 def _fixed(method: types.MethodType) -> Callable[..., Any]:
-    """Return a method as a function, which copies of a model share with its object."""
+    """Wrap a method in a function, so that copies of a model share the object of the method."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs)
@@ -560,7 +562,7 @@ def _is_constant(x: Any) -> bool:
 
 
 def _is_mutable(x: Any) -> bool:
-    """Whether a value outside of the model can be changed in place; modules and tensors show it if they are."""
+    """Whether a value outside the model can change in place unseen; changes of modules and tensors show."""
     if isinstance(x, MUTABLE) or type(x) in CONSTANTS or isinstance(x, (Tensor, *FIXED)):
         return isinstance(x, MUTABLE)
     kind = type(x)
@@ -569,14 +571,14 @@ def _is_mutable(x: Any) -> bool:
 
 
 def _is_standard(kind: type) -> bool:
-    """Whether a class is of Python's own, but for those whose objects hold what is put into them."""
+    """Whether a class is of the standard library, except those whose objects hold values of the user."""
     root = kind.__module__.partition(".")[0]
     return root in sys.stdlib_module_names - {"types", "argparse", "collections"}
 
 
 @functools.cache
 def _is_installed(module: str) -> bool:
-    """Whether a Python module is of an installed package, whose functions are not read."""
+    """Whether a Python module belongs to an installed package, whose functions are not read."""
     root = module.partition(".")[0]
     if root in sys.stdlib_module_names or root == "vecgym":
         return True

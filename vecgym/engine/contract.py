@@ -1,4 +1,4 @@
-"""The contract of a model: what it must be and return, and the errors if it breaks that."""
+"""The contract of a model: its type, its loss and its metrics; and the errors for a model that breaks it."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def with_loss(model: M, loss_fn: Any) -> M:
     new = object.__new__(type(model))  # copy.copy() refuses parametrized modules
     vars(new).update(vars(model))
     vars(new)[LOSS_FN] = loss_fn  # not a submodule, and no hindrance to an attribute of the model's own
-    hooks.check_hooks(new)  # it may hold the module, instead of calling the one that it is given
+    hooks.check_hooks(new)  # it may hold the module, instead of using its argument
     return new
 
 
 def check_model(model: Any) -> None:
-    """Raise the error that says what a model must be, before it is ever called.
+    """Raise an error unless a model can be trained, before it is ever called.
 
     >>> try:
     ...     check_model(nn.Linear(2, 1).requires_grad_(False))
@@ -158,7 +158,7 @@ def _check_train(model: nn.Module) -> None:
 
 
 def check_modes(model: nn.Module) -> None:
-    """Warn about a model that trains around parts of which none does, as a pretrained network in a new module.
+    """Warn about a model in training mode whose parts are all in eval mode, such as a pretrained network.
 
     >>> import warnings
     >>> with warnings.catch_warnings(record=True) as caught:
@@ -177,7 +177,7 @@ def check_modes(model: nn.Module) -> None:
 
 
 def check_loss(loss: Any, model: nn.Module, batch: Any = None) -> None:
-    """Raise the error that says what the model's forward must return for such a batch.
+    """Raise an error unless a model returned a scalar loss that depends on its parameters.
 
     >>> check_loss(torch.ones((), requires_grad=True), nn.Linear(2, 1))
     >>> try:
@@ -209,13 +209,13 @@ def check_written(names: Collection[str]) -> None:
     if names:
         *_, name = min(names).split(".")
         raise ModelError(
-            f"the model's forward writes to {min(names)!r}, a parameter that is not trained: those are "
-            f"the same on every node. Make it a buffer, since each node has its own: register_buffer({name!r}, ...)."
+            f"the model's forward writes to {min(names)!r}, a parameter that is not trained: the nodes share it. "
+            f"Make it a buffer, of which each node has its own: register_buffer({name!r}, ...)."
         )
 
 
 def check_steady(names: Collection[str]) -> None:
-    """Raise the error for a forward that writes to tensors to which its first pass did not.
+    """Raise an error for a forward that writes to tensors that its first pass did not change.
 
     >>> try:
     ...     check_steady(["center"])
@@ -233,23 +233,22 @@ def check_steady(names: Collection[str]) -> None:
 
 
 def state_error(where: str) -> ModelError:
-    """Make the error for a forward whose result depends on what an earlier one has left somewhere.
+    """Return the error for a forward whose result depends on a value that an earlier pass left somewhere.
 
     >>> str(state_error("the model's encoder.counts['a']")).split(",")[0], "'counts'" in str(state_error("counts[0]"))
     ("the model's forward keeps state in the model's encoder.counts['a']", True)
     """
     *_, name = re.findall(r"\w+", where.partition("[")[0])
     return ModelError(
-        f"the model's forward keeps state in {where}, and the result depends on what was there before. All nodes "
-        "would share it, and validation and the returned model would not see it. Keep it in a buffer, of which each "
-        f"node has its own: self.register_buffer({name!r}, torch.tensor(...)), which forward may change in place or "
-        "replace. Random numbers of torch's, numpy's and Python's global generators need none: they depend on the "
-        "run's seed, the step and the node."
+        f"the model's forward keeps state in {where}, on which its result depends. All nodes would share it, and "
+        "validation and the returned model would not see it. Keep it in a buffer, of which each node has its own: "
+        f"self.register_buffer({name!r}, torch.tensor(...)), which forward may change or replace. Random numbers of "
+        "torch, numpy and Python need no buffer: they depend on the run's seed, the step and the node."
     )
 
 
 def warn_of_late_draws() -> None:
-    """Warn of random numbers on several node threads, which the first pass has not drawn."""
+    """Warn about random numbers on several node threads that the first pass did not draw."""
     warn(
         "the model draws random numbers, and did not in its first pass, so its nodes were spread over threads, which "
         "mix their order up: this step cannot be repeated. Give node_threads=1. The nodes take turns from now on."
@@ -267,7 +266,7 @@ def check_influence(unused: Collection[str], params: Collection[str]) -> None:
 
 
 def check_differentiable(model: nn.Module, written: Collection[str] = ()) -> None:
-    """Raise a ValueError for a model whose gradient torch cannot differentiate, or only wrongly.
+    """Raise a ValueError for a model whose gradient torch cannot differentiate, or differentiates wrongly.
 
     Args:
         written: parameters that its forward changes.
@@ -312,7 +311,7 @@ def offers_metrics(model: nn.Module) -> bool:
 
 
 def check_val_metrics(metrics: Any, what: str = "val_metrics(batch)") -> None:
-    """Raise the error that says what a model's `val_metrics`, or a `loss_fn`, must return.
+    """Raise an error unless a model's `val_metrics`, or a `loss_fn`, returned scalar metrics with a loss.
 
     >>> check_val_metrics({"loss": torch.tensor(1.0), "accuracy": torch.tensor(0.5)})
     >>> try:
@@ -322,8 +321,8 @@ def check_val_metrics(metrics: Any, what: str = "val_metrics(batch)") -> None:
     val_metrics(batch) returned {'accuracy': float32 []}; a dict with "loss" is needed
     """
     needed = (
-        'Return scalar tensors, means over the batch, by name: {"loss": self(batch), "accuracy": accuracy}. Of means '
-        'over something else than examples, such as tokens, add its number: "weight": (labels != -100).sum().'
+        'Return scalar tensors, means over the batch, by name: {"loss": self(batch), "accuracy": accuracy}. For means '
+        'over tokens, say, instead of examples, add their number: "weight": (labels != -100).sum().'
     )
     if not isinstance(metrics, dict) or "loss" not in metrics:
         raise ModelError(f'{what} returned {form_of(metrics)}; a dict with "loss" is needed. {needed}')
@@ -335,7 +334,7 @@ def check_val_metrics(metrics: Any, what: str = "val_metrics(batch)") -> None:
 
 
 def weight_of(given: dict[str, Any]) -> Any:
-    """Return the weight of a loss, which has one in the first pass.
+    """Return the weight of a loss that had one in the first pass.
 
     >>> weight_of({"loss": torch.tensor(1.0), "weight": torch.tensor(7)})
     tensor(7)
@@ -346,7 +345,7 @@ def weight_of(given: dict[str, Any]) -> Any:
 
 
 def check_weight(weight: Tensor | None) -> bool:
-    """Return whether the model gives a weight of its mean loss; raise the error for one that cannot be one.
+    """Return whether a mean loss has a weight; raise an error for a negative or infinite one.
 
     >>> check_weight(torch.tensor(0)), check_weight(None)
     (True, False)
@@ -358,8 +357,8 @@ def check_weight(weight: Tensor | None) -> bool:
     """
     if weight is not None and not 0 <= float(weight) < math.inf:
         raise ModelError(
-            f'the "weight" of the loss is {float(weight)}: it is the number of tokens, or of whatever the loss is the '
-            'mean of, such as "weight": (labels != -100).sum().'
+            f'the "weight" of the loss is {float(weight)}: it is the number of tokens (or examples) of which the '
+            'loss is the mean, such as "weight": (labels != -100).sum().'
         )
     return weight is not None
 
@@ -383,7 +382,7 @@ def warn_of_parts(batch: Any, size: int | None, weighted: bool) -> None:
 
 
 def form_of(value: Any) -> str:
-    """Describe a batch, or what a model returns, for a message.
+    """Describe a batch or the result of a model, for a message.
 
     >>> form_of((torch.zeros(4, 16), {"y": torch.zeros(4, dtype=torch.long), "name": "b"}))
     "(float32 [4, 16], {'y': int64 [4], 'name': a str})"
@@ -404,7 +403,7 @@ def form_of(value: Any) -> str:
 
 
 def vmap_error(cause: str) -> RuntimeError:
-    """Make the error for a model that fails only under vmap, with the fix.
+    """Return the error for a model that fails only under vmap, with the fix.
 
     >>> print(str(vmap_error("it asks for .item()")).splitlines()[0])
     vmap cannot run this model: it asks for .item().
@@ -430,7 +429,7 @@ def slow_experts(operations: Collection[str]) -> str:
 
 
 def derivative_error(cause: str) -> RuntimeError:
-    """Make the error for a model whose gradient has no derivative."""
+    """Return the error for a model whose gradient has no derivative."""
     return RuntimeError(
         f"the gradient of this model cannot be differentiated: {cause}.\nNo derivatives exist through activation "
         "checkpointing, .item(), or an operation with its own backward pass: leave them out of the model. Code that "
@@ -439,7 +438,7 @@ def derivative_error(cause: str) -> RuntimeError:
 
 
 def check_memory(error: Exception, num_nodes: int, model: nn.Module) -> None:
-    """If memory ran out, raise an error that says how much was requested, and what to do."""
+    """If memory ran out, raise an error with the amount that was requested, and advice."""
     on_device, text = isinstance(error, torch.OutOfMemoryError), str(error)
     pythons = isinstance(error, MemoryError) and (text == "" or "nable to allocate" in text)
     if ADVICE in text or not (on_device or pythons or "allocate memory" in text):
@@ -488,7 +487,7 @@ def naming(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_call(model: nn.Module, batch: Any) -> Iterator[None]:
-    """Add the batch, and what the model must do, to an error of its first call."""
+    """Add the batch, and a fix, to an error of the model's first call."""
     try:
         yield
     except (ModelError, torch.OutOfMemoryError):
@@ -503,7 +502,7 @@ def first_call(model: nn.Module, batch: Any) -> Iterator[None]:
 
 
 def _of_one(error: Exception) -> str:
-    """Say what to do about a batch norm that got one example."""
+    """Return advice for a batch norm that got one example; "" for another error."""
     if "Expected more than 1 value per channel" not in str(error):
         return ""
     return (
@@ -514,7 +513,7 @@ def _of_one(error: Exception) -> str:
 
 
 def cause(error: Exception) -> str:
-    """Say in one line what failed, and where in the model's code."""
+    """Describe a failure, and its place in the model's code, in one line."""
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     text = first_line.split(" (see ")[0].split(". ")[0][:200].rstrip(".")
     if "escaped from inside a function being vmapped" in text:

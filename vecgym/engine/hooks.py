@@ -84,9 +84,9 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def _check_closures(model: nn.Module) -> None:
-    """Raise a ValueError for a function in the model that refers to its parameters directly, not through a module.
+    """Raise a ValueError for a function in the model that holds a parameter, instead of using its argument.
 
-    It looks one level deep. Without it, a parameter in the default of a hook's argument silently trains to zeros.
+    The search is one level deep. Without it, a parameter in the default of a hook's argument silently trains to zeros.
     """
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     for where, function in _functions(model):
@@ -94,14 +94,14 @@ def _check_closures(model: nn.Module) -> None:
             for x in reference.parameters() if isinstance(reference, nn.Module) else [reference]:
                 if id(x) in names:
                     raise ValueError(
-                        f"{where} is a function that holds the model's parameter {names[id(x)]!r}, or what it belongs "
-                        "to: it would see the value that the parameter has now, in every step of every node. Let "
-                        "forward do it; a hook of a module, and loss_fn, is given that module."
+                        f"{where} is a function that holds the model's parameter {names[id(x)]!r}, or its module: in "
+                        "every step of every node it would see the value of now. Compute this in forward; a hook of "
+                        "a module, and loss_fn, get that module as an argument."
                     )
 
 
 def _functions(model: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield where each plain function in the model is, and the function, which a copy of the model shares."""
+    """Yield each plain function in the model, which copies of the model share, after its place."""
     for name, hooks in of_parameters(model).items():
         for hook in hooks:
             # Unlike a module's hook, it is never copied with the model: a method stays bound to the original.
@@ -119,7 +119,7 @@ def _functions(model: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _references(function: Callable[..., Any]) -> list[Any]:
-    """Return what a function refers to directly: outer variables, globals, defaults, arguments, its object."""
+    """Return all values that a function refers to directly: outer variables, globals, defaults, arguments, object."""
     if isinstance(function, functools.partial):
         return [*function.args, *function.keywords.values(), *_references(function.func)]
     owner = [function.__self__] if isinstance(function, types.MethodType) else []
@@ -135,13 +135,13 @@ def _references(function: Callable[..., Any]) -> list[Any]:
 
 
 def check_ties(model: nn.Module, changing: Collection[str] = ()) -> None:
-    """Raise a ValueError for tensors of a model in the same memory that training changes: a node has its own of each.
+    """Raise a ValueError for tensors of a model that share memory and that training changes: nodes have each apart.
 
     One object in several places is one tensor. Parts of one tensor that do not overlap are several, and an attribute
     may hold that tensor.
 
     Args:
-        changing: buffers that training changes; of parameters it is those with `requires_grad`.
+        changing: buffers that training changes; of the parameters, those with `requires_grad` change.
 
     >>> model = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 6))
     >>> model[1].weight = nn.Parameter(model[0].weight.t())
@@ -169,7 +169,7 @@ def check_ties(model: nn.Module, changing: Collection[str] = ()) -> None:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor with memory once: parameters, buffers, and other attributes, but for those that a hook sets."""
+    """Yield each tensor with memory once: parameters, buffers, and other attributes, except those that a hook sets."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         own = {key: x for key, x in vars(module).items() if f"{key}_orig" not in module._parameters}
@@ -182,7 +182,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_expanded(x: Tensor) -> bool:
-    """Whether elements share memory, as far as it shows at once."""
+    """Whether elements share memory, as far as strides and size show it."""
     zero = any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride()))
     return zero or x.numel() * x.element_size() > _span(x)
 
@@ -220,7 +220,7 @@ def _shared(x: Tensor, name: str, y: Tensor, other: str) -> str:
 
 
 def is_compiled(model: Any) -> bool:
-    """Whether this is a module that `torch.compile(module)` has wrapped, which has it as `_orig_mod`.
+    """Whether `model` is the wrapper that `torch.compile(module)` returns, with the module as `_orig_mod`.
 
     >>> is_compiled(nn.Linear(2, 1))
     False
@@ -229,7 +229,7 @@ def is_compiled(model: Any) -> bool:
 
 
 def uncompiled(copy: nn.Module, model: nn.Module) -> nn.Module:
-    """Take the modules and functions in a copy of a model out of their wrappers by `torch.compile`.
+    """Replace the wrappers of `torch.compile` in a copy of a model by the modules and functions that they wrap.
 
     >>> from copy import deepcopy
     >>> model = nn.Sequential(torch.compile(nn.Linear(2, 1)))
@@ -260,7 +260,7 @@ def rebind(copy: nn.Module, model: nn.Module) -> None:
 
 
 def check_pickled(model: nn.Module, fix: str) -> None:
-    """Raise a ValueError, with `fix`, for hooks that pickle drops, so that another process would lack them."""
+    """Raise a ValueError, with `fix`, for hooks that pickle drops: another process would not have them."""
     hooked = [f"parameter {name!r} has a hook on its gradient (register_hook)" for name in of_parameters(model)]
     if any(getattr(of_all_modules, f"_global{kind}") for kind in OF_A_MODULE):
         hooked.append("all modules have a hook (torch.nn.modules.module.register_module_...)")

@@ -1,4 +1,4 @@
-"""What the model does, and so how the nodes are computed: which backend, how many nodes at a time, how many threads.
+"""Observe a model, and choose how its nodes are computed: the backend, the nodes in one call, the node threads.
 
 `examine` observes a forward and backward pass of one node before training. `choose_plan` is a deterministic function of
 these facts and the machine, so the same script gives the same bits in every run.
@@ -31,7 +31,7 @@ from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.engine import hooks
 from vecgym.engine.backend import Backend, Local, difference, first_part
-from vecgym.engine.constancy import Place, Snapshot
+from vecgym.engine.constancy import Snapshot
 from vecgym.engine.contract import (
     WEIGHT,
     cause,
@@ -75,7 +75,7 @@ Results = list[Tensor | None] | None
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What one forward and backward pass of one node shows about the model.
+    """Facts about a model, as one forward and backward pass of one node shows them.
 
     >>> facts = ModelFacts(unused=frozenset(), mutated=frozenset(), random=True, flop=1000)  # a model with dropout
     >>> facts.random, facts.vmap_error is None
@@ -86,11 +86,11 @@ class ModelFacts:
     mutated: frozenset[str]  # buffers that a training step changes
     random: bool  # draws random numbers (dropout)
     host_random: bool = False  # some of them are numpy's or Python's
-    may_draw: bool = False  # its code mentions those
+    may_draw: bool = False  # its code mentions random numbers of numpy or Python
     written: frozenset[str] = frozenset()  # parameters that its forward changes under torch.no_grad()
     chooses: bool = True  # which parameters get a gradient may depend on the data; not where vmap can run the model
     hooked: bool = False  # has hooks on its gradients
-    shared: str = ""  # what its code reaches outside of it, and could change, or has changed
+    shared: str = ""  # an object outside the model that its code could change, or has changed
     flop: int = 0  # floating-point operations of one node's forward and backward pass
     convolution_flop: int = 0  # those in convolutions of images
     largest_bytes: int = 0  # of one node's tensors: parameters and outputs of operations
@@ -103,7 +103,7 @@ class ModelFacts:
 
 @plain_attention()
 def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required: bool = False) -> ModelFacts:
-    """Run one node forward and backward on a batch `[B, ...]`: check what the model returns, and record what it does.
+    """Run one node forward and backward on a batch `[B, ...]`: check its results, and record facts.
 
     Args:
         stacked: also try whether this backend can run two nodes; the model then learns its facts.
@@ -159,7 +159,7 @@ def _in_one_call(
     """Add to the facts whether vmap can run the model, and which operations it runs node by node.
 
     Args:
-        keeps: a pass leaves something in attributes: run three nodes, too, which must fit what two have left.
+        keeps: a pass leaves values in attributes: also run three nodes, for which those of two must fit.
     """
     model.learn(facts.random, facts.mutated)
     try:
@@ -176,14 +176,14 @@ def _in_one_call(
 
 
 def _check_state(model: StatelessModel, batch: Any, first: Results, before: Snapshot) -> dict[str, bool]:
-    """Raise the error for a model whose result depends on what an earlier pass has left in attributes or outside.
+    """Raise an error for a model whose result depends on values that an earlier pass left in attributes or outside.
 
-    It does if the next pass on the same batch has another result; or if one on another batch, or an evaluation, has
-    not that of a model that has not trained; or if a pass has another one once numbers that each pass moves are far
-    away: where a schedule is over, and where a period begins.
+    Three comparisons show it: of the first pass with a second one on the same batch; of a pass on another batch, and of
+    an evaluation, with those of a model that has not trained; and of the first pass with one before which all numbers
+    that every pass moves were set far away, beyond the end of a schedule or to the beginning of a period.
 
     Returns:
-        where a pass leaves something, and whether that is outside of the model.
+        each place that a pass changes, and whether it is outside the model.
     """
     after, other = Snapshot(model.structure(0)), tree.map_leaves(_another, batch)
     if not (left := after.changed(before)):
@@ -211,17 +211,14 @@ def _check_state(model: StatelessModel, batch: Any, first: Results, before: Snap
     if not all(starmap(_alike, pairs)):
         raise state_error((moving or left)[0])
     places = {**before.places, **after.places}
-    if counts := [name for name in moving if _is_count(places.get(name))]:
+    # A number within the model is counted by each copy; one outside counts all passes.
+    within = (name for name in moving if (place := places.get(name)) and not place.outer)
+    if counts := [name for name in within if type(places[name].value) in (int, float)]:
         warn(
             f"the model's forward changes {counts[0]}, on which its results do not depend. Copies of the model train, "
             "each for several nodes: the returned model has it as it was. A buffer would be trained with the model."
         )
     return {name: places[name].outer > 0 for name in left}
-
-
-def _is_count(place: Place | None) -> bool:
-    """Whether a number is within the model, whose copies count it: one outside counts all passes."""
-    return place is not None and not place.outer and type(place.value) in (int, float)
 
 
 def _always_draws(model: StatelessModel, batch: Any) -> bool:
@@ -241,7 +238,7 @@ def _always_draws(model: StatelessModel, batch: Any) -> bool:
 
 
 def _forgets(model: StatelessModel, batch: Any, before: Snapshot) -> bool:
-    """Whether an evaluation must begin without what another one has left, as weights that it has merged, say."""
+    """Whether an evaluation depends on values that an earlier one left in the model, such as weights that it merged."""
     if not before.sets:
         return False
     start = Snapshot(model.structure(0).eval())
@@ -257,10 +254,10 @@ def _forgets(model: StatelessModel, batch: Any, before: Snapshot) -> bool:
 
 
 def _results(model: StatelessModel, batch: Any, evaluate: bool = False, scale: float = 1.0) -> Results:
-    """Return all that a pass of one node on a batch `[B, ...]` computes; None: it fails.
+    """Return all results of a pass of one node on a batch `[B, ...]`; None if it fails.
 
     Args:
-        evaluate: evaluate by the structure that trains, with what training has left in it; it must be renewed.
+        evaluate: evaluate the structure that trains, as training left it; renew it afterwards.
         scale: of the parameters.
     """
     params = {name: p.detach() * scale for name, p in model.params.items()}
@@ -280,7 +277,7 @@ def _results(model: StatelessModel, batch: Any, evaluate: bool = False, scale: f
 
 
 def _alike(ours: Results, right: Results) -> bool:
-    """Whether results are equal up to rounding; if there is no right one, all are."""
+    """Whether results are equal up to rounding; if there are no right ones, any are."""
     if ours is None or right is None:
         return right is None
     return len(ours) == len(right) and all(map(_close, ours, right))
@@ -296,13 +293,13 @@ def _close(x: Tensor | None, y: Tensor | None) -> bool:
 
 
 def _another(x: Tensor) -> Tensor:
-    """Return another batch of the same shape, of examples that are all the same."""
+    """Return a batch of the same shape that repeats its first example."""
     same = x[:1].expand(x.shape).clone() if x.dim() else x
     return same * 0.9 if x.is_floating_point() else same
 
 
 def _any_layout(model: StatelessModel, batch: Any, facts: ModelFacts, expected: Local) -> bool:
-    """Whether one node has the results `expected` with the channels last in memory; True if that is of no use.
+    """Whether one node has the results `expected` with the channels last in memory; True if that order is not used.
 
     Its code may depend on strides: `view`, `as_strided`, `.numpy()`. Random numbers may come in another order.
     """
@@ -329,7 +326,7 @@ def _slow_operations(
     """Run equal nodes at once; return the operations that torch warns it runs node by node.
 
     Raises:
-        RuntimeError: if the results of each are not `expected`, of a forward with transforms of torch.func.
+        RuntimeError: if they differ from the `expected` results of a forward with transforms of torch.func.
     """
     part = first_part(model, tree.map_leaves(lambda x: torch.stack([x] * size), batch), mean=False)
     with warnings.catch_warnings(record=True) as caught, seeded(0, model.device):
@@ -354,7 +351,7 @@ class Observer(TorchFunctionMode):
         largest_bytes: of the tensors that the calls returned.
         recomputes: whether the backward pass ran parts of the model again.
         transforms: whether the forward uses transforms of torch.func.
-        unsafe: what vmap would silently do wrong; empty if nothing.
+        unsafe: describes an operation that vmap would silently compute wrongly; "" if there is none.
 
     Args:
         watched: tensors for `written`.
@@ -529,7 +526,7 @@ def batches_at_once(plan: Plan, facts: ModelFacts | None, num_nodes: int, device
 
 
 def check_engine(name: str, value: Any) -> str:
-    """Return `value` if it names a backend of `BACKENDS` as they are now, or "auto".
+    """Return `value` if it is "auto", or names a backend that is in `BACKENDS` now.
 
     >>> check_engine("engine", "lop")
     Traceback (most recent call last):
@@ -621,7 +618,7 @@ def programs_running() -> int:
 
 
 def start_threads(count: int) -> ThreadPoolExecutor | None:
-    """Start all node threads; None: there is only the caller's.
+    """Start the node threads; return None if the caller's thread is the only one.
 
     >>> start_threads(1) is None
     True

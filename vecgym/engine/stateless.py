@@ -45,9 +45,9 @@ def _checked(metrics: Any, what: str) -> dict[str, Any]:
 class Skeleton:
     """The model's structure, called with the tensors of one node, or of all.
 
-    It does what `torch.func.functional_call` does, for repeated calls: it looks up once where each tensor belongs, tied
-    ones in several places. Between calls it shares the model's own tensors, and never uses them. It returns the buffers
-    as the call leaves them, changed in place or replaced.
+    It is a `torch.func.functional_call` for repeated calls, which looks up the places of each tensor once (tied tensors
+    have several). Between calls it shares the model's own tensors, and never uses them. It returns the buffers as the
+    call leaves them, changed in place or replaced.
 
     Args:
         training: put a model that is in eval mode into training mode. If the model itself trains, each part keeps its
@@ -140,7 +140,7 @@ class StatelessModel:
         random: whether it draws random numbers in training; True until `learn`.
         host_random: whether it draws some of numpy's or Python's; False until `learn`.
         weighted: whether its loss comes with a weight, which is then a buffer of each node, `WEIGHT`.
-        forgets: whether an evaluation begins without what another one has left in attributes.
+        forgets: whether each evaluation uses a new structure, without values that another one left in attributes.
         recomputes: whether its backward pass runs parts of it again, as activation checkpointing does, and must find
             everything as it was in the forward pass.
 
@@ -179,7 +179,7 @@ class StatelessModel:
         self, random: bool, mutated: Collection[str], written: Collection[str] = (), unused: Collection[str] = (),
         host_random: bool = False,
     ) -> None:  # fmt: skip
-        """Record whether a training step draws random numbers, what it changes, and what gets no gradient."""
+        """Record whether a training step draws random numbers, the tensors it changes, and those without gradient."""
         self.random, self._mutated, self.written, self.unused = random, mutated, written, unused
         self.host_random = host_random
 
@@ -197,7 +197,7 @@ class StatelessModel:
             self._train.append(Skeleton(self.model, training=True))
 
     def renew(self) -> None:
-        """Make the structures anew, without what passes have left in attributes."""
+        """Make the structures anew, without the values that passes left in attributes."""
         self._train = [Skeleton(self.model, training=True) for _ in self._train]
         self._called = _Called(self._train[0].model)
 
@@ -288,14 +288,14 @@ class StatelessModel:
         """Return the validation metrics of one node in eval mode: name -> scalar.
 
         Args:
-            trained: evaluate the structure that trains, which then stays in eval mode.
+            trained: evaluate the structure that trains, and leave it in eval mode.
         """
         if trained and self._train[0].model.training:
             self._train[0].model.train(False)
         return (self._train[0] if trained else self._evaluating()).measure({**tensors, **self.frozen}, batch)
 
     def spared(self, params: Tree, buffers: Tree) -> tuple[Tree, Tree]:
-        """Copy what a forward pass in eval mode may change."""
+        """Copy the tensors that a forward pass in eval mode may change."""
         params = tree.map(torch.clone, params) if self._writes_params or self.written else params
         return params, tree.map(torch.clone, buffers)
 
@@ -306,7 +306,7 @@ class StatelessModel:
         return torch.autocast(self.device.type) if self.autocast else contextlib.nullcontext()
 
     def not_casting(self) -> contextlib.AbstractContextManager:
-        """Leave it for the backward pass, whose operations have the precision of the forward ones."""
+        """Leave the precision of `casting` for the backward pass, whose operations have that of the forward ones."""
         return torch.autocast(self.device.type, enabled=False) if self.autocast else contextlib.nullcontext()
 
     def seeded(self, seed: int, purpose: str, *ids: int) -> contextlib.AbstractContextManager:
@@ -319,8 +319,8 @@ class StatelessModel:
 def gradients_within_modes(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
     """Return the gradient of a scalar with respect to each of `leaves`; None: unused.
 
-    torch.autograd.grad leaves all function modes, but what a model recomputes in the backward pass needs them. Its
-    checks of arguments also take as long as a small model.
+    torch.autograd.grad leaves all function modes, which the parts that a model recomputes in the backward pass need.
+    Its checks of arguments also take as long as a small model.
     """
     return _engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
@@ -345,7 +345,7 @@ def seeded(seed: int, device: torch.device, host: bool = False) -> Iterator[None
 
 
 _ATTENTION = threading.Lock()
-_FAST_FORMS: list[bool] = []  # whether they were allowed, as each block of `plain_attention` has found it
+_FAST_FORMS: list[bool] = []  # whether they were allowed when each block of `plain_attention` began
 
 
 @contextlib.contextmanager
@@ -362,7 +362,7 @@ def plain_attention() -> Iterator[None]:
         yield
     finally:
         with _ATTENTION:
-            if len(_FAST_FORMS) == 1:  # of two runs at once, the last to leave puts back what the first has found
+            if len(_FAST_FORMS) == 1:  # of two runs at once, the last to leave restores the first setting
                 torch.backends.mha.set_fastpath_enabled(_FAST_FORMS[0])
             _FAST_FORMS.pop()
 
@@ -486,7 +486,7 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    """Return `F.one_hot`, of which a nested transform says that it looks at values."""
+    """Return `F.one_hot(...)`, also within nested transforms, which refuse the original since it reads values."""
     if num_classes < 1 or not is_functorch_wrapped_tensor(tensor):
         return F.one_hot(tensor, num_classes)
     classes = unwrapped(tensor)

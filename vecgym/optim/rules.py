@@ -98,7 +98,7 @@ class ElementwiseRule:
         """
         check_names(params, grads)
         new_params = dict(params)
-        # A slot that only other nodes use stays as it is, such as a momentum buffer where these nodes' momentum is 0.
+        # A slot that only other nodes use is unchanged, such as a momentum buffer if the momentum of these nodes is 0.
         new_state: OptState = {slot: dict(tree) for slot, tree in state.items() if slot != "step"}
         new_state["step"] = state["step"] + 1
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inplace):
@@ -364,8 +364,8 @@ class PerNodeRule:
 
     State: `{"step": [1 or L], "tensors": {slot: Tree}, "numbers": {slot: Tree}, "attributes": {...}}`: the
     tensors and the Python numbers of the optimizers' `.state`, and (place -> key -> `[L]`) the numbers among
-    their attributes and parameter groups that differ from those of a new optimizer. What an optimizer stores
-    anywhere else is lost between steps. A node whose `step` is 0 starts with a new optimizer, whatever the state
+    their attributes and parameter groups that differ from those of a new optimizer. Values that it stores
+    anywhere else are lost between steps. A node whose `step` is 0 starts with a new optimizer, whatever the state
     holds for it: if only some nodes train, others may already have state.
 
     There is one optimizer per node, not one for all, since a rule may use all parameters (LAMB-like, D-adaptation).
@@ -523,7 +523,7 @@ class _Node:
 
 
 def _collect(nodes: list[_Node], state: OptState) -> OptState:
-    """Stack the optimizers' state; what is still a view of `state` is not copied."""
+    """Stack the optimizers' state; views of `state` are not copied."""
     new: OptState = {"tensors": {}, "numbers": {}, "attributes": {}}
     for name in nodes[0].params:
         states = [node.optimizer.state.get(node.params[name], {}) for node in nodes]

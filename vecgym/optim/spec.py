@@ -370,7 +370,7 @@ def _check_finite(key: str, value: Any) -> None:
 
 
 def _wrong_kind(values: dict[str, Any], defaults: dict[str, Any]) -> str | None:
-    """Say which is no number, or not as many as the default has, which torch does not check everywhere."""
+    """Describe the first value that is no number, or no tuple of the default's length: torch does not check all."""
     for key, default in defaults.items():
         value, several = values[key], isinstance(default, tuple)
         if several and not (isinstance(value, tuple) and len(value) == len(default)):
