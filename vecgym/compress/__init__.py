@@ -49,36 +49,17 @@ from vecgym.compress.stochastic import QSGD, Natural, Ternary
 from vecgym.core import check
 
 __all__ = [
-    "E3M0",
-    "QSGD",
-    "Chain",
-    "ChunkedTopK",
-    "Codec",
-    "Compressor",
-    "Natural",
-    "PowerSGD",
-    "Quantise",
-    "RandomK",
-    "Sign",
-    "StatQuantise",
-    "Ternary",
-    "TopK",
-    "check_bits",
-    "check_fraction",
-    "make_codec",
-]
+    "E3M0", "QSGD", "Chain", "ChunkedTopK", "Codec", "Compressor", "Natural", "PowerSGD", "Quantise", "RandomK", "Sign",
+    "StatQuantise", "Ternary", "TopK", "check_bits", "check_fraction", "make_codec",
+]  # fmt: skip
 
 Compressor: TypeAlias = Codec | PowerSGD
 
 METHODS: dict[str, Callable[..., Compressor]] = {
     "topk": TopK,
     "randomk": RandomK,
-    "int8": functools.partial(Quantise, 8),
-    "int4": functools.partial(Quantise, 4),
-    "int2": functools.partial(Quantise, 2),
-    "stat8": functools.partial(StatQuantise, 8),
-    "stat4": functools.partial(StatQuantise, 4),
-    "stat2": functools.partial(StatQuantise, 2),
+    **{f"int{bits}": functools.partial(Quantise, bits) for bits in (8, 4, 2)},
+    **{f"stat{bits}": functools.partial(StatQuantise, bits) for bits in (8, 4, 2)},
     "qsgd": QSGD,
     "natural": Natural,
     "ternary": Ternary,

@@ -12,18 +12,6 @@ from vecgym.data.source import Batch
 from vecgym.data.text import TokenWindows, decode_text, encode_text
 
 __all__ = [
-    "Batch",
-    "Batches",
-    "EvalBatches",
-    "Examples",
-    "Factory",
-    "Partition",
-    "TokenWindows",
-    "decode_text",
-    "encode_text",
-    "num_steps",
-    "partition_dirichlet",
-    "partition_iid",
-    "partition_quantity_skew",
-    "partition_shards",
-]
+    "Batch", "Batches", "EvalBatches", "Examples", "Factory", "Partition", "TokenWindows", "decode_text", "encode_text",
+    "num_steps", "partition_dirichlet", "partition_iid", "partition_quantity_skew", "partition_shards",
+]  # fmt: skip

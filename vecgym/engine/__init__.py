@@ -11,13 +11,5 @@ from vecgym.engine.engine import Engine
 from vecgym.engine.plan import BACKENDS, ENGINES, EngineName, ModelFacts, Plan, check_settings, choose_plan
 
 __all__ = [
-    "BACKENDS",
-    "ENGINES",
-    "Engine",
-    "EngineName",
-    "Local",
-    "ModelFacts",
-    "Plan",
-    "check_settings",
-    "choose_plan",
-]
+    "BACKENDS", "ENGINES", "Engine", "EngineName", "Local", "ModelFacts", "Plan", "check_settings", "choose_plan",
+]  # fmt: skip

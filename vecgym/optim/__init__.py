@@ -16,23 +16,7 @@ from vecgym.optim.rules import ElementwiseRule, OptState, PerNodeRule, Rule
 from vecgym.optim.spec import OPTIMIZERS, OptimSpec, ensure_optim_spec
 
 __all__ = [
-    "ELEMENTWISE",
-    "FORMULAS",
-    "OPTIMIZERS",
-    "DionMuon",
-    "ElementwiseRule",
-    "FedAdagrad",
-    "FedAdam",
-    "FedYogi",
-    "FullPrecisionMuon",
-    "Lion",
-    "Muon",
-    "OptState",
-    "OptimSpec",
-    "Optimizer",
-    "PerNodeRule",
-    "Rule",
-    "check_max_norm",
-    "clip_grad_norm",
-    "ensure_optim_spec",
-]
+    "ELEMENTWISE", "FORMULAS", "OPTIMIZERS", "DionMuon", "ElementwiseRule", "FedAdagrad", "FedAdam", "FedYogi",
+    "FullPrecisionMuon", "Lion", "Muon", "OptState", "OptimSpec", "Optimizer", "PerNodeRule", "Rule", "check_max_norm",
+    "clip_grad_norm", "ensure_optim_spec",
+]  # fmt: skip
