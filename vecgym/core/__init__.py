@@ -1,1 +1,1 @@
-"""What every floor above builds on: checks, errors, files, trees of tensors, random numbers, nodes."""
+"""The lowest floor: checks, errors, files, trees of tensors, random numbers, nodes."""

@@ -545,7 +545,7 @@ def takes(
 
 
 def function_of(options: Callable[P, OptionsT]) -> Callable[[Callable[[OptionsT], Result]], Callable[P, Result]]:
-    """Do for a function what `takes` does for a method."""
+    """Let a function that takes an options object be called with the options by name; see `takes`."""
 
     return functools.partial(_by_name, options, ())
 

@@ -180,7 +180,7 @@ def declare(cls: type, batched: Any, random: Any) -> None:
 
 
 def _closed_over(f: types.FunctionType) -> dict[str, Any]:
-    """Return the variables that a function closes over, by name, without those that are not set yet."""
+    """Return the variables that a function closes over, by name, unless they are not set yet."""
     cells = zip(f.__code__.co_freevars, f.__closure__ or ())
     return {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}  # equal: both are empty
 
@@ -192,7 +192,7 @@ def _global_tensors(f: types.FunctionType) -> dict[str, Tensor]:
 
 @functools.cache
 def _globals_read(code: types.CodeType) -> frozenset[str]:
-    """Return the names of the globals that code, and the functions in it, read, without those that it sets.
+    """Return the names of the globals that code, and the functions in it, read, unless it sets them.
 
     >>> sorted(_globals_read((lambda: [torch.ones(n) for n in range(2)]).__code__))
     ['range', 'torch']
@@ -227,7 +227,7 @@ def reachable(root: Any) -> Iterator[Any]:
 def replaced(x: Any, new: dict[int, Any]) -> Any:
     """Return a copy of an object with other tensors: `new` maps the id of a part to its replacement.
 
-    Parts are what `reachable` visits; afterwards `new` also maps their ids to the copies.
+    Parts are the objects that `reachable` visits; afterwards `new` also maps their ids to the copies.
 
     >>> lr = torch.tensor(0.5)
     >>> replaced(lambda step: lr * step, {id(lr): torch.tensor(0.1)})(2)

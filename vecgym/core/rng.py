@@ -1,7 +1,7 @@
 """Random numbers keyed by their purpose: (seed, purpose, step, global node id, ...).
 
 A key is a pure function of its parts, so nothing depends on the order in which nodes are visited, on how
-they are chunked, or on what was drawn before; no global random state is read or changed. User code that
+they are chunked, or on earlier draws; no global random state is read or changed. User code that
 draws from the global generators gets its own states from `GlobalStates`.
 """
 

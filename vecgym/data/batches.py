@@ -1,8 +1,8 @@
 """Shards and batches: the examples of a node at a step are a pure function of (seed, step, node).
 
 `Batches` gives trees of `[L, B, ...]` for training, `EvalBatches` ordinary batches `[B, ...]` for evaluation.
-Nothing depends on which other nodes are in this process, on the number of workers, or on what was read
-before: a run resumes at any step without reading the steps before it. The functions `partition_*` assign
+Nothing depends on which other nodes are in this process, on the number of workers, or on earlier
+reads: a run resumes at any step without reading the steps before it. The functions `partition_*` assign
 the examples to the nodes in other ways than dealing them in turn.
 
 Three ways to read, fastest first:
@@ -188,7 +188,7 @@ class Batches:
         return None if whole else shard_sizes
 
     def width(self, step: int, shard_size: int | None = None) -> int:
-        """Return the number of distinct examples in a node's batch at a step of its own, the last of an epoch smaller.
+        """Return the number of distinct examples in a node's batch at its own step, fewer in the last one of an epoch.
 
         Args:
             shard_size: the node's, where it counts: one of its `limits`.

@@ -1,4 +1,4 @@
-"""Check datasets and loader settings: what was given, what is allowed, the fix."""
+"""Checks of datasets and loader settings, whose errors name the given value, the allowed ones and the fix."""
 
 from __future__ import annotations
 

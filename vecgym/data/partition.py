@@ -98,7 +98,7 @@ class Partition:
     def datasets(self, dataset: Any, held_out: float = 0.0, *, seed: int = 42) -> Shards:
         """Split `dataset` into the nodes' shards; pass the result to `Trainer`, `sweep` or `Batches` as the dataset.
 
-        With `held_out` pass it as the validation set, too: each node is then evaluated on examples of its own.
+        With `held_out` pass it as the validation set, too: each node is then evaluated on its own examples.
 
         Args:
             dataset: the one that was partitioned.
@@ -200,7 +200,7 @@ def partition_dirichlet(
 
     Balanced: node k draws q_k ~ Dir(alpha p), with p the classes' shares in the data, and n / K examples from the
     classes with probabilities q_k, without replacement. Exhausted classes leave the mixture, and a node whose classes
-    are all exhausted draws a new mixture of the remaining ones: the last nodes get what is left. Nodes draw in a
+    are all exhausted draws a new mixture of the remaining ones: the last nodes get the rest. Nodes draw in a
     random order. Every node has floor(n / K) or ceil(n / K) examples.
 
     Args:

@@ -254,7 +254,7 @@ def explain(leaves: list[Any], path: str) -> None:
 
 
 def check_shapes(shapes: Sequence[tuple[int, ...]], path: str, label: Callable[[int], str]) -> None:
-    """Raise a ValueError unless all shapes are equal; `label(i)` names what has shape i."""
+    """Raise a ValueError unless all shapes are equal; `label(i)` names the tensor with shape i."""
     for i, shape in enumerate(shapes):
         if shape != shapes[0]:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""What the nodes compute by themselves: losses and gradients.
+"""The local work of the nodes: losses and gradients.
 
-- Engine: Engine, its settings (check_settings, EngineName, ENGINES), what it observes of a model (ModelFacts), how it
-  computes (Plan, choose_plan) and what it returns (Local)
+- Engine: Engine, its settings (check_settings, EngineName, ENGINES), the facts that it observes of a model
+  (ModelFacts), its way to compute (Plan, choose_plan) and its results (Local)
 - Backends: vecgym.engine.backend.Backend is the protocol of `vmap` and `loop`, of `recorded`, which engine="auto" takes
   for small models, and of `compiled`, which compile=True adds; another one is a file and a name in BACKENDS
 """

@@ -167,7 +167,7 @@ def unstacked(batch: Any, dim: int = 0) -> list[Any]:
 
 
 def dense(grads: Tree, params: Tree, size: int) -> tuple[Tree, Missing]:
-    """Return gradients `[size, *]` of all parameters, 0 for those without one, and which these are.
+    """Return gradients `[size, *]` of all parameters, 0 for those without one, and the names of the latter.
 
     >>> grads, missing = dense({"w": torch.ones(2, 1)}, {"v": torch.ones(1, 1), "w": torch.ones(1, 1)}, size=2)
     >>> grads["v"].tolist(), missing
@@ -340,10 +340,10 @@ def missing_within(missing: Missing, a: int, b: int) -> Missing:
 
 
 def joined_missing(parts: Iterable[tuple[Sequence[int], Missing]]) -> Missing:
-    """Join the parameters without gradient of some rows each.
+    """Join the parameters without gradient of several groups of rows.
 
     Args:
-        parts: the rows, and the parameters without gradient of some of them.
+        parts: the rows of each group, and its parameters without gradient.
 
     >>> joined_missing([([0, 2], {"w": frozenset({1})}), ([1, 3], {"w": frozenset({0, 1})})])
     {'w': frozenset({1, 2, 3})}

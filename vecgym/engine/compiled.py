@@ -1,7 +1,7 @@
 """The backend `compiled`: `vmap`, with the gradients of all nodes traced and compiled by `torch.compile`.
 
 Before training, the first batch shows whether a model can be compiled: `Compiled.tried` compares the compiled gradients
-with those of `vmap`, and reports how long compiling took and when that pays off.
+with those of `vmap`, and reports the time of compiling, and after how many steps it is earned.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _refusal(error: BaseException) -> str:
     inner: Any = error
     chained: BaseException | None = error
     while chained is not None:
-        inner = getattr(chained, "inner_exception", inner)  # a backend's own, of which torch's error names the backend
+        inner = getattr(chained, "inner_exception", inner)  # the backend's error, within torch's
         text = str(chained).strip()
         missing = type(chained).__name__ in ("InvalidCxxCompiler", "TritonMissing")
         if missing or ("compiler" in text.lower() and "not found" in text.lower()):

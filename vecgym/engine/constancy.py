@@ -85,8 +85,8 @@ class Watch:
         self._items: list[tuple[Any, Any, Any]] = []  # container, key, value
         self._cells: list[tuple[types.CellType, str, Any]] = []  # of closures
         self._seen: dict[int, Any] = {}  # by id, which no other object has while this one is kept
-        self._names: set[str] = set()  # all that the code mentions
-        self._classes: set[type] = set()  # of objects that it meets
+        self._names: set[str] = set()  # mentioned in the code
+        self._classes: set[type] = set()  # of the objects that it uses
         self._contents(of_all_modules._global_forward_hooks, "a hook of all modules")
         self._contents(of_all_modules._global_forward_pre_hooks, "a hook of all modules")
         self._value(model, "the model")
@@ -240,11 +240,11 @@ class Watch:
         """Note a class whose objects the forward uses; its members are followed at the end."""
         kinds = [base for base in kind.__mro__ if base.__module__ != "builtins"]
         new = {base for base in kinds if not _is_trusted(base.__module__, base.__name__)} - self._classes
-        self._sizes += [(vars(base), len(vars(base))) for base in new]  # a class may get what one above it has
+        self._sizes += [(vars(base), len(vars(base))) for base in new]  # an attribute may be added
         self._classes |= new
 
     def _used(self, kind: type) -> set[str]:
-        """Return the names that the forward may use of a class."""
+        """Return the names of the members of a class that the forward may use."""
         names = vars(kind).keys() - ASIDE
         if self._names & {"getattr", "attrgetter", "methodcaller"}:  # names made up when it runs
             return {name for name in names if callable(vars(kind)[name]) or not name.startswith("__")}
@@ -257,7 +257,7 @@ class Watch:
 
 
 def _is_trusted(module: str, where: str) -> bool:
-    """Whether the code of a Python module need not be read.
+    """Whether the code of a Python module is trusted, and not read.
 
     Raises:
         Uncertain: if its functions may return another result at each call.
@@ -293,7 +293,7 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
     return (value.fget,) if isinstance(value, property) else None
 
 
-# ------------------------------------------------------------------------------------- what a pass may leave behind
+# ------------------------------------------------------------------------------------------- changes by a pass
 
 
 LONG, MOST = 1000, 100_000  # only the length of a longer list or dict is noted; the most places
@@ -571,7 +571,7 @@ def _is_mutable(x: Any) -> bool:
 
 
 def _is_standard(kind: type) -> bool:
-    """Whether a class is of the standard library, except those whose objects hold values of the user."""
+    """Whether a class is of the standard library, except classes whose objects hold values of the user."""
     root = kind.__module__.partition(".")[0]
     return root in sys.stdlib_module_names - {"types", "argparse", "collections"}
 

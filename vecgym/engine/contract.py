@@ -54,7 +54,7 @@ def fix(model: nn.Module, batch: Any = None) -> str:
 def with_loss(model: M, loss_fn: Any) -> M:
     """Return a model whose loss is `loss_fn(model, batch)` in place of `model(batch)`; it shares everything else.
 
-    Of a module or a function that `torch.compile` has wrapped it takes what is wrapped.
+    A module or a function that `torch.compile` has wrapped is unwrapped.
 
     >>> model = nn.Linear(2, 1)
     >>> square = with_loss(model, lambda module, batch: module(batch).square().mean())
@@ -144,7 +144,7 @@ def _check_train(model: nn.Module) -> None:
     for path, layer in own:
         probe = copy.deepcopy(layer, dict[int, Any](hooks.computed(layer)))
         for p in (p for p in probe.parameters() if p.is_floating_point()):
-            p.data += 0.5  # what is merged may be 0 at the beginning
+            p.data += 0.5  # the weights that are merged may be 0 at the beginning
         tensors = itertools.chain(probe.named_parameters(), probe.named_buffers())
         before = [(name, x, x.detach().nan_to_num()) for name, x in tensors]
         for mode in (False, True):
@@ -293,8 +293,8 @@ def check_differentiable(model: nn.Module, written: Collection[str] = ()) -> Non
         if of_hooks or isinstance(module, _SpectralNorm):
             raise ValueError(
                 f"{f'module {name!r}' if name else 'the model'} has a spectral norm: its power iteration has no "
-                "derivatives, so those of a run would be wrong. Leave it out, or use "
-                "torch.nn.utils.parametrizations.weight_norm."
+                "derivatives, so that those of a run would be wrong. Use weight_norm instead, of "
+                "torch.nn.utils.parametrizations."
             )
 
 
@@ -415,7 +415,7 @@ def vmap_error(cause: str) -> RuntimeError:
 
 
 def slow_experts(operations: Collection[str]) -> str:
-    """Say that vmap runs a mixture of experts node by node, with the fix; "" if these operations are not of one.
+    """Explain that vmap runs a mixture of experts node by node, with the fix; "" if the operations are others.
 
     >>> slow_experts(["aten::histc", "aten::_grouped_mm"]).partition(":")[0]
     'vmap has no fast form of the grouped product of this model'
@@ -457,7 +457,7 @@ def check_memory(error: Exception, num_nodes: int, model: nn.Module) -> None:
 
 ADVICE = (
     "Use a smaller chunk_size (nodes in one call) or minibatch_size (examples at a time), or fewer nodes; "
-    "vecgym.estimate_memory tells in advance what a run takes."
+    "vecgym.estimate_memory predicts the memory of a run."
 )
 
 
@@ -493,8 +493,8 @@ def first_call(model: nn.Module, batch: Any) -> Iterator[None]:
     except (ModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        told = isinstance(error, (TypeError, AttributeError, NotImplementedError))
-        advice = f" {fix(model, batch)}" if told else _of_one(error)
+        misused = isinstance(error, (TypeError, AttributeError, NotImplementedError))
+        advice = f" {fix(model, batch)}" if misused else _of_one(error)
         raise RuntimeError(
             f"the model fails on its first batch, {form_of(batch)}: {type(error).__name__}: {error}{_place(error)}."
             + advice

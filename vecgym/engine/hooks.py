@@ -70,9 +70,8 @@ def check_hooks(model: nn.Module) -> None:
         if p._post_accumulate_grad_hooks:
             raise ValueError(
                 f"parameter {name!r} has a hook on its p.grad (register_post_accumulate_grad_hook), which no node has: "
-                "optimizer steps, clipping and decay belong to the strategy, such as "
-                'FedAvgStrategy("sgd", lr=0.1, max_norm=1.0); what changes a gradient alone can be '
-                "p.register_hook(lambda grad: ...)."
+                'optimizer steps, clipping and decay belong to the strategy, FedAvgStrategy("sgd", max_norm=1.0), say; '
+                "gradients can be changed by p.register_hook(lambda grad: ...)."
             )
     for name, hooks in of_parameters(model).items():
         if any(getattr(hook, "__module__", "") == "torch.autograd.graph" for hook in hooks):
@@ -137,11 +136,11 @@ def _references(function: Callable[..., Any]) -> list[Any]:
 def check_ties(model: nn.Module, changing: Collection[str] = ()) -> None:
     """Raise a ValueError for tensors of a model that share memory and that training changes: nodes have each apart.
 
-    One object in several places is one tensor. Parts of one tensor that do not overlap are several, and an attribute
-    may hold that tensor.
+    One object in several places is one tensor. Parts of a tensor that do not overlap may share its memory, and an
+    attribute may hold the whole tensor.
 
     Args:
-        changing: buffers that training changes; of the parameters, those with `requires_grad` change.
+        changing: buffers that training changes, besides the parameters with `requires_grad`.
 
     >>> model = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 6))
     >>> model[1].weight = nn.Parameter(model[0].weight.t())
@@ -169,7 +168,7 @@ def check_ties(model: nn.Module, changing: Collection[str] = ()) -> None:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor with memory once: parameters, buffers, and other attributes, except those that a hook sets."""
+    """Yield each tensor with memory once: parameters, buffers, and attributes, unless a hook sets them."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         own = {key: x for key, x in vars(module).items() if f"{key}_orig" not in module._parameters}
@@ -193,7 +192,7 @@ def _span(x: Tensor) -> int:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether an element of one is where one of the other is; `a` does not begin after `b`."""
+    """Whether two tensors share the memory of an element; `a` does not begin after `b`."""
     unit, start = min(a.element_size(), b.element_size()), a.data_ptr()
     memory = torch.zeros(max(_span(a), b.data_ptr() - start + _span(b)) // unit + 1, dtype=torch.bool)
 

@@ -54,7 +54,7 @@ BACKENDS: dict[str, type[Backend]] = {"vmap": Vmap, "loop": Loop}
 # Calibrated by benchmarks/step_time.py. Splitting the nodes over threads costs two thread hand-overs and twice the
 # Python of one vectorised call: it pays off from about this much arithmetic per step and thread.
 MIN_FLOP_PER_THREAD = 1e9
-# On a CPU, a node with more arithmetic than this in a step is computed faster by itself, within the cache.
+# On a CPU, a node with more arithmetic than this in a step is computed faster alone, within the cache.
 MAX_FLOP_IN_STACK = 2e9
 # Stacking gains nothing for convolutions of images: from this much of them in a node's step, a loop over the nodes with
 # the channels last in memory is faster, despite its Python.
@@ -70,7 +70,7 @@ HOST_RANDOM = "it draws random numbers of numpy or Python, which would be the sa
 
 
 Results = list[Tensor | None] | None
-# ------------------------------------------------------------------------------------------------- what the model does
+# ---------------------------------------------------------------------------------------------- facts about a model
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class ModelFacts:
     hooked: bool = False  # has hooks on its gradients
     shared: str = ""  # an object outside the model that its code could change, or has changed
     flop: int = 0  # floating-point operations of one node's forward and backward pass
-    convolution_flop: int = 0  # those in convolutions of images
-    largest_bytes: int = 0  # of one node's tensors: parameters and outputs of operations
+    convolution_flop: int = 0  # the part of them in convolutions of images
+    largest_bytes: int = 0  # of a tensor of one node, a parameter or the output of an operation
     output_bytes: int = 0  # the largest output of an operation
     any_layout: bool = True  # whether its results are the same with the channels last in memory
     at_once: bool = True  # whether several batches can be evaluated in one call; False after a failed try
@@ -179,8 +179,8 @@ def _check_state(model: StatelessModel, batch: Any, first: Results, before: Snap
     """Raise an error for a model whose result depends on values that an earlier pass left in attributes or outside.
 
     Three comparisons show it: of the first pass with a second one on the same batch; of a pass on another batch, and of
-    an evaluation, with those of a model that has not trained; and of the first pass with one before which all numbers
-    that every pass moves were set far away, beyond the end of a schedule or to the beginning of a period.
+    an evaluation, with the same of a model that has not trained; and of the first pass with one before which all
+    numbers that every pass moves were set far away, beyond the end of a schedule or to the beginning of a period.
 
     Returns:
         each place that a pass changes, and whether it is outside the model.
@@ -315,7 +315,7 @@ def _any_layout(model: StatelessModel, batch: Any, facts: ModelFacts, expected: 
 
 
 def _local(model: StatelessModel, loss: Tensor, after: Tree, grads: Any) -> Local:
-    """Return the results of one node, as of stacked nodes."""
+    """Return the results of one node in the form of stacked nodes."""
     used = {name: g for name, g in zip(model.params, grads) if g is not None}
     return Local(*tree.map_leaves(lambda x: x.detach()[None], (used, loss, after)))
 
@@ -347,7 +347,7 @@ class Observer(TorchFunctionMode):
 
     Attributes:
         flop: floating-point operations of the observed calls.
-        convolution_flop: those in convolutions of images.
+        convolution_flop: the part of them in convolutions of images.
         largest_bytes: of the tensors that the calls returned.
         recomputes: whether the backward pass ran parts of the model again.
         transforms: whether the forward uses transforms of torch.func.

@@ -78,7 +78,7 @@ class Skeleton:
     def call(
         self, tensors: dict[str, Any], batch: Any, backward: Callable[[Tensor], Any] | None
     ) -> tuple[Tensor, Tree, Any]:
-        """Return the loss, the buffers after it, and what `backward(loss)` returns.
+        """Return the loss, the buffers after it, and the result of `backward(loss)`.
 
         The weight of the loss is among the buffers, if it is among the tensors; None there: it may be missing.
 
@@ -95,7 +95,7 @@ class Skeleton:
             return loss, after, result
 
     def measure(self, tensors: Tree, batch: Any) -> Tree:
-        """Return the validation metrics: the loss, or what `loss_fn` or else the model's own `val_metrics` returns."""
+        """Return the validation metrics: the result of `loss_fn`, or else of the model's `val_metrics`, or the loss."""
         with self._holding(tensors):
             if not offers_metrics(self.model):
                 return outcome(self.model, batch)
@@ -128,7 +128,7 @@ class _Called(nn.Module):
 
 
 class StatelessModel:
-    """The model of one node, called with that node's tensors: what every backend computes with.
+    """The model of one node as a function of its tensors, which every backend calls.
 
     Attributes:
         params: the trained parameters.

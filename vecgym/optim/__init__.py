@@ -1,7 +1,7 @@
 """Optimizers on stacked tensors: every parameter is `[L, *shape]`, and L = 1 means the same on every node.
 
-- Settings: OptimSpec, or what ensure_optim_spec converts to one: a name in OPTIMIZERS or a torch.optim.Optimizer class
-- Steps: Optimizer, a spec with clipping and a schedule, told how many steps it has made
+- Settings: OptimSpec; ensure_optim_spec makes one from a name in OPTIMIZERS or a torch.optim.Optimizer class
+- Steps: Optimizer, a spec with clipping and a schedule; its caller counts the steps
 - Updates: a Rule, by OptimSpec.rule: ElementwiseRule, all nodes in one call, for the classes in FORMULAS (ELEMENTWISE
   and Muon's); PerNodeRule, one torch optimizer per node, for any other. Their state is an OptState
 - Classes: Lion, Muon (torch's if it has one), FullPrecisionMuon, DionMuon, FedAdam, FedYogi, FedAdagrad: beyond

@@ -173,7 +173,7 @@ class _Group:
         return SimpleNamespace(**{**self.constants, **tensors, "lr": _scalar(self._lr(lr))})
 
     def numbers(self, lr: float | Tensor | None) -> tuple[dict[str, Any], dict[str, list[float]]]:
-        """Return the hyperparameters that are single numbers, and those that are lists of L numbers."""
+        """Return the hyperparameters in two groups: single numbers, and lists of L numbers."""
         for key, value in [*self.tensors.items(), ("lr", lr), ("lr", self.base_lr)]:
             if differentiated(value):
                 raise ValueError(
