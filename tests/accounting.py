@@ -6,13 +6,11 @@ those that the wire has counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 from torch import Tensor
 
-from vecgym.collectives import Collectives
 from vecgym.collectives.base import T, payload_bytes
 from vecgym.collectives.distributed import DistributedCollectives, tensors_text
 from vecgym.collectives.topology import Links
@@ -57,7 +55,7 @@ class AccountedCollectives(DistributedCollectives):
         assert apart == 0, f"before {operation} at step {self.step}: {apart} bytes"
         self._crossings = self._rows_gathered() if self.exact else self._crossings_of(operation, who)
 
-    def _apply(self, x: T, operation: Callable[[Collectives, Tensor], Tensor]) -> T:
+    def _apply(self, x: T, operation: Any) -> T:
         if not isinstance(x, Tensor) and self.wire.num_processes > 1:  # a tensor comes back as a tree of one
             _, per_node = self._split(x)
             self._whole.expected_bytes += self._crossings * payload_bytes(per_node)

@@ -181,7 +181,7 @@ def engine_of(model: nn.Module, batch: Any, engine: str = "auto") -> Engine:
 
 
 def gradients(engine: Engine, batch: Any, **options: Any) -> Any:
-    num_nodes = len(next(tree.leaves(batch)))
+    num_nodes = len(tree.leaves(batch)[0])
     params = {name: p.detach().expand(num_nodes, *p.shape).clone() for name, p in engine.params.items()}
     buffers = {name: b[None].clone() for name, b in engine.buffers.items()}
     return engine.gradients(params, buffers, batch, seed=0, step=0, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from vecgym.core.devices import placed
 from vecgym.core.tree import Tree, wider
 
 T = TypeVar("T", Tensor, Tree)
+Operation = Callable[["Collectives"], Callable[[Tensor], Tensor]]  # what collectives do with a tensor
 
 BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel: large messages that take little memory
 FIRST_BUCKET_BYTES = 2**20  # of gradients, so that sending starts early in the backward pass
@@ -114,7 +116,7 @@ class Collectives(ABC):
         order[list(receivers)] = torch.tensor(list(sources))
         receiving = set(receivers)
         rows = torch.tensor([i for i, node in enumerate(self.node_ids.tolist()) if node in receiving], dtype=torch.long)
-        moved = self._apply(x, lambda comm, y: comm._permute(y, order))
+        moved = self._apply(x, lambda comm: partial(comm._permute, source=order))
         return {name: y[placed(rows, y.device)] if len(y) > 1 else y for name, y in moved.items()}
 
     # Implemented by a backend, for one tensor.
@@ -138,9 +140,10 @@ class Collectives(ABC):
         """Do `_mix` and possibly overwrite `x`; override it if that is faster."""
         return self._mix(x, mixing.weights)
 
-    def _apply(self, x: T, operation: Callable[[Collectives, Tensor], Tensor]) -> T:
+    def _apply(self, x: T, operation: Operation) -> T:
         """Apply an operation to every tensor of `x`. A backend that sends them may concatenate them first."""
-        return tree.map_leaves(lambda y: operation(self, y), x)
+        of_one = operation(self)
+        return of_one(x) if isinstance(x, Tensor) else dict(zip(x, map(of_one, x.values())))
 
     # Called by strategies.
 
@@ -154,12 +157,12 @@ class Collectives(ABC):
         summed in float32 and rounded once. With `inplace`, `x` may be overwritten or returned as the result.
         """
         self._announce("mean", x, check_groups(groups, self.num_nodes))
-        return self._reduced(x, groups, True, _checked_weights(weights, self.num_nodes, groups), inplace)
+        return self._own_storage(self._apply(x, self._reduction(groups, True, weights)), x, inplace)
 
     def sum(self, x: T, groups: Groups | None = None) -> T:
         """Sum over all nodes, `[L, *] -> [1, *]`, or over each group; see `mean`."""
         self._announce("sum", x, check_groups(groups, self.num_nodes))
-        return self._reduced(x, groups, False)
+        return self._own_storage(self._apply(x, self._reduction(groups, False)), x)
 
     def server_mean(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
         """Average the participants' values on a server, with weights, for every node: `[L, *] -> [1, *]`.
@@ -168,7 +171,7 @@ class Collectives(ABC):
         """
         self._announce("server_mean", x, self._server(participants, participants))
         of_all = self._participant_weights(participants, weights)
-        return self._reduced(x, None, True, _checked_weights(of_all, self.num_nodes, None))
+        return self._own_storage(self._apply(x, self._reduction(None, True, of_all)), x)
 
     def server_sum(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
         """Sum w_i x_i over the participants on a server, for every node: `[L, *] -> [1, *]`; not normalised.
@@ -177,7 +180,7 @@ class Collectives(ABC):
         """
         self._announce("server_sum", x, self._server(participants, participants))
         of_all = self._participant_weights(participants, weights)
-        return self._reduced(x, None, False, _checked_weights(of_all, self.num_nodes, []))
+        return self._own_storage(self._apply(x, self._reduction(None, False, of_all)), x)
 
     def server_gather(self, x: T, participants: Sequence[int] | None = None) -> T:
         """Gather the values of the participants (default: all) on a server: `[L, *] -> [1, n, *]`, in their order.
@@ -186,7 +189,7 @@ class Collectives(ABC):
         """
         senders = self._nodes(participants)
         self._announce("server_gather", x, self._server(senders, []))
-        gathered = self._apply(x, lambda comm, y: comm._all_gather(y))
+        gathered = self._apply(x, lambda comm: comm._all_gather)
         return tree.map_leaves(lambda y: y[:, senders], gathered)
 
     def server_send(self, x: T, to: Sequence[int] | None = None) -> T:
@@ -202,7 +205,7 @@ class Collectives(ABC):
         """
         who = readers if isinstance(readers, Links) else check_groups(readers, self.num_nodes)
         self._announce("all_gather", x, who)
-        return self._own_storage(self._apply(x, lambda comm, y: comm._all_gather(y)), x, inplace)
+        return self._own_storage(self._apply(x, lambda comm: comm._all_gather), x, inplace)
 
     def broadcast(self, x: T, src: int) -> T:
         """Give every node the value of node `src`: `[L, *] -> [1, *]`."""
@@ -210,7 +213,7 @@ class Collectives(ABC):
             raise ValueError(f"src={src} is not a node: there are {self.num_nodes}, 0 to {self.num_nodes - 1}.")
         source_first: tuple[int, ...] = (int(src), *(node for node in range(self.num_nodes) if node != src))
         self._announce("broadcast", x, (source_first,))
-        return self._own_storage(self._apply(x, lambda comm, y: comm._broadcast(y, src)), x)
+        return self._own_storage(self._apply(x, lambda comm: partial(comm._broadcast, src=src)), x)
 
     def permute(self, x: T, source: Sequence[int] | Tensor) -> T:
         """Give node i the value of node `source[i]`: `[L, *] -> [L, *]`; `source` is a permutation."""
@@ -223,7 +226,7 @@ class Collectives(ABC):
             )
         moved = order != nodes
         self._announce("permute", x, Links.of(order[moved], nodes[moved]))
-        return self._own_storage(self._apply(x, lambda comm, y: comm._permute(y, order)), x)
+        return self._own_storage(self._apply(x, lambda comm: partial(comm._permute, source=order)), x)
 
     def mix(self, x: T, weights: Tensor | Mixing, inplace: bool = False) -> T:
         """Mix, x_i <- sum_j W_ij x_j with `weights` W `[K, K]`: `[L, *] -> [L, *]`.
@@ -241,9 +244,9 @@ class Collectives(ABC):
         mixing = weights if isinstance(weights, Mixing) else Mixing.of(weights)
         self._announce("mix", x, mixing.links)
         if not inplace:
-            return self._apply(x, lambda comm, y: comm._mix(y, matrix))
+            return self._apply(x, lambda comm: partial(comm._mix, weights=matrix))
         with torch.no_grad():
-            return self._apply(x, lambda comm, y: comm._mix_inplace(y, mixing))
+            return self._apply(x, lambda comm: partial(comm._mix_inplace, mixing=mixing))
 
     def _announce(self, operation: str, x: Tensor | Tree, who: Islands | Links | ServerLinks | None = None) -> None:
         """Record an operation before it starts."""
@@ -259,10 +262,10 @@ class Collectives(ABC):
         num_bytes = payload_bytes(x, self._axis + 1)
         self.ledger.record(Transfer(operation, num_bytes, self.run_nodes, who, tensors=names))
 
-    def _reduced(
-        self, x: T, groups: Groups | None, average: bool, weights: Tensor | None = None, inplace: bool = False
-    ) -> T:
-        return self._own_storage(self._apply(x, lambda comm, y: comm._sum(y, groups, average, weights)), x, inplace)
+    def _reduction(self, groups: Groups | None, average: bool, weights: Sequence[float] | None = None) -> Operation:
+        """Return the operation that averages or sums, after a check of the weights."""
+        counted = _checked_weights(weights, self.num_nodes, groups if average else [])
+        return lambda comm: partial(comm._sum, groups=groups, average=average, weights=counted)
 
     def _nodes(self, nodes: Sequence[int] | None) -> list[int]:
         return [int(node) for node in (range(self.num_nodes) if nodes is None else nodes)]
@@ -307,8 +310,10 @@ def payload_bytes(x: Tensor | Tree, first: int = 1) -> int:
     >>> payload_bytes({"w": torch.ones(8, 10), "b": torch.ones(1, 2, dtype=torch.float64)})
     56
     """
-    values = [x] if isinstance(x, Tensor) else x.values()
-    return sum(math.prod(y.shape[first:]) * y.element_size() for y in values)
+    num_bytes = 0
+    for y in [x] if isinstance(x, Tensor) else x.values():
+        num_bytes += math.prod(y.shape[first:]) * y.element_size()
+    return num_bytes
 
 
 def bucketed(sizes: Sequence[float], bucket_bytes: float, gradients: bool = False) -> list[list[int]]:

@@ -94,7 +94,7 @@ class DistributedCollectives(Collectives):
         self._all_hold_several = min(counts) > 1
         self._stacked = StackedCollectives(self.num_nodes)
 
-    def _apply(self, x: T, operation: Callable[[Collectives, Tensor], Tensor]) -> T:
+    def _apply(self, x: T, operation: Any) -> T:
         if isinstance(x, Tensor):
             return self._apply({"": x}, operation)[""]
         if torch.is_grad_enabled() and any(y.requires_grad for y in x.values()):
@@ -102,11 +102,12 @@ class DistributedCollectives(Collectives):
                 "gradients do not cross processes: differentiate a run with all nodes in one process "
                 "(StackedCollectives)."
             )
+        of_all = operation(self._stacked)
         if not self.native:
-            return {name: self._local_rows(operation(self._stacked, y)) for name, y in self._everyone(x).items()}
+            return {name: self._local_rows(of_all(y)) for name, y in self._everyone(x).items()}
         same, local = self._split(x)
-        results = {name: self._local_rows(operation(self._stacked, y)) for name, y in same.items()}
-        results |= self._in_buckets(local, lambda y: operation(self, y))
+        results = {name: self._local_rows(of_all(y)) for name, y in same.items()}
+        results |= self._in_buckets(local, operation(self))
         return {name: results[name] for name in x}
 
     def _announce(self, operation: str, x: Any, who: Any = None) -> None:

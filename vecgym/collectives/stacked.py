@@ -52,8 +52,9 @@ class StackedCollectives(Collectives):
         return x.shape[self._axis] == 1
 
     def _sum(self, x: Tensor, groups: Groups | None, average: bool, weights: Tensor | None = None) -> Tensor:
-        if not self._is_same(x):
-            return self._reduced_stack(x, groups, average, weights)
+        if x.shape[self._axis] != 1:
+            islands = groups is not None
+            return self._islands(x, groups, average, weights) if islands else reduced(x, self._axis, average, weights)
         if average or (self.num_nodes == 1 and weights is None):
             return x
         if groups is None and weights is None:
@@ -63,11 +64,9 @@ class StackedCollectives(Collectives):
             times[list(group)] = len(group)
         return multiplied(x, times, self._axis).to(x.dtype)
 
-    def _reduced_stack(self, x: Tensor, groups: Groups | None, average: bool, weights: Tensor | None) -> Tensor:
-        axis = self._axis
-        if groups is None:
-            return reduced(x, axis, average, weights)
-        result = x.clone()
+    def _islands(self, x: Tensor, groups: Groups, average: bool, weights: Tensor | None) -> Tensor:
+        """Sum or average within each group."""
+        axis, result = self._axis, x.clone()
         for group in groups:
             if len(group) > 1:
                 members = placed(torch.tensor(group), x.device)

@@ -7,7 +7,8 @@ Every per-node tensor has the node dimension first, `[L, *shape]`. A node dimens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -25,24 +26,25 @@ def map(fn: Callable[..., Tensor], *trees: Tree) -> Tree:
     >>> map(torch.add, {"w": torch.ones(1)}, {"w": torch.ones(1)})
     {'w': tensor([2.])}
     """
-    first, *rest = trees
-    return {name: fn(value, *[tree[name] for tree in rest]) for name, value in first.items()}
+    names = trees[0].keys()
+    return dict(zip(names, starmap(fn, zip(*[[tree[name] for name in names] for tree in trees]))))
 
 
-def flatten(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Visit the leaves of nested dicts, lists and tuples in order, with their paths; empty containers are leaves.
+def flatten(tree: Any) -> list[tuple[Path, Any]]:
+    """Return the leaves of nested dicts, lists and tuples in order, with their paths; empty containers are leaves.
 
     >>> [(path_name(path), x) for path, x in flatten({"a": 1, "b": [2, {"c": 3}]})]
     [("['a']", 1), ("['b'][0]", 2), ("['b'][1]['c']", 3)]
     """
-    if isinstance(tree, dict) and tree:
-        for key, value in tree.items():
-            yield from flatten(value, (*path, (dict, key)))
-    elif isinstance(tree, (list, tuple)) and tree:
-        for i, value in enumerate(tree):
-            yield from flatten(value, (*path, (type(tree), i)))
-    else:
-        yield path, tree
+    found, todo = list[tuple[Path, Any]](), list[tuple[Path, Any]]([((), tree)])
+    while todo:
+        path, x = todo.pop()
+        if isinstance(x, (dict, list, tuple)) and x:
+            kind, inner = (dict, x.items()) if isinstance(x, dict) else (type(x), enumerate(x))
+            todo += [((*path, (kind, key)), value) for key, value in inner][::-1]
+        else:
+            found.append((path, x))
+    return found
 
 
 def unflatten(leaves: Mapping[Path, Any]) -> Any:
@@ -70,14 +72,21 @@ def path_name(path: Path) -> str:
     return "".join(f"[{key!r}]" for _, key in path)
 
 
-def leaves(tree: object) -> Iterator[Tensor]:
-    """Visit every tensor of nested dicts, lists and tuples, in order.
+def leaves(tree: object) -> list[Tensor]:
+    """Return every tensor of nested dicts, lists and tuples, in order.
 
     >>> import torch
     >>> [int(x) for x in leaves({"a": torch.tensor(1), "b": [torch.tensor(2), {"c": torch.tensor(3)}]})]
     [1, 2, 3]
     """
-    return (x for _, x in flatten(tree) if isinstance(x, Tensor))
+    found, todo = list[Tensor](), [tree]
+    while todo:
+        x = todo.pop()
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, (dict, list, tuple)):
+            todo += [*(x.values() if isinstance(x, dict) else x)][::-1]
+    return found
 
 
 def map_leaves(fn: Callable[..., Any], tree: Any, *others: Any, kind: type = Tensor) -> Any:
@@ -95,20 +104,16 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *others: Any, kind: type = Ten
     """
     if isinstance(tree, kind):
         return fn(tree, *others)
-    if isinstance(tree, dict):
-        if others:
-            new = {key: map_leaves(fn, x, *[_at(y, dict, key) for y in others], kind=kind) for key, x in tree.items()}
-        else:  # many times in every step: an eighth of the time
-            new = {key: fn(x) if isinstance(x, kind) else map_leaves(fn, x, kind=kind) for key, x in tree.items()}
-        return new if type(tree) is dict else type(tree)(new)
-    if isinstance(tree, (list, tuple)):
-        if others:
-            both = (list, tuple)
-            parts = [map_leaves(fn, x, *[_at(y, both, i) for y in others], kind=kind) for i, x in enumerate(tree)]
-        else:
-            parts = [fn(x) if isinstance(x, kind) else map_leaves(fn, x, kind=kind) for x in tree]
-        return _sequence(type(tree), parts)
-    return tree
+    if not isinstance(tree, (dict, list, tuple)):
+        return tree
+    form, pairs = (dict, tree.items()) if isinstance(tree, dict) else ((list, tuple), enumerate(tree))
+    if others:
+        new = {key: map_leaves(fn, x, *[_at(y, form, key) for y in others], kind=kind) for key, x in pairs}
+    else:  # many times in every step: an eighth of the time
+        new = {key: fn(x) if isinstance(x, kind) else map_leaves(fn, x, kind=kind) for key, x in pairs}
+    if form is not dict:
+        return _sequence(type(tree), new.values())
+    return new if type(tree) is dict else type(tree)(new)
 
 
 def _at(tree: Any, kind: Any, key: Any) -> Any:

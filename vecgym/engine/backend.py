@@ -162,7 +162,7 @@ def stacked(trees: Sequence[Tree], dim: int = 0) -> Tree:
 
 def unstacked(batch: Any, dim: int = 0) -> list[Any]:
     """Split stacked batches, `[n, *]`, or `[L, n, *]` along `dim` 1."""
-    count = next(tree.leaves(batch)).shape[dim]
+    count = tree.leaves(batch)[0].shape[dim]
     return [tree.map_leaves(lambda x: x.select(dim, i), batch) for i in range(count)]  # noqa: B023
 
 
@@ -217,7 +217,7 @@ def sizes_of(batch: Any) -> tuple[int, int]:
     >>> sizes_of({"x": torch.zeros(4, 8, 3)})
     (4, 8)
     """
-    shape = next(iter(tree.leaves(batch))).shape
+    shape = tree.leaves(batch)[0].shape
     return shape[0], shape[1] if len(shape) > 1 else 1
 
 
@@ -227,8 +227,7 @@ def in_minibatches(part: NodeSlice, size: int | None, compute: Compute) -> Local
     If the model returns weights, they are used instead. A part of weight 0 has loss and gradient 0, since a mean over
     nothing may be nan. bfloat16 and float16 are summed in float32 and rounded once.
     """
-    batch_size = sizes_of(part.batch)[1]
-    if size is None or size >= batch_size:
+    if size is None or size >= (batch_size := sizes_of(part.batch)[1]):
         return _without_nothing(compute(part))
     total: Any = None
     missing: list[Missing] = []

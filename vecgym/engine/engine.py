@@ -30,7 +30,6 @@ from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.engine import contract, hooks
 from vecgym.engine.backend import (
-    Backend,
     Compute,
     Keys,
     Local,
@@ -129,10 +128,10 @@ class Engine:
         if self._compiled is not None:
             self._backends["compiled"] = self._compiled
         by_node = engine == "loop" or bool(hooks.on_gradients(model))
-        self.plan = Plan("loop" if by_node else "vmap", chunk_size=chunk_size, reason="asked for")
         self._validates_alone = False  # node after node, where training is in one call
         self._pool: ThreadPoolExecutor | None = None
         self._grads: Tree = {}
+        self.use(Plan("loop" if by_node else "vmap", chunk_size=chunk_size, reason="asked for"))
 
     # ------------------------------------------------------------------------------------------- set-up
 
@@ -172,7 +171,7 @@ class Engine:
     def use(self, plan: Plan) -> None:
         """Use this plan from now on."""
         self.close()
-        self.plan = plan
+        self.plan, self._backend = plan, self._backends[plan.engine]
         self._stateless.serve(plan.node_threads)
 
     @property
@@ -267,9 +266,10 @@ class Engine:
         if self.plan.engine == "recorded" and (change := self._recorded.ended):
             self.use(replace(self.plan, engine="vmap", reason=f"all nodes in one call; operations dropped: {change}"))
         if differentiable:
-            contract.check_differentiable(self.model, self.written)
+            contract.check_differentiable(self.model, self._stateless.written)
         num_nodes, batch_size = sizes_of(batch)
-        seeds, steps = (x if isinstance(x, Sequence) else [x] * num_nodes for x in (seed, step))
+        seeds = seed if isinstance(seed, Sequence) else [seed] * num_nodes
+        steps = step if isinstance(step, Sequence) else [step] * num_nodes
         keys = Keys(seeds, steps, range(num_nodes) if node_ids is None else node_ids)
         part = NodeSlice(params, self._stateless.own_buffers(buffers, num_nodes, differentiable), batch, keys)
 
@@ -278,13 +278,14 @@ class Engine:
                 return self._pure(some) if differentiable else self._mean(some) if mean else self._each(some)
 
         by_minibatches = functools.partial(in_minibatches, size=minibatch_size, compute=compute)
-        if mean and self.weighted:
+        weighted = self._stateless.weighted
+        if mean and weighted:
             by_minibatches = functools.partial(self._mean_weighted, size=minibatch_size, compute=compute)
         if limits is None or min(limits) >= batch_size:
             local = by_minibatches(part)
         else:
-            local = by_batch_size(part, limits, by_minibatches, mean, not differentiable, self.written)
-        if self.weighted:
+            local = by_batch_size(part, limits, by_minibatches, mean, not differentiable, self._stateless.written)
+        if weighted:
             return local._replace(buffers={name: b for name, b in local.buffers.items() if name != WEIGHT})
         return local
 
@@ -364,10 +365,6 @@ class Engine:
                 self._stateless.random = True
         of_rows = joined_missing((range(a, b), some) for (a, b), some in zip(chunks, missing))
         return Local(storage, torch.cat(losses), part.buffers, of_rows)
-
-    @property
-    def _backend(self) -> Backend:
-        return self._backends[self.plan.engine]
 
     def _gradient_storage(self, params: Tree, num_nodes: int) -> Tree:
         """Return the memory for the nodes' gradients, `[L, *]`: that of the step before, if it fits.

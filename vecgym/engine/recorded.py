@@ -190,10 +190,10 @@ class Operations:
         places[: len(inputs)] = inputs
         with _AutoDispatchBelowAutograd():
             for function, reads, writes, over in self._steps:
-                places[writes] = function(*[places[i] for i in reads])
+                places[writes] = function(*map(places.__getitem__, reads))
                 for i in over:  # so that its memory serves the next one
                     places[i] = None
-        return [places[i] for i in self._results]
+        return list(map(places.__getitem__, self._results))
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, Operations)
@@ -248,7 +248,7 @@ class Recording(TorchDispatchMode):
 
     def _place(self, value: Any) -> int:
         """Return the place of an argument; a tensor that has none is a constant, as what is no tensor."""
-        if isinstance(value, (list, tuple)) and any(True for _ in tree.leaves(value)):
+        if isinstance(value, (list, tuple)) and tree.leaves(value):
             return self._write(lambda *values: list(values), [self._place(x) for x in value], None)
         if not isinstance(value, Tensor):
             return self._new(value)

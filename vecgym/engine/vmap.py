@@ -109,7 +109,7 @@ class Vmap:
         def of_one(own: Tree, batches: tuple[Any, ...]) -> Tree:
             examples = batches[0] if own_batches else batch
             measure = functools.partial(self.model.measure, {**shared, **own})
-            return on_all(measure, len(next(tree.leaves(examples))), examples) if several else measure(examples)
+            return on_all(measure, len(tree.leaves(examples)[0]), examples) if several else measure(examples)
 
         batches = (batch,) if own_batches else ()
         with Folding(), self.model.casting():

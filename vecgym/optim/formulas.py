@@ -45,7 +45,7 @@ class Formula:
 
     slots: tuple[str, ...]
     body: Callable[..., tuple[Tensor, Slots]]
-    prepare: Callable[[Lists, Any, int], None] = lambda slots, h, t: None
+    prepare: Callable[[Lists, Any, int], None] | None = None
     kernel: Callable[..., None] | None = None
     fused: Callable[..., None] | None = None
     decoupled: bool = False  # whether weight decay shrinks the parameter, unless set by a hyperparameter

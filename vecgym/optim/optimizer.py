@@ -47,6 +47,10 @@ class Optimizer:
         warmup_steps: steps of linear warm-up from 0.
         cosine_anneal: after the warm-up, decay to 10 % along a cosine.
 
+    Attributes:
+        scheduled: whether a schedule changes the learning rate.
+        changes: whether the learning rate may differ from step to step.
+
     Raises:
         TypeError, ValueError: for a max_norm that is not positive, an unknown schedule, and a function together with
             `warmup_steps` or `cosine_anneal`.
@@ -68,6 +72,8 @@ class Optimizer:
         self.max_norm = None if max_norm is None else check_max_norm(max_norm)
         check_schedule(lr_scheduler, warmup_steps, cosine_anneal)
         self.lr_scheduler, self.warmup_steps, self.cosine_anneal = lr_scheduler, warmup_steps, cosine_anneal
+        self.scheduled = lr_scheduler is not None or bool(warmup_steps) or cosine_anneal
+        self.changes = self.scheduled or spec.per_step
         self._rule = spec.rule()
         self._per_node = spec.param_groups is not None or _has_several(spec.kwargs)  # as far as known before `init`
         self._unit: Any = None  # of a merged one: the rule at rate 1
@@ -88,16 +94,6 @@ class Optimizer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._reset_caches()
-
-    @property
-    def scheduled(self) -> bool:
-        """Whether a schedule changes the learning rate."""
-        return self.lr_scheduler is not None or bool(self.warmup_steps) or self.cosine_anneal
-
-    @property
-    def changes(self) -> bool:
-        """Whether the learning rate may differ from step to step."""
-        return self.scheduled or any(x.dim() == 2 for x in leaves(self.spec.kwargs))
 
     @property
     def per_node(self) -> bool:
@@ -128,6 +124,8 @@ class Optimizer:
         Returns:
             A number or a tensor `[]`, if it is the same for all rows; else `[rows]`.
         """
+        if not self.changes and (counts or isinstance(counts, int)):
+            return _own(self.spec.lr, nodes)
         if not self.scheduled:
             return of_rows(self.spec.lr_at, counts, nodes)
         factor = self._factor(max_steps)
@@ -153,7 +151,7 @@ class Optimizer:
             exact: step row by row, so that the last bits of a row do not depend on the other rows.
             missing: parameter -> rows for which it has no gradient.
         """
-        counts = _alike([count] if isinstance(count, int) else list(count))
+        counts = [count] if isinstance(count, int) else _alike(list(count))
         skips = bool(missing) or SKIPPED in state
         if not (exact or skips):
             return self._step(params, grads, state, counts, lr, inplace, nodes)
@@ -311,8 +309,10 @@ class Optimizer:
     def _rule_at(self, counts: list[int], nodes: Sequence[int] | None) -> Any:
         """Return the rule with the values of these nodes and steps."""
         spec, rule = (self.spec, self._rule) if nodes is None or not self._per_node else self._of_nodes(tuple(nodes))
+        if not spec.per_step:
+            return rule
         of_step = spec.at_each(lambda of_step: of_rows(of_step, counts if len(counts) > 1 else counts[0]))
-        return rule if of_step is spec else of_step.rule()
+        return of_step.rule()
 
     def _make_of_nodes(self, nodes: tuple[int, ...]) -> tuple[OptimSpec, Any]:
         """Return spec and rule with the values of these nodes."""
@@ -345,7 +345,7 @@ def unit_rule(spec: OptimSpec) -> Any:
     """
     numbers = {key: value for key, value in spec.hyper.items() if key != "lr"}
     linear = spec.cls in FORMULAS and spec.cls is not torch.optim.Rprop and spec.param_groups is None
-    if not linear or not _is_rows(spec.hyper.get("lr")) or list(leaves(numbers)):
+    if not linear or not _is_rows(spec.hyper.get("lr")) or leaves(numbers):
         return None
     decay = numbers.get("weight_decay", 0.0)
     if decay and not numbers.get("decoupled_weight_decay", FORMULAS[spec.cls].decoupled):

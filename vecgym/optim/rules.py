@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType, NoneType, SimpleNamespace
@@ -36,6 +37,7 @@ Spec = Any  # an `OptimSpec`, which is above this module
 # Below this many values per run of equal nodes, one broadcast pure step is faster than a kernel call per run.
 # Measured on 2 cores with 4 to 64 runs: they break even at 12,000 values (AdamW) to 60,000 (SGD).
 _SMALL_RUN = 16384
+_NUM_NODES = operator.methodcaller("size", 0)
 CACHED_GROUPS = 256  # sets of parameters
 
 
@@ -131,6 +133,7 @@ class _Group:
             raise ValueError(f"param_groups returned optim={name!r}, which does not run stacked: give {STACKED_NAMES}")
         self.formula = FORMULAS[spec.cls]
         self.kernel = self.formula.kernel or _functional(spec.cls)
+        self._step = self.formula.kernel or self._call_torch
         hyper = in_parts(spec.hyper)
         # torch 2.6 distinguishes Adam and AdamW only by class
         hyper["decoupled_weight_decay"] = hyper.get("decoupled_weight_decay", self.formula.decoupled)
@@ -174,15 +177,14 @@ class _Group:
 
     def numbers(self, lr: float | Tensor | None) -> tuple[dict[str, Any], dict[str, list[float]]]:
         """Return the hyperparameters in two groups: single numbers, and lists of L numbers."""
-        for key, value in [*self.tensors.items(), ("lr", lr), ("lr", self.base_lr)]:
-            if differentiated(value):
-                raise ValueError(
-                    f"{key} requires grad, but an update in place cannot be differentiated: use inplace=False"
-                )
         numbers, columns = dict(self.constants), {}
         for key, value in {**self.tensors, "lr": self._lr(lr)}.items():
             if not isinstance(value, Tensor):
                 numbers[key] = value
+            elif differentiated(value):
+                raise ValueError(
+                    f"{key} requires grad, but an update in place cannot be differentiated: use inplace=False"
+                )
             elif value.numel() == 1:
                 numbers[key] = value.item()
             elif value.dim() > 1:
@@ -200,7 +202,7 @@ class _Group:
         counts = [x.numel() for x in (t, *vars(h).values()) if isinstance(x, Tensor)]
         new: Tree = {}
         new_slots: dict[str, Tree] = {slot: {} for slot in self.slots}
-        for name, (p, g, *values) in zip(self.names, self._rows(params, grads, state)):
+        for name, p, g, *values in zip(self.names, *self._lists(params, grads, state)):
             count_nodes([*counts, *[value.shape[0] for value in (p, g, *values)]])
             x = functools.partial(spread, like=p)
             new[name], slots = self.formula.body(p, -g if h.maximize else g, dict(zip(self.slots, values)), t, h, x)
@@ -215,38 +217,33 @@ class _Group:
             numbers["step"] = state["step"].item()
         else:
             columns["step"] = state["step"].tolist()
-        runs = list(_runs(columns))
-        rows = self._rows(params, grads, state)
-        small = sum(max(x.numel() for x in row) for row in rows) < _SMALL_RUN * len(runs)
-        if len(runs) > 1 and (small or self.formula.of_matrices):  # matrix products are faster in one call
-            return self.step_pure(params, grads, state, lr)
-        counts = {len(values) for values in columns.values()}
-        lists = [list(column) for column in zip(*[_aligned(row, counts) for row in rows])]
-        for run, values in runs:
-            of_run = [[x[run] for x in tensors] for tensors in lists] if columns else lists
-            self._call(of_run, numbers | values)
+        lists = self._lists(params, grads, state)
+        runs = _runs(columns)
+        if len(runs) > 1:
+            small = sum(max(x.numel() for x in row) for row in zip(*lists)) < _SMALL_RUN * len(runs)
+            if small or self.formula.of_matrices:  # matrix products are faster in one call
+                return self.step_pure(params, grads, state, lr)
+        lists = _aligned(lists, set(map(len, columns.values())))
+        for run, values in runs:  # of contiguous tensors, with the `step`s made before
+            p, g, *slots = [[x[run] for x in tensors] for tensors in lists] if columns else lists
+            self._step(p, g, dict(zip(self.slots, slots)), SimpleNamespace(**numbers | values))
         trees = [dict(zip(self.names, tensors)) for tensors in lists]
         return trees[0], dict(zip(self.slots, trees[2:]))
 
-    def _rows(self, params: Tree, grads: Tree, state: OptState) -> list[list[Tensor]]:
-        """Return parameter, gradient and slots of each name."""
+    def _lists(self, params: Tree, grads: Tree, state: OptState) -> list[list[Tensor]]:
+        """Return the tensors of the names, in their order: parameters, gradients, and those of each slot."""
         try:
-            trees = [params, grads, *[state[slot] for slot in self.slots]]
-            return [[tree[name] for tree in trees] for name in self.names]
+            trees = [params, grads, *map(state.__getitem__, self.slots)]
+            return [list(map(tree.__getitem__, self.names)) for tree in trees]
         except KeyError as missing:
             raise ValueError(
                 f"the state has no {missing}, which {self.spec!r} needs: create it with rule.init(params)"
             ) from None
 
-    def _call(self, lists: list[list[Tensor]], numbers: dict[str, Any]) -> None:
-        """Call the kernel on contiguous tensors, in place, with these hyperparameters and the `step`s made before."""
-        params, grads, *values = lists
-        step = self.formula.kernel or self._call_torch
-        step(params, grads, dict(zip(self.slots, values)), SimpleNamespace(**numbers))
-
     def _call_torch(self, params: list[Tensor], grads: list[Tensor], slots: Lists, h: SimpleNamespace) -> None:
         t = int(h.step) + 1
-        self.formula.prepare(slots, h, t)
+        if self.formula.prepare is not None:
+            self.formula.prepare(slots, h, t)
         products = slots.get(NUMBER, [])  # [run] each, but torch takes one number
         if products:
             slots[NUMBER] = [product[:1] for product in products]
@@ -326,28 +323,30 @@ def count_nodes(counts: Iterable[int]) -> int:
     return several.pop() if several else 1
 
 
-def _aligned(tensors: list[Tensor], counts: set[int]) -> list[Tensor]:
-    """Expand the tensors of one parameter to the same number of nodes, contiguous.
+def _aligned(lists: list[list[Tensor]], counts: set[int]) -> list[list[Tensor]]:
+    """Expand the tensors of each parameter to the same number of nodes, contiguous.
 
     torch's fused CPU kernels ignore strides: a transposed gradient would silently go to the wrong elements, and an
     expanded one would be read out of bounds.
     """
-    counts = counts.union([x.size(0) for x in tensors])
-    if len(counts) > 1:
-        num_nodes = count_nodes(counts)
-        tensors = [x.expand(num_nodes, *x.shape[1:]) for x in tensors]
-    return [x.contiguous() for x in tensors]
+    rows = []
+    for tensors in zip(*lists):
+        sizes = counts.union(map(_NUM_NODES, tensors))
+        if len(sizes) > 1:
+            num_nodes = count_nodes(sizes)
+            tensors = tuple(x.expand(num_nodes, *x.shape[1:]) for x in tensors)
+        rows.append(map(Tensor.contiguous, tensors))
+    return list(map(list, zip(*rows)))
 
 
-def _runs(columns: dict[str, list[float]]) -> Iterator[tuple[slice, dict[str, float]]]:
-    """Yield runs of consecutive nodes with equal values, and these values."""
+def _runs(columns: dict[str, list[float]]) -> list[tuple[slice, dict[str, float]]]:
+    """Return runs of consecutive nodes with equal values, and these values."""
     if not columns:
-        yield slice(None), {}
-        return
+        return [(slice(None), {})]
     rows = list(zip(*columns.values()))
     starts = [i for i in range(len(rows)) if i == 0 or rows[i] != rows[i - 1]]
-    for start, stop in zip(starts, [*starts[1:], len(rows)]):
-        yield slice(start, stop), dict(zip(columns, rows[start]))
+    stops = [*starts[1:], len(rows)]
+    return [(slice(start, stop), dict(zip(columns, rows[start]))) for start, stop in zip(starts, stops)]
 
 
 # ---------------------------------------------------------------------------------------------- node by node

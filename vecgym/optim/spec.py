@@ -60,7 +60,7 @@ class OptimSpec(Settings):
         self.param_groups = param_groups
         self.kwargs = {key: tuple(v) if isinstance(v, list) else check.plain(v) for key, v in kwargs.items()}
         self._defaults = _validated(self.cls, self.kwargs)
-        self._per_step = any(x.dim() == 2 for x in leaves(self.kwargs))
+        self.per_step = any(x.dim() == 2 for x in leaves(self.kwargs))  # whether some values differ from step to step
 
     @classmethod
     def from_string(cls, name: str, **kwargs: Any) -> OptimSpec:
@@ -93,9 +93,10 @@ class OptimSpec(Settings):
         >>> OptimSpec("sgd", lr=0.1).lr, OptimSpec("adamw").lr
         (0.1, 0.001)
         """
-        if "lr" not in self.hyper:
-            raise AttributeError(f"{self.cls.__name__} has no learning rate lr; it has {list(self.hyper)}")
-        return self.hyper["lr"]
+        for settings in (self.kwargs, self._defaults):
+            if "lr" in settings:
+                return settings["lr"]
+        raise AttributeError(f"{self.cls.__name__} has no learning rate lr; it has {list(self.hyper)}")
 
     def lr_at(self, step: int) -> Any:
         """Return the base learning rate of one step, counted from 0: `self.at(step).lr`.
@@ -177,7 +178,7 @@ class OptimSpec(Settings):
         >>> spec.at_each(lambda of_step: torch.stack([of_step(1), of_step(0)])).lr
         tensor([0.0100, 0.1000])
         """
-        if not self._per_step:
+        if not self.per_step:
             return self
         return self.replace(**map_leaves(lambda x: by_count(lambda step: _at(x, step)), self.kwargs))
 

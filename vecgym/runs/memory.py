@@ -323,7 +323,7 @@ def _batch_of_one(options: MemoryOptions) -> Any:
     data = options.data
     of_examples = isinstance(data, list) and data and not any(isinstance(x, Tensor) for x in data)
     if isinstance(data, (tuple, list, Mapping)) and not of_examples:
-        if not any(True for _ in tree.leaves(data)):
+        if not tree.leaves(data):
             raise ValueError("data holds no tensor: give one node's batch [B, ...], as the model takes it.")
         return data
     batches = Batches(data, options.num_nodes, options.batch_size, shuffle=False, node_ids=[0], name="data")

@@ -218,7 +218,7 @@ def as_steps(batches: Any, num_nodes: int) -> list[Any]:
         steps = list(batches)
     else:
         raise TypeError(f"batches is {check.kind_of(batches)}; give a list of T batches [K, B, ...].")
-    if not steps or not all(any(True for _ in tree.leaves(step)) for step in steps):
+    if not steps or not all(map(tree.leaves, steps)):
         raise ValueError("batches holds no batch, or one without a tensor: give a list of T batches [K, B, ...].")
     for t, step in enumerate(steps):
         for x in tree.leaves(step):
@@ -324,7 +324,7 @@ def batches_at(
     for rows, counts in requests:
         if isinstance(counts, int):
             whole = steps[counts]
-            complete = len(rows) == len(next(tree.leaves(whole)))
+            complete = len(rows) == len(tree.leaves(whole)[0])
             yield whole if complete else nodes.take_rows(whole, torch.tensor(rows)), None
             continue
         own = [tree.map_leaves(lambda x: x[row], steps[n]) for row, n in zip(rows, counts)]  # noqa: B023

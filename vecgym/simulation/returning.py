@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -73,5 +74,6 @@ def _mean(wide: Tree, members: list[int], comm: Collectives) -> Tree:
     some._announce("mean", wide)
     here = [i for i, node in enumerate(comm.node_ids.tolist()) if node in ids]
     rows = nodes.take_rows(wide, torch.tensor(here or [0]))
-    means = some._apply(rows, lambda among, x: among._sum(x, None, True) if among.native else nodes.means(x, 1))
+    exact = lambda among: partial(nodes.means, number=1)  # noqa: E731
+    means = some._apply(rows, some._reduction(None, True) if some.native else exact)
     return {name: x[:1] for name, x in means.items()}

@@ -366,7 +366,7 @@ class BatchReader:
         limits, widths = list[int](), {_width(batch) for batch, _ in used}
         if len(widths) > 1 or any(limit is not None for _, limit in used):
             for batch, limit in of_configs:  # a limit may be a whole shard, more than a batch has
-                of_each = limit or [_width(batch)] * len(next(iter(tree.leaves(batch))))
+                of_each = limit or [_width(batch)] * len(tree.leaves(batch)[0])
                 limits += [min(number, _width(batch)) for number in of_each]
         chosen = [_widened(batch, max(widths)) for batch, _ in used]
         return (data.chosen_batches(chosen, self.which) if everyone else nodes.join_rows(chosen)), limits or None
@@ -374,7 +374,7 @@ class BatchReader:
 
 def _width(batch: Any) -> int:
     """Return B, the number of examples in each row of a batch `[n, B, ...]`, repeated ones included."""
-    first = next(iter(tree.leaves(batch)))
+    first = tree.leaves(batch)[0]
     return first.shape[1] if first.dim() > 1 else 0
 
 

@@ -97,9 +97,12 @@ class Rows:
         return self.assigned.get(name, self.whole.get(name)) is not None
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self:
+        value = self.assigned[name] if name in self.assigned else self.shown(name) if name in self.whole else None
+        if value is None:
             raise KeyError(f"no {name!r} here; there are {sorted({*self.whole, *self.assigned})}")
-        return self.assigned[name] if name in self.assigned else self.shown(name)
+        return value
+
+    flat = __getitem__  # as engine and optimizer take a tree, `[rows, *]`
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._check(name, value)
@@ -142,10 +145,6 @@ class Rows:
         """Return those that hold a name; see `SplitRows`."""
         return self
 
-    def flat(self, name: str) -> Any:
-        """Return a tree as engine and optimizer take it, `[rows, *]`."""
-        return self[name]
-
     def put_flat(self, name: str, value: Any) -> None:
         """Assign a tree as engine and optimizer return it, `[1 or rows, *]`."""
         self.assigned[name] = value
@@ -153,10 +152,6 @@ class Rows:
     def changes(self) -> Iterable[tuple[str, Any]]:
         """Return what was assigned, `[1 or rows, *]`; None: deleted."""
         return self.assigned.items()
-
-    def shown(self, name: str) -> Any:
-        """Return a tree as it was when the event began, in the form in which it is shown to handlers."""
-        return self.taken(name)
 
     def taken(self, name: str) -> Any:
         """Return a tree as it was when the event began, `[rows, *]`."""
@@ -168,6 +163,8 @@ class Rows:
                 )
             self._taken[name] = value
         return self._taken[name]
+
+    shown = taken  # in the form in which it is shown to handlers
 
 
 class Labelled:
@@ -322,8 +319,11 @@ def put_back(parts: list[Rows], *, pure: bool) -> None:
                 rows.whole.pop(name, None)
             else:
                 rows.whole[name] = _put(rows, rows.whole.get(name), new, rows.taken(name), pure, moves)
-    targets = {nodes.place(target) for target, _, _ in moves}
-    sources = [x.clone() if nodes.place(x) in targets else x for _, x, _ in moves]
+    if not moves:
+        return
+    targets, new, _ = zip(*moves)
+    written = set(nodes.places(targets))
+    sources = [x.clone() if place in written else x for x, place in zip(new, nodes.places(new))]
     for (target, _, index), source in zip(moves, sources):
         target.copy_(source) if index is None else target.index_copy_(0, placed(index, target.device), source)
 
@@ -331,12 +331,15 @@ def put_back(parts: list[Rows], *, pure: bool) -> None:
 def _put(rows: Rows, whole: Any, new: Any, old: Any, pure: bool, moves: list[Move]) -> Any:
     """Return the whole tree with the new rows; append to `moves` what is to be copied into it."""
     gathered = isinstance(rows.index, Tensor)
-    if new is old and not gathered:  # these are the state's own tensors
+    if new is old and not gathered:  # these are the state's own tensors, as below
         return whole
     if isinstance(new, dict):
         whole, old = whole or {}, old or {}
-        stay = {} if rows.index is None else whole
-        return {**stay, **{n: _put(rows, whole.get(n), x, old.get(n), pure, moves) for n, x in new.items()}}
+        put = {} if rows.index is None else {**whole}
+        for name, x in new.items():
+            same = x is old.get(name) and not gathered
+            put[name] = whole.get(name) if same else _put(rows, whole.get(name), x, old.get(name), pure, moves)
+        return put
     if not isinstance(new, Tensor):
         return new
     same = isinstance(whole, Tensor) and whole.shape[1:] == new.shape[1:] and whole.dtype == new.dtype

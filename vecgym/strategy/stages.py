@@ -315,8 +315,7 @@ def is_served(how: Average) -> bool:
 
 def _share(a: Tree, b: Tree) -> bool:
     """Whether two trees have storage in common."""
-    places = {nodes.place(x) for x in b.values()}
-    return any(nodes.place(x) in places for x in a.values())
+    return not set(nodes.places(a.values())).isdisjoint(nodes.places(b.values()))
 
 
 def _overrides(average: Average, method: str) -> bool:
