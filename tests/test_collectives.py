@@ -360,7 +360,7 @@ def test_a_servers_value_reaches_the_nodes_that_it_is_sent_to() -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_saved_ledger_is_the_same(operation: str) -> None:
     comm, other = StackedCollectives(K), Ledger()
-    with comm.ledger.lagging(2), comm.ledger.weighted(0.5):
+    with comm.ledger.marking(lag=2, weight=0.5):
         OPERATIONS[operation][0](comm, {"w": draw(K, 2)})
     other.load(comm.ledger.state())
     assert list(other) == list(comm.ledger)

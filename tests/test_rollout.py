@@ -1101,7 +1101,7 @@ def test_weighted_bytes() -> None:
     transfer = Transfer("mean", payload_bytes=8, num_nodes=2)
     with ledger.recording() as transfers:
         ledger.record(transfer)
-        with ledger.weighted(weight), ledger.weighted(0.5):
+        with ledger.marking(weight=weight), ledger.marking(weight=0.5):
             ledger.record(transfer)
         ledger.record(transfer)
     step_bytes = sum(one.sent_bytes for one in transfers)

@@ -415,7 +415,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.ProcessError": {"rank": lambda: 0, "nodes": lambda: "node 0", "what": lambda: "x"},
     "vecgym.MemoryEstimate": {"parts": lambda: {"parameters": memory.MemoryPart(8, 0, K)}, "device": lambda: "cpu"},
     "vecgym.Nodes": {"params": tree_of_nodes},
-    "vecgym.Ledger.weighted": {"weight": lambda: 0.5},
+    "vecgym.Ledger.marking": {"weight": lambda: 0.5, "lag": lambda: 1},
     "vecgym.Ledger.routed": {"routes": lambda: {"all_gather": "server"}},
     "vecgym.Ledger.load": {"state": lambda: vecgym.Ledger().state()},
     "vecgym.OptimSpec.build": {"model_or_params": Line, "node": lambda: None},

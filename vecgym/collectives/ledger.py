@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,7 +98,7 @@ class Transfer(NamedTuple):
         return _counts(self)[3]
 
 
-def _later(lag: Lag, more: Lag) -> Lag:
+def _later(lag: Any, more: Any) -> Lag:
     """Add two lags.
 
     >>> _later(1, 2), _later((0, 3), 1), _later(1, (0, 3))
@@ -158,7 +158,7 @@ class Ledger:
 
     Attributes:
         num_nodes, sizes: set by `announce`; None and empty before.
-        gradients: whether gradients are being exchanged; see `of_gradients`.
+        gradients: whether gradients are being exchanged; see `marking`.
         asynchronous: whether steps are updates of a server that does not wait, in an order that depends on time.
         num_steps: the number of steps begun, including steps without transfers.
         step_bytes, total_bytes, total_received_bytes: the bytes on a node's link, on average: sent in the current step,
@@ -182,7 +182,7 @@ class Ledger:
         self._step = 0
         self._weight: float | Tensor | None = None
         self._lag: Lag = 0
-        self._steps_per_unit = 1
+        self._unit = 1
         self.gradients = False
         self._recording: list[Transfer] | None = None
         self._computing: dict[int, bytes] = {}  # step -> the nodes that computed, as bits, unless all did
@@ -296,66 +296,40 @@ class Ledger:
         (1, 0)
         """
         transfers: list[Transfer] = []
-        with self._marking(_recording=transfers):
+        before, self._recording = self._recording, transfers
+        try:
             yield transfers
-
-    def weighted(self, weight: float | Tensor) -> AbstractContextManager[None]:
-        """Count the transfers of a block `weight` times.
-
-        If `weight` is a tensor, so are the bytes of these transfers, which are differentiable with respect to it.
-
-        >>> ledger = Ledger()
-        >>> with ledger.weighted(0.25):
-        ...     ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
-        >>> ledger.total_bytes
-        150.0
-        """
-        return self._marking(_weight=weight if self._weight is None else self._weight * weight)
-
-    def lagging(self, steps: Lag) -> AbstractContextManager[None]:
-        """Mark the transfers of a block as used `steps` steps later, one number for all nodes or one per node.
-
-        >>> ledger = Ledger()
-        >>> with ledger.lagging(3):
-        ...     ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
-        >>> next(iter(ledger)).transfer.lag
-        3
-        """
-        unit = self._steps_per_unit
-        more = steps * unit if isinstance(steps, int) else tuple(x * unit for x in steps)
-        return self._marking(_lag=_later(self._lag, more))
-
-    def stretched(self, steps: int) -> AbstractContextManager[None]:
-        """Count the lags of a block in units of `steps` steps, for exchanges that take place only every `steps` steps.
-
-        >>> ledger = Ledger()
-        >>> with ledger.stretched(10), ledger.lagging(3):
-        ...     ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
-        >>> next(iter(ledger)).transfer.lag
-        30
-        """
-        return self._marking(_steps_per_unit=self._steps_per_unit * steps)
-
-    def of_gradients(self) -> AbstractContextManager[None]:
-        """Mark the transfers of a block as an exchange of gradients.
-
-        >>> ledger = Ledger()
-        >>> with ledger.of_gradients():
-        ...     ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
-        >>> next(iter(ledger)).transfer.gradients
-        True
-        """
-        return self._marking(gradients=True)
+        finally:
+            self._recording = before
 
     @contextmanager
-    def _marking(self, **marks: Any) -> Iterator[None]:
-        """Set attributes within a block."""
-        before = {name: getattr(self, name) for name in marks}
-        vars(self).update(marks)
+    def marking(
+        self, *, weight: float | Tensor | None = None, lag: Lag = 0, unit: int = 1, gradients: bool = False
+    ) -> Iterator[None]:
+        """Mark the transfers of a block. Blocks within one another multiply weights and units, and add lags.
+
+        Args:
+            weight: how often each counts. If it is a tensor, the bytes are differentiable with respect to it.
+            lag: steps until the results are used, one number for all nodes or one per node.
+            unit: steps that count as one in the lags of the block, for exchanges only every `unit` steps.
+            gradients: whether they are an exchange of gradients.
+
+        >>> ledger = Ledger()
+        >>> with ledger.marking(weight=0.25, lag=3, unit=10):
+        ...     ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
+        >>> ledger.total_bytes, next(iter(ledger)).transfer.lag
+        (150.0, 30)
+        """
+        before = self._weight, self._lag, self._unit, self.gradients
+        self._unit, self.gradients = self._unit * unit, self.gradients or gradients
+        if lag:
+            self._lag = _later(self._lag, np.multiply(lag, self._unit))
+        if weight is not None:
+            self._weight = weight if self._weight is None else self._weight * weight
         try:
             yield
         finally:
-            vars(self).update(before)
+            self._weight, self._lag, self._unit, self.gradients = before
 
     def state(self) -> dict[str, Any]:
         """Return the contents as tensors and plain values, for a file.

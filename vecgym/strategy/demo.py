@@ -244,9 +244,7 @@ class DeMoStrategy(Strategy, batched=(), random=False):
             if self.max_norm is not None:
                 grads = self._clipped(part, grads, self.max_norm)
             grads = tree.map(lambda g: _scaled(g, part.lr, part.inplace), grads)
-            with part.comm.ledger.of_gradients():
-                mean = self.exchanges[0].now(part, grads)
-            signs = tree.map(torch.sign, mean)
+            signs = tree.map(torch.sign, self.exchanges[0].now(part, grads))
         part.optimize(signs)
         part.report(part.losses)
 

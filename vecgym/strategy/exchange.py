@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -565,7 +565,7 @@ class Exchange(Settings):
 
     def agree(self, part: Part) -> None:
         """Make a message: what was agreed on, or the change that it makes."""
-        with self._sending(part), part.comm.ledger.lagging(self.delay):
+        with self._sending(part), part.comm.ledger.marking(lag=self.delay):
             for label, _, values in self._values(part):
                 here, memory = self._told(part, label, part.due, overwrite=False)
                 message = self.stages.agree(values, here, memory)
@@ -603,10 +603,10 @@ class Exchange(Settings):
 
     def now(self, part: Part, grads: Tree) -> Tree:
         """Exchange gradients, before the optimizer's step; between exchanges each node has its own."""
-        (when,), step, ledger = self.times(part.run.names), part.tick, part.comm.ledger
+        (when,), step = self.times(part.run.names), part.tick
         if not when.due(step):
             return grads
-        with ledger.of_gradients(), self._sending(part):
+        with self._sending(part, gradients=True):
             label = self._labels(0)[0][0]
             here, memory = self._told(part, label, Due(when.count(step), step))
             new = self._kept(self.stages(grads, here, memory), grads, here)
@@ -623,15 +623,14 @@ class Exchange(Settings):
 
     # ------------------------------------------------------------------------------------------------- small parts
 
-    @contextmanager
-    def _sending(self, part: Part) -> Iterator[None]:
+    def _sending(self, part: Part, gradients: bool = False) -> AbstractContextManager[None]:
         """Tell the ledger how much of what is sent meanwhile counts, and how much later it is used."""
-        ledger, weight, when = part.comm.ledger, self._weight(part), self._when
+        weight, when = self._weight(part), self._when
         lag = when.gap(part.tick // self.unit) if self.stages.overlaps else 0
         counted = weight is not None and not (part.inplace or part.simulation.dry)
-        weighted = ledger.weighted(weight) if counted else nullcontext()  # type: ignore[arg-type]
-        with ledger.stretched(self.unit), ledger.lagging(lag), weighted:
-            yield
+        return part.comm.ledger.marking(
+            weight=weight if counted else None, lag=lag, unit=self.unit, gradients=gradients
+        )
 
     def _told(self, part: Part, label: str, due: Due, overwrite: bool = True) -> tuple[Part, Memory]:
         """Return what the stages are told: time counts in the exchange's units, and what may be overwritten."""
