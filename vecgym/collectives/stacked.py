@@ -45,16 +45,13 @@ class StackedCollectives(Collectives):
 
     def fetched(self, x: Tree, sources: Sequence[int], receivers: Sequence[int]) -> Tree:
         order = torch.tensor(list(sources), dtype=torch.long)
-        return {name: y.clone() if self._is_same(y) else self._permute(y, order) for name, y in x.items()}
-
-    def _is_same(self, x: Tensor) -> bool:
-        """Whether a tensor is stored once for all nodes."""
-        return x.shape[self._axis] == 1
+        return {name: y.clone() if y.shape[self._axis] == 1 else self._permute(y, order) for name, y in x.items()}
 
     def _sum(self, x: Tensor, groups: Groups | None, average: bool, weights: Tensor | None = None) -> Tensor:
         if x.shape[self._axis] != 1:
-            islands = groups is not None
-            return self._islands(x, groups, average, weights) if islands else reduced(x, self._axis, average, weights)
+            if groups is None:
+                return reduced(x, self._axis, average, weights)
+            return self._islands(x, groups, average, weights)
         if average or (self.num_nodes == 1 and weights is None):
             return x
         if groups is None and weights is None:
@@ -79,10 +76,10 @@ class StackedCollectives(Collectives):
         return self._expanded(x)[None]
 
     def _broadcast(self, x: Tensor, src: int) -> Tensor:
-        return x if self._is_same(x) else x.narrow(self._axis, src, 1)
+        return x if x.shape[self._axis] == 1 else x.narrow(self._axis, src, 1)
 
     def _permute(self, x: Tensor, source: Tensor) -> Tensor:
-        return x if self._is_same(x) else x.index_select(self._axis, placed(source, x.device))
+        return x if x.shape[self._axis] == 1 else x.index_select(self._axis, placed(source, x.device))
 
     def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
         y, matrix, rest = self._expanded(x), placed(weights, x.device, wider(x.dtype)), self._axis + 1

@@ -60,7 +60,7 @@ def placed(x: Tensor, device: torch.device | str | None, dtype: torch.dtype | No
     """
     device = x.device if device is None else torch.device(device)
     # CUDA copies pageable memory to a buffer before the call returns; MPS would read it later.
-    return x.to(device, x.dtype if dtype is None else dtype, non_blocking=on_host(x) and device.type != "mps")
+    return x.to(device, x.dtype if dtype is None else dtype, non_blocking=x.is_cpu and device.type != "mps")
 
 
 def spread(value: Any, like: Tensor) -> Any:

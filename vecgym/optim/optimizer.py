@@ -311,8 +311,7 @@ class Optimizer:
         spec, rule = (self.spec, self._rule) if nodes is None or not self._per_node else self._of_nodes(tuple(nodes))
         if not spec.per_step:
             return rule
-        of_step = spec.at_each(lambda of_step: of_rows(of_step, counts if len(counts) > 1 else counts[0]))
-        return of_step.rule()
+        return spec.at_each(lambda of_step: of_rows(of_step, counts if len(counts) > 1 else counts[0])).rule()
 
     def _make_of_nodes(self, nodes: tuple[int, ...]) -> tuple[OptimSpec, Any]:
         """Return spec and rule with the values of these nodes."""

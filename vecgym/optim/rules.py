@@ -217,8 +217,7 @@ class _Group:
             numbers["step"] = state["step"].item()
         else:
             columns["step"] = state["step"].tolist()
-        lists = self._lists(params, grads, state)
-        runs = _runs(columns)
+        lists, runs = self._lists(params, grads, state), _runs(columns)
         if len(runs) > 1:
             small = sum(max(x.numel() for x in row) for row in zip(*lists)) < _SMALL_RUN * len(runs)
             if small or self.formula.of_matrices:  # matrix products are faster in one call

@@ -167,8 +167,8 @@ class Part:
         self._draft = draft
         self.place = place = simulation.place(event.rows, event.group)
         self.rows, self.comm, self.size = place.rows, place.comm, place.size
-        self.group = simulation.group_of(event.group)
-        self.algorithm, self.run = self.group.algorithm, self.group.run
+        whole = simulation.whole if event.group is None else None
+        self.algorithm, self.run = (whole or simulation.groups[event.group or 0])[:2]
         self.tick, self.inplace = draft.tick, not draft.pure
         self.own, self.shared = simulation.trees(draft, event, place)
         self.own.who = self.shared.who = f"{type(self.algorithm).__name__}.{event.what}"
@@ -255,7 +255,7 @@ class Part:
         A number, `[]` or `[rows]`; of several configurations a number, `[C]` or `[C, rows]`.
         """
         own, inner = self.home is self.own, self.algorithm.inner
-        counts, max_steps = self._later(self.counts), self.simulation.table_of(self.event.group).max_steps
+        counts, max_steps = self._later(self.counts), self.simulation.tables[self.event.group or 0].max_steps
         if self.size > 1 and not isinstance(counts, int):
             lr = inner.wide(len(self.rows) // self.size).lr(counts, max_steps)
             return self._apart(lr) if isinstance(lr, Tensor) and lr.dim() else lr
@@ -278,7 +278,7 @@ class Part:
             else:
                 num_rows = len(self.rows) // self.size if own else 1
                 inner, grads = inner.wide(num_rows), tree.map(lambda g: _flat(g, self.size, num_rows), grads)
-                max_steps = simulation.table_of(self.event.group).max_steps
+                max_steps = simulation.tables[self.event.group or 0].max_steps
                 lr = inner.lr(self._later(self.counts), max_steps) if lr is None else _each_row(lr, self.size, num_rows)
             params, slots = inner.step(
                 home.flat("params"), grads, home.flat("optimizer"), self._later(self.made), lr,
@@ -554,7 +554,7 @@ class Simulation:
 
         None: all, and the same.
         """
-        table = self.table_of(group)
+        table = self.tables[group]
         members = trained = self.members(tick - 1, group)
         if tick and hasattr(table, "trained") and any(map(self.engine.changes, self.engine.buffers)):
             trained = table.trained(tick - 1)
@@ -563,7 +563,7 @@ class Simulation:
 
     def members(self, tick: int, group: int = 0) -> tuple[int, ...] | None:
         """Return the nodes whose parameters' mean is the run's model after a tick, counted from 0; None: all."""
-        table = self.table_of(group)
+        table = self.tables[group]
         return table.members(tick) if hasattr(table, "members") else self.groups[group].run.there(tick)
 
     def close(self) -> None:
@@ -647,14 +647,6 @@ class Simulation:
     def trees(self, draft: Draft, event: Event, place: Place) -> tuple[Rows | SplitRows, Rows]:
         """Return an event's rows of `own` and `shared`."""
         return Rows(draft.own, place.at, len(self.here)), Rows(draft.shared, None, 1)
-
-    def group_of(self, number: int | None) -> Group:
-        """Return a group; None: all rows."""
-        return self.groups[number] if number is not None else self.whole or self.groups[0]
-
-    def table_of(self, group: int | None) -> Timetable:
-        """Return a group's timetable."""
-        return self.tables[group or 0]
 
     def handle(self, draft: Draft, event: Event, precomputed: Local | None = None) -> None:
         """Take the event's rows, let its method change them, and put them back.

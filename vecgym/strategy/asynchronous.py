@@ -78,7 +78,7 @@ class EventDriven(Strategy):
         """Take the inner optimizer's step of these rows, which have made so many before; return their parameters."""
         simulation, several = part.simulation, part.size > 1
         inner, nodes = (self.inner.wide(len(part.nodes)), None) if several else (self.inner, part.nodes)
-        lr = inner.lr(counts, simulation.table_of(part.event.group).max_steps, nodes)
+        lr = inner.lr(counts, simulation.tables[part.event.group or 0].max_steps, nodes)
         new, slots = inner.step(
             part.flat(params), part.flat(grads), part.own.flat("optimizer"), counts, lr, inplace=part.inplace,
             nodes=nodes, missing=part.missing,
