@@ -555,7 +555,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
         "slots": lambda: _sgd().init(tree_of_nodes()), "spec": lambda: vecgym.OptimSpec("sgd"), "lr": lambda: 0.1},
     "vecgym.strategy.Corrupted": {"nodes": lambda: [0]},
     "vecgym.strategy.Sparse": {"selector": lambda: RandomSelector(0.5)},
-    "vecgym.strategy.SyncWeight": {"weights": lambda: torch.ones(STEPS)},
+    "vecgym.strategy.SyncWeight": {"weights": lambda: torch.ones(STEPS), "number": lambda: 0},
     "vecgym.strategy.ScheduledSelector": {"H": lambda: 2},
     "vecgym.collectives.topology.random_islands": {"nodes": lambda: [0, 1, 2, 3]},
     "vecgym.collectives.topology.torus": {"num_nodes": lambda: 4},

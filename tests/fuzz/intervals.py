@@ -119,7 +119,9 @@ def held_out(s: Settings, losses: list[Any], random: Any) -> tuple[Any, float]:
         {"strategy": name, "lr": lr, "seed": seed, "val_loss": x[seed] + offsets[name, lr] + 0.5 * random.normal()}
         for name, x in zip("ab", losses) for lr in rates for seed in range(2 * count)
     ]  # fmt: skip
-    chosen = compared(rows, "strategy", "val_loss", "a", over="seed", best=range(count), paired=s["paired"])
+    chosen = compared(
+        rows, "strategy", "val_loss", "a", over="seed", holdout=range(count, 2 * count), paired=s["paired"]
+    )
     rate = {row["strategy"]: row["lr"] for row in chosen}
     return chosen[1], s["gap"] + offsets["b", rate["b"]] - offsets["a", rate["a"]]
 
