@@ -190,7 +190,9 @@ def test_what_some_rows_cannot_be_given_is_refused() -> None:
     whole = {"w": torch.arange(4), "p": {"a": torch.zeros(4), "b": torch.ones(4)}}
     for new in (torch.tensor([0.5, 0.5]), torch.zeros(2, 1, dtype=torch.long), torch.zeros(3, dtype=torch.long)):
         rows = Rows(whole, slice(0, 2), 4)
-        rows["w"] = new
+        with pytest.raises(ValueError, match=r"a handler assigned 'w' as .*; expected \[2 or 1\] of torch\.int64"):
+            rows["w"] = new
+        rows.put_flat("w", new)  # of engine and optimizer
         with pytest.raises(ValueError, match="these rows need the same form"):
             put_back([rows], pure=False)
     rows = Rows(whole, slice(0, 2), 4)
