@@ -20,7 +20,7 @@ from vecgym.engine import Engine
 from vecgym.engine.constancy import copied
 from vecgym.runs.rollout import rollout
 from vecgym.strategy import AllReduceStrategy, FedAvgStrategy
-from vecgym.sweeps.configurations import alike
+from vecgym.sweeps.configurations import equal_but_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 K, B = 3, 6
@@ -280,9 +280,9 @@ def test_functions_that_hold_the_models_own_parameters_are_refused() -> None:
 
 def test_models_with_different_hooks_are_not_one_stack() -> None:
     a, b = Net(), Net()
-    assert alike(a, b)
+    assert equal_but_weights(a, b)
     b.first.weight.register_hook(normalised)
-    assert not alike(a, b)
+    assert not equal_but_weights(a, b)
 
 
 def test_hooks_that_pickle_leaves_out_are_refused_for_processes() -> None:
