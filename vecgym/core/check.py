@@ -299,6 +299,23 @@ def called(name: str, function: Any, *args: Any) -> Any:
         raise TypeError(f"{name}({arguments}) fails: {error}") from error
 
 
+def misfit(function: Any, *args: Any, **kwargs: Any) -> str:
+    """Describe why a function cannot be called with these arguments; "" if it can, or has no signature in Python.
+
+    >>> misfit(lambda batch: 0, 1), misfit(lambda: 0, 1)
+    ('', 'too many positional arguments')
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
 def column(name: str, value: Any, columns: Iterable[str]) -> str:
     """Return `value` if it is the name of a column.
 
@@ -558,10 +575,8 @@ def _by_name(options: Any, first: Sequence[inspect.Parameter], function: Callabl
     def call(*args: Any, **kwargs: Any) -> Any:
         positional = args[len(first) :]
         keywords(f"{name}()", kwargs, signature.parameters)
-        try:
-            signature.bind(*positional, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{name}(): {error}.") from None
+        if wrong := misfit(options, *positional, **kwargs):
+            raise TypeError(f"{name}(): {wrong}.")
         return function(*args[: len(first)], options(*positional, **kwargs))
 
     annotated = [p.replace(annotation=inspect.formatannotation(hints[p.name])) for p in signature.parameters.values()]

@@ -76,12 +76,8 @@ def check_dataset(dataset: Any, name: str) -> None:
     if not is_factory(dataset):
         check_examples(dataset, name)
         return
-    try:
-        inspect.signature(dataset).bind(0, 1, True)
-    except ValueError:  # a class written in C has no signature
-        pass
-    except TypeError as error:
-        raise TypeError(f"{name} is called as a factory (rank, num_nodes, train) -> Dataset: {error}") from None
+    if wrong := check.misfit(dataset, 0, 1, True):
+        raise TypeError(f"{name} is called as a factory (rank, num_nodes, train) -> Dataset: {wrong}")
 
 
 def check_examples(dataset: Any, name: str) -> None:

@@ -69,12 +69,8 @@ def with_loss(model: M, loss_fn: Any) -> M:
     give = "give a function of both: lambda module, batch: F.cross_entropy(module(batch[0]), batch[1])"
     if not callable(loss_fn) or isinstance(loss_fn, (nn.Module, type)):
         raise TypeError(f"loss_fn is {check.kind_of(loss_fn)}; {give}.")
-    try:
-        inspect.signature(loss_fn).bind(model, None)
-    except ValueError:  # it is not written in Python
-        pass
-    except TypeError as error:
-        raise TypeError(f"loss_fn cannot be called as loss_fn(module, batch): {error}; {give}.") from None
+    if wrong := check.misfit(loss_fn, model, None):
+        raise TypeError(f"loss_fn cannot be called as loss_fn(module, batch): {wrong}; {give}.")
     new = object.__new__(type(model))  # copy.copy() refuses parametrized modules
     vars(new).update(vars(model))
     vars(new)[LOSS_FN] = loss_fn  # not a submodule, and no hindrance to an attribute of the model's own
@@ -124,18 +120,13 @@ def _check_kind(module: nn.Module, name: str) -> None:
 def _check_forward(model: nn.Module) -> None:
     if type(model).forward is nn.Module.forward and "forward" not in vars(model):
         raise TypeError(f"the model, of type {type(model).__name__}, has no forward. {fix(model)}")
-    try:
+    if wrong := check.misfit(model.forward, None):
         signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # if it is not written in Python
-        return
-    try:
-        signature.bind(None)
-    except TypeError as error:
         named = {"labels", "input_ids"} & signature.parameters.keys()
         raise TypeError(
-            f"the model's forward{signature} cannot be called as forward(batch): {error}. "
+            f"the model's forward{signature} cannot be called as forward(batch): {wrong}. "
             f"{fix(model, dict.fromkeys(named) or None)}"
-        ) from None
+        )
 
 
 def _check_train(model: nn.Module) -> None:
