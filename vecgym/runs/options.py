@@ -491,11 +491,14 @@ class FitOptions(EngineOptions, Training, Simulated):
 
 
 MAX_VALUES = 64  # of a tensor: a larger one is described by its shape
-MAX_DEPTH = 8  # of what is nested, which may hold itself
+MAX_DEPTH = 8
 
 
-def described(value: Any, depth: int = 0) -> Any:
-    """Describe what a strategy holds as nested dicts, which `json.dumps` takes.
+def described(value: Any, around: tuple[int, ...] = ()) -> Any:
+    """Describe settings as nested dicts and lists of plain values, which `json.dumps` takes.
+
+    Args:
+        around: the ids of the objects that hold it: none of them is described again within itself.
 
     >>> from vecgym.strategy import DiLoCoStrategy
     >>> found = described(DiLoCoStrategy("sgd", H=20, lr=0.1, max_norm=1.0))
@@ -507,23 +510,23 @@ def described(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         x = torch.as_tensor(value)
         return x.tolist() if x.numel() <= MAX_VALUES else f"{x.dtype} {list(x.shape)}"
-    depth += 1
-    if depth > MAX_DEPTH:
+    if id(value) in around or len(around) == MAX_DEPTH:
         return f"{type(value).__name__} ..."
+    inside = partial(described, around=(*around, id(value)))
     if isinstance(value, dict):
-        return {str(key): described(x, depth) for key, x in value.items()}
+        return {str(key): inside(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return [described(x, depth) for x in value]
+        return [inside(x) for x in value]
     if isinstance(value, OptimSpec):
-        groups = {} if value.param_groups is None else {"param_groups": described(value.param_groups, depth)}
-        return {"class": value.cls.__name__, **{name: described(x, depth) for name, x in value.hyper.items()}, **groups}
+        groups = {} if value.param_groups is None else {"param_groups": inside(value.param_groups)}
+        return {"class": value.cls.__name__, **{name: inside(x) for name, x in value.hyper.items()}, **groups}
     if isinstance(value, (Strategy, Settings)) or type(value).__module__.startswith("vecgym."):
         own = public(value) if hasattr(value, "__dict__") else {}
         if isinstance(value, Strategy):  # as its arguments are named
             inner: Any = own.pop("inner")
             steps = {name: getattr(inner, name) for name in StepOptions.__annotations__}
             own = {"inner_optim": inner.spec, **steps, **own}
-        return {"class": type(value).__name__, **{name: described(x, depth) for name, x in own.items()}}
+        return {"class": type(value).__name__, **{name: inside(x) for name, x in own.items()}}
     return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:200]
 
 
