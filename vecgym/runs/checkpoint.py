@@ -346,7 +346,7 @@ def _form(x: Tensor, num_nodes: int) -> str:
 # ------------------------------------------------------------------------------------ what makes a run itself
 
 
-VERSION = 7  # of the description of a run; earlier versions describe it differently
+VERSION = 8  # of the description of a run; earlier versions describe it differently
 NOTHING = "nothing"
 MAX_LINES = 6  # differences in a message
 SAMPLES = 64  # steps at which learning rates are compared

@@ -45,45 +45,26 @@ __all__ = [
     "barrier", "broadcast", "ensure_optim_spec", "install", "run_script", "uninstall",
 ]  # fmt: skip
 
-_TRAINERS = "Trainer LocalTrainer"
-_COMMUNICATE = "all_reduce broadcast all_gather broadcast_object_list mps_compatible"
-_OPTIM = "OptimSpec ensure_optim_spec"
-_MODULE = "CommunicateOptimizeStrategy CommunicationModule"
-_LOGGERS = "Logger CSVLogger WandbLogger"
-_UTILS = "LogModule extract_config create_config get_device"
-_STRATEGIES = (
-    "Strategy SimpleReduceStrategy DiLoCoStrategy DiLoCoCommunicator SPARTAStrategy FedAvgStrategy "
-    "SPARTADiLoCoStrategy DeMoStrategy"
+# What scripts import, and from where: each module has all of it, since EXO Gym's versions and documents differ in that.
+_NAMES = (
+    "Trainer LocalTrainer TrainConfig TrainNode Logger CSVLogger WandbLogger LogModule extract_config create_config "
+    "get_device OptimSpec ensure_optim_spec CommunicateOptimizeStrategy CommunicationModule all_reduce broadcast "
+    "all_gather broadcast_object_list mps_compatible Strategy SimpleReduceStrategy DiLoCoStrategy DiLoCoCommunicator "
+    "SPARTAStrategy SparseCommunicator IndexSelector RandomIndexSelector ShuffledSequentialIndexSelector "
+    "PartitionedIndexSelector FedAvgStrategy AveragingCommunicator SPARTADiLoCoStrategy DeMoStrategy"
 )
-
-# Path -> the names in it.
-NAMES = {
-    "exogym": f"{_TRAINERS} TrainNode",
-    "exogym.trainer": f"{_TRAINERS} TrainConfig TrainNode",
-    "exogym.train_node": "TrainNode",
-    "exogym.common": "TrainConfig",
-    "exogym.aux": f"{_LOGGERS} {_UTILS}",
-    "exogym.aux.utils": _UTILS,
-    "exogym.aux.logger": _LOGGERS,
-    "exogym.strategy": f"{_OPTIM} {_MODULE} {_COMMUNICATE} {_STRATEGIES}",
-    "exogym.strategy.optim": _OPTIM,
-    "exogym.strategy.strategy": f"Strategy SimpleReduceStrategy {_OPTIM} LogModule all_reduce",
-    "exogym.strategy.communicate": _COMMUNICATE,
-    "exogym.strategy.communicate_optimize_strategy": _MODULE,
-    "exogym.strategy.diloco": "DiLoCoStrategy DiLoCoCommunicator",
-    "exogym.strategy.federated_averaging": "FedAvgStrategy AveragingCommunicator",
-    "exogym.strategy.sparta": (
-        "SPARTAStrategy SparseCommunicator IndexSelector RandomIndexSelector ShuffledSequentialIndexSelector "
-        "PartitionedIndexSelector"
-    ),
-    "exogym.strategy.sparta_diloco": "SPARTADiLoCoStrategy",
-    "exogym.strategy.demo": "DeMoStrategy",
-}
-_HOMES = (communicate, base, strategies, trainer)
-_MEMBERS = {name: value for home in _HOMES for name, value in vars(home).items()}
-CONTENTS = {path: {name: _MEMBERS[name] for name in names.split()} for path, names in NAMES.items()}
+_PATHS = (
+    "exogym exogym.trainer exogym.train_node exogym.common exogym.aux exogym.aux.utils exogym.aux.logger "
+    "exogym.strategy exogym.strategy.optim exogym.strategy.strategy exogym.strategy.communicate "
+    "exogym.strategy.communicate_optimize_strategy exogym.strategy.diloco exogym.strategy.federated_averaging "
+    "exogym.strategy.sparta exogym.strategy.sparta_diloco exogym.strategy.demo"
+)
+_MEMBERS = {name: value for home in (communicate, base, strategies, trainer) for name, value in vars(home).items()}
+CONTENTS = {path: {name: _MEMBERS[name] for name in _NAMES.split()} for path in _PATHS.split()}
 # A path from the documentation, with vecgym's own loggers.
-CONTENTS["exogym.logger"] = {name: getattr(logger, name) for name in (*_LOGGERS.split(), "TensorBoardLogger")}
+CONTENTS["exogym.logger"] = {
+    name: getattr(logger, name) for name in ("Logger", "CSVLogger", "WandbLogger", "TensorBoardLogger")
+}
 
 
 def install(device: str | None = None) -> None:
