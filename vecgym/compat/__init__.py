@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
-import math
 import sys
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from vecgym.core.errors import warn
 
@@ -22,10 +23,7 @@ def perplexity(loss: float) -> float:
     >>> perplexity(0.0), perplexity(1e4)
     (1.0, inf)
     """
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+    return float(torch.tensor(loss, dtype=torch.float64).exp())
 
 
 class StandIn(ModuleType):

@@ -79,36 +79,27 @@ class GlobalStates(NamedTuple):
         elif self.accelerators and torch.backends.mps.is_available():
             torch.mps.set_rng_state(self.accelerators[0])
 
-    def packed(self) -> dict[str, Any]:
-        """Return the states as tensors, numbers and strings, for a file.
+    def packed(self) -> list[Any]:
+        """Return the states as tensors, arrays, numbers and strings, for a file.
 
-        >>> sorted(GlobalStates.now().packed())
-        ['accelerators', 'cpu', 'numpy', 'python']
+        >>> len(GlobalStates.now().packed())
+        4
         """
-        name, keys, *rest = self.numpy
-        version, words, gauss = self.python
-        return {
-            "cpu": self.cpu, "accelerators": self.accelerators,
-            "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
-            "python": [version, torch.tensor(words), gauss],
-        }  # fmt: skip
+        return list(self)
 
     @classmethod
-    def unpacked(cls, packed: dict[str, Any]) -> GlobalStates:
+    def unpacked(cls, packed: list[Any]) -> GlobalStates:
         """Invert `packed`. An invalid state raises the error of the generator's `set_state`.
 
         >>> state = GlobalStates.seeded(0)
         >>> GlobalStates.unpacked(state.packed()).python == state.python
         True
         """
-        name, keys, *rest = packed["numpy"]
-        version, words, gauss = packed["python"]
-        numpy = (name, np.asarray(keys).astype(np.uint32), *rest)
-        python = (version, tuple(np.asarray(words).tolist()), gauss)
-        torch.Generator().set_state(packed["cpu"])
+        cpu, numpy, python, accelerators = packed
+        torch.Generator().set_state(cpu)
         np.random.RandomState().set_state(numpy)
         random.Random().setstate(python)
-        return cls(packed["cpu"], numpy, python, list(packed.get("accelerators", ())))
+        return cls(cpu, numpy, python, accelerators)
 
 
 @contextmanager

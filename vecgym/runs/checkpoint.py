@@ -273,7 +273,7 @@ class Checkpointer:
         optimizer, started = (x.home.get("optimizer", {}) for x in (state, template))
         started = {slot: x for slot, x in started.items() if slot != "numbers"}
         _check_alike({"optimizer": optimizer}, {"optimizer": started}, len(comm.node_ids), more=True)
-        states, rank = contents["random"], self.session.rank
+        states, rank = runfile.restored(contents["random"]), self.session.rank
         self._random = GlobalStates.unpacked(states[rank] if len(states) == self.session.num_processes else states[0])
         rows = runfile.unpacked_rows(contents["rows"])
         self.recorder.ledger.load(contents["ledger"])
