@@ -823,7 +823,7 @@ def test_without_values_the_same_is_sent(name: str) -> None:
 )  # fmt: skip
 def test_what_cannot_be_in_a_group_says_so(average: Average) -> None:
     assert Exchange(average).batched is None
-    assert Exchange(Mean()).batched == ("keep",)
+    assert (Exchange(Mean()).batched, Exchange(Mean()).delivery.batched) == ((), ("keep",))
 
 
 # -------------------------------------------------------------------------------------------------------------- stacks

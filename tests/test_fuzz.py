@@ -36,7 +36,8 @@ from vecgym.optim import spec
 from vecgym.simulation import Simulation
 from vecgym.simulation.events import Traffic
 from vecgym.simulation.simulation import Part
-from vecgym.strategy import Exchange, HeLoCo, Outer, Rounds
+from vecgym.strategy import HeLoCo, Outer, Rounds
+from vecgym.strategy.delivery import Participation
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of settings without effect: many are drawn
 
@@ -244,8 +245,8 @@ def wrong_bytes(patch: pytest.MonkeyPatch) -> None:
 
 def stale_sample(patch: pytest.MonkeyPatch) -> None:
     """Those who train are the sample of the round, those who are averaged the first one."""
-    right = Exchange.senders
-    patch.setattr(Exchange, "senders", lambda *given: lambda step, rows: right(*given)(0, rows))  # type: ignore[misc]
+    right = Participation.senders
+    patch.setattr(Participation, "senders", lambda *given: lambda step, rows: right(*given)(0, rows))  # type: ignore[misc]
 
 
 def yogi_as_adam(patch: pytest.MonkeyPatch) -> None:

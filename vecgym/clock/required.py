@@ -345,9 +345,9 @@ class Family:
 
     def _dry_run(self, H: int, rounds: int) -> tuple[Ledger, int]:
         strategy = self.make(H)
-        delays = [exchange.delay for exchange in getattr(strategy, "exchanges", ())]  # which a run must be longer than
-        latest_of_all = max((max(x) if isinstance(x, tuple) else x for x in delays), default=0)
-        first = H * max(rounds, latest_of_all // H + 1)
+        exchanges = getattr(strategy, "exchanges", ())
+        longest = max((exchange.delivery.longest for exchange in exchanges), default=0)  # a run must be longer
+        first = H * max(rounds, longest // H + 1)
         ledger = dry_run(self.model, strategy, self.num_nodes, 2 * first)
         if (lag := latest(ledger)) >= first:
             return self.ledger(H, lag + 1)

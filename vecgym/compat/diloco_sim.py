@@ -257,7 +257,7 @@ class BeforeStepsStrategy(native.Strategy):
         """Exchange what is equal on all nodes, to be written after the delay; without one they keep what they have."""
         params, sparse = part.params, self.exchanges[0]
         part.params = {name: p[:1] for name, p in params.items()}  # whose mean is exact
-        (sparse.agree if sparse.delay else sparse.meet)(part)
+        (sparse.agree if sparse.delivery.delay else sparse.meet)(part)
         part.params = params
 
 

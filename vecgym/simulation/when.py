@@ -26,6 +26,9 @@ from vecgym.core.tree import differentiated
 class When(ABC):
     """The steps after which something is due. Override `due`, and `count` if the number matters.
 
+    Attributes:
+        in_part: whether some of what is due may be done in part only; see `SyncWeight`.
+
     Example: more and more rarely.
 
     >>> class PowersOfTwo(When):
@@ -39,6 +42,8 @@ class When(ABC):
     ([0, 1, 3, 7, 15], 3)
     """
 
+    in_part: bool = False
+
     @abstractmethod
     def due(self, step: int) -> bool:
         """Whether it is due after this step, counted from 0."""
@@ -46,6 +51,14 @@ class When(ABC):
     def count(self, step: int) -> int:
         """Count how often it was due before this step: the number of the exchange after it, or of the next one."""
         return step
+
+    def weight(self, step: int) -> Tensor | None:
+        """Return how much of it is done after this step; None: all."""
+        return None
+
+    def made(self, number: int) -> Any:
+        """Return how much of it was done before, as a count: see `SyncWeight.made`. None: `number` times all."""
+        return None
 
     def part(self, index: int, num_parts: int) -> When:
         """Return when one of several fragments is due; unless there are rounds, in which they take turns, all are."""
@@ -261,7 +274,7 @@ class SyncWeight(When):
     def __init__(self, weights: Tensor | Sequence[float]) -> None:
         self.weights = _checked(weights)
         self.differentiated = differentiated(self.weights)
-        self.binary = not self.differentiated and bool(((self.weights == 0) | (self.weights == 1)).all())
+        self.in_part = self.differentiated or not bool(((self.weights == 0) | (self.weights == 1)).all())
 
     def check(self, max_steps: int, who: object = "the exchange") -> None:
         """Raise a ValueError unless there is a weight for each step.
@@ -279,6 +292,9 @@ class SyncWeight(When):
 
     def due(self, step: int) -> bool:
         return self.differentiated or bool(self.weights[step] != 0)
+
+    def weight(self, step: int) -> Tensor | None:
+        return self.weights[step] if self.in_part else None
 
     def made(self, number: int) -> Any:
         """Return the sum of the weights before a step, float64, with its derivative; None: it is the number itself.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vecgym.availability import Presence
 from vecgym.core import check, nodes
-from vecgym.core.objects import UNSAID, altered, declare, own_settings
+from vecgym.core.objects import UNSAID, altered, declare, own_settings, same
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec, ensure_optim_spec
 from vecgym.optim.schedule import Schedule
@@ -217,7 +217,7 @@ class Strategy(LocalTraining):
 
     def timetable(self, run: RunFacts) -> Timetable:
         """Return what happens when: all nodes train, then comes what is due."""
-        takes = [getattr(exchange, "takes", False) for exchange in self.exchanges if exchange.lets_rest]
+        takes = [exchange.takes for exchange in self.exchanges if exchange.who.sampled]
         resting = ("take" if all(takes) else "keep") if takes else None
         return Lockstep(run, *self.marks(run), trains=self.trains(run), train=self.training, resting=resting)
 
@@ -259,7 +259,7 @@ class Strategy(LocalTraining):
             return False
         presence: Any = run.presence
         absent = presence is not None and min(presence.counts) < run.num_nodes
-        late = any(exchange.delay for exchange in self.exchanges)  # not for a node that was absent when it was sent
+        late = any(x.delivery.delay for x in self.exchanges)  # not for a node that was absent when it was sent
         parted = absent and (late or presence.rejoin == "own")
         return not parted and any(exchange.always for exchange in self._of_gradients)
 
@@ -378,17 +378,16 @@ class Strategy(LocalTraining):
 
     def _check_resting(self) -> None:
         """Raise a ValueError where gradients would be exchanged, and some nodes have none; or no node would train."""
-        resting = [exchange for exchange in self.exchanges if exchange.lets_rest]
+        resting = [exchange for exchange in self.exchanges if exchange.who.sampled]
         if resting and self._of_gradients:
             raise ValueError(
                 f"{resting[0]!r} lets some nodes sit out, and {self._of_gradients[0]!r} exchanges the gradients of all "
                 "at every step: give participation=1, or exchange parameters."
             )
-        drawn = [exchange for exchange in resting if isinstance(exchange, Exchange)]
-        for exchange in drawn[1:]:
-            if (exchange.every, exchange.unit) != (drawn[0].every, drawn[0].unit):
+        for exchange in resting[1:]:
+            if not same([exchange.every, exchange.unit], [resting[0].every, resting[0].unit]):
                 raise ValueError(
-                    f"{drawn[0]!r} and {exchange!r} draw who trains in different rounds, and in some steps no "
+                    f"{resting[0]!r} and {exchange!r} draw who trains in different rounds, and in some steps no "
                     "node is in both draws: give both the same every, or one of them participation=1."
                 )
 

@@ -367,9 +367,9 @@ fragments=4))
             every=as_when(H, "H"), delay=delay, keep=alpha, fragments=number if fragments is None else fragments,
             pattern=pattern, offsets=offsets,
         )  # fmt: skip
-        if isinstance(exchange.delay, int) and not callable(H) and exchange.delay >= H:  # the exchange checks several
+        if isinstance(exchange.every, int) and (longest := exchange.delivery.longest) >= exchange.every:
             raise ValueError(
-                f"delay={exchange.delay} must be smaller than H={H}: a fragment arrives before it is sent again. Give "
+                f"delay={longest} must be smaller than H={H}: a fragment arrives before it is sent again. Give "
                 "a smaller delay, or a larger H."
             )
         super().__init__(inner_optim, [exchange], **inner)

@@ -17,7 +17,8 @@ from vecgym.simulation.timetable import RunFacts
 from vecgym.simulation.when import SyncWeight, as_when, rounds_or_weights
 from vecgym.strategy.averages import Mean, Outer, ServerMean, Weighting
 from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
-from vecgym.strategy.exchange import Exchange, check_participation
+from vecgym.strategy.delivery import Participation
+from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.servers import one_number
 
 
@@ -57,7 +58,7 @@ def AveragingCommunicator(  # the name that EXO Gym's users know
     (Exchange(Mean(), every=2), Exchange(ServerMean(), participation=0.5))
     """
     when = rounds_or_weights(H, sync_weight, usual=1)
-    participation = check_participation(participation)
+    participation = Participation(participation).fraction
     check_resting(resting)
     rounds_of_all = island_size is None and sync_weight is None
     if resting == "server" and participation < 1 and not rounds_of_all:

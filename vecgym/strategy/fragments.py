@@ -127,3 +127,17 @@ parameter's name that gives 0, 1, ...
     if not lists or not all(x and all(isinstance(entry, str) for entry in x) for x in value):
         raise TypeError(f"{name}={value!r} must be {ALLOWED}")
     return value
+
+
+def check_offsets(offsets: Any, fragments: Any) -> list[int] | None:
+    """Return the steps before the first exchange of each fragment, if there are as many as fragments.
+
+    >>> check_offsets([1, 2], fragments=2), check_offsets(None, fragments=2)
+    ([1, 2], None)
+    """
+    if offsets is None:
+        return None
+    number = len(fragments) if isinstance(fragments, (list, tuple)) else fragments if check.is_integer(fragments) else 0
+    if not isinstance(offsets, (list, tuple)) or not offsets or (number and len(offsets) != number):
+        raise ValueError(f"offsets={offsets!r}: give a list of one number for each of the {number or ''} fragments.")
+    return [check.integer("offsets", offset, what="steps before a fragment is sent first") for offset in offsets]

@@ -1,11 +1,29 @@
-"""What an inner optimizer keeps in the shape of the parameters."""
+"""What an exchange is of; and what an inner optimizer keeps in the shape of the parameters, by slot."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from vecgym.core import check
 from vecgym.core.tree import Tree
+
+
+def check_of(of: Any) -> str | tuple[str, ...]:
+    """Return what an exchange is of: "parameters", "gradients" or "moments", or slots of the inner optimizer.
+
+    >>> check_of("parameters"), check_of("exp_avg")
+    ('parameters', ('exp_avg',))
+    """
+    if isinstance(of, str) and of in ("parameters", "gradients", "moments"):
+        return of
+    names = (of,) if isinstance(of, str) else of
+    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f'of={of!r} must be "parameters", "gradients", "moments", a slot of the inner optimizer such as "exp_avg", '
+            "or a list of slots."
+        )
+    return tuple(names)
 
 
 def moments_in(optimizer: Mapping[str, Any], params: Tree) -> dict[str, Tree]:
@@ -27,6 +45,26 @@ def moments_in(optimizer: Mapping[str, Any], params: Tree) -> dict[str, Tree]:
         if isinstance(values, dict)
     }
     return {slot: values for slot, values in slots.items() if values}
+
+
+def moments_of(of: Any, optimizer: Mapping[str, Any], params: Tree, who: object) -> dict[str, Tree]:
+    """Return the moments by slot, if there are any, and those of all slots that `of` names.
+
+    >>> moments_of(("exp_avg",), {}, {}, "Exchange(Mean(), of='exp_avg')")
+    Traceback (most recent call last):
+    ...
+    ValueError: "Exchange(Mean(), of='exp_avg')" averages what the inner optimizer keeps, and it keeps nothing: give \
+one with moments, such as AdamW or SGD with momentum, or leave this exchange out.
+    """
+    moments = moments_in(optimizer, params)
+    if not moments:
+        raise ValueError(
+            f"{who!r} averages what the inner optimizer keeps, and it keeps nothing: give one with moments, such "
+            "as AdamW or SGD with momentum, or leave this exchange out."
+        )
+    for slot in of if isinstance(of, tuple) else ():
+        check.choice("of", slot, list(moments))
+    return moments
 
 
 def with_moment(optimizer: Mapping[str, Any], slot: str, new: Tree) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from vecgym.simulation.when import Rounds, as_when, check_interval
 from vecgym.strategy.averages import Mean, Outer, decode_all, gathered_codes, outer_spec
 from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.coded import Compressed, constant, straight_through
-from vecgym.strategy.exchange import Exchange, checked_delay
+from vecgym.strategy.delivery import checked_delay
+from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.stages import Average, Memory, Stage, Stages
 
 A_SELECTOR = "a Selector, such as PartitionedSelector(0.01)"
