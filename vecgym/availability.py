@@ -101,7 +101,7 @@ class Facts(NamedTuple):
 
 
 class Availability(ABC):
-    """Which nodes are present in which steps. Override `present`, or pass a function of the step to `fit`.
+    """The rule for the presence of nodes. Override `present`, or pass a function of the step to `fit`.
 
     Attributes:
         rejoin: the parameters with which a node returns: "own", "shared" or "neighbour".
@@ -528,11 +528,11 @@ def _checked_table(table: Any) -> Tensor:
 
 
 class Presence:
-    """Which nodes are present, and which train, in each step of a run, evaluated before it begins.
+    """The nodes that are present, and those that train, in each step of a run, evaluated before it begins.
 
     Attributes:
         availability: the rule.
-        rejoin, server, sampled: as of the rule.
+        rejoin, server, sampled: attributes of the rule.
         counts: the numbers of present nodes that occur in the run.
         waits: whether some nodes are present in a step without training.
 

@@ -131,7 +131,7 @@ class Configuration:
         return batches
 
     def dataset(self, name: str) -> Any:
-        """Return "train_dataset" or "val_dataset"."""
+        """Return one of its datasets, "train_dataset" or "val_dataset"."""
         return self.datasets[name] if name in self.datasets else vars(self.data.options)[name]
 
     @property
