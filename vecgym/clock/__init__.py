@@ -1,4 +1,4 @@
-"""How long a run takes on your network: train once, price everywhere.
+"""The time of a run on your network: train once, price everywhere.
 
 A run's ledger records what was sent. How long the run takes is a pure function of the ledger, the network and the
 compute times:

@@ -37,7 +37,7 @@ from vecgym.strategy.asynchronous import EventDriven
 
 @dataclass(frozen=True)
 class TimesOf:
-    """How long steps and messages take on given nodes and links; see `vecgym.simulation.events.Times`.
+    """The times of steps and messages on given nodes and links; see `vecgym.simulation.events.Times`.
 
     >>> times = TimesOf(2, Compute([1.0, 2.0]), None, sizes={"w": 8}, seed=0)
     >>> times.nominal, times.seconds(1, 0), times.wires(), times.num_messages([8])
@@ -53,7 +53,7 @@ class TimesOf:
 
     @cached_property
     def absences(self) -> Absences | None:
-        """When nodes are not there: row t of an availability's table is of the t-th step, the mean over the nodes."""
+        """The absences of nodes: row t of an availability's table is of the t-th step, averaged over the nodes."""
         if self.availability is None:
             return None
         return absences_of(self.availability, self.nominal, self.compute, self.seed)
@@ -175,7 +175,7 @@ def wires_of(network: Network, num_nodes: int, sizes: Sequence[float]) -> Wires:
 
 @dataclass(frozen=True, repr=False)
 class AsyncTimeline(TimelineBase):
-    """What every node did when in an asynchronous run.
+    """The timeline of every node in an asynchronous run.
 
     The order of events depends on the network and the compute times, so the run cannot be priced on another network:
     train again.

@@ -75,7 +75,7 @@ def required_bandwidth(
 
 @dataclass(frozen=True)
 class Question:
-    """Which bandwidth a run needs; see `required_bandwidth`.
+    """The search for the bandwidth that a run needs; see `required_bandwidth`.
 
     >>> step = [Transfer("mean", payload_bytes=10**9, num_nodes=2, tensors=("a", "b"))]
     >>> sizes = {"a": 5e8, "b": 5e8}

@@ -29,11 +29,11 @@ SECONDS_PER_DAY = 86_400
 
 
 class Prices(NamedTuple):
-    """What strategies take on a network; see `price_strategies`.
+    """The costs of strategies on a network; see `price_strategies`.
 
     Attributes:
         rows: a dict for each way to send messages, strategy and H.
-        title: what was asked.
+        title: the question, in words.
         utilization: the fraction of the time for which bandwidth and H are required.
 
     >>> prices = price_strategies("1M", 2, Network("1 Gbit/s"), Compute(0.1), H=[10], strategies=["allreduce"])

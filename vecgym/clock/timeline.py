@@ -56,7 +56,7 @@ class Clock:
 
     @property
     def ends(self) -> Tensor:
-        """When each node had ended the last step and received what the next one needs, `[K]`."""
+        """The time at which each node was ready for the next step: computed, with its messages received, `[K]`."""
         ends = self.begin
         for need in self.due.get(self.step, ()):
             ends = torch.maximum(ends, need.arrival)
@@ -170,7 +170,7 @@ class Clock:
 
 @dataclass(frozen=True, repr=False)
 class Timeline(TimelineBase):
-    """When the steps of a run ended on a network.
+    """The times at which the steps of a run ended on a network.
 
     Attributes:
         seconds: until every node had ended the last step and received its messages. A differentiable tensor if the

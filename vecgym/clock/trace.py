@@ -1,4 +1,4 @@
-"""What every node did when, as bars: traces for Perfetto and chrome://tracing, and figures.
+"""The timeline of every node as bars: traces for Perfetto and chrome://tracing, and figures.
 
 matplotlib is slow to import, so only the functions that draw import it.
 """
@@ -56,7 +56,7 @@ class Delivery(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """What the nodes did in one step, `[K]` seconds each.
+    """The activities of the nodes in one step, `[K]` seconds each.
 
     Attributes:
         step: counted from 0.
@@ -78,7 +78,7 @@ class StepRecord(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What a forward pass waits for: the last of the messages that it needs.
+    """The message for which a forward pass waits, the last that it needs.
 
     Attributes:
         arrival: when the message arrives, `[K]`.
@@ -94,7 +94,7 @@ class Need(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """What a node did from one time to another.
+    """An activity of a node, from one time to another.
 
     Attributes:
         node: its id.
@@ -116,7 +116,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class PerNode:
-    """How each node spent its time, in seconds, `[K]`.
+    """The time that each node spent on each activity, in seconds, `[K]`.
 
     >>> from vecgym.clock import Compute, Network, price
     >>> from vecgym.collectives.ledger import Transfer
@@ -315,7 +315,7 @@ def _draw(axes: Axes, bar: Bar, colour: str, least: float) -> None:
 
 @dataclass(frozen=True, repr=False)
 class TimelineBase:
-    """What every node did when, in a synchronous or an asynchronous run.
+    """The timeline of every node, in a synchronous or an asynchronous run.
 
     Attributes:
         seconds: how long the run took.

@@ -323,7 +323,7 @@ class Optimizer:
 
     @property
     def options(self) -> list[str]:
-        """What is not at its default, as `name=value`.
+        """The options that are not at their defaults, as `name=value`.
 
         >>> Optimizer(OptimSpec("sgd"), warmup_steps=5).options
         ['warmup_steps=5']

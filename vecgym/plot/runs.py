@@ -133,7 +133,7 @@ def _if_given(checked: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
 
 @dataclass(frozen=True)
 class RunsFigure(Options):
-    """What `plot_runs` draws.
+    """The figure of `plot_runs`.
 
     Args:
         histories: {name: history}, in the order of the legend.

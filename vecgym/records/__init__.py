@@ -1,1 +1,1 @@
-"""What a run leaves behind: its history, logs and files."""
+"""The records of a run: its history, logs and files."""

@@ -106,14 +106,14 @@ def _mean(group: Sequence[Mapping[str, Any]], over: str) -> Row:
 
 
 class MeanDifference(NamedTuple):
-    """How far one thing is from another, over the seeds.
+    """The mean difference of two values over the seeds.
 
     Attributes:
         difference: its mean; nan without a seed.
         standard_error: of that mean; nan, as is the interval, with fewer than two seeds.
         low, high: the ends of the 95 % interval, by Student's t.
-        seeds: how many it is over.
-        left_out: seeds that both were given, and one has no number for.
+        seeds: the number of seeds.
+        left_out: the number of common seeds for which one of the two has no number.
     """
 
     difference: float

@@ -358,7 +358,7 @@ MAX_DEPTH = 16
 
 
 class Identity:
-    """What identifies a run: only a run with the same identity may resume from its checkpoints.
+    """The identity of a run: only a run with the same identity may resume from its checkpoints.
 
     Args:
         options: of the run, described as they are before its first step.

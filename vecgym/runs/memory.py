@@ -474,7 +474,7 @@ def passing(engine: Engine, batch: Any, most: int, mean: bool) -> Passing:
 
 @dataclass(frozen=True)
 class Stepping:
-    """What a strategy keeps, and what it needs temporarily.
+    """The memory that a strategy keeps, and the memory that it needs temporarily.
 
     Attributes:
         state: after the steps, of tensors without values.

@@ -60,7 +60,7 @@ USER_ERRORS = {error.__name__: error for error in (ValueError, TypeError, FileNo
 
 
 class _Shared(NamedTuple):
-    """What all processes of a run receive.
+    """The data that all processes of a run receive.
 
     Attributes:
         beats: of each process, in memory that all share; see `Link.beat`.

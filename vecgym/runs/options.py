@@ -244,7 +244,7 @@ class Modelled(Options):
 
 @dataclass(frozen=True)
 class Simulated(Options):
-    """What is simulated.
+    """The strategy and the nodes.
 
     Args:
         strategy: what the nodes do and exchange, e.g. `DiLoCoStrategy(H=100)`.
@@ -262,7 +262,7 @@ class Simulated(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Options):
-    """How long a run trains, on which batches, and how it is evaluated.
+    """The length of a run, its batches, and its evaluation.
 
     Args:
         num_epochs: passes over the data, unless `max_steps` is given.
@@ -295,7 +295,7 @@ class Training(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(Options):
-    """How the nodes are computed.
+    """The computation of the nodes.
 
     Args:
         engine: "auto", "vmap" or "loop"; see `vecgym.engine`. The choice is in `history.settings`.
@@ -616,7 +616,7 @@ def _form(batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class DifferentiableRun(Modelled):
-    """What is trained, on which batches, and how it is evaluated.
+    """The model of a differentiable run, its batches, and its evaluation.
 
     Args:
         model: as for `Trainer`; its own parameters are the initial ones, and it is never changed.

@@ -43,7 +43,7 @@ ENOUGH_STEPS = 3  # before equal losses say something: a model of zeros has one 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and on what; see `vecgym.Trainer`."""
+    """The model and the datasets of a run; see `vecgym.Trainer`."""
 
     model: Any
     train_dataset: Any

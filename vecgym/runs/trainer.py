@@ -93,7 +93,7 @@ class Trainer(Generic[M]):
 
     @property
     def history(self) -> History:
-        """What the last `fit` recorded."""
+        """The history of the last `fit`."""
         return History() if self.run is None else self.run.history
 
     @property
