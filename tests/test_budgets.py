@@ -30,6 +30,7 @@ MAX_FUNCTION = 40  # lines, without its docstring
 MAX_PARAMETERS = 8
 MAX_CODE_LINES = 25_284  # of the whole package
 MAX_MODULES = 135  # that hold code
+MAX_CLAUSES = 46  # docstrings that begin with a clause, such as "What is sent." for "The message."
 # Modules in a package, and floors: modules in the longest chain of imports inside it. What is above that is named.
 MAX_MODULES_IN_A_PACKAGE = 12
 MAX_FLOORS_IN_A_PACKAGE = 6
@@ -190,6 +191,20 @@ def test_the_walk_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f" {len(walk.files)} files" in FILES["guide/contributing.py"]
 
 
+def clauses(source: str) -> Iterator[str]:
+    """The first lines of docstrings that begin with a clause, in place of a noun or a verb."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            first, *_ = (ast.get_docstring(node) or "").splitlines() or [""]
+            if first.split(" ")[0] in ("What", "Which", "Who", "How", "When", "Where", "Whose", "That", "Those"):
+                yield first
+
+
+def test_docstrings_name_their_subject() -> None:
+    found = [f"{file}: {first}" for file, source in FILES.items() for first in clauses(source)]
+    assert len(found) <= MAX_CLAUSES, found
+
+
 def test_functions() -> None:
     found = {f"{file}:{name}": f for file, source in FILES.items() for name, f in functions(source)}
     assert {name for name, f in found.items() if length(f) > MAX_FUNCTION} == set(LONG_FUNCTIONS)
@@ -217,6 +232,7 @@ def f(a, *, b):
     [(name, function)] = functions(source)
     assert (name, length(function), num_parameters(function), code_lines(source)) == ("f", 6, 2, 5)
     assert [name for name, _ in functions("class A:\n  def f(self):\n    def g(): pass")] == ["A.f", "A.f.g"]
+    assert list(clauses('"""What is sent."""\ndef f():\n  """The message."""')) == ["What is sent."]
 
 
 def test_what_is_called_slow_is_there(request: pytest.FixtureRequest) -> None:
