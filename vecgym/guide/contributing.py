@@ -10,8 +10,8 @@ Read the three files first that README.md names under "Architecture".
   may overwrite the state that it is given, unless it runs with `pure=True`: then it is a pure function, and gradients with
   respect to learning rates, momenta or anything else flow through whole runs.
 - **What was sent is a value, too.** A step returns its `Transfer`s, and the ledger of a run is made of them.
-- **Only `vecgym/engine/` calls `vmap`.** Strategies are tensor operations on `[K, *]` trees and a `comm` object. That
-  is what lets one source run stacked, distributed, swept and differentiated.
+- **Only `vecgym/engine/` calls `vmap`.** Strategies are tensor operations on `[K, *]` trees, and collectives in
+  `part.comm`. That is what lets one source run stacked, distributed, swept and differentiated.
 
 ## Floors
 
