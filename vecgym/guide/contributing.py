@@ -69,7 +69,7 @@ no counts:
 | module | holds |
 |---|---|
 | `base`, `simulated` | `Strategy`, and the arguments that all strategies share; `simulation_of(model, strategy, comm)`, where a strategy, nodes and absences come together |
-| `exchange` | `Exchange`: its marks, what is late, lost or kept, of which part of the model |
+| `exchange`, `delivery` | `Exchange`: its marks, and of which part of the model; who takes part, what is late, lost or kept, the message under way |
 | `stages` | `Average` and `Stage`, the bases; `Memory`, which they remember things in; `Stages`, the walk along them |
 | `averages`, `corrections` | `Mean`, `ServerMean`, `Robust`; stages: `Outer`, with its corrections, `Eager`, `Corrupted`, `Private` |
 | `coded` | `Compressed` and `EF21`, averages of codes |

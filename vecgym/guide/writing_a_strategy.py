@@ -165,7 +165,6 @@ from node to node. With a `delay`, stages after the first `receive` are not late
 | A user's mistake is a `ValueError` or `TypeError` at construction, or in `check`: what was given, what is allowed, the fix | not after an hour | `REFUSED`, `tests/test_bad_input.py` |
 
 What a stack requires: for C configurations in one call own tensors are `[C, K, *]`, shared ones `[C, 1, *]`, and a `batched`
-setting is `[C]`. Multiply by it through `part.scaled` or `part.each`. Reduce and index over named dimensions only, as in
-`part.coordinates(x)`, or in `part.flat(values)` and back with `part.apart(values)`.
-Seeds share a stack only where nothing is drawn.
+setting is `[C]`. Multiply by it through `part.scaled` or `part.each`. Reduce and index over named dimensions only:
+`part.coordinates(x)`, or `part.flat(values)` and back with `part.apart(values)`. Seeds share a stack only where nothing is drawn.
 """
