@@ -133,6 +133,16 @@ def test_a_tensor_that_two_places_came_to_share_is_not_torn_apart() -> None:
         restore(other, state_of(module, {}), {})
 
 
+def test_the_buffers_of_a_module() -> None:
+    one, two = Holder(), Holder()
+    one.made, two.made = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    one.made.running_mean.fill_(3.0)
+    mean = two.made.running_mean
+    restore(two, state_of(one, {}), {})
+    assert two.made.running_mean is mean
+    assert torch.equal(mean, torch.full((2,), 3.0))
+
+
 def test_what_two_places_no_longer_share_is_two_tensors() -> None:
     one, two = Holder(), Holder()
     shared = torch.zeros(2)
