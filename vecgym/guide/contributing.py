@@ -48,6 +48,7 @@ the state, its method changes them, and they are put back:
 | `events` | when nodes meet a server that does not wait: `Rules`, messages on links, one agenda for all of it |
 | `state` | `State`: what is each node's `own` and what is `shared`; `Rows`, and how they are put back |
 | `simulation` | `run`, the loop; `Simulation`, which takes, calls, puts, and asks for gradients; `Part`, all that a handler sees |
+| `returning` | the parameters with which returning nodes begin, and who sends them |
 | `stack` | several groups of configurations as one simulation: a sweep is rows |
 
 Absent nodes are rows that an event does not have; a node that rests is one that `train` does not have; what is late is
