@@ -52,8 +52,14 @@ from vecgym.strategy import (
 )
 from vecgym.strategy.allreduce import GPAStrategy
 from vecgym.strategy.demo import DeMoStrategy
-from vecgym.strategy.diloco import DESLOCStrategy, LocalAdamStrategy, MuLoCoStrategy, NoLoCoStrategy, PALSGDStrategy
 from vecgym.strategy.gossip import GossipStrategy
+from vecgym.strategy.local_steps import (
+    DESLOCStrategy,
+    LocalAdamStrategy,
+    MuLoCoStrategy,
+    NoLoCoStrategy,
+    PALSGDStrategy,
+)
 from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy.sparta import PartitionedSelector, SPARTADiLoCoStrategy, SPARTAStrategy
 from vecgym.strategy.stages import Average, Memory

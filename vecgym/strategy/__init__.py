@@ -44,21 +44,19 @@ from vecgym.strategy.base import CommunicateOptimizeStrategy, Strategy, every
 from vecgym.strategy.coded import EF21, Compressed
 from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.demo import DeMoStrategy, StrongestCosines
-from vecgym.strategy.diloco import (
+from vecgym.strategy.diloco import DiLoCoStrategy, EagerDiLoCoStrategy, StreamingDiLoCoStrategy
+from vecgym.strategy.exchange import Exchange
+from vecgym.strategy.federated_averaging import AveragingCommunicator, FedAvgStrategy, ServerOptimizer
+from vecgym.strategy.gossip import GossipStrategy, Mix
+from vecgym.strategy.halos import HALoSStrategy
+from vecgym.strategy.local_steps import (
     DESLOCStrategy,
-    DiLoCoStrategy,
-    EagerDiLoCoStrategy,
     LocalAdamStrategy,
     MuLoCoStrategy,
     NoLoCoStrategy,
     PALSGDStrategy,
     SparseLoCoStrategy,
-    StreamingDiLoCoStrategy,
 )
-from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.federated_averaging import AveragingCommunicator, FedAvgStrategy, ServerOptimizer
-from vecgym.strategy.gossip import GossipStrategy, Mix
-from vecgym.strategy.halos import HALoSStrategy
 from vecgym.strategy.per_rank import RankStrategy, all_gather, all_reduce, broadcast
 from vecgym.strategy.servers import DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer, Server
 from vecgym.strategy.sparta import (

@@ -21,6 +21,7 @@ from vecgym.simulation.returning import sent
 from vecgym.simulation.simulation import LocalTraining, Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts, Timetable, Who
+from vecgym.strategy.averages import Mean
 from vecgym.strategy.exchange import Exchange
 
 if sys.version_info >= (3, 11):  # of every constructor's `**inner`
@@ -193,8 +194,7 @@ class Strategy(LocalTraining):
     @property
     def mean_gradient(self) -> bool:
         """Whether the mean of the nodes' gradients is all that is used of them."""
-        of_gradients = self._of_gradients
-        return len(of_gradients) == 1 and of_gradients[0].plain
+        return [(exchange.how, exchange.always) for exchange in self._of_gradients] == [(Mean(), True)]
 
     @property
     def _of_gradients(self) -> list[Any]:

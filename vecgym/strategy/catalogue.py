@@ -15,19 +15,17 @@ from vecgym.optim import OptimSpec
 from vecgym.strategy.allreduce import AllReduceStrategy, GPAStrategy
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.demo import DeMoStrategy
-from vecgym.strategy.diloco import (
+from vecgym.strategy.diloco import DiLoCoStrategy, EagerDiLoCoStrategy, StreamingDiLoCoStrategy
+from vecgym.strategy.federated_averaging import FedAvgStrategy
+from vecgym.strategy.gossip import GossipStrategy
+from vecgym.strategy.local_steps import (
     DESLOCStrategy,
-    DiLoCoStrategy,
-    EagerDiLoCoStrategy,
     LocalAdamStrategy,
     MuLoCoStrategy,
     NoLoCoStrategy,
     PALSGDStrategy,
     SparseLoCoStrategy,
-    StreamingDiLoCoStrategy,
 )
-from vecgym.strategy.federated_averaging import FedAvgStrategy
-from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 
 

@@ -22,7 +22,6 @@ from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import Rows
 from vecgym.simulation.timetable import Mark, RunFacts, Who
 from vecgym.simulation.when import When
-from vecgym.strategy.stages import Average, Memory, Stages, is_served
 
 
 class Participation(Settings):
@@ -56,13 +55,13 @@ class Participation(Settings):
         """Whether nodes are drawn for each round."""
         return self.fraction < 1
 
-    def takes(self, how: Average) -> bool:
-        """Whether the nodes that are not drawn take the result of an average."""
-        return self.sampled and self.resting != "keep" and is_served(how) and Stages(how).common
+    def check(self, how: object, takes: bool) -> None:
+        """Raise a ValueError if nodes cannot take part in this way in an average.
 
-    def check(self, how: Average) -> None:
-        """Raise a ValueError if nodes cannot take part in this way in an average."""
-        takes = self.takes(how)
+        Args:
+            how: the average, for messages.
+            takes: whether the nodes that are not drawn take its result.
+        """
         if self.sampled and self.resting == "take" and not takes:
             raise ValueError(
                 f'resting="take" needs a server that sends the same to all, those who sit out too, and {how!r} has '
@@ -211,9 +210,10 @@ class Message:
 
     Args:
         rows: where it is kept: once if it is the same for all nodes, else each node's own.
-        memory: of the exchange. The notes that its stages make when they send are kept beside the message.
+        memory: the `Memory` of the exchange. The notes that its stages make on sending are kept beside the message.
         step: of the exchange.
 
+    >>> from vecgym.strategy import Memory
     >>> memory = Memory(notes={"index": 3})
     >>> Message(memory.shared, memory, step=9).send({"w": 1.0})
     >>> memory.shared
@@ -223,7 +223,7 @@ class Message:
     (True, {'w': 1.0}, None, {})
     """
 
-    def __init__(self, rows: Any, memory: Memory, step: int) -> None:
+    def __init__(self, rows: Any, memory: Any, step: int) -> None:
         self.rows, self.memory = rows, memory
         self.name, self.notes = f"message {step}", f"notes {step}"
 

@@ -28,15 +28,14 @@ from torch import Tensor
 from vecgym.core import check, nodes, tree
 from vecgym.core.objects import Settings, altered, shown
 from vecgym.core.tree import Tree
+from vecgym.optim.moments import moments_of, with_moment
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import Labelled, check_values
 from vecgym.simulation.timetable import Due, Mark, RunFacts, Who
 from vecgym.simulation.when import Rounds, RoundsOf, SyncWeight, When, as_when
-from vecgym.strategy.averages import Mean
 from vecgym.strategy.delivery import Delivery, Message, Participation, blend, trees_of
 from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, check_offsets, cut
-from vecgym.strategy.moments import check_of, moments_of, with_moment
-from vecgym.strategy.stages import Average, ExchangeFacts, Memory, Stages, check_average, within
+from vecgym.strategy.stages import Average, ExchangeFacts, Memory, Stages, check_average, is_served, within
 
 State = dict[str, Any]
 
@@ -130,7 +129,7 @@ class Exchange(Settings):
         self.how = check_average("how", how)
         self._when: Any = as_when(every, "every")
         self.every, self.unit = self._when.plain, check.integer("unit", unit, what="the steps that count as one")
-        self.of = check_of(of)
+        self.of = _checked_of(of)
         self.delivery = Delivery(delay, late, keep)
         self.fragments = check_fragments("fragments", fragments)
         self.offsets = check_offsets(offsets, fragments)
@@ -190,7 +189,7 @@ class Exchange(Settings):
             )
         if delivery.late == "change" and self.takes:
             raise ValueError(f'{self!r}: a change is each node\'s own: give resting="keep", or late="value".')
-        self.who.check(self.how)
+        self.who.check(self.how, self.takes)
         self.stages.check_common()
 
     def check(self, run: RunFacts) -> None:
@@ -273,11 +272,6 @@ class Exchange(Settings):
         return self.stages.same and self.delivery.same and not self.who.lost
 
     @property
-    def plain(self) -> bool:
-        """Whether it is the mean of all nodes at every step, and nothing else."""
-        return self.how == Mean() and not self.who.sampled and self.always
-
-    @property
     def always(self) -> bool:
         """Whether the nodes exchange after every step."""
         return isinstance(self._when, Rounds) and self._when.H == 1 and self.unit == 1
@@ -295,7 +289,7 @@ class Exchange(Settings):
     @property
     def takes(self) -> bool:
         """Whether those who sit out take what the others agree on."""
-        return self.who.takes(self.how)
+        return self.who.sampled and self.who.resting != "keep" and is_served(self.how) and Stages(self.how).common
 
     def facts(self, run: RunFacts) -> ExchangeFacts:
         """Return what is known about the exchanges of a run before the first step.
@@ -561,3 +555,15 @@ def _with_lag(who: Who | None, lags: Sequence[int], lag: int) -> Who:
         return [row for row in (rows if taking is None else taking) if lags[row] == lag]
 
     return chosen
+
+
+def _checked_of(of: Any) -> str | tuple[str, ...]:
+    if isinstance(of, str) and of in ("parameters", "gradients", "moments"):
+        return of
+    names = (of,) if isinstance(of, str) else of
+    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f'of={of!r} must be "parameters", "gradients", "moments", a slot of the inner optimizer such as "exp_avg", '
+            "or a list of slots."
+        )
+    return tuple(names)

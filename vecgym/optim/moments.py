@@ -1,4 +1,4 @@
-"""What an exchange is of; and what an inner optimizer keeps in the shape of the parameters, by slot."""
+"""The moments of an optimizer: all that it keeps in the shape of the parameters, by slot."""
 
 from __future__ import annotations
 
@@ -9,25 +9,8 @@ from vecgym.core import check
 from vecgym.core.tree import Tree
 
 
-def check_of(of: Any) -> str | tuple[str, ...]:
-    """Return what an exchange is of: "parameters", "gradients" or "moments", or slots of the inner optimizer.
-
-    >>> check_of("parameters"), check_of("exp_avg")
-    ('parameters', ('exp_avg',))
-    """
-    if isinstance(of, str) and of in ("parameters", "gradients", "moments"):
-        return of
-    names = (of,) if isinstance(of, str) else of
-    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f'of={of!r} must be "parameters", "gradients", "moments", a slot of the inner optimizer such as "exp_avg", '
-            "or a list of slots."
-        )
-    return tuple(names)
-
-
 def moments_in(optimizer: Mapping[str, Any], params: Tree) -> dict[str, Tree]:
-    """Return what an inner optimizer keeps in the shape of the parameters, by slot.
+    """Return all that an optimizer keeps in the shape of the parameters, by slot.
 
     >>> import torch
     >>> from vecgym.optim import OptimSpec
@@ -47,8 +30,17 @@ def moments_in(optimizer: Mapping[str, Any], params: Tree) -> dict[str, Tree]:
     return {slot: values for slot, values in slots.items() if values}
 
 
-def moments_of(of: Any, optimizer: Mapping[str, Any], params: Tree, who: object) -> dict[str, Tree]:
-    """Return the moments by slot, if there are any, and those of all slots that `of` names.
+def moments_of(slots: Any, optimizer: Mapping[str, Any], params: Tree, who: object) -> dict[str, Tree]:
+    """Return the moments by slot, if there are any, and some in each of the given slots.
+
+    Args:
+        slots: a tuple of names, or anything else for all.
+        optimizer: its state.
+        params: in whose shape they are.
+        who: what asks for them, for messages.
+
+    Raises:
+        ValueError: if it keeps none, or not those.
 
     >>> moments_of(("exp_avg",), {}, {}, "Exchange(Mean(), of='exp_avg')")
     Traceback (most recent call last):
@@ -62,13 +54,13 @@ one with moments, such as AdamW or SGD with momentum, or leave this exchange out
             f"{who!r} averages what the inner optimizer keeps, and it keeps nothing: give one with moments, such "
             "as AdamW or SGD with momentum, or leave this exchange out."
         )
-    for slot in of if isinstance(of, tuple) else ():
+    for slot in slots if isinstance(slots, tuple) else ():
         check.choice("of", slot, list(moments))
     return moments
 
 
 def with_moment(optimizer: Mapping[str, Any], slot: str, new: Tree) -> dict[str, Any]:
-    """Return an inner optimizer's state with new values in a slot.
+    """Return an optimizer's state with new values in a slot.
 
     >>> import torch
     >>> with_moment({"exp_avg": {"w": torch.zeros(1)}}, "exp_avg", {"w": torch.ones(1)})
