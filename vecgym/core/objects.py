@@ -138,7 +138,7 @@ UNSAID: Any = object()
 CONSTRUCTED = {"__init__", "__init_subclass__", "__repr__", "check"}  # methods that see one configuration only
 
 
-def declare(cls: type, batched: Any, random: Any) -> None:
+def declare(cls: type, batched: Any, random: Any = UNSAID) -> None:
     """Let a class say how a sweep trains its configurations: `class C(Base, batched=..., random=...)`.
 
     A class that defines methods and says nothing is not batched, and is taken to draw random numbers.
@@ -153,27 +153,40 @@ def declare(cls: type, batched: Any, random: Any) -> None:
     ...
     TypeError: class Scaled: batched=('factors',) names 'factors', which is no argument of its constructor: factor.
     """
-    methods = {name for name, x in vars(cls).items() if inspect.isfunction(x)} - CONSTRUCTED
-    if old := {"numbers", "own_numbers", "draws", "own_draws"} & vars(cls).keys():
+    body = vars(cls)
+    if old := {"numbers", "own_numbers", "draws", "own_draws"} & body.keys():
         raise TypeError(
             f"class {cls.__name__}: {', '.join(sorted(old))} of 0.3 are arguments of the class now: "
             f'class {cls.__name__}(..., batched=("lr",), random=False).'
         )
+    methods = {name for name, x in body.items() if inspect.isfunction(x)} - CONSTRUCTED
+    if batched is UNSAID:
+        batched = body.get("batched", None if methods else UNSAID)
+    if random is UNSAID:
+        random = body.get("random", True if methods else UNSAID)
     if batched is not UNSAID:
-        arguments = list(inspect.signature(cls).parameters)
-        for name in batched or ():
-            if name not in arguments:
-                raise TypeError(
-                    f"class {cls.__name__}: batched={batched!r} names {name!r}, which is no argument of its "
-                    f"constructor: {', '.join(arguments)}."
-                )
-        cls.batched = batched if batched is None else tuple(batched)  # type: ignore[attr-defined]
-    elif methods and "batched" not in vars(cls):
-        cls.batched = None  # type: ignore[attr-defined]
+        cls.batched = _argument_names(cls, "batched", batched)  # type: ignore[attr-defined]
+    if "of_nodes" in body:
+        _argument_names(cls, "of_nodes", body["of_nodes"])
+    if random is not UNSAID and not isinstance(random, (bool, property)):
+        raise TypeError(f"class {cls.__name__}: random={random!r} must be True or False.")
     if random is not UNSAID:
         cls.random = random  # type: ignore[attr-defined]
-    elif methods and "random" not in vars(cls):
-        cls.random = True  # type: ignore[attr-defined]
+
+
+def _argument_names(cls: type, word: str, names: Any) -> Any:
+    """Return names of arguments of a class's constructor as a tuple, or None or a property as it is."""
+    if names is None or isinstance(names, property):
+        return names
+    if not isinstance(names, (tuple, list)):
+        raise TypeError(f'class {cls.__name__}: {word}={names!r} must be a tuple of names, such as ("lr",).')
+    arguments = list(inspect.signature(cls).parameters)
+    if unknown := [name for name in names if name not in arguments]:
+        raise TypeError(
+            f"class {cls.__name__}: {word}={names!r} names {unknown[0]!r}, which is no argument of its constructor: "
+            f"{', '.join(arguments)}."
+        )
+    return tuple(names)
 
 
 # ----------------------------------------------------------------------------------------------------- functions

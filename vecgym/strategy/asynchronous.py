@@ -69,7 +69,7 @@ class EventDriven(Strategy):
     def server_rate(self, events: Sequence[Happening], num_nodes: int) -> float | Tensor | None:
         """Return the learning rate of the update in which these events end; None: there is none."""
         server, update = self.server_of(num_nodes), events[-1]
-        return server.lr(update.version - 1) if server is not None and isinstance(update, Update) else None
+        return server.rate(update.version - 1) if server is not None and isinstance(update, Update) else None
 
     def update(self, part: Part) -> None:
         """End an update: here without any effect, since not every algorithm's server makes its version then."""

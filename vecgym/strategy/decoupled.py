@@ -195,7 +195,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
         return {**own, "local": params, "base": params}, {"params": params, "server": server}
 
     def server_rate(self, events: Sequence[Happening], num_nodes: int) -> float | Tensor | None:
-        return self.server.of(num_nodes).lr(next(event.version for event in events if isinstance(event, Closed)))
+        return self.server.of(num_nodes).rate(next(event.version for event in events if isinstance(event, Closed)))
 
     def train(self, part: Part) -> None:
         params, counts = part.own["local"], part.read_at

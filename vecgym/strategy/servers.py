@@ -6,6 +6,7 @@ come, each weighted by w(s) for a staleness of s versions. See `vecgym.strategy.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from vecgym.core import check, tree
 from vecgym.core.devices import readable, spread
-from vecgym.core.objects import altered, shown
+from vecgym.core.objects import UNSAID, altered, declare, shown
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec
 from vecgym.strategy.averages import OUTER_DEFAULTS, outer_spec
@@ -49,17 +50,18 @@ class Server(ABC):
     True
     """
 
-    # Settings that may have a value for each configuration of a sweep, `[C]`, where parameters, movements and state are
-    # `[C, *]`; None: its methods are for one of them.
+    # Arguments of `class Mine(Server, batched=("lr",))` that may have a value for each configuration of a sweep, `[C]`,
+    # where parameters, movements and state are `[C, *]`; None: its methods are for one of them.
     batched: tuple[str, ...] | None = None
     # Movements of which an update is made, and their weights; None: as the strategy says.
     buffer: int | None = None
     staleness: StalenessName | None = None
 
-    def __init_subclass__(cls) -> None:
-        """Train configurations with a server of one's own one by one, unless it says that it works on several."""
+    def __init_subclass__(cls, batched: Any = UNSAID) -> None:
         super().__init_subclass__()
-        cls.batched = vars(cls).get("batched")
+        declare(cls, batched)
+        if inspect.isfunction(vars(cls).get("lr")):
+            raise TypeError(f"class {cls.__name__}: lr(self, update) is rate(self, update) now.")
 
     def check(self, num_nodes: int, num_updates: int) -> None:
         """Raise a ValueError if the server cannot work for this run."""
@@ -95,7 +97,7 @@ class Server(ABC):
             inplace: parameters and state may be overwritten. If not, derivatives can be taken through the result.
         """
 
-    def lr(self, update: int) -> float | Tensor | None:
+    def rate(self, update: int) -> float | Tensor | None:
         """Return the learning rate of an update, if the server has one."""
         return None
 
@@ -103,7 +105,7 @@ class Server(ABC):
         return shown(self)
 
 
-class OuterOptimizer(Server):
+class OuterOptimizer(Server, batched=()):
     """theta <- optimizer(theta, Delta), with the mean movement as the gradient.
 
     Args:
@@ -113,11 +115,9 @@ class OuterOptimizer(Server):
         lr: its learning rate, unless `outer_optim` has it.
 
     >>> server, params = OuterOptimizer(OptimSpec("sgd", lr=0.5)), {"w": torch.zeros(1)}
-    >>> server.update(params, {"w": torch.ones(1)}, server.init(params), update=0)[0], server.lr(0)
+    >>> server.update(params, {"w": torch.ones(1)}, server.init(params), update=0)[0], server.rate(0)
     ({'w': tensor([-0.5000])}, 0.5)
     """
-
-    batched: tuple[str, ...] | None = ()
 
     def __init__(
         self, outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None, lr: float | Tensor | None = None
@@ -140,14 +140,14 @@ class OuterOptimizer(Server):
     ) -> tuple[Tree, State]:
         return self.optimizer.step(params, movement, state, update, inplace=inplace)
 
-    def lr(self, update: int) -> float | Tensor | None:
+    def rate(self, update: int) -> float | Tensor | None:
         return self.outer_optim.at(update).hyper.get("lr")
 
     def __repr__(self) -> str:
         return shown(self, outer_optim=self.outer_optim)
 
 
-class FedBuff(OuterOptimizer):
+class FedBuff(OuterOptimizer, batched=("momentum",)):
     """theta <- theta - lr Delta, where Delta is the mean of `buffer` arrivals, each weighted (1 + s)^(-1/2).
 
     Args:
@@ -162,7 +162,6 @@ class FedBuff(OuterOptimizer):
     divided by `buffer`, and the weights are divided by that of a usual staleness. lr = 1 is nobody's default but ours.
     """
 
-    batched = ("momentum",)
     staleness = "inverse_sqrt"
 
     def __init__(self, buffer: int = 10, lr: float | Tensor = 1.0, momentum: float | Tensor = 0.0) -> None:
@@ -174,7 +173,7 @@ class FedBuff(OuterOptimizer):
         return shown(self, lr=self.outer_optim.lr)
 
 
-class DelayedNesterov(Server):
+class DelayedNesterov(Server, batched=("lr", "momentum", "c")):
     """Nesterov's momentum that moves only with every N-th arrival; in between, the server follows each movement.
 
     Delta <- Delta + g, with g the movement. With every N-th:
@@ -201,8 +200,6 @@ class DelayedNesterov(Server):
     No deviation.
     """
 
-    batched = ("rate", "momentum", "c")
-
     def __init__(
         self,
         lr: float | Tensor = OUTER_DEFAULTS["lr"],
@@ -210,7 +207,7 @@ class DelayedNesterov(Server):
         buffer: int | None = None,
         c: float | Tensor = 0.0,
     ) -> None:
-        self.rate = one_number("lr", lr, "[0, inf)")
+        self.lr = one_number("lr", lr, "[0, inf)")
         self.momentum = one_number("momentum", momentum, "[0, 1)")
         self.num_arrivals = check.optional_integer("buffer", buffer, what="None is the number of nodes")
         self.c = one_number("c", c, "[0, 1]", "what of the momentum is spread over the arrivals in between")
@@ -219,8 +216,8 @@ class DelayedNesterov(Server):
     def check(self, num_nodes: int, num_updates: int) -> None:
         self._check_c(self.num_arrivals or num_nodes)
 
-    def lr(self, update: int) -> float | Tensor | None:
-        return self.rate
+    def rate(self, update: int) -> float | Tensor | None:
+        return self.lr
 
     def of(self, num_nodes: int) -> Server:
         return altered(self, num_arrivals=self.num_arrivals or num_nodes)
@@ -246,14 +243,14 @@ class DelayedNesterov(Server):
             momentum = tree.map(lambda m, d: spread(beta, m) * m + d / N, momentum, buffer)
             buffer, share = tree.map(torch.zeros_like, buffer), 1 - c * N + c
         step = tree.map(lambda m, g: spread(share * beta, m) * m + g / N, momentum, movement)
-        stepped = tree.map(lambda p, x: p - spread(self.rate, x) * x, params, step)
+        stepped = tree.map(lambda p, x: p - spread(self.lr, x) * x, params, step)
         return stepped, {"momentum": momentum, "buffer": buffer}
 
     def __repr__(self) -> str:
-        return shown(self, lr=self.rate, buffer=self.num_arrivals)
+        return shown(self, buffer=self.num_arrivals)
 
 
-class HeLoCo(Server):
+class HeLoCo(Server, batched=("lr", "momentum", "rho")):
     """Momentum as a running mean of movements, which are corrected where they point against it, each tensor by itself.
 
     With c = cos(Delta, m) and conf = |Delta| / (|Delta| + 3 |m| + 1e-8), Delta becomes
@@ -287,20 +284,18 @@ class HeLoCo(Server):
     other.
     """
 
-    batched = ("rate", "momentum", "rho")
-
     def __init__(
         self,
         lr: float | Tensor = OUTER_DEFAULTS["lr"],
         momentum: float | Tensor = OUTER_DEFAULTS["momentum"],
         rho: float | Tensor | None = None,
     ) -> None:
-        self.rate = one_number("lr", lr, "[0, inf)")
+        self.lr = one_number("lr", lr, "[0, inf)")
         self.momentum = one_number("momentum", momentum, "[0, 1)")
         self.rho = None if rho is None else one_number("rho", rho, "[0, inf)", "the weight of an arrival")
 
-    def lr(self, update: int) -> float | Tensor | None:
-        return self.rate
+    def rate(self, update: int) -> float | Tensor | None:
+        return self.lr
 
     def of(self, num_nodes: int) -> Server:
         return altered(self, rho=num_nodes**-0.5 if self.rho is None else self.rho)
@@ -309,7 +304,7 @@ class HeLoCo(Server):
         return {"momentum": tree.map(torch.zeros_like, params)}
 
     def start(self, params: Tree, state: State) -> Tree:
-        return tree.map(lambda p, m: p - spread(self.rate * self.momentum, m) * m, params, state["momentum"])
+        return tree.map(lambda p, m: p - spread(self.lr * self.momentum, m) * m, params, state["momentum"])
 
     def correct(self, movement: Tree, state: State) -> Tree:
         rho = self.rho
@@ -323,10 +318,7 @@ class HeLoCo(Server):
         mu = self.momentum
         held = tree.map(lambda m, g: spread(mu, m) * m + spread(1 - mu, g) * g, state["momentum"], movement)
         step = tree.map(lambda g, m: g + spread(mu, m) * m, movement, held)
-        return tree.map(lambda p, x: p - spread(self.rate, x) * x, params, step), {"momentum": held}
-
-    def __repr__(self) -> str:
-        return shown(self, lr=self.rate)
+        return tree.map(lambda p, x: p - spread(self.lr, x) * x, params, step), {"momentum": held}
 
 
 def check_server(name: str, server: Server | None, usual: Server, here: str) -> Server:

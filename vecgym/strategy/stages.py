@@ -18,6 +18,13 @@ from vecgym.core.tree import Tree
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 
+# The methods that an exchange calls, and their arguments.
+FORMS = {
+    "init": "values, run, memory", "send": "x, part, memory", "agree": "x, part, memory", "receive": "y, part, memory",
+    "write": "y, x, part, memory", "read": "x, part, memory", "within": "part, memory",
+}  # fmt: skip
+FORMER = {"told": "send", "settle": "receive"}
+
 
 @dataclass(frozen=True)
 class ExchangeFacts(RunFacts):
@@ -78,6 +85,26 @@ class Memory:
         return self.shared if self.common else self.own
 
 
+def _check_forms(cls: type) -> None:
+    """Raise a TypeError for methods with other arguments, or of another name, than an exchange calls."""
+    for name, method in vars(cls).items():
+        form = FORMS.get(FORMER.get(name, name))
+        if form is None or not inspect.isfunction(method):
+            continue
+        signature = inspect.signature(method)
+        try:
+            signature.bind("self", *form.split(", "))
+            fits = name not in FORMER
+        except TypeError:
+            fits = False
+        if not fits:
+            raise TypeError(
+                f"class {cls.__name__}: give {FORMER.get(name, name)}(self, {form}) instead of {name}{signature}. An "
+                "average remembers in memory.own and memory.shared; all else of `at` is in `part`, with part.due.number "
+                "for at.exchange and part.due.step for at.step. See vecgym.guide.writing_a_strategy."
+            )
+
+
 class Average(Settings):
     """How nodes agree on values. Override `agree`, and what else you need.
 
@@ -115,13 +142,7 @@ class Average(Settings):
     def __init_subclass__(cls, batched: Any = UNSAID, random: Any = UNSAID) -> None:
         super().__init_subclass__()
         declare(cls, batched, random)
-        agree = vars(cls).get("agree")
-        if inspect.isfunction(agree) and len(inspect.signature(agree).parameters) != 4:
-            raise TypeError(
-                f"class {cls.__name__}: give agree(self, x, part, memory) instead of agree(self, values, at). An average "
-                "remembers in memory.own and memory.shared; all else of `at` is in `part`, with part.due.number for "
-                "at.exchange and part.due.step for at.step. See vecgym.guide.writing_a_strategy."
-            )
+        _check_forms(cls)
 
     def check(self, run: ExchangeFacts) -> None:
         """Raise a ValueError if it cannot work for this run."""

@@ -136,9 +136,8 @@ def _program(configs: list[Configuration], options: SweepOptions) -> Program:
 
 def _alone(strategy: Strategy) -> bool:
     """Whether configurations of this strategy are trained one after the other."""
-    return strategy.asynchronous and bool(
-        key_of(strategy) != key_of(strategy)
-    )  # one of its settings equals only itself
+    alone = key_of(strategy) != key_of(strategy)  # one of its settings equals only itself
+    return strategy.asynchronous and bool(alone)
 
 
 def _costs(config: Configuration) -> tuple[int, int]:
