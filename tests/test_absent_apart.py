@@ -23,19 +23,31 @@ from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.collectives.wire import Wire
 from vecgym.runs import multiprocess
-from vecgym.runs.verification import Check, VerifyOptions
+from vecgym.runs.verification import Check, VerifyOptions, compare_stack
 from vecgym.simulation.simulation import Part
+from vecgym.simulation.when import SyncWeight
 from vecgym.strategy import (
+    EF21,
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
+    Compressed,
+    Corrupted,
     DeMoStrategy,
     DiLoCoStrategy,
+    Eager,
     Exchange,
     FedAvgStrategy,
     Mean,
     Mix,
+    MostMoved,
+    NoLoCo,
     Outer,
+    Private,
+    Robust,
+    ServerMean,
+    Sparse,
     Strategy,
+    every,
 )
 from vecgym.strategy.catalogue import CATALOGUE
 from vecgym.strategy.stages import Average, Memory
@@ -88,6 +100,78 @@ def test_every_strategy_is_what_it_is_in_one_process(num_nodes: int, num_process
         if not check.passed
     }
     assert not failed
+
+
+# Products of delays, losses, fragments, codes and participation: who makes the outer step, when, and of whose values.
+OUTER = OptimSpec("sgd", lr=0.5, momentum=0.6)
+RISKY: dict[str, Exchange] = {
+    "outer, delays of nodes": Exchange(Outer(Mean(), OUTER), every=4, delay=[0, 1, 2, 1]),
+    "outer, delays, lost": Exchange(Outer(Mean(), OUTER), every=4, delay=[0, 1, 2, 1], lost=0.5),
+    "outer late": Exchange(Outer(Mean(), OUTER), every=3, delay=2),
+    "sparse codes late": Exchange(Sparse(0.3, Compressed(Mean(), "int8")), every=2, delay=1),
+    "a late change of coordinates": Exchange(Sparse(0.3, Mean()), delay=2, late="change"),
+    "most moved late": Exchange(MostMoved(0.3), delay=2),
+    "most moved, a late change": Exchange(MostMoved(0.3), delay=2, late="change"),
+    "pairs late": Exchange(NoLoCo(), every=2, delay=1),
+    "islands": Exchange(Outer(Mean(2), OUTER), every=2),
+    "eager": Exchange(Eager(Mean(), OUTER), every=2),
+    "median of liars": Exchange(Outer(Corrupted(Private(Robust("median"), 1.0, 0.1), [1]), OUTER), every=2),
+    "powersgd": Exchange(Outer(Compressed(Mean(), "powersgd"), OUTER), every=2),
+    "in part": Exchange(Outer(Mean(), OUTER), every=SyncWeight(torch.linspace(0, 1, 12))),
+    "fragments": Exchange(Outer(Mean(), OUTER), every=4, delay=1, keep=0.5, fragments=2, offsets=[4, 2]),
+    "moments late": Exchange(Mean(), every=2, of="moments", delay=1),
+    "gossip, a late change": Exchange(Mix("ring"), every=2, delay=2, late="change"),
+    "a unit": every(2, Exchange(Sparse(0.3, Mean()), every=2, delay=1)),
+    "half take part": Exchange(Outer(Compressed(ServerMean(), "topk"), OUTER), every=2, participation=0.5),
+    "half, late": Exchange(Outer(Compressed(Mean(2), "int8"), OUTER), every=2, participation=0.5, delay=1),
+    "EF21": Exchange(EF21(Mean(), "topk"), of="gradients"),
+}
+
+
+def risky(name: str, absent: bool) -> VerifyOptions:
+    """One of them, in twelve steps; with absences of four in ten."""
+    table = torch.rand(12, 4, generator=torch.Generator().manual_seed(3)) < 0.6
+    table[:, 1] |= ~table.any(1)
+    trace = Trace(table, rejoin="shared" if "outer" in name else "own") if absent else None
+    strategy = Strategy("adamw", [RISKY[name]], lr=0.02)
+    return VerifyOptions(strategy, make_model("MLP", dtype=F64), dataset("MLP"), 4, steps=12, availability=trace)
+
+
+def risky_checks(link: Any, names: list[str], absent: bool) -> list[str]:
+    torch.set_num_threads(1)
+    wire, failed = Wire(watch=link.beat), []
+    for name in names:
+        for exact in (True, False):
+            check = accounted(risky(name, absent), wire, exact=exact)
+            if not check.passed:
+                failed.append(f"{name}, {check.name}: {check.first_failure}")
+    return failed
+
+
+in_part = pytest.mark.parametrize(
+    "part", [slice(1, None, 5), pytest.param(slice(None), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+
+
+@pytest.mark.parametrize(("absent", "num_processes"), [(False, 2), (True, 4)])
+@in_part
+def test_products_of_exchanges_on_processes(part: slice, absent: bool, num_processes: int) -> None:
+    names = [name for name in RISKY if name != "EF21" or not absent]
+    [failed, *_] = multiprocess.run(risky_checks, num_processes, (names[part], absent))
+    assert not failed
+
+
+@pytest.mark.parametrize("absent", [False, True])
+@in_part
+def test_products_of_exchanges_in_a_stack(part: slice, absent: bool) -> None:
+    names = [name for name in RISKY if name != "EF21" or not absent]
+    found = {name: compare_stack(risky(name, absent)) for name in names[part]}
+    assert {name: check.finding for name, check in found.items() if not check.passed} == {}
+
+
+def test_what_all_know_of_absent_nodes_would_be_missing() -> None:
+    with pytest.raises(ValueError, match="that of the absent ones would be missing"):
+        compare_stack(risky("EF21", absent=True))
 
 
 def random_case(seed: int, num_nodes: int) -> VerifyOptions:

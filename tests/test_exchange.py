@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import io
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vecgym import rollout
 from vecgym.availability import Facts, Presence, Trace
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import Transfer
@@ -23,8 +26,9 @@ from vecgym.optim import OptimSpec
 from vecgym.simulation import RunFacts, Simulation, State, run
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.stack import Stack, groups_of
+from vecgym.simulation.state import Rows, put_back
 from vecgym.simulation.when import Rounds, SyncWeight
-from vecgym.strategy import ServerOptimizer, SparseLoCoStrategy, Strategy, StreamingDiLoCoStrategy
+from vecgym.strategy import FedAvgStrategy, ServerOptimizer, SparseLoCoStrategy, Strategy, StreamingDiLoCoStrategy
 from vecgym.strategy.averages import (
     Corrupted,
     Eager,
@@ -39,8 +43,9 @@ from vecgym.strategy.base import every
 from vecgym.strategy.coded import EF21, Compressed
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.gossip import Mix
+from vecgym.strategy.servers import Server
 from vecgym.strategy.sparta import MostMoved, PartitionedSelector, ScheduledSelector, Sparse
-from vecgym.strategy.stages import Average, Memory, Stages
+from vecgym.strategy.stages import Average, Memory, Stage, Stages
 
 K, T, B = 6, 20, 4
 NAMES = ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")
@@ -884,3 +889,249 @@ def test_a_stack_is_each_of_its_runs(name: str, absent: bool) -> None:
         first = place - group.first // K if held else place * K
         found = {n: x[first : first + (1 if held else K)] for n, x in (held or state.own["params"]).items()}
         assert gap({n: x.expand(K, *x.shape[1:]) for n, x in found.items()}, wanted) < 1e-13
+
+
+# --------------------------------------------------------------------------------------------------- what a class says
+
+
+def kind_of(base: type, body: dict[str, Any], **said: Any) -> Callable[[], Any]:
+    return lambda: type(base)("Mine", (base,), body, **said)
+
+
+def taking(*names: str) -> Callable[..., None]:
+    """A method with these arguments."""
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names)]
+
+    def method(*args: Any) -> None: ...
+
+    method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return method
+
+
+FORMER_WORDS = [("numbers", ("lr",)), ("own_numbers", ()), ("draws", False), ("own_draws", True)]
+SAID = {"numbers": "batched", "own_numbers": "batched", "draws": "random", "own_draws": "random"}
+
+
+@pytest.mark.parametrize("base", [Average, Stage, Strategy, FedAvgStrategy, Mean, Server])
+@pytest.mark.parametrize(("word", "value"), FORMER_WORDS)
+def test_former_words_are_refused_with_the_new_ones(base: type, word: str, value: Any) -> None:
+    wanted = f"class Mine: give class Mine({base.__name__}, {SAID[word]}={value!r}) instead of {word} in its body."
+    with pytest.raises(TypeError, match=re.escape(wanted)):
+        kind_of(base, {word: value})()
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "arguments", "wanted"),
+    [
+        (Average, "agree", ("values", "at"), "agree(self, x, part, memory) instead of agree(self, values, at)"),
+        (Average, "init", ("values", "run"), "init(self, values, run, memory) instead of init(self, values, run)"),
+        (Average, "settle", ("at",), "receive(self, y, part, memory) instead of settle(self, at)"),
+        (Stage, "told", ("values", "at"), "send(self, x, part, memory) instead of told(self, values, at)"),
+        (Stage, "write", ("y", "at"), "write(self, y, x, part, memory) instead of write(self, y, at)"),
+        (Outer, "receive", ("y",), "receive(self, y, part, memory) instead of receive(self, y)"),
+    ],
+)
+def test_former_methods_are_refused_with_the_new_ones(base: type, name: str, arguments: Any, wanted: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"class Mine: give {wanted}. An average remembers in memory.own")):
+        kind_of(base, {name: taking(*arguments)})()
+
+
+def test_any_method_that_can_be_called_is_taken() -> None:
+    def agree(self: Any, *args: Any) -> Any: ...
+
+    def receive(self: Any, y: Any, part: Any, memory: Any, more: int = 1) -> Any: ...
+
+    assert kind_of(Average, {"agree": agree, "receive": receive, "settled": taking()})().batched is None
+
+
+@pytest.mark.parametrize(
+    ("base", "body", "said", "message"),
+    [
+        (
+            FedAvgStrategy,
+            {},
+            {"batched": ("mu",)},
+            "batched=('mu',) names 'mu', which is no argument of its constructor: ",
+        ),
+        (
+            FedAvgStrategy,
+            {"batched": ("mu",)},
+            {},
+            "batched=('mu',) names 'mu', which is no argument of its constructor: ",
+        ),
+        (FedAvgStrategy, {"of_nodes": ("mu",)}, {}, "of_nodes=('mu',) names 'mu', which is no argument of its "),
+        (FedAvgStrategy, {}, {"batched": "proximal_mu"}, "batched='proximal_mu' must be a tuple of names"),
+        (
+            Average,
+            {"__init__": taking("lr")},
+            {"batched": ("rate",)},
+            "names 'rate', which is no argument of its constr",
+        ),
+        (Server, {}, {"batched": ("lr",)}, "batched=('lr',) names 'lr', which is no argument"),
+        (Average, {}, {"random": None}, "random=None must be True or False"),
+        (Server, {"lr": taking("update")}, {}, "lr(self, update) is rate(self, update) now"),
+    ],
+)
+def test_what_a_class_says_is_checked_when_it_is_made(base: type, body: Any, said: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape("class Mine: ") + ".*" + re.escape(message)):
+        kind_of(base, body, **said)()
+
+
+def test_what_a_class_says_of_itself_and_inherits() -> None:
+    """Expressions alone, such as an __init__, are what the base is; other methods are for one configuration."""
+    agree = taking("x", "part", "memory")
+    said = {"batched": ["lr"], "random": False}
+    each = [kind_of(NoLoCo, {}), kind_of(NoLoCo, {"__init__": taking()}), kind_of(NoLoCo, {"agree": agree}),
+            kind_of(NoLoCo, {"agree": agree}, **said), kind_of(NoLoCo, {"agree": agree, **said})]  # fmt: skip
+    found = [(cls.batched, cls.random) for cls in (make() for make in each)]
+    of_base = ("lr", "momentum", "gamma"), True
+    assert found == [of_base, of_base, (None, True), (("lr",), False), (("lr",), False)]
+
+
+class Unheld(Average, batched=("factor",), random=False):
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+
+def test_what_may_differ_is_held_under_its_name() -> None:
+    strategies = [Strategy("sgd", [Exchange(Unheld(factor))], lr=0.1) for factor in (0.5, 0.6)]
+    with pytest.raises(TypeError, match=r"class Unheld: .* names 'factor', .*: assign self\.factor in __init__"):
+        groups_of(strategies, [run_facts()] * 2)
+
+
+class Weighted(Average, batched=(), random=False):
+    def __init__(self, weights: list[float]) -> None:
+        self._weights = torch.tensor(weights)
+
+
+def test_private_tensors_that_differ_are_two_groups() -> None:
+    """The merged one would have the first one's."""
+    strategies = [Strategy("sgd", [Exchange(Weighted(weights))], lr=0.1) for weights in ([1.0], [2.0], [1.0])]
+    assert [group.size for group in groups_of(strategies, [run_facts()] * 3)[1]] == [2, 1]
+
+
+@pytest.mark.parametrize("method", ["gradients", "optimize"])
+@pytest.mark.parametrize("of", ["parameters", "gradients"])
+def test_a_stage_does_not_train(method: str, of: str) -> None:
+    """It has a copy of the event's part: what it trained would not be counted."""
+
+    class Training(Stage):
+        def send(self, x: Tree, part: Part, memory: Memory) -> Tree:
+            getattr(part, method)(x)
+            return x
+
+    message = rf"part\.{method} in a stage or an average, .*: give the strategy a method that calls it, and a Mark"
+    with pytest.raises(TypeError, match=message):
+        ours(Strategy("sgd", [Exchange(Training(Mean()), 2, of)], lr=0.1), torch.float64)
+    with pytest.raises(TypeError, match=message):
+        Training(Mean())({"w": torch.zeros(2, 1)}, Part.alone(StackedCollectives(2)))
+
+
+# ---------------------------------------------------------------------------------------------- what a handler assigns
+
+
+def rows_of(num_rows: int | None, whole: Tree | None = None) -> Rows:
+    """Rows of four, of which an event has some; None: all."""
+    held = {"params": {"w": torch.zeros(4, 3), "n": torch.zeros(4, dtype=torch.long)}, "seen": torch.zeros(4)}
+    rows = Rows({**held, **(whole or {})}, None if num_rows is None else slice(0, num_rows), 4)
+    rows.who = "Mine.pull"
+    return rows
+
+
+RIGHT: dict[str, Callable[[Rows], tuple[str, Any]]] = {
+    "as it was": lambda rows: ("params", rows["params"]),
+    "common to all": lambda rows: ("params", {"w": torch.ones(1, 3), "n": rows["params"]["n"]}),
+    "of integers": lambda rows: ("params", {"w": rows["params"]["w"], "n": rows["params"]["n"] + 1}),
+    "a view": lambda rows: ("params", {**rows["params"], "w": rows["params"]["w"][:1].expand(rows.num_rows, 3)}),
+    "a new tree": lambda rows: ("other", {"x": torch.zeros(rows.num_rows, 2), "more": {"count": 3, "none": None}}),
+    "a new tensor": lambda rows: ("other", torch.zeros(rows.num_rows)),
+    "a number": lambda rows: ("other", 3),
+    "another number": lambda rows: ("count", 4),
+    "what was none": lambda rows: ("kept", {"x": torch.zeros(1, 2)}),
+    "nothing of it": lambda rows: ("kept", {}),
+}
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, None])
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_a_handler_may_assign(name: str, num_rows: int | None) -> None:
+    rows = rows_of(num_rows, {"count": 3, "kept": {"x": None}})
+    where, value = RIGHT[name](rows)
+    rows[where] = value
+    put_back([rows], pure=False)
+
+
+WRONG: dict[str, tuple[str, Any, type[Exception], str]] = {
+    "no parameters": ("params", None, TypeError, "assigned None to 'params'"),
+    "a function's result": (
+        "other",
+        None,
+        TypeError,
+        "assigned None to 'other'; expected tensors. `del` removes a name",
+    ),
+    "a tensor for a tree": ("params", torch.zeros(2, 3), TypeError, "assigned a Tensor to 'params'; expected a dict"),
+    "a list for a tree": ("params", [torch.zeros(2, 3)], TypeError, "assigned a list to 'params'; expected a dict"),
+    "a number for a tensor": ("seen", 1.0, TypeError, "assigned a float to 'seen'; expected a tensor"),
+    "a tree for a tensor": ("seen", {"w": torch.zeros(2)}, TypeError, "assigned a dict to 'seen'; expected a tensor"),
+    "fewer names": ("params", {"w": torch.zeros(2, 3)}, ValueError, "assigned other parameters than there are: n"),
+    "other names": ("buffers", {"v": torch.zeros(2)}, ValueError, "assigned other buffers than there are: b, v"),
+    "another dtype": (
+        "seen",
+        torch.zeros(2, dtype=torch.bfloat16),
+        ValueError,
+        "as bfloat16 [2]; expected [2 or 1] of",
+    ),
+    "another shape": ("seen", torch.zeros(2, 1), ValueError, "'seen' as float32 [2, 1]; expected [2 or 1] of"),
+    "other rows": ("seen", torch.zeros(4), ValueError, "'seen' as float32 [4]; expected [2 or 1] of torch.float32"),
+    "new, of other rows": (
+        "other",
+        {"x": torch.zeros(4, 2)},
+        ValueError,
+        "'other.x' as float32 [4, 2]; expected [2 or 1",
+    ),
+    "new, without rows": ("other", torch.tensor(1.0), ValueError, "'other' as float32 []; expected [2 or 1]"),
+    "without values": ("seen", torch.zeros(2, device="meta"), ValueError, "expected [2 or 1] of torch.float32 on cpu"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_handler_must_not_assign(name: str) -> None:
+    where, value, error, message = WRONG[name]
+    rows = rows_of(2, {"buffers": {"b": torch.zeros(4)}})
+    with pytest.raises(error, match=r"Mine\.pull assigned .*") as caught:
+        rows[where] = value
+    assert message in str(caught.value)
+    assert not rows.assigned
+
+
+def test_a_view_of_another_name_is_copied() -> None:
+    rows = rows_of(2)
+    rows["other"] = rows["params"]["w"][:, 0]
+    put_back([rows], pure=False)
+    rows.whole["params"]["w"].fill_(1.0)
+    assert rows.whole["other"].tolist() == [0.0] * 4
+
+
+LATE_SHARED = {
+    "outer": [Exchange(Outer(Mean(), SGD), 2, delay=1)],
+    "with a reference": [Exchange(Outer(Compressed(Mean(), "topk", reference=True)), 2, delay=1)],
+    "EF21 of gradients": [Exchange(EF21(Mean(), "topk"), of="gradients")],
+}
+
+
+@pytest.mark.parametrize("name", LATE_SHARED)
+def test_initial_parameters_of_each_node_are_rows_of_what_is_shared(name: str) -> None:
+    """With equal rows the rollout is the one of one row."""
+    model = make_model(torch.float32)
+    each = [[batch_of(node, step, torch.float32) for node in range(K)] for step in range(5)]
+    batches = [(torch.stack(x), torch.stack(y)) for x, y in (zip(*of_nodes) for of_nodes in each)]
+    params = {name: p.detach()[None] for name, p in model.named_parameters()}
+    wide = {name: p.repeat(K, *[1] * (p.dim() - 1)) for name, p in params.items()}
+    found = [
+        rollout(
+            model, Strategy("sgd", LATE_SHARED[name], lr=0.1), batches, num_nodes=K, params=start,
+            eval_batch=batch_of(99, 0, torch.float32),
+        ).params
+        for start in (params, wide)
+    ]  # fmt: skip
+    assert gap(found[0], found[1]) < 1e-6

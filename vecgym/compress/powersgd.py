@@ -108,6 +108,8 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
     A batch of one matrix uses another kernel, with other rounding, than a batch of several.
     """
     num_nodes = max(len(a), len(b))
+    if not len(a) or not len(b):  # no node is in this process
+        return a.new_zeros(0, a.shape[1], b.shape[2])
     size = max(2, num_nodes)
     return torch.bmm(a.expand(size, -1, -1), b.expand(size, -1, -1))[:num_nodes]
 

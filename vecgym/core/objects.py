@@ -135,6 +135,7 @@ def _text(value: Any) -> str:
 
 
 UNSAID: Any = object()
+FORMER = {"numbers": "batched", "own_numbers": "batched", "draws": "random", "own_draws": "random"}
 CONSTRUCTED = {"__init__", "__init_subclass__", "__repr__", "check"}  # methods that see one configuration only
 
 
@@ -154,10 +155,11 @@ def declare(cls: type, batched: Any, random: Any = UNSAID) -> None:
     TypeError: class Scaled: batched=('factors',) names 'factors', which is no argument of its constructor: factor.
     """
     body = vars(cls)
-    if old := {"numbers", "own_numbers", "draws", "own_draws"} & body.keys():
+    if former := [name for name in FORMER if name in body]:
+        given = ", ".join(f"{FORMER[name]}={body[name]!r}" for name in former)
         raise TypeError(
-            f"class {cls.__name__}: {', '.join(sorted(old))} of 0.3 are arguments of the class now: "
-            f'class {cls.__name__}(..., batched=("lr",), random=False).'
+            f"class {cls.__name__}: give class {cls.__name__}({cls.__mro__[1].__name__}, {given}) instead of "
+            f"{' and '.join(former)} in its body."
         )
     methods = {name for name, x in body.items() if inspect.isfunction(x)} - CONSTRUCTED
     if batched is UNSAID:

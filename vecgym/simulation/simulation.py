@@ -161,6 +161,7 @@ class Part:
     due: Any  # a `Due`; None where nothing was marked
     losses: Tensor | None
     precomputed: Local | None  # gradients that were computed together with other groups'
+    trains = True  # False of a part that stages and averages are given
 
     def __init__(self, simulation: Simulation, draft: Draft, event: Event) -> None:
         self.simulation, self.event = simulation, event
@@ -201,7 +202,7 @@ class Part:
         part.event = Event("meet", comm.members, info=due)
         part.place = Place(nodes, None, comm, nodes * size, [seed] * len(nodes) * size, size)
         part.rows, part.comm, part.size, part.tick = nodes * size, comm, size, step
-        part.due, part.inplace, part.exact, part.memo = due, inplace, exact, {}
+        part.due, part.inplace, part.exact, part.memo, part.trains = due, inplace, exact, {}, False
         part.own, part.shared = {} if own is None else own, {} if shared is None else shared  # type: ignore[assignment]
         return part
 
@@ -230,11 +231,19 @@ class Part:
             mean: only the mean of the gradients is used. If the nodes share their parameters, it alone may be
                 computed, `[1, *]`.
         """
+        if not self.trains:
+            raise self._refusal("gradients")
         local = self.simulation.gradients(self, at, mean) if self.precomputed is None else self._precomputed(at)
         self.losses, grads, self.missing, self._is_shared = local.losses, local.grads, local.missing, False
         if self.size > 1:
             self.losses, grads = self._apart(self.losses), tree.map(self._apart, grads)
         return grads
+
+    def _refusal(self, method: str) -> TypeError:
+        return TypeError(
+            f"part.{method} in a stage or an average, which exchange values and do not train: give the strategy a "
+            'method that calls it, and a Mark("NAME", every) in its `marks`; see vecgym.guide.writing_a_strategy.'
+        )
 
     def _precomputed(self, at: Tree | None) -> Local:
         self.num_read += 1
@@ -268,6 +277,8 @@ class Part:
             grads: `[1 or rows, *]`, `[C, 1 or rows, *]`; may be overwritten.
             lr: another learning rate than `lr`.
         """
+        if not self.trains:
+            raise self._refusal("optimize")
         own, simulation, home = self.home is self.own, self.simulation, self.home
         if self._steps_on_views:
             self._optimize_runs(grads, lr)

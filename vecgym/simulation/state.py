@@ -63,6 +63,9 @@ class State:
         return {**self.shared.get("buffers", {}), **self.own.get("buffers", {})}
 
 
+NAMED = {"params": "parameters", "buffers": "buffers"}  # trees whose names are the model's
+
+
 class Rows:
     """Some rows of trees stored by name: views of all rows and of consecutive rows, copies of others, made on demand.
 
@@ -112,25 +115,38 @@ class Rows:
         self.assigned[name] = None
 
     def _check(self, name: str, new: Any) -> None:
-        """Raise an error for what is not of these rows, or is of another form than what it replaces."""
-        todo, lead = [(name, new, self.shown(name))], self.lead
-        if name == "params" and isinstance(new, dict) and new.keys() != todo[0][2].keys():
+        """Raise an error for values of other rows, or of another form than those which they replace."""
+        todo = [(name, new, self.shown(name))]
+        if new is None:
+            raise TypeError(f"{self.who} assigned None to {name!r}; expected tensors. `del` removes a name.")
+        if name in ("params", "buffers") and isinstance(new, dict) and new.keys() != todo[0][2].keys():
             odd = ", ".join(sorted(map(str, new.keys() ^ todo[0][2].keys())))
-            raise ValueError(f"{self.who} assigned other parameters than there are: {odd}.")
+            raise ValueError(f"{self.who} assigned other {NAMED[name]} than there are: {odd}.")
         for path, x, old in todo:
-            if isinstance(x, dict) and x is not old:
+            if x is old:
+                continue
+            if isinstance(old, Tensor) or (isinstance(old, dict) and old):
+                wanted, what = (Tensor, "a tensor") if isinstance(old, Tensor) else (dict, "a dict of tensors")
+                if not isinstance(x, wanted):
+                    raise TypeError(f"{self.who} assigned {a_kind(x)} to {path!r}; expected {what}.")
+            if isinstance(x, dict):
                 todo += [(f"{path}.{key}", y, old.get(key) if isinstance(old, dict) else None) for key, y in x.items()]
-            elif isinstance(x, Tensor) and x is not old:
-                like = old if isinstance(old, Tensor) else x
-                rows = (1, self.num_rows, old.shape[lead - 1] if isinstance(old, Tensor) else 1)
-                fits = (
-                    x.dim() == like.dim() >= lead and x.shape[lead - 1] in rows and x.shape[: lead - 1] in self.before
-                )
-                if not fits or x.shape[lead:] != like.shape[lead:] or x.dtype != like.dtype:
-                    form = self._form(like.shape[lead:])
-                    raise ValueError(
-                        f"{self.who} assigned {path!r} as {tree.form(x)}; expected {form} of {like.dtype}."
-                    )
+            elif isinstance(x, Tensor) and not self._fits(x, like := old if isinstance(old, Tensor) else x):
+                where = "" if x.device == like.device else f" on {like.device}"
+                form = f"{self._form(like.shape[self.lead :])} of {like.dtype}{where}"
+                raise ValueError(f"{self.who} assigned {path!r} as {tree.form(x)}; expected {form}.")
+
+    def _fits(self, x: Tensor, like: Tensor) -> bool:
+        """Whether a tensor may take the place of another one, or is a new one if these are the same."""
+        lead, dim = self.lead, x.dim()
+        if not dim == like.dim() >= lead or x.dtype != like.dtype or x.device != like.device:
+            return False
+        if x.shape[: lead - 1] not in self.before or x.shape[lead:] != like.shape[lead:]:
+            return False
+        if x.shape[lead - 1] in ((1, self.num_rows) if like is x else (1, self.num_rows, like.shape[lead - 1])):
+            return True
+        # A rollout of K initial parameters has K rows of what is shared.
+        return like is x and self.index is None and any(x.shape[:1] == y.shape[:1] for y in tree.leaves(self.whole))
 
     def _form(self, shape: Sequence[int]) -> str:
         rows = "1" if self.num_rows == 1 else f"{self.num_rows} or 1"
@@ -193,7 +209,7 @@ class Labelled:
         del self.rows[self.label + name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401
 
 
 class GroupRows(Rows):

@@ -482,7 +482,8 @@ class Exchange(Settings):
             label = self._labels(0)[0][0]
             here, memory = self._seen(part, label, Due(when.count(step), step))
             new = self._checked(self.stages(grads, here, memory), grads, here)
-        if self.same and any(x.shape[part.lead - 1] > 1 for x in new.values()):
+        of_nodes, params = part.lead - 1, part.params
+        if self.same and any(x.shape[of_nodes] > params[name].shape[of_nodes] for name, x in new.items()):
             raise ValueError(
                 f"{self.how!r} returned gradients [{len(part.nodes)}, *], and says that its result is the same on all "
                 "nodes, [1, *]: say common = False in its class."
@@ -522,7 +523,8 @@ class Exchange(Settings):
         inplace, made = part.inplace and not self._when.in_part, self._when.made(due.number)
         due = due._replace(step=due.step // self.unit, made=made)
         memory = Memory(Labelled(part.own, label), Labelled(part.shared, label), self.stages.common, inplace)
-        return altered(part, due=due, inplace=inplace and overwrite and self.delivery.overwrites), memory
+        overwrite = overwrite and inplace and self.delivery.overwrites
+        return altered(part, due=due, inplace=overwrite, trains=False), memory
 
     def _message(self, part: Part, memory: Memory) -> Message:
         """Return the message of this exchange: one if it is the same for all, else each node's own."""

@@ -100,8 +100,8 @@ def _check_forms(cls: type) -> None:
         if not fits:
             raise TypeError(
                 f"class {cls.__name__}: give {FORMER.get(name, name)}(self, {form}) instead of {name}{signature}. An "
-                "average remembers in memory.own and memory.shared; all else of `at` is in `part`, with part.due.number "
-                "for at.exchange and part.due.step for at.step. See vecgym.guide.writing_a_strategy."
+                "average remembers in memory.own and memory.shared; the rest of `at` is in `part`: part.due.number is "
+                "at.exchange, and part.due.step is at.step. See vecgym.guide.writing_a_strategy."
             )
 
 
