@@ -685,7 +685,7 @@ class Decaying(Server):
     """A server with an attribute that one of ours has for its learning rate."""
 
     def __init__(self) -> None:
-        self.rate = "fast"
+        self.lr = "fast"
 
     def update(self, params: Any, movement: Any, state: Any, update: int, inplace: bool = False) -> Any:
         return tree.map(torch.sub, params, movement), state

@@ -1038,7 +1038,7 @@ def rows_of(num_rows: int | None, whole: Tree | None = None) -> Rows:
     return rows
 
 
-RIGHT: dict[str, Callable[[Rows], tuple[str, Any]]] = {
+FIT: dict[str, Callable[[Rows], tuple[str, Any]]] = {
     "as it was": lambda rows: ("params", rows["params"]),
     "common to all": lambda rows: ("params", {"w": torch.ones(1, 3), "n": rows["params"]["n"]}),
     "of integers": lambda rows: ("params", {"w": rows["params"]["w"], "n": rows["params"]["n"] + 1}),
@@ -1053,15 +1053,15 @@ RIGHT: dict[str, Callable[[Rows], tuple[str, Any]]] = {
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, None])
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", FIT)
 def test_what_a_handler_may_assign(name: str, num_rows: int | None) -> None:
     rows = rows_of(num_rows, {"count": 3, "kept": {"x": None}})
-    where, value = RIGHT[name](rows)
+    where, value = FIT[name](rows)
     rows[where] = value
     put_back([rows], pure=False)
 
 
-WRONG: dict[str, tuple[str, Any, type[Exception], str]] = {
+UNFIT: dict[str, tuple[str, Any, type[Exception], str]] = {
     "no parameters": ("params", None, TypeError, "assigned None to 'params'"),
     "a function's result": (
         "other",
@@ -1094,9 +1094,9 @@ WRONG: dict[str, tuple[str, Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", UNFIT)
 def test_what_a_handler_must_not_assign(name: str) -> None:
-    where, value, error, message = WRONG[name]
+    where, value, error, message = UNFIT[name]
     rows = rows_of(2, {"buffers": {"b": torch.zeros(4)}})
     with pytest.raises(error, match=r"Mine\.pull assigned .*") as caught:
         rows[where] = value

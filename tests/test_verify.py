@@ -441,7 +441,7 @@ def test_half_of_all_that_may_differ() -> None:
     other = halved(Strategy("sgd", [exchange], lr=torch.full((K,), 0.1)))
     half: Any = other.exchanges[0]
     assert other.inner_optim.lr.tolist() == [pytest.approx(0.05)] * K
-    assert half.keep.tolist() == [0.25] * K
+    assert half.delivery.keep.tolist() == [0.25] * K
     assert (half.every, half.how.optim.spec.lr, half.how.inner.factor) == (2, 0.4, 0.25)
     assert exchange == before
 
