@@ -233,6 +233,9 @@ WRONG: dict[str, Callable[[], Any]] = {
     "by all nodes, as a whole": lambda: Exchange(Mean(), of="gradients", participation=0.5),
     "used at once": lambda: Exchange(Mean(), of="gradients", delay=1),
     "has no effect": lambda: Exchange(Mean(), late="change"),
+    "of which all is added": lambda: Exchange(Mean(), delay=1, late="change", keep=0.5),
+    "a change is each node's own": lambda: Exchange(ServerMean(), delay=1, late="change", participation=0.5),
+    "is no When": lambda: Exchange(Mean(), type("Often", (), {"due": lambda self, step: True})()),
     "needs a server": lambda: Exchange(Mean(), participation=0.5, resting="take"),
     "is not lost": lambda: Exchange(ServerMean(), lost=0.5, participation=0.5),
     "must be smaller than every=2": lambda: Exchange(Mean(), lambda t: 3 - (t > 6), delay=[0] * 5 + [2]).check(
@@ -273,6 +276,26 @@ WRONG: dict[str, Callable[[], Any]] = {
 def test_mistakes_are_refused(message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         WRONG[message]()
+
+
+def test_exchanges_that_draw_nodes_need_equal_rounds() -> None:
+    def both(*offsets: int) -> Strategy:
+        how = [Exchange(Mean(), Rounds(4, offset=offset), participation=0.5) for offset in offsets]
+        return Strategy("sgd", how, lr=0.1)
+
+    assert len(both(2, 2).exchanges) == 2
+    with pytest.raises(ValueError, match="draw who trains in different rounds"):
+        both(2, 3)
+
+
+def test_the_length_of_a_round_is_asked_once() -> None:
+    """Of fragments, whose times are made anew in each step, too."""
+    begins: list[int] = []
+    exchange = Exchange(Mean(), lambda step: begins.append(step) or 3, fragments=2)  # type: ignore[func-returns-value]
+    names = ["h.0.w", "h.1.w"]
+    due = [[when.due(step) for when in exchange.times(names)] for step in range(9)]
+    assert due == [[True, False], [False, False], [False, True]] * 3
+    assert begins == [0, 3, 6]
 
 
 # ----------------------------------------------------------------------------------------------- what they compute
