@@ -6,6 +6,7 @@ import ast
 import io
 import sys
 import tokenize
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.fitting import dataset
 from tests.models import make_model
@@ -20,7 +22,8 @@ from tests.slow import COLLECTED, NAMED, SLOW
 from vecgym import Trainer
 from vecgym.engine import recorded
 from vecgym.logger import Logger
-from vecgym.strategy import DiLoCoStrategy
+from vecgym.simulation.simulation import Simulation
+from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 
 PACKAGE = Path(__file__).parent.parent / "vecgym"
 FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
@@ -38,6 +41,10 @@ MORE_MODULES = {"strategy": 22}
 MORE_FLOORS: dict[str, int] = {}
 
 MAX_FILES_OF_A_WALK = 33  # of the package, in which a step of DiLoCo in a plain fit calls a function
+# In one tick with an exchange: calls of the package's functions, and classes of the objects whose methods these are.
+MAX_CALLS = {"DiLoCo": 304, "AllReduce": 249}
+MAX_CLASSES = {"DiLoCo": 29, "AllReduce": 28}
+MAX_FRAMES_TO_THE_MEAN = 13  # of the package, from `fit` to torch's mean over the nodes
 
 NO_CODE = (
     tokenize.COMMENT,
@@ -180,6 +187,7 @@ class Walk(Logger):
 
 def test_the_walk_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "MIN_PASSES", 1)  # as in a long run
+    monkeypatch.setattr(recorded, "MIN_SPEEDUP", 0.0)  # however busy the machine is
     walk, strategy = Walk(step=4), DiLoCoStrategy("adamw", H=4, lr=0.1)
     trainer = Trainer(make_model("MLP"), dataset("MLP"))
     try:
@@ -203,6 +211,54 @@ def clauses(source: str) -> Iterator[str]:
 def test_docstrings_name_their_subject() -> None:
     found = [f"{file}: {first}" for file, source in FILES.items() for first in clauses(source)]
     assert len(found) <= MAX_CLAUSES, found
+
+
+class Tick:
+    """Counts the calls of the package's functions in one tick of a fit, those of generators and comprehensions too."""
+
+    def __init__(self, number: int) -> None:
+        self.until = number  # ticks before it
+        self.inside = False
+        self.calls: Counter[str] = Counter()  # by file and function
+        self.classes: set[str] = set()  # of the objects whose methods are called
+        self.frames: list[int] = []  # to each mean over the nodes
+
+    def note(self, frame: Any, event: str, argument: Any) -> None:
+        if frame.f_code is Simulation.tick.__code__ and event in ("call", "return"):
+            self.until -= event == "call"
+            self.inside = event == "call" and self.until == 0
+        if self.inside and event == "call" and is_ours(frame):
+            self.calls[f"{Path(frame.f_code.co_filename).relative_to(PACKAGE)}:{frame.f_code.co_name}"] += 1
+            owner = type(frame.f_locals.get("self"))
+            self.classes |= {owner.__name__} if owner.__module__.startswith("vecgym.") else set()
+        elif self.inside and event == "c_call" and argument is torch.mean and "collectives" in frame.f_code.co_filename:
+            self.frames.append(sum(is_ours(outer) for outer, _ in traceback.walk_stack(frame)))
+
+
+def is_ours(frame: Any) -> bool:
+    return frame.f_code.co_filename.startswith(str(PACKAGE))
+
+
+@pytest.mark.parametrize("strategy", [DiLoCoStrategy("adamw", H=1, lr=0.1), AllReduceStrategy("adamw", lr=0.1)])
+def test_the_calls_of_a_tick(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "MIN_PASSES", 1)  # as in a long run
+    monkeypatch.setattr(recorded, "MIN_SPEEDUP", 0.0)  # however busy the machine is
+    tick, name = Tick(number=6), type(strategy).__name__.removesuffix("Strategy")
+    sys.setprofile(tick.note)
+    try:
+        Trainer(make_model("MLP"), dataset("MLP")).fit(
+            strategy, 4, max_steps=7, batch_size=4, device="cpu", progress=False
+        )
+    finally:
+        sys.setprofile(None)
+    assert {"simulation/simulation.py:tick", "engine/recorded.py:__call__", "optim/formulas.py:_fused_adam"} <= {
+        *tick.calls
+    }
+    assert {"Simulation", "Recorded", "Rows", "Mean", "StackedCollectives"} <= tick.classes
+    assert tick.calls.total() <= MAX_CALLS[name]
+    assert len(tick.classes) <= MAX_CLASSES[name], sorted(tick.classes)
+    assert bool(tick.frames) == (name == "DiLoCo")  # the mean of gradients is that of the mean loss
+    assert max(tick.frames, default=0) <= MAX_FRAMES_TO_THE_MEAN
 
 
 def test_functions() -> None:

@@ -34,6 +34,7 @@ class Collectives(ABC):
 
     Attributes:
         num_nodes: K, the number of participating nodes.
+        run_nodes: the number of nodes of the run.
         node_ids: the nodes in this process, `[L]`, numbered among the participants.
         ledger: the record of what was sent.
         members: the run's ids of the participants, ascending; None: all of the run's nodes.
@@ -56,6 +57,7 @@ class Collectives(ABC):
     """
 
     num_nodes: int
+    run_nodes: int
     node_ids: Tensor
     ledger: Ledger
 
@@ -66,17 +68,11 @@ class Collectives(ABC):
     step = 0  # of the run, for error messages
     members: tuple[int, ...] | None = None
     _axis = 0  # the dimension of the nodes
-    _run_nodes: int | None = None  # the number of nodes of the run, if only some participate
 
     @property
     def ids(self) -> Tensor:
         """The run's ids of the nodes in this process, `[L]`, for example to key random numbers."""
         return self.node_ids if self.members is None else torch.tensor(self.members, dtype=torch.long)[self.node_ids]
-
-    @property
-    def run_nodes(self) -> int:
-        """The number of nodes of the run, of which `num_nodes` participate."""
-        return self._run_nodes or self.num_nodes
 
     @abstractmethod
     def among(self, members: Sequence[int]) -> Collectives:
@@ -97,7 +93,7 @@ class Collectives(ABC):
     def _count_among(self, parent: Collectives, members: Sequence[int]) -> None:
         """Set the ids of the participants: the nodes `members` of `parent`."""
         within = range(parent.num_nodes) if parent.members is None else parent.members
-        self.members, self._run_nodes = tuple(within[i] for i in members), parent.run_nodes
+        self.members, self.run_nodes = tuple(within[i] for i in members), parent.run_nodes
 
     def everyone(self, x: Tree) -> Tree:
         """Return the values of all nodes, `[L, *] -> [K, *]`, to observe a run. The ledger does not record it."""

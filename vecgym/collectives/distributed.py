@@ -69,7 +69,7 @@ class DistributedCollectives(Collectives):
     ) -> None:
         self.wire = wire or Wire()
         check_divides(self.wire.num_processes, num_nodes)
-        self.exact = exact
+        self.exact, self.run_nodes = exact, num_nodes
         self.native = not exact and self.wire.num_processes > 1
         self.bucket_bytes = bucket_bytes
         self.ledger = Ledger() if ledger is None else ledger

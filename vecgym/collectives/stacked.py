@@ -34,7 +34,7 @@ class StackedCollectives(Collectives):
     num_configs = 1  # more in a group; see `GroupCollectives`
 
     def __init__(self, num_nodes: int, ledger: Ledger | None = None) -> None:
-        self.num_nodes = check.integer("num_nodes", num_nodes)
+        self.num_nodes = self.run_nodes = check.integer("num_nodes", num_nodes)
         self.node_ids = torch.arange(num_nodes)
         self.ledger = Ledger() if ledger is None else ledger
 
@@ -49,9 +49,11 @@ class StackedCollectives(Collectives):
 
     def _sum(self, x: Tensor, groups: Groups | None, average: bool, weights: Tensor | None = None) -> Tensor:
         if x.shape[self._axis] != 1:
-            if groups is None:
+            if groups is not None:
+                return self._islands(x, groups, average, weights)
+            if weights is not None:
                 return reduced(x, self._axis, average, weights)
-            return self._islands(x, groups, average, weights)
+            return (torch.mean if average else torch.sum)(x, self._axis, keepdim=True)
         if average or (self.num_nodes == 1 and weights is None):
             return x
         if groups is None and weights is None:
@@ -169,7 +171,7 @@ class GroupCollectives(StackedCollectives):
         super().__init__(comm.num_nodes, comm.ledger)
         self.num_configs = num_configs
         self.node_ids, self.shapes_only = comm.node_ids, comm.shapes_only
-        self.members, self._run_nodes, self._comm = comm.members, comm.run_nodes, comm
+        self.members, self.run_nodes, self._comm = comm.members, comm.run_nodes, comm
 
     def among(self, members: Sequence[int]) -> GroupCollectives:
         return GroupCollectives(self._comm.among(members), self.num_configs)

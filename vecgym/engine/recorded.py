@@ -133,7 +133,7 @@ class Recorded(Vmap):
         if modes or inside or not torch.is_grad_enabled() or None in paths:
             return None
         shapes = [(type(x), x.shape, x.stride(), x.dtype) for x in inputs]
-        return part.size, num_nodes, torch.get_default_dtype(), *shapes, *paths
+        return num_nodes, torch.get_default_dtype(), *shapes, *paths
 
     def _written_down(self, part: NodeSlice, num_nodes: int) -> Operations | None:
         """Write down a pass twice, and compare the list with `vmap`; None, with a reason noted, if it is wrong."""

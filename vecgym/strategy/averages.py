@@ -455,7 +455,7 @@ class Outer(Stage):
         return home["params"]
 
     def rate(self, number: int) -> Any:
-        return self.optim.spec.lr_at(number)
+        return self.optim.lr(number, max_steps=0)
 
     @property
     def _correction(self) -> Correction:

@@ -437,7 +437,8 @@ class Exchange(Settings):
         """Agree, and go on with the result at once."""
         with self._sending(part):
             for slot, x, here, memory in self._exchanged(part):
-                self._put(here, slot, self.stages(x, here, memory), x)
+                y = self.stages.receive(self.stages.agree(x, here, memory), here, memory)
+                self._put(here, slot, self.stages.write(y, x, here, memory), x)
         blend(part, self._weight(part))
 
     def agree(self, part: Part) -> None:
@@ -498,12 +499,9 @@ class Exchange(Settings):
 
     def _sending(self, part: Part, gradients: bool = False) -> AbstractContextManager[None]:
         """Set the weight, the lag and the unit of the transfers recorded in this block."""
-        weight, when = self._weight(part), self._when
-        lag = when.gap(part.tick // self.unit) if self.stages.overlaps else 0
-        counted = weight is not None and not (part.inplace or part.simulation.dry)
-        return part.comm.ledger.marking(
-            weight=weight if counted else None, lag=lag, unit=self.unit, gradients=gradients
-        )
+        weight = None if part.inplace or part.simulation.dry else self._weight(part)
+        lag = self._when.gap(part.tick // self.unit) if self.stages.overlaps else 0
+        return part.comm.ledger.marking(weight=weight, lag=lag, unit=self.unit, gradients=gradients)
 
     def _exchanged(self, part: Part, overwrite: bool = True) -> Iterator[tuple[str, Tree, Part, Memory]]:
         """Yield what is exchanged: the optimizer's slot, "" for parameters; the values; what the stages see.
