@@ -494,7 +494,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.models.GPT": {**_TOKENS, **_PAIR, "context": lambda: 4},
     "vecgym.models.Classifier": {"batch": lambda: (torch.zeros(2, DIM), torch.zeros(2, dtype=torch.long))},
     "vecgym.models.Line.forward": {"x": examples},
-    "vecgym.core.nodes.places": {"values": lambda: [torch.ones(DIM)]},
+    "vecgym.core.tree.places": {"values": lambda: [torch.ones(DIM)]},
     "vecgym.core.nodes.expanded": {"x": lambda: torch.ones(1, DIM)},
     "vecgym.core.nodes.means": {"x": lambda: torch.ones(K, DIM), "number": lambda: 1},
     "vecgym.core.nodes.take_rows": {"rows": lambda: torch.tensor([0])},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -263,15 +263,5 @@ def unshared(state: Any, overwritten: Any) -> Any:
     >>> unshared({"kept": params["w"][:1]}, params)["kept"].data_ptr() == params["w"].data_ptr()
     False
     """
-    memory = set(places(x for x in tree.leaves(overwritten) if x.numel()))
-    return tree.map_leaves(lambda x: x.clone() if memory.intersection(places([x])) else x, state)
-
-
-def places(values: Iterable[Tensor]) -> list[int]:
-    """Return the address of each tensor's storage; without values, on the device meta, an id of the storage.
-
-    >>> (x, y), (a, b) = torch.ones(2, 3), (torch.empty(3, device="meta") for _ in range(2))
-    >>> len(set(places([x, x[1:], y]))), len(set(places([a, a[1:], b])))
-    (1, 2)
-    """
-    return [x.untyped_storage().data_ptr() if not x.is_meta else x.untyped_storage()._cdata for x in values]
+    memory = set(tree.places(x for x in tree.leaves(overwritten) if x.numel()))
+    return tree.map_leaves(lambda x: x.clone() if memory.intersection(tree.places([x])) else x, state)

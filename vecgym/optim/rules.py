@@ -133,7 +133,6 @@ class _Group:
             raise ValueError(f"param_groups returned optim={name!r}, which does not run stacked: give {STACKED_NAMES}")
         self.formula = FORMULAS[spec.cls]
         self.kernel = self.formula.kernel or _functional(spec.cls)
-        self._step = self.formula.kernel or self._call_torch
         hyper = in_parts(spec.hyper)
         # torch 2.6 distinguishes Adam and AdamW only by class
         hyper["decoupled_weight_decay"] = hyper.get("decoupled_weight_decay", self.formula.decoupled)
@@ -223,9 +222,10 @@ class _Group:
             if small or self.formula.of_matrices:  # matrix products are faster in one call
                 return self.step_pure(params, grads, state, lr)
         lists = _aligned(lists, set(map(len, columns.values())))
+        step = self.formula.kernel or self._call_torch
         for run, values in runs:  # of contiguous tensors, with the `step`s made before
             p, g, *slots = [[x[run] for x in tensors] for tensors in lists] if columns else lists
-            self._step(p, g, dict(zip(self.slots, slots)), SimpleNamespace(**numbers | values))
+            step(p, g, dict(zip(self.slots, slots)), SimpleNamespace(**numbers | values))
         trees = [dict(zip(self.names, tensors)) for tensors in lists]
         return trees[0], dict(zip(self.slots, trees[2:]))
 

@@ -620,7 +620,8 @@ class Simulation:
             for event in events:
                 rows = self.place(event.rows, event.group).rows if event.reads else []
                 for k in range(event.reads if rows else 0):
-                    yield rows, _later(self.counts_here(event, event.reads_at), k)
+                    counts = event.counts if event.own is None else event.own
+                    yield rows, _later(self.counts_here(event, counts), k)
 
     def counts_here(self, event: Event, counts: int | tuple[int, ...]) -> int | list[int]:
         """Return some counts of an event's rows for those in this process: one number if all are equal."""

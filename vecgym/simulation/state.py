@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vecgym.collectives.ledger import Transfer
-from vecgym.core import nodes, tree
+from vecgym.core import tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 
@@ -338,8 +338,8 @@ def put_back(parts: list[Rows], *, pure: bool) -> None:
     if not moves:
         return
     targets, new, _ = zip(*moves)
-    written = set(nodes.places(targets))
-    sources = [x.clone() if place in written else x for x, place in zip(new, nodes.places(new))]
+    written = set(tree.places(targets))
+    sources = [x.clone() if place in written else x for x, place in zip(new, tree.places(new))]
     for (target, _, index), source in zip(moves, sources):
         target.copy_(source) if index is None else target.index_copy_(0, placed(index, target.device), source)
 

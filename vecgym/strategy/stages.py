@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from vecgym.core import check, nodes
+from vecgym.core import check, tree
 from vecgym.core.objects import UNSAID, Settings, altered, declare
 from vecgym.core.tree import Tree
 from vecgym.simulation.simulation import Part
@@ -336,7 +336,7 @@ def is_served(how: Average) -> bool:
 
 def _share(a: Tree, b: Tree) -> bool:
     """Whether two trees have storage in common."""
-    return not set(nodes.places(a.values())).isdisjoint(nodes.places(b.values()))
+    return not set(tree.places(a.values())).isdisjoint(tree.places(b.values()))
 
 
 def _overrides(average: Average, method: str) -> bool:
