@@ -42,7 +42,7 @@ MORE_FLOORS: dict[str, int] = {}
 
 MAX_FILES_OF_A_WALK = 33  # of the package, in which a step of DiLoCo in a plain fit calls a function
 # In one tick with an exchange: calls of the package's functions, and classes of the objects whose methods these are.
-MAX_CALLS = {"DiLoCo": 300, "AllReduce": 235}
+MAX_CALLS = {"DiLoCo": 295, "AllReduce": 230}
 MAX_CLASSES = {"DiLoCo": 30, "AllReduce": 29}
 MAX_FRAMES_TO_THE_MEAN = 13  # of the package, from `fit` to torch's mean over the nodes
 
@@ -251,9 +251,7 @@ def test_the_calls_of_a_tick(strategy: Strategy, monkeypatch: pytest.MonkeyPatch
         )
     finally:
         sys.setprofile(None)
-    assert {"simulation/simulation.py:tick", "engine/recorded.py:__call__", "optim/formulas.py:_fused_adam"} <= {
-        *tick.calls
-    }
+    assert {"simulation/simulation.py:tick", "engine/recorded.py:__call__"} <= tick.calls.keys()
     assert {"Simulation", "Recorded", "Rows", "Mean", "StackedCollectives"} <= tick.classes
     assert tick.calls.total() <= MAX_CALLS[name]
     assert len(tick.classes) <= MAX_CLASSES[name], sorted(tick.classes)
