@@ -21,7 +21,7 @@ from vecgym.compress import Codec, PowerSGD, Quantise, TopK
 from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
-from vecgym.models import Classifier
+from vecgym.models import Classifier, Line
 from vecgym.optim import OptimSpec
 from vecgym.simulation import RunFacts, Simulation, State, run
 from vecgym.simulation.simulation import Part
@@ -44,6 +44,7 @@ from vecgym.strategy.coded import EF21, Compressed
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.gossip import Mix
 from vecgym.strategy.servers import Server
+from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy.sparta import MostMoved, PartitionedSelector, ScheduledSelector, Sparse
 from vecgym.strategy.stages import Average, Memory, Stage, Stages
 
@@ -153,6 +154,28 @@ def test_nodes_with_longer_delays_have_an_outer_state_that_moves(how: Average) -
         found.append(run(simulation, simulation.init()))
     for name, x in found[0].own["0.0/params"].items():
         assert torch.equal(found[1].own["0.0/params"][name], x)  # of what all had at the first exchange
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_outer_step_is_made_by_whoever_was_heard(seed: int) -> None:
+    """Of two nodes with targets 1 and 3 perhaps only the one with the longer delay is heard."""
+    exchange = Exchange(Outer(Mean(), SGD), every=2, delay=[0, 1], lost=0.5)
+    strategy = Strategy("sgd", [exchange], lr=0.25)
+    simulation = simulation_of(Line(), strategy, StackedCollectives(2), max_steps=3, seed=seed)
+    state = simulation.init()
+    for _ in range(3):
+        state, _ = simulation.step(state, torch.tensor([[1.0], [3.0]]))
+    agreed = [event.rows or (0, 1) for event in simulation.timetable.events(1) if event.what == "agree"]
+    trained = [[0.75, 2.25][node] for rows in agreed for node in rows]  # after two steps half of the way each
+    assert state.shared["0.0/params"]["w"].tolist() == [sum(trained) / max(1, len(trained))]
+    assert under_way(state) == []
+
+
+def test_of_twelve_seeds_some_hear_nobody_of_the_shortest_delay() -> None:
+    strategy = Strategy("sgd", [Exchange(Outer(Mean(), SGD), every=2, delay=[0, 1], lost=0.5)], lr=0.25)
+    tables: list[Any] = [strategy.timetable(RunFacts(2, 3, seed=seed, names=("w",))) for seed in range(12)]
+    heard = [tuple(event.rows or (0, 1) for event in table.events(1) if event.what == "agree") for table in tables]
+    assert set(heard) == {(), ((0,),), ((1,),), ((0, 1),)}
 
 
 @pytest.mark.parametrize("resting", ["keep", "take"])
@@ -1053,7 +1076,7 @@ def test_a_stage_does_not_train(method: str, of: str) -> None:
 # ---------------------------------------------------------------------------------------------- what a handler assigns
 
 
-def rows_of(num_rows: int | None, whole: Tree | None = None) -> Rows:
+def rows_of(num_rows: int | None, whole: dict[str, Any] | None = None) -> Rows:
     """Rows of four, of which an event has some; None: all."""
     held = {"params": {"w": torch.zeros(4, 3), "n": torch.zeros(4, dtype=torch.long)}, "seen": torch.zeros(4)}
     rows = Rows({**held, **(whole or {})}, None if num_rows is None else slice(0, num_rows), 4)

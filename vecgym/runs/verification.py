@@ -1,6 +1,6 @@
-"""Verify that a strategy gives the same numbers stacked in one process and on real processes.
+"""Verify that a strategy gives the same numbers in one process, on real processes, and in a stack of a sweep.
 
-`verify(strategy, model, dataset)` trains both ways, in step, with the same data and seeds, and reports the largest
+`verify(strategy, model, dataset)` trains in these ways, in step, with the same data and seeds, and reports the largest
 difference after every step, of parameters, buffers, losses, optimizer state, strategy state and bytes.
 """
 
@@ -598,7 +598,7 @@ def verify(options: VerifyOptions) -> Report:
         {arguments}
 
     Raises:
-        ValueError, TypeError: for invalid arguments.
+        ValueError, TypeError: for invalid arguments, and for an asynchronous strategy, which has no steps to compare.
         ProcessError: if the strategy fails, or its processes do not make the same calls of `comm`; the error says
             which process called what at which step.
 

@@ -119,7 +119,7 @@ class Rows:
         todo = [(name, new, self.shown(name))]
         if new is None:
             raise TypeError(f"{self.who} assigned None to {name!r}; expected tensors. `del` removes a name.")
-        if name in ("params", "buffers") and isinstance(new, dict) and new.keys() != todo[0][2].keys():
+        if name in NAMED and isinstance(new, dict) and new.keys() != todo[0][2].keys():
             odd = ", ".join(sorted(map(str, new.keys() ^ todo[0][2].keys())))
             raise ValueError(f"{self.who} assigned other {NAMED[name]} than there are: {odd}.")
         for path, x, old in todo:
@@ -131,10 +131,13 @@ class Rows:
                     raise TypeError(f"{self.who} assigned {a_kind(x)} to {path!r}; expected {what}.")
             if isinstance(x, dict):
                 todo += [(f"{path}.{key}", y, old.get(key) if isinstance(old, dict) else None) for key, y in x.items()]
-            elif isinstance(x, Tensor) and not self._fits(x, like := old if isinstance(old, Tensor) else x):
-                where = "" if x.device == like.device else f" on {like.device}"
-                form = f"{self._form(like.shape[self.lead :])} of {like.dtype}{where}"
-                raise ValueError(f"{self.who} assigned {path!r} as {tree.form(x)}; expected {form}.")
+            elif isinstance(x, Tensor):
+                like = old if isinstance(old, Tensor) else x
+                same = x.shape == like.shape and x.dtype == like.dtype and x.device == like.device
+                if not (same and like is old) and not self._fits(x, like):
+                    where = "" if x.device == like.device else f" on {like.device}"
+                    form = f"{self._form(like.shape[self.lead :])} of {like.dtype}{where}"
+                    raise ValueError(f"{self.who} assigned {path!r} as {tree.form(x)}; expected {form}.")
 
     def _fits(self, x: Tensor, like: Tensor) -> bool:
         """Whether a tensor may take the place of another one, or is a new one if these are the same."""
