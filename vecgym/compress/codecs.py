@@ -41,6 +41,7 @@ from vecgym.core.devices import placed, spread
 from vecgym.core.tree import wider
 
 Code = dict[str, Tensor]  # the parts of the code of one tensor, `[L, ...]` each
+Codes = dict[str, Code]  # of several tensors, by name
 Averaged = Literal["all", "senders"]
 
 DEFAULT_FRACTION = 0.01
@@ -537,6 +538,23 @@ class Sign(Codec):
 
 
 # ---------------------------------------------------------------------------------------------------- small parts
+
+
+def gathered_codes(codes: Codes, codec: Codec, gather: Callable[[Code], Code]) -> Codes:
+    """Gather every node's codes, `[1, K, ...]`, in one collective; shared parts, `[1, 1, ...]`, are not sent."""
+    sent = {f"{name}/{part}": y for name, code in codes.items() for part, y in code.items() if part not in codec.shared}
+    received = gather(sent)
+    return {
+        name: {part: received.get(f"{name}/{part}", y[:, None]) for part, y in code.items()}
+        for name, code in codes.items()
+    }
+
+
+def decode_all(code: Code, codec: Codec, like: Tensor) -> Tensor:
+    """Decode the codes of K nodes: `[R, K, ...]` -> `[R, K, *]`."""
+    sent = next(y for part, y in code.items() if part not in codec.shared)
+    wide = {part: y.expand(sent.shape[0], sent.shape[1], *y.shape[2:]) for part, y in code.items()}
+    return codec.decode({part: wide[part].flatten(0, 1) for part in wide}, like).unflatten(0, sent.shape[:2])
 
 
 def part_of(n: int, fraction: float) -> int:

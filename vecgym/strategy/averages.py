@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.topology import Groups, random_islands
-from vecgym.compress.codecs import Codec
+from vecgym.compress.codecs import Codec, Codes, decode_all, gathered_codes
 from vecgym.core import check, tree
 from vecgym.core.devices import placed
 from vecgym.core.objects import altered, same, shown
@@ -30,7 +30,6 @@ from vecgym.strategy.corrections import CORRECTIONS, Correction, heloco, momentu
 from vecgym.strategy.stages import Average, ExchangeFacts, Memory, Stage, Stages, within
 
 Weighting = Literal["equal", "examples"] | Sequence[float]  # of the nodes in a mean
-Codes = dict[str, Tree]  # the codes of each tensor, in parts
 Rule = Callable[[Tensor], Tensor]
 
 OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's
@@ -654,20 +653,3 @@ def check_weighting(weighting: str | Sequence[float], run: RunFacts) -> None:
         raise ValueError('weighting="examples" needs the number of examples of each node: RunFacts(num_examples=...).')
     if not isinstance(weighting, str):
         check.fits("weighting has numbers for", len(weighting), run.num_nodes, "one for each")
-
-
-def gathered_codes(codes: Codes, codec: Codec, gather: Callable[[Tree], Tree]) -> Codes:
-    """Gather every node's codes, `[1, K, ...]`, in one collective; shared parts, `[1, 1, ...]`, are not sent."""
-    sent = {f"{name}/{part}": y for name, code in codes.items() for part, y in code.items() if part not in codec.shared}
-    received = gather(sent)
-    return {
-        name: {part: received.get(f"{name}/{part}", y[:, None]) for part, y in code.items()}
-        for name, code in codes.items()
-    }
-
-
-def decode_all(code: Tree, codec: Codec, like: Tensor) -> Tensor:
-    """Decode the codes of K nodes: `[R, K, ...]` -> `[R, K, *]`."""
-    sent = next(y for part, y in code.items() if part not in codec.shared)
-    wide = {part: y.expand(sent.shape[0], sent.shape[1], *y.shape[2:]) for part, y in code.items()}
-    return codec.decode({part: wide[part].flatten(0, 1) for part in wide}, like).unflatten(0, sent.shape[:2])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
 from vecgym.compress import Quantise, check_bits, check_fraction
-from vecgym.compress.codecs import index_dtype, part_of
+from vecgym.compress.codecs import decode_all, gathered_codes, index_dtype, part_of
 from vecgym.compress.dct import mean_of_senders, strongest
 from vecgym.core import check, tree
 from vecgym.core.devices import placed
@@ -22,7 +22,7 @@ from vecgym.optim import OptimSpec
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.simulation.when import Rounds, as_when, check_interval
-from vecgym.strategy.averages import Mean, Outer, decode_all, gathered_codes, outer_spec
+from vecgym.strategy.averages import Mean, Outer, outer_spec
 from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.coded import Compressed, constant, straight_through
 from vecgym.strategy.delivery import checked_delay
@@ -528,7 +528,8 @@ class ShuffledSequentialSelector(Selector):
     Args:
         p: the fraction exchanged at a time, in (0, 1].
 
-    >>> selector, shapes, part = ShuffledSequentialSelector(0.5), {"w": (6,)}, Part.alone(StackedCollectives(2))
+    >>> selector, part = ShuffledSequentialSelector(0.5), Part.alone(StackedCollectives(2))
+    >>> shapes = {"w": torch.Size([6])}
     >>> state = selector.init(shapes, part)
     >>> parts = [selector.select(shapes, state, exchange, part)[0]["w"] for exchange in range(4)]
     >>> sorted(torch.cat(parts[:2]).tolist()), torch.equal(parts[0], parts[2])  # each once, then the same order again

@@ -201,6 +201,7 @@ class Stage(Average):
 
     >>> import torch
     >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.core import tree
     >>> from vecgym.strategy import Mean
     >>> class Doubled(Stage, batched=(), random=False):
     ...     def send(self, x, part, memory):
