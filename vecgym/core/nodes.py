@@ -212,7 +212,7 @@ def join_rows(parts, sizes: Sequence[int] | None = None):
     """Concatenate nested trees along their rows, such as one `[1, *]` tree per node. A tensor that a part lacks is 0.
 
     Args:
-        sizes: the number of rows of each part; None: of one that lacks a tensor, as many as of the first that has it.
+        sizes: the number of rows of each part; None: a part that lacks a tensor has as many rows as the first with it.
 
     >>> join_rows([{"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0]), "v": torch.tensor([3.0])}])
     {'w': tensor([1., 2.]), 'v': tensor([0., 3.])}
@@ -257,7 +257,7 @@ def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
 
 
 def unshared(state: Any, overwritten: Any) -> Any:
-    """Clone what of a tree shares memory with another.
+    """Clone the tensors of a tree that share memory with another.
 
     >>> params = {"w": torch.ones(2)}
     >>> unshared({"kept": params["w"][:1]}, params)["kept"].data_ptr() == params["w"].data_ptr()

@@ -64,7 +64,7 @@ def unflatten(leaves: Mapping[Path, Any]) -> Any:
 
 
 def path_name(path: Path) -> str:
-    """Return a path as it is written in Python.
+    """Return a path in Python's notation.
 
     >>> [path_name(path) for path, _ in flatten({"a": [1, 2]})]
     ["['a'][0]", "['a'][1]"]

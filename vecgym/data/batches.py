@@ -144,7 +144,7 @@ class Batches:
         self._orders: dict[int, Tensor] = {}  # epoch -> [L, longest]
 
     def _warn(self, count: int, name: str) -> None:
-        """Warn about data that are probably dealt in another way than was meant."""
+        """Warn about data that are dealt in a way that is probably a mistake."""
         if count < self.num_nodes:
             warn(f"{name} has {count} examples for {self.num_nodes} nodes: several nodes train on the same ones.")
         if self.batch_size > max(count, USUAL_BATCH):

@@ -76,7 +76,7 @@ class Engine:
 
     Attributes:
         plan: how the nodes are computed; `prepare` chooses it, `use` replaces it.
-        facts: what `prepare` has observed of the model; None before.
+        facts: of the model, as `prepare` observes them; None before.
         params, frozen, buffers: the model's own, `[*]`: trained parameters, other parameters, and buffers.
         device: of the model, and so of everything that is computed.
 
@@ -128,7 +128,7 @@ class Engine:
         if self._compiled is not None:
             self._backends["compiled"] = self._compiled
         by_node = engine == "loop" or bool(hooks.on_gradients(model))
-        self._validates_alone = False  # node after node, where training is in one call
+        self._validates_alone = False  # node after node, although training is in one call
         self._pool: ThreadPoolExecutor | None = None
         self._grads: Tree = {}
         self.use(Plan("loop" if by_node else "vmap", chunk_size=chunk_size, reason="asked for"))
@@ -142,9 +142,9 @@ class Engine:
         """Examine and check the model on one step's batch `[L, B, ...]`, and choose the plan.
 
         Args:
-            agree: maps this process's facts to those that all processes use.
+            agree: maps this process's facts to facts that all processes use.
             mean: whether the run needs the gradient of the nodes' mean loss.
-            num_passes: the gradients that it will compute, without those that are differentiated; None: unknown.
+            num_passes: the number of gradients to compute, without differentiable ones; None: unknown.
         """
         engine = self.settings[0]
         of_one = tree.map_leaves(lambda x: plain(x)[0], batch)
@@ -186,7 +186,7 @@ class Engine:
 
     @property
     def chooses(self) -> bool:
-        """Whether it may depend on the data which parameters get a gradient, as far as known."""
+        """Whether the set of parameters that get a gradient may depend on the data, as far as known."""
         return self.facts is None or self.facts.chooses
 
     def changes(self, name: str) -> bool:
@@ -254,7 +254,7 @@ class Engine:
 
         Args:
             params: `[L, *]`, or `[1, *]`: the same on every node.
-            buffers: likewise; those that training changes may be overwritten, unless `differentiable`.
+            buffers: likewise; training may overwrite the buffers that it changes, unless `differentiable`.
             batch: leaves `[L, B, ...]`.
             seed, step, node_ids: the keys of dropout; one seed and one step for all, or one for each node.
             minibatch_size: examples at a time; the gradients of the parts are averaged by their sizes, or by the
@@ -310,8 +310,8 @@ class Engine:
     def _mean_weighted(self, part: NodeSlice, size: int | None, compute: Compute) -> Local:
         """Compute the gradient of the mean of losses that have weights within the batch of each node.
 
-        The weights of parts of the batch are only known afterwards: so each node's gradient is accumulated by itself,
-        those of a chunk of nodes at a time. So it is if a loss may weigh nothing, which could be nan.
+        The weights of parts of the batch are only known afterwards: therefore each node's gradient is accumulated
+        separately, one chunk of nodes at a time. The same applies if a loss may have weight 0, since it could be nan.
         """
         before = {name: b.clone() for name, b in part.buffers.items() if self._stateless.changes(name)}
         if size is None or size >= sizes_of(part.batch)[1]:
@@ -383,7 +383,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _explaining(self, num_nodes: int, keys: Keys | None = None, differentiable: bool = False) -> Iterator[None]:
-        """Add the nodes and the step to an error of the model, or say what torch cannot do with this model.
+        """Add the nodes and the step to an error of the model, or name the operation of torch that fails on it.
 
         Args:
             keys: of the nodes and the step; None: in validation.
@@ -407,7 +407,7 @@ class Engine:
 
     @plain_attention()
     def loss(self, params: Tree, buffers: Tree, batch: Any) -> Tensor:
-        """Compute the loss of one model in eval mode, a scalar, differentiable to any order in everything.
+        """Compute the loss of one model in eval mode, a scalar, differentiable to any order in all arguments.
 
         Args:
             params, buffers: of one model, `[*]`.
@@ -427,8 +427,8 @@ class Engine:
         """Compute the validation metrics of each row of `params` in eval mode, `[L]` each; nothing is changed.
 
         The only metric is the loss, unless the model defines `val_metrics(batch)`: a dict of scalars, each a mean over
-        the batch, "loss" among them, such as `{"loss": loss, "accuracy": accuracy}`. Its "weight" is what they are the
-        means of, if not of the examples.
+        the batch, "loss" among them, such as `{"loss": loss, "accuracy": accuracy}`. Its "weight" is the number
+        of tokens, say, if they are means over these and not over examples.
 
         Args:
             params, buffers: `[L, *]` or `[1, *]`.

@@ -43,7 +43,7 @@ class Loop:
             yield {n: (g := gradient.pop(n)).to(tree.wider(g.dtype)) / num_nodes for n in list(gradient)}, loss[None]
 
     def _one(self, part: NodeSlice, i: int, thread: int) -> tuple[Tensor, Tree]:
-        """Compute the loss of one node, and its gradient by the parameters on which it depends.
+        """Compute the loss of one node, and its gradient with respect to the parameters on which it depends.
 
         Its rows of buffers and written parameters are overwritten.
         """

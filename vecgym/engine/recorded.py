@@ -1,11 +1,11 @@
 """The backend `recorded`: the operations of `vmap` on all nodes, written down once and then called one after the other.
 
-A small model's gradient spends most of its time in modules, function modes, vmap and autograd, not in arithmetic. What
-these call in the end is a list of operations. Calling that does the same arithmetic, so every result has the same bits.
+A small model's gradient spends most of its time in modules, function modes, vmap and autograd, not in arithmetic. In
+the end, these call a list of operations. Calling that list does the same arithmetic, so every result has the same bits.
 
-That is right only for a forward that does the same in every step. `Recorded` makes sure of it:
+This is right only for a forward that does the same in every step. `Recorded` makes sure of it:
 
-- `Watch` reads the forward's Python code, and before every pass compares what else that reads;
+- `Watch` reads the forward's Python code, and before every pass compares the other values that the code reads;
 - an operation that hands values of tensors to Python is refused;
 - a list is made twice, from different values, with the same result, and compared with `vmap` bit by bit.
 
@@ -34,10 +34,10 @@ from vecgym.engine.constancy import Uncertain, Watch
 from vecgym.engine.stateless import StatelessModel, plain_attention
 from vecgym.engine.vmap import Vmap
 
-THREAD = 1  # its structure is for this backend alone: if a pass changes it, `vmap` still has one as it was
+THREAD = 1  # its structure is for this backend alone: if a pass changes it, that of `vmap` is unchanged
 MAX_LISTS = 16
 MAX_SHAPES = 1024  # after so many, no list is made any more
-MIN_PASSES = 50  # which a list takes to earn what it costs: 35 to 100 with small models of all kinds, 4 to 512 nodes
+MIN_PASSES = 50  # that earn the cost of a list: 35 to 100 with small models of all kinds, 4 to 512 nodes
 MAX_PARAMETERS = 100_000  # of a node: with more of them, the operations take nearly all the time
 MIN_SPEEDUP = 1.05
 
@@ -46,7 +46,7 @@ class Recorded(Vmap):
     """All nodes at once, by lists of operations. Evaluation and derivatives of gradients are those of `vmap`.
 
     Attributes:
-        ended: what has changed, so that `vmap` computes from now on; "" before.
+        ended: describes the change since which `vmap` computes; "" before.
     """
 
     def __init__(self, model: StatelessModel) -> None:
@@ -62,7 +62,7 @@ class Recorded(Vmap):
 
     @plain_attention()
     def tried(self, batch: Any, mean: bool, num_passes: int | None = None) -> str:
-        """Write down the pass of a first step, and compare its time with that of `vmap`; say why not, or "".
+        """Write down the pass of a first step, and compare its time with `vmap`; return why it is not used, or "".
 
         Args:
             batch: of the nodes in one call, leaves `[n, B, ...]`.
@@ -121,12 +121,12 @@ class Recorded(Vmap):
         return self._lists.get(key)
 
     def _inputs(self, part: NodeSlice) -> list[Tensor]:
-        """Return all tensors that a pass reads, but for what is watched."""
+        """Return all tensors that a pass reads, except the watched ones."""
         params, buffers, frozen = part.params.values(), part.buffers.values(), self.model.frozen.values()
         return [*params, *buffers, *frozen, *tree.leaves(part.batch)]
 
     def _key(self, part: NodeSlice, num_nodes: int, inputs: list[Tensor]) -> Any:
-        """Return what decides on a pass's list, but for what is watched; None: it has none."""
+        """Return the key of a pass's list: sizes, shapes, strides, dtypes; None if it cannot have a list."""
         modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
         inside = _functorch.peek_interpreter_stack() is not None or torch.is_autocast_enabled(self.model.device.type)
         paths = [path if isinstance(x, Tensor) else None for path, x in tree.flatten(part.batch)]
@@ -165,7 +165,7 @@ class Recorded(Vmap):
 
 
 class Step(NamedTuple):
-    """An operation: a function, the places of its arguments and of its result, and those that are needed no more."""
+    """An operation: a function, the places of its arguments and its result, and the places that are free afterwards."""
 
     function: Callable[..., Any]
     reads: list[int]
@@ -203,7 +203,7 @@ class Operations:
 class Recording(TorchDispatchMode):
     """Write down the operations that are called while it is entered.
 
-    Each tensor has a place. A view that changes nothing has that of what it views.
+    Each tensor has a place. A view with the same geometry has the place of the tensor that it views.
     """
 
     def __init__(self, inputs: list[Tensor]) -> None:
@@ -213,7 +213,7 @@ class Recording(TorchDispatchMode):
         self._place_of = {id(x): i for i, x in enumerate(inputs)}
         self._kept: list[Any] = list(inputs)  # so that no other tensor gets their ids
         self._steps: list[tuple[Step, bool]] = []  # and whether it does more than to return its result
-        self._text: list[Any] = []  # what is called, on which places
+        self._text: list[Any] = []  # the operations and their places, to compare
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -236,7 +236,7 @@ class Recording(TorchDispatchMode):
         return out
 
     def _write(self, function: Callable[..., Any], reads: list[int], out: Any, acts: bool = False) -> int:
-        """Write down a call, and what takes its results apart; return the place of what it returns."""
+        """Write down a call, and further ones that unpack its results; return the place of its result."""
         place = self._new(None)
         self._steps.append((Step(function, reads, place), acts))
         if isinstance(out, Tensor):  # what is changed in place has a place already
@@ -247,7 +247,7 @@ class Recording(TorchDispatchMode):
         return place
 
     def _place(self, value: Any) -> int:
-        """Return the place of an argument; a tensor that has none is a constant, as what is no tensor."""
+        """Return the place of an argument; other values than tensors, and unknown tensors, are constants."""
         if isinstance(value, (list, tuple)) and tree.leaves(value):
             return self._write(lambda *values: list(values), [self._place(x) for x in value], None)
         if not isinstance(value, Tensor):
@@ -261,7 +261,7 @@ class Recording(TorchDispatchMode):
         return len(self._places) - 1
 
     def operations(self, results: list[Tensor], names: tuple[str, ...] = ()) -> Operations:
-        """Return what was written down, without what has no effect on these results."""
+        """Return the operations that were written down, without those that do not affect these results."""
         if self._problem or not all(id(x) in self._place_of for x in results):
             raise Uncertain(self._problem or "its gradients are computed elsewhere")
         of_results = [self._place_of[id(x)] for x in results]
@@ -276,7 +276,7 @@ class Recording(TorchDispatchMode):
 
 
 def _with_names(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
-    """Let a function take its last arguments, which have these names, without them."""
+    """Return a function of positional arguments, the last of which are passed on by these names."""
 
     def call(*values: Any) -> Any:
         return function(*values[: -len(names)], **dict(zip(names, values[-len(names) :])))
@@ -297,7 +297,7 @@ def _called(func: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any]
 
 
 def _is_alias(func: Any, args: Any, out: Tensor) -> bool:
-    """Whether an operation returns its first argument as it is."""
+    """Whether an operation returns its first argument unchanged."""
     x = args[0] if args else None
     if not isinstance(x, Tensor) or x is out or func._schema.is_mutable:
         return False
@@ -318,7 +318,7 @@ def _same_value(a: Any, b: Any) -> bool:
 
 
 def _copied(part: NodeSlice) -> NodeSlice:
-    """Copy what a pass may write to, with the same strides."""
+    """Copy the tensors that a pass may write to, with the same strides."""
     batch = tree.map_leaves(lambda x: _remade(x, torch.clone), part.batch)
     return part._replace(buffers=tree.map(lambda x: _remade(x, torch.clone), part.buffers), batch=batch)
 

@@ -57,7 +57,7 @@ class Vmap:
         yield piece
 
     def _computed(self, part: NodeSlice, num_nodes: int, thread: int = 0) -> tuple[Tree, Tensor]:
-        """Return the gradients, but for parameters without one, and the losses `[n]`; write the buffers.
+        """Return the gradients, except of parameters without one, and the losses `[n]`; write the buffers.
 
         Args:
             num_nodes: of the mean loss whose gradient `[*]` is computed; 0: compute that of each node, `[n, *]`.
@@ -145,7 +145,7 @@ def on_all(fn: Callable[..., Any], size: int, *trees: Any) -> Any:
 class Folding(TorchFunctionMode):
     """Under vmap: attention, cross-entropy and linear layers on the rows of all nodes; embeddings whose `padding_idx`
     gets no gradient (vmap forgets it); normalisations that `torch.func.grad` may differentiate; the precision of
-    autocast; and what a tensor is outside of vmap.
+    autocast; and the properties of tensors outside of vmap.
     """
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -330,9 +330,9 @@ def _within_grad(func: Callable, elementary: Callable) -> Callable:
 
 
 def _outside(getter: Callable) -> Callable:
-    """Return a getter of what a tensor is outside of vmap, within which it seems to be a leaf without gradients.
+    """Return a getter of a property that a tensor has outside of vmap: within, all seem to be leaves without gradients.
 
-    It is for the model's code: torch's own, such as activation checkpointing, is made for the tensors within.
+    It serves the model's code. The code of torch, such as activation checkpointing, expects the tensors within.
     """
 
     def get(x: Tensor, *args: Any) -> Any:
@@ -382,7 +382,7 @@ _written_in_python = types.FunctionType(
 
 @functools.cache
 def _policy(func: Callable, device: str) -> str:
-    """Return autocast's policy for a function: "low" precision, "full", "as given", or "inside"; "": none of its own.
+    """Return autocast's policy for a function: "low" precision, "full", "as given", or "inside"; "" if there is none.
 
     A function that is in full precision "inside" returns the type of its input.
 
@@ -398,8 +398,8 @@ def _policy(func: Callable, device: str) -> str:
     return "low" if name in IN_LOW_PRECISION or name.startswith("conv") else "full"
 
 
-# Of the operations that autocast knows: those of low precision (all others are in float32), and those that it leaves in
-# the widest type of their arguments, or refuses.
+# The operations of autocast in low precision (all others are in float32), and the ones that it leaves in the widest
+# type of their arguments, or refuses.
 IN_LOW_PRECISION = {
     "linear", "matmul", "mm", "mv", "bmm", "addmm", "addmv", "addr", "addbmm", "baddbmm", "chain_matmul", "einsum",
     "linalg_multi_dot", "linalg_vecdot", "prelu", "scaled_dot_product_attention", "gru_cell", "lstm_cell",
@@ -409,7 +409,7 @@ OF_ANY_TYPE = {
     "cat", "stack", "index_copy", "index_put", "scatter_add", "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot",
     "vdot", "tensordot", "binary_cross_entropy",
 }  # fmt: skip
-# Those that it does not know, and vmap takes apart: into products, or so that weights of another type widen the result.
+# Operations unknown to autocast that vmap takes apart, into products, or so that weights of another type widen results.
 WITHOUT_A_RULE = {
     **dict.fromkeys(["mv", "dot", "vdot"], "as given"),
     **dict.fromkeys(["batch_norm", "instance_norm", "layer_norm", "group_norm"], "inside"),

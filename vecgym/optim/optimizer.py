@@ -1,4 +1,4 @@
-"""An optimizer as strategies use it: a rule with clipping and a learning-rate schedule; and clipping by itself."""
+"""The optimizer of strategies, a rule with clipping and a learning-rate schedule; and clipping alone."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ SKIPPED = "skipped"  # the slot that counts the steps without a gradient, if the
 class Optimizer:
     """An optimizer on stacked parameters, of nodes or of a server, inner or outer.
 
-    Its state holds no count: `step` is told how many steps each row has made before. The schedule and hyperparameters
-    with a value for each step, `[T, 1]` or `[T, K]`, go by that count; those with a value for each node, `[K]` or
-    `[T, K]`, by the rows' node ids.
+    Its state holds no count: the number of steps that each row has made is an argument of `step`. It selects the factor
+    of the schedule, and the values of hyperparameters for each step, `[T, 1]` or `[T, K]`; the rows' node ids select
+    the values for each node, `[K]` or `[T, K]`.
 
     Args:
         spec: class and hyperparameters.
@@ -145,8 +145,8 @@ class Optimizer:
             params, grads, state: `[1 or rows, *]`.
             count: steps made before.
             lr: a number, `[]` or `[rows]`, as `lr` returns it; None: that of the spec.
-            inplace: `params`, `grads` and `state` may be overwritten: use only what is returned. Otherwise the step is
-                pure, and can be differentiated.
+            inplace: `params`, `grads` and `state` may be overwritten: use only the returned values. Otherwise the step
+                is pure, and can be differentiated.
             nodes: the rows' node ids; None: all nodes.
             exact: step row by row, so that the last bits of a row do not depend on the other rows.
             missing: parameter -> rows for which it has no gradient.
@@ -368,7 +368,7 @@ def _now_skipped(skipped: list[int], made: list[int], missing: Collection[int]) 
 
 
 def of_rows(value_at: Callable[[int], Any], counts: Counts, nodes: Sequence[int] | None = None) -> Any:
-    """Return what a function of the count gives for each row: one value, if it is the same for all, or `[rows]`.
+    """Return the value of a function of the count for each row: one value, if it is the same for all, or `[rows]`.
 
     Args:
         value_at: count -> a number, a tensor `[]`, or `[K]`, of each node.
@@ -394,19 +394,19 @@ def of_rows(value_at: Callable[[int], Any], counts: Counts, nodes: Sequence[int]
 
 
 def _own(value: Any, nodes: Sequence[int] | None) -> Any:
-    """Return the values of some nodes of `[K]` or `[T, K]`; what all nodes share as it is."""
+    """Return the values of some nodes, of `[K]` or `[T, K]`; a value that all nodes share is returned unchanged."""
     if nodes is None or not isinstance(value, Tensor) or value.dim() == 0 or value.shape[-1] == 1:
         return value
     return value[..., placed(torch.as_tensor(nodes, dtype=torch.long), value.device)]
 
 
 def _is_rows(lr: Any) -> bool:
-    """Whether it has a value for each of several rows, without a derivative."""
+    """Whether a rate has a value for each of several rows, without a derivative."""
     return isinstance(lr, Tensor) and lr.dim() == 1 and len(lr) > 1 and not lr.requires_grad
 
 
 def _of_row(values: Any, i: int) -> Any:
-    """Return the value of one row, of `[rows]` or of one for all."""
+    """Return the value of one row, of values `[rows]` or one value for all."""
     is_list = isinstance(values, list) or (isinstance(values, Tensor) and values.dim() > 0)
     return values[i : i + 1] if is_list and len(values) > 1 else values
 
