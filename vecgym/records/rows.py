@@ -213,9 +213,9 @@ def by_seed(rows: Rows, column: str, over: str) -> dict[Any, float]:
     """
     of_seeds: dict[Any, list[float]] = {row[over]: [] for row in rows}
     for row in rows:
-        if row.get("status", "finished") == "finished" and check.is_finite(row[column]):
+        if row.get("status", "finished") == "finished":
             of_seeds[row[over]].append(row[column])
-    return {seed: float(np.mean(values)) if values else math.nan for seed, values in of_seeds.items()}
+    return {seed: _mean_of(values)[1] for seed, values in of_seeds.items()}
 
 
 def compared(
