@@ -423,7 +423,7 @@ def diverge(**settings: Any) -> Trainer:
 def test_divergence_is_told_at_the_next_fetch_and_names_the_first_step(fetches: list[int]) -> None:
     trainer = diverge()
     error = trainer.error  # type: ignore[attr-defined]
-    assert (error.step, error.nodes, error.told) == (2, [1], 5)
+    assert (error.step, error.nodes, error.noticed) == (2, [1], 5)
     assert np.isnan(error.loss)
     message = str(error)
     for part in ("node 1 is nan at step 2", "noticed after step 5", "log_interval", "up to step 5"):
@@ -437,7 +437,7 @@ def test_divergence_is_told_at_the_next_fetch_and_names_the_first_step(fetches: 
 @pytest.mark.parametrize("late", [False, True])
 def test_divergence_that_is_seen_at_once_does_not_say_that_it_is_late(late: bool, fetches: list[int]) -> None:
     error = diverge(log_interval=3 if late else 1).error  # type: ignore[attr-defined]
-    assert (error.step, error.told) == (2, None)
+    assert (error.step, error.noticed) == (2, None)
     assert "noticed" not in str(error)
     assert "up to step 2" in str(error)
 
@@ -451,7 +451,7 @@ def test_late_divergence_warns_once(fetches: list[int]) -> None:
 
 def test_a_checkpoint_is_complete_and_no_diverged_step_is_saved(fetches: list[int], tmp_path: Path) -> None:
     trainer = diverge(log_interval=100, save_dir=tmp_path, checkpoint_interval=2, keep_checkpoints=9)
-    assert trainer.error.told == 4  # type: ignore[attr-defined]
+    assert trainer.error.noticed == 4  # type: ignore[attr-defined]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000000.pt", "step-000000002.pt"]
     assert trainer.history["step"] == [1, 2, 3, 4]
 

@@ -110,11 +110,11 @@ def number(name: str, value: Any, within: str = "(-inf, inf)", what: str = "") -
     """
     low, high = (float(end) for end in within[1:-1].split(","))
     if is_number(value):
-        found = plain(value)
-        above = found >= low if within[0] == "[" else found > low
-        below = found <= high if within[-1] == "]" else found < high
+        x = plain(value)
+        above = x >= low if within[0] == "[" else x > low
+        below = x <= high if within[-1] == "]" else x < high
         if above and below:
-            return found
+            return x
     names = {"(-inf, inf)": "a finite number", "(0, inf)": "a number > 0", "[0, inf)": "a number >= 0"}
     raise ValueError(f"{name}={_formatted(value)} must be {names.get(within, f'a number in {within}')}{_about(what)}.")
 
@@ -183,9 +183,9 @@ def real(name: str, values: Any, give: str = "a list of numbers") -> np.ndarray:
     TypeError: values is of type str; give a list of numbers.
     """
     try:
-        found = values.detach().double().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-        if found.dtype.kind in "biuf" and found.ndim > 0:
-            return found.astype(np.float64)
+        array = values.detach().double().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+        if array.dtype.kind in "biuf" and array.ndim > 0:
+            return array.astype(np.float64)
     except (TypeError, ValueError, NotImplementedError):  # ragged, complex, or without values
         pass
     raise TypeError(f"{name} is {kind_of(values)}; give {give}.")

@@ -52,8 +52,8 @@ class DivergenceError(ArithmeticError):
         step: the number of optimizer steps done when the loss was computed.
         nodes: the ids of the nodes whose loss is not finite.
         loss: the loss of the first of these nodes.
-        told: the number of steps done when the loss was noticed, if that was later: losses on a device are fetched
-            every `log_interval` steps. None: it was noticed at once.
+        noticed: the number of steps done when the loss was read, if that was later: losses on a device are fetched
+            every `log_interval` steps. None: it was read at once.
         in_data: whether the batches of that step hold NaN or infinite values.
 
     >>> error = DivergenceError(step=12, nodes=[3], loss=float("nan"))
@@ -62,16 +62,16 @@ class DivergenceError(ArithmeticError):
     """
 
     def __init__(
-        self, step: int, nodes: list[int], loss: float, told: int | None = None, in_data: bool = False
+        self, step: int, nodes: list[int], loss: float, noticed: int | None = None, in_data: bool = False
     ) -> None:
         self.step = step
         self.nodes = nodes
         self.loss = loss
-        self.told = told
+        self.noticed = noticed
         self.in_data = in_data
         which = f"node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes[:8]))}"
         more = f" and {len(nodes) - 8} more" if len(nodes) > 8 else ""
-        delay = f", which was noticed after step {told} only: on a device losses are fetched every log_interval steps"
+        delay = f", which was noticed after step {noticed}: on a device losses are fetched every log_interval steps"
         advice = "Lower the learning rate, set max_norm=1.0, or"
         if in_data:
             advice = (
@@ -84,13 +84,13 @@ class DivergenceError(ArithmeticError):
                 "for a logarithm of 0 or a division by 0 in the forward, or"
             )
         super().__init__(
-            f"the loss of {which}{more} is {loss} at step {step}{'' if told is None else delay}. trainer.history "
-            f"and trainer.nodes hold the run up to step {step if told is None else told}. {advice} continue "
+            f"the loss of {which}{more} is {loss} at step {step}{'' if noticed is None else delay}. trainer.history "
+            f"and trainer.nodes hold the run up to step {step if noticed is None else noticed}. {advice} continue "
             'with on_divergence="warn" or "ignore".'
         )
 
     def __reduce__(self) -> tuple[type[DivergenceError], tuple[Any, ...]]:
-        return DivergenceError, (self.step, self.nodes, self.loss, self.told, self.in_data)  # for other processes
+        return DivergenceError, (self.step, self.nodes, self.loss, self.noticed, self.in_data)  # for other processes
 
 
 class ModelError(ValueError, TypeError):

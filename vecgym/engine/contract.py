@@ -324,15 +324,15 @@ def check_val_metrics(metrics: Any, what: str = "val_metrics(batch)") -> None:
             raise ModelError(f"{what} returned {form_of(x)} as {name!r}. {needed}")
 
 
-def weight_of(given: dict[str, Any]) -> Any:
+def weight_of(metrics: dict[str, Any]) -> Any:
     """Return the weight of a loss that had one in the first pass.
 
     >>> weight_of({"loss": torch.tensor(1.0), "weight": torch.tensor(7)})
     tensor(7)
     """
-    if "weight" not in given:
+    if "weight" not in metrics:
         raise ModelError('the loss had a "weight" in the first pass, and has none here: return one for every batch.')
-    return given["weight"]
+    return metrics["weight"]
 
 
 def check_weight(weight: Tensor | None) -> bool:

@@ -116,27 +116,27 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
     with seeded(0, model.device, host=True), observer, first_call(model.model, batch):
         before, own = tree.map(torch.clone, model.buffers), tree.map(torch.clone, model.buffers)
         states, host_states = _rng_states(model.device), rng.host_states()
-        kept = Snapshot(model.structure(0))  # before the pass
+        start = Snapshot(model.structure(0))  # before the pass
         loss, after, grads = model.gradient(params, {**own, WEIGHT: None}, batch)
         model.weighted = check_weight(after.pop(WEIGHT))
         host_random = host_states != rng.host_states()
         random = not all(map(torch.equal, states, _rng_states(model.device)))
         # Even by writing the same value, such as the running mean of something that has not moved yet.
         mutated = {n for n, b in after.items() if b is not own[n] or b._version or not torch.equal(b, before[n])}
-    left = _check_state(model, batch, [loss, *after.values(), *params.values(), *grads], kept)
+    left = _check_state(model, batch, [loss, *after.values(), *params.values(), *grads], start)
     host_random = host_random and _always_draws(model, batch)
     random |= host_random
     largest = max(observer.largest_bytes, *(p.numel() * p.element_size() for p in model.params.values()))
-    model.recomputes, model.forgets = observer.recomputes, _forgets(model, batch, kept)
+    model.recomputes, model.forgets = observer.recomputes, _forgets(model, batch, start)
     unused, written = frozenset(name for name, g in zip(params, grads) if g is None), observer.written()
     check_influence(unused, params)
     check_written(written - params.keys() | written & unused)
     hooks.check_ties(model.model, mutated)
     hooked = hooks.on_gradients(model.model)
     facts = ModelFacts(  # a backward pass costs about two forward passes
-        unused=unused, mutated=frozenset(mutated), random=random, host_random=host_random, may_draw=kept.draws,
+        unused=unused, mutated=frozenset(mutated), random=random, host_random=host_random, may_draw=start.draws,
         written=written, hooked=bool(hooked),
-        shared=kept.shared or next((name for name, outer in left.items() if outer), ""),
+        shared=start.shared or next((name for name, outer in left.items() if outer), ""),
         flop=3 * observer.flop, convolution_flop=3 * observer.convolution_flop, largest_bytes=largest,
         output_bytes=observer.largest_bytes,
     )  # fmt: skip

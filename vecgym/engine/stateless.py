@@ -85,13 +85,13 @@ class Skeleton:
         Activation checkpointing runs the model again in the backward pass, which must find these tensors.
         """
         with self._holding(tensors):
-            given = outcome(self.model, batch)
-            loss = given["loss"]
+            metrics = outcome(self.model, batch)
+            loss = metrics["loss"]
             result = backward(loss) if backward else None
             places = {name: self._places[name][0] for name in self._buffers}
             after = {name: holder[key] for name, (holder, key) in places.items()}
             if WEIGHT in tensors:
-                after[WEIGHT] = given.get("weight") if tensors[WEIGHT] is None else weight_of(given)
+                after[WEIGHT] = metrics.get("weight") if tensors[WEIGHT] is None else weight_of(metrics)
             return loss, after, result
 
     def measure(self, tensors: Tree, batch: Any) -> Tree:
@@ -123,8 +123,8 @@ class _Called(nn.Module):
         self.model = model
 
     def forward(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
-        given = outcome(self.model, batch)
-        return given["loss"], given
+        metrics = outcome(self.model, batch)
+        return metrics["loss"], metrics
 
 
 class StatelessModel:
@@ -237,8 +237,8 @@ class StatelessModel:
         after, paths = {name: b for name, b in changed.items() if name != WEIGHT}, self._train[0].paths
         values = {f"model.{path}": x for name, x in {**shared, **after, **params}.items() for path in paths[name]}
         # With tie_weights=True it would not restore the tensors of a module that is in two places.
-        loss, given = torch.func.functional_call(self._called, values, (batch,), tie_weights=False)
-        return loss, {**after, WEIGHT: weight_of(given)} if WEIGHT in changed else after
+        loss, metrics = torch.func.functional_call(self._called, values, (batch,), tie_weights=False)
+        return loss, {**after, WEIGHT: weight_of(metrics)} if WEIGHT in changed else after
 
     def gradient(self, leaves: Tree, buffers: dict[str, Any], batch: Any, thread: int = 0) -> tuple[Tensor, Tree, Any]:
         """Compute the loss in training mode, buffers after it, and the gradient of each of `leaves`; None: unused."""

@@ -241,8 +241,8 @@ class Recorder:
         bad = [node for node in trained if not math.isfinite(losses[node])]
         if not bad:  # no node has trained
             return
-        told = last_read if last_read > step else None
-        error = DivergenceError(step - 1, bad, float(losses[bad[0]]), told, self._in_data(step - 1))
+        noticed = last_read if last_read > step else None
+        error = DivergenceError(step - 1, bad, float(losses[bad[0]]), noticed, self._in_data(step - 1))
         if self.on_divergence == "raise":
             raise error
         warn(f"{error} Further losses are not checked.")
