@@ -126,7 +126,6 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
     left = _check_state(model, batch, [loss, *after.values(), *params.values(), *grads], start)
     host_random = host_random and _always_draws(model, batch)
     random |= host_random
-    largest = max(observer.largest_bytes, *(p.numel() * p.element_size() for p in model.params.values()))
     model.recomputes, model.forgets = observer.recomputes, _forgets(model, batch, start)
     unused, written = frozenset(name for name, g in zip(params, grads) if g is None), observer.written()
     check_influence(unused, params)
@@ -137,14 +136,13 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
         unused=unused, mutated=frozenset(mutated), random=random, host_random=host_random, may_draw=start.draws,
         written=written, hooked=bool(hooked),
         shared=start.shared or next((name for name, outer in left.items() if outer), ""),
-        flop=3 * observer.flop, convolution_flop=3 * observer.convolution_flop, largest_bytes=largest,
-        output_bytes=observer.largest_bytes,
+        flop=3 * observer.flop, convolution_flop=3 * observer.convolution_flop, output_bytes=observer.largest_bytes,
+        largest_bytes=max(observer.largest_bytes, *(p.numel() * p.element_size() for p in model.params.values())),
     )  # fmt: skip
     if stacked is None:
         return facts
     of_one = _local(model, loss, after, grads)
-    if not required:
-        facts = replace(facts, any_layout=_any_layout(model, batch, facts, of_one))
+    facts = replace(facts, any_layout=required or _any_layout(model, batch, facts, of_one))
     alone = f"its forward writes to its parameter {min(written)!r}" if written else HOST_RANDOM * host_random
     if unsafe := observer.unsafe or alone or (hooked and f"{hooked}, which sees one node at a time"):
         return replace(facts, vmap_error=vmap_error(unsafe))
