@@ -128,7 +128,8 @@ def plot_differences(
     if baseline not in (there := _values(data.rows, axis)):
         raise ValueError(f"baseline={baseline!r} is not a value of {axis!r}, which has {', '.join(map(_text, there))}.")
     parts = [data.rows] if hue is None else [[row for row in data.rows if row[x] == v] for v in _values(data.finite, x)]
-    differences = [row for part in parts for row in compared(part, axis, column, baseline, over=data.over)]
+    settings: dict[str, Any] = {"over": data.over, "choose": max if larger_is_better(column) else min}
+    differences = [row for part in parts for row in compared(part, axis, column, baseline, **settings)]
     spans = {
         (row[x], hue and row[hue]):
         (0.0, 0.0, 0.0) if row[axis] == baseline else (row["difference"], row["low"], row["high"])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vecgym.core import check
 from vecgym.core.errors import warn
-from vecgym.records.columns import COLUMNS, UPDATE_COLUMNS, larger_is_better
+from vecgym.records.columns import COLUMNS, UPDATE_COLUMNS
 
 Row = dict[str, Any]  # column -> value
 Rows = Sequence[Mapping[str, Any]]
@@ -219,12 +219,13 @@ def by_seed(rows: Rows, column: str, over: str) -> dict[Any, float]:
 
 
 def compared(
-    rows: Rows, axis: str, column: str, baseline: Any, *, over: str, best: bool = True, holdout: Collection[Any] = (),
-    paired: bool = True, largest: bool | None = None,
+    rows: Rows, axis: str, column: str, baseline: Any, *, over: str, choose: Any = min,
+    holdout: Collection[Any] = (), paired: bool = True,
 ) -> list[Row]:  # fmt: skip
     """Return a row for each value of an axis, with the mean of a column and its `MeanDifference` from the baseline's.
 
-    For the arguments, see `SweepResult.compare`; the values of the axes are labels.
+    For the arguments, see `SweepResult.compare`; the values of the axes are labels. `choose`: `min` or `max`, the best
+    mean; None: all configurations are compared.
 
     >>> rows = [{"H": H, "seed": seed, "val_loss": H + seed} for H in (1, 3) for seed in (0, 1)]
     >>> compared(rows, "H", "val_loss", 1, over="seed")[1]["difference"]
@@ -232,18 +233,17 @@ def compared(
     """
     others = [name for name in axes_of(rows) if name not in (axis, over)]
     points = [({name: g[0][name] for name in (axis, *others)}, by_seed(g, column, over)) for g in groups(rows, over)]
-    if best:
-        sign = -1 if (larger_is_better(column) if largest is None else largest) else 1
+    if choose is not None:
 
         def rank(each: tuple[Row, dict[Any, float]]) -> tuple[int, float]:
             missing, mean = _mean_of([x for seed, x in each[1].items() if seed not in holdout])
-            return missing, sign * mean
+            return missing, -mean if choose is max else mean
 
         values = dict.fromkeys(point[axis] for point, _ in points)
         points = [min((each for each in points if each[0][axis] == value), key=rank) for value in values]
     if holdout:
         points = [(point, {seed: x for seed, x in losses.items() if seed in holdout}) for point, losses in points]
-    matching = [] if best else others  # what a configuration and that of the baseline have in common
+    matching = others if choose is None else []  # what a configuration and that of the baseline have in common
     bases = {tuple(point[n] for n in matching): losses for point, losses in points if point[axis] == baseline}
     shown = []
     for point, losses in points:

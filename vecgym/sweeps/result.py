@@ -348,8 +348,8 @@ class SweepResult:
         base = _label_of(rows[0][axis] if baseline is None else baseline, axis, rows)
         chosen = _is_largest(column, largest if best or largest is not None else False)
         apart = () if holdout is None else _apart(holdout, over, rows, best)
-        settings: dict[str, Any] = {"over": over, "best": best, "paired": paired, "largest": chosen}
-        shown = compared(labelled(rows), axis, column, base, holdout=apart, **settings)
+        choose = (max if chosen else min) if best else None
+        shown = compared(labelled(rows), axis, column, base, over=over, choose=choose, holdout=apart, paired=paired)
         notes = [self._varied_note(over), _few_seeds(min((row["seeds"] for row in shown), default=0), over)]
         if best:
             notes += _edge_notes(shown, labelled(rows), axis, over, lambda row: (-1 if chosen else 1) * row[column])
@@ -628,7 +628,7 @@ def compare(
     rows = [row for name, histories in by_name.items() for row in _rows_of(name, histories, column)]
     check.flag("paired", paired)
     first = next(iter(by_name)) if baseline is None else check.choice("baseline", baseline, by_name)
-    shown = compared(rows, "run", column, first, over="seed", best=False, paired=paired)
+    shown = compared(rows, "run", column, first, over="seed", choose=None, paired=paired)
     return Comparison(shown, [_seed_note(by_name.values()), _few_seeds(min(row["seeds"] for row in shown), "seed")])
 
 
