@@ -176,8 +176,10 @@ class _Group:
 
     def numbers(self, lr: float | Tensor | None) -> tuple[dict[str, Any], dict[str, list[float]]]:
         """Return the hyperparameters in two groups: single numbers, and lists of L numbers."""
-        numbers, columns = dict(self.constants), {}
-        for key, value in {**self.tensors, "lr": self._lr(lr)}.items():
+        numbers, columns, rate = dict(self.constants), {}, self._lr(lr)
+        if self.base_lr is not None:  # without gradients, the rate of the group does not show those of its factors
+            rate = next((x for x in (lr, self.base_lr) if differentiated(x)), rate)
+        for key, value in {**self.tensors, "lr": rate}.items():
             if not isinstance(value, Tensor):
                 numbers[key] = value
             elif differentiated(value):
