@@ -118,7 +118,9 @@ the bound is 1e-12 in float64, 1e-5 in float32. State that a strategy keeps, suc
 of nearly equal parameters and carries their rounding: it is measured against the parameter that it belongs to.
 
 Where *exact* passes and *native* fails, no rule is broken: `torch.distributed` adds up in another order, and a value that
-is rounded, ranked or compared can fall to the other side. float64 makes it rare.
+is rounded, ranked or compared can fall to the other side. float64 makes it rare. In *stack* a rate is a tensor, which can
+have the same effect. With an `availability`, the configurations of a stack are groups of one, as in a sweep: what a class
+promises is then not tried.
 
 `ledger_bytes` compares the two ledgers. That `torch.distributed` is handed what they count, that AllReduce is torch's
 `DistributedDataParallel`, and that compiled gradients are those of `vmap`, is proven for vecgym's strategies by its tests.
