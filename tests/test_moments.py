@@ -157,7 +157,7 @@ def test_processes_agree() -> None:
 @pytest.mark.parametrize(
     ("module", "inner", "message"),
     [
-        (moments(), "sgd", "it keeps nothing: give one with moments"),
+        (moments(), "sgd", "which keeps none: give one with moments"),
         (moments(of="exp_avg"), OptimSpec("sgd", momentum=0.9), "of='exp_avg'.*momentum_buffer"),
         (moments(every=100, of="exp_avgs"), "adamw", "did you mean 'exp_avg'"),
     ],

@@ -1,4 +1,4 @@
-"""Compression of what nodes send, and its bytes.
+"""Compression of the messages of nodes, and its bytes.
 
 - Codecs: Codec, the base; TopK, ChunkedTopK, RandomK; Quantise, StatQuantise, E3M0, four-bit floats; QSGD, Natural,
   Ternary, Sign; Chain, two in sequence; PowerSGD, through two averages; a Compressor is one of these

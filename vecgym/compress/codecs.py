@@ -1,4 +1,4 @@
-"""Lossy codes of tensors, for all nodes at once: what a node sends instead of a tensor, and how it is decoded.
+"""Lossy codes of tensors, for all nodes at once: encode a tensor for sending, decode it, average codes.
 
 A `Codec` turns `[L, *shape]` into a code, a few tensors `[L, ...]` that every node sends to all others; its bytes
 are the bytes of these tensors. `PowerSGD` does not gather: it takes two averages.

@@ -1,7 +1,7 @@
 """Python objects and everything they hold: compare it, show it, visit it, replace tensors in it.
 
-An object holds what is in its attributes and containers; a function holds what it closes over, its defaults, and the
-globals that it reads.
+An object holds the values of its attributes and containers; a function holds the variables that it closes over, its
+defaults, and the globals that it reads.
 """
 
 from __future__ import annotations

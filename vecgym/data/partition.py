@@ -103,7 +103,7 @@ class Partition:
         Args:
             dataset: the one that was partitioned.
             held_out: the fraction of each node's examples that it does not train on, drawn at random, at least one.
-            seed: of what is held out.
+            seed: of the choice of these examples.
 
         Raises:
             ValueError: if the dataset has another length, or a node with a single example is to hold one out.
@@ -225,7 +225,7 @@ def partition_dirichlet(
     References: Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", arXiv 1905.12022;
     `min_size` as in Li et al., "Federated Learning on Non-IID Data Silos", arXiv 2102.02079. Balanced, Hsu et al.,
     "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", arXiv 1909.06335.
-    Deviation: what happens when a class is exhausted, which the paper leaves open.
+    Deviation: the rule for an exhausted class, which the paper leaves open.
     """
     check.flag("balanced", balanced)
     check.integer("min_size", min_size)

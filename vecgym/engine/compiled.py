@@ -149,7 +149,7 @@ def _changed(error: Exception) -> str:
     match = re.search(r"^ *- \d+/\d+: (.*?)(?:\(HINT.*)?$", str(error), re.MULTILINE)
     guard, *code = [" ".join(part.split()) for part in match[1].split("#")] if match else [""]
     at = f", at {code[1]}" if len(code) > 1 else ""
-    return f"its forward changes what is no tensor ({code[0] if code else guard}{at})"
+    return f"its forward changes a value that is no tensor ({code[0] if code else guard}{at})"
 
 
 def _compiler_settings() -> contextlib.ExitStack:

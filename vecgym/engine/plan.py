@@ -423,7 +423,7 @@ _PRODUCTS: dict[Callable, Callable[[Tensor, list[Tensor]], int]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How the nodes are computed: `engine`, nodes per call, and threads over nodes.
+    """A way to compute the nodes: `engine`, nodes per call, and threads over nodes.
 
     `engine`: "vmap" or "loop"; `Engine.prepare` puts "recorded" or "compiled" in place of "vmap".
 

@@ -9,8 +9,8 @@ This is right only for a forward that does the same in every step. `Recorded` ma
 - an operation that hands values of tensors to Python is refused;
 - a list is made twice, from different values, with the same result, and compared with `vmap` bit by bit.
 
-Inputs of other shapes have another list. Where there is none, `vmap` computes. A list is not made before it can earn
-what it costs: in a run that is too short, or of shapes that are rare.
+Inputs of other shapes have another list. Without a list, `vmap` computes. A list is only made where it can earn its
+cost: not in a run that is too short, nor for rare shapes.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class Recording(TorchDispatchMode):
         """Write down a call, and further ones that unpack its results; return the place of its result."""
         place = self._new(None)
         self._steps.append((Step(function, reads, place), acts))
-        if isinstance(out, Tensor):  # what is changed in place has a place already
+        if isinstance(out, Tensor):  # a tensor that was changed in place has a place already
             self._place_of.setdefault(id(out), place)
         elif isinstance(out, (list, tuple)):
             for i, x in enumerate(out):

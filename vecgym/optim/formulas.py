@@ -276,8 +276,8 @@ def dion_muon(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) ->
 
 # ------------------------------------------------------------------------------------------ Adam's step, by hand
 #
-# For gradients through whole runs: autograd saves a tensor for each operation of the formula. This saves only what
-# exists anyway (the gradient, and the state before and after), and takes half the passes over memory.
+# For gradients through whole runs: autograd saves a tensor for each operation of the formula. `AdamStep` saves only
+# tensors that exist anyway (the gradient, and the state before and after), in half the passes over memory.
 
 
 def adam_moments(g: Tensor, m: Tensor, v: Tensor, w1: Scalar, b2: Scalar, w2: Scalar) -> tuple[Tensor, Tensor]:

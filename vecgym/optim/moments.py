@@ -24,7 +24,7 @@ def moments_in(optimizer: Mapping[str, Any], params: Tree) -> dict[str, Tree]:
             for name, x in values.items()
             if name in params and x.is_floating_point() and x.shape[1:] == params[name].shape[1:]  # and no counts
         }
-        for slot, values in optimizer.get("tensors", optimizer).items()  # some rules keep what is no tensor apart
+        for slot, values in optimizer.get("tensors", optimizer).items()  # some rules keep numbers apart
         if isinstance(values, dict)
     }
     return {slot: values for slot, values in slots.items() if values}
@@ -36,23 +36,23 @@ def moments_of(slots: Any, optimizer: Mapping[str, Any], params: Tree, who: obje
     Args:
         slots: a tuple of names, or anything else for all.
         optimizer: its state.
-        params: in whose shape they are.
-        who: what asks for them, for messages.
+        params: parameters, of the same shapes.
+        who: the object that needs the moments, for messages.
 
     Raises:
-        ValueError: if it keeps none, or not those.
+        ValueError: if the optimizer keeps no moments, or not the given ones.
 
     >>> moments_of(("exp_avg",), {}, {}, "Exchange(Mean(), of='exp_avg')")
     Traceback (most recent call last):
     ...
-    ValueError: "Exchange(Mean(), of='exp_avg')" averages what the inner optimizer keeps, and it keeps nothing: give \
+    ValueError: "Exchange(Mean(), of='exp_avg')" averages moments of the inner optimizer, which keeps none: give \
 one with moments, such as AdamW or SGD with momentum, or leave this exchange out.
     """
     moments = moments_in(optimizer, params)
     if not moments:
         raise ValueError(
-            f"{who!r} averages what the inner optimizer keeps, and it keeps nothing: give one with moments, such "
-            "as AdamW or SGD with momentum, or leave this exchange out."
+            f"{who!r} averages moments of the inner optimizer, which keeps none: give one with moments, such as "
+            "AdamW or SGD with momentum, or leave this exchange out."
         )
     for slot in slots if isinstance(slots, tuple) else ():
         check.choice("of", slot, list(moments))
