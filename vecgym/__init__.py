@@ -89,38 +89,11 @@ if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
 __version__ = "0.3.0"
 
 __all__ = [
-    "CSVLogger",
-    "DivergenceError",
-    "History",
-    "Ledger",
-    "LocalTrainer",
-    "LogUniform",
-    "Logger",
-    "MemoryEstimate",
-    "Nodes",
-    "OptimSpec",
-    "OptimizedSchedule",
-    "Outcome",
-    "ProcessError",
-    "Saved",
-    "SweepResult",
-    "TensorBoardLogger",
-    "Trainer",
-    "Uniform",
-    "VecgymWarning",
-    "WandbLogger",
-    "availability",
-    "compare",
-    "dry_run",
-    "estimate_memory",
-    "guide",
-    "load",
-    "optimize_schedule",
-    "rollout",
-    "rollout_jvp",
-    "sweep",
-    "verify",
-]
+    "CSVLogger", "DivergenceError", "History", "Ledger", "LocalTrainer", "LogUniform", "Logger", "MemoryEstimate",
+    "Nodes", "OptimSpec", "OptimizedSchedule", "Outcome", "ProcessError", "Saved", "SweepResult", "TensorBoardLogger",
+    "Trainer", "Uniform", "VecgymWarning", "WandbLogger", "availability", "compare", "dry_run", "estimate_memory",
+    "guide", "load", "optimize_schedule", "rollout", "rollout_jvp", "sweep", "verify",
+]  # fmt: skip
 
 # Where each public name is. It is imported when it is first used, so that `vecgym --help` need not wait for torch.
 _HOMES = {

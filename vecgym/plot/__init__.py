@@ -6,18 +6,7 @@ from vecgym.plot.style import NotebookFigure
 from vecgym.plot.sweeps import pareto_front, plot_axis, plot_differences, plot_heatmap, plot_pareto
 
 __all__ = [
-    "NotebookFigure",
-    "default_window",
-    "pareto_front",
-    "plot_axis",
-    "plot_comparison",
-    "plot_differences",
-    "plot_heatmap",
-    "plot_history",
-    "plot_pareto",
-    "plot_partition",
-    "plot_runs",
-    "plot_schedule",
-    "plot_sensitivity",
+    "NotebookFigure", "default_window", "pareto_front", "plot_axis", "plot_comparison", "plot_differences",
+    "plot_heatmap", "plot_history", "plot_pareto", "plot_partition", "plot_runs", "plot_schedule", "plot_sensitivity",
     "smooth",
-]
+]  # fmt: skip
