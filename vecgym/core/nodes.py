@@ -25,7 +25,7 @@ def expand(values: Tree, num_nodes: int) -> Tree:
     >>> expand({"w": torch.ones(1, 2)}, 3)["w"].shape
     torch.Size([3, 2])
     """
-    return tree.map(lambda x: expanded(x, num_nodes), values)
+    return tree.map(functools.partial(expanded, num_nodes=num_nodes), values)
 
 
 def expanded(x: Tensor, num_nodes: int) -> Tensor:

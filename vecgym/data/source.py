@@ -80,7 +80,7 @@ class Source:
         return (self._placed(carried.batch) for carried in self._loader(orders))
 
     def _placed(self, batch: Batch) -> Batch:
-        return tree.map_leaves(lambda x: placed(x, self.device), batch)
+        return tree.map_leaves(functools.partial(placed, device=self.device), batch)
 
     def _loader(self, orders: Iterable[tuple[Any, ...]]) -> DataLoader[_Carried]:
         return DataLoader(

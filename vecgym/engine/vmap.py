@@ -189,7 +189,7 @@ def _open(*values: Tensor | None) -> _Opened | None:
     """
     levels = [_functorch.maybe_get_level(x) if x is not None and _functorch.is_batchedtensor(x) else 0 for x in values]
     level = max(levels)
-    if not level or any(x is not None and _functorch.is_gradtrackingtensor(x) for x in values):  # torch.func.grad
+    if not level or any(map(_functorch.is_gradtrackingtensor, [x for x in values if x is not None])):  # torch.func.grad
         return None
     tensors, size = list(values), 0
     dims: list[int | None] = [None] * len(values)
@@ -274,7 +274,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """Apply a shared weight to the rows of all nodes at once, and each node's own weights by `_StackedLinear`."""
     foldable = weight.dim() == 2 and input.dtype == weight.dtype
     opened = _open(input, weight, bias) if foldable else None
-    if opened is None or any(x is not None and _functorch.is_functorch_wrapped_tensor(x) for x in opened.tensors):
+    if opened is None or any(map(_functorch.is_functorch_wrapped_tensor, [x for x in opened.tensors if x is not None])):
         return F.linear(input, weight, bias)
     with temporarily_pop_interpreter_stack():
         x = opened.front(0)
