@@ -132,7 +132,7 @@ class Watch:
         elif (parts := _parts(value)) is not None:
             for part in parts:
                 self._value(part, where)
-            self._meets(type(value))
+            self._note_class(type(value))
         else:
             self._object(value, where)
 
@@ -164,7 +164,7 @@ class Watch:
             self._contents(attributes[kind], f"a hook of {name}", tensors=True)
         for key in attributes.keys() - OF_ANY_MODULE:
             self._item(attributes, key, attributes[key], f"the attribute {key!r} of {name}", tensors=True)
-        self._meets(type(module))
+        self._note_class(type(module))
 
     def _object(self, value: Any, where: str) -> None:
         """Follow an object whose classes are written in Python."""
@@ -172,7 +172,7 @@ class Watch:
         if isinstance(value, Tensor) or not written or not hasattr(value, "__dict__"):
             raise Uncertain(f"{where} is a {type(value).__name__}, which could change unseen")
         self._contents(vars(value), where)
-        self._meets(type(value))
+        self._note_class(type(value))
 
     # --------------------------------------------------------------------------------------- functions and classes
 
@@ -182,7 +182,7 @@ class Watch:
                 continue
             self._cells.append((cell, name, cell.cell_contents))
             if name == "__class__":  # of super()
-                self._meets(cell.cell_contents)
+                self._note_class(cell.cell_contents)
             else:
                 self._outer(cell.cell_contents, f"the outer variable {name!r}")
         defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
@@ -232,11 +232,11 @@ class Watch:
         """Follow a class whose objects the forward may create."""
         if kind.__module__ == "builtins" or _is_trusted(kind.__module__, where):
             return
-        self._meets(kind)
+        self._note_class(kind)
         for name in MAKING & vars(kind).keys():
             self._member(kind, name)
 
-    def _meets(self, kind: type) -> None:
+    def _note_class(self, kind: type) -> None:
         """Note a class whose objects the forward uses; its members are followed at the end."""
         kinds = [base for base in kind.__mro__ if base.__module__ != "builtins"]
         new = {base for base in kinds if not _is_trusted(base.__module__, base.__name__)} - self._classes

@@ -472,7 +472,7 @@ def naming(what: str) -> Iterator[None]:
     except ModelError as error:
         raise ModelError(f"{what}: {error}") from error
     except Exception as error:
-        advice = f".{_of_one(error)}" if _of_one(error) else ""
+        advice = f".{_batch_norm_advice(error)}" if _batch_norm_advice(error) else ""
         raise RuntimeError(f"{what}: {type(error).__name__}: {error}{_place(error)}{advice}") from error
 
 
@@ -485,14 +485,14 @@ def first_call(model: nn.Module, batch: Any) -> Iterator[None]:
         raise
     except Exception as error:
         misused = isinstance(error, (TypeError, AttributeError, NotImplementedError))
-        advice = f" {fix(model, batch)}" if misused else _of_one(error)
+        advice = f" {fix(model, batch)}" if misused else _batch_norm_advice(error)
         raise RuntimeError(
             f"the model fails on its first batch, {form_of(batch)}: {type(error).__name__}: {error}{_place(error)}."
             + advice
         ) from error
 
 
-def _of_one(error: Exception) -> str:
+def _batch_norm_advice(error: Exception) -> str:
     """Return advice for a batch norm that got one example; "" for another error."""
     if "Expected more than 1 value per channel" not in str(error):
         return ""

@@ -183,7 +183,7 @@ def _check_state(model: StatelessModel, batch: Any, first: Results, before: Snap
     Returns:
         each place that a pass changes, and whether it is outside the model.
     """
-    after, other = Snapshot(model.structure(0)), tree.map_leaves(_another, batch)
+    after, other = Snapshot(model.structure(0)), tree.map_leaves(_repeated, batch)
     if not (left := after.changed(before)):
         return {}
     again = _results(model, batch)
@@ -290,7 +290,7 @@ def _close(x: Tensor | None, y: Tensor | None) -> bool:
     return torch.allclose(x, y, rtol=0, atol=allowed, equal_nan=True)
 
 
-def _another(x: Tensor) -> Tensor:
+def _repeated(x: Tensor) -> Tensor:
     """Return a batch of the same shape that repeats its first example."""
     same = x[:1].expand(x.shape).clone() if x.dim() else x
     return same * 0.9 if x.is_floating_point() else same
