@@ -85,6 +85,7 @@ from vecgym.strategy import (
     SparseLoCoStrategy,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
+    Stage,
     Strategy,
     StreamingDiLoCoStrategy,
     StrongestCosines,
@@ -449,7 +450,7 @@ def test_every_strategy_has_a_row() -> None:
     missing = strategies - {type(make(name)) for name in NAMES}
     assert not missing, f"add {missing} to STRATEGIES"
     averages: set[type] = {cls for cls in public if isinstance(cls, type) and issubclass(cls, Average)}
-    missing = (strategies | averages | {Exchange}) - {Average} - ARGUMENTS.keys()
+    missing = (strategies | averages | {Exchange}) - {Average, Stage} - ARGUMENTS.keys()
     assert not missing, f"add {missing} to ARGUMENTS"
 
 
