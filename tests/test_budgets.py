@@ -32,12 +32,12 @@ MAX_UNITS = 19  # modules and packages directly in vecgym
 MAX_FUNCTION = 40  # lines, without its docstring
 MAX_PARAMETERS = 8
 MAX_CODE_LINES = 25_284  # of the whole package
-MAX_MODULES = 135  # that hold code
+MAX_MODULES = 142  # that hold code
 MAX_CLAUSES = 44  # docstrings that begin with a clause, such as "What is sent." for "The message."
 # Modules in a package, and floors: modules in the longest chain of imports inside it. What is above that is named.
 MAX_MODULES_IN_A_PACKAGE = 12
 MAX_FLOORS_IN_A_PACKAGE = 6
-MORE_MODULES = {"strategy": 22}
+MORE_MODULES = {"strategy": 24}
 MORE_FLOORS: dict[str, int] = {}
 
 MAX_FILES_OF_A_WALK = 33  # of the package, in which a step of DiLoCo in a plain fit calls a function
@@ -66,6 +66,7 @@ MANY_PARAMETERS = {
     "engine/stateless.py:_batch_norm",  # F.batch_norm's own, and one
     "optim/optimizer.py:Optimizer.step",
     "optim/optimizers.py:FullPrecisionMuon.__init__",
+    "simulation/simulation.py:Part.alone",
     "strategy/simulated.py:simulation_of",
     "sweeps/result.py:SweepResult.compare",
 }
