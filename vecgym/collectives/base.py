@@ -260,7 +260,7 @@ class Collectives(ABC):
 
     def _reduction(self, groups: Groups | None, average: bool, weights: Sequence[float] | None = None) -> Operation:
         """Return the operation that averages or sums, after a check of the weights."""
-        counted = _checked_weights(weights, self.num_nodes, groups if average else [])
+        counted = None if weights is None else _checked_weights(weights, self.num_nodes, groups if average else [])
         return lambda comm: partial(comm._sum, groups=groups, average=average, weights=counted)
 
     def _nodes(self, nodes: Sequence[int] | None) -> list[int]:
@@ -348,10 +348,8 @@ def check_groups(groups: Groups | None, num_nodes: int) -> Islands | None:
     return islands
 
 
-def _checked_weights(weights: Sequence[float] | None, num_nodes: int, groups: Groups | None) -> Tensor | None:
-    """Return the weights `[K]` in float64, after checking that each group has one > 0; None: equal weights."""
-    if weights is None:
-        return None
+def _checked_weights(weights: Sequence[float], num_nodes: int, groups: Groups | None) -> Tensor:
+    """Return the weights `[K]` in float64, after checking that each group has one > 0."""
     tensor = torch.as_tensor(weights, dtype=torch.float64)
     if tensor.shape != (num_nodes,) or not bool((tensor >= 0).all()):
         raise ValueError(f"weights={tensor.tolist()} must be {num_nodes} numbers >= 0, one per node.")

@@ -278,14 +278,13 @@ class Engine:
                 return self._pure(some) if differentiable else self._mean(some) if mean else self._each(some)
 
         by_minibatches = functools.partial(in_minibatches, size=minibatch_size, compute=compute)
-        weighted = self._stateless.weighted
-        if mean and weighted:
+        if mean and self._stateless.weighted:
             by_minibatches = functools.partial(self._mean_weighted, size=minibatch_size, compute=compute)
         if limits is None or min(limits) >= batch_size:
             local = by_minibatches(part)
         else:
             local = by_batch_size(part, limits, by_minibatches, mean, not differentiable, self._stateless.written)
-        if weighted:
+        if self._stateless.weighted:
             return local._replace(buffers={name: b for name, b in local.buffers.items() if name != WEIGHT})
         return local
 

@@ -337,7 +337,7 @@ class Part:
             part.optimize(tree.map(lambda g: g[a:b] if len(g) > 1 else g, grads), lr[a:b] if several else lr)  # noqa: B023
             part.put()
         assert isinstance(self.home, Rows)
-        self.home.forget("params", "optimizer")
+        self.home.forget()
 
     def _later(self, counts: int | list[int]) -> int | list[int]:
         """Return the counts after the steps of this event; what is shared goes by the tick."""

@@ -94,13 +94,15 @@ class Rows:
         self.whole, self.index, self.size = whole, index, size
         self.num_rows = len(range(size)[index]) if isinstance(index, slice) else size if index is None else len(index)
         self.assigned: dict[str, Any] = {}
-        self._taken: dict[str, Any] = {}
+        self._taken: dict[str, Any] = {**whole} if index is None else {}
+        self._shown = self._taken if self.lead == 1 else {}  # as handlers see them
 
     def __contains__(self, name: str) -> bool:
         return self.assigned.get(name, self.whole.get(name)) is not None
 
     def __getitem__(self, name: str) -> Any:
-        value = self.assigned[name] if name in self.assigned else self.shown(name) if name in self.whole else None
+        held = self.assigned if name in self.assigned else self._shown
+        value = held[name] if name in held else self.shown(name) if name in self.whole else None
         if value is None:
             raise KeyError(f"no {name!r} here; there are {sorted({*self.whole, *self.assigned})}")
         return value
@@ -155,10 +157,9 @@ class Rows:
         rows = "1" if self.num_rows == 1 else f"{self.num_rows} or 1"
         return f"[{', '.join([rows, *map(str, shape)])}]"
 
-    def forget(self, *names: str) -> None:
-        """Take these trees anew when they are asked for: they have been written to in another way."""
-        for name in names:
-            self._taken.pop(name, None)
+    def forget(self) -> None:
+        """Take all trees anew when they are asked for: some have been written to in another way."""
+        self._taken.clear()
 
     def of(self, name: str) -> Rows:
         """Return those that hold a name; see `SplitRows`."""

@@ -435,10 +435,11 @@ class Exchange(Settings):
 
     def meet(self, part: Part) -> None:
         """Agree, and go on with the result at once."""
+        stages = self.stages
         with self._sending(part):
             for slot, x, here, memory in self._exchanged(part):
-                y = self.stages.receive(self.stages.agree(x, here, memory), here, memory)
-                self._put(here, slot, self.stages.write(y, x, here, memory), x)
+                y = stages.receive(stages.agree(x, here, memory), here, memory)
+                self._put(here, slot, stages.write(y, x, here, memory), x)
         blend(part, self._weight(part))
 
     def agree(self, part: Part) -> None:
