@@ -485,7 +485,7 @@ class Exchange(Settings):
             here, memory = self._seen(part, label, Due(when.count(step), step))
             new = self._checked(self.stages(grads, here, memory), grads, here)
         of_nodes, params = part.lead - 1, part.params
-        if self.same and any(x.shape[of_nodes] > params[name].shape[of_nodes] for name, x in new.items()):
+        if self.same and any(x.shape[of_nodes] > max(1, params[name].shape[of_nodes]) for name, x in new.items()):
             raise ValueError(
                 f"{self.how!r} returned gradients [{len(part.nodes)}, *], and says that its result is the same on all "
                 "nodes, [1, *]: say common = False in its class."
