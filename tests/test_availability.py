@@ -543,7 +543,7 @@ def test_participation_and_sampled_send_the_same(name: str, fraction: float, mod
 
 
 def test_nodes_are_sampled_once() -> None:
-    with pytest.raises(ValueError, match=r"Sampled.* and participation=0.5 both draw a sample .* leave one"):
+    with pytest.raises(ValueError, match=r"Sampled.* and participation=0.5 both sample the nodes, .* leave one"):
         fit("MLP", PARTICIPATION["fedavg"](0.5), num_nodes=4, max_steps=H, availability=Sampled(0.5, H) & Dropout(0.1))
     fit("MLP", PARTICIPATION["fedavg"](0.5), num_nodes=4, max_steps=H, availability=Dropout(0.1))
 

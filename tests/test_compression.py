@@ -910,7 +910,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "in part": (
         lambda: Exchange(Compressed(Mean(), "int8"), SyncWeight([0.5, 1])),
         ValueError,
-        "exchanges in part",
+        "is applied in part",
     ),
     "what is compressed": (
         lambda: Compressed(Compressed(Mean(), "int8"), "topk"),

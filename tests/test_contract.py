@@ -68,7 +68,7 @@ class Resting(Strategy):
         super().__init__(exchanges=list(exchanges), **{"inner_optim": "sgd", "lr": 0.1, **inner})
         self.who = who
 
-    def trains(self, run: RunFacts) -> Any:
+    def who_trains(self, run: RunFacts) -> Any:
         return lambda step, rows: self.who(step)
 
 

@@ -252,7 +252,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "every=0 must be an integer >= 1": lambda: Exchange(Mean(), every=0),
     "keep=1.5 must be a number in": lambda: Exchange(Mean(), keep=1.5),
     "says when all exchange": lambda: Exchange(Mean(), SyncWeight([0, 1]), fragments=2),
-    "exchanges in part": lambda: Exchange(Compressed(Mean(), "int8"), SyncWeight([0.5, 1])),
+    "is applied in part": lambda: Exchange(Compressed(Mean(), "int8"), SyncWeight([0.5, 1])),
     "by all nodes, as a whole": lambda: Exchange(Mean(), of="gradients", participation=0.5),
     "used at once": lambda: Exchange(Mean(), of="gradients", delay=1),
     "has no effect": lambda: Exchange(Mean(), late="change"),
@@ -260,19 +260,19 @@ WRONG: dict[str, Callable[[], Any]] = {
     "a change is each node's own": lambda: Exchange(ServerMean(), delay=1, late="change", participation=0.5),
     "is no When": lambda: Exchange(Mean(), type("Often", (), {"due": lambda self, step: True})()),
     "needs a server": lambda: Exchange(Mean(), participation=0.5, resting="take"),
-    "is not lost": lambda: Exchange(ServerMean(), lost=0.5, participation=0.5),
+    "is never lost": lambda: Exchange(ServerMean(), lost=0.5, participation=0.5),
     "must be smaller than every=2": lambda: Exchange(Mean(), lambda t: 3 - (t > 6), delay=[0] * 5 + [2]).check(
         run_facts()
     ),
     "a delay for each node, .* need rounds": lambda: Exchange(Mean(), SyncWeight([1] * T), delay=[0] * 5 + [2]),
     "must be smaller than every=3": lambda: Exchange(Outer(Mean()), 3, delay=[0, 3]),
     "offsets=\\[1\\]: give a list": lambda: Exchange(Mean(), 3, fragments=2, offsets=[1]),
-    "what takes a round to arrive, need rounds": lambda: Exchange(Eager(Mean()), SyncWeight([0, 1])),
+    "messages that take a round to arrive, need rounds": lambda: Exchange(Eager(Mean()), SyncWeight([0, 1])),
     "the same on all: average over all": lambda: Exchange(
         Compressed(Mean(), "topk", reference=True), participation=0.5
     ),
     "median of all nodes": lambda: Exchange(Outer(Mean(), correct="median_norm"), participation=0.5),
-    "goes by the outer momentum": lambda: Outer(Mean(), OptimSpec("sgd", lr=1.0), correct="heloco"),
+    "needs the outer momentum": lambda: Outer(Mean(), OptimSpec("sgd", lr=1.0), correct="heloco"),
     "one outer step within another": lambda: Outer(Eager(Mean())),
     "trim goes with": lambda: Robust("median", trim=1),
     "leaves nothing of 2 nodes": lambda: Exchange(Robust("trimmed_mean", trim=1), participation=0.3).check(run_facts()),
@@ -283,10 +283,10 @@ WRONG: dict[str, Callable[[], Any]] = {
     "cut into 1 fragments": lambda: Exchange(Mean(), 5, fragments=None, offsets=[1, 2, 3]).check_present(run_facts()),
     "sync_weight has 2 weights": lambda: Exchange(Mean(), SyncWeight([0, 1])).check(run_facts()),
     "not symmetric": lambda: Exchange(Mix(torch.eye(K).roll(1, 0))).check(run_facts(T, TABLE)),
-    "keeps something for each slot": lambda: Exchange(Compressed(Mean(), "topk"), of="moments").init(
+    "has state for each slot": lambda: Exchange(Compressed(Mean(), "topk"), of="moments").init(
         {name: torch.zeros(1, 2) for name in NAMES}, run_facts()
     ),
-    "keeps something that is not": lambda: Exchange(Sparse(0.1, Compressed(Mean(), "powersgd"))).init(
+    "keeps state that is not one": lambda: Exchange(Sparse(0.1, Compressed(Mean(), "powersgd"))).init(
         {name: torch.zeros(1, 40, 40) for name in NAMES}, run_facts()
     ),
     "exchanges the gradients of all": lambda: Strategy(
@@ -307,7 +307,7 @@ def test_exchanges_that_draw_nodes_need_equal_rounds() -> None:
         return Strategy("sgd", how, lr=0.1)
 
     assert len(both(2, 2).exchanges) == 2
-    with pytest.raises(ValueError, match="draw who trains in different rounds"):
+    with pytest.raises(ValueError, match="sample nodes in different rounds"):
         both(2, 3)
 
 

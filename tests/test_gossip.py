@@ -713,7 +713,7 @@ def test_a_run_that_cannot_work_is_refused(given: Any, num_nodes: int, message: 
 def test_what_has_no_effect_warns() -> None:
     with pytest.warns(VecgymWarning, match="every=11 is larger than the run's 10 steps"):
         GossipStrategy("ring", every=11).check(4, 10)
-    with pytest.warns(VecgymWarning, match="3 matrices and the run 2 exchanges: those from 2 on are never used"):
+    with pytest.warns(VecgymWarning, match="3 matrices and the run 2 exchanges: the matrices from 2 on are never used"):
         GossipStrategy(torch.eye(4).expand(3, 4, 4), every=5).check(4, 10)
     GossipStrategy(torch.eye(4).expand(2, 4, 4), every=5).check(4, 10)
 

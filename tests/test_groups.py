@@ -443,7 +443,7 @@ def test_gradients_elsewhere_have_another_name() -> None:
             part.optimize(part.gradients(at=tree.map(lambda p: p + 1, part.params)))
 
     stack, _ = stack_of([(Ahead(H=2), 1), (Ahead(H=3), 1)])
-    with pytest.raises(TypeError, match=r'give the method another name, .* training = "local"'):
+    with pytest.raises(TypeError, match=r'give the method another name, .* train_method = "local"'):
         run(stack, stack.init())
 
 

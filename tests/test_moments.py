@@ -196,7 +196,7 @@ def test_any_average_will_do() -> None:
 
 
 def test_slots_must_be_named_where_an_average_keeps_something_for_each() -> None:
-    with pytest.raises(ValueError, match="keeps something for each slot: name them"):
+    with pytest.raises(ValueError, match="has state for each slot: name the slots"):
         trained(moments(Compressed(Mean(), "int8")))
 
 

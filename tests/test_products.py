@@ -396,7 +396,7 @@ def test_clipping_leaves_what_an_average_remembers(rejoin: Any) -> None:
 def test_nodes_that_train_are_drawn_for_the_same_rounds() -> None:
     first = Exchange(Mean(), every=2, participation=0.5)
     for every in (3, lambda step: 2):
-        with pytest.raises(ValueError, match=r"in some steps no node is in both draws: give both the same every"):
+        with pytest.raises(ValueError, match=r"in some steps no node is in both samples: give both the same every"):
             Strategy("sgd", [first, Exchange(Mean(), every=every, participation=0.5, of="momentum_buffer")])
     Strategy("sgd", [first, Exchange(Mean(), every=2, participation=0.7)])
     Strategy("sgd", [first, Exchange(Mean(), every=3)])

@@ -581,13 +581,13 @@ def test_permuting_the_nodes_permutes_the_results(name: str, num_nodes: int, mon
     start, batches = setup("CNN", num_nodes)
     first = run(start, make(name), batches)
     strategy = make(name)
-    draw = Exchange.trains
+    draw = Exchange.who_trains
 
-    def trains(exchange: Exchange, run: RunFacts) -> Who | None:
+    def who_trains(exchange: Exchange, run: RunFacts) -> Who | None:
         drawn = draw(exchange, run)
         return None if drawn is None else lambda step, rows: sorted(where[i] for i in drawn(step, rows) or ())
 
-    monkeypatch.setattr(Exchange, "trains", trains)
+    monkeypatch.setattr(Exchange, "who_trains", who_trains)
     if isinstance(strategy, PALSGDStrategy):  # it draws for itself who trains
         pulled = strategy.drawn
         monkeypatch.setattr(strategy, "drawn", lambda *given: [pulled(*given)[i] for i in order])
@@ -1322,7 +1322,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "HeLoCo without momentum": (
         lambda: DiLoCoStrategy("sgd", OptimSpec(SGD, lr=1.0), correction="heloco"),
         ValueError,
-        "goes by the outer momentum, and OptimSpec",
+        "needs the outer momentum, and OptimSpec",
     ),
     "the median norm of islands": (
         lambda: Outer(Mean(2), correct="median_norm"),

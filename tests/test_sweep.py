@@ -695,7 +695,7 @@ def test_without_validation_a_history_has_the_columns_of_a_run() -> None:
 class Resting(Strategy):
     """In every other step no node trains, though they exchange."""
 
-    def trains(self, run: RunFacts) -> Any:
+    def who_trains(self, run: RunFacts) -> Any:
         return lambda step, rows: [] if step % 2 else rows
 
 

@@ -505,7 +505,7 @@ class DrawingStrategy(Strategy, batched=(), random=False):
 class DrawingWho(Strategy, batched=(), random=False):
     """Draws before the run, for its timetable."""
 
-    def trains(self, run: RunFacts) -> Any:
+    def who_trains(self, run: RunFacts) -> Any:
         return lambda step, rows: drawn(0.5, rows, run.seed, step)
 
 

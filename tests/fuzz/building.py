@@ -419,7 +419,7 @@ def participants(s: Settings, exchange: Exchange, run: Run) -> Callable[[int], l
     if share == 1:
         return None
 
-    trains = exchange.trains(run.facts)
+    trains = exchange.who_trains(run.facts)
     assert trains is not None
 
     def drawn(t: int) -> list[int]:

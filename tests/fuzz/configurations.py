@@ -1,7 +1,7 @@
 """Random runs of `Trainer.fit` against naive twins: parameters, buffers, losses, bytes, learning rates, validation.
 
 What the library draws at random itself is taken from it as data: masks by `Selector.select`, matchings by
-`Mix.mixing`, participants by `Exchange.trains`, islands as its collectives are given them, the order of a
+`Mix.mixing`, participants by `Exchange.who_trains`, islands as its collectives are given them, the order of a
 node's own dataset by `rng.generator(seed, "data", epoch, node)`, as `vecgym.data.Batches` documents it.
 
 A run in which rounding decides is set aside: there the twin, started from parameters that differ by 1e-14, ends further

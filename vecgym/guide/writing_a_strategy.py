@@ -115,9 +115,9 @@ True
 | method of `Strategy` | when | what it does |
 |---|---|---|
 | `check(num_nodes, max_steps)` | before the run | raise a `ValueError` for what cannot work; warn of what has no effect |
-| `marks(run)`, `trains(run)`, `timetable(run)` | before the run | list what is due when, and for whom: `Mark(what, when, lag, who, of)`, handled by the method with the name `what`; return who trains, a function (step, present nodes) → some of them; all events, if these two are not enough |
+| `marks(run)`, `who_trains(run)`, `timetable(run)` | before the run | list what is due when, and for whom: `Mark(what, when, lag, who, of)`, handled by the method with the name `what`; return who trains, a function (step, present nodes) → some of them; all events, if these two are not enough |
 | `init(run, params)` | once | return what each node has of its own, and what all share: trees of tensors `[1, *]`, by name |
-| `train(part)`, `train_jointly(part)` | each step | gradients and the optimizer's step of each node by itself; with an exchange in between. `training = "local"` names another method |
+| `train(part)`, `train_jointly(part)` | each step | gradients and the optimizer's step of each node by itself; with an exchange in between. `train_method = "local"` names another method |
 | `rejoin(part)` | where nodes return | set what they begin with |
 | `result(state)` | where the model is asked for | return the parameters whose mean is evaluated, returned and saved |
 | `rates(timetable, tick, nodes)` | each step | return the inner and the outer learning rate, to be recorded |

@@ -252,7 +252,7 @@ class Part:
             raise TypeError(
                 f"{type(self.algorithm).__name__}.train takes gradients at other parameters than those with which it "
                 "begins, but in a stack the events `train` of all groups share one call: give the method another "
-                'name, such as `local`, and say training = "local" in the class.'
+                'name, such as `local`, and set train_method = "local" in the class.'
             )
         assert self.precomputed is not None
         return self.precomputed

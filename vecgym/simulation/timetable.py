@@ -191,7 +191,7 @@ class Lockstep:
 
     def events(self, step: int) -> list[Event]:
         """Return the events of one step."""
-        present, training = self.run.there(step), self.training(step)
+        present, training = self.run.there(step), self.nodes_that_train(step)
         counts, made = self.counts(step, training)
         presence = self.run.presence
         back = () if presence is None or presence.rejoin == "own" else presence.returning(step)
@@ -208,7 +208,7 @@ class Lockstep:
                     events.append(Event(mark.what, rows, counts, info=due, made=made))
         return events
 
-    def training(self, step: int) -> tuple[int, ...] | None:
+    def nodes_that_train(self, step: int) -> tuple[int, ...] | None:
         """Return the nodes that train; None: all."""
         presence = self.run.presence
         rows = self._selected(self.trains, step, self.run.there(step))
@@ -222,7 +222,7 @@ class Lockstep:
             begin = max((before for before in self._made if before < step), default=0)
             counts = list(self._made.get(begin, [0] * self.run.num_nodes))
             for before in range(begin, step):
-                training = self.training(before)
+                training = self.nodes_that_train(before)
                 for node in range(self.run.num_nodes) if training is None else training:
                     counts[node] += 1
                 self._made[before + 1] = list(counts)

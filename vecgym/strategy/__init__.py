@@ -7,14 +7,14 @@
   HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
   DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
 - Your own: Strategy(inner_optim, [Exchange(...), ...]), the base of all, whose methods handle the events of a run;
-  CommunicateOptimizeStrategy, the same by another name; RankStrategy, whose `step` is that of one rank and
+  CommunicateOptimizeStrategy, the same under EXO Gym's name; RankStrategy, whose `step` runs on one rank and
   calls all_reduce, broadcast, all_gather
-- Exchanges: Exchange(how, every, of, delay, ...): how nodes agree, when (Rounds, RoundsOf or SyncWeight; When, the
-  base), and of what; every(n, exchange): in units of n steps; AveragingCommunicator and SparseCommunicator
-  make one
+- Exchanges: Exchange(how, every, of, delay, ...): how, when (Rounds, RoundsOf or SyncWeight; When, the base) and on
+  which values the nodes agree; every(n, exchange): in units of n steps; AveragingCommunicator and
+  SparseCommunicator make one
 - Averages: Average, the base, with a Memory: Mean, ServerMean, Mix, Robust, MostMoved, NoLoCo, StrongestCosines;
-  Compressed and EF21, of codes. Stages around one: Stage, the base; Outer, Eager, Sparse, Corrupted, Private.
-  ServerOptimizer: those of federated servers
+  Compressed and EF21, of codes. Stages around an average: Stage, the base; Outer, Eager, Sparse, Corrupted, Private.
+  ServerOptimizer: the optimizers of federated servers
 - Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequentialSelector, PartitionedSelector
 - Optimizers: OptimSpec
 

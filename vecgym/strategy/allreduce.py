@@ -1,4 +1,4 @@
-"""The mean gradient at every step: AllReduce, what torch's DistributedDataParallel does, and GPA, a smooth DiLoCo."""
+"""The mean gradient at every step: AllReduce, as in torch's DistributedDataParallel, and GPA, a smooth DiLoCo."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from vecgym.strategy.exchange import Exchange
 
 
 class AllReduceStrategy(Strategy):
-    """Every step, every node takes the optimizer step of the mean gradient.
+    """At every step every node takes the optimizer's step with the mean gradient.
 
     g = 1/K sum_i g_i; clip g to `max_norm`; theta <- optimizer(theta, g).
 
-    Parameters and optimizer state stay the same on every node: they are stored once, and one gradient of the mean loss
-    is computed instead of K. Equals training one model on the K batches together (without batch norm, whose statistics
-    are each node's own, as with DDP). The nodes' mean losses count alike, as with DDP, also if they are means over
-    unequal numbers of tokens: the "weight" of a `loss_fn` counts within a node. Bytes sent per node and step:
-    2 (K - 1) / K * b * P.
+    Parameters and optimizer state stay equal on all nodes: they are stored once, and one gradient of the mean loss is
+    computed instead of K. This equals training one model on the K batches together (without batch norm, whose
+    statistics each node has for itself, as with DDP). The nodes' mean losses have equal weights, as with DDP, even if
+    they are means over unequal numbers of tokens: the "weight" of a `loss_fn` counts within a node. Bytes sent per node
+    and step: 2 (K - 1) / K * b * P.
 
     Args:
         inner_optim: the optimizer, AdamW when not given.
@@ -54,31 +54,31 @@ class AllReduceStrategy(Strategy):
 SimpleReduceStrategy = AllReduceStrategy  # EXO Gym's other name for it
 
 
-FAST = "z"  # what the state calls the parameters that the optimizer steps
+FAST = "z"  # the name, in the state, of the parameters that the optimizer steps
 
 
 class GPAStrategy(Strategy, batched=("mu_x", "mu_y"), random=False):
-    """Every step, all nodes take the optimizer's step from z with the mean gradient at y; x follows z slowly.
+    """At every step all nodes take the optimizer's step from z with the mean gradient at y; x follows z slowly.
 
     y = mu_y x + (1 - mu_y) z;  z <- inner(z, mean_i g_i(y));  x <- mu_x x + (1 - mu_x) z.
 
-    A smooth DiLoCo without rounds: mu_x = 0.9^(1 / H) is what H is there, 0.9967 about 32 steps. With mu_x = 0 it is
-    AllReduce. With one node it is what the paper is about.
+    A smooth DiLoCo without rounds: mu_x = 0.9^(1 / H) corresponds to H steps, 0.9967 to about 32. With mu_x = 0 it is
+    AllReduce. The paper studies it with one node.
 
     | kept                            | shape    | bytes                                            |
     |---------------------------------|----------|--------------------------------------------------|
     | y, z and the inner optimizer's  | `[1, *]` | once for all: 2 b P, and the optimizer's, of z   |
 
-    x is not kept: x = (y - (1 - mu_y) z) / mu_y, which `average` gives. Bytes sent per node and step:
+    x is not kept: x = (y - (1 - mu_y) z) / mu_y, which `average` returns. Bytes sent per node and step:
     2 (K - 1) / K * b * P.
 
     Args:
-        inner_optim: the optimizer, AdamW when not given; its weight decay is that of z.
-        mu_x: in [0, 1), what x keeps of itself in a step.
-        mu_y: in (0, 1], the part of x in y.
-        decay: what a decoupled weight decay wd, such as AdamW's, does. "paper": it is part of the step of z, and x
-            follows. "code": as in the authors' program, which keeps y and not x, and shrinks z before it takes it out
-            of y: x gains mu_x (1 / mu_y - 1) lr wd z at every step.
+        inner_optim: the optimizer, AdamW when not given; its weight decay applies to z.
+        mu_x: in [0, 1), the weight of x itself in its update.
+        mu_y: in (0, 1], the weight of x in y.
+        decay: the effect of a decoupled weight decay wd, such as AdamW's. "paper": it is part of the step of z, and x
+            follows. "code": as in the authors' program, which keeps y and not x, and shrinks z before it subtracts it
+            from y: x gains mu_x (1 / mu_y - 1) lr wd z at every step.
         lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: see `Strategy`.
 
     Raises:
@@ -88,9 +88,9 @@ class GPAStrategy(Strategy, batched=("mu_x", "mu_y"), random=False):
     GPAStrategy(OptimSpec(AdamW, lr=0.001), Exchange(Mean(), of='gradients'), mu_x=0.9934)
 
     Reference: Defazio et al., "Smoothing DiLoCo with Primal Averaging for Faster Training of LLMs", arXiv 2512.17131,
-    and its code, github.com/facebookresearch/optimizers, gpa/gpa_adamw.py, whose defaults these are but for `decay`.
-    Without weight decay both are the same. Its `use_wd_on_y=True` is not offered. Deviation: evaluations, and the model
-    that `fit` returns, are those of y, the parameters that are trained; the paper has those of x.
+    and its code, github.com/facebookresearch/optimizers, gpa/gpa_adamw.py, which has these defaults except `decay`.
+    Without weight decay both are the same. Its `use_wd_on_y=True` is not offered. Deviation: the run's model, which is
+    evaluated and returned by `fit`, has the trained parameters y; the paper's has x.
     """
 
     of_nodes = ("mu_x", "mu_y")
@@ -104,14 +104,14 @@ class GPAStrategy(Strategy, batched=("mu_x", "mu_y"), random=False):
         decay: Literal["paper", "code"] = "paper",
         **inner: Unpack[InnerOptions],
     ) -> None:
-        self.mu_x = check.per_node("mu_x", mu_x, "[0, 1)", "what x keeps of itself in a step")
-        self.mu_y = check.per_node("mu_y", mu_y, "(0, 1]", "the part of x in y")
+        self.mu_x = check.per_node("mu_x", mu_x, "[0, 1)", "the weight of x itself in its update")
+        self.mu_y = check.per_node("mu_y", mu_y, "(0, 1]", "the weight of x in y")
         self.decay = check.choice("decay", decay, ("paper", "code"))
         super().__init__(inner_optim, [Exchange(Mean(), of="gradients")], **inner)
 
-    def alike(self, run: RunFacts) -> bool:
-        one = all(not isinstance(mu, Tensor) or mu.numel() == 1 for mu in (self.mu_x, self.mu_y))
-        return one and super().alike(run)
+    def stored_once(self, run: RunFacts) -> bool:
+        equal = all(not isinstance(mu, Tensor) or mu.numel() == 1 for mu in (self.mu_x, self.mu_y))
+        return equal and super().stored_once(run)
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         own, shared = super().init(run, params)
@@ -137,7 +137,7 @@ class GPAStrategy(Strategy, batched=("mu_x", "mu_y"), random=False):
         part.report(part.losses)
 
     def _shrunk(self, part: Part, z: Tree) -> Tree:
-        """Return z after a decoupled weight decay of this step alone."""
+        """Return z after the decoupled weight decay of this step alone."""
         rate, shrunk = part.lr, dict(z)
         for spec, names, base in self.inner_optim.at(part.tick).groups(z):
             if getattr(FORMULAS.get(spec.cls), "decoupled", spec.hyper.get("decoupled_weight_decay")):
@@ -147,7 +147,7 @@ class GPAStrategy(Strategy, batched=("mu_x", "mu_y"), random=False):
         return shrunk
 
     def average(self, state: State) -> Tree:
-        """Return x, which the state does not hold.
+        """Return x, computed from the state.
 
         >>> GPAStrategy("sgd", mu_y=0.5).average(State(0, {}, {"params": {"w": 6.0}, FAST: {"w": 8.0}}))
         {'w': 4.0}

@@ -1,4 +1,4 @@
-"""Asynchronous local SGD: a server that takes what arrives, and nodes that do not wait for the slowest."""
+"""Asynchronous local SGD: a server that handles each arrival, and nodes that do not wait for the slowest."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from vecgym.strategy.servers import (
 
 
 class EventDriven(Strategy):
-    """The base of strategies whose nodes do not wait for one another: what is next depends on times.
+    """The base of strategies whose nodes do not wait for one another: the order of events depends on times.
 
-    One that is an algorithm of `vecgym.simulation`: its `rules` say what happens when, and it has a method for each
-    kind of event. Where there is a server, its parameters are `shared["params"]`.
+    Its `rules` determine the schedule of events, and a method handles each kind of event. If there is a server, its
+    parameters are `shared["params"]`.
 
     Attributes:
-        H: local steps of a round.
-        together: whether what several nodes compute is computed in one call.
-        nodes_have: what the state calls the nodes' own parameters.
+        H: local steps per round.
+        together: whether to compute the steps of several nodes in one call.
+        nodes_have: the name of the nodes' own parameters in the state.
     """
 
     asynchronous = True
@@ -51,7 +51,7 @@ class EventDriven(Strategy):
     server: Server | None = None
 
     def rules(self, times: Times) -> Rules:
-        """Return how nodes and server work together in a run that takes these times."""
+        """Return the rules by which nodes and server work together in a run with these times."""
         raise NotImplementedError
 
     def timetable(self, run: RunFacts) -> Timetable:
@@ -59,7 +59,7 @@ class EventDriven(Strategy):
         return Scheduled(run.schedule, together=self.together)
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what each node has of its own, and what all have together."""
+        """Return the initial state by name: each node's own trees and the shared ones."""
         return {"optimizer": self.inner.init(params)}, {}
 
     def own_parameters(self, state: State) -> Tree:
@@ -67,22 +67,22 @@ class EventDriven(Strategy):
         return state.own[self.nodes_have]
 
     def server_rate(self, events: Sequence[Happening], num_nodes: int) -> float | Tensor | None:
-        """Return the learning rate of the update in which these events end; None: there is none."""
+        """Return the server's learning rate in the update that ends these events; None without one."""
         server, update = self.server_of(num_nodes), events[-1]
         return server.rate(update.version - 1) if server is not None and isinstance(update, Update) else None
 
     def update(self, part: Part) -> None:
-        """End an update: here without any effect, since not every algorithm's server makes its version then."""
+        """Handle the end of an update; no effect here, since some servers make their versions in other events."""
 
     def optimized(self, part: Part, params: Tree, grads: Tree, counts: int | list[int]) -> Tree:
-        """Take the inner optimizer's step of these rows, which have made so many before; return their parameters."""
+        """Take the inner optimizer's step of these rows after `counts` steps; return their parameters."""
         simulation, several = part.simulation, part.size > 1
         inner, nodes = (self.inner.wide(len(part.nodes)), None) if several else (self.inner, part.nodes)
         lr = inner.lr(counts, simulation.tables[part.event.group or 0].max_steps, nodes)
         new, slots = inner.step(
             part.flat(params), part.flat(grads), part.own.flat("optimizer"), counts, lr, inplace=part.inplace,
             nodes=nodes, missing=part.missing,
-            exact=simulation.engine.plan.engine == "loop",  # promises bits that do not depend on who trains beside it
+            exact=simulation.engine.plan.engine == "loop",  # promises bits that do not depend on the other nodes
         )  # fmt: skip
         part.own.put_flat("optimizer", slots)
         return part.apart(new)
@@ -95,7 +95,7 @@ class EventDriven(Strategy):
         part.comm.ledger.record(Transfer(operation, payload, part.run.num_nodes, who, tensors=names))
 
     def server_of(self, num_nodes: int) -> Server | None:
-        """Return the server whose parameters are those of the run, if there is one."""
+        """Return the server whose parameters are the run's model, if there is one."""
         return None if self.server is None else self.server.of(num_nodes)
 
     def check_updates(self, num_nodes: int, num_updates: int) -> None:
@@ -104,20 +104,20 @@ class EventDriven(Strategy):
             self.server.check(num_nodes, num_updates)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        """Raise a ValueError for settings that are not for so many nodes."""
+        """Raise a ValueError for settings that do not fit the number of nodes."""
         if self.inner.max_norm is not None:
             check.per_node("max_norm", self.inner.max_norm, "(0, inf]", num_nodes=num_nodes)
 
 
 class InRounds(EventDriven):
-    """The base of strategies whose nodes train in rounds: from what a server sends them they make a number of steps.
+    """The base of strategies whose nodes train in rounds: a number of steps from the parameters that a server sends.
 
-    A node's own: `start`, with which its present round began; `local`, what it has trained of that since; `loss`, the
-    sum over the steps of the round.
+    Each node's own state: `start`, the parameters at the begin of its round; `local`, its parameters now; `loss`, the
+    sum of its losses in the round.
 
     Attributes:
-        local_steps: of each node in a round; None: see `steps_of_rounds`.
-        dylu: whether slower nodes make fewer, a share of H that is rounded down, or up with `rounds_up`.
+        local_steps: each node's steps per round; None: see `steps_of_rounds`.
+        dylu: whether slower nodes take fewer steps, a fraction of H that is rounded down, or up with `rounds_up`.
     """
 
     nodes_have = "start"
@@ -135,7 +135,7 @@ class InRounds(EventDriven):
         super().check(num_nodes, max_steps)
 
     def steps_of_rounds(self, step_seconds: Sequence[float]) -> tuple[int, ...]:
-        """Return H_i of each node, whose steps take so long.
+        """Return H_i of each node, given the seconds of its steps.
 
         >>> AsyncStrategy(H=10, dylu=True).steps_of_rounds([0.1, 0.25, 9.0])
         (10, 4, 1)
@@ -146,11 +146,11 @@ class InRounds(EventDriven):
             return (self.H,) * len(step_seconds)
         fastest = min(step_seconds)
         shares = [self.H * (fastest / s if s > 0 else 1.0) for s in step_seconds]
-        # A share that is whole but for rounding is whole.
+        # A share that is an integer up to rounding is that integer.
         return tuple(max(1, math.ceil(x - 1e-9) if self.rounds_up else math.floor(x + 1e-9)) for x in shares)
 
     def train(self, part: Part) -> None:
-        """Make the steps of a round, or the rest of it where others have fewer."""
+        """Take the steps of a round, or its remaining steps if other nodes have fewer."""
         params = part.own["local"]
         loss = part.own["loss"] if part.event.info else None
         for _ in range(part.event.reads):
@@ -160,52 +160,51 @@ class InRounds(EventDriven):
         part.own["local"], part.own["loss"] = params, loss
 
     def arrived(self, part: Part) -> Tree:
-        """Return what a round has moved, `[1, *]`, which is now at its server; of several configurations `[C, *]`."""
+        """Return the movement of a round that has arrived, `[1, *]`; `[C, *]` for several configurations."""
         self.send(part, "server_gather", ServerLinks(up=tuple(part.nodes), down=()))
         return part.flat(tree.map(torch.sub, part.own["start"], part.own["local"]))
 
     def begin_from(self, part: Part, params: Tree) -> None:
-        """Let nodes begin their next rounds from what a server sends, `[1, *]`; of several configurations `[C, *]`."""
+        """Let nodes begin rounds with a server's parameters, `[1, *]`; `[C, *]` for several configurations."""
         part.own["start"] = part.own["local"] = part.apart(params)
         for node in part.nodes:
             self.send(part, "server_send", ServerLinks(up=(), down=(node,)))
 
 
 class AsyncStrategy(InRounds, batched=(), random=False):
-    """Every node trains in rounds of its own; a server takes each movement when it arrives.
+    """Every node trains in its own rounds; a server handles each movement when it arrives.
 
-    Node i begins a round from the server's parameters of version v, makes H_i steps of its inner optimizer, and sends
-    Delta = start_i - theta_i. It arrives when the server is s versions further. The server collects M arrivals and
-    makes one update of them: theta <- server(theta, 1/M sum_i w(s_i) Delta_i). Then node i is sent theta, and begins
-    its next round.
+    Node i begins a round with the server's parameters of version v, takes H_i steps of its inner optimizer, and sends
+    Delta = start_i - theta_i. The server is s versions further when it arrives. It collects M arrivals for one update:
+    theta <- server(theta, 1/M sum_i w(s_i) Delta_i). Then it sends theta to node i, which begins its next round.
 
-    The order of arrivals follows from how long the nodes compute (`fit(compute=)`) and how long messages take
-    (`network=`); ties go by the node's id. A run is measured in updates of the server: `fit(max_updates=)`, or
-    `max_seconds=` that are simulated, or `max_steps=` local steps, the mean over the nodes.
+    The order of arrivals follows from the nodes' computing times (`fit(compute=)`) and the messages' times
+    (`network=`); ties go by the node's id. The length of a run is a number of updates of the server,
+    `fit(max_updates=)`, of simulated seconds, `max_seconds=`, or of local steps, `max_steps=`, the mean over the nodes.
 
-    Learning rate, data and randomness of a node go by its own count of steps. The inner optimizer's state stays on its
+    Learning rate, data and randomness of a node go by its own step count. The inner optimizer's state stays on its
     node. Bytes per round: b * P up and as many down.
 
     Args:
         inner_optim: the local optimizer, AdamW when not given.
         server: an `OuterOptimizer`, `DelayedNesterov`, `FedBuff` or `HeLoCo`, or a `Server` of your own; DiLoCo's SGD
             when not given.
-        H: local steps of a round.
+        H: local steps per round.
         buffer: M.
-        max_wait: seconds. The first to arrive when nobody waits opens a window; those who arrive in it wait, and begin
-            their next rounds together when it closes.
-        grace: when the window closes: "full", when its time is over or all nodes wait; "until_last", with the last
-            arrival in it, which is known in hindsight, so that nobody waits in vain.
+        max_wait: seconds. A node that arrives while no node waits opens a window; nodes that arrive in it wait, and
+            begin their next rounds together when it closes.
+        grace: the end of the window: "full", when its time is over or all nodes wait; "until_last", with the last
+            arrival in it, which is known in hindsight, so that no node waits in vain.
         dylu: "dynamic local updates": H_i = max(1, floor(H v_i / max v)), with v_i the speed of node i.
         local_steps: H_i of each node, `[K]`, in place of H.
         staleness: w: "none", 1; "inverse_sqrt", (1 + s)^(-1/2); or a function of s.
-        together: compute the rounds of several nodes in one call, as many as have begun when a result is needed. False:
-            one by one, for proof: the same numbers, to the last bit with `engine="loop"`.
+        together: compute the rounds of all nodes that have begun in one call, when a result is needed. False: one by
+            one, for tests: the same numbers, to the last bit with `engine="loop"`.
         lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`. A schedule is
-            as long as the most steps that a node makes.
+            as long as the largest number of steps of a node.
 
     Raises:
-        ValueError, TypeError: saying what is allowed.
+        ValueError, TypeError: for invalid arguments.
 
     >>> from vecgym import Trainer
     >>> from vecgym.clock import Compute
@@ -218,7 +217,7 @@ class AsyncStrategy(InRounds, batched=(), random=False):
     References: Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135, and Nguyen et
     al., "Federated Learning with Buffered Asynchronous Aggregation", arXiv 2106.06639. Deviations: nodes keep their
     shard of the data and their optimizer's state, where the first paper's workers draw the least visited shard and
-    begin a new optimizer in each round.
+    start a new optimizer in each round.
     """
 
     server: Server
@@ -242,7 +241,7 @@ class AsyncStrategy(InRounds, batched=(), random=False):
         super().__init__(inner_optim, **inner)
         self.server = OuterOptimizer() if server is None else check.instance("server", server, Server, SERVERS)
         self.H = countable("H", check_interval("H", H))
-        buffer = check.integer("buffer", buffer, what="arrivals of which the server makes an update")
+        buffer = check.integer("buffer", buffer, what="arrivals per update of the server")
         self.buffer = countable("buffer", agreed("buffer", buffer, 1, self.server.buffer))
         self.max_wait = check.number("max_wait", max_wait, "[0, inf]", "simulated seconds")
         check.choice("grace", grace, get_args(Grace))
@@ -252,7 +251,7 @@ class AsyncStrategy(InRounds, batched=(), random=False):
         self.staleness = check_staleness(agreed("staleness", staleness, "none", self.server.staleness))
         self.together = check.flag("together", together)
         if dylu and local_steps is not None:
-            raise ValueError("dylu=True and local_steps both say how many steps a node makes: give one of them.")
+            raise ValueError("dylu=True and local_steps both set the nodes' numbers of steps: give one of them.")
 
     def rules(self, times: Times) -> Rules:
         steps = self.steps_of_rounds(times.nominal)
@@ -263,7 +262,7 @@ class AsyncStrategy(InRounds, batched=(), random=False):
         return own, {"params": params, "server": self.server.of(run.num_nodes).init(params)}
 
     def arrive(self, part: Part) -> None:
-        """Take a movement: as the server corrects it, and weighted."""
+        """Correct and weight a movement that arrives."""
         arrival: Arrival = part.event.info
         part.report(part.own["loss"] / arrival.num_steps)
         moved = self.server.of(part.run.num_nodes).correct(self.arrived(part), part.shared.flat("server"))
@@ -271,7 +270,7 @@ class AsyncStrategy(InRounds, batched=(), random=False):
         part.memo.setdefault("moved", {})[arrival.node, arrival.round] = moved
 
     def update(self, part: Part) -> None:
-        """Let the server make an update of the mean of what has arrived since the last one."""
+        """Let the server make an update with the mean of the movements since the last one."""
         moved = [part.memo["moved"][key] for key in sorted(part.memo["moved"])]
         mean = moved[0] if len(moved) == 1 else tree.map(lambda *each: torch.stack(each, 1).mean(1), *moved)
         params, held = self.server.of(part.run.num_nodes).update(
@@ -282,7 +281,7 @@ class AsyncStrategy(InRounds, batched=(), random=False):
         part.shared.put_flat("server", held)
 
     def restart(self, part: Part) -> None:
-        """Send nodes what they begin with."""
+        """Send nodes the parameters with which they begin."""
         server = self.server.of(part.run.num_nodes)
         self.begin_from(part, server.start(part.shared.flat("params"), part.shared.flat("server")))
 
@@ -307,7 +306,7 @@ MOST = 10**6
 
 
 def weighted(movement: Tree, weight: Any) -> Tree:
-    """Return a movement times its weight; as it is where that is 1.
+    """Return a movement times its weight; the movement itself for weight 1.
 
     >>> weighted({"w": torch.tensor([3.0])}, 2.0)
     {'w': tensor([6.])}
@@ -317,7 +316,7 @@ def weighted(movement: Tree, weight: Any) -> Tree:
 
 
 def agreed(name: str, setting: Any, default: Any, of_server: Any) -> Any:
-    """Return what the server prescribes, or what was given."""
+    """Return the server's setting if it has one, else the given one."""
     if of_server is None or setting == of_server:
         return setting
     if setting != default:
@@ -335,7 +334,7 @@ def counts_of(values: Any) -> tuple[int, ...]:
 
 
 def countable(name: str, value: int) -> int:
-    """Return a number of steps or arrivals that can be gone through one by one."""
+    """Return a number of steps or arrivals, if it is small enough to schedule one by one."""
     if value > MOST:
         raise ValueError(f"{name}={value} must be at most {MOST}: the run would never come to its first update.")
     return value

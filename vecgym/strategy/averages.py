@@ -1,7 +1,7 @@
 """How nodes agree on values: a mean of all or of islands, a server's mean, a robust rule, an outer optimizer's step.
 
-See `vecgym.strategy.stages` for what an average is, and a stage. None of them knows what the values are, gradients,
-parameters or moments, nor when they are exchanged: that is the exchange's (`vecgym.strategy.exchange`).
+`vecgym.strategy.stages` defines averages and stages. None of them depends on what the values are (parameters, gradients
+or moments) or when they are exchanged: an `Exchange` decides both.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True} 
 
 
 class Reduction(Average, batched=()):
-    """An average of what nodes send, which may also be codes in place of their values.
+    """An average of the nodes' values, or of codes in their place.
 
     Attributes:
-        linear: whether the result is linear in what the nodes send, so that two matrices may be averaged in place of
-            one.
+        linear: whether the result is linear in the nodes' values, so that the two factors of a matrix may be averaged
+            in its place.
     """
 
     linear: bool = False
@@ -53,11 +53,11 @@ class Reduction(Average, batched=()):
         return None
 
     def gather(self, codes: Tree, part: Part) -> Tree:
-        """Give the codes `[K, ...]` to those who read them, `[1, K, ...]`."""
+        """Give the codes `[K, ...]` to their readers, `[1, K, ...]`."""
         return part.comm.all_gather(codes, inplace=True)
 
     def of_codes(self, codes: Codes, codec: Codec, like: Tree, part: Part) -> Tree:
-        """Average what codes stand for, of values like these; all are `[C K, *]`, and so is the result."""
+        """Decode and average codes of values like `like`; codes, values and result are `[C K, *]`."""
         received, shares = gathered_codes(codes, codec, lambda x: self.gather(part.apart(x), part)), self.shares(part)
         return {name: codec.average(received[name], x, shares) for name, x in like.items()}
 
@@ -122,7 +122,7 @@ class Mean(Reduction, batched=()):
         groups, weights, K = self.groups(part), part.weights(self.weighting), part.comm.num_nodes
         if groups is None and weights is None:
             return None
-        # What the average makes of the unit vectors, on paper: no communication.
+        # The average of the unit vectors, without any communication.
         W = StackedCollectives(K).mean(torch.eye(K, dtype=torch.float64), groups, weights)
         return W[part.comm.node_ids] if len(W) > 1 else W
 
@@ -131,7 +131,7 @@ class Mean(Reduction, batched=()):
 
 
 class ServerMean(Reduction, batched=(), random=False):
-    """The mean of what nodes send to a server, which sends it to all: `[K, *]` -> `[1, *]`.
+    """The mean of the nodes' values at a server, which sends it to all nodes: `[K, *]` -> `[1, *]`.
 
     Bytes sent per node: those of the values up, and as many down from the server.
 
@@ -143,7 +143,7 @@ class ServerMean(Reduction, batched=(), random=False):
     """
 
     linear = True
-    served = True  # what is sent to those who take no part, too
+    served = True  # the result can be sent to nodes that take no part
 
     def __init__(self, weighting: Weighting = "equal") -> None:
         self.weighting = as_weighting(weighting)
@@ -180,14 +180,14 @@ def median(x: Tensor) -> Tensor:
 
 
 class Robust(Mean, batched=()):
-    """A rule that a few wrong values cannot move far, on what all nodes of an island sent: `[1, n, *]` -> `[1, *]`.
+    """A rule that a few wrong values cannot move far, over the nodes of an island: `[1, n, *]` -> `[1, *]`.
 
     "median": of each coordinate. "trimmed_mean": of each coordinate the mean without the `trim` lowest and the `trim`
     highest. Every node sends its values to all others of its island.
 
     Args:
         rule: "median", "trimmed_mean", or a function of a tensor `[1, n, *]`, n nodes, which returns `[1, *]`.
-        trim: for "trimmed_mean", the values left out at either end: as many liars can do no harm.
+        trim: for "trimmed_mean", the values left out at either end, and the number of liars that do no harm.
         island_size: see `Mean`.
 
     Raises:
@@ -256,16 +256,16 @@ class Robust(Mean, batched=()):
 
 
 class Corrupted(Stage, batched=(), random=False):
-    """Some nodes lie: what they send is what an attack makes of their values.
+    """Apply `attack` to the values that some nodes send.
 
     Args:
-        inner: how the nodes agree on what is sent.
-        nodes: the ids of those that lie.
-        attack: of a tensor `[K, *]`, coordinate by coordinate or node by node; the sign is turned if not given.
+        inner: the average of the sent values.
+        nodes: the ids of the nodes that lie.
+        attack: a function of a tensor `[K, *]`, coordinate by coordinate or node by node; the default turns the sign.
 
     Raises:
-        ValueError, TypeError: for what is no list of different ids; before the first step for a node that the run does
-            not have.
+        ValueError, TypeError: unless `nodes` is a list of different ids; before the first step for a node that the run
+            does not have.
 
     >>> part, values = Part.alone(StackedCollectives(3)), {"w": torch.tensor([1.0, 2.0, 3.0])}
     >>> Corrupted(Mean(), [1], lambda x: -20 * x)(values, part)
@@ -306,11 +306,11 @@ class Private(Stage, batched=(), random=True):
     then has noise of standard deviation noise clip / sqrt(n) in each coordinate.
 
     For movements and gradients: `Outer(Private(Mean(), clip=1.0, noise=0.1))`. The noise comes from the run's seed and
-    is keyed by the node, so it is the same in every process. How private that is, is for an accountant to say.
+    is keyed by the node, so it is the same in every process. The privacy budget is not computed.
 
     Args:
-        inner: how the nodes agree on what is sent.
-        clip: > 0, the largest 2-norm of what a node sends.
+        inner: the average of the sent values.
+        clip: > 0, the largest 2-norm of a node's message.
         noise: >= 0, in units of `clip`.
 
     >>> part, values = Part.alone(StackedCollectives(2)), {"w": torch.tensor([[3.0, 4.0], [0.3, 0.4]])}
@@ -323,7 +323,7 @@ class Private(Stage, batched=(), random=True):
 
     def __init__(self, inner: Average, clip: float, noise: float) -> None:
         super().__init__(inner)
-        self.clip = check.number("clip", clip, "(0, inf)", "the largest 2-norm of what a node sends")
+        self.clip = check.number("clip", clip, "(0, inf)", "the largest 2-norm of a node's message")
         self.noise = check.number("noise", noise, "[0, inf)", "its standard deviation in units of clip")
 
     def send(self, x: Tree, part: Part, memory: Memory) -> Tree:
@@ -350,27 +350,27 @@ class Outer(Stage):
 
     Delta = inner_i(theta_outer - theta_i);  theta_outer <- optim(theta_outer, Delta);  theta_i <- theta_outer.
 
-    Of SGD with momentum mu, nesterov and the rate eta: m <- mu m + Delta; theta_outer <- theta_outer - eta (Delta + mu
-    m). If the average is not the same for all (islands), each node has outer parameters and a momentum of its own.
+    SGD with momentum mu, nesterov and the rate eta is m <- mu m + Delta; theta_outer <- theta_outer - eta (Delta + mu
+    m). If the average differs between nodes (islands), each node has its own outer parameters and momentum.
 
-    A rate with a value for each exchange, `[T, 1]`, goes by the number of the exchange, `part.due.number`; so does an
-    optimizer's own count, such as Adam's. With a `SyncWeight` the number is the step, and that count the sum of the
-    weights so far.
+    Rates `[T, 1]`, one per exchange, are indexed by the number of the exchange, `part.due.number`; an optimizer with a
+    step count, such as Adam, counts exchanges. With a `SyncWeight` the number is the step, and the optimizer's count is
+    the sum of the weights so far.
 
-    State: `params`, the outer parameters, and `outer`, the optimizer's: once for all, `[1, *]`, or each node's own.
-    Bytes: those of `inner`; with "median_norm" a number of each tensor and node more, in an all-gather.
+    State: `params`, the outer parameters, and `outer`, the optimizer's: stored once, `[1, *]`, or per node.
+    Bytes: those of `inner`; "median_norm" adds one number per tensor and node, in an all-gather.
 
     Args:
-        inner: how the nodes agree on the movement.
-        optim: None, "sgd" and `torch.optim.SGD` mean DiLoCo's SGD(lr=0.7, momentum=0.9, nesterov=True); an `OptimSpec`
-            is taken as it is, and so is any other optimizer.
-        correct: of the movements before they are averaged: "heloco", which turns what points against the outer
-            momentum; "median_norm", which shrinks each tensor of a node's movement to the median of the nodes' norms; a
-            function of the movements, the outer optimizer's state and the `Part`; None: none.
+        inner: the average of the movements.
+        optim: None, "sgd" and `torch.optim.SGD` mean DiLoCo's SGD(lr=0.7, momentum=0.9, nesterov=True); an `OptimSpec`,
+            and any other optimizer, keeps its own settings.
+        correct: a correction of the movements before they are averaged: "heloco" turns those that point against the
+            outer momentum; "median_norm" shrinks each tensor of a node's movement to the median of the nodes' norms; or
+            a function of the movements, the outer optimizer's state and the `Part`; None: no correction.
 
     Raises:
-        ValueError: for an `inner` with outer parameters of its own; for "heloco" with another optimizer than SGD with
-            momentum and without dampening; for "median_norm" with an average that is not the same for all.
+        ValueError: for an `inner` that has outer parameters, too; for "heloco" with another optimizer than SGD with
+            momentum and without dampening; for "median_norm" with an average that differs between nodes.
 
     >>> outer, memory, part = Outer(Mean()), Memory(), Part.alone(StackedCollectives(2))
     >>> later = outer.init({"w": torch.zeros(1)}, part.run, memory)
@@ -391,7 +391,7 @@ class Outer(Stage):
     ) -> None:  # fmt: skip
         super().__init__(inner)
         self.optim = Optimizer(outer_spec(optim))
-        self._alike = not self.optim.per_node  # alone; of a merged one a value may be each configuration's
+        self._equal_rates = not self.optim.per_node  # before merging, after which `[C]` would look like `[K]`
         self.correct = correct
         if correct is not None and not callable(correct):
             check.choice("correct", correct, CORRECTIONS, "a function, or None")
@@ -400,10 +400,10 @@ class Outer(Stage):
 
     def _check_inner(self) -> None:
         for inner in within(self.inner):
-            if isinstance(inner, (Outer, NoLoCo)):  # both would have outer parameters of one name
+            if isinstance(inner, (Outer, NoLoCo)):  # both would store outer parameters under one name
                 raise ValueError(
-                    f"{type(self).__name__} around {inner!r}: one outer step within another. Give each an exchange of "
-                    "its own, or Mean()."
+                    f"{type(self).__name__} around {inner!r}: one outer step within another. Give each its own "
+                    "exchange, or wrap Mean()."
                 )
         if self.correct == "heloco":
             momentum_of(self.optim.spec)
@@ -411,13 +411,13 @@ class Outer(Stage):
     def check_common(self, common: bool) -> None:
         if self.correct == "median_norm" and not common:
             raise ValueError(
-                f'correct="median_norm" is the median of all nodes, and in {self.inner!r} not all agree: leave out '
-                "islands and participation."
+                f'correct="median_norm" takes the median over all nodes, and in {self.inner!r} not all agree: leave '
+                "out islands and participation."
             )
 
     @property
     def common(self) -> bool:  # type: ignore[override]
-        return self._alike
+        return self._equal_rates
 
     @property
     def batched(self) -> tuple[str, ...] | None:  # type: ignore[override]
@@ -444,7 +444,7 @@ class Outer(Stage):
 
     def receive(self, y: Tree, part: Part, memory: Memory) -> Tree:
         home, optim, number, made = memory.home, self.optim, part.due.number, part.due.made
-        if made is not None:  # what is made in part counts in part, and rates go by the exchange
+        if made is not None:  # a partial exchange advances the count by its weight; rates are indexed by exchange
             spec = optim.spec.at(number)
             optim = optim if spec is optim.spec else Optimizer(spec)
         home["params"], home["outer"] = optim.step(
@@ -468,19 +468,19 @@ class Outer(Stage):
 
 
 class Eager(Outer):
-    """An outer step with what the other nodes did a round before, and what a node itself did in this one.
+    """An outer step with the other nodes' movements of the last round, and a node's own of this one.
 
     Delta~_i(t) = inner_j(Delta_j(t - 1)) + (Delta_i(t) - Delta_i(t - 1)) / K;  Delta(-1) = 0;
     theta_outer,i <- optim_i(theta_outer,i, Delta~_i(t));  theta_i <- theta_outer,i.
 
-    So the exchange of a round may last as long as the next one: that is its `lag`. Nodes have different outer
-    parameters. One node is DiLoCo. The exchange of the last round is lost.
+    So the exchange of a round may last as long as the next round, which is its `lag`. Nodes have different outer
+    parameters. With one node this is DiLoCo. The exchange of the last round is lost.
 
-    State, each node's own: `params`, the outer parameters; `outer`, the optimizer's; `others`, what the other nodes add
-    to the next step, inner_j(Delta_j) - Delta_i / K. Bytes: those of `inner`.
+    State, per node: `params`, the outer parameters; `outer`, the optimizer's; `others`, the contribution of the other
+    nodes to the next step, inner_j(Delta_j) - Delta_i / K. Bytes: those of `inner`.
 
     Args:
-        inner: how the nodes agree on the movement; `Mean()` in the paper.
+        inner: the average of the movements; `Mean()` in the paper.
         optim: see `Outer`.
 
     >>> eager, memory = Eager(Mean(), OptimSpec("sgd", lr=1.0)), Memory(common=False)
@@ -489,7 +489,7 @@ class Eager(Outer):
     >>> params = eager({"w": torch.tensor([1.0, 3.0])}, part, memory)
     >>> params["w"]  # half of each node's own movement; the other half of the other's comes later
     tensor([0.5000, 1.5000])
-    >>> eager(params, part, memory)["w"]  # nothing moved: now all have what all did
+    >>> eager(params, part, memory)["w"]  # nothing moved since: all nodes have the mean of all movements
     tensor([2., 2.])
 
     Reference: Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996.
@@ -526,7 +526,7 @@ class Eager(Outer):
 
 
 class NoLoCo(Average, batched=("lr", "momentum", "gamma")):
-    """The nodes are matched at random in groups, and each takes an outer step with its group.
+    """An outer step of each node with a small group of nodes, drawn at random for each exchange.
 
     With Delta_j = theta_j - phi_j, in groups of n nodes:
     delta_i <- mu delta_i + (eta / n) sum_group Delta_j - gamma (phi_i - mean_group phi);
@@ -537,8 +537,8 @@ class NoLoCo(Average, batched=("lr", "momentum", "gamma")):
     Bytes sent per node and exchange: Delta and phi in a ring of n nodes, 4 (n - 1) / n b P: 2 b P in pairs.
 
     Args:
-        group_size: n. If it does not divide the number of nodes, the last group is smaller; from all nodes on there is
-            one group.
+        group_size: n. If it does not divide the number of nodes, the last group is smaller; with n >= K there is one
+            group.
         lr: eta, one for all or one for each node.
         momentum: mu, likewise.
         gamma: how far a node goes to the mean phi of its group, likewise.
@@ -556,7 +556,7 @@ class NoLoCo(Average, batched=("lr", "momentum", "gamma")):
     2506.10911, and github.com/gensyn-ai/noloco, src/noloco/sparse_optimizer_c.py, whose gamma is its outer learning
     rate. Deviations: the movement is counted upwards, Delta = theta - phi, so that its term has a plus; gamma is 1
     unless it is given, in the middle of the paper's bounds (for pairs and mu = 0.5: 0.5 and 1.5); a node that is left
-    alone in its group goes on with its own movement.
+    alone in its group uses its own movement.
     """
 
     common = False
@@ -573,7 +573,7 @@ class NoLoCo(Average, batched=("lr", "momentum", "gamma")):
     def check(self, run: ExchangeFacts) -> None:
         for name in ("lr", "momentum", "gamma"):
             check.per_node(name, getattr(self, name), num_nodes=run.num_nodes)
-        if self.group_size > max(2, run.num_nodes):  # pairs are the default, also of a node that is alone
+        if self.group_size > max(2, run.num_nodes):  # pairs are the default, also in a run of one node
             raise ValueError(
                 f"group_size={self.group_size} is larger than the {run.num_nodes} nodes: give group_size <= "
                 f"{run.num_nodes}, which is one group of all."
@@ -586,7 +586,7 @@ class NoLoCo(Average, batched=("lr", "momentum", "gamma")):
         part = altered(part, inplace=False)
         mean = Mean(self.group_size if self.group_size < part.comm.num_nodes else None)
         moved = tree.map(torch.sub, x, memory.own["params"])
-        # Both are of the same groups, which the step draws.
+        # Both means are over the same groups, which the step draws.
         return {"moved": mean.agree(moved, part, memory), "middle": mean.agree(memory.own["params"], part, memory)}
 
     def receive(self, y: Any, part: Part, memory: Memory) -> Tree:
@@ -623,15 +623,15 @@ def outer_spec(
     return ensure_optim_spec(optim, argument="outer_optim", lr=outer_lr)
 
 
-def _same_names(name: str, found: Any, given: Tree) -> Tree:
+def _same_names(name: str, new: Any, old: Tree) -> Tree:
     """Check that a user's function returned a dict with the names that it was given."""
-    if not isinstance(found, Mapping) or found.keys() != given.keys():
-        raise TypeError(f"{name} returned {found!r:.60}; return a dict of tensors with the names that it was given.")
-    return dict(found)
+    if not isinstance(new, Mapping) or new.keys() != old.keys():
+        raise TypeError(f"{name} returned {new!r:.60}; return a dict of tensors with the names that it was given.")
+    return dict(new)
 
 
 def as_weighting(weighting: Weighting) -> str | tuple[float, ...]:
-    """Return how the nodes are weighted in a mean: a name, or a number for each.
+    """Return the weighting of the nodes in a mean: a name, or one number per node.
 
     >>> as_weighting("examples"), as_weighting([30, 10])
     ('examples', (30.0, 10.0))

@@ -1,4 +1,4 @@
-"""What a strategy is: an optimizer on every node, and what the nodes exchange."""
+"""The base of all strategies: an inner optimizer on every node, and a list of exchanges."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vecgym.simulation.timetable import Lockstep, Mark, RunFacts, Timetable, Who
 from vecgym.strategy.averages import Mean
 from vecgym.strategy.exchange import Exchange
 
-if sys.version_info >= (3, 11):  # of every constructor's `**inner`
+if sys.version_info >= (3, 11):  # types every constructor's `**inner`
     from typing import Unpack as Unpack
 else:
     from typing_extensions import Unpack as Unpack  # torch depends on it
@@ -35,7 +35,7 @@ Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
 class StepOptions(TypedDict, total=False):
-    """How the inner optimizer takes its steps; see `Strategy`."""
+    """Options of the inner optimizer other than its learning rate; see `Strategy`."""
 
     max_norm: float | Tensor | None
     lr_scheduler: str | Schedule | None
@@ -44,7 +44,7 @@ class StepOptions(TypedDict, total=False):
 
 
 class InnerOptions(StepOptions, total=False):
-    """What all strategies take for their inner optimizer by keyword; see `Strategy`."""
+    """Keyword arguments of every strategy for its inner optimizer; see `Strategy`."""
 
     lr: float | Tensor | None
 
@@ -99,25 +99,25 @@ def inner_rate(lr: float | Tensor | None, inner_lr: float | Tensor | None) -> fl
 
 
 class Strategy(LocalTraining):
-    """How the nodes are trained: an inner optimizer, and exchanges.
+    """A training algorithm: an inner optimizer on every node, and exchanges between the nodes.
 
-    A step is: gradients; the exchanges of gradients, in order; clipping; the inner optimizer; then the exchanges of
-    parameters and moments that are due, in order. It is an algorithm of `vecgym.simulation`: its timetable says what
-    happens when, and to which nodes, and it has a method for each kind of event. A subclass may override any of them.
+    A step computes gradients, exchanges them, clips them and takes the inner optimizer's step. Then it makes the
+    exchanges of parameters and moments that are due. Exchanges act in the order of the list. The strategy's timetable
+    lists the events of a run, and a method of the strategy handles each kind; a subclass may override any of them.
 
     Args:
         inner_optim: a name ("adamw", "sgd", ...), an `OptimSpec`, or a `torch.optim.Optimizer` class; AdamW
             when not given.
-        exchanges: `Exchange`s; none: the nodes train independently.
+        exchanges: a list of `Exchange`s; without any, the nodes train independently.
         lr: the learning rate of the inner optimizer, if `inner_optim` does not set it.
-        max_norm: clip each node's gradient to this 2-norm (`[K]`: a norm for each), after gradients are exchanged.
+        max_norm: clip each node's gradient to this 2-norm (`[K]`: one per node), after exchanges of gradients.
         lr_scheduler: "constant", "cosine", "lambda_cosine", or a function step -> factor; see
             `vecgym.optim.schedule`.
         warmup_steps: steps of linear warm-up from 0.
         cosine_anneal: after the warm-up, decay to 10 % along a cosine.
 
     Raises:
-        TypeError, ValueError: at construction, saying what is allowed.
+        TypeError, ValueError: at construction, for invalid arguments.
 
     Example: two nodes with different targets take two steps, and average their parameters.
 
@@ -137,16 +137,16 @@ class Strategy(LocalTraining):
     tensor([1.5000, 1.5000])
     """
 
-    # True where nodes do not wait for one another: there are no steps of all of them; see `AsyncStrategy`.
+    # True if nodes do not wait for one another, so that there are no common steps; see `AsyncStrategy`.
     asynchronous = False
-    # False where something evolves outside of the state; see `RankStrategy`.
+    # False if some state evolves outside of `State`; see `RankStrategy`.
     pure = True
-    # What `class Mine(Strategy, batched=..., random=...)` says: constructor arguments that may differ between the
-    # configurations that are trained together in a sweep, None: the methods work on one configuration; and whether the
-    # methods draw random numbers. A class with methods of its own that does not say: None and True.
+    # Declared by `class Mine(Strategy, batched=..., random=...)`: the constructor arguments that may differ between
+    # configurations trained together in a sweep (None: never batch this class), and whether the methods draw random
+    # numbers. A subclass that defines methods and declares nothing has None and True.
     batched: tuple[str, ...] | None = ()
     random: bool = False
-    # Settings that may have a value for each node: how many is checked.
+    # Settings that may be `[K]` tensors, one value per node; the length is checked.
     of_nodes: tuple[str, ...] = ()
 
     def __init__(
@@ -172,7 +172,7 @@ class Strategy(LocalTraining):
         declare(cls, batched, random)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse a setting that would hide a method, which a run calls; a function may take its place."""
+        """Refuse a setting that would hide a method of the class; a function may replace a method."""
         is_method = not name.startswith("_") and callable(getattr(type(self), name, None))
         if is_method and not inspect.isroutine(value):
             raise TypeError(
@@ -183,7 +183,7 @@ class Strategy(LocalTraining):
 
     @property
     def depends_on_seed(self) -> bool:
-        """Whether random numbers are drawn: if not, configurations of several seeds can be one group of a sweep."""
+        """Whether the strategy draws random numbers; if not, configurations of several seeds can share a group."""
         return self.random or any(exchange.random for exchange in self.exchanges)
 
     @property
@@ -193,7 +193,7 @@ class Strategy(LocalTraining):
 
     @property
     def mean_gradient(self) -> bool:
-        """Whether the mean of the nodes' gradients is all that is used of them."""
+        """Whether the strategy uses nothing but the mean of the nodes' gradients."""
         return [(exchange.how, exchange.always) for exchange in self._of_gradients] == [(Mean(), True)]
 
     @property
@@ -203,7 +203,7 @@ class Strategy(LocalTraining):
     # ------------------------------------------------------------------------------------------------- before the run
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        """Raise a ValueError if the strategy cannot work for this run; warn of what has no effect in it."""
+        """Raise a ValueError if the strategy cannot work for this run; warn of settings without effect."""
         self.inner.check(num_nodes, max_steps, "inner optimizer")
         for name in self.of_nodes:
             check.per_node(name, getattr(self, name), num_nodes=num_nodes)
@@ -211,29 +211,30 @@ class Strategy(LocalTraining):
             exchange.check(RunFacts(num_nodes, max_steps, num_examples=(1,) * num_nodes))
 
     def check_run(self, run: RunFacts) -> None:
-        """Raise a ValueError if the strategy cannot work for the run's model, or with its absences."""
+        """Raise a ValueError if the strategy cannot work with the run's model or its absences."""
         for exchange in self.exchanges:
             exchange.check_present(run)
 
     def timetable(self, run: RunFacts) -> Timetable:
-        """Return what happens when: all nodes train, then comes what is due."""
+        """Return the events of a run: in each step the nodes train, then the marks that are due follow."""
         takes = [exchange.takes for exchange in self.exchanges if exchange.who.sampled]
         resting = ("take" if all(takes) else "keep") if takes else None
-        return Lockstep(run, *self.marks(run), trains=self.trains(run), train=self.training, resting=resting)
+        trains = self.who_trains(run)
+        return Lockstep(run, *self.marks(run), trains=trains, train=self.train_method, resting=resting)
 
     @property
-    def training(self) -> str:
-        """The method for a step of the nodes: "train" if each takes it by itself, with its own gradient."""
+    def train_method(self) -> str:
+        """The name of the method that handles a training step: "train" if each node uses its own gradient alone."""
         jointly = self._of_gradients or type(self).train_jointly is not Strategy.train_jointly
         return "train_jointly" if jointly else "train"
 
     def marks(self, run: RunFacts) -> list[Mark]:
-        """Return what is due in some of the steps."""
+        """Return the events besides training, each with the steps in which it is due."""
         return [mark for exchange in self.exchanges for mark in exchange.marks(run)]
 
-    def trains(self, run: RunFacts) -> Who | None:
-        """Return who trains, (step, present nodes) -> some of them; None: all of them, always."""
-        each_who = [who for exchange in self.exchanges if (who := exchange.trains(run)) is not None]
+    def who_trains(self, run: RunFacts) -> Who | None:
+        """Return a function (step, present nodes) -> the nodes that train; None: all do."""
+        each_who = [who for exchange in self.exchanges if (who := exchange.who_trains(run)) is not None]
         if len(each_who) < 2:
             return each_who[0] if each_who else None
 
@@ -244,27 +245,27 @@ class Strategy(LocalTraining):
         return of_all
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what each node has of its own, `[1 or K, *]`, and what all nodes share, `[1, *]`."""
+        """Return the initial state by name: each node's own trees, `[1 or K, *]`, and the shared ones, `[1, *]`."""
         held = {"params": params, "optimizer": self.inner.init(params)}
-        own, shared = ({}, held) if self.alike(run) else (held, {})
+        own, shared = ({}, held) if self.stored_once(run) else (held, {})
         for exchange in self.exchanges:
             exchange.check_optimizer(held["optimizer"], params)
             of_each, of_all = exchange.init(params, run)
             own, shared = own | of_each, shared | of_all
         return own, shared
 
-    def alike(self, run: RunFacts) -> bool:
-        """Whether all nodes have the same parameters and optimizer at every step, so that these are stored once."""
+    def stored_once(self, run: RunFacts) -> bool:
+        """Whether parameters and optimizer state are equal on all nodes at every step, and so stored once."""
         if self.inner.per_node or not all(exchange.same for exchange in self.exchanges):
             return False
         presence: Any = run.presence
         absent = presence is not None and min(presence.counts) < run.num_nodes
-        late = any(x.delivery.delay for x in self.exchanges)  # not for a node that was absent when it was sent
+        late = any(x.delivery.delay for x in self.exchanges)  # nodes that were absent at the send do not get it
         parted = absent and (late or presence.rejoin == "own")
         return not parted and any(exchange.always for exchange in self._of_gradients)
 
     def through_server(self) -> Strategy:
-        """Return the same strategy with a server that takes the means over all nodes, of parameters or movements.
+        """Return the same strategy with a server that takes its means over all nodes, except those of gradients.
 
         >>> from vecgym.strategy import Mean
         >>> strategy = Strategy("sgd", [Exchange(Mean(), every=2), Exchange(Mean(island_size=2))], lr=0.1)
@@ -285,41 +286,41 @@ class Strategy(LocalTraining):
         mean = self.mean_gradient and part.home is part.shared and not part.simulation.exact
         grads = part.gradients(mean=mean)
         for exchange in self._of_gradients:
-            grads = exchange.now(part, grads)
+            grads = exchange.exchange_gradients(part, grads)
         return grads
 
     def meet(self, part: Part) -> None:
-        """Make an exchange that takes effect at once."""
+        """Make an exchange whose result is used at once."""
         self.exchanges[part.due.of.exchange].meet(part)
 
     def agree(self, part: Part) -> None:
-        """Make an exchange whose result takes effect later, or is for others."""
+        """Send the message of an exchange whose result is used later, or by other nodes."""
         self.exchanges[part.due.of.exchange].agree(part)
 
     def write(self, part: Part) -> None:
-        """Let nodes go on with what was agreed on."""
+        """Apply the result of an earlier exchange."""
         self.exchanges[part.due.of.exchange].write(part)
 
     def rejoin(self, part: Part) -> None:
-        """Send parameters to the nodes that return, unless all nodes share theirs."""
-        presence, params, alike = part.run.presence, part.params, part.home is part.shared
+        """Send parameters to returning nodes, unless all nodes share theirs."""
+        presence, params, stored_once = part.run.presence, part.params, part.home is part.shared
         assert isinstance(presence, Presence)
         outer, agreed = Tree(), set[str]()
         if presence.rejoin == "shared":
             names = list(params)
             outer, agreed = self.outer_parameters(part.shared, names), self.agreed(part.run, names, part.tick - 1)
-        begin = sent(params, presence, outer, agreed, part.comm, part.tick, once=list(params) if alike else [])
+        begin = sent(params, presence, outer, agreed, part.comm, part.tick, once=list(params) if stored_once else [])
         back = [i for i, node in enumerate(part.nodes) if node in set(part.event.info)]
-        if back and not alike:
+        if back and not stored_once:
             part.params = nodes.put_rows(params, torch.tensor(back), begin, len(part.rows), part.inplace)
 
-    # -------------------------------------------------------------------------------------------------- what it tells
+    # -------------------------------------------------------------------------------------------- results and records
 
     def result(self, state: State) -> Tree:
         """Return the parameters `[1 or L, *]` whose mean over the nodes that are present is the run's model.
 
-        That model is evaluated, returned by `fit`, and saved. Override this where it is not the mean of what the nodes
-        train: in `state.own` and `state.shared` is all that evolves.
+        That model is evaluated, returned by `fit`, and saved. Override this method if it is another one; `state.own`
+        and `state.shared` hold everything that evolves.
 
         >>> Strategy("sgd").result(State(0, {"params": {"w": torch.zeros(1)}}, {}))
         {'w': tensor([0.])}
@@ -327,10 +328,10 @@ class Strategy(LocalTraining):
         return state.params
 
     def rates(self, timetable: Any, tick: int, nodes: Sequence[int] | None = None) -> tuple[Any, Any]:
-        """Return the inner learning rate of a step, and the outer one; None: there is none.
+        """Return the inner and the outer learning rate of a step; the latter is None without an outer optimizer.
 
         Args:
-            nodes: those that take part, whose own counts may differ; None: all, with the same count.
+            nodes: the nodes that take part, if their step counts may differ; None: all, with one count.
 
         >>> from vecgym.strategy import DiLoCoStrategy
         >>> strategy = DiLoCoStrategy("sgd", H=5, lr=0.1, warmup_steps=2)
@@ -341,19 +342,19 @@ class Strategy(LocalTraining):
         return self.inner.lr(counts, timetable.max_steps, nodes), self.outer_rate(timetable.run, tick)
 
     def outer_rate(self, run: RunFacts, step: int) -> Any:
-        """Return the rate of the first exchange with an optimizer of its own; None: none has."""
+        """Return the learning rate of the first exchange with an outer optimizer; None without one."""
         rates = (exchange.outer_lr(step, run) for exchange in self.exchanges)
         return next((lr for lr in rates if lr is not None), None)
 
     def outer_parameters(self, shared: Any, names: Sequence[str]) -> Tree:
-        """Return the parameters `[1, *]` that exchanges hold once for all nodes, from which a returning node begins."""
+        """Return the outer parameters `[1, *]`, if all nodes share them: returning nodes begin with these."""
         params: Tree = {}
         for exchange in self.exchanges:
             params |= exchange.outer(shared, names)
         return params
 
     def agreed(self, run: RunFacts, names: Sequence[str], tick: int) -> set[str]:
-        """Return the parameters that are equal on all nodes after a step's exchanges.
+        """Return the names of the parameters that are equal on all nodes after a step's exchanges.
 
         >>> from vecgym.strategy import FedAvgStrategy
         >>> strategy, run = FedAvgStrategy("sgd", H=2), RunFacts(num_nodes=4, num_steps=2)
@@ -367,28 +368,28 @@ class Strategy(LocalTraining):
         return agreed
 
     def hidden_state(self) -> Any:
-        """Return what evolves outside of the state, for a file; None where the strategy is `pure`."""
+        """Return the state outside of `State`, for a checkpoint; None if the strategy is `pure`."""
         return None
 
     def load_hidden_state(self, state: Any) -> None:
-        """Restore what `hidden_state` has returned, after `init`."""
+        """Restore the value of `hidden_state`; called after `init`."""
 
     def close(self) -> None:
         """End the strategy's threads; a later step starts them again."""
 
     def _check_resting(self) -> None:
-        """Raise a ValueError where gradients would be exchanged, and some nodes have none; or no node would train."""
+        """Raise a ValueError if sampled nodes would exchange gradients, or two samples may have no common node."""
         resting = [exchange for exchange in self.exchanges if exchange.who.sampled]
         if resting and self._of_gradients:
             raise ValueError(
                 f"{resting[0]!r} lets some nodes sit out, and {self._of_gradients[0]!r} exchanges the gradients of all "
-                "at every step: give participation=1, or exchange parameters."
+                "nodes at every step: give participation=1, or exchange parameters."
             )
         for exchange in resting[1:]:
             if not same([exchange.every, exchange.unit], [resting[0].every, resting[0].unit]):
                 raise ValueError(
-                    f"{resting[0]!r} and {exchange!r} draw who trains in different rounds, and in some steps no "
-                    "node is in both draws: give both the same every, or one of them participation=1."
+                    f"{resting[0]!r} and {exchange!r} sample nodes in different rounds, and in some steps no node is "
+                    "in both samples: give both the same every, or one of them participation=1."
                 )
 
     def __repr__(self) -> str:
@@ -397,7 +398,7 @@ class Strategy(LocalTraining):
 
 
 class CommunicateOptimizeStrategy(Strategy):
-    """Compose exchanges with an inner optimizer; each acts in the order given.
+    """`Strategy` with the exchanges as its first argument, under EXO Gym's names.
 
     >>> from vecgym.strategy import Mean
     >>> CommunicateOptimizeStrategy([Exchange(Mean(island_size=4))], inner_optim="adamw", lr=1e-3)
@@ -415,7 +416,7 @@ class CommunicateOptimizeStrategy(Strategy):
 
 
 def every(n: int, exchange: Exchange) -> Exchange:
-    """Let an exchange count in units of n steps: its interval, delay, offsets, and what it draws at random.
+    """Let an exchange count time in units of n steps: its interval, delay, offsets and random draws.
 
     >>> from vecgym.strategy import Mean
     >>> every(5, Exchange(Mean(), every=10, delay=1))  # every 50 steps, 5 late
@@ -425,7 +426,7 @@ def every(n: int, exchange: Exchange) -> Exchange:
 
 
 def _numbered(argument: str, exchanges: Sequence[Any]) -> tuple[Any, ...]:
-    """Return exchanges that know their places."""
+    """Return the exchanges, each with its index in the list."""
     check.instance(argument, exchanges, (list, tuple), "a list, such as [Exchange(Mean(), every=10)]")
     each = (check.instance(f"{argument}[{i}]", x, Exchange, AN_EXCHANGE) for i, x in enumerate(exchanges))
     return tuple(exchange.numbered(i) for i, exchange in enumerate(each))

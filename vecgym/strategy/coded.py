@@ -1,4 +1,4 @@
-"""What nodes send is a code: an average of codes, with the error fed back."""
+"""Averages of codes of the nodes' values, with error feedback."""
 
 from __future__ import annotations
 
@@ -20,42 +20,43 @@ from vecgym.strategy.stages import Average, ExchangeFacts, Memory
 
 
 class Compressed(Average):
-    """What a node sends to `inner` is a code of its values, and what the code leaves out is sent later.
+    """Send codes of the values to `inner`; with error feedback, the error of a code is sent later.
 
     With e_i the residual of node i, and r the reference:
     p_i = x_i - r + decay e_i;  node i sends C(p_i);  e_i <- p_i - C(p_i);
     the average is r + inner(C(p_1), ..., C(p_K)).
 
-    The residual is *error feedback*: what is not sent now is sent later. With `decay` < 1 it is forgotten in time.
-    Without `error_feedback` e = 0: what is not sent is lost. A node that takes no part keeps its residual.
+    The residual is *error feedback*: it holds the part of the values that has not been sent yet. With `decay` < 1 it
+    is forgotten in time. Without `error_feedback` e = 0, and this part is lost. A node that takes no part keeps its
+    residual.
 
-    With `momentum` = m each node has a momentum of its own before the residual, in place of the optimizer's, so that
-    what is sent late has the momentum that it would have had: u_i <- m u_i + x_i - r;  p_i = u_i + decay e_i. Where
-    C(p_i) is not 0, u_i <- 0 afterwards (`masking`): what was sent late should not go on in an old direction.
+    With `momentum` = m each node has its own momentum before the residual, in place of the optimizer's, so that late
+    values have the momentum that they would have had in time: u_i <- m u_i + x_i - r;  p_i = u_i + decay e_i. Where
+    C(p_i) is not 0, u_i <- 0 afterwards (`masking`), so that late values do not continue in an old direction.
 
-    The reference, if asked for, is the last average, and the initial values before the first. For parameters: their
-    code would mean little (top-k would set most of them to 0); that of their movement since the nodes were last the
-    same is what is wanted. Only what is the same on every node can be a reference.
+    With `reference` r is the last average, and the initial values before the first; else r = 0. It is for parameters:
+    a code of the parameters themselves would mean little (top-k would set most of them to 0), unlike a code of their
+    movement since the nodes were last equal. The reference must be the same on every node.
 
     Under differentiation the code passes derivatives straight through: the derivative of C(p) with respect to p is
     taken as 1. The residual and the reference are constants.
 
-    State: `residual` and `momentum`, each node's own, `[K, *]`; `reference` and `codec`, its own, of all, `[1, *]`.
+    State: `residual` and `momentum`, per node, `[K, *]`; `reference` and `codec`, the state of PowerSGD, `[1, *]`.
 
-    Bytes: those of the tensors that the codec makes, see `vecgym.compress.codecs`. They go through one all-gather:
-    each node's once to each other node, island by island, or to its neighbours; with a `ServerMean` up to the server,
-    and the average down; with PowerSGD through two averages.
+    Bytes: those of the codec's tensors, see `vecgym.compress.codecs`. They go through one all-gather: once to each
+    other node, to the island, or to the neighbours; with a `ServerMean` up to the server, and the average down; with
+    PowerSGD through two averages.
 
     Args:
         inner: `Mean`, `ServerMean`, `Mix` or `Robust`.
         codec: a codec of `vecgym.compress`, or its name: "topk", "chunktopk", "randomk", "int8", "int4", "int2",
             "stat8", "stat4", "stat2", "qsgd", "natural", "ternary", "sign" or "powersgd".
         error_feedback: whether each node keeps a residual.
-        decay: of the residual, in (0, 1].
-        momentum: m, in [0, 1); 0 keeps none.
-        masking: whether a node's momentum ends where it has sent something.
-        reference: whether the difference to the last average is sent.
-        purpose: names the random numbers: two averages of the same purpose draw the same.
+        decay: the decay of the residual, in (0, 1].
+        momentum: m, in [0, 1); 0: none.
+        masking: whether to reset a node's momentum where it has sent something.
+        reference: whether to send the difference to the last average.
+        purpose: the key of the random numbers: averages with the same purpose draw the same numbers.
 
     Raises:
         ValueError, TypeError: for another `inner`, an unknown codec, a decay or momentum without error feedback,
@@ -73,11 +74,11 @@ class Compressed(Average):
             [0., 2.]]))
 
     References: error feedback: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al.,
-    "Error Feedback Fixes SignSGD", arXiv 1901.09847. Deviations: what is fed back is the error of x, not of the
-    learning rate times x; the sum of the codes is sent back to nobody compressed again. A residual that decays: Sarfi
-    et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706. Momentum and masking: Lin et
-    al., "Deep Gradient Compression", arXiv 1712.01887; deviation: the residual is not set to 0 where something was
-    sent, but keeps what the code left out there, which for top-k is 0.
+    "Error Feedback Fixes SignSGD", arXiv 1901.09847. Deviations: the error of x is fed back, not the error of the
+    learning rate times x; the average of the codes is not compressed again. A residual that decays: Sarfi et al.,
+    "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706. Momentum and masking: Lin et al.,
+    "Deep Gradient Compression", arXiv 1712.01887; deviation: where something was sent, the residual is not set to 0,
+    but keeps the error of the code, which for top-k is 0.
     """
 
     inner: Reduction
@@ -90,10 +91,8 @@ class Compressed(Average):
         self.inner = check.instance("inner", inner, Reduction, "Mean(), ServerMean(), Mix() or Robust()")
         self.codec = make_codec(codec)
         self.error_feedback = check.flag("error_feedback", error_feedback)
-        self.decay = check.number("decay", decay, "(0, 1]", "what is kept of a residual from one exchange to the next")
-        self.momentum = check.number(
-            "momentum", momentum, "[0, 1)", "what a node keeps of its own, such as 0.9; 0: none"
-        )
+        self.decay = check.number("decay", decay, "(0, 1]", "the factor of a residual from one exchange to the next")
+        self.momentum = check.number("momentum", momentum, "[0, 1)", "the momentum of each node, such as 0.9; 0: none")
         self.masking = check.flag("masking", masking)
         self.reference = check.flag("reference", reference)
         self.purpose = check.instance("purpose", purpose, str, 'a name, such as "compress"')
@@ -103,8 +102,8 @@ class Compressed(Average):
     def _check_settings(self) -> None:
         if self.error_feedback and not self.codec.contractive:
             raise ValueError(
-                f"{self.codec!r} sends more than there is, so that its expectation is right, and error feedback then "
-                "sends the excess back, ever larger: give error_feedback=False, or unbiased=False."
+                f"{self.codec!r} scales values up, so that its expectation is right, and error feedback then sends the "
+                "excess back, ever larger: give error_feedback=False, or unbiased=False."
             )
         if (self.decay != 1 or self.momentum) and not self.error_feedback:
             setting = f"decay={self.decay}" if self.decay != 1 else f"momentum={self.momentum}"
@@ -115,13 +114,14 @@ class Compressed(Average):
     def check_common(self, common: bool) -> None:
         if self.reference and not common:
             raise ValueError(
-                f"{self!r}: what is sent of parameters is their difference to the last average, and only an average of "
-                "all nodes is the same on all: average over all nodes (island_size=None, participation=1), or send the "
-                "parameters as they are (reference=False), which suits methods that keep every value, such as int8."
+                f"{self!r}: codes of parameters are of their difference to the last average, and only an average of "
+                "all nodes is the same on all: average over all nodes (island_size=None, participation=1), or send "
+                "codes of the parameters themselves (reference=False), which suits methods that keep every value, such "
+                "as int8."
             )
         if isinstance(self.codec, PowerSGD) and not (common and self.inner.linear):
             raise ValueError(
-                f"{self!r}: PowerSGD starts from the average before, which groups of nodes do not share, and "
+                f"{self!r}: PowerSGD starts from the previous average, which groups of nodes do not share, and "
                 "which must be a mean: Mean() or ServerMean()."
             )
 
@@ -159,18 +159,18 @@ class Compressed(Average):
             values, inplace = constant(x), memory.inplace
             d = values if r is None else tree.map(torch.sub, values, r)
             u = d if m is None else {name: plus(m[name] * self.momentum, y, inplace) for name, y in d.items()}
-            p = d if e is None else {name: self._remembered(e[name], y, inplace) for name, y in u.items()}
+            p = d if e is None else {name: self._with_residual(e[name], y, inplace) for name, y in u.items()}
             average, sent = self._average(p, part, memory)
-            if e is not None:  # p is then a tensor of its own, or the residual's
+            if e is not None:  # then p has new storage, or the residual's
                 memory.own["residual"] = {**e, **{name: plus(y, sent[name], True, alpha=-1) for name, y in p.items()}}
             if m is not None:
                 memory.own["momentum"] = {**m, **self._masked(u, sent)}
             if r is not None:
                 average = {name: plus(r[name], y, inplace) for name, y in average.items()}
                 memory.shared["reference"] = {**r, **tree.map(torch.clone, average)}  # the values will be overwritten
-        return straight_through(average, x, part, memory, lambda told: self.inner.agree(x, told, memory))
+        return straight_through(average, x, part, memory, lambda unrecorded: self.inner.agree(x, unrecorded, memory))
 
-    def _remembered(self, residual: Tensor, x: Tensor, inplace: bool) -> Tensor:
+    def _with_residual(self, residual: Tensor, x: Tensor, inplace: bool) -> Tensor:
         """Return x + decay * residual, in the storage of the residual if that is allowed."""
         return plus(residual if self.decay == 1 else residual * self.decay, x, inplace)
 
@@ -179,7 +179,7 @@ class Compressed(Average):
         return {name: torch.where(sent[name] == 0, y, 0.0) for name, y in u.items()} if self.masking else u
 
     def _average(self, p: Tree, part: Part, memory: Memory) -> tuple[Tree, Tree]:
-        """Return the average of what the nodes send of p, and what each sends, for its residual."""
+        """Return the average of the codes of p, and each node's decoded code, for its residual."""
         codec = self.codec
 
         def draws(name: str) -> Draw:
@@ -200,26 +200,26 @@ class Compressed(Average):
 
 
 class EF21(Compressed):
-    """Each node keeps an estimate of its values that all know, and sends a code of the difference to it.
+    """Each node sends a code of the difference between its values and an estimate of them that all nodes know.
 
     With h_i the estimate of node i, at first 0:  node i sends C(x_i - h_i);  h_i <- h_i + C(x_i - h_i);
-    the average is inner(h_1, ..., h_K), which all keep as h: h <- h + inner(C(x_1 - h_1), ..., C(x_K - h_K)).
+    the average is inner(h_1, ..., h_K), which all nodes keep as h: h <- h + inner(C(x_1 - h_1), ..., C(x_K - h_K)).
 
-    Where the x_i come to rest, h_i comes to x_i, and the average is exact, however coarse the code. Error feedback
-    (`Compressed`) sends each value in the end; EF21 sends the present ones, of which it knows ever more.
+    If the x_i converge, h_i converges to x_i, and the average becomes exact, however coarse the code. Error feedback
+    (`Compressed`) sends every value in the end; EF21 approximates the present values ever better.
 
     For gradients and movements: `Exchange(EF21(Mean(), TopK(0.01)), of="gradients")`,
     `Exchange(Outer(EF21(Mean(), "sign")), every=20)`.
 
     Under differentiation the code passes derivatives straight through, as in `Compressed`; h_i and h are constants.
 
-    State: `estimate`, h_i, `[K, *]`; `average`, h, `[1, *]`; `codec`, its own. Bytes: those of the code, as in
-    `Compressed`.
+    State: `estimate`, h_i, `[K, *]`; `average`, h, `[1, *]`; `codec`, the state of PowerSGD. Bytes: those of the code,
+    as in `Compressed`.
 
     Args:
         inner: `Mean()` or `ServerMean()`, in which all nodes take part, with equal weights.
-        codec: a codec that is contractive, or its name, as in `Compressed`.
-        purpose: names the random numbers: two averages of the same purpose draw the same.
+        codec: a contractive codec, or its name, as in `Compressed`.
+        purpose: the key of the random numbers: averages with the same purpose draw the same numbers.
 
     Raises:
         ValueError, TypeError: for another `inner`, an unknown codec or one that is not contractive; before the first
@@ -249,16 +249,16 @@ class EF21(Compressed):
         equal = getattr(self.inner, "weighting", "equal") == "equal"
         if not (common and self.inner.linear and equal):
             raise ValueError(
-                f"{self!r}: what all know is the mean of all nodes' estimates: give Mean() or ServerMean(), without "
-                "islands, participation and weighting, or Compressed(...), which has none."
+                f"{self!r}: EF21 keeps the mean of all nodes' estimates: give Mean() or ServerMean(), without "
+                "islands, participation and weighting, or Compressed(...), which has no estimates."
             )
 
     def check(self, run: ExchangeFacts) -> None:
         super().check(run)
         if run.fewest < run.num_nodes:
             raise ValueError(
-                f"{self!r}: what all know is the mean of all nodes' estimates, and that of the absent ones would be "
-                "missing: give Compressed(...) in its place, or leave out availability and participation."
+                f"{self!r}: EF21 keeps the mean of all nodes' estimates, and those of absent nodes would be missing: "
+                "give Compressed(...) in its place, or leave out availability and participation."
             )
 
     def init(self, values: Tree, run: RunFacts, memory: Memory) -> None:
@@ -274,7 +274,7 @@ class EF21(Compressed):
             memory.own["estimate"] = {name: plus(y, sent[name], memory.inplace) for name, y in estimate.items()}
             memory.shared["average"] = {name: torch.add(y, agreed[name]) for name, y in average.items()}
             read = tree.map(torch.clone, memory.shared["average"])  # the caller may overwrite it
-        return straight_through(read, x, part, memory, lambda told: self.inner.agree(x, told, memory))
+        return straight_through(read, x, part, memory, lambda unrecorded: self.inner.agree(x, unrecorded, memory))
 
 
 def constant(values: Tree) -> Tree:
@@ -283,9 +283,9 @@ def constant(values: Tree) -> Tree:
 
 
 def straight_through(read: Tree, x: Tree, part: Part, memory: Memory, smooth: Callable[[Part], Tree]) -> Tree:
-    """Give what was read from codes the derivatives of `smooth(part)`, an exchange of the values, if any are taken.
+    """Give decoded values the derivatives of `smooth(part)`, an exchange of the exact values, if any are taken.
 
-    Nobody sends derivatives: the part that `smooth` is told has a ledger of its own.
+    Nodes do not send derivatives: the part that `smooth` is called with records nothing in the run's ledger.
     """
     if memory.inplace or not any(map(tree.differentiated, x.values())):
         return read

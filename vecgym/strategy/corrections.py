@@ -1,4 +1,4 @@
-"""Corrections of the nodes' movements, before these are averaged: HeLoCo's, and the median norm; see `Outer`."""
+"""Corrections of the nodes' movements before these are averaged: HeLoCo's, and the median norm; see `Outer`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _TINY = 1e-8
 
 
 def heloco(moved: Tree, optimizer: State, part: Part, momentum: float | Tensor = 0.9) -> Tree:
-    """Correct each node's movement, tensor by tensor, by the mean of past ones; see `vecgym.strategy.HeLoCo`.
+    """Correct each node's movement, tensor by tensor, by the mean of past movements; see `vecgym.strategy.HeLoCo`.
 
-    That mean is (1 - momentum) times torch's buffer, which is their sum.
+    That mean is (1 - momentum) times torch's momentum buffer, which is a sum.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> moved, held = {"w": torch.tensor([[-1.0, 1.0], [1.0, 1.0]])}, {"w": torch.tensor([[2.0, 0.0]])}
@@ -36,7 +36,7 @@ def heloco(moved: Tree, optimizer: State, part: Part, momentum: float | Tensor =
 
 
 def corrected(delta: Tensor, momentum: Tensor) -> Tensor:
-    """Correct movements `[L, *]` by the momentum `[1 or L, *]` of the same tensor; see `HeLoCo`. Nothing is read.
+    """Correct movements `[L, *]` by the momentum `[1 or L, *]` of the same tensor, without a copy to the host.
 
     >>> corrected(torch.tensor([[-1.0, 1.0]]), torch.tensor([[1.0, 0.0]]))
     tensor([[-0.8867,  1.0000]])
@@ -65,15 +65,15 @@ def _total(x: Tensor) -> Tensor:
 
 
 def nonzero(x: Tensor) -> Tensor:
-    """Return 1 in place of what is not above 0, to divide by."""
+    """Replace values <= 0 by 1: a safe divisor."""
     return torch.where(x > 0, x, 1.0)
 
 
 def median_norm(moved: Tree, optimizer: State, part: Part) -> Tree:
     """Shrink each node's movement, tensor by tensor, to the median of the nodes' norms, if its own is larger.
 
-    Of an even number of nodes the median is the lower of the middle two, as `torch.median` has it. A number of each
-    tensor of each node is sent.
+    For an even number of nodes the median is the lower of the middle two, as in `torch.median`. Each node sends one
+    number per tensor.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> moved = {"w": torch.tensor([[3.0, 4.0], [6.0, 8.0], [0.0, 100.0]])}
@@ -93,7 +93,7 @@ CORRECTIONS: dict[str, Correction] = {"heloco": heloco, "median_norm": median_no
 
 
 def momentum_of(optim: OptimSpec) -> Any:
-    """Return the momentum of an outer optimizer that "heloco" can go by.
+    """Return the momentum of an outer optimizer, which "heloco" needs.
 
     >>> momentum_of(OptimSpec("sgd", lr=0.7, momentum=0.9))
     0.9
@@ -103,7 +103,7 @@ def momentum_of(optim: OptimSpec) -> Any:
     has_momentum = isinstance(momentum, Tensor) or momentum > 0
     if optim.cls is not torch.optim.SGD or hyper["dampening"] != 0 or not has_momentum:
         raise ValueError(
-            f'correct="heloco" goes by the outer momentum, and {optim!r} has none, or dampens it: give SGD with '
+            f'correct="heloco" needs the outer momentum, and {optim!r} has none, or dampens it: give SGD with '
             'momentum, such as OptimSpec("sgd", lr=0.7, momentum=0.9, nesterov=True).'
         )
     return momentum

@@ -1,4 +1,4 @@
-"""Who takes part in an exchange, when and how its result is used, and the message under way in between.
+"""The participants of an exchange, the delivery of its result, and the message under way in between.
 
 `Exchange` takes the settings of both classes as its own arguments: `participation`, `resting` and `lost` are those of a
 `Participation`; `delay`, `late` and `keep` are those of a `Delivery`.
@@ -25,21 +25,20 @@ from vecgym.simulation.when import When
 
 
 class Participation(Settings):
-    """Who takes part in an exchange: all nodes, or a sample of them in each round; and whose messages are lost.
+    """The participants of an exchange: all nodes or a sample of each round, without those whose message is lost.
 
     Args:
-        fraction: of the nodes, which is drawn anew for each round, at least one node; the others do not train.
-        resting: the others then "take" the result, which a server sends them, or "keep" their values. None: "take"
-            where a server has a result that is the same for all, else "keep".
-        lost: the probability, for each node and exchange, that its message is lost: its values do not count, and it
-            goes on with its own.
+        fraction: the fraction of the nodes, sampled anew for each round (at least one); the others do not train.
+        resting: the other nodes "take" the result, which a server sends them, or "keep" their values. None: "take" if a
+            server has a result that is the same on all nodes, else "keep".
+        lost: the probability that a node's message in an exchange is lost: its values do not count, and it keeps them.
 
     Raises:
         ValueError: for a fraction outside (0, 1], another `resting`, or a probability outside [0, 1).
 
     >>> from vecgym.simulation.when import Rounds
     >>> half, run = Participation(0.5), RunFacts(num_nodes=4)
-    >>> trains = half.trains(run, Rounds(5))
+    >>> trains = half.who_trains(run, Rounds(5))
     >>> trains(0, range(4)) == trains(4, range(4)), len(trains(0, range(4)))  # in a round of 5 steps
     (True, 2)
     """
@@ -52,40 +51,40 @@ class Participation(Settings):
 
     @property
     def sampled(self) -> bool:
-        """Whether nodes are drawn for each round."""
+        """Whether each round samples nodes."""
         return self.fraction < 1
 
     def check(self, how: object, takes: bool) -> None:
-        """Raise a ValueError if nodes cannot take part in this way in an average.
+        """Raise a ValueError if an average does not allow these settings.
 
         Args:
             how: the average, for messages.
-            takes: whether the nodes that are not drawn take its result.
+            takes: whether nodes that sit out take its result.
         """
         if self.sampled and self.resting == "take" and not takes:
             raise ValueError(
-                f'resting="take" needs a server that sends the same to all, those who sit out too, and {how!r} has '
-                'none: give ServerMean(), or resting="keep".'
+                f'resting="take" needs a server that sends one result to all nodes, also to those that sit out, and '
+                f'{how!r} has none: give ServerMean(), or resting="keep".'
             )
         if self.lost and takes:
             raise ValueError(
-                f'lost={self.lost}: what a server sends to those who sit out is not lost. Give resting="keep", or '
-                "leave out lost."
+                f"lost={self.lost}: a server's result for nodes that sit out is never lost. Give "
+                'resting="keep", or leave out lost.'
             )
 
     def counts(self, run: RunFacts, marks: Sequence[Mark]) -> set[int]:
-        """Return the numbers of nodes that may take part in an exchange, or use its result, at one time."""
+        """Return the possible numbers of nodes that take part in an exchange, or use its result, at one time."""
         K = run.num_nodes
         counts = {num_drawn(self.fraction, count) for count in (K, *getattr(run.presence, "counts", ()))}
-        if self.lost or (self.sampled and run.presence is not None):  # how many are heard in the end
+        if self.lost or (self.sampled and run.presence is not None):  # the draws say how many
             for mark in marks:
                 due = filter(mark.when.due, range(run.num_steps))  # type: ignore[union-attr]
                 counts.update(len(mark.who(step, run.there(step) or range(K))) for step in due if mark.who)  # type: ignore[arg-type]
             counts -= {0}
         return counts
 
-    def trains(self, run: RunFacts, rounds: When) -> Who | None:
-        """Return a function (step, present nodes) -> those that train; None: all do."""
+    def who_trains(self, run: RunFacts, rounds: When) -> Who | None:
+        """Return a function (step, present nodes) -> the nodes that train; None: all do."""
         if not self.sampled:
             return None
 
@@ -101,13 +100,13 @@ class Participation(Settings):
         return who
 
     def senders(self, run: RunFacts, rounds: When, unit: int, name: str) -> Who | None:
-        """Return a function (step, present nodes) -> those whose message arrives; None: all do.
+        """Return a function (step, present nodes) -> the nodes whose messages arrive; None: all do.
 
         Args:
-            unit: steps that count as one, for random numbers.
-            name: of the first parameter that is exchanged, likewise.
+            unit: steps per random draw.
+            name: of the first parameter in the exchange, which the draws depend on.
         """
-        trains = self.trains(run, rounds)
+        trains = self.who_trains(run, rounds)
         if not self.lost:
             return trains
 
@@ -124,12 +123,12 @@ class Delivery(Settings):
 
     Args:
         delay: steps from the exchange to the use of its result, one number or one for each node.
-        late: "value": a node writes the result over its values; "change": it adds the change that the result would have
-            made at once.
-        keep: the part of its own values that a node keeps, in [0, 1]; one number, or `[K]`.
+        late: "value": a node overwrites its values with the result; "change": it adds the change that the result would
+            have made without the delay.
+        keep: the fraction of its own values that a node keeps, in [0, 1]; one number, or `[K]`.
 
     Raises:
-        ValueError: for values outside these ranges; for a change without a delay, or of which a part is kept.
+        ValueError: for values outside these ranges; for "change" without a delay, or with `keep`.
 
     >>> Delivery([1, 2, 1], keep=0.5).lags(num_nodes=3, unit=10)
     [10, 20, 10]
@@ -140,8 +139,8 @@ class Delivery(Settings):
     def __init__(self, delay: int | Sequence[int] = 0, late: str = "value", keep: float | Tensor = 0.0) -> None:
         self.delay = checked_delay(delay)
         self.late = check.choice("late", late, ("value", "change"))
-        self.keep = check.per_node("keep", keep, "[0, 1]", "what a node keeps of its own")
-        self._alike = not isinstance(self.keep, Tensor) or self.keep.numel() == 1  # alone; see `Outer._alike`
+        self.keep = check.per_node("keep", keep, "[0, 1]", "the fraction of its own values that a node keeps")
+        self._equal_keep = not isinstance(self.keep, Tensor) or self.keep.numel() == 1  # see `Outer._equal_rates`
         if self.late == "change" and self.delay == 0:
             raise ValueError('late="change" without a delay has no effect: give delay=1, or more, or leave it out.')
         if self.late == "change" and not self.overwrites:
@@ -159,13 +158,13 @@ class Delivery(Settings):
 
     @property
     def overwrites(self) -> bool:
-        """Whether no node keeps a part of its own."""
+        """Whether the result replaces a node's values as a whole."""
         return not isinstance(self.keep, Tensor) and self.keep == 0
 
     @property
     def same(self) -> bool:
-        """Whether nodes with equal values go on with equal values."""
-        return self._alike and not self.apart
+        """Whether nodes with equal values continue with equal values."""
+        return self._equal_keep and not self.apart
 
     def lags(self, num_nodes: int, unit: int) -> list[int]:
         """Return the delay of each node, in steps."""
@@ -176,16 +175,16 @@ class Delivery(Settings):
         """Raise a ValueError if the next exchange comes before all nodes have used the result of this one."""
         if self.apart and self.longest >= gap:
             raise ValueError(
-                f"delay={self.longest} must be smaller than every={gap}: what is sent arrives before it is sent again. "
-                "Give smaller delays, or a larger number."
+                f"delay={self.longest} must be smaller than every={gap}: a message arrives before the next one is "
+                "sent. Give smaller delays, or a larger number."
             )
 
     def check(self, num_nodes: int, num_steps: int, who: object) -> None:
         """Raise a ValueError if this does not fit the run."""
         if 0 < self.longest >= num_steps:
             raise ValueError(
-                f"delay={self.longest} in {who!r} is not smaller than the run's {num_steps} steps: nothing that it "
-                "exchanges takes effect, and all of it is kept. Give a smaller delay, or more steps."
+                f"delay={self.longest} in {who!r} is not smaller than the run's {num_steps} steps: no result takes "
+                "effect, and all messages are stored. Give a smaller delay, or more steps."
             )
         if isinstance(self.delay, tuple):
             check.fits("delay is for", len(self.delay), num_nodes, f"a number, or [{num_nodes}]")
@@ -209,9 +208,9 @@ class Message:
     """A message under way: its place in the state, from the exchange until the last node has used it.
 
     Args:
-        rows: where it is kept: once if it is the same for all nodes, else each node's own.
-        memory: the `Memory` of the exchange. The notes that its stages make on sending are kept beside the message.
-        step: of the exchange.
+        rows: the tree that holds it: the shared one if it is the same for all nodes, else the nodes' own.
+        memory: the `Memory` of the exchange. Notes that its stages make on sending are stored beside the message.
+        step: the step of the exchange.
 
     >>> from vecgym.strategy import Memory
     >>> memory = Memory(notes={"index": 3})
@@ -229,35 +228,36 @@ class Message:
 
     @property
     def under_way(self) -> bool:
-        """Whether there is one: none is where no node was heard."""
+        """Whether the message exists; there is none if no node's message arrived."""
         return self.name in self.rows
 
     def send(self, values: Any) -> None:
-        """Keep values, and the notes about them."""
+        """Store the values of the message, and the notes of the stages."""
         self.rows[self.name] = values
         if self.memory.notes:
             self.memory.shared[self.notes] = self.memory.notes
 
     def read(self) -> Any:
-        """Return the values, and give the stages their notes back."""
+        """Return the values, and restore the notes of the stages."""
         self.memory.notes = self.memory.shared.get(self.notes, {})
         return self.rows[self.name]
 
     def replace(self, values: Any) -> None:
-        """Keep other values in their place."""
+        """Store other values in their place."""
         self.rows[self.name] = values
 
     def drop(self) -> None:
-        """Forget the values and the notes."""
+        """Delete the values and the notes."""
         del self.rows[self.name]
         if self.notes in self.memory.shared:
             del self.memory.shared[self.notes]
 
 
 def blend(part: Part, weight: Tensor | None, messages: bool = True) -> None:
-    """Make everything that an event has changed only in part: (1 - a) old + a new, exactly old at 0 and new at 1.
+    """Weight all that an event has changed by a: (1 - a) old + a new, exactly old at 0 and new at 1.
 
-    A new message is a change, and only a part of it is made; with `messages=False` it is a value, which stays whole.
+    Args:
+        messages: whether a new message is weighted, too: a change is, and a value stays whole until it is written.
     """
     if weight is None:
         return
@@ -278,14 +278,14 @@ def blend(part: Part, weight: Tensor | None, messages: bool = True) -> None:
             old = rows.shown(name)
             if not isinstance(new, Tensor) and new and not old and not under_way:
                 raise ValueError(
-                    "an exchange that adds to its state cannot be made in part, which sync_weight asks for: give "
+                    "an exchange that adds to its state cannot be applied in part, as sync_weight requires: give "
                     "weights that are 0 or 1 and do not require grad."
                 )
             rows.assigned[name] = tree.map_leaves(between, new, old)
 
 
 def trees_of(part: Part) -> list[Rows]:
-    """Return the rows of an event's trees; in a stack, those common to all groups and those of this group."""
+    """Return the rows of an event's trees; in a stack, the rows of all groups and those of this group."""
     both: list[Any] = [part.own, part.shared]
     return [x for rows in both for x in ((rows.common, rows.others) if hasattr(rows, "common") else (rows,))]
 

@@ -244,7 +244,7 @@ class DeMoStrategy(Strategy, batched=(), random=False):
             if self.max_norm is not None:
                 grads = self._clipped(part, grads, self.max_norm)
             grads = tree.map(lambda g: _scaled(g, part.lr, part.inplace), grads)
-            signs = tree.map(torch.sign, self.exchanges[0].now(part, grads))
+            signs = tree.map(torch.sign, self.exchanges[0].exchange_gradients(part, grads))
         part.optimize(signs)
         part.report(part.losses)
 

@@ -1,6 +1,6 @@
 """DiLoCo: many local steps, then a step of an outer optimizer (Douillard et al., arXiv 2311.08105).
 
-Eager DiLoCo differs from it in the average, Streaming DiLoCo in what is exchanged when. Other relatives are in
+Eager DiLoCo has another average, and Streaming DiLoCo another schedule of exchanges. Other relatives are in
 `vecgym.strategy.local_steps`.
 """
 
@@ -45,12 +45,12 @@ class DiLoCoStrategy(Strategy):
         sync_weight: `[T]`, in place of H: how far the outer step is taken after each inner step; see `SyncWeight`.
         lr, inner_lr: two names for the inner learning rate.
         outer_lr: the outer learning rate.
-        average: how the nodes agree on their movements, such as `Robust("median")`; None: `Mean()`.
-        compression: how each node sends its movement theta_outer - theta_i: "topk", "int8", "qsgd" and the
+        average: the average of the movements, such as `Robust("median")`; None: `Mean()`.
+        compression: the code of each node's movement theta_outer - theta_i: "topk", "int8", "qsgd" and the
             others of `Compressed`, or a codec of `vecgym.compress` such as `TopK(0.05)`; with error feedback.
-            None: as it is.
-        correction: of the movements, before they are averaged: "heloco", "median_norm", or a function; see
-            `Outer`. None: none.
+            None: no code.
+        correction: a correction of the movements before they are averaged: "heloco", "median_norm", or a function;
+            see `Outer`. None: no correction.
         max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
 
     >>> DiLoCoStrategy("adamw", "sgd", H=100, lr=3e-4)
@@ -86,23 +86,23 @@ Exchange(Outer(Mean()), every=100))
 
 
 class EagerDiLoCoStrategy(Strategy):
-    """DiLoCo that uses what the other nodes did a round later, and what a node itself did at once.
+    """DiLoCo that uses the movements of the other nodes a round late, and a node's own at once.
 
-    After every H steps, with Delta_i(t) = theta_outer,i - theta_i of round t, all nodes are sent Delta_i(t), and do not
-    wait for the mean. Each takes the step
+    After every H steps, with Delta_i(t) = theta_outer,i - theta_i of round t, every node sends Delta_i(t), and does not
+    wait for the mean. It takes the step
     Delta~_i(t) = mean_j Delta_j(t - 1) + (Delta_i(t) - Delta_i(t - 1)) / K;  Delta(-1) = 0;
     theta_outer,i <- outer_i(theta_outer,i, Delta~_i(t));  theta_i <- theta_outer,i.
 
-    So the exchange of a round may last as long as the next one. Nodes have different outer parameters; the mean of the
-    Delta~ is Delta(t) / K + (1 - 1 / K) Delta(t - 1). One node is DiLoCo. The exchange of the last round is lost.
-    Evaluated is the mean of the nodes' parameters.
+    So the exchange of a round may last as long as the next round. Nodes have different outer parameters; the mean of
+    the Delta~ is Delta(t) / K + (1 - 1 / K) Delta(t - 1). With one node this is DiLoCo. The exchange of the last round
+    is lost. The mean of the nodes' parameters is evaluated.
 
     Bytes sent per node and step: 2 (K - 1) / K * b * P / H.
 
     | kept for | bytes |
     |---|---|
     | all nodes, once | none |
-    | each node | 3 b P: outer parameters, momentum (SGD's), what the others did |
+    | each node | 3 b P: outer parameters, momentum (SGD's), the movements of the other nodes |
 
     Args:
         inner_optim: the local optimizer, AdamW when not given.
@@ -111,11 +111,11 @@ class EagerDiLoCoStrategy(Strategy):
             a round begins.
         lr, inner_lr: two names for the inner learning rate.
         outer_lr: the outer learning rate.
-        compression: how each node sends its movement; see `DiLoCoStrategy`.
+        compression: the code of each node's movement; see `DiLoCoStrategy`.
         max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
 
     Raises:
-        ValueError, TypeError: saying what is allowed.
+        ValueError, TypeError: for invalid arguments.
 
     >>> EagerDiLoCoStrategy("adamw", H=50, lr=3e-4)
     EagerDiLoCoStrategy(OptimSpec(AdamW, lr=0.0003), \
@@ -124,7 +124,7 @@ Exchange(Eager(Mean()), every=50))
     >>> from vecgym.models import Line
     >>> trainer, strategy = Trainer(Line(), torch.ones(64)), EagerDiLoCoStrategy("sgd", H=4, lr=0.1)
     >>> averaged = trainer.fit(strategy, num_nodes=2, max_steps=8, batch_size=4, device="cpu", progress=False)
-    >>> [(entry.step, entry.transfer.lag) for entry in trainer.ledger]  # what is sent may take as long as a round
+    >>> [(entry.step, entry.transfer.lag) for entry in trainer.ledger]  # messages may take as long as a round
     [(3, 4), (7, 4)]
 
     Reference: Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996.
@@ -150,16 +150,16 @@ Exchange(Eager(Mean()), every=50))
 
 
 class StreamingDiLoCoStrategy(Strategy):
-    """DiLoCo of one fragment of the model at a time, whose exchange takes place while the nodes go on.
+    """DiLoCo on one fragment of the model at a time, exchanged while the nodes keep training.
 
     The model is cut into fragments p = 0, ... F - 1. At step t with (t - t_p) mod H = 0, t counted from 1:
-    Delta_p = mean_i(theta_outer,p - theta_i,p) is sent. tau steps later, and for each fragment by itself,
+    Delta_p = mean_i(theta_outer,p - theta_i,p) is sent. tau steps later, and for each fragment separately,
     theta_outer,p <- outer(theta_outer,p, Delta_p);  theta_i,p <- alpha theta_i,p + (1 - alpha) theta_outer,p.
 
-    With alpha = 0 what a node did to a fragment in the tau steps is given up; with alpha = 1 the others have no
+    With alpha = 0 a node loses its progress on the fragment in the tau steps; with alpha = 1 the other nodes have no
     influence. With `bits` each node sends a code of its movement, which is averaged in float32. One fragment, tau = 0
-    and alpha = 0 are DiLoCo. What is under way when the run ends is lost. Evaluated is the mean of the nodes'
-    parameters; the outer ones are in the state.
+    and alpha = 0 are DiLoCo. Messages under way at the end of the run are lost. The mean of the nodes' parameters is
+    evaluated; the outer parameters are in the state.
 
     Bytes sent per node and step: 2 (K - 1) / K * b * P / H, at most one fragment's in a step (unless `offsets`
     coincide); with `bits`, to each of the others, (K - 1) P bits / 8 / H, and 4 bytes per tensor.
@@ -174,23 +174,24 @@ class StreamingDiLoCoStrategy(Strategy):
         outer_optim: SGD(lr=0.4, momentum=0.9, nesterov=True) when not given, or given as "sgd".
         H: inner steps between two exchanges of a fragment: a number, or a function of the step at which a round begins,
             in which each fragment has its turn.
-        num_fragments: F, with that of what is outside of the transformer blocks: embedding, last norm, head. A block is
-            what a number stands for in the names of the parameters, as in `h.3.attn.weight`; a model without numbers
-            is cut by its modules. No more than there are. 1 is the whole model; None: three blocks to a fragment.
+        num_fragments: F, including a fragment for embedding, last norm and head, outside of the transformer blocks.
+            Blocks are recognised by a number in the names of their parameters, as in `h.3.attn.weight`; a model without
+            numbers is cut by its modules. At most one fragment per block. 1 is the whole model; None: three blocks per
+            fragment.
         fragments: in its place, lists of names of parameters or modules, or a function from a parameter's name to 0, 1,
             ...: each parameter is in one fragment.
-        pattern: "strided": block l is in fragment l mod F, with the one outside not counted; "sequential": blocks in a
-            row are together.
+        pattern: "strided": block l is in fragment l mod F, not counting the fragment outside of the blocks;
+            "sequential": neighbouring blocks are together.
         offsets: t_p of each fragment, floor((p + 1) H / F) when not given.
         delay: tau < H, one number or one for each node.
         alpha: in [0, 1]; a number, or `[K]`.
-        bits: 4 or "e3m0": `vecgym.compress.E3M0`; 8: integers with a scale, as `Quantise(8)`; None: as it is.
+        bits: 4 or "e3m0": `vecgym.compress.E3M0`; 8: integers with a scale, as `Quantise(8)`; None: no code.
         lr, inner_lr: two names for the inner learning rate.
         outer_lr: the outer learning rate.
         max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
 
     Raises:
-        ValueError, TypeError: saying what is allowed.
+        ValueError, TypeError: for invalid arguments.
 
     >>> StreamingDiLoCoStrategy("adamw", H=100, num_fragments=4, bits=4, lr=3e-4)
     StreamingDiLoCoStrategy(OptimSpec(AdamW, lr=0.0003), Exchange(Outer(Compressed(Mean(), E3M0(), \
@@ -207,8 +208,8 @@ fragments=4))
 
     Reference: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch",
     arXiv 2501.18512. Deviations: `bits=8` are integers; the paper's fragments are found by its layers, here by names.
-    Two programs have other phases: torchft sends fragment p first after floor((p + 1) H / F) - tau steps; MaxText,
-    with s = H / F, fragment 0 after F s and p after p s. Both are `offsets`.
+    Two programs begin at other steps: torchft sends fragment p first after floor((p + 1) H / F) - tau steps; MaxText,
+    with s = H / F, fragment 0 after F s and p after p s. `offsets` can express both.
     """
 
     @takes_options(InnerOptions)
@@ -234,9 +235,9 @@ fragments=4))
             raise ValueError(
                 f"num_fragments={num_fragments!r} and fragments both say how the model is cut: give one of them."
             )
-        self._alpha = check.per_node("alpha", alpha, "[0, 1]", "what a node keeps of its own")
+        self._alpha = check.per_node("alpha", alpha, "[0, 1]", "the fraction of its own values that a node keeps")
         codec = codec_of(bits)
-        number = check.optional_integer("num_fragments", num_fragments, what="None is three blocks to a fragment")
+        number = check.optional_integer("num_fragments", num_fragments, what="None is three blocks per fragment")
         average = Mean() if codec is None else Compressed(Mean(), codec, error_feedback=False)
         exchange = Exchange(
             Outer(average, outer_spec(outer_optim, outer_lr, STREAMING_OUTER_LR)),
@@ -256,7 +257,7 @@ fragments=4))
 
 
 def codec_of(bits: int | str | None) -> Codec | None:
-    """Return the code in which movements are sent; None: they are sent as they are.
+    """Return the codec of movements; None: they are sent without a code.
 
     >>> codec_of(4), codec_of("e3m0"), codec_of(8), codec_of(None)
     (E3M0(), E3M0(), Quantise(bits=8, stochastic=False), None)
@@ -267,4 +268,4 @@ def codec_of(bits: int | str | None) -> Codec | None:
         return E3M0()
     if check.is_integer(bits) and bits == 8:
         return Quantise(8)
-    raise ValueError(f'bits={bits!r} is not possible: movements are sent in 4 bits ("e3m0"), 8, or None: as they are.')
+    raise ValueError(f'bits={bits!r} must be 4 (also "e3m0") or 8, the bits of a code of movements; None: no code.')

@@ -1,7 +1,7 @@
-"""What nodes exchange: how they agree, when, on what, and what becomes of the result.
+"""Exchanges: how, when and on which values the nodes agree, and how the result is applied.
 
-A strategy is an inner optimizer and a list of exchanges. HOW is an `Average`, WHEN are marks in the timetable, and
-WHAT are parameters, gradients, or what the optimizers keep:
+A strategy is an inner optimizer and a list of exchanges. Each combines an `Average`, the steps at which it is due, and
+values: parameters, gradients, or moments of the optimizer.
 
 >>> from vecgym.compress import TopK
 >>> from vecgym.optim import OptimSpec
@@ -10,9 +10,9 @@ WHAT are parameters, gradients, or what the optimizers keep:
 >>> Exchange(Outer(Compressed(Mean(island_size=4), TopK(0.05)), OptimSpec("sgd", lr=0.7)), every=50)
 Exchange(Outer(Compressed(Mean(island_size=4), TopK(fraction=0.05, k=None)), optim=OptimSpec(SGD, lr=0.7)), every=50)
 
-An exchange whose result is used at once is one event, `meet`. If the result is used later, or by other nodes than the
-senders, there are two: at `agree` the senders make a message, and at `write`, `delay` steps later, the nodes that were
-present at both steps go on with it.
+An exchange whose result is used at once is one event, `meet`. A delayed one, or one whose result other nodes than the
+senders use, is two: at `agree` the senders compute a message, and at `write`, `delay` steps later, the nodes that were
+present at both steps apply it.
 """
 
 from __future__ import annotations
@@ -39,64 +39,61 @@ from vecgym.strategy.stages import Average, ExchangeFacts, Memory, Stages, check
 
 State = dict[str, Any]
 
-DEFAULT_H = 100  # inner steps of a round: DiLoCo's
+DEFAULT_H = 100  # inner steps per round
 
 
 class Of(NamedTuple):
-    """What a mark of an exchange is about: its place among those of the strategy, and the number of the fragment."""
+    """The subject of a mark: the index of the exchange in its strategy, and the index of the fragment."""
 
     exchange: int
     fragment: int = 0
 
 
 class Exchange(Settings):
-    """Every so many steps the nodes agree on values, and go on with them.
+    """Every so many steps the nodes agree on values, and continue with the result.
 
     x_i <- keep x_i + (1 - keep) how(x_1, ..., x_K).
 
-    With a `delay` of d steps the result of step t is used after step t + d, by the nodes that are present at both. With
-    `late="value"` it is written over the values that they hold by then. With `late="change"` the change that the
-    exchange would have made, how(x_t) - x_t, is added to them: what a node learned in between is kept. What all nodes
-    share, such as outer parameters, changes with the first write, even if no node is left for it; with "change" at
-    once. Within a step the nodes agree first, and write late results afterwards. Messages that are under way at the end
-    of the run are lost.
+    With a `delay` of d steps, the nodes present at both steps use the result of step t after step t + d. `late="value"`
+    overwrites their current values with it. `late="change"` adds the change that the exchange would have made,
+    how(x_t) - x_t, and so keeps each node's progress in between. Shared state, such as outer parameters, changes with
+    the first write, even if no node is left to write; with "change", at once. Within a step, new messages are sent
+    before late results are applied. Messages under way at the end of the run are lost.
 
-    With `fragments`, parts of the model are exchanged at different steps, each every `every` steps.
+    With `fragments`, each part of the model is exchanged every `every` steps, at different steps of a round.
 
-    State, under "i.p/name" for exchange i and fragment p: what `how` remembers; with a delay, the messages under way,
-    once if they are the same for all, else each node's own. Bytes: those of `how`, in each exchange.
+    State, named "i.p/name" for exchange i and fragment p: the memory of `how`, and the messages under way, stored once
+    if they are the same on all nodes, else per node. Bytes: those of `how`, per exchange.
 
     Args:
-        how: how the nodes agree.
+        how: the average, with its stages.
         every: steps from one exchange to the next: a number, a function of the step at which a round begins, a
-            `SyncWeight`, or another `When`. With weights between 0 and 1 a value is written in part, and a change is
-            sent in part.
-        of: "parameters"; "gradients", which the optimizer then takes; "moments", all that the inner optimizer keeps in
-            the shape of the parameters; or the names of such slots, one or a list: "exp_avg".
-        delay: steps until the result is used, one number or one for each node.
+            `SyncWeight`, or another `When`. Weights between 0 and 1 apply a value, or send a change, in part.
+        of: "parameters"; "gradients", before the optimizer's step; "moments", every slot of the inner optimizer that
+            has the parameters' shapes; or the name of such a slot, or a list of names: "exp_avg".
+        delay: steps until the result is used, one number or one per node.
         late: "value" or "change".
-        keep: the part of its own values that a node keeps, in [0, 1]; one number, or `[K]`.
+        keep: the fraction of its own values that a node keeps, in [0, 1]; one number, or `[K]`.
         fragments: their number, lists of names of parameters or modules, or a function from a parameter's name to 0, 1,
-            ...; None: three blocks to a fragment; see `vecgym.strategy.exchange.cut`.
-        offsets: for each of F fragments the steps before its first exchange. If not given, fragment p is exchanged
-            after (p + 1) / F of each round, for which a number `every` must be at least F.
+            ...; None: three blocks per fragment; see `vecgym.strategy.exchange.cut`.
+        offsets: for each of F fragments, the steps before its first exchange. By default fragment p is exchanged after
+            a fraction (p + 1) / F of each round, and a number `every` must be at least F.
         pattern: "strided" deals out the model's blocks to the fragments in turn; "sequential" keeps neighbours
             together.
-        participation: the fraction of the nodes, drawn anew for each round (at least one), that trains and takes part;
-            see `vecgym.availability` for nodes that are drawn again. Exchanges of one strategy that draw nodes need the
-            same `every`.
-        resting: the others then "take" the result, which a server sends them, or "keep" their values. None: "take"
-            with a `ServerMean` whose result is the same for all, else "keep".
-        lost: the probability, for each node and exchange, that its message is lost: its values do not count, and it
-            goes on with its own.
-        unit: the exchange counts time in units of so many steps: `every`, `delay`, `offsets` and random numbers.
+        participation: the fraction of the nodes, sampled anew for each round (at least one), that trains and takes
+            part; see `vecgym.availability` for nodes that are sampled again. All exchanges of a strategy that sample
+            nodes need the same `every`.
+        resting: the other nodes "take" the result, which a server sends them, or "keep" their values. None: "take"
+            with a `ServerMean` whose result is the same on all nodes, else "keep".
+        lost: the probability that a node's message in an exchange is lost: its values do not count, and it keeps them.
+        unit: the number of steps in which `every`, `delay`, `offsets` and random draws are counted.
 
     Attributes:
-        who: who takes part, a `Participation`.
+        who: the nodes that take part, a `Participation`.
         delivery: when and how the result is used, a `Delivery`.
 
     Raises:
-        TypeError, ValueError: saying what is allowed, and for settings that do not go together; see also `check`.
+        TypeError, ValueError: for invalid settings, and for settings that exclude one another; see also `check`.
 
     Example: two nodes that average every second step.
 
@@ -128,7 +125,7 @@ class Exchange(Settings):
     ) -> None:  # fmt: skip
         self.how = check_average("how", how)
         self._when: Any = as_when(every, "every")
-        self.every, self.unit = self._when.plain, check.integer("unit", unit, what="the steps that count as one")
+        self.every, self.unit = self._when.plain, check.integer("unit", unit, what="steps per unit of time")
         self.of = _checked_of(of)
         self.delivery = Delivery(delay, late, keep)
         self.fragments = check_fragments("fragments", fragments)
@@ -138,16 +135,16 @@ class Exchange(Settings):
         self._check_together()
 
     def numbered(self, index: int) -> Exchange:
-        """Return the same at this place among a strategy's exchanges."""
+        """Return the same exchange with this index in a strategy."""
         return altered(self, _index=index)
 
     def in_units(self, n: int) -> Exchange:
-        """Return the same, which counts in units of n steps."""
+        """Return the same exchange with time counted in units of n steps."""
         n = check.integer("n", n, what="the number of optimizer steps between two exchanges")
         return altered(self, unit=self.unit * n)
 
     def through_server(self) -> Exchange:
-        """Return the same with a server's mean in place of a mean of all nodes; of gradients, itself.
+        """Return the same exchange with a server's mean in place of a mean of all nodes, unless it is of gradients.
 
         >>> from vecgym.strategy.averages import Mean
         >>> Exchange(Mean(), every=5).through_server(), Exchange(Mean(), of="gradients").through_server()
@@ -163,7 +160,7 @@ class Exchange(Settings):
     # ------------------------------------------------------------------------------------------------------- checks
 
     def _check_together(self) -> None:
-        """Raise a ValueError for settings that do not go together."""
+        """Raise a ValueError for settings that exclude one another."""
         when, weighted, delivery = self._when, isinstance(self._when, SyncWeight), self.delivery
         of_all = not self.who.sampled and not self.who.lost and self.fragments == 1
         if self.of == "gradients" and not (of_all and delivery.delay == 0 and delivery.overwrites and not weighted):
@@ -175,8 +172,8 @@ class Exchange(Settings):
             raise ValueError(f"{when!r} says when all exchange: leave out fragments and offsets.")
         if when.in_part and not self.stages.partial:
             raise ValueError(
-                f"{self!r} exchanges in part, and what was sent of a code, its residual and its reference have no "
-                "part: give a sync_weight that is 0 or 1 and does not require grad, or a number."
+                f"{self!r} is applied in part, and a code, its residual and its reference cannot be: give a "
+                "sync_weight that is 0 or 1 and does not require grad, or a number."
             )
         if self.offsets is not None and not isinstance(when, Rounds):
             raise ValueError(f"offsets={self.offsets} go with rounds of equal length: give every as a number.")
@@ -184,8 +181,8 @@ class Exchange(Settings):
             delivery.check_gap(when.H)
         elif not isinstance(when, RoundsOf) and (delivery.apart or self.stages.overlaps):
             raise ValueError(
-                f"{self!r}: a delay for each node, and what takes a round to arrive, need rounds: give every as a "
-                "number or a function."
+                f"{self!r}: a delay for each node, and messages that take a round to arrive, need rounds: give every "
+                "as a number or a function."
             )
         if delivery.late == "change" and self.takes:
             raise ValueError(f'{self!r}: a change is each node\'s own: give resting="keep", or late="value".')
@@ -211,11 +208,11 @@ class Exchange(Settings):
         if isinstance(self._when, RoundsOf):
             for step in filter(self._when.due, range(steps)):
                 self.delivery.check_gap(self._when.gap(step))
-        if self.fragments == 1:  # else how many exchanges there are is known with the model's names
+        if self.fragments == 1:  # else the number of exchanges depends on the model's names
             self.stages.check(self.facts(run))
 
     def check_present(self, run: RunFacts) -> None:
-        """Raise a ValueError if it cannot work for this model, or with so many nodes present."""
+        """Raise a ValueError if the exchange cannot work with this model, or with the run's absences."""
         presence: Any = run.presence
         if self.of == "gradients" and getattr(presence, "waits", False):
             raise ValueError(
@@ -224,8 +221,8 @@ class Exchange(Settings):
             )
         if self.who.sampled and getattr(presence, "server", False):
             raise ValueError(
-                f"availability={presence.availability!r} and participation={self.who.fraction} both draw a "
-                "sample of the nodes, of which few would be in both: leave one of them out."
+                f"availability={presence.availability!r} and participation={self.who.fraction} both sample the nodes, "
+                "and few nodes would be in both samples: leave one of them out."
             )
         count, when = len(self.parts(run.names)), self._when
         if self.offsets is not None and len(self.offsets) != count:
@@ -237,16 +234,16 @@ class Exchange(Settings):
             together = [when.part(p, count).offset for p in range(count)]
             raise ValueError(
                 f"a round of {when._name}={when.H} steps is too short for the {count} fragments that the model is cut "
-                f"into, each of which has a step of its own: give {when._name}={count} or more, at most {when.H} "
+                f"into, each of which needs its own step: give {when._name}={count} or more, at most {when.H} "
                 f"fragments, or offsets={together} to send several after one step."
             )
         self.stages.check(self.facts(run))
 
     def check_optimizer(self, optimizer: Mapping[str, Any], params: Tree) -> None:
-        """Raise a ValueError if the inner optimizer does not keep what is exchanged, as far as that is known.
+        """Raise a ValueError if the inner optimizer lacks the slots to exchange, as far as its first state shows.
 
         Args:
-            optimizer: the state that it begins with; what optimizers of a user's own keep shows after a step.
+            optimizer: its state before the first step, in which a user's own optimizer may add slots.
 
         >>> from vecgym.strategy.averages import Mean
         >>> Exchange(Mean(), of="moment").check_optimizer({"momentum": {"w": torch.zeros(1)}}, {"w": torch.zeros(1)})
@@ -257,18 +254,18 @@ class Exchange(Settings):
         if self.of not in ("parameters", "gradients") and "tensors" not in optimizer:
             moments_of(self.of, optimizer, params, self)
 
-    # ----------------------------------------------------------------------------------------------- what it is like
+    # ---------------------------------------------------------------------------------------------------- properties
 
     @property
     def stages(self) -> Stages:
-        """How the nodes agree: the stages of `how`."""
+        """The stages of `how`."""
         if self._stages is None or self._stages.how is not self.how:  # `how` of settings may be altered, or merged
             self._stages = Stages(self.how, some=self.who.sampled and not self.takes)
         return self._stages
 
     @property
     def same(self) -> bool:
-        """Whether all nodes that are present go on with the same if all held the same before."""
+        """Whether nodes that are present and hold equal values continue with equal values."""
         return self.stages.same and self.delivery.same and not self.who.lost
 
     @property
@@ -278,21 +275,21 @@ class Exchange(Settings):
 
     @property
     def random(self) -> bool:
-        """Whether random numbers are drawn."""
+        """Whether the exchange draws random numbers."""
         return self.who.sampled or self.who.lost > 0 or self.stages.random
 
     @property
     def batched(self) -> tuple[str, ...] | None:
-        """Settings that may have a value for each configuration of a group; None: it has a group of its own."""
+        """Settings that may differ between the configurations of a group; None: never batch this exchange."""
         return None if any(average.batched is None for average in within(self.how)) else ()
 
     @property
     def takes(self) -> bool:
-        """Whether those who sit out take what the others agree on."""
+        """Whether nodes that sit out receive the result."""
         return self.who.sampled and self.who.resting != "keep" and is_served(self.how) and Stages(self.how).common
 
     def facts(self, run: RunFacts) -> ExchangeFacts:
-        """Return what is known about the exchanges of a run before the first step.
+        """Return the facts about a run's exchanges that are known before the first step.
 
         >>> from vecgym.strategy.averages import Mean
         >>> facts = Exchange(Mean(), every=4, participation=0.5).facts(RunFacts(num_nodes=6, num_steps=12))
@@ -333,12 +330,12 @@ class Exchange(Settings):
         return [when.in_units(self.unit) for when in whens]
 
     def marks(self, run: RunFacts) -> list[Mark]:
-        """Return what is due when, and for whom: the exchange's part of the timetable."""
+        """Return the exchange's part of the timetable: its events, their steps, and the nodes of each."""
         if self.of == "gradients":
             return []
         marks, takes, rounds = [], self.takes, self._when.in_units(self.unit)
         lags = self.delivery.lags(run.num_nodes, self.unit)
-        # Perhaps nobody who could write is present, or was heard: the shared values change all the same.
+        # Shared values change even if no node is present to write, or all messages of one delay are lost.
         always = run.presence is not None or len(set(lags)) > 1
         for p, (names, when) in enumerate(zip(self.parts(run.names), self.times(run.names))):
             senders = self.who.senders(run, rounds, self.unit, next(iter(names), ""))
@@ -352,29 +349,29 @@ class Exchange(Settings):
                 marks.append(Mark("write", when, lag, who, of, always))
         return marks
 
-    def trains(self, run: RunFacts) -> Who | None:
-        """Return a function (step, present nodes) -> those that train; None: all do.
+    def who_trains(self, run: RunFacts) -> Who | None:
+        """Return a function (step, present nodes) -> the nodes that train; None: all do.
 
         >>> from vecgym.strategy.averages import Mean
-        >>> half = Exchange(Mean(), every=5, participation=0.5).trains(RunFacts(num_nodes=4))
+        >>> half = Exchange(Mean(), every=5, participation=0.5).who_trains(RunFacts(num_nodes=4))
         >>> half(0, range(4)) == half(4, range(4)), len(half(0, range(4)))  # of a round
         (True, 2)
         """
-        return self.who.trains(run, self._when.in_units(self.unit))
+        return self.who.who_trains(run, self._when.in_units(self.unit))
 
     # -------------------------------------------------------------------------------------------------------- state
 
     def _labels(self, fragment: int, slots: Iterable[str] = ("",)) -> list[tuple[str, str]]:
-        """Return (label, slot) of each value that is exchanged; the slot is "" for parameters and gradients.
+        """Return (label, slot) of each exchanged value; the slot is "" for parameters and gradients.
 
         Args:
-            slots: those of the optimizer; before its first step, they are not known.
+            slots: the optimizer's, unknown before its first step.
         """
         slots = self.of if isinstance(self.of, tuple) else slots
         return [(f"{self._index}.{fragment}{slot and '.'}{slot}/", slot) for slot in slots]
 
     def init(self, params: Tree, run: RunFacts) -> tuple[State, State]:
-        """Return what the exchange remembers of each node, and of all together, `[1, *]` both."""
+        """Return the exchange's initial memory: each node's own trees and the shared ones, both `[1, *]`."""
         own, shared, stages, facts = State(), State(), self.stages, self.facts(run)
         for p, names in enumerate(self.parts(list(params))):
             values = {name: params[name] for name in names}
@@ -383,11 +380,11 @@ class Exchange(Settings):
             for label, _ in self._labels(p):
                 stages.init(values, facts, Memory(Labelled(own, label), Labelled(shared, label), stages.common))
         if self.of == "moments" and (own or shared):
-            raise ValueError(f'{self!r} keeps something for each slot: name them, of=["exp_avg", "exp_avg_sq"] say.')
+            raise ValueError(f'{self!r} has state for each slot: name the slots, as in of=["exp_avg", "exp_avg_sq"].')
         return own, shared
 
     def agreed(self, run: RunFacts, names: Sequence[str], step: int) -> tuple[set[str], set[str]]:
-        """Return the parameters that are equal on all nodes after a step's exchange, and all that it may change.
+        """Return the names of the parameters that a step's exchange makes equal on all nodes, and of those it changes.
 
         >>> from vecgym.strategy.averages import Mean
         >>> Exchange(Mean(), every=2).agreed(RunFacts(num_nodes=4), ["w"], step=1)
@@ -407,10 +404,10 @@ class Exchange(Settings):
         return equal, changed
 
     def outer(self, shared: Mapping[str, Any], names: Sequence[str]) -> Tree:
-        """Return the parameters that the exchange remembers once for all: a node that returns may begin with them.
+        """Return the outer parameters, if all nodes share them: a returning node may begin with these.
 
         Args:
-            shared: what all share, by label and name.
+            shared: the shared state, by label and name.
             names: of the parameters.
         """
         params: Tree = {}
@@ -419,7 +416,7 @@ class Exchange(Settings):
         return params
 
     def outer_lr(self, step: int, run: RunFacts) -> Any:
-        """Return the rate of the outer optimizer's next step, to be recorded; None: there is none, or no step any more.
+        """Return the learning rate of the next outer step, for the history; None without a further one.
 
         >>> from vecgym.strategy.averages import Outer, Mean
         >>> exchange, run = Exchange(Outer(Mean()), every=5), RunFacts(num_nodes=2, num_steps=9)
@@ -434,31 +431,31 @@ class Exchange(Settings):
     # ----------------------------------------------------------------------------------------------------- handlers
 
     def meet(self, part: Part) -> None:
-        """Agree, and go on with the result at once."""
+        """Agree, and apply the result at once."""
         stages = self.stages
         with self._sending(part):
-            for slot, x, here, memory in self._exchanged(part):
+            for slot, x, here, memory in self._views(part):
                 y = stages.receive(stages.agree(x, here, memory), here, memory)
                 self._put(here, slot, stages.write(y, x, here, memory), x)
         blend(part, self._weight(part))
 
     def agree(self, part: Part) -> None:
-        """Agree, and send a message: the result, or the change that it makes."""
+        """Agree, and send a message: the result, or the change that it would make."""
         change = self.delivery.late == "change"
         with self._sending(part), part.comm.ledger.marking(lag=self.delivery.delay):
-            for _, x, here, memory in self._exchanged(part, overwrite=False):
+            for _, x, here, memory in self._views(part, overwrite=False):
                 y = self.stages.agree(x, here, memory)
                 if change:
                     y = self.stages.receive(y, here, memory)
                     y = tree.map(torch.sub, y, self.stages.read(x, here, memory))
                 self._message(here, memory).send(y)
-        blend(part, self._weight(part), messages=change)  # a value is written in part
+        blend(part, self._weight(part), messages=change)  # a value is weighted when it is written
 
     def write(self, part: Part) -> None:
-        """Go on with a message. Where all share it, the first nodes replace the result by what becomes of it."""
+        """Apply a message. The first write of a shared message replaces it by the value that `receive` returns."""
         change, lag = self.delivery.late == "change", part.tick - part.due.step
         lags = self.delivery.lags(part.run.num_nodes, self.unit)
-        for slot, x, here, memory in self._exchanged(part):
+        for slot, x, here, memory in self._views(part):
             message = self._message(here, memory)
             if not message.under_way:
                 continue
@@ -472,26 +469,26 @@ class Exchange(Settings):
                 message.drop()
             elif memory.common and not change:
                 message.replace(y)
-        if not change:  # a change was sent in part
+        if not change:  # a change was weighted when it was sent
             blend(part, self._weight(part))
 
-    def now(self, part: Part, grads: Tree) -> Tree:
-        """Exchange gradients, before the optimizer's step; between exchanges each node has its own."""
+    def exchange_gradients(self, part: Part, grads: Tree) -> Tree:
+        """Return the nodes' gradients after the exchange if it is due in this step, else as they are."""
         (when,), step = self.times(part.run.names), part.tick
         if not when.due(step):
             return grads
         with self._sending(part, gradients=True):
             label = self._labels(0)[0][0]
-            here, memory = self._seen(part, label, Due(when.count(step), step))
+            here, memory = self._view(part, label, Due(when.count(step), step))
             new = self._checked(self.stages(grads, here, memory), grads, here)
         of_nodes, params = part.lead - 1, part.params
         if self.same and any(x.shape[of_nodes] > max(1, params[name].shape[of_nodes]) for name, x in new.items()):
             raise ValueError(
-                f"{self.how!r} returned gradients [{len(part.nodes)}, *], and says that its result is the same on all "
-                "nodes, [1, *]: say common = False in its class."
+                f"{self.how!r} returned gradients [{len(part.nodes)}, *], and its class declares a result that is the "
+                "same on all nodes, [1, *]: set common = False in the class."
             )
         part.share_missing()
-        # The optimizer may overwrite the gradients, and an average may return tensors that it remembers.
+        # The optimizer may overwrite the gradients, and an average may return tensors of its memory.
         held = [rows[name] for rows in trees_of(part) for name in {*rows.whole, *rows.assigned}
                 if part.inplace and name.startswith(label) and name in rows]  # fmt: skip
         return nodes.unshared(new, held) if held else new
@@ -504,21 +501,21 @@ class Exchange(Settings):
         lag = self._when.gap(part.tick // self.unit) if self.stages.overlaps else 0
         return part.comm.ledger.marking(weight=weight, lag=lag, unit=self.unit, gradients=gradients)
 
-    def _exchanged(self, part: Part, overwrite: bool = True) -> Iterator[tuple[str, Tree, Part, Memory]]:
-        """Yield what is exchanged: the optimizer's slot, "" for parameters; the values; what the stages see.
+    def _views(self, part: Part, overwrite: bool = True) -> Iterator[tuple[str, Tree, Part, Memory]]:
+        """Yield (slot, values, the stages' part, their memory) for each exchanged tree; "" stands for parameters.
 
         Args:
-            overwrite: whether the result takes the place of the values now.
+            overwrite: whether the result replaces the values in this event.
         """
         params, fragment = part.params, part.due.of.fragment
         held = {"": params} if self.of == "parameters" else moments_of(self.of, part.home["optimizer"], params, self)
         names = self.parts(list(params))[fragment]
         for label, slot in self._labels(fragment, held):
-            here, memory = self._seen(part, label, part.due, overwrite)
+            here, memory = self._view(part, label, part.due, overwrite)
             yield slot, {name: held[slot][name] for name in names if name in held[slot]}, here, memory
 
-    def _seen(self, part: Part, label: str, due: Due, overwrite: bool = True) -> tuple[Part, Memory]:
-        """Return what the stages see: a part whose time is in the exchange's units, and their memory."""
+    def _view(self, part: Part, label: str, due: Due, overwrite: bool = True) -> tuple[Part, Memory]:
+        """Return the stages' view of an event: a part with time in the exchange's units, and their memory."""
         inplace, made = part.inplace and not self._when.in_part, self._when.made(due.number)
         due = due._replace(step=due.step // self.unit, made=made)
         memory = Memory(Labelled(part.own, label), Labelled(part.shared, label), self.stages.common, inplace)
@@ -526,13 +523,13 @@ class Exchange(Settings):
         return altered(part, due=due, inplace=overwrite, trains=False), memory
 
     def _message(self, part: Part, memory: Memory) -> Message:
-        """Return the message of this exchange: one if it is the same for all, else each node's own."""
-        alike = part.home is part.shared  # then the changes are, too
-        once = alike or (self.delivery.late == "value" and memory.common)
+        """Return the message of this exchange: stored once if it is the same for all nodes, else per node."""
+        equal_nodes = part.home is part.shared  # then their changes are equal, too
+        once = equal_nodes or (self.delivery.late == "value" and memory.common)
         return Message(memory.shared if once else memory.own, memory, part.due.step)
 
     def _put(self, part: Part, slot: str, new: Any, old: Tree) -> None:
-        """Let nodes go on with a result, and what they keep of their own: as parameters, or in their optimizers."""
+        """Store a result, mixed with the values that nodes keep, as parameters or in their optimizers."""
         mixed = self.delivery.mixed(self._checked(new, old, part), old, part)
         if slot:
             part.home["optimizer"] = with_moment(part.home["optimizer"], slot, mixed)
@@ -543,13 +540,13 @@ class Exchange(Settings):
         return check_values(new, old, len(part.nodes), self.how, lead=part.lead)
 
     def _weight(self, part: Part) -> Tensor | None:
-        """Return how much of the exchange is made in this step; None: all."""
+        """Return the weight of the exchange in this step; None: 1."""
         weight = self._when.weight(part.due.step // self.unit) if self._when.in_part else None
-        return weight.detach() if weight is not None and part.inplace else weight  # in place, all of the part is sent
+        return weight.detach() if weight is not None and part.inplace else weight  # in place, without derivatives
 
 
 def _with_lag(who: Who | None, lags: Sequence[int], lag: int) -> Who:
-    """Return who uses a result so many steps later."""
+    """Return a function (step, present nodes) -> the nodes that use a result `lag` steps later."""
 
     def chosen(step: int, rows: Sequence[int]) -> list[int]:
         taking = rows if who is None else who(step, rows)

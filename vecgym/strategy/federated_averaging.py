@@ -32,23 +32,23 @@ def AveragingCommunicator(  # the name that EXO Gym's users know
 ) -> Exchange:
     """Return the exchange in which, every H steps, theta_i <- sum_k w_k theta_k / sum_k w_k.
 
-    With `participation` < 1 a server does the averaging, over the nodes S that took part in the round:
-    theta <- sum_{k in S} w_k theta_k / sum_{k in S} w_k, and all nodes begin the next round from theta.
+    With `participation` < 1 a server averages over the nodes S that took part in the round:
+    theta <- sum_{k in S} w_k theta_k / sum_{k in S} w_k, and all nodes begin the next round with theta.
 
     Args:
         island_size: nodes per island; None: all in one. At each exchange the nodes are shuffled (seeded) into
             islands; if `island_size` does not divide their number, the last island is smaller.
         H: optimizer steps between two exchanges: a number, or a function of the step at which a round begins.
-        participation: the fraction of the nodes, drawn anew for each round of H steps (at least one), that
-            trains and averages in it; the others keep optimizer state and buffers. `help(vecgym.availability)` says
-            which data and rates a node has that is drawn again, and whose buffers the run's model has.
+        participation: the fraction of the nodes, sampled anew for each round of H steps (at least one), that trains
+            and averages in it; the others keep optimizer state and buffers. `help(vecgym.availability)` describes the
+            data and rates of a node that is sampled again, and the buffers of the run's model.
         weighting: "equal"; "examples": w_k is the number of examples of node k; or w_k itself, one number > 0 for each
             node, such as the tokens of its examples.
         sync_weight: `[T]`, in place of H: a_t, one for each step, theta_i <- (1 - a_t) theta_i + a_t mean theta; see
             `SyncWeight`.
-        resting: with `participation` < 1, what a node that sat out begins with when it is drawn again: "server", the
-            server's theta; "keep", the parameters that it had, since those who take part average among themselves.
-            None: "server", but "keep" with islands or `sync_weight`, which have no theta of all.
+        resting: with `participation` < 1, the parameters with which a node that sat out begins its next round:
+            "server", the server's theta; "keep", its own, while the participants average among themselves. None:
+            "server", but "keep" with islands or `sync_weight`, which have no common theta.
 
     Raises:
         ValueError: for H or island_size < 1, participation outside (0, 1], resting="server" with islands or
@@ -76,9 +76,9 @@ class FedAvgStrategy(Strategy, batched=("proximal_mu",), random=False):
 
     theta_i <- inner(theta_i, g_i), H times; then theta_i <- sum_{k in island(i)} w_k theta_k / sum w_k.
 
-    With `participation` < 1 it is the paper's algorithm: in each round a sample S of the nodes begins from the
+    With `participation` < 1 it is the paper's algorithm: in each round a sample S of the nodes begins with the
     server's theta, and theta <- sum_{k in S} w_k theta_k / sum w_k. After every exchange all nodes hold theta; within a
-    round, those that sit out still do. With `server_optim` theta takes a step of the server's optimizer instead: see
+    round, nodes that sit out still do. With `server_optim` the server's optimizer takes a step of theta instead: see
     `ServerOptimizer`.
 
     Inner optimizer state stays on its node and is kept until the node takes part again. (The paper's clients run plain
@@ -89,8 +89,8 @@ class FedAvgStrategy(Strategy, batched=("proximal_mu",), random=False):
         inner_optim: the local optimizer, AdamW when not given.
         H: local steps per round: a number, or a function of the step at which a round begins (post-local SGD).
         island_size, participation, weighting, sync_weight, resting: see `AveragingCommunicator`.
-        proximal_mu: FedProx's mu, one for all or one for each node: a node's loss gets mu / 2 |theta_i - theta_i(start
-            of the round)|^2 (Li et al., arXiv 1812.06127, with a fixed number of steps).
+        proximal_mu: FedProx's mu, one number or one per node: mu / 2 |theta_i - theta_i(start of the round)|^2 is
+            added to a node's loss (Li et al., arXiv 1812.06127, with a fixed number of steps).
         server_optim: None, "avg", "avgm" (FedAvgM), "adam" (FedAdam), "yogi" (FedYogi) or "adagrad" (FedAdagrad).
         server_lr, server_betas, server_tau: of the server's optimizer.
         lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: see `Strategy`.
@@ -100,8 +100,8 @@ class FedAvgStrategy(Strategy, batched=("proximal_mu",), random=False):
 Exchange(Mean(island_size=4), every=5))
 
     Reference: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data",
-    arXiv 1602.05629. Deviations: progress is counted in steps, not in epochs; nodes count alike unless
-    `weighting` says otherwise; with islands and with `resting="keep"`, nodes that sit out keep their own parameters.
+    arXiv 1602.05629. Deviations: progress is counted in steps, not in epochs; nodes have equal weights unless
+    `weighting` is given; with islands and with `resting="keep"`, nodes that sit out keep their own parameters.
     """
 
     of_nodes = ("proximal_mu",)
@@ -150,8 +150,8 @@ Exchange(Mean(island_size=4), every=5))
         return own, shared
 
     @property
-    def training(self) -> str:
-        return "train_near" if self._proximal else super().training
+    def train_method(self) -> str:
+        return "train_near" if self._proximal else super().train_method
 
     def train_near(self, part: Part) -> None:
         """Take a step with the gradient of the loss and the proximal term."""
@@ -170,19 +170,19 @@ Exchange(Mean(island_size=4), every=5))
         self._begin(part)
 
     def _begin(self, part: Part) -> None:
-        """Remember where a round begins."""
+        """Store the parameters with which a round begins."""
         if self._proximal:
             (part.shared if self.exchanges[0].same else part.own)["start"] = part.params
 
 
 def check_resting(resting: str | None) -> None:
-    """Raise a ValueError for what does not say with what a node begins that sat out."""
+    """Raise a ValueError for an unknown `resting`."""
     if resting is not None:
         check.choice("resting", resting, ("server", "keep"), "None")
 
 
 def _check_server(server: ServerOptimizer, island_size: int | None, resting: str | None) -> None:
-    """Raise a ValueError for what a server cannot have."""
+    """Raise a ValueError for settings that a server excludes."""
     if island_size is not None:
         raise ValueError(f"island_size={island_size} and server_optim={server.name!r}: a server has no islands.")
     check_resting(resting)
@@ -217,8 +217,7 @@ class ServerOptimizer:
     >>> ServerOptimizer("avgm", lr=1.0, betas=(0.5, 0.99)).spec
     OptimSpec(SGD, lr=1.0, momentum=0.5)
 
-    References: algorithm 2 of arXiv 2003.00295; "avgm" is that of arXiv 1909.06335, with the momentum not damped. No
-    deviation.
+    References: algorithm 2 of arXiv 2003.00295; "avgm" is arXiv 1909.06335's, without dampening. No deviation.
     """
 
     name: str = "avg"
@@ -229,7 +228,7 @@ class ServerOptimizer:
     def __post_init__(self) -> None:
         give = (
             f"one of {', '.join(map(repr, NAMES))}, with server_lr=, server_betas=, server_tau=. A server with any "
-            "optimizer is that of DiLoCoStrategy(outer_optim=OptimSpec(...))"
+            "optimizer is DiLoCoStrategy(outer_optim=OptimSpec(...))"
         )
         check.instance("server_optim", self.name, str, give)
         check.choice("server_optim", self.name, NAMES)
@@ -242,7 +241,7 @@ class ServerOptimizer:
 
     @property
     def spec(self) -> OptimSpec:
-        """The optimizer that this name and these numbers stand for."""
+        """The `OptimSpec` of this name and these numbers."""
         if self.name in ("avg", "avgm"):
             momentum: dict[str, Any] = {"momentum": self.betas[0]} if self.name == "avgm" else {}
             return OptimSpec("sgd", lr=self.lr, **momentum)

@@ -1,4 +1,4 @@
-"""A model in fragments: the names of the parameters that are exchanged together."""
+"""Fragments of a model: groups of parameters that are exchanged together."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Pattern = Literal["strided", "sequential"]
 Names = tuple[str, ...]
 Fragments = int | Sequence[Sequence[str]] | Callable[[str], int]
 
-BLOCKS_TOGETHER = 3  # of one fragment, where nothing is said: Streaming DiLoCo's
+BLOCKS_TOGETHER = 3  # blocks per fragment by default, as in Streaming DiLoCo
 ALLOWED = "a number, lists of names of parameters or modules, or a function of a parameter's name that gives 0, 1, ..."
 
 
 def blocks_of(names: Sequence[str]) -> dict[str, list[str]]:
-    """Group parameters by the block that they are in, in the order of the model; under "" those outside of all blocks.
+    """Group parameters by their block, in the order of the model; "" has the parameters outside of all blocks.
 
-    A block is what a number stands for in a parameter's name, such as `blocks.3`. Without any numbers, every module
-    is a block.
+    The name of a block ends in the first number of a parameter's name, such as `blocks.3`. Without any numbers, every
+    module is a block.
 
     >>> blocks_of(["tokens.weight", "blocks.0.up.weight", "blocks.0.down.weight", "blocks.1.up.weight", "norm.weight"])
     {'': ['tokens.weight', 'norm.weight'], 'blocks.0': ['blocks.0.up.weight', 'blocks.0.down.weight'], \
@@ -38,19 +38,19 @@ def blocks_of(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def cut(names: Sequence[str], fragments: Fragments | None = None, pattern: str = "strided") -> tuple[Names, ...]:
-    """Cut a model into fragments: the names of the parameters in each.
+    """Cut a model into fragments; return the names of the parameters in each.
 
     Args:
         names: of the parameters, in the order of the model.
-        fragments: their number, or None: three blocks together. The first fragment then is what is outside of the
-            blocks (embedding, last norm, head), and the blocks are dealt out to the others, of which there are no more
-            than blocks; one fragment is the whole model. Or lists of names, of parameters or modules, or a function
-            from a parameter's name to the number of its fragment; each parameter is in one.
+        fragments: their number, or None: three blocks each. The first fragment then holds the parameters outside of the
+            blocks (embedding, last norm, head), and the others share the blocks, at least one each; one fragment is the
+            whole model. Or lists of names, of parameters or modules, or a function from a parameter's name to the
+            number of its fragment; each parameter is in one.
         pattern: "strided" deals out the blocks in turn; "sequential" keeps neighbours together.
 
     Raises:
-        ValueError: for lists that leave out a parameter, hold one twice or name what is not there, and for numbers of a
-            function that are not 0, 1, ...
+        ValueError: for lists that leave out a parameter, hold one twice or have an unknown name, and for a function
+            whose numbers are not 0, 1, ...
 
     >>> names = ["tokens", "h.0.w", "h.1.w", "h.2.w", "h.3.w"]
     >>> cut(names, 3), cut(names, 3, "sequential")
@@ -111,7 +111,7 @@ def _by_number(names: Sequence[str], numbers: Sequence[Any]) -> tuple[Names, ...
 
 
 def check_fragments(name: str, value: Any) -> Fragments | None:
-    """Return `value` if it may say how a model is cut.
+    """Return `value` if it is a valid choice of fragments.
 
     >>> check_fragments("fragments", "layers")
     Traceback (most recent call last):

@@ -55,7 +55,7 @@ class Mix(Reduction, batched=()):
 
     def __init__(self, topology: Topology = "ring") -> None:
         self.topology = _checked_topology(topology)
-        # A constant is looked at once. One that takes derivatives is looked at anew: it may have been trained since.
+        # Constant matrices are checked once. One with derivatives is checked each time: it may have been trained since.
         self._constant: list[Mixing] | None = None
         if isinstance(self.topology, Tensor) and not self.topology.requires_grad:
             self._constant = [Mixing.of(weights) for weights in _cycle(self.topology)]
@@ -69,7 +69,7 @@ class Mix(Reduction, batched=()):
         matrices = list(_cycle(self.topology)) if isinstance(self.topology, Tensor) else []
         if 0 < run.num_exchanges < len(matrices):
             warn(
-                f"topology has {len(matrices)} matrices and the run {run.num_exchanges} exchanges: those from "
+                f"topology has {len(matrices)} matrices and the run {run.num_exchanges} exchanges: the matrices from "
                 f"{run.num_exchanges} on are never used."
             )
         size = len(self._mixing(K, Part.alone(StackedCollectives(K))).weights)
@@ -105,8 +105,8 @@ class Mix(Reduction, batched=()):
         return part.comm.all_gather(codes, inplace=True, readers=self.mixing(part).links)
 
     def _mixing_of_some(self, topology: str, num_nodes: int, part: Part) -> Mixing:
-        """Return the matrix of a topology by name among those present, however many these are."""
-        if topology == "random_matching" and num_nodes % 2 and num_nodes > 1:  # one is left, and keeps what it has
+        """Return the matrix of a topology by name among the nodes present, whatever their number."""
+        if topology == "random_matching" and num_nodes % 2 and num_nodes > 1:  # one node has no partner
             order = torch.randperm(num_nodes, generator=part.generator("matching", part.due.number)).sort().indices
             weights = torch.eye(num_nodes, dtype=torch.float64)
             weights[1:, 1:] = graphs.random_matching(num_nodes - 1, part.generator("matching", part.due.number))
@@ -136,7 +136,7 @@ class Mix(Reduction, batched=()):
 
 
 def among(weights: Tensor, members: Sequence[int]) -> Tensor:
-    """Return the mixing matrix of some of the nodes: the weight of those left out is each node's own.
+    """Return the mixing matrix of some of the nodes: each node adds the weights of absent nodes to its own.
 
     >>> among(graphs.ring(4), [0, 1, 2])
     tensor([[0.6667, 0.3333, 0.0000],
@@ -152,12 +152,12 @@ def among(weights: Tensor, members: Sequence[int]) -> Tensor:
 def _check_symmetric(weights: Tensor) -> None:
     if not torch.allclose(weights.detach(), weights.detach().mT, atol=1e-6):
         raise ValueError(
-            "topology is a matrix that is not symmetric, and some of its nodes may be absent: what is left of it would "
-            'not keep the mean. Give a symmetric one, or the name of a topology, such as "exponential".'
+            "topology is a matrix that is not symmetric, and some of its nodes may be absent: the weights of the other "
+            'nodes would not keep the mean. Give a symmetric one, or the name of a topology, such as "exponential".'
         )
 
 
-@functools.lru_cache(maxsize=16)  # a whole cycle of one peer after the other
+@functools.lru_cache(maxsize=16)  # a whole cycle of "one_peer_exponential"
 def _mixing_of(rule: Callable[..., Tensor], *args: int) -> Mixing:
     return Mixing.of(rule(*args))
 
@@ -187,7 +187,7 @@ def _checked_topology(topology: Any) -> str | Tensor | Callable[[int], Tensor]:
 
 
 def as_matrix(weights: Any, name: str, allowed: str = "Allowed: a matrix [K, K] of numbers.") -> Tensor:
-    """Return a tensor as it is, and Python's numbers in float64, as they are, not in torch's default type."""
+    """Return a tensor unchanged, and Python's numbers in float64, not in torch's default type."""
     try:
         matrix = weights if isinstance(weights, Tensor) else torch.as_tensor(weights, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -206,7 +206,7 @@ class GossipStrategy(Strategy):
     distance to it shrinks in each exchange at least by the second largest |eigenvalue| of W
     (`vecgym.collectives.topology.second_eigenvalue`):
 
-    | topology               | neighbours       | what is known of its speed                             |
+    | topology               | neighbours       | speed                                                  |
     |------------------------|------------------|--------------------------------------------------------|
     | "ring"                 | 2                | eigenvalues 1/3 + 2/3 cos(2 pi k / K)                  |
     | "torus"                | 4                | 1/5 + 2/5 cos(2 pi k / a) + 2/5 cos(2 pi l / b), ab = K |
@@ -215,8 +215,8 @@ class GossipStrategy(Strategy):
     | "random_matching"      | 1                | squared distance x (K - 2) / (2 (K - 1)) on average    |
     | "complete"             | K - 1            | exact average at once: FedAvg                          |
 
-    No state. The inner optimizer's stays on its node. Bytes sent per node and exchange: degree * b * P, with degree
-    the number of neighbours that a node sends to.
+    No state but the inner optimizer's, which stays on its node. Bytes sent per node and exchange: degree * b * P, with
+    degree the number of neighbours that a node sends to.
 
     Args:
         topology: a name from the table, a matrix `[K, K]`, matrices `[T, K, K]` or a function of the step; see
@@ -232,8 +232,8 @@ class GossipStrategy(Strategy):
     GossipStrategy(OptimSpec(SGD, lr=0.1), Exchange(Mix(topology='torus'), every=2))
 
     Reference: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms? A Case Study for
-    Decentralized Parallel Stochastic Gradient Descent", arXiv 1705.09056. Deviations: the nodes mix what the local
-    step gave ("adapt, then combine"), while algorithm 1 mixes first and then applies the gradient that was taken
+    Decentralized Parallel Stochastic Gradient Descent", arXiv 1705.09056. Deviations: the nodes mix the parameters
+    after the local step ("adapt, then combine"), while algorithm 1 mixes first and then applies the gradient taken
     before; any optimizer in place of SGD; W may change from exchange to exchange. Exponential graphs: Ying et al.,
     arXiv 2110.13363; random matchings: Boyd et al., "Randomized Gossip Algorithms", 2006.
     """

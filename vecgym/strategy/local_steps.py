@@ -1,4 +1,4 @@
-"""Relatives of DiLoCo: local steps on every node, and another way to agree, to step or to choose what is averaged.
+"""Relatives of DiLoCo: local steps on every node, and another average, optimizer or choice of averaged values.
 
 NoLoCo and SparseLoCo differ from DiLoCo in the average, MuLoCo in the inner optimizer, and PALSGD in the local steps;
 Local Adam and DES-LOC have no outer optimizer, and average the optimizers' moments as well.
@@ -32,7 +32,7 @@ MULOCO_OUTER = OptimSpec(torch.optim.SGD, lr=0.8, momentum=0.9, nesterov=True)
 
 
 class NoLoCoStrategy(Strategy):
-    """H local steps on every node, then an outer step with a random partner: nobody waits for all.
+    """H local steps on every node, then an outer step with a random partner, without waiting for all nodes.
 
     theta_i <- inner(theta_i, g_i), H times; then, with Delta_j = theta_j - phi_j in random groups of n nodes,
     delta_i <- mu delta_i + (eta / n) sum_group Delta_j - gamma (phi_i - mean_group phi);
@@ -64,10 +64,10 @@ Exchange(NoLoCo(), every=50))
 
     Reference: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large Models", arXiv
     2506.10911, and github.com/gensyn-ai/noloco, src/noloco/sparse_optimizer_c.py, whose gamma is its outer learning
-    rate: gamma=0.7 is what its runs have, with outer_lr 0.7, momentum 0.5 and H 50. Deviations: the movement is counted
+    rate: its runs have gamma = 0.7, with outer_lr 0.7, momentum 0.5 and H 50. Deviations: the movement is counted
     upwards, Delta = theta - phi, so that its term has a plus; gamma is 1 unless it is given, in the middle of the
     paper's bounds (for pairs and mu = 0.5: 0.5 and 1.5); pipeline stages and the random routes
-    between them are not part of it; a node that is left alone in its group goes on with its own movement.
+    between them are left out; a node that is alone in its group uses its own movement.
     """
 
     @takes_options(InnerOptions)
@@ -87,36 +87,36 @@ Exchange(NoLoCo(), every=50))
 
 
 class SparseLoCoStrategy(Strategy):
-    """H local steps, then the largest movements of each chunk, in two bits; what is left out is sent later.
+    """H local steps, then the largest movements of each chunk, in two bits; the error is sent later.
 
     theta_i <- inner(theta_i, g_i), H times; then Delta_i = theta - theta_i;
     e_i <- decay e_i + Delta_i;  D_i = Q(TopK(e_i));  e_i <- e_i - D_i;
     theta <- theta - outer_lr mean_i D_i;  theta_i <- theta.
 
-    TopK takes the k largest of each chunk of 64 x 64 values of a matrix, of 4096 of a vector (`ChunkedTopK`). Q reads
-    them as the mean of their bin, of 4 bins that reach 3 standard deviations to either side (`StatQuantise`). There is
-    no outer momentum: the residual e_i does its work, and is forgotten by and by, since decay < 1.
+    TopK takes the k largest values of each chunk: 64 x 64 values of a matrix, 4096 of a vector (`ChunkedTopK`). Q
+    replaces them by the mean of their bin, one of 4 bins that reach 3 standard deviations to either side
+    (`StatQuantise`). There is no outer momentum: the residual e_i has its role, and is forgotten in time by decay < 1.
 
     Payload per node and round: k (bits + 12) / 8 bytes per chunk, which for k = 64 of 4096 are 0.21875 bits per
     parameter, 146 times less than float32, and 4 * 2^bits per tensor for the means of its bins. It goes to each of the
-    K - 1 others; through a store, as Templar's nodes do it, up once: `Network(all_gather="server")`.
+    K - 1 others; through a store, as on Templar's network, it goes up once: `Network(all_gather="server")`.
 
-    Memory: e_i is each node's, `[K, *]`; theta is stored once, `[1, *]`; the inner optimizer's state is each node's.
+    Memory: e_i per node, `[K, *]`; theta once, `[1, *]`; the inner optimizer's state per node.
 
     Args:
         inner_optim: the local optimizer, AdamW when not given.
         H: inner steps per round.
         k: values sent of each chunk.
         chunk: the longest side of a chunk.
-        bits: 8, 4 or 2 for each value; None sends them as they are.
-        decay: of the residual, in (0, 1].
+        bits: 8, 4 or 2 for each value; None: no quantisation.
+        decay: the decay of the residual, in (0, 1].
         outer_lr: a number, or a tensor that takes derivatives.
-        average: over what a coordinate is averaged: "all" nodes, a value that was not sent counting as 0, as in the
-            paper; or only its "senders", as in the code, where a movement that one node has alone counts in full.
+        average: the nodes over which a coordinate is averaged: "all", with 0 for values that were not sent, as in the
+            paper; or only its "senders", as in the code, where a movement sent by one node counts in full.
         lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
 
     Raises:
-        ValueError: for H, k or chunk < 1, other bits, a decay outside (0, 1], another average.
+        ValueError: for H, k or chunk < 1, other bits, a decay outside (0, 1], an unknown average.
 
     >>> SparseLoCoStrategy("adamw", H=15, lr=3e-4, average="senders")
     SparseLoCoStrategy(OptimSpec(AdamW, lr=0.0003), Exchange(Outer(Compressed(Mean(), \
@@ -124,8 +124,8 @@ Chain(first=ChunkedTopK(k=64, chunk=64, over='senders'), second=StatQuantise(bit
 optim=OptimSpec(SGD, lr=1.0)), every=15))
 
     References: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706;
-    github.com/tplr-ai/templar. Deviations: a place takes as many bits as its chunk needs, fewer than 12 where that is
-    small; no share of the nodes is left out of a round, nor weighted by its norm, as on a network of strangers.
+    github.com/tplr-ai/templar. Deviations: an index takes as many bits as its chunk needs, fewer than 12 for a small
+    one; no nodes are left out of a round or weighted by their norms, as on an open network.
     """
 
     @takes_options(InnerOptions)
@@ -151,7 +151,7 @@ optim=OptimSpec(SGD, lr=1.0)), every=15))
 def is_hidden_matrix(name: str, p: Tensor) -> bool:
     """Whether a parameter is a matrix and, by its name, neither an embedding nor a head.
 
-    A part of the name says so that has "emb", "token" or "position" in it, is "wte", "wpe" or "head", or ends in
+    These have a part of the name that contains "emb", "token" or "position", is "wte", "wpe" or "head", or ends in
     "_head".
 
     >>> w = torch.zeros(4, 4)
@@ -166,7 +166,7 @@ def is_hidden_matrix(name: str, p: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Which parameters Muon takes, and what AdamW takes the others with: the `param_groups` of an `OptimSpec`."""
+    """The `param_groups` of an `OptimSpec`: the parameters of Muon, and AdamW's settings for the others."""
 
     matrices: Callable[[str, Tensor], bool]
     adamw_lr: float | Tensor
@@ -185,7 +185,7 @@ class MuLoCoStrategy(DiLoCoStrategy):
     theta_outer <- outer(theta_outer, Delta), theta_i <- theta_outer.
 
     Muon, for hidden matrices, is that of the paper's authors, `vecgym.optim.DionMuon`: m <- mu m + g; O = five
-    Newton-Schulz steps on m, each with coefficients of its own, nearly m's orthogonal factor;
+    Newton-Schulz steps on m, each with its own coefficients, nearly m's orthogonal factor;
     theta <- theta (1 - lr wd) - lr sqrt(rows / columns) O. Vectors, tensors of more dimensions, embeddings and the head
     take AdamW. Layers of one shape, and all nodes, are orthogonalised together.
 
@@ -197,8 +197,8 @@ class MuLoCoStrategy(DiLoCoStrategy):
     Bytes sent per node and step: 2 (K - 1) / K * b * P / H.
 
     Args:
-        outer_optim: SGD(lr=0.8, momentum=0.9, nesterov=True) when not given, the paper's for 8 nodes; of a single one
-            it has 0.7 and 0.6.
+        outer_optim: SGD(lr=0.8, momentum=0.9, nesterov=True) when not given, the paper's for 8 nodes; for a single node
+            the paper has 0.7 and 0.6.
         H: inner steps per round.
         lr: Muon's learning rate.
         adamw_lr: AdamW's; a schedule of the learning rate moves both.
@@ -211,12 +211,12 @@ class MuLoCoStrategy(DiLoCoStrategy):
         matrices: a function of a parameter's name and tensor: whether Muon takes it. None: a matrix that by its name is
             neither embedding nor head.
         outer_lr: the outer learning rate, if `outer_optim` does not have it.
-        compression: how each node sends its movement; see `DiLoCoStrategy`.
+        compression: the code of each node's movement; see `DiLoCoStrategy`.
         max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizers; see `Strategy`.
 
     Raises:
-        ValueError, TypeError: for what the optimizers refuse, and lr = 0; for `matrices` that is no function; before
-            the first step where it chooses what is no matrix.
+        ValueError, TypeError: for settings that the optimizers refuse, and lr = 0; if `matrices` is not a function;
+            before the first step, if it chooses a tensor that is not a matrix.
 
     >>> strategy = MuLoCoStrategy(H=30, lr=0.02)
     >>> strategy.exchanges[0].how.optim.spec
@@ -226,9 +226,9 @@ class MuLoCoStrategy(DiLoCoStrategy):
     [('DionMuon', ['up.weight']), ('AdamW', ['up.bias', 'head.weight'])]
 
     Reference: Thérien et al., "MuLoCo: Muon is a practical inner optimizer for DiLoCo", arXiv 2505.23725, and
-    github.com/facebookresearch/MuLoCo, torchtitan/torchtitan/experiments/dion_optimizer/muon.py. Deviations: what is
-    not a hidden matrix is told by its name and shape, by other words than theirs, unless `matrices` says it; AdamW has
-    a rate of its own and torch's betas, where theirs has Muon's rate, and 0.9 and 0.99.
+    github.com/facebookresearch/MuLoCo, torchtitan/torchtitan/experiments/dion_optimizer/muon.py. Deviations: hidden
+    matrices are recognised by name and shape, by other words than theirs, unless `matrices` is given; AdamW has
+    its own rate and torch's betas, where theirs has Muon's rate, and 0.9 and 0.99.
     """
 
     @takes_options(StepOptions)
@@ -269,7 +269,7 @@ class MuLoCoStrategy(DiLoCoStrategy):
 
 
 class PALSGDStrategy(DiLoCoStrategy, batched=("pull",)):
-    """DiLoCo whose nodes, at random steps, go towards the outer parameters instead of along a gradient.
+    """DiLoCo whose nodes, at random steps, move towards the outer parameters instead of along a gradient.
 
     At each step of a node, with probability p: theta_i <- theta_i - (gamma / p) c (theta_i - theta_outer); otherwise
     theta_i <- inner(theta_i, g_i) with the learning rate gamma / (1 - p). Every H steps: Delta = mean_i(theta_outer -
@@ -288,7 +288,7 @@ class PALSGDStrategy(DiLoCoStrategy, batched=("pull",)):
         inner_optim: the local optimizer, AdamW when not given. Its learning rate is gamma; the history has
             gamma / (1 - p), the rate of the steps with a gradient.
         p: the probability of a step towards the outer parameters, in [0, 1).
-        pull: c, how strong such a step is, one for all or one for each node.
+        pull: c, the strength of such a step, one number or one per node.
         outer_optim: SGD(lr=0.7, momentum=0.9, nesterov=True) when not given, or given as "sgd".
         H: steps per round, of both kinds.
         outer_lr: the outer learning rate.
@@ -301,8 +301,8 @@ class PALSGDStrategy(DiLoCoStrategy, batched=("pull",)):
     PALSGDStrategy(OptimSpec(AdamW, lr=0.001), Exchange(Outer(Mean()), every=64), p=0.2)
 
     Reference: Naganuma et al., "Pseudo-Asynchronous Local SGD: Robust and Efficient Data-Parallel Training", arXiv
-    2504.18454. Deviation: with `vecgym.availability.LocalSteps`, a node that waits for the exchange is drawn too. The
-    defaults of p, pull and H are ours: no program of the authors was found to compare with.
+    2504.18454. Deviation: with `vecgym.availability.LocalSteps`, a node that waits for the exchange is drawn, too. The
+    defaults of p, pull and H are ours: no program of the authors was found.
     """
 
     of_nodes = ("pull",)
@@ -320,11 +320,11 @@ class PALSGDStrategy(DiLoCoStrategy, batched=("pull",)):
         **inner: Unpack[InnerOptions],
     ) -> None:
         self.p = check.number("p", p, "[0, 1)", "the probability of a step towards the outer parameters")
-        self.pull = check.per_node("pull", pull, "[0, inf)", "how strong such a step is")
+        self.pull = check.per_node("pull", pull, "[0, inf)", "the strength of such a step")
         super().__init__(inner_optim, outer_optim, H, outer_lr=outer_lr, **inner)
 
     def drawn(self, run: RunFacts, step: int, rows: Sequence[int]) -> list[bool]:
-        """Return which of the present nodes go towards the outer parameters in a step.
+        """Return, for each present node, whether it moves towards the outer parameters in a step.
 
         >>> PALSGDStrategy(p=0.5).drawn(RunFacts(num_nodes=4, seed=1), 1, range(4))
         [False, True, True, False]
@@ -333,10 +333,10 @@ class PALSGDStrategy(DiLoCoStrategy, batched=("pull",)):
         return (draws < self.p).tolist()
 
     def _who(self, run: RunFacts, pulled: bool) -> Who:
-        """Return which of the present nodes go towards the outer parameters in a step, or which do not."""
+        """Return a function (step, present nodes) -> the nodes that are pulled in this step, or the others."""
         return lambda step, rows: [row for row, x in zip(rows, self.drawn(run, step, rows)) if x == pulled]
 
-    def trains(self, run: RunFacts) -> Who | None:
+    def who_trains(self, run: RunFacts) -> Who | None:
         return self._who(run, pulled=False) if self.p else None
 
     def marks(self, run: RunFacts) -> list[Mark]:
@@ -367,9 +367,9 @@ class LocalAdamStrategy(Strategy):
     theta_i, u_i, v_i <- Adam(theta_i, u_i, v_i, g_i), H times; then theta_i <- mean_k theta_k, u_i <- mean_k u_k,
     v_i <- mean_k v_k.
 
-    Every node keeps theta and the moments, `[K, *]`: 3 b P, as without an exchange; nothing is kept once for all. Bytes
-    sent per node and step: 3 * 2 (K - 1) / K * b * P / H, and as many times for another optimizer as it keeps values of
-    the shape of the parameters, plus one.
+    Every node keeps theta and the moments, `[K, *]`: 3 b P, as without an exchange; nothing is stored once for all
+    nodes. Bytes sent per node and step: 3 * 2 (K - 1) / K * b * P / H for Adam, with 1 + s in place of 3 for an
+    optimizer with s slots of the parameters' shapes.
 
     Args:
         inner_optim: the local optimizer, AdamW when not given; one that keeps moments.
@@ -399,13 +399,14 @@ class LocalAdamStrategy(Strategy):
 
 
 class DESLOCStrategy(Strategy):
-    """Local steps of Adam on every node; the parameters and the two moments are averaged at periods of their own.
+    """Local steps of Adam on every node; the parameters and the two moments are averaged at different periods.
 
     theta_i, u_i, v_i <- Adam(theta_i, u_i, v_i, g_i); every H steps theta_i <- mean_k theta_k, every Hu steps
     u_i <- mean_k u_k, every Hv steps v_i <- mean_k v_k. The slower a value changes, the more rarely it is exchanged.
 
-    Every node keeps theta and the moments, `[K, *]`: 3 b P, as without an exchange; nothing is kept once for all. Bytes
-    sent per node and step: 2 (K - 1) / K * b * P * (1 / H + 1 / Hu + 1 / Hv), so 1 + 1/3 + 1/6 times DiLoCo's.
+    Every node keeps theta and the moments, `[K, *]`: 3 b P, as without an exchange; nothing is stored once for all
+    nodes. Bytes sent per node and step: 2 (K - 1) / K * b * P * (1 / H + 1 / Hu + 1 / Hv), by default 1.5 times DiLoCo's
+    bytes.
 
     Args:
         inner_optim: the local optimizer, AdamW when not given; one with the moments "exp_avg" and "exp_avg_sq".
@@ -423,7 +424,7 @@ Exchange(Mean(), every=48, of='exp_avg'), Exchange(Mean(), every=96, of='exp_avg
 
     Reference: Iacob et al., "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation Models",
     arXiv 2505.22549. Deviations: `max_norm` clips a node's whole gradient, where the paper clips each coordinate; all
-    exchanges follow the local step, and the count by which Adam corrects its bias is each node's own.
+    exchanges follow the local step, and Adam's bias correction uses each node's own count.
     """
 
     @takes_options(InnerOptions)
@@ -437,7 +438,7 @@ Exchange(Mean(), every=48, of='exp_avg'), Exchange(Mean(), every=96, of='exp_avg
     ) -> None:
         when, own = as_when(H, "H"), cast(int, H)
         if not check.is_integer(H) and (Hu is None or Hv is None):
-            raise ValueError(f"H={when!r} is no number of which Hu and Hv could be 3 and 6 times as many: give both.")
+            raise ValueError(f"H={when!r} is no number, so Hu and Hv have no defaults 3 H and 6 H: give both.")
         periods = {
             "exp_avg": check.optional_integer("Hu", Hu, what="None is 3 H") or 3 * own,
             "exp_avg_sq": check.optional_integer("Hv", Hv, what="None is 6 H") or 6 * own,

@@ -21,7 +21,7 @@ from vecgym.strategy.per_rank import as_strategy
 
 
 def nothing_to_read(requests: Iterator[Request]) -> Batches:
-    """Yield no batch: single steps by hand each get their own.
+    """Yield no batch, for single steps by hand, which are given their batches.
 
     >>> list(nothing_to_read(iter([([0, 1], 0)])))
     []
@@ -41,8 +41,8 @@ def simulation_of(
         max_steps: of the run.
         minibatch_size: examples at a time.
         num_examples: of each node's shard, `[K]`; None: unknown.
-        exact: the bits of a node's own work do not depend on which other nodes are in this process: each has its
-            own gradient and optimizer step. The engine must compute node by node too.
+        exact: whether the bits of a node's work must not depend on the other nodes in this process: gradients and
+            optimizer steps are computed node by node. The engine must work node by node, too.
         presence: which nodes are present in which steps; None: all, always.
         read: a stream of requests -> a stream of batches; see `Simulation`.
 
@@ -70,7 +70,7 @@ def simulation_of(
     if presence is not None and not strategy.pure:
         raise ValueError(
             f"availability={presence.availability!r}: this strategy is written for one rank, so all ranks must take "
-            "part in every step. Leave availability out, or write the strategy with exchanges."
+            "part in every step. Leave out availability, or write the strategy with exchanges."
         )
     if presence is not None and presence.server:
         strategy = strategy.through_server()
@@ -88,7 +88,7 @@ def asynchronous_simulation(
     """Return the asynchronous training of one model.
 
     Args:
-        schedule: all that happens.
+        schedule: all events of the run.
         read, minibatch_size: see `Simulation`.
     """
     K = len(schedule.rules.num_steps)

@@ -35,7 +35,7 @@ DEFAULT_RATE = 0.005  # EXO Gym's
 
 State = dict[str, Any]
 Shapes = dict[str, torch.Size]  # of one node's parameters
-Indices = dict[str, Tensor]  # flat coordinates, int64 [m]; a tensor of which nothing is selected may be left out
+Indices = dict[str, Tensor]  # flat coordinates, int64 [m]; a tensor without any may be left out
 
 
 def SparseCommunicator(  # the name that EXO Gym's users know
@@ -50,10 +50,10 @@ def SparseCommunicator(  # the name that EXO Gym's users know
     """Return the exchange in which, every `interval` steps, theta_i[M] <- mean_j theta_j[M] on drawn coordinates M.
 
     M is the same on every node and comes from the seed, so it costs no bytes. With `delay` = d the mean taken at step
-    t is written at step t + d, over whatever the nodes hold on M_t by then; within a step the late mean is written
-    after the new one is taken. What is still under way when the run ends is lost.
+    t overwrites the nodes' values on M_t at step t + d; within a step the late mean is written after the new one is
+    taken. Messages under way at the end of the run are lost.
 
-    With `correct_delay` what a node has moved since then is kept:
+    With `correct_delay` a node keeps its movement since step t:
     theta_i(t + d)[M] <- mean_j theta_j(t)[M] + theta_i(t + d)[M] - theta_i(t)[M].
 
     Bytes sent per node and exchange: 2 (K - 1) / K * b * m for m selected coordinates; with `quantization_bits` the
@@ -63,9 +63,9 @@ def SparseCommunicator(  # the name that EXO Gym's users know
         index_selector: a `Selector`, such as `PartitionedSelector(0.01)`; a number is the p of a `RandomSelector`.
         sparsification_rate: another name for this number; 0.01 when neither is given.
         delay: optimizer steps until the mean is written.
-        correct_delay: whether what a node has moved in between is added to it.
+        correct_delay: whether a node's movement in between is added to the mean.
         interval: optimizer steps between two exchanges.
-        quantization_bits: each node sends its values in 8 or 4 bits, with one scale per tensor; None: as they are.
+        quantization_bits: each node sends its values in 8 or 4 bits, with one scale per tensor; None: no quantisation.
 
     Raises:
         ValueError, TypeError: for rates outside [0, 1], delay < 0, interval < 1, other bits, a rate that is not the
@@ -100,10 +100,10 @@ class SPARTAStrategy(Strategy):
         inner_optim: the local optimizer, AdamW when not given.
         index_selector: another choice of the coordinates, instead of `RandomSelector(p_sparta)`.
         delay: asynchronous SPARTA: the mean of a step is written that many steps later; see `SparseCommunicator`.
-        correct_delay: LOSCAR: what a node has moved in these steps is added to it.
+        correct_delay: LOSCAR: a node's movement in these steps is added to the mean.
         compression_method: "topk": each node sends the coordinates that moved most instead of random ones; see
             `MostMoved`. "random", or None: SPARTA itself.
-        quantization_bits: send the values in 8 or 4 bits; None: as they are.
+        quantization_bits: send the values in 8 or 4 bits; None: no quantisation.
         lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: see `Strategy`.
 
     Raises:
@@ -116,7 +116,7 @@ class SPARTAStrategy(Strategy):
     SPARTAStrategy(OptimSpec(AdamW), Exchange(MostMoved(bits=8)))
 
     Reference: "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging",
-    openreview stFPf3gzq1. Deviation: the mask comes from a seed that the nodes share; nobody sends it. The correction
+    openreview stFPf3gzq1. Deviation: the mask comes from a seed that the nodes share, and is not sent. The correction
     of the delay: arXiv 2605.20866.
     """
 
@@ -139,7 +139,7 @@ class SPARTAStrategy(Strategy):
         if compression_method == "topk":
             if index_selector is not None or checked_delay(delay) != 0 or correct_delay:
                 raise ValueError(
-                    'compression_method="topk" chooses the coordinates by itself and exchanges at once: leave out '
+                    'compression_method="topk" has its own choice of coordinates and exchanges at once: leave out '
                     "index_selector and delay, and so correct_delay."
                 )
             bits = None if quantization_bits is None else check_bits("quantization_bits", quantization_bits)
@@ -158,8 +158,8 @@ class SPARTADiLoCoStrategy(Strategy):
     theta_i <- inner(theta_i, g_i); every `sparta_interval` steps theta_i[M] <- mean_j theta_j[M]; every H steps
     Delta = mean_i(theta_outer - theta_i), theta_outer <- outer(theta_outer, Delta), theta_i <- theta_outer.
 
-    At a step with both, SPARTA comes first. With `delay`, what SPARTA has under way at an outer step is still written
-    after it. Bytes sent per node and step: 2 (K - 1) / K * b * P * (p / sparta_interval + 1 / H).
+    At a step with both, SPARTA comes first. With `delay`, SPARTA's messages under way at an outer step are still
+    written after it. Bytes sent per node and step: 2 (K - 1) / K * b * P * (p / sparta_interval + 1 / H).
 
     Args:
         p_sparta: the probability of each coordinate to be exchanged; 0.005 when not given.
@@ -203,33 +203,33 @@ Exchange(Outer(Mean()), every=50))
 
 
 def _selector(selector: Selector | None, name: str, rate: float | None, default: float) -> Selector:
-    """Return the selector given, or a random one of this rate."""
+    """Return the given selector, or a random one with this rate."""
     if selector is None:
         return RandomSelector(default if rate is None else check_rate(name, rate))
     check.instance("index_selector", selector, Selector, A_SELECTOR)
     if rate is not None and rate != selector.p:
         raise ValueError(
-            f"{name}={rate!r} and index_selector={selector!r} say different things about what is exchanged: "
+            f"{name}={rate!r} and index_selector={selector!r} say different things about the exchanged coordinates: "
             "give one of them."
         )
     return selector
 
 
 class Sparse(Stage, batched=(), random=True):
-    """`inner` on the coordinates that a selector draws; all others stay each node's own.
+    """Apply `inner` to the coordinates that a selector draws; nodes keep their values of all others.
 
     x_i[M] <- inner(x_j[M]). M is the same on every node and comes from the seed, so it costs no bytes.
 
-    State: what `inner` remembers, for all coordinates, of which those in M are used and changed; `selector`, the
-    selector's, of all.
+    State: the memory of `inner` for all coordinates, of which an exchange uses and changes those in M; `selector`, the
+    selector's state, `[1, *]`.
 
     Args:
         selector: a `Selector`, such as `PartitionedSelector(0.01)`; a number is the p of a `RandomSelector`.
-        inner: how the nodes agree on these coordinates. What it keeps must be a value for each coordinate, such as the
-            residual of a code.
+        inner: the average on these coordinates. Its memory must have one value per coordinate, such as the residual of
+            a code.
 
     Raises:
-        ValueError: before the first step, for an average that keeps something else, such as PowerSGD's matrices.
+        ValueError: before the first step, for an average with another memory, such as PowerSGD's matrices.
 
     >>> sparse, values = Sparse(0.5, Mean()), {"w": torch.tensor([[1.0, 2.0, 3.0], [3.0, 4.0, 5.0]])}
     >>> sparse(values, Part.alone(StackedCollectives(2)))["w"]
@@ -249,15 +249,15 @@ class Sparse(Stage, batched=(), random=True):
             flat = isinstance(held, dict) and all(isinstance(x, Tensor) for x in held.values())
             if not flat or {name: x.shape[1:] for name, x in held.items()} != shapes:
                 raise ValueError(
-                    f"{self!r} averages other coordinates each time, and {self.inner!r} keeps something that is not a "
-                    "value for each coordinate: give an average without a state, or a codec such as TopK or Quantise."
+                    f"{self!r} averages other coordinates each time, and {self.inner!r} keeps state that is not one "
+                    "value per coordinate: give an average without a state, or a codec such as TopK or Quantise."
                 )
         state = self.selector.init(shapes, Part.alone(StackedCollectives(run.num_nodes), seed=run.seed))
         if state:
             memory.shared["selector"] = state
 
     def send(self, x: Tree, part: Part, memory: Memory) -> Tree:
-        """Draw the coordinates of this exchange, the same in all configurations of a group, and remember them."""
+        """Draw the coordinates of this exchange, the same in all configurations of a group, and note them."""
         shapes = {name: y.shape[part.lead :] for name, y in x.items()}
         held = of_one(memory.shared["selector"], part) if "selector" in memory.shared else {}
         index, state = self.selector.select(shapes, held, part.due.number, part)
@@ -282,7 +282,7 @@ class Sparse(Stage, batched=(), random=True):
 
 
 class OfCoordinates:
-    """What is remembered of some coordinates: read from them, and written to them."""
+    """A memory restricted to some coordinates: reads and writes concern only these."""
 
     def __init__(self, held: Any, index: Tree, part: Part, memory: Memory) -> None:
         self.held, self.index, self.part, self.inplace = held, index, part, memory.inplace
@@ -330,21 +330,21 @@ def _written(x: Tensor, where: Tensor, new: Tensor, part: Part, inplace: bool) -
 
 
 def of_one(drawn: Any, part: Part) -> Any:
-    """Return what is the same in all configurations as it is in one."""
+    """Return the values of one configuration, from values that all configurations share."""
     return drawn if part.size == 1 else tree.map_leaves(lambda x: x[0], drawn)
 
 
 def for_all(drawn: Any, part: Part) -> Any:
-    """Return what is the same in all configurations for each of them."""
+    """Return values of one configuration for each configuration of the group."""
     return drawn if part.size == 1 else tree.map_leaves(lambda x: x.expand(part.size, *x.shape), drawn)
 
 
 class MostMoved(Average, batched=()):
-    """Each node sends those of its values that moved most since they were last agreed on, and these are averaged.
+    """Average, of each node's values, the ones that moved most since their last average.
 
     I_i = the k coordinates of each tensor with the largest |x_i - last_i|;  for every coordinate c that any node sent:
     x_j[c] <- the mean of x_i[c] over the nodes i that sent c, on all nodes j; last_j[c] <- the same. Other coordinates
-    stay each node's own, and so do their `last`: a coordinate that moves slowly is sent once it has moved far enough.
+    and their `last` do not change: a coordinate that moves slowly is sent once it has moved far enough.
 
     Under differentiation the choice of coordinates is a constant, and quantised values pass derivatives straight
     through.
@@ -355,7 +355,7 @@ class MostMoved(Average, batched=()):
 
     Args:
         fraction: of each tensor, in (0, 1].
-        bits: send the values in 8, 4 or 2 bits, one scale per tensor and node; None: as they are.
+        bits: send the values in 8, 4 or 2 bits, one scale per tensor and node; None: no quantisation.
 
     >>> average, memory, part = MostMoved(fraction=0.5), Memory(), Part.alone(StackedCollectives(2))
     >>> average.init({"w": torch.zeros(1, 2)}, part.run, memory)
@@ -363,7 +363,7 @@ class MostMoved(Average, batched=()):
     tensor([[5., 3.],
             [5., 3.]])
 
-    Reference: no paper defines it. It is vecgym's reading of EXO Gym's documents, which offer
+    Reference: no paper defines it. It is our reading of EXO Gym's documents, which offer
     `SPARTAStrategy(compression_method='topk', quantization_bits=8)`; their code has no such arguments.
     """
 
@@ -401,7 +401,7 @@ class MostMoved(Average, batched=()):
         return where.expand(*where.shape[: part.lead - 1], len(part.comm.node_ids), -1)
 
     def _gather(self, values: Tree, part: Part, memory: Memory) -> Tree:
-        """Return what every node reads of the values `[K, k]` of all, `[1, K, k]`."""
+        """Return all nodes' values `[K, k]` as every node reads them, `[1, K, k]`."""
         if self.bits is None:
             return part.comm.all_gather(values)
         codec = Quantise(self.bits)
@@ -410,11 +410,11 @@ class MostMoved(Average, batched=()):
             codes = {name: codec.encode(x) for name, x in rows.items()}
             received = gathered_codes(codes, codec, lambda x: part.comm.all_gather(part.apart(x)))
             read = {name: decode_all(code, codec, rows[name]) for name, code in received.items()}
-        return straight_through(read, values, part, memory, lambda told: told.comm.all_gather(values))
+        return straight_through(read, values, part, memory, lambda unrecorded: unrecorded.comm.all_gather(values))
 
 
 def _over(touched: Tree, means: Tree, values: Tree) -> Tree:
-    """Return the values with the means where any node has sent."""
+    """Return the means where any node has sent a value, else the values."""
     return {name: torch.where(touched[name], means[name], x) for name, x in values.items()}
 
 
@@ -422,7 +422,7 @@ def _over(touched: Tree, means: Tree, values: Tree) -> Tree:
 
 
 class Selector(ABC):
-    """Which coordinates are exchanged: the same on every node, drawn from the run's seed alone.
+    """A choice of the exchanged coordinates: the same on every node, drawn from the run's seed alone.
 
     Example: embeddings only, in full.
 
@@ -437,7 +437,7 @@ class Selector(ABC):
     p: float | None = None  # the fraction of the coordinates, where it is one number
 
     def init(self, shapes: Shapes, at: Part) -> State:
-        """Return what `select` needs to keep from one exchange to the next: nested dicts of tensors.
+        """Return the state that `select` passes from one exchange to the next: nested dicts of tensors.
 
         >>> at = Part.alone(StackedCollectives(2))
         >>> ShuffledSequentialSelector(0.5).init({"w": torch.Size([2, 3])}, at)["w"].shape
@@ -452,8 +452,8 @@ class Selector(ABC):
         Args:
             shapes: of one node's parameters, by name.
             state: from `init` or the exchange before.
-            exchange: exchanges done before this one.
-            at: for `at.generator` and `at.due.step`; all else in it may differ between processes.
+            exchange: the index of the exchange, from 0.
+            at: the event; use only `at.generator` and `at.due.step`: all else may differ between processes.
         """
 
     def __repr__(self) -> str:
@@ -461,9 +461,9 @@ class Selector(ABC):
 
 
 class RandomSelector(Selector):
-    """Each coordinate with probability p, independently of the others and of every other exchange.
+    """Choose each coordinate with probability p, independently of the others and of every other exchange.
 
-    A pure function of seed, names, sizes and number of the exchange: no state.
+    A pure function of seed, names, sizes and the index of the exchange: no state.
 
     Args:
         p: probability, in [0, 1].
@@ -482,10 +482,10 @@ class RandomSelector(Selector):
 
 
 class ScheduledSelector(Selector):
-    """Each coordinate with a probability that rises linearly from 0 to 2p over each H steps.
+    """Choose each coordinate with a probability that rises linearly from 0 to 2p over each H steps.
 
-    rate_t = 2 p (t mod H) / H, so p (H - 1) / H on average. With the same H as DiLoCo the nodes explore by
-    themselves after an outer step and come together before the next. No state.
+    rate_t = 2 p (t mod H) / H, so p (H - 1) / H on average. With the same H as DiLoCo the nodes explore independently
+    after an outer step and come together before the next. No state.
 
     Args:
         p: half of the highest probability, in [0, 0.5].
@@ -522,8 +522,8 @@ class ShuffledSequentialSelector(Selector):
     Every coordinate is exchanged exactly once in ceil(1/p) exchanges. Chunks differ by at most one coordinate; of a
     tensor with fewer coordinates than chunks, some are empty.
 
-    State: the order of each tensor, int64 `[1, n]`, 8 bytes a parameter for all nodes together. (To draw it anew at
-    every exchange would be as pure but slow: 0.5 ms for 10^5 coordinates, 0.6 s for 10^7.)
+    State: the order of each tensor, int64 `[1, n]`, 8 bytes per parameter for all nodes together. (Drawing it anew at
+    every exchange would need no state, but is slow: 0.5 ms for 10^5 coordinates, 0.6 s for 10^7.)
 
     Args:
         p: the fraction exchanged at a time, in (0, 1].
@@ -541,7 +541,7 @@ class ShuffledSequentialSelector(Selector):
 
     @property
     def num_parts(self) -> int:
-        """ceil(1/p), where 1/p is an integer up to rounding: exactly that.
+        """ceil(1/p), where 1/p may be an integer up to rounding.
 
         >>> ShuffledSequentialSelector(1 / 49).num_parts, ShuffledSequentialSelector(0.3).num_parts
         (49, 4)
@@ -589,7 +589,7 @@ class PartitionedSelector(ShuffledSequentialSelector):
 
     def select(self, shapes: Shapes, state: State, exchange: int, at: Part) -> tuple[Indices, State]:
         cycle, turn = divmod(exchange, self.num_parts)
-        if turn == 0 and cycle > 0:  # that of cycle 0 is drawn by init
+        if turn == 0 and cycle > 0:  # init draws the order of cycle 0
             state = self._orders(shapes, cycle, at)
         return super().select(shapes, state, exchange, at)
 
@@ -613,7 +613,7 @@ def bernoulli_indices(n: int, p: float, generator: torch.Generator) -> Tensor:
     """
     if p == 1:
         return torch.arange(n)
-    # In numpy: some of torch's operations wake a second thread even for so few numbers, and then wait for it.
+    # In numpy: some of torch's operations wake a second thread even for few numbers, and then wait for it.
     parts, last = [np.empty(0)], -1.0
     while p > 0 and last < n:
         expected = (n - last) * p
@@ -626,9 +626,9 @@ def bernoulli_indices(n: int, p: float, generator: torch.Generator) -> Tensor:
 
 
 def _bernoulli(shapes: Shapes, rate: float, exchange: int, at: Part) -> Indices:
-    """Draw once over all tensors, laid end to end in the order of their names, and split.
+    """Draw once over all tensors, laid end to end in the order of their names, and split the result.
 
-    Tensor by tensor it takes 0.55 ms instead of 0.09 ms for a transformer of 29 tensors and 10^5 parameters.
+    Drawing tensor by tensor takes 0.55 ms instead of 0.09 ms for a transformer of 29 tensors and 10^5 parameters.
     """
     names = sorted(shapes)
     sizes = np.array([shapes[name].numel() for name in names], dtype=np.int64)
@@ -642,9 +642,9 @@ def _bernoulli(shapes: Shapes, rate: float, exchange: int, at: Part) -> Indices:
 def check_rate(name: str, value: Any, within: str = "[0, 1]") -> float:
     if isinstance(value, Tensor):
         raise ValueError(
-            f"{name}={value!r}: no derivative can be taken by a rate at which coordinates are drawn, since a "
-            f"coordinate is either drawn or not. Give a number, such as {name}=0.005; how much is averaged can be "
-            "differentiated by sync_weight of AveragingCommunicator."
+            f"{name}={value!r}: there is no derivative with respect to the rate at which coordinates are drawn, since "
+            f"a coordinate is either drawn or not. Give a number, such as {name}=0.005; sync_weight of "
+            "AveragingCommunicator is a weight that can be differentiated."
         )
     what = f"the fraction of the parameters that is exchanged, such as {name}=0.005"
     return check.number(name, value, within, what)

@@ -1,8 +1,8 @@
-"""What an exchange is made of: stages around an average, what they remember, and the walk along them.
+"""The parts of an exchange: stages around an average, their memory, and the walk along the stages.
 
-How nodes agree is written as `Outer(Private(Mean(), 1.0, 0.1))`: two stages, and an average at the end. On the way out
-each stage makes of the values what is sent, the average combines what all nodes send, and on the way back each stage
-makes of the result what the nodes go on with. `Stages` walks along them.
+`Outer(Private(Mean(), 1.0, 0.1))` is two stages, and an average at the end. On the way out each stage transforms the
+values to send, the average combines the values of all nodes, and on the way back each stage transforms the result.
+`Stages` walks along them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ FORMER = {"told": "send", "settle": "receive"}
 
 @dataclass(frozen=True)
 class ExchangeFacts(RunFacts):
-    """What an average may know about the exchanges of a run before the first step.
+    """Facts about a run's exchanges that an average may know before the first step.
 
     Attributes:
-        counts: the numbers of nodes that may take part; None: all take part.
-        num_exchanges: in the whole run.
+        counts: the possible numbers of nodes that take part; None: all nodes.
+        num_exchanges: the number of exchanges in the whole run.
 
     >>> ExchangeFacts(num_nodes=6, counts=(2, 3)).fewest, ExchangeFacts(num_nodes=6).fewest
     (2, 6)
@@ -58,14 +58,15 @@ class ExchangeFacts(RunFacts):
 
 @dataclass
 class Memory:
-    """What the stages of an exchange remember, trees of tensors by name.
+    """The memory of an exchange's stages: trees of tensors by name.
 
     Attributes:
-        own: of each node, `[K, *]`.
-        shared: of all together, `[1, *]`.
-        common: whether the result is the same on all nodes: then what belongs to it is stored once, in `shared`.
-        inplace: what is remembered may be overwritten, if it is assigned afterwards; not under differentiation.
-        notes: what is kept of this exchange until its result is written, the same on all nodes, `[1, *]`.
+        own: each node's own trees, `[K, *]`.
+        shared: the trees of all nodes together, `[1, *]`.
+        common: whether the result is the same on all nodes; then all that belongs to it is stored once, in `shared`.
+        inplace: whether remembered tensors may be overwritten, if they are assigned afterwards; not under
+            differentiation.
+        notes: trees kept until the result of this exchange is written, the same on all nodes, `[1, *]`.
 
     >>> memory = Memory(common=False)
     >>> memory.home["params"] = {}
@@ -81,12 +82,12 @@ class Memory:
 
     @property
     def home(self) -> Any:
-        """The one of the two that holds what belongs to the result."""
+        """`shared` if the result is the same on all nodes, else `own`."""
         return self.shared if self.common else self.own
 
 
 def _check_forms(cls: type) -> None:
-    """Raise a TypeError for methods with other arguments, or of another name, than an exchange calls."""
+    """Raise a TypeError for methods with other arguments than an exchange gives, or with a former name."""
     for name, method in vars(cls).items():
         form = FORMS.get(FORMER.get(name, name))
         if form is None or not inspect.isfunction(method):
@@ -106,20 +107,20 @@ def _check_forms(cls: type) -> None:
 
 
 class Average(Settings):
-    """How nodes agree on values. Override `agree`, and what else you need.
+    """A rule by which nodes agree on values. Override `agree`, and other methods as needed.
 
     An average holds settings only, so that several exchanges may share one; averages with equal settings are equal.
-    What evolves is in its memory. Values are `[K, *]`, and `[1, *]` where they are the same on all nodes; of a group of
-    C configurations of a sweep `[C, K, *]` and `[C, 1, *]`, and code that reduces over named dimensions only works on
-    them, too. Such code says so: `class Mine(Average, batched=("lr",), random=False)`.
+    Its state is in the memory. Values are `[K, *]`, or `[1, *]` if they are the same on all nodes. In a sweep a group
+    of C configurations has `[C, K, *]` and `[C, 1, *]`. Code that reduces over named dimensions only works on these,
+    too, and a class declares that it does: `class Mine(Average, batched=("lr",), random=False)`.
 
     Attributes:
         batched: constructor arguments that may differ between the configurations of a group; None: the methods work on
-            one configuration. A class with methods of its own that does not say is taken to be of the second kind.
-        random: whether random numbers are drawn, so that configurations of different seeds are no group.
+            one configuration, which is the default of subclasses that define methods.
+        random: whether it draws random numbers; then configurations with different seeds cannot share a group.
         common: whether the result is the same on all nodes.
-        partial: whether a part of a result can be used, which a `SyncWeight` asks for.
-        overlaps: whether what is sent may take as long as the next round.
+        partial: whether a result can be applied in part, which a `SyncWeight` requires.
+        overlaps: whether messages may take as long as the next round.
 
     Example: the value of another node in each exchange.
 
@@ -145,31 +146,31 @@ class Average(Settings):
         _check_forms(cls)
 
     def check(self, run: ExchangeFacts) -> None:
-        """Raise a ValueError if it cannot work for this run."""
+        """Raise a ValueError if the average cannot work for this run."""
 
     def check_common(self, common: bool) -> None:
-        """Raise a ValueError if it needs a result that is the same on all nodes, and this one is not."""
+        """Raise a ValueError if `common` is False, and the average needs a result that is the same on all nodes."""
 
     def init(self, values: Tree, run: RunFacts, memory: Memory) -> Tree | None:
-        """Remember what it begins with, `[1, *]`; return what the stages after this one begin with, if it is another.
+        """Fill the memory with initial trees `[1, *]`; return the initial values of later stages, None: `values`.
 
-        `values`, `[1, *]`, are those before the first exchange: the initial parameters, or zeros.
+        `values`, `[1, *]`, are the initial parameters, or zeros for gradients and moments.
         """
         return None
 
     def agree(self, x: Tree, part: Part, memory: Memory) -> Any:
-        """Return what the nodes agree on, nested dicts of tensors `[1 or K, *]`.
+        """Return the agreed values, nested dicts of tensors `[1 or K, *]`.
 
         If `part.inplace`, x may be overwritten.
         """
         raise NotImplementedError(f"{type(self).__name__} has no agree(x, part, memory)")
 
     def receive(self, y: Any, part: Part, memory: Memory) -> Any:
-        """Return what becomes of what was agreed on, and change what is remembered: once for each exchange."""
+        """Return the result, made of the agreed values, and update the memory. Called once per exchange."""
         return y
 
     def write(self, y: Tree, x: Tree, part: Part, memory: Memory) -> Tree:
-        """Return what nodes go on with that hold x; each may do so at another time."""
+        """Return the new values of nodes that hold x, from the result y. Nodes may write at different times."""
         return y
 
     def read(self, x: Tree, part: Part, memory: Memory) -> Tree:
@@ -177,27 +178,27 @@ class Average(Settings):
         return x
 
     def within(self, part: Part, memory: Memory) -> Memory:
-        """Return what the stages after this one remember."""
+        """Return the memory of the stages after this one."""
         return memory
 
     def rate(self, number: int) -> Any:
-        """Return the learning rate of its own optimizer in an exchange, to be recorded; None: it has none."""
+        """Return the learning rate of its optimizer in an exchange, for the history; None without an optimizer."""
         return None
 
     def through_server(self) -> Average:
-        """Return the same with a server's mean in place of a mean of all nodes."""
+        """Return the same average with a server's mean in place of a mean of all nodes."""
         inner = getattr(self, "inner", None)
         return self if inner is None else altered(self, inner=inner.through_server())
 
     def __call__(self, x: Tree, part: Part, memory: Memory | None = None) -> Tree:
-        """Return what the nodes go on with at once; see `Part.alone`."""
+        """Make one exchange without a delay, and return the nodes' new values; see `Part.alone`."""
         stages = Stages(self)
         memory = Memory(part.own, part.shared, stages.common, part.inplace) if memory is None else memory
         return stages(x, part, memory)
 
 
 class Stage(Average):
-    """What is done before nodes agree by `inner`, and after it. Override `send`, `receive` or both.
+    """A step before and after the nodes agree by `inner`. Override `send`, `receive` or both.
 
     >>> import torch
     >>> from vecgym.collectives import StackedCollectives
@@ -216,26 +217,26 @@ class Stage(Average):
         self.inner = check_average("inner", inner)
 
     def send(self, x: Tree, part: Part, memory: Memory) -> Tree:
-        """Return what is sent of x. Return other tensors, or x itself."""
+        """Return the values to send, made of x: new tensors, or x itself."""
         return x
 
 
 class Stages:
     """The stages of an average in order, and the average that ends them.
 
-    The first of them that has a `receive` of its own does with the result what it does when it is used, perhaps some
-    steps later. What comes after that one receives at once, since what it was given is gone by then.
+    The stages up to the first that overrides `receive` act when the result is used, perhaps some steps later. Those
+    after it receive at once, since the values that they were given are gone by then.
 
     Args:
-        how: the first of them.
+        how: the first stage.
         some: only some nodes take part, and the others do not receive the result.
 
     Attributes:
-        each: all of them.
-        changes: whether what is remembered changes when a result is used.
+        each: all stages, and the average.
+        changes: whether using a result changes the memory.
         common: whether the result is the same on all nodes.
-        same: whether all nodes go on with the same.
-        random, partial, overlaps: see `Average`; of any, of all, of any.
+        same: whether all nodes continue with the same values.
+        random, partial, overlaps: see `Average`; true if any, all, any of them are.
 
     >>> from vecgym.strategy import Corrupted, Mean, Outer, Private
     >>> Stages(Corrupted(Outer(Private(Mean(), 1.0, 0.1)), [0])).each
@@ -249,7 +250,7 @@ Mean()]
             how = how.inner
             self.each.append(how)
         receiving = [_overrides(stage, "receive") for stage in self.each]
-        self._writing = [_overrides(stage, "write") for stage in self.each]  # not all that the nodes hold
+        self._writing = [_overrides(stage, "write") for stage in self.each]  # to a part of the values
         self.changes = any(receiving)
         self._num_late = receiving.index(True) + 1 if self.changes else len(self.each)
         self._writes = any(self._writing[: self._num_late])
@@ -262,30 +263,30 @@ Mean()]
         self.overlaps = any(stage.overlaps for stage in self.each)
 
     def check_common(self) -> None:
-        """Let each check whether what it receives is the same on all nodes, if it needs that."""
+        """Let each stage check whether the result that it receives is the same on all nodes."""
         common = self._of_all and self.each[-1].common
         for stage, writes in zip(reversed(self.each), reversed(self._writing)):
             stage.check_common(common)
             common = common and stage.common and not writes
 
     def check(self, run: ExchangeFacts) -> None:
-        """Let each check the run."""
+        """Let each stage check the run."""
         for stage in self.each:
             stage.check(run)
 
     def init(self, values: Tree, run: RunFacts, memory: Memory) -> None:
-        """Let each remember what it begins with."""
+        """Let each stage fill its memory."""
         for stage in self.each:
             later = stage.init(values, run, memory)
             values = values if later is None else later
 
     def agree(self, x: Tree, part: Part, memory: Memory) -> Any:
-        """Send x; return what was agreed on, for `receive`."""
+        """Send x; return the agreed values, for `receive`."""
         given: list[tuple[Any, Tree, Part, Memory]] = []
         for stage in self.each[:-1]:
             given.append((stage, x, part, memory))
             sent = stage.send(x, part, memory)  # type: ignore[attr-defined]
-            if part.inplace != memory.inplace and not _share(sent, x):  # what nobody else has may be overwritten
+            if part.inplace != memory.inplace and not _share(sent, x):  # new tensors may be overwritten
                 part = altered(part, inplace=memory.inplace)
             x, memory = sent, stage.within(part, memory)
         given.append((self.each[-1], x, part, memory))
@@ -295,7 +296,7 @@ Mean()]
         return y
 
     def receive(self, y: Any, part: Part, memory: Memory) -> Tree:
-        """Return what becomes of what was agreed on: once for each exchange."""
+        """Return the result, made of the agreed values: once per exchange."""
         late = self.each[: self._num_late]
         for stage in late[:-1]:
             memory = stage.within(part, memory)
@@ -308,7 +309,7 @@ Mean()]
         return x
 
     def write(self, y: Tree, x: Tree, part: Part, memory: Memory) -> Tree:
-        """Return what nodes go on with that hold x."""
+        """Return the new values of nodes that hold x."""
         given = []
         for stage in self.each[: self._num_late] if self._writes else ():
             given.append((stage, x, part, memory))
@@ -318,12 +319,12 @@ Mean()]
         return y
 
     def __call__(self, x: Tree, part: Part, memory: Memory) -> Tree:
-        """Return what the nodes go on with at once."""
+        """Make an exchange at once; return the nodes' new values."""
         return self.write(self.receive(self.agree(x, part, memory), part, memory), x, part, memory)
 
 
 def within(how: Average) -> Iterator[Average]:
-    """Yield an average, what it is around, and so on to the innermost."""
+    """Yield an average, the one that it wraps, and so on to the innermost."""
     yield how
     while (inner := getattr(how, "inner", None)) is not None:
         yield inner
@@ -331,7 +332,7 @@ def within(how: Average) -> Iterator[Average]:
 
 
 def is_served(how: Average) -> bool:
-    """Whether a server takes the mean, which it can send to those who take no part."""
+    """Whether a server takes the mean, and so can send it to nodes that take no part."""
     return any(getattr(average, "served", False) for average in within(how))
 
 

@@ -264,7 +264,7 @@ class Chunk:
         order, groups = groups_of(strategies, runs)
         self.configs = [self.configs[c] for c in order]
         self.presences: list[Any] = [runs[c].presence for c in order]
-        waits = [runs[c].presence is not None or strategies[c].trains(runs[c]) is not None for c in order]
+        waits = [runs[c].presence is not None or strategies[c].who_trains(runs[c]) is not None for c in order]
         self._steady: dict[int, list[float]] = {}  # the learning rates of groups whose rates never change
         self.pure = all(strategy.pure for strategy in strategies)
         self._groups = [number for number, group in enumerate(groups) for _ in range(group.size)]
