@@ -741,7 +741,7 @@ def test_the_buffer_of_decoupled_is_the_number_of_nodes_if_not_given() -> None:
     (lambda: Halos(SGD, 2, between="fast"), {}, "between is of type str"),
     (lambda: Halos(SGD, local_steps=[1, 2]), {}, "local_steps is for 2 nodes"),
     (lambda: Halos(SGD, local_server=DelayedNesterov(buffer=None, c=0.9)), {}, "c=0.9 must be in"),
-    (lambda: Decoupled(SGD, quorum=5), {}, "quorum=5 is more than the nodes"),
+    (lambda: Decoupled(SGD, quorum=5), {}, "quorum=5 is more than the 4 nodes"),
     (lambda: Decoupled(SGD, tokens=[1.0, 2.0]), {}, "tokens is for 2 nodes"),
     (lambda: Decoupled(SGD, fragments=[["w"]]), {}, "is not in the model"),
     (lambda: InPairs(SGD, torch.ones(3, 3)), {}, "topology is for 3 nodes"),

@@ -1,4 +1,4 @@
-"""AD-PSGD: a node that ends a step averages with one neighbour, and nobody waits (Lian et al., arXiv 1710.06952)."""
+"""AD-PSGD: after each step a node averages with one neighbour, without waiting (Lian et al., arXiv 1710.06952)."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ from vecgym.strategy.base import InnerOptions, Unpack, takes_options
 from vecgym.strategy.gossip import FIXED, as_matrix
 
 Order = Literal["after", "before"]
-BLOCK = 64  # neighbours that are drawn at a time
+BLOCK = 64  # neighbours drawn at a time
 
 
 class ADPSGDStrategy(EventDriven):
-    """Every node trains by itself, and after each step averages with one neighbour, whatever that one is doing.
+    """Every node trains independently, and after each step averages with one neighbour, without waiting for it.
 
-    Node i computes the gradient g_i at the parameters that it has when it begins a step. When it ends:
+    Node i computes the gradient g_i at its parameters at the begin of a step. At the end of the step:
     theta_i <- optimizer_i(theta_i, g_i), where theta_i may have been averaged since; then
-    theta_i, theta_j <- (theta_i + theta_j) / 2 with a random neighbour j, which goes on with the step that it is in:
-    the gradient of where it began is applied to what its parameters are by then. An average is atomic.
+    theta_i, theta_j <- (theta_i + theta_j) / 2 with a random neighbour j. Node j continues its step: its gradient is
+    taken at the parameters of the begin, and applied to those of the end. An average is atomic.
 
-    With `fit(network=)` the two send each other their parameters first, both ways at once, when both their links are
-    free. Node i waits for that, node j computes on. Node i's optimizer step and the average happen at the end of it,
-    with what the parameters are by then. Without a network averages take no time.
+    With `fit(network=)` the two first send each other their parameters, both ways at once, when both their links are
+    free. Node i waits for the transfer, and node j continues to compute. Node i's optimizer step and the average happen
+    at its end, with the parameters of that time. Without a network averages take no time.
 
-    There is no server. An *update* is as many steps as there are nodes, K, of whichever nodes; a run is measured in
-    them, `fit(max_updates=)`, which is the mean number of steps of a node, as `max_steps=`. A row of the history is for
-    an update: a node's loss is the mean over its steps in it, nan without any; `staleness` counts the averages that
-    have changed a node's parameters while it computed its gradient. What is evaluated is the mean of the nodes.
+    There is no server. An *update* is K steps of any nodes; the length of a run is a number of updates,
+    `fit(max_updates=)`, which is the mean number of steps of a node, as `max_steps=`. The history has a row for each
+    update: a node's loss is the mean over its steps in it, nan without any; `staleness` counts the averages that have
+    changed a node's parameters while it computed its gradient. The mean of the nodes is evaluated.
 
     Ties in time go by the node's id; all steps that end at one time are ended before any of these nodes begins its
-    next. Learning rate, data, randomness and neighbours of a node go by its own count of steps. Bytes per step: b * P
+    next. Learning rate, data, randomness and neighbours of a node go by its own step count. Bytes per step: b * P
     from i to j and as many back.
 
     Args:
         inner_optim: the optimizer, AdamW when not given; its state stays on its node.
         topology: "complete", "ring", "torus" or "exponential"; or a matrix `[K, K]` of weights >= 0: node i draws j
-            with a probability in proportion to W_ij, j other than i. A node without neighbours trains alone.
+            with a probability proportional to W_ij, for j other than i. A node without neighbours trains alone.
         mix: "after": step, then average, as above; "before": average, then step: j gets the mean without g_i.
         together: compute all gradients whose steps have begun in one call when one of them is needed. False: one by
-            one, for proof: the same numbers, to the last bit with `engine="loop"`.
+            one, for tests: the same numbers, to the last bit with `engine="loop"`.
         lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`. A schedule is
-            as long as the most steps that a node makes.
+            as long as the largest number of steps of a node.
 
     Raises:
-        ValueError, TypeError: saying what is allowed.
+        ValueError, TypeError: for invalid arguments.
 
     >>> from vecgym import Trainer
     >>> from vecgym.clock import Compute
@@ -97,7 +97,7 @@ class ADPSGDStrategy(EventDriven):
         self.weights(num_nodes)
 
     def weights(self, num_nodes: int) -> Tensor:
-        """Return what the probabilities of neighbours are in proportion to, `[K, K]`.
+        """Return the weights `[K, K]`, which the probabilities of neighbours are proportional to.
 
         >>> ADPSGDStrategy(topology=[[0, 1], [1, 0]]).weights(num_nodes=2).tolist()
         [[0.0, 1.0], [1.0, 0.0]]
@@ -116,16 +116,16 @@ class ADPSGDStrategy(EventDriven):
         )
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what each node has: `params`, `start`, with which its present step began, and `grads` there."""
+        """Return each node's `params`, `start`, its parameters at the begin of its step, and `grads`, taken there."""
         own, shared = super().init(run, params)
         return {**own, "params": params, "start": params, "grads": tree.map(torch.zeros_like, params)}, shared
 
     def train(self, part: Part) -> None:
-        """Compute gradients of where steps began."""
+        """Compute gradients at the parameters of the begin of the steps."""
         if written := part.simulation.engine.written:
             raise ValueError(
-                f"the model's forward writes to its parameter {min(written)!r}: in AD-PSGD a node's parameters change "
-                "while its gradient is computed, so that it is not known which."
+                f"the model's forward writes to its parameter {min(written)!r}, and in AD-PSGD a node's parameters "
+                "change while its gradient is computed: use another strategy, or a forward that does not write."
             )
         part.own["grads"] = part.gradients(at=part.own["start"])
         part.own["loss"] = part.losses
@@ -134,7 +134,7 @@ class ADPSGDStrategy(EventDriven):
             part.own["missing"] = part.apart({name: torch.tensor(some) for name, some in rows.items()})
 
     def arrive(self, part: Part) -> None:
-        """Apply the gradient of where the step began to what the node's parameters are by now."""
+        """Apply the gradient, taken at the begin of the step, to the node's present parameters."""
         if "missing" in part.own:
             rows = part.flat(part.own["missing"])
             part.missing = {name: frozenset(some.nonzero()[:, 0].tolist()) for name, some in rows.items() if some.any()}
@@ -148,12 +148,12 @@ class ADPSGDStrategy(EventDriven):
         self.send(part, "average", Messages.of(pair, pair.flip(0)))
 
     def restart(self, part: Part) -> None:
-        """Let nodes begin from their own present parameters."""
+        """Let nodes begin a step with their own present parameters."""
         part.own["start"] = part.params
 
 
 class Neighbours:
-    """With whom each node averages after each of its steps: a function of (node, its own count of steps).
+    """The neighbour with which a node averages after a step: a function of (node, its own step count).
 
     >>> from vecgym.collectives.topology import ring
     >>> neighbour = Neighbours(ring(4), seed=0)
@@ -196,12 +196,12 @@ class Averaged(NamedTuple):
 
 @dataclass(frozen=True)
 class PairRules(Rules):
-    """How nodes work that end each step with an average; `num_steps` is 1 for each, and `buffer` the steps of a row.
+    """Rules of nodes that end each step with an average; `num_steps` is 1 each, and `buffer` the steps per update.
 
     The staleness of an `Arrival` counts the averages that have changed the node's parameters since it began.
 
     Attributes:
-        neighbour: (node, its own count of steps) -> with whom it averages; itself: with nobody.
+        neighbour: (node, its own step count) -> the node to average with; the node itself: no average.
         average_first: whether a node averages before its step.
 
     >>> from vecgym.simulation.events import Stop, schedule
@@ -220,7 +220,7 @@ class PairRules(Rules):
     average_first: bool = False
 
     def partner(self, node: int, step: int, time: float) -> int:
-        """Return with whom a node averages that ends a step at a time: itself, if its neighbour is absent."""
+        """Return the node with which `node` averages at the end of a step: itself, if its neighbour is absent."""
         other = self.neighbour(node, step)
         return other if self.absences is None or self.absences.is_there(other, time) else node
 

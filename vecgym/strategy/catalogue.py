@@ -1,8 +1,8 @@
 """The strategies by name, and how each is made.
 
 `vecgym verify` and `vecgym compare`, the tests of every strategy's properties and equivalence, and the benchmarks take
-their strategies from here: a new one is its class, its naive twin in `tests/reference`, a row here, and a card in
-`tests/cards.py` of what is known about it.
+their strategies from here. A new strategy needs its class, its naive twin in `tests/reference`, a row here, and a card
+in `tests/cards.py` with its known properties.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 
 
 class Knobs(NamedTuple):
-    """What strategies are made with, each as far as it has it.
+    """Settings to build strategies with; each strategy takes those that it has.
 
     Attributes:
         H: optimizer steps between two exchanges.
         p: the fraction of the coordinates that is exchanged.
         outer_optim: DiLoCo's; None: its default.
         delay: steps that a fragment of Streaming DiLoCo may take, less than H.
-        fragments: of Streaming DiLoCo; None: its default.
+        fragments: the number of fragments of Streaming DiLoCo; None: its default.
     """
 
     H: int = 3
@@ -56,15 +56,15 @@ class Item(NamedTuple):
     """A strategy.
 
     Attributes:
-        build: how it is made of `Knobs` and the arguments that all strategies share.
-        compared: `vecgym compare` offers it.
+        build: a function of `Knobs` and the arguments that all strategies share.
+        compared: whether `vecgym compare` offers it.
     """
 
     build: Callable[..., Strategy]
     compared: bool = False
 
     def make(self, **settings: Any) -> Strategy:
-        """Make the strategy with settings of `Knobs`, as far as it has them, and `inner_optim`, `lr`, `max_norm`, ...
+        """Make the strategy from the settings of `Knobs` that it has, and `inner_optim`, `lr`, `max_norm`, ...
 
         >>> CATALOGUE["fedavg"].make(H=5, p=0.01, inner_optim="sgd", lr=0.1)
         FedAvgStrategy(OptimSpec(SGD, lr=0.1), Exchange(Mean(), every=5))
@@ -74,18 +74,18 @@ class Item(NamedTuple):
 
 
 def _demo(knobs: Knobs, **inner: Any) -> Strategy:
-    """Make DeMo, an optimizer of its own: its steps are signs, and a sixth of AdamW's learning rate suits them."""
+    """Make DeMo, which has its own optimizer: its steps are signs, and a sixth of AdamW's learning rate suits them."""
     return DeMoStrategy(lr=_own_rate(inner, 6e-3) / 6, **inner)
 
 
 def _muloco(knobs: Knobs, **inner: Any) -> Strategy:
-    """Make MuLoCo, whose inner optimizers are its own; both take the learning rate that is given."""
+    """Make MuLoCo, which has its own inner optimizers; both get the given learning rate."""
     lr = _own_rate(inner, 0.02)
     return MuLoCoStrategy(lr=lr, adamw_lr=lr, **knobs.rounds, **inner)
 
 
 def _own_rate(inner: dict[str, Any], usual: float) -> Any:
-    """Take inner optimizer and learning rate out of the arguments; return the rate, for an optimizer of its own."""
+    """Remove inner optimizer and learning rate from the arguments; return the rate, for the strategy's optimizer."""
     spec, lr = inner.pop("inner_optim", None), inner.pop("lr", None)
     return (spec.lr if isinstance(spec, OptimSpec) else usual) if lr is None else lr
 
@@ -96,7 +96,7 @@ def _streaming(knobs: Knobs, **more: Any) -> Strategy:
 
 
 def _sparseloco(knobs: Knobs, **inner: Any) -> Strategy:
-    """Make SparseLoCo with a fraction p of each chunk of 8 x 8, which small models have too."""
+    """Make SparseLoCo with a fraction p of each chunk of 8 x 8, which fits small models."""
     return SparseLoCoStrategy(H=knobs.H, k=max(1, round(64 * knobs.p)), chunk=8, **inner)
 
 

@@ -1,4 +1,4 @@
-"""Decoupled DiLoCo: learners that never stop, and a server that merges fragments of whoever is there."""
+"""Decoupled DiLoCo: nodes that never stop, and a server that merges fragments of a quorum of them."""
 
 from __future__ import annotations
 
@@ -42,52 +42,53 @@ def _uncorrected(server: Server) -> Server:
     overrides = any(getattr(type(server), x) is not getattr(Server, x) for x in ("correct", "start"))
     if overrides or server.staleness is not None:
         raise ValueError(
-            f"server={server!r} corrects or weighs each arrival, and here only what is merged is seen: give "
+            f"server={server!r} corrects or weighs each arrival, and here the server sees only merged movements: give "
             "OuterOptimizer or DelayedNesterov."
         )
     return server
 
 
 class DecoupledDiLoCoStrategy(EventDriven):
-    """Learners train without a pause; a server merges each fragment of the model when enough of them have sent it.
+    """Nodes train without a pause; a server merges each fragment of the model when enough nodes have sent it.
 
     The parameters are in F fragments. After a node's own steps t with t mod H = floor((p + 1) H / F) mod H it sends
-    Delta_p = base_p - theta_p, with base_p the server's fragment that it has merged last, and goes on. It sends p
-    again only after it has merged a newer version. The server collects the messages of its present version of p; later
-    ones are dropped. It closes when `quorum` nodes have delivered and then the grace is over, or all have:
-    Theta_p <- server(Theta_p, merged Delta_p), and sends Theta_p to all. A node merges what has arrived between two of
-    its steps, at least `overlap` steps after it sent p: theta_p <- alpha theta_p + (1 - alpha) Theta_p.
+    Delta_p = base_p - theta_p, with base_p the server's fragment that it merged last, and continues. It sends p again
+    only after it has merged a newer version. The server collects the messages of its present version of p, and drops
+    later ones. When `quorum` nodes have delivered and the grace is over, or all nodes have delivered, it closes the
+    fragment, Theta_p <- server(Theta_p, merged Delta_p), and sends Theta_p to all nodes. Between two steps, and at
+    least `overlap` steps after it sent p, a node merges the version that has arrived:
+    theta_p <- alpha theta_p + (1 - alpha) Theta_p.
 
-    Weights: w_i = tokens^2 / steps of what the node did to p since it merged it. "mean": sum w Delta / sum w; "radial":
+    Weights: w_i = tokens^2 / steps, of the node's steps since it merged p. "mean": sum w Delta / sum w; "radial":
     (sum w |Delta| / sum w) unit(sum w unit(Delta) / sum w) of each tensor, with unit(0) = 0.
 
-    A run is measured in updates of fragments; what is evaluated is the server's model. A row of the history is of the
-    messages in its update: a node's loss is the mean over its steps since it merged the fragment, nan for those that
-    are not in it; `fragment` says which one. Order, learning rates, data, randomness and the optimizers' states: as in
-    `AsyncStrategy`. Bytes: those of the fragment, up per message and down per node and update.
+    The length of a run is a number of updates of fragments; the server's model is evaluated. A row of the history is
+    about the messages in its update: a node's loss is the mean over its steps since it merged the fragment, nan for
+    other nodes; `fragment` is the fragment's index. Order, learning rates, data, randomness and the optimizers' states:
+    as in `AsyncStrategy`. Bytes: those of the fragment, up per message and down per node and update.
 
     Args:
         inner_optim: the local optimizer, AdamW when not given.
-        server: of each fragment by itself, as in `AsyncStrategy`; DiLoCo's SGD when not given.
-        quorum: messages after which an update may be made; None: all nodes.
-        fragments: F, of about equal size: the largest tensor first, each into the smallest fragment so far; no more
-            than there are tensors. Or lists of names, a function, or None, as in `Exchange`.
+        server: the server of each fragment, as in `AsyncStrategy`; DiLoCo's SGD when not given.
+        quorum: the messages that an update needs; None: those of all nodes.
+        fragments: F, of about equal size: the largest tensor first, each into the smallest fragment so far; at most the
+            number of tensors. Or lists of names, a function, or None, as in `Exchange`.
         H: steps between two messages of a fragment.
-        overlap: steps for which a node goes on at least before it merges what it gets for a message.
-        alpha: in [0, 1], how much of its own fragment a node keeps; 0: nothing.
-        grace: gamma: the server waits for others for gamma max(0, overlap step_seconds - wait - sync_seconds), where
-            wait is the time between the first message and the quorum's last; 0: not at all.
-        step_seconds, sync_seconds: in it; None: the mean over the nodes' nominal seconds.
-        tokens: of a step, for the weights: one number or `[K]`.
+        overlap: the least number of steps between a node's message and its merge of the server's answer.
+        alpha: in [0, 1], the weight of its own fragment when a node merges; 0: it takes over the server's.
+        grace: gamma: the server waits for more messages for gamma max(0, overlap step_seconds - wait - sync_seconds),
+            where wait is the time between the first message and the quorum's last; 0: not at all.
+        step_seconds, sync_seconds: see `grace`; None: the mean over the nodes' nominal seconds.
+        tokens: the tokens of a step, for the weights: one number or `[K]`.
         merging: "radial" or "mean".
-        plain: names of tensors that are averaged by "mean" in any case, such as embeddings.
-        together: advance all nodes in one call for each step. False: one by one, for proof: the same numbers, to the
+        plain: names of tensors that are always averaged by "mean", such as embeddings.
+        together: advance all nodes in one call for each step. False: one by one, for tests: the same numbers, to the
             last bit with `engine="loop"`.
         lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`. A schedule is
-            as long as the most steps that a node makes.
+            as long as the largest number of steps of a node.
 
     Raises:
-        ValueError, TypeError: saying what is allowed.
+        ValueError, TypeError: for invalid arguments.
 
     >>> from vecgym import Trainer
     >>> from vecgym.clock import Compute
@@ -97,8 +98,8 @@ class DecoupledDiLoCoStrategy(EventDriven):
     >>> [(row["sim_seconds"], row["fragment"], row["local_steps_total"]) for row in trainer.history.rows[1:]]
     [(2.0, 0, 2), (6.0, 0, 8), (10.0, 0, 13)]
 
-    Reference: "Decoupled DiLoCo", arXiv 2604.21428. Deviations: embeddings are not found but named, in `plain`; nodes
-    keep their shard of the data.
+    Reference: "Decoupled DiLoCo", arXiv 2604.21428. Deviations: embeddings are not recognised, but named in `plain`;
+    nodes keep their shard of the data.
     """
 
     nodes_have = "local"
@@ -131,7 +132,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
         self.grace = check.number("grace", grace, "[0, inf)")
         self.H = countable("H", check.integer("H", H, what="optimizer steps between two messages"))
         self.overlap = check.integer("overlap", overlap, 0, what="optimizer steps")
-        self.alpha = one_number("alpha", alpha, "[0, 1]", "how much of its own a node keeps")
+        self.alpha = one_number("alpha", alpha, "[0, 1]", "the weight of a node's own fragment when it merges")
         self.step_seconds = None if step_seconds is None else check.number("step_seconds", step_seconds, "[0, inf)")
         self.sync_seconds = check.number("sync_seconds", sync_seconds, "[0, inf)")
         self.tokens = tokens
@@ -146,12 +147,12 @@ class DecoupledDiLoCoStrategy(EventDriven):
     def check(self, num_nodes: int, max_steps: int) -> None:
         super().check(num_nodes, max_steps)
         if self.quorum is not None and self.quorum > num_nodes:
-            raise ValueError(f"quorum={self.quorum} is more than the nodes: give at most {num_nodes}.")
+            raise ValueError(f"quorum={self.quorum} is more than the {num_nodes} nodes: give at most {num_nodes}.")
         if len(self._tokens) not in (1, num_nodes):
             raise ValueError(f"tokens is for {len(self._tokens)} nodes: give one number, or [{num_nodes}].")
 
     def fragments_of(self, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-        """Return the names in each fragment, of parameters of so many bytes.
+        """Return the names in each fragment, given the bytes of each parameter.
 
         >>> DecoupledDiLoCoStrategy(fragments=2).fragments_of({"a": 4, "b": 9, "c": 4})
         (('b',), ('a', 'c'))
@@ -182,11 +183,11 @@ class DecoupledDiLoCoStrategy(EventDriven):
         return Waves(run.schedule, together=self.together)
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what each node has, `local` and what it has merged last, `base`; and what the server has.
+        """Return each node's parameters, `local`, and the versions that it merged last, `base`; and the server's state.
 
-        A node has besides, from its first step on, its losses since it merged each fragment, `[K, F]`. The server has
-        for each fragment a state of its own, and besides, as long as they are needed, "sent i.p.n", the message n of
-        node i of fragment p, and "version p.v".
+        From its first step on a node also has its losses since it merged each fragment, `[K, F]`. The server has
+        a state for each fragment and, as long as they are needed, "sent i.p.n", message n of node i with fragment p,
+        and "version p.v".
         """
         own, _ = super().init(run, params)
         fragments = self.fragments_of({name: payload_bytes(p[:1]) for name, p in params.items()})
@@ -205,7 +206,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
         part.own["loss"] = part.own["loss"] + losses if "loss" in part.own else losses
 
     def upload(self, part: Part) -> None:
-        """Send what a node has moved of a fragment since it merged it."""
+        """Send a node's movement of a fragment since it merged it."""
         event, own = part.event.info, part.own
         names = self._names(part)
         movement = {name: own["base"][name] - own["local"][name] for name in names}
@@ -215,7 +216,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
         part.memo.setdefault("uploads", []).append((event, names))
 
     def merge(self, part: Part) -> None:
-        """Let a node take over a version of a fragment, as far as it does."""
+        """Merge a version of a fragment into a node's parameters, with weight 1 - `alpha`."""
         event, a, local = part.event.info, self.alpha, part.own["local"]
         version = part.shared[f"version {event.fragment}.{event.number}"]
         part.own["local"] = {**local, **{name: a * local[name] + (1 - a) * z for name, z in version.items()}}
@@ -224,7 +225,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
         part.own["loss"] = part.own["loss"].index_fill(1, at, 0.0)
 
     def settle(self, part: Part) -> None:
-        """Let the server make a version of a fragment."""
+        """Let the server make a new version of a fragment."""
         event, p, shared = part.event.info, str(part.event.info.fragment), part.shared
         labels = [f"sent {arrival.node}.{p}.{arrival.round}" for arrival in event.arrivals]
         messages = [shared[label] for label in labels]
@@ -247,7 +248,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
             self.send(part, "server_send", ServerLinks(up=(), down=(node,)), self._names(part))
 
     def forget(self, part: Part) -> None:
-        """Let go of what nobody needs."""
+        """Delete a version or a message that is not needed any more."""
         del part.shared[part.event.info.label]
 
     def _names(self, part: Part) -> tuple[str, ...]:
@@ -275,12 +276,12 @@ def merged(v: Tensor, weights: Sequence[float], merging: str) -> Tensor:
 
 
 class OfFragment(NamedTuple):
-    """A node sends what it has moved of a fragment, or merges a version of the server's before its next step.
+    """A node sends its movement of a fragment, or merges a version of the server's before its next step.
 
     Attributes:
         what: "upload" or "merge".
-        number: of the node's message, or the version that it merges.
-        num_steps: of what it sends.
+        number: the index of the node's message, or the version that it merges.
+        num_steps: the number of steps in the movement.
     """
 
     time: float
@@ -296,7 +297,7 @@ class OfFragment(NamedTuple):
 
 
 class Closed(NamedTuple):
-    """The server makes a version of a fragment, whose version it was, of these movements with these weights."""
+    """The server replaces this version of a fragment, using these movements with these weights."""
 
     time: float
     fragment: int
@@ -311,7 +312,7 @@ class Closed(NamedTuple):
 
 
 class Forgotten(NamedTuple):
-    """Nobody needs any more what `shared` has under this name: a version, or a message that has come too late."""
+    """An entry of `shared` is not needed any more: a version, or a message that came too late."""
 
     time: float
     label: str
@@ -323,21 +324,21 @@ ENDED, DELIVERED, CLOSES, RECEIVED, BEGINS = range(5)  # in their order at one t
 
 @dataclass(frozen=True)
 class FragmentRules(Rules):
-    """How learners and the server of fragments work together; `num_steps` is 1 for each.
+    """The rules by which nodes and the server of fragments work together; `num_steps` is 1 for each node.
 
-    Every step of a node is an `Arrival` at its end and a `Restart` at its begin. At one time: ends of steps, messages
-    at the server (both by node, then fragment), fragments that close, what the server sends at the nodes, begins of
-    steps.
+    Every step of a node is an `Arrival` at its end and a `Restart` at its begin. Events at one time are in this order:
+    ends of steps, messages at the server (both by node, then fragment), fragments that close, versions that reach
+    nodes, begins of steps.
 
     Attributes:
         H: steps between two messages of a fragment.
-        shares: of each fragment, of the bytes of all.
-        messages: in which each fragment is sent, one after the other; (): one.
-        quorum: messages of which an update may be made.
-        overlap: steps after its message before which a node does not merge what it gets.
+        shares: the fraction of the model's bytes in each fragment.
+        messages: the number of messages in which each fragment is sent, one after the other; (): one.
+        quorum: the messages that an update needs.
+        overlap: the least number of steps between a node's message and its merge of the answer.
         gamma: the grace; and `nominal`, the seconds of a step, and `sync`: see
             `vecgym.strategy.DecoupledDiLoCoStrategy`.
-        tokens: of a step of each node.
+        tokens: the tokens of a step of each node.
 
     >>> from vecgym.simulation.events import Stop, schedule
     >>> rules = FragmentRules(num_steps=(1, 1), H=1, shares=(1.0,), quorum=1, tokens=(1.0, 1.0))
@@ -380,19 +381,19 @@ class FragmentRules(Rules):
         return {}, {}
 
     def offset(self, fragment: int) -> int:
-        """Return after which own steps, modulo H, a node sends a fragment."""
+        """Return the steps of a node, modulo H, after which it sends a fragment."""
         return (fragment + 1) * self.H // len(self.shares) % self.H
 
 
 @dataclass
 class _Copy:
-    """What a node knows of a fragment."""
+    """A node's side of a fragment."""
 
     version: int = 0
     merged_at: int = 0  # own step
     sent_at: int | None = None  # own step, if it has sent since it merged
     number: int = 0  # messages so far
-    way: list[Arrival] = field(default_factory=list)  # messages under way, oldest first
+    sent: list[Arrival] = field(default_factory=list)  # messages under way, oldest first
     coming: list[int] = field(default_factory=list)  # versions under way, oldest first
     arrived: int | None = None  # a version that is not merged yet
 
@@ -407,7 +408,7 @@ class _Fragment:
 
 
 class _Run(Agenda):
-    """Nodes and the server of fragments; `who` is a node or a fragment, `what` a fragment or its version."""
+    """The agenda of nodes and the server; `who` is a node or a fragment, `what` a fragment or its version."""
 
     def __init__(self, rules: FragmentRules, step_seconds: StepSeconds) -> None:
         super().__init__()
@@ -428,7 +429,7 @@ class _Run(Agenda):
         return [self._ended, self._delivered, self._closes, self._received, self._begins]
 
     def _more_latency(self, node: int, p: int) -> float:
-        """Return how much later a fragment of several messages is there than one of a single message."""
+        """Return the additional latency of a fragment that is sent in several messages."""
         messages = self.rules.messages
         return (messages[p] - 1) * self.links.wires.latency[node] if messages else 0.0
 
@@ -443,7 +444,7 @@ class _Run(Agenda):
         for p, copy in enumerate(self.copies[node]):
             if self.steps[node] % self.rules.H == self.rules.offset(p) and copy.sent_at is None:
                 first, count = copy.merged_at, self.steps[node] - copy.merged_at
-                copy.way.append(Arrival(time, node, copy.number, copy.version, 0, first, count, begin, time))
+                copy.sent.append(Arrival(time, node, copy.number, copy.version, 0, first, count, begin, time))
                 copy.sent_at = self.steps[node]
                 there = self.links.up(node, time, self.rules.shares[p]) + self._more_latency(node, p)
                 self.push(there, DELIVERED, node, p)
@@ -452,7 +453,7 @@ class _Run(Agenda):
         self.push(time, BEGINS, node)
 
     def _delivered(self, time: float, node: int, p: int) -> list[Happening]:
-        message, fragment, rules = self.copies[node][p].way.pop(0)._replace(time=time), self.fragments[p], self.rules
+        message, fragment, rules = self.copies[node][p].sent.pop(0)._replace(time=time), self.fragments[p], self.rules
         if message.version != fragment.version:  # too late
             return [Forgotten(time, f"sent {node}.{p}.{message.round}")]
         fragment.messages[node] = message
@@ -500,7 +501,7 @@ class _Run(Agenda):
         self._begin(node, time)
 
     def _released(self, time: float, p: int, version: int) -> list[Happening]:
-        """A node will not merge a version, any more."""
+        """Note that one more node will not merge a version; the last one makes it `Forgotten`."""
         users = self.fragments[p].users
         users[version] -= 1
         if users[version]:

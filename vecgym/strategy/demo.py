@@ -29,29 +29,29 @@ from vecgym.strategy.stages import Average, Memory
 
 
 class StrongestCosines(Average, batched=()):
-    """The nodes agree on the strongest cosine components of a momentum of their values.
+    """An average of the strongest cosine components of a momentum of the nodes' values.
 
     delta_i <- decay delta_i + x_i;  q_i = the k coefficients of largest magnitude in each chunk of DCT(delta_i);
     delta_i <- delta_i - DCT^-1(q_i);  Q = for each coefficient the mean of q_i over the nodes i that sent it;
     the average is DCT^-1(Q), `[1, *]`.
 
     State: `residual`, DCT(delta_i) of each tensor, `[L, chunks, chunk area]`: one per node (`[1, ...]` before
-    the first exchange). Kept as coefficients, what was sent leaves exactly 0 behind, and only the mean is transformed
-    back. Bytes sent per node, to each of the K - 1 others: sum over tensors of chunks * min(k, chunk area) * (8 + b),
-    with 64-bit indices.
+    the first exchange). Stored as coefficients, it is exactly 0 where something was sent, and only the mean is
+    transformed back. Bytes sent per node, to each of the K - 1 others: sum over tensors of
+    chunks * min(k, chunk area) * (8 + b), with 64-bit indices.
 
-    Under differentiation which coefficients are sent is a constant; what is sent of them has its derivatives.
+    Under differentiation the choice of the coefficients is a constant; their values have derivatives.
 
     Args:
         compression_decay: decay of the momentum, in [0, 1).
-        compression_topk: k, coefficients sent of each chunk; all of them where a chunk has fewer.
+        compression_topk: k, the coefficients sent of each chunk; all of them if a chunk has fewer.
         compression_chunk: the longest side of a chunk: each dimension is cut into chunks of its largest divisor
             that is not larger.
 
     Raises:
         ValueError: for a decay outside [0, 1), k < 1 or a chunk < 1.
 
-    Example: DiLoCo whose movements are exchanged as DeMo's gradients are.
+    Example: DiLoCo that exchanges its movements as DeMo exchanges gradients.
 
     >>> from vecgym.strategy import Outer
     >>> Exchange(Outer(StrongestCosines(compression_decay=0.9, compression_topk=8)), every=50)
@@ -65,7 +65,7 @@ class StrongestCosines(Average, batched=()):
     ) -> None:
         one = isinstance(compression_decay, Tensor) and compression_decay.dim() == 0
         self.compression_decay = (check.per_node if one else check.number)(
-            "compression_decay", compression_decay, "[0, 1)", "what is kept of the momentum at each step, such as 0.999"
+            "compression_decay", compression_decay, "[0, 1)", "the factor of the momentum at each step, such as 0.999"
         )
         self.compression_topk = check.integer(
             "compression_topk", compression_topk, what="the coefficients sent of each chunk"
@@ -83,7 +83,7 @@ class StrongestCosines(Average, batched=()):
         rows, held = part.flat(x), part.flat(memory.own["residual"])
         residual, indices, sent = {}, {}, {}
         for name, old in held.items():
-            # What is the same for all, `[1, *]`, is each node's own from here.
+            # Residuals that are the same on all nodes, `[1, *]`, differ between nodes from here on.
             num_rows = max(len(old), len(rows[name]))
             old, new = (y.expand(num_rows, *y.shape[1:]) for y in (old, rows[name]))
             updated = self._update_in_place(old, new, part.exact) if memory.inplace else self._update(old, new)
@@ -95,7 +95,7 @@ class StrongestCosines(Average, batched=()):
         return part.apart({name: self._decode(indices[name], sent[name], y) for name, y in rows.items()})
 
     def _announced(self, values: Tree, part: Part) -> Tree:
-        """Exchange tensors that have shapes and no values: even there, transforms of a large model take minutes."""
+        """Exchange tensors without values: even for these, the transforms of a large model would take minutes."""
         grids = {name: (len(x), *self._zeros(x).shape[1:]) for name, x in values.items()}
         sent = {name: (*shape[:2], min(self.compression_topk, shape[2])) for name, shape in grids.items()}
         for dtype in (torch.int64, None):  # indices, and values
@@ -105,7 +105,7 @@ class StrongestCosines(Average, batched=()):
     def step_bytes(self, params: Tree) -> int:
         """Return a node's payload in an exchange, in bytes: sum over tensors of chunks * min(k, chunk area) * (8 + b).
 
-        That is the paper's count. A node's link carries it K - 1 times, to each of the others.
+        That is the paper's count. A node's link carries this payload K - 1 times, to each of the others.
 
         >>> params = {"w": torch.zeros(1, 128, 64)}  # 2 chunks
         >>> StrongestCosines(compression_topk=8).step_bytes(params)  # 2 * 8 * (8 + 4)
@@ -142,9 +142,9 @@ class StrongestCosines(Average, batched=()):
         return momentum.scatter(-1, indices, 0.0), indices, momentum.gather(-1, indices)
 
     def _update_in_place(self, residual: Tensor, g: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Do the same in the storage of the residual, block after block of strips of `height` rows of any node.
+        """Do the same in the storage of the residual, in blocks of strips of `height` rows of any node.
 
-        Exact: of one node, since a matrix product may round differently in another place of a larger one.
+        With `exact` a block is of one node, since a matrix product may round differently as part of a larger one.
         """
         cut = self._grid(g)
         strip, num_strips = Grid(1, *cut[1:]), g.shape[0] * cut.rows
@@ -177,7 +177,7 @@ class StrongestCosines(Average, batched=()):
 
 
 class DeMoStrategy(Strategy, batched=(), random=False):
-    """The sign of the nodes' strongest cosine components, accumulated in a momentum that stays on its node.
+    """Steps along the sign of the mean of the nodes' strongest cosine components, taken from local momenta.
 
     For each parameter: theta <- theta (1 - lr wd); delta_i <- decay delta_i + lr g_i; q_i = the k coefficients of
     largest magnitude in each chunk of DCT(delta_i); delta_i <- delta_i - DCT^-1(q_i); Q = for each coefficient the
@@ -187,16 +187,16 @@ class DeMoStrategy(Strategy, batched=(), random=False):
     state are stored once, `[1, *]`; the residuals DCT(delta_i) once per node. Bytes sent per node and step: (K - 1)
     times the paper's count, the sum over tensors of chunks * min(k, chunk area) * (8 + b), with 64-bit indices.
 
-    The learning rate scales the gradients before they are accumulated, as well as the step: a constant one has no
-    effect there, a schedule weighs the gradients of different steps by it.
+    The learning rate scales the gradients before they are accumulated, as well as the step. In the momentum a constant
+    rate has no effect, and a schedule weights the gradients of different steps.
 
-    The sign has derivative 0 wherever it has one: under differentiation only theta <- theta (1 - lr wd) - lr s
+    The derivative of the sign is 0: under differentiation only theta <- theta (1 - lr wd) - lr s
     is differentiated, with s a constant, and no graph of the exchange is kept.
 
     Args:
         compression_decay, compression_topk, compression_chunk: see `StrongestCosines`.
         weight_decay: wd, decoupled.
-        lr: the learning rate; every coordinate moves by it at every step, unless what is decoded there is 0.
+        lr: the learning rate; every coordinate moves by it at every step, unless its decoded value is 0.
         max_norm: clip each node's gradient to this 2-norm, before it is accumulated.
         lr_scheduler, warmup_steps, cosine_anneal: see `Strategy`.
 
@@ -210,9 +210,9 @@ class DeMoStrategy(Strategy, batched=(), random=False):
     Reference: Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization", arXiv 2411.19870, and its code,
     github.com/bloc97/DeMo, which scales the gradient by lr and takes the sign. Deviations: tensors of more than two
     dimensions, which fail there, are folded into matrices; the first of equal coefficients are sent; the residual
-    is kept as coefficients, so what is sent leaves 0 and not rounding noise; where a wave is 0 (in the middle of an
-    odd chunk every second one is) it is exactly 0, so that a coordinate where all that was sent is 0 stays, instead of
-    moving by lr in the direction of a rounding error.
+    is stored as coefficients, and is 0, not rounding noise, where something was sent; zeros of a wave (in the middle of
+    an odd chunk every second one has one) are exactly 0, so that a coordinate with only such waves does not move by lr
+    in the direction of a rounding error.
     """
 
     @takes_options(StepOptions)
@@ -238,7 +238,7 @@ class DeMoStrategy(Strategy, batched=(), random=False):
             check.per_node("max_norm", self.max_norm, "(0, inf]", num_nodes=num_nodes)
 
     def train_jointly(self, part: Part) -> None:
-        """Accumulate lr times each node's clipped gradient, and step along the sign of what is exchanged."""
+        """Accumulate lr times each node's clipped gradient, and step along the sign of the exchanged average."""
         grads = part.gradients()
         with torch.no_grad():  # the derivative of the sign is 0
             if self.max_norm is not None:

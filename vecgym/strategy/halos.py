@@ -1,4 +1,4 @@
-"""HALoS: a server in each region takes what its nodes send, and a global one what the regions send."""
+"""HALoS: a server in each region updates from its nodes' movements, and a global server from the regions'."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ Regions = tuple[tuple[int, ...], ...]
 
 
 class HALoSStrategy(InRounds):
-    """Nodes send to the server of their region, regions to a global server, and nobody waits.
+    """Nodes send movements to the server of their region, and regions to a global server, without waiting.
 
-    A node trains in rounds as in `AsyncStrategy`, with its region's server in place of the one server: of each movement
-    that arrives, the region's server makes an update, x <- local_server(x, w(s) Delta), and adds what it has moved,
+    A node trains in rounds as in `AsyncStrategy`, with its region's server in place of the single server. For each
+    arrival the region's server makes an update, x <- local_server(x, w(s) Delta), and adds its movement,
     x before - x after, to A. After every `local_updates` arrivals it sends A to the global server and starts another A;
-    it goes on while the message is under way. The global server makes an update, z <- global_server(z, A), and sends z
-    back; on the reply, x <- (1 - alpha) x + alpha z.
+    it continues while the message is under way. The global server makes an update, z <- global_server(z, A), and sends
+    z back; on the reply, x <- (1 - alpha) x + alpha z.
 
-    A run is measured in updates of the global server, whose model is the one that is evaluated. A row of the history is
-    of the movements in the message of that update; `staleness` counts versions of the region's server; `region` and
-    `region_staleness`, versions of the global server, are of the message. Order, learning rates, data, randomness and
+    The length of a run is a number of updates of the global server, whose model is evaluated. A row of the history is
+    about the movements in the message of its update; `staleness` counts versions of the region's server; `region` and
+    `region_staleness`, versions of the global server, are the message's. Order, learning rates, data, randomness and
     the optimizers' states: as in `AsyncStrategy`.
 
     Bytes per round: b * P up and as many down; per message of a region b * P, and as many for the reply. In the ledger
@@ -65,28 +65,28 @@ class HALoSStrategy(InRounds):
 
     Args:
         inner_optim: the local optimizer, AdamW when not given.
-        regions: the nodes of each, every node in one, such as [[0, 1], [2, 3]]; or how many: the first gets the first
-            nodes, and sizes differ by at most 1.
+        regions: the nodes of each region, every node in one, such as [[0, 1], [2, 3]]; or the number of regions, whose
+            sizes then differ by at most 1.
         local_server: of each region, DelayedNesterov(lr=0.2 * 16, momentum=0.9, buffer=16) when not given: an arrival
-            moves the region by 0.2 times its movement, and the momentum comes with every 16th. A buffer of None is the
-            number of the region's nodes.
+            moves the region by 0.2 times its movement, and the momentum is applied at every 16th. A buffer of None is
+            the number of the region's nodes.
         global_server: DelayedNesterov(lr=0.15 * 2, momentum=0.5, buffer=2) when not given, likewise. A buffer of None
             is the number of regions.
-        H: local steps of a round of the fastest node.
-        local_updates: arrivals at a region's server of which it sends a message.
-        alpha: in [0, 1], how far a region goes to the global model on a reply.
+        H: local steps per round of the fastest node.
+        local_updates: arrivals at a region's server per message to the global server.
+        alpha: in [0, 1], the weight of the global model on a reply.
         dylu: H_i = max(1, ceil(H v_i / max v)), with v_i the speed of node i. False: H for all.
         local_steps: H_i of each node, `[K]`, in place of H and dylu.
         staleness: w: "none", 1; "inverse_sqrt", (1 + s)^(-1/2); or a function of s.
         between: the network of the servers, a `vecgym.clock.Network` of R nodes, or a pair (bandwidth, latency); None:
-            their messages take no time. `fit(network=)` is that of the nodes: with a matrix, a node's link to its
-            server is that of its slowest way within the region.
+            their messages take no time. `fit(network=)` is the network of the nodes: with a matrix, a node's link to
+            its server is the slowest of its links within the region.
         together: as for `AsyncStrategy`.
         lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`. A schedule is
-            as long as the most steps that a node makes.
+            as long as the largest number of steps of a node.
 
     Raises:
-        ValueError, TypeError: saying what is allowed.
+        ValueError, TypeError: for invalid arguments.
 
     >>> from vecgym import Trainer
     >>> from vecgym.clock import Compute
@@ -99,8 +99,8 @@ class HALoSStrategy(InRounds):
 
     Reference: Kim et al., "HALoS: Hierarchical Asynchronous Local SGD over Slow Networks for Geo-Distributed Large
     Language Model Training", arXiv 2506.04531, and github.com/utnslab/halos, whose run_halos.sh has the defaults; its
-    rates, too, are multiplied by the buffer. Deviations: A starts anew when it is sent; the paper's code does so on
-    the reply, so that what moves in between never leaves the region, and counts the arrivals from there. Nodes keep
+    rates, too, are multiplied by the buffer. Deviations: A starts anew when it is sent; the paper's code resets it on
+    the reply, so that movements in between never leave the region, and counts the arrivals from there. Nodes keep
     their shard of the data and their optimizer's state.
     """
 
@@ -130,9 +130,9 @@ class HALoSStrategy(InRounds):
         self.local_server = check_server("local_server", local_server, usual, why)
         self.global_server = check_server("global_server", global_server, DelayedNesterov(0.15 * 2, 0.5, 2), why)
         self.H = countable("H", check.integer("H", H, what="optimizer steps of a round"))
-        local_updates = check.integer("local_updates", local_updates, what="arrivals of which a region sends")
+        local_updates = check.integer("local_updates", local_updates, what="arrivals per message of a region")
         self.local_updates = countable("local_updates", local_updates)
-        self.alpha = one_number("alpha", alpha, "[0, 1]", "how far a region goes to the global model")
+        self.alpha = one_number("alpha", alpha, "[0, 1]", "the weight of the global model on a reply")
         self.dylu = check.flag("dylu", dylu)
         self.local_steps = None if local_steps is None else counts_of(local_steps)
         self.staleness = check_staleness(agreed("staleness", staleness, "none", self.local_server.staleness))
@@ -179,11 +179,11 @@ class HALoSStrategy(InRounds):
         )
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what all have: the global server's, and of each region its server's, and what it `collects`.
+        """Return the state of the global server, and of each region its server's and its `collects`.
 
-        That is the movement since its last message and, of each node, the sum of the losses of the rounds in it and
-        their `count`, `[1, K]`. There are besides, while they are under way, "sent r.n", what region r has collected
-        for its message n, and "reply r.n".
+        `collects` holds the movement since the region's last message and, for each node, the sum of the losses of its
+        rounds in it and their `count`, `[1, K]`. While they are under way, the state also has "sent r.n", the
+        collected movement in message n of region r, and "reply r.n".
         """
         own, _ = super().init(run, params)
         regions = {
@@ -207,7 +207,7 @@ class HALoSStrategy(InRounds):
         return str(r), self.local_server.of(len(members))
 
     def arrive(self, part: Part) -> None:
-        """Let the region's server make a version of a movement."""
+        """Let the region's server make an update from a movement."""
         arrival, K = part.event.info, part.simulation.run.num_nodes
         name, server = self.region_of(arrival.node, K)
         region = part.shared["regions"][name]
@@ -225,20 +225,20 @@ class HALoSStrategy(InRounds):
         _put(part, name, params=params, server=state, collects=collects)
 
     def restart(self, part: Part) -> None:
-        """Let a node begin from what its region's server sends of its present parameters."""
+        """Let a node begin a round with the parameters of its region's server."""
         name, server = self.region_of(part.rows[0], part.simulation.run.num_nodes)
         region = part.shared["regions"][name]
         self.begin_from(part, server.start(region["params"], region["server"]))
 
     def depart(self, part: Part) -> None:
-        """Put what a region has collected on its way."""
+        """Queue a region's collected movement for sending."""
         name = str(part.event.info.region)
         part.shared[f"sent {_label(part)}"] = part.shared["regions"][name]["collects"]
         _put(part, name, collects=_nothing(part.shared["params"], part.simulation.run.num_nodes))
         self._between(part, "region_send")
 
     def deliver(self, part: Part) -> None:
-        """Let the global server make a version of a region's message, and put the reply on its way."""
+        """Let the global server make an update from a region's message, and queue the reply."""
         event, sent, shared = part.event.info, part.shared[f"sent {_label(part)}"], part.shared
         server, state = self.server_of(part.simulation.run.num_nodes), shared["server"]
         weight = weight_of(self._region_staleness, event.staleness)
@@ -252,7 +252,7 @@ class HALoSStrategy(InRounds):
         part.report((sent["losses"] / sent["count"])[0])  # nan where none has arrived
 
     def reply(self, part: Part) -> None:
-        """Let a region go to the global server's parameters, as far as it does."""
+        """Mix the global server's parameters into a region's, with weight `alpha`."""
         name, a = str(part.event.info.region), self.alpha
         params, reply = part.shared["regions"][name]["params"], part.shared[f"reply {_label(part)}"]
         _put(part, name, params=tree.map(lambda x, z: (1 - a) * x + a * z, params, reply))
@@ -268,7 +268,7 @@ class HALoSStrategy(InRounds):
 
 
 def _nothing(params: Tree, num_nodes: int) -> dict[str, Any]:
-    """Return what a region that has just sent has collected."""
+    """Return the empty `collects` of a region that has just sent its message."""
     none = next(iter(params.values())).new_zeros(1, num_nodes)
     return {"movement": tree.map(torch.zeros_like, params), "losses": none, "count": none.clone()}
 
@@ -296,16 +296,16 @@ def _regions(regions: Any) -> int | Regions:
 
 
 class RegionMessage(NamedTuple):
-    """What a region has collected, at one of three points of its way to the global server and back.
+    """A region's message to the global server, at one of three points of its way there and back.
 
     Attributes:
-        time: when it is there.
-        what: "depart": the region has collected it; "deliver": the global server makes its next version of it;
-            "reply": the answer is at the region's server.
-        region, number: whose message, and its how many-th, from 0.
-        version: of the global server: the last that the region had when it sent; of a reply the one that it brings.
-        arrivals: of the movements in it.
-        staleness: at its delivery, the versions by which the global server is ahead.
+        time: the time at that point.
+        what: "depart": the message leaves the region; "deliver": the global server makes an update from it; "reply":
+            the answer reaches the region's server.
+        region, number: the region, and the index of its message, from 0.
+        version: the version of the global server that the region had last; for a reply the version that it brings.
+        arrivals: the arrivals of the movements in it.
+        staleness: at its delivery, the number of versions by which the global server is ahead.
     """
 
     time: float
@@ -322,20 +322,20 @@ ENDED, ARRIVES, BEGINS, LEAVES, DELIVERED, REPLIED = range(STEPS + 1, STEPS + 7)
 
 @dataclass(frozen=True)
 class RegionRules(Rules):
-    """How nodes, the servers of regions and a global one work together.
+    """The rules by which nodes, the servers of regions and a global server work together.
 
-    A node's movement goes to the server of its region, which makes a version of it, and of every `buffer` of them sends
-    a message to the global server, which makes a version of that, an `Update`, and replies.
+    A node's movement goes to the server of its region, which makes a version from it. After every `buffer` movements it
+    sends a message to the global server, which makes a version from the message, an `Update`, and replies.
 
-    At one time: ends of rounds, arrivals, begins of rounds (all three by node), messages that leave the regions,
-    arrivals at the global server, replies (all three by region). So a node whose arrival makes its region send begins
-    its next round before the reply, as in the paper's code, also where messages between servers take no time.
+    Events at one time are in this order: ends of rounds, arrivals, begins of rounds (by node), messages that leave the
+    regions, arrivals at the global server, replies (by region). So a node whose arrival makes its region send begins
+    its next round before the reply, as in the paper's code, even if messages between servers take no time.
 
     Attributes:
-        buffer: arrivals at a region's server of which it sends a message.
-        wires: of each node and its region's server; each of these has a link of its own.
-        regions: the nodes of each.
-        between: of each region's server and the global one; None: messages take no time.
+        buffer: arrivals at a region's server per message to the global server.
+        wires: the links between nodes and their region's server; each region's server has its own link.
+        regions: the nodes of each region.
+        between: the links between the regions' servers and the global one; None: messages take no time.
 
     >>> from vecgym.simulation.events import Stop, schedule
     >>> rules = RegionRules(num_steps=(1, 1), buffer=2, regions=((0,), (1,)))
@@ -373,7 +373,7 @@ def delivered(events: Sequence[Happening]) -> list[RegionMessage]:
 class _Region:
     links: Traffic
     version: int = 0
-    of_global: int = 0  # the version that it has had last
+    of_global: int = 0  # the version of the global server that it received last
     arrivals: list[Arrival] = field(default_factory=list)  # since the last message
     number: int = 0  # messages so far
     leaving: list[RegionMessage] = field(default_factory=list)  # on their way, oldest first
@@ -381,7 +381,7 @@ class _Region:
 
 
 class _Run(RoundsAgenda):
-    """Nodes, regions' servers and a global one; `who` is a node or a region."""
+    """The agenda of nodes, regions' servers and a global server; `who` is a node or a region."""
 
     def __init__(self, rules: RegionRules, step_seconds: StepSeconds) -> None:
         super().__init__(rules, step_seconds)

@@ -405,8 +405,8 @@ class DESLOCStrategy(Strategy):
     u_i <- mean_k u_k, every Hv steps v_i <- mean_k v_k. The slower a value changes, the more rarely it is exchanged.
 
     Every node keeps theta and the moments, `[K, *]`: 3 b P, as without an exchange; nothing is stored once for all
-    nodes. Bytes sent per node and step: 2 (K - 1) / K * b * P * (1 / H + 1 / Hu + 1 / Hv), by default 1.5 times DiLoCo's
-    bytes.
+    nodes. Bytes sent per node and step: 2 (K - 1) / K * b * P * (1 / H + 1 / Hu + 1 / Hv), 1.5 times DiLoCo's by
+    default.
 
     Args:
         inner_optim: the local optimizer, AdamW when not given; one with the moments "exp_avg" and "exp_avg_sq".

@@ -6,8 +6,8 @@ take turns: one runs up to a collective of this module (`all_reduce`, `broadcast
 collectives are those of `vecgym.collectives` underneath: same results, same ledger. Exact, slower than `[K, *]`
 tensor code, and not differentiable.
 
-What the code of a node draws from the global random generators is its own: the nodes begin from equal states, as
-processes that are seeded alike do, and no node's draws depend on another's.
+Each node has its own states of the global random generators: the nodes begin with equal states, as processes with one
+seed do, and no node's draws depend on another's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from vecgym.strategy.base import Strategy
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     """Replace `tensor` by its sum over all nodes, in place, and return it.
 
-    `op` is "sum" or "mean", or "max", "min" or "product", for which every node gets all values.
+    `op` is "sum" or "mean"; or "max", "min" or "product", for which every node receives all values.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.strategy.simulated import simulation_of
@@ -121,14 +121,14 @@ def barrier() -> None:
 class RankStrategy(Strategy):
     """A strategy written for one rank: `step` sees one node's model and its gradients, and talks to the others.
 
-    A subclass overrides `step`. It runs on every node, in a copy of its own, which has
+    A subclass overrides `step`. Every node runs it in its own copy of the strategy, which has
 
-    * `model`: the node's, with its gradients in `p.grad`;
-    * `rank`, `num_nodes`, `max_steps`: which node it is, of how many, and the length of the run;
-    * `local_step`: the steps that it has done;
+    * `model`: the node's model, with its gradients in `p.grad`;
+    * `rank`, `num_nodes`, `max_steps`: the node's id, the number of nodes, and the length of the run;
+    * `local_step`: the number of steps that the node has done;
     * `optim`: the inner optimizer, built by `_init_node`.
 
-    As in EXO Gym, a class that derives from `Strategy` and overrides `step` is one, too.
+    As in EXO Gym, a subclass of `Strategy` that defines `step` is a rank strategy, too.
 
     >>> from vecgym.strategy import all_reduce
     >>> class DDP(RankStrategy):
@@ -142,7 +142,7 @@ class RankStrategy(Strategy):
     >>> one = DDP("sgd", lr=0.1)
     >>> one.max_steps = 10
     >>> one._init_node(nn.Linear(1, 1), rank=0, num_nodes=2)
-    >>> state = {**one.state_dict(), "local_step": 3}  # what a checkpoint has of a node
+    >>> state = {**one.state_dict(), "local_step": 3}  # a node's part of a checkpoint
     >>> one.load_state_dict(state)
     >>> one.local_step
     3
@@ -156,7 +156,7 @@ class RankStrategy(Strategy):
     optim: torch.optim.Optimizer
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        """Begin, once, with the node's own model, and build `self.optim`."""
+        """Initialise the node, once, with its model, and build `self.optim`."""
         self.model, self.rank, self.num_nodes, self.local_step = model, rank, num_nodes, 0
         self.optim = self.inner_optim.build([p for p in model.parameters() if p.requires_grad])
         self._set_lr()
@@ -167,7 +167,7 @@ class RankStrategy(Strategy):
         self._set_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what evolves besides the model's parameters, for a checkpoint: plain values and tensors.
+        """Return the node's state besides the model's parameters, for a checkpoint: plain values and tensors.
 
         These are the attributes: tensors, numbers, strings, random number generators, whatever has a `state_dict`, as
         modules and optimizers have, and lists, tuples, dicts and objects of these. Classes and functions are not
@@ -179,12 +179,12 @@ class RankStrategy(Strategy):
         return state_of(self, {id(p): name for name, p in self.model.named_parameters()}, self._where)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` has returned, after `_init_node`.
+        """Restore a value of `state_dict`; called after `_init_node`.
 
         Raises:
             ValueError: for an optimizer, a module or an object that `step` created and `_init_node` does not.
         """
-        check.instance("state", state, Mapping, "what state_dict() has returned")
+        check.instance("state", state, Mapping, "the dict that state_dict() returned")
         params = dict(self.model.named_parameters())
         restore(self, state, {**params, **{id(p): p for p in params.values()}}, self._where)
 
@@ -200,7 +200,7 @@ class RankStrategy(Strategy):
             group["lr"] = group["initial_lr"] * schedule(self.local_step)
 
 
-# ------------------------------------------------------------------------------------------- what a rank holds
+# ------------------------------------------------------------------------------------------- the state of a rank
 
 
 CONSTANTS = (
@@ -211,10 +211,10 @@ NEW: dict[str, Callable[[], Any]] = {"tensor": lambda: None, "list": list, "tupl
 
 
 def state_of(x: Any, names: dict[int, str], where: str = "self") -> dict[str, Any]:
-    """Return what the attributes of an object hold, for a file; see `RankStrategy.state_dict`.
+    """Return the values of an object's attributes, for a file; see `RankStrategy.state_dict`.
 
     Args:
-        names: id -> name of the objects that are saved elsewhere; those that `x` holds are added.
+        names: id -> name of the objects that are saved elsewhere; the objects in `x` are added.
         where: the name of `x` in errors.
 
     >>> one, two = types.SimpleNamespace(count=3, values=[torch.ones(2)]), types.SimpleNamespace()
@@ -232,16 +232,16 @@ def restore(x: Any, state: Mapping[str, Any], objects: dict[Any, Any], where: st
     Two attributes that held the same object hold the same object again.
 
     Args:
-        objects: name and id -> object, of what is saved elsewhere; restored objects are added.
+        objects: name and id -> object, for the objects that are saved elsewhere; restored objects are added.
 
     Raises:
-        ValueError: if the saved object held something that this one has no counterpart for.
+        ValueError: if the saved object held an object that has no counterpart in this one.
     """
     _refilled(x, {"is": "object", "keys": list(state), "items": list(state.values())}, objects, where)
 
 
 def _kind(x: Any) -> str:
-    """Return how an object is saved; "": it cannot be."""
+    """Return the kind under which an object is saved; "" if it cannot be."""
     if isinstance(x, CONSTANTS):
         return "constant"
     if isinstance(x, Tensor):
@@ -258,7 +258,7 @@ def _kind(x: Any) -> str:
 
 
 def _parts(x: Any) -> dict[Any, Any]:
-    """Return what an object holds, by name, key or index."""
+    """Return the parts of an object, by name, key or index."""
     if isinstance(x, nn.Module):
         return {**dict(x.named_parameters()), **dict(x.named_buffers())}
     if isinstance(x, torch.optim.Optimizer):
@@ -308,7 +308,7 @@ def _refusal(x: Any, where: str) -> TypeError:
 
 
 def _restored(x: Any, state: Any, objects: dict[Any, Any], where: str) -> Any:
-    """Return what takes the place of `x`: `x` itself, restored in place, if it is of the saved kind."""
+    """Return the restored object in place of `x`: `x` itself if it has the saved kind, else a new one."""
     if not isinstance(state, dict):
         return state
     kind = state["is"]
@@ -333,7 +333,7 @@ def _restored(x: Any, state: Any, objects: dict[Any, Any], where: str) -> Any:
 
 
 def _refilled(x: Any, state: Mapping[str, Any], objects: dict[Any, Any], where: str) -> Any:
-    """Put the saved parts into an object that has some."""
+    """Restore the parts of an object, in place where it can be."""
     kind, before = state["is"], dict(_parts(x))
     y: Any = list(x) if kind == "tuple" else x
     objects[where] = objects[id(y)] = y  # it may hold itself
@@ -375,7 +375,7 @@ def _missing(where: str) -> ValueError:
 
 
 def as_strategy(strategy: Strategy, model: nn.Module) -> Strategy:
-    """Return the strategy for all nodes at once: `strategy`, or what runs its `step` on each of them.
+    """Return a strategy for all nodes at once: `strategy`, or a wrapper that runs its `step` on each node.
 
     >>> from vecgym.strategy import AllReduceStrategy
     >>> class Alone(Strategy):
@@ -390,7 +390,7 @@ def as_strategy(strategy: Strategy, model: nn.Module) -> Strategy:
 def _copy_for_rank(strategy: Strategy) -> Any:
     """Copy a strategy with a `step`, and give it the members of a `RankStrategy`."""
     rank = copy.deepcopy(strategy)
-    if not isinstance(rank, RankStrategy):  # as in EXO Gym: what it calls by super() comes after its own classes
+    if not isinstance(rank, RankStrategy):  # as in EXO Gym: super() then finds these members
         cls = type(rank)
         rank.__class__ = type(cls.__name__, (cls, RankStrategy), {"__module__": cls.__module__})
     return rank
@@ -477,10 +477,10 @@ class _Ranks(Strategy):
         part.report(part.losses)
 
     def hidden_state(self) -> list[dict[str, Any]]:
-        """Return what the copies hold apart from parameters, and their random states, a tree each, for a file.
+        """Return each copy's state besides the parameters, and its random states, for a checkpoint.
 
         Raises:
-            TypeError: for something in them that cannot be saved, naming it.
+            TypeError: for an object that cannot be saved, naming it.
         """
         return [
             {"held": rank.state_dict(), "random": states.packed()} for rank, states in zip(self._ranks, self._states)
@@ -499,11 +499,11 @@ _here = threading.local()  # .node and .meeting of the thread
 
 
 class RankMeeting:
-    """Where the nodes' threads meet. One runs at a time, node 0 first; at a meeting the last to come computes for all.
+    """A meeting point of the nodes' threads. One runs at a time, node 0 first; the last one to arrive computes for all.
 
     Args:
-        comm: what carries out the collectives.
-        states: of the global random generators, one for each node; replaced by what the nodes leave behind.
+        comm: the collectives to carry out.
+        states: the states of the global random generators, one per node; updated when a node passes on its turn.
     """
 
     def __init__(self, comm: Collectives, states: list[GlobalStates]) -> None:
@@ -516,12 +516,12 @@ class RankMeeting:
         self._result: Any = None
 
     def exchange(self, node: int, operation: str, value: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """Stack what the nodes give, `[K, *]`, and return what `compute` makes of it."""
+        """Stack the nodes' values, `[K, *]`, and return the result of `compute` on them."""
         what = f"{operation} of shape {list(value.shape)}"
         return self._meet(node, what, value.detach(), lambda given: compute(torch.stack(list(given))))
 
     def share(self, node: int, operation: str, value: Any) -> list[Any]:
-        """Return what every node gives, in node order; nothing goes to the ledger."""
+        """Return every node's value, in node order, without a record in the ledger."""
         return self._meet(node, operation, value, list)
 
     def wait(self, node: int) -> None:
@@ -569,13 +569,13 @@ class RankMeeting:
 
 
 class _AnotherFailed(Exception):
-    """Ends a thread that has nothing to wait for any more."""
+    """Ends a thread whose meeting another node's error has aborted."""
 
 
 def run_ranks(work: Callable[[int], None], meeting: RankMeeting, threads: Executor) -> None:
-    """Run `work(node)` for all nodes, a thread each, taking turns; the first error of a node is raised here.
+    """Run `work(node)` for all nodes, in one thread each, taking turns; raise the first error of a node.
 
-    The global random states are afterwards what they were.
+    The global random states are restored afterwards.
     """
 
     def run(node: int) -> BaseException | None:
@@ -603,7 +603,7 @@ def run_ranks(work: Callable[[int], None], meeting: RankMeeting, threads: Execut
 
 
 def here() -> tuple[RankMeeting, int]:
-    """Return the meeting and the node of the thread that asks."""
+    """Return the meeting and the node of the calling thread."""
     if not is_rank():
         raise RuntimeError("all_reduce, broadcast and all_gather of a rank work inside Strategy.step() only.")
     return _here.meeting, _here.node

@@ -1,7 +1,7 @@
-"""Servers that do not wait for all nodes: what they do with each movement that arrives.
+"""Servers that do not wait for all nodes: their updates from movements that arrive one by one.
 
-A `Server` holds the parameters theta and takes the movements Delta_i = start_i - theta_i of the nodes' rounds as they
-come, each weighted by w(s) for a staleness of s versions. See `vecgym.strategy.AsyncStrategy`.
+A `Server` holds the parameters theta and receives the movements Delta_i = start_i - theta_i of the nodes' rounds, each
+weighted by w(s) for a staleness of s versions. See `vecgym.strategy.AsyncStrategy`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ STALENESS: dict[str, Staleness] = {
 
 
 class Server(ABC):
-    """What a server does with the movements that it takes together. Override `update`, and `init` if something evolves.
+    """A server's update from the movements that have arrived. Override `update`, and `init` if it has a state.
 
-    A server holds settings only; what evolves is its state, nested dicts of tensors `[1, *]`.
+    A server holds settings only; its state is nested dicts of tensors `[1, *]`.
 
     Example: a server that goes the whole way, whatever the staleness.
 
@@ -50,10 +50,10 @@ class Server(ABC):
     True
     """
 
-    # Arguments of `class Mine(Server, batched=("lr",))` that may have a value for each configuration of a sweep, `[C]`,
-    # where parameters, movements and state are `[C, *]`; None: its methods are for one of them.
+    # Declared by `class Mine(Server, batched=("lr",))`: arguments that may be `[C]`, one value per configuration of a
+    # sweep, with parameters, movements and state `[C, *]`; None: the methods work on one configuration.
     batched: tuple[str, ...] | None = None
-    # Movements of which an update is made, and their weights; None: as the strategy says.
+    # Movements per update, and their weights; None: the strategy's settings.
     buffer: int | None = None
     staleness: StalenessName | None = None
 
@@ -68,19 +68,19 @@ class Server(ABC):
         return
 
     def of(self, num_nodes: int) -> Server:
-        """Return the server of a run with so many nodes: settings that depend on it have their values."""
+        """Return the server of a run with `num_nodes` nodes, with values for all settings that depend on it."""
         return self
 
     def init(self, params: Tree) -> State:
-        """Return the first state."""
+        """Return the initial state."""
         return {}
 
     def start(self, params: Tree, state: State) -> Tree:
-        """Return what is sent to those who begin a round, given the server's parameters `[1, *]`."""
+        """Return the parameters for nodes that begin a round, from the server's parameters `[1, *]`."""
         return params
 
     def correct(self, movement: Tree, state: State) -> Tree:
-        """Return a movement `[1, *]`, as it arrives and before it is weighted, as the server takes it."""
+        """Return the correction of a movement `[1, *]` that arrives, before it is weighted."""
         return movement
 
     @abstractmethod
@@ -93,8 +93,8 @@ class Server(ABC):
             params: `[1, *]`.
             movement: the mean of the weighted movements, `[1, *]`.
             state: from `init` or the update before.
-            update: how many came before this one.
-            inplace: parameters and state may be overwritten. If not, derivatives can be taken through the result.
+            update: the index of the update, from 0.
+            inplace: whether parameters and state may be overwritten; if not, the result can be differentiated.
         """
 
     def rate(self, update: int) -> float | Tensor | None:
@@ -109,10 +109,10 @@ class OuterOptimizer(Server, batched=()):
     """theta <- optimizer(theta, Delta), with the mean movement as the gradient.
 
     Args:
-        outer_optim: "sgd" and `torch.optim.SGD` mean DiLoCo's SGD(lr=0.7, momentum=0.9, nesterov=True); an `OptimSpec`
-            is taken as it is, so is any other optimizer. With an update at every arrival, the momentum of K arrivals
-            in a row adds up: smaller rates than in DiLoCo, about 1 / K of them, are usual.
-        lr: its learning rate, unless `outer_optim` has it.
+        outer_optim: "sgd" and `torch.optim.SGD` mean DiLoCo's SGD(lr=0.7, momentum=0.9, nesterov=True); an `OptimSpec`,
+            and any other optimizer, keeps its own settings. With an update at every arrival, the momentum of K
+            arrivals in a row adds up: smaller rates than DiLoCo's, about 1 / K of them, are usual.
+        lr: its learning rate, unless `outer_optim` has one.
 
     >>> server, params = OuterOptimizer(OptimSpec("sgd", lr=0.5)), {"w": torch.zeros(1)}
     >>> server.update(params, {"w": torch.ones(1)}, server.init(params), update=0)[0], server.rate(0)
@@ -151,21 +151,21 @@ class FedBuff(OuterOptimizer, batched=("momentum",)):
     """theta <- theta - lr Delta, where Delta is the mean of `buffer` arrivals, each weighted (1 + s)^(-1/2).
 
     Args:
-        buffer: M, arrivals of which an update is made.
+        buffer: M, the arrivals per update.
         lr, momentum: of the server's SGD.
 
     >>> FedBuff(buffer=5, lr=0.5)
     FedBuff(buffer=5, lr=0.5)
 
     Reference: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", arXiv 2106.06639. Deviation:
-    no noise is added for privacy. In github.com/facebookresearch/FLSim the buffer is summed, so that its rates are ours
-    divided by `buffer`, and the weights are divided by that of a usual staleness. lr = 1 is nobody's default but ours.
+    no noise is added for privacy. github.com/facebookresearch/FLSim sums the buffer, so that its rates are ours divided
+    by `buffer`, and divides the weights by the weight of a usual staleness. The default lr = 1 is ours.
     """
 
     staleness = "inverse_sqrt"
 
     def __init__(self, buffer: int = 10, lr: float | Tensor = 1.0, momentum: float | Tensor = 0.0) -> None:
-        self.buffer = check.integer("buffer", buffer, what="arrivals of which the server makes an update")
+        self.buffer = check.integer("buffer", buffer, what="arrivals per update of the server")
         super().__init__(OptimSpec("sgd", lr=lr, momentum=momentum))
         self.momentum = momentum
 
@@ -176,9 +176,9 @@ class FedBuff(OuterOptimizer, batched=("momentum",)):
 class DelayedNesterov(Server, batched=("lr", "momentum", "c")):
     """Nesterov's momentum that moves only with every N-th arrival; in between, the server follows each movement.
 
-    Delta <- Delta + g, with g the movement. With every N-th:
+    Delta <- Delta + g, with g the movement. At every N-th arrival:
     m <- beta m + Delta / N;  theta <- theta - eta ((1 - c N + c) beta m + g / N);  Delta <- 0;
-    and else theta <- theta - eta (c beta m + g / N).
+    at all others theta <- theta - eta (c beta m + g / N).
 
     State: `momentum` and `buffer`, two copies of the parameters.
 
@@ -186,7 +186,7 @@ class DelayedNesterov(Server, batched=("lr", "momentum", "c")):
         lr: eta.
         momentum: beta.
         buffer: N; None: the number of nodes.
-        c: in [0, 1 / N], how much of the momentum is spread over the arrivals in between.
+        c: in [0, 1 / N], the fraction of the momentum that each arrival in between applies.
 
     >>> server, params = DelayedNesterov(lr=1.0, momentum=0.5, buffer=2), {"w": torch.zeros(1)}
     >>> state = server.init(params)
@@ -210,7 +210,7 @@ class DelayedNesterov(Server, batched=("lr", "momentum", "c")):
         self.lr = one_number("lr", lr, "[0, inf)")
         self.momentum = one_number("momentum", momentum, "[0, 1)")
         self.num_arrivals = check.optional_integer("buffer", buffer, what="None is the number of nodes")
-        self.c = one_number("c", c, "[0, 1]", "what of the momentum is spread over the arrivals in between")
+        self.c = one_number("c", c, "[0, 1]", "the fraction of the momentum that each arrival in between applies")
         self._check_c(self.num_arrivals or 1)
 
     def check(self, num_nodes: int, num_updates: int) -> None:
@@ -235,7 +235,7 @@ class DelayedNesterov(Server, batched=("lr", "momentum", "c")):
         self, params: Tree, movement: Tree, state: State, update: int, inplace: bool = False
     ) -> tuple[Tree, State]:
         if self.num_arrivals is None:
-            raise ValueError("buffer=None is the number of nodes, which server.of(num_nodes) says.")
+            raise ValueError("buffer=None is the number of nodes: call server.of(num_nodes) first.")
         N, beta, c = self.num_arrivals, self.momentum, self.c
         buffer, momentum = tree.map(torch.add, state["buffer"], movement), state["momentum"]
         share = c
@@ -251,20 +251,20 @@ class DelayedNesterov(Server, batched=("lr", "momentum", "c")):
 
 
 class HeLoCo(Server, batched=("lr", "momentum", "rho")):
-    """Momentum as a running mean of movements, which are corrected where they point against it, each tensor by itself.
+    """Momentum as a running mean of movements; tensors of a movement that point against it are corrected.
 
     With c = cos(Delta, m) and conf = |Delta| / (|Delta| + 3 |m| + 1e-8), Delta becomes
 
-    c >= 0.2: Delta as it is;
+    c >= 0.2: Delta, unchanged;
     c < 0: Delta - min(0.5 (-c) conf, 0.5) c |Delta| m / |m|;
     between: turned towards m, |Delta| unit((1 - l) Delta / |Delta| + l m / |m|), l = min((1 - c) conf, 1);
-    as it is where |Delta| or |m| is below 1e-8. It is weighted by rho when it arrives. Then
+    Delta, unchanged, if |Delta| or |m| is below 1e-8. It is weighted by rho when it arrives. Then
 
     m <- beta m + (1 - beta) Delta;  theta <- theta - eta (Delta + beta m),
 
-    and a node begins its round where the momentum would lead: from theta - eta beta m.
+    and a node begins its round at the point to which the momentum leads, theta - eta beta m.
 
-    State: `momentum`, a copy of the parameters. A movement that stays the same moves theta by 1 + beta times as much:
+    State: `momentum`, of the size of the parameters. Equal movements in a row move theta by 1 + beta times each;
     torch's Nesterov, whose momentum is a sum, moves it by 1 / (1 - beta) times.
 
     Args:
@@ -280,8 +280,8 @@ class HeLoCo(Server, batched=("lr", "momentum", "rho")):
     tensor([[1.6000, 1.2000]])
 
     Reference: arXiv 2606.00271, and github.com/PanocularAI/panofabric-engine, panoengine/decentralized/heloco.py.
-    Deviation: with `buffer` > 1 the server takes the mean of the corrected movements; the code takes one after the
-    other.
+    Deviation: with `buffer` > 1 the server uses the mean of the corrected movements; the code makes one update after
+    the other.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class HeLoCo(Server, batched=("lr", "momentum", "rho")):
     def correct(self, movement: Tree, state: State) -> Tree:
         rho = self.rho
         if rho is None:
-            raise ValueError("rho=None is 1 / sqrt(nodes), which server.of(num_nodes) says.")
+            raise ValueError("rho=None is 1 / sqrt(nodes): call server.of(num_nodes) first.")
         return tree.map(lambda x, m: spread(rho, x) * corrected(x, m), movement, state["momentum"])
 
     def update(
@@ -322,7 +322,7 @@ class HeLoCo(Server, batched=("lr", "momentum", "rho")):
 
 
 def check_server(name: str, server: Server | None, usual: Server, here: str) -> Server:
-    """Return a server that does not wait for several arrivals, since what it is told each time is an update.
+    """Return `server` if it makes an update of each arrival, or `usual` for None; `here` says why it must.
 
     >>> check_server("server", FedBuff(4), OuterOptimizer(), "each makes an update")
     Traceback (most recent call last):
@@ -342,7 +342,7 @@ or DelayedNesterov, whose momentum waits.
 
 
 def one_number(name: str, value: Any, within: str, what: str = "") -> float | Tensor:
-    """Return a number, or a tensor with one: there is one server.
+    """Return a number, or a tensor with a single number, since there is one server.
 
     >>> one_number("lr", torch.ones(2), "[0, inf)")
     Traceback (most recent call last):
@@ -361,7 +361,7 @@ def check_staleness(value: Any) -> Any:
 
 
 def weight_of(function: Any, staleness: int) -> Any:
-    """Return the weight of a movement, by the name of a function or by a user's own, whose result is checked.
+    """Return the weight of a movement, from the name of a function or from a user's function, which is checked.
 
     >>> weight_of("inverse_sqrt", 3)
     0.5
