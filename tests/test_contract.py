@@ -205,7 +205,7 @@ class Assigning(Strategy):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (one_name, r"Assigning\.pull assigned other parameters than there are: first\.bias"),
+        (one_name, r"Assigning\.pull assigned parameters with other names than the model's: first\.bias"),
         (flat, r"Assigning\.pull assigned 'params\.first\.weight' as .*; expected \[3 or 1, "),
         (two_rows, r"Assigning\.pull assigned 'params\.first\.weight' as float64 \[2, .*; expected \[3 or 1, "),
         (lambda tree: {n: x.float() for n, x in tree.items()}, r"as float32 .*; expected .* of torch\.float64"),

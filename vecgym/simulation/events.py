@@ -35,7 +35,7 @@ StepSeconds = Callable[[int, int], float]  # (node, its own step count) -> secon
 
 
 class Happening(Protocol):
-    """Something that happens in an asynchronous run; if it concerns certain nodes, they are its `rows`."""
+    """An event of an asynchronous run; if it concerns certain nodes, these are its `rows`."""
 
     @property
     def time(self) -> float:
@@ -43,7 +43,7 @@ class Happening(Protocol):
 
     @property
     def what(self) -> str:
-        """The method of the algorithm that handles it."""
+        """The name of the algorithm's method that handles it."""
 
 
 class Arrival(NamedTuple):
@@ -51,11 +51,11 @@ class Arrival(NamedTuple):
 
     Attributes:
         time: of the arrival.
-        node, round: the node, and the number of its round, from 0.
-        version: of the server's parameters from which the round began.
-        staleness: versions by which the server is ahead of that.
+        node, round: the node, and the index of its round, from 0.
+        version: the version of the server's parameters with which the round began.
+        staleness: the number of versions by which the server is ahead of it.
         first_step, num_steps: the node's own step count when the round began, and the steps of the round.
-        begin, end: of its computation.
+        begin, end: the times of its computation.
     """
 
     time: float
@@ -127,24 +127,24 @@ class Wires:
     server: float = 0.0
 
     def sending(self, node: int, share: float = 1.0) -> float:
-        """Return how long a message, or a share of it, occupies a node's link on the way up."""
+        """Return the seconds for which a message, or a share of it, occupies a node's link on the way up."""
         return share * self.num_bytes * self.up[node]
 
     def receiving(self, node: int, share: float = 1.0) -> float:
-        """Return how long it occupies the link on the way down."""
+        """Return the seconds for which it occupies the link on the way down."""
         return share * self.num_bytes * self.down[node]
 
     def serving(self, share: float = 1.0) -> float:
-        """Return how long it occupies the server's link, in either direction."""
+        """Return the seconds for which it occupies the server's link, in either direction."""
         return share * self.num_bytes * self.server
 
     def swapping(self, node: int, other: int) -> float:
-        """Return how long a swap of messages occupies the links of two nodes: as long as the slowest end needs."""
+        """Return the seconds for which a swap of messages occupies the links of two nodes: those of the slowest end."""
         return max(*map(self.sending, (node, other)), *map(self.receiving, (node, other)))
 
 
 class Traffic:
-    """The messages on the wires: until when they keep each end busy.
+    """The messages on the wires: the time until which each end is busy.
 
     Args:
         wires: None: messages take no time.
@@ -158,7 +158,7 @@ class Traffic:
         self.server_in = self.server_out = 0.0
 
     def ahead(self) -> Traffic:
-        """Return a copy to try messages on: what it sends leaves the original as it is.
+        """Return a copy to try messages on, without an effect on the original.
 
         >>> links = Traffic(Wires(1.0, up=[2.0], down=[1.0], latency=[0.0]), num_nodes=1)
         >>> links.ahead().up(0, ready=0.0), links.up(0, ready=0.0)
@@ -199,10 +199,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Absences:
-    """When nodes are absent. A node that is absent when it would begin a step begins it when it is back.
+    """The absences of nodes. A node that is absent when it would begin a step begins it on its return.
 
     Attributes:
-        seconds: of an interval, throughout which a node is present or absent.
+        seconds: the length of an interval, throughout which a node is present or absent.
         there: (node, interval) -> whether the node is present.
 
     >>> absences = Absences(seconds=2.0, there=lambda node, interval: interval != 1)
@@ -232,15 +232,15 @@ class Absences:
 
 @dataclass(frozen=True)
 class Rules:
-    """How the nodes and the server work together.
+    """The rules by which the nodes and the server work together.
 
     Attributes:
-        num_steps: local steps in a round, of each node.
-        buffer: arrivals in one update of the server.
-        max_wait: the first node to arrive when nobody waits opens a window of this many seconds. Nodes that arrive in
-            it wait, and all of them begin again together when it closes.
-        grace: when the window closes: "full": when its time is over, or all nodes wait; "until_last": with its last
-            arrival, known in hindsight, so that nobody waits in vain.
+        num_steps: each node's local steps per round.
+        buffer: arrivals per update of the server.
+        max_wait: a node that arrives while no node waits opens a window of this many seconds. Nodes that arrive in it
+            wait, and all of them begin again together when it closes.
+        grace: the end of the window: "full": when its time is over, or all nodes wait; "until_last": with its last
+            arrival, known in hindsight, so that no node waits in vain.
         wires: None: messages take no time.
         absences: None: all nodes are always present.
     """
@@ -253,7 +253,7 @@ class Rules:
     absences: Absences | None = None
 
     def events(self, step_seconds: StepSeconds) -> Iterator[Happening]:
-        """Yield what happens, endlessly."""
+        """Yield the events of a run without an end."""
         return _Rounds(self, step_seconds).events()
 
     def arrivals(self, events: Sequence[Happening]) -> tuple[Arrival, ...]:
@@ -265,7 +265,7 @@ class Rules:
         return self.arrivals(events)
 
     def share(self, events: Sequence[Happening]) -> float:
-        """Return the part of the model, by its bytes, that an update is of."""
+        """Return the fraction of the model's bytes that an update concerns."""
         return 1.0
 
     def columns(self, events: Sequence[Happening]) -> dict[str, Any]:
@@ -273,7 +273,7 @@ class Rules:
         return {}
 
     def taken(self, event: Happening, wires: Wires) -> tuple[dict[int, float], dict[int, float]]:
-        """Return how long the messages of an event occupy nodes' links, up and down: seconds by node."""
+        """Return the seconds, by node, for which the messages of an event occupy the nodes' links, up and down."""
         if isinstance(event, Arrival):
             return {event.node: wires.sending(event.node)}, {}
         return {}, {node: wires.receiving(node) for node in event.nodes} if isinstance(event, Restart) else {}
@@ -283,11 +283,11 @@ class Rules:
         return links.up(node, end)
 
     def begins(self, links: Traffic, node: int, time: float) -> float:
-        """Send what a node's next round begins with; return when it arrives."""
+        """Send a node the parameters of its next round; return when they arrive."""
         return links.down(node, time)
 
     def computed(self, node: int, begin: float, first_step: int, end: float, step_seconds: StepSeconds) -> float:
-        """Return how long a node has computed by `end` in its current round."""
+        """Return the seconds that a node has computed by `end` in its current round."""
         time, took = begin, 0.0
         for step in range(first_step, first_step + self.num_steps[node]):
             while self.absences is not None and time < end and (back := self.absences.begins(node, time)) > time:
@@ -299,7 +299,7 @@ class Rules:
 
 
 class Times(Protocol):
-    """How long everything takes in a run; `vecgym.clock.asynchronous.TimesOf` implements it for a network."""
+    """The times of a run's steps and messages; `vecgym.clock.asynchronous.TimesOf` implements it for a network."""
 
     @property
     def nominal(self) -> list[float]:
@@ -315,7 +315,7 @@ class Times(Protocol):
 
     @property
     def absences(self) -> Absences | None:
-        """When nodes are absent; None: never."""
+        """The absences of nodes; None: there are none."""
 
     def wires(self, sizes: Sequence[int] | None = None) -> Wires | None:
         """Return the links between nodes and server for messages of these tensors; None: messages take no time."""
@@ -327,15 +327,15 @@ class Times(Protocol):
         """Return the links between the servers of regions and a global one, on a network of their own."""
 
     def num_messages(self, sizes: Sequence[int]) -> int:
-        """Count the messages in which tensors are sent one after the other."""
+        """Return the number of messages in which tensors are sent one after the other."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """When a run ends: at the first of these limits. At least one is set.
+    """The end of a run: the first of these limits. At least one is set.
 
     Attributes:
-        updates: versions that the server makes.
+        updates: the number of versions that the server makes.
         seconds: simulated; no update is made after that.
         steps: local steps in the updates, summed over the nodes.
     """
@@ -349,7 +349,7 @@ def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Happen
     """Return all events of a run in order, up to its last update.
 
     Raises:
-        ValueError: if nothing takes any time, so that a run of `Stop(seconds=...)` would never end; if the run has more
+        ValueError: if no step takes any time, so that a run of `Stop(seconds=...)` would never end; if the run has more
             events than can be planned; and if it waits for absent nodes forever.
     """
     events: list[Happening] = []
@@ -382,24 +382,24 @@ SOME, MOST = 4096, 10**7  # events
 STALLED = 10**5  # events
 
 
-def _check_end(stop: Stop, now: Stop) -> None:
+def _check_end(stop: Stop, so_far: Stop) -> None:
     """Raise a ValueError if the end is too far to plan, judging by the first `SOME` events."""
-    ends = {name: (end, getattr(now, name)) for name, end in vars(stop).items() if end is not None}
+    ends = {name: (end, getattr(so_far, name)) for name, end in vars(stop).items() if end is not None}
     rounds = min(end / reached if reached else 1.0 for end, reached in ends.values())
     if SOME * rounds > MOST:
         limits = ", ".join(f"{end:.3g} {name}" for name, (end, _) in ends.items())
         raise ValueError(
-            f"a run of {limits} has {SOME * rounds:.1g} events, the first {SOME} of them in {now.seconds:.3g} s: "
+            f"a run of {limits} has {SOME * rounds:.1g} events, the first {SOME} of them in {so_far.seconds:.3g} s: "
             f"at most {MOST:.0e} can be planned in advance. Give a shorter run, or longer steps in compute=."
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """All that happens in an asynchronous run.
+    """All events of an asynchronous run.
 
     Attributes:
-        rules: how the nodes and the server work together.
+        rules: the rules by which the nodes and the server work together.
         updates: the events of each update of the server: all since the previous update, up to this one.
 
     >>> events = schedule(Rules((2, 2)), lambda node, step: 1.0 + node, Stop(updates=3))
@@ -427,7 +427,7 @@ class Schedule:
 
     @cached_property
     def max_steps(self) -> int:
-        """The most steps that any node takes."""
+        """The largest number of steps of a node."""
         return max(1, *self.total_steps)
 
     def arrivals(self, update: int) -> list[Arrival]:
@@ -470,9 +470,9 @@ Entry = tuple[float, int, int, int]  # of an agenda: (time, kind, who, what)
 
 
 class Agenda:
-    """What is to come, in the order of time: a heap of (time, kind, who, what), with a handler for each kind.
+    """Future events in the order of time: a heap of (time, kind, who, what), with a handler for each kind.
 
-    At equal times kinds come in their order, then nodes, regions or fragments in theirs.
+    Events at equal times are ordered by kind, then by the index of the node, region or fragment.
 
     >>> class Ticks(Agenda):
     ...     def handlers(self):
@@ -517,7 +517,7 @@ STEPS = 0  # the first kind of a `RoundsAgenda`
 
 
 class RoundsAgenda(Agenda):
-    """An agenda of nodes that train in rounds. A node that may be absent takes its steps one by one, when present."""
+    """An agenda of nodes that train in rounds. Nodes that may be absent take their steps one by one, when present."""
 
     def __init__(self, rules: Rules, step_seconds: StepSeconds) -> None:
         super().__init__()
@@ -553,7 +553,7 @@ class RoundsAgenda(Agenda):
         return ()
 
     def next_step(self, time: float, node: int, num_done: int) -> Entry:
-        """Return the entry of what a node does after `num_done` steps of its round."""
+        """Return a node's next entry after `num_done` steps of its round."""
         count, absences = self.rules.num_steps[node], self.rules.absences
         assert absences is not None
         if num_done == count:
@@ -577,7 +577,7 @@ ENDS, ARRIVES = range(2)  # of a round
 
 
 class _Rounds(RoundsAgenda):
-    """Nodes that train in rounds, a server, and the window in which nodes that have arrived wait."""
+    """The agenda of nodes that train in rounds, a server, and the window in which arrived nodes wait."""
 
     def __init__(self, rules: Rules, step_seconds: StepSeconds) -> None:
         super().__init__(rules, step_seconds)
@@ -623,9 +623,9 @@ class _Rounds(RoundsAgenda):
             yield from self._closes(time, self.window, 0)
 
     def _following(self) -> float:
-        """Return when the next arrival is if the waiting nodes go on waiting.
+        """Return the time of the next arrival if the waiting nodes continue to wait.
 
-        Nothing is sent: if they begin again now, their messages may come first.
+        No message is sent: if they begin again now, their messages may come first.
         """
         queue, links = self.queue[:], self.links.ahead()
         while queue:

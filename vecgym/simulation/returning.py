@@ -19,8 +19,8 @@ def sent(
 ) -> Tree:  # fmt: skip
     """Return the parameters with which returning nodes begin a step, `[1 or n, *]`, and record the transfers.
 
-    After an exchange a server sends its result to the nodes of the next step. So as many returning nodes as have left
-    need no other message.
+    After an exchange a server sends its result to the nodes of the next step. As many returning nodes as have left get
+    the parameters in this way, without another message.
 
     Args:
         params: of the nodes in this process, `[1 or L, *]`.

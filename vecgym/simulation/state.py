@@ -1,4 +1,4 @@
-"""The state of a run, and its rows: taken on demand, and put back."""
+"""The state of a run, and the rows of an event: taken out on demand, and put back."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class State:
 
     Attributes:
         tick: number of ticks done.
-        own: what each node has of its own: nested dicts of tensors `[rows, *]`, by name.
-        shared: what all nodes share, `[1, *]`.
+        own: each node's own state: nested dicts of tensors `[rows, *]`, by name.
+        shared: the state that all nodes share, `[1, *]`.
 
     >>> State(0, own={"params": {"w": torch.zeros(4, 3)}}, shared={}).own["params"]["w"].shape
     torch.Size([4, 3])
@@ -44,7 +44,7 @@ class State:
 
     @property
     def home(self) -> dict[str, Any]:
-        """The one of the two trees that holds the parameters.
+        """The tree that holds the parameters, `shared` or `own`.
 
         >>> State(0, own={}, shared={"params": {}, "optimizer": {}}).home
         {'params': {}, 'optimizer': {}}
@@ -69,13 +69,14 @@ NAMED = {"params": "parameters", "buffers": "buffers"}  # trees whose names are 
 class Rows:
     """Some rows of trees stored by name: views of all rows and of consecutive rows, copies of others, made on demand.
 
-    `put_back` puts back what is assigned, and removes what is deleted. A new name is 0 on the other rows. A tensor
-    may be overwritten, but only what is assigned lasts. A tree that is assigned to all rows replaces the old one; of
-    one that is assigned to some rows, missing leaves stay as they are.
+    - `put_back` stores assigned trees, and removes deleted ones. Tensors may be overwritten, but must then be assigned.
+    - A new name is 0 on the other rows.
+    - A tree that is assigned to all rows replaces the old one.
+    - A tree that is assigned to some rows keeps its other leaves.
 
     Args:
         whole: the trees `[rows, *]` by name; `put_back` writes to it.
-        index: which rows; None: all.
+        index: the rows; None: all.
         size: number of all rows.
 
     >>> whole = {"w": torch.tensor([1.0, 2.0, 3.0])}
@@ -117,13 +118,13 @@ class Rows:
         self.assigned[name] = None
 
     def _check(self, name: str, new: Any) -> None:
-        """Raise an error for values of other rows, or of another form than those which they replace."""
+        """Raise an error for values of other rows, or of another form than the values that they replace."""
         todo = [(name, new, self.shown(name))]
         if new is None:
-            raise TypeError(f"{self.who} assigned None to {name!r}; expected tensors. `del` removes a name.")
+            raise TypeError(f"{self.who} assigned None to {name!r}; expected tensors. To remove a name, use `del`.")
         if name in NAMED and isinstance(new, dict) and new.keys() != todo[0][2].keys():
             odd = ", ".join(sorted(map(str, new.keys() ^ todo[0][2].keys())))
-            raise ValueError(f"{self.who} assigned other {NAMED[name]} than there are: {odd}.")
+            raise ValueError(f"{self.who} assigned {NAMED[name]} with other names than the model's: {odd}.")
         for path, x, old in todo:
             if x is old:
                 continue
@@ -142,7 +143,7 @@ class Rows:
                     raise ValueError(f"{self.who} assigned {path!r} as {tree.form(x)}; expected {form}.")
 
     def _fits(self, x: Tensor, like: Tensor) -> bool:
-        """Whether a tensor may take the place of another one, or is a new one if these are the same."""
+        """Whether a tensor may replace another one; if both are the same, whether it may be new."""
         lead, dim = self.lead, x.dim()
         if not dim == like.dim() >= lead or x.dtype != like.dtype or x.device != like.device:
             return False
@@ -150,7 +151,7 @@ class Rows:
             return False
         if x.shape[lead - 1] in ((1, self.num_rows) if like is x else (1, self.num_rows, like.shape[lead - 1])):
             return True
-        # A rollout of K initial parameters has K rows of what is shared.
+        # A rollout with K initial parameters has K rows of shared state.
         return like is x and self.index is None and any(x.shape[:1] == y.shape[:1] for y in tree.leaves(self.whole))
 
     def _form(self, shape: Sequence[int]) -> str:
@@ -158,11 +159,11 @@ class Rows:
         return f"[{', '.join([rows, *map(str, shape)])}]"
 
     def forget(self) -> None:
-        """Take all trees anew when they are asked for: some have been written to in another way."""
+        """Read all trees anew on the next access, since some were written to directly."""
         self._taken.clear()
 
     def of(self, name: str) -> Rows:
-        """Return those that hold a name; see `SplitRows`."""
+        """Return the rows that hold a name; see `SplitRows`."""
         return self
 
     def put_flat(self, name: str, value: Any) -> None:
@@ -170,7 +171,7 @@ class Rows:
         self.assigned[name] = value
 
     def changes(self) -> Iterable[tuple[str, Any]]:
-        """Return what was assigned, `[1 or rows, *]`; None: deleted."""
+        """Return the assigned trees, `[1 or rows, *]`, by name; None: deleted."""
         return self.assigned.items()
 
     def taken(self, name: str) -> Any:
@@ -188,7 +189,7 @@ class Rows:
 
 
 class Labelled:
-    """What rows hold under names that begin with a label, by the rest of the name.
+    """The entries of rows whose names begin with a label, by the rest of the name.
 
     >>> rows = {"0.0/params": 1}
     >>> held = Labelled(rows, "0.0/")
@@ -217,7 +218,7 @@ class Labelled:
 
 
 class GroupRows(Rows):
-    """Some rows of C configurations: what is taken and assigned is `[C, K or 1, *]`, in views of the trees `[rows, *]`.
+    """Some rows of C configurations: trees are read and assigned as `[C, K or 1, *]`, as views of `[rows, *]`.
 
     Args:
         num_configs: C.
@@ -265,7 +266,7 @@ class GroupRows(Rows):
         return self._apart_of[id(x)]
 
     def _flat(self, x: Tensor) -> Tensor:
-        """Return what is `[1 or C, K or 1, *]` as `[rows, *]`."""
+        """Return a tensor `[1 or C, K or 1, *]` as `[rows, *]`."""
         if id(x) in self._flat_of:
             return self._flat_of[id(x)]
         if x.dim() < 2 or len(x) not in (1, self.num_configs):
@@ -277,12 +278,12 @@ class GroupRows(Rows):
 
 
 class SplitRows:
-    """The rows of a group where all groups have some trees in common: each name is in one of two `Rows`.
+    """The rows of a group, if all groups have some trees in common: each name is in one of two `Rows`.
 
     Args:
-        common: of all groups.
-        names: those that are in it.
-        others: of the group alone, which come and go as if there were no other.
+        common: the rows of trees of all groups.
+        names: the names of these trees.
+        others: the rows of the group's own trees.
 
     >>> own = SplitRows(Rows({"w": torch.zeros(3)}, slice(1, 3), 3), {"w"}, Rows({"v": torch.ones(2)}, None, 2))
     >>> own["w"].shape, own["v"].shape, "u" in own
@@ -302,7 +303,7 @@ class SplitRows:
         self.common.who = self.others.who = who
 
     def of(self, name: str) -> Rows:
-        """Return those that hold a name."""
+        """Return the rows that hold a name."""
         return self.common if name in self.names else self.others
 
     def __contains__(self, name: str) -> bool:
@@ -327,10 +328,10 @@ class SplitRows:
 
 
 def put_back(parts: list[Rows], *, pure: bool) -> None:
-    """Put what was assigned back into the trees.
+    """Store the assigned values in the trees.
 
     In place, unless `pure`: each tensor keeps its storage and is written to, and an assigned tensor that is already in
-    the tree is not copied. What is both read and written is cloned first, so that no two names ever share memory.
+    the tree is not copied. A tensor that is both read and written is cloned first, so that names never share memory.
     """
     moves: list[Move] = []
     for rows in parts:
@@ -395,13 +396,13 @@ def _indices(rows: Rows) -> Tensor | None:
 def check_values(
     new: Any, old: Tree, num_rows: int, who: object, hook: str = "", what: str = "values", lead: int = 1
 ) -> Tree:
-    """Return what a user's code has made of values, if it has their names and shapes, or `[.., 1, *]`.
+    """Return the values of a user's code, if they have the names and shapes of the given ones, or `[.., 1, *]`.
 
     Args:
-        new, old: what it returned, and what it was given.
-        num_rows: the nodes here.
-        who, hook: what has made them, for messages: the `repr` of an object, and the name of its method, ".mine".
-        what: what the values are, for messages.
+        new, old: the returned and the given values.
+        num_rows: the number of nodes here.
+        who, hook: the user's code, for messages: the `repr` of an object, and the name of its method, ".mine".
+        what: a word for the values, for messages.
         lead: dimensions before those of a parameter.
 
     >>> check_values({}, {"w": torch.zeros(2, 3)}, 2, int)
@@ -435,7 +436,7 @@ def check_values(
 
 
 def a_kind(value: Any) -> str:
-    """Describe what a user's code has returned, for a message.
+    """Describe a value that a user's code has returned, for a message.
 
     >>> a_kind(None), a_kind([])
     ('None', 'a list')
@@ -448,8 +449,8 @@ class Result(NamedTuple):
 
     Attributes:
         params: `[1 or L, *]`; see `vecgym.strategy.Strategy.result`.
-        members: the nodes that took part in the last step, ascending; None: all.
-        trained: those whose buffers count, if these are not the members'.
+        members: the nodes whose parameters are averaged, ascending; None: all.
+        trained: the nodes whose buffers are averaged, if these are not the members.
 
     >>> Result({}).members is None, Result({}, (0, 2)).of_buffers, Result({}, (0, 2), (0, 1)).of_buffers
     (True, (0, 2), (0, 1))
@@ -463,12 +464,12 @@ class Result(NamedTuple):
 
     @property
     def of_buffers(self) -> tuple[int, ...] | None:
-        """The nodes whose buffers the run's model has the mean of; None: all."""
+        """The nodes whose buffers are averaged for the run's model; None: all."""
         return self.members if self.trained is None else self.trained
 
     @property
     def of_local(self) -> tuple[int, ...] | None:
-        """The members that have trained, by whose own models `val_loss_local` goes; None: all nodes."""
+        """The members that have trained, whose own models `val_loss_local` evaluates; None: all nodes."""
         if self.members is None or self.trained is None:
             return self.of_buffers
         trained = set(self.trained)
@@ -487,4 +488,4 @@ class Metrics(NamedTuple):
     lr: float | Tensor
     active: list[int] | None = None  # the nodes that trained; None: all
     outer_lr: float | Tensor | None = None  # of the strategy's outer optimizer, if it has one
-    transfers: tuple[Transfer, ...] = ()  # what was sent in the step, in order
+    transfers: tuple[Transfer, ...] = ()  # of the step, in order

@@ -1,7 +1,7 @@
-"""What happens when in a run, and to which rows: plain Python, known before the first gradient.
+"""The timetable of a run: its events and their rows, in plain Python, before the first gradient.
 
-It never depends on a trained number. Which nodes are present, train and exchange, and which batch each reads, is all
-known in advance, so a timetable can be tested without tensors, and a run can read its data ahead.
+It never depends on a trained number. The nodes that are present, train and exchange, and the batches that they read,
+are known in advance, so a timetable can be tested without tensors, and a run can read its data ahead.
 
 >>> run = RunFacts(num_nodes=3, num_steps=4)
 >>> for events in Lockstep(run, Mark("meet", 2)).ticks():
@@ -34,13 +34,13 @@ class Event(NamedTuple):
     """Something that happens to some rows of the state.
 
     Attributes:
-        what: the method of the algorithm that handles it.
+        what: the name of the algorithm's method that handles it.
         rows: ascending; None: all.
         counts: step counts that index learning rates, data and random numbers: one for all rows, or one for each.
         reads: batches that each row reads.
         info: further information for the method, such as a `Due`.
         made: optimizer steps that the rows have taken before; None: as many as `counts`.
-        group: of a stack, the group whose nodes are meant, in each of its configurations; None: rows of the whole
+        group: in a stack, the group whose nodes these are, in each of its configurations; None: rows of the whole
             stack, with the groups' own events in `info`.
         own: step counts that index data and random numbers; None: `counts`.
 
@@ -68,14 +68,14 @@ class Event(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What is due in some ticks of a `Lockstep`, and for which nodes.
+    """A kind of event that is due in some ticks of a `Lockstep`, and its nodes.
 
     Attributes:
-        what: the method of the algorithm that handles it.
-        when: when it is due: a `When`, or a number H: every H steps.
-        lag: steps from when it is due to when it happens, for nodes that are present at both.
-        who: which of the nodes that are present when it is due; None: all of them.
-        of: what it is about, such as a fragment.
+        what: the name of the algorithm's method that handles it.
+        when: the steps in which it is due: a `When`, or a number H: every H steps.
+        lag: steps from the due step to the event, for nodes that are present at both.
+        who: a choice among the nodes that are present in the due step; None: all of them.
+        of: its subject, such as a fragment.
         always: whether it also happens, to no rows, if none of its nodes is present.
 
     >>> Mark("write", 10, lag=2).who is None
@@ -91,13 +91,13 @@ class Mark(NamedTuple):
 
 
 class Due(NamedTuple):
-    """What an event knows about its mark.
+    """The facts of an event about its mark.
 
     Attributes:
-        number: how often it was due before: the count for selectors, topologies and outer optimizers.
-        step: when it was due; the event is `lag` steps later.
-        of: what the mark is about.
-        made: how often it has happened before, where it happens in part: a sum of weights.
+        number: its index among the mark's due steps, which selectors, topologies and outer optimizers count by.
+        step: the due step; the event is `lag` steps later.
+        of: the subject of the mark.
+        made: the sum of the weights of its events so far, if these happen in part.
 
     >>> Due(number=0, step=9).of is None
     True
@@ -111,12 +111,12 @@ class Due(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What an algorithm and its timetable may know before the first step.
+    """Facts about a run that an algorithm and its timetable may know before the first step.
 
     Attributes:
-        presence: which nodes are present in which steps; None: all, always.
-        num_examples: of each node's shard, `[K]`; None: unknown.
-        schedule: all that happens, if nodes do not wait for one another.
+        presence: the nodes that are present in each step; None: all, always.
+        num_examples: the size of each node's shard, `[K]`; None: unknown.
+        schedule: all events, if nodes do not wait for one another.
         names: of the trained parameters, in the model's order; a `Simulation` fills them in.
 
     >>> RunFacts(num_nodes=4, num_steps=10).presence is None
@@ -156,14 +156,14 @@ class Timetable(Protocol):
 
 
 class Lockstep:
-    """In each tick all present nodes train, or those that `trains` selects; then what is marked happens.
+    """In each tick all present nodes train, or those that `trains` selects; then the marked events that are due follow.
 
-    A node that does not train in every step has a count of its own; see `vecgym.availability` for what follows it.
+    A node that does not train in every step has its own step count; see `vecgym.availability` for its data and rates.
 
     Args:
         marks: in the order in which they happen within a tick.
-        trains: which of the present nodes train; None: all of them.
-        train: the method; not "train" if nodes exchange something before the optimizer's step.
+        trains: a function (step, present nodes) -> the nodes that train; None: all do.
+        train: the name of the method; not "train" if nodes exchange something before the optimizer's step.
         resting: if `trains` draws nodes for rounds: the others "take" the parameters that a server sends, or "keep"
             their own.
 
@@ -175,7 +175,7 @@ class Lockstep:
     (0, 2) 2 (1, 1)
     """
 
-    first = 0  # the step after which something is due for the first time; -1 is before the first step
+    first = 0  # the first step after which a mark may be due; -1 is before the first step
 
     def __init__(
         self, run: RunFacts, *marks: Mark, trains: Who | None = None, train: str = "train", resting: str | None = None
@@ -233,15 +233,15 @@ class Lockstep:
     def members(self, step: int) -> tuple[int, ...] | None:
         """Return the nodes whose parameters' mean is the run's model after a step; None: all.
 
-        They were present in it, and have trained, if nodes that are not drawn keep what they have.
+        They were present in it and, if nodes that are not drawn keep their values, have trained.
         """
         there = self.run.there(step)
         return there if self.resting != "keep" or step < 0 else _both(self._every(step), there) or there
 
     def trained(self, step: int) -> tuple[int, ...] | None:
-        """Return the nodes whose buffers' mean the run's model has after a step; None: all.
+        """Return the nodes whose buffers' mean is in the run's model after a step; None: all.
 
-        They have trained, and are members; where nodes are drawn for rounds, all that have trained.
+        They have trained, and are members; if nodes are drawn for rounds, all nodes that have trained.
         """
         every, members = self._every(step), self.members(step)
         return (every if self.sampled else _both(members, every)) or every or members
@@ -251,7 +251,7 @@ class Lockstep:
         return tuple(node for node, count in enumerate(self.made(step + 1)) if count)
 
     def counts(self, step: int, rows: tuple[int, ...] | None) -> tuple[Any, Any]:
-        """Return the counts by which the rates of these rows go, and the steps that they have taken where that differs.
+        """Return the counts that index the rates of these rows, and the rows' own step counts if these differ.
 
         >>> Lockstep(RunFacts(num_nodes=2), trains=lambda step, rows: rows[step % 2 :]).counts(3, (1,))
         (3, (3,))
@@ -288,20 +288,20 @@ Pending = tuple[int, ...]  # nodes
 class Scheduled:
     """The events of an asynchronous run whose nodes train in rounds. A tick ends with an update of the server.
 
-    When a node begins is known before any gradient, so nothing has to be computed at that time: events come in the
+    The times at which nodes begin are known before any gradient, so a round can be computed later: events come in the
     order of time, and a `train` for all rows that have begun and are not computed yet is inserted where a result is
     first needed. Neither the order of events nor any number depends on that.
 
     A happening's `what` names the method that handles it: `arrive`, `restart`, `update` or another. The happening is
-    the event's `info`; that of a `train` is the number of steps of the round before it.
+    the event's `info`; the `info` of a `train` is the number of steps of the round before it.
 
     Args:
-        schedule: all that happens; None is an error.
-        together: compute all rows that can be in one call; False: only those that are needed.
+        schedule: all events of the run; None is an error.
+        together: compute all rows that can be computed in one call; False: only the rows that are needed.
 
     Attributes:
-        length: ticks.
-        max_steps: most steps of a node.
+        length: the number of ticks.
+        max_steps: the largest number of steps of a node.
 
     >>> from vecgym.simulation.events import Rules, Stop, schedule, updates_of
     >>> rules = Rules(num_steps=(1, 2))
@@ -334,7 +334,7 @@ class Scheduled:
         return self._planned[tick - 1][1] if tick else tuple(range(len(self.schedule.total_steps)))
 
     def trained(self, tick: int) -> tuple[int, ...] | None:
-        """Return the nodes of which a result is used up to a tick, counted from 0; None: all."""
+        """Return the nodes with a result that is used up to a tick, counted from 0; None: all."""
         return tuple(node for node, first in enumerate(self._first) if first <= tick) or None
 
     @cached_property
@@ -404,8 +404,8 @@ class Waves(Scheduled):
     Each node's happenings stay in order; nodes that are due for a step take it together.
 
     Args:
-        schedule: all that happens. A happening with a `node` follows that node's earlier steps; one with `arrivals` is
-            the server's, and follows all that the nodes have done by then; others come at the end of a tick.
+        schedule: all events. An event with a `node` follows that node's earlier steps; one with `arrivals` is the
+            server's, and follows all earlier steps of the nodes; others come at the end of a tick.
     """
 
     def _plan(self, start: int = 0, pending: Sequence[int] | None = None) -> Iterator[tuple[list[Event], Pending]]:
@@ -424,7 +424,7 @@ class Waves(Scheduled):
             yield events + last, ()  # nothing is pending when the server has what it needs
 
     def _caught_up(self, steps: list[int], waiting: list[deque[Happening]]) -> Iterator[Event]:
-        """Yield all that the nodes have done by now."""
+        """Yield the events of the nodes up to this time."""
         while any(waiting):
             for node, queue in enumerate(waiting):
                 while queue and not isinstance(queue[0], Arrival):

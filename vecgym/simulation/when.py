@@ -1,6 +1,6 @@
-"""When something is due: every H steps, in rounds whose length changes, or by weights that can be differentiated.
+"""Schedules of exchanges: every H steps, in rounds of changing length, or by weights that can be differentiated.
 
-A strategy's marks and an exchange's `every` are of one kind, `When`:
+A strategy's marks and an exchange's `every` take the same objects, `When`:
 
 >>> [[step for step in range(8) if when.due(step)] for when in (Rounds(3), RoundsOf(lambda step: 1 + step // 2))]
 [[2, 5], [0, 1, 3, 6]]
@@ -24,12 +24,12 @@ from vecgym.core.tree import differentiated
 
 
 class When(ABC):
-    """The steps after which something is due. Override `due`, and `count` if the number matters.
+    """The steps after which an exchange is due. Override `due`, and `count` if its index matters.
 
     Attributes:
-        in_part: whether some of what is due may be done in part only; see `SyncWeight`.
+        in_part: whether an exchange may be made in part only; see `SyncWeight`.
 
-    Example: more and more rarely.
+    Example: an exchange that is due more and more rarely.
 
     >>> class PowersOfTwo(When):
     ...     def due(self, step):
@@ -49,32 +49,32 @@ class When(ABC):
         """Whether it is due after this step, counted from 0."""
 
     def count(self, step: int) -> int:
-        """Count how often it was due before this step: the number of the exchange after it, or of the next one."""
+        """Return the number of exchanges before this step: the index of the exchange after it, or of the next one."""
         return step
 
     def weight(self, step: int) -> Tensor | None:
-        """Return how much of it is done after this step; None: all."""
+        """Return the weight of the exchange after this step; None: 1."""
         return None
 
     def made(self, number: int) -> Any:
-        """Return how much of it was done before, as a count: see `SyncWeight.made`. None: `number` times all."""
+        """Return the sum of the weights of the exchanges before this one; None: `number`. See `SyncWeight.made`."""
         return None
 
     def part(self, index: int, num_parts: int) -> When:
-        """Return when one of several fragments is due; unless there are rounds, in which they take turns, all are."""
+        """Return the steps of one of several fragments: the same for all, unless they take turns in rounds."""
         return self
 
     def in_units(self, n: int) -> When:
-        """Return the same, which counts in units of n steps."""
+        """Return the same schedule in units of n steps."""
         return self if n == 1 else InUnits(self, n)
 
     def check(self, max_steps: int, who: object = "the exchange") -> None:
-        """Raise a ValueError, or warn, if this cannot be meant for a run of so many steps."""
+        """Raise a ValueError, or warn, if this does not fit a run of `max_steps` steps."""
         return
 
     @property
     def plain(self) -> Any:
-        """The argument from which `as_when` makes the same: a number or a function; else itself.
+        """The plain argument of `as_when` for this schedule, a number or a function; else the schedule itself.
 
         >>> Rounds(3, name="H").plain, Rounds(3, offset=1).plain, RoundsOf(int).plain
         (3, Rounds(3, offset=1), <class 'int'>)
@@ -119,7 +119,7 @@ class Rounds(When):
         return self.H
 
     def part(self, index: int, num_parts: int) -> Rounds:
-        """Return when the fragment of this number is exchanged: they have their turns within a round."""
+        """Return the rounds of one fragment; fragments take turns within a round."""
         return Rounds(self.H, max(1, (index + 1) * self.H // num_parts))
 
     @property
@@ -143,9 +143,9 @@ class RoundsOf(When):
         name: the argument that it was given as, for messages.
 
     Raises:
-        TypeError: for what is no function; ValueError: for what it returns, at `check` for a whole run.
+        TypeError: if H is not a function; ValueError: for its result, at `check` for a whole run.
 
-    Example: post-local SGD, which exchanges at every step first.
+    Example: post-local SGD, which first exchanges at every step.
 
     >>> when = RoundsOf(lambda step: 1 if step < 3 else 4)
     >>> [step for step in range(12) if when.due(step)], when.count(7)
@@ -179,16 +179,16 @@ class RoundsOf(When):
         return self._round(step + 1)[2]
 
     def part(self, index: int, num_parts: int) -> RoundsOf:
-        """Return when the fragment of this number is exchanged: they have their turns within each round."""
+        """Return the rounds of one fragment; fragments take turns within each round."""
         return altered(self, share=(index + 1, num_parts))
 
     def _turn(self, step: int) -> tuple[int, int]:
-        """Return the number of the round that a step is in, and the steps that are done when it is due in it."""
+        """Return the number of a step's round, and the number of steps done when the round's exchange is due."""
         (number, begin, length), (n, m) = self._round(step), self.share
         return number, begin + max(1, n * length // m)
 
     def _round(self, step: int) -> tuple[int, int, int]:
-        """Return the number of the round that a step is in, the step at which it begins, and its length."""
+        """Return the number of a step's round, the step at which it begins, and its length."""
         ends = self._ends
         while not ends or ends[-1] <= step:
             begin = ends[-1] if ends else 0
@@ -210,7 +210,7 @@ class RoundsOf(When):
 
 
 class InUnits(When):
-    """Another `When`, which counts in units of n steps.
+    """Another `When` in units of n steps.
 
     >>> [step for step in range(12) if InUnits(Rounds(3), 2).due(step)]
     [5, 11]
@@ -238,7 +238,7 @@ def check_interval(name: str, value: Any) -> int:
 
 
 def as_when(value: Any, name: str) -> When:
-    """Return a `When` itself, the `Rounds` of a number of steps, or the `RoundsOf` a function.
+    """Return `value` if it is a `When`, `Rounds` for a number of steps, or `RoundsOf` for a function.
 
     >>> as_when(5, "every"), as_when(SyncWeight([0, 1]), "every"), as_when(abs, "every")
     (5, SyncWeight([0, 1]), RoundsOf(abs))
@@ -246,18 +246,18 @@ def as_when(value: Any, name: str) -> When:
     if isinstance(value, When):
         return value
     if hasattr(value, "due"):
-        raise TypeError(f"{name}={value!r} has a method `due` and is no When: let its class be one, class Mine(When).")
+        raise TypeError(f"{name}={value!r} has a method `due` and is no When: derive its class, class Mine(When).")
     return RoundsOf(value, name) if callable(value) else Rounds(value, name=name)
 
 
 class SyncWeight(When):
-    """How much the nodes exchange after each step: a_t in [0, 1], t = 0, 1, ... T - 1.
+    """A weight for the exchange after each step: a_t in [0, 1], t = 0, 1, ... T - 1.
 
     (params, state) <- (1 - a_t) (params, state) + a_t exchange(params, state),
 
-    with everything that evolves, so that 0 is no exchange at all, and 1 the exchange. Weights that are all 0 or 1 and
-    are not differentiated are a schedule like any other: where a_t = 0 nothing is sent. Between 0 and 1, and where
-    derivatives are taken, the exchange is made at every step.
+    for all of the state, so that 0 is no exchange at all, and 1 the exchange. Weights that are all 0 or 1 and are not
+    differentiated are a schedule like any other: where a_t = 0 nothing is sent. With other weights or with derivatives,
+    the exchange is made at every step.
 
     Bytes: those of the exchange where a_t > 0; under differentiation a_t times these.
 
@@ -265,7 +265,7 @@ class SyncWeight(When):
         weights: `[T]`, one for each step of the run.
 
     Raises:
-        TypeError, ValueError: for what is not a list of numbers in [0, 1]; at `check` unless there are T of them.
+        TypeError, ValueError: unless `weights` are numbers in [0, 1]; at `check` unless there are T of them.
 
     >>> SyncWeight([0, 0, 1, 0, 0, 1])
     SyncWeight([0, 0, 1, 0, 0, 1])
@@ -297,7 +297,7 @@ class SyncWeight(When):
         return self.weights[step] if self.in_part else None
 
     def made(self, number: int) -> Any:
-        """Return the sum of the weights before a step, float64, with its derivative; None: it is the number itself.
+        """Return the sum of the weights before a step, float64, with its derivative; None if it equals `number`.
 
         >>> SyncWeight([0.5, 0.25, 1]).made(2), SyncWeight([1, 1, 0]).made(2), SyncWeight([1, 0, 1]).made(2)
         ([tensor(0.7500, dtype=torch.float64)], None, 1)
@@ -317,7 +317,7 @@ class SyncWeight(When):
 
 
 def rounds_or_weights(H: Any, weights: Tensor | Sequence[float] | SyncWeight | None, usual: int) -> When:
-    """Return when nodes exchange: the rounds of H, or the `SyncWeight` of weights, with which H is left at the usual.
+    """Return the rounds of H, or the `SyncWeight` of `weights`, with which H must have its usual value.
 
     >>> rounds_or_weights(5, [0, 1], usual=1)
     Traceback (most recent call last):
@@ -347,6 +347,6 @@ def _checked(weights: Any) -> Tensor:
         first = int(bad[0])
         raise ValueError(
             f"sync_weight[{first}] = {float(checked[first].detach()):.6g}; {allowed}. "
-            "Where a gradient step left the range, take sync_weight.clamp(0, 1), or sigmoid of what is optimised."
+            "If a gradient step left the range, give sync_weight.clamp(0, 1), or optimise the argument of a sigmoid."
         )
     return checked
