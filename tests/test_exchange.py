@@ -1119,8 +1119,8 @@ UNFIT: dict[str, tuple[str, Any, type[Exception], str]] = {
     "a list for a tree": ("params", [torch.zeros(2, 3)], TypeError, "assigned a list to 'params'; expected a dict"),
     "a number for a tensor": ("seen", 1.0, TypeError, "assigned a float to 'seen'; expected a tensor"),
     "a tree for a tensor": ("seen", {"w": torch.zeros(2)}, TypeError, "assigned a dict to 'seen'; expected a tensor"),
-    "fewer names": ("params", {"w": torch.zeros(2, 3)}, ValueError, "assigned parameters with other names than the model's: n"),
-    "other names": ("buffers", {"v": torch.zeros(2)}, ValueError, "assigned buffers with other names than the model's: b, v"),
+    "fewer names": ("params", {"w": torch.zeros(2, 3)}, ValueError, "parameters with other names than the model's: n"),
+    "other names": ("buffers", {"v": torch.zeros(2)}, ValueError, "buffers with other names than the model's: b, v"),
     "another dtype": (
         "seen",
         torch.zeros(2, dtype=torch.bfloat16),

@@ -1,4 +1,4 @@
-"""The one place in which a state changes: an event takes its rows, a handler changes them, they are put back."""
+"""The simulation of a run, where all changes of its state happen: a handler changes the rows of each event."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from vecgym.optim.optimizer import SKIPPED
 from vecgym.simulation.state import Index, Result, Rows, SplitRows, State, put_back
 from vecgym.simulation.timetable import Due, Event, RunFacts, Timetable
 
-Request = tuple[list[int], "int | list[int]"]  # rows of this process, and which of its own batches each reads
-Batches = Iterator[tuple[Any, "list[int] | None"]]  # a batch, and how many of the examples are each row's own
+Request = tuple[list[int], "int | list[int]"]  # rows of this process, and the index of the batch that each reads
+Batches = Iterator[tuple[Any, "list[int] | None"]]  # a batch, and the number of each row's own examples in it
 Before = Callable[["Event", "Draft"], None]
 LARGE = 1 << 14  # parameters of a node, from which on copies cost more than a call of the optimizer for each run
 CACHED_PLACES = 64  # sets of rows whose collectives are cached
@@ -37,18 +37,17 @@ class Algorithm(Protocol):
     """Settings, a timetable, and a method for each kind of event."""
 
     def timetable(self, run: RunFacts) -> Timetable:
-        """Return what happens when."""
+        """Return the events of a run."""
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what each node has of its own, `[1 or K, *]`, and what all nodes share, `[1, *]`."""
+        """Return the initial state by name: each node's own trees, `[1 or K, *]`, and the shared ones, `[1, *]`."""
 
 
 class LocalTraining:
-    """An algorithm whose nodes train each by itself, with `inner`, a `vecgym.optim.Optimizer`.
+    """An algorithm whose nodes train independently, with `inner`, a `vecgym.optim.Optimizer`.
 
-    In a stack, all that train in this way do so in one call. Any event `train` has its gradients at the parameters with
-    which it begins, in one call for the groups of a stack: a step that moves its parameters before, or takes gradients
-    elsewhere, has another name.
+    All groups of a stack share one gradient call for their `train` events, at the parameters with which these begin. A
+    handler that needs gradients at other parameters must have another name.
     """
 
     inner: Any
@@ -63,12 +62,12 @@ class Group(NamedTuple):
     """Configurations that differ in numbers only: neighbouring rows with one timetable and one call of each handler.
 
     Attributes:
-        algorithm: its numbers are `[C]` where the configurations' differ.
-        run: what is known of each of them in advance.
+        algorithm: its numbers are `[C]` if they differ between the configurations.
+        run: the facts about each of their runs.
         first: the first row. Node i of configuration c is row `first + c K + i`.
         size: C, the number of configurations.
-        members: of a stack: the algorithm of each configuration alone, which makes its initial state.
-        seeds: of a stack: that of each configuration.
+        members: in a stack, the algorithm of each configuration alone, which makes its initial state.
+        seeds: in a stack, the seed of each configuration.
 
     >>> Group(None, RunFacts(num_nodes=3), first=6, size=2).rows((0, 2))
     [6, 8, 9, 11]
@@ -96,14 +95,14 @@ class Draft(State):
     transfers: Sequence[Transfer]
     reports: list[tuple[list[int], Tensor]] = field(default_factory=list)
     memo: dict[int | None, dict[Any, Any]] = field(default_factory=dict)  # of each group
-    groups: list[int | None] = field(default_factory=list)  # of a stack: whose each transfer is
+    groups: list[int | None] = field(default_factory=list)  # in a stack: the group of each transfer
 
 
 class Place(NamedTuple):
-    """Where the rows of an event are, the same for every event of these rows.
+    """The cached indices and collectives of a set of rows.
 
     Attributes:
-        rows: those in this process.
+        rows: the rows in this process.
         at: their index among all rows of the process.
         comm: the collectives among the rows of the event, in all processes; in each configuration of a group.
         nodes: the node id of each row.
@@ -122,28 +121,28 @@ class Place(NamedTuple):
 
 
 class Part:
-    """The rows of an event. What is assigned to `own` and `shared` is put back after the event's handler.
+    """The rows of an event. Trees that are assigned to `own` and `shared` are stored after the event's handler.
 
     Attributes:
         algorithm: the settings of these configurations.
-        run: what was known about the run in advance.
+        run: the facts about the run.
         tick: number of ticks before this one.
         inplace: whether tensors may be overwritten if they are assigned afterwards; not under differentiation.
-        own: what these nodes have of their own, `part.own["params"]` for instance, `[rows, *]`.
-        shared: what all nodes share, `[1, *]`.
+        own: these nodes' own trees, such as `part.own["params"]`, `[rows, *]`.
+        shared: the trees that all nodes share, `[1, *]`.
         home: the one of the two that holds parameters and optimizer.
         size: the number C of configurations. If there are several, their nodes are in dimension 1: own `[C, K, *]`,
-            shared `[C, 1, *]`, likewise gradients, losses, and what `comm` takes and returns. `spread` shapes numbers.
+            shared `[C, 1, *]`, likewise gradients, losses, and values of `comm`. `spread` shapes settings.
         comm: the collectives among these nodes.
         counts: step counts that index learning rates: one number, or one for each row.
         made: optimizer steps that the nodes have taken, likewise.
         losses: of the last `gradients`, `[rows]`.
-        missing: the parameters on which the loss of some rows does not depend, and these rows: `gradients` gives 0 for
-            them, and `optimize` leaves them, as torch does where a gradient is None.
-        memo: what handlers keep within a tick.
-        due: of what is marked: how often it was due before, and when it is due.
-        exact: the bits of a node's own work must not depend on which other nodes are in this process. Elementwise
-            operations and reductions of each node by itself never do; a matrix product over all nodes may.
+        missing: the parameters on which the loss of some rows does not depend, and these rows: their gradients are 0,
+            and `optimize` does not change them, as torch does for a gradient of None.
+        memo: a dict for handlers, which lasts for a tick.
+        due: a `Due`, the index and the step of a marked event.
+        exact: whether the bits of a node's work must not depend on the other nodes in this process. Elementwise
+            operations and reductions within a node never do; a matrix product over all nodes may.
 
     Settings of the nodes, and shapes:
 
@@ -158,10 +157,10 @@ class Part:
 
     algorithm: Any
     run: RunFacts
-    due: Any  # a `Due`; None where nothing was marked
+    due: Any  # a `Due`; None for an event without a mark
     losses: Tensor | None
     precomputed: Local | None  # gradients that were computed together with other groups'
-    trains = True  # False of a part that stages and averages are given
+    trains = True  # False for the parts of stages and averages
 
     def __init__(self, simulation: Simulation, draft: Draft, event: Event) -> None:
         self.simulation, self.event = simulation, event
@@ -179,7 +178,7 @@ class Part:
         self.made = self.counts if event.made is None else simulation.counts_here(event, event.made)
         self.losses = self.precomputed = None
         self.missing: Missing = {}
-        self._is_shared = False  # whether `missing` is that of an exchange of gradients
+        self._is_shared = False  # whether `missing` is of exchanged gradients
         self.due = event.info if isinstance(event.info, Due) else None
         self.exact = simulation.exact
         self.num_read = self._num_steps = 0
@@ -189,7 +188,7 @@ class Part:
         cls, comm: Collectives, own: Any = None, shared: Any = None, *, number: int = 0, step: int = 0, seed: int = 0,
         size: int = 1, inplace: bool = False, exact: bool = False, num_examples: tuple[int, ...] | None = None,
     ) -> Part:  # fmt: skip
-        """Return a part without a simulation, to try by hand what nodes exchange.
+        """Return a part without a simulation, to try averages and stages by hand.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> part = Part.alone(StackedCollectives(3), step=7)
@@ -213,7 +212,7 @@ class Part:
 
     @property
     def params(self) -> Tree:
-        """The parameters of these rows, in whichever tree; `[1, *]` stands for every row."""
+        """The parameters of these rows, from `own` or `shared`; `[1, *]` stands for every row."""
         params: Tree = self.home["params"]
         return params
 
@@ -224,11 +223,11 @@ class Part:
     def gradients(self, at: Tree | None = None, mean: bool = False) -> Tree:
         """Compute the gradients of these rows on their next batches, at their parameters or elsewhere.
 
-        The next call may overwrite them: clone what you need longer.
+        The next call may overwrite them: clone gradients that you need longer.
 
         Args:
             at: other parameters, `[1 or rows, *]`.
-            mean: only the mean of the gradients is used. If the nodes share their parameters, it alone may be
+            mean: whether the mean of the gradients is sufficient: if the nodes share their parameters, it alone may be
                 computed, `[1, *]`.
         """
         if not self.trains:
@@ -300,7 +299,7 @@ class Part:
         self._num_steps += 1
 
     def share_missing(self) -> None:
-        """After an exchange of gradients, count a parameter as `missing` only if no node of the event has one."""
+        """After an exchange of gradients, count a parameter as `missing` only if no node has a gradient."""
         apart = len(self.simulation.here) < self.run.num_nodes and self.simulation.engine.chooses
         if self._is_shared or not (self.missing or apart):  # there may be several exchanges of gradients in a step
             return
@@ -318,14 +317,14 @@ class Part:
 
     @property
     def _steps_on_views(self) -> bool:
-        """Whether rows that are apart step in views of the state: of a large model copies cost more than calls."""
+        """Whether rows with gaps step in views of the state: for a large model copies cost more than calls."""
         home, simulation = self.home, self.simulation
         if not (isinstance(home, Rows) and isinstance(home.index, Tensor) and self.inplace and simulation.large):
             return False
         return not (simulation.exact or {"params", "optimizer"} & home.assigned.keys())
 
     def _optimize_runs(self, grads: Tree, lr: Any) -> None:
-        """Take the step of one run of consecutive rows after the other."""
+        """Take one step for each run of consecutive rows."""
         rows, lr = self.rows, self.lr if lr is None else lr
         several = isinstance(lr, Tensor) and lr.dim() > 0 and len(lr) > 1
         starts = [i for i, row in enumerate(rows) if i == 0 or row != rows[i - 1] + 1]
@@ -340,12 +339,12 @@ class Part:
         self.home.forget()
 
     def _later(self, counts: int | list[int]) -> int | list[int]:
-        """Return the counts after the steps of this event; what is shared goes by the tick."""
+        """Return the counts after the steps of this event; shared state counts ticks."""
         return _later(counts if self.home is self.own else self.tick, self._num_steps)
 
     @property
     def _ids(self) -> list[int] | None:
-        """The node ids of these rows, by which values of each node are chosen; None: all nodes."""
+        """The node ids of these rows, which select per-node settings; None: all nodes."""
         if self.event.group is None:  # each row has its own
             return None if self.event.rows is None else self.rows
         return None if len(self.rows) == self.simulation.run.num_nodes or self.size > 1 else self.place.nodes
@@ -354,15 +353,15 @@ class Part:
         return x.unflatten(0, (self.size, -1))
 
     def flat(self, values: Tree) -> Tree:
-        """Show `[C, rows, *]` of several configurations as `[C rows, *]`."""
+        """Return `[C, rows, *]` of several configurations as `[C rows, *]`."""
         return values if self.size == 1 else tree.map(lambda x: x.flatten(0, 1), values)
 
     def apart(self, values: Tree) -> Tree:
-        """Show `[C rows, *]` as `[C, rows, *]`, as a handler of several configurations has it."""
+        """Return `[C rows, *]` as `[C, rows, *]`, the form for handlers of several configurations."""
         return values if self.size == 1 else tree.map(self._apart, values)
 
     def here(self, number: Any) -> Any:
-        """Return a setting of the nodes in this process: of `[K]` or `[C, K]` their values, else as it is."""
+        """Return a setting for the nodes in this process: their values of `[K]` or `[C, K]`, others unchanged."""
         of_nodes = isinstance(number, Tensor) and number.dim() > int(self.size > 1) and number.shape[-1] > 1
         if not of_nodes or len(self.nodes) == self.run.num_nodes:
             return number
@@ -388,16 +387,16 @@ class Part:
         return 2 if self.size > 1 else 1
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Show `[.., rows, *shape]` as `[.., rows, n]`."""
+        """Return `[.., rows, *shape]` as `[.., rows, n]`."""
         return x.reshape(*x.shape[: self.lead], math.prod(x.shape[self.lead :]))
 
     def wide(self, values: Tree) -> Tree:
-        """Expand what is the same on all nodes, `[.., 1, *]`, to `[.., rows, *]`."""
+        """Expand values that are the same on all nodes, `[.., 1, *]`, to `[.., rows, *]`."""
         num_rows, lead = len(self.rows) // self.size, self.lead
         return tree.map(lambda x: x.expand(*x.shape[: lead - 1], num_rows, *x.shape[lead:]), values)
 
     def weights(self, weighting: str | Sequence[float]) -> tuple[float, ...] | None:
-        """Return the weight of each node of the event, by name or from those of all nodes; None: all alike.
+        """Return the weight of each node of the event, from a name or from all nodes' weights; None: equal ones.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> Part.alone(StackedCollectives(2), num_examples=(30, 10)).weights("examples")
@@ -423,12 +422,12 @@ class Part:
         return rng.generator(self.run.seed, purpose, *ids)
 
     def next_batch(self) -> tuple[Any, list[int] | None]:
-        """Return the next batch of these rows, and how many of its examples are each row's own; None: all."""
+        """Return the next batch of these rows, and the number of each row's own examples; None: all."""
         self.num_read += 1
         self.check_reads(at_end=False)
         batch = next(self._draft.batches, None)
         if batch is None:
-            raise ValueError(f"no batch is left for {self.event.what!r} in tick {self.tick}: `read` yields too few.")
+            raise ValueError(f"no batch is left for {self.event.what!r} in tick {self.tick}: `read` yielded too few.")
         return batch
 
     @property
@@ -447,7 +446,7 @@ class Part:
             )
 
     def put(self) -> None:
-        """Write what was assigned into the tick's state."""
+        """Store the assigned trees in the tick's state."""
         own = [self.own.common, self.own.others] if isinstance(self.own, SplitRows) else [self.own]
         put_back([*own, self.shared], pure=self._draft.pure)
 
@@ -458,7 +457,7 @@ class Row(NamedTuple):
     Attributes:
         tick: counted from 1.
         losses: of the rows of this process; nan where a node did not train.
-        groups: of a stack, whose each transfer is: what each configuration of a group has sent.
+        groups: in a stack, the group of each transfer, which each of its configurations has sent.
         stack: the groups of a stack.
     """
 
@@ -482,7 +481,7 @@ class Row(NamedTuple):
         return None if self.stack and active is not None and len(active) == len(self.losses) else active
 
     def sent_by(self, group: int) -> tuple[Transfer, ...]:
-        """Return what each configuration of a group has sent.
+        """Return the transfers of each configuration of a group.
 
         >>> Row(1, torch.zeros(2), ("a", "b"), [], groups=(0, 1)).sent_by(1)
         ('b',)
@@ -491,17 +490,17 @@ class Row(NamedTuple):
 
 
 class Simulation:
-    """K nodes that an algorithm trains, or those of them that are in this process.
+    """The training of K nodes by an algorithm, or of those nodes that are in this process.
 
     Args:
         engine: computes gradients.
         algorithm: settings, a timetable, and handlers.
-        run: what is known about the run in advance.
+        run: the facts about the run.
         comm: the collectives of all nodes; the rows of this process are its `node_ids`, which are consecutive.
-        read: a stream of requests -> a stream of batches. It is known in advance which rows read what, so workers can
-            read ahead in every kind of run.
+        read: a stream of requests -> a stream of batches. All requests are known in advance, so workers can read ahead
+            in every kind of run.
         minibatch_size: examples at a time.
-        exact: each row takes its optimizer step by itself, so that its bits do not depend on which other rows are here.
+        exact: whether each row takes its own optimizer step, so that its bits do not depend on the other rows here.
     """
 
     def __init__(
@@ -523,7 +522,7 @@ class Simulation:
     large = False
     whole: Group | None = None  # all rows of a stack, if they can train as one group
     stacked: Sequence[Group] = ()  # the groups, if there are several
-    dry = False  # in a dry simulation nothing has values: gradients are shapes, and the optimizer takes no step
+    dry = False  # a dry simulation has no values: gradients are shapes, and the optimizer takes no step
 
     def of(self, algorithm: Algorithm, read: Callable[[Iterator[Request]], Batches]) -> Simulation:
         """Return the same run with other settings of the algorithm, on other data."""
@@ -543,7 +542,7 @@ class Simulation:
         )
 
     def _initial(self, params: Tree | None) -> tuple[Tree, Tree, Tree]:
-        """Return the initial parameters, the buffers that never change, and the others; announce what may be sent."""
+        """Return the initial parameters, constant buffers, and other buffers; announce sizes to the ledger."""
         if params is None:
             params = {name: p.detach()[None].clone() for name, p in self.engine.params.items()}
         self.comm.ledger.announce(self.run.num_nodes, {name: payload_bytes(p) for name, p in params.items()})
@@ -553,7 +552,7 @@ class Simulation:
         return params, buffers[False], buffers[True]
 
     def result(self, state: State) -> Result:
-        """Return what the run's model is the mean of: the one rule for what is evaluated, returned and saved."""
+        """Return the parameters, and the nodes, whose mean is the run's model: it is evaluated, returned and saved."""
         return self._result(0, state, self.algorithm)
 
     def _result(self, group: int, state: State, algorithm: Any) -> Result:
@@ -593,7 +592,7 @@ class Simulation:
         Args:
             state: must not be used afterwards, unless `pure`.
             batch: of all nodes of this process, `[L, B, ...]`, including those that do not train.
-            limits: how many of the examples are each node's own; None: all.
+            limits: the number of each node's own examples; None: all.
             before: see `tick`.
         """
         events = next(iter(self.timetable.ticks(state.tick)), None)
@@ -615,7 +614,7 @@ class Simulation:
         return wide.clone(memory_format=torch.contiguous_format)
 
     def requests(self, ticks: Iterator[Sequence[Event]]) -> Iterator[Request]:
-        """Yield which rows read which of their own batches, in order."""
+        """Yield the requests of batches, (rows, index of each row's own batches), in order."""
         for events in ticks:
             for event in events:
                 rows = self.place(event.rows, event.group).rows if event.reads else []
@@ -653,7 +652,7 @@ class Simulation:
         return State(state.tick + 1, draft.own, draft.shared), row
 
     def draft(self, state: State, *settings: Any) -> Draft:
-        """Return what a tick changes: the trees are the state's, the dicts of names are not."""
+        """Return the draft that a tick changes: it has the state's trees, in new dicts of names."""
         return Draft(state.tick, dict(state.own), dict(state.shared), *settings)
 
     def trees(self, draft: Draft, event: Event, place: Place) -> tuple[Rows | SplitRows, Rows]:
@@ -664,7 +663,7 @@ class Simulation:
         """Take the event's rows, let its method change them, and put them back.
 
         Args:
-            precomputed: their gradients, where they are known already.
+            precomputed: their gradients, if these are known already.
         """
         part = Part(self, draft, event)
         part.comm.step, part.precomputed = draft.tick, precomputed
@@ -682,7 +681,7 @@ class Simulation:
         if self.dry or not num_rows:
             part.num_read += num_rows > 0
             wide = tree.map(lambda p: p if len(p) == num_rows > 0 else p[:1].expand(num_rows, *p.shape[1:]), params)
-            facts = None if self.dry else self.engine.facts  # without rows: no node is here that would tell
+            facts = None if self.dry else self.engine.facts  # without rows, no gradient says what is unused
             unused = dict.fromkeys(() if facts is None else facts.unused, frozenset[int]())
             return Local(wide, next(iter(params.values())).new_empty(num_rows), {}, unused)
         shared = part.shared.flat("buffers")
@@ -712,7 +711,7 @@ class Simulation:
         return local
 
     def _same_on_all(self, written: Tree, size: int) -> Tree:
-        """Return parameters that a forward pass has written on each node, `[rows, *]`, if they are the same on all."""
+        """Return parameters that a forward pass has written, `[rows, *]`, if they are the same on all nodes."""
         for name, x in written.items():
             of_each = x.unflatten(0, (size, -1))
             if not torch.allclose(of_each, of_each[:, :1], 0, 0, equal_nan=True):
@@ -770,7 +769,7 @@ def without_gradient(state: State, timetable: Any, first: int = 0) -> list[str]:
     names = []
     for name, x in state.home.get("optimizer", {}).get(SKIPPED, {}).items():
         made = None if len(x) == 1 or not hasattr(timetable, "made") else timetable.made(state.tick)[first:][: len(x)]
-        trained = x if made is None else x[torch.tensor(made) > 0]  # who has not trained has skipped nothing
+        trained = x if made is None else x[torch.tensor(made) > 0]  # nodes that have not trained skipped no step
         if bool((trained < 0).all()):
             names.append(name)
     return names
@@ -786,8 +785,8 @@ def warn_of_untrained(each: Sequence[list[str]]) -> list[str]:
     if names:
         warn(
             f"{len(names)} of the model's parameters never had a gradient, on no node, and have not been trained: "
-            f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. Does the forward use them? If they are to "
-            "stay, requires_grad_(False) says so, and nothing is sent for them."
+            f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. Does the forward use them? To freeze them, "
+            "set requires_grad_(False): then they are not sent, either."
         )
     return names
 
@@ -801,8 +800,8 @@ def run(
     Args:
         state: must not be used afterwards, unless `pure`.
         listeners: called after each tick with the state and its measurements.
-        pure: the run can be differentiated. In the state that it returns, names may share memory: only a pure run can
-            continue from it.
+        pure: whether the run can be differentiated. In the state that it returns, names may share memory: only a pure
+            run can continue from it.
         before: called before each event; see `Simulation.tick`.
     """
     ticks, ahead = itertools.tee(simulation.timetable.ticks(state.tick))
@@ -829,7 +828,7 @@ def _later(counts: int | list[int], steps: int) -> int | list[int]:
 
 
 def check_run(algorithm: Any, run: RunFacts) -> None:
-    """Raise a ValueError if an algorithm cannot work for this run, as its own `check_run` says."""
+    """Raise a ValueError if an algorithm cannot work for this run, by its own `check_run`."""
     if hasattr(algorithm, "check_run"):
         algorithm.check_run(run)
 
@@ -847,12 +846,12 @@ def index_of(rows: list[int], size: int) -> Index:
 
 
 def _flat(x: Tensor, size: int, num_rows: int) -> Tensor:
-    """Return what is `[1 or C, 1 or rows, *]` as `[C * rows, *]`."""
+    """Return a tensor `[1 or C, 1 or rows, *]` as `[C * rows, *]`."""
     return x.expand(size, num_rows, *x.shape[2:]).flatten(0, 1)
 
 
 def _each_row(lr: Any, size: int, num_rows: int) -> Any:
-    """Return learning rates of each row, from those of configurations `[C]` or of their rows `[C, rows]`."""
+    """Return the learning rate of each row, from rates of configurations, `[C]`, or of their rows, `[C, rows]`."""
     if not isinstance(lr, Tensor) or lr.dim() == 0:
         return lr
     return lr.reshape(size, -1).expand(size, num_rows).flatten() if num_rows > 1 else lr.flatten()

@@ -1,11 +1,11 @@
 """Several groups of configurations as one simulation: a sweep is rows.
 
-The timetables of the groups stand side by side. What they `train` at the same time is one call of the engine, and one
-step where their optimizers differ in numbers only; all else each group does by itself.
+The timetables of the groups run side by side. `train` events at the same time share one call of the engine, and one
+optimizer step if their optimizers differ in numbers only; each group handles all other events alone.
 
-A group is configurations whose settings differ in numbers only. Settings that may differ within it are named in
-`batched` of the object that has them, an algorithm or a part of it; all others must be equal. If `batched` is None,
-the code is for one configuration, which is a group by itself.
+A group is a set of configurations whose settings differ in numbers only. `batched` of an algorithm, or of a part of it,
+names the settings that may differ within a group; all others must be equal. If `batched` is None, the code is for one
+configuration, which is a group of one.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from vecgym.simulation.simulation import (
 from vecgym.simulation.state import GroupRows, Result, Rows, SplitRows, State
 from vecgym.simulation.timetable import Event, RunFacts, Timetable
 
-COMMON = ("params", "buffers", "optimizer")  # trees that all groups have together, so that they can train together
+COMMON = ("params", "buffers", "optimizer")  # trees that all groups store together, so that they can train together
 
 
 class Together:
-    """The timetables of several groups as one. The events `train` that come next in all of them are one event.
+    """The timetables of several groups as one. The next `train` events of all groups are one event.
 
     Args:
-        groups: neighbours.
-        tables: of each group.
+        groups: in the order of their rows.
+        tables: the timetable of each group.
 
     >>> from vecgym.simulation.timetable import Lockstep, Mark, RunFacts
     >>> runs = [RunFacts(num_nodes=2, num_steps=2)] * 2
@@ -77,7 +77,7 @@ class Together:
 
     def _side_by_side(self, coming: list[list[Event]]) -> Iterator[Event]:
         while any(coming):
-            for events in coming:  # what comes before the next step of all
+            for events in coming:  # events before the next step of all groups
                 while events and not events[0].reads:
                     yield events.pop(0)
             heads = [events.pop(0) for events in coming if events]
@@ -114,11 +114,11 @@ def _each(event: Event, counts: int | tuple[int, ...], group: Group) -> list[int
 class Stack(Simulation):
     """The simulation of several groups. Row `c K + i` is node i of configuration c.
 
-    Its state has `shared` by group, "0", "1", ..., each name -> tree `[C, *]`. In `own` the groups have `COMMON` trees
-    of all rows; what else is a group's own is in a dict by group, too: its names come and go by themselves.
+    Its state has `shared` by group, "0", "1", ..., each name -> tree `[C, *]`. In `own`, `COMMON` trees have the rows
+    of all groups; the other trees of a group are in a dict by group, too, since groups have different names.
 
     Args:
-        groups: neighbours, from row 0 on, of the same number of nodes and ticks.
+        groups: in the order of their rows, with the same number of nodes and ticks.
         comm: the collectives of the nodes of one configuration.
         engine, read, minibatch_size: see `Simulation`.
     """
@@ -143,7 +143,7 @@ class Stack(Simulation):
         self.place = functools.lru_cache(CACHED_PLACES)(self._place)
 
     def _whole(self) -> Group | None:
-        """Return all rows as a group, each with numbers of its own, if all train by one step of one optimizer."""
+        """Return a group of all rows, each with its own numbers, if all can train by one step of one optimizer."""
         if any(getattr(type(group.algorithm), "train", None) is not LocalTraining.train for group in self.groups):
             return None
         each = [member.inner for group in self.groups for member in group.members]
@@ -180,10 +180,10 @@ class Stack(Simulation):
         return State(0, {**nodes.join_rows(common, sizes), **own}, shared)
 
     def alone(self, state: State, config: int) -> State:
-        """Return the state of one configuration, as that of a plain run; its tensors are views.
+        """Return the state of one configuration in the form of a plain run; its tensors are views.
 
         Args:
-            config: its number in the order of the rows.
+            config: its index in the order of the rows.
         """
         K, number = self.run.num_nodes, self.group_with(config)
         group = self.groups[number]
@@ -222,7 +222,7 @@ class Stack(Simulation):
         return max(number for number, group in enumerate(self.groups) if group.first <= row)
 
     def result(self, state: State, config: int = 0) -> Result:
-        """Return what the model of one configuration is the mean of, by the rule of its algorithm alone."""
+        """Return the parameters, and the nodes, whose mean is one configuration's model, by its own algorithm."""
         number, K = self.group_with(config), self.run.num_nodes
         group = self.groups[number]
         return self._result(number, self.alone(state, config), group.members[config - group.first // K])
@@ -248,7 +248,7 @@ class Stack(Simulation):
         return SplitRows(common, self._names(draft.own, draft.shared, event.group), others), shared
 
     def _names(self, own: dict[str, Any], shared: dict[str, Any], group: int) -> list[str]:
-        """Return the names whose values of a group are among those of all rows."""
+        """Return the names that a group stores in the trees of all rows."""
         here = {*own[str(group)], *shared[str(group)]} - {"buffers"}
         return ["buffers"] if "params" in here else [name for name in self._common if name not in here]
 
@@ -260,7 +260,7 @@ class Stack(Simulation):
         draft.groups.extend([event.group] * (len(draft.transfers) - len(draft.groups)))
 
     def _train(self, draft: Draft, event: Event) -> None:
-        """Let several groups train: by one step, or each with its part of the gradients."""
+        """Let several groups train: by one step, or each by its own with its part of the gradients."""
         heads = event.info
         sizes = [len(self.place(head.rows, head.group).rows) for head in heads]
         if not all("params" in self._names(draft.own, draft.shared, head.group) for head in heads):
@@ -278,7 +278,7 @@ class Stack(Simulation):
                 self.handle(draft, head, Local(dict(zip(local.grads, grads)), losses, {}, missing))
 
     def _train_apart(self, draft: Draft, event: Event, sizes: list[int]) -> None:
-        """Let groups of which some share their parameters train one after the other."""
+        """Let groups train one after the other, if nodes of some of them share their parameters."""
         (batch, limits), start = next(draft.batches), 0
         for head, size in zip(event.info, sizes):
             rows = torch.arange(start, start + size)
@@ -311,11 +311,11 @@ class Stack(Simulation):
 class BatchReader:
     """Turns a stream of requests into a stream of batches for all configurations.
 
-    If groups request the same rows of the same data one after the other, these are read once.
+    If consecutive groups request the same rows of the same data, these are read once.
 
     Args:
         sources: the distinct data.
-        which: for each configuration, the index of its data in `sources`.
+        which: the index, in `sources`, of each configuration's data.
         num_nodes: K.
 
     >>> from vecgym.data import Batches
@@ -373,7 +373,7 @@ class BatchReader:
 
 
 def _width(batch: Any) -> int:
-    """Return B, the number of examples in each row of a batch `[n, B, ...]`, repeated ones included."""
+    """Return B, the number of examples in each row of a batch `[n, B, ...]`, including repeated ones."""
     first = tree.leaves(batch)[0]
     return first.shape[1] if first.dim() > 1 else 0
 
@@ -395,7 +395,7 @@ def groups_of(algorithms: Sequence[Any], runs: Sequence[RunFacts]) -> tuple[list
     """Merge configurations into groups.
 
     Args:
-        algorithms, runs: of each configuration.
+        algorithms, runs: one for each configuration.
 
     Returns:
         The order of the configurations in the rows, and the groups.
@@ -426,17 +426,17 @@ def groups_of(algorithms: Sequence[Any], runs: Sequence[RunFacts]) -> tuple[list
 
 
 def run_key(run: RunFacts, draws: bool) -> tuple[Any, ...]:
-    """Runs of equal key can be one group's: their nodes are present in the same steps, and draw the same numbers.
+    """Return a key; runs with equal keys can share a group: the same nodes are present, and draw the same numbers.
 
     Args:
-        draws: whether the strategy draws any.
+        draws: whether the strategy draws random numbers.
     """
     seed = run.seed if draws else None
     return run.num_nodes, run.num_steps, seed, id(run.presence), run.num_examples, id(run.schedule), run.names
 
 
 def key_of(setting: Any) -> Any:
-    """Settings of equal key differ in numbers only: in those of optimizers, and those that `batched` names.
+    """Return a key; settings with equal keys differ only in numbers of optimizers and settings that `batched` names.
 
     >>> key_of(Optimizer(OptimSpec("sgd", lr=0.1))) == key_of(Optimizer(OptimSpec("sgd", lr=0.2)))
     True
@@ -455,24 +455,24 @@ def key_of(setting: Any) -> Any:
         return dict, tuple((name, key_of(value)) for name, value in setting.items())
     if not hasattr(setting, "batched"):
         return _value_key(setting)
-    numbers = setting.batched
-    if numbers is None:  # its code is for one configuration
+    batched = setting.batched
+    if batched is None:  # its code is for one configuration
         return object()
     settings = public(setting)
-    if unknown := [name for name in numbers if name not in settings]:
+    if unknown := [name for name in batched if name not in settings]:
         raise TypeError(
-            f"class {type(setting).__name__}: batched={numbers!r} names {unknown[0]!r}, which it does not hold under "
+            f"class {type(setting).__name__}: batched={batched!r} names {unknown[0]!r}, which it does not hold under "
             f"that name: assign self.{unknown[0]} in __init__."
         )
-    values = {name: _form(x) if name in numbers else key_of(x) for name, x in settings.items()}
-    # The merged one has the first one's private values.
+    values = {name: _form(x) if name in batched else key_of(x) for name, x in settings.items()}
+    # Merged settings have the private values of the first ones, so these must be equal.
     private = {name: key_of(x) for name, x in vars(setting).items()
                if name[0] == "_" and isinstance(x, (int, float, str, Tensor))}  # fmt: skip
     return type(setting), *values.items(), *private.items()
 
 
 def _value_key(value: Any) -> Any:
-    """Return the key of what is compared as a whole: a codec or a selector by its settings.
+    """Return the key of a value that is compared as a whole; a codec or a selector by its settings.
 
     >>> from vecgym.compress import TopK
     >>> _value_key(TopK(0.1)) == _value_key(TopK(0.1)), _value_key(TopK(0.1)) == _value_key(TopK(0.2))
@@ -489,7 +489,7 @@ def _value_key(value: Any) -> Any:
 
 
 def merged(members: Sequence[Any]) -> Any:
-    """Merge settings of equal key into one, with values `[C]` where their numbers differ.
+    """Merge settings with equal keys into one, with values `[C]` for numbers that differ.
 
     >>> merged([Optimizer(OptimSpec("sgd", lr=lr)) for lr in (0.5, 0.5)])
     Optimizer(OptimSpec(SGD, lr=0.5))
@@ -505,25 +505,25 @@ def merged(members: Sequence[Any]) -> Any:
         return type(first)(merged(each) for each in zip(*members))
     if isinstance(first, dict):
         return {name: merged([x[name] for x in members]) for name in first}
-    numbers = getattr(first, "batched", None)
-    if numbers is None:
+    batched = getattr(first, "batched", None)
+    if batched is None:
         return first
     twin = copy.copy(first)
     for name in public(first):
         values = [vars(x)[name] for x in members]
-        object.__setattr__(twin, name, _number(values) if name in numbers else merged(values))
+        object.__setattr__(twin, name, _number(values) if name in batched else merged(values))
     return twin
 
 
 def _form(number: Any) -> Any:
-    """Return what must be equal of numbers that may differ."""
+    """Return the key of a number that may differ: its form."""
     if isinstance(number, Tensor):
         return (tuple(number.shape), number.dtype) if not number.requires_grad else id(number)
     return "number" if check.is_number(number) else key_of(number)
 
 
 def _number(values: Sequence[Any]) -> Any:
-    """Return one number, or one for each configuration: `[C]`, or `[C, K]` of what each node has its own of."""
+    """Return one number, or one for each configuration: `[C]`, or `[C, K]` for a per-node setting."""
     if isinstance(values[0], Tensor) and values[0].dim() > 0:
         return torch.stack(list(values))
     if isinstance(values[0], Tensor) or check.is_number(values[0]):
@@ -532,7 +532,7 @@ def _number(values: Sequence[Any]) -> Any:
 
 
 def halved(setting: Any) -> Any:
-    """Return a setting of the same key, with half of each learning rate and of each number that `batched` names.
+    """Return a setting with the same key, with half of each learning rate and of each number that `batched` names.
 
     >>> halved([Optimizer(OptimSpec("sgd", lr=0.5)), "ring"])
     [Optimizer(OptimSpec(SGD, lr=0.25)), 'ring']
@@ -543,10 +543,10 @@ def halved(setting: Any) -> Any:
         return setting.replace(lr=_half(setting.hyper["lr"])) if "lr" in setting.hyper else setting
     if isinstance(setting, (list, tuple)) and not hasattr(setting, "_fields"):
         return type(setting)(map(halved, setting))
-    numbers = getattr(setting, "batched", None)
-    if numbers is None:
+    batched = getattr(setting, "batched", None)
+    if batched is None:
         return setting
-    return altered(setting, **{name: _half(x) if name in numbers else halved(x) for name, x in public(setting).items()})
+    return altered(setting, **{name: _half(x) if name in batched else halved(x) for name, x in public(setting).items()})
 
 
 def _half(number: Any) -> Any:
