@@ -42,6 +42,7 @@ class Local(NamedTuple):
     losses: Tensor  # [L]
     buffers: Tree  # [1 or L, *]
     missing: Missing = MappingProxyType({})
+    weights: Tensor | None = None  # [L], of the losses, where the model gives them
 
 
 class Keys(NamedTuple):

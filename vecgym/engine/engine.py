@@ -285,7 +285,8 @@ class Engine:
         else:
             local = by_batch_size(part, limits, by_minibatches, mean, not differentiable, self._stateless.written)
         if self._stateless.weighted:
-            return local._replace(buffers={name: b for name, b in local.buffers.items() if name != WEIGHT})
+            buffers = dict(local.buffers)
+            return local._replace(weights=buffers.pop(WEIGHT), buffers=buffers)
         return local
 
     def _pure(self, part: NodeSlice) -> Local:

@@ -139,7 +139,7 @@ from node to node. With a `delay`, stages after the first `receive` are not late
 | of a `Part` | what it is |
 |---|---|
 | `part.params`, `part.own["name"]`, `part.shared["name"]`, `part.home` | in handlers: the parameters; what each node has, `[rows, *]`; what all share, `[1, *]`; the one of the two that holds parameters and optimizer. Assign, or `del` |
-| `part.gradients(at, mean)`, `part.losses`, `part.missing` | the gradients on the next batch, at the parameters or elsewhere; their losses; parameters on which the loss of some rows does not depend, which `optimize` skips |
+| `part.gradients(at, mean)`, `part.losses`, `part.loss_weights`, `part.missing` | the gradients on the next batch, at the parameters or elsewhere; their losses, and the weights of these, if the model gives any; parameters on which the loss of some rows does not depend, which `optimize` skips |
 | `part.optimize(grads, lr)`, `part.lr`, `part.report(losses)` | the inner optimizer's step; its rate; the losses for the history |
 | `part.comm`, `part.generator(purpose, *ids)` | the collectives among these nodes; random numbers that are the same in every process |
 | `part.due` | `part.due.number` counts the exchanges, and all that changes from one to the next goes by it; `part.due.step` is the step after which it is due |

@@ -137,6 +137,7 @@ class Part:
         counts: step counts that index learning rates: one number, or one for each row.
         made: optimizer steps that the nodes have taken, likewise.
         losses: of the last `gradients`, `[rows]`.
+        loss_weights: likewise, such as numbers of tokens; None: the model's loss has no "weight".
         missing: the parameters on which the loss of some rows does not depend, and these rows: their gradients are 0,
             and `optimize` does not change them, as torch does for a gradient of None.
         memo: a dict for handlers, which lasts for a tick.
@@ -159,8 +160,9 @@ class Part:
     run: RunFacts
     due: Any  # a `Due`; None for an event without a mark
     losses: Tensor | None
+    loss_weights: Tensor | None = None
     precomputed: Local | None  # gradients that were computed together with other groups'
-    trains = True  # False for the parts of stages and averages
+    _trains = True  # False for the parts of stages and averages
 
     def __init__(self, simulation: Simulation, draft: Draft, event: Event) -> None:
         self.simulation, self.event = simulation, event
@@ -201,7 +203,7 @@ class Part:
         part.event = Event("meet", comm.members, info=due)
         part.place = Place(nodes, None, comm, nodes * size, [seed] * len(nodes) * size, size)
         part.rows, part.comm, part.size, part.tick = nodes * size, comm, size, step
-        part.due, part.inplace, part.exact, part.memo, part.trains = due, inplace, exact, {}, False
+        part.due, part.inplace, part.exact, part.memo, part._trains = due, inplace, exact, {}, False
         part.own, part.shared = {} if own is None else own, {} if shared is None else shared  # type: ignore[assignment]
         return part
 
@@ -230,12 +232,14 @@ class Part:
             mean: whether the mean of the gradients is sufficient: if the nodes share their parameters, it alone may be
                 computed, `[1, *]`.
         """
-        if not self.trains:
+        if not self._trains:
             raise self._refusal("gradients")
         local = self.simulation.gradients(self, at, mean) if self.precomputed is None else self._precomputed(at)
         self.losses, grads, self.missing, self._is_shared = local.losses, local.grads, local.missing, False
+        self.loss_weights = local.weights
         if self.size > 1:
             self.losses, grads = self._apart(self.losses), tree.map(self._apart, grads)
+            self.loss_weights = None if local.weights is None else self._apart(local.weights)
         return grads
 
     def _refusal(self, method: str) -> TypeError:
@@ -276,7 +280,7 @@ class Part:
             grads: `[1 or rows, *]`, `[C, 1 or rows, *]`; may be overwritten.
             lr: another learning rate than `lr`.
         """
-        if not self.trains:
+        if not self._trains:
             raise self._refusal("optimize")
         own, simulation, home = self.home is self.own, self.simulation, self.home
         if self._steps_on_views:
@@ -683,7 +687,8 @@ class Simulation:
             wide = tree.map(lambda p: p if len(p) == num_rows > 0 else p[:1].expand(num_rows, *p.shape[1:]), params)
             facts = None if self.dry else self.engine.facts  # without rows, no gradient says what is unused
             unused = dict.fromkeys(() if facts is None else facts.unused, frozenset[int]())
-            return Local(wide, next(iter(params.values())).new_empty(num_rows), {}, unused)
+            losses = next(iter(params.values())).new_empty(num_rows)
+            return Local(wide, losses, {}, unused, losses if not self.dry and self.engine.weighted else None)
         shared = part.shared.flat("buffers")
         if size > 1:  # nodes of a configuration may share theirs, `[C, *]`
             params = params if at is None else tree.map(lambda p: _flat(p, size, num_rows // size), params)

@@ -273,9 +273,11 @@ class Stack(Simulation):
             part.put()  # buffers
             each = zip(*[g.split(sizes) for g in local.grads.values()])
             starts = itertools.accumulate(sizes, initial=0)
-            for head, a, size, grads, losses in zip(heads, starts, sizes, each, local.losses.split(sizes)):
+            for head, a, size, grads in zip(heads, starts, sizes, each):
+                losses, weights = (x if x is None else x[a : a + size] for x in (local.losses, local.weights))
+                assert losses is not None
                 missing = missing_within(local.missing, a, a + size)
-                self.handle(draft, head, Local(dict(zip(local.grads, grads)), losses, {}, missing))
+                self.handle(draft, head, Local(dict(zip(local.grads, grads)), losses, {}, missing, weights))
 
     def _train_apart(self, draft: Draft, event: Event, sizes: list[int]) -> None:
         """Let groups train one after the other, if nodes of some of them share their parameters."""

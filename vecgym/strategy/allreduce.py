@@ -15,7 +15,7 @@ from vecgym.optim.formulas import FORMULAS
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts
-from vecgym.strategy.averages import Mean
+from vecgym.strategy.averages import Mean, Weighting
 from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.exchange import Exchange
 
@@ -28,11 +28,14 @@ class AllReduceStrategy(Strategy):
     Parameters and optimizer state stay equal on all nodes: they are stored once, and one gradient of the mean loss is
     computed instead of K. This equals training one model on the K batches together (without batch norm, whose
     statistics each node has for itself, as with DDP). The nodes' mean losses have equal weights, as with DDP, even if
-    they are means over unequal numbers of tokens: the "weight" of a `loss_fn` counts within a node. Bytes sent per node
-    and step: 2 (K - 1) / K * b * P.
+    they are means over unequal numbers of tokens, unless `weighting` says otherwise. Bytes sent per node and step:
+    2 (K - 1) / K * b * P.
 
     Args:
         inner_optim: the optimizer, AdamW when not given.
+        weighting: of the gradients, see `Mean`. With "examples" and a `loss_fn` that returns a "weight", the loss is
+            the mean over the tokens of all nodes. Then K gradients are computed, and the ledger does not count the
+            bytes of the weights.
         lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: see `Strategy`.
 
     >>> AllReduceStrategy("sgd", lr=0.1)
@@ -46,9 +49,10 @@ class AllReduceStrategy(Strategy):
     def __init__(
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        weighting: Weighting = "equal",
         **inner: Unpack[InnerOptions],
     ) -> None:
-        super().__init__(inner_optim, [Exchange(Mean(), of="gradients")], **inner)
+        super().__init__(inner_optim, [Exchange(Mean(weighting=weighting), of="gradients")], **inner)
 
 
 SimpleReduceStrategy = AllReduceStrategy  # EXO Gym's other name for it

@@ -17,7 +17,7 @@ from vecgym.collectives import StackedCollectives
 from vecgym.collectives.topology import Groups, random_islands
 from vecgym.compress.codecs import Codec, Codes, decode_all, gathered_codes
 from vecgym.core import check, tree
-from vecgym.core.devices import placed
+from vecgym.core.devices import placed, spread
 from vecgym.core.objects import altered, same, shown
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec, clip_grad_norm, ensure_optim_spec
@@ -73,7 +73,8 @@ class Mean(Reduction, batched=()):
         island_size: nodes per island; None: one island of all. The nodes are shuffled (seeded) in each exchange; if
             `island_size` does not divide their number, the last island is smaller.
         weighting: "equal"; "examples": w_k is the number of examples of node k; or w_k itself, one number > 0 for each
-            node of the run, such as the tokens of its examples.
+            node of the run, such as the tokens of its examples. With "examples", gradients of a loss that has a
+            "weight" are weighted by it: by the numbers of tokens in this step's batches, say.
 
     Raises:
         ValueError: for island_size < 1 or another weighting; before the first step for an island larger than the number
@@ -116,9 +117,18 @@ class Mean(Reduction, batched=()):
         return random_islands(range(part.comm.num_nodes), self.island_size, part.generator("islands", part.due.step))
 
     def agree(self, x: Tree, part: Part, memory: Memory) -> Tree:
-        return part.comm.mean(x, self.groups(part), part.weights(self.weighting), inplace=part.inplace)
+        groups = self.groups(part)
+        if self.weighting == "examples" and part.loss_weights is not None:
+            shares = relative(part.comm.everyone({"": part.loss_weights})[""], groups)[..., part.comm.node_ids]
+            return part.comm.mean(tree.map(lambda y: spread(shares, y) * y, x), groups, inplace=part.inplace)
+        return part.comm.mean(x, groups, part.weights(self.weighting), inplace=part.inplace)
 
     def shares(self, part: Part) -> Tensor | None:
+        if self.weighting == "examples" and part.loss_weights is not None:
+            raise ValueError(
+                'weighting="examples" by the weights of the losses needs gradients that are not compressed: leave out '
+                "the codec, or give the weights of the nodes as a list."
+            )
         groups, weights, K = self.groups(part), part.weights(self.weighting), part.comm.num_nodes
         if groups is None and weights is None:
             return None
@@ -645,6 +655,19 @@ number > 0 for each node.
         return check.choice("weighting", weighting, ("equal", "examples"), "a list of a number > 0 for each node")
     numbers = weighting.tolist() if isinstance(weighting, Tensor) else weighting
     return tuple(float(check.number(f"weighting[{node}]", w, "(0, inf)")) for node, w in enumerate(numbers))
+
+
+def relative(weights: Tensor, groups: Groups | None) -> Tensor:
+    """Return the weights `[.., K]` relative to the mean of each node's island; 1 in one that weighs nothing.
+
+    >>> relative(torch.tensor([1.0, 3.0, 0.0, 0.0]), [[0, 1], [2, 3]])
+    tensor([0.5000, 1.5000, 1.0000, 1.0000])
+    """
+    shares = torch.ones_like(weights)
+    for group in map(list, groups or [range(weights.shape[-1])]):
+        mean = weights[..., group].mean(-1, keepdim=True)
+        shares[..., group] = torch.where(mean > 0, weights[..., group] / mean, shares[..., group])
+    return shares
 
 
 def check_weighting(weighting: str | Sequence[float], run: RunFacts) -> None:
