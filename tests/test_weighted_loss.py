@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -319,6 +320,18 @@ def test_parts_in_half_precision_are_summed_in_float32(engine: str, dtype: torch
         (found,) = worker.gradients(params, {}, x, seed=0, step=0, minibatch_size=size, mean=mean).grads.values()
         assert found.dtype == dtype
         assert torch.equal(found, expected.expand_as(found)), (size, mean)
+
+
+def test_node_threads_write_their_weights_while_others_compute() -> None:
+    def slow(module: nn.Module, batch: Any) -> dict[str, Any]:
+        time.sleep(0.02 * float(batch[0].sum() % 3))  # the threads end one after the other
+        return of_torch(module, batch)
+
+    trained = [
+        fitted(FedAvgStrategy("sgd", lr=0.5), tokens(), slow, engine="loop", node_threads=n, max_steps=3)[1]
+        for n in (1, 2)
+    ]
+    close(*trained)
 
 
 # -------------------------------------------------------------------------------------------- of the nodes

@@ -189,7 +189,7 @@ class StatelessModel:
 
     def writes(self, name: str) -> bool:
         """Whether a training step may write to this parameter or buffer."""
-        return name in self.written or (name in self.buffers and self.changes(name))
+        return name in self.written or name == WEIGHT or (name in self.buffers and self.changes(name))
 
     def serve(self, num_threads: int) -> None:
         """Make a structure for each thread: a call changes it temporarily."""
