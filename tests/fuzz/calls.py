@@ -550,7 +550,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     **{f"vecgym.strategy.{name}": {"state": dict} for name in
        ("RankStrategy.load_state_dict", "Strategy.load_hidden_state")},
     "vecgym.optim.Optimizer": {
-        "counts": lambda: 0, "optimizers": lambda: [_sgd()] * 2, "num_rows": lambda: K, "whose": lambda: "x",
+        "counts": lambda: 0, "max_norm": lambda: 1.0, "optimizers": lambda: [_sgd()] * 2, "num_rows": lambda: K, "whose": lambda: "x",
         "state": lambda: _sgd().init(tree_of_nodes()),
         "slots": lambda: _sgd().init(tree_of_nodes()), "spec": lambda: vecgym.OptimSpec("sgd"), "lr": lambda: 0.1},
     "vecgym.strategy.Corrupted": {"nodes": lambda: [0]},
