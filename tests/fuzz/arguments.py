@@ -112,6 +112,7 @@ PROTOCOL = {
     "after_step", "own", "count", "draw", "of", "correct", "steps_of_rounds", "check_updates",
     "server_of", "fragments_of", "regions_of",
     "recordable", "recordable_step",
+    "weight", "in_units",
     "build", "batch", "iterate", "due", "gap", "round", "part", "of_codes", "take_rows", "put_rows", "get_indices",
 }  # fmt: skip
 # ... and arguments with these annotations.

@@ -550,12 +550,14 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     **{f"vecgym.strategy.{name}": {"state": dict} for name in
        ("RankStrategy.load_state_dict", "Strategy.load_hidden_state")},
     "vecgym.optim.Optimizer": {
-        "counts": lambda: 0, "max_norm": lambda: 1.0, "optimizers": lambda: [_sgd()] * 2, "num_rows": lambda: K, "whose": lambda: "x",
+        "counts": lambda: 0, "max_norm": lambda: 1.0,
+        "optimizers": lambda: [_sgd()] * 2, "num_rows": lambda: K, "whose": lambda: "x",
         "state": lambda: _sgd().init(tree_of_nodes()),
         "slots": lambda: _sgd().init(tree_of_nodes()), "spec": lambda: vecgym.OptimSpec("sgd"), "lr": lambda: 0.1},
     "vecgym.strategy.Corrupted": {"nodes": lambda: [0]},
     "vecgym.strategy.Sparse": {"selector": lambda: RandomSelector(0.5)},
     "vecgym.strategy.SyncWeight": {"weights": lambda: torch.ones(STEPS), "number": lambda: 0},
+    "vecgym.strategy.When.made": {"number": lambda: 0},
     "vecgym.strategy.ScheduledSelector": {"H": lambda: 2},
     "vecgym.collectives.topology.random_islands": {"nodes": lambda: [0, 1, 2, 3]},
     "vecgym.collectives.topology.torus": {"num_nodes": lambda: 4},

@@ -118,7 +118,7 @@ class Batches:
         own_epochs: bool = False,
         name: str = "train_dataset",
     ):
-        self.dataset, self.own_epochs = dataset, own_epochs
+        self.dataset, self.own_epochs = dataset, check.flag("own_epochs", own_epochs)
         self.num_nodes = check.integer("num_nodes", num_nodes, 1)
         self.node_ids = checked_node_ids(node_ids, self.num_nodes)
         self.batch_size = check.integer("batch_size", batch_size, 1)
