@@ -170,7 +170,7 @@ def test_products_of_exchanges_in_a_stack(part: slice, absent: bool) -> None:
 
 
 def test_what_all_know_of_absent_nodes_would_be_missing() -> None:
-    with pytest.raises(ValueError, match="that of the absent ones would be missing"):
+    with pytest.raises(ValueError, match="those of absent nodes would be missing"):
         compare_stack(risky("EF21", absent=True))
 
 

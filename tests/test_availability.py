@@ -814,7 +814,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
                     availability=lambda step: [0, 1]), ValueError, "not symmetric"),
     "too few for trim": (
         lambda: fit("MLP", Strategy("sgd", [Exchange(Robust("trimmed_mean", trim=1), of="gradients")], lr=0.1),
-                    max_steps=6, availability=lambda step: [0, 1]), ValueError, "leaves nothing of 2 nodes"),
+                    max_steps=6, availability=lambda step: [0, 1]), ValueError, "leaves out all values of 2 nodes"),
     "one rank": (lambda: fit("MLP", PerRank("sgd", lr=0.1), availability=Dropout(0.1), max_steps=6), ValueError,
                  "written for one rank"),
 }  # fmt: skip

@@ -558,13 +558,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             Sparse(PartitionedSelector(0.5), Compressed(Mean(), PowerSGD(1))), {"w": torch.zeros(1, 4, 4)}, 2
         ),
         ValueError,
-        "not a value for each coordinate",
+        "not one value per coordinate",
     ),
     "trim": (lambda: Robust("trimmed_mean"), ValueError, "trim=1"),
     "too much trimmed": (
         lambda: Robust("trimmed_mean", 2).check(ExchangeFacts(4)),
         ValueError,
-        "leaves nothing of 4 nodes",
+        "leaves out all values of 4 nodes",
     ),
     "a liar who is not there": (
         lambda: Corrupted(Mean(), [4]).check(ExchangeFacts(4)),

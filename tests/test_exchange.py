@@ -271,13 +271,13 @@ WRONG: dict[str, Callable[[], Any]] = {
     "the same on all: average over all": lambda: Exchange(
         Compressed(Mean(), "topk", reference=True), participation=0.5
     ),
-    "median of all nodes": lambda: Exchange(Outer(Mean(), correct="median_norm"), participation=0.5),
+    "median over all nodes": lambda: Exchange(Outer(Mean(), correct="median_norm"), participation=0.5),
     "needs the outer momentum": lambda: Outer(Mean(), OptimSpec("sgd", lr=1.0), correct="heloco"),
     "one outer step within another": lambda: Outer(Eager(Mean())),
     "trim goes with": lambda: Robust("median", trim=1),
-    "leaves nothing of 2 nodes": lambda: Exchange(Robust("trimmed_mean", trim=1), participation=0.3).check(run_facts()),
+    "leaves out all values": lambda: Exchange(Robust("trimmed_mean", trim=1), participation=0.3).check(run_facts()),
     "is larger than the 3 nodes": lambda: Exchange(Mean(4), participation=0.5).check(run_facts()),
-    "that of the absent ones": lambda: Exchange(EF21(Mean(), "topk")).check(run_facts(T, TABLE)),
+    "those of absent nodes": lambda: Exchange(EF21(Mean(), "topk")).check(run_facts(T, TABLE)),
     "not smaller than the run's": lambda: Exchange(Mean(), delay=T).check(run_facts()),
     "delay is for 3 nodes": lambda: Exchange(Outer(Mean()), 5, delay=[0, 1, 2]).check(run_facts()),
     "cut into 1 fragments": lambda: Exchange(Mean(), 5, fragments=None, offsets=[1, 2, 3]).check_present(run_facts()),

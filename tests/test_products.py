@@ -350,7 +350,7 @@ def test_an_outer_step_of_each_node_is_none_of_a_server() -> None:
     for how in of_each:
         found = [ends(trained([Exchange(x, participation=0.5)], 6, seed=1)) for x in (how, altered(how, inner=Mean()))]
         assert found[0] == found[1]
-        with pytest.raises(ValueError, match="needs a server that sends the same to all"):
+        with pytest.raises(ValueError, match="needs a server that sends one result to all"):
             Exchange(how, participation=0.5, resting="take")
     Exchange(Outer(ServerMean(), optim), participation=0.5, resting="take")
 

@@ -1259,7 +1259,7 @@ def test_sweeps_that_cannot_be_added() -> None:
         "numpy": (enlarged(None, {**grid, "lr": list(np.array([0.01]))}), "row 0 .* is row 0 of the first"),
         "itself": (first, "row 0 of the second sweep, with lr=0.01, seed=0, is row 0 of the first"),
         "axes": (enlarged(None, {**other, "batch_size": [4]}), "only one has batch_size. Give it to both"),
-        "steps": (enlarged(None, other, max_steps=9), r"differ in max_steps \(7 and 9\): only axes of both may differ"),
+        "steps": (enlarged(None, other, max_steps=9), r"differ in max_steps \(7 and 9\): only values of common axes"),
         "data": (enlarged(None, other, data(num_examples=80)), "train_dataset .*TensorDataset of 90, .* of 80"),
         "as many other data": (
             enlarged(None, other, data(seed=5)), r"train_dataset \(TensorDataset of 90, the first with checksum"

@@ -311,7 +311,7 @@ class Ledger:
         Args:
             weight: how often each counts. If it is a tensor, the bytes are differentiable with respect to it.
             lag: steps until the results are used, one number for all nodes or one per node.
-            unit: steps that count as one in the lags of the block, for exchanges only every `unit` steps.
+            unit: the steps in one unit of the block's lags, for exchanges that count time in units of `unit` steps.
             gradients: whether they are an exchange of gradients.
 
         >>> ledger = Ledger()

@@ -1,7 +1,7 @@
 """Strategies: what the nodes exchange, and when
 
-A strategy is an inner optimizer and a list of exchanges. Every node takes its own optimizer step; the exchanges say what
-becomes of the gradients before it, and of the parameters and the optimizer's moments after it.
+A strategy is an inner optimizer and a list of exchanges. Every node takes its own optimizer step; exchanges of gradients
+come before it, and exchanges of parameters and of the optimizer's moments after it.
 
 The examples of this page use 8 nodes and a small classifier:
 
@@ -35,27 +35,27 @@ code goes to each of the others.
 | ... with `compression="topk"`, `"int8"` and others | the movements, compressed, with error feedback | N times the code's / H |
 | ... with `correction="heloco"` or `"median_norm"` | the movements, turned where they point against the momentum, or shrunk to the median norm | AR / H |
 | `LocalAdamStrategy` | the means of the parameters and of Adam's two moments, every H steps | 3 AR / H |
-| `DESLOCStrategy` | the same, each at a period of its own, H, Hu = 3 H and Hv = 6 H | 1.5 AR / H |
+| `DESLOCStrategy` | the same, at different periods, H, Hu = 3 H and Hv = 6 H | 1.5 AR / H |
 | `MuLoCoStrategy` | DiLoCo with Muon for hidden matrices and AdamW for all else | AR / H |
 | `PALSGDStrategy` | DiLoCo with random steps towards the outer parameters, in place of gradient steps | AR / H |
-| `NoLoCoStrategy` | an outer step over random pairs or groups of nodes, every H steps; each node has an outer state of its own | 2 b · P / H |
-| `StreamingDiLoCoStrategy` | DiLoCo's outer step for a fragment of the model at a time, used `delay` steps later, while the nodes go on | AR / H |
+| `NoLoCoStrategy` | an outer step over random pairs or groups of nodes, every H steps; each node has its own outer state | 2 b · P / H |
+| `StreamingDiLoCoStrategy` | DiLoCo's outer step for a fragment of the model at a time, used `delay` steps later, while the nodes keep training | AR / H |
 | ... with `bits=4` | the movements as floats of four bits | N P / 2 H |
 | `EagerDiLoCoStrategy` | the mean movement, used a round later, and a node's own part of it at once | AR / H |
 | `SparseLoCoStrategy` | the k largest movements of each chunk, two bits each and 12 for the place, with error feedback | N k (2 + 12) / 8 per chunk, / H |
-| `SPARTAStrategy` | the mean of a random fraction p of the parameters, every step, optionally `delay` steps late; `correct_delay` (LOSCAR) keeps what a node has moved since | p · AR |
+| `SPARTAStrategy` | the mean of a random fraction p of the parameters, every step, optionally `delay` steps late; `correct_delay` (LOSCAR) keeps a node's movement since | p · AR |
 | ... with `compression_method="topk"`, `quantization_bits=8` | the parameters that moved most, in 8 bits | ≈ 5 N p P |
 | `SPARTADiLoCoStrategy` | both | p · AR / `sparta_interval` + AR / H |
 | `GossipStrategy` | a weighted mean with the neighbours in a ring, torus, exponential graph, random matching, or any doubly stochastic matrix | degree · b · P / `every` |
 | `DeMoStrategy` | the k strongest cosine components of each chunk of a local momentum, every step; the sign of their mean is the update | N k · (8 + b) per chunk |
-| `AsyncStrategy` | nobody waits: a server takes each node's movement when it arrives, as `OuterOptimizer`, `DelayedNesterov`, `FedBuff` or `HeLoCo`; `dylu`, grace, staleness | b · P / H, and as many received |
+| `AsyncStrategy` | each node's movement, at its own time: a server handles it when it arrives, as `OuterOptimizer`, `DelayedNesterov`, `FedBuff` or `HeLoCo`; `dylu`, grace, staleness | b · P / H, and as many received |
 | `HALoSStrategy` | the same with a server in each region, and a global one | b · P / H |
-| `DecoupledDiLoCoStrategy` | nodes never stop, and a server merges each fragment of those that have sent it | b · P / H |
-| `ADPSGDStrategy` | a node that ends a step averages with one random neighbour | 2 b · P |
-| `Strategy`, `CommunicateOptimizeStrategy` | what its exchanges say | what the ledger says |
+| `DecoupledDiLoCoStrategy` | fragments of the model, at each node's own time: a server merges each when a quorum has sent it | b · P / H |
+| `ADPSGDStrategy` | the mean with one random neighbour, after each step of a node | 2 b · P |
+| `Strategy`, `CommunicateOptimizeStrategy` | the values of its exchanges | as the ledger counts |
 
-The docstring of each strategy has the update rule in the paper's symbols, what the strategy keeps, its bytes, and every
-deviation from the paper.
+The docstring of each strategy has the update rule in the paper's symbols, its state, its bytes, and every deviation from
+the paper.
 
 >>> averaged = trainer.fit(DiLoCoStrategy("adamw", H=5, lr=3e-3), num_nodes=8, max_steps=10)
 >>> [(transfer.step, transfer.operation) for transfer in trainer.ledger]
@@ -63,13 +63,13 @@ deviation from the paper.
 
 ## Which bytes
 
-There are two counts, which agree on what is saved by exchanging less often, and not on what a code saves.
+There are two counts. They agree on the savings of rarer exchanges, and not on those of a code.
 
-- `ledger.total_bytes` and `total_received_bytes`, and in the history `bytes_total` and `bytes_received_total`: what a
-  node's link carries, with what it forwards. Without a server all that is sent is received. Tables, figures, sweeps and
-  the clock go by these.
-- `ledger.total_payload_bytes`, `bytes_payload_total`: what a node hands to the collectives. Papers report this: DeMo's
-  110.32 MB a step, SparseLoCo's factor of 146.
+- `ledger.total_bytes` and `total_received_bytes`, and in the history `bytes_total` and `bytes_received_total`: the bytes
+  on a node's link, including those that it forwards. Without a server all that is sent is received. Tables, figures,
+  sweeps and the clock use this count.
+- `ledger.total_payload_bytes`, `bytes_payload_total`: the bytes that a node hands to the collectives. Papers report this
+  count: DeMo's 110.32 MB a step, SparseLoCo's factor of 146.
 
 Mean and sum can be taken on the way, so that a link carries at most twice the payload, however many nodes there are. Codes
 cannot be added: each goes to each of the others. On 64 nodes, 16,040 parameters in 40 tensors, bytes a step:
@@ -90,23 +90,23 @@ int8 DiLoCo  payload    1,620  sent 102,060.0
 DeMo         payload   12,000  sent 756,000.0
 
 By payload int8 saves three quarters of DiLoCo's bytes. Over a link it takes 8 times as many, and DeMo 6 times as many as
-DDP. On fewer than 8 nodes int8 saves there, too: (K - 1) P against 8 (K - 1) / K P. What makes such an exchange cheaper:
+DDP. On fewer than 8 nodes int8 saves there, too: (K - 1) P against 8 (K - 1) / K P. Such an exchange is cheaper with:
 
-- A store, to which each node's code goes up once, and from which the others come down, as Templar's nodes do it:
+- A store, to which each node's code goes up once, and from which the others come down, as on Templar's network:
   `Network(..., all_gather="server")`. A run with that network counts so; `ledger.routed(network.routes)` counts a ledger
   anew. A mean through a server, `all_reduce="server"`, is b up and b down.
 - A `ServerMean`: codes go up, and the average comes down.
 - Another algorithm. PRIME adds int8 codes in a ring, and encodes every partial sum anew; torchft sends codes of eight
   bits to whoever adds them up, and encodes the sums. Both take a quarter of float32's bytes on any number of nodes, and
-  give other values, since sums are rounded too. vecgym has neither: it is no other price of the strategies here.
+  give other values, since sums are rounded too. vecgym has neither.
 
 With islands a node's code goes to those of its island, with a graph to its neighbours.
 
 ## What is certain
 
-Whose rule each strategy is, whose program it was compared with, and whose its defaults are. *numbers*: the authors' program
-was run, and a test compares vecgym with what it gave (`tests/test_authors.py`, if no other place is named). *read*: its
-source was compared by eye. Defaults named *ours* were compared with nobody's: choose them for your problem.
+The source of each rule, the program that it was compared with, and the source of the defaults. *numbers*: the authors'
+program was run, and a test compares vecgym with its results (`tests/test_authors.py`, if no other place is named). *read*:
+its source was compared by eye. Defaults named *ours* have no source: choose them for your problem.
 
 | algorithm | rule from | code compared | defaults from |
 |---|---|---|---|
@@ -137,8 +137,8 @@ source was compared by eye. Defaults named *ours* were compared with nobody's: c
 | `ADPSGDStrategy` | 1710.06952 | none | ours |
 | `DecoupledDiLoCoStrategy` | 2604.21428 | none | the paper, but for `quorum`, `tokens` and the inner optimizer |
 
-Where a paper and its authors' program differ the docstring says how. A strategy is tested against a loop of its own, too
-(`tests/reference/`), which finds errors of the code, and not of what was read.
+Where a paper and its authors' program differ, the docstring says how. Each strategy is also tested against a plain loop
+(`tests/reference/`), which finds errors of the code, and not misreadings of the paper.
 
 ## Other names
 
@@ -166,8 +166,8 @@ An object of this class is a code of half precision:
 
 ## Composing exchanges
 
-How nodes agree, when, and on what are three choices, which an `Exchange` brings together. Exchanges can be combined
-freely. They act in the order of the list:
+An `Exchange` combines three choices: how nodes agree, when, and on which values. Exchanges can be combined freely. They
+act in the order of the list:
 
 >>> composed = Strategy(
 ...     "adamw", [Exchange(Sparse(0.01, Mean())), Exchange(Mean(island_size=4), every=10)], lr=3e-3
@@ -180,15 +180,15 @@ freely. They act in the order of the list:
 | ... and around one of these | `Outer` (a step of an outer optimizer on the movements), `Eager` (the same, a round late), `Sparse` (some coordinates), `Compressed` (codes, with error feedback, its decay and momentum), `EF21` (codes of what has changed), `Corrupted` (some nodes lie), `Private` (clipped, with noise) |
 | on what | `of="parameters"`, `"gradients"`, `"moments"` (of the inner optimizer), or one of its slots, such as `"exp_avg"` |
 | when | `every=` a number of steps, a function that gives the length of each round, or `Rounds`, `RoundsOf`, or weights that can be differentiated (`SyncWeight`) |
-| how late | `delay=` steps; `late="value"` writes the result over what the nodes hold by then, `late="change"` adds the change; what a `SyncWeight` weighs is written, or added, in part |
+| how late | `delay=` steps; `late="value"` overwrites the nodes' values with the result, `late="change"` adds the change; a `SyncWeight` applies either in part |
 | which part | `fragments=` cuts the model into parts that are exchanged at different steps of a round |
-| who | `participation=` a fraction of the nodes in each round; `resting=`, what the others do; `lost=`, the probability that a message is lost |
+| who | `participation=` a fraction of the nodes in each round; `resting=`, the rule for the others; `lost=`, the probability that a message is lost |
 | what a node keeps | `keep=` the share of its own value |
 
 `every(n, exchange)` lets an exchange count in units of n steps. Methods of `Compressed` are `"topk"`, `"chunktopk"`,
 `"randomk"`, `"int8"`, `"int4"`, `"int2"`, `"stat8"`, `"stat4"`, `"stat2"`, `"qsgd"`, `"natural"`, `"ternary"`, `"sign"`,
-`"powersgd"`, or a codec from `vecgym.compress`, whose page says what each sends, and how far what is read may be from what
-was meant. DiLoCo in islands of four, with half of the nodes in each round and 5 % of the coordinates sent:
+`"powersgd"`, or a codec from `vecgym.compress`, whose page has the bytes and the error of each. DiLoCo in islands of four,
+with half of the nodes in each round and 5 % of the coordinates sent:
 
 >>> from vecgym.compress import TopK
 >>> exchange = Exchange(Outer(Compressed(Mean(island_size=4), TopK(0.05))), every=5, participation=0.5)
@@ -196,62 +196,63 @@ was meant. DiLoCo in islands of four, with half of the nodes in each round and 5
 
 ## Who is there
 
-`fit(..., availability=...)` says which nodes are present in which steps, for any strategy. Those present train and
-exchange among themselves: means, graphs, weights and bytes are theirs. The others keep what they have, and their losses
-are nan. A node's data and random numbers go by the steps that it has done itself. So does its learning rate, unless nodes
-are drawn for each round, or what it trains is stored once for all (AllReduce with `rejoin="shared"` and one rate for all
-nodes): then a schedule goes by the run's steps; `help(vecgym.availability)` has the rule. The history has a column
-`num_present`. At least one node must be there in every step; that is looked at before the first.
+`fit(..., availability=...)` sets the nodes that are present in each step, for any strategy. They train and exchange among
+themselves, and means, graphs, weights and bytes concern only them. The other nodes keep their state, and their losses are
+nan. A node's data and random numbers go by its own step count. So does its learning rate, unless nodes are drawn for each
+round, or parameters are stored once for all nodes (AllReduce with `rejoin="shared"` and one rate for all nodes): then a
+schedule goes by the run's steps; `help(vecgym.availability)` has the rule. The history has a column `num_present`. At
+least one node must be present in every step; this is checked before the first.
 
-| `vecgym.availability` | who is there |
+| `vecgym.availability` | the nodes that are present |
 |---|---|
 | `Sampled(0.1, H=10)` | in each round of H steps a sample of the nodes |
 | `Dropout(0.3, mean_steps=20)` | nodes fail and come back: in the long run, each is absent for 30 % of the time |
-| `Trace(table)` | a row of truth values for each step, as was measured |
-| `Deadline(2.0, H=10)` | who computes a round of H steps in 2 seconds, as `compute=` says; stragglers are not waited for |
+| `Trace(table)` | those of a measured table, a row of truth values for each step |
+| `Deadline(2.0, H=10)` | those that compute a round of H steps in 2 seconds by `compute=`; nobody waits for stragglers |
 | a function of the step | the ids that it returns |
 | `LocalSteps([5, 10], H=10)`, `LocalSteps(epochs=1, H=10)` | all; node i trains in the first n_i steps of a round, or until it has passed over its examples once, and waits for the exchange |
 
-`a & b` is both. With `rejoin=` a node that returns begins with its own parameters (`"own"`), with those that the others
-share (`"shared"`), or with those of one of them (`"neighbour"`). What they share is the model where it is stored once, the
-outer parameters where there are some, as of DiLoCo, or else the mean of those who were there before. One of them sends it,
-once; the mean takes an exchange of its own, unless they have just averaged. What a strategy keeps once for all goes on
-with those who are there in any case. AllReduce only exchanges gradients: a node that returns with its own parameters stays
-apart for good, so give `rejoin="shared"`.
+`a & b` is both. With `rejoin=` a returning node begins with its own parameters (`"own"`), with those that the others share
+(`"shared"`), or with those of one of them (`"neighbour"`). The others share the model if it is stored once, or the outer
+parameters of a strategy such as DiLoCo; else the mean of the nodes that were present in the step before is taken, in an
+additional exchange unless they have just averaged. One of them sends it, once. State that a strategy stores once for all
+nodes evolves with the nodes that are present. AllReduce only exchanges gradients: a node that returns with its own
+parameters stays apart for good, so give `rejoin="shared"`.
 
 **To sample clients, give the strategy `participation=`**: `FedAvgStrategy(participation=0.1)`, or an `Exchange` in any
 strategy that you put together. In each round a new sample of the nodes begins with the server's parameters and sends its own
 back. `Sampled` is for strategies without that argument, such as `DiLoCoStrategy` or AllReduce, and draws the same nodes: where
-both can say it, nodes, data, learning rates, losses, bytes and the run's model are equal (a test compares them). A client
-that is drawn again goes on where its data ended, at the rate that the schedule has by then. Both at once are an error.
-`Dropout`, `Trace` and `Deadline` are about failures, and go with `participation=`: whoever is there is sampled from. Both
-ways go through a server, which is cheaper: each participant sends its parameters, and is sent those of the next round.
-(With `rejoin="own"`, as with `resting="keep"`, there is none, and those present average in a ring.)
+both are possible, nodes, data, learning rates, losses, bytes and the run's model are equal (a test compares them). A client
+that is drawn again continues its data, at the present rate of the schedule. Both at once are an error.
+`Dropout`, `Trace` and `Deadline` model failures, and can be combined with `participation=`, which then samples the nodes
+that are present. Both ways use a server, which is cheaper: each participant sends its parameters, and receives those of the
+next round. (With `rejoin="own"`, as with `resting="keep"`, there is none, and the nodes that are present average in a ring.)
 
 >>> from vecgym.availability import Dropout
 >>> averaged = trainer.fit(DiLoCoStrategy("adamw", H=5, lr=3e-3), num_nodes=8, max_steps=10,
 ...                        availability=Dropout(0.3, mean_steps=5, rejoin="shared"))
 
-**What is evaluated.** The run's model is the mean of the nodes that were there in the last step, or what the strategy says
-instead in `result(state)`: an asynchronous one, its server's parameters. With `participation=` it is the mean of the
-round's clients until the server tells all (with `resting="keep"`, of all clients that have trained so far). Buffers, such
-as batch norm's statistics, are means over those who have trained: of the nodes that were there, or where clients are
-sampled, of all. There is no other average: the validation loss, what `fit` returns, `save` and checkpoints,
-`result.model(i)` of a sweep and the loss of a `rollout` are that model's, and `val_loss_local`, `consensus_distance` and `correlation` are over the same nodes. `val_losses` has every node, the absent
-with what they have kept. Of a validation set for each node the model is evaluated on all. The column `num_never_present`
-counts the nodes that have not been there so far; of those that never are, a warning says so before the first step.
+**The evaluated model.** The run's model is the mean of the nodes that were present in the last step, unless the strategy has
+another `result(state)`: in an asynchronous one it is the server's. With `participation=` it is the mean of the round's
+clients until the server sends its result (with `resting="keep"`, of all clients that have trained so far). Buffers, such
+as batch norm's statistics, are means over the nodes that have trained, among those present, or among all if clients are
+sampled. There is no other average: the validation loss, the result of `fit`, `save` and checkpoints, `result.model(i)` of a
+sweep and the loss of a `rollout` are that model's, and `val_loss_local`, `consensus_distance` and `correlation` are over
+the same nodes. `val_losses` has every node, absent ones with their last parameters. If each node has its own validation
+set, the model is evaluated on all of them. The column `num_never_present` counts the nodes that have not been present so
+far; a warning before the first step names those that never are.
 
-A run in which some nodes are never there equals one without them, to the bit with their ids as the keys of random numbers:
-on a CPU, and with three quarters of the nodes or more present with `exact=True`. (Without it all then train at once, and the
-absent get back what they had, which is faster.) `rollout` and `verify` take `availability` too. On real processes a node
-that is absent sends nothing; what all nodes store once is told to its process, uncounted, by one of those that are there.
-`Exchange(..., lost=0.1)` loses messages, as DiLoCo's paper does: see there.
+A run in which some nodes are never present equals one without them, to the bit with their ids as the keys of random numbers:
+on a CPU, and with three quarters of the nodes or more present with `exact=True`. (Without it all nodes then train at once,
+and absent nodes are reset, which is faster.) `rollout` and `verify` take `availability`, too. On real processes an absent
+node sends nothing; a node that is present sends its process the state that all nodes store once, which is not counted.
+`Exchange(..., lost=0.1)` loses messages, as in DiLoCo's paper.
 
 ## Optimizers and learning rates
 
 An optimizer is a name, an `OptimSpec`, or any subclass of `torch.optim.Optimizer`, including your own. SGD, Adam,
 AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, Adadelta and Rprop update all nodes in one call. Any other class runs
-node by node, with the result that it would have on K machines. `"lion"` and `"muon"`, which torch lacks or has since
+node by node, with the same result as on K machines. `"lion"` and `"muon"`, which torch lacks or has since
 2.9, update all nodes in one call, too, and so do a server's `"fedadam"`, `"fedyogi"` and `"fedadagrad"`. Muon is for matrices; `param_groups` gives the other parameters another optimizer:
 
 >>> def groups(name, p):
@@ -269,14 +270,14 @@ Every strategy takes `lr`, `max_norm` (clips each node's gradient), `lr_schedule
 
 ## A strategy of your own
 
-Most strategies are a new way to agree: an `Average`, which combines what all nodes send, or a `Stage` around one, which
-changes what is sent and what is received. It gets the values of all nodes, stacked; the event's `part`, with `part.comm`,
-the only way to other nodes; and a `memory`, of each node (`memory.own`) and of all together (`memory.shared`). A node
-dimension of size 1 means "the same on every node". With this one a node sends only 8 bits of each change since the last
-exchange, and adds the rounding error to the next one:
+Most strategies are a new way to agree: an `Average`, which combines the values of all nodes, or a `Stage` around one, which
+transforms the values before and the result after it. It gets the values of all nodes, stacked; the event's `part`, with
+`part.comm`, the only way to other nodes; and a `memory`, of each node (`memory.own`) and of all together (`memory.shared`).
+A node dimension of size 1 means "the same on every node". With this stage a node sends only 8 bits of each change since the
+last exchange, and adds the rounding error to the next one:
 
 >>> class EightBits(Stage):
-...     def init(self, values, run, memory):  # what evolves: of each node, and of all
+...     def init(self, values, run, memory):  # each node's own state, and the shared one
 ...         memory.own["error"], memory.shared["last"] = tree.map(torch.zeros_like, values), values
 ...
 ...     def send(self, x, part, memory):
@@ -285,7 +286,7 @@ exchange, and adds the rounding error to the next one:
 ...         memory.own["error"] = tree.map(torch.sub, change, sent)
 ...         return sent
 ...
-...     def receive(self, y, part, memory):  # what the nodes go on with
+...     def receive(self, y, part, memory):  # returns the nodes' new values
 ...         memory.shared["last"] = tree.map(torch.add, memory.shared["last"], y)
 ...         return memory.shared["last"]
 ...

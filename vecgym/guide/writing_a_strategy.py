@@ -7,13 +7,13 @@ wherever the built-in ones do: on processes, in sweeps, in rollouts and from che
 
 Take the first row that is enough:
 
-| what is new | write | as in |
+| new | write | as in |
 |---|---|---|
 | a combination | an expression: `Strategy("adamw", [Exchange(Outer(Mean()), every=100)])` is DiLoCo | `DiLoCoStrategy` |
 | when nodes exchange, which of them, how late, in which fragments | nothing: these are arguments of `Exchange`, for every average | `StreamingDiLoCoStrategy` |
 | a code for the values, or a choice of coordinates | a `Codec` for `Compressed`, a `Selector` for `Sparse` | `TopK`, `RandomSelector` |
 | how the values of all nodes become one | an `Average` | `Robust`, `Mix` |
-| what a node sends, or what it makes of the result | a `Stage` around any average | `Private`, `Outer` |
+| a transformation of a node's values before they are sent, or of the result | a `Stage` around any average | `Private`, `Outer` |
 | a step of another kind, or an event that is no exchange | a `Strategy` with handlers | `PALSGDStrategy` |
 
 All see the same three things. `x` holds the values of all nodes, by name: tensors `[K, *]`, or `[1, *]` where they are the same
@@ -58,7 +58,7 @@ Elastic averaging (EASGD, arXiv 1412.6651): each node moves towards a center, an
 ...         center = memory.home["center"]
 ...         memory.home["center"] = tree.map(lambda c, m: c + part.scaled(self.beta, m - c), center, y)
 ...         return center
-...     def write(self, y, x, part, memory):  # each node: x is what it holds, y what `receive` returned
+...     def write(self, y, x, part, memory):  # each node: x is its values, y the result of `receive`
 ...         return tree.map(lambda c, v: v + part.scaled(self.alpha, c - v), y, x)
 >>> how, memory = Elastic(Mean(), alpha=0.5), Memory()
 >>> how.init({"w": torch.zeros(1)}, three.run, memory)
@@ -114,29 +114,29 @@ True
 
 | method of `Strategy` | when | what it does |
 |---|---|---|
-| `check(num_nodes, max_steps)` | before the run | raise a `ValueError` for what cannot work; warn of what has no effect |
-| `marks(run)`, `who_trains(run)`, `timetable(run)` | before the run | list what is due when, and for whom: `Mark(what, when, lag, who, of)`, handled by the method with the name `what`; return who trains, a function (step, present nodes) → some of them; all events, if these two are not enough |
-| `init(run, params)` | once | return what each node has of its own, and what all share: trees of tensors `[1, *]`, by name |
+| `check(num_nodes, max_steps)` | before the run | raise a `ValueError` if the strategy cannot work; warn of settings without effect |
+| `marks(run)`, `who_trains(run)`, `timetable(run)` | before the run | list the events besides training: `Mark(what, when, lag, who, of)`, handled by the method with the name `what`; return a function (step, present nodes) → the nodes that train; all events, if these two are not enough |
+| `init(run, params)` | once | return each node's own state and the shared state: trees of tensors `[1, *]`, by name |
 | `train(part)`, `train_jointly(part)` | each step | gradients and the optimizer's step of each node by itself; with an exchange in between. `train_method = "local"` names another method |
-| `rejoin(part)` | where nodes return | set what they begin with |
+| `rejoin(part)` | when nodes return | set the parameters with which they begin |
 | `result(state)` | where the model is asked for | return the parameters whose mean is evaluated, returned and saved |
 | `rates(timetable, tick, nodes)` | each step | return the inner and the outer learning rate, to be recorded |
 
 | method of `Average` or `Stage` | when | what it does |
 |---|---|---|
 | `check(run)` | before the run | raise a `ValueError`; `run.fewest` and `run.most` are the numbers of nodes that may take part |
-| `init(values, run, memory)` | once | remember what it begins with, `[1, *]`; return what later stages begin with, if it is another |
-| `send(x, part, memory)` of a stage | when the nodes exchange | return what is sent of x |
-| `agree(x, part, memory)` of an average | when the nodes exchange | return what comes of what all send |
-| `receive(y, part, memory)` | once, when the result is used | change what is remembered, and return what becomes of the result |
-| `write(y, x, part, memory)` | for each node, when it goes on | return what it goes on with that holds x; y, if it is not overridden |
+| `init(values, run, memory)` | once | fill the memory with initial trees, `[1, *]`; return the initial values of later stages, if they differ |
+| `send(x, part, memory)` of a stage | when the nodes exchange | return the values to send, made of x |
+| `agree(x, part, memory)` of an average | when the nodes exchange | return the agreed values |
+| `receive(y, part, memory)` | once, when the result is used | update the memory, and return the result, made of the agreed values |
+| `write(y, x, part, memory)` | for each node, when it uses the result | return the new values of nodes that hold x; y, if it is not overridden |
 | `read(x, part, memory)` | with `late="change"` | return the part of x that `write` writes to |
 
 `memory.home` is `memory.shared` if the result is the same on all nodes (`memory.common`), else `memory.own`; `memory.notes`
 last from `send` to `write`; `memory.inplace` is as `part.inplace`. `common = False` in a class says that its result differs
 from node to node. With a `delay`, stages after the first `receive` are not late.
 
-| of a `Part` | what it is |
+| of a `Part` | meaning |
 |---|---|
 | `part.params`, `part.own["name"]`, `part.shared["name"]`, `part.home` | in handlers: the parameters; what each node has, `[rows, *]`; what all share, `[1, *]`; the one of the two that holds parameters and optimizer. Assign, or `del` |
 | `part.gradients(at, mean)`, `part.losses`, `part.loss_weights`, `part.missing` | the gradients on the next batch, at the parameters or elsewhere; their losses, and the weights of these, if the model gives any; parameters on which the loss of some rows does not depend, which `optimize` skips |

@@ -91,10 +91,10 @@ class Mark(NamedTuple):
 
 
 class Due(NamedTuple):
-    """The facts of an event about its mark.
+    """The due step of a marked event: its index, its time and its subject.
 
     Attributes:
-        number: its index among the mark's due steps, which selectors, topologies and outer optimizers count by.
+        number: its index among the mark's due steps, the count of selectors, topologies and outer optimizers.
         step: the due step; the event is `lag` steps later.
         of: the subject of the mark.
         made: the sum of the weights of its events so far, if these happen in part.

@@ -29,10 +29,10 @@ BLOCK = 64  # neighbours drawn at a time
 class ADPSGDStrategy(EventDriven):
     """Every node trains independently, and after each step averages with one neighbour, without waiting for it.
 
-    Node i computes the gradient g_i at its parameters at the begin of a step. At the end of the step:
+    Node i computes the gradient g_i at its parameters at the start of a step. At the end of the step:
     theta_i <- optimizer_i(theta_i, g_i), where theta_i may have been averaged since; then
     theta_i, theta_j <- (theta_i + theta_j) / 2 with a random neighbour j. Node j continues its step: its gradient is
-    taken at the parameters of the begin, and applied to those of the end. An average is atomic.
+    taken at the parameters of the start, and applied to those of the end. An average is atomic.
 
     With `fit(network=)` the two first send each other their parameters, both ways at once, when both their links are
     free. Node i waits for the transfer, and node j continues to compute. Node i's optimizer step and the average happen
@@ -116,12 +116,12 @@ class ADPSGDStrategy(EventDriven):
         )
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return each node's `params`, `start`, its parameters at the begin of its step, and `grads`, taken there."""
+        """Return each node's `params`, `start`, its parameters at the start of its step, and `grads`, taken there."""
         own, shared = super().init(run, params)
         return {**own, "params": params, "start": params, "grads": tree.map(torch.zeros_like, params)}, shared
 
     def train(self, part: Part) -> None:
-        """Compute gradients at the parameters of the begin of the steps."""
+        """Compute gradients at the parameters of the start of the steps."""
         if written := part.simulation.engine.written:
             raise ValueError(
                 f"the model's forward writes to its parameter {min(written)!r}, and in AD-PSGD a node's parameters "
@@ -134,7 +134,7 @@ class ADPSGDStrategy(EventDriven):
             part.own["missing"] = part.apart({name: torch.tensor(some) for name, some in rows.items()})
 
     def arrive(self, part: Part) -> None:
-        """Apply the gradient, taken at the begin of the step, to the node's present parameters."""
+        """Apply the gradient, taken at the start of the step, to the node's present parameters."""
         if "missing" in part.own:
             rows = part.flat(part.own["missing"])
             part.missing = {name: frozenset(some.nonzero()[:, 0].tolist()) for name, some in rows.items() if some.any()}

@@ -112,7 +112,7 @@ class EventDriven(Strategy):
 class InRounds(EventDriven):
     """The base of strategies whose nodes train in rounds: a number of steps from the parameters that a server sends.
 
-    Each node's own state: `start`, the parameters at the begin of its round; `local`, its parameters now; `loss`, the
+    Each node's own state: `start`, the parameters at the start of its round; `local`, its parameters now; `loss`, the
     sum of its losses in the round.
 
     Attributes:

@@ -228,7 +228,7 @@ class Robust(Mean, batched=()):
             smallest = count if self.island_size is None else (count % self.island_size or self.island_size)
             if self.trim is not None and 2 * self.trim >= smallest:
                 raise ValueError(
-                    f"trim={self.trim} at either end leaves nothing of {smallest} nodes: give a smaller one."
+                    f"trim={self.trim} at either end leaves out all values of {smallest} nodes: give a smaller trim."
                 )
 
     def agree(self, x: Tree, part: Part, memory: Memory) -> Tree:

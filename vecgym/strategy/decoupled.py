@@ -326,9 +326,9 @@ ENDED, DELIVERED, CLOSES, RECEIVED, BEGINS = range(5)  # in their order at one t
 class FragmentRules(Rules):
     """The rules by which nodes and the server of fragments work together; `num_steps` is 1 for each node.
 
-    Every step of a node is an `Arrival` at its end and a `Restart` at its begin. Events at one time are in this order:
+    Every step of a node is an `Arrival` at its end and a `Restart` at its start. Events at one time are in this order:
     ends of steps, messages at the server (both by node, then fragment), fragments that close, versions that reach
-    nodes, begins of steps.
+    nodes, starts of steps.
 
     Attributes:
         H: steps between two messages of a fragment.

@@ -115,7 +115,7 @@ class StrongestCosines(Average, batched=()):
         return sum(topk_bytes(p.shape[1:], k, limit, p.element_size()) for p in params.values())
 
     def residual(self, held: Tree, values: Tree) -> Tree:
-        """Return delta of each node, `[K, *]`; `values`, `[1 or K, *]`, have the shapes.
+        """Return delta of each node, `[K, *]`, in the shapes of `values`, `[1 or K, *]`.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> average = StrongestCosines(compression_topk=1)

@@ -327,7 +327,7 @@ class RegionRules(Rules):
     A node's movement goes to the server of its region, which makes a version from it. After every `buffer` movements it
     sends a message to the global server, which makes a version from the message, an `Update`, and replies.
 
-    Events at one time are in this order: ends of rounds, arrivals, begins of rounds (by node), messages that leave the
+    Events at one time are in this order: ends of rounds, arrivals, starts of rounds (by node), messages that leave the
     regions, arrivals at the global server, replies (by region). So a node whose arrival makes its region send begins
     its next round before the reply, as in the paper's code, even if messages between servers take no time.
 

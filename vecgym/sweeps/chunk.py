@@ -146,8 +146,8 @@ class Work:
     """The training of a chunk, or the rest of it after an interruption.
 
     Attributes:
-        configs: all configurations with which the chunk begins, or began.
-        partial: the state in which it was interrupted; None: it begins.
+        configs: all configurations at the start of the chunk.
+        partial: the state at its interruption; None: it was not interrupted.
         curves: index of a configuration -> its curve up to the interruption.
     """
 

@@ -129,7 +129,7 @@ def check_joined(first: Runner, second: Runner) -> None:
         if repr(parts[0]) != repr(parts[1]):
             differing = [*differing, f"the strategy or the model of {named(config.point)}, but for the seed"][:4]
     if differing:
-        raise ValueError(f"the sweeps differ in {listed(differing)}: only axes of both may differ.")
+        raise ValueError(f"the sweeps differ in {listed(differing)}: only values of common axes may differ.")
     points = {config.key(): config.index for config in first.configs}
     for config in second.configs:
         if (row := points.get(config.key())) is not None:
