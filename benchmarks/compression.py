@@ -39,8 +39,8 @@ from vecgym.compress import (
 )
 from vecgym.compress.codecs import Draw
 from vecgym.core import rng
-from vecgym.simulation import Part, RunFacts
-from vecgym.strategy import Compressed, Mean, Memory
+from vecgym.simulation import Part
+from vecgym.strategy import Compressed, Mean
 
 Bound = Callable[[int], float]  # of the number of values
 
@@ -121,8 +121,8 @@ def fed_back(codec: Codec, x: Tensor, exchanges: int) -> float | None:
     if not codec.contractive:
         return None
     average, total = Compressed(Mean(), codec), torch.zeros_like(x)
-    values, memory, comm = {"x": x[None]}, Memory(), StackedCollectives(1)
-    average.init(values, RunFacts(1), memory)
+    values, comm = {"x": x[None]}, StackedCollectives(1)
+    memory = average.memory(values, Part.alone(comm))
     for step in range(exchanges):
         total += average(values, Part.alone(comm, number=step, step=step), memory)["x"][0] / exchanges
     return float((total - x).norm())

@@ -21,9 +21,9 @@ from vecgym.availability import Function
 from vecgym.clock import Compute
 from vecgym.clock.asynchronous import AsyncPlan
 from vecgym.collectives import StackedCollectives
-from vecgym.simulation import Part, RunFacts
+from vecgym.simulation import Part
 from vecgym.simulation.events import Stop
-from vecgym.strategy import DecoupledDiLoCoStrategy, DeMoStrategy, Memory
+from vecgym.strategy import DecoupledDiLoCoStrategy, DeMoStrategy
 
 FOLDER = Path(__file__).parent
 
@@ -297,8 +297,8 @@ def test_the_loop_of_demo_does_the_same_exchange(monkeypatch: pytest.MonkeyPatch
     loop = plain.DeMo(mlp, num_nodes=2)
     average = DeMoStrategy(lr=plain.LR).exchanges[0].how
     gradients = {name: torch.stack([one[name] for one in loop.gradients]) for name in loop.gradients[0]}
-    part, memory = Part.alone(StackedCollectives(2)), Memory()
-    average.init({name: g[:1] for name, g in gradients.items()}, RunFacts(2), memory)
+    part = Part.alone(StackedCollectives(2))
+    memory = average.memory({name: g[:1] for name, g in gradients.items()}, part)
     for _ in range(2):  # the second exchanges what the first has left, too
         loop()
         for name, x in average({name: plain.LR * g for name, g in gradients.items()}, part, memory).items():

@@ -18,11 +18,12 @@ from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.simulation import Simulation, State
+from vecgym.simulation.simulation import Part
 from vecgym.simulation.stack import Stack, groups_of
 from vecgym.simulation.timetable import Event, RunFacts
 from vecgym.strategy import Average, Strategy
 from vecgym.strategy.simulated import nothing_to_read, simulation_of
-from vecgym.strategy.stages import Memory, Stages
+from vecgym.strategy.stages import Memory
 
 # Activation checkpointing under vmap needs a torch whose checkpoint() keeps its arguments without an autograd.Function.
 STACKS_CHECKPOINTS = hasattr(_CheckpointFrame, "save_inputs")
@@ -205,11 +206,8 @@ def run_stack(
 
 def begun(how: Average, values: Tree, num_nodes: int, inplace: bool = False) -> Memory:
     """The memory of K nodes before their first exchange; `values`, `[1 or K, *]`, are the first node's."""
-    stages = Stages(how)
-    memory = Memory(common=stages.common, inplace=inplace)
-    stages.init(tree.map(lambda x: x[:1].clone(), values), RunFacts(num_nodes), memory)
-    memory.own = tree.map_leaves(lambda x: x.expand(num_nodes, *x.shape[1:]).clone(), memory.own)
-    return memory
+    part = Part.alone(StackedCollectives(num_nodes), seed=42, inplace=inplace)
+    return how.memory(tree.map(lambda x: x[:1], values), part)
 
 
 # ------------------------------------------------------------------------------------------ comparing

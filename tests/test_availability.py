@@ -230,7 +230,7 @@ def test_nodes_that_are_never_there_are_as_if_they_were_not(name: str, rejoin: A
     )  # fmt: skip
     fewer.simulation.comm.members = tuple(members)
     for exchange in fewer.simulation.algorithm.exchanges:
-        exchange._seen = partial(renamed, exchange._seen, members)
+        exchange._view = partial(renamed, exchange._view, members)
     fewer.run()
     there, alone = rows_of(some.state, members, count), rows_of(fewer.state, range(len(members)), len(members))
     losses = {"losses": torch.stack(some.losses)[:, members]}, {"losses": torch.stack(fewer.losses)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,8 +19,11 @@ from vecgym.availability import Trace
 from vecgym.collectives import StackedCollectives
 from vecgym.compress import QSGD, Chain, ChunkedTopK, PowerSGD, Quantise, RandomK, StatQuantise, TopK
 from vecgym.compress.codecs import Draw
+from vecgym.core import tree
 from vecgym.core.errors import VecgymWarning
+from vecgym.core.tree import Tree
 from vecgym.simulation.simulation import Part
+from vecgym.simulation.state import Labelled
 from vecgym.simulation.timetable import Mark, RunFacts
 from vecgym.strategy import (
     EF21,
@@ -44,12 +49,13 @@ from vecgym.strategy import (
     ServerMean,
     Sparse,
     SPARTAStrategy,
+    Stage,
     Strategy,
     StrongestCosines,
     SyncWeight,
 )
 from vecgym.strategy.averages import median
-from vecgym.strategy.stages import ExchangeFacts, Memory
+from vecgym.strategy.stages import ExchangeFacts, Memory, Stages
 
 K, LR, SEED = 5, 0.1, 42
 NESTEROV = OptimSpec("sgd", lr=0.7, momentum=0.9, nesterov=True)
@@ -591,8 +597,30 @@ def test_what_cannot_work_is_refused(setting: str) -> None:
 def test_what_never_happens_warns() -> None:
     with pytest.warns(VecgymWarning, match="every=11 is larger than the run's 10 steps"):
         Exchange(Mean(), every=11).check(RunFacts(4, 10))
-    with pytest.raises(ValueError, match=r"delay=10 .* takes effect"):
+    with pytest.raises(ValueError, match=r"delay=10 .* no result is used before the run ends"):
         Exchange(Outer(Mean()), every=2, delay=10).check(RunFacts(4, 10))
+
+
+def test_a_run_that_ends_before_a_fragment_has_its_turn_is_not_warned_of() -> None:
+    """Of the first one: the others may come too late."""
+
+    def told(steps: int, every: Any = 8, **settings: Any) -> list[str]:
+        strategy = Strategy("sgd", [Exchange(Mean(), every=every, **settings)], lr=0.1)
+        run = RunFacts(2, steps, names=("h.0.w", "h.1.w"))
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            strategy.check(2, steps)
+            strategy.check_run(run)
+        events = [event.what for tick in strategy.timetable(run).ticks() for event in tick]
+        assert bool(found) is ("meet" not in events)
+        return [str(one.message) for one in found]
+
+    assert [len(told(steps, fragments=2)) for steps in (3, 4, 7, 8)] == [1, 0, 0, 0]
+    assert [len(told(steps, lambda step: 8, fragments=2)) for steps in (3, 4, 7)] == [1, 0, 0]
+    assert [len(told(steps, fragments=2, offsets=[6, 5])) for steps in (4, 5)] == [1, 0]
+    assert [len(told(steps, 4, fragments=2, unit=2)) for steps in (3, 4, 7)] == [1, 0, 0]
+    (message,) = told(7)
+    assert message.startswith("every=8 is larger than the run's 7 steps: ")
 
 
 def test_times() -> None:
@@ -701,3 +729,68 @@ def test_what_a_chain_refuses() -> None:
         Chain(Quantise(8), TopK())
     with pytest.raises(TypeError, match="give a codec"):
         Chain(TopK(), "int8")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------------ by hand
+
+
+@pytest.mark.parametrize("inner", [Mean(), Mean(2), Compressed(Mean(), "int8"), Compressed(Mean(2), TopK(k=1))])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_by_hand_is_what_a_run_does(inner: Average, inplace: bool) -> None:
+    """Of all stages: with a residual, and outer parameters of each node where the nodes do not agree."""
+    how, start = Outer(inner, OptimSpec("sgd", lr=1.0)), torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.float64)
+    kept, K = start.clone(), 4
+    moves = torch.randn(3, K, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    strategy = Strategy("sgd", [Exchange(how)], lr=0.1)
+    shared, own = strategy.init(RunFacts(K, 3, SEED), {"w": start.clone()})[::-1]
+    own = {name: tree.map_leaves(lambda x: x.expand(K, *x.shape[1:]).clone(), held) for name, held in own.items()}
+    memory = how.memory({"w": start}, Part.alone(StackedCollectives(K), inplace=inplace))
+    assert memory.common is Stages(how).common
+    assert memory.own.keys() | memory.shared.keys() == {name[4:] for name in (*own, *shared) if name.startswith("0.0/")}
+    held = Memory(Labelled(own, "0.0/"), Labelled(shared, "0.0/"), Stages(how).common)
+    for i, move in enumerate(moves):
+        here, there = (
+            Part.alone(StackedCollectives(K), number=i, step=i, seed=SEED, inplace=may) for may in (inplace, False)
+        )
+        x = {"w": start + move}
+        found, wanted = how({"w": x["w"].clone()}, here, memory), how(x, there, held)
+        assert torch.equal(found["w"], wanted["w"])
+    assert torch.equal(start, kept), "the values given are not overwritten"
+    for name, tensors in memory.own.items():
+        assert all(x.shape[0] == K for x in tree.leaves(tensors)), name
+
+
+@pytest.mark.parametrize("how", [Outer(Mean()), Compressed(Mean(), "int8"), Eager(Mean())])
+def test_what_remembers_asks_for_a_memory(how: Average) -> None:
+    part, x = Part.alone(StackedCollectives(2)), {"w": torch.ones(2, 3)}
+    with pytest.raises(ValueError, match=re.escape(f"{how!r} remembers something: give a memory, ")):
+        how(x, part)
+    how(x, part, how.memory({"w": torch.ones(1, 3)}, part))
+
+
+def test_what_only_begins_with_less_needs_no_memory() -> None:
+    class Rest(Stage):
+        def init(self, values: Tree, run: RunFacts, memory: Memory) -> Tree:
+            return {name: y for name, y in values.items() if name != "own"}
+
+        def send(self, x: Tree, part: Part, memory: Memory) -> Tree:
+            return {name: y for name, y in x.items() if name != "own"}
+
+        def write(self, y: Tree, x: Tree, part: Part, memory: Memory) -> Tree:
+            return {**x, **y}
+
+    x = {"w": torch.tensor([1.0, 3.0]), "own": torch.tensor([1.0, 3.0])}
+    found = Rest(Mean())(x, Part.alone(StackedCollectives(2)))
+    assert found["w"].tolist() == [2.0]
+    assert found["own"].tolist() == [1.0, 3.0]
+
+
+def test_shapes_are_checked_by_hand_too() -> None:
+    class Wrong(Average):
+        def agree(self, x: Tree, part: Part, memory: Memory) -> Tree:
+            return tree.map(lambda y: y.mean(0), x)
+
+    with pytest.raises(
+        ValueError, match=re.escape("Wrong() returned 'w' of the values in shape []; expected [1 or 2]")
+    ):
+        Wrong()({"w": torch.tensor([1.0, 3.0])}, Part.alone(StackedCollectives(2)))

@@ -987,7 +987,25 @@ def test_any_method_that_can_be_called_is_taken() -> None:
 
     def receive(self: Any, y: Any, part: Any, memory: Any, more: int = 1) -> Any: ...
 
-    assert kind_of(Average, {"agree": agree, "receive": receive, "settled": taking()})().batched is None
+    own = {"settled": taking(), "ends": taking("x"), "sent": taking("x", "part", "memory")}  # near, and its own
+    assert kind_of(Average, {"agree": agree, "receive": receive, **own})().batched is None
+
+
+@pytest.mark.parametrize(("name", "arguments", "meant"), [("recieve", "y", "receive"), ("agere", "x", "agree")])
+def test_a_method_that_is_misspelt_is_refused(name: str, arguments: str, meant: str) -> None:
+    wanted = f"class Mine: {name}(self, {arguments}, part, memory) is never called; did you mean {meant!r}?"
+    with pytest.raises(TypeError, match=re.escape(wanted)):
+        kind_of(Stage, {name: taking(arguments, "part", "memory")})()
+
+
+def test_only_a_stage_sends() -> None:
+    """An average of its own would never be asked."""
+    send = {"send": taking("x", "part", "memory")}
+    assert kind_of(Stage, send)().batched is None
+    for base in (Average, Mean):
+        wanted = "class Mine: only a Stage sends: give class Mine(Stage), or use agree."
+        with pytest.raises(TypeError, match=re.escape(wanted)):
+            kind_of(base, send)()
 
 
 @pytest.mark.parametrize(

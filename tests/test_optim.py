@@ -17,11 +17,12 @@ import vecgym.optim.rules as rules
 from tests.reference import optimizers as reference
 from vecgym.core.devices import spread
 from vecgym.core.errors import VecgymWarning
-from vecgym.core.tree import map_leaves
+from vecgym.core.tree import leaves, map_leaves
 from vecgym.optim import (
     ELEMENTWISE,
     ElementwiseRule,
     FullPrecisionMuon,
+    Optimizer,
     OptimSpec,
     PerNodeRule,
     check_max_norm,
@@ -1368,3 +1369,12 @@ def test_moments_of_a_first_step_do_not_depend_on_its_rate():
     for again in (False, True):
         [slope] = torch.autograd.grad(total, rate, create_graph=again, retain_graph=True, allow_unused=True)
         assert slope is None or slope == 0
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_step_of_no_parameters(exact: bool):
+    """Such as those of a fragment whose layers are all each node's own."""
+    optimizer = Optimizer(OptimSpec("sgd", lr=0.1, momentum=0.9))
+    params, state = optimizer.step({}, {}, optimizer.init({}), 0, exact=exact)
+    assert params == {}
+    assert list(leaves(state)) == []

@@ -29,7 +29,7 @@ The nodes vote on the sign of each value. With `of="gradients"`, this is signSGD
 >>> from vecgym.core import tree
 >>> from vecgym.models import Line
 >>> from vecgym.simulation import Mark, Part
->>> from vecgym.strategy import Average, Exchange, Mean, Memory, Stage, Strategy
+>>> from vecgym.strategy import Average, Exchange, Mean, Stage, Strategy
 >>> class Vote(Average, batched=(), random=False):
 ...     def agree(self, x, part, memory):  # [K, *] -> [1, *]
 ...         return tree.map(torch.sign, part.comm.sum(tree.map(torch.sign, x)))
@@ -39,6 +39,10 @@ Try it by hand before any run. `Part.alone` is the event of an exchange, without
 >>> three, x = Part.alone(StackedCollectives(3)), {"w": torch.tensor([-9.0, 1.0, 2.0])}
 >>> Vote()(x, three), Mean()(x, three)  # the liar is outvoted
 ({'w': tensor([1.])}, {'w': tensor([-2.])})
+
+`mean`, `sum`, `broadcast` and `server_mean` of `[K, *]` are `[1, *]`; in islands a mean is `[K, *]`, and so are `permute` and
+`mix`. `all_gather` gives `[1, K, *]`: the values of all nodes, of which a function f of dimension 1 makes an average with
+`part.apart(tree.map(f, part.comm.all_gather(x)))`, in a stack of configurations too.
 
 The class says how sweeps may train it. `batched` names the arguments that may differ within a stack of configurations, here
 none; `random=False` says that nothing is drawn, so that seeds share a stack. A class that says neither is right in sweeps,
@@ -60,8 +64,8 @@ Elastic averaging (EASGD, arXiv 1412.6651): each node moves towards a center, an
 ...         return center
 ...     def write(self, y, x, part, memory):  # each node: x is its values, y the result of `receive`
 ...         return tree.map(lambda c, v: v + part.scaled(self.alpha, c - v), y, x)
->>> how, memory = Elastic(Mean(), alpha=0.5), Memory()
->>> how.init({"w": torch.zeros(1)}, three.run, memory)
+>>> how = Elastic(Mean(), alpha=0.5)
+>>> memory = how.memory({"w": torch.zeros(1)}, three)  # before the first exchange, from all initial values `[1, *]`
 >>> how(x, three, memory), memory.shared  # the nodes go half of the way to 0, and the center 0.9 of the way to -2
 ({'w': tensor([-4.5000,  0.5000,  1.0000])}, {'center': {'w': tensor([-1.8000])}})
 
@@ -70,6 +74,10 @@ two methods since their times differ. With a `delay`, what all share changes onc
 writes over the values that it holds by then. So late fragments need no further line in the class:
 
 >>> late = Exchange(Elastic(Mean()), every=10, delay=2, fragments=3)
+
+The result of a stage with a `write` differs between nodes for every stage around it: an `Outer` around an `Elastic` keeps K
+outer states, an `Elastic` around an `Outer` one. `memory.home["params"]` is a name with a meaning: from parameters that are kept
+there once for all, a node begins that returns with `rejoin="shared"`.
 
 ## A strategy
 
@@ -130,11 +138,14 @@ True
 | `agree(x, part, memory)` of an average | when the nodes exchange | return the agreed values |
 | `receive(y, part, memory)` | once, when the result is used | update the memory, and return the result, made of the agreed values |
 | `write(y, x, part, memory)` | for each node, when it uses the result | return the new values of nodes that hold x; y, if it is not overridden |
-| `read(x, part, memory)` | with `late="change"` | return the part of x that `write` writes to |
+| `read(x, part, memory)` | with `late="change"`, and on the way to an inner stage's `write` | return the part of x that `write` writes to: override both if that is not all of x |
+| `within(part, memory)` | before an inner stage is called | return the memory of the inner stages |
+| `memory(values, part)` | by hand | return the memory before the first exchange, of initial values `[1, *]` |
 
 `memory.home` is `memory.shared` if the result is the same on all nodes (`memory.common`), else `memory.own`; `memory.notes`
 last from `send` to `write`; `memory.inplace` is as `part.inplace`. `common = False` in a class says that its result differs
-from node to node. With a `delay`, stages after the first `receive` are not late.
+from node to node. With a `delay`, the way back is late up to and including the first stage with a `receive`; what is inside of
+that stage goes all the way back at sending. A stage with an `agree` ends the walk: it calls `self.send` and `inner` itself.
 
 | of a `Part` | meaning |
 |---|---|
@@ -142,7 +153,7 @@ from node to node. With a `delay`, stages after the first `receive` are not late
 | `part.gradients(at, mean)`, `part.losses`, `part.loss_weights`, `part.missing` | the gradients on the next batch, at the parameters or elsewhere; their losses, and the weights of these, if the model gives any; parameters on which the loss of some rows does not depend, which `optimize` skips |
 | `part.optimize(grads, lr)`, `part.lr`, `part.report(losses)` | the inner optimizer's step; its rate; the losses for the history |
 | `part.comm`, `part.generator(purpose, *ids)` | the collectives among these nodes; random numbers that are the same in every process |
-| `part.due` | `part.due.number` counts the exchanges, and all that changes from one to the next goes by it; `part.due.step` is the step after which it is due |
+| `part.due` | `part.due.number` counts the exchanges, and all that changes from one to the next goes by it; `part.due.step` is the step after which it is due, in a late `write` that of sending |
 | `part.each(number, like)`, `part.scaled(number, x)`, `part.here(number)`, `part.weights(weighting)` | a setting, a number or `[K]`, shaped to multiply a tensor of these nodes; the product; its values here; the nodes' weights in a mean |
 | `part.nodes`, `part.ids`, `part.rows`, `part.size` | the nodes in this process, a list and a tensor; their rows; the number C of configurations, 1 except in a stack |
 | `part.coordinates(x)`, `part.wide(values)`, `part.flat(values)`, `part.apart(values)`, `part.lead` | `[.., rows, n]`; `[.., rows, *]` of `[.., 1, *]`; `[C rows, *]` of `[C, rows, *]`, and back; the dimensions before a parameter's |

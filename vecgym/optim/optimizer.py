@@ -157,7 +157,7 @@ class Optimizer:
             return self._step(params, grads, state, counts, lr, inplace, nodes)
         values = [lr, *leaves(self.spec.kwargs)] if nodes is None else []
         sizes = [x.shape[-1] for x in values if isinstance(x, Tensor) and x.dim() > 0]
-        num_rows = max(len(counts), *map(len, leaves([params, grads, state])), *sizes)
+        num_rows = max([len(counts), *map(len, leaves([params, grads, state])), *sizes])
         if num_rows == 1 or not exact:
             return self._step(params, grads, state, counts, lr, inplace, nodes, (missing, num_rows) if skips else None)
         ids = range(num_rows) if nodes is None else nodes

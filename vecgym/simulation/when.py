@@ -200,10 +200,9 @@ class RoundsOf(When):
 
     def check(self, max_steps: int, who: object = "the exchange") -> None:
         self._round(max_steps)
-        if max_steps < (first := self._ends[0]):
-            warn(
-                f"{self._name}(0)={first} is larger than the run's {max_steps} steps: {who!r} never exchanges anything."
-            )
+        if max_steps < (first := self._turn(0)[1]):
+            named = f"{self._name}(0)" if self.share == (1, 1) else "offset"
+            warn(f"{named}={first} is larger than the run's {max_steps} steps: {who!r} never exchanges anything.")
 
     def __repr__(self) -> str:
         return f"RoundsOf({getattr(self.function, '__name__', repr(self.function))})"

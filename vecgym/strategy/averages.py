@@ -27,7 +27,7 @@ from vecgym.optim.spec import check_lr
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.corrections import CORRECTIONS, Correction, heloco, momentum_of
-from vecgym.strategy.stages import Average, ExchangeFacts, Memory, Stage, Stages, within
+from vecgym.strategy.stages import Average, ExchangeFacts, Memory, Stage, Stages, chain
 
 Weighting = Literal["equal", "examples"] | Sequence[float]  # of the nodes in a mean
 Rule = Callable[[Tensor], Tensor]
@@ -382,8 +382,8 @@ class Outer(Stage):
         ValueError: for an `inner` that has outer parameters, too; for "heloco" with another optimizer than SGD with
             momentum and without dampening; for "median_norm" with an average that differs between nodes.
 
-    >>> outer, memory, part = Outer(Mean()), Memory(), Part.alone(StackedCollectives(2))
-    >>> later = outer.init({"w": torch.zeros(1)}, part.run, memory)
+    >>> outer, part = Outer(Mean()), Part.alone(StackedCollectives(2))
+    >>> memory = outer.memory({"w": torch.zeros(1)}, part)
     >>> outer({"w": torch.tensor([1.0, 3.0])}, part, memory)["w"]  # 0.7 (2 + 0.9 * 2), on both nodes
     tensor([2.6600])
     >>> Outer(Mean(2), OptimSpec("sgd", lr=1.0)), Outer(Mean(), "sgd", correct="median_norm")
@@ -409,7 +409,7 @@ class Outer(Stage):
         Stages(self).check_common()
 
     def _check_inner(self) -> None:
-        for inner in within(self.inner):
+        for inner in chain(self.inner):
             if isinstance(inner, (Outer, NoLoCo)):  # both would store outer parameters under one name
                 raise ValueError(
                     f"{type(self).__name__} around {inner!r}: one outer step within another. Give each its own "
@@ -493,9 +493,8 @@ class Eager(Outer):
         inner: the average of the movements; `Mean()` in the paper.
         optim: see `Outer`.
 
-    >>> eager, memory = Eager(Mean(), OptimSpec("sgd", lr=1.0)), Memory(common=False)
-    >>> part = Part.alone(StackedCollectives(2))
-    >>> later = eager.init({"w": torch.zeros(1)}, part.run, memory)
+    >>> eager, part = Eager(Mean(), OptimSpec("sgd", lr=1.0)), Part.alone(StackedCollectives(2))
+    >>> memory = eager.memory({"w": torch.zeros(1)}, part)
     >>> params = eager({"w": torch.tensor([1.0, 3.0])}, part, memory)
     >>> params["w"]  # half of each node's own movement; the other half of the other's comes later
     tensor([0.5000, 1.5000])
@@ -515,7 +514,7 @@ class Eager(Outer):
 
     @property
     def random(self) -> bool:  # type: ignore[override]
-        return any(stage.random for stage in within(self.inner))
+        return any(stage.random for stage in chain(self.inner))
 
     def check(self, run: ExchangeFacts) -> None:
         super().check(run)
@@ -557,9 +556,9 @@ class NoLoCo(Average, batched=("lr", "momentum", "gamma")):
         ValueError: for group_size < 1, lr or gamma < 0, a momentum outside [0, 1); before the first step for a group of
             more nodes than there are.
 
-    >>> average, memory, part = NoLoCo(lr=0.5), Memory(common=False), Part.alone(StackedCollectives(2))
-    >>> later = average.init({"w": torch.tensor([0.0, 4.0])}, part.run, memory)
-    >>> average({"w": torch.tensor([1.0, 7.0])}, part, memory)["w"]  # 2, the mean phi, + 0.5 (1 + 3) / 2
+    >>> average, part = NoLoCo(lr=0.5), Part.alone(StackedCollectives(2))
+    >>> memory = average.memory({"w": torch.tensor([2.0])}, part)
+    >>> average({"w": torch.tensor([3.0, 5.0])}, part, memory)["w"]  # 2, the mean phi, + 0.5 (1 + 3) / 2
     tensor([3., 3.])
 
     Reference: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large Models", arXiv

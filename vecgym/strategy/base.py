@@ -260,7 +260,8 @@ class Strategy(LocalTraining):
             return False
         presence: Any = run.presence
         absent = presence is not None and min(presence.counts) < run.num_nodes
-        late = any(x.delivery.delay for x in self.exchanges)  # nodes that were absent at the send do not get it
+        # A late result is not written to a node that was absent when it was sent: nodes then differ.
+        late = any(x.delivery.delay for x in self.exchanges)
         parted = absent and (late or presence.rejoin == "own")
         return not parted and any(exchange.always for exchange in self._of_gradients)
 
@@ -294,7 +295,7 @@ class Strategy(LocalTraining):
         self.exchanges[part.due.of.exchange].meet(part)
 
     def agree(self, part: Part) -> None:
-        """Send the message of an exchange whose result is used later, or by other nodes."""
+        """Send the message of an exchange whose result is used later, or also goes to nodes that sat out."""
         self.exchanges[part.due.of.exchange].agree(part)
 
     def write(self, part: Part) -> None:
@@ -304,12 +305,14 @@ class Strategy(LocalTraining):
     def rejoin(self, part: Part) -> None:
         """Send parameters to returning nodes, unless all nodes share theirs."""
         presence, params, stored_once = part.run.presence, part.params, part.home is part.shared
+        names = list(params)
         assert isinstance(presence, Presence)
-        outer, agreed = Tree(), set[str]()
+        outer_params, equal_names = Tree(), set[str]()
         if presence.rejoin == "shared":
-            names = list(params)
-            outer, agreed = self.outer_parameters(part.shared, names), self.agreed(part.run, names, part.tick - 1)
-        begin = sent(params, presence, outer, agreed, part.comm, part.tick, once=list(params) if stored_once else [])
+            outer_params = self.outer_parameters(part.shared, names)
+            equal_names = self.agreed(part.run, names, part.tick - 1)
+        once = names if stored_once else []
+        begin = sent(params, presence, outer_params, equal_names, part.comm, part.tick, once=once)
         back = [i for i, node in enumerate(part.nodes) if node in set(part.event.info)]
         if back and not stored_once:
             part.params = nodes.put_rows(params, torch.tensor(back), begin, len(part.rows), part.inplace)

@@ -67,8 +67,8 @@ class Compressed(Average):
     >>> from vecgym.compress import TopK
     >>> from vecgym.strategy import Mean
     >>> average, x = Compressed(Mean(), TopK(k=1)), {"w": torch.tensor([[1.0, 4.0], [8.0, 2.0]])}
-    >>> memory, part = Memory(), Part.alone(StackedCollectives(2))
-    >>> average.init({"w": torch.zeros(1, 2)}, part.run, memory)
+    >>> part = Part.alone(StackedCollectives(2))
+    >>> memory = average.memory({"w": torch.zeros(1, 2)}, part)
     >>> average(x, part, memory)["w"], memory.own["residual"]["w"]
     (tensor([[4., 2.]]), tensor([[1., 0.],
             [0., 2.]]))
@@ -88,7 +88,9 @@ class Compressed(Average):
         self, inner: Average, codec: str | Compressor, *, error_feedback: bool = True, decay: float = 1.0,
         momentum: float = 0.0, masking: bool = True, reference: bool = False, purpose: str = "compress",
     ) -> None:  # fmt: skip
-        self.inner = check.instance("inner", inner, Reduction, "Mean(), ServerMean(), Mix() or Robust()")
+        self.inner = check.instance(
+            "inner", inner, Reduction, "Mean(), ServerMean(), Mix(), Robust(), or a subclass of Reduction"
+        )
         self.codec = make_codec(codec)
         self.error_feedback = check.flag("error_feedback", error_feedback)
         self.decay = check.number("decay", decay, "(0, 1]", "the factor of a residual from one exchange to the next")
@@ -229,8 +231,8 @@ class EF21(Compressed):
     >>> from vecgym.compress import TopK
     >>> from vecgym.strategy import Mean
     >>> average, x = EF21(Mean(), TopK(k=1)), {"w": torch.tensor([[1.0, 4.0], [8.0, 2.0]])}
-    >>> memory, part = Memory(), Part.alone(StackedCollectives(2))
-    >>> average.init({"w": torch.zeros(1, 2)}, part.run, memory)
+    >>> part = Part.alone(StackedCollectives(2))
+    >>> memory = average.memory({"w": torch.zeros(1, 2)}, part)
     >>> for _ in range(2):  # the largest of each row, then the other one
     ...     print(average(x, part, memory)["w"])
     tensor([[4., 2.]])

@@ -183,8 +183,8 @@ class Delivery(Settings):
         """Raise a ValueError if this does not fit the run."""
         if 0 < self.longest >= num_steps:
             raise ValueError(
-                f"delay={self.longest} in {who!r} is not smaller than the run's {num_steps} steps: no result takes "
-                "effect, and all messages are stored. Give a smaller delay, or more steps."
+                f"delay={self.longest} in {who!r} is not smaller than the run's {num_steps} steps: no result is "
+                "used before the run ends. Give a smaller delay, or more steps."
             )
         if isinstance(self.delay, tuple):
             check.fits("delay is for", len(self.delay), num_nodes, f"a number, or [{num_nodes}]")

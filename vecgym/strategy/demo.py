@@ -120,8 +120,8 @@ class StrongestCosines(Average, batched=()):
         >>> from vecgym.collectives import StackedCollectives
         >>> average = StrongestCosines(compression_topk=1)
         >>> x = {"w": torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]])}
-        >>> memory, part = Memory(), Part.alone(StackedCollectives(2))
-        >>> average.init(x, part.run, memory)
+        >>> part = Part.alone(StackedCollectives(2))
+        >>> memory = average.memory({"w": torch.zeros(1, 4)}, part)
         >>> _ = average(x, part, memory)
         >>> average.residual(memory.own["residual"], x)["w"][1]  # the constant part, the strongest, was sent
         tensor([-1.5000, -0.5000,  0.5000,  1.5000])

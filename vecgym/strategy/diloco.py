@@ -54,8 +54,7 @@ class DiLoCoStrategy(Strategy):
         max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
 
     >>> DiLoCoStrategy("adamw", "sgd", H=100, lr=3e-4)
-    DiLoCoStrategy(OptimSpec(AdamW, lr=0.0003), \
-Exchange(Outer(Mean()), every=100))
+    DiLoCoStrategy(OptimSpec(AdamW, lr=0.0003), Exchange(Outer(Mean()), every=100))
 
     Reference: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv
     2311.08105. No deviation.
@@ -63,19 +62,14 @@ Exchange(Outer(Mean()), every=100))
 
     @takes_options(InnerOptions)
     def __init__(
-        self,
-        inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        self, inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int | When | Callable[[int], int] = DEFAULT_H,
-        *,
-        sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
-        inner_lr: float | Tensor | None = None,
-        outer_lr: float | Tensor | None = None,
-        average: Average | None = None,
-        compression: str | Compressor | None = None,
-        correction: str | Correction | None = None,
+        H: int | When | Callable[[int], int] = DEFAULT_H, *,
+        sync_weight: Tensor | Sequence[float] | SyncWeight | None = None, inner_lr: float | Tensor | None = None,
+        outer_lr: float | Tensor | None = None, average: Average | None = None,
+        compression: str | Compressor | None = None, correction: str | Correction | None = None,
         **inner: Unpack[InnerOptions],
-    ) -> None:
+    ) -> None:  # fmt: skip
         inner["lr"] = inner_rate(inner.get("lr"), inner_lr)
         average = Mean() if average is None else average
         if compression is not None:
@@ -114,12 +108,8 @@ class EagerDiLoCoStrategy(Strategy):
         compression: the code of each node's movement; see `DiLoCoStrategy`.
         max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
 
-    Raises:
-        ValueError, TypeError: for invalid arguments.
-
     >>> EagerDiLoCoStrategy("adamw", H=50, lr=3e-4)
-    EagerDiLoCoStrategy(OptimSpec(AdamW, lr=0.0003), \
-Exchange(Eager(Mean()), every=50))
+    EagerDiLoCoStrategy(OptimSpec(AdamW, lr=0.0003), Exchange(Eager(Mean()), every=50))
     >>> from vecgym import Trainer
     >>> from vecgym.models import Line
     >>> trainer, strategy = Trainer(Line(), torch.ones(64)), EagerDiLoCoStrategy("sgd", H=4, lr=0.1)
@@ -133,16 +123,12 @@ Exchange(Eager(Mean()), every=50))
 
     @takes_options(InnerOptions)
     def __init__(
-        self,
-        inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        self, inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int | Callable[[int], int] = DEFAULT_H,
-        *,
-        inner_lr: float | Tensor | None = None,
-        outer_lr: float | Tensor | None = None,
-        compression: str | Compressor | None = None,
-        **inner: Unpack[InnerOptions],
-    ) -> None:
+        H: int | Callable[[int], int] = DEFAULT_H, *,
+        inner_lr: float | Tensor | None = None, outer_lr: float | Tensor | None = None,
+        compression: str | Compressor | None = None, **inner: Unpack[InnerOptions],
+    ) -> None:  # fmt: skip
         inner["lr"] = inner_rate(inner.get("lr"), inner_lr)
         average = Mean() if compression is None else Compressed(Mean(), compression, purpose="compress parameters")
         eager = Eager(average, outer_spec(outer_optim, outer_lr))
@@ -190,9 +176,6 @@ class StreamingDiLoCoStrategy(Strategy):
         outer_lr: the outer learning rate.
         max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
 
-    Raises:
-        ValueError, TypeError: for invalid arguments.
-
     >>> StreamingDiLoCoStrategy("adamw", H=100, num_fragments=4, bits=4, lr=3e-4)
     StreamingDiLoCoStrategy(OptimSpec(AdamW, lr=0.0003), Exchange(Outer(Compressed(Mean(), E3M0(), \
 error_feedback=False), optim=OptimSpec(SGD, lr=0.4, momentum=0.9, nesterov=True)), every=100, delay=1, keep=0.5, \
@@ -214,22 +197,13 @@ fragments=4))
 
     @takes_options(InnerOptions)
     def __init__(
-        self,
-        inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        self, inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int | Callable[[int], int] = DEFAULT_H,
-        num_fragments: int | None = None,
-        *,
-        fragments: Fragments | None = None,
-        pattern: Pattern = "strided",
-        offsets: Sequence[int] | None = None,
-        delay: int | Sequence[int] = 1,
-        alpha: float | Tensor = 0.5,
-        bits: int | str | None = None,
-        inner_lr: float | Tensor | None = None,
-        outer_lr: float | Tensor | None = None,
-        **inner: Unpack[InnerOptions],
-    ) -> None:
+        H: int | Callable[[int], int] = DEFAULT_H, num_fragments: int | None = None, *,
+        fragments: Fragments | None = None, pattern: Pattern = "strided", offsets: Sequence[int] | None = None,
+        delay: int | Sequence[int] = 1, alpha: float | Tensor = 0.5, bits: int | str | None = None,
+        inner_lr: float | Tensor | None = None, outer_lr: float | Tensor | None = None, **inner: Unpack[InnerOptions],
+    ) -> None:  # fmt: skip
         inner["lr"] = inner_rate(inner.get("lr"), inner_lr)
         if num_fragments is not None and fragments is not None:
             raise ValueError(

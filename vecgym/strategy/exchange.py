@@ -35,7 +35,7 @@ from vecgym.simulation.timetable import Due, Mark, RunFacts, Who
 from vecgym.simulation.when import Rounds, RoundsOf, SyncWeight, When, as_when
 from vecgym.strategy.delivery import Delivery, Message, Participation, blend, trees_of
 from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, check_offsets, cut
-from vecgym.strategy.stages import Average, ExchangeFacts, Memory, Stages, check_average, is_served, within
+from vecgym.strategy.stages import Average, ExchangeFacts, Memory, Stages, chain, check_average, is_served
 
 State = dict[str, Any]
 
@@ -54,11 +54,16 @@ class Exchange(Settings):
 
     x_i <- keep x_i + (1 - keep) how(x_1, ..., x_K).
 
-    With a `delay` of d steps, the nodes present at both steps use the result of step t after step t + d. `late="value"`
-    overwrites their current values with it. `late="change"` adds the change that the exchange would have made,
-    how(x_t) - x_t, and so keeps each node's progress in between. Shared state, such as outer parameters, changes with
-    the first write, even if no node is left to write; with "change", at once. Within a step, new messages are sent
-    before late results are applied. Messages under way at the end of the run are lost.
+    With a `delay` of d steps, the result of step t is used after step t + d. `late="value"` overwrites the nodes'
+    current values with it. `late="change"` adds the change that the exchange would have made, how(x_t) - x_t, and so
+    keeps each node's progress in between. Within a step, new messages are sent before late results are applied.
+    Messages under way at the end of the run are lost.
+
+    A node that was absent at sending or at the due step is not written to: it goes on with its own values, or with
+    those of `rejoin`, until it has been there at both steps of a later exchange. The shared state (outer parameters)
+    makes its step once, at the first due step, even if no sender is there any more; with late="change", at sending. A
+    residual changes at sending only. A node that returns with "shared" takes the outer parameters of the moment: of a
+    fragment that is under way, those before its step.
 
     With `fragments`, each part of the model is exchanged every `every` steps, at different steps of a round.
 
@@ -193,22 +198,21 @@ class Exchange(Settings):
         """Raise a ValueError if the exchange cannot work for this run; warn if it never happens.
 
         >>> from vecgym.strategy.averages import Mean
-        >>> try:
-        ...     Exchange(Mean(), delay=10).check(RunFacts(num_nodes=2, num_steps=5))
-        ... except ValueError as error:
-        ...     print(str(error).split(":")[0])
-        delay=10 in Exchange(Mean(), delay=10) is not smaller than the run's 5 steps
+        >>> Exchange(Mean(), delay=10).check(RunFacts(num_nodes=2, num_steps=5))
+        Traceback (most recent call last):
+        ...
+        ValueError: delay=10 in Exchange(Mean(), delay=10) is not smaller than the run's 5 steps: no result is used \
+before the run ends. Give a smaller delay, or more steps.
         """
         steps = self._steps(run)
         self.delivery.check(run.num_nodes, steps, self)
         if self.unit > 1:
             Rounds(self.unit, name="unit").check(run.num_steps, self)
-        first = self._when if self.offsets is None else Rounds(self._when.H, min(self.offsets))
-        first.check(steps, self)
         if isinstance(self._when, RoundsOf):
             for step in filter(self._when.due, range(steps)):
                 self.delivery.check_gap(self._when.gap(step))
-        if self.fragments == 1:  # else the number of exchanges depends on the model's names
+        if self.fragments == 1:  # else the steps and the number of exchanges depend on the model's names
+            self._check_first(run, 1)
             self.stages.check(self.facts(run))
 
     def check_present(self, run: RunFacts) -> None:
@@ -237,7 +241,15 @@ class Exchange(Settings):
                 f"into, each of which needs its own step: give {when._name}={count} or more, at most {when.H} "
                 f"fragments, or offsets={together} to send several after one step."
             )
+        if self.fragments != 1 and run.num_steps > 1:  # 1: perhaps it was not given
+            self._check_first(run, count)
         self.stages.check(self.facts(run))
+
+    def _check_first(self, run: RunFacts, count: int) -> None:
+        """Warn if not even the first of so many fragments has its turn in the run."""
+        when = self._when if count == 1 else self._when.part(0, count)
+        first = when if self.offsets is None else Rounds(self._when.H, min(self.offsets))
+        first.check(self._steps(run), self)
 
     def check_optimizer(self, optimizer: Mapping[str, Any], params: Tree) -> None:
         """Raise a ValueError if the inner optimizer lacks the slots to exchange, as far as its first state shows.
@@ -281,7 +293,7 @@ class Exchange(Settings):
     @property
     def batched(self) -> tuple[str, ...] | None:
         """Settings that may differ between the configurations of a group; None: never batch this exchange."""
-        return None if any(average.batched is None for average in within(self.how)) else ()
+        return None if any(average.batched is None for average in chain(self.how)) else ()
 
     @property
     def takes(self) -> bool:
@@ -350,13 +362,7 @@ class Exchange(Settings):
         return marks
 
     def who_trains(self, run: RunFacts) -> Who | None:
-        """Return a function (step, present nodes) -> the nodes that train; None: all do.
-
-        >>> from vecgym.strategy.averages import Mean
-        >>> half = Exchange(Mean(), every=5, participation=0.5).who_trains(RunFacts(num_nodes=4))
-        >>> half(0, range(4)) == half(4, range(4)), len(half(0, range(4)))  # of a round
-        (True, 2)
-        """
+        """Return a function (step, present nodes) -> the nodes that train; None: all do."""
         return self.who.who_trains(run, self._when.in_units(self.unit))
 
     # -------------------------------------------------------------------------------------------------------- state
@@ -452,7 +458,7 @@ class Exchange(Settings):
         blend(part, self._weight(part), messages=change)  # a value is weighted when it is written
 
     def write(self, part: Part) -> None:
-        """Apply a message. The first write of a shared message replaces it by the value that `receive` returns."""
+        """Apply a message; with a delay for each node, the first write keeps what `receive` returns for later ones."""
         change, lag = self.delivery.late == "change", part.tick - part.due.step
         lags = self.delivery.lags(part.run.num_nodes, self.unit)
         for slot, x, here, memory in self._views(part):
@@ -480,7 +486,7 @@ class Exchange(Settings):
         with self._sending(part, gradients=True):
             label = self._labels(0)[0][0]
             here, memory = self._view(part, label, Due(when.count(step), step))
-            new = self._checked(self.stages(grads, here, memory), grads, here)
+            new = check_values(self.stages(grads, here, memory), grads, len(here.nodes), self.how, lead=here.lead)
         of_nodes, params = part.lead - 1, part.params
         if self.same and any(x.shape[of_nodes] > max(1, params[name].shape[of_nodes]) for name, x in new.items()):
             raise ValueError(
@@ -520,7 +526,7 @@ class Exchange(Settings):
         due = due._replace(step=due.step // self.unit, made=made)
         memory = Memory(Labelled(part.own, label), Labelled(part.shared, label), self.stages.common, inplace)
         overwrite = overwrite and inplace and self.delivery.overwrites
-        return altered(part, due=due, inplace=overwrite, trains=False), memory
+        return altered(part, due=due, inplace=overwrite, _trains=False), memory
 
     def _message(self, part: Part, memory: Memory) -> Message:
         """Return the message of this exchange: stored once if it is the same for all nodes, else per node."""
@@ -530,14 +536,11 @@ class Exchange(Settings):
 
     def _put(self, part: Part, slot: str, new: Any, old: Tree) -> None:
         """Store a result, mixed with the values that nodes keep, as parameters or in their optimizers."""
-        mixed = self.delivery.mixed(self._checked(new, old, part), old, part)
+        mixed = self.delivery.mixed(check_values(new, old, len(part.nodes), self.how, lead=part.lead), old, part)
         if slot:
             part.home["optimizer"] = with_moment(part.home["optimizer"], slot, mixed)
         else:
             part.params = {**part.params, **mixed}
-
-    def _checked(self, new: Any, old: Tree, part: Part) -> Tree:
-        return check_values(new, old, len(part.nodes), self.how, lead=part.lead)
 
     def _weight(self, part: Part) -> Tensor | None:
         """Return the weight of the exchange in this step; None: 1."""

@@ -357,8 +357,8 @@ class MostMoved(Average, batched=()):
         fraction: of each tensor, in (0, 1].
         bits: send the values in 8, 4 or 2 bits, one scale per tensor and node; None: no quantisation.
 
-    >>> average, memory, part = MostMoved(fraction=0.5), Memory(), Part.alone(StackedCollectives(2))
-    >>> average.init({"w": torch.zeros(1, 2)}, part.run, memory)
+    >>> average, part = MostMoved(fraction=0.5), Part.alone(StackedCollectives(2))
+    >>> memory = average.memory({"w": torch.zeros(1, 2)}, part)
     >>> average({"w": torch.tensor([[5.0, 1.0], [1.0, 3.0]])}, part, memory)["w"]  # the first sends 5, the second 3
     tensor([[5., 3.],
             [5., 3.]])

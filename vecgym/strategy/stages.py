@@ -16,6 +16,7 @@ from vecgym.core import check, tree
 from vecgym.core.objects import UNSAID, Settings, altered, declare
 from vecgym.core.tree import Tree
 from vecgym.simulation.simulation import Part
+from vecgym.simulation.state import check_values
 from vecgym.simulation.timetable import RunFacts
 
 # The methods that an exchange calls, and their arguments.
@@ -34,8 +35,9 @@ class ExchangeFacts(RunFacts):
         counts: the possible numbers of nodes that take part; None: all nodes.
         num_exchanges: the number of exchanges in the whole run.
 
-    >>> ExchangeFacts(num_nodes=6, counts=(2, 3)).fewest, ExchangeFacts(num_nodes=6).fewest
-    (2, 6)
+    >>> some = ExchangeFacts(num_nodes=6, counts=(2, 3))
+    >>> some.fewest, some.most, ExchangeFacts(num_nodes=6).fewest
+    (2, 3, 6)
     """
 
     counts: tuple[int, ...] | None = None
@@ -48,11 +50,7 @@ class ExchangeFacts(RunFacts):
 
     @property
     def most(self) -> int:
-        """The largest number of nodes that may take part.
-
-        >>> ExchangeFacts(num_nodes=6, counts=(2, 3)).most
-        3
-        """
+        """The largest number of nodes that may take part."""
         return self.num_nodes if self.counts is None else max(self.counts)
 
 
@@ -89,10 +87,15 @@ class Memory:
 def _check_forms(cls: type) -> None:
     """Raise a TypeError for methods with other arguments than an exchange gives, or with a former name."""
     for name, method in vars(cls).items():
-        form = FORMS.get(FORMER.get(name, name))
-        if form is None or not inspect.isfunction(method):
+        if not inspect.isfunction(method):
             continue
-        signature = inspect.signature(method)
+        signature, form = inspect.signature(method), FORMS.get(FORMER.get(name, name))
+        arguments = ", ".join([*signature.parameters][1:])
+        for other in () if form else FORMS:
+            if FORMS[other] == arguments and sorted(other) == sorted(name):  # letters in another order
+                raise TypeError(f"class {cls.__name__}: {name}{signature} is never called; did you mean {other!r}?")
+        if form is None:
+            continue
         try:
             signature.bind("self", *form.split(", "))
             fits = name not in FORMER
@@ -104,6 +107,8 @@ def _check_forms(cls: type) -> None:
                 "average remembers in memory.own and memory.shared; the rest of `at` is in `part`: part.due.number is "
                 "at.exchange, and part.due.step is at.step. See vecgym.guide.writing_a_strategy."
             )
+    if "send" in vars(cls) and not issubclass(cls, globals().get("Stage", cls)):  # at first there is no Stage
+        raise TypeError(f"class {cls.__name__}: only a Stage sends: give class {cls.__name__}(Stage), or use agree.")
 
 
 class Average(Settings):
@@ -190,15 +195,32 @@ class Average(Settings):
         inner = getattr(self, "inner", None)
         return self if inner is None else altered(self, inner=inner.through_server())
 
-    def __call__(self, x: Tree, part: Part, memory: Memory | None = None) -> Tree:
-        """Make one exchange without a delay, and return the nodes' new values; see `Part.alone`."""
+    def memory(self, values: Tree, part: Part) -> Memory:
+        """Return the memory before the first exchange, to try it by hand; `values`, `[1, *]`, are those of `init`."""
         stages = Stages(self)
+        memory = Memory(common=stages.common, inplace=part.inplace)
+        stages.init(tree.map(lambda x: x.clone(), values), part.run, memory)
+        memory.own = tree.map_leaves(lambda x: part.wide({"": x})[""].clone(), memory.own)
+        return memory
+
+    def __call__(self, x: Tree, part: Part, memory: Memory | None = None) -> Tree:
+        """Make one exchange by hand, without a delay, and return the nodes' new values; see `Part.alone`."""
+        stages = Stages(self)
+        if memory is None and not (part.own or part.shared):
+            once = tree.map(lambda y: y.new_zeros(*y.shape[: part.lead - 1], 1, *y.shape[part.lead :]), x)
+            needed = self.memory(once, part)
+            if needed.own or needed.shared:
+                raise ValueError(
+                    f"{self!r} remembers something: give a memory, made once by how.memory(initial_values, part)."
+                )
         memory = Memory(part.own, part.shared, stages.common, part.inplace) if memory is None else memory
-        return stages(x, part, memory)
+        return check_values(stages(x, part, memory), x, len(part.nodes), self, lead=part.lead)
 
 
 class Stage(Average):
     """A step before and after the nodes agree by `inner`. Override `send`, `receive` or both.
+
+    A stage with an `agree` of its own ends the walk: it calls `self.send` and `inner` itself, as `Eager` does.
 
     >>> import torch
     >>> from vecgym.collectives import StackedCollectives
@@ -224,8 +246,8 @@ class Stage(Average):
 class Stages:
     """The stages of an average in order, and the average that ends them.
 
-    The stages up to the first that overrides `receive` act when the result is used, perhaps some steps later. Those
-    after it receive at once, since the values that they were given are gone by then.
+    Up to and including the first stage with a `receive` of its own, the way back is taken when the result is used,
+    perhaps some steps later; what is inside of that stage goes all the way back at sending.
 
     Args:
         how: the first stage.
@@ -235,7 +257,7 @@ class Stages:
         each: all stages, and the average.
         changes: whether using a result changes the memory.
         common: whether the result is the same on all nodes.
-        same: whether all nodes continue with the same values.
+        same: `common`, and no stage writes in part and nobody is left out.
         random, partial, overlaps: see `Average`; true if any, all, any of them are.
 
     >>> from vecgym.strategy import Corrupted, Mean, Outer, Private
@@ -250,7 +272,8 @@ Mean()]
             how = how.inner
             self.each.append(how)
         receiving = [_overrides(stage, "receive") for stage in self.each]
-        self._writing = [_overrides(stage, "write") for stage in self.each]  # to a part of the values
+        # Those whose result is not all that a node goes on with.
+        self._writing = [_overrides(stage, "write") for stage in self.each]
         self.changes = any(receiving)
         self._num_late = receiving.index(True) + 1 if self.changes else len(self.each)
         self._writes = any(self._writing[: self._num_late])
@@ -323,7 +346,7 @@ Mean()]
         return self.write(self.receive(self.agree(x, part, memory), part, memory), x, part, memory)
 
 
-def within(how: Average) -> Iterator[Average]:
+def chain(how: Average) -> Iterator[Average]:
     """Yield an average, the one that it wraps, and so on to the innermost."""
     yield how
     while (inner := getattr(how, "inner", None)) is not None:
@@ -333,7 +356,7 @@ def within(how: Average) -> Iterator[Average]:
 
 def is_served(how: Average) -> bool:
     """Whether a server takes the mean, and so can send it to nodes that take no part."""
-    return any(getattr(average, "served", False) for average in within(how))
+    return any(getattr(average, "served", False) for average in chain(how))
 
 
 def _share(a: Tree, b: Tree) -> bool:
@@ -346,12 +369,5 @@ def _overrides(average: Average, method: str) -> bool:
 
 
 def check_average(name: str, value: Any) -> Average:
-    """Return `value` if it is an `Average`.
-
-    >>> from vecgym.strategy import Mean
-    >>> check_average("average", Mean)
-    Traceback (most recent call last):
-    ...
-    TypeError: average is the class Mean; give an Average, such as Mean().
-    """
+    """Return `value` if it is an `Average`; a TypeError says what to give."""
     return check.instance(name, value, Average, "an Average, such as Mean()")
