@@ -295,7 +295,7 @@ class SplitRows:
 
     @property
     def who(self) -> str:
-        """What assigns, for messages."""
+        """The handler that assigns, for messages."""
         return self.common.who
 
     @who.setter

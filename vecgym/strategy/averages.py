@@ -42,8 +42,7 @@ class Reduction(Average, batched=()):
     """An average of the nodes' values, or of codes in their place.
 
     Attributes:
-        linear: whether the result is linear in the nodes' values, so that the two factors of a matrix may be averaged
-            in its place.
+        linear: whether the result is linear in the values, so that factors of a matrix may be averaged in its place.
     """
 
     linear: bool = False
@@ -411,10 +410,8 @@ class Outer(Stage):
     def _check_inner(self) -> None:
         for inner in chain(self.inner):
             if isinstance(inner, (Outer, NoLoCo)):  # both would store outer parameters under one name
-                raise ValueError(
-                    f"{type(self).__name__} around {inner!r}: one outer step within another. Give each its own "
-                    "exchange, or wrap Mean()."
-                )
+                name = type(self).__name__
+                raise ValueError(f"{name} around {inner!r}: one outer step within another. Give each its own exchange.")
         if self.correct == "heloco":
             momentum_of(self.optim.spec)
 
@@ -546,8 +543,7 @@ class NoLoCo(Average, batched=("lr", "momentum", "gamma")):
     Bytes sent per node and exchange: Delta and phi in a ring of n nodes, 4 (n - 1) / n b P: 2 b P in pairs.
 
     Args:
-        group_size: n. If it does not divide the number of nodes, the last group is smaller; with n >= K there is one
-            group.
+        group_size: n. If it does not divide K, the last group is smaller; with n >= K there is one group.
         lr: eta, one for all or one for each node.
         momentum: mu, likewise.
         gamma: how far a node goes to the mean phi of its group, likewise.

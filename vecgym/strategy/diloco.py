@@ -46,11 +46,9 @@ class DiLoCoStrategy(Strategy):
         lr, inner_lr: two names for the inner learning rate.
         outer_lr: the outer learning rate.
         average: the average of the movements, such as `Robust("median")`; None: `Mean()`.
-        compression: the code of each node's movement theta_outer - theta_i: "topk", "int8", "qsgd" and the
-            others of `Compressed`, or a codec of `vecgym.compress` such as `TopK(0.05)`; with error feedback.
-            None: no code.
-        correction: a correction of the movements before they are averaged: "heloco", "median_norm", or a function;
-            see `Outer`. None: no correction.
+        compression: the code of each node's movement, with error feedback: "topk", "int8", "qsgd" and the others of
+            `Compressed`, or a codec of `vecgym.compress` such as `TopK(0.05)`; None: no code.
+        correction: of the movements before they are averaged: "heloco", "median_norm", or a function; see `Outer`.
         max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
 
     >>> DiLoCoStrategy("adamw", "sgd", H=100, lr=3e-4)
@@ -161,9 +159,8 @@ class StreamingDiLoCoStrategy(Strategy):
         H: inner steps between two exchanges of a fragment: a number, or a function of the step at which a round begins,
             in which each fragment has its turn.
         num_fragments: F, including a fragment for embedding, last norm and head, outside of the transformer blocks.
-            Blocks are recognised by a number in the names of their parameters, as in `h.3.attn.weight`; a model without
-            numbers is cut by its modules. At most one fragment per block. 1 is the whole model; None: three blocks per
-            fragment.
+            Blocks have a number in the names of their parameters, as in `h.3.attn.weight`; a model without numbers is
+            cut by its modules. At most one fragment per block; 1: the whole model; None: three blocks per fragment.
         fragments: in its place, lists of names of parameters or modules, or a function from a parameter's name to 0, 1,
             ...: each parameter is in one fragment.
         pattern: "strided": block l is in fragment l mod F, not counting the fragment outside of the blocks;

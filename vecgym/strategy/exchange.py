@@ -83,8 +83,7 @@ class Exchange(Settings):
             ...; None: three blocks per fragment; see `vecgym.strategy.exchange.cut`.
         offsets: for each of F fragments, the steps before its first exchange. By default fragment p is exchanged after
             a fraction (p + 1) / F of each round, and a number `every` must be at least F.
-        pattern: "strided" deals out the model's blocks to the fragments in turn; "sequential" keeps neighbours
-            together.
+        pattern: "strided" deals out the blocks to the fragments in turn; "sequential" keeps neighbours together.
         participation: the fraction of the nodes, sampled anew for each round (at least one), that trains and takes
             part; see `vecgym.availability` for nodes that are sampled again. All exchanges of a strategy that sample
             nodes need the same `every`.

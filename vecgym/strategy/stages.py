@@ -62,8 +62,7 @@ class Memory:
         own: each node's own trees, `[K, *]`.
         shared: the trees of all nodes together, `[1, *]`.
         common: whether the result is the same on all nodes; then all that belongs to it is stored once, in `shared`.
-        inplace: whether remembered tensors may be overwritten, if they are assigned afterwards; not under
-            differentiation.
+        inplace: whether remembered tensors may be overwritten, if they are assigned afterwards; see `Part.inplace`.
         notes: trees kept until the result of this exchange is written, the same on all nodes, `[1, *]`.
 
     >>> memory = Memory(common=False)

@@ -422,7 +422,7 @@ class Chunk:
 
 
 def prepared_engine(configs: list[Configuration], options: SweepOptions) -> Engine:
-    """Return an engine for chunks of as many similar configurations."""
+    """Return an engine that fits all chunks with the same number of similar configurations."""
     model = copied(configs[0].model).to(options.device)
     engine = Engine(
         model, engine=options.engine, chunk_size=options.chunk_size, node_threads=options.node_threads,
