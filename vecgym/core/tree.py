@@ -189,11 +189,12 @@ def num_bytes(tree: object) -> int:
 
 
 def places(values: Iterable[Tensor]) -> list[int]:
-    """Return the address of each tensor's storage; without values, on the device meta, an id of the storage.
+    """Return the address of each tensor's storage; without values (meta, FakeTensor) an id of the storage.
 
     >>> import torch
     >>> (x, y), (a, b) = torch.ones(2, 3), (torch.empty(3, device="meta") for _ in range(2))
     >>> len(set(places([x, x[1:], y]))), len(set(places([a, a[1:], b])))
     (1, 2)
     """
-    return [x.untyped_storage().data_ptr() if not x.is_meta else x.untyped_storage()._cdata for x in values]
+    storages = [x.untyped_storage() for x in values]
+    return [storage._cdata if storage.device.type == "meta" else storage.data_ptr() for storage in storages]
