@@ -48,6 +48,7 @@ from vecgym.optim import OptimSpec
 from vecgym.simulation import Simulation
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts, Who
+from vecgym.simulation.when import When
 from vecgym.strategy import (
     EF21,
     AllReduceStrategy,
@@ -91,6 +92,7 @@ from vecgym.strategy import (
     StrongestCosines,
 )
 from vecgym.strategy.catalogue import CATALOGUE, Knobs
+from vecgym.strategy.delivery import Participation
 
 K = 5
 STEPS = 7  # not a multiple of H: the run ends in the middle of a round
@@ -581,13 +583,13 @@ def test_permuting_the_nodes_permutes_the_results(name: str, num_nodes: int, mon
     start, batches = setup("CNN", num_nodes)
     first = run(start, make(name), batches)
     strategy = make(name)
-    draw = Exchange.who_trains
+    draw = Participation.who_trains
 
-    def who_trains(exchange: Exchange, run: RunFacts) -> Who | None:
-        drawn = draw(exchange, run)
+    def who_trains(who: Participation, run: RunFacts, rounds: When) -> Who | None:
+        drawn = draw(who, run, rounds)
         return None if drawn is None else lambda step, rows: sorted(where[i] for i in drawn(step, rows) or ())
 
-    monkeypatch.setattr(Exchange, "who_trains", who_trains)
+    monkeypatch.setattr(Participation, "who_trains", who_trains)
     if isinstance(strategy, PALSGDStrategy):  # it draws for itself who trains
         pulled = strategy.drawn
         monkeypatch.setattr(strategy, "drawn", lambda *given: [pulled(*given)[i] for i in order])
