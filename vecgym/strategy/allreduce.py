@@ -49,6 +49,7 @@ class AllReduceStrategy(Strategy):
     def __init__(
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        *,
         weighting: Weighting = "equal",
         **inner: Unpack[InnerOptions],
     ) -> None:
