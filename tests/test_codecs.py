@@ -560,7 +560,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "ef21 of some": (
         lambda: Exchange(EF21(Mean(), "topk"), participation=0.5), ValueError, "mean of all nodes' estimates"),
     "ef21 of some at a server": (
-        lambda: Exchange(EF21(ServerMean(), "topk"), participation=0.5).check(RunFacts(4)), ValueError, "that of the"),
+        lambda: Exchange(EF21(ServerMean(), "topk"), participation=0.5).check(RunFacts(4)), ValueError, "absent nodes"),
     "ef21 of weighted nodes": (lambda: EF21(Mean(weighting="examples"), "topk"), ValueError, "weighting"),
     "ef21 of a median": (lambda: EF21(Robust(), "topk"), ValueError, "mean of all nodes' estimates"),
     "ef21 of neighbours": (lambda: EF21(Mix("ring"), "topk"), ValueError, "mean of all nodes' estimates"),
