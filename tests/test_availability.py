@@ -360,21 +360,6 @@ def test_it_is_what_a_naive_loop_does(which: str, seed: int, rejoin: Any) -> Non
     assert taken.counts == naive.counts
 
 
-def test_who_returns_to_nodes_that_exchange_gradients_holds_what_they_hold() -> None:
-    """However the parameters are stored: once for all, or for each node."""
-    table = torch.tensor([[True] * 3, [True] * 3, [True, False, True], [True] * 3, [True] * 3])
-    models = []
-    for keep in (0.5, torch.full((3,), 0.5)):
-        exchanges = [Exchange(Outer(Mean()), every=2, keep=keep), Exchange(Mean(), of="gradients")]
-        _, model = fit(
-            strategy=Strategy("sgd", exchanges, lr=0.1), dtype=torch.float64, max_steps=5,
-            availability=Trace(table, rejoin="shared"),
-        )  # fmt: skip
-        models.append(model)
-    for a, b in zip(*(model.parameters() for model in models)):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
-
-
 @pytest.mark.parametrize("rejoin", ["own", "shared"])
 def test_what_a_node_has_of_its_own_goes_by_its_own_count(rejoin: Any) -> None:
     """AllReduce with a rate for each node, and a warm-up: parameters, moments, rates and counts are each node's own.

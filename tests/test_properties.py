@@ -989,7 +989,7 @@ ARGUMENTS: dict[Any, Changes] = {
         {"communication_modules": [], "inner_optim": "sgd"},
         {**COMMON, "communication_modules": EXCHANGES},
     ),
-    AllReduceStrategy: Changes(AllReduceStrategy, {"inner_optim": "sgd"}, COMMON),
+    AllReduceStrategy: Changes(AllReduceStrategy, {"inner_optim": "sgd"}, {**COMMON, "weighting": "examples"}),
     FedAvgStrategy: Changes(
         FedAvgStrategy,
         {"inner_optim": "sgd", "H": 2},

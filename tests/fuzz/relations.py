@@ -526,10 +526,9 @@ def spelled(world: World, folder: Path) -> dict[str, float]:
     """Exchanges in other words that mean the same, such as a delay for each node that is the same for all."""
     assert isinstance(world, Product)
     other = replace(world, spelling=1).fit()
-    gaps = same(world, other)
-    if len({"params" in x.trainer.state.shared for x in (world, other)}) > 1:  # only one stores them once for all
-        del gaps["nodes"]  # of absent nodes, too
-    return gaps
+    if world.table is not None and len({"params" in x.trainer.state.shared for x in (world, other)}) > 1:
+        return {}  # a returning node takes more where parameters are stored once for all: vecgym.availability says so
+    return same(world, other)
 
 
 def same(world: World, other: World) -> dict[str, float]:

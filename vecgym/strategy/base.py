@@ -309,8 +309,7 @@ class Strategy(LocalTraining):
         assert isinstance(presence, Presence)
         outer_params, equal_names = Tree(), set[str]()
         if presence.rejoin == "shared":
-            if not any(exchange.always for exchange in self._of_gradients):  # else all nodes present hold the same
-                outer_params = self.outer_parameters(part.shared, names)
+            outer_params = self.outer_parameters(part.shared, names)
             equal_names = self.agreed(part.run, names, part.tick - 1)
         once = names if stored_once else []
         begin = sent(params, presence, outer_params, equal_names, part.comm, part.tick, once=once)
