@@ -153,7 +153,7 @@ class Average(Settings):
         """Raise a ValueError if the average cannot work for this run."""
 
     def check_common(self, common: bool) -> None:
-        """Raise a ValueError if `common` is False, and the average needs a result that is the same on all nodes."""
+        """Raise a ValueError if it needs a result that is the same on all nodes, and this one is not."""
 
     def init(self, values: Tree, run: RunFacts, memory: Memory) -> Tree | None:
         """Fill the memory with initial trees `[1, *]`; return the initial values of later stages, None: `values`.
