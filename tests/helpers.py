@@ -21,7 +21,7 @@ from vecgym.simulation import Simulation, State
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.stack import Stack, groups_of
 from vecgym.simulation.timetable import Event, RunFacts
-from vecgym.strategy import Average, Strategy
+from vecgym.strategy import Average, RankStrategy, Strategy, all_reduce
 from vecgym.strategy.simulated import nothing_to_read, simulation_of
 from vecgym.strategy.stages import Memory
 
@@ -277,3 +277,14 @@ def reordered(batches: Sequence[Any], order: Sequence[int]) -> list[Any]:
 def saved(state: State) -> State:
     """A copy that shares nothing with the run that goes on."""
     return copy.deepcopy(state)
+
+
+class OneRank(RankStrategy):
+    """DDP with the optimizer's own step, as written for one rank."""
+
+    def step(self) -> None:
+        for p in self.model.parameters():
+            assert p.grad is not None
+            all_reduce(p.grad, op="mean")
+        self.optim.step()
+        super().step()

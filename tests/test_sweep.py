@@ -22,7 +22,7 @@ import vecgym.strategy
 from tests.fitting import Rows, dataset
 from tests.fuzz import sweeps as fuzz
 from tests.fuzz.common import Case, Failure
-from tests.helpers import assert_close
+from tests.helpers import OneRank, assert_close
 from tests.models import make_data, make_model
 from vecgym import (
     DivergenceError,
@@ -69,7 +69,6 @@ from vecgym.strategy import (
     Outer,
     PALSGDStrategy,
     PartitionedSelector,
-    RankStrategy,
     ScheduledSelector,
     ShuffledSequentialSelector,
     Sparse,
@@ -79,7 +78,6 @@ from vecgym.strategy import (
     Strategy,
     StreamingDiLoCoStrategy,
     StrongestCosines,
-    all_reduce,
     every,
 )
 from vecgym.strategy.averages import Weighting
@@ -500,17 +498,6 @@ class Signed(torch.optim.SGD):
             p.data -= self.param_groups[0]["lr"] * p.grad.sign()
 
 
-class PerRank(RankStrategy):
-    """DDP as written for one rank."""
-
-    def step(self) -> None:
-        for p in self.model.parameters():
-            assert p.grad is not None
-            all_reduce(p.grad, op="mean")
-        self.optim.step()
-        super().step()
-
-
 class Halves(Average):
     """A user's own: the nodes move half-way to their mean."""
 
@@ -537,7 +524,7 @@ def test_a_learning_rate_of_a_strategys_own() -> None:
 
 
 def test_a_users_own_strategies() -> None:
-    check_all(run_sweep(lambda lr: PerRank("sgd", lr=lr), {"lr": [0.1, 0.02], "seed": [0, 1]}))
+    check_all(run_sweep(lambda lr: OneRank("sgd", lr=lr), {"lr": [0.1, 0.02], "seed": [0, 1]}))
     check_all(run_sweep(lambda H, lr: composed(Exchange(Halves(), H), lr=lr), {"H": [1, 2, 3], "lr": [0.1, 0.02]}))
 
 
@@ -656,7 +643,7 @@ class Measured(nn.Module):
         lambda: DiLoCoStrategy("adamw", H=2, outer_lr=0.5, lr=0.01),
         lambda: AllReduceStrategy("adamw", lr=0.01, cosine_anneal=True),
         lambda: FedAvgStrategy("sgd", H=2, lr=0.1, participation=0.5, server_optim="adam"),
-        lambda: PerRank("sgd", lr=0.1),
+        lambda: OneRank("sgd", lr=0.1),
     ],
     ids=["DiLoCo", "AllReduce", "server", "per rank"],
 )
@@ -746,7 +733,7 @@ def test_a_curve_ends_where_its_configuration_diverges(name: str) -> None:
 @pytest.mark.parametrize("name", [*CASES, "per rank"])
 def test_every_strategy_beside_one_that_has_diverged(name: str) -> None:
     """Its rows stay in the stack, as nan, in exchanges with others of the same kind too; and harm nobody."""
-    make, grid = {**CASES, "per rank": (lambda lr: PerRank("sgd", lr=lr), {"lr": [0.1]})}[name]
+    make, grid = {**CASES, "per rank": (lambda lr: OneRank("sgd", lr=lr), {"lr": [0.1]})}[name]
 
     def model(start: str) -> nn.Module:
         made = make_model("MLP", dtype=F64)
@@ -839,7 +826,7 @@ RESUMED: dict[str, Callable[..., Strategy]] = {
     "DiLoCo in one exchange": lambda H, lr: DiLoCoStrategy("adamw", H=2, lr=0.01, outer_lr=lr * H),
     "SPARTA": lambda H, lr: SPARTAStrategy(None, "sgd", lr=lr, index_selector=PartitionedSelector(1 / H), delay=1),
     "participation": lambda H, lr: FedAvgStrategy("adam", H=H, lr=lr, participation=0.5),
-    "per rank": lambda H, lr: PerRank("sgd", lr=lr),
+    "per rank": lambda H, lr: OneRank("sgd", lr=lr),
 }
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import vecgym
 from tests.accounting import accounted
+from tests.helpers import OneRank
 from tests.models import make_data, make_model
 from vecgym import OptimSpec, cli
 from vecgym.availability import Trace, drawn
@@ -46,9 +47,7 @@ from vecgym.strategy import (
     Mean,
     Mix,
     Outer,
-    RankStrategy,
     Strategy,
-    all_reduce,
 )
 from vecgym.strategy.catalogue import CATALOGUE
 from vecgym.strategy.stages import Memory
@@ -591,16 +590,7 @@ def test_absent_nodes_in_a_stack() -> None:
 
 
 def test_a_strategy_for_one_rank_in_a_stack() -> None:
-    """What evolves is in its copies: the stack has others than each configuration alone."""
-
-    class OneRank(RankStrategy):
-        def step(self) -> None:
-            for p in self.model.parameters():
-                assert p.grad is not None
-                all_reduce(p.grad, op="mean")
-            self.optim.step()
-            super().step()
-
+    """Its state is in its copies: the stack has others than each configuration alone."""
     check = in_a_stack(OneRank("adamw", lr=0.1))
     assert check.passed
     assert len(check.rows) == 4

@@ -116,7 +116,8 @@ PROTOCOL = {
     "build", "batch", "iterate", "due", "gap", "round", "part", "of_codes", "take_rows", "put_rows", "get_indices",
 }  # fmt: skip
 # ... and arguments with these annotations.
-HANDED_ON = {"Tree", "State", "Part", "Memory", "Code", "Draw", "Shapes", "Slots", "OptState", "T", "Engine",
+HANDED_ON = {"Tree", "State", "Part", "Memory", "Code", "Draw", "Shapes", "Slots", "SelectorState", "ServerState",
+             "OptState", "T", "Engine",
              "Collectives", "Runner", "Groups", "Exchange", "Mixing", "Batches", "RunFacts", "Facts",
              "Presence"}  # fmt: skip
 DECORATION = (

@@ -32,12 +32,13 @@ import vecgym
 from tests.fuzz import calls
 from tests.fuzz.common import Case, Failure, Outcome, Refusal, time_limit
 from tests.fuzz.place import a_new_folder, as_it_was
+from tests.helpers import OneRank
 from vecgym import cli
 from vecgym.data import text
 from vecgym.logger import CSVLogger, read_csv
 from vecgym.records.columns import MEASURED
 from vecgym.records.history import History
-from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, RankStrategy, Strategy, all_reduce
+from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, Strategy
 
 NAME = "files"
 LIMIT_S = 5.0
@@ -63,17 +64,6 @@ class WithBuffer(nn.Module):
             with torch.no_grad():
                 self.seen.add_(len(x))
         return (self.w - x + self.shift).square().mean()
-
-
-class OneRank(RankStrategy):
-    """DDP, as one node sees it."""
-
-    def step(self) -> None:
-        for p in self.model.parameters():
-            assert p.grad is not None
-            all_reduce(p.grad, op="mean")
-        self.optim.step()
-        super().step()
 
 
 RUNS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Strategy]]] = {

@@ -236,10 +236,9 @@ class Part:
             raise self._refusal("gradients")
         local = self.simulation.gradients(self, at, mean) if self.precomputed is None else self._precomputed(at)
         self.losses, grads, self.missing, self._is_shared = local.losses, local.grads, local.missing, False
-        self.loss_weights = local.weights
+        self.loss_weights = local.weights if local.weights is None or self.size == 1 else self._apart(local.weights)
         if self.size > 1:
             self.losses, grads = self._apart(self.losses), tree.map(self._apart, grads)
-            self.loss_weights = None if local.weights is None else self._apart(local.weights)
         return grads
 
     def _refusal(self, method: str) -> TypeError:

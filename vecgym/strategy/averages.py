@@ -1,4 +1,4 @@
-"""How nodes agree on values: a mean of all or of islands, a server's mean, a robust rule, an outer optimizer's step.
+"""Rules by which nodes agree on values: means of all or of islands, a server's mean, robust rules, outer optimizers.
 
 `vecgym.strategy.stages` defines averages and stages. None of them depends on what the values are (parameters, gradients
 or moments) or when they are exchanged: an `Exchange` decides both.

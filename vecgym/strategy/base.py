@@ -29,6 +29,7 @@ if sys.version_info >= (3, 11):  # types every constructor's `**inner`
 else:
     from typing_extensions import Unpack as Unpack  # torch depends on it
 
+MEAN = Mean()  # made once: `mean_gradient` is asked in every step
 AN_EXCHANGE = "an Exchange, such as Exchange(Mean(), every=10)"
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
@@ -194,7 +195,7 @@ class Strategy(LocalTraining):
     @property
     def mean_gradient(self) -> bool:
         """Whether the strategy uses nothing but the mean of the nodes' gradients."""
-        return [(exchange.how, exchange.always) for exchange in self._of_gradients] == [(Mean(), True)]
+        return [(exchange.how, exchange.always) for exchange in self._of_gradients] == [(MEAN, True)]
 
     @property
     def _of_gradients(self) -> list[Any]:

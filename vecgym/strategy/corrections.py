@@ -12,15 +12,15 @@ from vecgym.core import tree
 from vecgym.core.devices import spread
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
+from vecgym.optim.optimizer import Slots
 from vecgym.simulation.simulation import Part
 
-State = dict[str, Any]
-Correction = Callable[[Tree, State, Part], Tree]  # (movements, the outer optimizer's state, the event) -> movements
+Correction = Callable[[Tree, Slots, Part], Tree]  # (movements, the outer optimizer's state, the event) -> movements
 
 _TINY = 1e-8
 
 
-def heloco(moved: Tree, optimizer: State, part: Part, momentum: float | Tensor = 0.9) -> Tree:
+def heloco(moved: Tree, optimizer: Slots, part: Part, momentum: float | Tensor = 0.9) -> Tree:
     """Correct each node's movement, tensor by tensor, by the mean of past movements; see `vecgym.strategy.HeLoCo`.
 
     That mean is (1 - momentum) times torch's momentum buffer, which is a sum.
@@ -69,7 +69,7 @@ def nonzero(x: Tensor) -> Tensor:
     return torch.where(x > 0, x, 1.0)
 
 
-def median_norm(moved: Tree, optimizer: State, part: Part) -> Tree:
+def median_norm(moved: Tree, optimizer: Slots, part: Part) -> Tree:
     """Shrink each node's movement, tensor by tensor, to the median of the nodes' norms, if its own is larger.
 
     For an even number of nodes the median is the lower of the middle two, as in `torch.median`. Each node sends one

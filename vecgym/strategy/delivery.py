@@ -119,7 +119,7 @@ class Participation(Settings):
 
 
 class Delivery(Settings):
-    """When the nodes use the result of an exchange, at once or late, and what they do with it.
+    """The use of an exchange's result by the nodes: at once or late, and in place of their values or added to them.
 
     Args:
         delay: steps from the exchange to the use of its result, one number or one for each node.

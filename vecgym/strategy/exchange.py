@@ -37,8 +37,6 @@ from vecgym.strategy.delivery import Delivery, Message, Participation, blend, tr
 from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, check_offsets, cut
 from vecgym.strategy.stages import Average, ExchangeFacts, Memory, Stages, chain, check_average, is_served
 
-State = dict[str, Any]
-
 DEFAULT_H = 100  # inner steps per round
 
 
@@ -375,9 +373,9 @@ before the run ends. Give a smaller delay, or more steps.
         slots = self.of if isinstance(self.of, tuple) else slots
         return [(f"{self._index}.{fragment}{slot and '.'}{slot}/", slot) for slot in slots]
 
-    def init(self, params: Tree, run: RunFacts) -> tuple[State, State]:
+    def init(self, params: Tree, run: RunFacts) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the exchange's initial memory: each node's own trees and the shared ones, both `[1, *]`."""
-        own, shared, stages, facts = State(), State(), self.stages, self.facts(run)
+        own, shared, stages, facts = dict[str, Any](), dict[str, Any](), self.stages, self.facts(run)
         for p, names in enumerate(self.parts(list(params))):
             values = {name: params[name] for name in names}
             if self.of != "parameters":

@@ -20,10 +20,11 @@ from vecgym.core.objects import UNSAID, altered, declare, shown
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec
 from vecgym.strategy.averages import OUTER_DEFAULTS, outer_spec
-from vecgym.strategy.corrections import State, corrected
+from vecgym.strategy.corrections import corrected
 
 StalenessName = Literal["none", "inverse_sqrt"]
 SERVERS = "a server such as OuterOptimizer(lr=0.1), DelayedNesterov(lr=0.1) or FedBuff(buffer=10)"
+ServerState = dict[str, Any]
 Staleness = Callable[[int], Any]  # versions -> the weight of a movement, a number or a tensor
 
 
@@ -71,22 +72,22 @@ class Server(ABC):
         """Return the server of a run with `num_nodes` nodes, with values for all settings that depend on it."""
         return self
 
-    def init(self, params: Tree) -> State:
+    def init(self, params: Tree) -> ServerState:
         """Return the initial state."""
         return {}
 
-    def start(self, params: Tree, state: State) -> Tree:
+    def start(self, params: Tree, state: ServerState) -> Tree:
         """Return the parameters for nodes that begin a round, from the server's parameters `[1, *]`."""
         return params
 
-    def correct(self, movement: Tree, state: State) -> Tree:
+    def correct(self, movement: Tree, state: ServerState) -> Tree:
         """Return the correction of a movement `[1, *]` that arrives, before it is weighted."""
         return movement
 
     @abstractmethod
     def update(
-        self, params: Tree, movement: Tree, state: State, update: int, inplace: bool = False
-    ) -> tuple[Tree, State]:
+        self, params: Tree, movement: Tree, state: ServerState, update: int, inplace: bool = False
+    ) -> tuple[Tree, ServerState]:
         """Return the server's parameters and state after an update.
 
         Args:
@@ -132,12 +133,12 @@ class OuterOptimizer(Server, batched=()):
     def check(self, num_nodes: int, num_updates: int) -> None:
         self.outer_optim.check_steps(1, num_updates, "server's optimizer")
 
-    def init(self, params: Tree) -> State:
+    def init(self, params: Tree) -> ServerState:
         return self.optimizer.init(params)
 
     def update(
-        self, params: Tree, movement: Tree, state: State, update: int, inplace: bool = False
-    ) -> tuple[Tree, State]:
+        self, params: Tree, movement: Tree, state: ServerState, update: int, inplace: bool = False
+    ) -> tuple[Tree, ServerState]:
         return self.optimizer.step(params, movement, state, update, inplace=inplace)
 
     def rate(self, update: int) -> float | Tensor | None:
@@ -228,12 +229,12 @@ class DelayedNesterov(Server, batched=("lr", "momentum", "c")):
         if c * number > 1 + 1e-9:
             raise ValueError(f"c={c:g} must be in [0, 1 / buffer] = [0, {1 / number:g}].")
 
-    def init(self, params: Tree) -> State:
+    def init(self, params: Tree) -> ServerState:
         return {"momentum": tree.map(torch.zeros_like, params), "buffer": tree.map(torch.zeros_like, params)}
 
     def update(
-        self, params: Tree, movement: Tree, state: State, update: int, inplace: bool = False
-    ) -> tuple[Tree, State]:
+        self, params: Tree, movement: Tree, state: ServerState, update: int, inplace: bool = False
+    ) -> tuple[Tree, ServerState]:
         if self.num_arrivals is None:
             raise ValueError("buffer=None is the number of nodes: call server.of(num_nodes) first.")
         N, beta, c = self.num_arrivals, self.momentum, self.c
@@ -300,21 +301,21 @@ class HeLoCo(Server, batched=("lr", "momentum", "rho")):
     def of(self, num_nodes: int) -> Server:
         return altered(self, rho=num_nodes**-0.5 if self.rho is None else self.rho)
 
-    def init(self, params: Tree) -> State:
+    def init(self, params: Tree) -> ServerState:
         return {"momentum": tree.map(torch.zeros_like, params)}
 
-    def start(self, params: Tree, state: State) -> Tree:
+    def start(self, params: Tree, state: ServerState) -> Tree:
         return tree.map(lambda p, m: p - spread(self.lr * self.momentum, m) * m, params, state["momentum"])
 
-    def correct(self, movement: Tree, state: State) -> Tree:
+    def correct(self, movement: Tree, state: ServerState) -> Tree:
         rho = self.rho
         if rho is None:
             raise ValueError("rho=None is 1 / sqrt(nodes): call server.of(num_nodes) first.")
         return tree.map(lambda x, m: spread(rho, x) * corrected(x, m), movement, state["momentum"])
 
     def update(
-        self, params: Tree, movement: Tree, state: State, update: int, inplace: bool = False
-    ) -> tuple[Tree, State]:
+        self, params: Tree, movement: Tree, state: ServerState, update: int, inplace: bool = False
+    ) -> tuple[Tree, ServerState]:
         mu = self.momentum
         held = tree.map(lambda m, g: spread(mu, m) * m + spread(1 - mu, g) * g, state["momentum"], movement)
         step = tree.map(lambda g, m: g + spread(mu, m) * m, movement, held)

@@ -33,7 +33,7 @@ A_SELECTOR = "a Selector, such as PartitionedSelector(0.01)"
 
 DEFAULT_RATE = 0.005  # EXO Gym's
 
-State = dict[str, Any]
+SelectorState = dict[str, Any]
 Shapes = dict[str, torch.Size]  # of one node's parameters
 Indices = dict[str, Tensor]  # flat coordinates, int64 [m]; a tensor without any may be left out
 
@@ -436,7 +436,7 @@ class Selector(ABC):
 
     p: float | None = None  # the fraction of the coordinates, where it is one number
 
-    def init(self, shapes: Shapes, at: Part) -> State:
+    def init(self, shapes: Shapes, at: Part) -> SelectorState:
         """Return the state that `select` passes from one exchange to the next: nested dicts of tensors.
 
         >>> at = Part.alone(StackedCollectives(2))
@@ -446,7 +446,7 @@ class Selector(ABC):
         return {}
 
     @abstractmethod
-    def select(self, shapes: Shapes, state: State, exchange: int, at: Part) -> tuple[Indices, State]:
+    def select(self, shapes: Shapes, state: SelectorState, exchange: int, at: Part) -> tuple[Indices, SelectorState]:
         """Return the distinct coordinates of one exchange, as indices into each flattened tensor.
 
         Args:
@@ -477,7 +477,7 @@ class RandomSelector(Selector):
     def __init__(self, p: float) -> None:
         self.p: float = check_rate("p", p)
 
-    def select(self, shapes: Shapes, state: State, exchange: int, at: Part) -> tuple[Indices, State]:
+    def select(self, shapes: Shapes, state: SelectorState, exchange: int, at: Part) -> tuple[Indices, SelectorState]:
         return _bernoulli(shapes, self.p, exchange, at), state
 
 
@@ -512,7 +512,7 @@ class ScheduledSelector(Selector):
         """
         return 2 * self.p * (step % self.H) / self.H
 
-    def select(self, shapes: Shapes, state: State, exchange: int, at: Part) -> tuple[Indices, State]:
+    def select(self, shapes: Shapes, state: SelectorState, exchange: int, at: Part) -> tuple[Indices, SelectorState]:
         return _bernoulli(shapes, self.rate(at.due.step), exchange, at), state
 
 
@@ -548,10 +548,10 @@ class ShuffledSequentialSelector(Selector):
         """
         return math.ceil(1 / self.p * (1 - 1e-12))
 
-    def init(self, shapes: Shapes, at: Part) -> State:
+    def init(self, shapes: Shapes, at: Part) -> SelectorState:
         return self._orders(shapes, 0, at)
 
-    def select(self, shapes: Shapes, state: State, exchange: int, at: Part) -> tuple[Indices, State]:
+    def select(self, shapes: Shapes, state: SelectorState, exchange: int, at: Part) -> tuple[Indices, SelectorState]:
         turn, parts = exchange % self.num_parts, self.num_parts
         chunks = {
             name: order[0, order.shape[1] * turn // parts : order.shape[1] * (turn + 1) // parts]
@@ -560,7 +560,7 @@ class ShuffledSequentialSelector(Selector):
         # Cloned, or an exchange under way would keep, and save, the whole order.
         return {name: chunk.clone() for name, chunk in chunks.items() if len(chunk)}, state
 
-    def _orders(self, shapes: Shapes, cycle: int, at: Part) -> State:
+    def _orders(self, shapes: Shapes, cycle: int, at: Part) -> SelectorState:
         return {
             name: torch.randperm(shape.numel(), generator=at.generator(f"sparta order {name}", cycle))[None]
             for name, shape in shapes.items()
@@ -587,7 +587,7 @@ class PartitionedSelector(ShuffledSequentialSelector):
     (100, False)
     """
 
-    def select(self, shapes: Shapes, state: State, exchange: int, at: Part) -> tuple[Indices, State]:
+    def select(self, shapes: Shapes, state: SelectorState, exchange: int, at: Part) -> tuple[Indices, SelectorState]:
         cycle, turn = divmod(exchange, self.num_parts)
         if turn == 0 and cycle > 0:  # init draws the order of cycle 0
             state = self._orders(shapes, cycle, at)
