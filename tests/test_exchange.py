@@ -954,6 +954,12 @@ def taking(*names: str) -> Callable[..., None]:
     return method
 
 
+@pytest.mark.parametrize("name", ["training", "trains", "alike"])
+def test_former_names_of_a_strategy_are_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"class Mine: give \w+ instead of {name}, its former name"):
+        type("Mine", (Strategy,), {name: "local"})
+
+
 FORMER_WORDS = [("numbers", ("lr",)), ("own_numbers", ()), ("draws", False), ("own_draws", True)]
 SAID = {"numbers": "batched", "own_numbers": "batched", "draws": "random", "own_draws": "random"}
 

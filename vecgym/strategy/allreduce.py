@@ -47,12 +47,9 @@ class AllReduceStrategy(Strategy):
 
     @takes_options(InnerOptions)
     def __init__(
-        self,
-        inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        *,
-        weighting: Weighting = "equal",
-        **inner: Unpack[InnerOptions],
-    ) -> None:
+        self, inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None, *,
+        weighting: Weighting = "equal", **inner: Unpack[InnerOptions],
+    ) -> None:  # fmt: skip
         super().__init__(inner_optim, [Exchange(Mean(weighting=weighting), of="gradients")], **inner)
 
 

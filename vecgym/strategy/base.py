@@ -29,6 +29,7 @@ if sys.version_info >= (3, 11):  # types every constructor's `**inner`
 else:
     from typing_extensions import Unpack as Unpack  # torch depends on it
 
+RENAMED = {"training": "train_method", "trains": "who_trains", "alike": "stored_once"}
 MEAN = Mean()  # made once: `mean_gradient` is asked in every step
 AN_EXCHANGE = "an Exchange, such as Exchange(Mean(), every=10)"
 
@@ -171,6 +172,8 @@ class Strategy(LocalTraining):
     def __init_subclass__(cls, batched: Any = UNSAID, random: Any = UNSAID) -> None:
         super().__init_subclass__()
         declare(cls, batched, random)
+        for name in RENAMED.keys() & vars(cls):  # it would be ignored
+            raise TypeError(f"class {cls.__name__}: give {RENAMED[name]} instead of {name}, its former name.")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse a setting that would hide a method of the class; a function may replace a method."""
