@@ -253,7 +253,7 @@ def test_the_calls_of_a_tick(strategy: Strategy, monkeypatch: pytest.MonkeyPatch
     finally:
         sys.setprofile(None)
     assert {"simulation/simulation.py:tick", "engine/recorded.py:__call__"} <= tick.calls.keys()
-    assert {"Simulation", "Recorded", "Rows", "Mean", "StackedCollectives"} <= tick.classes
+    assert {"Simulation", "Recorded", "StateView", "Mean", "StackedCollectives"} <= tick.classes
     assert tick.calls.total() <= MAX_CALLS[name]
     assert len(tick.classes) <= MAX_CLASSES[name], sorted(tick.classes)
     assert bool(tick.frames) == (name == "DiLoCo")  # the mean of gradients is that of the mean loss

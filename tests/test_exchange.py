@@ -26,7 +26,7 @@ from vecgym.optim import OptimSpec
 from vecgym.simulation import RunFacts, Simulation, State, run
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.stack import Stack, groups_of
-from vecgym.simulation.state import Rows, put_back
+from vecgym.simulation.state import StateView, put_back
 from vecgym.simulation.when import Rounds, SyncWeight
 from vecgym.strategy import FedAvgStrategy, ServerOptimizer, SparseLoCoStrategy, Strategy, StreamingDiLoCoStrategy
 from vecgym.strategy.averages import (
@@ -1100,15 +1100,15 @@ def test_a_stage_does_not_train(method: str, of: str) -> None:
 # ---------------------------------------------------------------------------------------------- what a handler assigns
 
 
-def rows_of(num_rows: int | None, whole: dict[str, Any] | None = None) -> Rows:
-    """Rows of four, of which an event has some; None: all."""
+def rows_of(num_rows: int | None, whole: dict[str, Any] | None = None) -> StateView:
+    """A view of four rows, of which an event has some; None: all."""
     held = {"params": {"w": torch.zeros(4, 3), "n": torch.zeros(4, dtype=torch.long)}, "seen": torch.zeros(4)}
-    rows = Rows({**held, **(whole or {})}, None if num_rows is None else slice(0, num_rows), 4)
-    rows.who = "Mine.pull"
+    rows = StateView({**held, **(whole or {})}, None if num_rows is None else slice(0, num_rows), 4)
+    rows.handler = "Mine.pull"
     return rows
 
 
-FIT: dict[str, Callable[[Rows], tuple[str, Any]]] = {
+FIT: dict[str, Callable[[StateView], tuple[str, Any]]] = {
     "as it was": lambda rows: ("params", rows["params"]),
     "common to all": lambda rows: ("params", {"w": torch.ones(1, 3), "n": rows["params"]["n"]}),
     "of integers": lambda rows: ("params", {"w": rows["params"]["w"], "n": rows["params"]["n"] + 1}),

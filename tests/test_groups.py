@@ -18,7 +18,7 @@ from vecgym.core.devices import spread
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.optim import Optimizer, OptimSpec
-from vecgym.simulation import Lockstep, Mark, Part, Row, RunFacts, Simulation, State, run
+from vecgym.simulation import Lockstep, Mark, Part, RunFacts, Simulation, State, TickRecord, run
 from vecgym.simulation.simulation import Batches, LocalTraining
 from vecgym.simulation.stack import Stack, groups_of
 
@@ -322,8 +322,8 @@ def stack_of(
 
 def alone(
     case: tuple[Any, int], config: int, presence: Any = None, dropout: float = 0.0
-) -> tuple[Simulation, State, list[Row]]:
-    rows: list[Row] = []
+) -> tuple[Simulation, State, list[TickRecord]]:
+    rows: list[TickRecord] = []
     run_facts = RunFacts(K, T, case[1], presence)
     simulation = Simulation(engine_of(dropout), case[0], run_facts, StackedCollectives(K), reading([config]))
     return simulation, run(simulation, simulation.init(), [lambda state, row: rows.append(row)]), rows
@@ -346,7 +346,7 @@ def assert_close(found: Any, expected: Any, where: str, tol: float = 1e-14) -> N
 def test_a_stack_computes_what_each_configuration_does_alone(case: str, absent: bool) -> None:
     presence = some_present() if absent else None
     stack, order = stack_of(CASES[case], presence)
-    rows: list[Row] = []
+    rows: list[TickRecord] = []
     state = run(stack, stack.init(), [lambda state, row: rows.append(row)])
     for place, config in enumerate(order):
         _, expected, rows_alone = alone(CASES[case][config], config, presence)
@@ -417,7 +417,7 @@ def test_groups_train_in_one_call() -> None:
 def test_a_diverged_configuration_is_nan_and_the_others_are_not() -> None:
     cases = [(DiLoCo(lr, optim="sgd", outer_lr=0.7, momentum=0.5), 1) for lr in (0.05, 1e200, 0.1, 0.02)]
     stack, order = stack_of(cases)
-    rows: list[Row] = []
+    rows: list[TickRecord] = []
     state = run(stack, stack.init(), [lambda state, row: rows.append(row)])
     assert rows[-1].losses[K : 2 * K].isnan().all()
     for place in (0, 2, 3):

@@ -22,7 +22,7 @@ from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.runs import multiprocess
-from vecgym.simulation import Lockstep, Mark, Part, Rounds, Rows, RunFacts, State
+from vecgym.simulation import Lockstep, Mark, Part, Rounds, RunFacts, State, StateView
 from vecgym.simulation.simulation import Batches
 from vecgym.simulation.state import put_back
 from vecgym.strategy.simulated import simulation_of
@@ -139,7 +139,7 @@ def test_rows_are_taken_and_put_back(index: Any, pure: bool) -> None:
     whole: dict[str, Any] = {"a": {"w": torch.randn(4, 3), "b": torch.randn(4)}, "c": torch.randn(4, 2)}
     before, places = copy.deepcopy(whole), [x.data_ptr() for x in tree.leaves(whole)]
     kept = dict(whole)
-    rows = Rows(whole, index, 4)
+    rows = StateView(whole, index, 4)
     a, c = rows["a"], rows["c"]
     rows["a"] = {"w": a["w"] + c[:, :1], "b": torch.ones(1)}  # [1, *] is for every row
     rows["c"] = c.mul(2) if pure else c.mul_(2)
@@ -164,7 +164,7 @@ def test_rows_are_taken_and_put_back(index: Any, pure: bool) -> None:
 def test_names_never_share_memory(index: Any) -> None:
     """What is assigned to two names, or crosswise, is copied."""
     whole = {"a": torch.arange(4.0), "b": torch.arange(4.0) + 10}
-    rows, expected = Rows(whole, index, 4), copy.deepcopy(whole)
+    rows, expected = StateView(whole, index, 4), copy.deepcopy(whole)
     rows["a"], rows["b"] = rows["b"], rows["a"]
     rows["c"] = rows["a"]
     put_back([rows], pure=False)
@@ -178,7 +178,7 @@ def test_names_never_share_memory(index: Any) -> None:
 
 def test_a_name_may_go() -> None:
     whole = {"message": torch.ones(2)}
-    rows = Rows(whole, None, 2)
+    rows = StateView(whole, None, 2)
     assert "message" in rows
     del rows["message"]
     assert "message" not in rows
@@ -189,13 +189,13 @@ def test_a_name_may_go() -> None:
 def test_what_some_rows_cannot_be_given_is_refused() -> None:
     whole = {"w": torch.arange(4), "p": {"a": torch.zeros(4), "b": torch.ones(4)}}
     for new in (torch.tensor([0.5, 0.5]), torch.zeros(2, 1, dtype=torch.long), torch.zeros(3, dtype=torch.long)):
-        rows = Rows(whole, slice(0, 2), 4)
+        rows = StateView(whole, slice(0, 2), 4)
         with pytest.raises(ValueError, match=r"a handler assigned 'w' as .*; expected \[2 or 1\] of torch\.int64"):
             rows["w"] = new
         rows.put_flat("w", new)  # of engine and optimizer
         with pytest.raises(ValueError, match="these rows need the same form"):
             put_back([rows], pure=False)
-    rows = Rows(whole, slice(0, 2), 4)
+    rows = StateView(whole, slice(0, 2), 4)
     rows["p"] = {"a": torch.ones(2)}
     put_back([rows], pure=False)
     assert whole["p"]["a"].tolist() == [1, 1, 0, 0]  # type: ignore[index]
@@ -289,7 +289,7 @@ def kernel_of(
 
 def test_an_algorithm_is_its_handlers() -> None:
     simulation, _ = kernel_of(Scaffold(lr=0.05, H=3))
-    rows: list[kernel.Row] = []
+    rows: list[kernel.TickRecord] = []
     state = kernel.run(simulation, simulation.init(), [lambda state, row: rows.append(row)])
     nodes, losses = scaffold_by_hand(
         make_model("MLP", dtype=F64), make_batches("MLP", T, K, batch_size=4, dtype=F64), 0.05, 3

@@ -18,7 +18,7 @@ from vecgym.clock.asynchronous import TimesOf
 from vecgym.collectives import StackedCollectives
 from vecgym.core import tree
 from vecgym.engine import Engine
-from vecgym.simulation import Event, Row, RunFacts, Simulation, State, run
+from vecgym.simulation import Event, RunFacts, Simulation, State, TickRecord, run
 from vecgym.simulation.events import Arrival, Restart, Schedule, Stop, schedule, updates_of
 from vecgym.simulation.timetable import Scheduled
 from vecgym.strategy import (
@@ -197,7 +197,7 @@ def test_together_is_one_by_one(name: str) -> None:
     """To the bit with the loop, losses and messages too, with a model that draws random numbers."""
 
     def found(together: bool) -> tuple[State, list[Tensor], list[Any]]:
-        simulation, rows = on_the_kernel(name, "loop", "Dropout", together=together), list[Row]()
+        simulation, rows = on_the_kernel(name, "loop", "Dropout", together=together), list[TickRecord]()
         state = run(simulation, simulation.init(), [lambda state, row: rows.append(row)])
         return state, [row.losses.nan_to_num(-1.0) for row in rows], [row.transfers for row in rows]
 

@@ -690,7 +690,7 @@ class RolloutOptions(DifferentiableRun):
                 f"{type(self.strategy).__name__} is written for one rank and runs on threads, which cannot be "
                 "differentiated: write it with exchanges, on [K, *] tensors."
             )
-        if self.availability is not None and any(x.who.sampled for x in self.strategy.exchanges):
+        if self.availability is not None and any(x.roster.sampled for x in self.strategy.exchanges):
             raise ValueError(
                 f"availability={self.availability!r} and {self.strategy!r} both say who sits out: in a rollout give "
                 "one, such as availability=Sampled(0.5, H) instead of participation=0.5."

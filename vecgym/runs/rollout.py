@@ -29,7 +29,7 @@ from vecgym.engine import Engine, EngineName
 from vecgym.engine.contract import check_differentiable
 from vecgym.optim.rules import PerNodeRule
 from vecgym.runs.options import JvpOptions, RolloutOptions, presence_of
-from vecgym.simulation import Row, Simulation, State, run
+from vecgym.simulation import Simulation, State, TickRecord, run
 from vecgym.simulation.events import Arrival, Happening, Schedule, Stop
 from vecgym.simulation.state import Result
 from vecgym.strategy import Strategy
@@ -346,7 +346,7 @@ def _run(simulation: Simulation, state: State, until: int) -> tuple[State, Recor
     """Take the steps before `until`, storing everything for the backward pass."""
     losses, distances, sent = [], [], []
 
-    def record(state: State, row: Row) -> None:
+    def record(state: State, row: TickRecord) -> None:
         losses.append(row.losses)
         members = simulation.members(state.tick - 1)
         params = state.params if members is None else nodes.take_rows(state.params, torch.tensor(members), copy=False)

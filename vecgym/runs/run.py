@@ -31,7 +31,7 @@ from vecgym.runs.memory import fitting_sizes
 from vecgym.runs.multiprocess import STOP, Session, interrupts
 from vecgym.runs.options import FitOptions, described, presence_of
 from vecgym.runs.recorder import Loggers, Recorder, rates_of
-from vecgym.simulation import Event, Row, Simulation, State, run
+from vecgym.simulation import Event, Simulation, State, TickRecord, run
 from vecgym.simulation.simulation import Draft, warn_of_untrained, without_gradient
 from vecgym.simulation.state import Metrics
 from vecgym.strategy.asynchronous import EventDriven
@@ -172,7 +172,7 @@ class Run(Generic[M]):
     def _ends(self, row: dict[str, Any]) -> bool:
         return self.options.ends(row, evaluates=self.val is not None)
 
-    def _after(self, state: State, row: Row) -> None:
+    def _after(self, state: State, row: TickRecord) -> None:
         """Record a step and the measurements after it."""
         evaluated = self._is_evaluated(state.step)
         self.state = state
@@ -193,14 +193,14 @@ class Run(Generic[M]):
         self.checkpoints.save_if_due(state, last=stop or state.step == self.num_steps)
         return stop
 
-    def _record(self, row: Row, evaluated: bool) -> None:
+    def _record(self, row: TickRecord, evaluated: bool) -> None:
         metrics = self.session.observed(self._metrics(row), self._interrupted)
         self.recorder.step(self.state.step, metrics, fetch=evaluated)
         if is_due(self.state.step, self.options.correlation_interval):
             members = self.simulation.members(self.state.step - 1)
             self.recorder.add(correlation=correlation(self.state.params, self.comm, members))
 
-    def _metrics(self, row: Row) -> Metrics:
+    def _metrics(self, row: TickRecord) -> Metrics:
         simulation, once = self.simulation, self.state.home is self.state.shared
         lr, outer_lr = rates_of(simulation.algorithm, simulation.run, simulation.timetable, row.tick - 1, once)
         return Metrics(row.losses, lr, row.active, outer_lr, row.transfers)
@@ -336,7 +336,7 @@ class AsyncRun(Run[M]):
             minibatch_size=options.minibatch_size,
         )  # fmt: skip
 
-    def _metrics(self, row: Row) -> Metrics:
+    def _metrics(self, row: TickRecord) -> Metrics:
         return metrics_of(self.strategy, self.plan, row.tick, row.losses, row.transfers)
 
     def _is_evaluated(self, step: int) -> bool:

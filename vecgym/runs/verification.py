@@ -34,7 +34,7 @@ from vecgym.records.rows import aligned, counted
 from vecgym.runs import multiprocess
 from vecgym.runs.options import Count, Modelled, Present, Seconds, Seed, check_strategy, checked_examples, presence_of
 from vecgym.simulation import Simulation, State
-from vecgym.simulation.simulation import Request, Row
+from vecgym.simulation.simulation import Request, TickRecord
 from vecgym.simulation.stack import BatchReader, Stack, groups_of, halved
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
@@ -301,7 +301,7 @@ class Form:
         ticks, ahead = itertools.tee(self.simulation.timetable.ticks())
         self._ticks, self._batches = ticks, self.simulation.read(self.simulation.requests(ahead))
 
-    def step(self, step: int) -> Row:
+    def step(self, step: int) -> TickRecord:
         """Take a step."""
         self.state, row = self.simulation.tick(self.state, next(self._ticks), self._batches)
         self.comm.ledger.add(step, row.transfers)
@@ -330,7 +330,7 @@ class DistributedForm(Form):
 
     how = "with a part of them"
 
-    def step(self, step: int) -> Row:
+    def step(self, step: int) -> TickRecord:
         """Take a step that the stacked form has taken."""
         try:
             return super().step(step)
@@ -362,7 +362,7 @@ class StackForm(Form):
         stack = Stack(alone[0].simulation.engine, groups, comm, options.reading(read))
         super().__init__(options, comm, exact=False, simulation=stack)
 
-    def step(self, step: int) -> Row:
+    def step(self, step: int) -> TickRecord:
         """Take a step that each configuration has taken by itself."""
         try:
             self.row = super().step(step)
@@ -384,7 +384,7 @@ class InStack(Form):
         self.stack, self.place, self.comm = stack, stack.order.index(config), StackedCollectives(stack.comm.num_nodes)
         self.simulation = stack.simulation
 
-    def step(self, step: int) -> Row:
+    def step(self, step: int) -> TickRecord:
         """Take what the stack has made of this configuration in a step."""
         stack, K = self.stack, self.comm.num_nodes
         self.state = self.simulation.alone(stack.state, self.place)

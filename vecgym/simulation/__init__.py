@@ -5,13 +5,13 @@ takes its rows out of the state, its method changes them, and they are put back.
 """
 
 from vecgym.core.devices import spread
-from vecgym.simulation.simulation import Algorithm, Group, LocalTraining, Part, Place, Row, Simulation, run
+from vecgym.simulation.simulation import Algorithm, Group, LocalTraining, Part, Place, Simulation, TickRecord, run
 from vecgym.simulation.stack import Stack
-from vecgym.simulation.state import Rows, State
+from vecgym.simulation.state import State, StateView
 from vecgym.simulation.timetable import Due, Event, Lockstep, Mark, RunFacts, Timetable
 from vecgym.simulation.when import Rounds, RoundsOf, When
 
 __all__ = [
     "Algorithm", "Due", "Event", "Group", "LocalTraining", "Lockstep", "Mark", "Part", "Place", "Rounds", "RoundsOf",
-    "Row", "Rows", "RunFacts", "Simulation", "Stack", "State", "Timetable", "When", "run", "spread",
+    "RunFacts", "Simulation", "Stack", "State", "StateView", "TickRecord", "Timetable", "When", "run", "spread",
 ]  # fmt: skip

@@ -23,7 +23,7 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
 from vecgym.engine.backend import Missing, missing_within
 from vecgym.optim.optimizer import SKIPPED
-from vecgym.simulation.state import Index, Result, Rows, SplitRows, State, put_back
+from vecgym.simulation.state import Index, Result, SplitView, State, StateView, put_back
 from vecgym.simulation.timetable import Due, Event, RunFacts, Timetable
 
 Request = tuple[list[int], "int | list[int]"]  # rows of this process, and the index of the batch that each reads
@@ -173,9 +173,9 @@ class Part:
         self.algorithm, self.run = (whole or simulation.groups[event.group or 0])[:2]
         self.tick, self.inplace = draft.tick, not draft.pure
         self.own, self.shared = simulation.trees(draft, event, place)
-        self.own.who = self.shared.who = f"{type(self.algorithm).__name__}.{event.what}"
+        self.own.handler = self.shared.handler = f"{type(self.algorithm).__name__}.{event.what}"
         self.memo = draft.memo.setdefault(event.group, {})
-        self.home: Rows | SplitRows = self.shared if "params" in self.shared.whole else self.own
+        self.home: StateView | SplitView = self.shared if "params" in self.shared.whole else self.own
         self.counts = simulation.counts_here(event, event.counts)
         self.made = self.counts if event.made is None else simulation.counts_here(event, event.made)
         self.losses = self.precomputed = None
@@ -322,7 +322,7 @@ class Part:
     def _steps_on_views(self) -> bool:
         """Whether rows with gaps step in views of the state: for a large model copies cost more than calls."""
         home, simulation = self.home, self.simulation
-        if not (isinstance(home, Rows) and isinstance(home.index, Tensor) and self.inplace and simulation.large):
+        if not (isinstance(home, StateView) and isinstance(home.index, Tensor) and self.inplace and simulation.large):
             return False
         return not (simulation.exact or {"params", "optimizer"} & home.assigned.keys())
 
@@ -338,7 +338,7 @@ class Part:
             part.missing = missing_within(self.missing, a, b)
             part.optimize(tree.map(lambda g: g[a:b] if len(g) > 1 else g, grads), lr[a:b] if several else lr)  # noqa: B023
             part.put()
-        assert isinstance(self.home, Rows)
+        assert isinstance(self.home, StateView)
         self.home.forget()
 
     def _later(self, counts: int | list[int]) -> int | list[int]:
@@ -450,11 +450,11 @@ class Part:
 
     def put(self) -> None:
         """Store the assigned trees in the tick's state."""
-        own = [self.own.common, self.own.others] if isinstance(self.own, SplitRows) else [self.own]
+        own = [self.own.common, self.own.others] if isinstance(self.own, SplitView) else [self.own]
         put_back([*own, self.shared], pure=self._draft.pure)
 
 
-class Row(NamedTuple):
+class TickRecord(NamedTuple):
     """All measurements of a tick.
 
     Attributes:
@@ -468,14 +468,14 @@ class Row(NamedTuple):
     losses: Tensor
     transfers: tuple[Transfer, ...]
     events: Sequence[Event]
-    groups: tuple[int | None, ...] = ()
+    groups: Sequence[int | None] = ()
     stack: Sequence[Group] = ()
 
     @property
     def active(self) -> list[int] | None:
         """The nodes that trained, in all processes, or the rows of a stack; None: all.
 
-        >>> Row(1, torch.zeros(3), (), [Event("train", (0, 2), reads=1)]).active
+        >>> TickRecord(1, torch.zeros(3), (), [Event("train", (0, 2), reads=1)]).active
         [0, 2]
         """
         training = [event for event in self.events if event.reads]
@@ -486,7 +486,7 @@ class Row(NamedTuple):
     def sent_by(self, group: int) -> tuple[Transfer, ...]:
         """Return the transfers of each configuration of a group.
 
-        >>> Row(1, torch.zeros(2), ("a", "b"), [], groups=(0, 1)).sent_by(1)
+        >>> TickRecord(1, torch.zeros(2), ("a", "b"), [], groups=(0, 1)).sent_by(1)
         ('b',)
         """
         return tuple(transfer for transfer, whose in zip(self.transfers, self.groups) if whose == group)
@@ -589,7 +589,7 @@ class Simulation:
     def step(
         self, state: State, batch: Any, *, limits: list[int] | None = None, pure: bool = False,
         before: Before | None = None,
-    ) -> tuple[State, Row]:  # fmt: skip
+    ) -> tuple[State, TickRecord]:  # fmt: skip
         """Take a single step by hand: handle the next tick's events with one batch.
 
         Args:
@@ -637,7 +637,7 @@ class Simulation:
     def tick(
         self, state: State, events: Sequence[Event], batches: Batches, *, pure: bool = False,
         before: Before | None = None,
-    ) -> tuple[State, Row]:  # fmt: skip
+    ) -> tuple[State, TickRecord]:  # fmt: skip
         """Handle the events of a tick one after the other.
 
         Args:
@@ -651,16 +651,16 @@ class Simulation:
                 if before is not None:
                     before(event, draft)
                 self.handle(draft, event)
-        row = Row(state.tick + 1, self._losses(draft), tuple(transfers), events, tuple(draft.groups), self.stacked)
-        return State(state.tick + 1, draft.own, draft.shared), row
+        record = TickRecord(state.tick + 1, self._losses(draft), tuple(transfers), events, draft.groups, self.stacked)
+        return State(state.tick + 1, draft.own, draft.shared), record
 
     def draft(self, state: State, *settings: Any) -> Draft:
         """Return the draft that a tick changes: it has the state's trees, in new dicts of names."""
         return Draft(state.tick, dict(state.own), dict(state.shared), *settings)
 
-    def trees(self, draft: Draft, event: Event, place: Place) -> tuple[Rows | SplitRows, Rows]:
+    def trees(self, draft: Draft, event: Event, place: Place) -> tuple[StateView | SplitView, StateView]:
         """Return an event's rows of `own` and `shared`."""
-        return Rows(draft.own, place.at, len(self.here)), Rows(draft.shared, None, 1)
+        return StateView(draft.own, place.at, len(self.here)), StateView(draft.shared, None, 1)
 
     def handle(self, draft: Draft, event: Event, precomputed: Local | None = None) -> None:
         """Take the event's rows, let its method change them, and put them back.
@@ -796,7 +796,7 @@ def warn_of_untrained(each: Sequence[list[str]]) -> list[str]:
 
 
 def run(
-    simulation: Simulation, state: State, listeners: Sequence[Callable[[State, Row], None]] = (), *,
+    simulation: Simulation, state: State, listeners: Sequence[Callable[[State, TickRecord], None]] = (), *,
     pure: bool = False, before: Before | None = None, stop: Callable[[State], bool] | None = None,
 ) -> State:  # fmt: skip
     """Run the timetable from the state's tick to its end, or until `stop`; return the last state.

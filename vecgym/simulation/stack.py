@@ -45,7 +45,7 @@ from vecgym.simulation.simulation import (
     check_run,
     index_of,
 )
-from vecgym.simulation.state import GroupRows, Result, Rows, SplitRows, State
+from vecgym.simulation.state import GroupView, Result, SplitView, State, StateView
 from vecgym.simulation.timetable import Event, RunFacts, Timetable
 
 COMMON = ("params", "buffers", "optimizer")  # trees that all groups store together, so that they can train together
@@ -233,19 +233,19 @@ class Stack(Simulation):
         own = {name: dict(x) if name not in COMMON else x for name, x in state.own.items()}
         return Draft(state.tick, own, {number: dict(x) for number, x in state.shared.items()}, *settings)
 
-    def trees(self, draft: Draft, event: Event, place: Place) -> tuple[Rows | SplitRows, Rows]:
+    def trees(self, draft: Draft, event: Event, place: Place) -> tuple[StateView | SplitView, StateView]:
         if event.group is None:
             constant = tree.map_leaves(lambda b: b[:1], draft.shared["0"]["buffers"])
-            return Rows(draft.own, place.at, len(self.here)), Rows({"buffers": constant}, None, 1)
+            return StateView(draft.own, place.at, len(self.here)), StateView({"buffers": constant}, None, 1)
         group, number = self.groups[event.group], str(event.group)
         stores = [(draft.own, place.at, len(self.here), len(place.rows) // group.size),
                   (draft.own[number], place.within, len(group.rows()), len(place.rows) // group.size),
                   (draft.shared[number], None, group.size, 1)]  # fmt: skip
         common, others, shared = (
-            Rows(whole, at, size) if group.size == 1 else GroupRows(whole, at, size, group.size, num_rows)
+            StateView(whole, at, size) if group.size == 1 else GroupView(whole, at, size, group.size, num_rows)
             for whole, at, size, num_rows in stores
         )
-        return SplitRows(common, self._names(draft.own, draft.shared, event.group), others), shared
+        return SplitView(common, self._names(draft.own, draft.shared, event.group), others), shared
 
     def _names(self, own: dict[str, Any], shared: dict[str, Any], group: int) -> list[str]:
         """Return the names that a group stores in the trees of all rows."""

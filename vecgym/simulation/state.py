@@ -66,7 +66,7 @@ class State:
 NAMED = {"params": "parameters", "buffers": "buffers"}  # trees whose names are the model's
 
 
-class Rows:
+class StateView:
     """Some rows of trees stored by name: views of all rows and of consecutive rows, copies of others, made on demand.
 
     - `put_back` stores assigned trees, and removes deleted ones. Tensors may be overwritten, but must then be assigned.
@@ -80,14 +80,14 @@ class Rows:
         size: number of all rows.
 
     >>> whole = {"w": torch.tensor([1.0, 2.0, 3.0])}
-    >>> rows = Rows(whole, torch.tensor([0, 2]), size=3)
+    >>> rows = StateView(whole, torch.tensor([0, 2]), size=3)
     >>> rows["w"] = 10 * rows["w"]
     >>> put_back([rows], pure=False)
     >>> whole, "w" in rows, "v" in rows
     ({'w': tensor([10.,  2., 30.])}, True, False)
     """
 
-    who = "a handler"  # what assigns, for messages
+    handler = "a handler"  # what assigns, for messages
     lead = 1  # dimensions before those of one row
     before: tuple[tuple[int, ...], ...] = ((),)  # those before the one of the rows
 
@@ -121,17 +121,17 @@ class Rows:
         """Raise an error for values of other rows, or of another form than the values that they replace."""
         todo = [(name, new, self.shown(name))]
         if new is None:
-            raise TypeError(f"{self.who} assigned None to {name!r}; expected tensors. To remove a name, use `del`.")
+            raise TypeError(f"{self.handler} assigned None to {name!r}; expected tensors. To remove a name, use `del`.")
         if name in NAMED and isinstance(new, dict) and new.keys() != todo[0][2].keys():
             odd = ", ".join(sorted(map(str, new.keys() ^ todo[0][2].keys())))
-            raise ValueError(f"{self.who} assigned {NAMED[name]} with other names than the model's: {odd}.")
+            raise ValueError(f"{self.handler} assigned {NAMED[name]} with other names than the model's: {odd}.")
         for path, x, old in todo:
             if x is old:
                 continue
             if isinstance(old, Tensor) or (isinstance(old, dict) and old):
                 wanted, what = (Tensor, "a tensor") if isinstance(old, Tensor) else (dict, "a dict of tensors")
                 if not isinstance(x, wanted):
-                    raise TypeError(f"{self.who} assigned {a_kind(x)} to {path!r}; expected {what}.")
+                    raise TypeError(f"{self.handler} assigned {a_kind(x)} to {path!r}; expected {what}.")
             if isinstance(x, dict):
                 todo += [(f"{path}.{key}", y, old.get(key) if isinstance(old, dict) else None) for key, y in x.items()]
             elif isinstance(x, Tensor):
@@ -140,7 +140,7 @@ class Rows:
                 if not (same and like is old) and not self._fits(x, like):
                     where = "" if x.device == like.device else f" on {like.device}"
                     form = f"{self._form(like.shape[self.lead :])} of {like.dtype}{where}"
-                    raise ValueError(f"{self.who} assigned {path!r} as {tree.form(x)}; expected {form}.")
+                    raise ValueError(f"{self.handler} assigned {path!r} as {tree.form(x)}; expected {form}.")
 
     def _fits(self, x: Tensor, like: Tensor) -> bool:
         """Whether a tensor may replace another one; if both are the same, whether it may be new."""
@@ -162,8 +162,8 @@ class Rows:
         """Read all trees anew on the next access, since some were written to directly."""
         self._taken.clear()
 
-    def of(self, name: str) -> Rows:
-        """Return the rows that hold a name; see `SplitRows`."""
+    def of(self, name: str) -> StateView:
+        """Return the rows that hold a name; see `SplitView`."""
         return self
 
     def put_flat(self, name: str, value: Any) -> None:
@@ -217,7 +217,7 @@ class Labelled:
         return self[name] if name in self else default  # noqa: SIM401
 
 
-class GroupRows(Rows):
+class GroupView(StateView):
     """Some rows of C configurations: trees are read and assigned as `[C, K or 1, *]`, as views of `[rows, *]`.
 
     Args:
@@ -225,7 +225,7 @@ class GroupRows(Rows):
         num_rows: of each configuration.
 
     >>> whole = {"w": torch.tensor([1.0, 2.0, 10.0, 20.0])}
-    >>> rows = GroupRows(whole, None, 4, num_configs=2, num_rows=2)
+    >>> rows = GroupView(whole, None, 4, num_configs=2, num_rows=2)
     >>> rows["w"]
     tensor([[ 1.,  2.],
             [10., 20.]])
@@ -277,32 +277,33 @@ class GroupRows(Rows):
         return x.expand(self.num_configs, self.num_rows if x.shape[1] == 1 else -1, *x.shape[2:]).flatten(0, 1)
 
 
-class SplitRows:
-    """The rows of a group, if all groups have some trees in common: each name is in one of two `Rows`.
+class SplitView:
+    """The rows of a group, if all groups have some trees in common: each name is in one of two views.
 
     Args:
         common: the rows of trees of all groups.
         names: the names of these trees.
         others: the rows of the group's own trees.
 
-    >>> own = SplitRows(Rows({"w": torch.zeros(3)}, slice(1, 3), 3), {"w"}, Rows({"v": torch.ones(2)}, None, 2))
+    >>> common = StateView({"w": torch.zeros(3)}, slice(1, 3), 3)
+    >>> own = SplitView(common, {"w"}, StateView({"v": torch.ones(2)}, None, 2))
     >>> own["w"].shape, own["v"].shape, "u" in own
     (torch.Size([2]), torch.Size([2]), False)
     """
 
-    def __init__(self, common: Rows, names: Collection[str], others: Rows) -> None:
+    def __init__(self, common: StateView, names: Collection[str], others: StateView) -> None:
         self.common, self.names, self.others = common, names, others
 
     @property
-    def who(self) -> str:
+    def handler(self) -> str:
         """The handler that assigns, for messages."""
-        return self.common.who
+        return self.common.handler
 
-    @who.setter
-    def who(self, who: str) -> None:
-        self.common.who = self.others.who = who
+    @handler.setter
+    def handler(self, name: str) -> None:
+        self.common.handler = self.others.handler = name
 
-    def of(self, name: str) -> Rows:
+    def of(self, name: str) -> StateView:
         """Return the rows that hold a name."""
         return self.common if name in self.names else self.others
 
@@ -327,7 +328,7 @@ class SplitRows:
         self.of(name).put_flat(name, value)
 
 
-def put_back(parts: list[Rows], *, pure: bool) -> None:
+def put_back(parts: list[StateView], *, pure: bool) -> None:
     """Store the assigned values in the trees.
 
     In place, unless `pure`: each tensor keeps its storage and is written to, and an assigned tensor that is already in
@@ -349,7 +350,7 @@ def put_back(parts: list[Rows], *, pure: bool) -> None:
         target.copy_(source) if index is None else target.index_copy_(0, placed(index, target.device), source)
 
 
-def _put(rows: Rows, whole: Any, new: Any, old: Any, pure: bool, moves: list[Move]) -> Any:
+def _put(rows: StateView, whole: Any, new: Any, old: Any, pure: bool, moves: list[Move]) -> Any:
     """Return the whole tree with the new rows; append to `moves` what is to be copied into it."""
     gathered = isinstance(rows.index, Tensor)
     if new is old and not gathered:  # these are the state's own tensors, as below
@@ -379,7 +380,7 @@ def _put(rows: Rows, whole: Any, new: Any, old: Any, pure: bool, moves: list[Mov
     return whole
 
 
-def _new_name(rows: Rows, new: Tensor) -> Tensor:
+def _new_name(rows: StateView, new: Tensor) -> Tensor:
     """Return a tensor of all rows that is 0 except on these."""
     index = _indices(rows)
     if index is None:
@@ -388,7 +389,7 @@ def _new_name(rows: Rows, new: Tensor) -> Tensor:
     return new.new_zeros((rows.size, *new.shape[1:])).index_copy(0, placed(index, new.device), wide)
 
 
-def _indices(rows: Rows) -> Tensor | None:
+def _indices(rows: StateView) -> Tensor | None:
     """Return the indices of the rows; None: all."""
     return torch.arange(rows.size)[rows.index] if isinstance(rows.index, slice) else rows.index
 

@@ -221,7 +221,7 @@ class Strategy(LocalTraining):
 
     def timetable(self, run: RunFacts) -> Timetable:
         """Return the events of a run: in each step the nodes train, then the marks that are due follow."""
-        takes = [exchange.takes for exchange in self.exchanges if exchange.who.sampled]
+        takes = [exchange.takes for exchange in self.exchanges if exchange.roster.sampled]
         resting = ("take" if all(takes) else "keep") if takes else None
         trains = self.who_trains(run)
         return Lockstep(run, *self.marks(run), trains=trains, train=self.train_method, resting=resting)
@@ -386,7 +386,7 @@ class Strategy(LocalTraining):
 
     def _check_resting(self) -> None:
         """Raise a ValueError if sampled nodes would exchange gradients, or two samples may have no common node."""
-        resting = [exchange for exchange in self.exchanges if exchange.who.sampled]
+        resting = [exchange for exchange in self.exchanges if exchange.roster.sampled]
         if resting and self._of_gradients:
             raise ValueError(
                 f"{resting[0]!r} lets some nodes sit out, and {self._of_gradients[0]!r} exchanges the gradients of all "

@@ -19,7 +19,7 @@ from vecgym.core.devices import placed, spread
 from vecgym.core.objects import Settings
 from vecgym.core.tree import Tree
 from vecgym.simulation.simulation import Part
-from vecgym.simulation.state import Rows
+from vecgym.simulation.state import StateView
 from vecgym.simulation.timetable import Mark, RunFacts, Who
 from vecgym.simulation.when import When
 
@@ -284,7 +284,7 @@ def blend(part: Part, weight: Tensor | None, messages: bool = True) -> None:
             rows.assigned[name] = tree.map_leaves(between, new, old)
 
 
-def trees_of(part: Part) -> list[Rows]:
+def trees_of(part: Part) -> list[StateView]:
     """Return the rows of an event's trees; in a stack, the rows of all groups and those of this group."""
     both: list[Any] = [part.own, part.shared]
     return [x for rows in both for x in ((rows.common, rows.others) if hasattr(rows, "common") else (rows,))]

@@ -91,7 +91,7 @@ class Exchange(Settings):
         unit: the number of steps in which `every`, `delay`, `offsets` and random draws are counted.
 
     Attributes:
-        who: the nodes that take part, a `Participation`.
+        roster: the nodes that take part, a `Participation`.
         delivery: when and how the result is used, a `Delivery`.
 
     Raises:
@@ -117,7 +117,7 @@ class Exchange(Settings):
     _index = 0
     _stages: Stages | None = None
     delay, late, keep = (property(attrgetter(f"delivery.{name}")) for name in ("delay", "late", "keep"))
-    participation, resting, lost = (property(attrgetter(f"who.{name}")) for name in ("fraction", "resting", "lost"))
+    participation, resting, lost = (property(attrgetter(f"roster.{name}")) for name in ("fraction", "resting", "lost"))
 
     def __init__(
         self, how: Average, every: int | When | Callable[[int], int] = 1, of: str | Sequence[str] = "parameters", *,
@@ -133,7 +133,7 @@ class Exchange(Settings):
         self.fragments = check_fragments("fragments", fragments)
         self.offsets = check_offsets(offsets, fragments)
         self.pattern = check.choice("pattern", pattern, get_args(Pattern))
-        self.who = Participation(participation, resting, lost)
+        self.roster = Participation(participation, resting, lost)
         self._check_together()
 
     def numbered(self, index: int) -> Exchange:
@@ -164,7 +164,7 @@ class Exchange(Settings):
     def _check_together(self) -> None:
         """Raise a ValueError for settings that exclude one another."""
         when, weighted, delivery = self._when, isinstance(self._when, SyncWeight), self.delivery
-        of_all = not self.who.sampled and not self.who.lost and self.fragments == 1
+        of_all = not self.roster.sampled and not self.roster.lost and self.fragments == 1
         if self.of == "gradients" and not (of_all and delivery.delay == 0 and delivery.overwrites and not weighted):
             raise ValueError(
                 f"{self!r}: gradients are exchanged by all nodes, as a whole, and used at once: leave out "
@@ -188,7 +188,7 @@ class Exchange(Settings):
             )
         if delivery.late == "change" and self.takes:
             raise ValueError(f'{self!r}: a change is each node\'s own: give resting="keep", or late="value".')
-        self.who.check(self.how, self.takes)
+        self.roster.check(self.how, self.takes)
         self.stages.check_common()
 
     def check(self, run: RunFacts) -> None:
@@ -220,10 +220,10 @@ before the run ends. Give a smaller delay, or more steps.
                 f"availability={presence.availability!r} makes nodes wait for others, but {self!r} exchanges gradients "
                 "in every step: use a strategy that exchanges parameters every H steps."
             )
-        if self.who.sampled and getattr(presence, "server", False):
+        if self.roster.sampled and getattr(presence, "server", False):
             raise ValueError(
-                f"availability={presence.availability!r} and participation={self.who.fraction} both sample the nodes, "
-                "and few nodes would be in both samples: leave one of them out."
+                f"availability={presence.availability!r} and participation={self.roster.fraction} both sample the "
+                "nodes, and few nodes would be in both samples: leave one of them out."
             )
         count, when = len(self.parts(run.names)), self._when
         if self.offsets is not None and len(self.offsets) != count:
@@ -269,13 +269,13 @@ before the run ends. Give a smaller delay, or more steps.
     def stages(self) -> Stages:
         """The stages of `how`."""
         if self._stages is None or self._stages.how is not self.how:  # `how` of settings may be altered, or merged
-            self._stages = Stages(self.how, some=self.who.sampled and not self.takes)
+            self._stages = Stages(self.how, some=self.roster.sampled and not self.takes)
         return self._stages
 
     @property
     def same(self) -> bool:
         """Whether nodes that are present and hold equal values continue with equal values."""
-        return self.stages.same and self.delivery.same and not self.who.lost
+        return self.stages.same and self.delivery.same and not self.roster.lost
 
     @property
     def always(self) -> bool:
@@ -285,7 +285,7 @@ before the run ends. Give a smaller delay, or more steps.
     @property
     def random(self) -> bool:
         """Whether the exchange draws random numbers."""
-        return self.who.sampled or self.who.lost > 0 or self.stages.random
+        return self.roster.sampled or self.roster.lost > 0 or self.stages.random
 
     @property
     def batched(self) -> tuple[str, ...] | None:
@@ -295,7 +295,7 @@ before the run ends. Give a smaller delay, or more steps.
     @property
     def takes(self) -> bool:
         """Whether nodes that sit out receive the result."""
-        return self.who.sampled and self.who.resting != "keep" and is_served(self.how) and Stages(self.how).common
+        return self.roster.sampled and self.roster.resting != "keep" and is_served(self.how) and Stages(self.how).common
 
     def facts(self, run: RunFacts) -> ExchangeFacts:
         """Return the facts about a run's exchanges that are known before the first step.
@@ -305,7 +305,7 @@ before the run ends. Give a smaller delay, or more steps.
         >>> facts.num_exchanges, facts.counts
         (3, (3,))
         """
-        counts, steps = self.who.counts(run, self.marks(run)), self._steps(run)
+        counts, steps = self.roster.counts(run, self.marks(run)), self._steps(run)
         usual = len(self.times(run.names)) == 1 and self.offsets is None
         number = self._when.count(steps) if usual else self._when.count(steps - 1) + 1
         return ExchangeFacts(**vars(run), counts=tuple(sorted(counts)), num_exchanges=number)
@@ -347,7 +347,7 @@ before the run ends. Give a smaller delay, or more steps.
         # Shared values change even if no node is present to write, or all messages of one delay are lost.
         always = run.presence is not None or len(set(lags)) > 1
         for p, (names, when) in enumerate(zip(self.parts(run.names), self.times(run.names))):
-            senders = self.who.senders(run, rounds, self.unit, next(iter(names), ""))
+            senders = self.roster.senders(run, rounds, self.unit, next(iter(names), ""))
             of, takers = Of(self._index, p), None if takes else senders
             if self.delivery.delay == 0 and not takes:
                 marks.append(Mark("meet", when, 0, senders, of))
@@ -360,7 +360,7 @@ before the run ends. Give a smaller delay, or more steps.
 
     def who_trains(self, run: RunFacts) -> Who | None:
         """Return a function (step, present nodes) -> the nodes that train; None: all do."""
-        return self.who.who_trains(run, self._when.in_units(self.unit))
+        return self.roster.who_trains(run, self._when.in_units(self.unit))
 
     # -------------------------------------------------------------------------------------------------------- state
 
