@@ -32,7 +32,7 @@ MAX_UNITS = 19  # modules and packages directly in vecgym
 MAX_FUNCTION = 40  # lines, without its docstring
 MAX_PARAMETERS = 8
 MAX_CODE_LINES = 25_445  # of the whole package
-MAX_MODULES = 142  # that hold code
+MAX_MODULES = 143  # that hold code
 MAX_CLAUSES = 1  # docstrings that begin with a clause, such as "What is sent." for "The message."
 # Modules in a package, and floors: modules in the longest chain of imports inside it. What is above that is named.
 MAX_MODULES_IN_A_PACKAGE = 12

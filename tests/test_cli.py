@@ -378,6 +378,18 @@ def test_help_imports_nothing_heavy():
     in_a_process(code)
 
 
+def test_a_price_imports_no_compiler():
+    """It takes more than a second, and so would the price without it."""
+    code = """if True:
+        import sys
+        from vecgym.cli import main
+        asked = ["--nodes", "4", "--step-seconds", "0.6", "--bandwidth", "1e8", "--latency", "1ms", "--H", "20"]
+        main(["price", "--parameters", "1M", *asked])
+        assert not {"torch._dynamo", "sympy"} & set(sys.modules)
+    """
+    in_a_process(code)
+
+
 @pytest.mark.parametrize(
     ("load", "environment", "seen"),
     [

@@ -14,7 +14,7 @@ from torch import nn
 
 from vecgym import dry_run
 from vecgym.cli import main
-from vecgym.clock import Compute, Network, Prices, price, price_strategies, required_H
+from vecgym.clock import Compute, Network, Prices, price, price_strategies, required, required_H
 from vecgym.clock.dry import as_model
 from vecgym.clock.required import Family
 from vecgym.clock.units import count
@@ -209,6 +209,66 @@ def test_times_that_are_drawn_are_averaged_over_many_steps() -> None:
         float(drawn.of_steps(20_000, 4).view(1000, 20, 4).sum(1).amax(1).mean()) / 20 + 0.048, rel=0.03
     )
     assert computing == pytest.approx(T * math.exp(0.3**2 / 2) / seconds, rel=0.02)
+
+
+# ------------------------------------------------------------------------------------------------- how it is found
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """The second arguments with which a function or method is called from now on."""
+    calls, function = list[Any](), getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        calls.append(args[1:2])
+        return function(*args, **options)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+def bisected(question: required.Question) -> float:
+    """The answer by halving alone."""
+    if not question.reached() or question.reached(required.LOWEST):
+        return math.inf if not question.reached() else required.LOWEST
+    low, high = required.LOWEST, required.HIGHEST
+    while high > low * (1 + required.PRECISION):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if question.reached(middle) else (middle, high)
+    return high
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("latency", [0.0, 0.001, 0.08])
+@pytest.mark.parametrize(
+    "strategy", ["allreduce", "diloco", "streaming", "streaming-4-bits", "gossip", "sparta", "eager"]
+)
+def test_the_bandwidth_is_the_one_that_halving_finds_with_fewer_prices(
+    strategy: str, latency: float, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, least = Family("1M", strategy, 4, Compute(0.1, overlap=overlap)), 0
+    asked = noted(monkeypatch, required.Question, "pace")
+    for bucket_bytes, utilization, all_reduce in ((1e6, 0.95, "ring"), (math.inf, 0.5, "gloo"), (0, 0.999, "tree")):
+        network = Network(1e9, latency, bucket_bytes=bucket_bytes, all_reduce=all_reduce)
+        ledger, first = family.ledger(10)
+        question = required.Question(ledger, family.compute, utilization, network, first=first)
+        asked.clear()
+        bandwidth = question.bandwidth()
+        least += len(asked)
+        assert bandwidth == bisected(question)
+    assert least <= 3 * 14, "halving takes 21 or more for each"
+
+
+def test_what_is_sent_by_several_is_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    networks = noted(monkeypatch, required, "price")
+    asked: dict[str, Any] = {"network": NETWORK, "compute": COMPUTE, "H": [20, 40]}
+    alone = price_strategies("1M", K, strategies=["fedavg"], **asked)
+    number = len(networks)
+    both = price_strategies("1M", K, strategies=["fedavg", "diloco"], **asked)
+    assert len(networks) == 2 * number
+    different = {"strategy", "faster"}
+    each = [[{name: x for name, x in row.items() if name not in different} for row in rows]
+            for rows in (alone.rows, both.rows[:2], both.rows[2:])]  # fmt: skip
+    assert each[0] == each[1] == each[2]
 
 
 # --------------------------------------------------------------------------------------------- what is asked, and how

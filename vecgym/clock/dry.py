@@ -5,23 +5,32 @@ from __future__ import annotations
 import math
 import numbers
 import types
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from vecgym.clock.units import count
-from vecgym.collectives.ledger import Ledger
+from vecgym.collectives.base import payload_bytes
+from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.collectives.stacked import DryCollectives
 from vecgym.core import check
+from vecgym.core.forms import Forms
+from vecgym.core.objects import altered, public, same
 from vecgym.core.tree import Tree
 from vecgym.simulation import RunFacts, Simulation
+from vecgym.simulation.timetable import Event
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.per_rank import as_strategy
 from vecgym.strategy.simulated import nothing_to_read
 
 META: dict[str, Any] = {"bias": False, "device": "meta"}
+Sent = dict[Any, tuple[Transfer, ...]]  # by the key of events
+Parts = list[
+    tuple[Any, list[Event]]
+]  # of a tick: a key, and events that are handled together; equal keys send the same
 
 
 def dry_run(
@@ -50,41 +59,94 @@ def dry_run(
     >>> dry_run(model, DiLoCoStrategy("adamw", H=100), num_nodes=8, max_steps=500)
     Ledger(5 collectives, 175,001,750,000 bytes sent per node)
     """
-    model = as_model(model)
-    check.instance("strategy", strategy, Strategy, "a Strategy object such as DiLoCoStrategy('adamw', H=100)")
-    strategy = as_strategy(strategy, model)
-    K, T = check.integer("num_nodes", num_nodes), check.integer("max_steps", max_steps)
-    if not strategy.pure:
-        raise ValueError(
-            f"{type(strategy).__name__} is written for one rank, which a dry run does not support: its step needs "
-            "values. Train a few steps, and price trainer.ledger."
-        )
-    check_synchronous(strategy)
-    strategy.check(K, T)
-    comm, seed = DryCollectives(K), check.seed("seed", seed)
-    params = {
-        name: torch.empty_like(p, device="meta", requires_grad=False)
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
-    run = RunFacts(K, T, seed, num_examples=(1,) * K)  # weights change no bytes
-    engine: Any = types.SimpleNamespace(params=params, buffers=Tree(), written=frozenset())
-    simulation = Simulation(engine, strategy, run, comm, nothing_to_read)
-    simulation.dry = True
-    try:
+    return DryRuns(model, num_nodes, seed).ledger(strategy, max_steps)
+
+
+class DryRuns:
+    """Dry runs of one model: what a strategy that repeats itself sends is computed once for runs of any length and H.
+
+    Args:
+        model, num_nodes, seed: see `dry_run`.
+
+    >>> from vecgym.strategy import DiLoCoStrategy
+    >>> runs = DryRuns("1M", num_nodes=2)
+    >>> [len(runs.ledger(DiLoCoStrategy(H=H), max_steps=100)) for H in (5, 10)]
+    [20, 10]
+    """
+
+    def __init__(self, model: nn.Module | int | str, num_nodes: int, seed: int = 42) -> None:
+        self.model = as_model(model)
+        self.num_nodes, self.seed = check.integer("num_nodes", num_nodes), check.seed("seed", seed)
+        self.params = {
+            name: torch.empty(p.shape, dtype=p.dtype, device="meta")
+            for name, p in self.model.named_parameters()
+            if p.requires_grad
+        }
+        self.sent: list[tuple[Any, Sent]] = []  # what decides on what a strategy sends, and what that is
+
+    def ledger(self, strategy: Strategy, max_steps: int) -> Ledger:
+        """Return the ledger of a run; see `dry_run`."""
+        check.instance("strategy", strategy, Strategy, "a Strategy object such as DiLoCoStrategy('adamw', H=100)")
+        strategy, K, T = as_strategy(strategy, self.model), self.num_nodes, check.integer("max_steps", max_steps)
+        if not strategy.pure:
+            raise ValueError(
+                f"{type(strategy).__name__} is written for one rank, which a dry run does not support: its step needs "
+                "values. Train a few steps, and price trainer.ledger."
+            )
+        check_synchronous(strategy)
+        strategy.check(K, T)
+        run = RunFacts(K, T, self.seed, num_examples=(1,) * K)  # weights change no bytes
+        engine: Any = types.SimpleNamespace(params=self.params, buffers=Tree(), written=frozenset())
+        simulation = Simulation(engine, strategy, run, DryCollectives(K), nothing_to_read)
+        simulation.dry = True
+        try:
+            return self._ledger(simulation)
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error):
+                raise
+            raise ValueError(
+                f"{strategy!r} depends on the values that it exchanges, and a dry run has none: train a few steps, and "
+                "price trainer.ledger."
+            ) from error
+
+    def _ledger(self, simulation: Simulation) -> Ledger:
+        strategy, ledger = simulation.algorithm, simulation.comm.ledger
+        repeats, ticks = strategy.repeats_itself, enumerate(simulation.timetable.ticks())
+        parts = [_parts(events) if repeats else [(step, events)] for step, events in ticks]
+        sent = self._known(strategy) if repeats else {}
+        if not all(key in sent for tick in parts for key, _ in tick):
+            sent.update(_handled(simulation, parts))  # of all: a handler may need what an earlier event has stored
+        ledger.announce(self.num_nodes, {name: payload_bytes(p[None]) for name, p in self.params.items()})
+        for step, tick in enumerate(parts):
+            ledger.add(step, [transfer for key, _ in tick for transfer in sent[key]])
+        return ledger
+
+    def _known(self, strategy: Strategy) -> Sent:
+        """Return what is known to be sent by strategies that differ from this one in H alone."""
+        # The next round's length is the lag of a message that overlaps with it.
+        exchanges = [x if x.stages.overlaps else altered(x, every=None, offsets=None) for x in strategy.exchanges]
+        settings = [strategy.__class__, {**public(strategy), "exchanges": exchanges}]
+        known = [sent for others, sent in self.sent if same(others, settings)] or [{}]
+        self.sent.append((settings, known[0]))
+        return known[0]
+
+
+def _parts(events: list[Event]) -> Parts:
+    """Return each event of a tick by itself."""
+    return [((event.what, event.rows, getattr(event.info, "of", None)), [event]) for event in events]
+
+
+def _handled(simulation: Simulation, ticks: list[Parts]) -> Sent:
+    """Handle events of each key once; return what they send."""
+    sent: Sent = {}
+    with Forms():
         state = simulation.init()
-        for events in simulation.timetable.ticks():
-            step = state.tick
-            state, row = simulation.tick(state, events, iter(()), pure=True)
-            comm.ledger.add(step, row.transfers)
-    except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error):
-            raise
-        raise ValueError(
-            f"{strategy!r} depends on the values that it exchanges, and a dry run has none: train a few steps, and "
-            "price trainer.ledger."
-        ) from error
-    return comm.ledger
+        for step, parts in enumerate(ticks):
+            for key, events in parts:
+                if key not in sent:
+                    state, record = simulation.tick(replace(state, tick=step), events, iter(()), pure=True)
+                    sent[key] = record.transfers
+    return sent
 
 
 def as_model(model: nn.Module | int | str) -> nn.Module:

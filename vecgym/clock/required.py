@@ -16,7 +16,7 @@ from torch import nn
 
 from vecgym.clock.compute import Compute
 from vecgym.clock.cost import ALL_REDUCE
-from vecgym.clock.dry import as_model, dry_run
+from vecgym.clock.dry import DryRuns
 from vecgym.clock.network import Network
 from vecgym.clock.timeline import price
 from vecgym.clock.units import readable_bandwidth, readable_span, readable_time
@@ -29,6 +29,7 @@ from vecgym.strategy.catalogue import CATALOGUE
 
 LOWEST, HIGHEST = 1.0, 1e18  # bit/s
 PRECISION = 1e-4  # relative
+CLOSE, MOST_GUESSES = PRECISION / 16, 6
 
 P_SPARTA, DELAY = 0.005, 5  # the fraction that SPARTA exchanges, and the steps that Streaming DiLoCo's fragments take
 LEAST_STEPS = 4  # before a run is taken to repeat itself, and of what is repeated
@@ -112,15 +113,42 @@ bucket_bytes=math.inf: 160 Gbit/s; overlap, Compute(overlap=True).'
 
     def bandwidth(self) -> float:
         """Return the least bandwidth, in bit/s, to 0.01 %; `math.inf` if none is enough."""
-        if not self.reached():
+        free, computing = self.pace()
+        if computing < self.utilization:
             return math.inf
-        if self.reached(LOWEST):
+        slowest, computing_slowest = self.pace(LOWEST)
+        if computing_slowest >= self.utilization:
             return LOWEST
+        missed, enough = self._around(free * computing / self.utilization, slowest)
         low, high = LOWEST, HIGHEST
         while high > low * (1 + PRECISION):
             middle = math.sqrt(low * high)
-            low, high = (low, middle) if self.reached(middle) else (middle, high)
+            reached = middle >= enough or (middle > missed and self.reached(middle))
+            low, high = (low, middle) if reached else (middle, high)
         return high
+
+    def _around(self, goal: float, slowest: float) -> tuple[float, float]:
+        """Return a bandwidth that is not enough and one that is, close to one another if a few guesses find them.
+
+        Seconds are a convex, piecewise linear function of the time of a bit, 1 / bandwidth. So the line through two
+        points where they are above the goal meets it at a time that is too long or right; each guess is one such.
+
+        Args:
+            goal: seconds that are enough.
+            slowest: seconds at the lowest bandwidth.
+        """
+        missed = 1 / LOWEST
+        (a, s), (b, t) = (1 / LOWEST, slowest), (2 / LOWEST, self.pace(LOWEST / 2)[0])
+        for _ in range(MOST_GUESSES):
+            guess = a - (s - goal) * (b - a) / (t - s) if t != s else 0.0
+            if not 0 < guess * (1 + CLOSE) < missed:
+                break
+            b, a = guess * (1 + CLOSE), guess * (1 - CLOSE)
+            (t, more), (s, less) = self.pace(1 / b), self.pace(1 / a)
+            if less >= self.utilization:
+                return 1 / (missed if more >= self.utilization else b), 1 / a
+            missed = a
+        return 1 / missed, HIGHEST
 
     def why_none(self) -> str:
         """Explain why no bandwidth is enough, and what would help."""
@@ -164,7 +192,7 @@ def pace(ledger: Ledger, first: int, network: Network, compute: Compute) -> tupl
         first: the step with which that begins.
         network, compute: see `price`.
 
-    >>> ledger = dry_run("1M", CATALOGUE["fedavg"].make(H=2), num_nodes=2, max_steps=8)
+    >>> ledger = DryRuns("1M", 2).ledger(CATALOGUE["fedavg"].make(H=2), 8)
     >>> pace(ledger, 4, Network("32 Mbit/s"), Compute(1.0, overlap=False))  # 1 s for 4 MB
     (1.5, 0.6666666666666666)
     """
@@ -181,7 +209,7 @@ def pace(ledger: Ledger, first: int, network: Network, compute: Compute) -> tupl
 def latest(ledger: Ledger) -> int:
     """Return after how many steps the last of what is sent is used.
 
-    >>> latest(dry_run("1M", CATALOGUE["streaming"].make(H=5, delay=3), num_nodes=2, max_steps=5))
+    >>> latest(DryRuns("1M", 2).ledger(CATALOGUE["streaming"].make(H=5, delay=3), 5))
     3
     """
     lags = [kind.lag for kind in ledger.by_step()[0]]
@@ -191,7 +219,7 @@ def latest(ledger: Ledger) -> int:
 def lengthened(ledger: Ledger, period: int, num_steps: int) -> Ledger:
     """Return a ledger of more steps, each of which sends what the one `period` steps before it does.
 
-    >>> lengthened(dry_run("1M", CATALOGUE["fedavg"].make(H=2), num_nodes=2, max_steps=2), 2, 10)
+    >>> lengthened(DryRuns("1M", 2).ledger(CATALOGUE["fedavg"].make(H=2), 2), 2, 10)
     Ledger(5 collectives, 20,000,000 bytes sent per node)
     """
     longer = copy.deepcopy(ledger)
@@ -208,7 +236,7 @@ def least_lag(ledger: Any, reached: Callable[[Ledger], bool]) -> float | None:
     It is `math.inf` if none is enough that ends before the same is sent again, and None if there is none, since nothing
     is late, or nodes differ in that.
 
-    >>> ledger = dry_run("1M", CATALOGUE["streaming"].make(H=5), num_nodes=2, max_steps=20)
+    >>> ledger = DryRuns("1M", 2).ledger(CATALOGUE["streaming"].make(H=5), 20)
     >>> least_lag(ledger, lambda later: latest(later) >= 3), least_lag(ledger, lambda later: latest(later) >= 9)
     (3, inf)
     """
@@ -229,7 +257,7 @@ def least_lag(ledger: Any, reached: Callable[[Ledger], bool]) -> float | None:
 def delayed(ledger: Ledger, tau: int) -> Ledger:
     """Return the ledger of a run that differs in the steps that its late exchanges may take.
 
-    >>> latest(delayed(dry_run("1M", CATALOGUE["streaming"].make(H=5), num_nodes=2, max_steps=5), 4))
+    >>> latest(delayed(DryRuns("1M", 2).ledger(CATALOGUE["streaming"].make(H=5), 5), 4))
     4
     """
     later = Ledger()
@@ -255,11 +283,29 @@ class Family:
     def __init__(
         self, model: nn.Module | int | str, strategy: str | Callable[[int], Strategy], num_nodes: int, compute: Compute
     ) -> None:
-        self.model, self.make, self.num_nodes = as_model(model), maker(strategy), check.integer("num_nodes", num_nodes)
+        self.runs, self.make = DryRuns(model, num_nodes), maker(strategy)
         self.compute = check.instance("compute", compute, Compute, "a Compute, such as Compute(0.4)")
         if not torch.as_tensor(compute.seconds).max() > 0:
             raise ValueError(f"compute={compute}: a step that takes no time has no utilization; give more than 0 s.")
         self._dry_runs = functools.cache(self._dry_run)
+        self._ledgers: dict[Any, Ledger] = {}  # one for all strategies and H that send the same
+        self._pace, self._needed = functools.cache(pace), functools.cache(needed_bandwidth)
+
+    @classmethod
+    def each(cls, strategies: Mapping[str, Callable[[int], Strategy]], *settings: Any) -> dict[str, Family]:
+        """Return the families of several strategies, which share what they find.
+
+        Args:
+            settings: model, num_nodes and compute.
+
+        >>> Family.each({"fedavg": CATALOGUE["fedavg"].make}, "1M", 2, Compute(1.0)).keys()
+        dict_keys(['fedavg'])
+        """
+        one = cls(settings[0], next(iter(strategies.values())), *settings[1:])
+        families = {name: altered(one, make=maker(strategy)) for name, strategy in strategies.items()}
+        for family in families.values():
+            family._dry_runs = functools.cache(family._dry_run)
+        return families
 
     def has(self, H: int) -> bool:
         """Return whether H makes a difference to the strategy."""
@@ -272,7 +318,7 @@ class Family:
 
     def pace(self, H: int, network: Network, least: int = LEAST_STEPS) -> tuple[float, float]:
         """Return the seconds of a step once it repeats itself, and the fraction of them in which nodes compute."""
-        return pace(*self.ledger(H, least), network, self.compute)
+        return self._pace(*self.ledger(H, least), network, self.compute)
 
     def bytes_per_step(self, H: int, network: Network) -> float:
         """Return the bytes that a node's link sends in a step, on average over the nodes."""
@@ -282,10 +328,7 @@ class Family:
 
     def required_bandwidth(self, H: int, network: Network, utilization: float) -> tuple[float, str | None]:
         """Return the bandwidth that this H needs in place of the network's; if none is enough, inf and the reason."""
-        ledger, first = self.ledger(H)
-        question = Question(ledger, self.compute, utilization, network, first=first)
-        bandwidth = question.bandwidth()
-        return bandwidth, question.why_none() if bandwidth == math.inf else None
+        return self._needed(*self.ledger(H), network, self.compute, utilization)
 
     def late(self, H: int, network: Network, utilization: float) -> dict[str, Any]:
         """Return tau, the number of fragments, and the least tau that this network needs; None without a tau."""
@@ -293,7 +336,7 @@ class Family:
         parts = {kind.tensors for kind in ledger.by_step()[0] if kind.lag}
 
         def enough(later: Ledger) -> bool:
-            return pace(later, first, network, self.compute)[1] >= utilization * (1 - ROUNDING)
+            return self._pace(later, first, network, self.compute)[1] >= utilization * (1 - ROUNDING)
 
         need = least_lag(ledger, enough) if parts and not enough(ledger) else None
         return {"tau": latest(ledger) or None, "fragments": len(parts) or None, "required_tau": need}
@@ -348,10 +391,21 @@ class Family:
         exchanges = getattr(strategy, "exchanges", ())
         longest = max((exchange.delivery.longest for exchange in exchanges), default=0)  # a run must be longer
         first = H * max(rounds, longest // H + 1)
-        ledger = dry_run(self.model, strategy, self.num_nodes, 2 * first)
+        ledger = self.runs.ledger(strategy, 2 * first)
         if (lag := latest(ledger)) >= first:
             return self.ledger(H, lag + 1)
-        return lengthened(ledger, first, DRAWN_STEPS if self.compute.sigma else 0), first
+        ledger = lengthened(ledger, first, DRAWN_STEPS if self.compute.sigma else 0)
+        kinds, steps = ledger.by_step()
+        return self._ledgers.setdefault((*kinds, *steps), ledger), first
+
+
+def needed_bandwidth(
+    ledger: Ledger, first: int, network: Network, compute: Compute, utilization: float
+) -> tuple[float, str | None]:
+    """Return the bandwidth that a run needs which repeats itself; if none is enough, inf and the reason."""
+    question = Question(ledger, compute, utilization, network, first=first)
+    bandwidth = question.bandwidth()
+    return bandwidth, question.why_none() if bandwidth == math.inf else None
 
 
 def maker(strategy: Any, **settings: Any) -> Callable[[int], Strategy]:

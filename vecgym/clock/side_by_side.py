@@ -164,7 +164,7 @@ def price_strategies(
         raise ValueError(f"tau={tau} must be less than every H, and H={list(H)}: give a smaller tau, or larger H.")
     settings = {} if tau is None else {"delay": tau}
     makers = strategies if isinstance(strategies, Mapping) else {n: maker(n, **settings) for n in strategies}
-    families = {name: Family(model, make, num_nodes, compute) for name, make in makers.items()}
+    families = Family.each(makers, model, num_nodes, compute)
     rows: list[dict[str, Any]] = []
     for bucket_bytes in dict.fromkeys((network.bucket_bytes, math.inf)):
         on = network._changed(bucket_bytes=bucket_bytes)

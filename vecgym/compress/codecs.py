@@ -38,6 +38,7 @@ from torch import Tensor
 from vecgym.compress.dct import Grid, from_chunks, grid, strongest, to_chunks
 from vecgym.core import check
 from vecgym.core.devices import placed, spread
+from vecgym.core.objects import Steady, is_steady
 from vecgym.core.tree import wider
 
 Code = dict[str, Tensor]  # the parts of the code of one tensor, `[L, ...]` each
@@ -76,12 +77,13 @@ class Draw(NamedTuple):
         return torch.randn(shape, generator=self.generator(), dtype=dtype)
 
 
-class Codec(ABC):
+class Codec(Steady, ABC):
     """A lossy code that a node sends instead of a tensor. Override `encode` and `decode`.
 
     Attributes:
         shared: parts of the code, `[1, ...]`, that every node knows and that are not sent.
         contractive: whether it works with error feedback; False if C(x) may be further from x than 0 is.
+        steady: whether codes of tensors of one shape always have the same shapes; see `Steady`.
 
     >>> class Half(Codec):
     ...     def encode(self, x, draw=None):
@@ -146,7 +148,7 @@ class Codec(ABC):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
-class TopK(Codec):
+class TopK(Codec, steady=True):
     """The k values of largest magnitude of each tensor, with their indices; the others count as 0.
 
     Among equal magnitudes the first are sent. Bytes: k (b + 4), with 32-bit indices.
@@ -191,7 +193,7 @@ class TopK(Codec):
         return _shaped(total, like).to(like.dtype)
 
 
-class RandomK(Codec):
+class RandomK(Codec, steady=True):
     """The values of each tensor on randomly drawn coordinates, the same on every node; the others count as 0.
 
     The coordinates come from a seed that all nodes share and are not sent. Bytes: m b, m = max(1, round(fraction n)).
@@ -237,7 +239,7 @@ class RandomK(Codec):
         return self.decode({"values": mean, "indices": codes["indices"][0]}, like).to(like.dtype)
 
 
-class ChunkedTopK(Codec):
+class ChunkedTopK(Codec, steady=True):
     """The k values of largest magnitude of each chunk, with their indices in it; the others count as 0.
 
     A matrix is cut into chunks of `chunk` x `chunk`, a vector into chunks of chunk^2 values, and a side that is not a
@@ -360,6 +362,10 @@ class Chain(Codec):
     def contractive(self) -> bool:  # type: ignore[override]
         return self.first.contractive and self.second.contractive
 
+    @property
+    def steady(self) -> bool:  # type: ignore[override]
+        return is_steady(self.first, self.second)
+
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         code = self.first.encode(x, draw)
         values = self.second.encode(code.pop("values"), draw)
@@ -382,7 +388,7 @@ class Chain(Codec):
         return {**rest, "values": self.second.decode(parts, like.new_empty(1, self.first.num_values(like)))}
 
 
-class Quantise(Codec):
+class Quantise(Codec, steady=True):
     """Integers of a few bits, and one scale per tensor and node: x ~ scale q, scale = max |x| / (2^(bits-1) - 1).
 
     The scale is sent in float32 whatever the tensor's dtype. Bytes: ceil(n bits / 8) + 4, with two or four values per
@@ -434,7 +440,7 @@ class Quantise(Codec):
         return _shaped(flat, like)
 
 
-class E3M0(Codec):
+class E3M0(Codec, steady=True):
     """Four-bit floats with a sign, 3 bits of exponent and no mantissa: x ~ scale s, s in {0, +-1, +-2, +-4, ... +-64}.
 
     scale = max |x| / 64 per tensor and node, sent in float32. Values are rounded to the nearest level, ties to the
@@ -469,7 +475,7 @@ class E3M0(Codec):
         return _shaped(decoded.to(like.dtype), like)
 
 
-class StatQuantise(Codec):
+class StatQuantise(Codec, steady=True):
     """The index of a bin for each value, and the mean of the values in each bin.
 
     B = 2^bits bins of equal width w = sigmas std / B are centred on the mean m of the tensor: x is in bin
@@ -515,7 +521,7 @@ class StatQuantise(Codec):
         return _shaped(code["means"].to(like.dtype).gather(1, bins), like)
 
 
-class Sign(Codec):
+class Sign(Codec, steady=True):
     """The sign of each value, and the mean magnitude per tensor and node: x ~ mean|x| sign(x).
 
     A 0 is sent as positive. The mean is sent in float32 whatever the tensor's dtype. Bytes: ceil(n / 8) + 4.

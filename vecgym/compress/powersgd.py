@@ -11,10 +11,11 @@ from torch import Tensor
 from vecgym.compress.codecs import Draw
 from vecgym.core import check
 from vecgym.core.devices import on_host, placed
+from vecgym.core.objects import Steady
 from vecgym.core.tree import Tree, wider
 
 
-class PowerSGD:
+class PowerSGD(Steady, steady=True):
     """Two matrices of r columns instead of one: M ~ P Q^T, by one power iteration from the last exchange's Q.
 
     P <- orthonormalise(mean_i M_i Q);  Q_i <- M_i^T P;  Q <- mean_i Q_i;  the mean of the M_i is decoded to P Q^T, and

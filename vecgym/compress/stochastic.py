@@ -82,7 +82,7 @@ class Levels(Codec):
         return _shaped((cut * scale[..., None].to(like.dtype)).flatten(1)[:, :n].contiguous(), like)
 
 
-class QSGD(Levels):
+class QSGD(Levels, steady=True):
     """Integers from -s to s, rounded at random, in units of the bucket's 2-norm: x ~ |x| q / s.
 
     q_j = floor(s x_j / |x| + u_j), u_j uniform in [0, 1): the expectation of |x| q / s is x, and its variance at most
@@ -125,7 +125,7 @@ class QSGD(Levels):
         return torch.linalg.vector_norm(x, dim=-1) / self.levels
 
 
-class Ternary(Levels):
+class Ternary(Levels, steady=True):
     """-1, 0 or 1 times the largest magnitude of the tensor: x ~ max|x| q, five values per byte.
 
     q_j is sign(x_j) with probability |x_j| / max|x|, else 0: the expectation of max|x| q is x.
@@ -173,7 +173,7 @@ class Ternary(Levels):
         return unpack_trits(packed, n)
 
 
-class Natural(Codec):
+class Natural(Codec, steady=True):
     """A sign and a power of two, rounded up or down at random: the expectation is the tensor.
 
     2^e <= |x| <= 2^(e+1) becomes 2^(e+1) with probability |x| / 2^e - 1, else 2^e. The variance is at most |x|^2 / 8.

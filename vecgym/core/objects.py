@@ -176,6 +176,34 @@ def declare(cls: type, batched: Any, random: Any = UNSAID) -> None:
         cls.random = random  # type: ignore[attr-defined]
 
 
+class Steady:
+    """An object whose class may say that it always sends the same: `class C(Base, steady=True)`.
+
+    That is: in each exchange among the same nodes as many bytes, by the same collectives, whatever the values, the step
+    and H are. A dry run then makes one such exchange for all. A subclass that says nothing is not steady.
+
+    >>> class Fixed(Steady, steady=True): ...
+    >>> class Mine(Fixed): ...
+    >>> Fixed.steady, Mine.steady
+    (True, False)
+    """
+
+    steady: bool = False
+
+    def __init_subclass__(cls, steady: Any = False, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        steady = vars(cls).get("steady", steady)
+        if not isinstance(steady, (bool, property)):
+            raise TypeError(f"class {cls.__name__}: steady={steady!r} must be True or False.")
+        cls.steady = steady  # type: ignore[assignment]
+
+
+def is_steady(*each: Any) -> bool:
+    """Whether all of these are steady, and no function stands in place of a method of their classes."""
+    replaced = any(callable(getattr(type(x), name, None)) for x in each for name in vars(x))
+    return not replaced and all(x.steady for x in each)
+
+
 def _argument_names(cls: type, word: str, names: Any) -> Any:
     """Return names of arguments of a class's constructor as a tuple, or None or a property as it is."""
     if names is None or isinstance(names, property):

@@ -20,7 +20,7 @@ from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.exchange import Exchange
 
 
-class AllReduceStrategy(Strategy):
+class AllReduceStrategy(Strategy, steady=True):
     """At every step every node takes the optimizer's step with the mean gradient.
 
     g = 1/K sum_i g_i; clip g to `max_norm`; theta <- optimizer(theta, g).
@@ -59,7 +59,7 @@ SimpleReduceStrategy = AllReduceStrategy  # EXO Gym's other name for it
 FAST = "z"  # the name, in the state, of the parameters that the optimizer steps
 
 
-class GPAStrategy(Strategy, batched=("mu_x", "mu_y"), random=False):
+class GPAStrategy(Strategy, batched=("mu_x", "mu_y"), random=False, steady=True):
     """At every step all nodes take the optimizer's step from z with the mean gradient at y; x follows z slowly.
 
     y = mu_y x + (1 - mu_y) z;  z <- inner(z, mean_i g_i(y));  x <- mu_x x + (1 - mu_x) z.

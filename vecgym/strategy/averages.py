@@ -98,6 +98,10 @@ class Mean(Reduction, batched=()):
     def random(self) -> bool:  # type: ignore[override]
         return self.island_size is not None
 
+    @property
+    def steady(self) -> bool:  # type: ignore[override]
+        return self.island_size is None
+
     def through_server(self) -> Average:
         return ServerMean(self.weighting) if type(self) is Mean and self.common else self  # type: ignore[arg-type]
 
@@ -139,7 +143,7 @@ class Mean(Reduction, batched=()):
         return part.comm.all_gather(codes, inplace=True, readers=self.groups(part))
 
 
-class ServerMean(Reduction, batched=(), random=False):
+class ServerMean(Reduction, batched=(), random=False, steady=True):
     """The mean of the nodes' values at a server, which sends it to all nodes: `[K, *]` -> `[1, *]`.
 
     Bytes sent per node: those of the values up, and as many down from the server.
@@ -210,7 +214,7 @@ class Robust(Mean, batched=()):
     """
 
     linear = False
-    random = Mean.random
+    random, steady = Mean.random, Mean.steady
 
     def __init__(self, rule: str | Rule = "median", trim: int | None = None, island_size: int | None = None) -> None:
         if not callable(rule):
@@ -264,7 +268,7 @@ class Robust(Mean, batched=()):
 # ------------------------------------------------------------------------------------------------------ stages
 
 
-class Corrupted(Stage, batched=(), random=False):
+class Corrupted(Stage, batched=(), random=False, steady=True):
     """Apply `attack` to the values that some nodes send.
 
     Args:
@@ -308,7 +312,7 @@ class Corrupted(Stage, batched=(), random=False):
         return tree.map(sent, x, false)
 
 
-class Private(Stage, batched=(), random=True):
+class Private(Stage, batched=(), random=True, steady=True):
     """Each node's values are clipped to a 2-norm and blurred by Gaussian noise before they are sent.
 
     x_i <- x_i min(1, clip / |x_i|) + noise clip xi_i, xi_i ~ N(0, 1), over all tensors together. The mean over n nodes
@@ -436,6 +440,10 @@ class Outer(Stage):
     def random(self) -> bool:  # type: ignore[override]
         return callable(self.correct)
 
+    @property
+    def steady(self) -> bool:  # type: ignore[override]
+        return not callable(self.correct)
+
     def check(self, run: ExchangeFacts) -> None:
         self.optim.check(run.num_nodes, run.num_exchanges, "outer optimizer")
 
@@ -504,7 +512,7 @@ class Eager(Outer):
 
     common = False
     overlaps = True
-    batched = Outer.batched
+    batched, steady = Outer.batched, Outer.steady
 
     def __init__(self, inner: Average, optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None) -> None:
         super().__init__(inner, optim)

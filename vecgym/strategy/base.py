@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vecgym.availability import Presence
 from vecgym.core import check, nodes
-from vecgym.core.objects import UNSAID, altered, declare, own_settings, same
+from vecgym.core.objects import UNSAID, Steady, altered, declare, is_steady, own_settings, same
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec, ensure_optim_spec
 from vecgym.optim.schedule import Schedule
@@ -100,7 +100,7 @@ def inner_rate(lr: float | Tensor | None, inner_lr: float | Tensor | None) -> fl
     return lr if inner_lr is None else inner_lr
 
 
-class Strategy(LocalTraining):
+class Strategy(LocalTraining, Steady, steady=True):
     """A training algorithm: an inner optimizer on every node, and exchanges between the nodes.
 
     A step computes gradients, exchanges them, clips them and takes the inner optimizer's step. Then it makes the
@@ -169,8 +169,8 @@ class Strategy(LocalTraining):
         self.exchanges = _numbered("exchanges", exchanges)
         self._check_resting()
 
-    def __init_subclass__(cls, batched: Any = UNSAID, random: Any = UNSAID) -> None:
-        super().__init_subclass__()
+    def __init_subclass__(cls, batched: Any = UNSAID, random: Any = UNSAID, steady: Any = False) -> None:
+        super().__init_subclass__(steady)
         declare(cls, batched, random)
         for name in RENAMED.keys() & vars(cls):  # it would be ignored
             raise TypeError(f"class {cls.__name__}: give {RENAMED[name]} instead of {name}, its former name.")
@@ -189,6 +189,16 @@ class Strategy(LocalTraining):
     def depends_on_seed(self) -> bool:
         """Whether the strategy draws random numbers; if not, configurations of several seeds can share a group."""
         return self.random or any(exchange.random for exchange in self.exchanges)
+
+    @property
+    def repeats_itself(self) -> bool:
+        """Whether events of the same mark and nodes send the same, so that a dry run handles one of them.
+
+        >>> from vecgym.strategy import FedAvgStrategy
+        >>> FedAvgStrategy(H=5).repeats_itself, FedAvgStrategy(H=5, island_size=2).repeats_itself
+        (True, False)
+        """
+        return is_steady(self, *self.exchanges) and all(exchange.always for exchange in self._of_gradients)
 
     @property
     def inner_optim(self) -> OptimSpec:
@@ -404,7 +414,7 @@ class Strategy(LocalTraining):
         return f"{type(self).__name__}({', '.join([*parts, *own_settings(self, exchanges=())])})"
 
 
-class CommunicateOptimizeStrategy(Strategy):
+class CommunicateOptimizeStrategy(Strategy, steady=True):
     """`Strategy` with the exchanges as its first argument, under EXO Gym's names.
 
     >>> from vecgym.strategy import Mean

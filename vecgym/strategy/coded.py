@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from vecgym.collectives.ledger import Ledger
 from vecgym.compress import Compressor, PowerSGD, make_codec
 from vecgym.compress.codecs import Draw
 from vecgym.core import check, tree
-from vecgym.core.objects import altered
+from vecgym.core.objects import altered, is_steady
 from vecgym.core.tree import Tree
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
@@ -139,6 +140,10 @@ class Compressed(Average):
     def random(self) -> bool:  # type: ignore[override]
         return True
 
+    @property
+    def steady(self) -> bool:  # type: ignore[override]
+        return is_steady(self.codec)
+
     def check(self, run: ExchangeFacts) -> None:
         self.inner.check(run)
 
@@ -242,7 +247,7 @@ class EF21(Compressed):
     Error Feedback", arXiv 2106.05203. Deviation: h_i begins at 0, so that the first code is one of x_i itself.
     """
 
-    batched, random = Compressed.batched, Compressed.random
+    batched, random, steady = Compressed.batched, Compressed.random, Compressed.steady
 
     def __init__(self, inner: Average, codec: str | Compressor, *, purpose: str = "compress") -> None:
         super().__init__(inner, codec, purpose=purpose)
@@ -297,5 +302,5 @@ def straight_through(read: Tree, x: Tree, part: Part, memory: Memory, smooth: Ca
 
 def plus(a: Tensor, b: Tensor, inplace: bool, alpha: float = 1) -> Tensor:
     """Return a + alpha b, in the storage of a if that is allowed and possible."""
-    fits = inplace and a.shape == torch.broadcast_shapes(a.shape, b.shape)
+    fits = inplace and a.shape == np.broadcast_shapes(a.shape, b.shape)  # torch's imports sympy
     return a.add_(b, alpha=alpha) if fits else torch.add(a, b, alpha=alpha)

@@ -28,7 +28,7 @@ from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.stages import Average, Memory
 
 
-class StrongestCosines(Average, batched=()):
+class StrongestCosines(Average, batched=(), steady=True):
     """An average of the strongest cosine components of a momentum of the nodes' values.
 
     delta_i <- decay delta_i + x_i;  q_i = the k coefficients of largest magnitude in each chunk of DCT(delta_i);
@@ -176,7 +176,7 @@ class StrongestCosines(Average, batched=()):
         return from_chunks(inverse_dct(coefficients.unflatten(-1, (cut.height, cut.width))), cut, like.shape[1:])
 
 
-class DeMoStrategy(Strategy, batched=(), random=False):
+class DeMoStrategy(Strategy, batched=(), random=False, steady=True):
     """Steps along the sign of the mean of the nodes' strongest cosine components, taken from local momenta.
 
     For each parameter: theta <- theta (1 - lr wd); delta_i <- decay delta_i + lr g_i; q_i = the k coefficients of

@@ -27,7 +27,7 @@ from vecgym.strategy.stages import Average
 STREAMING_OUTER_LR = 0.4
 
 
-class DiLoCoStrategy(Strategy):
+class DiLoCoStrategy(Strategy, steady=True):
     """H local steps on every node, then one step of an outer optimizer on their mean movement.
 
     theta_i <- inner(theta_i, g_i), H times; then Delta = mean_i(theta_outer - theta_i),
@@ -77,7 +77,7 @@ class DiLoCoStrategy(Strategy):
         super().__init__(inner_optim, [Exchange(outer, every=when)], **inner)
 
 
-class EagerDiLoCoStrategy(Strategy):
+class EagerDiLoCoStrategy(Strategy, steady=True):
     """DiLoCo that uses the movements of the other nodes a round late, and a node's own at once.
 
     After every H steps, with Delta_i(t) = theta_outer,i - theta_i of round t, every node sends Delta_i(t), and does not
@@ -133,7 +133,7 @@ class EagerDiLoCoStrategy(Strategy):
         super().__init__(inner_optim, [Exchange(eager, every=as_when(H, "H"))], **inner)
 
 
-class StreamingDiLoCoStrategy(Strategy):
+class StreamingDiLoCoStrategy(Strategy, steady=True):
     """DiLoCo on one fragment of the model at a time, exchanged while the nodes keep training.
 
     The model is cut into fragments p = 0, ... F - 1. At step t with (t - t_p) mod H = 0, t counted from 1:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from vecgym.core import check, nodes, tree
-from vecgym.core.objects import Settings, altered, shown
+from vecgym.core.objects import Settings, altered, is_steady, shown
 from vecgym.core.tree import Tree
 from vecgym.optim.moments import moments_of, with_moment
 from vecgym.simulation.simulation import Part
@@ -286,6 +286,12 @@ before the run ends. Give a smaller delay, or more steps.
     def random(self) -> bool:
         """Whether the exchange draws random numbers."""
         return self.roster.sampled or self.roster.lost > 0 or self.stages.random
+
+    @property
+    def steady(self) -> bool:
+        """Whether the exchange sends the same whenever it is due, in rounds of equal length, by all nodes."""
+        plain = type(self) is Exchange and type(self._when) is Rounds and not (self.roster.sampled or self.roster.lost)
+        return plain and is_steady(*chain(self.how))
 
     @property
     def batched(self) -> tuple[str, ...] | None:

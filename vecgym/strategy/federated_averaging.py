@@ -71,7 +71,7 @@ def AveragingCommunicator(  # the name that EXO Gym's users know
     return Exchange(average, every=when, participation=participation)
 
 
-class FedAvgStrategy(Strategy, batched=("proximal_mu",), random=False):
+class FedAvgStrategy(Strategy, batched=("proximal_mu",), random=False, steady=True):
     """H local steps on every node, then the average of the parameters.
 
     theta_i <- inner(theta_i, g_i), H times; then theta_i <- sum_{k in island(i)} w_k theta_k / sum w_k.

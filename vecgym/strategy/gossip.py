@@ -64,6 +64,10 @@ class Mix(Reduction, batched=()):
     def random(self) -> bool:  # type: ignore[override]
         return not isinstance(self.topology, str) or self.topology == "random_matching"
 
+    @property
+    def steady(self) -> bool:  # type: ignore[override]
+        return self.topology in FIXED if isinstance(self.topology, str) else len(self._constant or ()) == 1
+
     def check(self, run: ExchangeFacts) -> None:
         K = run.num_nodes
         matrices = list(_cycle(self.topology)) if isinstance(self.topology, Tensor) else []
@@ -197,7 +201,7 @@ def as_matrix(weights: Any, name: str, allowed: str = "Allowed: a matrix [K, K] 
     return matrix
 
 
-class GossipStrategy(Strategy):
+class GossipStrategy(Strategy, steady=True):
     """D-PSGD: a local step on every node, then a weighted average with its neighbours in a graph.
 
     theta_i <- inner(theta_i, g_i); then, after every `every`-th step, theta_i <- sum_j W_ij theta_j.

@@ -31,7 +31,7 @@ from vecgym.strategy.exchange import DEFAULT_H, Exchange
 MULOCO_OUTER = OptimSpec(torch.optim.SGD, lr=0.8, momentum=0.9, nesterov=True)
 
 
-class NoLoCoStrategy(Strategy):
+class NoLoCoStrategy(Strategy, steady=True):
     """H local steps on every node, then an outer step with a random partner, without waiting for all nodes.
 
     theta_i <- inner(theta_i, g_i), H times; then, with Delta_j = theta_j - phi_j in random groups of n nodes,
@@ -86,7 +86,7 @@ Exchange(NoLoCo(), every=50))
         super().__init__(inner_optim, [Exchange(average, every=as_when(H, "H"))], **inner)
 
 
-class SparseLoCoStrategy(Strategy):
+class SparseLoCoStrategy(Strategy, steady=True):
     """H local steps, then the largest movements of each chunk, in two bits; the error is sent later.
 
     theta_i <- inner(theta_i, g_i), H times; then Delta_i = theta - theta_i;
@@ -178,7 +178,7 @@ class _Groups:
         return {"optim": "adamw", "lr": self.adamw_lr, "weight_decay": self.weight_decay}
 
 
-class MuLoCoStrategy(DiLoCoStrategy):
+class MuLoCoStrategy(DiLoCoStrategy, steady=True):
     """H local steps of Muon on every node, then one step of an outer optimizer on their mean movement.
 
     theta_i <- Muon(theta_i, g_i), H times; then Delta = mean_i(theta_outer - theta_i),
@@ -268,7 +268,7 @@ class MuLoCoStrategy(DiLoCoStrategy):
         super().__init__(own, outer, H, compression=compression, **inner)
 
 
-class PALSGDStrategy(DiLoCoStrategy, batched=("pull",)):
+class PALSGDStrategy(DiLoCoStrategy, batched=("pull",), steady=True):
     """DiLoCo whose nodes, at random steps, move towards the outer parameters instead of along a gradient.
 
     At each step of a node, with probability p: theta_i <- theta_i - (gamma / p) c (theta_i - theta_outer); otherwise
@@ -361,7 +361,7 @@ class PALSGDStrategy(DiLoCoStrategy, batched=("pull",)):
         return lr / (1 - self.p), outer_lr
 
 
-class LocalAdamStrategy(Strategy):
+class LocalAdamStrategy(Strategy, steady=True):
     """H local steps of Adam on every node, then the mean of the parameters and of both moments.
 
     theta_i, u_i, v_i <- Adam(theta_i, u_i, v_i, g_i), H times; then theta_i <- mean_k theta_k, u_i <- mean_k u_k,
@@ -398,7 +398,7 @@ class LocalAdamStrategy(Strategy):
         super().__init__(inner_optim, exchanges, **inner)
 
 
-class DESLOCStrategy(Strategy):
+class DESLOCStrategy(Strategy, steady=True):
     """Local steps of Adam on every node; the parameters and the two moments are averaged at different periods.
 
     theta_i, u_i, v_i <- Adam(theta_i, u_i, v_i, g_i); every H steps theta_i <- mean_k theta_k, every Hu steps

@@ -87,7 +87,7 @@ def SparseCommunicator(  # the name that EXO Gym's users know
     return Exchange(Sparse(selector, inner), every=when, delay=delay, late="change" if correct_delay else "value")
 
 
-class SPARTAStrategy(Strategy):
+class SPARTAStrategy(Strategy, steady=True):
     """After every optimizer step, the nodes average a small random part of their parameters.
 
     theta_i <- inner(theta_i, g_i); then, for a mask M of about p P coordinates, the same on all nodes,
@@ -152,7 +152,7 @@ class SPARTAStrategy(Strategy):
         super().__init__(inner_optim, [exchange], **inner)
 
 
-class SPARTADiLoCoStrategy(Strategy):
+class SPARTADiLoCoStrategy(Strategy, steady=True):
     """SPARTA every `sparta_interval` steps, and DiLoCo every H.
 
     theta_i <- inner(theta_i, g_i); every `sparta_interval` steps theta_i[M] <- mean_j theta_j[M]; every H steps
@@ -320,7 +320,7 @@ def written(values: Tree, index: Tree, new: Tree, part: Part, inplace: bool) -> 
 
 def _written(x: Tensor, where: Tensor, new: Tensor, part: Part, inplace: bool) -> Tensor:
     lead = part.lead
-    shape = torch.broadcast_shapes(x.shape[:lead], new.shape[:lead])
+    shape = np.broadcast_shapes(x.shape[:lead], new.shape[:lead])  # torch's imports sympy, which takes half a second
     new = new.expand(*shape, -1)
     if inplace and x.shape[:lead] == shape and x.is_contiguous():
         part.coordinates(x).index_copy_(-1, where, new)
@@ -339,7 +339,7 @@ def for_all(drawn: Any, part: Part) -> Any:
     return drawn if part.size == 1 else tree.map_leaves(lambda x: x.expand(part.size, *x.shape), drawn)
 
 
-class MostMoved(Average, batched=()):
+class MostMoved(Average, batched=(), steady=True):
     """Average, of each node's values, the ones that moved most since their last average.
 
     I_i = the k coordinates of each tensor with the largest |x_i - last_i|;  for every coordinate c that any node sent:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vecgym.core import check, tree
-from vecgym.core.objects import UNSAID, Settings, altered, declare
+from vecgym.core.objects import UNSAID, Settings, Steady, altered, declare
 from vecgym.core.tree import Tree
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import check_values
@@ -110,7 +110,7 @@ def _check_forms(cls: type) -> None:
         raise TypeError(f"class {cls.__name__}: only a Stage sends: give class {cls.__name__}(Stage), or use agree.")
 
 
-class Average(Settings):
+class Average(Settings, Steady):
     """A rule by which nodes agree on values. Override `agree`, and other methods as needed.
 
     An average holds settings only, so that several exchanges may share one; averages with equal settings are equal.
@@ -122,6 +122,7 @@ class Average(Settings):
         batched: constructor arguments that may differ between the configurations of a group; None: the methods work on
             one configuration, which is the default of subclasses that define methods.
         random: whether it draws random numbers; then configurations with different seeds cannot share a group.
+        steady: whether it always sends the same, so that a dry run makes one exchange for all; see `Steady`.
         common: whether the result is the same on all nodes.
         partial: whether a result can be applied in part, which a `SyncWeight` requires.
         overlaps: whether messages may take as long as the next round.
@@ -144,8 +145,8 @@ class Average(Settings):
     partial: bool = True
     overlaps: bool = False
 
-    def __init_subclass__(cls, batched: Any = UNSAID, random: Any = UNSAID) -> None:
-        super().__init_subclass__()
+    def __init_subclass__(cls, batched: Any = UNSAID, random: Any = UNSAID, steady: Any = False) -> None:
+        super().__init_subclass__(steady)
         declare(cls, batched, random)
         _check_forms(cls)
 
