@@ -108,7 +108,10 @@ def test_gpu_says_that_there_is_none() -> None:
 
 def test_baselines_do_not_import_vecgym() -> None:
     """Nor does the process that measures: what vecgym does to a process must not slow them down."""
-    code = "import sys, step_time; assert not any(name.startswith('vecgym') for name in sys.modules), sys.modules"
+    code = (
+        "import sys, step_time, against_jax; "
+        "assert not any(name.startswith('vecgym') for name in sys.modules), sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=FOLDER)
 
 
@@ -158,6 +161,16 @@ def test_turns_count_rounds_and_the_time_of_child_processes(tmp_path: Path, turn
     one = turns.take_turns(commands, 0, 1, kinds)
     assert one.all("a", "count") == [2], "one round, after a block that is not counted"
     assert one.notes().startswith("1 round; load by others: ")
+
+
+def test_an_alternative_may_have_an_interpreter_of_its_own(tmp_path: Path, turns: Any) -> None:
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\nWHO=other exec "{sys.executable}" "$@"\n')
+    other.chmod(0o755)
+    script = written(tmp_path, "import os\nserve(lambda: None, who=os.environ.get('WHO', 'this'))")
+    commands = {"a": [str(script)], "b": [str(script)]}
+    taken = turns.take_turns(commands, 0, 1, pythons={"b": str(other)})
+    assert {name: info["who"] for name, info in taken.info.items()} == {"a": "this", "b": "other"}
 
 
 def test_strategies(tmp_path: Path) -> None:
@@ -578,3 +591,73 @@ def test_against_exogym(tmp_path: Path) -> None:
     assert "| workload | K | first step, s: EXO Gym | vecgym | ms / step: EXO Gym | vecgym | ratio |" in table
     [row] = result["runs"]
     assert all(row["vecgym"][key] > 0 for key in ("first_step_s", "step_s"))
+
+
+@pytest.mark.parametrize("name", ["tiny", "cnn", "gpt", "sweep"])
+def test_against_jax(name: str, tmp_path: Path) -> None:
+    python = os.environ.get("JAX_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", "import jax, optax"], capture_output=True).returncode != 0:
+        pytest.skip(f"{python} has no jax and optax: JAX_PYTHON=PATH names an interpreter that does")
+    table, result = run_quick("against_jax.py", tmp_path, "--python", python, "--cases", name)
+    assert re.search(rf"^\| {name} \|", table, re.MULTILINE)
+    assert f"- {name}: JAX's losses are vecgym's up to " in table
+    case = result["cases"][name]
+    assert case["gap"]["float64"] < (1e-7 if name == "gpt" else 1e-13), "JAX's attention has a softmax in float32"
+    assert case["gap"]["float32"] < 1e-5, "4 steps"
+    assert all(case["ms"][side] > 0 for side in ("vecgym", "JAX, scan"))
+    assert case["start_s"]["JAX, scan"] > 0
+
+
+@pytest.fixture
+def against_jax(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module("against_jax")
+
+
+def test_the_table_beside_jax(against_jax: Any) -> None:
+    fit = {
+        "ms": {"vecgym": 4.0, "JAX": 6.0, "JAX, scan": 2.0},
+        "start_s": {"vecgym": 0.5, "JAX": 2.0, "JAX, scan": 2.5},
+        "gap": {"float64": 2e-13, "float32": 3e-7}, "versions": {"jax": "1", "optax": "2"}, "notes": "1 round",
+    }  # fmt: skip
+    sweep = {
+        "ms": {"vecgym": 2.0, "compiled": 3.0, "JAX, scan": 5.0}, "start_s": {"vecgym": 0.1, "JAX, scan": 4.0},
+        "gap": {"float64": 0.0, "float32": 1e-6}, "versions": {"jax": "1", "optax": "2"}, "notes": "1 round",
+    }  # fmt: skip
+    table = against_jax.report({"mlp": fit, "sweep": sweep})
+    # the scan is 2 ms faster a step, and starts 2 s later: it catches up after 1000 steps
+    assert "| mlp | 4.00 |  | 6.00 | 2.00 | 1.50 | 0.50 | 0.5 | 2.5 | 1000 |" in table
+    assert "| sweep | 2.00 | 3.00 |  | 5.00 |  | 2.50 | 0.1 | 4.0 | never |" in table
+    same = "JAX's losses are vecgym's up to 2e-13 of them in float64 and 3e-07 of them in float32 (jax 1 and optax 2)"
+    assert f"- mlp: {same}; 1 round" in table
+
+
+def test_programs_that_train_something_else_are_not_compared(against_jax: Any, tmp_path: Path) -> None:
+    file = str(tmp_path / "given.npz")
+    np.savez(file, losses=[1.0, 2.0])
+    assert against_jax.gap("mlp", "JAX", "float32", file, {"losses": [1.0, 2.0001]}) == pytest.approx(5e-5)
+    for dtype, found in (("float64", 2.0001), ("float32", 2.001), ("float32", float("nan"))):
+        with pytest.raises(SystemExit, match="mlp: JAX does not train what vecgym trains: losses differ by"):
+            against_jax.gap("mlp", "JAX", dtype, file, {"losses": [1.0, found]})
+
+
+def test_options_against_jax(against_jax: Any, tmp_path: Path) -> None:
+    args = against_jax.parsed(["--cases", "mlp", "--compile", "--threads", "1"])
+    commands = against_jax.commands_of(against_jax.CASES["mlp"], "float32", "file", args)
+    assert {side: Path(command[0]).name for side, command in commands.items()} == {
+        "write": "against_jax.py", "vecgym": "step_time.py", "compiled": "step_time.py", "JAX": "in_jax.py",
+        "JAX, scan": "in_jax.py",
+    }  # fmt: skip
+    assert commands["JAX, scan"][1:] == ["rounds", "mlp", "file", "20"]
+    few = against_jax.commands_of(against_jax.CASES["mlp"], "float64", "file", args)
+    assert few["write"][2:] == ["write fit", "file", "float64", "mlp", "4", "2"]
+    without = tmp_path / "python"
+    without.write_text("#!/bin/sh\necho No module named jax >&2\nexit 1\n")
+    without.chmod(0o755)
+    with (
+        pytest.raises(SystemExit, match=r"python cannot import jax and optax:\nNo module named jax"),
+        against_jax.interpreter(str(without)),
+    ):
+        pass
+    with pytest.raises(SystemExit):
+        against_jax.parsed(["--cases", "unheard of"])

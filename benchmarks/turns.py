@@ -62,13 +62,17 @@ class Alternative:
         command: of the process.
         threads: for torch, in the process.
         environment: variables that differ from this process's.
+        python: the interpreter.
     """
 
-    def __init__(self, command: Sequence[str], threads: int, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], threads: int, environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
+    ) -> None:  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **(environment or {})}
         self.command = list(command)
         self.process = subprocess.Popen(
-            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [python, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         self.info = self._read()
 
@@ -147,6 +151,7 @@ def take_turns(
     environments: Mapping[str, Mapping[str, str]] | None = None,
     rounds: tuple[int, int] = (5, 60),
     warm_up: bool = True,
+    pythons: Mapping[str, str] | None = None,
 ) -> Turns:
     """Start all alternatives; after one block each that is not counted, as many rounds as the budget allows.
 
@@ -158,10 +163,13 @@ def take_turns(
         rounds: the fewest and the most.
         warm_up: False: no block before them, since alternatives warm up before they serve, or begin anew each time. The
             length of a round is not known then: `budget_s` is None or 0.
+        pythons: interpreters of some alternatives that are not this process's.
     """
     with ExitStack() as stack:
         started = {
-            name: stack.enter_context(Alternative(command, threads, (environments or {}).get(name)))
+            name: stack.enter_context(
+                Alternative(command, threads, (environments or {}).get(name), (pythons or {}).get(name, sys.executable))
+            )
             for name, command in commands.items()
         }
         round_s = sum(one.block()["wall"] for one in started.values()) if warm_up else math.nan
