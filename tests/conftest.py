@@ -3,6 +3,8 @@
 The tests run in parallel, and threads that wait for each other's cores crawl.
 """
 
+import gc
+import importlib
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -33,6 +35,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for (file, test), cases in others.items():
         for case in thinned(file, test, list(cases)):
             cases[case].add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Set aside what every test has in common.
+
+    Each collection of garbage would go through half a million objects, and each process that a test forks copy them.
+    The first optimizer imports torch's compiler: once here rather than in every such process.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        importlib.import_module("torch._dynamo")
+    gc.freeze()
 
 
 @pytest.fixture

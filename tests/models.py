@@ -227,7 +227,7 @@ RANDOM = ("Dropout",)  # these draw random numbers in forward
 def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model `name` with initial parameters that depend on `seed` only (the same in every dtype)."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for the devices
         return MODELS[name]().to(dtype)
 
 

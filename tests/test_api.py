@@ -191,12 +191,29 @@ def test_the_names_of_the_package_are_found_by_python_and_by_type_checkers() -> 
         _ = vecgym.unheard_of  # type: ignore[attr-defined]
 
 
-def test_the_package_is_lazy_and_whole() -> None:
-    """In a new interpreter: modules as attributes, a star import, pickles and help."""
+def test_a_new_interpreter_imports_what_it_uses() -> None:
+    """A fit imports neither torch's compiler nor what that needs, which takes seconds, nor what draws.
+
+    Modules are attributes, and a star import, pickles and help work.
+    """
     code = """if True:
         import pickle, pydoc, sys
         import vecgym
         assert "torch" not in sys.modules
+        from vecgym import Trainer
+        from vecgym.models import Classifier, Line
+        from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
+        import torch
+        assert "torch._dynamo" not in sys.modules, "imported by torch itself"
+        for strategy in (AllReduceStrategy("adamw", lr=0.1), DiLoCoStrategy("sgd", H=2, lr=0.1)):
+            Trainer(Line(), torch.ones(64), torch.ones(8)).fit(strategy, 2, max_steps=4, device="cpu", progress=False)
+        data = torch.utils.data.TensorDataset(torch.ones(64, 3), torch.zeros(64, dtype=torch.long))
+        strategy = DiLoCoStrategy("adamw", H=2, lr=0.1)
+        Trainer(Classifier(torch.nn.Linear(3, 2)), data, data).fit(
+            strategy, 2, max_steps=4, batch_size=8, device="cpu", progress=False
+        )
+        slow = {"torch._dynamo", "torch._inductor", "sympy", "matplotlib", "pandas", "sklearn", "IPython"}
+        assert not slow & set(sys.modules), slow & set(sys.modules)
         assert vecgym.strategy.DiLoCoStrategy and vecgym.sweep and vecgym.compat
         scope = {}
         exec("from vecgym import *", scope)
@@ -256,23 +273,3 @@ def test_the_classes_and_functions_in_readme_and_guide_exist() -> None:
     public = {name for module in (*MODULES, "vecgym.simulation") for name in public_names(module_of(module))}
     assert len(mentioned) >= 8
     assert sorted(mentioned - public - set(dir(builtins))) == []
-
-
-def test_a_fit_imports_neither_torchs_compiler_nor_what_it_needs() -> None:
-    """They take seconds."""
-    code = """if True:
-        import sys, torch
-        from vecgym import Trainer
-        from vecgym.models import Classifier, Line
-        from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
-        assert "torch._dynamo" not in sys.modules, "imported by torch itself"
-        for strategy in (AllReduceStrategy("adamw", lr=0.1), DiLoCoStrategy("sgd", H=2, lr=0.1)):
-            Trainer(Line(), torch.ones(64), torch.ones(8)).fit(strategy, 2, max_steps=4, device="cpu", progress=False)
-        data = torch.utils.data.TensorDataset(torch.ones(64, 3), torch.zeros(64, dtype=torch.long))
-        strategy = DiLoCoStrategy("adamw", H=2, lr=0.1)
-        Trainer(Classifier(torch.nn.Linear(3, 2)), data, data).fit(
-            strategy, 2, max_steps=4, batch_size=8, device="cpu", progress=False
-        )
-        assert not {"torch._dynamo", "torch._inductor", "sympy"} & set(sys.modules)
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -72,6 +72,16 @@ MANY_PARAMETERS = {
 }
 
 
+parsed = cache(ast.parse)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """The syntax trees of the package are read by several tests, and in the way of all later ones."""
+    yield
+    parsed.cache_clear()
+
+
 def functions(source: str) -> Iterator[tuple[str, ast.FunctionDef]]:
     """`Class.method` or `function`, and its definition; functions within functions too."""
 
@@ -83,7 +93,7 @@ def functions(source: str) -> Iterator[tuple[str, ast.FunctionDef]]:
                 yield name, child  # type: ignore[misc]
             yield from walk(child, f"{name}." if named else prefix)
 
-    return walk(ast.parse(source), "")
+    return walk(parsed(source), "")
 
 
 def length(function: ast.FunctionDef) -> int:
@@ -99,7 +109,7 @@ def code_lines(source: str) -> int:
     """Lines of code: without docstrings, comments and blanks."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
             docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     lines: set[int] = set()
@@ -117,7 +127,7 @@ def modules() -> set[str]:
 
 def imported(source: str) -> set[str]:
     """Full names of what a module imports when it runs: modules, and what is taken from them."""
-    module = ast.parse(source)
+    module = parsed(source)
     checks = [n for n in ast.walk(module) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
     unreal = {inner for check in checks for statement in check.body for inner in ast.walk(statement)}
     names: set[str] = set()
@@ -202,7 +212,7 @@ def test_the_walk_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def clauses(source: str) -> Iterator[str]:
     """The first lines of docstrings that begin with a clause, in place of a noun or a verb."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
             first, *_ = (ast.get_docstring(node) or "").splitlines() or [""]
             if first.split(" ")[0] in ("What", "Which", "Who", "How", "When", "Where", "Whose", "That", "Those"):

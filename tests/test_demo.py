@@ -60,7 +60,7 @@ from vecgym.strategy import (
 from vecgym.strategy.demo import _scaled
 
 TOLERANCE = 1e-10
-STEPS = 50
+STEPS = 30
 WARMUP = 8
 EVERYTHING = 64 * 64
 

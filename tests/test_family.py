@@ -55,7 +55,7 @@ from vecgym.strategy import (
 )
 from vecgym.strategy.allreduce import FAST
 
-STEPS, K, WARMUP = 50, 5, 8
+STEPS, K, WARMUP = 30, 5, 8
 TWIN, EXACT = 1e-10, 1e-12
 F64 = torch.float64
 
@@ -463,14 +463,14 @@ def test_corrected_movements_equal_their_twin(name: str, model: str, engine: str
     outer: dict[str, Any] = {"lr": 0.6, "momentum": 0.8, "nesterov": True}
     strategy = DiLoCoStrategy("adamw", OptimSpec(SGD, **outer), 2, lr=0.01, max_norm=0.3, correction=name)
     theirs = diloco(
-        make_model(model, dtype=F64), data(model), K, H=2, inner=(AdamW, {"lr": 0.01}), outer=(SGD, outer),
+        make_model(model, dtype=F64), data(model, steps=50), K, H=2, inner=(AdamW, {"lr": 0.01}), outer=(SGD, outer),
         max_norm=0.3, correct=correct,
     )  # fmt: skip
-    ours = trained(strategy, model, engine=engine)
+    ours = trained(strategy, model, engine=engine, steps=50)
     same_as_twin(ours, theirs)
     assert min(seen) < 0 < max(seen)
     assert any(0 < c < 0.2 for c in seen)
-    plain = trained(DiLoCoStrategy("adamw", OptimSpec(SGD, **outer), 2, lr=0.01, max_norm=0.3), model)
+    plain = trained(DiLoCoStrategy("adamw", OptimSpec(SGD, **outer), 2, lr=0.01, max_norm=0.3), model, steps=50)
     assert difference(ours.params, plain.params) > 1e-4
 
 

@@ -18,7 +18,7 @@ from vecgym.simulation.simulation import Part
 from vecgym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SparseLoCoStrategy
 
 DOUBLE = torch.float64
-STEPS, K, H = 50, 4, 4
+STEPS, K, H = 30, 4, 4
 INNER: tuple[Any, dict[str, Any]] = (AdamW, {"lr": 0.01})
 
 
