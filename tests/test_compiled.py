@@ -132,6 +132,52 @@ def test_a_process_may_compile_more_models_than_torch_counts() -> None:
         assert computed(engine, batch(size)).losses.isfinite().all()
 
 
+@pytest.mark.usefixtures("_traced_only")
+def test_only_a_new_size_has_the_settings_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entering them takes as long as a small model's gradients."""
+    entered: list[Any] = []
+    engine, data = Engine(make_model("MLP"), compile=True), dataset("MLP", 40)
+    engine.prepare(Batches(data, K, 4).batch(0))
+    given = compiled.sdpa_kernel
+
+    def noted(backend: Any) -> Any:
+        entered.append(backend)
+        return given(backend)
+
+    monkeypatch.setattr(compiled, "sdpa_kernel", noted)
+    for step in range(3):
+        computed(engine, Batches(data, K, 4).batch(step))
+    assert not entered
+    for step in range(3):
+        computed(engine, Batches(data, K, 3).batch(step))
+    assert len(entered) == 1
+
+
+class Factor:
+    """A value outside of a model."""
+
+    now = 1.0
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (Factor.now * self.layer(x)).square().mean()
+
+
+@pytest.mark.usefixtures("_traced_only")
+def test_a_value_that_changes_more_often_than_torch_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, batch = Engine(Scaled(), compile=True), torch.randn(K, 4, 2)
+    assert engine.prepare(batch).engine == "compiled"
+    first = computed(engine, batch).losses
+    for factor in range(2, 12):
+        monkeypatch.setattr(Factor, "now", float(factor))
+        torch.testing.assert_close(computed(engine, batch).losses, factor**2 * first)
+
+
 def both_fits(strategy: Strategy) -> tuple[Trainer, Trainer]:
     """A run compiled, and one by vmap."""
     ours, theirs = (
@@ -283,10 +329,8 @@ def test_a_recording_that_computes_with_what_it_was_first_given_is_refused(
         assert engine.prepare(batch, mean=mean).engine == "vmap"
 
 
-@pytest.mark.parametrize(("device", "mode"), [("cpu", None), ("cuda", "reduce-overhead")])
-def test_where_gradients_are_recorded_as_a_graph(
-    device: str, mode: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_where_gradients_are_recorded_as_a_graph(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step begins before each call, so that the results of the last one may be written over."""
     calls = []
     monkeypatch.setattr(torch, "compile", Graph)
@@ -294,7 +338,8 @@ def test_where_gradients_are_recorded_as_a_graph(
     model = StatelessModel(make_model("MLP"))
     model.device = torch.device(device)
     backend = Compiled(model)
-    assert {graph.settings["mode"] for graph in (backend._compiled_each, backend._compiled_mean)} == {mode}  # type: ignore[attr-defined]
+    for graph in (backend._compiled_each, backend._compiled_mean):
+        assert graph.settings["options"]["triton.cudagraphs"] == (device == "cuda")  # type: ignore[attr-defined]
     model.device = torch.device("cpu")
     batch = Batches(dataset("MLP", 40), K, 4).batch(0)
     for _ in range(2):

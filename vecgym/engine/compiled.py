@@ -11,6 +11,7 @@ import functools
 import math
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,9 +41,10 @@ class Compiled(Vmap):
     def __init__(self, model: StatelessModel) -> None:
         super().__init__(model)
         self.recorded = model.device.type == "cuda"
-        mode = "reduce-overhead" if self.recorded else None
-        self._compiled_each = torch.compile(self._gradients_of_each, fullgraph=True, dynamic=False, mode=mode)
-        self._compiled_mean = torch.compile(self._gradient_of_mean, fullgraph=True, dynamic=False, mode=mode)
+        compile = functools.partial(torch.compile, fullgraph=True, dynamic=False, options=_options(self.recorded))
+        self._compiled_each = compile(self._gradients_of_each)
+        self._compiled_mean = compile(self._gradient_of_mean)
+        self._sizes: set[Any] = set()  # that are compiled
 
     def _computed(self, part: NodeSlice, num_nodes: int, thread: int = 0) -> tuple[Tree, Tensor]:
         changed, shared = self.model.split(part.buffers)
@@ -50,16 +52,33 @@ class Compiled(Vmap):
             compiled, params = self._compiled_mean, {name: p[0] for name, p in part.params.items()}
         else:  # contiguous even if stored once: strides of 0 would be another function to compile
             compiled, params = self._compiled_each, tree.map(torch.Tensor.contiguous, expand(part.params, part.size))
-        with self.model.casting(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), _compiler_settings():
+        with self.model.casting(), torch.no_grad():
             if self.recorded:
                 torch.compiler.cudagraph_mark_step_begin()  # the results of the last call are no longer needed
-            grads, losses, after = compiled(params, changed, {**self.model.frozen, **shared}, part.batch)
+            grads, losses, after = self._call(compiled, params, changed, {**self.model.frozen, **shared}, part.batch)
         settle(changed, after)
         used = [name for name in grads if name not in self.model.unused]  # those of torch.func are 0
         grads = dict(zip(used, apart([grads[name] for name in used])))
         if num_nodes not in (0, part.size):  # the mean of a chunk
             grads = tree.map(lambda g: g * (part.size / num_nodes), grads)
         return grads, losses.clone()  # losses are read a few steps later
+
+    def _call(self, compiled: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a compiled function; only the first call of each size has the settings of tracing.
+
+        Entering them takes as long as the gradients of a small model. torch counts the compilations of a function, over
+        all models of the process, and stops at eight: that limit is lifted, since each model is compiled for as many
+        sizes as it has.
+        """
+        size = compiled, *[(x.shape, x.stride(), x.dtype) for x in tree.leaves(arguments)]
+        if size in self._sizes:
+            with contextlib.suppress(Exception):  # of another compilation: a value that the code reads has changed
+                return compiled(*arguments)
+        limits = torch._dynamo.config.patch(cache_size_limit=MANY, accumulated_cache_size_limit=MANY)
+        with sdpa_kernel(SDPBackend.MATH), limits:
+            result = compiled(*arguments)
+        self._sizes.add(size)
+        return result
 
     def _gradients_of_each(self, params: Tree, changed: Tree, shared: Tree, batch: Any) -> tuple[Tree, Tensor, Tree]:
         of_one = grad_and_value(self.model.traceable_loss, has_aux=True)
@@ -152,20 +171,17 @@ def _changed(error: Exception) -> str:
     return f"its forward changes a value that is no tensor ({code[0] if code else guard}{at})"
 
 
-def _compiler_settings() -> contextlib.ExitStack:
-    """Make dropout and the like draw the same random numbers as uncompiled, and spread loops over the nodes.
-
-    torch counts the compilations of a function, over all models of the process, and stops at eight. That limit is
-    lifted, since each model is compiled for as many sizes as it has.
+def _options(recorded: bool) -> dict[str, Any]:
+    """Return options of the compiler, with which dropout and the like draw the same random numbers as uncompiled.
 
     If a tensor's last dimension is shorter than a vector register (a bias of ten classes) and its loop is vectorised
     anyway, Inductor assumes that it has no steps, and spreads the sum within it over the threads, once for each node.
     Such loops are therefore not vectorised.
+
+    Args:
+        recorded: record the kernels as a CUDA graph.
     """
     from torch._inductor import config  # imported here, since that takes a second
 
     tails = {"cpp.enable_loop_tail_vec": False} if hasattr(config.cpp, "enable_loop_tail_vec") else {}
-    settings = contextlib.ExitStack()
-    settings.enter_context(config.patch({"fallback_random": True, **tails}))
-    settings.enter_context(torch._dynamo.config.patch(cache_size_limit=MANY, accumulated_cache_size_limit=MANY))
-    return settings
+    return {"fallback_random": True, "triton.cudagraphs": recorded, **tails}
