@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import platform
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -985,3 +988,26 @@ def test_gradients_that_are_one_tensor_are_clipped_once(strategy: Any) -> None:
                     progress=False)  # fmt: skip
         params[engine] = trainer.nodes.params
     torch.testing.assert_close(params["vmap"], params["loop"], rtol=0, atol=1e-14)
+
+
+FAULTS = """
+import resource, torch
+from vecgym.engine.plan import keep_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step = [torch.zeros(2**21) for _ in range(6)]  # 48 MiB
+    del step
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+without = min(faults() for _ in range(4))
+keep_memory()
+print(without, [faults() for _ in range(4)][-1])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator has other rules")
+def test_memory_is_kept_from_step_to_step() -> None:
+    found = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout
+    without, kept = map(int, found.split())
+    assert without > 100 > kept  # 12288 and 0 pages

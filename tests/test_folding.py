@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vecgym.engine.plan import Observer
 from vecgym.engine.stateless import TwiceDifferentiable
@@ -67,6 +69,40 @@ def test_linear_without_bias_and_its_contiguous_gradient() -> None:
     (grad,) = torch.autograd.grad(out.square().sum(), weight)
     assert grad.is_contiguous()
     torch.testing.assert_close(grad, 2 * (x @ weight.mT).mT @ x, rtol=1e-12, atol=1e-12)
+
+
+class Weights(TorchDispatchMode):
+    """Note whether each layer norm is computed with a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.native_layer_norm.default:
+            self.noted.append(args[2] is not None)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("in_dims", [(0, 0), (0, 0, 0), (1, 1, 1), (None, 0, 0), (0, None)])
+def test_layer_norm(in_dims: tuple[int | None, ...], dtype: torch.dtype) -> None:
+    """The bits of vmap, by torch's kernel with a weight: without one it is not vectorised."""
+    shapes = [(2, N, 2, IN), (2, IN), (2, IN)]
+    given = [draw(*s) if d is None else draw(L, *s).movedim(0, d).contiguous() for s, d in zip(shapes, in_dims)]
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.layer_norm(x, (2, IN), weight, bias)
+
+    both(norm, given, in_dims)
+    results = []
+    for mode in (Folding(), contextlib.nullcontext()):
+        leaves = [x.to(dtype).requires_grad_() for x in given]
+        with Weights() as weights, mode:
+            out = vmap(norm, in_dims)(*leaves)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        assert weights.noted == [isinstance(mode, Folding) or in_dims[1] is None]
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("fn", [F.linear, F.scaled_dot_product_attention], ids=["linear", "attention"])

@@ -54,6 +54,7 @@ from vecgym.engine.plan import (
     check_settings,
     choose_plan,
     examine,
+    keep_memory,
     one_thread,
     settle_threads,
     start_threads,
@@ -121,6 +122,7 @@ class Engine:
         self.device = self._stateless.device
         if self.device.type == "cpu":
             settle_threads()
+            keep_memory()
         self.params, self.frozen, self.buffers = self._stateless.params, self._stateless.frozen, self._stateless.buffers
         self._backends = {name: backend(self._stateless) for name, backend in BACKENDS.items()}
         self._compiled = Compiled(self._stateless) if compile else None
