@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from vecgym import dry_run
 from vecgym.cli import main
-from vecgym.clock import Compute, Network, Prices, price, price_strategies, required, required_H
+from vecgym.clock import Compute, Network, Prices, price, price_strategies, required, required_H, side_by_side
 from vecgym.clock.dry import as_model
 from vecgym.clock.required import Family
 from vecgym.clock.units import count
@@ -269,6 +270,21 @@ def test_what_is_sent_by_several_is_priced_once(monkeypatch: pytest.MonkeyPatch)
     each = [[{name: x for name, x in row.items() if name not in different} for row in rows]
             for rows in (alone.rows, both.rows[:2], both.rows[2:])]  # fmt: skip
     assert each[0] == each[1] == each[2]
+
+
+def test_progress_is_shown_on_a_terminal_where_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown() -> str:
+        price_strategies("1M", 2, NETWORK, COMPUTE, H=[5], strategies=["allreduce", "fedavg"])
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(side_by_side, "SOON", 0.0)
+    assert shown() == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert "Prices:   0%" in shown()
+    monkeypatch.setattr(side_by_side, "SOON", 60.0)
+    assert shown() == ""
 
 
 # --------------------------------------------------------------------------------------------- what is asked, and how

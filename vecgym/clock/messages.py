@@ -290,6 +290,57 @@ class MessagePlan(NamedTuple):
     busy: tuple[Tensor, Tensor]
 
 
+class Layout:
+    """The cut of a model's parameters into messages and their order, which depend on no link.
+
+    Args:
+        sizes: (name, bytes) of each parameter.
+        compute, bucket_bytes: see `Planner` and `Network`.
+
+    >>> from vecgym.clock import Compute
+    >>> first, last, sizes = Layout((("a", 300), ("b", 100)), Compute(1.0), 100).cut(("a", "b"), 40, False)
+    >>> first, last, sizes
+    (tensor([0]), tensor([1]), tensor([40.], dtype=torch.float64))
+    """
+
+    def __init__(self, sizes: tuple[tuple[str, float], ...], compute: Compute, bucket_bytes: float) -> None:
+        rest = compute.shares_of(dict(sizes)).flip(0).cumsum(0).flip(0)
+        self.rest, self.bucket_bytes = rest if compute.overlap else torch.ones_like(rest), bucket_bytes
+        self._place = {name: i for i, (name, _) in enumerate(sizes)}
+        self._bytes = torch.tensor([float(x) for _, x in sizes], dtype=torch.float64)
+        self.cut, self.order = functools.cache(self._cut), functools.cache(self._order)
+
+    def _cut(self, tensors: tuple[str, ...] | None, payload_bytes: float, gradients: bool) -> tuple[Tensor, ...]:
+        """Return the first layer, the last layer and the bytes of each message of a transfer."""
+        layers = self._layers(tensors)
+        sizes = self._bytes[layers]
+        total = sizes.sum()
+        shares = sizes / total if total > 0 else torch.full_like(sizes, 1 / len(sizes))
+        sizes = payload_bytes * shares
+        buckets = bucketed(sizes.tolist(), self.bucket_bytes, gradients)
+        first, last = (layers[[bucket[end] for bucket in buckets]] for end in (-1, 0))
+        return first, last, torch.stack([sizes[bucket].sum() for bucket in buckets])
+
+    def _layers(self, tensors: tuple[str, ...] | None) -> Tensor:
+        """Return the layers of a transfer's tensors, in order. A tensor of unknown name counts to the first layer.
+
+        A part of a parameter's code is called "parameter/part".
+        """
+        parameters = (name if name in self._place else name.rpartition("/")[0] for name in tensors or ("",))
+        return torch.tensor(sorted({self._place.get(name, 0) for name in parameters}))
+
+    def _order(self, transfers: tuple[Tensor, ...]) -> tuple[tuple[tuple[int, int], ...], list[int]]:
+        """Return (transfer, its message) of each message in turn, and its layer, from the layers of each transfer.
+
+        Last layer first; within a layer, in the order of the transfers, which have at most one message for it each.
+        """
+        keys = sorted((-layer, q, m) for q, x in enumerate(transfers) for m, layer in enumerate(x.tolist()))
+        return tuple((q, m) for _, q, m in keys), [-layer for layer, _, _ in keys]
+
+
+layout_of = functools.lru_cache(maxsize=8)(Layout)  # a run is priced on many networks
+
+
 class Planner:
     """Make the plans of a run's steps. Equal exchanges are made once.
 
@@ -309,12 +360,9 @@ class Planner:
     """
 
     def __init__(self, routes: Routes, sizes: Mapping[str, float], compute: Compute) -> None:
-        sizes = sizes or {"": 1.0}
         self.routes, self.overlap = routes, compute.overlap
-        rest = compute.shares_of(sizes).flip(0).cumsum(0).flip(0)
-        self.rest = rest if compute.overlap else torch.ones_like(rest)
-        self._place = {name: i for i, name in enumerate(sizes)}
-        self._bytes = torch.tensor([float(x) for x in sizes.values()], dtype=torch.float64)
+        self.layout = layout_of(tuple(sizes.items()) or (("", 1.0),), compute, routes.network.bucket_bytes)
+        self.rest = self.layout.rest
         # By type: islands may equal a server's links.
         self._exchange_of = functools.lru_cache(None, typed=True)(self._new_exchange)
 
@@ -329,10 +377,7 @@ class Planner:
         return tuple(self._plan(tuple(group)) for group in by_weight.values() if group)
 
     def _plan(self, transfers: tuple[Messages, ...]) -> MessagePlan:
-        # Last layer first; within a layer, in the order of the transfers, which have at most one message for it each.
-        keys = [(-layer, q, m) for q, x in enumerate(transfers) for m, layer in enumerate(x.layers.tolist())]
-        order = tuple((q, m) for _, q, m in sorted(keys))
-        layers = [int(transfers[q].layers[m]) for q, m in order]
+        order, layers = self.layout.order(tuple(x.layers for x in transfers))
         last = {}
         for place, (q, _) in enumerate(order):
             for lag, nodes in self._lags(transfers[q].transfer):
@@ -354,23 +399,8 @@ class Planner:
         return [(steps, tuple(x == steps for x in lag)) for steps in sorted(set(lag))]
 
     def _messages(self, transfer: Transfer, exchange: Exchange) -> Messages:
-        layers = self._layers(transfer.tensors)
-        sizes = self._bytes[layers]
-        total = sizes.sum()
-        shares = sizes / total if total > 0 else torch.full_like(sizes, 1 / len(sizes))
-        sizes = transfer.payload_bytes * shares
-        buckets = bucketed(sizes.tolist(), self.routes.network.bucket_bytes, transfer.gradients)
-        first, last = (layers[[bucket[end] for bucket in buckets]] for end in (-1, 0))
-        sizes = torch.stack([sizes[bucket].sum() for bucket in buckets])
+        first, last, sizes = self.layout.cut(transfer.tensors, transfer.payload_bytes, transfer.gradients)
         return Messages(transfer, exchange, first, last, sizes, exchange.amounts(transfer.operation, sizes))
-
-    def _layers(self, tensors: tuple[str, ...] | None) -> Tensor:
-        """Return the layers of a transfer's tensors, in order. A tensor of unknown name counts to the first layer.
-
-        A part of a parameter's code is called "parameter/part".
-        """
-        parameters = (name if name in self._place else name.rpartition("/")[0] for name in tensors or ("",))
-        return torch.tensor(sorted({self._place.get(name, 0) for name in parameters}))
 
     def _exchange(self, transfer: Transfer) -> Exchange | None:
         # DistributedDataParallel has two all-reduces of gloo in flight; those of NCCL run one after the other.

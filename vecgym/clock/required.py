@@ -150,6 +150,11 @@ bucket_bytes=math.inf: 160 Gbit/s; overlap, Compute(overlap=True).'
             missed = a
         return 1 / missed, HIGHEST
 
+    def answer(self) -> tuple[float, str | None]:
+        """Return the bandwidth, and the reason if none is enough."""
+        bandwidth = self.bandwidth()
+        return bandwidth, self.why_none() if bandwidth == math.inf else None
+
     def why_none(self) -> str:
         """Explain why no bandwidth is enough, and what would help."""
         no_latency = torch.zeros((), dtype=torch.float64)
@@ -265,7 +270,8 @@ def delayed(ledger: Ledger, tau: int) -> Ledger:
     kinds, steps = ledger.by_step()
     kinds = [kind._replace(lag=tau) if kind.lag else kind for kind in kinds]
     for step, indices in enumerate(steps):
-        later.add(step, [kinds[i] for i in indices])
+        if indices or step == len(steps) - 1:
+            later.add(step, [kinds[i] for i in indices])
     return later
 
 
@@ -289,23 +295,16 @@ class Family:
             raise ValueError(f"compute={compute}: a step that takes no time has no utilization; give more than 0 s.")
         self._dry_runs = functools.cache(self._dry_run)
         self._ledgers: dict[Any, Ledger] = {}  # one for all strategies and H that send the same
-        self._pace, self._needed = functools.cache(pace), functools.cache(needed_bandwidth)
+        self._pace, self._answer = functools.cache(pace), functools.cache(Question.answer)
 
-    @classmethod
-    def each(cls, strategies: Mapping[str, Callable[[int], Strategy]], *settings: Any) -> dict[str, Family]:
-        """Return the families of several strategies, which share what they find.
+    def beside(self, strategy: str | Callable[[int], Strategy]) -> Family:
+        """Return the family of another strategy, which shares what is found.
 
-        Args:
-            settings: model, num_nodes and compute.
-
-        >>> Family.each({"fedavg": CATALOGUE["fedavg"].make}, "1M", 2, Compute(1.0)).keys()
-        dict_keys(['fedavg'])
+        >>> fedavg = Family("1M", "fedavg", num_nodes=2, compute=Compute(1.0))
+        >>> fedavg.beside("diloco").ledger(4) == fedavg.ledger(4)  # one ledger
+        True
         """
-        one = cls(settings[0], next(iter(strategies.values())), *settings[1:])
-        families = {name: altered(one, make=maker(strategy)) for name, strategy in strategies.items()}
-        for family in families.values():
-            family._dry_runs = functools.cache(family._dry_run)
-        return families
+        return altered(self, make=maker(strategy))
 
     def has(self, H: int) -> bool:
         """Return whether H makes a difference to the strategy."""
@@ -314,7 +313,7 @@ class Family:
     def ledger(self, H: int, least: int = LEAST_STEPS) -> tuple[Ledger, int]:
         """Return what a run sends, and its first step from which on it repeats itself: rounds of at least `least` steps
         before that, and as many from there on."""
-        return self._dry_runs(H, math.ceil(least / H))
+        return self._dry_runs(self.make, H, math.ceil(least / H))
 
     def pace(self, H: int, network: Network, least: int = LEAST_STEPS) -> tuple[float, float]:
         """Return the seconds of a step once it repeats itself, and the fraction of them in which nodes compute."""
@@ -328,7 +327,8 @@ class Family:
 
     def required_bandwidth(self, H: int, network: Network, utilization: float) -> tuple[float, str | None]:
         """Return the bandwidth that this H needs in place of the network's; if none is enough, inf and the reason."""
-        return self._needed(*self.ledger(H), network, self.compute, utilization)
+        ledger, first = self.ledger(H)
+        return self._answer(Question(ledger, self.compute, utilization, network, first=first))
 
     def late(self, H: int, network: Network, utilization: float) -> dict[str, Any]:
         """Return tau, the number of fragments, and the least tau that this network needs; None without a tau."""
@@ -386,26 +386,17 @@ class Family:
         except ValueError:  # a larger H was possible: this one is too small for a delay, or for fragments
             return False
 
-    def _dry_run(self, H: int, rounds: int) -> tuple[Ledger, int]:
-        strategy = self.make(H)
+    def _dry_run(self, make: Callable[[int], Strategy], H: int, rounds: int) -> tuple[Ledger, int]:
+        strategy = make(H)
         exchanges = getattr(strategy, "exchanges", ())
         longest = max((exchange.delivery.longest for exchange in exchanges), default=0)  # a run must be longer
         first = H * max(rounds, longest // H + 1)
         ledger = self.runs.ledger(strategy, 2 * first)
         if (lag := latest(ledger)) >= first:
-            return self.ledger(H, lag + 1)
+            return self._dry_runs(make, H, math.ceil((lag + 1) / H))
         ledger = lengthened(ledger, first, DRAWN_STEPS if self.compute.sigma else 0)
         kinds, steps = ledger.by_step()
         return self._ledgers.setdefault((*kinds, *steps), ledger), first
-
-
-def needed_bandwidth(
-    ledger: Ledger, first: int, network: Network, compute: Compute, utilization: float
-) -> tuple[float, str | None]:
-    """Return the bandwidth that a run needs which repeats itself; if none is enough, inf and the reason."""
-    question = Question(ledger, compute, utilization, network, first=first)
-    bandwidth = question.bandwidth()
-    return bandwidth, question.why_none() if bandwidth == math.inf else None
 
 
 def maker(strategy: Any, **settings: Any) -> Callable[[int], Strategy]:
@@ -417,7 +408,8 @@ def maker(strategy: Any, **settings: Any) -> Callable[[int], Strategy]:
     if callable(strategy):
         return strategy
     make = CATALOGUE[check.choice("strategy", strategy, CATALOGUE, "a function of H that makes a strategy")].make
-    return lambda H: make(H=H, **{"p": P_SPARTA, "delay": DELAY, "fragments": None, **settings})
+    given = {name: value for name, value in settings.items() if value is not None}
+    return lambda H: make(H=H, **{"p": P_SPARTA, "delay": DELAY, "fragments": None, **given})
 
 
 def required_H(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import textwrap
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import nn
+from tqdm.auto import tqdm
 
 from vecgym.clock.compute import Compute
 from vecgym.clock.dry import as_model
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("allreduce", "fedavg", "diloco", "streaming", "streaming-4-bits", "sparta", "demo")
 SECONDS_PER_DAY = 86_400
+SOON = 2.0  # seconds without any progress shown
 
 
 class Prices(NamedTuple):
@@ -162,17 +165,16 @@ def price_strategies(
     given, model = model, as_model(model)
     if tau is not None and min(periods) <= check.integer("tau", tau, what="steps that an exchange may take"):
         raise ValueError(f"tau={tau} must be less than every H, and H={list(H)}: give a smaller tau, or larger H.")
-    settings = {} if tau is None else {"delay": tau}
-    makers = strategies if isinstance(strategies, Mapping) else {n: maker(n, **settings) for n in strategies}
-    families = Family.each(makers, model, num_nodes, compute)
-    rows: list[dict[str, Any]] = []
-    for bucket_bytes in dict.fromkeys((network.bucket_bytes, math.inf)):
-        on = network._changed(bucket_bytes=bucket_bytes)
-        priced = [row for name, family in families.items() for row in _rows(name, family, periods, on, utilization)]
-        for row in priced:
-            days = row["seconds_per_step"] * max_steps / SECONDS_PER_DAY
-            faster = priced[0]["seconds_per_step"] / row["seconds_per_step"]
-            rows.append({**row, "days": days, "faster": faster})
+    makers = strategies if isinstance(strategies, Mapping) else {n: maker(n, delay=tau) for n in strategies}
+    one = Family(model, next(iter(makers.values())), num_nodes, compute)
+    families = {name: one.beside(make) for name, make in makers.items()}
+    on = [network._changed(bucket_bytes=x) for x in dict.fromkeys((network.bucket_bytes, math.inf))]
+    shown = tqdm([*itertools.product(on, families)], "Prices", leave=False, disable=None, delay=SOON)  # on a terminal
+    rows = [row for on, name in shown for row in _rows(name, families[name], periods, on, utilization)]
+    for row in rows:
+        first = next(other for other in rows if other["bucket_bytes"] == row["bucket_bytes"])
+        row["days"] = row["seconds_per_step"] * max_steps / SECONDS_PER_DAY
+        row["faster"] = first["seconds_per_step"] / row["seconds_per_step"]
     params = [p for p in model.parameters() if p.requires_grad]
     size = f"{sum(p.numel() for p in params):,} parameters ({readable_bytes(sum(p.nbytes for p in params))})"
     if model is not given and len(layers := list(cast(Any, model).h)):

@@ -75,7 +75,7 @@ class Clock:
         Times follow from one another by sums and maxima. So once a step has moved all of them by the same amount, each
         further step of equal compute time moves them by that amount too, and the rest is a multiplication.
         """
-        steady = bool((seconds == seconds[0]).all())
+        steady = len(seconds) > 1 and bool((seconds == seconds[0]).all())
         ends: list[Tensor] = []
         for row in seconds:
             before = self._times() if steady else None
