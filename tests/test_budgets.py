@@ -32,7 +32,7 @@ MAX_UNITS = 19  # modules and packages directly in vecgym
 MAX_FUNCTION = 40  # lines, without its docstring
 MAX_PARAMETERS = 8
 MAX_CODE_LINES = 25_445  # of the whole package
-MAX_MODULES = 143  # that hold code
+MAX_MODULES = 144  # that hold code
 MAX_CLAUSES = 1  # docstrings that begin with a clause, such as "What is sent." for "The message."
 # Modules in a package, and floors: modules in the longest chain of imports inside it. What is above that is named.
 MAX_MODULES_IN_A_PACKAGE = 12
@@ -40,9 +40,9 @@ MAX_FLOORS_IN_A_PACKAGE = 6
 MORE_MODULES = {"strategy": 24}
 MORE_FLOORS: dict[str, int] = {}
 
-MAX_FILES_OF_A_WALK = 33  # of the package, in which a step of DiLoCo in a plain fit calls a function
+MAX_FILES_OF_A_WALK = 28  # of the package, in which a step of DiLoCo in a plain fit calls a function
 # In one tick with an exchange: calls of the package's functions, and classes of the objects whose methods these are.
-MAX_CALLS = {"DiLoCo": 285, "AllReduce": 230}
+MAX_CALLS = {"DiLoCo": 265, "AllReduce": 210}
 MAX_CLASSES = {"DiLoCo": 30, "AllReduce": 28}
 MAX_FRAMES_TO_THE_MEAN = 13  # of the package, from `fit` to torch's mean over the nodes
 
@@ -198,7 +198,6 @@ class Walk(Logger):
 
 def test_the_walk_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "MIN_PASSES", 1)  # as in a long run
-    monkeypatch.setattr(recorded, "MIN_SPEEDUP", 0.0)  # however busy the machine is
     walk, strategy = Walk(step=4), DiLoCoStrategy("adamw", H=4, lr=0.1)
     trainer = Trainer(make_model("MLP"), dataset("MLP"))
     try:
@@ -253,7 +252,6 @@ def is_ours(frame: Any) -> bool:
 @pytest.mark.parametrize("strategy", [DiLoCoStrategy("adamw", H=1, lr=0.1), AllReduceStrategy("adamw", lr=0.1)])
 def test_the_calls_of_a_tick(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "MIN_PASSES", 1)  # as in a long run
-    monkeypatch.setattr(recorded, "MIN_SPEEDUP", 0.0)  # however busy the machine is
     tick, name = Tick(number=6), type(strategy).__name__.removesuffix("Strategy")
     sys.setprofile(tick.note)
     try:

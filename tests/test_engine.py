@@ -159,7 +159,6 @@ def test_the_engines_agree_under_autocast(model: str) -> None:
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name not in FALL_BACK])
 def test_the_choice_is_deterministic_and_recorded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "MIN_SPEEDUP", 0.0)  # but for what is measured
     monkeypatch.setattr(recorded, "MIN_PASSES", 1)
     names = ("engine", "node_threads", "chunk_size", "engine_reason")
     plans = [{name: run(model).history.settings[name] for name in names} for _ in range(2)]

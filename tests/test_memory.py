@@ -210,6 +210,7 @@ class Noise:
     """An engine whose gradients are noise; it has trained nothing."""
 
     written: frozenset[str] = frozenset()
+    plan = None  # nothing is prepared
 
     def __init__(self, params: dict[str, Tensor]) -> None:
         self.params, self.buffers, self.rows = params, dict[str, Tensor](), 1

@@ -35,7 +35,6 @@ WEIGHTED = nn.CrossEntropyLoss(weight=torch.ones(10))
 
 @pytest.fixture(autouse=True)
 def _always_earned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "MIN_SPEEDUP", 0.0)
     monkeypatch.setattr(recorded, "MIN_PASSES", 1)
 
 
@@ -261,7 +260,7 @@ def test_lists_are_compared() -> None:
     assert written(lambda x: x * torch.tensor(3.0)) != written(lambda x: x * torch.tensor(4.0))
 
 
-def test_not_above_a_size_nor_where_it_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_above_a_size() -> None:
     batch = torch.randn(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
 
     class Wide(nn.Sequential):
@@ -270,9 +269,7 @@ def test_not_above_a_size_nor_where_it_is_slower(monkeypatch: pytest.MonkeyPatch
 
     engine = engine_of(Wide(nn.Linear(4, 20_000), nn.Linear(20_000, 2)), batch)
     assert "more than 100,000 parameters" in engine.plan.reason
-    monkeypatch.setattr(recorded, "MIN_SPEEDUP", 1e9)
-    engine = engine_of(Wide(nn.Linear(4, 2)), batch)
-    assert (engine.plan.engine, "no faster here" in engine.plan.reason) == ("vmap", True)
+    assert engine_of(Wide(nn.Linear(4, 2)), batch).plan.engine == "recorded"
 
 
 # ------------------------------------------------------------------------- what could be frozen: right, or with vmap

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,9 @@ from vecgym.data.checks import check_dataset, check_examples, describe, is_facto
 from vecgym.data.text import TokenWindows
 
 Batch = Any  # a tensor, or nested dicts, lists and (named) tuples of tensors
+
+MOST_TOGETHER, MOST_VALUES = 32, 1 << 18  # steps whose batches are gathered by one call, and values in these
+ALIGNMENT = 64  # bytes, of torch's memory
 
 Steps = int | Sequence[int]  # one for all nodes, or one per node
 Request = tuple[Steps, Tensor] | tuple[Steps, Tensor, Sequence[int]]  # (step, indices) or (step, indices, rows)
@@ -72,12 +76,36 @@ class Source:
         return self._placed(self._reader.read(step, indices, rows))
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Batch]:
-        """Yield one batch per request, in order; workers, if any, read ahead."""
+        """Yield one batch per request, in order.
+
+        Workers, if any, read ahead. Tensors are read up to `MOST_TOGETHER` steps ahead, and again if they have changed.
+        """
         if not (self._loader_kwargs.get("num_workers") or self._loader_kwargs.get("pin_memory")):
-            return (self.read(*request) for request in requests)
+            together = self._reader.gathers and len(self._reader.datasets) == 1
+            return self._in_blocks(iter(requests)) if together else (self.read(*request) for request in requests)
         # As numpy arrays: each tensor would reach the workers through shared memory, with its own file descriptor.
         orders = ((step, indices.numpy(force=True), *rows) for step, indices, *rows in requests)
         return (self._placed(carried.batch) for carried in self._loader(orders))
+
+    def _in_blocks(self, requests: Iterator[Request]) -> Iterator[Batch]:
+        """Yield one batch per request; small ones of several steps are gathered by one call."""
+        count = 1
+        while block := list(itertools.islice(requests, count)):
+            for form, alike in itertools.groupby(block, lambda request: (len(request), request[1].shape)):
+                for batch in self._gathered(list(alike)) if form[0] == 2 else itertools.starmap(self.read, alike):
+                    yield batch
+            values = sum(x.numel() for x in tree.leaves(batch))
+            count = max(1, min(MOST_TOGETHER, MOST_VALUES // max(1, values)))
+
+    def _gathered(self, block: Sequence[Request]) -> Iterator[Batch]:
+        """Yield the batches of requests of one shape; if the dataset changes meanwhile, read the rest again."""
+        before, first = list[tuple[int, int]](), 0
+        for i in range(len(block)):
+            tensors = _tensors(self._reader.datasets[0])
+            if before != (now := [(id(x), 0 if x.is_inference() else x._version) for x in tensors]):
+                batches = self.read(0, torch.stack([request[1] for request in block[i:]]))
+                before, first = now, i
+            yield tree.map_leaves(lambda x: _aligned(x[i - first]), batches)  # noqa: B023
 
     def _placed(self, batch: Batch) -> Batch:
         return tree.map_leaves(functools.partial(placed, device=self.device), batch)
@@ -217,6 +245,11 @@ def _tensors(dataset: Any) -> Sequence[Tensor]:
     if type(dataset) is TokenWindows:
         return (dataset.tokens,)
     return (dataset,) if isinstance(dataset, Tensor) else ()
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Copy a tensor unless it begins where a new one could: sums may depend on that in their last bits."""
+    return x if x.storage_offset() * x.element_size() % ALIGNMENT == 0 else x.clone()
 
 
 def _gather(dataset: Any, index: Tensor) -> Batch:

@@ -59,7 +59,7 @@ from vecgym.engine.plan import (
     settle_threads,
     start_threads,
 )
-from vecgym.engine.recorded import Recorded
+from vecgym.engine.recorded import PreparedPass, Recorded
 from vecgym.engine.stateless import StatelessModel, TwiceDifferentiable, plain_attention
 
 
@@ -236,6 +236,28 @@ class Engine:
         return replace(plan, engine="recorded", reason=f"{plan.reason}, operations written down")
 
     # -------------------------------------------------------------------------------------------- training
+
+    def prepared(self, params: Tree, num_nodes: int, mean: bool = False) -> PreparedPass | None:
+        """Return the gradients at parameters that stay where they are, for steps that differ in their batches only.
+
+        None: only `gradients` computes them. The model is not computed by a list of operations of all nodes, has
+        buffers, draws random numbers, writes to parameters, or gives its loss a weight.
+
+        Args:
+            params, mean: see `gradients`.
+
+        >>> from vecgym.models import Line
+        >>> engine, batch, params = Engine(Line()), torch.tensor([[1.0], [3.0]]), {"w": torch.zeros(2)}
+        >>> engine.prepare(batch).engine
+        'recorded'
+        >>> engine.prepared(params, num_nodes=2).gradients(batch)
+        ({'w': tensor([-2., -6.])}, tensor([1., 9.]))
+        """
+        model, plan = self._stateless, self.plan
+        exotic = self.buffers or model.random or model.written or model.weighted or plan.channels_last
+        if plan.engine != "recorded" or exotic or len(plan.chunks(num_nodes, plan.node_threads)) > 1:
+            return None
+        return PreparedPass(self._recorded, params, num_nodes, mean)
 
     @plain_attention()
     def gradients(

@@ -6,11 +6,12 @@ the end, these call a list of operations. Calling that list does the same arithm
 This is right only for a forward that does the same in every step. `Recorded` makes sure of it:
 
 - `Watch` reads the forward's Python code, and before every pass compares the other values that the code reads;
-- an operation that hands values of tensors to Python is refused;
+- an operation that hands values of tensors to Python is refused, and one that depends on where they are in memory;
 - a list is made twice, from different values, with the same result, and compared with `vmap` bit by bit.
 
 Inputs of other shapes have another list. Without a list, `vmap` computes. A list is only made where it can earn its
-cost: not in a run that is too short, nor for rare shapes.
+cost: not in a run that is too short, nor for rare shapes, nor for a large model. Nothing is timed for that: the list
+leaves out work of `vmap` and adds none, and on a busy machine a trial by time is a matter of chance.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vecgym.core import tree
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import NodeSlice, first_part, timed
+from vecgym.engine.backend import Keys, NodeSlice, first_part
 from vecgym.engine.constancy import Uncertain, Watch
 from vecgym.engine.stateless import StatelessModel, plain_attention
 from vecgym.engine.vmap import Vmap
@@ -39,7 +40,6 @@ MAX_LISTS = 16
 MAX_SHAPES = 1024  # after so many, no list is made any more
 MIN_PASSES = 50  # that earn the cost of a list: 35 to 100 with small models of all kinds, 4 to 512 nodes
 MAX_PARAMETERS = 100_000  # of a node: with more of them, the operations take nearly all the time
-MIN_SPEEDUP = 1.05
 
 
 class Recorded(Vmap):
@@ -62,7 +62,7 @@ class Recorded(Vmap):
 
     @plain_attention()
     def tried(self, batch: Any, mean: bool, num_passes: int | None = None) -> str:
-        """Write down the pass of a first step, and compare its time with `vmap`; return why it is not used, or "".
+        """Write down the pass of a first step; return why that is not used, or "".
 
         Args:
             batch: of the nodes in one call, leaves `[n, B, ...]`.
@@ -80,18 +80,11 @@ class Recorded(Vmap):
         except Uncertain as error:
             return str(error)
 
-        def first() -> NodeSlice:  # with the strides that parameters have in a run
-            part = first_part(self.model, batch, mean)
-            return part._replace(params=tree.map(torch.Tensor.contiguous, part.params))
-
-        def seconds(form: Vmap) -> float:
-            return timed(form, first(), mean)[1]
-
-        part = first()
+        part = first_part(self.model, batch, mean)
+        # with the strides that parameters have in a run
+        part = part._replace(params=tree.map(torch.Tensor.contiguous, part.params))
         if self._list(part, part.size if mean else 0, self._inputs(part), MIN_PASSES) is None:
             return self.ended or self._refusal
-        if min(seconds(Vmap(self.model)) for _ in range(2)) < MIN_SPEEDUP * min(seconds(self) for _ in range(2)):
-            return "no faster here"
         return ""
 
     def _computed(self, part: NodeSlice, num_nodes: int, thread: int = 0) -> tuple[Tree, Tensor]:
@@ -127,13 +120,22 @@ class Recorded(Vmap):
 
     def _key(self, part: NodeSlice, num_nodes: int, inputs: list[Tensor]) -> Any:
         """Return the key of a pass's list: sizes, shapes, strides, dtypes; None if it cannot have a list."""
-        modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
-        inside = _functorch.peek_interpreter_stack() is not None or torch.is_autocast_enabled(self.model.device.type)
         paths = [path if isinstance(x, Tensor) else None for path, x in tree.flatten(part.batch)]
-        if modes or inside or not torch.is_grad_enabled() or None in paths:
+        if None in paths or self._within_a_mode():
             return None
         shapes = [(type(x), x.shape, x.stride(), x.dtype) for x in inputs]
         return num_nodes, torch.get_default_dtype(), *shapes, *paths
+
+    def _within_a_mode(self) -> bool:
+        """Whether torch is in another mode than a plain training step."""
+        modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+        inside = _functorch.peek_interpreter_stack() is not None or torch.is_autocast_enabled(self.model.device.type)
+        return bool(modes or inside or not torch.is_grad_enabled())
+
+    def usable(self) -> bool:
+        """Whether lists may be called now: nothing that the forward reads has changed."""
+        valid = not self.ended and self._watch is not None and not self._watch.changed()
+        return valid and not self._within_a_mode()
 
     def _written_down(self, part: NodeSlice, num_nodes: int) -> Operations | None:
         """Write down a pass twice, and compare the list with `vmap`; None, with a reason noted, if it is wrong."""
@@ -182,15 +184,16 @@ class Operations:
     def __init__(
         self, places: list[Any], steps: list[Step], results: list[int], text: list[Any], names: tuple[str, ...] = ()
     ) -> None:
-        self._places, self._steps, self._results, self._text = places, steps, results, text
+        self._places, self._results, self._text = places, results, text
+        self._steps = [(step.function, _taking(step.reads), step.writes, step.over) for step in steps]
         self.names = names
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
         places = self._places.copy()
         places[: len(inputs)] = inputs
         with _AutoDispatchBelowAutograd():
-            for function, reads, writes, over in self._steps:
-                places[writes] = function(*map(places.__getitem__, reads))
+            for function, take, writes, over in self._steps:
+                places[writes] = function(*take(places))
                 for i in over:  # so that its memory serves the next one
                     places[i] = None
         return list(map(places.__getitem__, self._results))
@@ -223,6 +226,8 @@ class Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
             self._problem = f"it hands values of tensors to Python ({func})"
+        if func._schema.name.startswith("aten::as_strided"):
+            self._problem = f"its views depend on the place of a tensor in memory ({func})"
         with torch._C.DisableTorchFunction():
             function, out = _called(func, args, kwargs)
         self._kept.append((args, kwargs, out))
@@ -273,6 +278,59 @@ class Recording(TorchDispatchMode):
                 steps.append(step._replace(over=tuple(over)))
                 needed |= touched
         return Operations(self._places, steps[::-1], of_results, self._text, names)
+
+
+class PreparedPass:
+    """The gradients at parameters that stay where they are, by the lists of `Recorded`.
+
+    The same bits as `Engine.gradients`, without what is the same in every step; see `Engine.prepared`.
+
+    Args:
+        params: `[num_nodes, *]`; with `mean` `[1, *]`.
+        mean: compute the gradient of the nodes' mean loss, `[1, *]`.
+    """
+
+    def __init__(self, recorded: Recorded, params: Tree, num_nodes: int, mean: bool) -> None:
+        self._recorded, self._params, self._num_nodes, self._mean = recorded, params, num_nodes, mean
+        self._lists: dict[Any, Operations] = {}  # by the form of the batch
+
+    def is_for(self, params: Tree) -> bool:
+        """Whether these are the parameters for which this was prepared."""
+        return len(params) == len(self._params) and all(map(operator.is_, params.values(), self._params.values()))
+
+    def gradients(self, batch: Any) -> tuple[Tree, Tensor] | None:
+        """Return gradients and losses; None: `Engine.gradients` must compute them."""
+        if not self._recorded.usable():
+            return None
+        inside = batch.values() if type(batch) is dict else batch if isinstance(batch, (list, tuple)) else [batch]
+        names = tuple(batch) if type(batch) is dict else type(batch)
+        if not all(type(x) is Tensor for x in inside):
+            return None
+        form = (names, torch.get_default_dtype(), *[(x.shape, x.stride(), x.dtype) for x in inside])
+        operations = self._lists.get(form) or self._found(form, batch)
+        if operations is None:
+            return None
+        try:
+            *grads, losses = operations([*self._params.values(), *self._recorded.model.frozen.values(), *inside])
+        except Exception:  # of the model: `Engine.gradients` raises it where the model does
+            return None
+        return dict(zip(self._params, [g[None] for g in grads] if self._mean else grads)), losses
+
+    def _found(self, form: Any, batch: Any) -> Operations | None:
+        """Look up the list for a form of batch; it is made by `Engine.gradients`."""
+        each = range(self._num_nodes)
+        part = NodeSlice(self._params, {}, batch, Keys(each, each, each))
+        key = self._recorded._key(part, self._num_nodes if self._mean else 0, self._recorded._inputs(part))
+        operations = self._recorded._lists.get(key)
+        if operations is not None and operations.names == tuple(self._params):  # a gradient for each
+            self._lists[form] = operations
+        return self._lists.get(form)
+
+
+def _taking(reads: list[int]) -> Callable[[list[Any]], Any]:
+    """Return a function that takes the values at these places."""
+    some: Any = slice(reads[0], reads[0] + 1) if reads else slice(0)  # an index alone would give no sequence
+    return operator.itemgetter(*reads) if len(reads) > 1 else operator.itemgetter(some)
 
 
 def _with_names(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:

@@ -48,6 +48,7 @@ the state, its method changes them, and they are put back:
 | `events` | when nodes meet a server that does not wait: `Rules`, messages on links, one agenda for all of it |
 | `state` | `State`: what is each node's `own` and what is `shared`; `StateView`, and how they are put back |
 | `simulation` | `run`, the loop; `Simulation`, which takes, calls, puts, and asks for gradients; `Part`, all that a handler sees |
+| `plain` | the passes and optimizer steps of tensors that stay where they are, which look up once what each step needs |
 | `returning` | the parameters with which returning nodes begin, and who sends them |
 | `stack` | several groups of configurations as one simulation: a sweep is rows |
 
@@ -100,7 +101,7 @@ From `fit` to the recorded loss:
    at `agree` the nodes make a message, at `write` they receive and write it.
 6. What was assigned is put back, and `Recorder` (runs) makes the row of the history.
 
-All of this, in a step of DiLoCo with an exchange, is in 33 files, which a test counts. `after_step`, limits,
+All of this, in a step of DiLoCo with an exchange, is in 28 files, which a test counts. `after_step`, limits,
 validation and a clock add theirs.
 
 ## Where to add what

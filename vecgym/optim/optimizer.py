@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,7 @@ from vecgym.core.nodes import join_rows, take_rows, widened
 from vecgym.core.objects import own_settings, shown
 from vecgym.core.tree import Tree, leaves, root
 from vecgym.optim.formulas import FORMULAS
-from vecgym.optim.rules import Gaps, PerNodeRule
+from vecgym.optim.rules import ElementwiseRule, Gaps, PerNodeRule, PreparedRule
 from vecgym.optim.schedule import Schedule, check_schedule, make_schedule
 from vecgym.optim.spec import Key, OptimSpec, merge_key, merged_spec, per_configuration
 
@@ -170,6 +171,23 @@ class Optimizer:
             stepped.append(self._step(p, g, s, _of_row(counts, i), _of_row(lr, i), inplace, ids[i : i + 1], gaps))
         return join_rows([p for p, _ in stepped]), join_rows([s for _, s in stepped])
 
+    def prepared(self, params: Tree, state: Slots) -> PreparedStep | None:
+        """Return steps in place of these tensors, for as long as they stay where they are; None: only `step` does.
+
+        >>> optimizer, params = Optimizer(OptimSpec("sgd", lr=0.5)), {"w": torch.ones(2)}
+        >>> optimizer.prepared(params, {})({"w": torch.tensor([1.0, 2.0])}, count=0, lr=0.5)
+        True
+        >>> params
+        {'w': tensor([0.5000, 0.0000])}
+        """
+        if self.max_norm is not None or self.spec.per_step or SKIPPED in state or not params:
+            return None
+        rates = _is_rows(self.spec.lr) and self._unit is not None and self._few(params)
+        rule = self._unit if rates else self._rule
+        moved = tree.map(torch.zeros_like, params) if rates else params
+        step = rule.prepared(moved, state) if isinstance(rule, ElementwiseRule) else None
+        return None if step is None else PreparedStep(self, params, state, moved, step)
+
     @property
     def merge_key(self) -> Key | None:
         """A key that is equal for optimizers that can be `merged`; None: this one cannot.
@@ -292,19 +310,25 @@ class Optimizer:
         form = [(name, p.shape, p.dtype, p.device) for name, p in params.items()]
         if self._moved[0] != form:
             empty = tree.map(lambda p: torch.empty_like(p, memory_format=torch.contiguous_format), params)
-            self._moved, self._factors = (form, empty), (None, {})
-        decay = self.spec.hyper.get("weight_decay", 0.0)
-        if self._factors[0] is not lr:
-            alike = {(p.dim(), p.dtype, p.device): p for p in params.values()}
-            self._factors = lr, {key: [spread(x, p) for x in (1 - lr * decay, lr)] for key, p in alike.items()}
+            self._moved = form, empty
         moved = tree.map(torch.Tensor.zero_, self._moved[1])
-        with torch.no_grad():
-            moved, new = self._unit.update(moved, grads, state)
-            for name, p in params.items():
-                shrink, rate = self._factors[1][p.dim(), p.dtype, p.device]
-                (p.mul_(shrink) if decay else p).addcmul_(moved[name], rate)
+        moved, new = self._unit.update(moved, grads, state)
+        self.move(params, moved, lr)
         del new["step"]
         return params, new
+
+    @torch.no_grad()
+    def move(self, params: Tree, moved: Tree, lr: Tensor) -> None:
+        """Move parameters in place by what a step at rate 1 moves them from 0, at the rate of each row, `[rows]`."""
+        decay = self.spec.hyper.get("weight_decay", 0.0)
+        if self._factors[0] is not lr:
+            self._factors = lr, {}
+        for name, p in params.items():
+            key = p.dim(), p.dtype, p.device
+            if key not in self._factors[1]:
+                self._factors[1][key] = [spread(x, p) for x in (1 - lr * decay, lr)]
+            shrink, rate = self._factors[1][key]
+            (p.mul_(shrink) if decay else p).addcmul_(moved[name], rate)
 
     def _rule_at(self, counts: list[int], nodes: Sequence[int] | None) -> Any:
         """Return the rule with the values of these nodes and steps."""
@@ -332,6 +356,45 @@ class Optimizer:
 
     def __repr__(self) -> str:
         return shown(self)
+
+
+class PreparedStep:
+    """Steps in place of tensors that stay where they are, with the bits of `step`; see `Optimizer.prepared`."""
+
+    def __init__(self, optimizer: Optimizer, params: Tree, state: Slots, moved: Tree, step: PreparedRule) -> None:
+        self.optimizer, self._params, self._moved, self._step = optimizer, params, moved, step
+        self._held = leaves([params, state])
+
+    def is_for(self, params: Tree, state: Slots) -> bool:
+        """Whether these are the tensors for which this was prepared."""
+        tensors = [*params.values(), *(x for slot in state.values() for x in slot.values())]
+        return len(tensors) == len(self._held) and all(map(operator.is_, tensors, self._held))
+
+    def __call__(self, grads: Tree, count: int, lr: Any) -> bool:
+        """Take a step, and return True; or do nothing, and return False: only `step` takes it.
+
+        Args:
+            grads: `[1 or rows, *]`.
+            count: steps made before.
+            lr: a number, `[]` or `[rows]`, as `Optimizer.lr` returns it.
+        """
+        at_rates = self._moved is not self._params
+        if _is_rows(lr) is not at_rates or grads.keys() != self._params.keys():
+            return False
+        if any(grads[name].shape != p.shape for name, p in self._params.items()):
+            return False
+        if at_rates:
+            for x in self._moved.values():
+                x.zero_()
+            self._step(grads, count, 1.0)
+            self.optimizer.move(self._params, self._moved, lr)
+            return True
+        if isinstance(lr, Tensor):
+            if lr.numel() != 1 or lr.requires_grad:
+                return False
+            lr = lr.item()
+        self._step(grads, count, lr)
+        return True
 
 
 def unit_rule(spec: OptimSpec) -> Any:

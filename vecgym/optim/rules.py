@@ -112,6 +112,20 @@ class ElementwiseRule:
                     new_state[slot] |= tree
         return new_params, new_state
 
+    def prepared(self, params: Tree, state: OptState) -> PreparedRule | None:
+        """Return steps in place of these tensors, for as long as they stay where they are; None: only `update` does.
+
+        A setting other than the learning rate must not be a tensor, and all tensors must be contiguous, and have the
+        same number of rows.
+        """
+        groups = self._groups(params)
+        lists = [group._lists(params, params, state) for group in groups]
+        tensors = [x for each in lists for some in each for x in some]
+        fixed = not any(group.tensors.keys() - ({"lr"} if group.base_lr is None else {}) for group in groups)
+        if not fixed or len(set(map(len, tensors))) != 1 or not all(map(Tensor.is_contiguous, tensors)):
+            return None
+        return PreparedRule([(group, p, dict(zip(group.slots, slots))) for group, (p, _, *slots) in zip(groups, lists)])
+
     def _groups(self, params: Tree) -> list[_Group]:
         key = tuple((name, p.shape[1:]) for name, p in params.items()) if self.spec.param_groups else tuple(params)
         if key not in self._groups_of:
@@ -119,6 +133,33 @@ class ElementwiseRule:
                 self._groups_of.clear()
             self._groups_of[key] = [_Group(spec, names, base_lr) for spec, names, base_lr in self.spec.groups(params)]
         return self._groups_of[key]
+
+
+class PreparedRule:
+    """Steps in place of tensors that stay where they are; see `ElementwiseRule.prepared`.
+
+    >>> from vecgym.optim import OptimSpec
+    >>> rule, params = OptimSpec("sgd", lr=0.5).rule(), {"w": torch.ones(1, 2)}
+    >>> rule.prepared(params, rule.init(params))({"w": torch.tensor([[1.0, 2.0]])}, count=0, lr=0.5)
+    >>> params["w"]
+    tensor([[0.5000, 0.0000]])
+    """
+
+    def __init__(self, groups: Sequence[tuple[_Group, list[Tensor], Lists]]) -> None:
+        self._groups = groups
+
+    def __call__(self, grads: Tree, count: int, lr: float) -> None:
+        """Take a step.
+
+        Args:
+            grads: of the parameters' shapes.
+            count: steps made before.
+        """
+        with torch.no_grad():
+            for group, params, slots in self._groups:
+                step = group.formula.kernel or group._call_torch
+                h = SimpleNamespace(**{**group.constants, "lr": group._lr(lr), "step": count})
+                step(params, [grads[name].contiguous() for name in group.names], {**slots}, h)
 
 
 class _Group:

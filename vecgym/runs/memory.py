@@ -545,6 +545,7 @@ class _Shapes:
     """A stand-in for an engine: its gradients have no values, but the layout of the model's."""
 
     written: frozenset[str] = frozenset()
+    plan = None  # nothing is prepared
 
     def __init__(self, params: Tree, strided: frozenset[str], lasting: bool) -> None:
         self.params, self.buffers, self.rows = params, Tree(), 1

@@ -23,6 +23,7 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
 from vecgym.engine.backend import Missing, missing_within
 from vecgym.optim.optimizer import SKIPPED
+from vecgym.simulation.plain import Plain
 from vecgym.simulation.state import Index, Result, SplitView, State, StateView, put_back
 from vecgym.simulation.timetable import Due, Event, RunFacts, Timetable
 
@@ -293,12 +294,14 @@ class Part:
                 inner, grads = inner.wide(num_rows), tree.map(lambda g: _flat(g, self.size, num_rows), grads)
                 max_steps = simulation.tables[self.event.group or 0].max_steps
                 lr = inner.lr(self._later(self.counts), max_steps) if lr is None else _each_row(lr, self.size, num_rows)
-            params, slots = inner.step(
-                home.flat("params"), grads, home.flat("optimizer"), self._later(self.made), lr,
-                inplace=self.inplace, nodes=self._ids if own else None, exact=simulation.exact, missing=self.missing,
-            )  # fmt: skip
-            home.put_flat("params", params)
-            home.put_flat("optimizer", slots)
+            held, made = (home.flat("params"), home.flat("optimizer")), self._later(self.made)
+            if self.missing or not (self.stays and simulation.plain.step(inner, held, grads, made, lr)):
+                params, slots = inner.step(
+                    held[0], grads, held[1], made, lr, inplace=self.inplace, nodes=self._ids if own else None,
+                    exact=simulation.exact, missing=self.missing,
+                )  # fmt: skip
+                home.put_flat("params", params)
+                home.put_flat("optimizer", slots)
         self._num_steps += 1
 
     def share_missing(self) -> None:
@@ -344,6 +347,11 @@ class Part:
     def _later(self, counts: int | list[int]) -> int | list[int]:
         """Return the counts after the steps of this event; shared state counts ticks."""
         return _later(counts if self.home is self.own else self.tick, self._num_steps)
+
+    @property
+    def stays(self) -> bool:
+        """Whether the tensors of these rows are the state's own, which keep their place in memory for the whole run."""
+        return self.inplace and not self.exact and (self.place.at is None or self.home is self.shared)
 
     @property
     def _ids(self) -> list[int] | None:
@@ -520,7 +528,7 @@ class Simulation:
         check_run(algorithm, run)
         self.timetable = algorithm.timetable(run)
         self.tables: Sequence[Timetable] = [self.timetable]
-        self.place = functools.lru_cache(CACHED_PLACES)(self._place)
+        self.place, self.plain = functools.lru_cache(CACHED_PLACES)(self._place), Plain(engine)
 
     large = False
     whole: Group | None = None  # all rows of a stack, if they can train as one group
@@ -688,24 +696,36 @@ class Simulation:
             unused = dict.fromkeys(() if facts is None else facts.unused, frozenset[int]())
             losses = next(iter(params.values())).new_empty(num_rows)
             return Local(wide, losses, {}, unused, losses if not self.dry and self.engine.weighted else None)
-        shared = part.shared.flat("buffers")
-        if size > 1:  # nodes of a configuration may share theirs, `[C, *]`
-            params = params if at is None else tree.map(lambda p: _flat(p, size, num_rows // size), params)
-            params = nodes.expand(params, num_rows)
-            shared = tree.map(lambda b: b[:1] if b.stride(0) == 0 else nodes.expanded(b, num_rows), shared)
-        step, buffers, (batch, limits) = part.read_at, {**shared, **part.own.flat("buffers")}, part.next_batch()
+        step, (batch, limits) = part.read_at, part.next_batch()
         mean = mean and part.inplace and all(len(p) == 1 for p in params.values())
-        if self.engine.written:  # each node writes to its own copy
-            params = nodes.widened(params, num_rows)
-        local = self.engine.gradients(
-            params, buffers, batch, seed=part.place.seeds, step=step, node_ids=part.place.nodes, limits=limits,
-            minibatch_size=self.minibatch_size, mean=mean, differentiable=not part.inplace,
-        )  # fmt: skip
+        local = None
+        if at is None and limits is None and self.minibatch_size is None and part.stays and size == 1:
+            local = self.plain.gradients(part.event.group, params, batch, num_rows, mean)
+        if local is None:
+            local = self._computed(part, params, (batch, limits), step, mean, at is None)
         if mean and len(self.here) < self.run.num_nodes:  # averaged with other processes' means, as if each row's
             local = local._replace(grads=nodes.expand(local.grads, num_rows))
         if mean and local.missing:
             local = local._replace(missing=dict.fromkeys(local.missing, frozenset(range(num_rows))))
-        if self.engine.written and at is None:
+        return local
+
+    def _computed(
+        self, part: Part, params: Tree, read: tuple[Any, list[int] | None], step: int | list[int], mean: bool, own: bool
+    ) -> Local:
+        """Call the engine for the gradients of a batch; `own`: at the parameters of these rows."""
+        num_rows, size, shared = len(part.rows), part.size, part.shared.flat("buffers")
+        if size > 1:  # nodes of a configuration may share theirs, `[C, *]`
+            params = params if own else tree.map(lambda p: _flat(p, size, num_rows // size), params)
+            params = nodes.expand(params, num_rows)
+            shared = tree.map(lambda b: b[:1] if b.stride(0) == 0 else nodes.expanded(b, num_rows), shared)
+        if self.engine.written:  # each node writes to its own copy
+            params = nodes.widened(params, num_rows)
+        local = self.engine.gradients(
+            params, {**shared, **part.own.flat("buffers")}, read[0], seed=part.place.seeds, step=step,
+            node_ids=part.place.nodes, limits=read[1], minibatch_size=self.minibatch_size, mean=mean,
+            differentiable=not part.inplace,
+        )  # fmt: skip
+        if self.engine.written and own:
             written = {name: params[name] for name in self.engine.written}
             if part.home is part.shared:
                 written = tree.map(lambda x: x.unflatten(0, (size, -1))[:, 0], self._same_on_all(written, size))

@@ -32,6 +32,7 @@ from vecgym.engine.backend import rows as rows_of
 from vecgym.optim import Optimizer, OptimSpec
 from vecgym.optim.spec import merge_key as spec_key
 from vecgym.optim.spec import merged_spec, per_configuration
+from vecgym.simulation.plain import Plain
 from vecgym.simulation.simulation import (
     CACHED_PLACES,
     Batches,
@@ -140,7 +141,7 @@ class Stack(Simulation):
         self.timetable = Together(self.groups, self.tables)
         self.whole = self._whole()
         self._common = COMMON[:2] if self.whole is None else COMMON
-        self.place = functools.lru_cache(CACHED_PLACES)(self._place)
+        self.place, self.plain = functools.lru_cache(CACHED_PLACES)(self._place), Plain(engine)
 
     def _whole(self) -> Group | None:
         """Return a group of all rows, each with its own numbers, if all can train by one step of one optimizer."""
