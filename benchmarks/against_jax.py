@@ -97,10 +97,11 @@ class Swept:
         setting, workload = Setting(SWEEPS["tiny"], quick=which == "quick"), WORKLOADS["tiny"]
         self.model, self.x, self.y = cast(dtype, workload.model(), *workload.data(EXAMPLES[0]))
         self.num_steps = 60 if dtype == "float64" else setting.common["max_steps"]
+        self.compared = min(60, self.num_steps)  # after every H; later float32 differs by its rounding alone
         self.configs, self.batch_size, self.compiled = setting.configs, workload.batch_size, compiled
 
     def __call__(self) -> dict[str, Any]:
-        """Seconds of a step and of all else, and the losses of all configurations in the last step."""
+        """Seconds of a step and of all else, and the losses of all configurations in the step that is compared."""
         from sweep import STRATEGIES, K
 
         from vecgym import sweep
@@ -111,9 +112,9 @@ class Swept:
             max_steps=self.num_steps, batch_size=self.batch_size, device="cpu", progress=False, compile=self.compiled,
         )  # fmt: skip
         whole = time.perf_counter() - start
-        clock, early = result.history(0)["seconds"], self.num_steps // 6
-        step_s = (clock[-1] - clock[early]) / (self.num_steps - early)
-        losses = [row["train_loss"] for row in result.rows]
+        clock, early = result.history(0)["seconds"], max(1, self.num_steps // 6)
+        step_s = (clock[-1] - clock[early - 1]) / (self.num_steps - early)
+        losses = [result.history(i)["train_loss"][self.compared - 1] for i in range(len(self.configs))]
         return {"seconds": step_s, "start": whole - step_s * self.num_steps, "losses": losses}
 
     def write(self, file: str) -> None:
@@ -127,6 +128,7 @@ class Swept:
         order = torch.stack([torch.stack(each) for each in zip(*of_seeds)])
         axes = {axis: torch.from_numpy(np.array([c[axis] for c in self.configs])) for axis in self.configs[0]}
         losses = torch.tensor(self()["losses"], dtype=torch.float64)
+        axes["compared"] = torch.tensor(self.compared)
         write(file, self.model, x=self.x, y=self.y.int(), order=order, losses=losses, **axes)
 
 

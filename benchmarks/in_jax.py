@@ -242,12 +242,12 @@ def serve_fit(form: Callable[..., Any], name: str, given: Any, params: Params, H
 def serve_sweep(given: Any, params: Params) -> None:
     x, y = jnp.asarray(given["x"][given["order"]]), jnp.asarray(given["y"][given["order"]])  # [T, seeds, K, B, ...]
     configs = {axis: jnp.asarray(given[axis]) for axis in ("H", "lr", "outer_lr", "seed")}
-    run = jax.jit(sweep)
+    run, compared = jax.jit(sweep), int(given["compared"])
 
     def work() -> dict[str, Any]:
         start = time.perf_counter()
         losses = np.asarray(run(params, configs, x, y))
-        return {"seconds": (time.perf_counter() - start) / len(x), "losses": losses[:, -1].mean(1).tolist()}
+        return {"seconds": (time.perf_counter() - start) / len(x), "losses": losses[:, compared - 1].mean(1).tolist()}
 
     first, second = work(), work()
     compile_s = (first["seconds"] - second["seconds"]) * len(x)
