@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -363,11 +364,11 @@ class PreparedStep:
 
     def __init__(self, optimizer: Optimizer, params: Tree, state: Slots, moved: Tree, step: PreparedRule) -> None:
         self.optimizer, self._params, self._moved, self._step = optimizer, params, moved, step
-        self._held = leaves([params, state])
+        self._held, self._shapes = leaves([params, state]), {name: p.shape for name, p in params.items()}
 
     def is_for(self, params: Tree, state: Slots) -> bool:
         """Whether these are the tensors for which this was prepared."""
-        tensors = [*params.values(), *(x for slot in state.values() for x in slot.values())]
+        tensors = [*params.values(), *itertools.chain(*[slot.values() for slot in state.values()])]
         return len(tensors) == len(self._held) and all(map(operator.is_, tensors, self._held))
 
     def __call__(self, grads: Tree, count: int, lr: Any) -> bool:
@@ -379,20 +380,15 @@ class PreparedStep:
             lr: a number, `[]` or `[rows]`, as `Optimizer.lr` returns it.
         """
         at_rates = self._moved is not self._params
-        if _is_rows(lr) is not at_rates or grads.keys() != self._params.keys():
-            return False
-        if any(grads[name].shape != p.shape for name, p in self._params.items()):
+        if _is_rows(lr) is not at_rates or {name: g.shape for name, g in grads.items()} != self._shapes:
             return False
         if at_rates:
-            for x in self._moved.values():
-                x.zero_()
+            tree.map(torch.Tensor.zero_, self._moved)
             self._step(grads, count, 1.0)
             self.optimizer.move(self._params, self._moved, lr)
             return True
-        if isinstance(lr, Tensor):
-            if lr.numel() != 1 or lr.requires_grad:
-                return False
-            lr = lr.item()
+        if isinstance(lr, Tensor) and (lr.numel() != 1 or tree.differentiated(lr)):
+            return False
         self._step(grads, count, lr)
         return True
 

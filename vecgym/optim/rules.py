@@ -148,17 +148,18 @@ class PreparedRule:
     def __init__(self, groups: Sequence[tuple[_Group, list[Tensor], Lists]]) -> None:
         self._groups = groups
 
-    def __call__(self, grads: Tree, count: int, lr: float) -> None:
+    def __call__(self, grads: Tree, count: int, lr: float | Tensor) -> None:
         """Take a step.
 
         Args:
             grads: of the parameters' shapes.
             count: steps made before.
+            lr: a number or `[]`.
         """
         with torch.no_grad():
             for group, params, slots in self._groups:
                 step = group.formula.kernel or group._call_torch
-                h = SimpleNamespace(**{**group.constants, "lr": group._lr(lr), "step": count})
+                h = SimpleNamespace(**{**group.constants, "lr": float(group._lr(lr)), "step": count})
                 step(params, [grads[name].contiguous() for name in group.names], {**slots}, h)
 
 

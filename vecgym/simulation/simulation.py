@@ -21,7 +21,7 @@ from vecgym.core.devices import placed, spread
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
-from vecgym.engine.backend import Missing, missing_within
+from vecgym.engine.backend import Missing, missing_within, sizes_of
 from vecgym.optim.optimizer import SKIPPED
 from vecgym.simulation.plain import Plain
 from vecgym.simulation.state import Index, Result, SplitView, State, StateView, put_back
@@ -698,8 +698,8 @@ class Simulation:
             return Local(wide, losses, {}, unused, losses if not self.dry and self.engine.weighted else None)
         step, (batch, limits) = part.read_at, part.next_batch()
         mean = mean and part.inplace and all(len(p) == 1 for p in params.values())
-        local = None
-        if at is None and limits is None and self.minibatch_size is None and part.stays and size == 1:
+        local, every = None, limits is None or min(limits) >= sizes_of(batch)[1]
+        if every and at is None and self.minibatch_size is None and part.stays and size == 1:
             local = self.plain.gradients(part.event.group, params, batch, num_rows, mean)
         if local is None:
             local = self._computed(part, params, (batch, limits), step, mean, at is None)
