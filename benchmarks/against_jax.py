@@ -254,7 +254,7 @@ def report(results: dict[str, dict[str, Any]]) -> str:
         ms, start_s = result["ms"], result["start_s"]
         cells = [f"{ms[side]:.2f}" if side in ms else "" for side in ("vecgym", "compiled", *JAX)]
         ratios = [f"{ms[side] / ms['vecgym']:.2f}" if side in ms else "" for side in JAX]
-        starts = [f"{start_s[side]:.1f}" for side in ("vecgym", "JAX, scan")]
+        starts = [f"{start_s[side]:.2f}" for side in ("vecgym", "JAX, scan")]
         rows.append([name, *cells, *ratios, *starts, catches_up(result)])
     columns = ["ms per step", "vecgym", "compiled", *JAX, *[f"{side} / vecgym" for side in JAX]]
     notes = [f"- {name}: {checked(result)}; {result['notes']}" for name, result in results.items()]

@@ -626,8 +626,8 @@ def test_the_table_beside_jax(against_jax: Any) -> None:
     }  # fmt: skip
     table = against_jax.report({"mlp": fit, "sweep": sweep})
     # the scan is 2 ms faster a step, and starts 2 s later: it catches up after 1000 steps
-    assert "| mlp | 4.00 |  | 6.00 | 2.00 | 1.50 | 0.50 | 0.5 | 2.5 | 1000 |" in table
-    assert "| sweep | 2.00 | 3.00 |  | 5.00 |  | 2.50 | 0.1 | 4.0 | never |" in table
+    assert "| mlp | 4.00 |  | 6.00 | 2.00 | 1.50 | 0.50 | 0.50 | 2.50 | 1000 |" in table
+    assert "| sweep | 2.00 | 3.00 |  | 5.00 |  | 2.50 | 0.10 | 4.00 | never |" in table
     same = "JAX's losses are vecgym's up to 2e-13 of them in float64 and 3e-07 of them in float32 (jax 1 and optax 2)"
     assert f"- mlp: {same}; 1 round" in table
 
