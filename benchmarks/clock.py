@@ -4,16 +4,21 @@
   hundredth.
 - dry run: a model of 100 billion bfloat16 parameters on the device "meta", 128 nodes, 200 steps, with each strategy of
   the catalogue whose exchanges need no values.
+- command: `vecgym price` as in the README, from after `import torch` to its end, vecgym's own imports included; every
+  repeat is a process of its own.
 
 Each row is a process of its own. Seconds are those of the processor, the median over the repeats, so that other
-programs hardly count. Memory is the peak resident memory of the process, and what it had before, with torch imported.
+programs hardly count; those of the wall are beside them. Memory is the peak resident memory of the process, and what it
+had before, with torch imported.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import resource
+import shlex
 import statistics
 import subprocess
 import sys
@@ -33,7 +38,19 @@ from vecgym.strategy.catalogue import CATALOGUE
 
 LAYERS = 108  # matrices of the large model
 H, P = 50, 1e-7  # of its strategies
-TARGETS = {"price": (2.0, None), "dry run": (30.0, 1e9)}  # seconds, bytes
+TARGETS = {"price": (2.0, None), "dry run": (30.0, 1e9), "command": (2.0, None)}  # seconds, bytes
+README = Path(__file__).parent.parent / "README.md"
+BEYOND_TORCH = """
+import json, resource, sys, time
+import torch
+torch.set_num_threads(1)
+before, cpu, wall = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time(), time.perf_counter()
+from vecgym.cli import main
+main(sys.argv[1:])
+seconds, wall = time.process_time() - cpu, time.perf_counter() - wall
+peak, unit = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 1 if sys.platform == "darwin" else 1024
+print(json.dumps({"seconds": seconds, "wall_seconds": wall, "peak_bytes": peak * unit, "before_bytes": before * unit}))
+"""
 
 
 class Size(NamedTuple):
@@ -51,7 +68,8 @@ FULL, QUICK = Size(), Size(200, 4, 1e9, 4, 100)
 
 def cases(strategies: list[str]) -> list[tuple[str, str]]:
     """(question, of what)."""
-    return [("price", "every step"), ("price", "every 100 steps"), *(("dry run", name) for name in strategies)]
+    prices = [("command", "vecgym price"), ("price", "every step"), ("price", "every 100 steps")]
+    return [*prices, *(("dry run", name) for name in strategies)]
 
 
 def question(kind: str, name: str, size: Size) -> Callable[[], int]:
@@ -88,22 +106,37 @@ def measure_here(kind: str, name: str, size: Size, repeats: int) -> dict[str, An
     torch.set_num_threads(1)
     before = peak_bytes()
     ask = question(kind, name, size)
-    seconds, collectives = [], 0
+    seconds, walls, collectives = [], [], 0
     for _ in range(repeats):
-        start = time.process_time()
+        start, began = time.process_time(), time.perf_counter()
         try:
             collectives = ask()
         except ValueError as error:
             return {"refused": str(error)}
         seconds.append(time.process_time() - start)
+        walls.append(time.perf_counter() - began)
     return {
-        "seconds": statistics.median(seconds), "collectives": collectives,
+        "seconds": statistics.median(seconds), "wall_seconds": statistics.median(walls), "collectives": collectives,
         "peak_bytes": peak_bytes(), "before_bytes": before,
     }  # fmt: skip
 
 
+def measure_command(quick: bool, repeats: int) -> dict[str, Any]:
+    """What the README's command takes beyond `import torch`, each time in a new process."""
+    found = re.search(r"^vecgym (price --parameters .*)$", README.read_text(), re.MULTILINE)
+    assert found is not None
+    argv = shlex.split(found[1]) + ["--parameters", "1M", "--H", "20"] * quick
+    command, rows = [sys.executable, "-c", BEYOND_TORCH, *argv], []
+    for _ in range(repeats):
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+    return {"collectives": "-", **{name: statistics.median(row[name] for row in rows) for name in rows[0]}}
+
+
 def measure(kind: str, name: str, quick: bool, repeats: int) -> dict[str, Any]:
     """The same in a process of its own."""
+    if kind == "command":
+        return {"question": kind, "of": name, **measure_command(quick, repeats)}
     command = [sys.executable, __file__, "--one", kind, name, "--repeats", str(repeats), *["--quick"] * quick]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=1800)
     return {"question": kind, "of": name, **json.loads(done.stdout)}
@@ -119,14 +152,13 @@ def report(rows: list[dict[str, Any]]) -> str:
             f"< {seconds:g} s" + (f", < {most / 1e9:g} GB" if most else ""),
         )
         if "refused" in row:
-            cells.append([what, "-", "refused", "-", "-", targets, "-"])
+            cells.append([what, "-", "refused", "-", "-", "-", targets, "-"])
             continue
         met = row["seconds"] < seconds and (most is None or row["peak_bytes"] < most)
         memory = [f"{row[key] / 1e6:.0f}" for key in ("peak_bytes", "before_bytes")]
-        cells.append(
-            [what, str(row["collectives"]), f"{row['seconds']:.2f}", *memory, targets, "yes" if met else "**no**"]
-        )
-    return markdown(["", "collectives", "s", "peak MB", "MB before", "target", "met"], cells)
+        times = [f"{row[key]:.2f}" for key in ("seconds", "wall_seconds")]
+        cells.append([what, str(row["collectives"]), *times, *memory, targets, "yes" if met else "**no**"])
+    return markdown(["", "collectives", "s", "wall s", "peak MB", "MB before", "target", "met"], cells)
 
 
 def main() -> None:

@@ -238,14 +238,17 @@ def test_torchrun(tmp_path: Path) -> None:
 
 def test_clock(tmp_path: Path) -> None:
     table, result = run_quick("clock.py", tmp_path, "--strategies", "allreduce", "diloco")
-    assert "|  | collectives | s | peak MB | MB before | target | met |" in table
+    assert "|  | collectives | s | wall s | peak MB | MB before | target | met |" in table
     found = {(row["question"], row["of"]): row for row in result["rows"]}
     collectives = {key: row["collectives"] for key, row in found.items()}
     assert collectives == {
-        ("price", "every step"): 200, ("price", "every 100 steps"): 2,
+        ("command", "vecgym price"): "-", ("price", "every step"): 200, ("price", "every 100 steps"): 2,
         ("dry run", "allreduce"): 100, ("dry run", "diloco"): 2,
     }  # fmt: skip
-    assert all(row["seconds"] > 0 and row["peak_bytes"] >= row["before_bytes"] > 0 for row in found.values())
+    assert all(
+        row["wall_seconds"] > 0 and row["seconds"] > 0 and row["peak_bytes"] >= row["before_bytes"] > 0
+        for row in found.values()
+    )
 
 
 def test_network(tmp_path: Path) -> None:
