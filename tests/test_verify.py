@@ -530,6 +530,23 @@ def test_a_promise_that_the_code_does_not_keep_is_found(strategy: Strategy, want
     assert check.first_failure.step == int(wanted[5])
 
 
+def test_what_does_not_send_the_same_always_is_found() -> None:
+    class More(Mean, batched=(), random=False, steady=True):
+        def agree(self, x: Any, part: Any, memory: Any) -> Any:
+            for _ in range(part.due.number):
+                part.comm.all_gather(x)
+            return super().agree(x, part, memory)
+
+    class Asked(More, batched=(), random=False):
+        pass
+
+    assert in_a_stack(exchanging(Asked())).passed
+    with pytest.raises(
+        ValueError, match=r"Exchange\(More\(\), every=2\)\) does not always send the same: leave out stea"
+    ):
+        in_a_stack(exchanging(More()))
+
+
 def test_the_same_without_the_promise_is_right() -> None:
     """Its configurations are no group: each has its handlers called for itself."""
 

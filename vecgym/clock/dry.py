@@ -17,7 +17,7 @@ from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.collectives.stacked import DryCollectives
 from vecgym.core import check
 from vecgym.core.forms import Forms
-from vecgym.core.objects import altered, public, same
+from vecgym.core.objects import altered, same
 from vecgym.core.tree import Tree
 from vecgym.simulation import RunFacts, Simulation
 from vecgym.simulation.timetable import Event
@@ -125,7 +125,7 @@ class DryRuns:
         """Return what is known to be sent by strategies that differ from this one in H alone."""
         # The next round's length is the lag of a message that overlaps with it.
         exchanges = [x if x.stages.overlaps else altered(x, every=None, offsets=None) for x in strategy.exchanges]
-        settings = [strategy.__class__, {**public(strategy), "exchanges": exchanges}]
+        settings = [strategy.__class__, {**vars(strategy), "exchanges": exchanges}]
         known = [sent for others, sent in self.sent if same(others, settings)] or [{}]
         self.sent.append((settings, known[0]))
         return known[0]

@@ -329,10 +329,10 @@ class PricedRun:
 
     def _ends(self, clock: Clock, computed: Tensor) -> Iterator[Tensor]:
         """Yield when each node ended each step, `[n, K]` for several steps at a time."""
-        while clock.step < len(computed):
-            step = clock.step
+        steps, num_steps = self.steps, len(computed)
+        while (step := clock.step) < num_steps:
             # The first step that sends something else.
-            until = next((t for t in range(step, len(computed)) if self.steps[t] != self.steps[step]), len(computed))
+            until = next((t for t in range(step, num_steps) if steps[t] != steps[step]), num_steps)
             plans = clock.plans(self._transfers(step))
             if plans:
                 yield clock.repeat(computed[step:until], plans)

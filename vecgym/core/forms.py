@@ -23,7 +23,7 @@ REDUCTIONS = {aten.sum.dim_IntList: 1, aten.mean.dim: 1, aten.amax.default: 1, a
 class Forms(TorchDispatchMode):
     """Compute the form of elementwise operations and of sums: the dtype by the operation itself, on a single number.
 
-    Other operations, and those with a mistake, are torch's.
+    Other operations are torch's.
 
     >>> x = torch.empty(4, 1, dtype=torch.bfloat16, device="meta")
     >>> with Forms():
@@ -44,32 +44,24 @@ class Forms(TorchDispatchMode):
 def _form(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of an operation; None: let torch say."""
     found = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    if func.overloadpacket is aten.arange and "meta" in str(kwargs.get("device")):
-        whole = all(isinstance(x, int) for x in args)
-        return _empty([len(range(*args))], kwargs.get("dtype") or torch.int64) if whole else None
+    whole = func.overloadpacket is aten.arange and all(isinstance(x, int) for x in args)
+    if whole and "meta" in str(kwargs.get("device")):
+        return _empty([len(range(*args))], kwargs.get("dtype") or torch.int64)
     if not any(x.is_meta for x in found):
         return None
     if func in LIKE:
         return _empty(args[0].shape, kwargs.get("dtype") or args[0].dtype)
     if func in REDUCTIONS and len(args) > REDUCTIONS[func] and args[REDUCTIONS[func]]:
         x, dims = args[0], {dim % args[0].dim() for dim in args[REDUCTIONS[func]]}
-        out = func(_number(x), *args[1:], **kwargs)
-        sizes = enumerate(x.shape)
+        out, sizes = func(_number(x), *args[1:], **kwargs), enumerate(x.shape)
         return _empty([1 if i in dims else n for i, n in sizes if out.dim() == x.dim() or i not in dims], out.dtype)
-    return _elementwise(func, args, kwargs, found)
-
-
-def _elementwise(func: Any, args: Any, kwargs: Any, found: list[Tensor]) -> Any:
-    pointwise, inplace = torch.Tag.pointwise in func.tags, func._schema.is_mutable
-    try:
-        shape = np.broadcast_shapes(*(x.shape for x in found))
-    except ValueError:
+    inplace = func._schema.is_mutable
+    if torch.Tag.pointwise not in func.tags and not (inplace and len(found) == 1):
         return None
+    shape = np.broadcast_shapes(*(x.shape for x in found))
     if inplace:  # neither of another shape, nor into `out=`
         same = func._schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags and shape == args[0].shape
-        return args[0] if same and (pointwise or len(found) == 1) else None
-    if not pointwise:
-        return None
+        return args[0] if same else None
     out = func(*map(_number, args), **{name: _number(x) for name, x in kwargs.items()})
     return tuple(_empty(shape, x.dtype) for x in out) if isinstance(out, tuple) else _empty(shape, out.dtype)
 

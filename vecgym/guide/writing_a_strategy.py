@@ -46,8 +46,8 @@ Try it by hand before any run. `Part.alone` is the event of an exchange, without
 
 The class says how sweeps may train it. `batched` names the arguments that may differ within a stack of configurations, here
 none; `random=False` says that nothing is drawn, so that seeds share a stack. A class that says neither is right in sweeps,
-and slower. `vecgym.verify` checks both promises. `steady=True` says that all exchanges among the same nodes send the same,
-whatever the values, the step and H: a dry run then makes one of them for all.
+and slower. `steady=True` says that all exchanges among the same nodes send the same, whatever the values, the step and H: a
+dry run then makes one of them for all. `vecgym.verify` checks the three promises.
 
 ## A stage
 

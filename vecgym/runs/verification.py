@@ -17,10 +17,10 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vecgym.clock import Compute
+from vecgym.clock import Compute, dry_run
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, check_divides
-from vecgym.collectives.ledger import Entry
+from vecgym.collectives.ledger import Entry, Ledger
 from vecgym.collectives.wire import Disagreement, Wire
 from vecgym.core import check, tree
 from vecgym.core.check import function_of
@@ -277,9 +277,18 @@ def compare_stack(options: VerifyOptions, beat: Callable[[], None] = lambda: Non
             for one in comparisons:
                 one.add(step)
             beat()
+    check_steady(options, alone[0].comm.ledger)
     for form in (*alone, stack):
         form.simulation.close()
     return check_of("stack", BOUNDS[options.dtype], [(one.rows, one.finding) for one in comparisons])
+
+
+def check_steady(options: VerifyOptions, ledger: Ledger) -> None:
+    """Raise a ValueError if the strategy is said to send the same always, and has not in the run of this ledger."""
+    if options.strategy.repeats_itself and options.availability is None:
+        once = dry_run(options.model, options.strategy, options.num_nodes, options.steps, seed=options.seed)
+        if list(once) != list(ledger):
+            raise ValueError(f"{options.strategy!r} does not always send the same: leave out steady= of its classes.")
 
 
 def check_of(name: str, bound: float, each: Sequence[tuple[list[Difference], Finding | None]]) -> Check:
@@ -592,7 +601,7 @@ def verify(options: VerifyOptions) -> Report:
     float32, relative to the largest value of each tensor. "stack", within the same bounds: in one stack as in a sweep,
     and each by itself, the strategy, one with half of its learning rates and of the numbers that `batched` names, and
     one with another seed. It finds what `batched` or `random` of a class promise and the code does not keep. In all
-    three, the ledgers must be the same.
+    three, the ledgers must be the same; and that of a dry run, which `steady` of a class makes short.
 
     Args:
         {arguments}
@@ -600,7 +609,7 @@ def verify(options: VerifyOptions) -> Report:
     Raises:
         ValueError, TypeError: for invalid arguments, and for an asynchronous strategy, which has no steps to compare.
         ProcessError: if the strategy fails, or its processes do not make the same calls of `comm`; the error says
-            which process called what at which step.
+            which process called what at which step. Also if a class is not as `steady` as it says.
 
     >>> from vecgym.models import Line
     >>> from vecgym.strategy import FedAvgStrategy
