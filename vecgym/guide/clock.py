@@ -276,7 +276,8 @@ benchmark's processes ran in real time; torch 2.13.
 
 Steps are priced one after the other, without exchange many at once. Where a step moves all times, of nodes and links, by
 the same amount and nodes always compute for as long, the steps like it are multiplied: 10,000 steps of 64 nodes with an
-exchange in each take 0.05 s of a processor then, and 1.3 s where times are drawn anew (one run of each). A dry run of
-100 billion parameters on 128 nodes for 200 steps takes from 0.03 s (independent nodes) over 0.4 (AllReduce) and 1.2
-(DiLoCo) to 23 s (DeMo), with 320 MB in all, of which 313 are Python's and torch's own (`python benchmarks/clock.py`).
+exchange in each take 0.05 s of a processor then, and 1.1 s where times are drawn anew. A dry run makes one of all equal
+exchanges, and so 100 billion parameters on 128 nodes for 200 steps take 0.01 s (independent nodes) to 0.05 s (DiLoCo), or
+6 s where each step draws coordinates (SPARTA), with 250 MB in all, of which 243 are Python's and torch's own. The command
+above takes 1.9 s beyond torch's import (medians of 3: `python benchmarks/clock.py`).
 """
