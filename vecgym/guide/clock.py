@@ -278,6 +278,6 @@ Steps are priced one after the other, without exchange many at once. Where a ste
 the same amount and nodes always compute for as long, the steps like it are multiplied: 10,000 steps of 64 nodes with an
 exchange in each take 0.05 s of a processor then, and 1.1 s where times are drawn anew. A dry run makes one of all equal
 exchanges, and so 100 billion parameters on 128 nodes for 200 steps take 0.01 s (independent nodes) to 0.05 s (DiLoCo), or
-6 s where each step draws coordinates (SPARTA), with 250 MB in all, of which 243 are Python's and torch's own. The command
-above takes 1.9 s beyond torch's import (medians of 3: `python benchmarks/clock.py`).
+6 s where each step draws coordinates (SPARTA), with 250 MB in all, of which 243 are Python's and torch's own. The
+README's `vecgym price` takes 1.9 s beyond torch's import (medians of 3: `python benchmarks/clock.py`).
 """
