@@ -18,6 +18,7 @@ from vecgym import CSVLogger, Trainer
 from vecgym.cli import main
 from vecgym.cli.report import table, tag
 from vecgym.clock import Compute, Network
+from vecgym.plot import style
 from vecgym.records.runfile import checkpoints_in
 from vecgym.strategy import AsyncStrategy, DiLoCoStrategy
 
@@ -87,6 +88,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made and not drawn, which takes most of the time: for tests of what stands around them."""
+    monkeypatch.setattr(style.NotebookFigure, "_repr_png_", lambda figure: b"")
+    monkeypatch.setattr(style, "legend_hides_a_curve", lambda axes: False)
+
+
 # ------------------------------------------------------------------------------------------------ what it says
 
 
@@ -138,6 +146,7 @@ def test_an_asynchronous_run(folder: Path) -> None:
         assert "What each node did in steps 1 to 8" in [attributes.get("alt") for _, attributes in page.elements]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_settings_in_which_runs_differ(folder: Path) -> None:
     for H in (2, 4):
         fit(DiLoCoStrategy("sgd", H=H, lr=0.1), logger=CSVLogger(f"runs/H={H}"), save_dir=f"runs/H={H}")
@@ -155,6 +164,7 @@ def test_settings_in_which_runs_differ(folder: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_that_went_on_after_its_last_checkpoint(folder: Path) -> None:
     fit(save_dir="a", max_steps=4)
     fit(logger=CSVLogger("a"), max_steps=8)
@@ -164,6 +174,7 @@ def test_a_run_that_went_on_after_its_last_checkpoint(folder: Path) -> None:
     assert report(folder / "b").tables[0][1][3] == "8"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_that_sent_nothing_and_a_run_of_one_node(folder: Path) -> None:
     fit(alone(), save_dir="none")
     page = report(folder / "none")
@@ -198,6 +209,7 @@ def test_plot_and_price_take_the_same_runs(folder: Path, capsys: pytest.CaptureF
         Network(up=[1e6, 2e6], down="3 Mbit/s", latency=[0.1, 0.2], all_gather="server", server_bandwidth=1e7),
     ],
 )
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("compute", [Compute(0.1, overlap=False), Compute([0.1, 0.3], shares={"first.weight": 3.0})])
 def test_a_file_has_the_network_and_the_ledger(network: Network, compute: Compute) -> None:
     trainer = fit(network=network, compute=compute)
@@ -209,6 +221,7 @@ def test_a_file_has_the_network_and_the_ledger(network: Network, compute: Comput
     assert repr(saved.clock) == repr(expected)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_compute_of_ones_own_is_not_in_the_file(folder: Path) -> None:
     class Mine(Compute):
         pass
@@ -220,6 +233,7 @@ def test_a_compute_of_ones_own_is_not_in_the_file(folder: Path) -> None:
     assert "Timeline" in report(folder / "a").said("h3")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_file_of_an_earlier_version(folder: Path) -> None:
     fit().save("a.pt")
     contents = torch.load("a.pt", weights_only=True)
@@ -283,6 +297,7 @@ def test_everything_is_escaped(folder: Path) -> None:
     assert [EVIL, "</table><a href=http://a.b>"] in page.tables[-1]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_nothing_is_loaded(folder: Path) -> None:
     page = report(evil_run(folder))
     for name, attributes in page.elements:
