@@ -55,6 +55,16 @@ def test_versions(tmp_path: Path) -> None:
     assert all(row["ratio"] > 0 for row in result["rows"].values())
 
 
+def test_startup(tmp_path: Path) -> None:
+    table, result = run_quick("startup.py", tmp_path)
+    assert "| Trainer, DiLoCoStrategy |" in table
+    imports = result["imports"]
+    assert imports["import vecgym"]["modules"] == 1
+    assert imports["import vecgym"]["modules"] < imports["vecgym price"]["modules"]
+    assert imports["Trainer, DiLoCoStrategy"]["modules"] == imports["the same, uncompiled"]["modules"]
+    assert all(0 <= row["garbage"] <= row["seconds"] for row in imports.values())
+
+
 def test_step_time(tmp_path: Path) -> None:
     table, result = run_quick("step_time.py", tmp_path, "--workloads", "tiny", "--engines")
     assert "| ratio, or difference | target | measured | met |" in table

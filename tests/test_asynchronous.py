@@ -152,7 +152,7 @@ def test_twins(make: Make, case: int, absent: bool) -> None:
         OptimSpec(inner[0], **inner[2]), server, staleness=staleness, lr_scheduler=schedule, max_norm=1.0, **ways[how],
         **window, **({} if server.buffer else settings),
     )  # fmt: skip
-    updates = 200 // getattr(other, "buffer", 1)
+    updates = 100 // getattr(other, "buffer", 1)
     trainer = fit(
         strategy, compute=compute, network=network if linked else None, max_updates=updates, val_interval=None,
         **given if absent else {},

@@ -1240,14 +1240,24 @@ ARGUMENTS: dict[Any, Changes] = {
 SETTINGS = [(cls, name) for cls in ARGUMENTS for name in inspect.signature(cls).parameters]
 
 
+@functools.cache
+def run_of_base(cls: Any, model: str, also: str) -> Run:
+    """The run with a class's `base`, and with what an argument needs beside it: the same for most arguments."""
+    start, batches = setup(model)
+    changes = ARGUMENTS[cls]
+    return run(start, changes.build(**{**changes.base, **changes.also.get(also, {})}), batches)
+
+
 @pytest.mark.parametrize(("cls", "argument"), SETTINGS, ids=[f"{cls.__name__}-{name}" for cls, name in SETTINGS])
 def test_every_constructor_argument_changes_something(cls: Any, argument: str) -> None:
     changes = ARGUMENTS[cls]
     assert argument in changes.values, f"add a value of {argument} to ARGUMENTS[{cls.__name__}]"
-    start, batches = setup(changes.models.get(argument, "MLP"))
+    model = changes.models.get(argument, "MLP")
+    start, batches = setup(model)
     base = {**changes.base, **changes.also.get(argument, {})}
     first, second = changes.build(**base), changes.build(**{**base, argument: changes.values[argument]})
-    one, other = run(start, first, batches), run(start, second, batches)
+    one = run_of_base(cls, model, argument if argument in changes.also else "")
+    other = run(start, second, batches)
     if (cls, argument) == (EF21, "inner"):  # the same average, sent in another way
         assert list(one.comm.ledger) != list(other.comm.ledger)
     else:
