@@ -86,6 +86,9 @@ class Batches:
     With `own_epochs` a node's epoch is a pass over its own shard, each example once: `ceil(shard / B)` steps, the last
     batch smaller (with `drop_last` left out, unless it is the only one). Read nodes by `read`, each at its own step.
 
+    Streams read tensors up to 32 steps ahead, and again if the dataset has changed since. Changes that torch does not
+    see, by numpy or `.data`, reach the batches that late, as changes of any dataset do with workers.
+
     Arguments: `num_nodes` K; `batch_size` B, examples per node and step; `node_ids` the global ids of the
     nodes in this process (default all); `dataloader_kwargs` goes to `DataLoader` (workers, `collate_fn` ...), where
     a worker reads the batch of all L nodes of a step; `device` where the leaves go (a `TensorDataset` that is
