@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from vecgym import Trainer, availability, sweep
 from vecgym.core import tree
 from vecgym.engine import Engine, recorded
 from vecgym.engine.constancy import Uncertain, Watch
+from vecgym.engine.vmap import Vmap
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
 
 SMALL = [name for name in MODELS if name not in NO_VMAP]
@@ -260,6 +261,52 @@ def test_lists_are_compared() -> None:
     assert written(lambda x: x * torch.tensor(3.0)) != written(lambda x: x * torch.tensor(4.0))
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_nodes": 5}, {"chunk_size": 1}, {"num_epochs": 2, "max_steps": None, "batch_size": 5}],
+    ids=lambda settings: "-".join(settings),
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["MLP", "CNN"])
+def test_on_node_threads(name: str, settings: dict[str, Any]) -> None:
+    same_bits(name, node_threads=2, **settings)
+
+
+def test_node_threads_call_lists_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one has more nodes than the other: each number of nodes has a list before the first step."""
+    computed, given = [], Vmap._computed
+    monkeypatch.setattr(Vmap, "_computed", lambda self, *args: computed.append(args) or given(self, *args))  # type: ignore[func-returns-value]
+    batch = torch.randn(5, 3, 16), torch.zeros(5, 3, dtype=torch.long)
+    engine = Engine(make_model("MLP"), node_threads=2)
+    assert str(engine.prepare(batch)).startswith("recorded, 2 node threads")
+    computed.clear()
+    found = gradients(engine, batch)
+    assert not computed
+    engine.use(replace(engine.plan, engine="vmap"))
+    expected = gradients(engine, batch)
+    assert len(computed) == 2
+    assert all(map(torch.equal, tree.leaves(found.grads), tree.leaves(expected.grads)))
+    engine.close()
+
+
+def test_a_value_that_changes_under_node_threads() -> None:
+    scale: Any = globals()
+
+    def before() -> None:
+        scale.update(SCALE=2.0)
+
+    ours = both(OfAGlobal, dataset("MLP", 40), before=before, max_steps=14, node_threads=2,
+                act=lambda: scale.update(SCALE=0.25))  # fmt: skip
+    before()
+    assert "'SCALE' has changed" in ours.history.settings["engine_reason"]
+
+
+def test_a_larger_model_needs_more_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "FEW_PARAMETERS", 10)
+    batch = torch.randn(2, 3, 16), torch.zeros(2, 3, dtype=torch.long)
+    engine = Engine(make_model("MLP"))
+    assert "fewer than 4 steps" in engine.prepare(batch, num_passes=3).reason
+    assert engine.prepare(batch, num_passes=4).engine == "recorded"
+
+
 def test_not_above_a_size() -> None:
     batch = torch.randn(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
 
@@ -267,8 +314,8 @@ def test_not_above_a_size() -> None:
         def forward(self, batch: Any) -> Tensor:
             return F.cross_entropy(super().forward(batch[0]), batch[1])
 
-    engine = engine_of(Wide(nn.Linear(4, 20_000), nn.Linear(20_000, 2)), batch)
-    assert "more than 100,000 parameters" in engine.plan.reason
+    engine = engine_of(Wide(nn.Linear(4, 40_000), nn.Linear(40_000, 2)), batch)
+    assert "more than 200,000 parameters" in engine.plan.reason
     assert engine_of(Wide(nn.Linear(4, 2)), batch).plan.engine == "recorded"
 
 
@@ -630,12 +677,6 @@ def test_the_watch_is_short() -> None:
     watch = Watch(make_model("MLP"))
     assert watch.changed() == ""
     assert len(watch._items) + len(watch._sizes) < 100
-
-
-def test_threads_of_nodes_are_those_of_vmap() -> None:
-    batch = torch.randn(4, 3, 16), torch.zeros(4, 3, dtype=torch.long)
-    engine = Engine(Trap(), node_threads=2)
-    assert engine.prepare(batch).engine == "vmap"
 
 
 def test_two_runs_at_once() -> None:

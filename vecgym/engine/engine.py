@@ -160,7 +160,7 @@ class Engine:
         plan = self._settled(facts, sizes_of(batch)[0], mean)
         if self._compiled is not None and facts.vmap_error is None:
             plan = self._tried_plan(self._compiled, batch, plan, mean)
-        elif engine == "auto" and plan.engine == "vmap" and plan.node_threads == 1 and num_passes != 0:
+        elif engine == "auto" and plan.engine == "vmap" and num_passes != 0:
             plan = self._recorded_plan(batch, plan, mean, num_passes)
         why = str(facts.vmap_error).splitlines()[0] if facts.vmap_error else contract.slow_experts(facts.vmap_slow)
         if why and engine == "auto":
@@ -230,7 +230,8 @@ class Engine:
     def _recorded_plan(self, batch: Any, plan: Plan, mean: bool, num_passes: int | None) -> Plan:
         """Return `plan` with the operations written down, if that is safe and faster."""
         self._backends["recorded"] = self._recorded = Recorded(self._stateless)
-        refusal = self._recorded.tried(tree.map_leaves(lambda x: x[: plan.chunk_size], batch), mean, num_passes)
+        sizes = {b - a for a, b in plan.chunks(sizes_of(batch)[0], 1 if mean else plan.node_threads)}
+        refusal = self._recorded.tried(batch, mean, num_passes, sizes, plan.node_threads)
         if refusal:
             return replace(plan, reason=f"{plan.reason}; operations not written down: {refusal}")
         return replace(plan, engine="recorded", reason=f"{plan.reason}, operations written down")

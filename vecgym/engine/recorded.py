@@ -19,8 +19,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -30,16 +31,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vecgym.core import tree
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import Keys, NodeSlice, first_part
+from vecgym.engine.backend import Keys, NodeSlice, first_part, sizes_of
 from vecgym.engine.constancy import Uncertain, Watch
 from vecgym.engine.stateless import StatelessModel, plain_attention
 from vecgym.engine.vmap import Vmap
 
-THREAD = 1  # its structure is for this backend alone: if a pass changes it, that of `vmap` is unchanged
 MAX_LISTS = 16
 MAX_SHAPES = 1024  # after so many, no list is made any more
 MIN_PASSES = 50  # that earn the cost of a list: 35 to 100 with small models of all kinds, 4 to 512 nodes
-MAX_PARAMETERS = 100_000  # of a node: with more of them, the operations take nearly all the time
+# Of a node: between these a list saves 4 to 8 % of a pass, and is earned by four times as many; with more of them, the
+# operations take nearly all the time.
+FEW_PARAMETERS, MAX_PARAMETERS = 100_000, 200_000
+
+_WATCHED = threading.RLock()  # the watched structures: each serves one node thread at a time
 
 
 class Recorded(Vmap):
@@ -56,51 +60,59 @@ class Recorded(Vmap):
         self._lists: dict[Any, Operations | None] = {}
         self._passes: Counter[Any] = Counter()  # of each shape, until it has a list
         self._watch: Watch | None = None
+        self._own = 1  # the structure for this backend alone: if a pass changes it, those of `vmap` are unchanged
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "ended": "the engine is a copy", "_lists": {}, "_passes": Counter(), "_watch": None}
 
     @plain_attention()
-    def tried(self, batch: Any, mean: bool, num_passes: int | None = None) -> str:
+    def tried(self, batch: Any, mean: bool, num_passes: int | None, sizes: Collection[int], threads: int) -> str:
         """Write down the pass of a first step; return why that is not used, or "".
 
         Args:
-            batch: of the nodes in one call, leaves `[n, B, ...]`.
+            batch: of all nodes, leaves `[L, B, ...]`.
             mean: try the gradient of the mean loss instead of those of each node.
             num_passes: that there will be; None: unknown.
+            sizes: the numbers of nodes in one call.
+            threads: the node threads.
         """
-        if num_passes is not None and num_passes < MIN_PASSES:
-            return f"fewer than {MIN_PASSES} steps"
-        if sum(p.numel() for p in self.model.params.values()) > MAX_PARAMETERS:
+        num_params = sum(p.numel() for p in self.model.params.values())
+        least = MIN_PASSES if num_params <= FEW_PARAMETERS else 4 * MIN_PASSES
+        if num_passes is not None and num_passes < least:
+            return f"fewer than {least} steps"
+        if num_params > MAX_PARAMETERS:
             return f"more than {MAX_PARAMETERS:,} parameters"
         if self.model.recomputes:
             return "its backward pass runs parts of it again"
         try:
-            self._watch = Watch(self.model.structure(THREAD))
+            self._own, self._watch = threads, Watch(self.model.structure(threads))
         except Uncertain as error:
             return str(error)
 
-        part = first_part(self.model, batch, mean)
-        # with the strides that parameters have in a run
-        part = part._replace(params=tree.map(torch.Tensor.contiguous, part.params))
-        if self._list(part, part.size if mean else 0, self._inputs(part), MIN_PASSES) is None:
-            return self.ended or self._refusal
+        for size in sizes:
+            part = first_part(self.model, tree.map_leaves(lambda x: x[:size], batch), mean)  # noqa: B023
+            # with the strides that parameters have in a run
+            part = part._replace(params=tree.map(torch.Tensor.contiguous, part.params))
+            if self._list(part, sizes_of(batch)[0] * mean, self._inputs(part), MIN_PASSES) is None:
+                return self.ended or self._refusal
         return ""
 
     def _computed(self, part: NodeSlice, num_nodes: int, thread: int = 0) -> tuple[Tree, Tensor]:
         """Compute a pass by its list, if it has one."""
         if self.ended or self._watch is None:
-            return super()._computed(part, num_nodes)
+            return super()._computed(part, num_nodes, thread)
         inputs = self._inputs(part)
-        operations = self._list(part, num_nodes, inputs)
-        if operations is not None and (change := self._watch.changed()):
-            self.ended = change
+        with _WATCHED:
+            operations = self._list(part, num_nodes, inputs)
+            if operations is None and not self.ended:
+                return super()._computed(part, num_nodes, self._own)
+            self.ended = self.ended or self._watch.changed()
         if operations is None or self.ended:
-            return super()._computed(part, num_nodes, thread=0 if self.ended else THREAD)
+            return super()._computed(part, num_nodes, thread)
         try:
             *grads, losses = operations(inputs)
         except Exception:  # of the model, such as an index out of range: vmap raises it where the model does
-            return super()._computed(part, num_nodes, THREAD)
+            return super()._computed(part, num_nodes, thread)
         return dict(zip(operations.names, grads)), losses
 
     def _list(self, part: NodeSlice, num_nodes: int, inputs: list[Tensor], passes: int = 1) -> Operations | None:
@@ -145,16 +157,17 @@ class Recorded(Vmap):
             for changed in (_copied, _varied):
                 some = changed(part)
                 with seeded(), Recording(self._inputs(some)) as recording:
-                    grads, losses = super()._computed(some, num_nodes, THREAD)
+                    grads, losses = super()._computed(some, num_nodes, self._own)
                 if change := self._watch.changed():
                     self.ended = f"{change} during a pass"
                     return None
                 lists.append(recording.operations([*grads.values(), losses], tuple(grads)))
+                del recording, some, grads, losses  # all tensors of the pass, before the next ones need memory
                 ours, theirs = changed(part), changed(part)
                 with seeded():
                     *actual, loss = lists[0](self._inputs(ours))
                 with seeded():
-                    grads, losses = super()._computed(theirs, num_nodes, THREAD)
+                    grads, losses = super()._computed(theirs, num_nodes, self._own)
                 expected = [*grads.values(), losses, *theirs.buffers.values()]
                 if not all(map(_same_bits, expected, [*actual, loss, *ours.buffers.values()])):
                     raise Uncertain("the list of its operations computes something else")
