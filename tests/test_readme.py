@@ -178,7 +178,7 @@ def test_the_contract_names_what_there_is() -> None:
         assert len(named) > 5
     shown = set(re.findall(r"`[Pp]art\.(\w+)", tables["Part"]))
     made = set(re.findall(r"self\.(\w+)", inspect.getsource(Part.__init__)))
-    internal = {"check_reads", "next_batch", "num_read", "place", "precomputed", "put", "read_at"}
+    internal = {"check_reads", "next_batch", "num_read", "place", "precomputed", "put", "read_at", "stays"}
     assert public({*dir(Part), *made}) == shown | internal | {"share_missing", "simulation"}
     assert public(dir(Memory())) == set(re.findall(r"`memory\.(\w+)", GUIDE["writing_a_strategy"]))
 

@@ -28,9 +28,8 @@ from vecgym.strategy.simulated import nothing_to_read
 
 META: dict[str, Any] = {"bias": False, "device": "meta"}
 Sent = dict[Any, tuple[Transfer, ...]]  # by the key of events
-Parts = list[
-    tuple[Any, list[Event]]
-]  # of a tick: a key, and events that are handled together; equal keys send the same
+# Of a tick: a key, and events that are handled together; equal keys send the same.
+Parts = list[tuple[Any, list[Event]]]
 
 
 def dry_run(
