@@ -8,6 +8,9 @@ batch, which is in the estimate, is added.
 *in use*: glibc is told to give freed memory back at once (`MALLOC_MMAP_THRESHOLD_` and others): this is what tensors
 and the workspace of operations take, and what the estimate is of. *resident*: glibc as it is. It keeps freed pieces of
 up to 32 MB, and its heap has gaps between them. On a GPU both are the allocator's. Linux only.
+
+A second table has the peak of a sweep, whose configurations are one stack, against the bytes of its state, of a
+gradient of all its nodes, and of their batches.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,7 @@ CASES = [
 ]  # fmt: skip
 FITS = [("mlp", 64, None), ("cnn", 16, None), ("gpt", 16, None)]  # with DiLoCo
 QUICK = [("mlp", 8, None)]
+SWEPT, SWEPT_NODES = 64, 8  # configurations of a sweep, and the nodes of each
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "4096"}
 
 
@@ -111,10 +116,39 @@ def take_fit(name: str, strategy: str, num_nodes: int, chunk_size: int | None, d
     return peak.bytes()
 
 
+def take_sweep(name: str, strategy: str, num_configs: int, chunk_size: int | None, device: torch.device) -> int:
+    """The peak of a sweep of four steps with two evaluations, whose configurations differ in their rates."""
+    from vecgym import sweep
+    from vecgym.strategy import DiLoCoStrategy
+
+    workload = WORKLOADS[name]
+    data = torch.utils.data.TensorDataset(*workload.data(4 * SWEPT_NODES * workload.batch_size))
+    val = torch.utils.data.Subset(data, range(workload.batch_size))
+    points = [{"lr": 1e-3 * (1 + i % 8), "outer_lr": 0.3 + i / num_configs} for i in range(num_configs)]
+    peak = Peak(device)
+    sweep(
+        workload.model(), data, val, points=points, num_nodes=SWEPT_NODES, batch_size=workload.batch_size, max_steps=4,
+        strategy=lambda lr, outer_lr: DiLoCoStrategy("adamw", H=2, lr=lr, outer_lr=outer_lr), val_interval=2,
+        chunk_configs=num_configs, chunk_size=chunk_size, device=device, progress=False,
+    )  # fmt: skip
+    return peak.bytes()
+
+
+def sweep_needs(name: str, num_configs: int) -> dict[str, int]:
+    """The bytes of a sweep's state, of a gradient of all its nodes, and of their batches."""
+    size = sum(p.nbytes for p in WORKLOADS[name].model().parameters())
+    of_nodes, of_all = 3, 2  # parameters and AdamW's moments; outer parameters and momentum
+    return {
+        "state": num_configs * (of_nodes * SWEPT_NODES + of_all) * size,
+        "gradient": num_configs * SWEPT_NODES * size,
+        "batches": num_configs * sum(x.nbytes for x in WORKLOADS[name].batch(SWEPT_NODES)),
+    }
+
+
 def measure_here(kind: str, name: str, strategy: str, num_nodes: int, chunk_size: int | None, device: str) -> int:
     """Measured bytes of one configuration, in this process."""
     torch.set_num_threads(1)
-    take = take_fit if kind == "fit" else take_steps
+    take = {"fit": take_fit, "step": take_steps, "sweep": take_sweep}[kind]
     for few in (1, 2):  # torch imports much of itself when it is first used
         take(name, strategy, few, chunk_size, torch.device(device))
     measured = take(name, strategy, num_nodes, chunk_size, torch.device(device))
@@ -138,22 +172,39 @@ def estimate_here(name: str, strategy: str, num_nodes: int, chunk_size: int | No
     return {"estimated": estimate.total_bytes, "seconds": seconds}
 
 
+def answer(case: tuple[Any, ...], environment: Mapping[str, str] | None = None) -> Any:
+    """The result of a process of its own."""
+    command = [sys.executable, __file__, "--case", *[str(x or 0) for x in case]]
+    variables = {**os.environ, **(environment or {})}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def measure(kind: str, name: str, strategy: str, num_nodes: int, chunk_size: int | None, device: str) -> dict[str, Any]:
     """A row: the estimate and both measurements, each from a process of its own."""
-
-    def answer(kind: str, **environment: str) -> Any:
-        arguments = [kind, name, strategy, str(num_nodes), str(chunk_size or 0), device]
-        command, variables = [sys.executable, __file__, "--case", *arguments], {**os.environ, **environment}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
-        if done.returncode != 0:
-            raise RuntimeError(done.stderr)
-        return json.loads(done.stdout.splitlines()[-1])
-
-    in_use, resident = answer(kind, **GIVE_BACK), answer(kind)
+    case = name, strategy, num_nodes, chunk_size, device
     return {
         "kind": kind, "workload": name, "strategy": strategy, "num_nodes": num_nodes, "chunk_size": chunk_size,
-        **answer("estimate"), "in_use": in_use, "resident": resident,
+        **answer(("estimate", *case)), "in_use": answer((kind, *case), GIVE_BACK), "resident": answer((kind, *case)),
     }  # fmt: skip
+
+
+def measure_sweep(num_configs: int, device: str) -> dict[str, Any]:
+    """A row of the second table."""
+    case = "sweep", "mlp", "diloco", num_configs, None, device
+    measured = {"in_use": answer(case, GIVE_BACK), "resident": answer(case)}
+    return {"configurations": num_configs, **sweep_needs("mlp", num_configs), **measured}
+
+
+def sweep_table(row: dict[str, Any]) -> str:
+    needed = row["state"] + row["gradient"] + row["batches"]
+    columns = ["state", "gradient", "batches", "in_use", "resident"]
+    cells = [f"mlp, diloco, {row['configurations']} x {SWEPT_NODES}", *[f"{row[name] / 1e6:.1f}" for name in columns]]
+    ratios = [f"{row[name] / needed:.2f}" for name in columns[3:]]
+    names = [f"{name.replace('_', ' ')} MB" for name in columns]
+    return markdown(["sweep", *names, "in use / needed", "resident / needed"], [[*cells, *ratios]])
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -193,9 +244,11 @@ def main() -> None:
     for kind, strategy, name, num_nodes, chunk_size in cases:
         rows.append(measure(kind, name, strategy, num_nodes, chunk_size, args.device))
         print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
-    print(table(rows))
+    print(table(rows) + "\n", flush=True)
+    swept = measure_sweep(4 if args.quick else SWEPT, args.device)
+    print(sweep_table(swept))
     if args.json:
-        args.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")
+        args.json.write_text(json.dumps({"machine": machine(), "rows": rows, "sweep": swept}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from torch.utils.data import Dataset
 from tests.fitting import dataset, fit
 from tests.models import MLP, make_model
 from vecgym import sweep
+from vecgym.collectives import StackedCollectives
+from vecgym.core import tree
 from vecgym.engine import Engine
 from vecgym.runs import evaluation
 from vecgym.strategy import FedAvgStrategy
@@ -110,6 +112,44 @@ def test_batches_of_a_sweep_at_once(same: bool, monkeypatch: pytest.MonkeyPatch,
     assert any(calls)
     in_turn(monkeypatch)
     np.testing.assert_allclose(at_once, swept(), rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:the seeds do not vary")
+@pytest.mark.parametrize("same", [True, False])
+def test_nodes_that_begin_alike_are_measured_once(same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step, each model of a sweep; afterwards the averaged models, and all nodes."""
+    sizes: list[int] = []
+    measured = Engine._measured
+
+    def noted(engine: Engine, params: Any, *others: Any) -> Any:
+        sizes.append(len(next(iter(params.values()))))
+        return measured(engine, params, *others)
+
+    monkeypatch.setattr(Engine, "_measured", noted)
+    val = dataset("MLP", 4, seed=1)
+    result = sweep(
+        make_model("MLP"), dataset("MLP"), val, num_nodes=3, max_steps=1, batch_size=4, progress=False, device="cpu",
+        strategy=lambda lr: FedAvgStrategy("sgd", H=1, lr=lr), grid={"lr": [0.1, 0.2], "seed": [0] if same else [0, 1]},
+    )  # fmt: skip
+    num_configs = len(result)
+    assert sizes == [num_configs, num_configs, 3 * num_configs]
+    start = result.history(0).rows[0]
+    assert start["val_losses"].tolist() == [start["val_loss"]] * 3
+    assert start["val_loss_local"] == pytest.approx(start["val_loss"])
+
+
+def test_distances_are_those_of_each_configuration_alone(request: pytest.FixtureRequest) -> None:
+    """To the last bit, though two threads share the sum of so many values, and round it by their parts."""
+    num_threads = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(num_threads))
+    torch.set_num_threads(2)
+    params = {"w": torch.randn(64, 130, 90), "b": torch.randn(64, 3), "n": torch.ones(64, dtype=torch.long)}
+    comm = StackedCollectives(4)
+    alone = [float(evaluation.distance_of(tree.map(lambda x: x[a : a + 4], params), comm)) for a in range(0, 64, 4)]  # noqa: B023
+    assert [*map(float, evaluation.distances_of(params, comm, [None] * 16))] == alone
+    first, *others = map(float, evaluation.distances_of(params, comm, [[1, 2], *[None] * 15]))
+    assert first < alone[0]
+    assert others == alone[1:]
 
 
 def test_batches_of_unlike_shapes_are_computed_by_themselves(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:

@@ -46,6 +46,7 @@ from vecgym.records import runfile
 from vecgym.records.columns import MEASURED
 from vecgym.records.rows import averaged, labelled, select
 from vecgym.simulation import Part, RunFacts
+from vecgym.simulation.simulation import without_gradient
 from vecgym.simulation.stack import groups_of
 from vecgym.strategy import (
     AllReduceStrategy,
@@ -81,6 +82,7 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.averages import Weighting
+from vecgym.sweeps import chunk, configurations
 from vecgym.sweeps.chunk import Chunk, Work, prepared_engine
 from vecgym.sweeps.configurations import equal_but_weights
 from vecgym.sweeps.options import points
@@ -704,6 +706,24 @@ def test_the_distance_before_an_exchange_is_after_the_training_of_these_nodes() 
             assert found == pytest.approx(wanted, abs=1e-12)
 
 
+# ------------------------------------------------------------------------------------------- what is done at once
+
+
+def test_what_all_configurations_share_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The structure of their one model, never; and which parameters had no gradient, until there is none."""
+    monkeypatch.setattr(configurations, "_structure", None)
+    asked: list[int] = []
+
+    def of_one(state: Any, table: Any) -> list[str]:
+        asked.append(0)
+        return without_gradient(state, table)
+
+    monkeypatch.setattr(chunk, "without_gradient", of_one)
+    result = run_sweep(lambda lr: DiLoCoStrategy("adamw", H=2, lr=lr), {"lr": [0.01, 0.02, 0.03]})
+    assert len(result._runner.programs) == 1
+    assert len(asked) == 1
+
+
 # ----------------------------------------------------------------------- what goes wrong, and going on later
 
 
@@ -858,7 +878,8 @@ def test_interrupted_and_resumed(name: str, after: int, tmp_path: Path) -> None:
     assert str(second.rows) == str(whole.rows)  # nan is not equal to nan
     for i, row in enumerate(whole.rows):
         if row["status"] == "finished":
-            assert second.history(i)["train_loss"] == whole.history(i)["train_loss"]
+            for column in ("train_loss", "lr", "bytes_step", "bytes_total"):
+                assert second.history(i)[column] == whole.history(i)[column]
             assert_close(dict(second.model(i).state_dict()), dict(whole.model(i).state_dict()), 0.0)
     calls = -counted.left  # fewer than from the start: the steps done were not done again
     third = Interrupting(*tensors, after=-1)

@@ -83,18 +83,27 @@ def consensus_distance(params: Tree) -> Tensor:
     return squared_consensus_distance(params).sqrt()
 
 
-def squared_consensus_distance(params: Tree) -> Tensor:
+def squared_consensus_distance(params: Tree, number: int | None = None) -> Tensor:
     """Average the nodes' squared distances to their mean: mean_i |theta_i - mean|^2.
+
+    Args:
+        number: of groups of consecutive rows, all of one size, which have their own means; the result is `[number]`.
 
     >>> squared_consensus_distance({"w": torch.tensor([[2.0, 0.0], [-2.0, 0.0]])})
     tensor(4.)
+    >>> squared_consensus_distance({"w": torch.tensor([1.0, -1.0, 5.0, 1.0])}, 2)
+    tensor([1., 4.])
     """
-    # Relative to node 0, equal nodes are at exactly 0, and so is the distance.
-    offsets = [x - x[:1] for x in params.values() if x.is_floating_point() and x.shape[0] > 1]
-    squares = [(x - x.mean(0, keepdim=True)).square().sum() / x.shape[0] for x in offsets]
-    if not squares:
-        return torch.zeros(())
-    return torch.stack(squares).sum()
+
+    def summed(x: Tensor) -> Tensor:
+        away = x - x[:, :1]  # relative to node 0, equal nodes are at exactly 0, and so is the distance
+        # A sum for each group alone: how a sum over the rows of several groups is rounded depends on their number.
+        return torch.stack([y.square().sum() for y in away.sub_(away.mean(1, keepdim=True))]) / x.shape[1]
+
+    groups = [x.unflatten(0, (number or 1, -1)) for x in params.values() if x.is_floating_point()]
+    squares = [summed(x) for x in groups if x.shape[1] > 1]
+    distances = torch.stack(squares, 1).sum(1) if squares else torch.zeros(number or 1)
+    return distances[0] if number is None else distances
 
 
 def correlation(params: Tree, num_nodes: int) -> float:

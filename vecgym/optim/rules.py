@@ -163,6 +163,9 @@ class PreparedRule:
                 step(params, [grads[name].contiguous() for name in group.names], {**slots}, h)
 
 
+_signature = functools.cache(inspect.signature)
+
+
 class _Group:
     """Parameters with the same hyperparameters, and everything that does not change from step to step."""
 
@@ -184,7 +187,7 @@ class _Group:
         # Read again at every step: their values may change, and every step needs its own graph.
         self.tensors = {key: value for key, value in hyper.items() if isinstance(value, Tensor)}
         self.slots = [slot for slot in self.formula.slots if _used(hyper.get(OPTIONAL.get(slot, ""), True))]
-        parameters = inspect.signature(self.kernel).parameters
+        parameters = _signature(self.kernel).parameters
         self.keywords = [key for key in hyper if key in parameters and key not in ("differentiable", "capturable")]
         self.takes_fused, self.takes_steps = "fused" in parameters, "state_steps" in parameters
 

@@ -30,7 +30,7 @@ from vecgym.simulation.state import Result
 MAX_JOINED_BYTES = 2**25  # of batches that are evaluated in one call
 OF_NODES = ("val_losses", "consensus_distance", "consensus_distance_before")  # columns
 
-Piece = tuple[Any, Any, bool, int, Tensor | None]  # see `_batches`
+Piece = tuple[Sequence[Any], int, Tensor | None]  # see `_batches`
 Places = list[tuple[int, Tensor | None]]  # for each batch: its size, and the rows of the nodes that read it; None: all
 Measured = dict[str, list[tuple[Tensor, Tensor]]]  # by name, for each batch: of the averaged models, and of the nodes
 
@@ -50,23 +50,27 @@ def _measured(
     # If each node has its own validation set, the averaged model has a loss on each of them.
     if sets[0].per_node and C > 1:
         means = [nodes.expand(x, num_local) for x in means]
-    each_node = values if C == 1 else tuple(nodes.expand(x, num_local) for x in values)
+    each_node = values if C == 1 or same else tuple(nodes.expand(x, num_local) for x in values)
     measured: Measured = {}
     whose: Places = []
+    distinct, which = places(sets)
+    own_batches = sets[0].per_node or len(distinct) > 1
+    which, repeats = (which, 1 if sets[0].per_node else num_local // C) if own_batches else ([0], 1)
     most = batches_at_once(engine.plan, engine.facts, comm.num_nodes, engine.device)
-    for batches in _at_once(_batches(sets, num_local), most):
-        several = len(batches) > 1
-        batch, batch_of_each, own_batches = _joined(batches) if several else batches[0][:3]
-        settings, rows = {"own_batches": own_batches, "several": several}, batches[0][4]
+    for pieces in _at_once(_batches(distinct, C, num_local), which, repeats, most):
+        several, rows = len(pieces) > 1, pieces[0][2]
+        settings = {"own_batches": own_batches, "several": several}
+        batch = chosen_batches(_joined(pieces, own_batches), which)
         params, buffers = _readers(means, rows)
         of_means = of_nodes = engine.measures(params, buffers, batch, **settings)
         if not same:
             params, buffers = _readers(each_node, rows)
-            of_nodes = engine.measures(params, buffers, batch_of_each, **settings)
+            of_each = batch if repeats == 1 else tree.map_leaves(lambda x: x.repeat_interleave(repeats, 0), batch)
+            of_nodes = engine.measures(params, buffers, of_each, **settings)
         for name, x in of_means.items():
             pair = (x, of_nodes[name])
             measured.setdefault(name, []).extend(zip(*[x.unbind(1) for x in pair]) if several else [pair])
-        whose += [(size, rows) for *_, size, rows in batches]
+        whose += [(size, rows) for _, size, rows in pieces]
     return measured, whose
 
 
@@ -75,30 +79,27 @@ def _readers(values: Sequence[Tree], rows: Tensor | None) -> Sequence[Tree]:
     return values if rows is None else [nodes.take_rows(x, rows, copy=False) for x in values]
 
 
-def _at_once(batches: Iterator[Piece], most: int) -> Iterator[list[Piece]]:
-    """Group neighbouring batches of the same form: up to `most`, and up to `MAX_JOINED_BYTES`."""
+def _at_once(batches: Iterator[Piece], which: Sequence[int], repeats: int, most: int) -> Iterator[list[Piece]]:
+    """Group neighbouring batches of the same form: up to `most`, and up to `MAX_JOINED_BYTES` of all models."""
 
     def form(piece: Piece) -> list[Any]:
-        leaves, rows = tree.flatten(piece[0]), piece[4]
+        leaves, rows = tree.flatten(piece[0]), piece[2]
         shapes = [(path, x.shape, x.dtype) if isinstance(x, Tensor) else (path, x) for path, x in leaves]
         return [None if rows is None else rows.tolist(), *shapes]
 
     for _, group in itertools.groupby(batches, key=form):
         alike = iter(group)
         for first in alike:
-            small = MAX_JOINED_BYTES // max(1, *(tree.num_bytes(values) for values in first[:2]))
+            small = MAX_JOINED_BYTES // max(1, repeats * sum(tree.num_bytes(first[0][i]) for i in which))
             yield [first, *itertools.islice(alike, max(0, min(most, small) - 1))]
 
 
-def _joined(batches: Sequence[Piece]) -> tuple[Any, Any, bool]:
-    """Join G batches: `[B, ...]` to `[G, B, ...]`, each model's own to `[n, G, B, ...]`."""
-    for_means, for_nodes, (own_batches, *_), *_ = zip(*batches)
-
-    def join(batches: Sequence[Any]) -> Any:
-        return tree.map_leaves(lambda *x: torch.stack(x, dim=int(own_batches)), *batches)
-
-    joined = join(for_means)
-    return joined, joined if for_means[0] is for_nodes[0] else join(for_nodes), own_batches
+def _joined(pieces: Sequence[Piece], own_batches: bool) -> Sequence[Any]:
+    """Join G batches of each set: `[B, ...]` to `[G, B, ...]`, with `own_batches` `[n, B, ...]` to `[n, G, B, ...]`."""
+    if len(pieces) == 1:
+        return pieces[0][0]
+    each, dim = zip(*[batches for batches, *_ in pieces]), int(own_batches)
+    return [tree.map_leaves(lambda *x: torch.stack(x, dim), *batches) for batches in each]
 
 
 def _columns_of_each(
@@ -184,22 +185,18 @@ def spread_columns(name: str, values: np.ndarray, some: Sequence[int] | None = N
     return {f"{name}{EACH}": values, **{f"{name}_{key}": value for key, value in summaries.items()}}
 
 
-def _batches(sets: Sequence[EvalBatches], num_local: int) -> Iterator[Piece]:
-    """Yield a batch for the averaged models, one for the nodes, whether each model has its own, the size, and rows."""
-    distinct, which = places(sets)
-    num_nodes = num_local // len(sets)
-    for at, *batches_and_sizes in zip(sets[0].places, *distinct):
+def _batches(distinct: Sequence[EvalBatches], num_configs: int, num_local: int) -> Iterator[Piece]:
+    """Yield a batch of each distinct set, their size, and the rows of the nodes that read them; None: all.
+
+    If models have their own batches, they are `[n, B, ...]`: one for each node, or `[1, B, ...]` for all.
+    """
+    num_nodes, per_node = num_local // num_configs, distinct[0].per_node
+    for at, *batches_and_sizes in zip(distinct[0].places, *distinct):
         batches, (size, *_) = zip(*batches_and_sizes)
-        if sets[0].per_node:
-            selected = chosen_batches(batches, which)
-            rows = None if at is None else torch.tensor([num_nodes * c + row for c in range(len(sets)) for row in at])
-            yield selected, selected, True, size, rows
-        elif len(distinct) == 1:
-            yield batches[0], batches[0], False, size, None
-        else:
-            selected = chosen_batches([tree.map_leaves(lambda x: x[None], batch) for batch in batches], which)
-            repeated = tree.map_leaves(lambda x: x.repeat_interleave(num_nodes, 0), selected)
-            yield selected, repeated, True, size, None
+        if len(distinct) > 1 and not per_node:
+            batches = tuple(tree.map_leaves(lambda x: x[None], batch) for batch in batches)
+        rows = None if at is None else torch.tensor([num_nodes * c + row for c in range(num_configs) for row in at])
+        yield batches, size, rows
 
 
 def averages(values: Tree, num_configs: int, comm: Collectives, members: Sequence[int] | None = None) -> Tree:
@@ -224,6 +221,8 @@ def distances_of(params: Tree, comm: Collectives, members: Sequence[Sequence[int
     >>> distances_of({"w": torch.tensor([1.0, 3.0, 4.0, 6.0])}, StackedCollectives(2), [None, [1]])
     [tensor(1.), tensor(0.)]
     """
+    if not (comm.native or any(some is not None for some in members)):
+        return list(nodes.squared_consensus_distance(comm.everyone(params), len(members)).sqrt())
     parts = zip(*[x.chunk(len(members)) for x in params.values()])
     return [distance_of(dict(zip(params, part)), comm, some) for part, some in zip(parts, members)]
 
@@ -258,8 +257,8 @@ def evaluated_columns(
     val_sets = [batches for batches in sets if batches is not None]
     params, buffers = state.params, state.buffers
     result = result or Result(params)
-    if state.step == 0 and len(sets) == 1 and result.params is params:  # all nodes begin alike
-        params, buffers = (tree.map(lambda x: x[:1], values) for values in (params, buffers))
+    if state.step == 0 and result.params is params:  # all nodes of a configuration begin alike
+        params, buffers = (tree.map(lambda x: x[:: max(1, len(x) // len(sets))], y) for y in (params, buffers))
         result = result._replace(params=params)
     with torch.no_grad():
         measured, whose = _measured(engine, (params, buffers), val_sets, comm, result) if val_sets else ({}, [])

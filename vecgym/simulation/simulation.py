@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -799,13 +799,17 @@ def without_gradient(state: State, timetable: Any, first: int = 0) -> list[str]:
     return names
 
 
-def warn_of_untrained(each: Sequence[list[str]]) -> list[str]:
+def warn_of_untrained(each: Iterable[list[str]]) -> list[str]:
     """Warn of parameters that never had a gradient, in any of several parts of a run, and return them.
+
+    It asks for no further parts once there is no such parameter.
 
     >>> warn_of_untrained([["v", "w"], ["u"]])
     []
     """
-    names = [name for name in each[0] if all(name in some for some in each)] if each else []
+    names = next(parts := iter(each), [])
+    while names and (some := next(parts, None)) is not None:
+        names = [name for name in names if name in some]
     if names:
         warn(
             f"{len(names)} of the model's parameters never had a gradient, on no node, and have not been trained: "

@@ -172,12 +172,11 @@ class Stack(Simulation):
             each = [member.init(group.run, rows_of(params, c, c + 1)) for c, member in configs]
             on_nodes = functools.partial(nodes.expanded, num_nodes=self.run.num_nodes)
             rows = [tree.map_leaves(on_nodes, {"buffers": changing, **values}) for values, _ in each]
-            held = nodes.join_rows(rows)
-            common.append({name: held.pop(name) for name in self._common if name in held})
-            own[str(number)] = held
+            common += [{name: row.pop(name) for name in self._common if name in row} for row in rows]
+            own[str(number)] = nodes.join_rows(rows)
             buffers = tree.map(lambda b: b.expand(group.size, *b.shape[1:]), constant)  # noqa: B023
             shared[str(number)] = {"buffers": buffers, **nodes.join_rows([values for _, values in each])}
-        sizes = [len(group.rows()) for group in self.groups]
+        sizes = [self.run.num_nodes] * len(common)  # joined once: a copy for each group would double the memory
         return State(0, {**nodes.join_rows(common, sizes), **own}, shared)
 
     def alone(self, state: State, config: int) -> State:

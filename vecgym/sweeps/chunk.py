@@ -226,9 +226,8 @@ class Chunk:
             return
         for c in self.running:
             self.curves[self.configs[c].index] = self.curve(c, FINISHED)
-        tables = [self.simulation.tables[self._groups[c]] for c in self.running]
-        alone = [self.simulation.alone(self.state, c) for c in self.running]
-        warn_of_untrained(list(map(without_gradient, alone, tables)))
+        each = ((self.simulation.alone(self.state, c), self._groups[c]) for c in self.running)
+        warn_of_untrained(without_gradient(state, self.simulation.tables[group]) for state, group in each)
         self.partial = None
 
     def keep(self) -> None:
@@ -320,14 +319,13 @@ class Chunk:
             self.records.add_columns(c, step + 1, consensus_distance_before=before)
         return diverged
 
-    def _active(self, row: Any) -> np.ndarray:
-        """Return a mask of the nodes that have trained, or that arrived for an update, `[C, K]`."""
-        everyone = self.plan is None and row.active is None
-        active: np.ndarray = np.full((len(self.configs), self.configs[0].num_nodes), everyone)
-        if self.plan is not None:
-            active[:, [arrival.node for arrival in self.plan.arrivals(row.tick)]] = True
-        elif row.active is not None:
-            active.flat[row.active] = True
+    def _active(self, row: Any) -> np.ndarray | bool:
+        """Return a mask of the nodes that have trained, or that arrived for an update, `[C, K]`; True: all."""
+        rows = row.active if self.plan is None else [arrival.node for arrival in self.plan.arrivals(row.tick)]
+        if rows is None:
+            return True
+        active: np.ndarray = np.zeros((len(self.configs), self.configs[0].num_nodes), dtype=bool)
+        (active.reshape(-1) if self.plan is None else active.T)[rows] = True
         return active
 
     def _rates(self, step: int) -> list[float]:
@@ -352,12 +350,12 @@ class Chunk:
             return means
         return [mean_rate(lr)] * group.size
 
-    def _num_bytes(self, step: int, row: Any) -> list[tuple[float, ...]]:
+    def _num_bytes(self, step: int, row: Any) -> Any:
         """Return the bytes per node of each configuration: sent in the step; sent, received, handed over so far."""
         for number, (group, ledger) in enumerate(zip(self.simulation.groups, self.ledgers)):
-            presence = group.run.presence
-            ledger.add(step, row.sent_by(number), None if presence is None else presence.is_training(step))
-        return [(self.ledgers[g].step_bytes, *self.ledgers[g].totals) for g in self._groups]
+            presence, sent = group.run.presence, row.sent_by(number) if row.transfers else ()
+            ledger.add(step, sent, None if presence is None else presence.is_training(step))
+        return np.array([(ledger.step_bytes, *ledger.totals) for ledger in self.ledgers])[self._groups]
 
     def _distances(self, own: Any, shared: Any, tick: int) -> list[float]:
         """Return the distance between the nodes of each configuration."""
@@ -365,7 +363,7 @@ class Chunk:
         members = [self.simulation.members(tick, group) for group in self._groups]
         return list(map(float, fetched(distances_of(params, comm, members))))
 
-    def _diverged(self, losses: np.ndarray, active: np.ndarray) -> list[int]:
+    def _diverged(self, losses: np.ndarray, active: np.ndarray | bool) -> list[int]:
         """Remove the configurations that diverge in this step from `running`, and return them."""
         finite = np.isfinite(np.where(active, losses, 0.0).sum(1))  # if no node trains, nothing diverges
         diverged = [c for c in self.running if not finite[c]]

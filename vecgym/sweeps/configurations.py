@@ -468,14 +468,15 @@ def _same_weights(a: nn.Module, b: nn.Module) -> bool:
 def equal_but_weights(a: Any, b: Any) -> bool:
     """Whether two objects are equal; two models may differ in the values of their trainable parameters."""
     try:
-        parts = [_structure(x) if isinstance(x, nn.Module) else x for x in (a, b)]
-        return a is b or same(parts[0], parts[1], whole=True)
+        return a is b or same(_structure(a), _structure(b), whole=True)
     except Exception:  # whatever comparing the user's objects raises
         return False
 
 
-def _structure(model: nn.Module) -> list[Any]:
-    """Return all parts of a model except the values of its trainable parameters."""
+def _structure(model: Any) -> Any:
+    """Return all parts of a model except the values of its trainable parameters; anything else is returned as is."""
+    if not isinstance(model, nn.Module):
+        return model
     apart = ("_parameters", "_buffers", "_modules")
     modules = [
         (name, type(module), {key: value for key, value in vars(module).items() if key not in apart})

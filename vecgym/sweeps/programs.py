@@ -62,15 +62,16 @@ class Program:
 
 def make_programs(configs: Sequence[Configuration], options: SweepOptions) -> list[Program]:
     """Group configurations into as few programs as possible."""
-    groups: list[list[Configuration]] = []
+    groups: list[tuple[dict[str, Any], list[Configuration]]] = []
     for config in configs:
-        for group in groups:
-            if _key(group[0]) == _key(config) and equal_but_weights(group[0].model, config.model):
+        key = _key(config)
+        for of_group, group in groups:
+            if of_group == key and equal_but_weights(group[0].model, config.model):
                 group.append(config)
                 break
         else:
-            groups.append([config])
-    return [_program(sorted(group, key=_sort_key), options) for group in groups]
+            groups.append((key, [config]))
+    return [_program(sorted(group, key=_sort_key), options) for _, group in groups]
 
 
 def explain(programs: Sequence[Program]) -> str:
@@ -136,8 +137,8 @@ def _program(configs: list[Configuration], options: SweepOptions) -> Program:
 
 def _alone(strategy: Strategy) -> bool:
     """Whether configurations of this strategy are trained one after the other."""
-    alone = key_of(strategy) != key_of(strategy)  # one of its settings equals only itself
-    return strategy.asynchronous and bool(alone)
+    # One of its settings may equal only itself.
+    return strategy.asynchronous and bool(key_of(strategy) != key_of(strategy))
 
 
 def _costs(config: Configuration) -> tuple[int, int]:
