@@ -165,5 +165,12 @@ CARDS: dict[str, Card] = {
     "sparta-diloco": Card("sparta_diloco", lambda sent: drawn(sent) + rounds(sent), alone="nesterov"),
     "gossip": Card("gossip", lambda sent: sent.steps * 2.0 * sent.model_bytes),
     "gossip-matching": Card("gossip", lambda sent: sent.steps * sent.model_bytes, even=True),
+    "gradient-tracking": Card(
+        "decentralised", lambda sent: sent.steps * 4.0 * sent.model_bytes, per_node=("before", "correction")
+    ),
+    "d2": Card("decentralised", lambda sent: sent.steps * sent.others * sent.model_bytes, per_node=("correction",)),
+    "exact-diffusion": Card(
+        "decentralised", lambda sent: sent.steps * 2.0 * sent.model_bytes, per_node=("correction",)
+    ),
     "demo": Card("demo", pairs, alone=None, replicated=True, per_node=("residual",)),
 }

@@ -93,7 +93,8 @@ def test_bytes_are_those_of_its_closed_form(name: str) -> None:
     assert trainer.ledger.total_bytes == pytest.approx(CARDS[name].sends(sent), rel=1e-12)
 
 
-WITHOUT_ROUNDS = {"independent", "allreduce", "gpa", "sparta", "loscar", "gossip", "gossip-matching", "demo"}
+DECENTRALISED = {"gossip", "gossip-matching", "gradient-tracking", "d2", "exact-diffusion"}
+WITHOUT_ROUNDS = DECENTRALISED | {"independent", "allreduce", "gpa", "sparta", "loscar", "demo"}
 
 
 def test_every_strategy_has_what_it_is_given_of_the_knobs() -> None:

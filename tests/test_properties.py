@@ -57,15 +57,18 @@ from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     Compressed,
     Corrupted,
+    D2Strategy,
     DeMoStrategy,
     DESLOCStrategy,
     DiLoCoStrategy,
     Eager,
     EagerDiLoCoStrategy,
+    ExactDiffusionStrategy,
     Exchange,
     FedAvgStrategy,
     GossipStrategy,
     GPAStrategy,
+    GradientTrackingStrategy,
     LocalAdamStrategy,
     Mean,
     Mix,
@@ -1122,6 +1125,15 @@ ARGUMENTS: dict[Any, Changes] = {
         also={"correct_delay": {"delay": 1}},
     ),
     GossipStrategy: Changes(GossipStrategy, {"inner_optim": "sgd"}, {**COMMON, "topology": "complete", "every": 2}),
+    GradientTrackingStrategy: Changes(
+        GradientTrackingStrategy,
+        {"inner_optim": "sgd"},
+        {**COMMON, "topology": "complete", "order": "combine_then_adapt"},
+    ),
+    **{
+        cls: Changes(cls, {"inner_optim": "sgd"}, {**COMMON, "topology": "complete"})
+        for cls in (D2Strategy, ExactDiffusionStrategy)
+    },
     SparseCommunicator: Changes(
         with_exchange(SparseCommunicator),
         {},
@@ -1401,6 +1413,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "lr inf": (lambda: DiLoCoStrategy("adamw", outer_lr=float("inf")), ValueError, "lr=inf must be finite"),
     "lr nan of a node": (lambda: DeMoStrategy(lr=torch.tensor([0.1, torch.nan])), ValueError, "lr=nan must be finite"),
     "lr negative": (lambda: GossipStrategy(inner_optim="adam", lr=-0.1), ValueError, "lr"),
+    "order": (lambda: GradientTrackingStrategy(order="combine"), ValueError, "order='combine'"),  # type: ignore[arg-type]
+    "D^2 that diverges": (lambda: D2Strategy("ring").check(4, 10), ValueError, "eigenvalue -0.3333"),
+    "exact diffusion, not symmetric": (
+        lambda: ExactDiffusionStrategy("exponential").check(4, 10),
+        ValueError,
+        "not symmetric, and ExactDiffusionStrategy may diverge",
+    ),
     "lr negative, of one's own": (lambda: Strategy(Unchecked, lr=-0.1), ValueError, "lr=-0.1 must be a number >= 0"),
     "beta nan": (lambda: Strategy(OptimSpec("adam", betas=(torch.nan, 0.9))), ValueError, "must be finite"),
     "a flag of an optimizer": (lambda: Strategy(OptimSpec("sgd", nesterov="no")), TypeError, "nesterov='no'"),

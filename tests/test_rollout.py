@@ -51,6 +51,7 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.allreduce import GPAStrategy
+from vecgym.strategy.decentralised import D2Strategy, ExactDiffusionStrategy, GradientTrackingStrategy
 from vecgym.strategy.demo import DeMoStrategy
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.local_steps import (
@@ -312,6 +313,12 @@ CASES: dict[str, tuple[Make, Values]] = {
     ),
     "gossip": (lambda lr: GossipStrategy("ring", inner_optim="sgd", lr=lr), {"lr": 0.3}),
     "gossip-matching": (lambda lr: GossipStrategy("one_peer_exponential", 2, "sgd", lr=lr), {"lr": 0.3}),
+    "gradient-tracking": (lambda lr: GradientTrackingStrategy("ring", inner_optim="sgd", lr=lr), {"lr": 0.3}),
+    "d2": (
+        lambda lr, momentum: D2Strategy("ring", OptimSpec(SGD, lr=lr, momentum=momentum)),
+        {"lr": 0.3, "momentum": 0.5},
+    ),
+    "exact-diffusion": (lambda lr: ExactDiffusionStrategy("ring", inner_optim="adam", lr=lr), {"lr": 0.02}),
     "sparta": (lambda lr: SPARTAStrategy(0.3, "sgd", lr=lr), {"lr": 0.3}),
     "sparta-delayed": (
         lambda lr: SPARTAStrategy(None, "adam", index_selector=PartitionedSelector(0.5), delay=1, lr=lr),

@@ -287,6 +287,34 @@ def check_doubly_stochastic(weights: Tensor, name: str = "weights") -> None:
 vecgym.collectives.topology.metropolis_weights(adjacency); for a positive matrix divide rows and columns by their \
 sums, alternately, until all sums are 1 (Sinkhorn).
     """
+    fix = (
+        "mixing must be doubly stochastic. For a graph use vecgym.collectives.topology.metropolis_weights(adjacency); "
+        "for a positive matrix divide rows and columns by their sums, alternately, until all sums are 1 (Sinkhorn)."
+    )
+    _check_stochastic(weights, name, (1, 0), fix)
+
+
+def check_column_stochastic(weights: Tensor, name: str = "weights") -> None:
+    """Raise a ValueError unless `weights`, `[K, K]`, is nonnegative with columns that sum to 1, as exactly as there.
+
+    >>> check_column_stochastic(torch.tensor([[0.5, 0.5], [0.0, 1.0]]))
+    Traceback (most recent call last):
+    ...
+    ValueError: weights: column 0 sums to 0.5, not to 1; column j must say how node j shares out its value. Its rows \
+sum to 1: give its transpose, if row i said how node i shares out its value.
+    """
+    fix = "column j must say how node j shares out its value."
+    try:
+        _check_stochastic(weights, name, (1,), fix)
+    except (TypeError, ValueError):
+        pass
+    else:
+        fix += " Its rows sum to 1: give its transpose, if row i said how node i shares out its value."
+    _check_stochastic(weights, name, (0,), fix)
+
+
+def _check_stochastic(weights: Tensor, name: str, over: Sequence[int], fix: str) -> None:
+    """Raise a ValueError unless the sums over these dimensions are 1: over 1 those of rows, over 0 of columns."""
     check.instance("name", name, str, "the name of the matrix in messages, a str")
     if not isinstance(weights, Tensor):
         raise TypeError(f"{name} is {check.kind_of(weights)}; a mixing matrix is a tensor [K, K].")
@@ -297,15 +325,11 @@ sums, alternately, until all sums are 1 (Sinkhorn).
             f"{name} has dtype {weights.dtype}; a mixing matrix has a floating-point dtype: {name}.double()."
         )
     exact = weights.detach().double()
-    fix = (
-        "mixing must be doubly stochastic. For a graph use vecgym.collectives.topology.metropolis_weights(adjacency); "
-        "for a positive matrix divide rows and columns by their sums, alternately, until all sums are 1 (Sinkhorn)."
-    )
     if not bool((exact >= 0).all()):  # nan too
         i, j = (~(exact >= 0)).nonzero()[0].tolist()
         raise ValueError(f"{name}[{i}, {j}] = {float(exact[i, j]):.6g} is negative or not a number; {fix}")
     tolerance = SUM_TOLERANCE.get(weights.dtype, 1e-2)
-    for kind, sums in (("row", exact.sum(1)), ("column", exact.sum(0))):
+    for kind, sums in ((("column", "row")[dim], exact.sum(dim)) for dim in over):
         worst = int((sums - 1).abs().argmax())
         if not abs(float(sums[worst]) - 1) <= tolerance:
             raise ValueError(f"{name}: {kind} {worst} sums to {float(sums[worst]):.9g}, not to 1; {fix}")

@@ -47,6 +47,8 @@ code goes to each of the others.
 | ... with `compression_method="topk"`, `quantization_bits=8` | the parameters that moved most, in 8 bits | ≈ 5 N p P |
 | `SPARTADiLoCoStrategy` | both | p · AR / `sparta_interval` + AR / H |
 | `GossipStrategy` | a weighted mean with the neighbours in a ring, torus, exponential graph, random matching, or any doubly stochastic matrix | degree · b · P / `every` |
+| `GradientTrackingStrategy` | the parameters and an estimate of the mean step, with the neighbours: unlike data, and yet the optimum | 2 degree · b · P |
+| `D2Strategy`, `ExactDiffusionStrategy` | the parameters, corrected by the last movement, with the neighbours: the same at half the bytes, in symmetric graphs | degree · b · P |
 | `DeMoStrategy` | the k strongest cosine components of each chunk of a local momentum, every step; the sign of their mean is the update | N k · (8 + b) per chunk |
 | `AsyncStrategy` | each node's movement, at its own time: a server handles it when it arrives, as `OuterOptimizer`, `DelayedNesterov`, `FedBuff` or `HeLoCo`; `dylu`, grace, staleness | b · P / H, and as many received |
 | `HALoSStrategy` | the same with a server in each region, and a global one | b · P / H |
@@ -128,6 +130,9 @@ its source was compared by eye. Defaults named *ours* have no source: choose the
 | `SparseLoCoStrategy` | 2508.15706 | tplr-ai/templar: read | the paper and the code |
 | `SPARTAStrategy`, `SPARTADiLoCoStrategy` | openreview stFPf3gzq1; `correct_delay` 2605.20866 | EXO Gym, diloco-sim: read | the paper and EXO Gym |
 | `GossipStrategy` | 1705.09056 | none | ours |
+| `GradientTrackingStrategy` | 1607.03218; `order="adapt_then_combine"` the code | epfml/relaysgd: read | ours |
+| `D2Strategy` | 1803.07068; for changing rates the code | epfml/relaysgd: read | ours |
+| `ExactDiffusionStrategy` | 1702.05122 | none | ours |
 | `DeMoStrategy` | 2411.19870; the code | bloc97/DeMo: read | the code |
 | `AsyncStrategy` | 2401.09135 | none | outer optimizer DiLoCo's; H ours |
 | ... with `DelayedNesterov` | 2401.09135, algorithm 3 | utnslab/halos: numbers, within HALoS | lr and momentum DiLoCo's; buffer and c the paper |

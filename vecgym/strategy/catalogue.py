@@ -14,6 +14,7 @@ from vecgym.compress import TopK
 from vecgym.optim import OptimSpec
 from vecgym.strategy.allreduce import AllReduceStrategy, GPAStrategy
 from vecgym.strategy.base import Strategy
+from vecgym.strategy.decentralised import D2Strategy, ExactDiffusionStrategy, GradientTrackingStrategy
 from vecgym.strategy.demo import DeMoStrategy
 from vecgym.strategy.diloco import DiLoCoStrategy, EagerDiLoCoStrategy, StreamingDiLoCoStrategy
 from vecgym.strategy.federated_averaging import FedAvgStrategy
@@ -128,5 +129,8 @@ CATALOGUE: dict[str, Item] = {
     "sparta-diloco": Item(lambda knobs, **inner: SPARTADiLoCoStrategy(knobs.p, **knobs.rounds, **inner), compared=True),
     "gossip": Item(lambda knobs, **inner: GossipStrategy("ring", **inner), compared=True),
     "gossip-matching": Item(lambda knobs, **inner: GossipStrategy("random_matching", **inner)),
+    "gradient-tracking": Item(lambda knobs, **inner: GradientTrackingStrategy("ring", **inner), compared=True),
+    "d2": Item(lambda knobs, **inner: D2Strategy("complete", **inner)),  # with rings of an even number it diverges
+    "exact-diffusion": Item(lambda knobs, **inner: ExactDiffusionStrategy("ring", **inner), compared=True),
     "demo": Item(_demo, compared=True),
 }

@@ -52,9 +52,10 @@ class Mix(Reduction, batched=()):
 
     linear = True
     common = False
+    doubly = True  # False in classes whose matrices need columns that sum to 1 only
 
     def __init__(self, topology: Topology = "ring") -> None:
-        self.topology = _checked_topology(topology)
+        self.topology = _checked_topology(topology, self.check_matrix)
         # Constant matrices are checked once. One with derivatives is checked each time: it may have been trained since.
         self._constant: list[Mixing] | None = None
         if isinstance(self.topology, Tensor) and not self.topology.requires_grad:
@@ -82,9 +83,25 @@ class Mix(Reduction, batched=()):
                 f"topology mixes {size} nodes, and the run has num_nodes={K}: give num_nodes={size}, a matrix "
                 f'[{K}, {K}], or a name such as "ring".'
             )
-        if run.fewest < K:
+        if run.fewest < K and self.doubly:
             for weights in matrices:
-                _check_symmetric(weights)
+                _check_keeps_mean(weights)
+
+    def matrices(self, num_nodes: int) -> list[Tensor]:
+        """Return the matrices that are known before the run; of a function and random ones, the first.
+
+        >>> [len(W) for W in Mix("one_peer_exponential").matrices(4)]
+        [4, 4]
+        """
+        count = len(_cycle(self.topology)) if isinstance(self.topology, Tensor) else 1
+        if isinstance(self.topology, str) and self.topology == "one_peer_exponential":
+            count = max(1, graphs.ceil_log2(num_nodes))
+        comm = StackedCollectives(num_nodes)
+        return [self._mixing(num_nodes, Part.alone(comm, number=t)).weights for t in range(count)]
+
+    def check_matrix(self, weights: Tensor, name: str) -> None:
+        """Raise a ValueError unless the nodes may exchange with these weights."""
+        (graphs.check_doubly_stochastic if self.doubly else graphs.check_column_stochastic)(weights, name)
 
     def mixing(self, part: Part) -> Mixing:
         """Return the matrix of this exchange.
@@ -97,7 +114,7 @@ class Mix(Reduction, batched=()):
         if isinstance(self.topology, str):
             return self._mixing_of_some(self.topology, part.comm.num_nodes, part)
         weights = self._mixing(part.comm.run_nodes, part).weights
-        return Mixing.of(among(weights, part.comm.members))
+        return Mixing.of(among(weights, part.comm.members, self.doubly))
 
     def agree(self, x: Tree, part: Part, memory: Memory) -> Tree:
         return part.comm.mix(x, self.mixing(part), inplace=part.inplace)
@@ -129,7 +146,7 @@ class Mix(Reduction, batched=()):
             return Mixing.of(matrices[part.due.number % len(matrices)])
         if not isinstance(self.topology, str):
             weights = as_matrix(check.called("topology", self.topology, part.due.step), f"topology({part.due.step})")
-            graphs.check_doubly_stochastic(weights, f"topology({part.due.step})")
+            self.check_matrix(weights, f"topology({part.due.step})")
             return Mixing.of(weights)
         if self.topology == "random_matching":
             return Mixing.of(graphs.random_matching(num_nodes, part.generator("matching", part.due.number)))
@@ -139,22 +156,36 @@ class Mix(Reduction, batched=()):
         return _mixing_of(FIXED[self.topology], num_nodes)
 
 
-def among(weights: Tensor, members: Sequence[int]) -> Tensor:
+def among(weights: Tensor, members: Sequence[int], doubly: bool = True) -> Tensor:
     """Return the mixing matrix of some of the nodes: each node adds the weights of absent nodes to its own.
+
+    Args:
+        doubly: False if it is enough that each column sums to 1; else the matrix must be symmetric.
 
     >>> among(graphs.ring(4), [0, 1, 2])
     tensor([[0.6667, 0.3333, 0.0000],
             [0.3333, 0.3333, 0.3333],
             [0.0000, 0.3333, 0.6667]], dtype=torch.float64)
     """
-    _check_symmetric(weights)
+    if doubly:
+        _check_keeps_mean(weights)
     ids = torch.tensor(members, device=weights.device)
     inside = weights[ids][:, ids]
-    return inside + torch.diag(weights[ids].sum(1) - inside.sum(1))
+    dim = 1 if doubly else 0  # of a symmetric matrix both are the same, but for rounding
+    return inside + torch.diag((weights[ids] if doubly else weights[:, ids]).sum(dim) - inside.sum(dim))
 
 
-def _check_symmetric(weights: Tensor) -> None:
-    if not torch.allclose(weights.detach(), weights.detach().mT, atol=1e-6):
+def is_symmetric(weights: Tensor) -> bool:
+    """Whether each two nodes give the same weight to each other.
+
+    >>> is_symmetric(graphs.ring(4)), is_symmetric(graphs.exponential(4))
+    (True, False)
+    """
+    return torch.allclose(weights.detach(), weights.detach().mT, atol=1e-6)
+
+
+def _check_keeps_mean(weights: Tensor) -> None:
+    if not is_symmetric(weights):
         raise ValueError(
             "topology is a matrix that is not symmetric, and some of its nodes may be absent: the weights of the other "
             'nodes would not keep the mean. Give a symmetric one, or the name of a topology, such as "exponential".'
@@ -171,7 +202,9 @@ def _cycle(matrices: Tensor) -> Tensor:
     return matrices if matrices.dim() == 3 else matrices[None]
 
 
-def _checked_topology(topology: Any) -> str | Tensor | Callable[[int], Tensor]:
+def _checked_topology(
+    topology: Any, check_matrix: Callable[[Tensor, str], None]
+) -> str | Tensor | Callable[[int], Tensor]:
     allowed = (
         f"topology takes one of {', '.join(map(repr, NAMES))}; a matrix [K, K] or matrices [T, K, K]; or a function "
         "step -> matrix."
@@ -186,7 +219,7 @@ def _checked_topology(topology: Any) -> str | Tensor | Callable[[int], Tensor]:
     if matrices.dim() not in (2, 3) or len(matrices) == 0:
         raise ValueError(f"topology has shape {list(matrices.shape)}. {allowed}")
     for t, weights in enumerate(_cycle(matrices)):
-        graphs.check_doubly_stochastic(weights, f"topology[{t}]" if matrices.dim() == 3 else "topology")
+        check_matrix(weights, f"topology[{t}]" if matrices.dim() == 3 else "topology")
     return matrices if matrices.requires_grad else matrices.clone()
 
 

@@ -1,0 +1,297 @@
+"""Decentralised algorithms against their naive twins, their fixed points on quadratics, and their identities."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from tests.helpers import Run, assert_close, difference, run, stacked
+from tests.models import make_batches, make_model
+from tests.reference import common
+from tests.reference.decentralised import D2, ExactDiffusion, GradientTracking, Rule, decentralised
+from tests.test_availability import Taken
+from vecgym.availability import Dropout
+from vecgym.collectives.topology import complete, metropolis_weights, one_peer_exponential, ring
+from vecgym.strategy import (
+    AllReduceStrategy,
+    D2Strategy,
+    ExactDiffusionStrategy,
+    GossipStrategy,
+    GradientTrackingStrategy,
+    OptimSpec,
+    Strategy,
+)
+
+F64 = torch.float64
+K = 5
+STEPS = 40
+MOMENTUM = OptimSpec(SGD, lr=0.1, momentum=0.9)
+WARMUP = 6
+
+
+def schedule(step: int) -> float:
+    """Linear from 0, then a cosine down to 10 %."""
+    if step < WARMUP:
+        return step / WARMUP
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
+
+
+# name -> (for vecgym, for the twin)
+INNER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "momentum, clipped": (
+        {"inner_optim": MOMENTUM, "max_norm": 0.3},
+        {"inner": (SGD, {"lr": 0.1, "momentum": 0.9}), "max_norm": 0.3},
+    ),
+    "adamw, cosine": (
+        {"inner_optim": "adamw", "lr": 0.01, "warmup_steps": WARMUP, "cosine_anneal": True},
+        {"inner": (AdamW, {"lr": 0.01}), "schedule": schedule},
+    ),
+}
+
+
+def unlike(num_nodes: int) -> Tensor:
+    """A symmetric matrix of unequal weights: of a path with a shortcut."""
+    links = torch.diag(torch.ones(num_nodes - 1), 1) if num_nodes > 1 else torch.zeros(1, 1)
+    links[0, num_nodes // 2] = num_nodes > 2
+    return metropolis_weights(links + links.T)
+
+
+def several(num_nodes: int) -> Tensor:
+    eye = torch.eye(num_nodes, dtype=F64)
+    return torch.stack([unlike(num_nodes), (eye + eye.roll(1, 0)) / 2, complete(num_nodes)])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A strategy of K nodes, and the rule that its twin follows; it may depend on the inner optimizer."""
+
+    make: Callable[..., Strategy]  # (num_nodes, **inner)
+    rule: Callable[[int], Rule]
+    sizes: tuple[int, ...] = (1, 2, 5)
+    inner: tuple[str, ...] = tuple(INNER)
+
+
+CASES: dict[str, Case] = {
+    "gradient tracking, ring": Case(
+        lambda n, **inner: GradientTrackingStrategy("ring", **inner), lambda n: GradientTracking(lambda t: ring(n))
+    ),
+    "gradient tracking, one peer": Case(
+        lambda n, **inner: GradientTrackingStrategy("one_peer_exponential", **inner),
+        lambda n: GradientTracking(lambda t: one_peer_exponential(n, t)),
+    ),
+    "gradient tracking, combine then adapt, matrices": Case(
+        lambda n, **inner: GradientTrackingStrategy(several(n), order="combine_then_adapt", **inner),
+        lambda n: GradientTracking(lambda t: several(n)[t % 3], "combine_then_adapt"),
+    ),
+    "D^2, ring": Case(
+        lambda n, **inner: D2Strategy("ring", **inner), lambda n: D2(lambda t: ring(n)), sizes=(1, 2, 5)
+    ),
+    "D^2, matrices": Case(
+        lambda n, **inner: D2Strategy(several(n)[[0, 2]], **inner), lambda n: D2(lambda t: several(n)[2 * (t % 2)])
+    ),
+    "exact diffusion, ring": Case(
+        lambda n, **inner: ExactDiffusionStrategy("ring", **inner),
+        lambda n: ExactDiffusion(lambda t: ring(n)),
+        sizes=(1, 2, 4, 5),
+    ),
+    "exact diffusion, function": Case(
+        lambda n, **inner: ExactDiffusionStrategy(lambda t: several(n)[2 * (t % 2)], **inner),
+        lambda n: ExactDiffusion(lambda t: several(n)[2 * (t % 2)]),
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def data(model: str, num_nodes: int) -> list[list[Any]]:
+    return make_batches(model, STEPS, num_nodes, 3, dtype=F64)
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize(
+    ("case", "num_nodes", "inner"),
+    [(name, n, inner) for name, case in CASES.items() for n in case.sizes for inner in case.inner],
+)
+def test_each_equals_its_twin(case: str, num_nodes: int, inner: str, engine: str) -> None:
+    """Losses, parameters and the inner optimizers of all nodes, 40 steps in float64."""
+    ours, theirs = INNER[inner]
+    start = make_model("MLP", dtype=F64)
+    strategy = CASES[case].make(num_nodes, **ours)
+    strategy.check(num_nodes, STEPS)
+    result = run(start, strategy, stacked(data("MLP", num_nodes)), engine=engine)
+    twin = decentralised(start, data("MLP", num_nodes), num_nodes, rule=CASES[case].rule(num_nodes), **theirs)
+    assert_close(result.losses, twin.losses, 1e-10, "losses")
+    params = [common.parameters(m) for m in twin.models]
+    assert_close(result.params, {name: torch.stack([p[name] for p in params]) for name in params[0]}, 1e-10, "params")
+    for i, (p, optimizer) in enumerate(zip(params, twin.optimizers)):
+        for slot, values in result.state.home["optimizer"].items():
+            expected = {name: optimizer.state[p[name]][slot] for name in p}
+            assert_close({name: x[i] for name, x in values.items()}, expected, 1e-10, f"{slot} of node {i}")
+
+
+# ------------------------------------------------------------------------------------------ fixed points on quadratics
+
+
+class Valley(nn.Module):
+    """x A x / 2 - b x, of the batch (A, b)."""
+
+    def __init__(self, dim: int = 3) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.linspace(-1, 1, dim, dtype=F64))
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        A, b = batch
+        return ((A @ self.x) @ self.x / 2 - b @ self.x).mean()
+
+
+@dataclass
+class Valleys:
+    """Quadratics of K nodes, no two alike.
+
+    Attributes:
+        A, b: `[K, n, n]`, `[K, n]`.
+    """
+
+    num_nodes: int = K
+    dim: int = 3
+    A: Tensor = field(init=False)
+    b: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        roots = torch.randn(self.num_nodes, self.dim, self.dim, generator=generator, dtype=F64)
+        self.A = roots @ roots.mT / self.dim + 0.3 * torch.eye(self.dim, dtype=F64)
+        self.b = 2 * torch.randn(self.num_nodes, self.dim, generator=generator, dtype=F64)
+
+    @property
+    def optimum(self) -> Tensor:
+        """Of the mean loss: (mean A)^-1 mean b."""
+        return torch.linalg.solve(self.A.mean(0), self.b.mean(0))
+
+    def train(self, strategy: Strategy, steps: int = 3000, **settings: Any) -> Run:
+        batch = (self.A[:, None], self.b[:, None])
+        strategy.check(self.num_nodes, steps)
+        return run(Valley(self.dim), strategy, [batch] * steps, **settings)
+
+    def blocks(self, W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """W, A and b of all nodes together: `[K n, K n]` twice and `[K n]`."""
+        eye = torch.eye(self.dim, dtype=F64)
+        return torch.kron(W, eye), torch.block_diag(*self.A), self.b.flatten()
+
+
+SLOW = OptimSpec(SGD, lr=0.1)
+EXACT: dict[str, Callable[[Any], Strategy]] = {
+    "gradient tracking": lambda inner: GradientTrackingStrategy("ring", inner),
+    "gradient tracking, combine then adapt": lambda inner: GradientTrackingStrategy(
+        "ring", inner, order="combine_then_adapt"
+    ),
+    "gradient tracking, one peer": lambda inner: GradientTrackingStrategy("one_peer_exponential", inner),
+    "D^2": lambda inner: D2Strategy("ring", inner),
+    "D^2, a path": lambda inner: D2Strategy((unlike(K) + torch.eye(K, dtype=F64)) / 2, inner),
+    "exact diffusion": lambda inner: ExactDiffusionStrategy("ring", inner),
+}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("name", EXACT)
+def test_the_unbiased_reach_the_optimum_of_unlike_quadratics(name: str, momentum: float) -> None:
+    valleys = Valleys()
+    rate = 0.02 if momentum else 0.05
+    result = valleys.train(EXACT[name](OptimSpec(SGD, lr=rate, momentum=momentum)))
+    assert_close(result.params["x"], valleys.optimum.expand(K, -1), 1e-9)
+    gossip = valleys.train(GossipStrategy("ring", inner_optim=OptimSpec(SGD, lr=rate, momentum=momentum)), 500)
+    assert difference(gossip.params, {"x": valleys.optimum}) > 1e-2  # the nodes are unlike
+
+
+@pytest.mark.parametrize("name", ["gradient tracking", "D^2", "exact diffusion"])
+def test_a_change_of_the_rate_leaves_nothing_behind(name: str) -> None:
+    """At the optimum the steps of all nodes sum to 0; a tenth of the rate later they still do, and the nodes stay."""
+    valleys = Valleys()
+    inner = {"inner_optim": "sgd", "lr": 0.05, "lr_scheduler": lambda step: 1.0 if step < 2000 else 0.1}
+    topology = {"topology": "ring"}
+    kind = {"gradient tracking": GradientTrackingStrategy, "D^2": D2Strategy, "exact diffusion": ExactDiffusionStrategy}
+    result = valleys.train(kind[name](**topology, **inner), 6000)
+    assert_close(result.params["x"], valleys.optimum.expand(K, -1), 1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------------- identities
+
+
+def test_d2_at_a_constant_rate_is_the_papers_recursion() -> None:
+    """theta(t+1) = W (2 theta(t) - theta(t-1) - gamma (g(t) - g(t-1))), the first step as D-PSGD."""
+    valleys, gamma = Valleys(), 0.05
+    W, A, b = valleys.blocks(ring(K))
+    x = torch.linspace(-1, 1, 3, dtype=F64).repeat(K)
+    before, x = x, W @ (x - gamma * (A @ x - b))
+    for _ in range(19):
+        before, x = x, W @ (2 * x - before - gamma * (A @ x - A @ before))
+    result = valleys.train(D2Strategy("ring", "sgd", lr=gamma), 20)
+    assert_close(result.params["x"].flatten(), x, 1e-12)
+
+
+@pytest.mark.parametrize("order", ["adapt_then_combine", "combine_then_adapt"])
+def test_gradient_tracking_at_a_constant_rate_tracks_gradients(order: Any) -> None:
+    """y <- W y + g(new) - g(old) from y = g; the paper's algorithm is the one that combines first."""
+    valleys, gamma = Valleys(), 0.05
+    W, A, b = valleys.blocks(ring(K))
+    x = torch.linspace(-1, 1, 3, dtype=F64).repeat(K)
+    y = A @ x - b
+    for _ in range(20):
+        new = W @ (x - gamma * y) if order == "adapt_then_combine" else W @ x - gamma * y
+        y, x = W @ y + (A @ new - b) - (A @ x - b), new
+    result = valleys.train(GradientTrackingStrategy("ring", "sgd", lr=gamma, order=order), 20)
+    assert_close(result.params["x"].flatten(), x, 1e-12)
+
+
+def test_exact_diffusion_is_d2_with_a_lazy_matrix() -> None:
+    start, batches = make_model("MLP", dtype=F64), stacked(data("MLP", 4))
+    diffusion = run(start, ExactDiffusionStrategy("ring", MOMENTUM), batches)
+    d2 = run(start, D2Strategy((ring(4) + torch.eye(4, dtype=F64)) / 2, MOMENTUM), batches)
+    assert_close(diffusion.params, d2.params, 1e-12)
+
+
+@pytest.mark.parametrize("make", [GradientTrackingStrategy, D2Strategy])
+def test_with_all_as_neighbours_the_unbiased_are_data_parallel(make: Any) -> None:
+    start, batches = make_model("MLP", dtype=F64), stacked(data("MLP", K))
+    together = run(start, AllReduceStrategy(MOMENTUM), batches)
+    result = run(start, make("complete", MOMENTUM), batches)
+    assert_close(result.params, together.params, 1e-12)
+    assert_close(result.losses, together.losses, 1e-12)
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_d2_refuses_matrices_with_which_it_diverges() -> None:
+    with pytest.raises(ValueError, match=r"has the eigenvalue -0.3333.*ExactDiffusionStrategy"):
+        D2Strategy("ring").check(4, 10)
+    with pytest.raises(ValueError, match=r"eigenvalue -0\.6"):
+        D2Strategy(torch.stack([ring(5), swap(5, 0.8)])).check(5, 10)
+    for topology in ("exponential", "one_peer_exponential"):
+        with pytest.raises(ValueError, match=r"is not symmetric.*GradientTrackingStrategy"):
+            D2Strategy(topology).check(4, 10)
+    ExactDiffusionStrategy("ring").check(4, 10)
+
+
+def swap(num_nodes: int, share: float) -> Tensor:
+    """Two nodes that give each other most of their values; eigenvalue 1 - 2 share."""
+    weights = torch.eye(num_nodes, dtype=F64)
+    weights[:2, :2] = torch.tensor([[1 - share, share], [share, 1 - share]], dtype=F64)
+    return weights
+
+
+@pytest.mark.parametrize("name", ["gradient tracking", "gradient tracking, combine then adapt", "exact diffusion"])
+def test_the_unbiased_reach_the_optimum_with_absent_nodes(name: str) -> None:
+    """The absent keep what corrects their steps, so that the corrections of all nodes still sum to 0."""
+    valleys = Valleys()
+    batches = [(valleys.A[:, None], valleys.b[:, None])] * 3000
+    state = Taken(EXACT[name](OptimSpec(SGD, lr=0.05)), batches, Dropout(0.2), model=Valley()).run(3000).state
+    assert_close(state.params["x"], valleys.optimum.expand(K, -1), 1e-9)
+    assert_close(state.own["correction"]["x"].sum(0), torch.zeros(3, dtype=F64), 1e-9)

@@ -1,0 +1,58 @@
+"""The base of decentralised strategies: a local step, then an exchange with the neighbours in a graph."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from vecgym.core import tree
+from vecgym.core.tree import Tree
+from vecgym.optim import OptimSpec
+from vecgym.simulation.simulation import Part
+from vecgym.simulation.timetable import RunFacts
+from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
+from vecgym.strategy.exchange import Exchange
+from vecgym.strategy.gossip import Mix, Topology
+
+
+class Decentralised(Strategy, batched=(), random=False):
+    """Each node takes a step of the inner optimizer; `meet` then exchanges with the neighbours, after every step.
+
+    Subclasses override `meet`, in which `neighbours` takes the average of any trees.
+
+    Attributes:
+        remembered: the names of the trees that each node keeps, of the parameters' shapes. They begin at 0, but for
+            "before", the node's parameters before the present step.
+    """
+
+    remembered: ClassVar[tuple[str, ...]] = ()
+
+    @takes_options(InnerOptions)
+    def __init__(
+        self,
+        topology: Topology | Mix = "ring",
+        inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        **inner: Unpack[InnerOptions],
+    ) -> None:
+        mix = topology if isinstance(topology, Mix) else Mix(topology)
+        super().__init__(inner_optim, [Exchange(mix)], **inner)
+
+    @property
+    def graph(self) -> Mix:
+        """The average over the neighbours."""
+        mix: Mix = self.exchanges[0].how
+        return mix
+
+    def neighbours(self, x: Tree, part: Part) -> Tree:
+        """Return sum_j W_ij x_j at each node i."""
+        return part.comm.mix(x, self.graph.mixing(part))
+
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
+        own, shared = super().init(run, params)
+        return {**own, **{name: tree.map(torch.zeros_like, params) for name in self.remembered}}, shared
+
+    def train(self, part: Part) -> None:
+        if "before" in self.remembered:  # the step may overwrite the parameters
+            part.own["before"] = tree.map(torch.clone, part.params)
+        super().train(part)
