@@ -54,7 +54,7 @@ from vecgym.strategy import (
     StrongestCosines,
     SyncWeight,
 )
-from vecgym.strategy.averages import median
+from vecgym.strategy.robust import median
 from vecgym.strategy.stages import ExchangeFacts, Memory, Stages
 
 K, LR, SEED = 5, 0.1, 42
@@ -446,6 +446,18 @@ PROCESSES: dict[str, Callable[[], Exchange]] = {
     ),
     "a liar, mean": lambda: Exchange(Corrupted(Mean(), [1], lie), of="gradients"),
     "a liar, median": lambda: Exchange(Outer(Corrupted(Robust("median"), [1], lie), NESTEROV), every=3),
+    "inner products, krum": lambda: Exchange(
+        Outer(Corrupted(Robust("krum", f=1, nnm=True), [1], "ipm"), NESTEROV), every=3
+    ),
+    "a little is enough, a centre": lambda: Exchange(
+        Corrupted(Robust("centred_clipping", tau=0.1), [3], "alie"), every=2, participation=0.75
+    ),
+    "noise, buckets of islands": lambda: Exchange(
+        Corrupted(Robust("geometric_median", bucketing=2, island_size=3), [3], "gaussian"), every=2
+    ),
+    "a lie of one's own, at a server": lambda: Exchange(
+        Corrupted(Robust("mda", f=1, server=True), [3], lambda x, honest: -x[honest].sum(0)), every=2, delay=1
+    ),
     "codes to a server": lambda: Exchange(
         Compressed(ServerMean(), TopK(0.3), reference=True), every=2, participation=0.5
     ),
@@ -577,8 +589,52 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"nodes=\[4\] of a run of 4 nodes",
     ),
+    "too many liars": (lambda: Robust("krum", f=2).check(ExchangeFacts(4)), ValueError, "which needs 5"),
+    "too many liars, by the paper": (
+        lambda: Robust("krum", f=1, neighbours="n-f-2").check(ExchangeFacts(4)),
+        ValueError,
+        "which needs 5",
+    ),
+    "too many liars in an island": (
+        lambda: Robust("krum", f=1, island_size=3).check(ExchangeFacts(5)),
+        ValueError,
+        "f=1 liars of 2 nodes",
+    ),
+    "too many liars in buckets": (
+        lambda: Robust("median", f=1, bucketing=2).check(ExchangeFacts(4)),
+        ValueError,
+        "f=1 liars of 2 buckets of 4 nodes",
+    ),
+    "too large an m": (
+        lambda: Robust("multi_krum", f=1, m=5).check(ExchangeFacts(4)),
+        ValueError,
+        "m=5 is larger than the 4 nodes",
+    ),
+    "too many sets": (lambda: Robust("mda", f=20).check(ExchangeFacts(64)), ValueError, "give a smaller f, or 'mul"),
+    "krum of no f": (lambda: Robust("krum"), ValueError, "needs the number of liars: give f=1"),
+    "neighbours of no f": (lambda: Robust("median", nnm=True), ValueError, "nnm=True needs the number of liars"),
+    "two names": (lambda: Robust("trimmed_mean", trim=1, f=2), ValueError, "two names of one number"),
+    "tau of a median": (lambda: Robust(tau=1.0), ValueError, "tau goes with centred_clipping"),
+    "m of krum": (lambda: Robust("krum", f=1, m=2), ValueError, "m goes with multi_krum"),
+    "whole of a name": (lambda: Robust("krum", f=1, whole=True), ValueError, "sees the whole vector anyway"),
+    "a centre of islands": (
+        lambda: Robust("centred_clipping", island_size=2),
+        ValueError,
+        "one for all nodes: leave out island_size=2",
+    ),
+    "a server of islands": (lambda: Robust(island_size=2, server=True), ValueError, "leave out island_size=2"),
+    "an unknown rule": (lambda: Robust("crum", f=1), ValueError, "did you mean 'krum'"),
+    "codes of a centre": (
+        lambda: Compressed(Robust("centred_clipping"), "int8"),
+        ValueError,
+        "has a state, which codes do not update",
+    ),
+    "rows": (lambda: Robust().aggregate(torch.zeros(3)), TypeError, r"\[n, d\], a row for each node"),
+    "an unknown attack": (lambda: Corrupted(Mean(), [1], "ipn"), ValueError, "did you mean 'ipm'"),
+    "strength of a sign": (lambda: Corrupted(Mean(), [1], "sign_flip", 2.0), ValueError, "has no strength"),
+    "strength of a function": (lambda: Corrupted(Mean(), [1], lie, 2.0), ValueError, "has no strength"),
     "twice the same liar": (lambda: Corrupted(Mean(), [1, 1]), ValueError, "different node ids"),
-    "no attack": (lambda: Corrupted(Mean(), [1], 3), TypeError, "a function of a tensor"),  # type: ignore[arg-type]
+    "no attack": (lambda: Corrupted(Mean(), [1], 3), TypeError, "a function of a tensor"),
     "islands too large": (
         lambda: Exchange(Mean(4)).check(RunFacts(3, 10)),
         ValueError,

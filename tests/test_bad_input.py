@@ -54,7 +54,7 @@ from vecgym.strategy import (
     Outer,
     SPARTAStrategy,
 )
-from vecgym.strategy.averages import Corrupted
+from vecgym.strategy.robust import Corrupted
 
 
 def _id(value: object) -> str:

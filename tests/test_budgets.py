@@ -67,6 +67,7 @@ MANY_PARAMETERS = {
     "optim/optimizer.py:Optimizer.step",
     "optim/optimizers.py:FullPrecisionMuon.__init__",
     "simulation/simulation.py:Part.alone",
+    "strategy/robust/average.py:Robust.__init__",
     "strategy/simulated.py:simulation_of",
     "sweeps/result.py:SweepResult.compare",
 }

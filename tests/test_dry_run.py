@@ -95,6 +95,10 @@ def test_it_equals_the_ledger_of_the_run(name: str) -> None:
         lambda: CommunicateOptimizeStrategy([Exchange(Compressed(Mean(), "topk"), every=2)], "sgd", lr=0.1),
         lambda: CommunicateOptimizeStrategy([Exchange(Robust("median"), every=2)], "sgd", lr=0.1),
         lambda: CommunicateOptimizeStrategy([Exchange(Corrupted(Mean(), [1]), every=2)], "sgd", lr=0.1),
+        lambda: CommunicateOptimizeStrategy(
+            [Exchange(Corrupted(Robust("krum", f=1, nnm=True, server=True), [1], "alie"), every=2)], "sgd", lr=0.1
+        ),
+        lambda: CommunicateOptimizeStrategy([Exchange(Robust("centred_clipping", clip=1.0), every=2)], "sgd", lr=0.1),
     ],
 )
 def test_compositions(make: Any) -> None:

@@ -19,6 +19,7 @@ from vecgym.collectives.ledger import Transfer
 from vecgym.collectives.stacked import DryCollectives, GroupCollectives
 from vecgym.compress import Codec, PowerSGD, Quantise, TopK
 from vecgym.core import tree
+from vecgym.core.objects import altered
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
 from vecgym.models import Classifier, Line
@@ -28,15 +29,21 @@ from vecgym.simulation.simulation import Part
 from vecgym.simulation.stack import Stack, groups_of
 from vecgym.simulation.state import StateView, put_back
 from vecgym.simulation.when import Rounds, SyncWeight
-from vecgym.strategy import FedAvgStrategy, ServerOptimizer, SparseLoCoStrategy, Strategy, StreamingDiLoCoStrategy
-from vecgym.strategy.averages import (
+from vecgym.strategy import (
     Corrupted,
+    FedAvgStrategy,
+    Robust,
+    ServerOptimizer,
+    SparseLoCoStrategy,
+    Strategy,
+    StreamingDiLoCoStrategy,
+)
+from vecgym.strategy.averages import (
     Eager,
     Mean,
     NoLoCo,
     Outer,
     Private,
-    Robust,
     ServerMean,
 )
 from vecgym.strategy.base import every
@@ -614,6 +621,9 @@ OVERWRITING: dict[str, Callable[[], Strategy]] = {  # what could overwrite what 
     "SPARTA, a part is kept": adamw(Exchange(Sparse(0.3, Mean()), keep=0.4)),
     "SPARTA, late, a part is kept": adamw(Exchange(Sparse(0.3, Mean()), delay=1, keep=0.4)),
     "gossip of lies": adamw(Exchange(Corrupted(Mix("ring"), [1]), 2)),
+    "a centre": adamw(Exchange(Robust("centred_clipping", tau=0.1), 2)),
+    "a centre of some coordinates, late": adamw(Exchange(Sparse(0.3, Robust("centred_clipping", tau=0.1)), 2, delay=1)),
+    "lies of those who know": adamw(Exchange(Outer(Corrupted(Robust("krum", f=2), [1, 3], "mimic")), 2)),
     "lies about some coordinates": adamw(Exchange(Corrupted(Sparse(0.3, Mean()), [1]), 2)),
     "private gossip of moments": adamw(Exchange(Private(Mix("ring"), clip=1.0, noise=0.0), 2, of="exp_avg")),
     "fragments of SPARTA": adamw(Exchange(Sparse(0.3, Mean()), 4, fragments=2, delay=1)),
@@ -777,6 +787,19 @@ OF_GROUPS: dict[str, Callable[[Any], Average]] = {  # of the rates of the config
     "median": lambda lr: Robust("median"),
     "median in islands": lambda lr: Robust("median", island_size=4),
     "lies": lambda lr: Corrupted(Robust("trimmed_mean", trim=1), [1]),
+    "krum in islands": lambda lr: Robust("krum", f=1, island_size=4),
+    "nearest neighbours of buckets": lambda lr: Robust("multi_krum", f=1, m=1, nnm=True, bucketing=2),
+    "smallest diameter": lambda lr: Robust("mda", f=2),
+    "majority at a server": lambda lr: Robust("sign_majority", server=True),
+    "geometric median": lambda lr: altered(Robust("geometric_median"), nu=4 * lr),
+    "geometric median in islands": lambda lr: altered(Robust("geometric_median", island_size=2), nu=4 * lr),
+    "clipped around a centre": lambda lr: Outer(altered(Robust("centred_clipping"), tau=4 * lr), nesterov(0.7)),
+    "clipped median": lambda lr: altered(Robust("median", clip=1.0), clip=4 * lr),
+    "clipped": lambda lr: altered(Robust("norm_clipping"), clip=4 * lr),
+    "inner products": lambda lr: altered(Corrupted(Robust("median"), [1, 2], "ipm", strength=1.0), strength=lr),
+    "a little": lambda lr: altered(Corrupted(Mean(), [4], "alie", strength=1.0), strength=lr),
+    "noise": lambda lr: altered(Corrupted(Mean(), [4], "gaussian", strength=1.0), strength=lr),
+    "a lie of one's own": lambda lr: Corrupted(Mean(), [0], lambda x, honest: -x[honest].sum(0)),
     "private": lambda lr: Private(Mean(), clip=1.0, noise=0.3),
     "top-k": lambda lr: Compressed(Mean(), TopK(0.3), momentum=0.5),
     "top-k of differences": lambda lr: Compressed(Mean(), TopK(0.3), reference=True),

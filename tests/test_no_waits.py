@@ -104,6 +104,11 @@ MORE: dict[str, Callable[[], Strategy]] = {
     "proximal": lambda: FedAvgStrategy("sgd", lr=0.1, H=2, proximal_mu=0.1),
     "median of islands": composed(Exchange(Robust("median", island_size=2), every=2)),
     "liars": outer(Corrupted(Robust("trimmed_mean", trim=1), [1])),
+    "krum": outer(Corrupted(Robust("krum", f=1, nnm=True), [1], "alie")),
+    "centred clipping": composed(Exchange(Corrupted(Robust("centred_clipping"), [0], "ipm"), of="gradients")),
+    "the rest": outer(Corrupted(Robust("mda", f=1, clip=1.0), [2], "gaussian")),
+    "buckets of islands": composed(Exchange(Robust("geometric_median", bucketing=2, island_size=3), every=2)),
+    "lies of those who know": outer(Corrupted(Robust("multi_krum", f=1), [1], lambda x, honest: -x)),
     "private": outer(Private(Mean(), clip=1.0, noise=0.1)),
     "codes": outer(Compressed(Mean(), TopK(0.1))),
 }  # fmt: skip

@@ -123,6 +123,8 @@ KINDS: dict[str, Kind] = {
     "diloco-server": Kind(composed(lambda H, p: Exchange(Outer(ServerMean(), nesterov()), every=H)), server=True),
     "ef21": Kind(composed(lambda H, p: Exchange(Outer(EF21(Mean(), "topk"), nesterov()), every=H)), choosy=True),
     "median": Kind(composed(lambda H, p: Exchange(Outer(Robust("median"), nesterov()), every=H))),
+    "geometric-median": Kind(composed(lambda H, p: Exchange(Outer(Robust("geometric_median"), nesterov()), every=H))),
+    "clipping": Kind(composed(lambda H, p: Exchange(Robust("centred_clipping", tau=1.0), every=H))),
     "robust-codes": Kind(
         composed(lambda H, p: Exchange(Outer(Compressed(Robust("median"), "int8"), nesterov()), every=H)), choosy=True
     ),

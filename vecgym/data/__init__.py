@@ -3,6 +3,7 @@
 from vecgym.data.batches import Batches, EvalBatches, Examples, Factory, num_steps
 from vecgym.data.partition import (
     Partition,
+    flip_labels,
     partition_dirichlet,
     partition_iid,
     partition_quantity_skew,
@@ -13,5 +14,5 @@ from vecgym.data.text import TokenWindows, decode_text, encode_text
 
 __all__ = [
     "Batch", "Batches", "EvalBatches", "Examples", "Factory", "Partition", "TokenWindows", "decode_text", "encode_text",
-    "num_steps", "partition_dirichlet", "partition_iid", "partition_quantity_skew", "partition_shards",
+    "flip_labels", "num_steps", "partition_dirichlet", "partition_iid", "partition_quantity_skew", "partition_shards",
 ]  # fmt: skip

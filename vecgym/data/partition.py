@@ -317,6 +317,38 @@ def partition_quantity_skew(data: Any, num_nodes: int, alpha: float, *, min_size
     return _partition(np.split(generator.permutation(n), sizes.cumsum()[:-1]), labels)
 
 
+def flip_labels(partition: Partition, nodes: Sequence[int], num_classes: int | None = None) -> Tensor:
+    """Return the labels of all examples, `[n]`, with false ones for some nodes: label -> num_classes - 1 - label.
+
+    Such nodes train honestly on false data, in place of sending false values as in `vecgym.strategy.Corrupted`.
+
+    Args:
+        partition: of the labels; it says whose examples are flipped.
+        nodes: the ids of the nodes with false labels.
+        num_classes: the number of classes; None: the largest label + 1.
+
+    Raises:
+        ValueError: for a partition without labels, a node that it does not have, or labels outside of the classes.
+
+    >>> from torch.utils.data import TensorDataset
+    >>> x, y = torch.randn(6, 3), torch.tensor([0, 0, 1, 1, 2, 2])
+    >>> partition = partition_shards(y, num_nodes=3, shards_per_node=1)
+    >>> false = flip_labels(partition, nodes=[0])
+    >>> (false[partition.indices[0]] == 2 - y[partition.indices[0]]).all(), int((false != y).sum()) in (0, 2)
+    (tensor(True), True)
+    >>> shards = partition.datasets(TensorDataset(x, false))  # for `Trainer`
+    """
+    labels, ids = partition._labels, [check.index("nodes", node, partition.num_nodes) for node in nodes]
+    least, most = int(labels.min()), int(labels.max())
+    count = most + 1 if num_classes is None else check.integer("num_classes", num_classes)
+    if least < 0 or most >= count:
+        raise ValueError(f"the labels are from {least} to {most}, and must be from 0 to num_classes - 1 = {count - 1}.")
+    flipped = labels.clone()
+    for node in ids:
+        flipped[partition.indices[node]] = count - 1 - labels[partition.indices[node]]
+    return flipped
+
+
 def _mixtures(generator: np.random.Generator, sizes: np.ndarray, num_nodes: int, alpha: float) -> np.ndarray:
     """Draw the number of examples of each class for each node, `[K, classes]`, out of `sizes`, `[classes]`."""
     n, remaining = int(sizes.sum()), sizes

@@ -73,7 +73,8 @@ no counts:
 | `base`, `simulated` | `Strategy`, and the arguments that all strategies share; `simulation_of(model, strategy, comm)`, where a strategy, nodes and absences come together |
 | `exchange`, `delivery` | `Exchange`: its marks, and of which part of the model; who takes part, what is late, lost or kept, the message under way |
 | `stages` | `Average` and `Stage`, the bases; `Memory`, which they remember things in; `Stages`, the walk along them |
-| `averages`, `corrections` | `Mean`, `ServerMean`, `Robust`; stages: `Outer`, with its corrections, `Eager`, `Corrupted`, `Private` |
+| `averages`, `corrections` | `Mean`, `ServerMean`; stages: `Outer`, with its corrections, `Eager`, `Private` |
+| `robust` | `Robust` and its rules on whole vectors; the stage `Corrupted` and its attacks |
 | `coded` | `Compressed` and `EF21`, averages of codes |
 | `fragments`, `moments` | which parameters are exchanged together; what an inner optimizer keeps of them |
 | a file for each algorithm, and for its relatives | settings, an average or a stage if it has one, and handlers where exchanges do not say it all |
@@ -110,6 +111,7 @@ validation and a clock add theirs.
 |---|---|---|
 | a strategy | see `vecgym.guide.writing_a_strategy` | |
 | an asynchronous strategy | a file of `vecgym/strategy`: an `EventDriven` with `rules(times)`, `init(run, params)` and a method for each kind of event | `MADE` in `tests/test_scheduled.py`; a twin, as `tests/reference/asynchronous.py` |
+| a rule that liars cannot move, an attack | a function of whole vectors in `vecgym/strategy/robust/rules.py`, a row of `RULES` in `vecgym/strategy/robust/average.py`; `STRENGTHS` in `vecgym/strategy/robust/attacks.py` | `NAIVE` and `ATTACKS` in `tests/test_robust.py` |
 | an average, a stage | in `vecgym/strategy/averages.py` | `tests/test_average.py`, `tests/test_exchange.py`: alone, in groups, late, of some nodes |
 | a codec | a `Codec` in `vecgym/compress`, its name in `METHODS` | `CODECS` in `tests/test_compression.py`, its bound in `tests/test_codecs.py`, its distortion in `benchmarks/compression.py` |
 | a topology | a function K → matrix in `vecgym/collectives/topology.py`, its name in `FIXED` of `vecgym/strategy/gossip.py` | `tests/test_topology.py`, `CASES` in `tests/test_gossip.py` |

@@ -81,7 +81,7 @@ tensor([86,  5,  8, 15])
 
 The other partitions are `partition_iid`, `partition_shards` (a few classes on each node), `partition_quantity_skew`, and
 `partition_dirichlet(balanced=True)`, where all nodes have equally many examples. `vecgym.plot.plot_partition` draws the
-counts of any of them.
+counts of any of them. `flip_labels` gives some nodes false labels: their gradients are honest ones of false data.
 
 **Metrics of each node on its own data.** Where the validation set is a factory, too, such as `shards` above, each node has
 one of its own and reads the whole of it, in batches of its own size. `val_loss` and `val_accuracy` are then those of the

@@ -181,8 +181,8 @@ act in the order of the list:
 
 | choice | how it is made |
 |---|---|
-| how nodes agree on a value | `Mean` (with islands, weights), `ServerMean`, `Mix` (a topology), `Robust` (a median, a trimmed mean), `MostMoved` (each node's own choice of coordinates), `NoLoCo` (in pairs), `StrongestCosines` (DeMo's) |
-| ... and around one of these | `Outer` (a step of an outer optimizer on the movements), `Eager` (the same, a round late), `Sparse` (some coordinates), `Compressed` (codes, with error feedback, its decay and momentum), `EF21` (codes of what has changed), `Corrupted` (some nodes lie), `Private` (clipped, with noise) |
+| how nodes agree on a value | `Mean` (with islands, weights), `ServerMean`, `Mix` (a topology), `Robust` (a median, Krum, centred clipping and other rules that liars cannot move far), `MostMoved` (each node's own choice of coordinates), `NoLoCo` (in pairs), `StrongestCosines` (DeMo's) |
+| ... and around one of these | `Outer` (a step of an outer optimizer on the movements), `Eager` (the same, a round late), `Sparse` (some coordinates), `Compressed` (codes, with error feedback, its decay and momentum), `EF21` (codes of what has changed), `Corrupted` (some nodes lie, by a named attack or your own), `Private` (clipped, with noise) |
 | on what | `of="parameters"`, `"gradients"`, `"moments"` (of the inner optimizer), or one of its slots, such as `"exp_avg"` |
 | when | `every=` a number of steps, a function that gives the length of each round, or `Rounds`, `RoundsOf`, or weights that can be differentiated (`SyncWeight`) |
 | how late | `delay=` steps; `late="value"` overwrites the nodes' values with the result, `late="change"` adds the change; a `SyncWeight` applies either in part |

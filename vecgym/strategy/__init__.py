@@ -33,13 +33,11 @@ from vecgym.strategy.ad_psgd import ADPSGDStrategy
 from vecgym.strategy.allreduce import AllReduceStrategy, GPAStrategy, SimpleReduceStrategy
 from vecgym.strategy.asynchronous import AsyncStrategy
 from vecgym.strategy.averages import (
-    Corrupted,
     Eager,
     Mean,
     NoLoCo,
     Outer,
     Private,
-    Robust,
     ServerMean,
 )
 from vecgym.strategy.base import CommunicateOptimizeStrategy, Strategy, every
@@ -61,6 +59,7 @@ from vecgym.strategy.local_steps import (
     SparseLoCoStrategy,
 )
 from vecgym.strategy.per_rank import RankStrategy, all_gather, all_reduce, broadcast
+from vecgym.strategy.robust import Corrupted, Robust
 from vecgym.strategy.servers import DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer, Server
 from vecgym.strategy.sparta import (
     MostMoved,

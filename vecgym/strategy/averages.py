@@ -1,4 +1,4 @@
-"""Rules by which nodes agree on values: means of all or of islands, a server's mean, robust rules, outer optimizers.
+"""Rules by which nodes agree on values: means of all or of islands, a server's mean, outer optimizers.
 
 `vecgym.strategy.stages` defines averages and stages. None of them depends on what the values are (parameters, gradients
 or moments) or when they are exchanged: an `Exchange` decides both.
@@ -7,7 +7,7 @@ or moments) or when they are exchanged: an `Exchange` decides both.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.topology import Groups, random_islands
-from vecgym.compress.codecs import Codec, Codes, decode_all, gathered_codes
+from vecgym.compress.codecs import Codec, Codes, gathered_codes
 from vecgym.core import check, tree
 from vecgym.core.devices import placed, spread
 from vecgym.core.objects import altered, same, shown
@@ -30,7 +30,6 @@ from vecgym.strategy.corrections import CORRECTIONS, Correction, heloco, momentu
 from vecgym.strategy.stages import Average, ExchangeFacts, Memory, Stage, Stages, chain
 
 Weighting = Literal["equal", "examples"] | Sequence[float]  # of the nodes in a mean
-Rule = Callable[[Tensor], Tensor]
 
 OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's
 
@@ -43,9 +42,11 @@ class Reduction(Average, batched=()):
 
     Attributes:
         linear: whether the result is linear in the values, so that factors of a matrix may be averaged in its place.
+        remembers: whether it has a state, which codes do not update.
     """
 
     linear: bool = False
+    remembers: bool = False
 
     def shares(self, part: Part) -> Tensor | None:
         """Return W `[1 or K, K]`, with which a node's average is sum_k W_ik x_k; None: the plain mean."""
@@ -182,134 +183,7 @@ class ServerMean(Reduction, batched=(), random=False, steady=True):
         return part.flat(part.comm.server_send(part.apart(average)))
 
 
-def median(x: Tensor) -> Tensor:
-    """Take each coordinate's median over the nodes, `[R, n, *]` -> `[R, *]`; of an even number the middle two's mean.
-
-    >>> median(torch.tensor([[1.0, 100.0, 2.0]])), median(torch.tensor([[1.0, 2.0, 4.0, 100.0]]))
-    (tensor([2.]), tensor([3.]))
-    """
-    ordered = x.sort(1).values
-    return (ordered[:, (x.shape[1] - 1) // 2] + ordered[:, x.shape[1] // 2]) / 2
-
-
-class Robust(Mean, batched=()):
-    """A rule that a few wrong values cannot move far, over the nodes of an island: `[1, n, *]` -> `[1, *]`.
-
-    "median": of each coordinate. "trimmed_mean": of each coordinate the mean without the `trim` lowest and the `trim`
-    highest. Every node sends its values to all others of its island.
-
-    Args:
-        rule: "median", "trimmed_mean", or a function of a tensor `[1, n, *]`, n nodes, which returns `[1, *]`.
-        trim: for "trimmed_mean", the values left out at either end, and the number of liars that do no harm.
-        island_size: see `Mean`.
-
-    Raises:
-        ValueError: for another rule, trim < 1, `trim` with another rule; before the first step if it leaves nothing.
-
-    >>> part, values = Part.alone(StackedCollectives(4)), {"w": torch.tensor([1.0, 2.0, 3.0, -600.0])}
-    >>> Robust("median")(values, part), Robust("trimmed_mean", trim=1)(values, part)
-    ({'w': tensor([1.5000])}, {'w': tensor([1.5000])})
-
-    Reference: Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", arXiv 1803.01498.
-    """
-
-    linear = False
-    random, steady = Mean.random, Mean.steady
-
-    def __init__(self, rule: str | Rule = "median", trim: int | None = None, island_size: int | None = None) -> None:
-        if not callable(rule):
-            check.choice("rule", rule, ("median", "trimmed_mean"), "a function [1, n, *] -> [1, *]")
-        super().__init__(island_size)
-        if (rule == "trimmed_mean") != (trim is not None):
-            raise ValueError(f"rule={rule!r} and trim={trim!r}: trim goes with 'trimmed_mean', which needs it: trim=1.")
-        self.rule = rule
-        self.trim = check.optional_integer("trim", trim, what="the values left out at either end")
-
-    def check(self, run: ExchangeFacts) -> None:
-        super().check(run)
-        for count in run.counts or (run.num_nodes,):
-            smallest = count if self.island_size is None else (count % self.island_size or self.island_size)
-            if self.trim is not None and 2 * self.trim >= smallest:
-                raise ValueError(
-                    f"trim={self.trim} at either end leaves out all values of {smallest} nodes: give a smaller trim."
-                )
-
-    def agree(self, x: Tree, part: Part, memory: Memory) -> Tree:
-        everyone = part.comm.all_gather(x, readers=self.groups(part))
-        return part.apart(self._combined(everyone, part))
-
-    def of_codes(self, codes: Codes, codec: Codec, like: Tree, part: Part) -> Tree:
-        received = gathered_codes(codes, codec, lambda x: self.gather(part.apart(x), part))
-        everyone = {name: decode_all(received[name], codec, x) for name, x in like.items()}
-        return self._combined(everyone, part)
-
-    def _combined(self, everyone: Tree, part: Part) -> Tree:
-        """Apply the rule to each island: of all nodes `[C, K, *]` -> `[C or C K, *]`."""
-        groups = self.groups(part)
-        if groups is None:
-            return tree.map(self._rule, everyone)
-        island_of = {node: i for i, group in enumerate(groups) for node in group}
-        islands = torch.tensor([island_of[node] for node in part.comm.node_ids.tolist()], dtype=torch.long)
-
-        def combined(x: Tensor) -> Tensor:
-            of_islands = [self._rule(x[:, placed(torch.tensor(group), x.device)]) for group in groups]
-            return torch.stack(of_islands, 1)[:, placed(islands, x.device)].flatten(0, 1)
-
-        return tree.map(combined, everyone)
-
-    def _rule(self, x: Tensor) -> Tensor:
-        if not isinstance(self.rule, str):
-            return torch.cat([self.rule(one) for one in x.split(1)])
-        if self.trim is None:
-            return median(x)
-        return x.sort(1).values[:, self.trim : x.shape[1] - self.trim].mean(1)
-
-
 # ------------------------------------------------------------------------------------------------------ stages
-
-
-class Corrupted(Stage, batched=(), random=False, steady=True):
-    """Apply `attack` to the values that some nodes send.
-
-    Args:
-        inner: the average of the sent values.
-        nodes: the ids of the nodes that lie.
-        attack: a function of a tensor `[K, *]`, coordinate by coordinate or node by node; the default turns the sign.
-
-    Raises:
-        ValueError, TypeError: unless `nodes` is a list of different ids; before the first step for a node that the run
-            does not have.
-
-    >>> part, values = Part.alone(StackedCollectives(3)), {"w": torch.tensor([1.0, 2.0, 3.0])}
-    >>> Corrupted(Mean(), [1], lambda x: -20 * x)(values, part)
-    {'w': tensor([-12.])}
-    >>> Corrupted(Robust("median"), [1], lambda x: -20 * x)(values, part)
-    {'w': tensor([1.])}
-    """
-
-    def __init__(self, inner: Average, nodes: Sequence[int], attack: Rule = torch.neg) -> None:
-        super().__init__(inner)
-        several = isinstance(nodes, (list, tuple)) and not any(isinstance(node, Tensor) for node in nodes)
-        self.nodes = [check.integer("nodes", x, 0, "the id of a node that lies") for x in (nodes if several else ())]
-        if not several or len(set(self.nodes)) != len(nodes):
-            raise ValueError(f"nodes={nodes!r} must be a list of different node ids, such as [1].")
-        if not callable(attack):
-            raise TypeError(f"attack={attack!r} must be a function of a tensor, such as lambda x: -20 * x.")
-        self.attack = attack
-
-    def check(self, run: ExchangeFacts) -> None:
-        if max(self.nodes, default=0) >= run.num_nodes:
-            raise ValueError(f"nodes={self.nodes} of a run of {run.num_nodes} nodes: give ids below {run.num_nodes}.")
-
-    def send(self, x: Tree, part: Part, memory: Memory) -> Tree:
-        lies = torch.isin(part.ids, torch.tensor(self.nodes, dtype=torch.long))
-        false = part.apart(tree.map(self.attack, part.flat(x)))
-
-        def sent(true: Tensor, false: Tensor) -> Tensor:
-            of_nodes = placed(lies, true.device).reshape(-1, *[1] * (true.dim() - part.lead))
-            return torch.where(of_nodes, false, true)
-
-        return tree.map(sent, x, false)
 
 
 class Private(Stage, batched=(), random=True, steady=True):
@@ -344,15 +218,16 @@ class Private(Stage, batched=(), random=True, steady=True):
         return {name: self._blurred(y, name, part) for name, y in part.apart(clipped).items()}
 
     def _blurred(self, x: Tensor, name: str, part: Part) -> Tensor:
-        if self.noise == 0:
-            return x
-        shape = x.shape[part.lead :]
-        drawn = [
-            torch.randn(shape, generator=part.generator(f"private {name}", part.due.step, node), dtype=x.dtype)
-            for node in part.nodes
-        ]
-        noise = torch.stack(drawn) if drawn else torch.zeros(0, *shape, dtype=x.dtype)
-        return x + self.noise * self.clip * placed(noise, x.device)
+        return x if self.noise == 0 else x + self.noise * self.clip * normal(x, f"private {name}", part)
+
+
+def normal(x: Tensor, purpose: str, part: Part) -> Tensor:
+    """Draw a standard normal number for each coordinate of each node, `[rows, *]`, from values `[.., rows, *]`."""
+    shape = x.shape[part.lead :]
+    drawn = [
+        torch.randn(shape, generator=part.generator(purpose, part.due.step, node), dtype=x.dtype) for node in part.nodes
+    ]
+    return placed(torch.stack(drawn) if drawn else torch.zeros(0, *shape, dtype=x.dtype), x.device)
 
 
 # ---------------------------------------------------------------------------------------------------- outer steps

@@ -111,6 +111,8 @@ class Compressed(Average):
         if (self.decay != 1 or self.momentum) and not self.error_feedback:
             setting = f"decay={self.decay}" if self.decay != 1 else f"momentum={self.momentum}"
             raise ValueError(f"{setting} without error_feedback has no effect: leave one of them out.")
+        if self.inner.remembers:
+            raise ValueError(f"{self.inner!r} has a state, which codes do not update: give another rule, or no codec.")
         if not (self.momentum or self.masking):
             raise ValueError("masking=False without a momentum has no effect: give momentum=0.9, say, or leave it out.")
 
