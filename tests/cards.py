@@ -55,10 +55,11 @@ def participants(sent: Sent) -> float:
     return sent.rounds * round(0.6 * sent.num_nodes) / sent.num_nodes * sent.model_bytes
 
 
-def strongest(sent: Sent) -> float:
+def strongest(sent: Sent, exchanges: int | None = None) -> float:
     """Return the bytes of the largest part of every tensor: values and indices."""
     sizes = [(max(1, round(sent.knobs.p * x.numel())), x.element_size()) for x in sent.params.values()]
-    return sent.others * sent.rounds * sum(count * (size + 4) for count, size in sizes)
+    exchanges = sent.rounds if exchanges is None else exchanges
+    return sent.others * exchanges * sum(count * (size + 4) for count, size in sizes)
 
 
 def drawn(sent: Sent) -> float:
@@ -121,6 +122,7 @@ class Card(NamedTuple):
         per_node: parts of the strategy's state that each node has its own of.
         needs_moments: the inner optimizer must keep some, as AdamW does.
         even: the number of nodes must be.
+        everyone: no node may be absent.
     """
 
     twin: str
@@ -132,6 +134,7 @@ class Card(NamedTuple):
     per_node: tuple[str, ...] = ()
     needs_moments: bool = False
     even: bool = False
+    everyone: bool = False
 
 
 CARDS: dict[str, Card] = {
@@ -171,6 +174,17 @@ CARDS: dict[str, Card] = {
     "d2": Card("decentralised", lambda sent: sent.steps * sent.others * sent.model_bytes, per_node=("correction",)),
     "exact-diffusion": Card(
         "decentralised", lambda sent: sent.steps * 2.0 * sent.model_bytes, per_node=("correction",)
+    ),
+    "qgm": Card(
+        "decentralised", lambda sent: sent.steps * 2.0 * sent.model_bytes, alone=None, per_node=("before", "momentum")
+    ),
+    "sgp": Card("decentralised", lambda sent: sent.steps * sent.model_bytes, per_node=("before", "weight")),
+    "choco": Card(
+        "decentralised",
+        lambda sent: 2.0 * strongest(sent, sent.steps) / sent.others,
+        alone=None,
+        per_node=("estimate", "average"),
+        everyone=True,
     ),
     "demo": Card("demo", pairs, alone=None, replicated=True, per_node=("residual",)),
 }

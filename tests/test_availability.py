@@ -84,6 +84,7 @@ MADE |= {
     name: partial(row.make, inner_optim="adamw", lr=0.01) for name, row in STRATEGIES.items() if name not in CATALOGUE
 }
 EVEN = {name for name, card in CARDS.items() if card.even}
+EVERYONE = {name for name, card in CARDS.items() if card.everyone}  # tests/test_decentralised.py has their refusals
 
 
 def batches_of(num_nodes: int = K, steps: int = STEPS, dtype: torch.dtype = torch.float32) -> list[Any]:
@@ -207,7 +208,7 @@ def renamed(told: Callable[..., Any], members: Sequence[int], *given: Any, **mor
 
 
 @pytest.mark.parametrize("rejoin", ["own", "shared"])
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", [name for name in MADE if name not in EVERYONE])
 def test_nodes_that_are_never_there_are_as_if_they_were_not(name: str, rejoin: Any) -> None:
     """The run of nodes 0, 2 and 3 alone, to the bit where these have parameters of their own there, too.
 

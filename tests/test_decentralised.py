@@ -13,20 +13,36 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from tests.helpers import Run, assert_close, difference, run, stacked
+from tests.fitting import fit
+from tests.helpers import Run, assert_close, assert_same_bits, difference, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common
-from tests.reference.decentralised import D2, ExactDiffusion, GradientTracking, Rule, decentralised
+from tests.reference.decentralised import (
+    D2,
+    Choco,
+    ExactDiffusion,
+    Gossip,
+    GradientTracking,
+    Push,
+    Rule,
+    decentralised,
+    quasi_global,
+    top_k,
+)
 from tests.test_availability import Taken
-from vecgym.availability import Dropout
+from vecgym.availability import Dropout, Trace
 from vecgym.collectives.topology import complete, metropolis_weights, one_peer_exponential, ring
+from vecgym.compress import RandomK, TopK
 from vecgym.strategy import (
     AllReduceStrategy,
+    CHOCOStrategy,
     D2Strategy,
     ExactDiffusionStrategy,
     GossipStrategy,
     GradientTrackingStrategy,
     OptimSpec,
+    QGMStrategy,
+    SGPStrategy,
     Strategy,
 )
 
@@ -64,9 +80,24 @@ def unlike(num_nodes: int) -> Tensor:
     return metropolis_weights(links + links.T)
 
 
+def doubly(num_nodes: int) -> Tensor:
+    """A directed ring."""
+    eye = torch.eye(num_nodes, dtype=F64)
+    return 0.6 * eye + 0.4 * eye.roll(1, 0)
+
+
 def several(num_nodes: int) -> Tensor:
     eye = torch.eye(num_nodes, dtype=F64)
     return torch.stack([unlike(num_nodes), (eye + eye.roll(1, 0)) / 2, complete(num_nodes)])
+
+
+def directed(num_nodes: int) -> Tensor:
+    """Node 0 sends to all others, node i to i + 1 and, if i is odd, to 0: uniform weights, irregular."""
+    links = torch.eye(num_nodes, dtype=F64) + torch.eye(num_nodes, dtype=F64).roll(1, 0)
+    links[:, 0] = 1
+    links[0, 1::2] = 1
+    links = links.clamp(max=1)
+    return links / links.sum(0)
 
 
 @dataclass(frozen=True)
@@ -106,6 +137,32 @@ CASES: dict[str, Case] = {
         lambda n, **inner: ExactDiffusionStrategy(lambda t: several(n)[2 * (t % 2)], **inner),
         lambda n: ExactDiffusion(lambda t: several(n)[2 * (t % 2)]),
     ),
+    "SGP, one peer": Case(
+        lambda n, **inner: SGPStrategy(**inner), lambda n: Gossip(lambda t: one_peer_exponential(n, t))
+    ),
+    "SGP, irregular": Case(
+        lambda n, **inner: SGPStrategy(directed(n), **inner), lambda n: Push(lambda t: directed(n)), sizes=(1, 4, 5)
+    ),
+    "SGP, matrices": Case(
+        lambda n, **inner: SGPStrategy(torch.stack([directed(n), ring(n)]), **inner),
+        lambda n: Push(lambda t: ring(n) if t % 2 else directed(n)),
+        sizes=(2, 5),
+    ),
+    "SGP, function": Case(
+        lambda n, **inner: SGPStrategy(lambda t: ring(n) if t % 2 else directed(n), **inner),
+        lambda n: Push(lambda t: ring(n) if t % 2 else directed(n)),
+        sizes=(5,),
+    ),
+    "CHOCO, ring": Case(
+        lambda n, **inner: CHOCOStrategy("ring", codec=TopK(0.2), consensus=0.4, **inner),
+        lambda n: Choco(ring(n), top_k(0.2), 0.4, True),
+    ),
+    "CHOCO, a matrix, consensus first": Case(
+        lambda n, **inner: CHOCOStrategy(
+            unlike(n), codec=TopK(0.2), consensus=0.4, order="consensus_first", **inner
+        ),
+        lambda n: Choco(unlike(n), top_k(0.2), 0.4, False),
+    ),
 }  # fmt: skip
 
 
@@ -134,6 +191,28 @@ def test_each_equals_its_twin(case: str, num_nodes: int, inner: str, engine: str
         for slot, values in result.state.home["optimizer"].items():
             expected = {name: optimizer.state[p[name]][slot] for name in p}
             assert_close({name: x[i] for name, x in values.items()}, expected, 1e-10, f"{slot} of node {i}")
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize(("num_nodes", "nesterov"), [(1, False), (2, True), (5, False), (5, True)])
+def test_quasi_global_momentum_equals_its_twin(num_nodes: int, nesterov: bool, engine: str) -> None:
+    """With a warm-up from 0, a cosine, clipped gradients, weight decay; the optimizer goes on with m."""
+    start, mu = make_model("MLP", dtype=F64), 0.8
+    strategy = QGMStrategy(
+        several(num_nodes), OptimSpec(SGD, weight_decay=0.05), momentum=mu, nesterov=nesterov, lr=0.1, max_norm=0.3,
+        warmup_steps=WARMUP, cosine_anneal=True,
+    )  # fmt: skip
+    result = run(start, strategy, stacked(data("MLP", num_nodes)), engine=engine)
+    twin, m = quasi_global(
+        start, data("MLP", num_nodes), num_nodes, matrix=lambda t: several(num_nodes)[t % 3], lr=0.1, mu=mu,
+        nesterov=nesterov, weight_decay=0.05, max_norm=0.3, schedule=schedule,
+    )  # fmt: skip
+    assert_close(result.losses, twin.losses, 1e-10, "losses")
+    params = [common.parameters(model) for model in twin.models]
+    assert_close(result.params, {name: torch.stack([p[name] for p in params]) for name in params[0]}, 1e-10, "params")
+    expected = {name: torch.stack([node[name] for node in m]) for name in params[0]}
+    assert_close(result.state.own["momentum"], expected, 1e-10, "m")
+    assert difference(result.state.home["optimizer"]["momentum_buffer"], result.state.own["momentum"]) == 0
 
 
 # ------------------------------------------------------------------------------------------ fixed points on quadratics
@@ -221,7 +300,109 @@ def test_a_change_of_the_rate_leaves_nothing_behind(name: str) -> None:
     assert_close(result.params["x"], valleys.optimum.expand(K, -1), 1e-9)
 
 
+def stops(strategy: Strategy, M: Tensor, v: Tensor, steps: int = 3000) -> None:
+    """Training on unlike quadratics ends where M theta = v, and not at the optimum."""
+    valleys = Valleys()
+    result = valleys.train(strategy, steps)
+    assert_close(result.params["x"].flatten(), torch.linalg.solve(M, v), 1e-9)
+    assert difference(result.params, {"x": valleys.optimum}) > 1e-2
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.8, False), (0.8, True)])
+def test_quasi_global_momentum_stops_where_gossip_does(momentum: float, nesterov: bool) -> None:
+    """m ends at 0, and theta = W (theta - gamma' (A theta - b)), with gamma' = (1 + mu) gamma in Nesterov's form."""
+    W, A, b = Valleys().blocks(ring(K))
+    gamma, eye = 0.05, torch.eye(len(W), dtype=F64)
+    rate = gamma * (1 + momentum if nesterov else 1)
+    strategy = QGMStrategy("ring", "sgd", momentum=momentum, nesterov=nesterov, lr=gamma)
+    stops(strategy, eye - W @ (eye - rate * A), rate * W @ b)
+
+
+def test_stochastic_gradient_push_stops_where_its_weights_say() -> None:
+    """w = A w; w z = A (w z - gamma (H z - b)), of z = x / w."""
+    valleys, gamma, shares = Valleys(), 0.05, directed(K)
+    P, A, b = valleys.blocks(shares)
+    values, vectors = torch.linalg.eig(shares)
+    w = vectors[:, values.real.argmax()].real
+    D = torch.diag((K * w / w.sum()).repeat_interleave(3))
+    result = valleys.train(SGPStrategy(shares, "sgd", lr=gamma), 3000)
+    assert_close(result.state.own["weight"], torch.diag(D)[::3], 1e-9)
+    assert result.state.own["weight"].std() > 0.1
+    stops(SGPStrategy(shares, "sgd", lr=gamma), D - P @ (D - gamma * A), gamma * P @ b)
+
+
+@pytest.mark.parametrize("order", ["estimates_first", "consensus_first"])
+def test_choco_stops_where_exact_messages_would(order: Any) -> None:
+    """The estimates become exact, though a third of the coordinates is sent: (I + c (W - I)) (theta - gamma g), or
+    theta - gamma g + c (W - I) theta."""
+    W, A, b = Valleys().blocks(ring(K))
+    gamma, c, eye = 0.05, 0.3, torch.eye(len(W), dtype=F64)
+    C = eye + c * (W - eye)
+    strategy = CHOCOStrategy("ring", "sgd", codec=TopK(1 / 3), consensus=c, order=order, lr=gamma)
+    if order == "estimates_first":
+        stops(strategy, eye - C @ (eye - gamma * A), gamma * C @ b)
+    else:
+        stops(strategy, eye - C + gamma * A, gamma * b)
+
+
 # ---------------------------------------------------------------------------------------------------------- identities
+
+
+@pytest.mark.parametrize("topology", ["one_peer_exponential", "ring", doubly(K)])
+def test_push_in_a_regular_graph_is_gossip_to_the_bit(topology: Any) -> None:
+    start, batches = make_model("MLP", dtype=F64), stacked(data("MLP", K))
+    push = run(start, SGPStrategy(topology, MOMENTUM), batches)
+    gossip = run(start, GossipStrategy(topology, inner_optim=MOMENTUM), batches)
+    assert_same_bits(push.params, gossip.params)
+    assert push.comm.ledger.total_bytes == gossip.comm.ledger.total_bytes
+    assert_same_bits(push.state.own["weight"], torch.ones(K, dtype=F64))
+
+
+def test_choco_with_exact_messages_is_gossip() -> None:
+    start, batches = make_model("MLP", dtype=F64), stacked(data("MLP", K))
+    choco = run(start, CHOCOStrategy("ring", MOMENTUM, codec=TopK(1.0), consensus=1.0), batches)
+    gossip = run(start, GossipStrategy("ring", inner_optim=MOMENTUM), batches)
+    assert_close(choco.params, gossip.params, 1e-12)
+    half = run(start, CHOCOStrategy("ring", MOMENTUM, codec=TopK(1.0), consensus=0.5), batches)
+    lazy = run(start, GossipStrategy((ring(K) + torch.eye(K, dtype=F64)) / 2, inner_optim=MOMENTUM), batches)
+    assert_close(half.params, lazy.params, 1e-12)
+
+
+def test_quasi_global_momentum_of_0_is_gossip() -> None:
+    start, batches = make_model("MLP", dtype=F64), stacked(data("MLP", K))
+    quasi = run(start, QGMStrategy("ring", momentum=0.0, nesterov=True, lr=0.1), batches)
+    gossip = run(start, GossipStrategy("ring", inner_optim="sgd", lr=0.1), batches)
+    assert_same_bits(quasi.params, gossip.params)
+
+
+def test_quasi_global_momentum_grows_to_that_of_sgd() -> None:
+    """At a constant gradient g: m -> g / (1 - mu)."""
+    valleys = Valleys()
+    valleys.A = torch.zeros_like(valleys.A)
+    result = valleys.train(QGMStrategy("complete", momentum=0.8, lr=0.1), 700)
+    assert_close(result.state.own["momentum"]["x"], -5 * valleys.b.mean(0).expand(K, -1), 1e-9)
+
+
+def test_bytes_of_push_are_those_of_its_links() -> None:
+    valleys = Valleys()
+    links = int((directed(K) > 0).sum()) - K
+    result = valleys.train(SGPStrategy(directed(K), "sgd", lr=0.05), 7)
+    assert result.comm.ledger.total_bytes == 7 * links / K * (3 * 8 + 8)  # three numbers, and the weight
+    assert float(result.state.own["weight"].sum()) == pytest.approx(K, rel=1e-12)
+
+
+SYMMETRIC = ring(K)
+
+
+@pytest.mark.parametrize("topology", [SYMMETRIC, directed(K)])
+def test_push_keeps_its_weights_with_absent_nodes(topology: Tensor) -> None:
+    """They sum to K, what absent nodes would have got stays with the senders, and equal parameters stay equal."""
+    batches = [(torch.zeros(K, 1, 3, 3, dtype=F64), torch.zeros(K, 1, 3, dtype=F64))] * 200
+    taken = Taken(SGPStrategy(topology, "sgd", lr=0.05), batches, Dropout(0.3), model=Valley()).run(200)
+    weight = taken.state.own["weight"]
+    assert float(weight.sum()) == pytest.approx(K, rel=1e-9)
+    assert (weight.std() > 0.1) == (topology is not SYMMETRIC)
+    assert_close(taken.state.params["x"], Valley().x.expand(K, -1), 1e-9)
 
 
 def test_d2_at_a_constant_rate_is_the_papers_recursion() -> None:
@@ -295,3 +476,29 @@ def test_the_unbiased_reach_the_optimum_with_absent_nodes(name: str) -> None:
     state = Taken(EXACT[name](OptimSpec(SGD, lr=0.05)), batches, Dropout(0.2), model=Valley()).run(3000).state
     assert_close(state.params["x"], valleys.optimum.expand(K, -1), 1e-9)
     assert_close(state.own["correction"]["x"].sum(0), torch.zeros(3, dtype=F64), 1e-9)
+
+
+def test_push_refuses_shares_that_do_not_sum_to_1() -> None:
+    with pytest.raises(ValueError, match=r"column 1 sums to .*give its transpose"):
+        SGPStrategy(directed(K).T)
+    with pytest.raises(ValueError, match=r"topology\(0\): column 1 sums to"):
+        SGPStrategy(lambda step: directed(K).T).check(K, 10)
+
+
+def test_choco_refuses_what_its_estimates_do_not_bear() -> None:
+    for topology in ("one_peer_exponential", "random_matching", lambda step: ring(K), torch.stack([ring(K)] * 2)):
+        with pytest.raises(ValueError, match="changes from step to step"):
+            CHOCOStrategy(topology)
+    CHOCOStrategy(ring(K)[None])
+    with pytest.raises(ValueError, match="unbiased=False"):
+        CHOCOStrategy(codec=RandomK(0.1, unbiased=True))
+    with pytest.raises(TypeError, match="codec"):
+        CHOCOStrategy(codec="powersgd")
+    with pytest.raises(ValueError, match=r"an absent one would miss some.*GossipStrategy"):
+        fit("MLP", CHOCOStrategy(), num_nodes=4, max_steps=4, availability=Trace(~torch.eye(4, dtype=torch.bool)))
+
+
+def test_quasi_global_momentum_is_of_plain_sgd() -> None:
+    for spec in ("adam", OptimSpec(SGD, momentum=0.9), OptimSpec(SGD, nesterov=False)):
+        with pytest.raises(ValueError, match=r"takes the place of SGD's.*momentum and nesterov to the strategy"):
+            QGMStrategy("ring", spec)

@@ -54,6 +54,7 @@ from vecgym.strategy import (
     AllReduceStrategy,
     Average,
     AveragingCommunicator,
+    CHOCOStrategy,
     CommunicateOptimizeStrategy,
     Compressed,
     Corrupted,
@@ -80,10 +81,12 @@ from vecgym.strategy import (
     PALSGDStrategy,
     PartitionedSelector,
     Private,
+    QGMStrategy,
     RandomSelector,
     RankStrategy,
     Robust,
     ServerMean,
+    SGPStrategy,
     Sparse,
     SparseCommunicator,
     SparseLoCoStrategy,
@@ -1130,6 +1133,23 @@ ARGUMENTS: dict[Any, Changes] = {
         {"inner_optim": "sgd"},
         {**COMMON, "topology": "complete", "order": "combine_then_adapt"},
     ),
+    QGMStrategy: Changes(
+        QGMStrategy,
+        {},
+        {
+            **COMMON,
+            "inner_optim": OptimSpec(SGD, weight_decay=0.1),
+            "topology": "complete",
+            "momentum": 0.5,
+            "nesterov": True,
+        },
+    ),
+    SGPStrategy: Changes(SGPStrategy, {"inner_optim": "sgd"}, {**COMMON, "topology": "ring"}),
+    CHOCOStrategy: Changes(
+        CHOCOStrategy,
+        {"inner_optim": "sgd"},
+        {**COMMON, "topology": "complete", "codec": "sign", "consensus": 0.5, "order": "consensus_first"},
+    ),
     **{
         cls: Changes(cls, {"inner_optim": "sgd"}, {**COMMON, "topology": "complete"})
         for cls in (D2Strategy, ExactDiffusionStrategy)
@@ -1440,6 +1460,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "lr nan of a node": (lambda: DeMoStrategy(lr=torch.tensor([0.1, torch.nan])), ValueError, "lr=nan must be finite"),
     "lr negative": (lambda: GossipStrategy(inner_optim="adam", lr=-0.1), ValueError, "lr"),
     "order": (lambda: GradientTrackingStrategy(order="combine"), ValueError, "order='combine'"),  # type: ignore[arg-type]
+    "QGM of Adam": (lambda: QGMStrategy("ring", "adam"), ValueError, "takes the place of SGD's"),
+    "QGM's momentum": (lambda: QGMStrategy(momentum=1.0), ValueError, r"momentum=1.0 must be a number in \[0, 1\)"),
+    "QGM's flag": (lambda: QGMStrategy(nesterov=1), TypeError, "nesterov=1 must be True"),  # type: ignore[arg-type]
+    "shares": (lambda: SGPStrategy([[0.5, 0.5], [0.0, 1.0]]), ValueError, "column 0 sums to 0.5.*transpose"),
+    "consensus": (lambda: CHOCOStrategy(consensus=0.0), ValueError, r"consensus=0.0 must be a number in \(0, 1\]"),
+    "CHOCO's codec": (lambda: CHOCOStrategy(codec="powersgd"), TypeError, "codec"),
+    "CHOCO's graph": (lambda: CHOCOStrategy("random_matching"), ValueError, "changes from step to step"),
+    "CHOCO's order": (lambda: CHOCOStrategy(order="first"), ValueError, "order='first'"),  # type: ignore[arg-type]
     "D^2 that diverges": (lambda: D2Strategy("ring").check(4, 10), ValueError, "eigenvalue -0.3333"),
     "exact diffusion, not symmetric": (
         lambda: ExactDiffusionStrategy("exponential").check(4, 10),

@@ -51,7 +51,14 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.allreduce import GPAStrategy
-from vecgym.strategy.decentralised import D2Strategy, ExactDiffusionStrategy, GradientTrackingStrategy
+from vecgym.strategy.decentralised import (
+    CHOCOStrategy,
+    D2Strategy,
+    ExactDiffusionStrategy,
+    GradientTrackingStrategy,
+    QGMStrategy,
+    SGPStrategy,
+)
 from vecgym.strategy.demo import DeMoStrategy
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.local_steps import (
@@ -314,6 +321,18 @@ CASES: dict[str, tuple[Make, Values]] = {
     "gossip": (lambda lr: GossipStrategy("ring", inner_optim="sgd", lr=lr), {"lr": 0.3}),
     "gossip-matching": (lambda lr: GossipStrategy("one_peer_exponential", 2, "sgd", lr=lr), {"lr": 0.3}),
     "gradient-tracking": (lambda lr: GradientTrackingStrategy("ring", inner_optim="sgd", lr=lr), {"lr": 0.3}),
+    "qgm": (lambda lr, momentum: QGMStrategy("ring", momentum=momentum, lr=lr), {"lr": 0.3, "momentum": 0.5}),
+    "qgm-of-each-node": (
+        lambda lr, momentum: QGMStrategy("ring", momentum=momentum, lr=lr, nesterov=True),
+        {"lr": torch.tensor([0.3, 0.1, 0.2], dtype=F64), "momentum": torch.tensor([0.5, 0.9, 0.3], dtype=F64)},
+    ),
+    "sgp": (
+        lambda lr: SGPStrategy([[0.5, 0.0, 0.5], [0.5, 0.5, 0.2], [0.0, 0.5, 0.3]], inner_optim="sgd", lr=lr),
+        {"lr": 0.3},
+    ),
+    "choco-of-everything": (
+        lambda lr: CHOCOStrategy("ring", "sgd", codec=TopK(1.0), consensus=0.5, lr=lr), {"lr": 0.3},
+    ),
     "d2": (
         lambda lr, momentum: D2Strategy("ring", OptimSpec(SGD, lr=lr, momentum=momentum)),
         {"lr": 0.3, "momentum": 0.5},

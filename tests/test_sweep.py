@@ -51,6 +51,7 @@ from vecgym.simulation.stack import groups_of
 from vecgym.strategy import (
     AllReduceStrategy,
     Average,
+    CHOCOStrategy,
     CommunicateOptimizeStrategy,
     Compressed,
     D2Strategy,
@@ -73,7 +74,9 @@ from vecgym.strategy import (
     Outer,
     PALSGDStrategy,
     PartitionedSelector,
+    QGMStrategy,
     ScheduledSelector,
+    SGPStrategy,
     ShuffledSequentialSelector,
     Sparse,
     SparseLoCoStrategy,
@@ -153,6 +156,7 @@ def check_all(result: SweepResult, model: Any = "MLP", stacks: int = 1, **settin
 # ---------------------------------------------------------------------------- every strategy, two or three axes
 
 RING = [[0.5, 0.25, 0, 0.25], [0.25, 0.5, 0.25, 0], [0, 0.25, 0.5, 0.25], [0.25, 0, 0.25, 0.5]]
+SHARES = [[0.5, 0, 0, 0.3], [0.5, 0.5, 0, 0.3], [0, 0.5, 0.5, 0.4], [0, 0, 0.5, 0]]
 PAIRS = [[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5], [0, 0, 0.5, 0.5]]
 
 
@@ -280,6 +284,18 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
     "GradientTrackingStrategy": (
         lambda topology, lr, order: GradientTrackingStrategy(topology, "sgd", lr=lr, order=order),
         {"topology": ["ring", RING], "lr": [0.1, 0.02], "order": ["adapt_then_combine", "combine_then_adapt"]},
+    ),
+    "QGMStrategy": (
+        lambda momentum, lr, nesterov: QGMStrategy("ring", momentum=momentum, lr=lr, nesterov=nesterov),
+        {"momentum": [0.5, 0.9], "lr": [0.1, 0.02], "nesterov": [False, True], "seed": [0, 1]},
+    ),
+    "SGPStrategy": (
+        lambda topology, lr: SGPStrategy(topology, "sgd", lr=lr),
+        {"topology": ["one_peer_exponential", SHARES, [RING, SHARES]], "lr": [0.1, 0.02]},
+    ),
+    "CHOCOStrategy": (
+        lambda codec, lr: CHOCOStrategy("ring", "sgd", codec=codec, consensus=0.3, lr=lr),
+        {"codec": ["sign", TopK(0.2)], "lr": [0.1, 0.02]},
     ),
     "D2Strategy": (
         lambda topology, lr: D2Strategy(topology, "sgd", lr=lr), {"topology": ["complete", PAIRS], "lr": [0.1, 0.02]},

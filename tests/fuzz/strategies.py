@@ -88,9 +88,12 @@ def nesterov() -> OptimSpec:
     return OptimSpec("sgd", lr=0.4, momentum=0.6, nesterov=True)
 
 
-NAMED = {"fedavg-islands", "fedavg-participation", "palsgd", "noloco", "gossip", "gossip-matching", "streaming-4-bits"}
+NAMED = {
+    "fedavg-islands", "fedavg-participation", "palsgd", "noloco", "gossip", "gossip-matching", "streaming-4-bits",
+    "gradient-tracking", "exact-diffusion", "qgm", "sgp", "choco",
+}  # fmt: skip
 RESTING = {"fedavg-participation", "palsgd"}
-CHOOSY = {"demo", "diloco-topk", "sparseloco", "streaming-4-bits"}
+CHOOSY = {"demo", "diloco-topk", "sparseloco", "streaming-4-bits", "choco"}
 
 KINDS: dict[str, Kind] = {
     name: Kind(

@@ -84,6 +84,114 @@ class ExactDiffusion:
         return mix((W + torch.eye(len(W), dtype=W.dtype)) / 2, phi)
 
 
+class Gossip:
+    """theta = W x: D-PSGD."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        self.matrix = matrix
+
+    def __call__(self, step: int, theta: Vectors, x: Vectors) -> Vectors:
+        return mix(self.matrix(step), x)
+
+
+class Push:
+    """x = A (x + u), w = A w, z = x / w; theta is z (SGP, algorithm 1)."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        self.matrix = matrix
+        self.x: Vectors | None = None
+        self.w: list[float] | None = None
+
+    def __call__(self, step: int, theta: Vectors, z: Vectors) -> Vectors:
+        A, n = self.matrix(step), len(theta)
+        w, x = self.w or [1.0] * n, self.x or theta
+        self.x = mix(A, plus(x, plus(z, theta, -1.0)))
+        self.w = [sum(float(A[i, j]) * w[j] for j in range(n)) for i in range(n)]
+        return [{name: v / weight for name, v in node.items()} for node, weight in zip(self.x, self.w)]
+
+
+class Choco:
+    """q = Q(x - hat), hat += q, and x + c sum_j W_ij (hat_j - hat_i), before or after that."""
+
+    def __init__(self, matrix: Tensor, code: Callable[[Tensor], Tensor], c: float, estimates_first: bool) -> None:
+        self.W, self.code, self.c, self.estimates_first = matrix, code, c, estimates_first
+        self.hat: Vectors | None = None
+
+    def send(self, x: Vectors) -> None:
+        hat = self.hat or zeros(x)
+        q = [{name: self.code(v) for name, v in node.items()} for node in plus(x, hat, -1.0)]
+        self.hat = plus(hat, q)
+
+    def towards(self, x: Vectors) -> Vectors:
+        hat = self.hat or zeros(x)
+        moved = x
+        for i in range(len(x)):
+            for j in range(len(x)):
+                for name in x[i]:
+                    step = self.c * float(self.W[i, j]) * (hat[j][name] - hat[i][name])
+                    moved = [{**node, name: node[name] + step} if k == i else node for k, node in enumerate(moved)]
+        return moved
+
+    def __call__(self, step: int, theta: Vectors, x: Vectors) -> Vectors:
+        if self.estimates_first:
+            self.send(x)
+            return self.towards(x)
+        new = self.towards(x)
+        self.send(new)
+        return new
+
+
+def top_k(fraction: float) -> Callable[[Tensor], Tensor]:
+    """Keep the largest values of a tensor, at least one."""
+
+    def code(x: Tensor) -> Tensor:
+        kept = torch.zeros_like(x).flatten()
+        places = x.abs().flatten().topk(max(1, round(fraction * x.numel()))).indices
+        kept[places] = x.flatten()[places]
+        return kept.reshape(x.shape)
+
+    return code
+
+
+def quasi_global(
+    model: nn.Module,
+    batches: Sequence[Sequence[Batch]],
+    num_nodes: int,
+    *,
+    matrix: Matrix,
+    lr: float,
+    mu: float = 0.9,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    max_norm: float | None = None,
+    schedule: Schedule = lambda step: 1.0,
+) -> tuple[Result, Vectors]:
+    """QGM, algorithm 1; returns m, too. A step with gamma = 0 leaves m."""
+    models = common.copy_model(model, num_nodes)
+    thetas = [common.parameters(node) for node in models]
+    losses = common.empty_losses(model, len(batches), num_nodes)
+    m = zeros([{name: p.detach() for name, p in theta.items()} for theta in thetas])
+    for step in range(len(batches)):
+        gamma, before, half = lr * schedule(step), list[Vector](), list[Vector]()
+        for node, theta in enumerate(thetas):
+            losses[step, node] = common.backward(models[node], batches[step][node])
+            common.clip(models[node], max_norm)
+            before.append({name: p.detach().clone() for name, p in theta.items()})
+            half.append({})
+            for name, p in theta.items():
+                g = common.gradient(p) + weight_decay * p.detach()
+                b = mu * m[node][name] + g
+                half[node][name] = p.detach() - gamma * (g + mu * b if nesterov else b)
+        after = mix(matrix(step), half)
+        for node, theta in enumerate(thetas):
+            for name, p in theta.items():
+                p.data.copy_(after[node][name])
+                if gamma > 0:
+                    moved = (before[node][name] - after[node][name]) / gamma
+                    m[node][name] = mu * m[node][name] + (1 - mu) * moved
+    return Result(losses=losses, models=models), m
+
+
 def decentralised(
     model: nn.Module,
     batches: Sequence[Sequence[Batch]],

@@ -4,7 +4,7 @@
   EagerDiLoCoStrategy, SPARTAStrategy, SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy, NoLoCoStrategy,
   LocalAdamStrategy, DESLOCStrategy, MuLoCoStrategy, GPAStrategy, PALSGDStrategy, SparseLoCoStrategy
 - Decentralised, besides GossipStrategy: GradientTrackingStrategy, D2Strategy, ExactDiffusionStrategy, which reach the
-  optimum of unlike data
+  optimum of unlike data; QGMStrategy, with a momentum; SGPStrategy, in directed graphs; CHOCOStrategy, with codes
 - Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
   HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
   DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
@@ -42,7 +42,14 @@ from vecgym.strategy.averages import (
 )
 from vecgym.strategy.base import CommunicateOptimizeStrategy, Strategy, every
 from vecgym.strategy.coded import EF21, Compressed
-from vecgym.strategy.decentralised import D2Strategy, ExactDiffusionStrategy, GradientTrackingStrategy
+from vecgym.strategy.decentralised import (
+    CHOCOStrategy,
+    D2Strategy,
+    ExactDiffusionStrategy,
+    GradientTrackingStrategy,
+    QGMStrategy,
+    SGPStrategy,
+)
 from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.demo import DeMoStrategy, StrongestCosines
 from vecgym.strategy.diloco import DiLoCoStrategy, EagerDiLoCoStrategy, StreamingDiLoCoStrategy
@@ -76,14 +83,14 @@ from vecgym.strategy.sparta import (
 from vecgym.strategy.stages import Average, Memory, Stage
 
 __all__ = [
-    "EF21", "ADPSGDStrategy", "AllReduceStrategy", "AsyncStrategy", "Average", "AveragingCommunicator",
+    "EF21", "ADPSGDStrategy", "AllReduceStrategy", "AsyncStrategy", "Average", "AveragingCommunicator", "CHOCOStrategy",
     "CommunicateOptimizeStrategy", "Compressed", "Corrupted", "D2Strategy", "DESLOCStrategy", "DeMoStrategy",
     "DecoupledDiLoCoStrategy", "DelayedNesterov", "DiLoCoStrategy", "Eager", "EagerDiLoCoStrategy",
     "ExactDiffusionStrategy", "Exchange", "FedAvgStrategy", "FedBuff", "GPAStrategy", "GossipStrategy",
     "GradientTrackingStrategy", "HALoSStrategy", "HeLoCo", "LocalAdamStrategy", "Mean", "Memory", "Mix", "MostMoved",
     "MuLoCoStrategy", "NoLoCo", "NoLoCoStrategy", "OptimSpec", "Outer", "OuterOptimizer", "PALSGDStrategy",
-    "PartitionedSelector", "Private", "RandomSelector", "RankStrategy", "Robust", "Rounds", "RoundsOf",
-    "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScheduledSelector", "Selector", "Server", "ServerMean",
+    "PartitionedSelector", "Private", "QGMStrategy", "RandomSelector", "RankStrategy", "Robust", "Rounds", "RoundsOf",
+    "SGPStrategy", "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScheduledSelector", "Selector", "Server", "ServerMean",
     "ServerOptimizer", "ShuffledSequentialSelector", "SimpleReduceStrategy", "Sparse", "SparseCommunicator",
     "SparseLoCoStrategy", "Stage", "Strategy", "StreamingDiLoCoStrategy", "StrongestCosines", "SyncWeight", "When",
     "all_gather", "all_reduce", "broadcast", "every",

@@ -59,7 +59,8 @@ class Reduction(Average, batched=()):
     def of_codes(self, codes: Codes, codec: Codec, like: Tree, part: Part) -> Tree:
         """Decode and average codes of values like `like`; codes, values and result are `[C K, *]`."""
         received, shares = gathered_codes(codes, codec, lambda x: self.gather(part.apart(x), part)), self.shares(part)
-        return {name: codec.average(received[name], x, shares) for name, x in like.items()}
+        placed_shares = functools.cache(lambda device: shares if shares is None else placed(shares, device))
+        return {name: codec.average(received[name], x, placed_shares(x.device)) for name, x in like.items()}
 
 
 class Mean(Reduction, batched=()):

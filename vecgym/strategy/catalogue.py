@@ -14,7 +14,14 @@ from vecgym.compress import TopK
 from vecgym.optim import OptimSpec
 from vecgym.strategy.allreduce import AllReduceStrategy, GPAStrategy
 from vecgym.strategy.base import Strategy
-from vecgym.strategy.decentralised import D2Strategy, ExactDiffusionStrategy, GradientTrackingStrategy
+from vecgym.strategy.decentralised import (
+    CHOCOStrategy,
+    D2Strategy,
+    ExactDiffusionStrategy,
+    GradientTrackingStrategy,
+    QGMStrategy,
+    SGPStrategy,
+)
 from vecgym.strategy.demo import DeMoStrategy
 from vecgym.strategy.diloco import DiLoCoStrategy, EagerDiLoCoStrategy, StreamingDiLoCoStrategy
 from vecgym.strategy.federated_averaging import FedAvgStrategy
@@ -85,6 +92,11 @@ def _muloco(knobs: Knobs, **inner: Any) -> Strategy:
     return MuLoCoStrategy(lr=lr, adamw_lr=lr, **knobs.rounds, **inner)
 
 
+def _qgm(knobs: Knobs, **inner: Any) -> Strategy:
+    """Make quasi-global momentum, which has SGD inside."""
+    return QGMStrategy("ring", lr=_own_rate(inner, 0.1), **inner)
+
+
 def _own_rate(inner: dict[str, Any], usual: float) -> Any:
     """Remove inner optimizer and learning rate from the arguments; return the rate, for the strategy's optimizer."""
     spec, lr = inner.pop("inner_optim", None), inner.pop("lr", None)
@@ -132,5 +144,8 @@ CATALOGUE: dict[str, Item] = {
     "gradient-tracking": Item(lambda knobs, **inner: GradientTrackingStrategy("ring", **inner), compared=True),
     "d2": Item(lambda knobs, **inner: D2Strategy("complete", **inner)),  # with rings of an even number it diverges
     "exact-diffusion": Item(lambda knobs, **inner: ExactDiffusionStrategy("ring", **inner), compared=True),
+    "qgm": Item(_qgm),
+    "sgp": Item(lambda knobs, **inner: SGPStrategy(**inner), compared=True),
+    "choco": Item(lambda knobs, **inner: CHOCOStrategy("ring", codec=TopK(knobs.p), consensus=0.4, **inner)),
     "demo": Item(_demo, compared=True),
 }

@@ -189,20 +189,15 @@ class Compressed(Average):
 
     def _average(self, p: Tree, part: Part, memory: Memory) -> tuple[Tree, Tree]:
         """Return the average of the codes of p, and each node's decoded code, for its residual."""
-        codec = self.codec
-
-        def draws(name: str) -> Draw:
-            ids = part.ids.repeat(part.size)
-            return Draw(lambda *keys: part.generator(f"{self.purpose} {name}", part.due.step, *keys), ids)
-
+        codec, draw = self.codec, draws(self.purpose, part)
         if isinstance(codec, PowerSGD):
             pure = altered(part, inplace=False)
             average, sent, memory.shared["codec"] = codec.reduce(
-                p, memory.shared["codec"], lambda y: self.inner.agree(y, pure, memory), draws
+                p, memory.shared["codec"], lambda y: self.inner.agree(y, pure, memory), draw
             )
             return average, sent
         rows = part.flat(p if part.size == 1 else part.wide(p))
-        codes = {name: codec.encode(x, draws(name)) for name, x in rows.items()}
+        codes = {name: codec.encode(x, draw(name)) for name, x in rows.items()}
         average = part.apart(self.inner.of_codes(codes, codec, rows, part))
         sent = {name: codec.decode(codes[name], x) for name, x in rows.items()} if self.error_feedback else {}
         return average, part.apart(sent)
@@ -284,6 +279,12 @@ class EF21(Compressed):
             memory.shared["average"] = {name: torch.add(y, agreed[name]) for name, y in average.items()}
             read = tree.map(torch.clone, memory.shared["average"])  # the caller may overwrite it
         return straight_through(read, x, part, memory, lambda unrecorded: self.inner.agree(x, unrecorded, memory))
+
+
+def draws(purpose: str, part: Part) -> Callable[[str], Draw]:
+    """Return the random numbers of the codes in this exchange, as a function of the tensor's name."""
+    ids = part.ids.repeat(part.size)
+    return lambda name: Draw(lambda *keys: part.generator(f"{purpose} {name}", part.due.step, *keys), ids)
 
 
 def constant(values: Tree) -> Tree:

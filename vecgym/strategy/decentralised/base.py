@@ -24,9 +24,11 @@ class Decentralised(Strategy, batched=(), random=False):
     Attributes:
         remembered: the names of the trees that each node keeps, of the parameters' shapes. They begin at 0, but for
             "before", the node's parameters before the present step.
+        needs_everyone: the reason why no node may be absent, and the way out; None: nodes may be.
     """
 
     remembered: ClassVar[tuple[str, ...]] = ()
+    needs_everyone: ClassVar[str | None] = None
 
     @takes_options(InnerOptions)
     def __init__(
@@ -47,6 +49,11 @@ class Decentralised(Strategy, batched=(), random=False):
     def neighbours(self, x: Tree, part: Part) -> Tree:
         """Return sum_j W_ij x_j at each node i."""
         return part.comm.mix(x, self.graph.mixing(part))
+
+    def check_run(self, run: RunFacts) -> None:
+        super().check_run(run)
+        if self.needs_everyone and self.exchanges[0].facts(run).fewest < run.num_nodes:
+            raise ValueError(f"{type(self).__name__} cannot lose a node: {self.needs_everyone}")
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         own, shared = super().init(run, params)
