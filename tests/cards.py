@@ -186,5 +186,12 @@ CARDS: dict[str, Card] = {
         per_node=("estimate", "average"),
         everyone=True,
     ),
+    "relaysum": Card(  # values are late, also those of equal nodes
+        "decentralised",
+        lambda sent: sent.steps * sent.ring() * sent.model_bytes,
+        averages=False,
+        per_node=("heard",),
+        everyone=True,
+    ),
     "demo": Card("demo", pairs, alone=None, replicated=True, per_node=("residual",)),
 }

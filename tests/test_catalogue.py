@@ -93,7 +93,17 @@ def test_bytes_are_those_of_its_closed_form(name: str) -> None:
     assert trainer.ledger.total_bytes == pytest.approx(CARDS[name].sends(sent), rel=1e-12)
 
 
-DECENTRALISED = {"gossip", "gossip-matching", "gradient-tracking", "d2", "exact-diffusion", "qgm", "sgp", "choco"}
+DECENTRALISED = {
+    "gossip",
+    "gossip-matching",
+    "gradient-tracking",
+    "d2",
+    "exact-diffusion",
+    "qgm",
+    "sgp",
+    "choco",
+    "relaysum",
+}
 WITHOUT_ROUNDS = DECENTRALISED | {"independent", "allreduce", "gpa", "sparta", "loscar", "demo"}
 
 

@@ -24,6 +24,7 @@ from tests.reference.decentralised import (
     Gossip,
     GradientTracking,
     Push,
+    RelaySum,
     Rule,
     decentralised,
     quasi_global,
@@ -42,6 +43,7 @@ from vecgym.strategy import (
     GradientTrackingStrategy,
     OptimSpec,
     QGMStrategy,
+    RelaySumStrategy,
     SGPStrategy,
     Strategy,
 )
@@ -100,6 +102,17 @@ def directed(num_nodes: int) -> Tensor:
     return links / links.sum(0)
 
 
+def binary(num_nodes: int) -> list[tuple[int, int]]:
+    return [(w // 2, w) for w in range(1, num_nodes)]
+
+
+def mirrored(num_nodes: int) -> list[tuple[int, int]]:
+    return [(num_nodes - 1 - i, num_nodes - 1 - j) for i, j in binary(num_nodes)]
+
+
+OWN = [(3, 1), (1, 0), (1, 4), (2, 4)]  # a tree of five nodes
+
+
 @dataclass(frozen=True)
 class Case:
     """A strategy of K nodes, and the rule that its twin follows; it may depend on the inner optimizer."""
@@ -152,6 +165,25 @@ CASES: dict[str, Case] = {
         lambda n, **inner: SGPStrategy(lambda t: ring(n) if t % 2 else directed(n), **inner),
         lambda n: Push(lambda t: ring(n) if t % 2 else directed(n)),
         sizes=(5,),
+    ),
+    "RelaySum, chain": Case(
+        lambda n, **inner: RelaySumStrategy(**inner),
+        lambda n: RelaySum([(i, i + 1) for i in range(n - 1)]),
+        sizes=(1, 2, 5),
+    ),
+    "RelaySum, star": Case(
+        lambda n, **inner: RelaySumStrategy("star", **inner), lambda n: RelaySum([(0, i) for i in range(1, n)])
+    ),
+    "RelaySum, binary tree": Case(
+        lambda n, **inner: RelaySumStrategy("binary_tree", **inner), lambda n: RelaySum(binary(n)), sizes=(5, 7)
+    ),
+    "RelaySum, double binary tree": Case(
+        lambda n, **inner: RelaySumStrategy("double_binary_tree", **inner),
+        lambda n: RelaySum(binary(n), mirrored(n)),
+        sizes=(1, 2, 7),
+    ),
+    "RelaySum, a tree": Case(
+        lambda n, **inner: RelaySumStrategy(OWN, **inner), lambda n: RelaySum(OWN), sizes=(5,)
     ),
     "CHOCO, ring": Case(
         lambda n, **inner: CHOCOStrategy("ring", codec=TopK(0.2), consensus=0.4, **inner),
@@ -275,6 +307,9 @@ EXACT: dict[str, Callable[[Any], Strategy]] = {
     "D^2": lambda inner: D2Strategy("ring", inner),
     "D^2, a path": lambda inner: D2Strategy((unlike(K) + torch.eye(K, dtype=F64)) / 2, inner),
     "exact diffusion": lambda inner: ExactDiffusionStrategy("ring", inner),
+    "RelaySum, chain": lambda inner: RelaySumStrategy("chain", inner),
+    "RelaySum, double binary tree": lambda inner: RelaySumStrategy("double_binary_tree", inner),
+    "RelaySum, a tree": lambda inner: RelaySumStrategy(OWN, inner),
 }
 
 
@@ -356,6 +391,46 @@ def test_push_in_a_regular_graph_is_gossip_to_the_bit(topology: Any) -> None:
     assert_same_bits(push.params, gossip.params)
     assert push.comm.ledger.total_bytes == gossip.comm.ledger.total_bytes
     assert_same_bits(push.state.own["weight"], torch.ones(K, dtype=F64))
+
+
+@pytest.mark.parametrize("name", ["chain", "star", "binary_tree", "double_binary_tree"])
+def test_relayed_sums_of_two_nodes_are_their_mean(name: str) -> None:
+    start, batches = make_model("MLP", dtype=F64), stacked(data("MLP", 2))
+    relayed = run(start, RelaySumStrategy(name, MOMENTUM), batches)
+    gossip = run(start, GossipStrategy("complete", inner_optim=MOMENTUM), batches)
+    assert_close(relayed.params, gossip.params, 1e-12)
+    assert relayed.comm.ledger.total_bytes == gossip.comm.ledger.total_bytes
+
+
+def test_relayed_sums_are_means_as_late_as_nodes_are_apart() -> None:
+    """theta_i(t + 1) = mean_k z_k(t + 1 - d_ik), d = 1 between neighbours, and theta(0) for what is not there yet."""
+    valleys, gamma = Valleys(), 0.05
+    distance = torch.tensor([[0, 1, 3, 2, 2], [1, 0, 2, 1, 1], [3, 2, 0, 3, 1], [2, 1, 3, 0, 2], [2, 1, 1, 2, 0]])
+    start = Valley().x.detach()
+    theta, history = start.repeat(K, 1), list[Tensor]()
+    for t in range(12):
+        history.append(theta - gamma * ((valleys.A @ theta[..., None])[..., 0] - valleys.b))
+        late = [[t - max(0, int(distance[i, k]) - 1) for k in range(K)] for i in range(K)]
+        theta = torch.stack(
+            [torch.stack([history[s][k] if s >= 0 else start for k, s in enumerate(row)]).mean(0) for row in late]
+        )
+    result = valleys.train(RelaySumStrategy(OWN, "sgd", lr=gamma), 12)
+    assert_close(result.params["x"], theta, 1e-12)
+
+
+def test_the_mirrored_tree_halves_the_traffic_of_the_busiest() -> None:
+    """Bytes in all are the same: 2 (K - 1) / K b P. Eight coordinates, of two trees of seven nodes."""
+    valleys = Valleys(7, 8)
+    sent = {}
+    for name in ("binary_tree", "double_binary_tree"):
+        ledger = valleys.train(RelaySumStrategy(name, "sgd", lr=0.01), 5).comm.ledger
+        assert ledger.total_bytes == pytest.approx(5 * 2 * 6 / 7 * 8 * 8, rel=1e-12)
+        sent[name] = [0.0] * 7
+        for entry in ledger:
+            for sender in entry.transfer.who.senders:  # type: ignore[union-attr]
+                sent[name][sender] += entry.transfer.payload_bytes
+    assert max(sent["binary_tree"]) == 5 * 3 * 64
+    assert max(sent["double_binary_tree"]) < max(sent["binary_tree"])
 
 
 def test_choco_with_exact_messages_is_gossip() -> None:
@@ -502,3 +577,15 @@ def test_quasi_global_momentum_is_of_plain_sgd() -> None:
     for spec in ("adam", OptimSpec(SGD, momentum=0.9), OptimSpec(SGD, nesterov=False)):
         with pytest.raises(ValueError, match=r"takes the place of SGD's.*momentum and nesterov to the strategy"):
             QGMStrategy("ring", spec)
+
+
+def test_relayed_sums_refuse_what_is_no_tree() -> None:
+    for edges in ([(0, 1), (2, 3)], [(0, 1), (1, 2), (2, 0)], [(0, 1), (1, 2), (1, 2)], [(0, 1), (1, 5)], [(0, 0)]):
+        with pytest.raises(ValueError, match="is no tree of"):
+            RelaySumStrategy(edges)
+    with pytest.raises(ValueError, match="is no tree of 6 nodes"):
+        RelaySumStrategy(OWN).check(6, 10)
+    with pytest.raises(ValueError, match="topology='ring'"):
+        RelaySumStrategy("ring")
+    with pytest.raises(ValueError, match="all behind an absent one would be missing"):
+        fit("MLP", RelaySumStrategy(), num_nodes=4, max_steps=4, availability=Trace(~torch.eye(4, dtype=torch.bool)))

@@ -57,6 +57,7 @@ from vecgym.strategy.decentralised import (
     ExactDiffusionStrategy,
     GradientTrackingStrategy,
     QGMStrategy,
+    RelaySumStrategy,
     SGPStrategy,
 )
 from vecgym.strategy.demo import DeMoStrategy
@@ -326,6 +327,7 @@ CASES: dict[str, tuple[Make, Values]] = {
         lambda lr, momentum: QGMStrategy("ring", momentum=momentum, lr=lr, nesterov=True),
         {"lr": torch.tensor([0.3, 0.1, 0.2], dtype=F64), "momentum": torch.tensor([0.5, 0.9, 0.3], dtype=F64)},
     ),
+    "relaysum": (lambda lr: RelaySumStrategy("double_binary_tree", "sgd", lr=lr), {"lr": 0.3}),
     "sgp": (
         lambda lr: SGPStrategy([[0.5, 0.0, 0.5], [0.5, 0.5, 0.2], [0.0, 0.5, 0.3]], inner_optim="sgd", lr=lr),
         {"lr": 0.3},

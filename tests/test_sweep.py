@@ -75,6 +75,7 @@ from vecgym.strategy import (
     PALSGDStrategy,
     PartitionedSelector,
     QGMStrategy,
+    RelaySumStrategy,
     ScheduledSelector,
     SGPStrategy,
     ShuffledSequentialSelector,
@@ -288,6 +289,10 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
     "QGMStrategy": (
         lambda momentum, lr, nesterov: QGMStrategy("ring", momentum=momentum, lr=lr, nesterov=nesterov),
         {"momentum": [0.5, 0.9], "lr": [0.1, 0.02], "nesterov": [False, True], "seed": [0, 1]},
+    ),
+    "RelaySumStrategy": (
+        lambda topology, lr: RelaySumStrategy(topology, "sgd", lr=lr),
+        {"topology": ["chain", "double_binary_tree"], "lr": [0.1, 0.02], "seed": [0, 1]},
     ),
     "SGPStrategy": (
         lambda topology, lr: SGPStrategy(topology, "sgd", lr=lr),

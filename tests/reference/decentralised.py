@@ -141,6 +141,51 @@ class Choco:
         return new
 
 
+class RelaySum:
+    """M_ij = z_i + sum_{k != j} M_ki(before), n_ij alike; theta_i = (z_i + sum M_ji + theta_0 (K - 1 - sum n_ji)) / K.
+
+    With two trees each has every second coordinate of all parameters in a row.
+    """
+
+    def __init__(self, *trees: Sequence[tuple[int, int]]) -> None:
+        self.trees = trees
+        self.sent: list[dict[tuple[int, int], tuple[Tensor, int]]] = [{} for _ in trees]
+        self.start: list[Tensor] | None = None
+
+    def __call__(self, step: int, theta: Vectors, x: Vectors) -> Vectors:
+        z = [torch.cat([v.flatten() for v in node.values()]) for node in x]
+        if self.start is None:
+            self.start = [torch.cat([v.flatten() for v in node.values()]) for node in theta]
+        new, count = [torch.empty_like(v) for v in z], len(self.trees)
+        for t, edges in enumerate(self.trees):
+            halves, start = [v[t::count] for v in z], [v[t::count] for v in self.start]
+            for i, value in enumerate(self.average(t, edges, halves, start)):
+                new[i][t::count] = value
+        return [self.unpacked(v, x[0]) for v in new]
+
+    def average(self, t: int, edges: Sequence[tuple[int, int]], z: list[Tensor], start: list[Tensor]) -> list[Tensor]:
+        K, before, sent = len(z), self.sent[t], dict[tuple[int, int], tuple[Tensor, int]]()
+        links = [*edges, *((j, i) for i, j in edges)]
+        for i, j in links:
+            message, number = z[i], 1
+            for k, to in links:
+                if to == i and k != j and (k, i) in before:
+                    message, number = message + before[k, i][0], number + before[k, i][1]
+            sent[i, j] = (message, number)
+        self.sent[t] = sent
+        averages = []
+        for i in range(K):
+            arrived = [message for (_, to), message in sent.items() if to == i]
+            total = z[i] + sum((message for message, _ in arrived), torch.zeros_like(z[i]))
+            averages.append((total + start[i] * (K - 1 - sum(number for _, number in arrived))) / K)
+        return averages
+
+    @staticmethod
+    def unpacked(v: Tensor, like: Vector) -> Vector:
+        sizes = [x.numel() for x in like.values()]
+        return {name: piece.reshape(x.shape) for (name, x), piece in zip(like.items(), v.split(sizes))}
+
+
 def top_k(fraction: float) -> Callable[[Tensor], Tensor]:
     """Keep the largest values of a tensor, at least one."""
 

@@ -3,8 +3,9 @@
 - Algorithms: AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, StreamingDiLoCoStrategy,
   EagerDiLoCoStrategy, SPARTAStrategy, SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy, NoLoCoStrategy,
   LocalAdamStrategy, DESLOCStrategy, MuLoCoStrategy, GPAStrategy, PALSGDStrategy, SparseLoCoStrategy
-- Decentralised, besides GossipStrategy: GradientTrackingStrategy, D2Strategy, ExactDiffusionStrategy, which reach the
-  optimum of unlike data; QGMStrategy, with a momentum; SGPStrategy, in directed graphs; CHOCOStrategy, with codes
+- Decentralised, besides GossipStrategy: GradientTrackingStrategy, D2Strategy, ExactDiffusionStrategy, and in trees
+  RelaySumStrategy, which reach the optimum of unlike data; QGMStrategy, with a momentum; SGPStrategy, in directed
+  graphs; CHOCOStrategy, with codes
 - Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
   HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
   DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
@@ -48,6 +49,7 @@ from vecgym.strategy.decentralised import (
     ExactDiffusionStrategy,
     GradientTrackingStrategy,
     QGMStrategy,
+    RelaySumStrategy,
     SGPStrategy,
 )
 from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
@@ -89,9 +91,9 @@ __all__ = [
     "ExactDiffusionStrategy", "Exchange", "FedAvgStrategy", "FedBuff", "GPAStrategy", "GossipStrategy",
     "GradientTrackingStrategy", "HALoSStrategy", "HeLoCo", "LocalAdamStrategy", "Mean", "Memory", "Mix", "MostMoved",
     "MuLoCoStrategy", "NoLoCo", "NoLoCoStrategy", "OptimSpec", "Outer", "OuterOptimizer", "PALSGDStrategy",
-    "PartitionedSelector", "Private", "QGMStrategy", "RandomSelector", "RankStrategy", "Robust", "Rounds", "RoundsOf",
-    "SGPStrategy", "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScheduledSelector", "Selector", "Server", "ServerMean",
-    "ServerOptimizer", "ShuffledSequentialSelector", "SimpleReduceStrategy", "Sparse", "SparseCommunicator",
-    "SparseLoCoStrategy", "Stage", "Strategy", "StreamingDiLoCoStrategy", "StrongestCosines", "SyncWeight", "When",
-    "all_gather", "all_reduce", "broadcast", "every",
+    "PartitionedSelector", "Private", "QGMStrategy", "RandomSelector", "RankStrategy", "RelaySumStrategy", "Robust",
+    "Rounds", "RoundsOf", "SGPStrategy", "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScheduledSelector", "Selector",
+    "Server", "ServerMean", "ServerOptimizer", "ShuffledSequentialSelector", "SimpleReduceStrategy", "Sparse",
+    "SparseCommunicator", "SparseLoCoStrategy", "Stage", "Strategy", "StreamingDiLoCoStrategy", "StrongestCosines",
+    "SyncWeight", "When", "all_gather", "all_reduce", "broadcast", "every",
 ]  # fmt: skip

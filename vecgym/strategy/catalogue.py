@@ -20,6 +20,7 @@ from vecgym.strategy.decentralised import (
     ExactDiffusionStrategy,
     GradientTrackingStrategy,
     QGMStrategy,
+    RelaySumStrategy,
     SGPStrategy,
 )
 from vecgym.strategy.demo import DeMoStrategy
@@ -147,5 +148,6 @@ CATALOGUE: dict[str, Item] = {
     "qgm": Item(_qgm),
     "sgp": Item(lambda knobs, **inner: SGPStrategy(**inner), compared=True),
     "choco": Item(lambda knobs, **inner: CHOCOStrategy("ring", codec=TopK(knobs.p), consensus=0.4, **inner)),
+    "relaysum": Item(lambda knobs, **inner: RelaySumStrategy("binary_tree", **inner), compared=True),
     "demo": Item(_demo, compared=True),
 }
