@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
+from vecgym.collectives.topology import ring as ring_of
 from vecgym.compress.codecs import bits_for
 from vecgym.compress.dct import grid
+from vecgym.core import rng
 from vecgym.simulation.simulation import Part
 from vecgym.strategy.catalogue import Knobs
+from vecgym.strategy.decentralised.matcha import Plan
+from vecgym.strategy.decentralised.matcha import cut as cut_graph
 from vecgym.strategy.exchange import cut
 from vecgym.strategy.sparta import RandomSelector
 
@@ -107,6 +112,17 @@ def packed(sent: Sent) -> float:
     return float(sent.others * sent.rounds * total)
 
 
+def matched(sent: Sent) -> float:
+    """Return the bytes of MATCHA's matchings, of a ring, which the seed draws anew in every exchange."""
+    matchings = cut_graph(ring_of(sent.num_nodes))
+    plan = Plan.of(matchings, sent.num_nodes, 0.5)
+    links = 0
+    for step in range(sent.steps):
+        draws = torch.rand(len(matchings), generator=rng.generator(sent.seed, "matchings", step), dtype=torch.float64)
+        links += sum(len(m) for m, x, p in zip(matchings, draws.tolist(), plan.probabilities.tolist()) if x < p)
+    return 2 * links / sent.num_nodes * sent.model_bytes
+
+
 class Card(NamedTuple):
     """What is known about a strategy.
 
@@ -193,5 +209,6 @@ CARDS: dict[str, Card] = {
         per_node=("heard",),
         everyone=True,
     ),
+    "matcha": Card("decentralised", matched),
     "demo": Card("demo", pairs, alone=None, replicated=True, per_node=("residual",)),
 }

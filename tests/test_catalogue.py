@@ -103,6 +103,7 @@ DECENTRALISED = {
     "sgp",
     "choco",
     "relaysum",
+    "matcha",
 }
 WITHOUT_ROUNDS = DECENTRALISED | {"independent", "allreduce", "gpa", "sparta", "loscar", "demo"}
 

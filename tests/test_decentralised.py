@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from tests.test_availability import Taken
 from vecgym.availability import Dropout, Trace
 from vecgym.collectives.topology import complete, metropolis_weights, one_peer_exponential, ring
 from vecgym.compress import RandomK, TopK
+from vecgym.core import rng
 from vecgym.strategy import (
     AllReduceStrategy,
     CHOCOStrategy,
@@ -41,12 +43,14 @@ from vecgym.strategy import (
     ExactDiffusionStrategy,
     GossipStrategy,
     GradientTrackingStrategy,
+    MATCHAStrategy,
     OptimSpec,
     QGMStrategy,
     RelaySumStrategy,
     SGPStrategy,
     Strategy,
 )
+from vecgym.strategy.decentralised.matcha import cut
 
 F64 = torch.float64
 K = 5
@@ -78,7 +82,8 @@ INNER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def unlike(num_nodes: int) -> Tensor:
     """A symmetric matrix of unequal weights: of a path with a shortcut."""
     links = torch.diag(torch.ones(num_nodes - 1), 1) if num_nodes > 1 else torch.zeros(1, 1)
-    links[0, num_nodes // 2] = num_nodes > 2
+    if num_nodes > 2:
+        links[0, num_nodes // 2] = 1
     return metropolis_weights(links + links.T)
 
 
@@ -111,6 +116,21 @@ def mirrored(num_nodes: int) -> list[tuple[int, int]]:
 
 
 OWN = [(3, 1), (1, 0), (1, 4), (2, 4)]  # a tree of five nodes
+
+
+MATCHINGS = [[(0, 1), (2, 3)], [(1, 2), (3, 0)], [(3, 4)]]
+
+
+def drawn(num_nodes: int, matchings: Any, plan: Any, step: int) -> Tensor:
+    """I - alpha sum of the Laplacians of the matchings drawn."""
+    weights = torch.eye(num_nodes, dtype=F64)
+    draws = torch.rand(len(matchings), generator=rng.generator(42, "matchings", step), dtype=F64).tolist()
+    for matching, draw, p in zip(matchings, draws, plan.probabilities.tolist()):
+        for i, j in matching if draw < p else ():
+            for a, b in ((i, j), (j, i)):
+                weights[a, a] -= plan.alpha
+                weights[a, b] += plan.alpha
+    return weights
 
 
 @dataclass(frozen=True)
@@ -184,6 +204,15 @@ CASES: dict[str, Case] = {
     ),
     "RelaySum, a tree": Case(
         lambda n, **inner: RelaySumStrategy(OWN, **inner), lambda n: RelaySum(OWN), sizes=(5,)
+    ),
+    "MATCHA, matchings": Case(
+        lambda n, **inner: MATCHAStrategy(matchings=MATCHINGS, budget=0.4, **inner),
+        lambda n: Gossip(lambda t: drawn(5, MATCHINGS, MATCHAStrategy(matchings=MATCHINGS, budget=0.4), t)),
+        sizes=(5,),
+    ),
+    "MATCHA, a path": Case(
+        lambda n, **inner: MATCHAStrategy(unlike(n), **inner),
+        lambda n: Gossip(lambda t: drawn(n, cut(unlike(n)), MATCHAStrategy(unlike(n)), t)),
     ),
     "CHOCO, ring": Case(
         lambda n, **inner: CHOCOStrategy("ring", codec=TopK(0.2), consensus=0.4, **inner),
@@ -366,6 +395,18 @@ def test_stochastic_gradient_push_stops_where_its_weights_say() -> None:
     stops(SGPStrategy(shares, "sgd", lr=gamma), D - P @ (D - gamma * A), gamma * P @ b)
 
 
+def test_all_matchings_stop_where_gossip_does() -> None:
+    """With the whole graph in each step: W = I - alpha L, alpha = 2 / (lambda_2 + lambda_K)."""
+    laplacian = torch.diag(torch.full((K,), 2.0, dtype=F64)) - (3 * ring(K) - torch.eye(K, dtype=F64))
+    values = torch.linalg.eigvalsh(laplacian)
+    strategy = MATCHAStrategy("ring", "sgd", budget=1.0, lr=0.05)
+    alpha = strategy.plan(K).alpha
+    assert alpha == pytest.approx(float(2 / (values[1] + values[-1])), rel=1e-6)
+    assert torch.equal(strategy.plan(K).probabilities, torch.ones(3, dtype=F64))
+    W, A, b = Valleys().blocks(torch.eye(K, dtype=F64) - alpha * laplacian)
+    stops(strategy, torch.eye(len(W), dtype=F64) - W @ (torch.eye(len(W), dtype=F64) - 0.05 * A), 0.05 * W @ b)
+
+
 @pytest.mark.parametrize("order", ["estimates_first", "consensus_first"])
 def test_choco_stops_where_exact_messages_would(order: Any) -> None:
     """The estimates become exact, though a third of the coordinates is sent: (I + c (W - I)) (theta - gamma g), or
@@ -431,6 +472,59 @@ def test_the_mirrored_tree_halves_the_traffic_of_the_busiest() -> None:
                 sent[name][sender] += entry.transfer.payload_bytes
     assert max(sent["binary_tree"]) == 5 * 3 * 64
     assert max(sent["double_binary_tree"]) < max(sent["binary_tree"])
+
+
+GRAPHS = {
+    "a ring and a node": (tuple(map(tuple, MATCHINGS)), 5),
+    "seven": ((((0, 1), (2, 3), (4, 5)), ((1, 2), (3, 4), (5, 6)), ((0, 3),), ((2, 6),), ((1, 5), (0, 6))), 7),
+    "complete": (cut(complete(5)), 5),
+}
+
+
+@pytest.mark.parametrize("budget", [0.3, 0.6])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_no_probabilities_near_by_connect_the_graph_better(name: str, budget: float) -> None:
+    """The problem is concave, so that none at all do; and no weight near by contracts more."""
+    matchings, num_nodes = GRAPHS[name]
+    plan = MATCHAStrategy(matchings=matchings, budget=budget).plan()
+    L, p, count = plan.laplacians, plan.probabilities, len(matchings)
+    assert float(p.sum()) == pytest.approx(budget * count, rel=1e-9)
+    assert bool(((p >= 0) & (p <= 1)).all())
+
+    def connection(p: Tensor) -> float:
+        return float(torch.linalg.eigvalsh(torch.tensordot(p, L, 1))[1])
+
+    def contraction(alpha: float) -> float:  # the norm of E[W^2] - J, over all draws
+        total = torch.full((num_nodes, num_nodes), -1 / num_nodes, dtype=F64)
+        for some in itertools.product((0.0, 1.0), repeat=count):
+            chance = math.prod(float(q) if x else 1 - float(q) for q, x in zip(p, some))
+            W = torch.eye(num_nodes, dtype=F64) - alpha * torch.tensordot(torch.tensor(some, dtype=F64), L, 1)
+            total += chance * W @ W
+        return float(torch.linalg.matrix_norm(total, 2))
+
+    generator = torch.Generator().manual_seed(0)
+    for size in (0.1, 0.01, 0.001) * 100:
+        other = (p + size * torch.randn(count, generator=generator, dtype=F64)).clamp(0, 1)
+        other = other * min(1.0, budget * count / float(other.sum()))
+        assert connection(other) <= connection(p) + 1e-5
+    assert contraction(plan.alpha) <= min(contraction(plan.alpha + step) for step in (-0.1, -1e-3, 1e-3, 0.1)) + 1e-9
+
+
+def test_matchings_are_drawn_with_their_probabilities() -> None:
+    valleys, steps = Valleys(), 2000
+    strategy = MATCHAStrategy(matchings=MATCHINGS, budget=0.4, inner_optim="sgd", lr=0.01)
+    ledger = valleys.train(strategy, steps).comm.ledger
+    expected = [float(p) for p in strategy.probabilities]
+    links = {link: 0 for matching in MATCHINGS for link in matching}
+    for entry in ledger:
+        for pair in entry.transfer.who.pairs:  # type: ignore[union-attr]
+            links[pair] = links.get(pair, 0) + 1
+    for matching, p in zip(MATCHINGS, expected):
+        for i, j in matching:
+            assert links[i, j] == links[j, i] == pytest.approx(steps * p, abs=4 * (steps * p * (1 - p)) ** 0.5)
+    assert len(ledger) < steps  # steps without a matching exchange nothing
+    mean = 2 * sum(p * len(m) for p, m in zip(expected, MATCHINGS)) / K * 24
+    assert ledger.total_bytes / steps == pytest.approx(mean, rel=0.05)
 
 
 def test_choco_with_exact_messages_is_gossip() -> None:

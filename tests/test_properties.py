@@ -71,6 +71,7 @@ from vecgym.strategy import (
     GPAStrategy,
     GradientTrackingStrategy,
     LocalAdamStrategy,
+    MATCHAStrategy,
     Mean,
     Mix,
     MostMoved,
@@ -1146,6 +1147,11 @@ ARGUMENTS: dict[Any, Changes] = {
         },
     ),
     RelaySumStrategy: Changes(RelaySumStrategy, {"inner_optim": "sgd"}, {**COMMON, "topology": "star"}),
+    MATCHAStrategy: Changes(
+        MATCHAStrategy,
+        {"inner_optim": "sgd"},
+        {**COMMON, "topology": "complete", "budget": 0.9, "matchings": [[(0, 1), (2, 3)], [(1, 2), (3, 4)]]},
+    ),
     SGPStrategy: Changes(SGPStrategy, {"inner_optim": "sgd"}, {**COMMON, "topology": "ring"}),
     CHOCOStrategy: Changes(
         CHOCOStrategy,
@@ -1467,6 +1473,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "QGM's flag": (lambda: QGMStrategy(nesterov=1), TypeError, "nesterov=1 must be True"),  # type: ignore[arg-type]
     "a ring of relays": (lambda: RelaySumStrategy("ring"), ValueError, "topology='ring'"),
     "no tree": (lambda: RelaySumStrategy([(0, 1), (1, 2), (2, 0)]), ValueError, "is no tree of 4 nodes"),
+    "budget": (lambda: MATCHAStrategy(budget=0.0), ValueError, r"budget=0.0 must be a number in \(0, 1\]"),
+    "links that meet": (lambda: MATCHAStrategy(matchings=[[(0, 1), (1, 2)]]), ValueError, "is no matching"),
+    "links that do not connect": (
+        lambda: MATCHAStrategy(matchings=[[(0, 1), (2, 3)]]),
+        ValueError,
+        "do not connect all 4 nodes",
+    ),
+    "matchings of fewer nodes": (
+        lambda: MATCHAStrategy(matchings=[[(0, 1)]]).check(3, 10),
+        ValueError,
+        "matchings are of",
+    ),
     "shares": (lambda: SGPStrategy([[0.5, 0.5], [0.0, 1.0]]), ValueError, "column 0 sums to 0.5.*transpose"),
     "consensus": (lambda: CHOCOStrategy(consensus=0.0), ValueError, r"consensus=0.0 must be a number in \(0, 1\]"),
     "CHOCO's codec": (lambda: CHOCOStrategy(codec="powersgd"), TypeError, "codec"),

@@ -56,6 +56,7 @@ from vecgym.strategy.decentralised import (
     D2Strategy,
     ExactDiffusionStrategy,
     GradientTrackingStrategy,
+    MATCHAStrategy,
     QGMStrategy,
     RelaySumStrategy,
     SGPStrategy,
@@ -328,6 +329,7 @@ CASES: dict[str, tuple[Make, Values]] = {
         {"lr": torch.tensor([0.3, 0.1, 0.2], dtype=F64), "momentum": torch.tensor([0.5, 0.9, 0.3], dtype=F64)},
     ),
     "relaysum": (lambda lr: RelaySumStrategy("double_binary_tree", "sgd", lr=lr), {"lr": 0.3}),
+    "matcha": (lambda lr: MATCHAStrategy("ring", "sgd", lr=lr), {"lr": 0.3}),
     "sgp": (
         lambda lr: SGPStrategy([[0.5, 0.0, 0.5], [0.5, 0.5, 0.2], [0.0, 0.5, 0.3]], inner_optim="sgd", lr=lr),
         {"lr": 0.3},

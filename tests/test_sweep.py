@@ -66,6 +66,7 @@ from vecgym.strategy import (
     GPAStrategy,
     GradientTrackingStrategy,
     LocalAdamStrategy,
+    MATCHAStrategy,
     Mean,
     Mix,
     MostMoved,
@@ -293,6 +294,10 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
     "RelaySumStrategy": (
         lambda topology, lr: RelaySumStrategy(topology, "sgd", lr=lr),
         {"topology": ["chain", "double_binary_tree"], "lr": [0.1, 0.02], "seed": [0, 1]},
+    ),
+    "MATCHAStrategy": (
+        lambda budget, lr: MATCHAStrategy("ring", "sgd", budget=budget, lr=lr),
+        {"budget": [0.5, 1.0], "lr": [0.1, 0.02], "seed": [0, 1]},
     ),
     "SGPStrategy": (
         lambda topology, lr: SGPStrategy(topology, "sgd", lr=lr),

@@ -90,7 +90,7 @@ def nesterov() -> OptimSpec:
 
 NAMED = {
     "fedavg-islands", "fedavg-participation", "palsgd", "noloco", "gossip", "gossip-matching", "streaming-4-bits",
-    "gradient-tracking", "exact-diffusion", "qgm", "sgp", "choco", "relaysum",
+    "gradient-tracking", "exact-diffusion", "qgm", "sgp", "choco", "relaysum", "matcha",
 }  # fmt: skip
 RESTING = {"fedavg-participation", "palsgd"}
 CHOOSY = {"demo", "diloco-topk", "sparseloco", "streaming-4-bits", "choco"}

@@ -51,6 +51,7 @@ code goes to each of the others.
 | `D2Strategy`, `ExactDiffusionStrategy` | the parameters, corrected by the last movement, with the neighbours: the same at half the bytes, in symmetric graphs | degree · b · P |
 | `QGMStrategy` | the parameters, with the neighbours; a momentum of what they then are | degree · b · P |
 | `RelaySumStrategy` | sums of all parameters, passed along the links of a tree: unlike data, and yet the optimum | AR |
+| `MATCHAStrategy` | the parameters, along matchings of the graph that are drawn in each step | 2 b · P Σ p links / K |
 | `SGPStrategy` | shares of the parameters and of a weight, along directed links: push-sum | out-degree · b · P |
 | `CHOCOStrategy` | codes of the parameters' distance to an estimate that the neighbours have | degree times the code's |
 | `DeMoStrategy` | the k strongest cosine components of each chunk of a local momentum, every step; the sign of their mean is the update | N k · (8 + b) per chunk |
@@ -139,6 +140,7 @@ its source was compared by eye. Defaults named *ours* have no source: choose the
 | `ExactDiffusionStrategy` | 1702.05122 | none | ours |
 | `QGMStrategy` | 2102.04761, algorithm 1 | epfml/quasi-global-momentum: read | the code |
 | `RelaySumStrategy` | 2110.04175 | epfml/relaysgd: read | chain ours |
+| `MATCHAStrategy` | 1905.09435 | JYWa/MATCHA: read | budget the code's examples |
 | `SGPStrategy` | 1811.10792, algorithm 1 | none | the code's graph, mirrored |
 | `CHOCOStrategy` | 1902.00340, algorithm 2; `order="consensus_first"` 1907.09356 | none | consensus the code of the latter; codec ours |
 | `DeMoStrategy` | 2411.19870; the code | bloc97/DeMo: read | the code |

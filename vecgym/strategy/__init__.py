@@ -5,7 +5,7 @@
   LocalAdamStrategy, DESLOCStrategy, MuLoCoStrategy, GPAStrategy, PALSGDStrategy, SparseLoCoStrategy
 - Decentralised, besides GossipStrategy: GradientTrackingStrategy, D2Strategy, ExactDiffusionStrategy, and in trees
   RelaySumStrategy, which reach the optimum of unlike data; QGMStrategy, with a momentum; SGPStrategy, in directed
-  graphs; CHOCOStrategy, with codes
+  graphs; CHOCOStrategy, with codes; MATCHAStrategy, along random matchings
 - Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
   HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
   DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
@@ -48,6 +48,7 @@ from vecgym.strategy.decentralised import (
     D2Strategy,
     ExactDiffusionStrategy,
     GradientTrackingStrategy,
+    MATCHAStrategy,
     QGMStrategy,
     RelaySumStrategy,
     SGPStrategy,
@@ -89,11 +90,12 @@ __all__ = [
     "CommunicateOptimizeStrategy", "Compressed", "Corrupted", "D2Strategy", "DESLOCStrategy", "DeMoStrategy",
     "DecoupledDiLoCoStrategy", "DelayedNesterov", "DiLoCoStrategy", "Eager", "EagerDiLoCoStrategy",
     "ExactDiffusionStrategy", "Exchange", "FedAvgStrategy", "FedBuff", "GPAStrategy", "GossipStrategy",
-    "GradientTrackingStrategy", "HALoSStrategy", "HeLoCo", "LocalAdamStrategy", "Mean", "Memory", "Mix", "MostMoved",
-    "MuLoCoStrategy", "NoLoCo", "NoLoCoStrategy", "OptimSpec", "Outer", "OuterOptimizer", "PALSGDStrategy",
-    "PartitionedSelector", "Private", "QGMStrategy", "RandomSelector", "RankStrategy", "RelaySumStrategy", "Robust",
-    "Rounds", "RoundsOf", "SGPStrategy", "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScheduledSelector", "Selector",
-    "Server", "ServerMean", "ServerOptimizer", "ShuffledSequentialSelector", "SimpleReduceStrategy", "Sparse",
-    "SparseCommunicator", "SparseLoCoStrategy", "Stage", "Strategy", "StreamingDiLoCoStrategy", "StrongestCosines",
-    "SyncWeight", "When", "all_gather", "all_reduce", "broadcast", "every",
+    "GradientTrackingStrategy", "HALoSStrategy", "HeLoCo", "LocalAdamStrategy", "MATCHAStrategy", "Mean", "Memory",
+    "Mix", "MostMoved", "MuLoCoStrategy", "NoLoCo", "NoLoCoStrategy", "OptimSpec", "Outer", "OuterOptimizer",
+    "PALSGDStrategy", "PartitionedSelector", "Private", "QGMStrategy", "RandomSelector", "RankStrategy",
+    "RelaySumStrategy", "Robust", "Rounds", "RoundsOf", "SGPStrategy", "SPARTADiLoCoStrategy", "SPARTAStrategy",
+    "ScheduledSelector", "Selector", "Server", "ServerMean", "ServerOptimizer", "ShuffledSequentialSelector",
+    "SimpleReduceStrategy", "Sparse", "SparseCommunicator", "SparseLoCoStrategy", "Stage", "Strategy",
+    "StreamingDiLoCoStrategy", "StrongestCosines", "SyncWeight", "When", "all_gather", "all_reduce", "broadcast",
+    "every",
 ]  # fmt: skip

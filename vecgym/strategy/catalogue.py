@@ -19,6 +19,7 @@ from vecgym.strategy.decentralised import (
     D2Strategy,
     ExactDiffusionStrategy,
     GradientTrackingStrategy,
+    MATCHAStrategy,
     QGMStrategy,
     RelaySumStrategy,
     SGPStrategy,
@@ -149,5 +150,6 @@ CATALOGUE: dict[str, Item] = {
     "sgp": Item(lambda knobs, **inner: SGPStrategy(**inner), compared=True),
     "choco": Item(lambda knobs, **inner: CHOCOStrategy("ring", codec=TopK(knobs.p), consensus=0.4, **inner)),
     "relaysum": Item(lambda knobs, **inner: RelaySumStrategy("binary_tree", **inner), compared=True),
+    "matcha": Item(lambda knobs, **inner: MATCHAStrategy("ring", **inner)),
     "demo": Item(_demo, compared=True),
 }
