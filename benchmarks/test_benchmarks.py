@@ -598,6 +598,14 @@ def test_images_come_from_torchvision_where_it_has_them(monkeypatch: pytest.Monk
         images.torchvision_images("CIFAR10", tmp_path / "nowhere", download=False)
 
 
+def test_aggregation(tmp_path: Path) -> None:
+    """vecgym's side of it; the other one needs an environment with byzfl."""
+    table, result = run_quick("aggregation.py", tmp_path)
+    assert "| rule | K | f | ms: byzfl | vecgym | ratio | faster |" in table
+    assert len(result["rules"]) == 10
+    assert all(row["s"]["vecgym"] > 0 and row["peer"] is None for row in result["rules"])
+
+
 def test_against_exogym(tmp_path: Path) -> None:
     """vecgym's side of it; for the other one needs a checkout of EXO Gym."""
     table, result = run_quick("against_exogym.py", tmp_path)

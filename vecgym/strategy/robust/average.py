@@ -57,7 +57,7 @@ class Robust(Mean, batched=("nu", "tau", "clip")):
     vectors; `nnm` replaces each vector by the mean of its n - f nearest ones, itself included.
 
     A node whose norm is not finite is infinitely far from all others, and has weight 0 in a mean of vectors; of a
-    single coordinate nan counts as infinite. Choices are constants under differentiation.
+    single coordinate nan counts as the largest value. Choices are constants under differentiation.
 
     State: `centre` of "centred_clipping", v, `[1, *]`, for all nodes, whoever is present: 0 at first, but the initial
     parameters in an exchange of parameters.
@@ -234,7 +234,8 @@ class Robust(Mean, batched=("nu", "tau", "clip")):
         shapes = {name: y.shape[2:] for name, y in values.items()}
         flat = functools.partial(tree.map, lambda y: y.reshape(*y.shape[:2], math.prod(y.shape[2:])))
         x = flat(values)
-        x = x if self.clip is None else rules.clipped(x, self._number("clip", x))
+        if self.clip is not None and (self.rule != "norm_clipping" or self.nnm or self.bucketing):
+            x = rules.clipped(x, self._number("clip", x))
         if self.bucketing is not None:
             R, n = next(iter(x.values())).shape[:2]
             orders = torch.stack([torch.randperm(n, generator=generator) for _ in range(R // num_configs)])
@@ -243,7 +244,7 @@ class Robust(Mean, batched=("nu", "tau", "clip")):
         if callable(self.rule):
             agreed = self._by_function(self.rule, x, shapes)
         else:
-            around = {} if centre is None else flat(tree.map(lambda y: y[:, None], centre))
+            around = None if centre is None else flat(tree.map(lambda y: y[:, None], centre))
             agreed = RULES[self.rule](self, x, next(iter(x.values())).shape[1] - self._liars, around)
         return {name: y.reshape(len(y), *shapes[name]) for name, y in agreed.items()}
 
@@ -267,7 +268,7 @@ class Robust(Mean, batched=("nu", "tau", "clip")):
 
 
 # Each rule: (settings, vectors `[R, n, p]`, n - f, the centre) -> `[R, p]`.
-RULES: dict[str, Callable[[Any, Tree, int, Tree], Tree]] = {
+RULES: dict[str, Callable[[Any, Tree, int, Any], Tree]] = {
     "mean": lambda how, x, rest, v: by_coordinate(lambda y: y.mean(1), x),
     "median": lambda how, x, rest, v: by_coordinate(rules.median, x),
     "trimmed_mean": lambda how, x, rest, v: by_coordinate(lambda y: rules.trimmed_mean(y, how._liars), x),
@@ -276,6 +277,6 @@ RULES: dict[str, Callable[[Any, Tree, int, Tree], Tree]] = {
     "mda": lambda how, x, rest, v: rules.mda(x, how._liars),
     "geometric_median": lambda how, x, rest, v: rules.geometric_median(x, how._number("nu", x), how.iterations or 3),
     "centred_clipping": lambda how, x, rest, v: rules.clip_around(x, v, how._number("tau", x), how.iterations or 1),
+    "norm_clipping": lambda how, x, rest, v: rules.clip_around(x, None, how._number("clip", x)),
     "sign_majority": lambda how, x, rest, v: by_coordinate(rules.sign_majority, x),
 }
-RULES["norm_clipping"] = RULES["mean"]

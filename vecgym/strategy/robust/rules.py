@@ -90,13 +90,15 @@ def geometric_median(values: Tree, nu: Any, iterations: int) -> Tree:
     return _one(z)
 
 
-def clip_around(values: Tree, centre: Tree, tau: Any, iterations: int) -> Tree:
-    """Move the centre, `[R, 1, p]`, by the mean of the clipped differences, some times."""
+def clip_around(values: Tree, centre: Tree | None, tau: Any, iterations: int = 1) -> Tree:
+    """Move the centre, `[R, 1, p]`, None is 0, by the mean of the clipped differences, some times."""
     for _ in range(iterations):
         weights = clip_factors(values, tau, centre) / next(iter(values.values())).shape[1]
         stays, moved = 1 - weights.sum(-1)[:, None, None], combined(weights[:, None], values)
-        centre = tree.map(lambda v, y: (stays * v + y).to(y.dtype), centre, moved)  # noqa: B023
-    return _one(centre)
+        if centre is not None:
+            moved = tree.map(lambda v, y: (stays * v + y).to(y.dtype), centre, moved)  # noqa: B023
+        centre = moved
+    return _one(moved)
 
 
 def clip_factors(values: Tree, limit: Any, around: Tree | None = None) -> Tensor:
@@ -146,5 +148,4 @@ def nearest_means(values: Tree, f: int) -> Tree:
     """
     d = distances(values)
     near = d.argsort(dim=-1, stable=True)[..., : d.shape[1] - f]
-    weights = torch.zeros_like(d).scatter(-1, near, 1 / near.shape[-1])
-    return combined(weights.masked_fill(d.diagonal(dim1=-2, dim2=-1).isinf()[:, None], 0), values)
+    return combined(torch.zeros_like(d).scatter(-1, near, 1 / near.shape[-1]), values)
