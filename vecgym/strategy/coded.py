@@ -136,7 +136,8 @@ class Compressed(Average):
 
     @property
     def batched(self) -> tuple[str, ...] | None:  # type: ignore[override]
-        return None if not self.common or isinstance(self.codec, PowerSGD) else self.inner.batched
+        alone = not self.common or isinstance(self.codec, PowerSGD) or self.inner.batched is None
+        return None if alone else ()  # the numbers of `inner` are its own
 
     @property
     def random(self) -> bool:  # type: ignore[override]

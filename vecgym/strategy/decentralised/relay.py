@@ -152,8 +152,8 @@ class RelaySum(Average, batched=(), random=False):
 def shared_out(x: Tree, count: int, lead: int) -> list[Tree]:
     """Deal out the coordinates of all tensors, counted through, to `count` trees; one tree gets the tensors themselves.
 
-    >>> shared_out({"a": torch.zeros(1, 3), "b": torch.ones(1, 2)}, 2, lead=1)
-    [{'a': tensor([[0., 0.]]), 'b': tensor([[1.]])}, {'a': tensor([[0.]]), 'b': tensor([[1.]])}]
+    >>> shared_out({"a": torch.tensor([[0, 1, 2]]), "b": torch.tensor([[3, 4]])}, 2, lead=1)
+    [{'a': tensor([[0, 2]]), 'b': tensor([[4]])}, {'a': tensor([[1]]), 'b': tensor([[3]])}]
     """
     if count == 1:
         return [x]
