@@ -39,8 +39,11 @@ from vecgym.strategy import (
 from vecgym.strategy.catalogue import CATALOGUE
 from vecgym.strategy.stages import Average, Memory, Stage
 
-# Those that draw participants or coordinates, which change from one exchange to the next.
-DRAWING = {"fedavg-islands", "fedavg-participation", "noloco", "sparta", "loscar", "sparta-diloco", "gossip-matching"}
+# Those that draw participants or coordinates, or whose neighbours or messages change from one exchange to the next.
+DRAWING = {
+    "fedavg-islands", "fedavg-participation", "noloco", "sparta", "loscar", "sparta-diloco", "gossip-matching",
+    "matcha", "sgp", "relaysum",
+}  # fmt: skip
 
 
 def model() -> nn.Module:

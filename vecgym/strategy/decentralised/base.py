@@ -16,7 +16,7 @@ from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.gossip import Mix, Topology
 
 
-class Decentralised(Strategy, batched=(), random=False):
+class Decentralised(Strategy, batched=(), random=False, steady=True):
     """Each node takes a step of the inner optimizer; `meet` then exchanges with the neighbours, after every step.
 
     Subclasses override `meet`, in which `neighbours` takes the average of any trees.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vecgym.compress import Codec, TopK, make_codec
 from vecgym.core import check, tree
+from vecgym.core.objects import is_steady
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.simulation.simulation import Part
@@ -90,6 +91,10 @@ class CHOCOStrategy(Decentralised, batched=None, random=True):
                 f"topology={given!r} changes from step to step, and CHOCO-SGD adds up the codes of one set of "
                 'neighbours: give a matrix [K, K], or a name such as "ring".'
             )
+
+    @property
+    def steady(self) -> bool:  # type: ignore[override]
+        return is_steady(self.codec)
 
     def meet(self, part: Part) -> None:
         first = self.order == "estimates_first"

@@ -19,7 +19,7 @@ from vecgym.strategy.gossip import Topology
 BUFFER = "momentum_buffer"  # of SGD
 
 
-class QGMStrategy(Decentralised, batched=("momentum",), random=False):
+class QGMStrategy(Decentralised, batched=("momentum",), random=False, steady=True):
     """SGD with a momentum made of the movements of a node's parameters, in a graph of neighbours.
 
     b_i = mu m_i + g_i;  d_i = b_i (heavy ball), or g_i + mu b_i (Nesterov);
