@@ -40,7 +40,7 @@ class Push(Mix, batched=()):
             self.regular = all(map(_is_doubly_stochastic, self.topology.reshape(-1, *self.topology.shape[-2:])))
 
 
-class SGPStrategy(Decentralised):
+class SGPStrategy(Decentralised, batched=(), random=False):
     """Stochastic gradient push: push-sum in a directed graph, with a gradient step at the ratio of sum and weight.
 
     With u_j the step of the inner optimizer at z_j, -gamma g_j for SGD, x_j = z_j and w_j = 1 at first:

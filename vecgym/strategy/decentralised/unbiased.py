@@ -21,7 +21,7 @@ Order = Literal["adapt_then_combine", "combine_then_adapt"]
 SMALLEST = -1 / 3 + 1e-9  # eigenvalue that D^2 bears, and a margin for rounding
 
 
-class GradientTrackingStrategy(Decentralised, steady=True):
+class GradientTrackingStrategy(Decentralised, batched=(), random=False, steady=True):
     """Each node steps along an estimate of the mean step of all nodes, which it exchanges with its neighbours, too.
 
     With u_i the step of the inner optimizer at theta_i, -gamma g_i for SGD, and c_i = 0 at first:
@@ -80,7 +80,7 @@ class GradientTrackingStrategy(Decentralised, steady=True):
         part.own["correction"] = tree.map(torch.sub, tracked, u)
 
 
-class D2Strategy(Decentralised, steady=True):
+class D2Strategy(Decentralised, batched=(), random=False, steady=True):
     """D^2: gossip, corrected by the difference between a node's last movement and its last step.
 
     With u_i the step of the inner optimizer at theta_i, -gamma g_i for SGD, and c_i = 0 at first:
@@ -142,7 +142,7 @@ class D2Strategy(Decentralised, steady=True):
         part.own["correction"] = tree.map(torch.sub, part.params, x)
 
 
-class ExactDiffusionStrategy(D2Strategy, steady=True):
+class ExactDiffusionStrategy(D2Strategy, batched=(), random=False, steady=True):
     """Exact diffusion: an adapted step, a correction, and an average with (W + I) / 2.
 
     With u_i the step of the inner optimizer at theta_i and psi_i(0) = theta_i(0):
