@@ -437,7 +437,7 @@ def test_compile_of(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("_reset")
 def test_a_backend_that_fails_is_named_with_its_cause_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(graph: Any, inputs: Any) -> Any:
+    def failing(graph: Any, inputs: Any, **settings: Any) -> Any:
         raise NotImplementedError("no storage for a TensorWrapper")
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=failing))
