@@ -511,6 +511,12 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.core.nodes.fill": {"values": lambda: {"w": torch.ones(DIM)}},
     "vecgym.core.nodes.unshared": {"state": tree_of_nodes, "overwritten": tree_of_nodes},
     "vecgym.collectives.ledger.with_prefix": {"unit": lambda: "B"},
+    "vecgym.optim.ElementwiseRule.prepared": {"state": lambda: vecgym.OptimSpec("sgd").rule().init(tree_of_nodes())},
+    "vecgym.optim.Optimizer.move": {"moved": tree_of_nodes, "lr": lambda: torch.full((K,), 0.1)},
+    "vecgym.data.flip_labels": {"nodes": lambda: [0]},
+    "vecgym.strategy.MATCHAStrategy.plan": {"num_nodes": lambda: K},
+    "vecgym.strategy.Robust.aggregate": {"x": lambda: torch.ones(3, DIM)},
+    "vecgym.strategy.robust.median": {"x": lambda: torch.ones(1, 3, DIM)},
     "vecgym.optim.ElementwiseRule.update": {"state": lambda: vecgym.OptimSpec("sgd").rule().init(tree_of_nodes())},
     "vecgym.optim.Lion": {"params": lambda: Line().parameters()},
     "vecgym.optim.FullPrecisionMuon": {"params": lambda: Matrix().parameters()},
@@ -798,7 +804,7 @@ class NoValue(LookupError):
 def good_value(target: Target, name: str) -> Any:
     """A new value that works for an argument."""
     if target.owner and inspect.isclass(cls := targets()[target.owner].function):
-        if issubclass(cls, Average) and name in OF_AVERAGES:
+        if issubclass(cls, Average) and name in OF_AVERAGES and name not in VALUES_OF.get(target.name, {}):
             return OF_AVERAGES[name](target)
         if issubclass(cls, Selector) and name == "at":
             return part_alone()
@@ -862,6 +868,7 @@ def good_arguments(target: Target) -> dict[str, Any]:
 ALSO: dict[str, tuple[str, ...]] = {
     "vecgym.Trainer.fit": tuple(SETTINGS),
     "vecgym.availability.LocalSteps": ("steps",),
+    "vecgym.strategy.MATCHAStrategy.plan": ("num_nodes",),
     "vecgym.sweep": (*SETTINGS, "strategy", "grid", "num_nodes"),
     "vecgym.SweepResult.compare": ("over",),
     "vecgym.plot.plot_differences": ("over",),

@@ -212,7 +212,7 @@ class DistributedCollectives(Collectives):
         rows = self._fetch(x, [row.nonzero()[:, 0].tolist() for row in weights.detach()])
         nodes = sorted(rows)
         local_weights = weights[self.first : self.first + self.num_local, nodes]
-        values = torch.cat([rows[node] for node in nodes]).to(wider(x.dtype))
+        values = torch.cat([x[:0], *(rows[node] for node in nodes)]).to(wider(x.dtype))  # perhaps of no node
         return (placed(local_weights, x.device, values.dtype) @ values).to(x.dtype)
 
     def _fetch(self, x: Tensor, sources: Sequence[Sequence[int]]) -> dict[int, Tensor]:

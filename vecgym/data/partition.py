@@ -338,6 +338,8 @@ def flip_labels(partition: Partition, nodes: Sequence[int], num_classes: int | N
     (tensor(True), True)
     >>> shards = partition.datasets(TensorDataset(x, false))  # for `Trainer`
     """
+    check.instance("partition", partition, Partition, "a Partition of labels, such as partition_iid(y, num_nodes=4)")
+    check.instance("nodes", nodes, (list, tuple, range), "a list of node ids, such as [0]")
     labels, ids = partition._labels, [check.index("nodes", node, partition.num_nodes) for node in nodes]
     least, most = int(labels.min()), int(labels.max())
     count = most + 1 if num_classes is None else check.integer("num_classes", num_classes)

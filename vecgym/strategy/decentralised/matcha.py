@@ -246,8 +246,12 @@ class MATCHAStrategy(Strategy):
 
 def _checked(matchings: Sequence[Links]) -> tuple[Matching, ...]:
     """Return matchings as tuples; a ValueError says which links meet."""
-    found = []
+    found, several = [], (list, tuple)
+    if not isinstance(matchings, several) or not all(isinstance(m, several) for m in matchings):
+        raise TypeError(f"matchings={matchings!r} must be lists of links, such as [[(0, 1), (2, 3)], [(1, 2)]].")
     for matching in matchings:
+        if not all(isinstance(link, several) for link in matching):
+            raise TypeError(f"matchings: {matching!r} must be a list of links (i, j), such as [(0, 1), (2, 3)].")
         links = [tuple(check.integer("matchings", i, 0, "ids of nodes") for i in link) for link in matching]
         ends = [i for link in links for i in link]
         if len(set(ends)) < len(ends) or any(len(link) != 2 for link in links):

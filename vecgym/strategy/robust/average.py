@@ -206,6 +206,8 @@ class Robust(Mean, batched=("nu", "tau", "clip")):
         """
         if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
             raise TypeError(f"x is {check.kind_of(x)}; give a tensor of real numbers, [n, d], a row for each node.")
+        if not (centre is None or (isinstance(centre, Tensor) and centre.shape == x.shape[1:])):
+            raise TypeError(f"centre={check.kind_of(centre)}; give a tensor [{x.shape[1]}], or None for 0.")
         if self.island_size is not None:
             raise ValueError(f"island_size={self.island_size} has no meaning for one set of vectors: leave it out.")
         self.check(ExchangeFacts(len(x)))

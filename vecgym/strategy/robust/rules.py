@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecgym.core import tree
+from vecgym.core import check, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree, wider
 from vecgym.strategy.robust.vectors import combined, distances, norms, ordered
@@ -24,6 +24,8 @@ def median(x: Tensor) -> Tensor:
     >>> median(torch.tensor([[1.0, 100.0, 2.0]])), median(torch.tensor([[1.0, 2.0, 4.0, 100.0]]))
     (tensor([2.]), tensor([3.]))
     """
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        raise TypeError(f"x is {check.kind_of(x)}; give a tensor [R, n, *].")
     rows, n = ordered(x.reshape(*x.shape[:2], math.prod(x.shape[2:]))), x.shape[1]
     return ((rows[:, (n - 1) // 2] + rows[:, n // 2]) / 2).reshape(len(x), *x.shape[2:])
 
