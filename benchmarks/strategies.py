@@ -63,6 +63,9 @@ class Timed:
         self._watch(self.engine, "gradients", "gradients")
         self._watch(strategy.inner, "step", "optimizer")
         self.simulation = simulation_of(model, strategy, self.comm, engine=self.engine, max_steps=10**6)
+        # Plain steps take the place of both calls, where they can.
+        self._watch(self.simulation.plain, "gradients", "gradients")
+        self._watch(self.simulation.plain, "step", "optimizer")
         self.state: State = self.simulation.init()
 
     def _watch(self, owner: Any, method: str, what: str) -> None:
