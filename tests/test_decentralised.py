@@ -421,6 +421,16 @@ def test_choco_stops_where_exact_messages_would(order: Any) -> None:
         stops(strategy, eye - C + gamma * A, gamma * b)
 
 
+def test_quasi_global_momentum_at_rate_0_has_derivatives() -> None:
+    """A momentum that stays, since nothing moved, does not divide by the rate: 0 / 0 would be the derivative."""
+    lr = torch.zeros((), dtype=F64, requires_grad=True)
+    start, batches = make_model("MLP", dtype=F64), stacked(data("MLP", K))
+    losses = run(start, QGMStrategy("ring", "sgd", lr=lr), batches, differentiable=True).losses
+    (slope,) = torch.autograd.grad(losses[-1].sum(), lr)
+    assert slope.isfinite()
+    assert slope < 0
+
+
 # ---------------------------------------------------------------------------------------------------------- identities
 
 
