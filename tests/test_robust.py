@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from tests.helpers import assert_close, run
+from tests.test_average import Two, batches
 from vecgym import Trainer, sweep, verify
 from vecgym.availability import Trace
 from vecgym.collectives import StackedCollectives
@@ -375,24 +376,6 @@ def test_a_users_rule_by_tensors_and_as_a_whole() -> None:
 # ------------------------------------------------------------------------------------------------------ in whole runs
 
 K, LR = 5, 0.1
-
-
-class Two(nn.Module):
-    """1/2 |a - c[:4]|^2 + 1/2 |b - c[4:]|^2: the gradient of a node is its parameters minus the mean of its batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.arange(4.0, dtype=torch.float64))
-        self.b = nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-    def forward(self, batch: Tensor | tuple[Tensor]) -> Tensor:
-        c = batch if isinstance(batch, Tensor) else batch[0]
-        return ((self.a - c[:, :4]).square().sum(-1) + (self.b - c[:, 4:]).square().sum(-1)).mean() / 2
-
-
-def batches(steps: int) -> list[Tensor]:
-    g = torch.Generator().manual_seed(1)
-    return [torch.randn(K, 2, 7, generator=g, dtype=torch.float64) for _ in range(steps)]
 
 
 def start() -> Tensor:
