@@ -62,7 +62,7 @@ def dry_run(
 
 
 class DryRuns:
-    """Dry runs of one model: what a strategy that repeats itself sends is computed once for runs of any length and H.
+    """Dry runs of one model: messages of a strategy that repeats itself are computed once for runs of any length and H.
 
     Args:
         model, num_nodes, seed: see `dry_run`.
@@ -81,7 +81,7 @@ class DryRuns:
             for name, p in self.model.named_parameters()
             if p.requires_grad
         }
-        self.sent: list[tuple[Any, Sent]] = []  # what decides on what a strategy sends, and what that is
+        self.sent: list[tuple[Any, Sent]] = []  # settings of strategies, and their messages
 
     def ledger(self, strategy: Strategy, max_steps: int) -> Ledger:
         """Return the ledger of a run; see `dry_run`."""
@@ -121,7 +121,7 @@ class DryRuns:
         return ledger
 
     def _known(self, strategy: Strategy) -> Sent:
-        """Return what is known to be sent by strategies that differ from this one in H alone."""
+        """Return the known messages of strategies that differ from this one in H alone."""
         # The next round's length is the lag of a message that overlaps with it.
         exchanges = [x if x.stages.overlaps else altered(x, every=None, offsets=None) for x in strategy.exchanges]
         settings = [strategy.__class__, {**vars(strategy), "exchanges": exchanges}]

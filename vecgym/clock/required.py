@@ -298,7 +298,7 @@ class Family:
         self._pace, self._answer = functools.cache(pace), functools.cache(Question.answer)
 
     def beside(self, strategy: str | Callable[[int], Strategy]) -> Family:
-        """Return the family of another strategy, which shares what is found.
+        """Return the family of another strategy, which shares ledgers and answers.
 
         >>> fedavg = Family("1M", "fedavg", num_nodes=2, compute=Compute(1.0))
         >>> fedavg.beside("diloco").ledger(4) == fedavg.ledger(4)  # one ledger

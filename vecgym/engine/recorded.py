@@ -296,7 +296,7 @@ class Recording(TorchDispatchMode):
 class PreparedPass:
     """The gradients at parameters that stay where they are, by the lists of `Recorded`.
 
-    The same bits as `Engine.gradients`, without what is the same in every step; see `Engine.prepared`.
+    It has the bits of `Engine.gradients`, and looks up once all that is the same in every step; see `Engine.prepared`.
 
     Args:
         params: `[num_nodes, *]`; with `mean` `[1, *]`.

@@ -48,7 +48,7 @@ the state, its method changes them, and they are put back:
 | `events` | when nodes meet a server that does not wait: `Rules`, messages on links, one agenda for all of it |
 | `state` | `State`: what is each node's `own` and what is `shared`; `StateView`, and how they are put back |
 | `simulation` | `run`, the loop; `Simulation`, which takes, calls, puts, and asks for gradients; `Part`, all that a handler sees |
-| `plain` | the passes and optimizer steps of tensors that stay where they are, which look up once what each step needs |
+| `plain` | passes and optimizer steps of tensors that stay where they are: their kernels are looked up once |
 | `returning` | the parameters with which returning nodes begin, and who sends them |
 | `stack` | several groups of configurations as one simulation: a sweep is rows |
 

@@ -320,7 +320,7 @@ class Optimizer:
 
     @torch.no_grad()
     def move(self, params: Tree, moved: Tree, lr: Tensor) -> None:
-        """Move parameters in place by what a step at rate 1 moves them from 0, at the rate of each row, `[rows]`."""
+        """Move parameters in place by `moved`, a step's movement at rate 1 from 0, times the rates, `[rows]`."""
         decay = self.spec.hyper.get("weight_decay", 0.0)
         if self._factors[0] is not lr:
             self._factors = lr, {}

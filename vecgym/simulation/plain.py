@@ -1,4 +1,4 @@
-"""Plain steps: for tensors that stay where they are, engine and optimizer look up once what each step needs."""
+"""Plain steps: engine and optimizer look up tensors and kernels once, as long as the tensors stay where they are."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 class Plan(NamedTuple):
-    """How a graph is used.
+    """The matchings of a graph: how often each is used, and with which weight.
 
     Attributes:
         laplacians: of the matchings, `[M, K, K]`.

@@ -1,4 +1,4 @@
-"""Quasi-global momentum: the momentum of what a node's parameters do, the average with its neighbours included."""
+"""Quasi-global momentum: made of the movements of a node's parameters, the average with its neighbours included."""
 
 from __future__ import annotations
 

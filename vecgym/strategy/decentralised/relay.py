@@ -82,7 +82,7 @@ class Relay(NamedTuple):
 
 
 class RelaySum(Average, batched=(), random=False):
-    """The mean of what a node has heard of each node, at most as many exchanges ago as it is links away.
+    """The mean of all nodes' values, one exchange late for each link after the first on the way to a node.
 
     State: `heard t.c`, per node: the last message of its neighbour in tree t along the link of colour c; `start`, the
     common initial values, once.
@@ -135,7 +135,7 @@ class RelaySum(Average, batched=(), random=False):
         return tree.map(lambda y: y / part.comm.num_nodes, put_together(sums, x, part.lead))
 
     def _relayed(self, t: int, relay: Relay, z: Tree, start: Tree, part: Part, memory: Memory) -> Tree:
-        """Send to each neighbour the sum of what the others have sent before; return the sum of what all send."""
+        """Send to each neighbour the sum of the others' last messages; return the sum of all messages."""
         before = [memory.own[f"heard {t}.{c}"] for c in range(len(relay.colours))]
         everything = functools.reduce(lambda a, b: tree.map(torch.add, a, b), before, z)
         total = z
