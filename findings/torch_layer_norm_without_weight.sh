@@ -3,7 +3,7 @@
 #
 # Guess before the run: without a weight there is less to do, so that it takes at most as long as with one, and the
 # results have the same bits.
-# Seen: in float32 it takes 1.8 to 1.9 times as long, for widths of 64 to 1,024, on one thread of an AMD EPYC; in float64
+# Seen: in float32 it takes 1.8 to 2.0 times as long, for widths of 64 to 1,024, on one thread of an AMD EPYC; in float64
 # 1.1 to 1.5 times, in bfloat16 about as long. The bits are the same. So models with elementwise_affine=False, and code
 # that applies the weight itself, gain by a weight of ones.
 set -euo pipefail
