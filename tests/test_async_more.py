@@ -45,7 +45,7 @@ from vecgym.strategy import (
     Server,
     Strategy,
 )
-from vecgym.strategy.ad_psgd import Averaged, Neighbours, PairRules
+from vecgym.strategy.decentralised.ad_psgd import Averaged, Neighbours, PairRules
 from vecgym.strategy.decoupled import Closed, Forgotten, FragmentRules, OfFragment
 from vecgym.strategy.halos import RegionMessage, RegionRules, delivered
 

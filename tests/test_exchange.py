@@ -48,8 +48,8 @@ from vecgym.strategy.averages import (
 )
 from vecgym.strategy.base import every
 from vecgym.strategy.coded import EF21, Compressed
+from vecgym.strategy.decentralised.gossip import Mix
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.gossip import Mix
 from vecgym.strategy.servers import Server
 from vecgym.strategy.simulated import simulation_of
 from vecgym.strategy.sparta import MostMoved, PartitionedSelector, ScheduledSelector, Sparse

@@ -51,7 +51,7 @@ from vecgym.strategy import (
     OptimSpec,
     Strategy,
 )
-from vecgym.strategy.gossip import NAMES
+from vecgym.strategy.decentralised.gossip import NAMES
 from vecgym.strategy.simulated import simulation_of
 
 STEPS = 50

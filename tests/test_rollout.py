@@ -61,8 +61,8 @@ from vecgym.strategy.decentralised import (
     RelaySumStrategy,
     SGPStrategy,
 )
+from vecgym.strategy.decentralised.gossip import GossipStrategy
 from vecgym.strategy.demo import DeMoStrategy
-from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.local_steps import (
     DESLOCStrategy,
     LocalAdamStrategy,

@@ -40,7 +40,7 @@ from vecgym.strategy import (
     Server,
     Strategy,
 )
-from vecgym.strategy.ad_psgd import Neighbours
+from vecgym.strategy.decentralised.ad_psgd import Neighbours
 
 NAME = "asynchronous"
 TOLERANCE = 1e-9

@@ -114,7 +114,7 @@ validation and a clock add theirs.
 | a rule that liars cannot move, an attack | a function of whole vectors in `vecgym/strategy/robust/rules.py`, a row of `RULES` in `vecgym/strategy/robust/average.py`; `STRENGTHS` in `vecgym/strategy/robust/attacks.py` | `NAIVE` and `ATTACKS` in `tests/test_robust.py` |
 | an average, a stage | in `vecgym/strategy/averages.py` | `tests/test_average.py`, `tests/test_exchange.py`: alone, in groups, late, of some nodes |
 | a codec | a `Codec` in `vecgym/compress`, its name in `METHODS` | `CODECS` in `tests/test_compression.py`, its bound in `tests/test_codecs.py`, its distortion in `benchmarks/compression.py` |
-| a topology | a function K → matrix in `vecgym/collectives/topology.py`, its name in `FIXED` of `vecgym/strategy/gossip.py` | `tests/test_topology.py`, `CASES` in `tests/test_gossip.py` |
+| a topology | a function K → matrix in `vecgym/collectives/topology.py`, its name in `FIXED` of `vecgym/strategy/decentralised/gossip.py` | `tests/test_topology.py`, `CASES` in `tests/test_gossip.py` |
 | a selector of coordinates | a `Selector` in `vecgym/strategy/sparta.py` | `SELECTORS` in `tests/test_sparta.py` |
 | an optimizer | nothing is needed: any class runs node by node. Elementwise ones run stacked with a formula in `ELEMENTWISE` of `vecgym/optim/formulas.py`; a name in `OPTIMIZERS` of `vecgym/optim/spec.py` | `CASES` in `tests/test_optim.py` |
 | a collective | `vecgym/collectives/base.py`, and both backends beside it | `tests/test_collectives.py`, `tests/test_distributed.py` |

@@ -30,7 +30,6 @@ participation=0.5))
 
 from vecgym.optim import OptimSpec
 from vecgym.simulation.when import Rounds, RoundsOf, SyncWeight, When
-from vecgym.strategy.ad_psgd import ADPSGDStrategy
 from vecgym.strategy.allreduce import AllReduceStrategy, GPAStrategy, SimpleReduceStrategy
 from vecgym.strategy.asynchronous import AsyncStrategy
 from vecgym.strategy.averages import (
@@ -44,11 +43,14 @@ from vecgym.strategy.averages import (
 from vecgym.strategy.base import CommunicateOptimizeStrategy, Strategy, every
 from vecgym.strategy.coded import EF21, Compressed
 from vecgym.strategy.decentralised import (
+    ADPSGDStrategy,
     CHOCOStrategy,
     D2Strategy,
     ExactDiffusionStrategy,
+    GossipStrategy,
     GradientTrackingStrategy,
     MATCHAStrategy,
+    Mix,
     QGMStrategy,
     RelaySumStrategy,
     SGPStrategy,
@@ -58,7 +60,6 @@ from vecgym.strategy.demo import DeMoStrategy, StrongestCosines
 from vecgym.strategy.diloco import DiLoCoStrategy, EagerDiLoCoStrategy, StreamingDiLoCoStrategy
 from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.federated_averaging import AveragingCommunicator, FedAvgStrategy, ServerOptimizer
-from vecgym.strategy.gossip import GossipStrategy, Mix
 from vecgym.strategy.halos import HALoSStrategy
 from vecgym.strategy.local_steps import (
     DESLOCStrategy,

@@ -24,10 +24,10 @@ from vecgym.strategy.decentralised import (
     RelaySumStrategy,
     SGPStrategy,
 )
+from vecgym.strategy.decentralised.gossip import GossipStrategy
 from vecgym.strategy.demo import DeMoStrategy
 from vecgym.strategy.diloco import DiLoCoStrategy, EagerDiLoCoStrategy, StreamingDiLoCoStrategy
 from vecgym.strategy.federated_averaging import FedAvgStrategy
-from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.local_steps import (
     DESLOCStrategy,
     LocalAdamStrategy,

@@ -12,8 +12,8 @@ from vecgym.optim import OptimSpec
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
+from vecgym.strategy.decentralised.gossip import Mix, Topology
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.gossip import Mix, Topology
 
 
 class Decentralised(Strategy, batched=(), random=False, steady=True):

@@ -16,7 +16,7 @@ from vecgym.simulation.simulation import Part
 from vecgym.strategy.base import InnerOptions, Unpack, takes_options
 from vecgym.strategy.coded import constant, draws, straight_through
 from vecgym.strategy.decentralised.base import Decentralised
-from vecgym.strategy.gossip import Topology
+from vecgym.strategy.decentralised.gossip import Topology
 from vecgym.strategy.stages import Memory
 
 Order = Literal["estimates_first", "consensus_first"]

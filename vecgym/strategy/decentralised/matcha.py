@@ -15,8 +15,8 @@ from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.simulation.simulation import Part
 from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
+from vecgym.strategy.decentralised.gossip import FIXED, among, as_matrix
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.gossip import FIXED, among, as_matrix
 from vecgym.strategy.stages import Average, ExchangeFacts, Memory
 
 Graph = str | Tensor | Sequence[Sequence[float]]

@@ -16,7 +16,7 @@ from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.base import InnerOptions, Unpack, takes_options
 from vecgym.strategy.decentralised.base import Decentralised
-from vecgym.strategy.gossip import Mix, Topology
+from vecgym.strategy.decentralised.gossip import Mix, Topology
 
 WEIGHT = "push-sum weight"  # no name of a parameter
 

@@ -14,7 +14,7 @@ from vecgym.optim.moments import with_moment
 from vecgym.simulation.simulation import Part
 from vecgym.strategy.base import InnerOptions, Unpack, takes_options
 from vecgym.strategy.decentralised.base import Decentralised
-from vecgym.strategy.gossip import Topology
+from vecgym.strategy.decentralised.gossip import Topology
 
 BUFFER = "momentum_buffer"  # of SGD
 

@@ -15,7 +15,7 @@ from vecgym.optim import OptimSpec
 from vecgym.simulation.simulation import Part
 from vecgym.strategy.base import InnerOptions, Unpack, takes_options
 from vecgym.strategy.decentralised.base import Decentralised
-from vecgym.strategy.gossip import Topology, is_symmetric
+from vecgym.strategy.decentralised.gossip import Topology, is_symmetric
 
 Order = Literal["adapt_then_combine", "combine_then_adapt"]
 SMALLEST = -1 / 3 + 1e-9  # eigenvalue that D^2 bears, and a margin for rounding

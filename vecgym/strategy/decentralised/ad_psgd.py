@@ -20,7 +20,7 @@ from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.asynchronous import EventDriven
 from vecgym.strategy.base import InnerOptions, Unpack, takes_options
-from vecgym.strategy.gossip import FIXED, as_matrix
+from vecgym.strategy.decentralised.gossip import FIXED, as_matrix
 
 Order = Literal["after", "before"]
 BLOCK = 64  # neighbours drawn at a time
