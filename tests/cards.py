@@ -139,6 +139,7 @@ class Card(NamedTuple):
         needs_moments: the inner optimizer must keep some, as AdamW does.
         even: the number of nodes must be.
         everyone: no node may be absent.
+        plain: its steps are those of plain SGD, which are not clipped.
     """
 
     twin: str
@@ -151,6 +152,7 @@ class Card(NamedTuple):
     needs_moments: bool = False
     even: bool = False
     everyone: bool = False
+    plain: bool = False
 
 
 CARDS: dict[str, Card] = {
@@ -161,6 +163,14 @@ CARDS: dict[str, Card] = {
     "fedavg-islands": Card("fedavg", islands_of_two),
     "fedavg-participation": Card("fedavg", participants, averages=False, server=True),
     "fedavg-server": Card("fedavg", lambda sent: sent.rounds * sent.model_bytes, alone="server adam", server=True),
+    "scaffold": Card(
+        "scaffold",
+        lambda sent: 2.0 * sent.rounds * sent.model_bytes,
+        alone=None,  # tests of single nodes have other optimizers
+        server=True,
+        per_node=("control", "gradients", "rates"),
+        plain=True,
+    ),
     "local-adam": Card("local_adam", lambda sent: 3 * rounds(sent), needs_moments=True),
     "des-loc": Card("local_adam", desynced, needs_moments=True),
     "diloco": Card("diloco", rounds, alone="nesterov"),

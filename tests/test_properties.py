@@ -87,6 +87,7 @@ from vecgym.strategy import (
     RankStrategy,
     RelaySumStrategy,
     Robust,
+    SCAFFOLDStrategy,
     ServerMean,
     SGPStrategy,
     Sparse,
@@ -308,6 +309,14 @@ STRATEGIES: dict[str, Row] = {
         outer=server_momentum,
         averages=False,
         server=True,
+    ),
+    "scaffold-participation": Row(
+        lambda **kw: CATALOGUE["scaffold"].build(Knobs(H=H), participation=0.6, weighting="examples", **kw),
+        2 * ROUNDS * 3 / K,
+        outer=None,
+        averages=False,
+        server=True,
+        per_node=("control", "gradients", "rates"),
     ),
     "diloco-lookahead": Row(
         lambda **kw: DiLoCoStrategy(H=H, outer_optim=OptimSpec(SGD, lr=0.6), **kw), ROUNDS * ring(K), outer=lookahead
@@ -874,8 +883,8 @@ def assert_stays(strategy: str, found: Tensor, given: Tensor) -> None:
     torch.testing.assert_close(found, given, rtol=tolerance, atol=tolerance)
 
 
-# FedProx's proximal term depends on every parameter, so each has a gradient, and decays.
-WITHOUT_GRADIENT = [name for name in NAMES if not name.startswith("fedprox")]
+# FedProx's proximal term and SCAFFOLD's correction depend on every parameter, so each has a gradient, and decays.
+WITHOUT_GRADIENT = [name for name in NAMES if not name.startswith(("fedprox", "scaffold"))]
 
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
@@ -973,7 +982,8 @@ def with_average(make: Callable[..., Average], **exchange: Any) -> Callable[...,
 class Changes:
     """How to make a strategy of a class, the arguments of the base, and for each argument the value to try.
 
-    `also`: what else the base needs for an argument to have a meaning; `models`: where that is not the MLP's.
+    `also`: what else the base needs for an argument to have a meaning; `models`: where that is not the MLP's;
+    `refused`: arguments that all strategies have, and this one refuses.
     """
 
     build: Callable[..., Strategy]
@@ -981,6 +991,7 @@ class Changes:
     values: dict[str, Any]
     also: dict[str, dict[str, Any]] = field(default_factory=dict)
     models: dict[str, str] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
 
 
 WEIGHTS = [0.0, 0.5, 1.0, 0.0, 0.25, 0.0, 1.0]  # of exchanges, in place of H, which is then left at its default
@@ -1024,6 +1035,20 @@ ARGUMENTS: dict[Any, Changes] = {
             "sync_weight": {"H": 1},
             "resting": {"participation": 0.6},
         },
+    ),
+    SCAFFOLDStrategy: Changes(
+        SCAFFOLDStrategy,
+        {"H": 2},
+        {
+            **{name: COMMON[name] for name in COMMON if name != "max_norm"},
+            "inner_optim": OptimSpec(SGD, weight_decay=0.1),
+            "H": 3,
+            "participation": 0.6,
+            "weighting": "examples",
+            "server_lr": 0.5,
+            "local_steps": [2, 1, 2, 1, 2],
+        },
+        refused=("max_norm",),
     ),
     DiLoCoStrategy: Changes(
         DiLoCoStrategy,
@@ -1307,7 +1332,9 @@ ARGUMENTS: dict[Any, Changes] = {
     ),
     StrongestCosines: Changes(with_average(StrongestCosines, of="gradients", every=1), DEMO, DEMO_VALUES),
 }
-SETTINGS = [(cls, name) for cls in ARGUMENTS for name in inspect.signature(cls).parameters]
+SETTINGS = [
+    (cls, name) for cls, of in ARGUMENTS.items() for name in inspect.signature(cls).parameters if name not in of.refused
+]
 
 
 @functools.cache
@@ -1475,6 +1502,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "QGM of Adam": (lambda: QGMStrategy("ring", "adam"), ValueError, "takes the place of SGD's"),
     "QGM's momentum": (lambda: QGMStrategy(momentum=1.0), ValueError, r"momentum=1.0 must be a number in \[0, 1\)"),
     "QGM's flag": (lambda: QGMStrategy(nesterov=1), TypeError, "nesterov=1 must be True"),  # type: ignore[arg-type]
+    "SCAFFOLD of Adam": (lambda: SCAFFOLDStrategy("adam"), ValueError, "plain steps"),
+    "SCAFFOLD's clipping": (lambda: SCAFFOLDStrategy(max_norm=1.0), ValueError, "max_norm=1.0"),
     "a ring of relays": (lambda: RelaySumStrategy("ring"), ValueError, "topology='ring'"),
     "no tree": (lambda: RelaySumStrategy([(0, 1), (1, 2), (2, 0)]), ValueError, "is no tree of 4 nodes"),
     "budget": (lambda: MATCHAStrategy(budget=0.0), ValueError, r"budget=0.0 must be a number in \(0, 1\]"),

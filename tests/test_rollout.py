@@ -63,6 +63,7 @@ from vecgym.strategy.decentralised import (
 )
 from vecgym.strategy.decentralised.gossip import GossipStrategy
 from vecgym.strategy.demo import DeMoStrategy
+from vecgym.strategy.federated import SCAFFOLDStrategy
 from vecgym.strategy.local_steps import (
     DESLOCStrategy,
     LocalAdamStrategy,
@@ -211,6 +212,13 @@ CASES: dict[str, tuple[Make, Values]] = {
     "fedavg-participation-each-node": (
         lambda lr: FedAvgStrategy("sgd", H=2, participation=0.7, lr=lr),
         {"lr": torch.tensor([0.1, 0.3, 0.2], dtype=F64)},
+    ),
+    "scaffold": (
+        lambda lr, server_lr: SCAFFOLDStrategy("sgd", 2, lr=lr, server_lr=server_lr), {"lr": 0.3, "server_lr": 0.7},
+    ),
+    "scaffold-sample-each-node": (
+        lambda lr, decay: SCAFFOLDStrategy(OptimSpec(SGD, lr=lr, weight_decay=decay), 2, participation=0.7),
+        {"lr": torch.tensor([0.3, 0.1, 0.2], dtype=F64), "decay": torch.tensor([0.1, 0.2, 0.3], dtype=F64)},
     ),
     "fedavg-examples": (lambda lr: FedAvgStrategy("sgd", H=2, weighting="examples", lr=lr), {"lr": 0.3}),
     "fedprox": (

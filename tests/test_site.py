@@ -24,6 +24,8 @@ QUESTIONS = {
     "torchrun on several machines": "guide/processes",
     "required_bandwidth": "clock",
     "DiLoCoStrategy": "strategy",
+    "SCAFFOLD": "strategy",
+    "clients with unlike data": "guide/strategies",
     "Trainer.fit": "",
 }
 RESULTS = """

@@ -77,6 +77,7 @@ from vecgym.strategy import (
     PartitionedSelector,
     QGMStrategy,
     RelaySumStrategy,
+    SCAFFOLDStrategy,
     ScheduledSelector,
     SGPStrategy,
     ShuffledSequentialSelector,
@@ -182,6 +183,16 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
     "FedAvgStrategy participation": (
         lambda part, lr, b2: FedAvgStrategy(OptimSpec("adam", lr=lr, betas=(0.9, b2)), H=2, participation=part),
         {"part": [0.25, 0.5, 1.0], "lr": [1e-2, 1e-3], "b2": [0.9, 0.999]},
+    ),
+    "SCAFFOLDStrategy": (
+        lambda part, lr, server, decay: SCAFFOLDStrategy(
+            OptimSpec("sgd", lr=lr, weight_decay=decay), H=2, participation=part, server_lr=server,
+        ),
+        {"part": [0.5, 1.0], "lr": [0.1, 0.02], "server": [1.0, 0.7], "decay": [0.0, 0.1]},
+    ),
+    "SCAFFOLDStrategy, unequal steps": (
+        lambda lr, seed: SCAFFOLDStrategy("sgd", local_steps=[1, 3, 2, 1], lr=lr, warmup_steps=2),
+        {"lr": [0.1, torch.linspace(0.1, 0.4, K)], "seed": [0, 1]},
     ),
     "FedAvgStrategy server": (
         lambda server, lr: FedAvgStrategy("sgd", H=2, participation=0.75, server_optim=server, server_lr=lr, lr=0.1),

@@ -42,7 +42,7 @@ from vecgym.strategy import (
     Strategy,
     every,
 )
-from vecgym.strategy.catalogue import CATALOGUE
+from vecgym.strategy.catalogue import CATALOGUE, Knobs
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,10 @@ KINDS: dict[str, Kind] = {
     "fedavg-kept": Kind(plain(FedAvgStrategy, participation=0.6, resting="keep"), nameless=False, resting=True),
     "fedavg-weighted": Kind(plain(FedAvgStrategy, weighting="examples")),
     "fedprox": Kind(plain(FedAvgStrategy, proximal_mu=0.3)),
+    "scaffold-sampled": Kind(
+        lambda H, p, **inner: CATALOGUE["scaffold"].build(Knobs(H=H), participation=0.6, **inner),
+        nameless=False, server=True, resting=True,
+    ),
     "diloco-adam": Kind(plain(DiLoCoStrategy, outer_optim=OptimSpec("adam", lr=0.05, eps=1e-3))),
     "diloco-int8": Kind(plain(DiLoCoStrategy, compression="int8"), choosy=True),
     "diloco-sign": Kind(plain(DiLoCoStrategy, compression="sign"), choosy=True),

@@ -31,6 +31,7 @@ code goes to each of the others.
 | `FedAvgStrategy` | the mean of the parameters every H steps, over all nodes or random islands | AR / H |
 | ... with `participation=0.1` | each round, a new sample of nodes starts from the server's parameters and sends its own back | b · P / H per participant |
 | ... with `server_optim="avgm"`, `"adam"`, `"yogi"` or `"adagrad"` | one step of a server optimizer on the participants' mean movement; `proximal_mu` adds FedProx's term | b · P / H per participant |
+| `SCAFFOLDStrategy` | the parameters and the mean gradient of each node's round, through a server: local steps on unlike data, and yet the optimum | 2 b · P / H per participant |
 | `DiLoCoStrategy` | one step of an outer optimizer on the nodes' mean movement, every H steps | AR / H |
 | ... with `compression="topk"`, `"int8"` and others | the movements, compressed, with error feedback | N times the code's / H |
 | ... with `correction="heloco"` or `"median_norm"` | the movements, turned where they point against the momentum, or shrunk to the median norm | AR / H |
@@ -67,6 +68,33 @@ the paper.
 >>> averaged = trainer.fit(DiLoCoStrategy("adamw", H=5, lr=3e-3), num_nodes=8, max_steps=10)
 >>> [(transfer.step, transfer.operation) for transfer in trainer.ledger]
 [(4, 'mean'), (9, 'mean')]
+
+## Clients with unlike data
+
+With local steps each node drifts towards the optimum of its own data, and at a constant rate their mean stops elsewhere
+than at the optimum of all. SCAFFOLD corrects each step by the difference between the mean gradient of all nodes and the
+node's own, so that theta reaches it, also with sampled clients. Here the loss is the square of the distance from each
+node's number times its weight, and the optimum is the weighted mean of 0, 1 and 3.25, which is 2:
+
+>>> from vecgym.strategy import FedAvgStrategy, SCAFFOLDStrategy
+>>> class Weighted(torch.nn.Module):
+...     def __init__(self):
+...         super().__init__()
+...         self.x = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+...     def forward(self, batch):
+...         return (batch[:, 0] * (self.x - batch[:, 1]) ** 2).mean() / 2
+>>> clients = [torch.tensor([[weight, x]] * 8).double() for weight, x in ((1.0, 0.0), (3.0, 1.0), (4.0, 3.25))]
+>>> unlike = Trainer(Weighted(), lambda rank, num_nodes, train: clients[rank])
+>>> for kind in (FedAvgStrategy, SCAFFOLDStrategy):
+...     found = unlike.fit(kind("sgd", H=5, lr=0.2), num_nodes=3, max_steps=200, batch_size=8)
+...     print(f"{kind.__name__:16} {found.x.item():.6f}")
+FedAvgStrategy   1.592450
+SCAFFOLDStrategy 2.000000
+
+| nodes | reach the optimum of unlike data | stop near it |
+|---|---|---|
+| with a server | `SCAFFOLDStrategy` | `FedAvgStrategy`, DiLoCo with a plain outer step |
+| with neighbours | `GradientTrackingStrategy`, `D2Strategy`, `ExactDiffusionStrategy`, `RelaySumStrategy` | `GossipStrategy`, `QGMStrategy`, `SGPStrategy`, `CHOCOStrategy`, `MATCHAStrategy` |
 
 ## Which bytes
 
@@ -122,6 +150,7 @@ its source was compared by eye. Defaults named *ours* have no source: choose the
 | `FedAvgStrategy` | 1602.05629 | EXO Gym: read | ours: H = 1 |
 | ... with `server_optim` | 2003.00295; "avgm" 1909.06335 | none | tau the paper; rates and betas ours |
 | ... with `proximal_mu` | 1812.06127 | none | no default |
+| `SCAFFOLDStrategy` | 1910.06378, option II; for changing rates ours | alpemreacar/FedDyn: read; it divides by the first rate | ours: H = 100 |
 | `DiLoCoStrategy` | 2311.08105 | torchft, EXO Gym, diloco-sim: read | outer optimizer the paper; H = 100 ours |
 | ... with `correction="heloco"` | as `HeLoCo`, for nodes that wait: ours | as `HeLoCo` | as `HeLoCo` |
 | ... with `correction="median_norm"` | the code; 2603.08163 | tplr-ai/templar: numbers | no default |

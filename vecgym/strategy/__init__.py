@@ -6,6 +6,7 @@
 - Decentralised, besides GossipStrategy: GradientTrackingStrategy, D2Strategy, ExactDiffusionStrategy, and in trees
   RelaySumStrategy, which reach the optimum of unlike data; QGMStrategy, with a momentum; SGPStrategy, in directed
   graphs; CHOCOStrategy, with codes; MATCHAStrategy, along random matchings
+- Federated, besides FedAvgStrategy: SCAFFOLDStrategy, whose clients with unlike data reach the optimum
 - Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
   HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
   DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
@@ -59,6 +60,7 @@ from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.demo import DeMoStrategy, StrongestCosines
 from vecgym.strategy.diloco import DiLoCoStrategy, EagerDiLoCoStrategy, StreamingDiLoCoStrategy
 from vecgym.strategy.exchange import Exchange
+from vecgym.strategy.federated import SCAFFOLDStrategy
 from vecgym.strategy.federated_averaging import AveragingCommunicator, FedAvgStrategy, ServerOptimizer
 from vecgym.strategy.halos import HALoSStrategy
 from vecgym.strategy.local_steps import (
@@ -94,9 +96,9 @@ __all__ = [
     "GradientTrackingStrategy", "HALoSStrategy", "HeLoCo", "LocalAdamStrategy", "MATCHAStrategy", "Mean", "Memory",
     "Mix", "MostMoved", "MuLoCoStrategy", "NoLoCo", "NoLoCoStrategy", "OptimSpec", "Outer", "OuterOptimizer",
     "PALSGDStrategy", "PartitionedSelector", "Private", "QGMStrategy", "RandomSelector", "RankStrategy",
-    "RelaySumStrategy", "Robust", "Rounds", "RoundsOf", "SGPStrategy", "SPARTADiLoCoStrategy", "SPARTAStrategy",
-    "ScheduledSelector", "Selector", "Server", "ServerMean", "ServerOptimizer", "ShuffledSequentialSelector",
-    "SimpleReduceStrategy", "Sparse", "SparseCommunicator", "SparseLoCoStrategy", "Stage", "Strategy",
-    "StreamingDiLoCoStrategy", "StrongestCosines", "SyncWeight", "When", "all_gather", "all_reduce", "broadcast",
-    "every",
+    "RelaySumStrategy", "Robust", "Rounds", "RoundsOf", "SCAFFOLDStrategy", "SGPStrategy", "SPARTADiLoCoStrategy",
+    "SPARTAStrategy", "ScheduledSelector", "Selector", "Server", "ServerMean", "ServerOptimizer",
+    "ShuffledSequentialSelector", "SimpleReduceStrategy", "Sparse", "SparseCommunicator", "SparseLoCoStrategy", "Stage",
+    "Strategy", "StreamingDiLoCoStrategy", "StrongestCosines", "SyncWeight", "When", "all_gather", "all_reduce",
+    "broadcast", "every",
 ]  # fmt: skip

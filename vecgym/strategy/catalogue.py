@@ -27,6 +27,7 @@ from vecgym.strategy.decentralised import (
 from vecgym.strategy.decentralised.gossip import GossipStrategy
 from vecgym.strategy.demo import DeMoStrategy
 from vecgym.strategy.diloco import DiLoCoStrategy, EagerDiLoCoStrategy, StreamingDiLoCoStrategy
+from vecgym.strategy.federated import SCAFFOLDStrategy
 from vecgym.strategy.federated_averaging import FedAvgStrategy
 from vecgym.strategy.local_steps import (
     DESLOCStrategy,
@@ -99,6 +100,11 @@ def _qgm(knobs: Knobs, **inner: Any) -> Strategy:
     return QGMStrategy("ring", lr=_own_rate(inner, 0.1), **inner)
 
 
+def _plain(inner: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a strategy that takes plain steps of SGD only, which are not clipped."""
+    return {"lr": _own_rate(inner, 0.1), **{name: x for name, x in inner.items() if name != "max_norm"}}
+
+
 def _own_rate(inner: dict[str, Any], usual: float) -> Any:
     """Remove inner optimizer and learning rate from the arguments; return the rate, for the strategy's optimizer."""
     spec, lr = inner.pop("inner_optim", None), inner.pop("lr", None)
@@ -127,6 +133,7 @@ CATALOGUE: dict[str, Item] = {
             H=knobs.H, server_optim="adam", server_lr=0.05, server_betas=(0.8, 0.9), server_tau=0.01, **inner
         )
     ),
+    "scaffold": Item(lambda knobs, **inner: SCAFFOLDStrategy(H=knobs.H, **_plain(inner))),
     "local-adam": Item(lambda knobs, **inner: LocalAdamStrategy(H=knobs.H, **inner)),
     "des-loc": Item(lambda knobs, **inner: DESLOCStrategy(H=knobs.H, Hu=knobs.H + 1, Hv=knobs.H + 2, **inner)),
     "diloco": Item(lambda knobs, **inner: DiLoCoStrategy(**knobs.rounds, **inner), compared=True),

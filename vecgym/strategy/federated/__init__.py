@@ -1,0 +1,8 @@
+"""Federated algorithms besides FedAvg: a sample of the nodes takes local steps, and a server takes a step with theirs.
+
+`base` has the rounds; `vecgym.strategy.federated_averaging` has FedAvg and the servers' optimizers.
+"""
+
+from vecgym.strategy.federated.scaffold import SCAFFOLDStrategy
+
+__all__ = ["SCAFFOLDStrategy"]
