@@ -44,6 +44,7 @@ Judge:
 
 - `vecgym.guide.performance`: measurements, and how they were made
 - `vecgym.guide.limits`: what does not work
+- `vecgym.guide.real_systems`: where a port to real libraries goes wrong
 
 Extend:
 

@@ -1,0 +1,371 @@
+"""The rows of `vecgym.guide.real_systems` that torch alone shows: what it does where a port goes wrong.
+
+vecgym itself takes no part but to start the processes. If one of these fails with a new torch, the guide must change.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from vecgym.runs import multiprocess
+
+K = 4
+NEW = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)  # has torch.optim.Muon
+
+
+def outcome(function: Callable[[], Any]) -> Any:
+    """What a function returns, or the type of its exception."""
+    try:
+        return function()
+    except Exception as error:
+        return type(error).__name__
+
+
+def reduced(x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    dist.all_reduce(x, op)
+    return x
+
+
+# ---------------------------------------------------------------------------------------------- in four processes
+
+
+def integers(rank: int) -> Any:
+    return outcome(lambda: reduced(torch.tensor([rank]), dist.ReduceOp.AVG))
+
+
+def small_steps(rank: int) -> Any:
+    return reduced(torch.full((1 << 20,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)).unique().tolist()
+
+
+def booleans(rank: int) -> Any:
+    total = reduced(torch.tensor([True]))
+    return total.view(torch.uint8).item(), torch.equal(total, torch.tensor([True]))
+
+
+def left_behind(rank: int) -> Any:
+    x = torch.full((1000,), 10.0**rank)
+    dist.reduce(x, 0)
+    return x.unique().tolist()
+
+
+def column_of_a_matrix(rank: int) -> Any:
+    x = torch.arange(12.0).view(3, 4)
+    reduced(x[:, 0])
+    return x.tolist()
+
+
+def mixed_layouts(rank: int) -> Any:
+    x = torch.arange(6.0).view(2, 3)
+    return reduced(x.t().contiguous().t() if rank % 2 else x).tolist()
+
+
+def largest_of_nan(rank: int) -> Any:
+    pair: Any = dist.new_group([0, 1])
+    found = []
+    for place in (0, 1):
+        x = torch.tensor([math.nan if rank == place else 1.0])
+        if rank < 2:
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=pair)
+        found.append(x.item())
+    return found
+
+
+def derivative_of_a_sum(rank: int) -> Any:
+    x, everyone = torch.tensor([1.0], requires_grad=True), dist.group.WORLD
+    assert everyone is not None
+    ((rank + 1) * functional.all_reduce(x, "sum", everyone).sum()).backward()
+    return x.grad.item()  # type: ignore[union-attr]
+
+
+def derivative_past_a_sum(rank: int) -> Any:
+    w = torch.tensor([3.0], requires_grad=True)
+    loss = (w**2).sum()
+    with torch.no_grad():
+        dist.all_reduce(w)
+    loss.backward()
+    return w.grad.item()  # type: ignore[union-attr]
+
+
+def buckets(rank: int) -> Any:
+    sizes: list[int] = []
+
+    def note(state, bucket):  # torch compares the annotations, which are strings here
+        sizes.append(bucket.buffer().numel())
+        future = torch.futures.Future[Tensor]()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp = DistributedDataParallel(nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(40)]))
+    ddp.register_comm_hook(None, note)
+    found = []
+    for _ in range(3):
+        ddp(torch.randn(1, 512)).sum().backward()
+        found.append(len(sizes))
+        sizes.clear()
+    return found
+
+
+def kept_gradients(rank: int) -> Any:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), gradient_as_bucket_view=True)
+    weight, found = next(ddp.parameters()), []
+    kept: Any = None
+    content: Any = None
+    for _ in range(4):
+        ddp.zero_grad(set_to_none=True)
+        ddp(torch.randn(8, 4)).square().sum().backward()
+        if kept is not None:
+            found.append(not torch.equal(kept, content))
+        kept = weight.grad
+        content = kept.clone()
+    return found
+
+
+def averages(rank: int) -> Any:
+    levels = OrderedDict([(2, 2), (4, 4)])
+    each: list[Any] = [
+        averagers.PeriodicModelAverager(4),
+        averagers.PeriodicModelAverager(4, warmup_steps=3),
+        hierarchical_model_averager.HierarchicalModelAverager(levels, warmup_steps=3),
+    ]
+    found = []
+    for averager in each:
+        steps = []
+        for step in range(1, 15):
+            weight = nn.Parameter(torch.tensor([float(rank)]))
+            weight.grad = torch.zeros(1)
+            averager.average_parameters([weight])
+            steps += [step] if weight.item() == 1.5 else []
+        found.append(steps)
+    return found
+
+
+def unused_layers(rank: int) -> Any:
+    torch.manual_seed(rank)
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0](torch.randn(3, 2)).sum().backward()
+    optimizer.step()
+    averagers.PeriodicModelAverager(2).average_parameters(list(model.parameters()))  # it does so in the first call
+    same = [same_everywhere(parameters_to_vector(layer.parameters())) for layer in model]
+    optimizer.zero_grad()
+    return same, outcome(lambda: averagers.PeriodicModelAverager(2).average_parameters(list(model.parameters())))
+
+
+def same_everywhere(x: Tensor) -> bool:
+    largest, least = (reduced(x.detach().clone(), op) for op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN))
+    return torch.equal(largest, least)
+
+
+def adapters_of_zero(rank: int) -> Any:
+    torch.manual_seed(rank)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)))
+    with torch.no_grad():
+        ddp.module[1].weight.zero_()
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    finite = []
+    for _ in range(4):
+        ddp.zero_grad()
+        ddp(torch.randn(8, 64)).sum().backward()
+        finite.append(bool(ddp.module[0].weight.grad.isfinite().all()))
+    return finite
+
+
+SHARED = (
+    integers, small_steps, booleans, left_behind, column_of_a_matrix, mixed_layouts, largest_of_nan,
+    derivative_of_a_sum, derivative_past_a_sum, buckets, kept_gradients, averages, unused_layers, adapters_of_zero,
+)  # fmt: skip
+
+
+def all_of(link: multiprocess.Link) -> dict[str, Any]:
+    with torch.enable_grad():
+        return {function.__name__: function(link.rank) for function in SHARED}
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, Any]]:
+    """What each of four processes saw."""
+    return multiprocess.run(all_of, K)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (integers, "RuntimeError"), (small_steps, [256.0, 260.0]), (booleans, (4, True)), (derivative_of_a_sum, 10.0),
+        (derivative_past_a_sum, 2.0 * 12.0), (buckets, [1, 3, 3]), (kept_gradients, [False, True, True]),
+        (averages, [[1, 5, 9, 13], [4, 8, 12], [5, 9, 13]]), (unused_layers, ([True, False], "ValueError")),
+        (adapters_of_zero, [True, True, False, False]),
+    ],
+)  # fmt: skip
+def test_every_process_sees(function: Callable[..., Any], expected: Any, seen: list[dict[str, Any]]) -> None:
+    assert [each[function.__name__] for each in seen] == [expected] * K
+
+
+def test_a_reduce_leaves_partial_sums_on_the_others(seen: list[dict[str, Any]]) -> None:
+    whole, *others = (each["left_behind"] for each in seen)
+    assert whole == [1111.0]
+    for rank, values in enumerate(others, 1):
+        assert 10.0**rank in values
+        assert len(values) == K
+
+
+def test_a_maximum_keeps_or_loses_nan_by_rank(seen: list[dict[str, Any]]) -> None:
+    first, second = (each["largest_of_nan"] for each in seen[:2])
+    assert str(first) == str(second) == "[nan, 1.0]"  # nan on rank 0, and on rank 1
+
+
+def test_strides_are_ignored(seen: list[dict[str, Any]]) -> None:
+    """Contiguous memory is summed from where the tensor begins, whatever its elements are."""
+    for each in seen:
+        assert each["column_of_a_matrix"][0] == [0.0, 4.0, 8.0, 3.0]  # not the column, but three of a row
+    by_rows, by_columns = seen[0]["mixed_layouts"], seen[1]["mixed_layouts"]
+    mixed = 2 * torch.arange(6.0) + 2 * torch.arange(6.0).view(2, 3).t().flatten()
+    assert by_rows == mixed.view(2, 3).tolist()
+    assert by_columns == mixed.view(3, 2).t().tolist()
+
+
+# ------------------------------------------------------------------------------------------------- in one process
+
+
+@pytest.mark.parametrize(
+    ("make", "slot"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "momentum_buffer"),
+        (torch.optim.Adam, "exp_avg"), (torch.optim.Adam, "step"),
+    ],
+)  # fmt: skip
+def test_a_loaded_optimizer_shares_its_state(make: Callable[..., torch.optim.Optimizer], slot: str) -> None:
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    first, second = (make([weight]) for weight in weights)
+
+    def step(grad: float) -> None:
+        weights[0].grad = torch.full((3,), grad)
+        first.step()
+
+    step(1.0)
+    second.load_state_dict(first.state_dict())
+    before = second.state[weights[1]][slot].clone()
+    step(5.0)
+    assert not torch.equal(second.state[weights[1]][slot], before)
+
+
+def test_an_averaged_model_averages_a_count_of_batches() -> None:
+    net = nn.BatchNorm1d(2)
+    average = AveragedModel(net, use_buffers=True)
+    for _ in range(4):
+        net(torch.randn(3, 2))
+        average.update_parameters(net)
+    counts = [model.state_dict()["num_batches_tracked"].item() for model in (net, average.module)]
+    assert counts == [4, 1]
+
+
+@pytest.mark.skipif(not NEW, reason="torch.optim.Muon is in torch 2.9 and later")
+@pytest.mark.parametrize("shape", [(128, 64), (64, 128)])
+def test_muon_scales_tall_matrices_only(shape: tuple[int, int]) -> None:
+    """By sqrt(max(1, rows / columns)); optax has no max, and columns are what it calls rows."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(shape))
+    weight.grad = torch.randn(shape)
+    torch.optim.Muon([weight], lr=1.0, weight_decay=0.0).step()
+    rank = min(shape)
+    size = float(weight.detach().norm()) / math.sqrt(rank)  # the root mean square of the singular values
+    assert size == pytest.approx(math.sqrt(max(1.0, shape[0] / shape[1])), rel=0.2)
+
+
+def test_amsgrad_takes_the_largest_moment_before_its_bias_is_corrected() -> None:
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.Adam([weight], lr=0.1, amsgrad=True)
+    m = v = largest = corrected = 0.0
+    by_torch = by_optax = 0.0
+    for t, grad in enumerate([1.0] + [0.1] * 19, 1):
+        weight.grad = torch.full_like(weight, grad)
+        optimizer.step()
+        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
+        largest, corrected = max(largest, v), max(corrected, v / (1 - 0.999**t))
+        by_torch -= 0.1 * m / (1 - 0.9**t) / (math.sqrt(largest / (1 - 0.999**t)) + 1e-8)
+        by_optax -= 0.1 * m / (1 - 0.9**t) / (math.sqrt(corrected) + 1e-8)
+    assert weight.item() == pytest.approx(by_torch, rel=1e-12)
+    assert by_torch / by_optax == pytest.approx(2.29, abs=0.01)
+
+
+def test_parameters_of_one_vector_share_its_memory() -> None:
+    nets = [nn.Linear(3, 3) for _ in range(3)]
+    mean = torch.stack([parameters_to_vector(net.parameters()).detach() for net in nets]).mean(0)
+    for net in nets:
+        vector_to_parameters(mean, net.parameters())
+    before = nets[1].weight.detach().clone()
+    nets[0](torch.ones(2, 3)).sum().backward()
+    torch.optim.SGD(nets[0].parameters(), lr=0.1).step()
+    assert not torch.equal(nets[1].weight.detach(), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "moves"),
+    [({}, True), ({"shuffle": True}, True), ({"shuffle": True, "generator": torch.Generator()}, False)],
+)
+def test_a_loader_moves_the_global_generator(options: dict[str, Any], moves: bool) -> None:
+    before = torch.get_rng_state()
+    assert sorted(torch.cat(list(DataLoader(range(8), batch_size=4, **options))).tolist()) == list(range(8))  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), before) is not moves
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 1)
+        self.recomputes = True
+
+    def block(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False) if self.recomputes else self.block(x)
+
+
+def test_a_checkpoint_under_functional_call_recomputes_with_other_weights() -> None:
+    torch.manual_seed(0)
+    net, x = Checkpointed(), torch.randn(5, 3)
+    grads = []
+    for net.recomputes in (True, False):
+        params = {name: (p.detach() + 1).requires_grad_() for name, p in net.named_parameters()}
+        torch.func.functional_call(net, params, (x,)).sum().backward()
+        grads.append(params["first.weight"].grad)
+    with_checkpoint, without = grads
+    assert not torch.allclose(with_checkpoint, without)  # type: ignore[arg-type]
+    inside = {name: p.detach() for name, p in net.named_parameters()}
+    net.recomputes = True
+    grad = torch.func.grad(lambda params: torch.func.functional_call(net, params, (x,)).sum())
+    assert outcome(lambda: grad(inside)) == "RuntimeError"
+
+
+def test_a_row_is_copied_and_saved_with_its_whole_stack() -> None:
+    row = torch.randn(100, 10)[3]
+    sizes = [copy.deepcopy(row).untyped_storage().nbytes(), row.clone().untyped_storage().nbytes()]
+    assert sizes == [4 * 1000, 4 * 10]
+
+
+def test_rows_of_random_numbers_are_not_drawn_one_after_the_other() -> None:
+    def equal(size: int) -> bool:
+        torch.manual_seed(0)
+        together = torch.randn(4, size)
+        torch.manual_seed(0)
+        return torch.equal(together, torch.stack([torch.randn(size) for _ in range(4)]))
+
+    assert [size for size in (8, 15, 16, 20, 24, 32, 40) if equal(size)] == [16, 32]
