@@ -25,7 +25,7 @@ The pages follow in an order to be read. Each is the docstring of a module, `hel
 
 Use:
 
-- `vecgym.guide.recipes`: ten things that people come for, each in a few lines
+- `vecgym.guide.recipes`: eleven things that people come for, each in a few lines
 - `vecgym.guide.strategies`: all strategies, composing exchanges, optimizers
 - `vecgym.guide.data_and_models`: models, datasets, partitions, engines
 - `vecgym.guide.hugging_face`: models of transformers, from tokens in a file to a saved average

@@ -225,7 +225,7 @@ act in the order of the list:
 | on what | `of="parameters"`, `"gradients"`, `"moments"` (of the inner optimizer), or one of its slots, such as `"exp_avg"` |
 | when | `every=` a number of steps, a function that gives the length of each round, or `Rounds`, `RoundsOf`, or weights that can be differentiated (`SyncWeight`) |
 | how late | `delay=` steps; `late="value"` overwrites the nodes' values with the result, `late="change"` adds the change; a `SyncWeight` applies either in part |
-| which part | `fragments=` cuts the model into parts that are exchanged at different steps of a round |
+| which part | `fragments=` cuts the model into parts that are exchanged at different steps of a round; `private=` names layers that stay at home |
 | who | `participation=` a fraction of the nodes in each round; `resting=`, the rule for the others; `lost=`, the probability that a message is lost |
 | what a node keeps | `keep=` the share of its own value |
 
@@ -283,7 +283,9 @@ as batch norm's statistics, are means over the nodes that have trained, among th
 sampled. There is no other average: the validation loss, the result of `fit`, `save` and checkpoints, `result.model(i)` of a
 sweep and the loss of a `rollout` are that model's, and `val_loss_local`, `consensus_distance` and `correlation` are over
 the same nodes. `val_losses` has every node, absent ones with their last parameters. If each node has its own validation
-set, the model is evaluated on all of them. The column `num_never_present` counts the nodes that have not been present so
+set, the model is evaluated on all of them. Layers that stay at home (`private=`) are in it as the mean of the nodes', which
+nobody trains: of personal models look at `val_losses`, `val_loss_local` and `val_NAME_local`, each node's own on its own
+validation set. The column `num_never_present` counts the nodes that have not been present so
 far; a warning before the first step names those that never are.
 
 A run in which some nodes are never present equals one without them, to the bit with their ids as the keys of random numbers:

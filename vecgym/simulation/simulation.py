@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -304,8 +304,12 @@ class Part:
                 home.put_flat("optimizer", slots)
         self._num_steps += 1
 
-    def share_missing(self) -> None:
-        """After an exchange of gradients, count a parameter as `missing` only if no node has a gradient."""
+    def share_missing(self, home: Collection[str] = ()) -> None:
+        """After an exchange of gradients, count a parameter as `missing` only if no node has a gradient.
+
+        Args:
+            home: names of parameters whose gradients were not exchanged.
+        """
         apart = len(self.simulation.here) < self.run.num_nodes and self.simulation.engine.chooses
         if self._is_shared or not (self.missing or apart):  # there may be several exchanges of gradients in a step
             return
@@ -318,8 +322,9 @@ class Part:
             here = torch.tensor([[bool(configs.get(name)) for name in self.params]]).expand(num_rows, -1)
             everywhere = self.comm.everyone({"missing": here})["missing"].all(0).tolist()
             configs = {name: [0] for name, lacking in zip(self.params, everywhere) if lacking}
+        own = {name: some for name, some in self.missing.items() if name in home}
         self.missing = {name: frozenset(c * width + i for c in some for i in range(width))
-                        for name, some in configs.items() if some}  # fmt: skip
+                        for name, some in configs.items() if some} | own  # fmt: skip
 
     @property
     def _steps_on_views(self) -> bool:

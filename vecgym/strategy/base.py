@@ -208,7 +208,7 @@ class Strategy(LocalTraining, Steady, steady=True):
     @property
     def mean_gradient(self) -> bool:
         """Whether the strategy uses nothing but the mean of the nodes' gradients."""
-        return [(exchange.how, exchange.always) for exchange in self._of_gradients] == [(MEAN, True)]
+        return [(x.how, x.always, x.private) for x in self._of_gradients] == [(MEAN, True, ())]
 
     @property
     def _of_gradients(self) -> list[Any]:
@@ -277,7 +277,7 @@ class Strategy(LocalTraining, Steady, steady=True):
         # A late result is not written to a node that was absent when it was sent: nodes then differ.
         late = any(x.delivery.delay for x in self.exchanges)
         parted = absent and (late or presence.rejoin == "own")
-        return not parted and any(exchange.always for exchange in self._of_gradients)
+        return not parted and any(exchange.always and not exchange.private for exchange in self._of_gradients)
 
     def through_server(self) -> Strategy:
         """Return the same strategy with a server that takes its means over all nodes, except those of gradients.
@@ -317,9 +317,10 @@ class Strategy(LocalTraining, Steady, steady=True):
         self.exchanges[part.due.of.exchange].write(part)
 
     def rejoin(self, part: Part) -> None:
-        """Send parameters to returning nodes, unless all nodes share theirs."""
-        presence, params, stored_once = part.run.presence, part.params, part.home is part.shared
-        names = list(params)
+        """Send parameters to returning nodes, unless all nodes share theirs; private ones stay where they are."""
+        presence, every, stored_once = part.run.presence, part.params, part.home is part.shared
+        home = frozenset.intersection(*(x.at_home(list(every)) for x in self.exchanges)) if self.exchanges else ()
+        params, names = {name: x for name, x in every.items() if name not in home}, list(every)
         assert isinstance(presence, Presence)
         outer_params, equal_names = Tree(), set[str]()
         if presence.rejoin == "shared":
@@ -329,7 +330,7 @@ class Strategy(LocalTraining, Steady, steady=True):
         begin = sent(params, presence, outer_params, equal_names, part.comm, part.tick, once=once)
         back = [i for i, node in enumerate(part.nodes) if node in set(part.event.info)]
         if back and not stored_once:
-            part.params = nodes.put_rows(params, torch.tensor(back), begin, len(part.rows), part.inplace)
+            part.params = {**every, **nodes.put_rows(params, torch.tensor(back), begin, len(part.rows), part.inplace)}
 
     # -------------------------------------------------------------------------------------------- results and records
 

@@ -49,6 +49,7 @@ class DiLoCoStrategy(Strategy, steady=True):
         compression: the code of each node's movement, with error feedback: "topk", "int8", "qsgd" and the others of
             `Compressed`, or a codec of `vecgym.compress` such as `TopK(0.05)`; None: no code.
         correction: of the movements before they are averaged: "heloco", "median_norm", or a function; see `Outer`.
+        private: parameters that stay on their node, such as "head.*"; see `Exchange`.
         max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
 
     >>> DiLoCoStrategy("adamw", "sgd", H=100, lr=3e-4)
@@ -66,7 +67,7 @@ class DiLoCoStrategy(Strategy, steady=True):
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None, inner_lr: float | Tensor | None = None,
         outer_lr: float | Tensor | None = None, average: Average | None = None,
         compression: str | Compressor | None = None, correction: str | Correction | None = None,
-        **inner: Unpack[InnerOptions],
+        private: str | Sequence[str] = (), **inner: Unpack[InnerOptions],
     ) -> None:  # fmt: skip
         inner["lr"] = inner_rate(inner.get("lr"), inner_lr)
         average = Mean() if average is None else average
@@ -74,7 +75,7 @@ class DiLoCoStrategy(Strategy, steady=True):
             average = Compressed(average, compression, purpose="compress parameters")
         when = rounds_or_weights(H, sync_weight, usual=DEFAULT_H)
         outer = Outer(average, outer_spec(outer_optim, outer_lr), correct=correction)
-        super().__init__(inner_optim, [Exchange(outer, every=when)], **inner)
+        super().__init__(inner_optim, [Exchange(outer, every=when, private=private)], **inner)
 
 
 class EagerDiLoCoStrategy(Strategy, steady=True):

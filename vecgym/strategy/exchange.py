@@ -34,7 +34,7 @@ from vecgym.simulation.state import Labelled, check_values
 from vecgym.simulation.timetable import Due, Mark, RunFacts, Who
 from vecgym.simulation.when import Rounds, RoundsOf, SyncWeight, When, as_when
 from vecgym.strategy.delivery import Delivery, Message, Participation, blend, trees_of
-from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, check_offsets, cut
+from vecgym.strategy.fragments import Fragments, Pattern, at_home, check_fragments, check_offsets, cut
 from vecgym.strategy.stages import Average, ExchangeFacts, Memory, Stages, chain, check_average, is_served
 
 DEFAULT_H = 100  # inner steps per round
@@ -82,6 +82,8 @@ class Exchange(Settings):
         offsets: for each of F fragments, the steps before its first exchange. By default fragment p is exchanged after
             a fraction (p + 1) / F of each round, and a number `every` must be at least F.
         pattern: "strided" deals out the blocks to the fragments in turn; "sequential" keeps neighbours together.
+        private: parameters that are never sent nor written: names, or patterns such as "head.*", of parameters or
+            modules. Each node keeps and trains its own, with its own gradient. Buffers stay at home in any case.
         participation: the fraction of the nodes, sampled anew for each round (at least one), that trains and takes
             part; see `vecgym.availability` for nodes that are sampled again. All exchanges of a strategy that sample
             nodes need the same `every`.
@@ -95,7 +97,8 @@ class Exchange(Settings):
         delivery: when and how the result is used, a `Delivery`.
 
     Raises:
-        TypeError, ValueError: for invalid settings, and for settings that exclude one another; see also `check`.
+        TypeError, ValueError: for invalid settings, and for settings that exclude one another; see also `check`; before
+            the first step for a pattern in `private` that matches no parameter.
 
     Example: two nodes that average every second step.
 
@@ -107,11 +110,19 @@ class Exchange(Settings):
     >>> [(mark.what, mark.lag) for mark in Exchange(Mean(), every=2, delay=1).marks(run)]
     [('agree', 0), ('write', 1)]
 
+    Layers that stay at home (FedPer; FedBN with the batch norms). In the run's model, which `val_loss` measures, they
+    are the mean of the nodes'; `val_losses`, `val_loss_local` and `val_NAME_local` are of each node's own model.
+
+    >>> Exchange(Mean(), every=5, private="head.*").parts(["body.weight", "head.weight", "head.bias"])
+    (('body.weight',),)
+
     References: fragments and delays: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a
     Distributed Free Lunch", arXiv 2501.18512; deviation: fragments are found by names. A late change: Zhou et al.,
     "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed Averaging", arXiv
     2006.00441. Moments: Cheng and Glasgow, "Convergence of Distributed Adaptive Optimization with Local Updates", arXiv
-    2409.13155; Iacob et al., "DES-LOC", arXiv 2505.22549.
+    2409.13155; Iacob et al., "DES-LOC", arXiv 2505.22549. Private layers: Arivazhagan et al., "Federated Learning with
+    Personalization Layers", arXiv 1912.00818; Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch
+    Normalization", arXiv 2102.07623; deviation: none but FedAvg's, progress is counted in steps.
     """
 
     _index = 0
@@ -123,7 +134,8 @@ class Exchange(Settings):
         self, how: Average, every: int | When | Callable[[int], int] = 1, of: str | Sequence[str] = "parameters", *,
         delay: int | Sequence[int] = 0, late: str = "value", keep: float | Tensor = 0.0,
         fragments: Fragments | None = 1, offsets: Sequence[int] | None = None, pattern: Pattern = "strided",
-        participation: float = 1.0, resting: str | None = None, lost: float = 0.0, unit: int = 1,
+        private: str | Sequence[str] = (), participation: float = 1.0, resting: str | None = None, lost: float = 0.0,
+        unit: int = 1,
     ) -> None:  # fmt: skip
         self.how = check_average("how", how)
         self._when: Any = as_when(every, "every")
@@ -133,6 +145,7 @@ class Exchange(Settings):
         self.fragments = check_fragments("fragments", fragments)
         self.offsets = check_offsets(offsets, fragments)
         self.pattern = check.choice("pattern", pattern, get_args(Pattern))
+        self.private = _names(private, f"private={private!r} must be a pattern such as 'head.*', or a list of these.")
         self.roster = Participation(participation, resting, lost)
         self._check_together()
 
@@ -322,13 +335,25 @@ before the run ends. Give a smaller delay, or more steps.
     # ------------------------------------------------------------------------------------------------- when and who
 
     def parts(self, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the parameters in each fragment.
+        """Return the names of the parameters in each fragment, without private ones.
 
         >>> from vecgym.strategy.averages import Mean
         >>> Exchange(Mean(), fragments=2).parts(["h.0.w", "h.1.w", "h.2.w"])
         (('h.0.w', 'h.2.w'), ('h.1.w',))
         """
+        if self.private:
+            home = self.at_home(names)
+            names = [name for name in names if name not in home]
         return (tuple(names),) if self.fragments == 1 else cut(list(names), self.fragments, self.pattern)
+
+    def at_home(self, names: Sequence[str]) -> frozenset[str]:
+        """Return the names of the parameters that `private` keeps on their node.
+
+        >>> from vecgym.strategy.averages import Mean
+        >>> Exchange(Mean(), private=["head"]).at_home(["body.weight", "head.weight"])
+        frozenset({'head.weight'})
+        """
+        return at_home(tuple(names), self.private) if self.private else frozenset()
 
     def times(self, names: Sequence[str]) -> list[When]:
         """Return when each fragment is exchanged.
@@ -483,9 +508,12 @@ before the run ends. Give a smaller delay, or more steps.
 
     def exchange_gradients(self, part: Part, grads: Tree) -> Tree:
         """Return the nodes' gradients after the exchange if it is due in this step, else as they are."""
-        (when,), step = self.times(part.run.names), part.tick
+        (when,), step, home = self.times(part.run.names), part.tick, frozenset[str]()
         if not when.due(step):
             return grads
+        if self.private:
+            home, every = self.at_home(list(grads)), grads
+            grads = {name: g for name, g in every.items() if name not in home}
         with self._sending(part, gradients=True):
             label = self._labels(0)[0][0]
             here, memory = self._view(part, label, Due(when.count(step), step))
@@ -496,11 +524,12 @@ before the run ends. Give a smaller delay, or more steps.
                 f"{self.how!r} returned gradients [{len(part.nodes)}, *], and its class declares a result that is the "
                 "same on all nodes, [1, *]: set common = False in the class."
             )
-        part.share_missing()
+        part.share_missing(home)
         # The optimizer may overwrite the gradients, and an average may return tensors of its memory.
         held = [rows[name] for rows in trees_of(part) for name in {*rows.whole, *rows.assigned}
                 if part.inplace and name.startswith(label) and name in rows]  # fmt: skip
-        return nodes.unshared(new, held) if held else new
+        new = nodes.unshared(new, held) if held else new
+        return {name: new.get(name, g) for name, g in every.items()} if home else new
 
     # ------------------------------------------------------------------------------------------------- small parts
 
@@ -564,10 +593,16 @@ def _with_lag(who: Who | None, lags: Sequence[int], lag: int) -> Who:
 def _checked_of(of: Any) -> str | tuple[str, ...]:
     if isinstance(of, str) and of in ("parameters", "gradients", "moments"):
         return of
-    names = (of,) if isinstance(of, str) else of
-    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f'of={of!r} must be "parameters", "gradients", "moments", a slot of the inner optimizer such as "exp_avg", '
-            "or a list of slots."
-        )
+    wrong = (
+        f'of={of!r} must be "parameters", "gradients", "moments", a slot of the inner optimizer such as "exp_avg", or '
+        "a list of slots."
+    )
+    return _names(of or None, wrong)
+
+
+def _names(given: Any, wrong: str) -> tuple[str, ...]:
+    """Return one name or several as a tuple."""
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise TypeError(wrong)
     return tuple(names)

@@ -29,6 +29,7 @@ def AveragingCommunicator(  # the name that EXO Gym's users know
     weighting: Weighting = "equal",
     sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
     resting: str | None = None,
+    private: str | Sequence[str] = (),
 ) -> Exchange:
     """Return the exchange in which, every H steps, theta_i <- sum_k w_k theta_k / sum_k w_k.
 
@@ -49,6 +50,7 @@ def AveragingCommunicator(  # the name that EXO Gym's users know
         resting: with `participation` < 1, the parameters with which a node that sat out begins its next round:
             "server", the server's theta; "keep", its own, while the participants average among themselves. None:
             "server", but "keep" with islands or `sync_weight`, which have no common theta.
+        private: parameters that stay on their node, such as "head.*"; see `Exchange`.
 
     Raises:
         ValueError: for H or island_size < 1, participation outside (0, 1], resting="server" with islands or
@@ -68,7 +70,7 @@ def AveragingCommunicator(  # the name that EXO Gym's users know
         )
     served = participation < 1 and rounds_of_all and resting != "keep"
     average = ServerMean(weighting) if served else Mean(island_size, weighting)
-    return Exchange(average, every=when, participation=participation)
+    return Exchange(average, every=when, participation=participation, private=private)
 
 
 class FedAvgStrategy(Strategy, batched=("proximal_mu",), random=False, steady=True):
@@ -88,7 +90,8 @@ class FedAvgStrategy(Strategy, batched=("proximal_mu",), random=False, steady=Tr
     Args:
         inner_optim: the local optimizer, AdamW when not given.
         H: local steps per round: a number, or a function of the step at which a round begins (post-local SGD).
-        island_size, participation, weighting, sync_weight, resting: see `AveragingCommunicator`.
+        island_size, participation, weighting, sync_weight, resting, private: see `AveragingCommunicator`. With
+            `private` layers this is FedPer, and FedBN if these are the batch norms.
         proximal_mu: FedProx's mu, one number or one per node: mu / 2 |theta_i - theta_i(start of the round)|^2 is
             added to a node's loss (Li et al., arXiv 1812.06127, with a fixed number of steps).
         server_optim: None, "avg", "avgm" (FedAvgM), "adam" (FedAdam), "yogi" (FedYogi) or "adagrad" (FedAdagrad).
@@ -117,6 +120,7 @@ Exchange(Mean(island_size=4), every=5))
         weighting: Weighting = "equal",
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
         resting: str | None = None,
+        private: str | Sequence[str] = (),
         proximal_mu: float | Tensor = 0.0,
         server_optim: str | None = None,
         server_lr: float | Tensor | None = None,
@@ -135,18 +139,18 @@ Exchange(Mean(island_size=4), every=5))
             server = ServerOptimizer(server_optim, **options)
             _check_server(server, island_size, resting)
             outer = Outer(ServerMean(weighting), server.spec)
-            exchange = Exchange(outer, every=as_when(H, "H"), participation=participation)
+            exchange = Exchange(outer, every=as_when(H, "H"), participation=participation, private=private)
         elif options:
             names = ", ".join(f"server_{option}" for option in options)
             raise ValueError(f'{names} without server_optim has no effect: give server_optim="avgm", say.')
         else:
-            exchange = AveragingCommunicator(island_size, H, participation, weighting, sync_weight, resting)
+            exchange = AveragingCommunicator(island_size, H, participation, weighting, sync_weight, resting, private)
         super().__init__(inner_optim, [exchange], **inner)
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         own, shared = super().init(run, params)
         if self._proximal:
-            (shared if self.exchanges[0].same else own)["start"] = params
+            (shared if self._begin_alike else own)["start"] = params
         return own, shared
 
     @property
@@ -155,7 +159,7 @@ Exchange(Mean(island_size=4), every=5))
 
     def train_near(self, part: Part) -> None:
         """Take a step with the gradient of the loss and the proximal term."""
-        start, mu = (part.shared if self.exchanges[0].same else part.own)["start"], self.proximal_mu
+        start, mu = (part.shared if self._begin_alike else part.own)["start"], self.proximal_mu
         grads = tree.map(lambda g, p, s: g + part.each(mu, p) * (p - s), part.gradients(), part.params, start)
         part.missing = {}  # the proximal term depends on every parameter
         part.optimize(grads)
@@ -169,10 +173,15 @@ Exchange(Mean(island_size=4), every=5))
         super().write(part)
         self._begin(part)
 
+    @property
+    def _begin_alike(self) -> bool:
+        """Whether all nodes begin a round with equal parameters."""
+        return self.exchanges[0].same and not self.exchanges[0].private
+
     def _begin(self, part: Part) -> None:
         """Store the parameters with which a round begins."""
         if self._proximal:
-            (part.shared if self.exchanges[0].same else part.own)["start"] = part.params
+            (part.shared if self._begin_alike else part.own)["start"] = part.params
 
 
 def check_resting(resting: str | None) -> None:

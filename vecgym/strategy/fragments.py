@@ -1,7 +1,9 @@
-"""Fragments of a model: groups of parameters that are exchanged together."""
+"""Fragments of a model: groups of parameters that are exchanged together, and parameters that never are."""
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -108,6 +110,38 @@ def _by_number(names: Sequence[str], numbers: Sequence[Any]) -> tuple[Names, ...
     if max(numbers, default=-1) + 1 != len(parts):
         raise ValueError(f"fragments numbers them {sorted(set(numbers))}: give all of 0, 1, ... to the last.")
     return parts
+
+
+@functools.lru_cache(maxsize=64)
+def at_home(names: Names, private: Names) -> frozenset[str]:
+    """Return the names of the parameters that stay on their node: those of patterns, of parameters or modules.
+
+    Raises:
+        ValueError: for a pattern that matches nothing, and for patterns that match everything.
+
+    >>> sorted(at_home(("body.0.weight", "norm.bias", "norm.weight", "head.weight"), ("head", "norm.*")))
+    ['head.weight', 'norm.bias', 'norm.weight']
+    >>> at_home(("body.weight", "head.weight", "head.bias"), ("haed.*",))
+    Traceback (most recent call last):
+    ...
+    ValueError: private='haed.*' matches no parameter of the model; near it are 'head', 'head.bias', 'head.weight'. \
+Buffers, such as a batch norm's statistics, are never exchanged, and need no pattern.
+    """
+    home: set[str] = set()
+    for pattern in private if names else ():  # there are none before the model is known
+        held = {x for x in names if any(fnmatch.fnmatchcase(x, form) for form in (pattern, f"{pattern}.*"))}
+        if not held:
+            modules = {x[: match.start()] for x in names for match in re.finditer(r"\.", x)}
+            near = difflib.get_close_matches(pattern.rstrip(".*"), [*names, *modules], 5, cutoff=0.3)
+            known = f"near it are {', '.join(sorted(map(repr, near)))}" if near else f"it has {', '.join(names)}"
+            raise ValueError(
+                f"private={pattern!r} matches no parameter of the model; {known}. Buffers, such as a batch norm's "
+                "statistics, are never exchanged, and need no pattern."
+            )
+        home |= held
+    if names and home.issuperset(names):
+        raise ValueError(f"private={list(private)} keeps all parameters at home: leave out some, or the exchange.")
+    return frozenset(home)
 
 
 def check_fragments(name: str, value: Any) -> Fragments | None:
