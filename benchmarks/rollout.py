@@ -6,7 +6,9 @@ rate. Each of these is a process of its own, fresh for each row, and they take t
 - plain: T steps of `Simulation.step`, which overwrite their state;
 - stored: `rollout` and its gradient, with every step stored;
 - segments: the same in about sqrt(T) parts, each computed again in the backward pass;
-- forward mode: `rollout_jvp` by one of the two numbers; no memory grows with T, and there is no backward pass.
+- forward mode: `rollout_jvp` by one of the two numbers; no memory grows with T, and there is no backward pass;
+- many: 16 runs with numbers and batches of their own as one program, `num_runs=16`, and the gradient of their mean
+  loss; its row is in units of 16 times the stored one.
 
 Time is the median over the rounds, in units of that of the plain steps. "forward" is the part of it that the rollout
 itself takes; the rest is the backward pass. Memory is the peak resident memory less what it was before, after a rollout
@@ -37,6 +39,7 @@ STEPS = [10, 100, 1000]
 MODES = ["stored", "segments", "forward mode"]
 RATES = {"sgd": 0.05, "adamw": 1e-3}  # of the inner optimizers
 TARGETS = {"stored": 5.0, "segments": 8.0}  # times the plain steps
+NUM_RUNS, TARGET_MANY = 16, 1 / 6  # of the time of as many calls, where no arithmetic, but Python takes the time: tiny
 TARGET_BYTES = 2e9  # of 1000 steps in segments
 
 
@@ -89,7 +92,19 @@ def serve_mode(name: str, inner: str, num_steps: int, mode: str) -> None:
         rollout_jvp(model, strategy, batches, lr, [torch.tensor(1.0)], engine=engine, **data)
         return time.perf_counter() - start
 
-    once: Callable[[list[Any], int | None], float] = {"plain": plain, "forward mode": forward_mode}.get(mode, gradient)
+    def many(batches: list[Any], segments: int | None) -> float:
+        numbers = [torch.full((NUM_RUNS,), x, requires_grad=True) for x in (RATES[inner], 0.7)]
+        of_runs = [batches[i % len(batches) :] + batches[: i % len(batches)] for i in range(NUM_RUNS)]
+        start = time.perf_counter()
+        outcome = rollout(
+            model, lambda i: strategy(numbers[0][i], numbers[1][i]), of_runs, num_runs=NUM_RUNS, engine=engine, **data
+        )
+        forward = time.perf_counter() - start
+        torch.autograd.grad(outcome.loss.mean(), numbers)
+        return forward
+
+    modes = {"plain": plain, "forward mode": forward_mode, "many": many}
+    once: Callable[[list[Any], int | None], float] = modes.get(mode, gradient)
     once(batches[:H], segments and 2)  # imports and first calls
     before = peak_bytes()
 
@@ -127,6 +142,19 @@ def rows_of(name: str, inner: str, steps: list[int], args: argparse.Namespace) -
             print(f"{line}, {found['peak_bytes'] / 1e6:.0f} MB", file=sys.stderr, flush=True)
         print(f"{name}, {inner}, T = {num_steps}: {turns.notes()}", flush=True)
     return sorted(rows, key=lambda row: MODES.index(row["mode"]))
+
+
+def many_of(name: str, inner: str, args: argparse.Namespace) -> list[str]:
+    """The time of many runs as one program, and of as many calls."""
+    num_steps = 10 if args.quick else 100
+    command = [str(Path(__file__).resolve()), "--serve", name, inner, str(num_steps)]
+    turns = take_turns(
+        {mode: [*command, mode] for mode in ("stored", "many")}, 0 if args.quick else None, args.threads,
+        rounds=(args.repeats, args.repeats), warm_up=args.repeats > 1,
+    )  # fmt: skip
+    calls, many = NUM_RUNS * turns.median("stored"), turns.median("many")
+    met = "" if name != "tiny" else "yes" if many <= TARGET_MANY * calls else "**no**"
+    return [f"{name}, {inner}, T = {num_steps}", f"{calls:.2f}", f"{many:.2f}", f"{many / calls:.3f}", met]
 
 
 def report(rows: list[dict[str, Any]]) -> str:
@@ -178,6 +206,9 @@ def main() -> None:
         steps, inners, args.workloads, args.repeats = [10], ["sgd"], args.workloads[:1], 1
     rows = [row for name in args.workloads for inner in inners for row in rows_of(name, inner, steps, args)]
     print("\n" + report(rows))
+    many = [many_of(name, inner, args) for name in args.workloads for inner in inners]
+    columns = ["loss + gradient", f"{NUM_RUNS} calls, s", "one program, s", "ratio", f"<= {TARGET_MANY:.3f}"]
+    print("\n" + markdown(columns, many))
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1))
 

@@ -17,10 +17,9 @@ from tests.fitting import alone, dataset
 from vecgym import Trainer
 from vecgym.core.errors import VecgymWarning
 from vecgym.engine import Engine
-from vecgym.engine.constancy import copied
+from vecgym.engine.constancy import copied, equal_but_weights
 from vecgym.runs.rollout import rollout
 from vecgym.strategy import AllReduceStrategy, FedAvgStrategy
-from vecgym.sweeps.configurations import equal_but_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 K, B = 3, 6

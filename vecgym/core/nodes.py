@@ -97,8 +97,11 @@ def squared_consensus_distance(params: Tree, number: int | None = None) -> Tenso
 
     def summed(x: Tensor) -> Tensor:
         away = x - x[:, :1]  # relative to node 0, equal nodes are at exactly 0, and so is the distance
+        away = away.sub_(away.mean(1, keepdim=True))
+        if tree.differentiated(away):
+            return away.square().flatten(1).sum(1) / x.shape[1]
         # A sum for each group alone: how a sum over the rows of several groups is rounded depends on their number.
-        return torch.stack([y.square().sum() for y in away.sub_(away.mean(1, keepdim=True))]) / x.shape[1]
+        return torch.stack([y.square().sum() for y in away]) / x.shape[1]
 
     groups = [x.unflatten(0, (number or 1, -1)) for x in params.values() if x.is_floating_point()]
     squares = [summed(x) for x in groups if x.shape[1] > 1]

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
 from vecgym.core.nodes import LOSS_FN
-from vecgym.core.objects import GENERATORS, generator_state
+from vecgym.core.objects import GENERATORS, generator_state, same
 from vecgym.engine import hooks
 
 M = TypeVar("M", bound=nn.Module)
@@ -585,3 +585,27 @@ def _is_installed(module: str) -> bool:
     home = sys.modules.get(root) if root != "__main__" else None
     paths = [getattr(home, "__file__", None) or "", *getattr(home, "__path__", [])]
     return any("-packages" in path for path in paths)
+
+
+def equal_but_weights(a: Any, b: Any) -> bool:
+    """Whether two objects are equal; two models may differ in the values of their trainable parameters."""
+    try:
+        return a is b or same(_structure(a), _structure(b), whole=True)
+    except Exception:  # whatever comparing the user's objects raises
+        return False
+
+
+def _structure(model: Any) -> Any:
+    """Return all parts of a model except the values of its trainable parameters; anything else is returned as is."""
+    if not isinstance(model, nn.Module):
+        return model
+    apart = ("_parameters", "_buffers", "_modules")
+    modules = [
+        (name, type(module), {key: value for key, value in vars(module).items() if key not in apart})
+        for name, module in model.named_modules()
+    ]
+    tensors = {
+        name: (x.shape, x.dtype, x.requires_grad, None if x.requires_grad else x)
+        for name, x in [*model.named_parameters(), *model.named_buffers()]
+    }
+    return [modules, tensors, hooks.of_parameters(model)]

@@ -35,6 +35,23 @@ gradient 0.
 - `vecgym.rollout_jvp` is forward mode: the derivative by one number, with memory that does not grow with the run.
 - `torch.func.grad`, `hessian` and `jvp` work over `rollout`, and `torch.autograd` can be applied repeatedly.
 
+## Many runs at once
+
+What is learned on one run does not hold on others. `num_runs=M` trains M runs as one program, as a sweep does, and
+`outcome.loss.mean()` is the mean over all of them:
+
+>>> rates = torch.full((8,), 0.1, requires_grad=True)  # a rate for each run
+>>> many = vecgym.rollout(
+...     model, lambda run: DiLoCoStrategy("sgd", H=5, lr=rates[run]), batches, num_runs=8, num_nodes=4,
+...     eval_batch=dataset[:256], seed=range(8))
+>>> many.loss.shape, many.losses.shape, torch.autograd.grad(many.loss.mean(), rates)[0].shape
+(torch.Size([8]), torch.Size([8, 20, 4]), torch.Size([8]))
+
+`model`, `strategy`, `batches`, `eval_batch`, `params` and `seed` are each one for all runs, a list of M, or a function
+of the run. A tensor within a strategy means the same as in one run, one value per node `[K]` or per step `[T, 1]`; a
+number for each run is `lr[run]`, one for each step and run `lr[:, run, None]`. Runs whose strategies differ in numbers
+only share all calls; those that differ in more share the gradients.
+
 Some choices are constants for derivatives: which coordinates a mask or a top-k selects, and the sign in DeMo.
 `compressed` passes derivatives straight through its code. Refused, with an error that says what to do instead:
 optimizers that run node by node, strategies written for one rank, models with hooks on gradients, activation

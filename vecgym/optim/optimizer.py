@@ -219,7 +219,10 @@ class Optimizer:
     def wide(self, num_rows: int) -> Optimizer:
         """Return the same optimizer with each of its values, `[C]`, for so many rows: `[C * rows]`."""
         if num_rows not in self._wide:
-            wide = functools.partial(torch.repeat_interleave, repeats=num_rows)
+
+            def wide(x: Any) -> Any:  # `[C]`, or `[T, C]`
+                return x.repeat_interleave(num_rows, -1) if _has_several([x]) else x
+
             norm = wide(self.max_norm) if _has_several([self.max_norm]) else self.max_norm
             several = num_rows > 1 and (norm is not self.max_norm or _has_several(self.spec.kwargs))
             self._wide[num_rows] = self.replace(self.spec.mapped(wide), norm) if several else self
@@ -412,8 +415,9 @@ def unit_rule(spec: OptimSpec) -> Any:
 
 
 def _alike(values: list[Any]) -> list[Any]:
-    """Return one value if all are equal."""
-    return values[:1] if values.count(values[0]) == len(values) else values
+    """Return one value if all are equal; equal tensors may have other derivatives."""
+    equal = not isinstance(values[0], Tensor) and values.count(values[0]) == len(values)
+    return values[:1] if equal else values
 
 
 def _now_skipped(skipped: list[int], made: list[int], missing: Collection[int]) -> list[int]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from vecgym.core import check
 from vecgym.core.objects import Settings, same
-from vecgym.core.tree import Tree, leaves, map_leaves
+from vecgym.core.tree import Tree, differentiated, leaves, map_leaves
 from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.optimizers import Joined
 from vecgym.optim.rules import ElementwiseRule, ParamGroups, PerNodeRule, Rule
@@ -257,7 +257,7 @@ def merge_key(spec: OptimSpec) -> Key | None:
     >>> merge_key(OptimSpec("sgd", lr=0.1)) == merge_key(OptimSpec("sgd", lr=0.1, nesterov=True, momentum=0.9))
     False
     """
-    if spec.cls not in FORMULAS or any(x.dim() > 0 or x.requires_grad for x in leaves(spec.kwargs)):
+    if spec.cls not in FORMULAS or not all(map(_is_number, leaves(spec.kwargs))):
         return None
     fixed = tuple(sorted((key, repr(value)) for key, value in spec.hyper.items() if not _is_number(value)))
     groups = None if spec.param_groups is None else id(spec.param_groups)
@@ -265,7 +265,7 @@ def merge_key(spec: OptimSpec) -> Key | None:
 
 
 def merged_spec(specs: Sequence[OptimSpec]) -> OptimSpec:
-    """Merge specs into one, with one value per configuration, `[C]`, for the hyperparameters that differ.
+    """Merge specs into one, with a value for each, `[C]`, or for each step, `[T, C]`, where hyperparameters differ.
 
     >>> merged_spec([OptimSpec("sgd", lr=0.5, momentum=0.9), OptimSpec("sgd", lr=0.25, momentum=0.9)])
     OptimSpec(SGD, lr=tensor([0.5000, 0.2500], dtype=torch.float64), momentum=0.9)
@@ -276,13 +276,22 @@ def merged_spec(specs: Sequence[OptimSpec]) -> OptimSpec:
 
 
 def per_configuration(values: Sequence[Any]) -> Any:
-    """Return the values of C configurations as `[C]`; equal values stay one number.
+    """Return the values of C configurations as `[C]`, or as `[T, C]` if one has a value for each step, `[T, 1]`.
+
+    Equal values stay one number, unless they are differentiated: then only the same tensor stays one.
 
     >>> per_configuration([(0.9, 0.5), (0.9, 0.25)])
     (0.9, tensor([0.5000, 0.2500], dtype=torch.float64))
+    >>> per_configuration([0.5, torch.tensor([[1.0], [2.0]])]).shape
+    torch.Size([2, 2])
     """
     if isinstance(values[0], tuple):
         return tuple(per_configuration(part) for part in zip(*values))
+    if any(isinstance(x, Tensor) and (x.dim() > 0 or differentiated(x)) for x in values):
+        if all(x is values[0] for x in values):
+            return values[0]
+        each = [torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in values]
+        return torch.stack(torch.broadcast_tensors(*[x.squeeze(-1) if x.dim() else x for x in each]), -1)
     plain = [x.item() if isinstance(x, Tensor) else x for x in values]
     if all(x == plain[0] for x in plain):
         return plain[0]
@@ -292,8 +301,8 @@ def per_configuration(values: Sequence[Any]) -> Any:
 def _is_number(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_number, value))
-    if isinstance(value, Tensor):
-        return value.dim() == 0
+    if isinstance(value, Tensor):  # one for all steps, or `[T, 1]`
+        return value.dim() == 0 or value.shape[1:] == (1,)
     return check.is_number(value)
 
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -602,8 +602,8 @@ def _check_one_run(batches: Any, eval_batch: Any) -> None:
     of_runs = [isinstance(run, (list, tuple)) and len(run) > 0 and _form(run[0]) for run in batches]
     if of_runs == forms and _form(eval_batch) not in map(_form, batches):
         raise ValueError(
-            f"batches and eval_batch are lists of {len(forms)} runs, and a rollout is one run: take the mean of "
-            "rollout(model, strategy, batches[i], eval_batch=eval_batch[i], ...).loss, and follow its gradient."
+            f"batches and eval_batch are lists of {len(forms)} runs, and this is one run: give "
+            f"rollout(..., num_runs={len(forms)}), one program of all, and follow the gradient of outcome.loss.mean()."
         )
 
 
@@ -671,16 +671,28 @@ class RolloutOptions(DifferentiableRun):
             sqrt(T) parts need the least. For reverse mode through `torch.autograd`. None: everything is stored.
         compute, network: of an asynchronous run; see `Trainer.fit`. Node i takes row i of batch t as its own step t.
         max_updates: of an asynchronous run: updates of the server; None: as many as the batches allow.
+        num_runs: M, to train M runs as one program. Each of model, strategy, batches, eval_batch, params and seed is
+            then one for all runs, a list of M, or a function of the run, 0 to M - 1. A list is never a batch: of
+            `eval_batch` it is M batches, and of `batches` M lists of T batches, or T batches for all runs. None: one.
     """
 
-    strategy: Strategy
+    model: Any
+    strategy: Any
     _: KW_ONLY
+    seed: Any = 42
     segments: Segments = None
     compute: Compute | None = None
     network: Network | None = None
     max_updates: OptionalCount = None
+    num_runs: OptionalCount = None
+    runs: tuple[RolloutOptions, ...] = field(init=False, repr=False)  # the options of each
 
     def __post_init__(self) -> None:
+        num_runs = check.optional_integer("num_runs", self.num_runs, what="None is one run, without a dimension of it")
+        if num_runs is not None:
+            self.settle(runs=_each_run(self, num_runs))
+            return
+        self.settle(runs=(self,), seed=check.seed("seed", self.seed))
         super().__post_init__()
         check_strategy(self.strategy)
         check_clocks(self.num_nodes, self.network, self.compute)
@@ -695,6 +707,45 @@ class RolloutOptions(DifferentiableRun):
                 f"availability={self.availability!r} and {self.strategy!r} both say who sits out: in a rollout give "
                 "one, such as availability=Sampled(0.5, H) instead of participation=0.5."
             )
+
+
+def _each_run(options: RolloutOptions, num_runs: int) -> tuple[RolloutOptions, ...]:
+    """Return the options of each of many runs."""
+    each = {name: _of_runs(name, vars(options)[name], num_runs) for name in OF_RUNS}
+    batches = options.batches
+    if isinstance(batches, list) and batches and _form(batches[0]) == _form(each["eval_batch"][0]):
+        each["batches"] = [batches] * num_runs  # T batches
+    else:
+        each["batches"] = _of_runs("batches", batches, num_runs)
+    runs = tuple(replace(options, num_runs=None, **dict(zip(each, values))) for values in zip(*each.values()))
+    for run in runs:
+        if run.strategy.asynchronous:
+            raise ValueError(
+                f"{type(run.strategy).__name__} is asynchronous, and its runs have events of their own: leave out "
+                f"num_runs={num_runs}, and call rollout for each run."
+            )
+    return runs
+
+
+OF_RUNS = ("model", "strategy", "eval_batch", "params", "seed")  # may differ from run to run, as `batches` may
+
+
+def _of_runs(name: str, value: Any, num_runs: int) -> list[Any]:
+    """Return the value of an option in each run.
+
+    >>> _of_runs("seed", 42, 2), _of_runs("seed", [3, 4], 2), _of_runs("seed", lambda run: 10 + run, 2)
+    ([42, 42], [3, 4], [10, 11])
+    """
+    if callable(value) and not isinstance(value, (nn.Module, Strategy, type)):
+        return [check.called(name, value, run) for run in range(num_runs)]
+    if not isinstance(value, (list, range)):
+        return [value] * num_runs
+    if len(value) != num_runs:
+        raise ValueError(
+            f"{name} is a list of {len(value)}, and num_runs={num_runs}: give one for each run, or {name}=lambda run: "
+            "...; with num_runs a list is never a single batch, which may be a tuple."
+        )
+    return list(value)
 
 
 @dataclass(frozen=True)

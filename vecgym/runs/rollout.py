@@ -26,21 +26,27 @@ from vecgym.core.devices import placed, readable
 from vecgym.core.objects import reachable, replaced
 from vecgym.core.tree import Tree, differentiated, root
 from vecgym.engine import Engine, EngineName
+from vecgym.engine.constancy import equal_but_weights
 from vecgym.engine.contract import check_differentiable
 from vecgym.optim.rules import PerNodeRule
 from vecgym.runs.options import JvpOptions, RolloutOptions, presence_of
-from vecgym.simulation import Simulation, State, TickRecord, run
+from vecgym.simulation import RunFacts, Simulation, State, TickRecord
+from vecgym.simulation import run as run_ticks
 from vecgym.simulation.events import Arrival, Happening, Schedule, Stop
+from vecgym.simulation.stack import Stack, groups_of
 from vecgym.simulation.state import Result
-from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import EventDriven
 from vecgym.strategy.simulated import asynchronous_simulation, simulation_of
 
-Record = tuple[Tensor, Tensor, Tensor]  # losses [T, K], consensus distance [T], bytes [T]
+Record = tuple[Tensor, Tensor, Tensor]  # losses [T, K], consensus distance [T], bytes [T]; of a stack [T, C K], [T, C]
+# The simulation, its initial state, the batches of each step, and the place of each run among its configurations.
+Program = tuple[Simulation, State, "Sequence[Any]", list[int]]
 
 
 class Outcome(NamedTuple):
     """The result of a rollout; every tensor can be differentiated.
+
+    With `num_runs=M` every tensor has a leading dimension M.
 
     Attributes:
         loss: of the average of the present nodes, on the evaluation batch, in eval mode: a scalar.
@@ -82,6 +88,14 @@ def rollout(options: RolloutOptions) -> Outcome:
     Treated as constants: which coordinates a mask or a top-k selects. The codes of `compressed` (rounding, top-k) pass
     derivatives straight through. Running statistics of batch norm are differentiated.
 
+    With `num_runs=M` M runs train side by side, as the stack of a sweep does, in a fraction of the time of M calls; the
+    outcome is theirs, stacked, and `outcome.loss.mean()` is the mean over a distribution of runs. A number that differs
+    from run to run is a function of it, such as `strategy=lambda run: DiLoCoStrategy(lr=lr[run])` with lr `[M]`, or
+    `lr[:, run, None]` with a value for each step, `[T, M]`: a tensor that one strategy holds means the same as in one
+    run, so that `[K]` is one per node and `[T]` one per step, whatever M is. Runs share all calls if their strategies
+    differ in numbers only (learning rates, momenta, weights that differ in part, those that `batched` of a class
+    names); otherwise they share the gradients. Dropout masks are those of the single runs with `engine="loop"` only.
+
     Args:
         strategy: any `Strategy`.
         {arguments}
@@ -98,35 +112,35 @@ def rollout(options: RolloutOptions) -> Outcome:
     >>> outcome = rollout(Line(), strategy, batches, num_nodes=2, eval_batch=torch.ones(1))
     >>> outcome.loss, torch.autograd.grad(outcome.loss, outer_lr)[0]
     (tensor(0.0825, grad_fn=<AddBackward0>), tensor(-0.6845))
+    >>> lr = torch.tensor([0.1, 0.2], requires_grad=True)  # of 2 runs
+    >>> outcome = rollout(Line(), lambda run: DiLoCoStrategy("sgd", H=2, lr=lr[run]), batches, num_runs=2,
+    ...                   num_nodes=2, eval_batch=torch.ones(1))
+    >>> outcome.loss, outcome.losses.shape, torch.autograd.grad(outcome.loss.mean(), lr)[0]
+    (tensor([0.0046, 0.1161], grad_fn=<AddBackward0>), torch.Size([2, 4, 2]), tensor([-0.4221,  0.7874]))
     """
-    strategy, num_nodes, segments, params = options.strategy, options.num_nodes, options.segments, options.params
-    steps = as_steps(options.batches, num_nodes)
-    if segments is not None and segments > len(steps):
-        raise ValueError(f"segments={segments} is more than the {len(steps)} steps: give at most {len(steps)}.")
-    engine = prepared(options.model, options.engine, steps[0])
-    values = {"batches": steps, "eval_batch": options.eval_batch, "params": params, "strategy": strategy}
+    runs, segments = options.runs, options.segments
+    each = _steps_of(runs)
+    num_steps = len(each[0])
+    if segments is not None and segments > num_steps:
+        raise ValueError(f"segments={segments} is more than the {num_steps} steps: give at most {num_steps}.")
+    engine = prepared(runs[0].model, options.engine, each[0][0])
+    values = {"batches": each, **{name: [vars(x)[name] for x in runs] for name in ("eval_batch", "params", "strategy")}}
     _check_devices(engine.device, values)
-    initial = None if params is None else _initial(params, engine, num_nodes)
+    initial = [None if run.params is None else _initial(run.params, engine, run.num_nodes) for run in runs]
     inputs = _differentiable_tensors(tuple(values.values()))
-    _check_differentiable(strategy, inputs, segments)
+    _check_differentiable(values["strategy"], inputs, segments)
     with readable():
-        strategy.check(num_nodes, len(steps))
-        if strategy.asynchronous:
-            simulation = _updates(options, engine, initial, steps)
-        else:
-            simulation = simulation_of(
-                options.model, strategy, StackedCollectives(num_nodes), engine=engine, max_steps=len(steps),
-                seed=options.seed, num_examples=options.num_examples, read=partial(batches_at, steps),
-                presence=presence_of(options, len(steps), options.num_examples),
-            )  # fmt: skip
-        state = simulation.init(initial)
+        for run in {id(run.strategy): run for run in runs}.values():
+            run.strategy.check(run.num_nodes, num_steps)
+        program = (_one if options.num_runs is None else _many)(options, engine, initial, each)
+    simulation, state, steps, places = program
     if segments is None:
         state, record = _run(simulation, state, simulation.timetable.length)
     else:
         state, record = _run_in_segments(simulation, state, steps, segments)
-    losses, distances, sent = record
-    record = losses, losses.new_zeros(len(losses)) if strategy.asynchronous else distances, sent
-    return _evaluated(state, record, simulation.result(state), engine, options, inputs)
+    if isinstance(simulation, Stack):
+        return _of_inputs(_evaluated_each(runs, simulation, state, record, places), inputs)
+    return _of_inputs(_evaluated(options, simulation, state, record), inputs)
 
 
 @function_of(JvpOptions)
@@ -166,21 +180,31 @@ def rollout_jvp(options: JvpOptions) -> tuple[Outcome, Outcome]:
     return value, slope
 
 
-def _evaluated(
-    state: Any, record: Record, result: Result, engine: Engine, options: RolloutOptions, inputs: list[Tensor]
-) -> Outcome:
-    """Return the outcome, a function of all `inputs`, with derivative 0 for those without influence."""
-    params, buffers = nodes.mean(result.params, result.members), nodes.mean(state.buffers, result.of_buffers)
-    loss = engine.loss(params, buffers, options.eval_batch)
-    if not loss.is_floating_point():
-        raise ValueError(
-            f"the loss of eval_batch is {loss.dtype}, and not a real number: give one of the batches' dtypes."
-        )
-    outcome = Outcome(loss, *record, state.params)
+def _of_inputs(outcome: Outcome, inputs: list[Tensor]) -> Outcome:
+    """Return the outcome as a function of all `inputs`, with derivative 0 for those without influence."""
     if not inputs:
         return outcome
     zero = torch.stack([x.reshape(-1)[:0].sum().to("cpu", torch.float64) for x in inputs]).sum()
     return Outcome(*tree.map_leaves(lambda x: x + zero.to(x), tuple(outcome)))
+
+
+def _evaluated(options: RolloutOptions, simulation: Simulation, state: State, record: Record) -> Outcome:
+    """Return the outcome of one run."""
+    losses, distances, sent = record
+    distances = losses.new_zeros(len(losses)) if options.strategy.asynchronous else distances
+    loss = _loss(simulation.engine, state, simulation.result(state), options.eval_batch)
+    return Outcome(loss, losses, distances, sent, state.params)
+
+
+def _loss(engine: Engine, state: State, result: Result, eval_batch: Any) -> Tensor:
+    """Return the loss of a run's model."""
+    params, buffers = nodes.mean(result.params, result.members), nodes.mean(state.buffers, result.of_buffers)
+    loss = engine.loss(params, buffers, eval_batch)
+    if not loss.is_floating_point():
+        raise ValueError(
+            f"the loss of eval_batch is {loss.dtype}, and not a real number: give one of the batches' dtypes."
+        )
+    return loss
 
 
 def prepared(model: nn.Module, engine: EngineName | Engine, batch: Any) -> Engine:
@@ -259,9 +283,9 @@ def _initial(params: Tree, engine: Engine, num_nodes: int) -> Tree:
     return {name: params[name] for name in engine.params}
 
 
-def _check_differentiable(strategy: Strategy, inputs: list[Tensor], segments: int | None) -> None:
+def _check_differentiable(strategies: Any, inputs: list[Tensor], segments: int | None) -> None:
     """Raise a ValueError if the run cannot be differentiated with respect to `inputs`, or not in segments."""
-    for rule in reachable(strategy) if inputs else ():
+    for rule in reachable(strategies) if inputs else ():
         if isinstance(rule, PerNodeRule):
             raise ValueError(
                 f"{rule.spec.cls.__name__} runs as it is, node by node, and has no pure form that can be "
@@ -273,6 +297,20 @@ def _check_differentiable(strategy: Strategy, inputs: list[Tensor], segments: in
             f"segments={segments} is for reverse mode through torch.autograd: inside a transform of torch.func, and in "
             "forward mode (which stores nothing), give segments=None."
         )
+
+
+def _one(options: RolloutOptions, engine: Engine, initial: Sequence[Tree | None], each: Sequence[Any]) -> Program:
+    """Return the program of one run."""
+    strategy, steps = options.strategy, each[0]
+    if strategy.asynchronous:
+        simulation = _updates(options, engine, initial[0], steps)
+    else:
+        simulation = simulation_of(
+            options.model, strategy, StackedCollectives(options.num_nodes), engine=engine, max_steps=len(steps),
+            seed=options.seed, num_examples=options.num_examples, read=partial(batches_at, steps),
+            presence=presence_of(options, len(steps), options.num_examples),
+        )  # fmt: skip
+    return simulation, simulation.init(initial[0]), steps, [0]
 
 
 def _updates(options: RolloutOptions, engine: Engine, initial: Tree | None, steps: Sequence[Any]) -> Simulation:
@@ -300,6 +338,64 @@ def _updates(options: RolloutOptions, engine: Engine, initial: Tree | None, step
         engine, strategy, Schedule(plan.rules, updates), partial(batches_at, steps), seed=options.seed,
         num_examples=options.num_examples,
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------- many runs, as one program
+
+
+def _steps_of(runs: Sequence[RolloutOptions]) -> list[list[Any]]:
+    """Return the batches of each run, equally many and of one form; runs that share theirs share the list."""
+    lists = {id(run.batches): run.batches for run in runs}
+    steps = {key: as_steps(batches, runs[0].num_nodes) for key, batches in lists.items()}
+    each = [steps[id(run.batches)] for run in runs]
+    forms = [[tree.map_leaves(tree.form, batch) for batch in steps] for steps in each]
+    for i, form in enumerate(forms):
+        if form != forms[0]:
+            t = next((t for t, (a, b) in enumerate(zip(form, forms[0])) if a != b), None)
+            why = f"{len(form)} batches and run 0 has {len(forms[0])}" if t is None else f"{form[t]} in step {t} and "
+            raise ValueError(
+                f"batches: run {i} has {why}{'' if t is None else f'run 0 has {forms[0][t]}'}: with num_runs all runs "
+                "need equally many batches of one form."
+            )
+    return each
+
+
+def _many(options: RolloutOptions, engine: Engine, initial: Sequence[Tree | None], each: Sequence[Any]) -> Program:
+    """Return the program of all runs: the stack of a sweep with a configuration for each."""
+    runs, strategies, facts = options.runs, [], []
+    presences = {run.seed: presence_of(run, len(each[0]), run.num_examples) for run in runs}
+    for i, run in enumerate(runs):
+        if not equal_but_weights(runs[0].model, run.model):
+            raise ValueError(
+                f"the models of runs 0 and {i} differ in more than the values of their trainable parameters, and "
+                "num_runs trains all runs as one program: call rollout for each."
+            )
+        presence = presences[run.seed]
+        server = presence is not None and presence.server
+        strategies.append(run.strategy.through_server() if server else run.strategy)
+        facts.append(RunFacts(run.num_nodes, len(each[0]), run.seed, presence, run.num_examples))
+    order, groups = groups_of(strategies, facts)
+    lists = [each[i] for i in order]
+    steps = [tree.map_leaves(lambda *x: torch.cat(x), *batches) for batches in zip(*lists)]
+    stack = Stack(engine, groups, StackedCollectives(options.num_nodes), partial(batches_at, steps))
+    same = isinstance(options.model, nn.Module)
+    own = [engine.params if same else dict(run.model.named_parameters()) for run in runs]
+    first = [{n: own[i][n].detach()[None] for n in engine.params} if x is None else x for i, x in enumerate(initial)]
+    return stack, stack.init([first[i] for i in order]), steps, [order.index(i) for i in range(len(runs))]
+
+
+def _evaluated_each(
+    runs: Sequence[RolloutOptions], stack: Stack, state: State, record: Record, places: list[int]
+) -> Outcome:
+    """Return the outcomes of all runs, stacked."""
+    alone = [stack.alone(state, c) for c in places]
+    results = [stack.result(state, c) for c in places]
+    losses = [_loss(stack.engine, x, result, run.eval_batch) for x, result, run in zip(alone, results, runs)]
+    by_node, distances, sent = [x.unflatten(1, (len(runs), -1)).transpose(0, 1)[places] for x in record]
+    rows = max(len(x) for one in alone for x in one.params.values())
+    params = [nodes.expand(one.params, rows) for one in alone]
+    stacked = {name: torch.stack([x[name] for x in params]) for name in params[0]}
+    return Outcome(torch.stack(losses), by_node, distances[..., 0], sent[..., 0], stacked)
 
 
 # ------------------------------------------------------------------------- the steps, stored or computed again
@@ -348,15 +444,38 @@ def _run(simulation: Simulation, state: State, until: int) -> tuple[State, Recor
 
     def record(state: State, row: TickRecord) -> None:
         losses.append(row.losses)
-        members = simulation.members(state.tick - 1)
-        params = state.params if members is None else nodes.take_rows(state.params, torch.tensor(members), copy=False)
-        distances.append(root(nodes.squared_consensus_distance(params)))
-        step_bytes = sum(transfer.sent_bytes for transfer in row.transfers)
-        sent.append(torch.as_tensor(step_bytes, dtype=torch.float64))
+        distances.append(_distances(simulation, state))
+        sent.append(_sent(simulation, row))
 
     with readable():
-        state = run(simulation, state, [record], pure=True, stop=lambda state: state.tick == until)
+        state = run_ticks(simulation, state, [record], pure=True, stop=lambda state: state.tick == until)
     return state, (torch.stack(losses), torch.stack(distances), torch.stack(sent))
+
+
+def _distances(simulation: Simulation, state: State) -> Tensor:
+    """Return the distance of the nodes to their mean after a step, `[]`, or of each configuration of a stack, `[C]`."""
+    if not isinstance(simulation, Stack):
+        return root(nodes.squared_consensus_distance(_members(state.params, simulation.members(state.tick - 1))))
+    configs = range(simulation.num_configs)
+    each = [simulation.members(state.tick - 1, simulation.group_with(c)) for c in configs]
+    if all(members is None for members in each):
+        params = simulation.parameters(state.own, state.shared)
+        return root(nodes.squared_consensus_distance(params, len(configs)))
+    params_of = [_members(simulation.alone(state, c).params, members) for c, members in enumerate(each)]
+    return root(torch.stack([nodes.squared_consensus_distance(params) for params in params_of]))
+
+
+def _members(params: Tree, members: Sequence[int] | None) -> Tree:
+    return params if members is None else nodes.take_rows(params, torch.tensor(members), copy=False)
+
+
+def _sent(simulation: Simulation, row: TickRecord) -> Tensor:
+    """Return the bytes that a node has sent in a step, `[]`, or a node of each configuration of a stack, `[C]`."""
+    if not isinstance(simulation, Stack):
+        return torch.as_tensor(sum(transfer.sent_bytes for transfer in row.transfers), dtype=torch.float64)
+    each = [sum(transfer.sent_bytes for transfer in row.sent_by(g)) for g in range(len(simulation.groups))]
+    wide = [torch.as_tensor(x, dtype=torch.float64).expand(group.size) for x, group in zip(each, simulation.groups)]
+    return torch.cat(wide)
 
 
 def _run_in_segments(simulation: Simulation, state: State, steps: Sequence[Any], segments: int) -> tuple[State, Record]:
@@ -383,7 +502,7 @@ class _Segment:
         self.step = state.tick
         first = state.tick if simulation.run.presence is None else 0  # a node that was absent reads earlier ones
         own = [step if first <= t < until else None for t, step in enumerate(steps)]
-        self.reads = simulation.algorithm, own
+        self.reads = simulation.settings, own
         self.outside = _differentiable_tensors(self.reads)
         tensors, self._before = _flatten(vars(state))
         self.tensors = [*tensors, *self.outside]
@@ -391,8 +510,8 @@ class _Segment:
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         new = {id(x): value for x, value in zip(self.outside, tensors[len(tensors) - len(self.outside) :])}
-        strategy, steps = replaced(self.reads, new)
-        simulation = self.simulation.of(strategy, partial(batches_at, steps))
+        settings, steps = replaced(self.reads, new)
+        simulation = self.simulation.of(settings, partial(batches_at, steps))
         state, record = _run(simulation, State(**_filled(self._before, tensors)), self.until)
         outputs, self._after = _flatten({"state": vars(state), "record": record})
         return outputs

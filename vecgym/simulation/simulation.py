@@ -540,11 +540,17 @@ class Simulation:
     stacked: Sequence[Group] = ()  # the groups, if there are several
     dry = False  # a dry simulation has no values: gradients are shapes, and the optimizer takes no step
 
-    def of(self, algorithm: Algorithm, read: Callable[[Iterator[Request]], Batches]) -> Simulation:
-        """Return the same run with other settings of the algorithm, on other data."""
+    @property
+    def settings(self) -> list[Any]:
+        """The settings that handlers use: the algorithm's; in a stack, those of each group, and of all rows."""
+        return [group.algorithm for group in self.groups] + ([] if self.whole is None else [self.whole.algorithm])
+
+    def of(self, settings: Sequence[Any], read: Callable[[Iterator[Request]], Batches]) -> Simulation:
+        """Return the same run with other `settings`, on other data."""
         twin = copy.copy(self)
-        twin.algorithm, twin.read = algorithm, read
-        twin.groups = [self.groups[0]._replace(algorithm=algorithm)]
+        twin.algorithm, twin.read = settings[0], read
+        twin.groups = [group._replace(algorithm=new) for group, new in zip(self.groups, settings)]
+        twin.whole = None if self.whole is None else self.whole._replace(algorithm=settings[-1])
         return twin
 
     def init(self, params: Tree | None = None) -> State:

@@ -10,12 +10,11 @@ configuration, which is a group of one.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -158,18 +157,26 @@ class Stack(Simulation):
 
     # ---------------------------------------------------------------------------------------------------------- state
 
-    def init(self, params: Tree | None = None) -> State:
+    @property
+    def num_configs(self) -> int:
+        """The number of configurations."""
+        return len(self._seeds)
+
+    def init(self, params: Tree | Sequence[Tree] | None = None) -> State:
         """Return the state before the first tick.
 
         Args:
-            params: `[1 or number of configurations, *]`; None: the model's.
+            params: `[1 or number of configurations, *]`, or a list of those of each, `[1 or K, *]`; None: the model's.
         """
-        params, constant, changing = tree.map_leaves(torch.clone, self._initial(params))
+        of_each: Sequence[Tree] = [] if params is None or isinstance(params, dict) else params
+        one, constant, changing = self._initial(of_each[0] if of_each else cast("Tree | None", params))
+        one, constant, changing = tree.map_leaves(torch.clone, (one, constant, changing))
+        of_each = of_each or [rows_of(one, c, c + 1) for c in range(self.num_configs)]
         own: dict[str, Any] = {}
         shared, common = dict[str, Any](), list[dict[str, Any]]()
         for number, group in enumerate(self.groups):
             configs = enumerate(group.members, group.first // self.run.num_nodes)
-            each = [member.init(group.run, rows_of(params, c, c + 1)) for c, member in configs]
+            each = [member.init(group.run, of_each[c]) for c, member in configs]
             on_nodes = functools.partial(nodes.expanded, num_nodes=self.run.num_nodes)
             rows = [tree.map_leaves(on_nodes, {"buffers": changing, **values}) for values, _ in each]
             common += [{name: row.pop(name) for name in self._common if name in row} for row in rows]
@@ -449,7 +456,7 @@ def key_of(setting: Any) -> Any:
         key = setting.merge_key if isinstance(setting, Optimizer) else spec_key(setting)
         return (type(setting), *key) if key is not None else object()  # equal to nothing else: it cannot be merged
     if isinstance(setting, Tensor):
-        same = setting.requires_grad or setting.device.type == "meta"
+        same = tree.differentiated(setting) or setting.device.type == "meta"
         return id(setting) if same else (setting.dtype, tuple(setting.shape), tuple(setting.flatten().tolist()))
     if isinstance(setting, (list, tuple)):
         return type(setting), tuple(map(key_of, setting))
@@ -510,17 +517,21 @@ def merged(members: Sequence[Any]) -> Any:
     batched = getattr(first, "batched", None)
     if batched is None:
         return first
-    twin = copy.copy(first)
-    for name in public(first):
-        values = [vars(x)[name] for x in members]
-        object.__setattr__(twin, name, _number(values) if name in batched else merged(values))
-    return twin
+    each = {name: [vars(x)[name] for x in members] for name in public(first)}
+    return _with(first, {name: _number(x) if name in batched else merged(x) for name, x in each.items()})
+
+
+def _with(setting: Any, new: dict[str, Any]) -> Any:
+    """Return a copy of a setting with other public ones, which may have private names, too."""
+    aliases = {name: key for key, x in vars(setting).items() if key[0] == "_" and hasattr(x, "batched")
+               for name in new if vars(setting)[name] is x}  # fmt: skip
+    return altered(setting, **new, **{key: new[name] for name, key in aliases.items()})
 
 
 def _form(number: Any) -> Any:
     """Return the key of a number that may differ: its form."""
     if isinstance(number, Tensor):
-        return (tuple(number.shape), number.dtype) if not number.requires_grad else id(number)
+        return tuple(number.shape), number.dtype
     return "number" if check.is_number(number) else key_of(number)
 
 
@@ -548,7 +559,7 @@ def halved(setting: Any) -> Any:
     batched = getattr(setting, "batched", None)
     if batched is None:
         return setting
-    return altered(setting, **{name: _half(x) if name in batched else halved(x) for name, x in public(setting).items()})
+    return _with(setting, {name: _half(x) if name in batched else halved(x) for name, x in public(setting).items()})
 
 
 def _half(number: Any) -> Any:

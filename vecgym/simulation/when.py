@@ -271,9 +271,14 @@ class SyncWeight(When):
     """
 
     def __init__(self, weights: Tensor | Sequence[float]) -> None:
-        self.weights = _checked(weights)
+        self.weights = _checked(weights)  # of C merged configurations, `[C, T]`
         self.differentiated = differentiated(self.weights)
         self.in_part = self.differentiated or not bool(((self.weights == 0) | (self.weights == 1)).all())
+
+    @property
+    def batched(self) -> tuple[str, ...]:
+        """Settings that may differ between the configurations of a group: exchanges in part are made in every step."""
+        return ("weights",) if self.in_part else ()
 
     def check(self, max_steps: int, who: object = "the exchange") -> None:
         """Raise a ValueError unless there is a weight for each step.
@@ -290,10 +295,10 @@ class SyncWeight(When):
             )
 
     def due(self, step: int) -> bool:
-        return self.differentiated or bool(self.weights[step] != 0)
+        return self.differentiated or bool((self.weights[..., step] != 0).any())
 
     def weight(self, step: int) -> Tensor | None:
-        return self.weights[step] if self.in_part else None
+        return self.weights[..., step] if self.in_part else None
 
     def made(self, number: int) -> Any:
         """Return the sum of the weights before a step, float64, with its derivative; None if it equals `number`.
@@ -301,7 +306,9 @@ class SyncWeight(When):
         >>> SyncWeight([0.5, 0.25, 1]).made(2), SyncWeight([1, 1, 0]).made(2), SyncWeight([1, 0, 1]).made(2)
         ([tensor(0.7500, dtype=torch.float64)], None, 1)
         """
-        made = self.weights[:number].sum(dtype=torch.float64)
+        made = self.weights[..., :number].sum(-1, dtype=torch.float64)
+        if made.dim() > 0:
+            return list(made.unbind())
         with readable():
             whole = float(made.detach())
         if whole != int(whole) or differentiated(made):
@@ -309,7 +316,7 @@ class SyncWeight(When):
         return None if whole == number else int(whole)
 
     def __repr__(self) -> str:
-        values = [round(float(w), 4) for w in self.weights.detach()]
+        values = [round(float(w), 4) for w in self.weights.detach().flatten()]
         whole = [int(v) if v in (0.0, 1.0) else v for v in values]
         shown = ", ".join(map(str, whole if len(whole) <= 20 else whole[:20]))
         return f"SyncWeight([{shown}{'' if len(whole) <= 20 else f', ... {len(whole)} in all'}])"

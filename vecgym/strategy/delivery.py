@@ -266,6 +266,7 @@ def blend(part: Part, weight: Tensor | None, messages: bool = True) -> None:
         if new is old or not (new.is_floating_point() or old is not None):  # an index of a message
             return new
         share = placed(weight, new.device, tree.wider(new.dtype) if new.is_floating_point() else torch.float64)
+        share = share.reshape(*share.shape, *[1] * (new.dim() - 1)) if share.dim() else share  # [C], of a group
         if new.dtype != share.dtype and new.is_floating_point():  # of half precision; equal values would drift
             return between(new.to(share.dtype), None if old is None else old.to(share.dtype)).to(new.dtype)
         return share * new if old is None else (1 - share) * old + share * new

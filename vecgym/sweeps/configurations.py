@@ -21,10 +21,10 @@ from vecgym.collectives.ledger import Ledger
 from vecgym.core import check, tree
 from vecgym.core.check import checks_of
 from vecgym.core.errors import warn
-from vecgym.core.objects import same
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.data.checks import is_factory
-from vecgym.engine import Engine, hooks
+from vecgym.engine import Engine
+from vecgym.engine.constancy import equal_but_weights
 from vecgym.engine.contract import with_loss
 from vecgym.records.rows import label, listed
 from vecgym.runs.options import (
@@ -463,27 +463,3 @@ def _same_weights(a: nn.Module, b: nn.Module) -> bool:
 
 
 # ------------------------------------------------------------------------------------- models that can share a stack
-
-
-def equal_but_weights(a: Any, b: Any) -> bool:
-    """Whether two objects are equal; two models may differ in the values of their trainable parameters."""
-    try:
-        return a is b or same(_structure(a), _structure(b), whole=True)
-    except Exception:  # whatever comparing the user's objects raises
-        return False
-
-
-def _structure(model: Any) -> Any:
-    """Return all parts of a model except the values of its trainable parameters; anything else is returned as is."""
-    if not isinstance(model, nn.Module):
-        return model
-    apart = ("_parameters", "_buffers", "_modules")
-    modules = [
-        (name, type(module), {key: value for key, value in vars(module).items() if key not in apart})
-        for name, module in model.named_modules()
-    ]
-    tensors = {
-        name: (x.shape, x.dtype, x.requires_grad, None if x.requires_grad else x)
-        for name, x in [*model.named_parameters(), *model.named_buffers()]
-    }
-    return [modules, tensors, hooks.of_parameters(model)]

@@ -8,13 +8,14 @@ from typing import Any
 
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import tree
+from vecgym.engine.constancy import equal_but_weights
 from vecgym.records.rows import counted
 from vecgym.runs.memory import available_bytes, passing
 from vecgym.runs.options import resolve_device
 from vecgym.simulation import RunFacts
 from vecgym.simulation.stack import key_of
 from vecgym.strategy import Strategy
-from vecgym.sweeps.configurations import Configuration, equal_but_weights, examined
+from vecgym.sweeps.configurations import Configuration, examined
 from vecgym.sweeps.options import SweepOptions
 
 # On a CPU, a stack with more arithmetic per step than this is no faster: arithmetic takes the time, not Python, and the
