@@ -1780,6 +1780,8 @@ def test_two_axes_make_a_heat_map() -> None:
     assert cells.mask[3].all() if hasattr(cells, "mask") else torch.tensor(cells[3]).isnan().all()
     assert len(axes.texts) == 6
     assert axes.patches[0].get_xy() == (-0.5, -0.5)  # the frame of the lowest
+    right: Any = plot_heatmap([{**row, "val_accuracy": row["val_loss"]} for row in ROWS], "lr", "H", "val_accuracy")
+    assert right.axes[0].patches[0].get_xy() == (0.5, 1.5)  # of the highest
     assert "1 of 25 runs left out" in figure.get_suptitle()
 
 
@@ -1791,6 +1793,8 @@ def test_the_pareto_front_is_marked() -> None:
     lucky: Any = plot_pareto(ROWS, over=None).axes[0].lines[0]
     assert [float(y) for y in lucky.get_ydata()] == pytest.approx([10.0, 1.0, 0.1])
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["Pareto front", "kind = a", "kind = b"]
+    right: Any = plot_pareto([{**row, "val_accuracy": -row["val_loss"]} for row in ROWS], "val_accuracy")
+    assert [float(y) for y in right.axes[0].lines[0].get_ydata()] == pytest.approx([-10.5, -1.5, -0.6])
     silent = [{"bytes_total": 0.0, "val_loss": 3.0}, {"bytes_total": 1e5, "val_loss": 1.0}]
     assert plot_pareto(silent).axes[0].get_xscale() == "symlog"
     assert pareto_front([(2.0, 1.0), (1.0, 1.0), (3.0, 0.5)]) == [1, 2]

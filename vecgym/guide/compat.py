@@ -133,7 +133,7 @@ The table lists what they show, with `exogym` read as `vecgym`. The last column 
 | 3 | failure detection | a loss that is not finite names node and step; history and nodes stay | `a_failure_is_detected_and_leaves_what_there_is` |
 | 3 | failure recovery | `save_dir`, `checkpoint_interval`, `resume=True`: the same bits; `trainer.save`, `vecgym.load` | `a_run_recovers_from_its_checkpoints` |
 | 3 | `run/mnist.py`, `nanogpt_diloco.py`, `cifar10_comparison.py`, `federated_mnist.py` | `benchmarks/mnist.py`, `shakespeare.py --text FILE`, `cifar10.py`, `federated.py --num-clients 100 --island-size 10` | `example_scripts` |
-| 3 | `tutorial_*.py` | the six notebooks in `notebooks/` | `.ci/run` executes them |
+| 3 | `tutorial_*.py` | the notebooks in `notebooks/` | `.ci/run` executes them |
 | 3 | "Strategy Configuration" of DiLoCo; `lr_scheduler="cosine"` | unchanged | `fine_tuned_diloco`, `cosine_schedule` |
 | 3 | "Custom Strategy Development" | unchanged, with the methods that it calls; an unknown keyword is an error | `custom_strategy` |
 | 3 | `gradient_accumulation=4` | computes the batch in 4 parts: `minibatch_size=batch_size / 4` | `gradient_accumulation`, `gradient_accumulation_refused` |

@@ -198,7 +198,8 @@ def plot_heatmap(
 ) -> Figure:
     """Draw a column of a sweep against two of its axes; each cell is the mean over the others.
 
-    The lowest cell is framed, and cells without a finite number are empty. For the arguments, see `plot_axis`.
+    The lowest cell is framed, the highest of a column such as "val_accuracy"; cells without a finite number are empty.
+    For the arguments, see `plot_axis`.
 
     >>> rows = [{"lr": lr, "H": H, "val_loss": lr * H} for lr in (0.1, 0.2) for H in (1, 5)]
     >>> plot_heatmap(rows, "lr", "H").axes[0].images[0].get_array().tolist()
@@ -218,7 +219,8 @@ def plot_heatmap(
     for i, j in zip(*np.nonzero(np.isfinite(cells))):
         colour = "white" if cells[i, j] <= middle else "black"
         axes.text(j, i, f"{cells[i, j]:.4g}", ha="center", va="center", color=colour, fontsize=9)
-    i, j = divmod(int(np.nanargmin(cells)), len(columns))
+    best_cell = np.nanargmax(cells) if larger_is_better(column) else np.nanargmin(cells)
+    i, j = divmod(int(best_cell), len(columns))
     axes.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, edgecolor=style.COLOURS[1], linewidth=2.5))
     axes.set_xticks(range(len(columns)), [_text(v) for v in columns])
     axes.set_yticks(range(len(lines)), [_text(v) for v in lines])
@@ -246,7 +248,8 @@ def plot_pareto(
     Another column `x` to be minimised, such as "sim_seconds", can take the place of the bytes.
 
     A point is the mean over the seeds; its bar ranges from the lowest to the highest seed. The line connects the
-    configurations on the front, which no other beats in both respects. For the arguments, see `plot_axis`.
+    configurations on the front, which no other beats in both respects; of a column such as "val_accuracy" the highest
+    values are the best. For the arguments, see `plot_axis`.
 
     >>> rows = [{"H": H, "bytes_total": 1e6 / H, "val_loss": 1.0 + 0.1 * H} for H in (1, 2, 4)]
     >>> [round(float(v), 2) for v in plot_pareto(rows).axes[0].lines[0].get_ydata()]
@@ -260,8 +263,9 @@ def plot_pareto(
     means = [averaged(group, data.over)[0] for group in complete]
     points = [(row[x], row[data.value]) for row in means]
     figure, (axes,) = style.new_figure(7, 4.4)
-    sent, lowest = zip(*[points[i] for i in pareto_front(points)])
-    axes.plot(sent, lowest, color="0.4", zorder=1, label="Pareto front")
+    sign = -1 if larger_is_better(column) else 1
+    sent, front = zip(*[points[i] for i in pareto_front([(spent, sign * y) for spent, y in points])])
+    axes.plot(sent, front, color="0.4", zorder=1, label="Pareto front")
     values = _values(means, hue)
     for value, look in zip(values, style.line_styles(values)):
         members = [i for i, row in enumerate(means) if hue is None or row[hue] == value]
@@ -270,7 +274,7 @@ def plot_pareto(
         if data.over is not None:
             low, high = ([end(row[data.value] for row in complete[i]) for i in members] for end in (min, max))
             axes.vlines(at, low, high, color=look["color"], alpha=0.6, linewidth=1.6, zorder=1)
-    axes.scatter(sent, lowest, s=90, facecolors="none", edgecolors="0.2")
+    axes.scatter(sent, front, s=90, facecolors="none", edgecolors="0.2")
     style.finish(axes, "", column_label(x), column_label(data.value))
     if x == "bytes_total" and any(row[x] for row in means):
         style.scale_bytes(axes, [row[x] for row in means])
