@@ -81,6 +81,11 @@ def rounds(sent: Sent) -> float:
     return sent.rounds * sent.ring() * sent.model_bytes
 
 
+def penalised(sent: Sent) -> float:
+    """Return the bytes of DiLoCo, and of the norm of each tensor, which goes to each of the others."""
+    return rounds(sent) + sent.others * sent.rounds * sum(x.element_size() for x in sent.params.values())
+
+
 def desynced(sent: Sent) -> float:
     exchanges = sent.rounds + sum(sent.steps // period for period in (sent.knobs.H + 1, sent.knobs.H + 2))  # Hu, Hv
     return exchanges * sent.ring() * sent.model_bytes
@@ -182,6 +187,7 @@ CARDS: dict[str, Card] = {
     ),
     # Of several nodes, what one does is used in part a round later.
     "eager": Card("eager", rounds, alone="nesterov", averages=False, per_node=("params", "momentum", "others")),
+    "edit": Card("edit", penalised, alone="nesterov", per_node=("norms",)),
     "diloco-topk": Card("compression", strongest, alone=None, per_node=("residual",)),
     "sparseloco": Card("sparseloco", packed, alone=None, per_node=("residual",)),
     "muloco": Card("muloco", rounds, alone=None),

@@ -265,6 +265,9 @@ GRIDS: dict[str, tuple[Make, dict[str, Any]]] = {
         lambda lr, max_wait, grace: given(lr, max_wait=max_wait, grace=grace),
         {"lr": [0.01, 0.02], "max_wait": [0.5, np.inf], "grace": ["full", "until_last"]},
     ),
+    "thresholds": (
+        lambda lr, R: given(lr, delay_threshold=R), {"lr": [0.01, 0.02], "R": [None, 1, 2]},
+    ),
     "one by one": (
         lambda lr, together: given(lr, together=together), {"lr": [0.01, 0.02], "together": [True, False]},
     ),
@@ -272,7 +275,8 @@ GRIDS: dict[str, tuple[Make, dict[str, Any]]] = {
 
 
 SIZES = {"rates": {8}, "servers": {1, 2, 4}, "staleness": {2}, "rounds of unequal length, schedules": {2},
-         "optimizers that cannot be one": {1}, "windows": {2}, "one by one": {2}}  # fmt: skip
+         "optimizers that cannot be one": {1}, "windows": {2}, "thresholds": {2},
+         "one by one": {2}}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GRIDS)

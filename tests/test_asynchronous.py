@@ -127,7 +127,7 @@ def absences_of(case: int, median: Sequence[float]) -> tuple[dict[str, Any], Cal
 
 
 @pytest.mark.parametrize("make", [outer_sgd, outer_adam, delayed_nesterov, fedbuff, heloco])
-@pytest.mark.parametrize("case", range(6))
+@pytest.mark.parametrize("case", range(9))
 @pytest.mark.parametrize("absent", [False, True])
 def test_twins(make: Make, case: int, absent: bool) -> None:
     rng = random.Random(f"{make.__name__} {case}")
@@ -147,6 +147,7 @@ def test_twins(make: Make, case: int, absent: bool) -> None:
     ways: dict[str, dict[str, Any]] = {"H": {"H": 4}, "dylu": {"H": 4, "dylu": True}, "each": {"local_steps": steps}}
     staleness = settings.get("staleness", rng.choice(["none", "inverse_sqrt", lambda s: 0.9**s]))
     schedule = (lambda step: 0.98**step) if rng.random() < 0.5 else None
+    window["delay_threshold"] = {6: 1, 7: 1, 8: 2}.get(case)
 
     strategy = AsyncStrategy(
         OptimSpec(inner[0], **inner[2]), server, staleness=staleness, lr_scheduler=schedule, max_norm=1.0, **ways[how],
@@ -172,12 +173,18 @@ def test_twins(make: Make, case: int, absent: bool) -> None:
     assert len(rows) == len(expected) == updates
     timeline = trainer.timeline()
     assert isinstance(timeline, AsyncTimeline)
-    arrivals = [event for event in timeline.events if isinstance(event, Arrival)]
-    reference = [arrival for update in expected for arrival in update.arrivals]
-    assert [(a.node, a.round, a.staleness) for a in arrivals] == [(a.node, a.round, a.staleness) for a in reference]
-    assert [a.time for a in arrivals] == pytest.approx([a.time for a in reference], rel=1e-12)
+    events = [event for event in timeline.events if isinstance(event, Arrival)]
+    late = [window["delay_threshold"] is not None and event.staleness >= window["delay_threshold"] for event in events]
+    for is_late, kind in ((False, "arrivals"), (True, "dropped")):
+        arrivals = [event for event, x in zip(events, late) if x == is_late]
+        reference = [arrival for update in expected for arrival in getattr(update, kind)]
+        assert [(a.node, a.round, a.staleness) for a in arrivals] == [(a.node, a.round, a.staleness) for a in reference]
+        assert [a.time for a in arrivals] == pytest.approx([a.time for a in reference], rel=1e-12)
+    assert any(late) or window["delay_threshold"] != 1
     assert [row["local_steps_total"] for row in rows] == [update.total_steps for update in expected]
     for row, update in zip(rows, expected):
+        assert row.get("num_dropped", 0) == len(update.dropped)
+        assert row["num_arrived"] == len(update.arrivals)
         of_node: dict[int, list[float]] = {}
         for arrival in update.arrivals:
             of_node.setdefault(arrival.node, []).append(arrival.loss)
@@ -239,6 +246,7 @@ def test_a_nodes_link_is_taken_for_its_own_time() -> None:
 @pytest.mark.parametrize("inner", ["sgd", "adamw", "lion"])
 @pytest.mark.parametrize("settings", [
     {}, {"buffer": 3, "staleness": "inverse_sqrt"}, {"server": DelayedNesterov(0.1)}, {"dylu": True},
+    {"delay_threshold": 2, "buffer": 2},
     {"local_steps": [3, 1, 4, 2], "max_wait": 3.0, "grace": "until_last", "lr_scheduler": "cosine"},
 ])  # fmt: skip
 def test_together_is_one_by_one(engine: str, inner: str, settings: dict[str, Any]) -> None:
@@ -250,6 +258,45 @@ def test_together_is_one_by_one(engine: str, inner: str, settings: dict[str, Any
     assert gap == 0 if engine == "loop" else gap < 1e-12
     assert max(n for n in together.history["nodes_per_call"] if n) > 1
     assert {n for n in apart.history["nodes_per_call"] if n} == {1.0}
+
+
+def test_a_threshold_that_nothing_reaches_changes_no_bit() -> None:
+    options: dict[str, Any] = {"compute": Compute.lognormal([1.0, 2.0, 1.5, 4.0], sigma=0.4), "max_updates": 20}
+    given: dict[str, Any] = {"server": OuterOptimizer(lr=0.1), "H": 3, "lr": 0.02}
+    plain, limited = (fit(AsyncStrategy("adamw", **given, delay_threshold=R), **options) for R in (None, 99))
+    assert largest_gap(server_of(plain), server_of(limited)) == 0
+    assert plain.history["val_loss"] == limited.history["val_loss"]
+    assert list(plain.ledger) == list(limited.ledger)
+    assert "num_dropped" not in plain.history.rows[1]
+    assert limited.history["num_dropped"][1:] == [0] * 20
+
+
+@pytest.mark.parametrize("H", [1, 3])
+def test_a_threshold_of_one_takes_the_newest_only(H: int) -> None:
+    """Plain SGD: the server follows the movements from its newest version, as if there were no other."""
+    strategy = AsyncStrategy("sgd", OuterOptimizer(OptimSpec("sgd", lr=1.0)), H=H, lr=0.05, delay_threshold=1)
+    trainer = fit(strategy, compute=Compute([1.0, 1.7, 2.3, 9.0]), max_updates=12)
+    timeline = trainer.timeline()
+    assert isinstance(timeline, AsyncTimeline)
+    batches, model = Batches(data(), K, B, seed=3), make_model("MLP", dtype=F64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    arrivals = [event for event in timeline.events if isinstance(event, Arrival)]
+    fresh = [event for event in arrivals if event.staleness == 0]
+    for event in fresh:
+        for step in range(event.first_step, event.first_step + H):
+            optimizer.zero_grad()
+            model([x[event.node] for x in batches[step]]).backward()
+            optimizer.step()
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    assert largest_gap({name: x[0] for name, x in server_of(trainer).items()}, expected) < 1e-12
+    rows = trainer.history.rows[1:]
+    assert len(fresh) == len(rows) == 12 < len(arrivals)
+    assert {row["staleness_max"] for row in rows} == {0}
+    assert sum(row["num_dropped"] for row in rows) == len(arrivals) - 12
+    assert rows[-1]["local_steps_total"] == 12 * H
+    sent = [entry for entry in trainer.ledger if entry.transfer.operation == "server_gather"]
+    assert len(sent) == len(arrivals)  # those that are dropped were sent
+    assert timeline.goodput < timeline.utilization == pytest.approx(1.0)
 
 
 ODD: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
@@ -527,6 +574,7 @@ def test_a_rollout_is_what_fit_does() -> None:
     (lambda: AsyncStrategy(server=FedBuff(4), buffer=3), "buffer=3, and the server has buffer=4"),
     (lambda: AsyncStrategy(server=FedBuff(4), staleness=lambda s: 1.0), "leave out staleness"),
     (lambda: AsyncStrategy(max_wait=-1.0), "max_wait=-1.0"),
+    (lambda: AsyncStrategy(delay_threshold=0), "delay_threshold=0 must be an integer >= 1, or None"),
     (lambda: AsyncStrategy(grace=untyped("half")), "grace='half'.*full.*until_last"),
     (lambda: AsyncStrategy(staleness=untyped("sqrt")), "staleness='sqrt'.*inverse_sqrt"),
     (lambda: AsyncStrategy(dylu=True, local_steps=[1, 2]), "dylu=True and local_steps"),

@@ -50,6 +50,7 @@ from vecgym.strategy import (
     FedAvgStrategy,
     GossipStrategy,
     Mean,
+    MovementPenalty,
     Outer,
     PartitionedSelector,
     Private,
@@ -109,6 +110,7 @@ MORE: dict[str, Callable[[], Strategy]] = {
     "the rest": outer(Corrupted(Robust("mda", f=1, clip=1.0), [2], "gaussian")),
     "buckets of islands": composed(Exchange(Robust("geometric_median", bucketing=2, island_size=3), every=2)),
     "lies of those who know": outer(Corrupted(Robust("multi_krum", f=1), [1], lambda x, honest: -x)),
+    "penalty": outer(MovementPenalty(Mean(), clip=1.0, skip_anomalies=True, warmup=2)),
     "private": outer(Private(Mean(), clip=1.0, noise=0.1)),
     "codes": outer(Compressed(Mean(), TopK(0.1))),
 }  # fmt: skip

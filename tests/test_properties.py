@@ -64,6 +64,7 @@ from vecgym.strategy import (
     DiLoCoStrategy,
     Eager,
     EagerDiLoCoStrategy,
+    EDiTStrategy,
     ExactDiffusionStrategy,
     Exchange,
     FedAvgStrategy,
@@ -75,6 +76,7 @@ from vecgym.strategy import (
     Mean,
     Mix,
     MostMoved,
+    MovementPenalty,
     MuLoCoStrategy,
     NoLoCo,
     NoLoCoStrategy,
@@ -1005,6 +1007,21 @@ STREAMING: dict[str, Any] = {
     "alpha": 0.25,
 }
 
+PENALTY = {
+    "clip": 1e-5,
+    "skip_anomalies": True,
+    "warmup": 4,
+    "threshold": 1.0,
+    "alpha": 0.9,
+    "temperature": 0.1,
+}
+# A threshold that every other norm is above, so that a run of seven steps has anomalies.
+SKIPPING = {"skip_anomalies": True, "warmup": 2, "threshold": 0.01}
+PENALTY_ALSO = {
+    "skip_anomalies": {"warmup": 2, "threshold": 0.01},
+    **dict.fromkeys(("warmup", "threshold", "alpha"), SKIPPING),
+}
+
 ARGUMENTS: dict[Any, Changes] = {
     Strategy: Changes(Strategy, {"inner_optim": "sgd"}, {**COMMON, "exchanges": EXCHANGES}),
     CommunicateOptimizeStrategy: Changes(
@@ -1067,6 +1084,12 @@ ARGUMENTS: dict[Any, Changes] = {
             "private": "second",
         },
         also={"sync_weight": {"H": 100}},
+    ),
+    EDiTStrategy: Changes(
+        EDiTStrategy,
+        {"inner_optim": "sgd", "H": 1},
+        {**COMMON, **PENALTY, "H": 3, "inner_lr": 0.3, "outer_optim": "adam", "outer_lr": 0.3},
+        also=PENALTY_ALSO,
     ),
     LocalAdamStrategy: Changes(LocalAdamStrategy, {"inner_optim": "adam", "H": 2}, {**COMMON, "H": 3}),
     DESLOCStrategy: Changes(
@@ -1300,6 +1323,12 @@ ARGUMENTS: dict[Any, Changes] = {
         {"inner": Mean(), "clip": 0.1, "noise": 0.1},
         {"inner": Robust("median"), "clip": 0.2, "noise": 0.2},
     ),
+    MovementPenalty: Changes(
+        with_exchange(lambda **kw: Exchange(Outer(MovementPenalty(**kw)))),
+        {"inner": Mean()},
+        {**PENALTY, "inner": Mean(weighting="examples")},
+        also=PENALTY_ALSO,
+    ),
     Outer: Changes(
         with_average(Outer),
         {"inner": Mean()},
@@ -1523,6 +1552,22 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "matchings are of",
     ),
     "shares": (lambda: SGPStrategy([[0.5, 0.5], [0.0, 1.0]]), ValueError, "column 0 sums to 0.5.*transpose"),
+    "a clip of movements": (lambda: EDiTStrategy(clip=0.0), ValueError, "clip=0.0 must be a number in"),
+    "a short warm-up of norms": (lambda: EDiTStrategy(warmup=1), ValueError, "warmup=1 must be an integer >= 2"),
+    "a threshold of norms": (lambda: EDiTStrategy(threshold=0.0), ValueError, "threshold=0.0"),
+    "a weight of norms": (lambda: EDiTStrategy(alpha=1.5), ValueError, r"alpha=1.5 must be a number in \(0, 1\]"),
+    "a temperature": (lambda: EDiTStrategy(temperature=0.0), ValueError, "temperature=0.0"),
+    "a temperature of each node": (
+        lambda: EDiTStrategy(temperature=torch.ones(3)),
+        ValueError,
+        r"temperature has shape \[3\]",
+    ),
+    "anomalies that are no flag": (
+        lambda: EDiTStrategy(skip_anomalies=1),  # type: ignore[arg-type]
+        TypeError,
+        "skip_anomalies=1 must be True or False",
+    ),
+    "a penalty of islands": (lambda: MovementPenalty(Mean(2)), ValueError, "leave out islands and graphs"),
     "consensus": (lambda: CHOCOStrategy(consensus=0.0), ValueError, r"consensus=0.0 must be a number in \(0, 1\]"),
     "CHOCO's codec": (lambda: CHOCOStrategy(codec="powersgd"), TypeError, "codec"),
     "CHOCO's graph": (lambda: CHOCOStrategy("random_matching"), ValueError, "changes from step to step"),

@@ -38,6 +38,7 @@ from vecgym.strategy import (
     Compressed,
     DiLoCoStrategy,
     EagerDiLoCoStrategy,
+    EDiTStrategy,
     Exchange,
     FedAvgStrategy,
     Mean,
@@ -245,6 +246,19 @@ CASES: dict[str, tuple[Make, Values]] = {
     "diloco": (
         lambda lr, outer_lr, momentum: DiLoCoStrategy("sgd", nesterov(lr=outer_lr, momentum=momentum), H=2, lr=lr),
         {"lr": 0.3, "outer_lr": 0.7, "momentum": 0.9},
+    ),
+    "edit": (
+        lambda lr, outer_lr, temperature, clip: EDiTStrategy(
+            "sgd", nesterov(lr=outer_lr, momentum=0.8), H=2, clip=clip, temperature=temperature, lr=lr
+        ),
+        {"lr": 0.3, "outer_lr": 0.7, "temperature": 0.1, "clip": 0.2},
+    ),
+    "edit-anomalies": (
+        lambda lr, temperature: EDiTStrategy(
+            "sgd", nesterov(lr=0.7, momentum=0.8), H=1, skip_anomalies=True, warmup=2, threshold=0.01,
+            temperature=temperature, lr=lr,
+        ),
+        {"lr": 0.3, "temperature": 0.1},
     ),
     "diloco-adamw": (
         lambda lr, outer_lr, wd: DiLoCoStrategy(OptimSpec("adamw", lr=lr, weight_decay=wd), H=3, outer_lr=outer_lr),

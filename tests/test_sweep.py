@@ -59,6 +59,7 @@ from vecgym.strategy import (
     DESLOCStrategy,
     DiLoCoStrategy,
     EagerDiLoCoStrategy,
+    EDiTStrategy,
     ExactDiffusionStrategy,
     Exchange,
     FedAvgStrategy,
@@ -264,6 +265,19 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
             "sgd", OptimSpec("sgd", lr=outer_lr, momentum=momentum), H=3, num_fragments=2, delay=[0, 2, 1, 1], lr=lr
         ),
         {"lr": [0.1, 0.02], "outer_lr": [0.4, 1.0], "momentum": [0.5, 0.9]},
+    ),
+    "EDiTStrategy": (
+        lambda clip, threshold, alpha, temperature: EDiTStrategy(
+            "sgd", H=1, clip=clip, skip_anomalies=True, warmup=2, threshold=threshold, alpha=alpha,
+            temperature=temperature, lr=0.1,
+        ),
+        {"clip": [0.01, 1.0], "threshold": [0.01, 2.0], "alpha": [0.02, 0.5], "temperature": [0.1, 1.0]},
+    ),
+    "EDiTStrategy without anomalies": (
+        lambda clip, temperature, outer_lr: EDiTStrategy(
+            "adamw", H=2, clip=clip, temperature=temperature, outer_lr=outer_lr, lr=0.01
+        ),
+        {"clip": [None, 0.05], "temperature": [1.0, torch.inf], "outer_lr": [0.4, 1.0], "seed": [0, 1]},
     ),
     "EagerDiLoCoStrategy": (
         lambda H, lr, outer_lr: EagerDiLoCoStrategy("adamw", H=H, lr=lr, outer_lr=outer_lr),

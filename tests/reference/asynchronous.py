@@ -46,6 +46,9 @@ begins again at once, after *all* arrivals of exactly its time have been handled
 together is sent its download in the order of nodes. max_wait = inf waits for all K: with a buffer of K that is the
 synchronous algorithm, and both graces are one.
 
+**Delay threshold.** (Ringmaster ASGD, arXiv 2501.16168.) With a threshold R an arrival whose staleness is R or more is
+dropped: the rule does not see it, and it is none of its update's. Its node waits and begins again as all do.
+
 **Unequal rounds (DyLU).** num_steps[i] = max(1, floor(H v_i / max v)), v_i = 1 / (the node's seconds per step).
 """
 
@@ -96,7 +99,8 @@ class Update:
     version: int  # after it: the first update makes version 1
     arrivals: list[Arrival]  # those that it is made of
     params: Params  # the server's after it
-    total_steps: int  # local steps of all rounds that have arrived by now
+    total_steps: int  # local steps of all rounds that have arrived by now, and were not dropped
+    dropped: list[Arrival] = field(default_factory=list, kw_only=True)  # since the last update
 
 
 # ------------------------------------------------------------------------------------------------- the server's rules
@@ -421,6 +425,7 @@ def asynchronous(
     max_norm: float | None = None,
     schedule: Schedule | None = None,
     begins: Begins | None = None,
+    delay_threshold: int | None = None,
 ) -> list[Update]:
     """Run until the server has taken `num_updates` updates. `server` starts afresh: give each run its own."""
     nodes = make_nodes(model, num_nodes, inner)
@@ -442,6 +447,7 @@ def asynchronous(
 
     updates: list[Update] = []
     arrivals: list[Arrival] = []  # since the last update
+    dropped: list[Arrival] = []  # likewise
     waiting: list[int] = []
     opened = math.nan
     while len(updates) < num_updates:
@@ -452,14 +458,18 @@ def asynchronous(
 
         staleness = version - nodes[i].version
         weight = staleness_weight(staleness_function, staleness)
-        updated = server.receive(nodes[i].Delta, weight)
-        arrivals.append(Arrival(i, nodes[i].round, staleness, weight, nodes[i].loss, num_steps[i], now))
+        arrival = Arrival(i, nodes[i].round, staleness, weight, nodes[i].loss, num_steps[i], now)
         nodes[i].round += 1
-        total_steps += num_steps[i]
-        if updated:
-            version += 1
-            updates.append(Update(now, version, arrivals, clone(theta), total_steps))
-            arrivals = []
+        if delay_threshold is not None and staleness >= delay_threshold:
+            dropped.append(arrival)
+        else:
+            updated = server.receive(nodes[i].Delta, weight)
+            arrivals.append(arrival)
+            total_steps += num_steps[i]
+            if updated:
+                version += 1
+                updates.append(Update(now, version, arrivals, clone(theta), total_steps, dropped=dropped))
+                arrivals, dropped = [], []
 
         closes = closing_time(queue, grace, opened, now, max_wait)
         if closes is not None:

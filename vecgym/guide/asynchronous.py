@@ -34,6 +34,8 @@ all of them are taken before any of these nodes is sent parameters.
 - `max_wait`: the first to arrive when nobody waits opens a window of so many seconds. Who arrives in it waits, and all
   of them begin again together when it closes: with `grace="full"` when its time is over or all nodes wait, with
   `grace="until_last"` at the last arrival in it, which only a simulation can know.
+- `delay_threshold=R` (Ringmaster ASGD): movements that are R versions late or more make no update. They are in the
+  ledger and in `num_dropped` of the history.
 - Learning-rate schedules, data and randomness go by the node's own count of steps.
 
 With `max_wait=math.inf` and `buffer=K` this is the synchronous algorithm, bit for bit: DiLoCo's, if the server is its
@@ -168,7 +170,7 @@ the nodes), whichever comes first. The history has a row for each update:
 (10.0, 1.0, 4)
 
 `sim_seconds`, `version`, `num_arrived`, `staleness` (the mean of the update's arrivals) and `staleness_max`,
-`local_steps_total`, and `nodes_per_call`, see below. `train_losses` holds the mean loss of each round in the update,
+`local_steps_total`, `num_dropped` with a `delay_threshold`, and `nodes_per_call`, see below. `train_losses` holds the mean loss of each round in the update,
 nan for the other nodes. Validation is of the server's model, which `fit` returns and `save` stores, every `val_interval`
 updates or `val_seconds` of simulated time. `trainer.plot(x="sim_seconds")` draws loss over time; `trainer.timeline().plot()` who did what when. The ledger has
 every message, up and down, with its node. Checkpoints resume at any update.

@@ -77,6 +77,7 @@ no counts:
 | `robust` | `Robust` and its rules on whole vectors; the stage `Corrupted` and its attacks |
 | `coded` | `Compressed` and `EF21`, averages of codes |
 | `fragments`, `moments` | which parameters are exchanged together; what an inner optimizer keeps of them |
+| `penalty` | the stage `MovementPenalty`, and EDiT |
 | a file for each algorithm, and for its relatives | settings, an average or a stage if it has one, and handlers where exchanges do not say it all |
 | `asynchronous`, `servers` | `EventDriven`, whose rules say when nodes meet a server; how it takes what arrives |
 | `per_rank` | strategies written for one rank, and their threads |

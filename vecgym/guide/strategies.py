@@ -35,6 +35,7 @@ code goes to each of the others.
 | `DiLoCoStrategy` | one step of an outer optimizer on the nodes' mean movement, every H steps | AR / H |
 | ... with `compression="topk"`, `"int8"` and others | the movements, compressed, with error feedback | N times the code's / H |
 | ... with `correction="heloco"` or `"median_norm"` | the movements, turned where they point against the momentum, or shrunk to the median norm | AR / H |
+| `EDiTStrategy` | the same, with a small weight for large movements, none for anomalies, and a clip | AR / H |
 | `LocalAdamStrategy` | the means of the parameters and of Adam's two moments, every H steps | 3 AR / H |
 | `DESLOCStrategy` | the same, at different periods, H, Hu = 3 H and Hv = 6 H | 1.5 AR / H |
 | `MuLoCoStrategy` | DiLoCo with Muon for hidden matrices and AdamW for all else | AR / H |
@@ -56,7 +57,7 @@ code goes to each of the others.
 | `SGPStrategy` | shares of the parameters and of a weight, along directed links: push-sum | out-degree · b · P |
 | `CHOCOStrategy` | codes of the parameters' distance to an estimate that the neighbours have | degree times the code's |
 | `DeMoStrategy` | the k strongest cosine components of each chunk of a local momentum, every step; the sign of their mean is the update | N k · (8 + b) per chunk |
-| `AsyncStrategy` | each node's movement, at its own time: a server handles it when it arrives, as `OuterOptimizer`, `DelayedNesterov`, `FedBuff` or `HeLoCo`; `dylu`, grace, staleness | b · P / H, and as many received |
+| `AsyncStrategy` | each node's movement, at its own time: a server handles it when it arrives, as `OuterOptimizer`, `DelayedNesterov`, `FedBuff` or `HeLoCo`; `dylu`, grace, staleness, `delay_threshold` | b · P / H, and as many received |
 | `HALoSStrategy` | the same with a server in each region, and a global one | b · P / H |
 | `DecoupledDiLoCoStrategy` | fragments of the model, at each node's own time: a server merges each when a quorum has sent it | b · P / H |
 | `ADPSGDStrategy` | the mean with one random neighbour, after each step of a node | 2 b · P |
@@ -154,6 +155,7 @@ its source was compared by eye. Defaults named *ours* have no source: choose the
 | `DiLoCoStrategy` | 2311.08105 | torchft, EXO Gym, diloco-sim: read | outer optimizer the paper; H = 100 ours |
 | ... with `correction="heloco"` | as `HeLoCo`, for nodes that wait: ours | as `HeLoCo` | as `HeLoCo` |
 | ... with `correction="median_norm"` | the code; 2603.08163 | tplr-ai/templar: numbers | no default |
+| `EDiTStrategy` | the code; 2412.07210 | intelligent-machine-learning/atorch: read | the code; outer optimizer its docs; H ours |
 | `LocalAdamStrategy` | 2409.13155 | none | ours |
 | `DESLOCStrategy` | 2505.22549 | none | Hu, Hv the paper; H ours |
 | `MuLoCoStrategy` | the code; 2505.23725 | bentherien/muloco-1: numbers; facebookresearch/MuLoCo: read | outer optimizer and H the paper, momentum the code; lr, adamw_lr, weight decay, AdamW's betas and which tensors are matrices ours |
@@ -174,6 +176,7 @@ its source was compared by eye. Defaults named *ours* have no source: choose the
 | `CHOCOStrategy` | 1902.00340, algorithm 2; `order="consensus_first"` 1907.09356 | none | consensus the code of the latter; codec ours |
 | `DeMoStrategy` | 2411.19870; the code | bloc97/DeMo: read | the code |
 | `AsyncStrategy` | 2401.09135 | none | outer optimizer DiLoCo's; H ours |
+| ... with `delay_threshold` | 2501.16168 | a simulator of the authors: read | no default |
 | ... with `DelayedNesterov` | 2401.09135, algorithm 3 | utnslab/halos: numbers, within HALoS | lr and momentum DiLoCo's; buffer and c the paper |
 | ... with `FedBuff` | 2106.06639 | facebookresearch/FLSim: read; it sums the buffer, so its lr is ours / `buffer`, and divides the weights by that of the usual staleness | buffer the paper and FLSim's example; lr = 1 ours (FLSim's 0.001, its example's 0.7) |
 | ... with `HeLoCo` | the code; 2606.00271 | PanocularAI/panofabric-engine: numbers | the code and its example: lr 0.7, momentum 0.9, rho 1 / sqrt(K) |
@@ -221,7 +224,7 @@ act in the order of the list:
 | choice | how it is made |
 |---|---|
 | how nodes agree on a value | `Mean` (with islands, weights), `ServerMean`, `Mix` (a topology), `Robust` (a median, Krum, centred clipping and other rules that liars cannot move far), `MostMoved` (each node's own choice of coordinates), `NoLoCo` (in pairs), `StrongestCosines` (DeMo's) |
-| ... and around one of these | `Outer` (a step of an outer optimizer on the movements), `Eager` (the same, a round late), `Sparse` (some coordinates), `Compressed` (codes, with error feedback, its decay and momentum), `EF21` (codes of what has changed), `Corrupted` (some nodes lie, by a named attack or your own), `Private` (clipped, with noise) |
+| ... and around one of these | `Outer` (a step of an outer optimizer on the movements), `Eager` (the same, a round late), `Sparse` (some coordinates), `Compressed` (codes, with error feedback, its decay and momentum), `EF21` (codes of what has changed), `Corrupted` (some nodes lie, by a named attack or your own), `Private` (clipped, with noise), `MovementPenalty` (large movements weigh less; anomalies are left out) |
 | on what | `of="parameters"`, `"gradients"`, `"moments"` (of the inner optimizer), or one of its slots, such as `"exp_avg"` |
 | when | `every=` a number of steps, a function that gives the length of each round, or `Rounds`, `RoundsOf`, or weights that can be differentiated (`SyncWeight`) |
 | how late | `delay=` steps; `late="value"` overwrites the nodes' values with the result, `late="change"` adds the change; a `SyncWeight` applies either in part |

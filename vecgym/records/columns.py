@@ -110,6 +110,7 @@ UPDATE_COLUMNS = {
     "staleness": Column(
         "versions by which the server was ahead of those from which the movements began: their mean", swept=True
     ),
+    "num_dropped": Column("movements since the last update that came too late for any, with a `delay_threshold`"),
     "staleness_max": Column("largest staleness of a movement in the update", swept=True),
     "local_steps_total": Column(
         "local steps of all nodes together in the updates so far", label="local steps of all nodes", swept=True

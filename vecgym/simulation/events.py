@@ -243,6 +243,12 @@ class Rules:
             arrival, known in hindsight, so that no node waits in vain.
         wires: None: messages take no time.
         absences: None: all nodes are always present.
+        delay_threshold: a movement of this staleness or a larger one is dropped: it makes no update. None: none is.
+
+    >>> rules = Rules(num_steps=(1, 1), delay_threshold=2)
+    >>> events = schedule(rules, lambda node, step: [1.0, 2.5][node], Stop(updates=3))
+    >>> [(event.node, event.staleness, rules.drops(event)) for event in events if isinstance(event, Arrival)]
+    [(0, 0, False), (0, 0, False), (1, 2, True), (0, 0, False)]
     """
 
     num_steps: tuple[int, ...]
@@ -251,6 +257,7 @@ class Rules:
     grace: Grace = "full"
     wires: Wires | None = None
     absences: Absences | None = None
+    delay_threshold: int | None = None
 
     def events(self, step_seconds: StepSeconds) -> Iterator[Happening]:
         """Yield the events of a run without an end."""
@@ -258,7 +265,11 @@ class Rules:
 
     def arrivals(self, events: Sequence[Happening]) -> tuple[Arrival, ...]:
         """Return the arrivals in an update; `events`: all after the previous update, up to this one."""
-        return tuple(event for event in events if isinstance(event, Arrival))
+        return tuple(event for event in events if isinstance(event, Arrival) and not self.drops(event))
+
+    def drops(self, arrival: Arrival) -> bool:
+        """Whether a movement is too old for an update."""
+        return self.delay_threshold is not None and arrival.staleness >= self.delay_threshold
 
     def trained(self, events: Sequence[Happening]) -> tuple[Arrival, ...]:
         """Return the arrivals whose local steps count with an update, so that each step counts once."""
@@ -270,7 +281,9 @@ class Rules:
 
     def columns(self, events: Sequence[Happening]) -> dict[str, Any]:
         """Return the history's columns of an update that only these rules have."""
-        return {}
+        if self.delay_threshold is None:
+            return {}
+        return {"num_dropped": sum(isinstance(event, Arrival) and self.drops(event) for event in events)}
 
     def taken(self, event: Happening, wires: Wires) -> tuple[dict[int, float], dict[int, float]]:
         """Return the seconds, by node, for which the messages of an event occupy the nodes' links, up and down."""
@@ -611,8 +624,9 @@ class _Rounds(RoundsAgenda):
             self.window, self.closes = self.window + 1, time + self.rules.max_wait
             self.push(self.closes, CLOSES, self.window)
         self.waiting.append(node)
-        yield self.arrival(time, node, self.version)
-        self.buffered += 1
+        arrival = self.arrival(time, node, self.version)
+        yield arrival
+        self.buffered += not self.rules.drops(arrival)
         if self.buffered == self.rules.buffer:
             self.version += 1
             yield Update(time, self.version, self.buffered)

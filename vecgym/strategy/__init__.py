@@ -2,7 +2,7 @@
 
 - Algorithms: AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, StreamingDiLoCoStrategy,
   EagerDiLoCoStrategy, SPARTAStrategy, SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy, NoLoCoStrategy,
-  LocalAdamStrategy, DESLOCStrategy, MuLoCoStrategy, GPAStrategy, PALSGDStrategy, SparseLoCoStrategy
+  LocalAdamStrategy, DESLOCStrategy, MuLoCoStrategy, GPAStrategy, PALSGDStrategy, SparseLoCoStrategy, EDiTStrategy
 - Decentralised, besides GossipStrategy: GradientTrackingStrategy, D2Strategy, ExactDiffusionStrategy, and in trees
   RelaySumStrategy, which reach the optimum of unlike data; QGMStrategy, with a momentum; SGPStrategy, in directed
   graphs; CHOCOStrategy, with codes; MATCHAStrategy, along random matchings
@@ -17,8 +17,8 @@
   which values the nodes agree; every(n, exchange): in units of n steps; AveragingCommunicator and
   SparseCommunicator make one
 - Averages: Average, the base, with a Memory: Mean, ServerMean, Mix, Robust, MostMoved, NoLoCo, StrongestCosines;
-  Compressed and EF21, of codes. Stages around an average: Stage, the base; Outer, Eager, Sparse, Corrupted, Private.
-  ServerOptimizer: the optimizers of federated servers
+  Compressed and EF21, of codes. Stages around an average: Stage, the base; Outer, Eager, Sparse, Corrupted, Private,
+  MovementPenalty. ServerOptimizer: the optimizers of federated servers
 - Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequentialSelector, PartitionedSelector
 - Optimizers: OptimSpec
 
@@ -71,6 +71,7 @@ from vecgym.strategy.local_steps import (
     PALSGDStrategy,
     SparseLoCoStrategy,
 )
+from vecgym.strategy.penalty import EDiTStrategy, MovementPenalty
 from vecgym.strategy.per_rank import RankStrategy, all_gather, all_reduce, broadcast
 from vecgym.strategy.robust import Corrupted, Robust
 from vecgym.strategy.servers import DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer, Server
@@ -91,10 +92,11 @@ from vecgym.strategy.stages import Average, Memory, Stage
 __all__ = [
     "EF21", "ADPSGDStrategy", "AllReduceStrategy", "AsyncStrategy", "Average", "AveragingCommunicator", "CHOCOStrategy",
     "CommunicateOptimizeStrategy", "Compressed", "Corrupted", "D2Strategy", "DESLOCStrategy", "DeMoStrategy",
-    "DecoupledDiLoCoStrategy", "DelayedNesterov", "DiLoCoStrategy", "Eager", "EagerDiLoCoStrategy",
+    "DecoupledDiLoCoStrategy", "DelayedNesterov", "DiLoCoStrategy", "EDiTStrategy", "Eager", "EagerDiLoCoStrategy",
     "ExactDiffusionStrategy", "Exchange", "FedAvgStrategy", "FedBuff", "GPAStrategy", "GossipStrategy",
     "GradientTrackingStrategy", "HALoSStrategy", "HeLoCo", "LocalAdamStrategy", "MATCHAStrategy", "Mean", "Memory",
-    "Mix", "MostMoved", "MuLoCoStrategy", "NoLoCo", "NoLoCoStrategy", "OptimSpec", "Outer", "OuterOptimizer",
+    "Mix", "MostMoved", "MovementPenalty", "MuLoCoStrategy", "NoLoCo", "NoLoCoStrategy", "OptimSpec",
+    "Outer", "OuterOptimizer",
     "PALSGDStrategy", "PartitionedSelector", "Private", "QGMStrategy", "RandomSelector", "RankStrategy",
     "RelaySumStrategy", "Robust", "Rounds", "RoundsOf", "SCAFFOLDStrategy", "SGPStrategy", "SPARTADiLoCoStrategy",
     "SPARTAStrategy", "ScheduledSelector", "Selector", "Server", "ServerMean", "ServerOptimizer",

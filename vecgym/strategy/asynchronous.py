@@ -14,7 +14,7 @@ from vecgym.collectives.topology import Links, ServerLinks
 from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.simulation.events import Arrival, Grace, Happening, Rules, Times, Update
+from vecgym.simulation.events import Grace, Happening, Rules, Times, Update
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts, Scheduled, Timetable
@@ -185,6 +185,10 @@ class AsyncStrategy(InRounds, batched=(), random=False):
     Learning rate, data and randomness of a node go by its own step count. The inner optimizer's state stays on its
     node. Bytes per round: b * P up and as many down.
 
+    With a `delay_threshold` R a movement with s >= R is dropped when it arrives (Ringmaster ASGD): its node begins anew
+    from theta, as all do. It counts as computing and in the ledger, and not as an update, a local step of the run or a
+    loss. R = 1 takes only the movements of the newest version.
+
     Args:
         inner_optim: the local optimizer, AdamW when not given.
         server: an `OuterOptimizer`, `DelayedNesterov`, `FedBuff` or `HeLoCo`, or a `Server` of your own; DiLoCo's SGD
@@ -197,6 +201,7 @@ class AsyncStrategy(InRounds, batched=(), random=False):
             arrival in it, which is known in hindsight, so that no node waits in vain.
         dylu: "dynamic local updates": H_i = max(1, floor(H v_i / max v)), with v_i the speed of node i.
         local_steps: H_i of each node, `[K]`, in place of H.
+        delay_threshold: R; None: all movements count.
         staleness: w: "none", 1; "inverse_sqrt", (1 + s)^(-1/2); or a function of s.
         together: compute the rounds of all nodes that have begun in one call, when a result is needed. False: one by
             one, for tests: the same numbers, to the last bit with `engine="loop"`.
@@ -217,7 +222,9 @@ class AsyncStrategy(InRounds, batched=(), random=False):
     References: Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135, and Nguyen et
     al., "Federated Learning with Buffered Asynchronous Aggregation", arXiv 2106.06639. Deviations: nodes keep their
     shard of the data and their optimizer's state, where the first paper's workers draw the least visited shard and
-    start a new optimizer in each round.
+    start a new optimizer in each round. `delay_threshold`: Maranjyan, Tyurin and Richtarik, "Ringmaster ASGD: The First
+    Asynchronous SGD with Optimal Time Complexity", arXiv 2501.16168, without calculation stops. Deviation: any server
+    and optimizer, and rounds of more than one step.
     """
 
     server: Server
@@ -234,6 +241,7 @@ class AsyncStrategy(InRounds, batched=(), random=False):
         grace: Grace = "full",
         dylu: bool = False,
         local_steps: Sequence[int] | Tensor | None = None,
+        delay_threshold: int | None = None,
         staleness: StalenessName | Staleness = "none",
         together: bool = True,
         **inner: Unpack[InnerOptions],
@@ -248,6 +256,8 @@ class AsyncStrategy(InRounds, batched=(), random=False):
         self.grace: Grace = grace
         self.dylu = check.flag("dylu", dylu)
         self.local_steps = None if local_steps is None else counts_of(local_steps)
+        what = "versions by which the server may not be ahead of a movement; None drops none"
+        self.delay_threshold = check.optional_integer("delay_threshold", delay_threshold, what=what)
         self.staleness = check_staleness(agreed("staleness", staleness, "none", self.server.staleness))
         self.together = check.flag("together", together)
         if dylu and local_steps is not None:
@@ -255,17 +265,21 @@ class AsyncStrategy(InRounds, batched=(), random=False):
 
     def rules(self, times: Times) -> Rules:
         steps = self.steps_of_rounds(times.nominal)
-        return Rules(steps, self.buffer, self.max_wait, self.grace, times.wires(), times.absences)
+        waits = (self.max_wait, self.grace)
+        return Rules(steps, self.buffer, *waits, times.wires(), times.absences, self.delay_threshold)
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
         own, _ = super().init(run, params)
         return own, {"params": params, "server": self.server.of(run.num_nodes).init(params)}
 
     def arrive(self, part: Part) -> None:
-        """Correct and weight a movement that arrives."""
-        arrival: Arrival = part.event.info
+        """Correct and weight a movement that arrives, unless it is too old."""
+        arrival, moved, schedule = part.event.info, self.arrived(part), part.run.schedule
+        assert schedule is not None
+        if schedule.rules.drops(arrival):
+            return
         part.report(part.own["loss"] / arrival.num_steps)
-        moved = self.server.of(part.run.num_nodes).correct(self.arrived(part), part.shared.flat("server"))
+        moved = self.server.of(part.run.num_nodes).correct(moved, part.shared.flat("server"))
         moved = weighted(moved, weight_of(self.staleness, arrival.staleness))
         part.memo.setdefault("moved", {})[arrival.node, arrival.round] = moved
 

@@ -338,10 +338,14 @@ class Outer(Stage):
         if made is not None:  # a partial exchange advances the count by its weight; rates are indexed by exchange
             spec = optim.spec.at(number)
             optim = optim if spec is optim.spec else Optimizer(spec)
-        home["params"], home["outer"] = optim.step(
-            home["params"], y if memory.common else part.wide(y), home["outer"], number if made is None else made,
-            inplace=memory.inplace, nodes=None if memory.common or part.size > 1 else part.nodes, exact=part.exact,
+        before, still = (home["params"], home["outer"]), memory.notes.get("still")
+        after = optim.step(
+            before[0], y if memory.common else part.wide(y), before[1], number if made is None else made,
+            inplace=memory.inplace and still is None, nodes=None if memory.common or part.size > 1 else part.nodes,
+            exact=part.exact,
         )  # fmt: skip
+        after = after if still is None else tuple(_unless(still, *each) for each in zip(before, after))
+        home["params"], home["outer"] = after
         return home["params"]
 
     def rate(self, number: int) -> Any:
@@ -510,6 +514,19 @@ def outer_spec(
         lr = usual if outer_lr is None else outer_lr
         return OptimSpec(torch.optim.SGD, **{**OUTER_DEFAULTS, "lr": lr})
     return ensure_optim_spec(optim, argument="outer_optim", lr=outer_lr)
+
+
+def _unless(still: Tree, old: Any, new: Any) -> Any:
+    """Return the values `new`, by name within nested dicts, but the `old` ones of the parameters that are `still`.
+
+    >>> _unless({"w": torch.tensor([True])}, {"buffer": {"w": torch.zeros(1)}}, {"buffer": {"w": torch.ones(1)}})
+    {'buffer': {'w': tensor([0.])}}
+    """
+    if not isinstance(new, dict):
+        return new
+    both = {name: x for name, x in new.items() if name in still and isinstance(old.get(name), Tensor)}
+    kept = {name: torch.where(spread(still[name], x) > 0, old[name], x) for name, x in both.items()}
+    return {name: kept[name] if name in kept else _unless(still, old.get(name, {}), x) for name, x in new.items()}
 
 
 def _same_names(name: str, new: Any, old: Tree) -> Tree:

@@ -37,6 +37,7 @@ from vecgym.strategy.local_steps import (
     PALSGDStrategy,
     SparseLoCoStrategy,
 )
+from vecgym.strategy.penalty import EDiTStrategy
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 
 
@@ -82,6 +83,12 @@ class Item(NamedTuple):
         """
         knobs = Knobs(**{name: settings.pop(name) for name in Knobs._fields if name in settings})
         return self.build(knobs, **settings)
+
+
+def _edit(knobs: Knobs, **inner: Any) -> Strategy:
+    """Make EDiT with DiLoCo's outer optimizer, and anomalies that are looked for after the second exchange."""
+    outer = "sgd" if knobs.outer_optim is None else knobs.outer_optim
+    return EDiTStrategy(H=knobs.H, outer_optim=outer, clip=10.0, skip_anomalies=True, warmup=2, **inner)
 
 
 def _demo(knobs: Knobs, **inner: Any) -> Strategy:
@@ -140,6 +147,7 @@ CATALOGUE: dict[str, Item] = {
     "streaming": Item(_streaming),
     "streaming-4-bits": Item(lambda knobs, **inner: _streaming(knobs, bits=4, **inner)),
     "eager": Item(lambda knobs, **inner: EagerDiLoCoStrategy(**knobs.rounds, **inner)),
+    "edit": Item(_edit, compared=True),
     "diloco-topk": Item(lambda knobs, **inner: DiLoCoStrategy(compression=TopK(knobs.p), **knobs.rounds, **inner)),
     "sparseloco": Item(_sparseloco),
     "muloco": Item(_muloco, compared=True),

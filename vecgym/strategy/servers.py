@@ -225,7 +225,7 @@ class DelayedNesterov(Server, batched=("lr", "momentum", "c")):
 
     def _check_c(self, number: int) -> None:
         with readable():
-            c = float(torch.as_tensor(self.c).tolist())  # type: ignore[arg-type]  # of one number
+            c = float(torch.as_tensor(self.c, dtype=torch.float64).tolist())  # type: ignore[arg-type]  # of one number
         if c * number > 1 + 1e-9:
             raise ValueError(f"c={c:g} must be in [0, 1 / buffer] = [0, {1 / number:g}].")
 

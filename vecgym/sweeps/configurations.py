@@ -169,8 +169,8 @@ class Configuration:
         if isinstance(strategy, AsyncStrategy) and availability is None:
             rounds = strategy.steps_of_rounds(compute.seconds.expand(self.num_nodes).tolist())
             key = (
-                rounds, strategy.buffer, strategy.max_wait, strategy.grace, tuple(sizes.items()), id(compute),
-                id(network), stop,
+                rounds, strategy.buffer, strategy.max_wait, strategy.grace, strategy.delay_threshold,
+                tuple(sizes.items()), id(compute), id(network), stop,
             )  # fmt: skip
         if key not in self.data.plans:
             self.data.plans[key] = AsyncPlan.of(
