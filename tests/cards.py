@@ -192,6 +192,7 @@ CARDS: dict[str, Card] = {
     "sparseloco": Card("sparseloco", packed, alone=None, per_node=("residual",)),
     "muloco": Card("muloco", rounds, alone=None),
     "palsgd": Card("palsgd", rounds, alone=None, averages=False),
+    "dsm": Card("sign_momentum", rounds, alone=None),
     "noloco": Card(
         "noloco", lambda sent: 2 * islands_of_two(sent), alone="heavy ball", per_node=("params", "momentum")
     ),

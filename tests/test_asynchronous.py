@@ -29,6 +29,7 @@ from vecgym.clock import AsyncTimeline, Compute, Network, price
 from vecgym.data import Batches
 from vecgym.simulation.events import Arrival
 from vecgym.strategy import (
+    MLA,
     AsyncStrategy,
     DelayedNesterov,
     DiLoCoStrategy,
@@ -109,6 +110,11 @@ def heloco(rng: random.Random) -> tuple[Server, Any, dict[str, Any]]:
     return HeLoCo(0.2, 0.9), twin.HeLoCo(0.2, 0.9, K, buffer), {"buffer": buffer}
 
 
+def mla(rng: random.Random) -> tuple[Server, Any, dict[str, Any]]:
+    buffer = rng.choice([1, 2])
+    return MLA(0.2, 0.9), twin.MLA(0.2, 0.9, buffer), {"buffer": buffer}
+
+
 def absences_of(case: int, median: Sequence[float]) -> tuple[dict[str, Any], Callable[[int, float], float]]:
     """Nodes that come and go, one of them for long: options of `fit`, and what a twin takes."""
     rng, seconds = random.Random(f"absent {case}"), sum(median) / K
@@ -126,7 +132,7 @@ def absences_of(case: int, median: Sequence[float]) -> tuple[dict[str, Any], Cal
     return {"availability": lambda step: table[step] if step < len(table) else [True] * K}, begins
 
 
-@pytest.mark.parametrize("make", [outer_sgd, outer_adam, delayed_nesterov, fedbuff, heloco])
+@pytest.mark.parametrize("make", [outer_sgd, outer_adam, delayed_nesterov, fedbuff, heloco, mla])
 @pytest.mark.parametrize("case", range(9))
 @pytest.mark.parametrize("absent", [False, True])
 def test_twins(make: Make, case: int, absent: bool) -> None:

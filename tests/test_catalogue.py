@@ -65,7 +65,7 @@ def test_the_guide_says_of_each_what_is_certain() -> None:
     ]
     assert all(len(row) == 4 and all(row) for row in rows)
     named = set(re.findall(r"`(\w+)`", " ".join(row[0] for row in rows)))
-    servers = {"DelayedNesterov", "FedBuff", "HeLoCo"}
+    servers = {"DelayedNesterov", "FedBuff", "HeLoCo", "MLA"}
     assert {cls.__name__ for cls in PUBLIC - {Strategy, CommunicateOptimizeStrategy, RankStrategy}} | servers <= named
     claimed = {row[0] for row in rows if "numbers" in row[2] and "test_ddp" not in row[2]}
     assert len(claimed) == len(AUTHORS) + 1  # HALoS's are Delayed Nesterov's, too

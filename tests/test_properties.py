@@ -51,6 +51,7 @@ from vecgym.simulation.timetable import RunFacts, Who
 from vecgym.simulation.when import When
 from vecgym.strategy import (
     EF21,
+    QSR,
     AllReduceStrategy,
     Average,
     AveragingCommunicator,
@@ -62,6 +63,7 @@ from vecgym.strategy import (
     DeMoStrategy,
     DESLOCStrategy,
     DiLoCoStrategy,
+    DSMStrategy,
     Eager,
     EagerDiLoCoStrategy,
     EDiTStrategy,
@@ -71,6 +73,7 @@ from vecgym.strategy import (
     GossipStrategy,
     GPAStrategy,
     GradientTrackingStrategy,
+    LateWindow,
     LocalAdamStrategy,
     MATCHAStrategy,
     Mean,
@@ -323,6 +326,13 @@ STRATEGIES: dict[str, Row] = {
     "diloco-lookahead": Row(
         lambda **kw: DiLoCoStrategy(H=H, outer_optim=OptimSpec(SGD, lr=0.6), **kw), ROUNDS * ring(K), outer=lookahead
     ),
+    "diloco-restarts": Row(lambda **kw: DiLoCoStrategy(H=1, restart=2, **kw), STEPS * ring(K), outer=None),
+    "diloco-qsr": Row(  # a round of 4 steps, and one of the 3 that are left
+        lambda **kw: DiLoCoStrategy(H=QSR(0.4, 2, lambda step: 0.2 / (1 + step), max_steps=STEPS), **kw),
+        2 * ring(K),
+        outer=None,
+    ),
+    "diloco-late": Row(lambda **kw: DiLoCoStrategy(H=LateWindow(2, start=3), **kw), 2 * ring(K), outer=None),
     "diloco-heloco": Row(lambda **kw: DiLoCoStrategy(H=2, correction="heloco", **kw), STEPS // 2 * ring(K), outer=None),
     "diloco-median-norm": Row(
         lambda **kw: DiLoCoStrategy(H=H, correction="median_norm", **kw),
@@ -885,8 +895,9 @@ def assert_stays(strategy: str, found: Tensor, given: Tensor) -> None:
     torch.testing.assert_close(found, given, rtol=tolerance, atol=tolerance)
 
 
-# FedProx's proximal term and SCAFFOLD's correction depend on every parameter, so each has a gradient, and decays.
-WITHOUT_GRADIENT = [name for name in NAMES if not name.startswith(("fedprox", "scaffold"))]
+# FedProx's proximal term and SCAFFOLD's correction depend on every parameter, so each has a gradient, and decays. DSM's
+# outer step decays all.
+WITHOUT_GRADIENT = [name for name in NAMES if not name.startswith(("fedprox", "scaffold", "dsm"))]
 
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
@@ -910,6 +921,13 @@ def test_the_proximal_term_is_a_gradient_of_every_parameter() -> None:
     strategy = make("fedprox", inner_optim=OptimSpec(AdamW, lr=0.1, weight_decay=0.5))
     unused = run(Partly().double(), strategy, setup()[1][:1]).state.params["unused"]
     torch.testing.assert_close(unused, torch.full_like(unused, 1 - 0.1 * 0.5))
+
+
+def test_sign_momentum_decays_every_parameter() -> None:
+    """As its authors' program does, in units of the inner rate; a movement of 0 has no sign."""
+    strategy = make("dsm", inner_optim=OptimSpec(AdamW, lr=0.1, weight_decay=0.5))
+    unused = run(Partly().double(), strategy, setup()[1]).state.params["unused"]
+    torch.testing.assert_close(unused, torch.full_like(unused, (1 - 0.2 * 0.1) ** ROUNDS))
 
 
 @pytest.mark.parametrize("name", WITHOUT_GRADIENT)
@@ -1082,8 +1100,14 @@ ARGUMENTS: dict[Any, Changes] = {
             "average": Robust("median"),
             "correction": "heloco",
             "private": "second",
+            "restart": 2,
         },
         also={"sync_weight": {"H": 100}},
+    ),
+    DSMStrategy: Changes(
+        DSMStrategy,
+        {"inner_optim": "sgd", "H": 2},
+        {**COMMON, "H": 3, "outer_lr": 0.3, "betas": (0.5, 0.6), "weight_decay": 0.1},
     ),
     EDiTStrategy: Changes(
         EDiTStrategy,
@@ -1332,7 +1356,7 @@ ARGUMENTS: dict[Any, Changes] = {
     Outer: Changes(
         with_average(Outer),
         {"inner": Mean()},
-        {"inner": Compressed(Mean(), "topk"), "optim": OptimSpec(SGD, lr=0.7), "correct": "median_norm"},
+        {"inner": Compressed(Mean(), "topk"), "optim": OptimSpec(SGD, lr=0.7), "correct": "median_norm", "restart": 1},
     ),
     Eager: Changes(with_average(Eager), {"inner": Mean()}, {"inner": Mean(2), "optim": OptimSpec(SGD, lr=0.7)}),
     NoLoCo: Changes(with_average(NoLoCo), {}, {"group_size": 3, "lr": 0.3, "momentum": 0.9, "gamma": 0.6}),

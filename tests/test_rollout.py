@@ -37,6 +37,7 @@ from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     Compressed,
     DiLoCoStrategy,
+    DSMStrategy,
     EagerDiLoCoStrategy,
     EDiTStrategy,
     Exchange,
@@ -284,6 +285,16 @@ CASES: dict[str, tuple[Make, Values]] = {
         lambda outer_lr: SparseLoCoStrategy("sgd", H=4, k=3, chunk=4, bits=None, outer_lr=outer_lr, lr=0.3),
         {"outer_lr": 0.7},
     ),
+    "diloco-restarts": (
+        lambda lr, outer_lr, momentum: DiLoCoStrategy(
+            "sgd", nesterov(lr=outer_lr, momentum=momentum), H=1, lr=lr, restart=2
+        ),
+        {"lr": 0.3, "outer_lr": 0.7, "momentum": 0.9},
+    ),
+    "dsm": (
+        lambda lr, outer_lr, wd: DSMStrategy("sgd", 2, lr=lr, outer_lr=outer_lr, weight_decay=wd),
+        {"lr": 0.2, "outer_lr": 0.7, "wd": 0.3},
+    ),
     "eager": (
         lambda lr, outer_lr, momentum: EagerDiLoCoStrategy("sgd", nesterov(lr=outer_lr, momentum=momentum), H=2, lr=lr),
         {"lr": 0.3, "outer_lr": 0.7, "momentum": 0.9},
@@ -431,7 +442,7 @@ CASES: dict[str, tuple[Make, Values]] = {
 EVERY_ENTRY = ("streaming-of-each-node", "lr-of-each-step", "lr-of-each-node", "lr-of-each-step-and-node",
                "outer-lr-of-each-round", "demo-weight-decay-of-each-step")  # fmt: skip
 # A maximum or signs in the rule: smaller steps, to stay on one side.
-KINKED = ("adamax", "rprop", "demo", "demo-weight-decay-of-each-step")
+KINKED = ("adamax", "rprop", "dsm", "demo", "demo-weight-decay-of-each-step")
 
 
 def points(values: Values) -> dict[str, Tensor]:

@@ -49,6 +49,7 @@ from vecgym.simulation import Part, RunFacts
 from vecgym.simulation.simulation import without_gradient
 from vecgym.simulation.stack import groups_of
 from vecgym.strategy import (
+    QSR,
     AllReduceStrategy,
     Average,
     CHOCOStrategy,
@@ -58,6 +59,7 @@ from vecgym.strategy import (
     DeMoStrategy,
     DESLOCStrategy,
     DiLoCoStrategy,
+    DSMStrategy,
     EagerDiLoCoStrategy,
     EDiTStrategy,
     ExactDiffusionStrategy,
@@ -208,6 +210,22 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
     "DiLoCoStrategy corrected": (
         lambda correction, outer_lr: DiLoCoStrategy("sgd", H=2, lr=0.1, outer_lr=outer_lr, correction=correction),
         {"correction": [None, "heloco", "median_norm"], "outer_lr": [0.4, 1.0]},
+    ),
+    "DiLoCoStrategy restarts": (
+        lambda restart, lr: DiLoCoStrategy("sgd", H=1, lr=lr, restart=restart),
+        {"restart": [None, 1, 2, 3], "lr": [0.1, 0.05]},
+    ),
+    "DiLoCoStrategy in rounds of the rate": (
+        lambda alpha, lr: DiLoCoStrategy(
+            "sgd", H=QSR(alpha, 2, max_steps=STEPS), lr=lr, lr_scheduler="cosine"
+        ),
+        {"alpha": [0.05, 0.1], "lr": [0.1, 0.02]},
+    ),
+    "DSMStrategy": (
+        lambda lr, outer_lr, wd, beta: DSMStrategy(
+            "sgd", 2, lr=lr, outer_lr=outer_lr, weight_decay=wd, betas=(beta, 0.9), warmup_steps=3
+        ),
+        {"lr": [0.1, 0.02], "outer_lr": [0.5, 1.0], "wd": [0.0, 0.2], "beta": [0.9, 0.5]},
     ),
     "DiLoCoStrategy decay": (
         lambda H, mu, decay: DiLoCoStrategy(OptimSpec("sgd", lr=0.1, momentum=mu, weight_decay=decay), H=H),

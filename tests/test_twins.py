@@ -26,12 +26,14 @@ from tests.reference.diloco import diloco
 from tests.reference.eager import eager
 from tests.reference.fedavg import fedavg
 from tests.reference.local_adam import local_adam
+from tests.reference.sign_momentum import sign_momentum
 from tests.reference.streaming import by_module, e3m0, streaming
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     DiLoCoStrategy,
+    DSMStrategy,
     EagerDiLoCoStrategy,
     Exchange,
     FedAvgStrategy,
@@ -117,6 +119,24 @@ CASES: dict[str, Case] = {
     "diloco-rmsprop-outer-sgd": Case(
         lambda: DiLoCoStrategy("rmsprop", OptimSpec(SGD, lr=0.8), H=7, lr=0.003),
         functools.partial(diloco, H=7, inner=(RMSprop, {"lr": 0.003}), outer=(SGD, {"lr": 0.8})),
+    ),
+    "diloco-restarts-adamw-cosine": Case(
+        lambda: DiLoCoStrategy("adamw", H=4, lr=0.01, restart=3, warmup_steps=WARMUP, cosine_anneal=True),
+        functools.partial(diloco, H=4, restart=3, inner=(AdamW, {"lr": 0.01}), schedule=warm_cosine),
+    ),
+    "sign-momentum-adamw-clipped-cosine": Case(
+        lambda: DSMStrategy("adamw", H=4, lr=0.01, max_norm=0.3, warmup_steps=WARMUP, cosine_anneal=True),
+        functools.partial(sign_momentum, H=4, inner=(AdamW, {"lr": 0.01}), max_norm=0.3, schedule=warm_cosine),
+    ),
+    "sign-momentum-of-momentum": Case(
+        lambda: DSMStrategy(
+            OptimSpec(SGD, lr=0.05, momentum=0.9), 3, outer_lr=0.5, betas=(0.8, 0.9), weight_decay=0.0,
+            lr_scheduler=lambda step: 0.97**step,
+        ),
+        functools.partial(
+            sign_momentum, H=3, outer_lr=0.5, betas=(0.8, 0.9), weight_decay=0.0,
+            inner=(SGD, {"lr": 0.05, "momentum": 0.9}), schedule=lambda step: 0.97**step,
+        ),
     ),
     "streaming-adamw-clipped-cosine": Case(
         lambda: StreamingDiLoCoStrategy(

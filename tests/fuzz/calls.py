@@ -44,6 +44,8 @@ from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import State
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
+    MLA,
+    QSR,
     AsyncStrategy,
     Average,
     AveragingCommunicator,
@@ -563,6 +565,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.strategy.Corrupted": {"nodes": lambda: [0]},
     "vecgym.strategy.Sparse": {"selector": lambda: RandomSelector(0.5)},
     "vecgym.strategy.SyncWeight": {"weights": lambda: torch.ones(STEPS), "number": lambda: 0},
+    "vecgym.strategy.When.following": {"inner": lambda: _sgd(), "unit": lambda: 1},
     "vecgym.strategy.When.made": {"number": lambda: 0},
     "vecgym.strategy.ScheduledSelector": {"H": lambda: 2},
     "vecgym.collectives.topology.random_islands": {"nodes": lambda: [0, 1, 2, 3]},
@@ -653,7 +656,7 @@ VALUES_OF |= {
 _SERVED: dict[str, Callable[[], Any]] = {
     "num_updates": lambda: 4, "params": _theta, "movement": _theta, "update": lambda: 0,
 }  # fmt: skip
-for _server in (DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer):
+for _server in (DelayedNesterov, FedBuff, HeLoCo, MLA, OuterOptimizer):
     VALUES_OF[f"vecgym.strategy.{_server.__name__}"] = {
         **_SERVED,
         "state": functools.partial(_state_of_server, _server),
@@ -672,6 +675,14 @@ VALUES_OF |= {
         "state": functools.partial(_state_of_server, OuterOptimizer),
     },
     "vecgym.strategy.RoundsOf": {"H": lambda: lambda step: 1},
+    "vecgym.strategy.LateWindow": {"start": lambda: 1},
+    "vecgym.strategy.QSR": {
+        "alpha": lambda: 0.1,
+        "lr": lambda: lambda step: 0.1,
+        "max_steps": lambda: STEPS,
+        "inner": lambda: _sgd(),
+        "unit": lambda: 1,
+    },
     "vecgym.strategy.GPAStrategy": {"optimizer": lambda: {"z": tree_of_nodes()}},
     "vecgym.OptimSpec.at_each": {"by_count": lambda: lambda of_step: of_step(0)},
     "vecgym.clock.Compute.drawn": {"node": lambda: 0, "block": lambda: 0},
@@ -699,6 +710,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.compat.diloco_sim.DilocoSimulator": simulator,
     "vecgym.compat.diloco_sim.DilocoSimulatorConfig": config,
     "vecgym.strategy.Average": Mean,
+    "vecgym.strategy.QSR": lambda: QSR(0.1, 1, lambda step: 0.1, max_steps=STEPS),
     "vecgym.strategy.When": lambda: Rounds(1),
     "vecgym.strategy.Selector": lambda: RandomSelector(0.5),
     "vecgym.strategy.Strategy": strategy,

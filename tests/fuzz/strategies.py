@@ -14,6 +14,7 @@ from vecgym import OptimSpec
 from vecgym.compress import PowerSGD, RandomK
 from vecgym.strategy import (
     EF21,
+    MLA,
     ADPSGDStrategy,
     AsyncStrategy,
     AveragingCommunicator,
@@ -93,7 +94,7 @@ NAMED = {
     "gradient-tracking", "exact-diffusion", "qgm", "sgp", "choco", "relaysum", "matcha",
 }  # fmt: skip
 RESTING = {"fedavg-participation", "palsgd"}
-CHOOSY = {"demo", "diloco-topk", "sparseloco", "streaming-4-bits", "choco"}
+CHOOSY = {"demo", "dsm", "diloco-topk", "sparseloco", "streaming-4-bits", "choco"}
 
 KINDS: dict[str, Kind] = {
     name: Kind(
@@ -114,6 +115,7 @@ KINDS: dict[str, Kind] = {
     "diloco-sign": Kind(plain(DiLoCoStrategy, compression="sign"), choosy=True),
     "diloco-randomk": Kind(plain(DiLoCoStrategy, compression=RandomK(0.3))),
     "diloco-powersgd": Kind(plain(DiLoCoStrategy, compression=PowerSGD(1))),
+    "diloco-restarts": Kind(plain(DiLoCoStrategy, restart=2)),
     "diloco-heloco": Kind(plain(DiLoCoStrategy, correction="heloco"), choosy=True),
     "diloco-median-norm": Kind(plain(DiLoCoStrategy, correction="median_norm"), choosy=True),
     "diloco-late": Kind(composed(lambda H, p: Exchange(Outer(Mean(), nesterov()), every=H, delay=1, late="change"))),
@@ -159,6 +161,7 @@ KINDS: dict[str, Kind] = {
     ),
     "async-delayed": Late(lambda H, p, **inner: AsyncStrategy(server=DelayedNesterov(0.3, 0.8, 2), H=H, **inner)),
     "async-fedbuff": Late(lambda H, p, **inner: AsyncStrategy(server=FedBuff(2, lr=0.7), H=H, **inner)),
+    "async-mla": Late(lambda H, p, **inner: AsyncStrategy(server=MLA(0.3, 0.8), H=H, **inner)),
     "async-heloco": Late(lambda H, p, **inner: AsyncStrategy(server=HeLoCo(0.3, 0.8), H=H, **inner), choosy=True),
     "halos": Late(lambda H, p, **inner: HALoSStrategy(regions=2, local_updates=2, H=H, **inner), nameless=False),
     "ad-psgd": Late(lambda H, p, **inner: ADPSGDStrategy(**inner), nameless=False),

@@ -180,6 +180,37 @@ class DelayedNesterov:
         return True
 
 
+class MLA:
+    """Momentum look-ahead (PanocularAI/panofabric-engine, mla.py): the momentum is a mean of movements.
+
+    An update, with G the movement or, of a buffer, the mean of the movements:
+        m <- mu m + (1 - mu) G;  theta <- theta - eta (mu m + G)
+    """
+
+    def __init__(self, lr: float, momentum: float, buffer: int = 1) -> None:
+        self.lr, self.momentum, self.buffer = lr, momentum, buffer
+        self.held: list[Params] = []
+
+    def start(self, theta: Params) -> None:
+        self.theta = theta
+        self.m = {name: torch.zeros_like(param) for name, param in theta.items()}
+
+    def sent(self) -> Params:
+        return self.theta
+
+    def receive(self, Delta: Params, weight: float) -> bool:
+        self.held.append({name: weight * Delta[name] for name in self.theta})
+        if len(self.held) < self.buffer:
+            return False
+        for name, param in self.theta.items():
+            G = common.mean([movement[name] for movement in self.held])
+            self.m[name] = self.momentum * self.m[name] + (1 - self.momentum) * G
+            param -= self.lr * self.momentum * self.m[name]
+            param -= self.lr * G
+        self.held = []
+        return True
+
+
 class HeLoCo:
     """HeLoCo (arXiv 2606.00271, as PanocularAI/panofabric-engine has it): corrected movements, a damped momentum.
 
@@ -238,7 +269,7 @@ def heloco_correction(Delta: Tensor, m: Tensor) -> Tensor:
     return size * direction / direction.norm()
 
 
-Server = OuterOptimizer | DelayedNesterov | HeLoCo
+Server = OuterOptimizer | DelayedNesterov | HeLoCo | MLA
 
 
 # ------------------------------------------------------------------------------------------------------------ network

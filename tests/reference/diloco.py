@@ -11,6 +11,8 @@
 The inner optimizers' state stays local and is kept across rounds, as in the paper. The outer optimizer is
 SGD with Nesterov momentum as torch defines it: m <- mu m + Delta, theta <- theta - eta (Delta + mu m).
 
+`restart` = S: after every S outer steps m = 0, and nothing else changes (arXiv 2605.28585).
+
 `correct` gets what each node has moved, Delta_i, and the outer momentum m, and gives what is averaged: `heloco` (arXiv
 2606.00271) and `median_norm` (arXiv 2603.08163) below.
 """
@@ -38,6 +40,7 @@ def diloco(
     max_norm: float | None = None,
     schedule: Schedule | None = None,
     correct: Callable[[list[dict[str, Tensor]], dict[str, Tensor]], list[dict[str, Tensor]]] | None = None,
+    restart: int | None = None,
 ) -> Result:
     models = common.copy_model(model, num_nodes)
     optimizers = common.make_optimizers(models, inner)
@@ -65,6 +68,10 @@ def diloco(
                 Delta = common.mean([Delta_i[name] for Delta_i in moved])
                 outer_param.grad = Delta
             outer_optimizer.step()
+            outer_steps = (step + 1) // H
+            if restart is not None and outer_steps % restart == 0:
+                for outer_param in theta_outer.values():
+                    outer_optimizer.state[outer_param]["momentum_buffer"].zero_()
             with torch.no_grad():
                 for theta in thetas:
                     for name, outer_param in theta_outer.items():

@@ -120,7 +120,7 @@ def own_settings(x: object, **instead: Any) -> list[str]:
     for name, parameter in inspect.signature(type(x)).parameters.items():
         if name not in values or parameter.kind is parameter.VAR_KEYWORD:
             continue
-        if parameter.default is parameter.empty:
+        if parameter.default is parameter.empty and parameter.kind is not parameter.KEYWORD_ONLY:
             parts.append(_text(values[name]))
         elif not same(values[name], parameter.default):
             parts.append(f"{name}={_text(values[name])}")

@@ -48,7 +48,8 @@ outer optimizer.
 | `OuterOptimizer(spec)` | any optimizer, with the mean movement of `buffer` arrivals as its gradient | the optimizer's |
 | `DelayedNesterov(lr, momentum, buffer, c)` | momentum moves with every N-th arrival; in between the server follows each movement | 2 |
 | `FedBuff(buffer, lr)` | the mean of M arrivals, weighted (1 + s)^(-1/2) | 0 |
-| `HeLoCo(lr, momentum)` | momentum, a mean of past movements, on movements that are turned where they point against it; nodes begin where it leads | 1 |
+| `MLA(lr, momentum)` | momentum, a mean of past movements, added to each of them | 1 |
+| `HeLoCo(lr, momentum)` | the same with movements that are turned where they point against the momentum; nodes begin where it leads | 1 |
 
 An update at every arrival with momentum adds up: rates that suit DiLoCo are about K times too large for
 `OuterOptimizer` with `buffer=1`. A server of your own is a subclass of `vecgym.strategy.Server` with one method, `update(params, movement, state, update)`.

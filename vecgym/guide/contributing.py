@@ -43,7 +43,7 @@ the state, its method changes them, and they are put back:
 
 | module | holds |
 |---|---|
-| `when` | `When`, with `Rounds`, `RoundsOf` and `SyncWeight`: the steps after which something is due |
+| `when` | `When`, with `Rounds`, `RoundsOf`, `QSR` and `SyncWeight`: the steps after which something is due |
 | `timetable` | `Event`, `Mark`, `Lockstep`: who trains, who meets, who returns, and at which of their own counts; `Scheduled`, `Waves`: events of nodes that do not wait, with `train` where a result is first needed |
 | `events` | when nodes meet a server that does not wait: `Rules`, messages on links, one agenda for all of it |
 | `state` | `State`: what is each node's `own` and what is `shared`; `StateView`, and how they are put back |

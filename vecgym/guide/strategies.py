@@ -36,6 +36,7 @@ code goes to each of the others.
 | ... with `compression="topk"`, `"int8"` and others | the movements, compressed, with error feedback | N times the code's / H |
 | ... with `correction="heloco"` or `"median_norm"` | the movements, turned where they point against the momentum, or shrunk to the median norm | AR / H |
 | `EDiTStrategy` | the same, with a small weight for large movements, none for anomalies, and a clip | AR / H |
+| `DSMStrategy` | a step by the sign of a momentum of the nodes' mean movement, every H steps | AR / H |
 | `LocalAdamStrategy` | the means of the parameters and of Adam's two moments, every H steps | 3 AR / H |
 | `DESLOCStrategy` | the same, at different periods, H, Hu = 3 H and Hv = 6 H | 1.5 AR / H |
 | `MuLoCoStrategy` | DiLoCo with Muon for hidden matrices and AdamW for all else | AR / H |
@@ -57,7 +58,7 @@ code goes to each of the others.
 | `SGPStrategy` | shares of the parameters and of a weight, along directed links: push-sum | out-degree · b · P |
 | `CHOCOStrategy` | codes of the parameters' distance to an estimate that the neighbours have | degree times the code's |
 | `DeMoStrategy` | the k strongest cosine components of each chunk of a local momentum, every step; the sign of their mean is the update | N k · (8 + b) per chunk |
-| `AsyncStrategy` | each node's movement, at its own time: a server handles it when it arrives, as `OuterOptimizer`, `DelayedNesterov`, `FedBuff` or `HeLoCo`; `dylu`, grace, staleness, `delay_threshold` | b · P / H, and as many received |
+| `AsyncStrategy` | each node's movement, at its own time: a server handles it when it arrives, as `OuterOptimizer`, `DelayedNesterov`, `FedBuff`, `MLA` or `HeLoCo`; `dylu`, grace, staleness, `delay_threshold` | b · P / H, and as many received |
 | `HALoSStrategy` | the same with a server in each region, and a global one | b · P / H |
 | `DecoupledDiLoCoStrategy` | fragments of the model, at each node's own time: a server merges each when a quorum has sent it | b · P / H |
 | `ADPSGDStrategy` | the mean with one random neighbour, after each step of a node | 2 b · P |
@@ -155,7 +156,9 @@ its source was compared by eye. Defaults named *ours* have no source: choose the
 | `DiLoCoStrategy` | 2311.08105 | torchft, EXO Gym, diloco-sim: read | outer optimizer the paper; H = 100 ours |
 | ... with `correction="heloco"` | as `HeLoCo`, for nodes that wait: ours | as `HeLoCo` | as `HeLoCo` |
 | ... with `correction="median_norm"` | the code; 2603.08163 | tplr-ai/templar: numbers | no default |
+| ... with `restart=S` | 2605.28585 | none was found | no default; S = 3 in the paper's figures |
 | `EDiTStrategy` | the code; 2412.07210 | intelligent-machine-learning/atorch: read | the code; outer optimizer its docs; H ours |
+| `DSMStrategy` | 2411.17866 | shuhuayu/dist-sign-momentum: read | the code; H its examples |
 | `LocalAdamStrategy` | 2409.13155 | none | ours |
 | `DESLOCStrategy` | 2505.22549 | none | Hu, Hv the paper; H ours |
 | `MuLoCoStrategy` | the code; 2505.23725 | bentherien/muloco-1: numbers; facebookresearch/MuLoCo: read | outer optimizer and H the paper, momentum the code; lr, adamw_lr, weight decay, AdamW's betas and which tensors are matrices ours |
@@ -179,6 +182,7 @@ its source was compared by eye. Defaults named *ours* have no source: choose the
 | ... with `delay_threshold` | 2501.16168 | a simulator of the authors: read | no default |
 | ... with `DelayedNesterov` | 2401.09135, algorithm 3 | utnslab/halos: numbers, within HALoS | lr and momentum DiLoCo's; buffer and c the paper |
 | ... with `FedBuff` | 2106.06639 | facebookresearch/FLSim: read; it sums the buffer, so its lr is ours / `buffer`, and divides the weights by that of the usual staleness | buffer the paper and FLSim's example; lr = 1 ours (FLSim's 0.001, its example's 0.7) |
+| ... with `MLA` | the code; openreview 4O8nzTkHPI | PanocularAI/panofabric-engine: read | the code |
 | ... with `HeLoCo` | the code; 2606.00271 | PanocularAI/panofabric-engine: numbers | the code and its example: lr 0.7, momentum 0.9, rho 1 / sqrt(K) |
 | `HALoSStrategy` | 2506.04531 | utnslab/halos: numbers | the code's script |
 | `ADPSGDStrategy` | 1710.06952 | none | ours |
@@ -202,6 +206,14 @@ Algorithms that are settings of these strategies (a test has each, written out i
 | post-local SGD (1808.07217) | `FedAvgStrategy("sgd", H=lambda step: 1 if step < switch else H)` |
 
 H may be a function wherever a strategy has one: it is given the step at which a round begins, and gives the round's steps.
+It may also be an object of a class below, under "when": `QSR` sees the learning rate, by itself that of the strategy:
+
+>>> from vecgym.strategy import QSR
+>>> strategy = DiLoCoStrategy("adamw", H=QSR(alpha=5e-3, H=2, max_steps=20), lr=3e-3, lr_scheduler="cosine")
+>>> averaged = trainer.fit(strategy, num_nodes=8, max_steps=20)
+>>> [transfer.step for transfer in trainer.ledger]
+[1, 3, 6, 10, 19]
+
 An object of this class is a code of half precision:
 
 >>> from vecgym.compress import Codec
@@ -226,7 +238,7 @@ act in the order of the list:
 | how nodes agree on a value | `Mean` (with islands, weights), `ServerMean`, `Mix` (a topology), `Robust` (a median, Krum, centred clipping and other rules that liars cannot move far), `MostMoved` (each node's own choice of coordinates), `NoLoCo` (in pairs), `StrongestCosines` (DeMo's) |
 | ... and around one of these | `Outer` (a step of an outer optimizer on the movements), `Eager` (the same, a round late), `Sparse` (some coordinates), `Compressed` (codes, with error feedback, its decay and momentum), `EF21` (codes of what has changed), `Corrupted` (some nodes lie, by a named attack or your own), `Private` (clipped, with noise), `MovementPenalty` (large movements weigh less; anomalies are left out) |
 | on what | `of="parameters"`, `"gradients"`, `"moments"` (of the inner optimizer), or one of its slots, such as `"exp_avg"` |
-| when | `every=` a number of steps, a function that gives the length of each round, or `Rounds`, `RoundsOf`, or weights that can be differentiated (`SyncWeight`) |
+| when | `every=` a number of steps, a function that gives the length of each round, or `Rounds`, `RoundsOf`, `LateWindow` (only in the last part of the run), `QSR` (longer rounds at lower learning rates), or weights that can be differentiated (`SyncWeight`) |
 | how late | `delay=` steps; `late="value"` overwrites the nodes' values with the result, `late="change"` adds the change; a `SyncWeight` applies either in part |
 | which part | `fragments=` cuts the model into parts that are exchanged at different steps of a round; `private=` names layers that stay at home |
 | who | `participation=` a fraction of the nodes in each round; `resting=`, the rule for the others; `lost=`, the probability that a message is lost |

@@ -19,8 +19,9 @@ from torch import Tensor
 from vecgym.core import check
 from vecgym.core.devices import readable
 from vecgym.core.errors import warn
-from vecgym.core.objects import altered
+from vecgym.core.objects import Settings, altered, shown
 from vecgym.core.tree import differentiated
+from vecgym.optim import Optimizer
 
 
 class When(ABC):
@@ -67,6 +68,14 @@ class When(ABC):
     def in_units(self, n: int) -> When:
         """Return the same schedule in units of n steps."""
         return self if n == 1 else InUnits(self, n)
+
+    def following(self, inner: Optimizer, unit: int) -> When:
+        """Return the schedule for a strategy with this inner optimizer, whose rates it may see; see `QSR`.
+
+        Args:
+            unit: the steps in which the schedule counts.
+        """
+        return self
 
     def check(self, max_steps: int, who: object = "the exchange") -> None:
         """Raise a ValueError, or warn, if this does not fit a run of `max_steps` steps."""
@@ -120,7 +129,8 @@ class Rounds(When):
 
     def part(self, index: int, num_parts: int) -> Rounds:
         """Return the rounds of one fragment; fragments take turns within a round."""
-        return Rounds(self.H, max(1, (index + 1) * self.H // num_parts))
+        begin = max(0, self.offset - self.H)  # of the first round
+        return Rounds(self.H, begin + max(1, (index + 1) * self.H // num_parts))
 
     @property
     def plain(self) -> Any:
@@ -133,6 +143,31 @@ class Rounds(When):
 
     def __repr__(self) -> str:
         return str(self.H) if self._usual else f"Rounds({self.H}, offset={self.offset})"
+
+
+class LateWindow(Rounds):
+    """Every H steps in the last part of a run: the first round begins at step `start`, and before it nothing is due.
+
+    With `start` = T - H of a run of T steps there is one exchange, at the end.
+
+    Args:
+        H: optimizer steps between two exchanges.
+        start: the steps before the window, 0 or more; with 0 it is `Rounds(H)`.
+
+    Raises:
+        ValueError: for H < 1 or start < 0.
+
+    >>> window = LateWindow(2, start=5)
+    >>> [step for step in range(12) if window.due(step)], window.count(8)
+    ([6, 8, 10], 1)
+    """
+
+    def __init__(self, H: int, start: int) -> None:
+        self.start = check.integer("start", start, 0, "the steps before the first round begins")
+        super().__init__(H, self.start + check_interval("H", H))
+
+    def __repr__(self) -> str:
+        return f"LateWindow({self.H}, start={self.start})"
 
 
 class RoundsOf(When):
@@ -192,11 +227,14 @@ class RoundsOf(When):
         ends = self._ends
         while not ends or ends[-1] <= step:
             begin = ends[-1] if ends else 0
-            length = check_interval(f"{self._name}({begin})", check.called(self._name, self.function, begin))
-            ends.append(begin + length)
+            ends.append(begin + self._length(begin))
         number = bisect_right(ends, step)
         begin = ends[number - 1] if number else 0
         return number, begin, ends[number] - begin
+
+    def _length(self, begin: int) -> int:
+        """Return the steps of the round that begins at this step."""
+        return check_interval(f"{self._name}({begin})", check.called(self._name, self.function, begin))
 
     def check(self, max_steps: int, who: object = "the exchange") -> None:
         self._round(max_steps)
@@ -206,6 +244,95 @@ class RoundsOf(When):
 
     def __repr__(self) -> str:
         return f"RoundsOf({getattr(self.function, '__name__', repr(self.function))})"
+
+
+class QSR(RoundsOf, Settings):
+    """The quadratic synchronisation rule: the smaller the learning rate, the longer the rounds.
+
+    A round that begins at step t has max(H, floor((alpha / lr_t)^power)) steps, with lr_t the rate of its first step,
+    but at most as many as are left of T, so that the nodes exchange at the end. In the warm-up, and with alpha = 0,
+    rounds have H steps.
+
+    Args:
+        alpha: >= 0; rounds are longer than H at rates below about alpha / H^(1 / power).
+        H: the steps of the shortest rounds.
+        lr: the rate: a function of the step, counted from 0, or `[T]`, one for each step. None: that of the inner
+            optimizer of the strategy with the exchange, schedule included.
+        max_steps: T, the steps of the run; a shorter run ends within the schedule.
+        warmup_steps: the steps in which a small rate does not mean a long round; with `lr` = None and 0, those of the
+            strategy.
+        power: 2; 1 and 3 are the linear and the cubic rule.
+
+    Raises:
+        TypeError, ValueError: for numbers outside these ranges; at `check` for a rate that is not one number > 0, and
+            for a run of more than T steps.
+
+    >>> when = QSR(alpha=0.2, H=2, lr=lambda step: 0.1 if step < 4 else 0.04, max_steps=40)
+    >>> [step for step in range(40) if when.due(step)], when.gap(3)
+    ([3, 28, 39], 25)
+    >>> from vecgym.optim import OptimSpec
+    >>> inner = Optimizer(OptimSpec("sgd", lr=0.1), lr_scheduler="cosine", warmup_steps=4)  # a strategy's
+    >>> when = QSR(alpha=0.1, H=4, max_steps=40).following(inner, unit=1)
+    >>> [step for step in range(40) if when.due(step)]
+    [3, 7, 11, 15, 19, 23, 27, 36, 39]
+
+    Reference: Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", arXiv 2310.14423, and
+    github.com/hmgxr128/QSR, localopt.py, whose default power is 1. Deviations: the program may give the warm-up rounds
+    of another length than H, `init_h`; a rate of 0, by which it would divide, is refused before the run.
+    """
+
+    def __init__(
+        self, alpha: float, H: int = 1, lr: Callable[[int], Any] | Tensor | Sequence[float] | None = None, *,
+        max_steps: int, warmup_steps: int = 0, power: float = 2,
+    ) -> None:  # fmt: skip
+        self.alpha = check.number("alpha", alpha, "[0, inf)", "rounds grow at rates below alpha / H^(1 / power)")
+        self.H, self.max_steps = check_interval("H", H), check.integer("max_steps", max_steps, what="steps of the run")
+        self.warmup_steps = check.integer("warmup_steps", warmup_steps, 0, "steps in which rounds have H")
+        self.power = check.number("power", power, "(0, inf)", "of alpha / lr, such as 2")
+        self.lr: Any = lr if lr is None or callable(lr) else _rates(lr, max_steps)
+        self.share, self._name, self._unit, self._ends = (1, 1), "H", 1, []
+
+    @property
+    def plain(self) -> Any:
+        return self
+
+    def following(self, inner: Optimizer, unit: int) -> When:
+        if self.lr is not None:
+            return self
+        warmup_steps = self.warmup_steps or -(-inner.warmup_steps // unit)
+        return altered(self, lr=inner, warmup_steps=warmup_steps, _unit=unit, _ends=[])
+
+    def _length(self, begin: int) -> int:
+        left = self.max_steps - begin
+        if begin < self.warmup_steps or self.alpha == 0 or left <= 0:
+            return self.H if left > 0 else 1
+        ratio = self.alpha / self._rate(begin)
+        longest = ratio >= (left + 1) ** (1 / self.power)  # the power of a large ratio may be no number
+        return left if longest else min(max(self.H, int(ratio**self.power)), left)
+
+    def _rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        if isinstance(self.lr, Optimizer):
+            rate = self.lr.lr(step * self._unit, self.max_steps * self._unit)
+        elif self.lr is None:
+            raise ValueError(f"{self!r} has no learning rate: give it to a strategy's exchange, or give lr.")
+        else:
+            rate = check.called("lr", self.lr, step) if callable(self.lr) else self.lr[step]
+        if isinstance(rate, Tensor) and rate.numel() == 1:
+            with readable():
+                rate = float(rate.detach())
+        return check.number(f"lr({step})", rate, "(0, inf)", "one learning rate for all nodes; or give warmup_steps")
+
+    def check(self, max_steps: int, who: object = "the exchange") -> None:
+        if max_steps > self.max_steps:
+            raise ValueError(
+                f"{self!r} has the rounds of {self.max_steps} steps, and the run has {max_steps}: give "
+                f"max_steps={max_steps}."
+            )
+        super().check(max_steps, who)
+
+    def __repr__(self) -> str:
+        return shown(self, lr=None if isinstance(self.lr, Optimizer) else self.lr)
 
 
 class InUnits(When):
@@ -335,6 +462,16 @@ def rounds_or_weights(H: Any, weights: Tensor | Sequence[float] | SyncWeight | N
     if not (check.is_integer(H) and usual == H):
         raise ValueError(f"H={H} and sync_weight both say when the nodes exchange: leave H out.")
     return weights if isinstance(weights, SyncWeight) else SyncWeight(weights)
+
+
+def _rates(rates: Any, max_steps: int) -> Tensor:
+    """Return learning rates as `[T]`, float64."""
+    allowed = "a function of the step, [T] numbers, one for each step of the run, or None"
+    check.has_values("lr", rates)
+    found = rates.detach().double() if isinstance(rates, Tensor) else torch.from_numpy(check.real("lr", rates, allowed))
+    if found.dim() != 1 or len(found) < max_steps:
+        raise ValueError(f"lr has shape {list(found.shape)}, and max_steps={max_steps}: give {allowed}.")
+    return found
 
 
 def _checked(weights: Any) -> Tensor:

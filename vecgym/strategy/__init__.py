@@ -2,19 +2,20 @@
 
 - Algorithms: AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, StreamingDiLoCoStrategy,
   EagerDiLoCoStrategy, SPARTAStrategy, SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy, NoLoCoStrategy,
-  LocalAdamStrategy, DESLOCStrategy, MuLoCoStrategy, GPAStrategy, PALSGDStrategy, SparseLoCoStrategy, EDiTStrategy
+  LocalAdamStrategy, DESLOCStrategy, MuLoCoStrategy, GPAStrategy, PALSGDStrategy, SparseLoCoStrategy, DSMStrategy,
+  EDiTStrategy
 - Decentralised, besides GossipStrategy: GradientTrackingStrategy, D2Strategy, ExactDiffusionStrategy, and in trees
   RelaySumStrategy, which reach the optimum of unlike data; QGMStrategy, with a momentum; SGPStrategy, in directed
   graphs; CHOCOStrategy, with codes; MATCHAStrategy, along random matchings
 - Federated, besides FedAvgStrategy: SCAFFOLDStrategy, whose clients with unlike data reach the optimum
-- Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
+- Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo, MLA;
   HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
   DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
 - Your own: Strategy(inner_optim, [Exchange(...), ...]), the base of all, whose methods handle the events of a run;
   CommunicateOptimizeStrategy, the same under EXO Gym's name; RankStrategy, whose `step` runs on one rank and
   calls all_reduce, broadcast, all_gather
-- Exchanges: Exchange(how, every, of, delay, ...): how, when (Rounds, RoundsOf or SyncWeight; When, the base) and on
-  which values the nodes agree; every(n, exchange): in units of n steps; AveragingCommunicator and
+- Exchanges: Exchange(how, every, of, delay, ...): how, when (Rounds, RoundsOf, LateWindow, QSR, SyncWeight; When, the
+  base) and on which values the nodes agree; every(n, exchange): in units of n steps; AveragingCommunicator and
   SparseCommunicator make one
 - Averages: Average, the base, with a Memory: Mean, ServerMean, Mix, Robust, MostMoved, NoLoCo, StrongestCosines;
   Compressed and EF21, of codes. Stages around an average: Stage, the base; Outer, Eager, Sparse, Corrupted, Private,
@@ -30,7 +31,7 @@ participation=0.5))
 """
 
 from vecgym.optim import OptimSpec
-from vecgym.simulation.when import Rounds, RoundsOf, SyncWeight, When
+from vecgym.simulation.when import QSR, LateWindow, Rounds, RoundsOf, SyncWeight, When
 from vecgym.strategy.allreduce import AllReduceStrategy, GPAStrategy, SimpleReduceStrategy
 from vecgym.strategy.asynchronous import AsyncStrategy
 from vecgym.strategy.averages import (
@@ -74,7 +75,8 @@ from vecgym.strategy.local_steps import (
 from vecgym.strategy.penalty import EDiTStrategy, MovementPenalty
 from vecgym.strategy.per_rank import RankStrategy, all_gather, all_reduce, broadcast
 from vecgym.strategy.robust import Corrupted, Robust
-from vecgym.strategy.servers import DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer, Server
+from vecgym.strategy.servers import MLA, DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer, Server
+from vecgym.strategy.sign_momentum import DSMStrategy
 from vecgym.strategy.sparta import (
     MostMoved,
     PartitionedSelector,
@@ -90,17 +92,16 @@ from vecgym.strategy.sparta import (
 from vecgym.strategy.stages import Average, Memory, Stage
 
 __all__ = [
-    "EF21", "ADPSGDStrategy", "AllReduceStrategy", "AsyncStrategy", "Average", "AveragingCommunicator", "CHOCOStrategy",
-    "CommunicateOptimizeStrategy", "Compressed", "Corrupted", "D2Strategy", "DESLOCStrategy", "DeMoStrategy",
-    "DecoupledDiLoCoStrategy", "DelayedNesterov", "DiLoCoStrategy", "EDiTStrategy", "Eager", "EagerDiLoCoStrategy",
-    "ExactDiffusionStrategy", "Exchange", "FedAvgStrategy", "FedBuff", "GPAStrategy", "GossipStrategy",
-    "GradientTrackingStrategy", "HALoSStrategy", "HeLoCo", "LocalAdamStrategy", "MATCHAStrategy", "Mean", "Memory",
-    "Mix", "MostMoved", "MovementPenalty", "MuLoCoStrategy", "NoLoCo", "NoLoCoStrategy", "OptimSpec",
-    "Outer", "OuterOptimizer",
-    "PALSGDStrategy", "PartitionedSelector", "Private", "QGMStrategy", "RandomSelector", "RankStrategy",
-    "RelaySumStrategy", "Robust", "Rounds", "RoundsOf", "SCAFFOLDStrategy", "SGPStrategy", "SPARTADiLoCoStrategy",
-    "SPARTAStrategy", "ScheduledSelector", "Selector", "Server", "ServerMean", "ServerOptimizer",
-    "ShuffledSequentialSelector", "SimpleReduceStrategy", "Sparse", "SparseCommunicator", "SparseLoCoStrategy", "Stage",
-    "Strategy", "StreamingDiLoCoStrategy", "StrongestCosines", "SyncWeight", "When", "all_gather", "all_reduce",
-    "broadcast", "every",
+    "EF21", "MLA", "QSR", "ADPSGDStrategy", "AllReduceStrategy", "AsyncStrategy", "Average", "AveragingCommunicator",
+    "CHOCOStrategy", "CommunicateOptimizeStrategy", "Compressed", "Corrupted", "D2Strategy", "DESLOCStrategy",
+    "DSMStrategy", "DeMoStrategy", "DecoupledDiLoCoStrategy", "DelayedNesterov", "DiLoCoStrategy", "EDiTStrategy",
+    "Eager", "EagerDiLoCoStrategy", "ExactDiffusionStrategy", "Exchange", "FedAvgStrategy", "FedBuff", "GPAStrategy",
+    "GossipStrategy", "GradientTrackingStrategy", "HALoSStrategy", "HeLoCo", "LateWindow", "LocalAdamStrategy",
+    "MATCHAStrategy", "Mean", "Memory", "Mix", "MostMoved", "MovementPenalty", "MuLoCoStrategy", "NoLoCo",
+    "NoLoCoStrategy", "OptimSpec", "Outer", "OuterOptimizer", "PALSGDStrategy", "PartitionedSelector", "Private",
+    "QGMStrategy", "RandomSelector", "RankStrategy", "RelaySumStrategy", "Robust", "Rounds", "RoundsOf",
+    "SCAFFOLDStrategy", "SGPStrategy", "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScheduledSelector", "Selector",
+    "Server", "ServerMean", "ServerOptimizer", "ShuffledSequentialSelector", "SimpleReduceStrategy", "Sparse",
+    "SparseCommunicator", "SparseLoCoStrategy", "Stage", "Strategy", "StreamingDiLoCoStrategy", "StrongestCosines",
+    "SyncWeight", "When", "all_gather", "all_reduce", "broadcast", "every",
 ]  # fmt: skip

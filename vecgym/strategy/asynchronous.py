@@ -191,8 +191,8 @@ class AsyncStrategy(InRounds, batched=(), random=False):
 
     Args:
         inner_optim: the local optimizer, AdamW when not given.
-        server: an `OuterOptimizer`, `DelayedNesterov`, `FedBuff` or `HeLoCo`, or a `Server` of your own; DiLoCo's SGD
-            when not given.
+        server: an `OuterOptimizer`, `DelayedNesterov`, `FedBuff`, `MLA` or `HeLoCo`, or a `Server` of your own; the
+            SGD of DiLoCo when not given.
         H: local steps per round.
         buffer: M.
         max_wait: seconds. A node that arrives while no node waits opens a window; nodes that arrive in it wait, and

@@ -256,10 +256,12 @@ class Outer(Stage):
         correct: a correction of the movements before they are averaged: "heloco" turns those that point against the
             outer momentum; "median_norm" shrinks each tensor of a node's movement to the median of the nodes' norms; or
             a function of the movements, the outer optimizer's state and the `Part`; None: no correction.
+        restart: S: m <- 0 after every S outer steps; all else stays. With 1 each step is the first one's, SGD without
+            momentum at eta, or at (1 + mu) eta with nesterov. None: never.
 
     Raises:
-        ValueError: for an `inner` that has outer parameters, too; for "heloco" with another optimizer than SGD with
-            momentum and without dampening; for "median_norm" with an average that differs between nodes.
+        ValueError: for an `inner` that has outer parameters, too; for "heloco" and `restart` with another optimizer
+            than SGD with momentum and without dampening; for "median_norm" with an average that differs between nodes.
 
     >>> outer, part = Outer(Mean()), Part.alone(StackedCollectives(2))
     >>> memory = outer.memory({"w": torch.zeros(1)}, part)
@@ -272,11 +274,13 @@ class Outer(Stage):
     HeLoCo, arXiv 2606.00271, where a server that does not wait corrects each movement when it arrives: here all arrive
     together, and are averaged without a weight. The median norm: Covenant-72B, arXiv 2603.08163, and
     github.com/tplr-ai/templar, src/tplr/compress.py, which shrinks what it has decoded: here it is shrunk before.
+    Restarts: Topollai et al., "Outer-Momentum Restarting in High-Dimensional Two-Phase Optimization", arXiv 2605.28585,
+    with S = 3 in its figures. Its momentum is a mean: a rate nu there is eta = nu (1 - mu) here.
     """
 
     def __init__(
         self, inner: Average, optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None, *,
-        correct: str | Correction | None = None,
+        correct: str | Correction | None = None, restart: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(inner)
         self.optim = Optimizer(outer_spec(optim))
@@ -284,6 +288,7 @@ class Outer(Stage):
         self.correct = correct
         if correct is not None and not callable(correct):
             check.choice("correct", correct, CORRECTIONS, "a function, or None")
+        self.restart = check.optional_integer("restart", restart, what="outer steps with one momentum; None: all")
         self._check_inner()
         Stages(self).check_common()
 
@@ -294,6 +299,8 @@ class Outer(Stage):
                 raise ValueError(f"{name} around {inner!r}: one outer step within another. Give each its own exchange.")
         if self.correct == "heloco":
             momentum_of(self.optim.spec)
+        if self.restart is not None:
+            momentum_of(self.optim.spec, f"restart={self.restart}")
 
     def check_common(self, common: bool) -> None:
         if self.correct == "median_norm" and not common:
@@ -310,7 +317,11 @@ class Outer(Stage):
     def batched(self) -> tuple[str, ...] | None:  # type: ignore[override]
         rule = FORMULAS.get(self.optim.spec.cls)
         elementwise = rule is not None and not rule.of_matrices and self.optim.spec.param_groups is None
-        return () if elementwise and self.correct is None else None
+        return ("restart",) if elementwise and self.correct is None else None
+
+    @property
+    def partial(self) -> bool:  # type: ignore[override]
+        return self.restart is None
 
     @property
     def random(self) -> bool:  # type: ignore[override]
@@ -333,19 +344,26 @@ class Outer(Stage):
             return moved
         return _same_names("correct", self._correction(moved, memory.home["outer"], part), moved)
 
-    def receive(self, y: Tree, part: Part, memory: Memory) -> Tree:
+    def receive(self, y: Tree, part: Part, memory: Memory, lr: Any = None) -> Tree:
         home, optim, number, made = memory.home, self.optim, part.due.number, part.due.made
         if made is not None:  # a partial exchange advances the count by its weight; rates are indexed by exchange
             spec = optim.spec.at(number)
             optim = optim if spec is optim.spec else Optimizer(spec)
+        count = number if made is None else made
         before, still = (home["params"], home["outer"]), memory.notes.get("still")
         after = optim.step(
-            before[0], y if memory.common else part.wide(y), before[1], number if made is None else made,
+            before[0], y if memory.common else part.wide(y), before[1], count, lr,
             inplace=memory.inplace and still is None, nodes=None if memory.common or part.size > 1 else part.nodes,
             exact=part.exact,
         )  # fmt: skip
         after = after if still is None else tuple(_unless(still, *each) for each in zip(before, after))
         home["params"], home["outer"] = after
+        if self.restart is not None:
+            ends: Any = (count + 1) % self.restart == 0  # `[C]` if it differs between configurations
+            if isinstance(ends, Tensor):
+                home["outer"] = tree.map_leaves(lambda m: m.masked_fill(spread(ends, m) != 0, 0.0), home["outer"])
+            elif ends:
+                home["outer"] = tree.map_leaves(torch.zeros_like, home["outer"])
         return home["params"]
 
     def rate(self, number: int) -> Any:

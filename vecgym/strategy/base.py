@@ -166,7 +166,7 @@ class Strategy(LocalTraining, Steady, steady=True):
         self.inner = Optimizer(
             spec, max_norm=max_norm, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps, cosine_anneal=cosine_anneal
         )
-        self.exchanges = _numbered("exchanges", exchanges)
+        self.exchanges = tuple(exchange.following(self.inner) for exchange in _numbered("exchanges", exchanges))
         self._check_resting()
 
     def __init_subclass__(cls, batched: Any = UNSAID, random: Any = UNSAID, steady: Any = False) -> None:

@@ -38,6 +38,7 @@ from vecgym.strategy.local_steps import (
     SparseLoCoStrategy,
 )
 from vecgym.strategy.penalty import EDiTStrategy
+from vecgym.strategy.sign_momentum import DSMStrategy
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 
 
@@ -152,6 +153,7 @@ CATALOGUE: dict[str, Item] = {
     "sparseloco": Item(_sparseloco),
     "muloco": Item(_muloco, compared=True),
     "palsgd": Item(lambda knobs, **inner: PALSGDStrategy(p=0.3, **knobs.rounds, **inner), compared=True),
+    "dsm": Item(lambda knobs, **inner: DSMStrategy(H=knobs.H, **inner)),
     "noloco": Item(lambda knobs, **inner: NoLoCoStrategy(H=knobs.H, **inner), compared=True),
     "sparta": Item(lambda knobs, **inner: SPARTAStrategy(knobs.p, **inner), compared=True),
     "loscar": Item(lambda knobs, **inner: SPARTAStrategy(knobs.p, delay=2, correct_delay=True, **inner)),

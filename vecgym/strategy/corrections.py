@@ -92,8 +92,8 @@ def median_norm(moved: Tree, optimizer: Slots, part: Part) -> Tree:
 CORRECTIONS: dict[str, Correction] = {"heloco": heloco, "median_norm": median_norm}
 
 
-def momentum_of(optim: OptimSpec) -> Any:
-    """Return the momentum of an outer optimizer, which "heloco" needs.
+def momentum_of(optim: OptimSpec, what: str = 'correct="heloco"') -> Any:
+    """Return the momentum of an outer optimizer, which "heloco" and restarts need.
 
     >>> momentum_of(OptimSpec("sgd", lr=0.7, momentum=0.9))
     0.9
@@ -103,7 +103,7 @@ def momentum_of(optim: OptimSpec) -> Any:
     has_momentum = isinstance(momentum, Tensor) or momentum > 0
     if optim.cls is not torch.optim.SGD or hyper["dampening"] != 0 or not has_momentum:
         raise ValueError(
-            f'correct="heloco" needs the outer momentum, and {optim!r} has none, or dampens it: give SGD with '
+            f"{what} needs the outer momentum, and {optim!r} has none, or dampens it: give SGD with "
             'momentum, such as OptimSpec("sgd", lr=0.7, momentum=0.9, nesterov=True).'
         )
     return momentum

@@ -49,6 +49,7 @@ class DiLoCoStrategy(Strategy, steady=True):
         compression: the code of each node's movement, with error feedback: "topk", "int8", "qsgd" and the others of
             `Compressed`, or a codec of `vecgym.compress` such as `TopK(0.05)`; None: no code.
         correction: of the movements before they are averaged: "heloco", "median_norm", or a function; see `Outer`.
+        restart: S: the outer momentum is 0 again after every S outer steps (arXiv 2605.28585); see `Outer`.
         private: parameters that stay on their node, such as "head.*"; see `Exchange`.
         max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
 
@@ -67,14 +68,14 @@ class DiLoCoStrategy(Strategy, steady=True):
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None, inner_lr: float | Tensor | None = None,
         outer_lr: float | Tensor | None = None, average: Average | None = None,
         compression: str | Compressor | None = None, correction: str | Correction | None = None,
-        private: str | Sequence[str] = (), **inner: Unpack[InnerOptions],
+        restart: int | None = None, private: str | Sequence[str] = (), **inner: Unpack[InnerOptions],
     ) -> None:  # fmt: skip
         inner["lr"] = inner_rate(inner.get("lr"), inner_lr)
         average = Mean() if average is None else average
         if compression is not None:
             average = Compressed(average, compression, purpose="compress parameters")
         when = rounds_or_weights(H, sync_weight, usual=DEFAULT_H)
-        outer = Outer(average, outer_spec(outer_optim, outer_lr), correct=correction)
+        outer = Outer(average, outer_spec(outer_optim, outer_lr), correct=correction, restart=restart)
         super().__init__(inner_optim, [Exchange(outer, every=when, private=private)], **inner)
 
 
@@ -124,7 +125,7 @@ class EagerDiLoCoStrategy(Strategy, steady=True):
     def __init__(
         self, inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int | Callable[[int], int] = DEFAULT_H, *,
+        H: int | When | Callable[[int], int] = DEFAULT_H, *,
         inner_lr: float | Tensor | None = None, outer_lr: float | Tensor | None = None,
         compression: str | Compressor | None = None, **inner: Unpack[InnerOptions],
     ) -> None:  # fmt: skip
@@ -197,7 +198,7 @@ fragments=4))
     def __init__(
         self, inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int | Callable[[int], int] = DEFAULT_H, num_fragments: int | None = None, *,
+        H: int | When | Callable[[int], int] = DEFAULT_H, num_fragments: int | None = None, *,
         fragments: Fragments | None = None, pattern: Pattern = "strided", offsets: Sequence[int] | None = None,
         delay: int | Sequence[int] = 1, alpha: float | Tensor = 0.5, bits: int | str | None = None,
         inner_lr: float | Tensor | None = None, outer_lr: float | Tensor | None = None, **inner: Unpack[InnerOptions],

@@ -29,10 +29,11 @@ from vecgym.core import check, nodes, tree
 from vecgym.core.objects import Settings, altered, is_steady, shown
 from vecgym.core.tree import Tree
 from vecgym.optim.moments import moments_of, with_moment
+from vecgym.optim.optimizer import Optimizer
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.state import Labelled, check_values
 from vecgym.simulation.timetable import Due, Mark, RunFacts, Who
-from vecgym.simulation.when import Rounds, RoundsOf, SyncWeight, When, as_when
+from vecgym.simulation.when import LateWindow, Rounds, RoundsOf, SyncWeight, When, as_when
 from vecgym.strategy.delivery import Delivery, Message, Participation, blend, trees_of
 from vecgym.strategy.fragments import Fragments, Pattern, at_home, check_fragments, check_offsets, cut
 from vecgym.strategy.stages import Average, ExchangeFacts, Memory, Stages, chain, check_average, is_served
@@ -153,6 +154,11 @@ class Exchange(Settings):
         """Return the same exchange with this index in a strategy."""
         return altered(self, _index=index)
 
+    def following(self, inner: Optimizer) -> Exchange:
+        """Return the same exchange, with its schedule for a strategy with this inner optimizer."""
+        when = self._when.following(inner, self.unit)
+        return self if when is self._when else altered(self, _when=when, every=when.plain)
+
     def in_units(self, n: int) -> Exchange:
         """Return the same exchange with time counted in units of n steps."""
         n = check.integer("n", n, what="the number of optimizer steps between two exchanges")
@@ -187,7 +193,7 @@ class Exchange(Settings):
             raise ValueError(f"{when!r} says when all exchange: leave out fragments and offsets.")
         if when.in_part and not self.stages.partial:
             raise ValueError(
-                f"{self!r} is applied in part, and a code, its residual and its reference cannot be: give a "
+                f"{self!r} is applied in part, and a restart, a code, its residual and its reference cannot be: give a "
                 "sync_weight that is 0 or 1 and does not require grad, or a number."
             )
         if self.offsets is not None and not isinstance(when, Rounds):
@@ -293,7 +299,7 @@ before the run ends. Give a smaller delay, or more steps.
     @property
     def always(self) -> bool:
         """Whether the nodes exchange after every step."""
-        return isinstance(self._when, Rounds) and self._when.H == 1 and self.unit == 1
+        return isinstance(self._when, Rounds) and self._when.plain == 1 and self.unit == 1
 
     @property
     def random(self) -> bool:
@@ -303,7 +309,8 @@ before the run ends. Give a smaller delay, or more steps.
     @property
     def steady(self) -> bool:
         """Whether the exchange sends the same whenever it is due, in rounds of equal length, by all nodes."""
-        plain = type(self) is Exchange and type(self._when) is Rounds and not (self.roster.sampled or self.roster.lost)
+        equal = type(self._when) in (Rounds, LateWindow)
+        plain = type(self) is Exchange and equal and not (self.roster.sampled or self.roster.lost)
         return plain and is_steady(*chain(self.how))
 
     @property

@@ -14,7 +14,7 @@ from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
-from vecgym.simulation.when import SyncWeight, as_when, rounds_or_weights
+from vecgym.simulation.when import SyncWeight, When, as_when, rounds_or_weights
 from vecgym.strategy.averages import Mean, Outer, ServerMean, Weighting
 from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.delivery import Participation
@@ -24,7 +24,7 @@ from vecgym.strategy.servers import one_number
 
 def AveragingCommunicator(  # the name that EXO Gym's users know
     island_size: int | None = None,
-    H: int | Callable[[int], int] = 1,
+    H: int | When | Callable[[int], int] = 1,
     participation: float = 1.0,
     weighting: Weighting = "equal",
     sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
@@ -113,7 +113,7 @@ Exchange(Mean(island_size=4), every=5))
     def __init__(
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int | Callable[[int], int] = 1,
+        H: int | When | Callable[[int], int] = 1,
         island_size: int | None = None,
         participation: float = 1.0,
         *,

@@ -132,7 +132,7 @@ optim=OptimSpec(SGD, lr=1.0)), every=15))
     def __init__(
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int | Callable[[int], int] = 30,
+        H: int | When | Callable[[int], int] = 30,
         *,
         k: int = 64,
         chunk: int = 64,
@@ -235,7 +235,7 @@ class MuLoCoStrategy(DiLoCoStrategy, steady=True):
     def __init__(
         self,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int | Callable[[int], int] = 30,
+        H: int | When | Callable[[int], int] = 30,
         *,
         lr: float | Tensor = 0.02,
         adamw_lr: float | Tensor = 3e-4,
@@ -390,7 +390,7 @@ class LocalAdamStrategy(Strategy, steady=True):
     def __init__(
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int | Callable[[int], int] = DEFAULT_H,
+        H: int | When | Callable[[int], int] = DEFAULT_H,
         **inner: Unpack[InnerOptions],
     ) -> None:
         when = as_when(H, "H")
@@ -431,7 +431,7 @@ Exchange(Mean(), every=48, of='exp_avg'), Exchange(Mean(), every=96, of='exp_avg
     def __init__(
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int | Callable[[int], int] = DEFAULT_H,
+        H: int | When | Callable[[int], int] = DEFAULT_H,
         Hu: int | None = None,
         Hv: int | None = None,
         **inner: Unpack[InnerOptions],

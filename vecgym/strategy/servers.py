@@ -251,7 +251,48 @@ class DelayedNesterov(Server, batched=("lr", "momentum", "c")):
         return shown(self, buffer=self.num_arrivals)
 
 
-class HeLoCo(Server, batched=("lr", "momentum", "rho")):
+class MLA(Server, batched=("lr", "momentum")):
+    """Momentum look-ahead: a running mean of movements, and a step of the movement and of the momentum.
+
+    m <- mu m + (1 - mu) Delta;  theta <- theta - eta (Delta + mu m).
+
+    State: `momentum`, of the size of the parameters. Equal movements in a row move theta by 1 + mu times each;
+    torch's Nesterov, whose momentum is a sum, moves it by 1 / (1 - mu) times.
+
+    Args:
+        lr: eta.
+        momentum: mu.
+
+    >>> server, params = MLA(lr=1.0, momentum=0.5), {"w": torch.zeros(1)}
+    >>> server.update(params, {"w": torch.ones(1)}, server.init(params), update=0)
+    ({'w': tensor([-1.2500])}, {'momentum': {'w': tensor([0.5000])}})
+
+    Reference: Ajanthan et al., "Momentum Look-Ahead for Asynchronous Distributed Low-Communication Training",
+    openreview 4O8nzTkHPI; the rule and the defaults are those of github.com/PanocularAI/panofabric-engine,
+    panoengine/decentralized/mla.py, where nodes begin from theta, as here. Nodes that begin where the momentum leads
+    are `HeLoCo`'s.
+    """
+
+    def __init__(self, lr: float | Tensor = 0.1, momentum: float | Tensor = 0.9) -> None:
+        self.lr = one_number("lr", lr, "[0, inf)")
+        self.momentum = one_number("momentum", momentum, "[0, 1)")
+
+    def rate(self, update: int) -> float | Tensor | None:
+        return self.lr
+
+    def init(self, params: Tree) -> ServerState:
+        return {"momentum": tree.map(torch.zeros_like, params)}
+
+    def update(
+        self, params: Tree, movement: Tree, state: ServerState, update: int, inplace: bool = False
+    ) -> tuple[Tree, ServerState]:
+        mu = self.momentum
+        held = tree.map(lambda m, g: spread(mu, m) * m + spread(1 - mu, g) * g, state["momentum"], movement)
+        step = tree.map(lambda g, m: g + spread(mu, m) * m, movement, held)
+        return tree.map(lambda p, x: p - spread(self.lr, x) * x, params, step), {"momentum": held}
+
+
+class HeLoCo(MLA, batched=("lr", "momentum", "rho")):
     """Momentum as a running mean of movements; tensors of a movement that point against it are corrected.
 
     With c = cos(Delta, m) and conf = |Delta| / (|Delta| + 3 |m| + 1e-8), Delta becomes
@@ -263,7 +304,7 @@ class HeLoCo(Server, batched=("lr", "momentum", "rho")):
 
     m <- beta m + (1 - beta) Delta;  theta <- theta - eta (Delta + beta m),
 
-    and a node begins its round at the point to which the momentum leads, theta - eta beta m.
+    as `MLA`, and a node begins its round at the point to which the momentum leads, theta - eta beta m.
 
     State: `momentum`, of the size of the parameters. Equal movements in a row move theta by 1 + beta times each;
     torch's Nesterov, whose momentum is a sum, moves it by 1 / (1 - beta) times.
@@ -291,18 +332,11 @@ class HeLoCo(Server, batched=("lr", "momentum", "rho")):
         momentum: float | Tensor = OUTER_DEFAULTS["momentum"],
         rho: float | Tensor | None = None,
     ) -> None:
-        self.lr = one_number("lr", lr, "[0, inf)")
-        self.momentum = one_number("momentum", momentum, "[0, 1)")
+        super().__init__(lr, momentum)
         self.rho = None if rho is None else one_number("rho", rho, "[0, inf)", "the weight of an arrival")
-
-    def rate(self, update: int) -> float | Tensor | None:
-        return self.lr
 
     def of(self, num_nodes: int) -> Server:
         return altered(self, rho=num_nodes**-0.5 if self.rho is None else self.rho)
-
-    def init(self, params: Tree) -> ServerState:
-        return {"momentum": tree.map(torch.zeros_like, params)}
 
     def start(self, params: Tree, state: ServerState) -> Tree:
         return tree.map(lambda p, m: p - spread(self.lr * self.momentum, m) * m, params, state["momentum"])
@@ -312,14 +346,6 @@ class HeLoCo(Server, batched=("lr", "momentum", "rho")):
         if rho is None:
             raise ValueError("rho=None is 1 / sqrt(nodes): call server.of(num_nodes) first.")
         return tree.map(lambda x, m: spread(rho, x) * corrected(x, m), movement, state["momentum"])
-
-    def update(
-        self, params: Tree, movement: Tree, state: ServerState, update: int, inplace: bool = False
-    ) -> tuple[Tree, ServerState]:
-        mu = self.momentum
-        held = tree.map(lambda m, g: spread(mu, m) * m + spread(1 - mu, g) * g, state["momentum"], movement)
-        step = tree.map(lambda g, m: g + spread(mu, m) * m, movement, held)
-        return tree.map(lambda p, x: p - spread(self.lr, x) * x, params, step), {"momentum": held}
 
 
 def check_server(name: str, server: Server | None, usual: Server, here: str) -> Server:

@@ -21,7 +21,7 @@ from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
-from vecgym.simulation.when import Rounds, as_when, check_interval
+from vecgym.simulation.when import Rounds, When, as_when, check_interval
 from vecgym.strategy.averages import Mean, Outer, outer_spec
 from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.coded import Compressed, constant, straight_through
@@ -185,7 +185,7 @@ Exchange(Outer(Mean()), every=50))
         self,
         p_sparta: float | None = None,
         sparta_interval: int = 1,
-        H: int | Callable[[int], int] = 100,
+        H: int | When | Callable[[int], int] = 100,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         *,
