@@ -128,6 +128,17 @@ def matched(sent: Sent) -> float:
     return 2 * links / sent.num_nodes * sent.model_bytes
 
 
+def tossed(sent: Sent) -> float:
+    """Return the bytes of Scaffnew's means, each of which a coin says."""
+    coins = [torch.rand((), generator=rng.generator(sent.seed, "coin", step)) for step in range(sent.steps)]
+    return sum(float(coin) < 1 / sent.knobs.H for coin in coins) * sent.ring() * sent.model_bytes
+
+
+def normalised(sent: Sent) -> float:
+    """Return the bytes of FedNova's means, each with one number."""
+    return sent.rounds * sent.ring() * (sent.model_bytes + next(iter(sent.params.values())).element_size())
+
+
 class Card(NamedTuple):
     """What is known about a strategy.
 
@@ -176,6 +187,9 @@ CARDS: dict[str, Card] = {
         per_node=("control", "gradients", "rates"),
         plain=True,
     ),
+    "fednova": Card("fednova", normalised, alone=None, per_node=("work",)),
+    "feddyn": Card("feddyn", rounds, alone=None, per_node=("gradient",)),
+    "scaffnew": Card("scaffnew", tossed, alone=None, per_node=("correction",)),
     "local-adam": Card("local_adam", lambda sent: 3 * rounds(sent), needs_moments=True),
     "des-loc": Card("local_adam", desynced, needs_moments=True),
     "diloco": Card("diloco", rounds, alone="nesterov"),

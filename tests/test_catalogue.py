@@ -105,7 +105,7 @@ DECENTRALISED = {
     "relaysum",
     "matcha",
 }
-WITHOUT_ROUNDS = DECENTRALISED | {"independent", "allreduce", "gpa", "sparta", "loscar", "demo"}
+WITHOUT_ROUNDS = DECENTRALISED | {"scaffnew", "independent", "allreduce", "gpa", "sparta", "loscar", "demo"}
 
 
 def test_every_strategy_has_what_it_is_given_of_the_knobs() -> None:

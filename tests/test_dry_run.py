@@ -42,7 +42,7 @@ from vecgym.strategy.stages import Average, Memory, Stage
 # Those that draw participants or coordinates, or whose neighbours or messages change from one exchange to the next.
 DRAWING = {
     "fedavg-islands", "fedavg-participation", "noloco", "sparta", "loscar", "sparta-diloco", "gossip-matching",
-    "matcha", "sgp", "relaysum",
+    "matcha", "sgp", "relaysum", "scaffnew",
 }  # fmt: skip
 
 

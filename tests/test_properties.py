@@ -70,6 +70,8 @@ from vecgym.strategy import (
     ExactDiffusionStrategy,
     Exchange,
     FedAvgStrategy,
+    FedDynStrategy,
+    FedNovaStrategy,
     GossipStrategy,
     GPAStrategy,
     GradientTrackingStrategy,
@@ -92,6 +94,7 @@ from vecgym.strategy import (
     RankStrategy,
     RelaySumStrategy,
     Robust,
+    ScaffnewStrategy,
     SCAFFOLDStrategy,
     ServerMean,
     SGPStrategy,
@@ -244,6 +247,11 @@ class Row:
         return self.sends * sum(p.numel() * p.element_size() for p in params.values())
 
 
+def one_of(params: dict[str, Tensor]) -> Tensor:
+    """A number of a parameter."""
+    return next(iter(params.values())).flatten()[0]
+
+
 def averaging_then_diloco(**settings: Any) -> Strategy:
     exchanges = [Exchange(Mean(island_size=2), every=2), Exchange(Outer(Mean(), OptimSpec(SGD, lr=0.6)), every=H)]
     return CommunicateOptimizeStrategy(exchanges, **settings)
@@ -305,6 +313,22 @@ STRATEGIES: dict[str, Row] = {
     ),
     "fedavg-participants-in-islands": Row(
         lambda **kw: FedAvgStrategy(H=H, participation=0.8, island_size=2, **kw), ROUNDS * ring(2, 2), averages=False
+    ),
+    "fednova-participation": Row(
+        lambda **kw: CATALOGUE["fednova"].build(Knobs(H=H), participation=0.6, **kw),
+        lambda params: ROUNDS * 3 / K * sum(x.numel() * x.itemsize for x in [*params.values(), one_of(params)]),
+        outer=None,
+        averages=False,
+        server=True,
+        per_node=("work",),
+    ),
+    "feddyn-participation": Row(
+        lambda **kw: FedDynStrategy(H=H, alpha=0.3, participation=0.6, **kw),
+        ROUNDS * 3 / K,
+        outer=None,
+        averages=False,
+        server=True,
+        per_node=("gradient",),
     ),
     "fedavg-weighted": Row(lambda **kw: FedAvgStrategy(H=H, weighting="examples", **kw), ROUNDS * ring(K)),
     "fedprox": Row(lambda **kw: FedAvgStrategy(H=H, proximal_mu=0.5, **kw), ROUNDS * ring(K), proximal_mu=0.5),
@@ -895,9 +919,9 @@ def assert_stays(strategy: str, found: Tensor, given: Tensor) -> None:
     torch.testing.assert_close(found, given, rtol=tolerance, atol=tolerance)
 
 
-# FedProx's proximal term and SCAFFOLD's correction depend on every parameter, so each has a gradient, and decays. DSM's
-# outer step decays all.
-WITHOUT_GRADIENT = [name for name in NAMES if not name.startswith(("fedprox", "scaffold", "dsm"))]
+# FedProx's proximal term and the corrections of SCAFFOLD, FedDyn and Scaffnew depend on every parameter, so each has a
+# gradient, and decays. DSM's outer step decays all.
+WITHOUT_GRADIENT = [n for n in NAMES if not n.startswith(("fedprox", "scaffold", "feddyn", "scaffnew", "dsm"))]
 
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
@@ -1114,6 +1138,28 @@ ARGUMENTS: dict[Any, Changes] = {
         {"inner_optim": "sgd", "H": 1},
         {**COMMON, **PENALTY, "H": 3, "inner_lr": 0.3, "outer_optim": "adam", "outer_lr": 0.3},
         also=PENALTY_ALSO,
+    ),
+    FedNovaStrategy: Changes(
+        FedNovaStrategy,
+        {"H": 2},
+        {
+            **COMMON,
+            "inner_optim": OptimSpec(SGD, weight_decay=0.1),
+            "H": 3,
+            "participation": 0.6,
+            "local_steps": [1, 2, 2, 1, 2],
+            "proximal_mu": 0.5,
+            "server_momentum": 0.5,
+            "weighting": "examples",
+        },
+    ),
+    FedDynStrategy: Changes(
+        FedDynStrategy,
+        {"inner_optim": "sgd", "H": 2, "alpha": 0.5},
+        {**COMMON, "H": 3, "participation": 0.6, "alpha": 0.2, "evaluated": "participants"},
+    ),
+    ScaffnewStrategy: Changes(
+        ScaffnewStrategy, {"p": 0.3}, {**COMMON, "inner_optim": OptimSpec(SGD, weight_decay=0.1), "p": 0.9}
     ),
     LocalAdamStrategy: Changes(LocalAdamStrategy, {"inner_optim": "adam", "H": 2}, {**COMMON, "H": 3}),
     DESLOCStrategy: Changes(
@@ -1414,6 +1460,9 @@ def test_every_constructor_argument_changes_something(cls: Any, argument: str) -
     other = run(start, second, batches)
     if (cls, argument) in ((EF21, "inner"), (Robust, "server")):  # the same average, sent in another way
         assert list(one.comm.ledger) != list(other.comm.ledger)
+    elif argument == "evaluated":
+        models = [x.simulation.result(x.state).params for x in (one, other)]
+        assert difference(*models) > 1e-8
     else:
         assert difference(one.params, other.params) > 1e-8
     assert repr(first) != repr(second)  # what a log keeps of a run
@@ -1640,6 +1689,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: FedAvgStrategy(proximal_mu=torch.ones(3)).check(5, 10),
         ValueError,
         r"proximal_mu has shape \[3\], but the run has num_nodes=5",
+    ),
+    "p of Scaffnew": (lambda: ScaffnewStrategy(p=0.0), ValueError, r"p=0.0 must be a number in \(0, 1\]"),
+    "alpha of FedDyn": (lambda: FedDynStrategy(alpha=0.0), ValueError, "alpha=0.0"),
+    "local steps of other nodes": (
+        lambda: FedNovaStrategy(local_steps=[1, 2]).check(5, 10),
+        ValueError,
+        "local_steps has numbers for",
     ),
     "never an exchange": (lambda: FedAvgStrategy(H=11).check(5, 10), vecgym.VecgymWarning, "never exchange"),
 }

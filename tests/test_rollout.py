@@ -65,7 +65,7 @@ from vecgym.strategy.decentralised import (
 )
 from vecgym.strategy.decentralised.gossip import GossipStrategy
 from vecgym.strategy.demo import DeMoStrategy
-from vecgym.strategy.federated import SCAFFOLDStrategy
+from vecgym.strategy.federated import FedDynStrategy, FedNovaStrategy, ScaffnewStrategy, SCAFFOLDStrategy
 from vecgym.strategy.local_steps import (
     DESLOCStrategy,
     LocalAdamStrategy,
@@ -309,6 +309,26 @@ CASES: dict[str, tuple[Make, Values]] = {
         ),
         {"outer_lr": 0.05, **BETAS, "sync_weight": WEIGHTS},
     ),
+    "participation-fednova": (
+        lambda lr, momentum, beta: FedNovaStrategy(
+            OptimSpec("sgd", lr=lr, momentum=momentum), local_steps=[1, 3, 2], server_momentum=beta
+        ),
+        {"lr": 0.2, "momentum": 0.5, "beta": 0.4},
+    ),
+    "participation-fednova-proximal": (
+        lambda lr, mu: FedNovaStrategy("sgd", local_steps=[1, 3, 2], proximal_mu=mu, lr=lr), {"lr": 0.2, "mu": 0.8},
+    ),
+    "fednova-of-each-node": (
+        lambda lr: FedNovaStrategy("sgd", 2, lr=lr), {"lr": torch.tensor([0.3, 0.1, 0.2], dtype=F64)},
+    ),
+    "feddyn": (lambda lr, alpha: FedDynStrategy("sgd", 2, alpha=alpha, lr=lr), {"lr": 0.2, "alpha": 0.5}),
+    "participation-feddyn": (
+        lambda lr, alpha: FedDynStrategy("adam", 2, 0.7, alpha=alpha, lr=lr), {"lr": 0.02, "alpha": 0.5},
+    ),
+    "scaffnew": (lambda lr: ScaffnewStrategy("sgd", 0.5, lr=lr), {"lr": 0.3}),
+    "scaffnew-of-each-node": (
+        lambda lr: ScaffnewStrategy("sgd", 0.5, lr=lr), {"lr": torch.tensor([0.3, 0.1, 0.2], dtype=F64)},
+    ),
     "local-adam": (
         lambda lr, beta1, beta2: LocalAdamStrategy(OptimSpec("adamw", lr=lr, betas=(beta1, beta2), eps=0.01), 2),
         {"lr": 0.02, **BETAS},
@@ -472,7 +492,7 @@ def test_the_gradient_equals_finite_differences(case: str) -> None:
             def changed(step: float, name: str = name, i: int = i) -> float:
                 plain = {n: v.detach().clone() for n, v in at.items()}
                 plain[name].view(-1)[i] += step
-                if case.startswith("participation"):  # clients read at their own steps, as `rollout` lets them
+                if case.startswith("participation"):  # nodes read at their own steps, as `rollout` lets them
                     return outcome_of(make(**plain)).loss.item()
                 return trained_loss(make(**plain))
 

@@ -94,6 +94,7 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.averages import Weighting
+from vecgym.strategy.federated import FedDynStrategy, FedNovaStrategy, ScaffnewStrategy
 from vecgym.sweeps import chunk, configurations
 from vecgym.sweeps.chunk import Chunk, Work, prepared_engine
 from vecgym.sweeps.configurations import equal_but_weights
@@ -241,6 +242,25 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
             "sgd", 2, k=k, chunk=6, outer_lr=outer_lr, average=average, lr=0.1
         ),
         {"k": [2, 5], "outer_lr": [0.5, 1.0], "average": ["all", "senders"]},
+    ),
+    "FedNovaStrategy": (
+        lambda lr, momentum, beta: FedNovaStrategy(
+            OptimSpec("sgd", lr=lr, momentum=momentum), local_steps=[1, 3, 2, 3], server_momentum=beta
+        ),
+        {"lr": [0.1, 0.02], "momentum": [0.5, 0.9], "beta": [0.3, 0.6], "seed": [0, 1]},
+    ),
+    "FedNovaStrategy proximal": (
+        lambda mu, participation: FedNovaStrategy(
+            "sgd", 2, participation, proximal_mu=mu, lr=0.1
+        ),
+        {"mu": [0.0, 0.5, 2.0], "participation": [0.5, 1.0]},
+    ),
+    "FedDynStrategy": (
+        lambda alpha, H, evaluated: FedDynStrategy("adamw", H, alpha=alpha, evaluated=evaluated, lr=0.01),
+        {"alpha": [0.1, 0.5], "H": [2, 3], "evaluated": ["server", "participants"], "seed": [0, 1]},
+    ),
+    "ScaffnewStrategy": (
+        lambda p, lr: ScaffnewStrategy("sgd", p, lr=lr), {"p": [0.3, 1.0], "lr": [0.1, 0.02], "seed": [0, 1]},
     ),
     "LocalAdamStrategy": (
         lambda H, lr: LocalAdamStrategy("adamw", H, lr=lr),

@@ -549,7 +549,9 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.strategy.Exchange.check_optimizer": {"optimizer": dict},
     "vecgym.strategy.StrongestCosines.residual": {"held": lambda: {"w": torch.ones(K, 1, DIM)}},
     "vecgym.strategy.GPAStrategy.average": {"state": lambda: simulation(GPAStrategy("sgd", lr=0.1)).init()},
+    "vecgym.strategy.FedDynStrategy.result": {"state": state},
     "vecgym.strategy.PALSGDStrategy.drawn": {"step": lambda: 0},
+    "vecgym.strategy.ScaffnewStrategy.agreed": {"tick": lambda: 0},
     "vecgym.strategy.Strategy": {
         "timetable": lambda: strategy().timetable(facts()), "shared": lambda: state().shared,
         "tick": lambda: 0},

@@ -32,6 +32,9 @@ code goes to each of the others.
 | ... with `participation=0.1` | each round, a new sample of nodes starts from the server's parameters and sends its own back | b · P / H per participant |
 | ... with `server_optim="avgm"`, `"adam"`, `"yogi"` or `"adagrad"` | one step of a server optimizer on the participants' mean movement; `proximal_mu` adds FedProx's term | b · P / H per participant |
 | `SCAFFOLDStrategy` | the parameters and the mean gradient of each node's round, through a server: local steps on unlike data, and yet the optimum | 2 b · P / H per participant |
+| `FedNovaStrategy` | the nodes' movements, each divided by its amount of work: unequally many local steps, `local_steps=`, momenta, a proximal term | AR / H, and a number |
+| `FedDynStrategy` | the mean of the parameters; a linear and a quadratic term in each node's loss: unlike data, and yet the optimum | AR / H |
+| `ScaffnewStrategy` | the mean of the parameters where a coin says so; a correction of each gradient: the same | p · AR |
 | `DiLoCoStrategy` | one step of an outer optimizer on the nodes' mean movement, every H steps | AR / H |
 | ... with `compression="topk"`, `"int8"` and others | the movements, compressed, with error feedback | N times the code's / H |
 | ... with `correction="heloco"` or `"median_norm"` | the movements, turned where they point against the momentum, or shrunk to the median norm | AR / H |
@@ -153,6 +156,9 @@ its source was compared by eye. Defaults named *ours* have no source: choose the
 | ... with `server_optim` | 2003.00295; "avgm" 1909.06335 | none | tau the paper; rates and betas ours |
 | ... with `proximal_mu` | 1812.06127 | none | no default |
 | `SCAFFOLDStrategy` | 1910.06378, option II; for changing rates ours | alpemreacar/FedDyn: read; it divides by the first rate | ours: H = 100 |
+| `FedNovaStrategy` | 2007.07481; for changing rates ours | JYWa/FedNova: read | ours |
+| `FedDynStrategy` | 2111.04263 | alpemreacar/FedDyn: read | alpha the code's range; H ours |
+| `ScaffnewStrategy` | 2202.09357, algorithm 2 | none was found | ours |
 | `DiLoCoStrategy` | 2311.08105 | torchft, EXO Gym, diloco-sim: read | outer optimizer the paper; H = 100 ours |
 | ... with `correction="heloco"` | as `HeLoCo`, for nodes that wait: ours | as `HeLoCo` | as `HeLoCo` |
 | ... with `correction="median_norm"` | the code; 2603.08163 | tplr-ai/templar: numbers | no default |

@@ -27,7 +27,7 @@ from vecgym.strategy.decentralised import (
 from vecgym.strategy.decentralised.gossip import GossipStrategy
 from vecgym.strategy.demo import DeMoStrategy
 from vecgym.strategy.diloco import DiLoCoStrategy, EagerDiLoCoStrategy, StreamingDiLoCoStrategy
-from vecgym.strategy.federated import SCAFFOLDStrategy
+from vecgym.strategy.federated import FedDynStrategy, FedNovaStrategy, ScaffnewStrategy, SCAFFOLDStrategy
 from vecgym.strategy.federated_averaging import FedAvgStrategy
 from vecgym.strategy.local_steps import (
     DESLOCStrategy,
@@ -113,6 +113,17 @@ def _plain(inner: dict[str, Any]) -> dict[str, Any]:
     return {"lr": _own_rate(inner, 0.1), **{name: x for name, x in inner.items() if name != "max_norm"}}
 
 
+def _fednova(knobs: Knobs, **inner: Any) -> Strategy:
+    """Make FedNova, whose nodes have SGD with a momentum."""
+    spec = OptimSpec("sgd", lr=_own_rate(inner, 0.1), momentum=0.5)
+    return FedNovaStrategy(spec, knobs.H, server_momentum=0.5, **inner)
+
+
+def _scaffnew(knobs: Knobs, **inner: Any) -> Strategy:
+    """Make Scaffnew, which has SGD inside, with rounds of H steps in the mean."""
+    return ScaffnewStrategy(p=1 / knobs.H, lr=_own_rate(inner, 0.1), **inner)
+
+
 def _own_rate(inner: dict[str, Any], usual: float) -> Any:
     """Remove inner optimizer and learning rate from the arguments; return the rate, for the strategy's optimizer."""
     spec, lr = inner.pop("inner_optim", None), inner.pop("lr", None)
@@ -142,6 +153,9 @@ CATALOGUE: dict[str, Item] = {
         )
     ),
     "scaffold": Item(lambda knobs, **inner: SCAFFOLDStrategy(H=knobs.H, **_plain(inner))),
+    "fednova": Item(_fednova),
+    "feddyn": Item(lambda knobs, **inner: FedDynStrategy(H=knobs.H, alpha=0.3, **inner)),
+    "scaffnew": Item(_scaffnew),
     "local-adam": Item(lambda knobs, **inner: LocalAdamStrategy(H=knobs.H, **inner)),
     "des-loc": Item(lambda knobs, **inner: DESLOCStrategy(H=knobs.H, Hu=knobs.H + 1, Hv=knobs.H + 2, **inner)),
     "diloco": Item(lambda knobs, **inner: DiLoCoStrategy(**knobs.rounds, **inner), compared=True),

@@ -3,6 +3,9 @@
 `base` has the rounds; `vecgym.strategy.federated_averaging` has FedAvg and the servers' optimizers.
 """
 
+from vecgym.strategy.federated.dynamic import FedDynStrategy
+from vecgym.strategy.federated.normalised import FedNovaStrategy
+from vecgym.strategy.federated.scaffnew import ScaffnewStrategy
 from vecgym.strategy.federated.scaffold import SCAFFOLDStrategy
 
-__all__ = ["SCAFFOLDStrategy"]
+__all__ = ["FedDynStrategy", "FedNovaStrategy", "SCAFFOLDStrategy", "ScaffnewStrategy"]

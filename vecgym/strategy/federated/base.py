@@ -10,9 +10,13 @@ from torch import Tensor
 
 from vecgym.availability import ids_of
 from vecgym.core import check
+from vecgym.core.devices import spread
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec, ensure_optim_spec
+from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import Lockstep, RunFacts, Timetable, Who
 from vecgym.simulation.when import as_when
+from vecgym.strategy.averages import Mean, Reduction, ServerMean, Weighting
 from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.exchange import DEFAULT_H, Exchange
 from vecgym.strategy.stages import Average
@@ -43,7 +47,7 @@ class Federated(Strategy, batched=(), random=False, steady=True):
         local_steps: Sequence[int] | None = None,
         **inner: Unpack[InnerOptions],
     ) -> None:
-        self.local_steps = _checked_steps(local_steps, H)
+        self.local_steps = checked_steps(local_steps, H)
         when = as_when(H if self.local_steps is None else max(self.local_steps), "H")
         super().__init__(inner_optim, [Exchange(how, every=when, participation=participation)], **inner)
 
@@ -68,6 +72,10 @@ class Federated(Strategy, batched=(), random=False, steady=True):
             return super().timetable(run)
         # "take": data go by a node's own steps, as where nodes are drawn.
         return Lockstep(run, *self.marks(run), trains=self.who_trains(run), train=self.train_method, resting="take")
+
+    def server_params(self, part: Part) -> Tree:
+        """Return the parameters `[1, *]` with which the round has begun, of a `how` that keeps them for all nodes."""
+        return self.outer_parameters(part.shared, list(part.params))
 
 
 def plain_sgd(
@@ -112,11 +120,29 @@ def weight_of_all(weighting: str | Sequence[float], run: RunFacts) -> float:
     return sum(each)
 
 
+def mean_of(participation: float, weighting: Weighting = "equal") -> Reduction:
+    """Return the mean of a round: that of a server where it is sent to nodes that have taken no part."""
+    return ServerMean(weighting) if check.is_number(participation) and participation < 1 else Mean(None, weighting)
+
+
+def quotient(x: Tensor, by: Any) -> Tensor:
+    """Return x / by, for a number or a number of each node, and 0 where `by` is 0; derivatives are finite.
+
+    >>> quotient(torch.ones(2, 2), torch.tensor([0.0, 2.0]))
+    tensor([[0.0000, 0.0000],
+            [0.5000, 0.5000]])
+    """
+    by = spread(by, x)
+    if not isinstance(by, Tensor):
+        return x / by if by else torch.zeros_like(x)
+    return torch.where(by == 0, 0.0, x / torch.where(by == 0, 1.0, by))
+
+
 def _is_set(value: object) -> bool:
     return isinstance(value, Tensor) or bool(value)
 
 
-def _checked_steps(local_steps: Any, H: object) -> tuple[int, ...] | None:
+def checked_steps(local_steps: Any, H: object) -> tuple[int, ...] | None:
     """Return the local steps of each node, unless H gives those of all."""
     if local_steps is None:
         return None
