@@ -155,7 +155,7 @@ class Card(NamedTuple):
         needs_moments: the inner optimizer must keep some, as AdamW does.
         even: the number of nodes must be.
         everyone: no node may be absent.
-        plain: its steps are those of plain SGD, which are not clipped.
+        plain: its gradients are corrected, and not clipped.
     """
 
     twin: str
@@ -185,6 +185,13 @@ CARDS: dict[str, Card] = {
         alone=None,  # tests of single nodes have other optimizers
         server=True,
         per_node=("control", "gradients", "rates"),
+        plain=True,
+    ),
+    "mime": Card(
+        "mime",
+        lambda sent: (sent.rounds + -(-sent.steps // sent.knobs.H)) * float(sent.model_bytes),  # the last is cut off
+        alone=None,
+        server=True,
         plain=True,
     ),
     "fednova": Card("fednova", normalised, alone=None, per_node=("work",)),

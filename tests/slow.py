@@ -19,7 +19,7 @@ NAMED = pytest.StashKey[set[int]]()  # rows of `SLOW` that name a case that was 
 # Strategies of the table in tests/test_properties.py that are a row of the catalogue with other settings.
 VARIANTS = (
     "(fedavg-participation-kept|fedprox|fedavg-participants|fedavg-weighted|fedavg-server-participation|scaffold-participation|"
-    "fednova-participation|feddyn-participation|diloco-lookahead|"
+    "mime-lite|fednova-participation|feddyn-participation|diloco-lookahead|"
     "diloco-heloco|diloco-median-norm|averaging-|sparta-partitioned|sparta-int4|sparta-topk|sparta-diloco-rare|"
     "gossip-one-peer|gossip-exponential|fedavg-growing|diloco-growing|diloco-scheduled|allreduce-(int8|sign)|fedavg-powersgd|"
     "fedavg-randomk|demo-momentum).*"

@@ -131,8 +131,11 @@ class Taken:
     def _batch(self, request: Any) -> Any:
         rows, counts = request
         of_each = {row: self.counts[row] for row in rows}
-        if self.simulation.run.presence is not None:
-            assert list(of_each.values()) == ([counts] * len(rows) if isinstance(counts, int) else counts)
+        asked = [counts] * len(rows) if isinstance(counts, int) else counts
+        if getattr(self.simulation.timetable, "reads_ahead", False):
+            of_each = dict(zip(rows, asked))
+        elif self.simulation.run.presence is not None:
+            assert list(of_each.values()) == asked
         for row in rows:
             self.counts[row] += 1
         leaves = range(len(self.batches[0]))

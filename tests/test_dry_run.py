@@ -39,10 +39,11 @@ from vecgym.strategy import (
 from vecgym.strategy.catalogue import CATALOGUE
 from vecgym.strategy.stages import Average, Memory, Stage
 
-# Those that draw participants or coordinates, or whose neighbours or messages change from one exchange to the next.
+# Those that draw participants or coordinates, whose neighbours or messages change from one exchange to the next, or
+# whose step needs another event.
 DRAWING = {
     "fedavg-islands", "fedavg-participation", "noloco", "sparta", "loscar", "sparta-diloco", "gossip-matching",
-    "matcha", "sgp", "relaysum", "scaffnew",
+    "matcha", "mime", "sgp", "relaysum", "scaffnew",
 }  # fmt: skip
 
 

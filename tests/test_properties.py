@@ -79,6 +79,7 @@ from vecgym.strategy import (
     LocalAdamStrategy,
     MATCHAStrategy,
     Mean,
+    MimeStrategy,
     Mix,
     MostMoved,
     MovementPenalty,
@@ -347,6 +348,15 @@ STRATEGIES: dict[str, Row] = {
         server=True,
         per_node=("control", "gradients", "rates"),
     ),
+    "mime-lite-participation": Row(
+        lambda inner_optim=None, **kw: CATALOGUE["mime"].build(
+            Knobs(H=H), inner_optim=inner_optim, participation=0.6, lite=True, **kw
+        ),
+        (ROUNDS + ROUNDS + 1) * 3 / K,
+        outer=None,
+        averages=False,
+        server=True,
+    ),
     "diloco-lookahead": Row(
         lambda **kw: DiLoCoStrategy(H=H, outer_optim=OptimSpec(SGD, lr=0.6), **kw), ROUNDS * ring(K), outer=lookahead
     ),
@@ -476,6 +486,8 @@ def make_per_node(name: str, num_nodes: int, spread: float = 0.5) -> Strategy:
         return GPAStrategy(mu_x=each(0.6), mu_y=each(0.5), **inner)
     if name == "palsgd":
         return PALSGDStrategy(p=0.3, H=H, pull=each(1.0), **inner)
+    if name.startswith("mime"):  # the server has one state
+        inner["inner_optim"] = OptimSpec(SGD, lr=each(0.1), momentum=0.6, weight_decay=0.1)
     if name == "noloco":
         return NoLoCoStrategy(H=H, outer_lr=each(0.5), momentum=each(0.6), gamma=each(0.8), **inner)
     return STRATEGIES[name].make(**inner)
@@ -890,7 +902,10 @@ def test_bytes_do_not_depend_on_the_values(name: str) -> None:
     with torch.no_grad():
         for p in start.parameters():
             p.zero_()
-    for settings in ({"inner_optim": OptimSpec(SGD, lr=0.0)}, {"inner_optim": "adamw"}, {"max_norm": 1e-3}):
+    others: list[dict[str, Any]] = [{"inner_optim": OptimSpec(SGD, lr=0.0)}, {"inner_optim": "adamw"}]
+    if name.startswith("mime"):  # the server sends the optimizer's state
+        others = [{"inner_optim": OptimSpec(SGD, lr=0.0, momentum=0.9)}]
+    for settings in (*others, {"max_norm": 1e-3}):
         assert list(run(start, make(name, **settings), other_batches).comm.ledger) == expected
         assert list(run(start, make(name, **settings), batches, engine="loop").comm.ledger) == expected
         assert list(run(start, make(name, **settings), batches, differentiable=True).comm.ledger) == expected
@@ -919,9 +934,9 @@ def assert_stays(strategy: str, found: Tensor, given: Tensor) -> None:
     torch.testing.assert_close(found, given, rtol=tolerance, atol=tolerance)
 
 
-# FedProx's proximal term and the corrections of SCAFFOLD, FedDyn and Scaffnew depend on every parameter, so each has a
-# gradient, and decays. DSM's outer step decays all.
-WITHOUT_GRADIENT = [n for n in NAMES if not n.startswith(("fedprox", "scaffold", "feddyn", "scaffnew", "dsm"))]
+# FedProx's proximal term and the corrections of SCAFFOLD, Mime, FedDyn and Scaffnew depend on every parameter, so each
+# has a gradient, and decays. DSM's outer step decays all.
+WITHOUT_GRADIENT = [n for n in NAMES if not n.startswith(("fedprox", "scaffold", "mime", "feddyn", "scaffnew", "dsm"))]
 
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
@@ -1095,6 +1110,19 @@ ARGUMENTS: dict[Any, Changes] = {
             "sync_weight": {"H": 1},
             "resting": {"participation": 0.6},
         },
+    ),
+    MimeStrategy: Changes(
+        MimeStrategy,
+        {"inner_optim": "sgd", "H": 2},
+        {
+            **{name: COMMON[name] for name in COMMON if name != "max_norm"},
+            "H": 3,
+            "participation": 0.6,
+            "weighting": "examples",
+            "server_lr": 0.5,
+            "lite": True,
+        },
+        refused=("max_norm",),
     ),
     SCAFFOLDStrategy: Changes(
         SCAFFOLDStrategy,
@@ -1608,6 +1636,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "QGM of Adam": (lambda: QGMStrategy("ring", "adam"), ValueError, "takes the place of SGD's"),
     "QGM's momentum": (lambda: QGMStrategy(momentum=1.0), ValueError, r"momentum=1.0 must be a number in \[0, 1\)"),
     "QGM's flag": (lambda: QGMStrategy(nesterov=1), TypeError, "nesterov=1 must be True"),  # type: ignore[arg-type]
+    "Mime of Muon": (lambda: MimeStrategy("muon"), ValueError, "elementwise"),
+    "Mime's flag": (lambda: MimeStrategy(lite=1), TypeError, "lite=1 must be True"),  # type: ignore[arg-type]
     "SCAFFOLD of Adam": (lambda: SCAFFOLDStrategy("adam"), ValueError, "plain steps"),
     "SCAFFOLD's clipping": (lambda: SCAFFOLDStrategy(max_norm=1.0), ValueError, "max_norm=1.0"),
     "a ring of relays": (lambda: RelaySumStrategy("ring"), ValueError, "topology='ring'"),

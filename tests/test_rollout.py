@@ -65,7 +65,7 @@ from vecgym.strategy.decentralised import (
 )
 from vecgym.strategy.decentralised.gossip import GossipStrategy
 from vecgym.strategy.demo import DeMoStrategy
-from vecgym.strategy.federated import FedDynStrategy, FedNovaStrategy, ScaffnewStrategy, SCAFFOLDStrategy
+from vecgym.strategy.federated import FedDynStrategy, FedNovaStrategy, MimeStrategy, ScaffnewStrategy, SCAFFOLDStrategy
 from vecgym.strategy.local_steps import (
     DESLOCStrategy,
     LocalAdamStrategy,
@@ -222,6 +222,11 @@ CASES: dict[str, tuple[Make, Values]] = {
         lambda lr, decay: SCAFFOLDStrategy(OptimSpec(SGD, lr=lr, weight_decay=decay), 2, participation=0.7),
         {"lr": torch.tensor([0.3, 0.1, 0.2], dtype=F64), "decay": torch.tensor([0.1, 0.2, 0.3], dtype=F64)},
     ),
+    "mime": (
+        lambda lr, server_lr, momentum: MimeStrategy(OptimSpec(SGD, lr=lr, momentum=momentum), 2, server_lr=server_lr),
+        {"lr": 0.3, "server_lr": 0.7, "momentum": 0.5},
+    ),
+    "mime-lite-sample": (lambda lr: MimeStrategy("adam", 2, participation=0.7, lite=True, lr=lr), {"lr": 0.02}),
     "fedavg-examples": (lambda lr: FedAvgStrategy("sgd", H=2, weighting="examples", lr=lr), {"lr": 0.3}),
     "fedprox": (
         lambda lr, mu: FedAvgStrategy("sgd", H=3, proximal_mu=mu, lr=lr),
@@ -492,7 +497,8 @@ def test_the_gradient_equals_finite_differences(case: str) -> None:
             def changed(step: float, name: str = name, i: int = i) -> float:
                 plain = {n: v.detach().clone() for n, v in at.items()}
                 plain[name].view(-1)[i] += step
-                if case.startswith("participation"):  # nodes read at their own steps, as `rollout` lets them
+                # Nodes read at their own steps, or ahead, as `rollout` lets them.
+                if case.startswith(("participation", "mime")):
                     return outcome_of(make(**plain)).loss.item()
                 return trained_loss(make(**plain))
 
@@ -835,7 +841,7 @@ def test_transforms_look_at_the_model_by_themselves() -> None:
     assert_close(dict(enumerate(torch.func.grad(loss, (0, 1))(*at))), dict(enumerate(expected)), 1e-12)
 
 
-@pytest.mark.parametrize("case", [*MODES, "sparta-diloco", "schedule-as-a-function", "islands-relaxed"])
+@pytest.mark.parametrize("case", [*MODES, "sparta-diloco", "schedule-as-a-function", "islands-relaxed", "mime"])
 @pytest.mark.parametrize("segments", [1, 4, T])
 def test_segments_change_nothing(case: str, segments: int) -> None:
     make, values = CASES[case]

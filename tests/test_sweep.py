@@ -71,6 +71,7 @@ from vecgym.strategy import (
     LocalAdamStrategy,
     MATCHAStrategy,
     Mean,
+    MimeStrategy,
     Mix,
     MostMoved,
     MuLoCoStrategy,
@@ -193,6 +194,16 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
             OptimSpec("sgd", lr=lr, weight_decay=decay), H=2, participation=part, server_lr=server,
         ),
         {"part": [0.5, 1.0], "lr": [0.1, 0.02], "server": [1.0, 0.7], "decay": [0.0, 0.1]},
+    ),
+    "MimeStrategy": (
+        lambda part, lr, server, b1: MimeStrategy(
+            OptimSpec("adam", lr=lr, betas=(b1, 0.95)), H=2, participation=part, server_lr=server,
+        ),
+        {"part": [0.5, 1.0], "lr": [0.1, 0.02], "server": [1.0, 0.7], "b1": [0.5, 0.9]},
+    ),
+    "MimeStrategy, lite": (
+        lambda lr, seed: MimeStrategy(OptimSpec("sgd", momentum=0.8), H=3, lr=lr, lite=True),
+        {"lr": [0.1, torch.linspace(0.1, 0.4, K)], "seed": [0, 1]},
     ),
     "SCAFFOLDStrategy, unequal steps": (
         lambda lr, seed: SCAFFOLDStrategy("sgd", local_steps=[1, 3, 2, 1], lr=lr, warmup_steps=2),

@@ -110,6 +110,10 @@ KINDS: dict[str, Kind] = {
         lambda H, p, **inner: CATALOGUE["scaffold"].build(Knobs(H=H), participation=0.6, **inner),
         nameless=False, server=True, resting=True,
     ),
+    "mime-lite-sampled": Kind(
+        lambda H, p, **inner: CATALOGUE["mime"].build(Knobs(H=H), participation=0.6, lite=True, **inner),
+        nameless=False, server=True, resting=True,
+    ),
     "diloco-adam": Kind(plain(DiLoCoStrategy, outer_optim=OptimSpec("adam", lr=0.05, eps=1e-3))),
     "diloco-int8": Kind(plain(DiLoCoStrategy, compression="int8"), choosy=True),
     "diloco-sign": Kind(plain(DiLoCoStrategy, compression="sign"), choosy=True),

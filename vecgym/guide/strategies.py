@@ -32,6 +32,7 @@ code goes to each of the others.
 | ... with `participation=0.1` | each round, a new sample of nodes starts from the server's parameters and sends its own back | b · P / H per participant |
 | ... with `server_optim="avgm"`, `"adam"`, `"yogi"` or `"adagrad"` | one step of a server optimizer on the participants' mean movement; `proximal_mu` adds FedProx's term | b · P / H per participant |
 | `SCAFFOLDStrategy` | the parameters and the mean gradient of each node's round, through a server: local steps on unlike data, and yet the optimum | 2 b · P / H per participant |
+| `MimeStrategy` | the state of the server's optimizer, frozen within a round, and the mean gradient at its parameters; `lite=True` without the correction | 2 b · P / H per participant |
 | `FedNovaStrategy` | the nodes' movements, each divided by its amount of work: unequally many local steps, `local_steps=`, momenta, a proximal term | AR / H, and a number |
 | `FedDynStrategy` | the mean of the parameters; a linear and a quadratic term in each node's loss: unlike data, and yet the optimum | AR / H |
 | `ScaffnewStrategy` | the mean of the parameters where a coin says so; a correction of each gradient: the same | p · AR |
@@ -98,7 +99,7 @@ SCAFFOLDStrategy 2.000000
 
 | nodes | reach the optimum of unlike data | stop near it |
 |---|---|---|
-| with a server | `SCAFFOLDStrategy` | `FedAvgStrategy`, DiLoCo with a plain outer step |
+| in rounds | `SCAFFOLDStrategy`, `FedDynStrategy`, `ScaffnewStrategy`; `MimeStrategy` with plain SGD and all nodes | `FedAvgStrategy`, `FedNovaStrategy`, `MimeStrategy(lite=True)`, DiLoCo |
 | with neighbours | `GradientTrackingStrategy`, `D2Strategy`, `ExactDiffusionStrategy`, `RelaySumStrategy` | `GossipStrategy`, `QGMStrategy`, `SGPStrategy`, `CHOCOStrategy`, `MATCHAStrategy` |
 
 ## Which bytes
@@ -156,6 +157,7 @@ its source was compared by eye. Defaults named *ours* have no source: choose the
 | ... with `server_optim` | 2003.00295; "avgm" 1909.06335 | none | tau the paper; rates and betas ours |
 | ... with `proximal_mu` | 1812.06127 | none | no default |
 | `SCAFFOLDStrategy` | 1910.06378, option II; for changing rates ours | alpemreacar/FedDyn: read; it divides by the first rate | ours: H = 100 |
+| `MimeStrategy` | 2008.03606; the code | google/fedjax: read | ours: AdamW, H = 100 |
 | `FedNovaStrategy` | 2007.07481; for changing rates ours | JYWa/FedNova: read | ours |
 | `FedDynStrategy` | 2111.04263 | alpemreacar/FedDyn: read | alpha the code's range; H ours |
 | `ScaffnewStrategy` | 2202.09357, algorithm 2 | none was found | ours |

@@ -501,7 +501,8 @@ class _Segment:
         self.simulation, self.until = simulation, until
         self.step = state.tick
         first = state.tick if simulation.run.presence is None else 0  # a node that was absent reads earlier ones
-        own = [step if first <= t < until else None for t, step in enumerate(steps)]
+        ahead = any(getattr(table, "reads_ahead", False) for table in simulation.tables)
+        own = [step if first <= t and (ahead or t < until) else None for t, step in enumerate(steps)]
         self.reads = simulation.settings, own
         self.outside = _differentiable_tensors(self.reads)
         tensors, self._before = _flatten(vars(state))

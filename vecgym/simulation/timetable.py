@@ -176,6 +176,7 @@ class Lockstep:
     """
 
     first = 0  # the first step after which a mark may be due; -1 is before the first step
+    reads_ahead = False  # whether nodes read batches of later steps
 
     def __init__(
         self, run: RunFacts, *marks: Mark, trains: Who | None = None, train: str = "train", resting: str | None = None

@@ -7,8 +7,8 @@
 - Decentralised, besides GossipStrategy: GradientTrackingStrategy, D2Strategy, ExactDiffusionStrategy, and in trees
   RelaySumStrategy, which reach the optimum of unlike data; QGMStrategy, with a momentum; SGPStrategy, in directed
   graphs; CHOCOStrategy, with codes; MATCHAStrategy, along random matchings
-- Federated, besides FedAvgStrategy: SCAFFOLDStrategy, FedDynStrategy and ScaffnewStrategy, whose clients with unlike
-  data reach the optimum; FedNovaStrategy, for unequally many local steps
+- Federated, besides FedAvgStrategy: SCAFFOLDStrategy, MimeStrategy, FedDynStrategy and ScaffnewStrategy, whose clients
+  with unlike data reach the optimum; FedNovaStrategy, for unequally many local steps
 - Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo, MLA;
   HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
   DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
@@ -62,7 +62,7 @@ from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.demo import DeMoStrategy, StrongestCosines
 from vecgym.strategy.diloco import DiLoCoStrategy, EagerDiLoCoStrategy, StreamingDiLoCoStrategy
 from vecgym.strategy.exchange import Exchange
-from vecgym.strategy.federated import FedDynStrategy, FedNovaStrategy, ScaffnewStrategy, SCAFFOLDStrategy
+from vecgym.strategy.federated import FedDynStrategy, FedNovaStrategy, MimeStrategy, ScaffnewStrategy, SCAFFOLDStrategy
 from vecgym.strategy.federated_averaging import AveragingCommunicator, FedAvgStrategy, ServerOptimizer
 from vecgym.strategy.halos import HALoSStrategy
 from vecgym.strategy.local_steps import (
@@ -98,11 +98,11 @@ __all__ = [
     "DSMStrategy", "DeMoStrategy", "DecoupledDiLoCoStrategy", "DelayedNesterov", "DiLoCoStrategy", "EDiTStrategy",
     "Eager", "EagerDiLoCoStrategy", "ExactDiffusionStrategy", "Exchange", "FedAvgStrategy", "FedBuff", "FedDynStrategy",
     "FedNovaStrategy", "GPAStrategy", "GossipStrategy", "GradientTrackingStrategy", "HALoSStrategy", "HeLoCo",
-    "LateWindow", "LocalAdamStrategy", "MATCHAStrategy", "Mean", "Memory", "Mix", "MostMoved", "MovementPenalty",
-    "MuLoCoStrategy", "NoLoCo", "NoLoCoStrategy", "OptimSpec", "Outer", "OuterOptimizer", "PALSGDStrategy",
-    "PartitionedSelector", "Private", "QGMStrategy", "RandomSelector", "RankStrategy", "RelaySumStrategy", "Robust",
-    "Rounds", "RoundsOf", "SCAFFOLDStrategy", "SGPStrategy", "SPARTADiLoCoStrategy", "SPARTAStrategy",
-    "ScaffnewStrategy", "ScheduledSelector", "Selector", "Server", "ServerMean", "ServerOptimizer",
+    "LateWindow", "LocalAdamStrategy", "MATCHAStrategy", "Mean", "Memory", "MimeStrategy", "Mix", "MostMoved",
+    "MovementPenalty", "MuLoCoStrategy", "NoLoCo", "NoLoCoStrategy", "OptimSpec", "Outer", "OuterOptimizer",
+    "PALSGDStrategy", "PartitionedSelector", "Private", "QGMStrategy", "RandomSelector", "RankStrategy",
+    "RelaySumStrategy", "Robust", "Rounds", "RoundsOf", "SCAFFOLDStrategy", "SGPStrategy", "SPARTADiLoCoStrategy",
+    "SPARTAStrategy", "ScaffnewStrategy", "ScheduledSelector", "Selector", "Server", "ServerMean", "ServerOptimizer",
     "ShuffledSequentialSelector", "SimpleReduceStrategy", "Sparse", "SparseCommunicator", "SparseLoCoStrategy", "Stage",
     "Strategy", "StreamingDiLoCoStrategy", "StrongestCosines", "SyncWeight", "When", "all_gather", "all_reduce",
     "broadcast", "every",

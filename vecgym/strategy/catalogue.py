@@ -27,7 +27,7 @@ from vecgym.strategy.decentralised import (
 from vecgym.strategy.decentralised.gossip import GossipStrategy
 from vecgym.strategy.demo import DeMoStrategy
 from vecgym.strategy.diloco import DiLoCoStrategy, EagerDiLoCoStrategy, StreamingDiLoCoStrategy
-from vecgym.strategy.federated import FedDynStrategy, FedNovaStrategy, ScaffnewStrategy, SCAFFOLDStrategy
+from vecgym.strategy.federated import FedDynStrategy, FedNovaStrategy, MimeStrategy, ScaffnewStrategy, SCAFFOLDStrategy
 from vecgym.strategy.federated_averaging import FedAvgStrategy
 from vecgym.strategy.local_steps import (
     DESLOCStrategy,
@@ -110,7 +110,12 @@ def _qgm(knobs: Knobs, **inner: Any) -> Strategy:
 
 def _plain(inner: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a strategy that takes plain steps of SGD only, which are not clipped."""
-    return {"lr": _own_rate(inner, 0.1), **{name: x for name, x in inner.items() if name != "max_norm"}}
+    return {"lr": _own_rate(inner, 0.1), **_unclipped(inner)}
+
+
+def _unclipped(inner: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a strategy that does not clip gradients."""
+    return {name: x for name, x in inner.items() if name != "max_norm"}
 
 
 def _fednova(knobs: Knobs, **inner: Any) -> Strategy:
@@ -153,6 +158,7 @@ CATALOGUE: dict[str, Item] = {
         )
     ),
     "scaffold": Item(lambda knobs, **inner: SCAFFOLDStrategy(H=knobs.H, **_plain(inner))),
+    "mime": Item(lambda knobs, **inner: MimeStrategy(H=knobs.H, **_unclipped(inner))),
     "fednova": Item(_fednova),
     "feddyn": Item(lambda knobs, **inner: FedDynStrategy(H=knobs.H, alpha=0.3, **inner)),
     "scaffnew": Item(_scaffnew),

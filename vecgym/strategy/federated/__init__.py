@@ -4,8 +4,9 @@
 """
 
 from vecgym.strategy.federated.dynamic import FedDynStrategy
+from vecgym.strategy.federated.mime import MimeStrategy
 from vecgym.strategy.federated.normalised import FedNovaStrategy
 from vecgym.strategy.federated.scaffnew import ScaffnewStrategy
 from vecgym.strategy.federated.scaffold import SCAFFOLDStrategy
 
-__all__ = ["FedDynStrategy", "FedNovaStrategy", "SCAFFOLDStrategy", "ScaffnewStrategy"]
+__all__ = ["FedDynStrategy", "FedNovaStrategy", "MimeStrategy", "SCAFFOLDStrategy", "ScaffnewStrategy"]
