@@ -23,6 +23,7 @@ from vecgym.clock import Compute, Network
 from vecgym.models import Classifier
 from vecgym.records.columns import MEASURED
 from vecgym.strategy import (
+    MLA,
     ADPSGDStrategy,
     AsyncStrategy,
     DecoupledDiLoCoStrategy,
@@ -126,6 +127,7 @@ SERVERS: dict[str, Callable[[float], Any]] = {
     "outer": lambda lr: AsyncStrategy("adamw", OuterOptimizer(lr=0.3), H=2, lr=lr),
     "fedbuff": lambda lr: AsyncStrategy("sgd", FedBuff(2, lr=0.5), H=2, lr=lr, max_wait=1.0),
     "nesterov": lambda lr: AsyncStrategy("sgd", DelayedNesterov(0.2), dylu=True, H=4, lr=lr, staleness="inverse_sqrt"),
+    "mla": lambda lr: AsyncStrategy("sgd", MLA(0.2), H=2, lr=lr, buffer=2),
     "heloco": lambda lr: AsyncStrategy("adamw", HeLoCo(0.1), local_steps=[3, 1, 2], lr=lr, lr_scheduler="cosine"),
 }
 
@@ -241,7 +243,8 @@ GRIDS: dict[str, tuple[Make, dict[str, Any]]] = {
     "servers": (
         lambda server, lr: AsyncStrategy("sgd", server, H=2, lr=lr, max_norm=1.0),
         {"server": [OuterOptimizer(lr=0.3), HeLoCo(0.1), DelayedNesterov(0.2), OuterOptimizer("adam", lr=0.01),
-                    DelayedNesterov(0.1, 0.5, c=0.2), HeLoCo(0.2, 0.5), Follow(), DelayedNesterov(0.1, buffer=2)],
+                    DelayedNesterov(0.1, 0.5, c=0.2), HeLoCo(0.2, 0.5), Follow(), DelayedNesterov(0.1, buffer=2),
+                    MLA(0.1), MLA(0.3, 0.5)],
          "lr": [0.01, 0.05]},
     ),
     "staleness": (

@@ -277,8 +277,9 @@ class QSR(RoundsOf, Settings):
     [3, 7, 11, 15, 19, 23, 27, 36, 39]
 
     Reference: Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", arXiv 2310.14423, and
-    github.com/hmgxr128/QSR, localopt.py, whose default power is 1. Deviations: the program may give the warm-up rounds
-    of another length than H, `init_h`; a rate of 0, by which it would divide, is refused before the run.
+    github.com/hmgxr128/QSR, localopt.py; the power of its command line is 1 unless given. Deviations: the program may
+    give the warm-up rounds of another length than H, `init_h`; a rate of 0, by which it would divide, is refused before
+    the run.
     """
 
     def __init__(
