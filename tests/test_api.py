@@ -37,6 +37,7 @@ MODULES = (
     "vecgym.engine",
     "vecgym.availability",
     "vecgym.logger",
+    "vecgym.runs.influence",
     "vecgym.runs.memory",
     "vecgym.records.history",
     "vecgym.models",

@@ -12,6 +12,7 @@ import pytest
 from tests.fitting import dataset
 from tests.models import make_model
 from vecgym import Trainer, sweep
+from vecgym.runs.influence import InfluenceOptions, influence
 from vecgym.runs.memory import MemoryOptions, estimate_memory
 from vecgym.runs.optimize import optimize_schedule
 from vecgym.runs.options import FitOptions, JvpOptions, RolloutOptions, ScheduleOptions
@@ -57,6 +58,7 @@ WITH_OPTIONS: list[tuple[Any, Any]] = [
     (estimate_memory, MemoryOptions),
     (rollout, RolloutOptions),
     (rollout_jvp, JvpOptions),
+    (influence, InfluenceOptions),
     (optimize_schedule, ScheduleOptions),
     (verify, VerifyOptions),
 ]

@@ -28,6 +28,7 @@ same on every node". What needs torch is imported when it is first used.
 - Models: `vecgym.models`, with `GPT` and `Classifier`; `vecgym.data.text`, text without a download
 - Gradients: `rollout`, `rollout_jvp`, `Outcome`: whole runs as differentiable functions; `optimize_schedule`,
   `OptimizedSchedule`
+- Influence: `influence`, `Influence`: what each exchange, node or message of a run was worth
 - Sweeps: `sweep`, `SweepResult`, `Uniform`, `LogUniform`; `compare`, of separate runs
 - Files: `Trainer.fit(save_dir=..., resume=True)`, `Trainer.save`, `load`, `Saved`
 - Time: `vecgym.clock`, with `Network` and `price`: how long a run takes on your network; `dry_run`, a run's ledger
@@ -79,6 +80,7 @@ if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
     from vecgym.records.history import History
     from vecgym.records.optimized import OptimizedSchedule
     from vecgym.records.runfile import Saved, load
+    from vecgym.runs.influence import Influence, influence
     from vecgym.runs.memory import MemoryEstimate, estimate_memory
     from vecgym.runs.optimize import optimize_schedule
     from vecgym.runs.rollout import Outcome, rollout, rollout_jvp
@@ -89,10 +91,10 @@ if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
 __version__ = "0.3.0"
 
 __all__ = [
-    "CSVLogger", "DivergenceError", "History", "Ledger", "LocalTrainer", "LogUniform", "Logger", "MemoryEstimate",
-    "Nodes", "OptimSpec", "OptimizedSchedule", "Outcome", "ProcessError", "Saved", "SweepResult", "TensorBoardLogger",
-    "Trainer", "Uniform", "VecgymWarning", "WandbLogger", "availability", "compare", "dry_run", "estimate_memory",
-    "guide", "load", "optimize_schedule", "rollout", "rollout_jvp", "sweep", "verify",
+    "CSVLogger", "DivergenceError", "History", "Influence", "Ledger", "LocalTrainer", "LogUniform", "Logger",
+    "MemoryEstimate", "Nodes", "OptimSpec", "OptimizedSchedule", "Outcome", "ProcessError", "Saved", "SweepResult",
+    "TensorBoardLogger", "Trainer", "Uniform", "VecgymWarning", "WandbLogger", "availability", "compare", "dry_run",
+    "estimate_memory", "guide", "influence", "load", "optimize_schedule", "rollout", "rollout_jvp", "sweep", "verify",
 ]  # fmt: skip
 
 # Where each public name is. It is imported when it is first used, so that `vecgym --help` need not wait for torch.
@@ -106,6 +108,7 @@ _HOMES = {
     "logger": ("CSVLogger", "Logger", "TensorBoardLogger", "WandbLogger"),
     "records.optimized": ("OptimizedSchedule",),
     "records.runfile": ("Saved", "load"),
+    "runs.influence": ("Influence", "influence"),
     "runs.memory": ("MemoryEstimate", "estimate_memory"),
     "runs.optimize": ("optimize_schedule",),
     "runs.rollout": ("Outcome", "rollout", "rollout_jvp"),

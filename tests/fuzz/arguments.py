@@ -97,7 +97,7 @@ ENTRANCES = {
 MADE = {
     f"vecgym.{name}" for name in (
         "clock.AsyncTimeline",
-        "DivergenceError", "History", "MemoryEstimate", "Nodes", "OptimizedSchedule", "ProcessError",
+        "DivergenceError", "History", "Influence", "MemoryEstimate", "Nodes", "OptimizedSchedule", "ProcessError",
         "Saved", "SweepResult")
 }  # fmt: skip
 # ... the methods that a run calls, of what users write or give, ...

@@ -52,6 +52,28 @@ of the run. A tensor within a strategy means the same as in one run, one value p
 number for each run is `lr[run]`, one for each step and run `lr[:, run, None]`. Runs whose strategies differ in numbers
 only share all calls; those that differ in more share the gradients.
 
+## What each message was worth
+
+`vecgym.influence` leaves out each exchange, each node or each message in turn, all runs as few programs, and says how
+much higher the final loss is without it. Here node 3 has wrong labels:
+
+>>> def shards(rank, num_nodes, train):
+...     part = slice(rank, None, num_nodes)
+...     return torch.utils.data.TensorDataset(x[part], (x[part, :4].argmax(1) + (rank == 3)) % 4)
+>>> found = vecgym.influence(
+...     model, DiLoCoStrategy("sgd", H=5, lr=0.1), shards, num_nodes=4, max_steps=20, batch_size=16,
+...     eval_batch=dataset[:256], of="nodes", seeds=4)
+>>> found.values.argmin().item(), bool((found.values[:3] > 0).all()), bool(found.values[3] < 0)
+(3, True, True)
+
+- `of="exchanges"` gives `[R]`, `of="messages"` `[R, K]`; over several `seeds` there are standard errors, and what one
+  run says of a message need not hold on another.
+- `method="derivative"` finds all values by one backward pass. It is exact for small changes only: the rank correlation
+  with exact values on a sample is in `found.agreement`, and a low one is a warning. `method="integrated"` adds up to
+  the gain of communicating at all.
+- `found.thin(n)` is the strategy without the n exchanges that are worth least, for `fit`, `sweep` and `rollout`, and
+  `found.plot()` a figure: of messages a heat map, node against step.
+
 Some choices are constants for derivatives: which coordinates a mask or a top-k selects, and the sign in DeMo.
 `compressed` passes derivatives straight through its code. Refused, with an error that says what to do instead:
 optimizers that run node by node, strategies written for one rank, models with hooks on gradients, activation

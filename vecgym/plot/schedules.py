@@ -62,6 +62,48 @@ def plot_sensitivity(
     return style.done(figure, None, path)
 
 
+def plot_influence(
+    values: Tensor | np.ndarray,
+    steps: Sequence[int] | None = None,
+    errors: Tensor | np.ndarray | None = None,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    title: str | None = None,
+) -> Figure:
+    """Draw how much higher the final loss is without each exchange, node or message, as `vecgym.influence` finds it.
+
+    Args:
+        values: `[R]` of exchanges or `[K]` of nodes, as bars; `[R, K]` of messages, as a heat map.
+        steps: the optimizer step of each exchange; None: the values are of nodes.
+        errors: the standard errors of bars.
+        path, title: as for `plot_comparison`.
+
+    >>> plot_influence(np.array([0.5, -0.1]), steps=[4, 8]).axes[0].get_xlabel()
+    'optimizer step of the exchange'
+    """
+    style.check_shared(path, title)
+    array, where = np.asarray(values, dtype=float), "optimizer step of the exchange" if steps is not None else "node"
+    label = "final loss without it, less that with all"
+    figure, (axes,) = style.new_figure(9, 3.8)
+    if array.ndim == 2:
+        largest = float(np.nanmax(np.abs(array))) or 1.0
+        image = axes.imshow(array.T, cmap="RdBu_r", vmin=-largest, vmax=largest, origin="lower", aspect="auto")
+        figure.colorbar(image, label=label)
+        shown = style.every_few(len(array))
+        axes.set_xticks(shown, [str((steps or range(len(array)))[i]) for i in shown])
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set(xlabel=where, ylabel="node", title="what each message is worth")
+        return style.done(figure, title, path)
+    heights = style.vector("values", array)
+    at = np.arange(len(heights)) if steps is None else np.asarray(steps)
+    width = 0.8 * float(np.diff(at).min()) if len(at) > 1 else 0.8
+    spread = None if errors is None or not np.isfinite(np.asarray(errors)).all() else np.asarray(errors, dtype=float)
+    axes.bar(at, heights, width=width, yerr=spread, color=style.COLOURS[0], capsize=2)
+    axes.axhline(0, color="0.3", linewidth=0.8)
+    style.finish(axes, f"what each {'exchange' if steps is not None else 'node'} is worth", where, label)
+    return style.done(figure, title, path)
+
+
 def plot_schedule(
     found: OptimizedSchedule, path: str | os.PathLike[str] | None = None, *, title: str | None = None
 ) -> Figure:

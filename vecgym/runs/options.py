@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -685,14 +685,13 @@ class RolloutOptions(DifferentiableRun):
     network: Network | None = None
     max_updates: OptionalCount = None
     num_runs: OptionalCount = None
-    runs: tuple[RolloutOptions, ...] = field(init=False, repr=False)  # the options of each
 
     def __post_init__(self) -> None:
         num_runs = check.optional_integer("num_runs", self.num_runs, what="None is one run, without a dimension of it")
         if num_runs is not None:
-            self.settle(runs=_each_run(self, num_runs))
+            self.settle(_runs=_each_run(self, num_runs))
             return
-        self.settle(runs=(self,), seed=check.seed("seed", self.seed))
+        self.settle(_runs=(self,), seed=check.seed("seed", self.seed))
         super().__post_init__()
         check_strategy(self.strategy)
         check_clocks(self.num_nodes, self.network, self.compute)
@@ -707,6 +706,12 @@ class RolloutOptions(DifferentiableRun):
                 f"availability={self.availability!r} and {self.strategy!r} both say who sits out: in a rollout give "
                 "one, such as availability=Sampled(0.5, H) instead of participation=0.5."
             )
+
+    @property
+    def runs(self) -> tuple[RolloutOptions, ...]:
+        """The options of each run."""
+        runs: tuple[RolloutOptions, ...] = vars(self)["_runs"]
+        return runs
 
 
 def _each_run(options: RolloutOptions, num_runs: int) -> tuple[RolloutOptions, ...]:

@@ -390,16 +390,21 @@ class SyncWeight(When):
 
     Args:
         weights: `[T]`, one for each step of the run.
+        every: a schedule whose exchanges the weights are for, in place of each step: `[R]`, one for each of them.
 
     Raises:
-        TypeError, ValueError: unless `weights` are numbers in [0, 1]; at `check` unless there are T of them.
+        TypeError, ValueError: unless `weights` are numbers in [0, 1]; at `check` unless there are T (R) of them.
 
     >>> SyncWeight([0, 0, 1, 0, 0, 1])
     SyncWeight([0, 0, 1, 0, 0, 1])
+    >>> when = SyncWeight([1, 0, 1], every=2)  # the second of three exchanges is left out
+    >>> [step for step in range(6) if when.due(step)], when.count(5)
+    ([1, 5], 2)
     """
 
-    def __init__(self, weights: Tensor | Sequence[float]) -> None:
+    def __init__(self, weights: Tensor | Sequence[float], every: int | When | Callable[[int], int] = 1) -> None:
         self.weights = _checked(weights)  # of C merged configurations, `[C, T]`
+        self.every = as_when(every, "every")
         self.differentiated = differentiated(self.weights)
         self.in_part = self.differentiated or not bool(((self.weights == 0) | (self.weights == 1)).all())
 
@@ -409,24 +414,36 @@ class SyncWeight(When):
         return ("weights",) if self.in_part else ()
 
     def check(self, max_steps: int, who: object = "the exchange") -> None:
-        """Raise a ValueError unless there is a weight for each step.
+        """Raise a ValueError unless there is a weight for each step, or exchange.
 
         >>> SyncWeight([0, 1]).check(max_steps=3)
         Traceback (most recent call last):
         ...
         ValueError: sync_weight has 2 weights and the run 3 steps: give one for each, or max_steps=2.
         """
-        if len(self.weights) != max_steps:
+        self.every.check(max_steps, who)
+        number, each = self.every.count(max_steps), isinstance(self.every, Rounds) and self.every.H == 1
+        if len(self.weights) != number and not each:
+            raise ValueError(
+                f"sync_weight has {len(self.weights)} weights, and {self.every!r} makes {number} exchanges in the "
+                f"run's {max_steps} steps: give one for each."
+            )
+        if len(self.weights) != number:
             raise ValueError(
                 f"sync_weight has {len(self.weights)} weights and the run {max_steps} steps: give one for each, "
                 f"or max_steps={len(self.weights)}."
             )
 
     def due(self, step: int) -> bool:
-        return self.differentiated or bool((self.weights[..., step] != 0).any())
+        if not self.every.due(step):
+            return False
+        return self.differentiated or bool((self.weights[..., self.count(step)] != 0).any())
+
+    def count(self, step: int) -> int:
+        return self.every.count(step)
 
     def weight(self, step: int) -> Tensor | None:
-        return self.weights[..., step] if self.in_part else None
+        return self.weights[..., self.count(step)] if self.in_part else None
 
     def made(self, number: int) -> Any:
         """Return the sum of the weights before a step, float64, with its derivative; None if it equals `number`.
@@ -447,7 +464,8 @@ class SyncWeight(When):
         values = [round(float(w), 4) for w in self.weights.detach().flatten()]
         whole = [int(v) if v in (0.0, 1.0) else v for v in values]
         shown = ", ".join(map(str, whole if len(whole) <= 20 else whole[:20]))
-        return f"SyncWeight([{shown}{'' if len(whole) <= 20 else f', ... {len(whole)} in all'}])"
+        every = "" if self.every.plain == 1 else f", every={self.every!r}"
+        return f"SyncWeight([{shown}{'' if len(whole) <= 20 else f', ... {len(whole)} in all'}]{every})"
 
 
 def rounds_or_weights(H: Any, weights: Tensor | Sequence[float] | SyncWeight | None, usual: int) -> When:

@@ -164,6 +164,20 @@ class Exchange(Settings):
         n = check.integer("n", n, what="the number of optimizer steps between two exchanges")
         return altered(self, unit=self.unit * n)
 
+    def weighted(self, weights: Tensor | Sequence[float]) -> Exchange:
+        """Return the same exchange with a weight for each time that it is made, `[R]`; see `SyncWeight`.
+
+        >>> from vecgym.strategy.averages import Mean
+        >>> Exchange(Mean(), every=4).weighted([1, 0, 1])
+        Exchange(Mean(), every=SyncWeight([1, 0, 1], every=4))
+        """
+        if self._when.in_part:
+            raise ValueError(f"{self!r} has weights already: give an exchange with a schedule, such as every=10.")
+        when = SyncWeight(weights, self._when)
+        new = altered(self, every=when, _when=when)
+        new._check_together()
+        return new
+
     def through_server(self) -> Exchange:
         """Return the same exchange with a server's mean in place of a mean of all nodes, unless it is of gradients.
 
