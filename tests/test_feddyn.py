@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from tests.helpers import assert_close, difference, run, stacked
@@ -114,6 +115,27 @@ def test_it_reaches_the_optimum_of_unlike_quadratics(name: str) -> None:
     assert difference(fedavg.params, {"x": nodes.optimum}) > 1e-2  # the nodes are unlike
 
 
+class Optional(nn.Module):
+    """(x - b)^2 / 2 on the nodes that use x, of the batch (whether, b)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros((), dtype=F64))
+        self.y = nn.Parameter(torch.ones((), dtype=F64))
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        used, b = batch
+        return self.y**2 / 2 + (((self.x - b) ** 2 / 2).mean() if used.item() else 0)
+
+
+@pytest.mark.parametrize("name", ["FedDyn, one step", "Scaffnew"])
+def test_nodes_without_a_gradient_are_corrected_too(name: str) -> None:
+    """Of three nodes two use x, which goes to the mean of their targets on all."""
+    batch = (torch.tensor([[1], [1], [0]]), torch.tensor([[3.0], [1.0], [9.0]], dtype=F64))
+    result = run(Optional(), EXACT[name], [batch] * 500, engine="loop")
+    assert_close(result.params["x"], torch.full((3,), 2.0, dtype=F64), 1e-9)
+
+
 @pytest.mark.parametrize("rejoin", ["own", "shared"])
 @pytest.mark.parametrize("name", ["FedDyn, three steps", "Scaffnew"])
 def test_it_reaches_it_with_absent_nodes(name: str, rejoin: Any) -> None:
@@ -166,10 +188,16 @@ def test_scaffnew_that_always_averages_is_gradient_descent() -> None:
 
 
 def test_scaffnew_exchanges_where_the_coin_says_so() -> None:
-    strategy, steps = ScaffnewStrategy("sgd", p=0.2, lr=0.05), 2000
+    strategy, steps = ScaffnewStrategy("sgd", p=0.2, lr=0.05), 1000
     times = len(Valleys().train(strategy, steps).comm.ledger)
     assert times == sum(strategy.averages(RunFacts(K, steps, seed=42), step) for step in range(steps))
-    assert times == pytest.approx(400, abs=4 * (steps * 0.2 * 0.8) ** 0.5)
+    assert times == pytest.approx(200, abs=4 * (steps * 0.2 * 0.8) ** 0.5)
+    taken = Taken(strategy, valleys(20), None, model=Valley())
+    for step in range(20):
+        x = taken.run(1).state.params["x"]
+        equal = strategy.agreed(RunFacts(K, 20, seed=42), ["x"], step)
+        assert equal == ({"x"} if strategy.averages(RunFacts(K, 20, seed=42), step) else set())
+        assert bool((x == x[:1]).all()) == bool(equal)
     seeds = {tuple(strategy.averages(RunFacts(K, seed=s), t) for t in range(30)) for s in range(5)}
     assert len(seeds) == 5
 

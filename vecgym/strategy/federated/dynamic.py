@@ -94,8 +94,8 @@ class FedDynStrategy(Federated, batched=("alpha",), random=False, steady=True):
     Raises:
         ValueError: for alpha <= 0, or one for each node; for another `evaluated`.
 
-    >>> FedDynStrategy("sgd", H=5, alpha=0.1, lr=0.1)
-    FedDynStrategy(OptimSpec(SGD, lr=0.1), Exchange(Dynamic(Mean(), 0.1), every=5), alpha=0.1)
+    >>> FedDynStrategy("sgd", H=5, alpha=0.05, lr=0.1)
+    FedDynStrategy(OptimSpec(SGD, lr=0.1), Exchange(Dynamic(Mean(), 0.05), every=5), alpha=0.05)
 
     Reference: Acar et al., "Federated Learning Based on Dynamic Regularization", arXiv 2111.04263, and
     github.com/alpemreacar/FedDyn, whose variables are -G_i / alpha. Deviations: H steps in place of an exact minimum,

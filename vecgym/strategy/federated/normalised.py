@@ -57,12 +57,12 @@ class Normalised(Outer):
             WORK: done["rates" if self._proximal else "weight"],
         }
 
-    def receive(self, y: Tree, part: Part, memory: Memory) -> Tree:
+    def receive(self, y: Tree, part: Part, memory: Memory, lr: Any = None) -> Tree:
         if self._plain(part):
             memory.home["params"] = y
             return y
         mean = {name: spread(y[WORK], d) * d for name, d in y.items() if name != WORK}
-        return super().receive(mean, part, memory)
+        return super().receive(mean, part, memory, lr)
 
 
 class FedNovaStrategy(Federated, batched=("proximal_mu", "server_momentum"), random=False, steady=True):
@@ -118,7 +118,8 @@ class FedNovaStrategy(Federated, batched=("proximal_mu", "server_momentum"), ran
     Reference: Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization",
     arXiv 2007.07481, and github.com/JYWa/FedNova, distoptim/FedNova.py, whose tau these are. Deviations: the program
     adds up both recursions if there are a momentum and a proximal term, and normalises Nesterov's momentum as a heavy
-    ball: here both are refused. Weights of changing rates are ours; of a constant one they are the program's.
+    ball: here both are refused. Weights of changing rates are ours; of a constant one they are the program's. Its G is
+    in units of gradients, which differs where the rate changes.
     """
 
     of_nodes = ("proximal_mu",)
