@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import os
 import re
 from pathlib import Path
@@ -115,6 +116,19 @@ def test_the_search_finds_the_guide_and_no_private_names(site: Path, browser: Br
     index = (site / "search.js").read_text()
     assert set(re.findall(r'"kind": "(\w+)"', index)) == {"guide", "module", "class", "function"}
     assert not [name for name in re.findall(r'"fullname": "(vecgym[\w.]*)"', index) if "._" in name]
+
+
+def test_every_strategy_is_in_the_index_as_a_class_and_in_a_section_of_the_guide(site: Path) -> None:
+    docs = re.search(r"const docs = (\[.*\]);", (site / "search.js").read_text())
+    assert docs is not None
+    entries = json.loads(docs[1])
+    classes = {entry["title"] for entry in entries if entry["kind"] == "class"}
+    guide = " ".join(entry["doc"] for entry in entries if entry["modulename"] == "vecgym.guide.strategies")
+    exported = [getattr(vecgym.strategy, name) for name in vecgym.strategy.__all__ if name.endswith("Strategy")]
+    names = {strategy.__name__ for strategy in exported}
+    assert "SCAFFOLDStrategy" in names
+    assert names <= classes
+    assert not [name for name in names - {"Strategy", "RankStrategy"} if name not in guide]
 
 
 def test_the_site_is_small(site: Path) -> None:
