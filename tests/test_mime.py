@@ -84,9 +84,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"inner_optim": "adam", "lr": 0.01, "participation": 0.6, "weighting": WEIGHTS, "server_lr": 0.7},
         {"inner": (Adam, {"lr": 0.01}), "participants": sample, "weights": WEIGHTS, "eta": 0.7},
     ),
-    "nesterov, a schedule": (
-        {"inner_optim": OptimSpec(SGD, lr=0.1, momentum=0.8, nesterov=True), "lr_scheduler": schedule},
-        {"inner": (SGD, {"lr": 0.1, "momentum": 0.8, "nesterov": True}), "schedule": schedule},
+    "nesterov, decay, a schedule": (
+        {
+            "inner_optim": OptimSpec(SGD, momentum=0.8, nesterov=True, weight_decay=0.3),
+            "lr": 0.1,
+            "lr_scheduler": schedule,
+        },
+        {"inner": (SGD, {"lr": 0.1, "momentum": 0.8, "nesterov": True, "weight_decay": 0.3}), "schedule": schedule},
     ),
 }
 
