@@ -1856,7 +1856,7 @@ def test_the_pareto_front_is_marked() -> None:
     lucky: Any = plot_pareto(ROWS, over=None).axes[0].lines[0]
     assert [float(y) for y in lucky.get_ydata()] == pytest.approx([10.0, 1.0, 0.1])
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["Pareto front", "kind = a", "kind = b"]
-    right: Any = plot_pareto([{**row, "val_accuracy": -row["val_loss"]} for row in ROWS], "val_accuracy")
+    right: Any = plot_pareto([{**row, "val_accuracy": -float(row["val_loss"])} for row in ROWS], "val_accuracy")
     assert [float(y) for y in right.axes[0].lines[0].get_ydata()] == pytest.approx([-10.5, -1.5, -0.6])
     silent = [{"bytes_total": 0.0, "val_loss": 3.0}, {"bytes_total": 1e5, "val_loss": 1.0}]
     assert plot_pareto(silent).axes[0].get_xscale() == "symlog"
