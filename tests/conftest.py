@@ -49,6 +49,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture
+def compiled_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let compile=True compile small models, too, in place of their lists of operations."""
+    monkeypatch.setattr("vecgym.engine.plan.MIN_FLOP_COMPILED", 0)
+
+
+@pytest.fixture
 def browser() -> Iterator[Browser]:
     """A headless Chromium; without one the test is skipped, and says so."""
     if find() is None:

@@ -418,7 +418,7 @@ def _shared() -> nn.Module:
     return nn.Sequential(first, norm, act, tied, norm, act, nn.Linear(4, 1))
 
 
-@pytest.mark.usefixtures("_reset")
+@pytest.mark.usefixtures("_reset", "compiled_always")
 @pytest.mark.parametrize(
     "make", [_shared, lambda: Compiled("a part", whole=True)], ids=["modules in two places", "a compiled part"]
 )
@@ -435,7 +435,7 @@ def test_compile_of(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPat
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
-@pytest.mark.usefixtures("_reset")
+@pytest.mark.usefixtures("_reset", "compiled_always")
 def test_a_backend_that_fails_is_named_with_its_cause_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(graph: Any, inputs: Any, **settings: Any) -> Any:
         raise NotImplementedError("no storage for a TensorWrapper")

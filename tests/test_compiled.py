@@ -25,6 +25,7 @@ from vecgym.engine.stateless import StatelessModel
 from vecgym.models import Classifier
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 
+pytestmark = pytest.mark.usefixtures("compiled_always")
 TRACED = [name for name in MODELS if name not in (*NO_VMAP, "LSTM")]
 K = 3
 
@@ -95,6 +96,35 @@ def test_compiled_gradients_are_those_of_vmap(name: str) -> None:
     compare(name)
     if name == "MLP":
         compare(name, mean=True)
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_too_little_work_stays_a_list(mean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model computes in a step decides, without a clock and a compiler; in runs too short for a list, not."""
+    tried: list[int] = []
+
+    def counted(*given: Any) -> tuple[str, str]:
+        tried.append(1)
+        return "", "compiled"
+
+    monkeypatch.setattr(Compiled, "tried", counted)
+    batch = Batches(dataset("MLP", 40), K, 4).batch(0)
+    engine = Engine(make_model("MLP"))
+    assert engine.prepare(batch, mean=mean).engine == "recorded"
+    assert engine.facts is not None
+    work = engine.facts.flop * K
+    for bound, name in ((work, "compiled"), (work + 1, "recorded")):
+        monkeypatch.setattr("vecgym.engine.plan.MIN_FLOP_COMPILED", bound)
+        tried.clear()
+        chosen = Engine(make_model("MLP"), compile=True).prepare(batch, mean=mean)
+        assert (chosen.engine, len(tried)) == (name, int(name == "compiled"))
+        assert ("too little work to gain by compile=True" in chosen.reason) == (name == "recorded")
+    length = engine._recorded.num_operations
+    for longest, name in ((length - 1, "compiled"), (length, "recorded")):
+        monkeypatch.setattr("vecgym.engine.plan.MAX_OPERATIONS_LISTED", longest)
+        assert Engine(make_model("MLP"), compile=True).prepare(batch, mean=mean).engine == name
+    assert Engine(make_model("MLP"), compile=True).prepare(batch, mean=mean, num_passes=10).engine == "compiled"
+    assert Engine(make_model("MLP"), compile=True, engine="vmap").prepare(batch, mean=mean).engine == "compiled"
 
 
 class Counting(nn.Module):

@@ -58,6 +58,7 @@ from vecgym.engine.plan import (
     one_thread,
     settle_threads,
     start_threads,
+    stays_listed,
 )
 from vecgym.engine.recorded import PreparedPass, Recorded
 from vecgym.engine.stateless import StatelessModel, TwiceDifferentiable, plain_attention
@@ -73,7 +74,8 @@ class Engine:
         node_threads: CPU threads over nodes; None: the rule decides.
         autocast: run forward passes under `torch.autocast` (bfloat16 on CPU, float16 on CUDA).
         compile: compile the gradients of all nodes with `torch.compile`, if possible; see
-            `vecgym.engine.compiled`. If not, a warning says why.
+            `vecgym.engine.compiled`. If not, a warning says why. With "auto" small models keep their list of
+            operations; see `vecgym.engine.plan.stays_listed`.
 
     Attributes:
         plan: how the nodes are computed; `prepare` chooses it, `use` replaces it.
@@ -158,10 +160,13 @@ class Engine:
         if required and facts.vmap_error is not None:
             raise facts.vmap_error
         plan = self._settled(facts, sizes_of(batch)[0], mean)
-        if self._compiled is not None and facts.vmap_error is None:
-            plan = self._tried_plan(self._compiled, batch, plan, mean)
-        elif engine == "auto" and plan.engine == "vmap" and num_passes != 0:
+        compiled, may_stay = self._compiled, functools.partial(stays_listed, facts, sizes_of(batch)[0], self.device)
+        if engine == "auto" and plan.engine == "vmap" and num_passes != 0 and (compiled is None or may_stay()):
             plan = self._recorded_plan(batch, plan, mean, num_passes)
+        if compiled is not None and plan.engine == "recorded" and may_stay(self._recorded.num_operations):
+            plan = replace(plan, reason=f"{plan.reason}: too little work to gain by compile=True")
+        elif compiled is not None and facts.vmap_error is None:
+            plan = self._tried_plan(compiled, batch, plan, mean)
         why = str(facts.vmap_error).splitlines()[0] if facts.vmap_error else contract.slow_experts(facts.vmap_slow)
         if why and engine == "auto":
             warn(f'{why} Its nodes are computed one after the other. engine="loop" chooses that without this warning.')

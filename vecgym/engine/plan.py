@@ -65,6 +65,10 @@ MAX_TENSOR_BYTES = 2**25 - 2**16
 # An evaluation takes several batches in one call, up to this much arithmetic and this large a tensor: beyond, the
 # overhead of a call is small, and on a CPU the tensors leave the cache.
 MAX_EVALUATION = {"cpu": (2e9, 2**22), "other": (1e12, 2**30)}
+# On a CPU, compiled code saves operations and passes over memory, and costs a wrapper of Python. With less arithmetic
+# than this in a step of all nodes, a recorded list of at most so many operations is as fast, and is made in a
+# thousandth of the time.
+MIN_FLOP_COMPILED, MAX_OPERATIONS_LISTED = 30e6, 64
 FAR = (720_720, 720_719)  # steps of a pass's counter: a multiple of 1 to 16, and the one before
 HOST_RANDOM = "it draws random numbers of numpy or Python, which would be the same on all nodes (torch's are not)"
 
@@ -502,6 +506,19 @@ def choose_plan(
         chunk_size = max(1, MAX_TENSOR_BYTES // facts.largest_bytes)
     last = many_convolutions and engine not in BACKENDS and facts.any_layout
     return Plan(backend, threads, chunk_size, reason, channels_last=last)
+
+
+def stays_listed(facts: ModelFacts, num_nodes: int, device: torch.device, num_operations: int = 0) -> bool:
+    """Whether a step has too little work for compiled code to be faster than a list of so many recorded operations.
+
+    Like `choose_plan`, this depends on the model and K, and measures nothing.
+
+    >>> facts, cpu = ModelFacts(unused=frozenset(), mutated=frozenset(), random=False, flop=10**5), torch.device("cpu")
+    >>> [stays_listed(facts, K, cpu, num_operations=40) for K in (8, 1000)], stays_listed(facts, 8, cpu, 200)
+    ([True, False], False)
+    """
+    little = facts.flop * num_nodes < MIN_FLOP_COMPILED and num_operations <= MAX_OPERATIONS_LISTED
+    return device.type == "cpu" and little
 
 
 def batches_at_once(plan: Plan, facts: ModelFacts | None, num_nodes: int, device: torch.device) -> int:

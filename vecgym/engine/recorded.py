@@ -97,6 +97,11 @@ class Recorded(Vmap):
                 return self.ended or self._refusal
         return ""
 
+    @property
+    def num_operations(self) -> int:
+        """The number of operations in the longest list; 0 without any."""
+        return max((len(operations) for operations in self._lists.values() if operations is not None), default=0)
+
     def _computed(self, part: NodeSlice, num_nodes: int, thread: int = 0) -> tuple[Tree, Tensor]:
         """Compute a pass by its list, if it has one."""
         if self.ended or self._watch is None:
@@ -210,6 +215,9 @@ class Operations:
                 for i in over:  # so that its memory serves the next one
                     places[i] = None
         return list(map(places.__getitem__, self._results))
+
+    def __len__(self) -> int:
+        return len(self._steps)
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, Operations)

@@ -158,9 +158,11 @@ had a gradient.
 gradients of the first batch are compared with those of `vmap`. A model that cannot be traced whole, or whose compiled
 gradients differ by more than rounding, runs uncompiled, with a warning that says why. Of a model, a part, a method or a
 `loss_fn` that you have given to `torch.compile`, the original is taken, and `fit` returns that. `vecgym run` takes it as
-`--set compile=True`. The optimizer's step is not compiled: for the models in `benchmarks/` that gained nothing. On CUDA the
-compiled gradients are recorded as a CUDA graph, which one call launches, unless the model changes its buffers; none of
-this has run on a GPU yet, and `tests/test_cuda.py` waits for one.
+`--set compile=True`. On a CPU a model of less than 30 MFLOP in a step of all nodes keeps the recorded list of its
+operations, at most 64, which is as fast (`help(vecgym.guide.performance)`); `engine="vmap"` compiles it all the same. The optimizer's
+step is not compiled: for the models in `benchmarks/` that gained nothing. On CUDA the compiled gradients are recorded as a
+CUDA graph, which one call launches, unless the model changes its buffers; none of this has run on a GPU yet, and
+`tests/test_cuda.py` waits for one.
 
 Random numbers of a model are keyed by seed, step and node, but engines and chunk sizes draw them in different orders.
 They are reproducible for one engine and chunk size, and differ between them. Models with dropout are not spread over

@@ -303,7 +303,8 @@ class EngineOptions(Options):
         node_threads: CPU threads that share the nodes; None: chosen automatically.
         compile: compile the gradients of all nodes with `torch.compile`, which takes some seconds at the start:
             `history.settings["engine_reason"]` says how many, and after how many steps that pays off. A model that
-            cannot be compiled runs uncompiled, with a warning that says why.
+            cannot be compiled runs uncompiled, with a warning that says why. With engine="auto" on a CPU, steps of less
+            than 30 MFLOP keep the recorded list of their operations, if it is short, which is as fast.
     """
 
     engine: Annotated[EngineName, check_engine] = "auto"
