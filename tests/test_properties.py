@@ -1098,6 +1098,7 @@ ARGUMENTS: dict[Any, Changes] = {
             "weighting": "examples",
             "resting": "keep",
             "private": "second",
+            "sampling": "bernoulli",
             "proximal_mu": 0.5,
             "server_optim": "avgm",
             "server_lr": 0.5,
@@ -1109,6 +1110,7 @@ ARGUMENTS: dict[Any, Changes] = {
             **{name: {"server_optim": "yogi"} for name in ("server_lr", "server_betas", "server_tau")},
             "sync_weight": {"H": 1},
             "resting": {"participation": 0.6},
+            "sampling": {"participation": 0.6},
         },
     ),
     MimeStrategy: Changes(
@@ -1346,8 +1348,9 @@ ARGUMENTS: dict[Any, Changes] = {
             "sync_weight": WEIGHTS,
             "resting": "keep",
             "private": "second",
+            "sampling": "bernoulli",
         },
-        also={"sync_weight": {"H": 1}, "resting": {"participation": 0.6}},
+        also={"sync_weight": {"H": 1}, "resting": {"participation": 0.6}, "sampling": {"participation": 0.6}},
     ),
     Exchange: Changes(
         with_exchange(Exchange),
@@ -1366,12 +1369,14 @@ ARGUMENTS: dict[Any, Changes] = {
             "participation": 0.6,
             "resting": "keep",
             "lost": 0.5,
+            "sampling": "bernoulli",
             "unit": 2,
         },
         also={
             "late": {"delay": 1},
             "pattern": {"fragments": 2},
             "participation": {"how": ServerMean()},
+            "sampling": {"how": ServerMean(), "participation": 0.6},
             "resting": {"how": ServerMean(), "participation": 0.6},
         },
         models={"pattern": "CNN"},
@@ -1419,7 +1424,8 @@ ARGUMENTS: dict[Any, Changes] = {
     Private: Changes(
         with_average(lambda **kw: Outer(Private(**kw))),
         {"inner": Mean(), "clip": 0.1, "noise": 0.1},
-        {"inner": Robust("median"), "clip": 0.2, "noise": 0.2},
+        {"inner": Robust("median"), "clip": 0.2, "noise": 0.2, "noise_by": "server", "nodes": 2.5, "delta": 1e-5},
+        also={"nodes": {"noise_by": "server"}, "delta": {"noise_by": "server"}},
     ),
     MovementPenalty: Changes(
         with_exchange(lambda **kw: Exchange(Outer(MovementPenalty(**kw)))),
@@ -1479,6 +1485,8 @@ def run_of_base(cls: Any, model: str, also: str) -> Run:
 @pytest.mark.parametrize(("cls", "argument"), SETTINGS, ids=[f"{cls.__name__}-{name}" for cls, name in SETTINGS])
 def test_every_constructor_argument_changes_something(cls: Any, argument: str) -> None:
     changes = ARGUMENTS[cls]
+    if (cls, argument) == (Private, "delta"):
+        pytest.importorskip("dp_accounting", reason="needs dp-accounting: pip install vecgym[privacy]")
     assert argument in changes.values, f"add a value of {argument} to ARGUMENTS[{cls.__name__}]"
     model = changes.models.get(argument, "MLP")
     start, batches = setup(model)
@@ -1491,6 +1499,8 @@ def test_every_constructor_argument_changes_something(cls: Any, argument: str) -
     elif argument == "evaluated":
         models = [x.simulation.result(x.state).params for x in (one, other)]
         assert difference(*models) > 1e-8
+    elif (cls, argument) == (Private, "delta"):  # counts
+        assert_same_bits(one.params, other.params)
     else:
         assert difference(one.params, other.params) > 1e-8
     assert repr(first) != repr(second)  # what a log keeps of a run

@@ -222,13 +222,19 @@ def num_drawn(fraction: float, num_nodes: int) -> int:
     return max(1, round(fraction * num_nodes))
 
 
-def drawn(fraction: float, nodes: Sequence[int], seed: int, number: int) -> list[int]:
+def drawn(fraction: float, nodes: Sequence[int], seed: int, number: int, sampling: str = "fixed") -> list[int]:
     """Draw the participants of a round from `nodes`, ascending. All sampling of nodes uses this function.
 
-    >>> drawn(0.5, range(4), seed=42, number=0)
-    [1, 2]
+    Args:
+        sampling: "fixed": `num_drawn` of them; "bernoulli": each by itself, so perhaps none.
+
+    >>> drawn(0.5, range(4), seed=42, number=0), drawn(0.5, range(4), seed=42, number=0, sampling="bernoulli")
+    ([1, 2], [1])
     """
     generator = rng.generator(seed, "participants", number)
+    if sampling == "bernoulli":
+        luck = torch.rand(len(nodes), generator=generator, dtype=torch.float64).tolist()
+        return [node for node, x in zip(nodes, luck) if x < fraction]
     return [nodes[i] for i in sample_nodes(len(nodes), num_drawn(fraction, len(nodes)), generator)]
 
 

@@ -103,7 +103,7 @@ MADE = {
 # ... the methods that a run calls, of what users write or give, ...
 PROTOCOL = {
     "init", "active_nodes", "agree", "send", "receive", "write", "read", "within", "check_common", "through_server",
-    "gather", "shares", "outer", "outer_lr", "agreed", "made", "following",
+    "gather", "shares", "outer", "outer_lr", "epsilon", "agreed", "made", "following",
     "marks", "trains", "senders", "facts", "times", "parts", "numbered", "timetable", "check_run", "alike", "rates",
     "outer_rate", "drawn", "load_hidden_state", "check_optimizer", "outer_parameters",
     "optimize", "lr", "select", "encode", "decode", "average", "reduce", "compresses", "update",

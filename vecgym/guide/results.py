@@ -24,6 +24,7 @@
 - inner and outer learning rate;
 - bytes sent and received over a node's link, its payload, which papers report (`vecgym.guide.strategies`, "Which bytes"),
   and the bandwidth that the bytes sent imply;
+- `epsilon`, the privacy spent, if `vecgym.strategy.Private` counts it;
 - the consensus distance before and after the exchange, and the correlation between nodes;
 - steps and examples per second, and memory.
 

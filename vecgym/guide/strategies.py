@@ -244,12 +244,12 @@ act in the order of the list:
 | choice | how it is made |
 |---|---|
 | how nodes agree on a value | `Mean` (with islands, weights), `ServerMean`, `Mix` (a topology), `Robust` (a median, Krum, centred clipping and other rules that liars cannot move far), `MostMoved` (each node's own choice of coordinates), `NoLoCo` (in pairs), `StrongestCosines` (DeMo's) |
-| ... and around one of these | `Outer` (a step of an outer optimizer on the movements), `Eager` (the same, a round late), `Sparse` (some coordinates), `Compressed` (codes, with error feedback, its decay and momentum), `EF21` (codes of what has changed), `Corrupted` (some nodes lie, by a named attack or your own), `Private` (clipped, with noise), `MovementPenalty` (large movements weigh less; anomalies are left out) |
+| ... and around one of these | `Outer` (a step of an outer optimizer on the movements), `Eager` (the same, a round late), `Sparse` (some coordinates), `Compressed` (codes, with error feedback, its decay and momentum), `EF21` (codes of what has changed), `Corrupted` (some nodes lie, by a named attack or your own), `Private` (clipped, with the noise of each node or of a server), `MovementPenalty` (large movements weigh less; anomalies are left out) |
 | on what | `of="parameters"`, `"gradients"`, `"moments"` (of the inner optimizer), or one of its slots, such as `"exp_avg"` |
 | when | `every=` a number of steps, a function that gives the length of each round, or `Rounds`, `RoundsOf`, `LateWindow` (only in the last part of the run), `QSR` (longer rounds at lower learning rates), or weights that can be differentiated (`SyncWeight`) |
 | how late | `delay=` steps; `late="value"` overwrites the nodes' values with the result, `late="change"` adds the change; a `SyncWeight` applies either in part |
 | which part | `fragments=` cuts the model into parts that are exchanged at different steps of a round; `private=` names layers that stay at home |
-| who | `participation=` a fraction of the nodes in each round; `resting=`, the rule for the others; `lost=`, the probability that a message is lost |
+| who | `participation=` a fraction of the nodes in each round, as many in each or, with `sampling="bernoulli"`, each by itself; `resting=`, the rule for the others; `lost=`, the probability that a message is lost |
 | what a node keeps | `keep=` the share of its own value |
 
 `every(n, exchange)` lets an exchange count in units of n steps. Methods of `Compressed` are `"topk"`, `"chunktopk"`,
@@ -260,6 +260,16 @@ with half of the nodes in each round and 5 % of the coordinates sent:
 >>> from vecgym.compress import TopK
 >>> exchange = Exchange(Outer(Compressed(Mean(island_size=4), TopK(0.05))), every=5, participation=0.5)
 >>> averaged = trainer.fit(Strategy("adamw", [exchange], lr=3e-3), num_nodes=8, max_steps=10)
+
+Differential privacy is three of these: movements are clipped, the server adds noise, and clients are drawn by themselves.
+With `delta=1e-5` (`pip install vecgym[privacy]`) the history has the `epsilon` that this has spent; `vecgym.strategy.Private`
+says whom one has to trust, and what is not counted.
+
+>>> from vecgym.strategy import Private, ServerMean
+>>> noisy = Private(ServerMean(), clip=0.5, noise=1.0, noise_by="server", nodes=4)  # of 8 clients, 4 are expected
+>>> outer = Outer(noisy, OptimSpec("sgd", lr=1.0))
+>>> exchange = Exchange(outer, every=5, participation=0.5, sampling="bernoulli")
+>>> averaged = trainer.fit(Strategy("sgd", [exchange], lr=0.1), num_nodes=8, max_steps=10)
 
 ## Who is there
 

@@ -62,6 +62,10 @@ COLUMNS = {
         "bytes that a node has passed to collectives since the start, as papers report them",
         label="payload per node (bytes)", start=0.0,
     ),
+    "epsilon": Column(
+        "privacy spent so far on each node's data, where the strategy counts it; see `vecgym.strategy.Private`",
+        label="epsilon", swept=True,
+    ),
     "val_loss": Column(
         "validation loss of the run's model, the average of the nodes present", label="validation loss",
         swept=True,

@@ -26,6 +26,7 @@ from vecgym.engine import Engine
 from vecgym.engine.plan import batches_at_once
 from vecgym.records.columns import EACH
 from vecgym.simulation.state import Result
+from vecgym.simulation.timetable import RunFacts
 
 MAX_JOINED_BYTES = 2**25  # of batches that are evaluated in one call
 OF_NODES = ("val_losses", "consensus_distance", "consensus_distance_before")  # columns
@@ -387,18 +388,20 @@ def peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def recorded_of(strategy: Any, num_nodes: int, columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the recorded columns of an evaluation.
+def recorded_of(strategy: Any, run: RunFacts, steps: int, columns: dict[str, Any]) -> dict[str, Any]:
+    """Return the recorded columns of an evaluation after so many steps, with the privacy spent, if it is counted.
 
     Of an asynchronous run with a server none of each node, since all have its parameters.
 
     >>> from vecgym.strategy import ADPSGDStrategy, AsyncStrategy
     >>> columns = {"val_loss": 1.0, "val_loss_local": 1.0, "val_losses": [1.0, 1.0], "consensus_distance_before": 0.0}
-    >>> recorded_of(AsyncStrategy(), 2, columns), list(recorded_of(ADPSGDStrategy(), 2, columns))
+    >>> run = RunFacts(num_nodes=2)
+    >>> recorded_of(AsyncStrategy(), run, 1, columns), list(recorded_of(ADPSGDStrategy(), run, 1, columns))
     ({'val_loss': 1.0}, ['val_loss', 'val_loss_local', 'val_losses'])
     """
     if not strategy.asynchronous:
-        return columns
-    if strategy.server_of(num_nodes) is None:
+        epsilon = strategy.epsilon(run, steps)
+        return columns if epsilon is None else {"epsilon": epsilon, **columns}
+    if strategy.server_of(run.num_nodes) is None:
         return {name: x for name, x in columns.items() if name != "consensus_distance_before"}
     return {name: x for name, x in columns.items() if not name.endswith("_local") and name not in OF_NODES}

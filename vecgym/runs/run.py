@@ -222,7 +222,7 @@ class Run(Generic[M]):
         """Record the validation losses, and how far apart the nodes are; with a server, only its model's loss."""
         result = self.simulation.result(self.state)
         (columns,) = evaluated_columns(self.engine, self.state, [self.val], self.comm, result)
-        if recorded := recorded_of(self.options.strategy, self.options.num_nodes, columns):
+        if recorded := recorded_of(self.options.strategy, self.simulation.run, self.state.step, columns):
             self.recorder.add(**recorded)
 
     def _evaluate_step(self) -> None:

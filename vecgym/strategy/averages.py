@@ -7,12 +7,15 @@ or moments) or when they are exchanged: an `Exchange` decides both.
 from __future__ import annotations
 
 import functools
+import importlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from vecgym.availability import num_drawn
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.topology import Groups, random_islands
 from vecgym.compress.codecs import Codec, Codes, gathered_codes
@@ -188,38 +191,139 @@ class ServerMean(Reduction, batched=(), random=False, steady=True):
 
 
 class Private(Stage, batched=(), random=True, steady=True):
-    """Each node's values are clipped to a 2-norm and blurred by Gaussian noise before they are sent.
+    """Each node's values are clipped to a 2-norm, and Gaussian noise hides what a single node has sent.
 
-    x_i <- x_i min(1, clip / |x_i|) + noise clip xi_i, xi_i ~ N(0, 1), over all tensors together. The mean over n nodes
-    then has noise of standard deviation noise clip / sqrt(n) in each coordinate.
+    Over all tensors together, with clip(x) = x min(1, clip / |x|) and xi ~ N(0, 1) in each coordinate:
 
-    For movements and gradients: `Outer(Private(Mean(), clip=1.0, noise=0.1))`. The noise comes from the run's seed and
-    is keyed by the node, so it is the same in every process. The privacy budget is not computed.
+    - `noise_by="nodes"`: each node sends clip(x_i) + noise clip xi_i. The mean over n nodes has noise of standard
+      deviation noise clip / sqrt(n). Nobody is trusted, neither the server nor the network: this is local privacy.
+    - `noise_by="server"`: sum_i clip(x_i) / n + noise clip / n xi: DP-FedAvg, with a fixed n. The server is trusted,
+      which sees what each node sends; its results are private, and so are parameters that follow from these alone.
+      This noise is smaller than the other by sqrt(n), and so is the protection. (Nodes that add a share of it each,
+      noise / sqrt(n), under a sum that nobody can take apart, have distributed privacy: the same numbers.)
+
+    For movements and gradients: `Outer(Private(Mean(), clip=1.0, noise=0.1))`. The noise comes from the run's seed, and
+    that of a node is keyed by it, so it is the same in every process. A round without any node adds noise, too, if
+    it is the server's. Bytes: those of `inner`.
+
+    With `delta`, the history's column `epsilon`, in rows with an evaluation, is the privacy that the server's results
+    so far have spent on all data of a node, by the Renyi accountant of `dp-accounting`. The sampling of the exchange
+    makes it smaller, and says what is compared:
+
+    | `sampling` | two runs | noise in units of what a node can change |
+    |---|---|---|
+    | "bernoulli" | with and without the node | noise: the sum changes by at most clip |
+    | "fixed" | with this node, or another in its place | noise / 2: the sum changes by up to 2 clip |
+
+    It counts what this stage sends, not `correct="median_norm"` around it, say, nor the nodes' models within a round.
 
     Args:
-        inner: the average of the sent values.
+        inner: the average of the sent values; with the server's noise a plain mean of all, `Mean()` or `ServerMean()`.
         clip: > 0, the largest 2-norm of a node's message.
         noise: >= 0, in units of `clip`.
+        noise_by: who adds noise: "nodes", or the "server".
+        nodes: n; None: as many as take part, if that is the same number in each exchange. With sampling="bernoulli" it
+            is the expected number.
+        delta: in (0, 1); None: no epsilon. `pip install vecgym[privacy]`.
+
+    Raises:
+        ValueError: for values outside these ranges; for a server's noise around another average; for `nodes` or
+            `delta` without a server's noise; before the first step if n is not known, and for a delta with absences.
+        ImportError: before the first step, for a delta without the package.
 
     >>> part, values = Part.alone(StackedCollectives(2)), {"w": torch.tensor([[3.0, 4.0], [0.3, 0.4]])}
     >>> Private(Mean(), clip=1.0, noise=0.0)(values, part)
     {'w': tensor([[0.4500, 0.6000]])}
+    >>> Private(Mean(), clip=1.0, noise=0.0, noise_by="server", nodes=4)(values, part)  # 4 were expected
+    {'w': tensor([[0.2250, 0.3000]])}
 
-    Reference: McMahan et al., "Learning Differentially Private Recurrent Language Models", arXiv 1710.06963. Deviation:
-    each node adds its own noise, so that nobody need be trusted with the values.
+    References: McMahan et al., "Learning Differentially Private Recurrent Language Models", arXiv 1710.06963, algorithm
+    1 with equal weights, flat clipping and the estimator of a fixed denominator; `noise_by="nodes"` is not theirs.
+    Deviation: 1e-6 is added to a norm, as torch does. Epsilon with sampling: Mironov et al., arXiv 1908.10530; Wang et
+    al., arXiv 1808.00087.
     """
 
-    def __init__(self, inner: Average, clip: float, noise: float) -> None:
+    def __init__(
+        self, inner: Average, clip: float, noise: float, *, noise_by: str = "nodes", nodes: float | None = None,
+        delta: float | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(inner)
         self.clip = check.number("clip", clip, "(0, inf)", "the largest 2-norm of a node's message")
         self.noise = check.number("noise", noise, "[0, inf)", "its standard deviation in units of clip")
+        self.noise_by = check.choice("noise_by", noise_by, ("nodes", "server"))
+        self.nodes = None if nodes is None else check.number("nodes", nodes, "(0, inf)", "of which a sum is the mean")
+        self.delta = None if delta is None else check.number("delta", delta, "(0, 1)", "None: no epsilon is computed")
+        if self.alone and inner not in (Mean(), ServerMean()):
+            raise ValueError(
+                f"the server adds noise to a plain mean of all, not {inner!r}: give Mean() or ServerMean()."
+            )
+        if not self.alone and not (nodes is None and delta is None):
+            raise ValueError(f'nodes={nodes} and delta={delta} are for noise_by="server": give it, or leave them out.')
+
+    @property
+    def alone(self) -> bool:  # type: ignore[override]
+        return self.noise_by == "server"
+
+    def check(self, run: ExchangeFacts) -> None:
+        if self.alone and self.nodes is None and (run.sampling != "fixed" or run.fewest != run.most):
+            raise ValueError(
+                f"{self!r}: the number of nodes differs from exchange to exchange, and a sum is divided by one that is "
+                f"fixed in advance: give the expected one, nodes={run.fraction * run.num_nodes:g}."
+            )
+        if self.delta is not None:
+            _accountants()
+            if run.presence is not None:
+                raise ValueError(f"{self!r}: epsilon is not known with absences: give participation, or no delta.")
 
     def send(self, x: Tree, part: Part, memory: Memory) -> Tree:
         clipped, _ = clip_grad_norm(part.flat(x), self.clip, inplace=False)
-        return {name: self._blurred(y, name, part) for name, y in part.apart(clipped).items()}
+        blurred = self._blurred_once if self.alone else self._blurred
+        return {name: blurred(y, name, part) for name, y in part.apart(clipped).items()}
+
+    def _blurred_once(self, x: Tensor, name: str, part: Part) -> Tensor:
+        """Scale and blur the messages so that their mean is the server's result; without any, return its noise."""
+        lead, number = part.lead, part.comm.num_nodes
+        n = self.nodes or number
+        xi = torch.randn(x.shape[lead:], generator=part.generator(f"private {name}", part.due.step), dtype=x.dtype)
+        noise = self.noise * self.clip / n * placed(xi, x.device)
+        if part.event.rows == ():
+            return noise.expand(*x.shape[: lead - 1], 1, *x.shape[lead:])
+        return number / n * x + noise
 
     def _blurred(self, x: Tensor, name: str, part: Part) -> Tensor:
         return x if self.noise == 0 else x + self.noise * self.clip * normal(x, f"private {name}", part)
+
+    def epsilon(self, run: ExchangeFacts, number: int) -> float | None:
+        if self.delta is None or number == 0:
+            return None if self.delta is None else 0.0
+        drawn = num_drawn(run.fraction, run.num_nodes) if run.sampling == "fixed" else run.fraction
+        return _spent(self.noise, self.delta, number, drawn, run.num_nodes) if self.noise else math.inf
+
+
+def _accountants() -> Any:
+    """Import `dp_accounting`."""
+    try:
+        return importlib.import_module("dp_accounting")
+    except ImportError as error:
+        raise ImportError("delta needs the package dp-accounting: pip install vecgym[privacy]") from error
+
+
+@functools.lru_cache(maxsize=1024)
+def _spent(noise: float, delta: float, number: int, drawn: float, num_nodes: int) -> float:
+    """Return the epsilon of so many sums of clipped messages with Gaussian noise.
+
+    Args:
+        noise: its standard deviation in units of the clipping norm.
+        number: of the sums.
+        drawn: an int, the nodes in each, drawn from all; else the probability of each node.
+    """
+    dp, fixed = _accountants(), isinstance(drawn, int)
+    relation = dp.NeighboringRelation.REPLACE_ONE if fixed else dp.NeighboringRelation.ADD_OR_REMOVE_ONE
+    gauss = dp.GaussianDpEvent(noise / 2 if fixed else noise)  # a message in place of another moves the sum by 2 clip
+    sampled = dp.SampledWithoutReplacementDpEvent if fixed else dp.PoissonSampledDpEvent
+    accountant = importlib.import_module("dp_accounting.rdp").RdpAccountant(neighboring_relation=relation)
+    accountant.compose(sampled(num_nodes, drawn, gauss) if fixed else sampled(drawn, gauss), number)
+    return float(accountant.get_epsilon(delta))
 
 
 def normal(x: Tensor, purpose: str, part: Part) -> Tensor:

@@ -168,6 +168,12 @@ class Strategy(LocalTraining, Steady, steady=True):
         )
         self.exchanges = tuple(exchange.following(self.inner) for exchange in _numbered("exchanges", exchanges))
         self._check_resting()
+        counted = [exchange for exchange in self.exchanges if any(stage.delta for stage in exchange.stages.each)]
+        if counted and len(self.exchanges) > 1:
+            raise ValueError(
+                f"{counted[0]!r} counts the privacy of its own messages, and there are {len(self.exchanges)} exchanges "
+                "that send something: leave out delta, or the other exchanges."
+            )
 
     def __init_subclass__(cls, batched: Any = UNSAID, random: Any = UNSAID, steady: Any = False) -> None:
         super().__init_subclass__(steady)
@@ -363,6 +369,14 @@ class Strategy(LocalTraining, Steady, steady=True):
         """Return the learning rate of the first exchange with an outer optimizer; None without one."""
         rates = (exchange.outer_lr(step, run) for exchange in self.exchanges)
         return next((lr for lr in rates if lr is not None), None)
+
+    def epsilon(self, run: RunFacts, steps: int) -> float | None:
+        """Return the privacy that the exchanges of the first steps spend, if one counts it; see `Private`.
+
+        >>> Strategy("sgd").epsilon(RunFacts(num_nodes=4, num_steps=10), steps=10) is None
+        True
+        """
+        return next((x for exchange in self.exchanges if (x := exchange.epsilon(run, steps)) is not None), None)
 
     def outer_parameters(self, shared: Any, names: Sequence[str]) -> Tree:
         """Return the outer parameters `[1, *]`, if all nodes share them: returning nodes begin with these."""

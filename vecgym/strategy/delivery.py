@@ -32,6 +32,7 @@ class Participation(Settings):
         resting: the other nodes "take" the result, which a server sends them, or "keep" their values. None: "take" if a
             server has a result that is the same on all nodes, else "keep".
         lost: the probability that a node's message in an exchange is lost: its values do not count, and it keeps them.
+        sampling: "fixed": so many nodes in each round; "bernoulli": each by itself with this probability, perhaps none.
 
     Raises:
         ValueError: for a fraction outside (0, 1], another `resting`, or a probability outside [0, 1).
@@ -43,11 +44,14 @@ class Participation(Settings):
     (True, 2)
     """
 
-    def __init__(self, fraction: float = 1.0, resting: str | None = None, lost: float = 0.0) -> None:
+    def __init__(
+        self, fraction: float = 1.0, resting: str | None = None, lost: float = 0.0, sampling: str = "fixed"
+    ) -> None:
         what = "the fraction of nodes that trains in a round"
         self.fraction = check.number("participation", fraction, "(0, 1]", what)
         self.resting = resting if resting is None else check.choice("resting", resting, ("take", "keep"), "None")
         self.lost = check.number("lost", lost, "[0, 1)", "the probability that a node's message is lost")
+        self.sampling = check.choice("sampling", sampling, ("fixed", "bernoulli"))
 
     @property
     def sampled(self) -> bool:
@@ -76,7 +80,7 @@ class Participation(Settings):
         """Return the possible numbers of nodes that take part in an exchange, or use its result, at one time."""
         K = run.num_nodes
         counts = {num_drawn(self.fraction, count) for count in (K, *getattr(run.presence, "counts", ()))}
-        if self.lost or (self.sampled and run.presence is not None):  # the draws say how many
+        if self.lost or (self.sampled and (run.presence or self.sampling == "bernoulli")):  # the draws say how many
             for mark in marks:
                 due = filter(mark.when.due, range(run.num_steps))  # type: ignore[union-attr]
                 counts.update(len(mark.who(step, run.there(step) or range(K))) for step in due if mark.who)  # type: ignore[arg-type]
@@ -94,8 +98,9 @@ class Participation(Settings):
             if run.presence is not None:  # the count never falls
                 first = bisect.bisect_left(range(step), number, key=rounds.count)
             began = rows if first == step else run.there(first) or range(run.num_nodes)
-            left = set(drawn(self.fraction, began, run.seed, number)).intersection(rows)
-            return sorted(left) or drawn(self.fraction, rows, run.seed, number)
+            left = set(drawn(self.fraction, began, run.seed, number, self.sampling)).intersection(rows)
+            may_be_none = self.sampling == "bernoulli"
+            return sorted(left) if left or may_be_none else drawn(self.fraction, rows, run.seed, number)
 
         return who
 
@@ -112,8 +117,8 @@ class Participation(Settings):
 
         def who(step: int, rows: Sequence[int]) -> list[int]:
             luck = torch.rand(run.num_nodes, generator=rng.generator(run.seed, f"lost {name}", step // unit))
-            sending = (trains(step, rows) if trains else None) or rows
-            return [node for node in sending if luck[node] >= self.lost]
+            sending = trains(step, rows) if trains else None
+            return [node for node in (rows if sending is None else sending) if luck[node] >= self.lost]
 
         return who
 

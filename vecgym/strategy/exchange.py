@@ -91,6 +91,8 @@ class Exchange(Settings):
         resting: the other nodes "take" the result, which a server sends them, or "keep" their values. None: "take"
             with a `ServerMean` whose result is the same on all nodes, else "keep".
         lost: the probability that a node's message in an exchange is lost: its values do not count, and it keeps them.
+        sampling: "fixed": as many nodes in each round; "bernoulli": each node by itself with the probability
+            `participation`, and so, in some rounds, perhaps none: then nobody trains, and nothing is sent.
         unit: the number of steps in which `every`, `delay`, `offsets` and random draws are counted.
 
     Attributes:
@@ -129,14 +131,16 @@ class Exchange(Settings):
     _index = 0
     _stages: Stages | None = None
     delay, late, keep = (property(attrgetter(f"delivery.{name}")) for name in ("delay", "late", "keep"))
-    participation, resting, lost = (property(attrgetter(f"roster.{name}")) for name in ("fraction", "resting", "lost"))
+    participation, resting, lost, sampling = (
+        property(attrgetter(f"roster.{name}")) for name in ("fraction", "resting", "lost", "sampling")
+    )
 
     def __init__(
         self, how: Average, every: int | When | Callable[[int], int] = 1, of: str | Sequence[str] = "parameters", *,
         delay: int | Sequence[int] = 0, late: str = "value", keep: float | Tensor = 0.0,
         fragments: Fragments | None = 1, offsets: Sequence[int] | None = None, pattern: Pattern = "strided",
         private: str | Sequence[str] = (), participation: float = 1.0, resting: str | None = None, lost: float = 0.0,
-        unit: int = 1,
+        sampling: str = "fixed", unit: int = 1,
     ) -> None:  # fmt: skip
         self.how = check_average("how", how)
         self._when: Any = as_when(every, "every")
@@ -147,7 +151,7 @@ class Exchange(Settings):
         self.offsets = check_offsets(offsets, fragments)
         self.pattern = check.choice("pattern", pattern, get_args(Pattern))
         self.private = _names(private, f"private={private!r} must be a pattern such as 'head.*', or a list of these.")
-        self.roster = Participation(participation, resting, lost)
+        self.roster = Participation(participation, resting, lost, sampling)
         self._check_together()
 
     def numbered(self, index: int) -> Exchange:
@@ -189,7 +193,7 @@ class Exchange(Settings):
 
     def __repr__(self) -> str:
         one = isinstance(self.of, tuple) and len(self.of) == 1
-        names = ("delay", "late", "keep", "participation", "resting", "lost")
+        names = ("delay", "late", "keep", "participation", "resting", "lost", "sampling")
         return shown(self, of=self.of[0] if one else self.of, **{name: getattr(self, name) for name in names})
 
     # ------------------------------------------------------------------------------------------------------- checks
@@ -348,7 +352,8 @@ before the run ends. Give a smaller delay, or more steps.
         counts, steps = self.roster.counts(run, self.marks(run)), self._steps(run)
         usual = len(self.times(run.names)) == 1 and self.offsets is None
         number = self._when.count(steps) if usual else self._when.count(steps - 1) + 1
-        return ExchangeFacts(**vars(run), counts=tuple(sorted(counts)), num_exchanges=number)
+        roster = {"fraction": self.participation, "sampling": self.sampling}
+        return ExchangeFacts(**vars(run), counts=tuple(sorted(counts)), num_exchanges=number, **roster)
 
     def _steps(self, run: RunFacts) -> int:
         return max(1, run.num_steps // self.unit)
@@ -397,14 +402,14 @@ before the run ends. Give a smaller delay, or more steps.
         marks, takes, rounds = [], self.takes, self._when.in_units(self.unit)
         lags = self.delivery.lags(run.num_nodes, self.unit)
         # Shared values change even if no node is present to write, or all messages of one delay are lost.
-        always = run.presence is not None or len(set(lags)) > 1
+        always, alone = run.presence is not None or len(set(lags)) > 1, self.stages.alone
         for p, (names, when) in enumerate(zip(self.parts(run.names), self.times(run.names))):
             senders = self.roster.senders(run, rounds, self.unit, next(iter(names), ""))
             of, takers = Of(self._index, p), None if takes else senders
             if self.delivery.delay == 0 and not takes:
-                marks.append(Mark("meet", when, 0, senders, of))
+                marks.append(Mark("meet", when, 0, senders, of, alone))
                 continue
-            marks.append(Mark("agree", when, 0, senders, of))
+            marks.append(Mark("agree", when, 0, senders, of, alone))
             for lag in sorted(set(lags)):
                 who = _with_lag(takers, lags, lag) if self.delivery.apart else takers
                 marks.append(Mark("write", when, lag, who, of, always))
@@ -482,6 +487,13 @@ before the run ends. Give a smaller delay, or more steps.
         if number >= self._when.count(self._steps(run)):
             return None
         return next((lr for stage in self.stages.each if (lr := stage.rate(number)) is not None), None)
+
+    def epsilon(self, run: RunFacts, steps: int) -> float | None:
+        """Return the privacy spent in the first steps, in all fragments, if a stage counts it; see `Private`."""
+        number = sum(when.count(steps) for when in self.times(run.names))
+        facts = ExchangeFacts(run.num_nodes, fraction=self.participation, sampling=self.sampling)
+        spent = (stage.epsilon(facts, number) for stage in self.stages.each)
+        return next((epsilon for epsilon in spent if epsilon is not None), None)
 
     # ----------------------------------------------------------------------------------------------------- handlers
 

@@ -30,6 +30,7 @@ def AveragingCommunicator(  # the name that EXO Gym's users know
     sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
     resting: str | None = None,
     private: str | Sequence[str] = (),
+    sampling: str = "fixed",
 ) -> Exchange:
     """Return the exchange in which, every H steps, theta_i <- sum_k w_k theta_k / sum_k w_k.
 
@@ -51,6 +52,7 @@ def AveragingCommunicator(  # the name that EXO Gym's users know
             "server", the server's theta; "keep", its own, while the participants average among themselves. None:
             "server", but "keep" with islands or `sync_weight`, which have no common theta.
         private: parameters that stay on their node, such as "head.*"; see `Exchange`.
+        sampling: "fixed": as many nodes in each round; "bernoulli": each by itself, perhaps none; see `Exchange`.
 
     Raises:
         ValueError: for H or island_size < 1, participation outside (0, 1], resting="server" with islands or
@@ -70,7 +72,7 @@ def AveragingCommunicator(  # the name that EXO Gym's users know
         )
     served = participation < 1 and rounds_of_all and resting != "keep"
     average = ServerMean(weighting) if served else Mean(island_size, weighting)
-    return Exchange(average, every=when, participation=participation, private=private)
+    return Exchange(average, every=when, participation=participation, private=private, sampling=sampling)
 
 
 class FedAvgStrategy(Strategy, batched=("proximal_mu",), random=False, steady=True):
@@ -90,8 +92,8 @@ class FedAvgStrategy(Strategy, batched=("proximal_mu",), random=False, steady=Tr
     Args:
         inner_optim: the local optimizer, AdamW when not given.
         H: local steps per round: a number, or a function of the step at which a round begins (post-local SGD).
-        island_size, participation, weighting, sync_weight, resting, private: see `AveragingCommunicator`. With
-            `private` layers this is FedPer, and FedBN if these are the batch norms.
+        island_size, participation, weighting, sync_weight, resting, private, sampling: see `AveragingCommunicator`.
+            With `private` layers this is FedPer, and FedBN if these are the batch norms.
         proximal_mu: FedProx's mu, one number or one per node: mu / 2 |theta_i - theta_i(start of the round)|^2 is
             added to a node's loss (Li et al., arXiv 1812.06127, with a fixed number of steps).
         server_optim: None, "avg", "avgm" (FedAvgM), "adam" (FedAdam), "yogi" (FedYogi) or "adagrad" (FedAdagrad).
@@ -121,6 +123,7 @@ Exchange(Mean(island_size=4), every=5))
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
         resting: str | None = None,
         private: str | Sequence[str] = (),
+        sampling: str = "fixed",
         proximal_mu: float | Tensor = 0.0,
         server_optim: str | None = None,
         server_lr: float | Tensor | None = None,
@@ -133,18 +136,20 @@ Exchange(Mean(island_size=4), every=5))
         if sync_weight is not None and (server_optim is not None or self._proximal):
             other = "proximal_mu" if self._proximal else "server_optim"
             raise ValueError(f"{other} works in rounds of H steps, and sync_weight has none: give H, or no {other}.")
+        who: dict[str, Any] = {"participation": participation, "private": private, "sampling": sampling}
         options: dict[str, Any] = {"lr": server_lr, "betas": server_betas, "tau": server_tau}
         options = {name: value for name, value in options.items() if value is not None}
         if server_optim is not None:
             server = ServerOptimizer(server_optim, **options)
             _check_server(server, island_size, resting)
             outer = Outer(ServerMean(weighting), server.spec)
-            exchange = Exchange(outer, every=as_when(H, "H"), participation=participation, private=private)
+            exchange = Exchange(outer, every=as_when(H, "H"), **who)
         elif options:
             names = ", ".join(f"server_{option}" for option in options)
             raise ValueError(f'{names} without server_optim has no effect: give server_optim="avgm", say.')
         else:
-            exchange = AveragingCommunicator(island_size, H, participation, weighting, sync_weight, resting, private)
+            rest: dict[str, Any] = {"weighting": weighting, "sync_weight": sync_weight, "resting": resting}
+            exchange = AveragingCommunicator(island_size, H, **rest, **who)
         super().__init__(inner_optim, [exchange], **inner)
 
     def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:

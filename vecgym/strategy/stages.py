@@ -34,6 +34,8 @@ class ExchangeFacts(RunFacts):
     Attributes:
         counts: the possible numbers of nodes that take part; None: all nodes.
         num_exchanges: the number of exchanges in the whole run.
+        fraction: the fraction of the nodes that takes part in a round, or the probability of each.
+        sampling: "fixed" or "bernoulli"; see `Exchange`.
 
     >>> some = ExchangeFacts(num_nodes=6, counts=(2, 3))
     >>> some.fewest, some.most, ExchangeFacts(num_nodes=6).fewest
@@ -42,6 +44,8 @@ class ExchangeFacts(RunFacts):
 
     counts: tuple[int, ...] | None = None
     num_exchanges: int = 1
+    fraction: float = 1.0
+    sampling: str = "fixed"
 
     @property
     def fewest(self) -> int:
@@ -126,6 +130,8 @@ class Average(Settings, Steady):
         common: whether the result is the same on all nodes.
         partial: whether a result can be applied in part, which a `SyncWeight` requires.
         overlaps: whether messages may take as long as the next round.
+        alone: whether there is a result even if no node sends: noise that a server adds, say.
+        delta: of the privacy that it counts; None: it counts none.
 
     Example: the value of another node in each exchange.
 
@@ -144,6 +150,8 @@ class Average(Settings, Steady):
     common: bool = True
     partial: bool = True
     overlaps: bool = False
+    alone: bool = False
+    delta: float | None = None
 
     def __init_subclass__(cls, batched: Any = UNSAID, random: Any = UNSAID, steady: Any = False) -> None:
         super().__init_subclass__(steady)
@@ -188,6 +196,10 @@ class Average(Settings, Steady):
 
     def rate(self, number: int) -> Any:
         """Return the learning rate of its optimizer in an exchange, for the history; None without an optimizer."""
+        return None
+
+    def epsilon(self, run: ExchangeFacts, number: int) -> float | None:
+        """Return the privacy that so many exchanges spend; None: it is not counted."""
         return None
 
     def through_server(self) -> Average:
@@ -258,7 +270,7 @@ class Stages:
         changes: whether using a result changes the memory.
         common: whether the result is the same on all nodes.
         same: `common`, and no stage writes in part and nobody is left out.
-        random, partial, overlaps: see `Average`; true if any, all, any of them are.
+        random, partial, overlaps, alone: see `Average`; true if any, all, any, any of them are.
 
     >>> from vecgym.strategy import Corrupted, Mean, Outer, Private
     >>> Stages(Corrupted(Outer(Private(Mean(), 1.0, 0.1)), [0])).each
@@ -284,6 +296,7 @@ Mean()]
         self.random = any(stage.random for stage in self.each)
         self.partial = all(stage.partial for stage in self.each)
         self.overlaps = any(stage.overlaps for stage in self.each)
+        self.alone = any(stage.alone for stage in self.each)
 
     def check_common(self) -> None:
         """Let each stage check whether the result that it receives is the same on all nodes."""
@@ -313,7 +326,8 @@ Mean()]
                 part = altered(part, inplace=memory.inplace)
             x, memory = sent, stage.within(part, memory)
         given.append((self.each[-1], x, part, memory))
-        y = self.each[-1].agree(x, part, memory)
+        nobody = part.event.rows == ()  # then a stage that is `alone` has made a result, `[1, *]`
+        y = x if nobody else self.each[-1].agree(x, part, memory)
         for stage, x, part, memory in reversed(given[self._num_late :]):
             y = stage.write(stage.receive(y, part, memory), x, part, memory)
         return y

@@ -24,7 +24,7 @@ from vecgym.engine.contract import warn_of_parts
 from vecgym.records import runfile
 from vecgym.records.columns import START
 from vecgym.records.history import History
-from vecgym.records.rows import Row
+from vecgym.records.rows import Row, is_measure
 from vecgym.runs.evaluation import distances_of, evaluated_columns, recorded_of
 from vecgym.runs.recorder import StepRows, add_losses, mean_rate, rates_of
 from vecgym.runs.run import is_due
@@ -74,7 +74,7 @@ class Curve:
             self.last["train_loss"] = float(losses[-1][active[-1]].mean()) if active[-1].any() else np.nan
             self.last["bytes_total"] = float(self.columns["bytes"][-1, 1])
         for row in runfile.unpacked_rows(self.evaluations):
-            metrics = [name for name in row if name.startswith("val_") and isinstance(row[name], float)]
+            metrics = [name for name in row if is_measure(name) and isinstance(row[name], float)]
             self.last |= {name: row[name] for name in (*EMPTY_ROW, *metrics) if name in row}
 
     def history(self, settings: dict[str, Any], config: Configuration) -> History:
@@ -387,8 +387,8 @@ class Chunk:
             measured = State(self.state.tick, {"params": params, "buffers": buffers}, {})
             columns = dict(enumerate(self._evaluated(self.configs, measured, Result(params))))
         for c in self.running:
-            config = self.configs[c]
-            if recorded := recorded_of(config.strategy, config.num_nodes, columns[c]):
+            strategy, run = self.configs[c].strategy, self.simulation.groups[self._groups[c]].run
+            if recorded := recorded_of(strategy, run, self.state.step, columns[c]):
                 self.records.add_columns(c, self.state.step, **recorded)
 
     def _evaluated(self, configs: Sequence[Configuration], measured: Any, result: Result) -> list[dict[str, Any]]:
