@@ -142,13 +142,14 @@ def test_a_poisoned_node_and_a_duplicated_shard_are_found() -> None:
     assert messages.values.sum(0).argmin() == 2
 
 
-@pytest.mark.parametrize("name", ["fedavg", "diloco", "diloco-outer-adam", "codes", "delayed"])
+@pytest.mark.parametrize("name", ["fedavg", "diloco", "diloco-outer-adam", "codes", "delayed", "islands"])
 def test_leaving_out_an_exchange_is_a_run_without_it(name: str) -> None:
     make: dict[str, Any] = {
         "fedavg": lambda when: FedAvgStrategy("adamw", lr=0.02, **when),
         "diloco": lambda when: DiLoCoStrategy("adamw", lr=0.02, **when),
         "diloco-outer-adam": lambda when: DiLoCoStrategy("sgd", "adam", lr=0.3, outer_lr=0.05, **when),
         "codes": lambda when: DiLoCoStrategy("sgd", lr=0.3, compression=TopK(0.3), **when),
+        "islands": lambda when: FedAvgStrategy("sgd", lr=0.3, island_size=2, **when),  # drawn from the seed of the run
         "delayed": lambda when: CommunicateOptimizeStrategy(
             [Exchange(Mean(), every=when.get("H") or SyncWeight(when["sync_weight"]), delay=2)], "sgd", lr=0.3
         ),
