@@ -50,7 +50,8 @@ What is learned on one run does not hold on others. `num_runs=M` trains M runs a
 `model`, `strategy`, `batches`, `eval_batch`, `params` and `seed` are each one for all runs, a list of M, or a function
 of the run. A tensor within a strategy means the same as in one run, one value per node `[K]` or per step `[T, 1]`; a
 number for each run is `lr[run]`, one for each step and run `lr[:, run, None]`. Runs whose strategies differ in numbers
-only share all calls; those that differ in more share the gradients.
+only share all calls; those that differ in more share the gradients. On the tiny MLP 16 runs of 8 nodes and 100 steps
+took 0.07 (AdamW) and 0.10 (SGD) of the time of 16 calls (`python benchmarks/rollout.py`).
 
 ## What each message was worth
 
@@ -73,6 +74,11 @@ much higher the final loss is without it. Here node 3 has wrong labels:
   the gain of communicating at all.
 - `found.thin(n)` is the strategy without the n exchanges that are worth least, for `fit`, `sweep` and `rollout`, and
   `found.plot()` a figure: of messages a heat map, node against step.
+
+On a small MLP (4 nodes, 96 steps, 32 exchanges, 4 seeds), the derivative ranked exchanges as leaving them out does for
+DiLoCo with AdamW (0.96), and did not for averages with SGD at 0.5 (0.30, with the warning); messages 0.94 and 0.89. The
+22 exchanges that were worth least, left out in 12 unseen runs, lowered DiLoCo's loss of 0.66 by 0.20 +- 0.02, and raised
+that of the averages, 0.48, by 0.036 +- 0.004.
 
 Some choices are constants for derivatives: which coordinates a mask or a top-k selects, and the sign in DeMo.
 `compressed` passes derivatives straight through its code. Refused, with an error that says what to do instead:
