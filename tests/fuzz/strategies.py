@@ -106,6 +106,13 @@ KINDS: dict[str, Kind] = {
     "fedavg-kept": Kind(plain(FedAvgStrategy, participation=0.6, resting="keep"), nameless=False, resting=True),
     "fedavg-weighted": Kind(plain(FedAvgStrategy, weighting="examples")),
     "fedprox": Kind(plain(FedAvgStrategy, proximal_mu=0.3)),
+    **{
+        f"{name}-sampled": Kind(
+            lambda H, p, name=name, **inner: CATALOGUE[name].build(Knobs(H=H), participation=0.6, **inner),
+            nameless=False, server=True, resting=True,
+        )
+        for name in ("fednova", "feddyn")
+    },
     "scaffold-sampled": Kind(
         lambda H, p, **inner: CATALOGUE["scaffold"].build(Knobs(H=H), participation=0.6, **inner),
         nameless=False, server=True, resting=True,
