@@ -26,6 +26,7 @@ from vecgym.collectives import StackedCollectives
 from vecgym.compress import (
     E3M0,
     QSGD,
+    Cast,
     Chain,
     ChunkedTopK,
     Codec,
@@ -63,6 +64,8 @@ CODECS: dict[str, tuple[Codec, Bound | None]] = {
     "bins, 8 bits": (StatQuantise(8), lambda n: 1.0),
     "bins, 4 bits": (StatQuantise(4), lambda n: 1.0),
     "bins, 2 bits": (StatQuantise(2), lambda n: 1.0),
+    "bfloat16": (Cast("bfloat16"), lambda n: 2.0**-16),
+    "floats of 8 bits": (Cast("float8_e4m3fn"), lambda n: 2.0**-8 + n / (2**10 * 448) ** 2),
     "floats of 4 bits": (E3M0(), lambda n: min(1, 1 / 9 + n / 128**2)),
     "qsgd 7": (QSGD(7), lambda n: 1 - 1 / (1 + levels(7, n))),
     "qsgd 7, buckets of 512": (QSGD(7, bucket=512), lambda n: 1 - 1 / (1 + levels(7, 512))),

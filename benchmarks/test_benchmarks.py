@@ -386,6 +386,16 @@ def test_availability(tmp_path: Path) -> None:
     assert all(ms > 0 for row in result["rows"].values() for ms in row["ms"].values())
 
 
+def test_rings(tmp_path: Path) -> None:
+    figure = tmp_path / "figure.png"
+    table, result = run_quick("rings.py", tmp_path, "--plot", str(figure))
+    assert "| values | code | encoded | K = 2 | K = 8 | K = 16 | growth |" in table
+    assert figure.stat().st_size > 10_000
+    for found in result["errors"].values():
+        assert set(found) == {"bfloat16", "int8", "fp8"}
+        assert all(0 < e < 1 for of_ways in found.values() for errors in of_ways.values() for e in errors)
+
+
 def test_goodput(tmp_path: Path) -> None:
     figure = tmp_path / "figure.png"
     only = ["DiLoCo", "Decoupled, quorum 4"]

@@ -43,6 +43,7 @@ from vecgym.strategy import (
     NoLoCo,
     Outer,
     Private,
+    Ring,
     Robust,
     ServerMean,
     Sparse,
@@ -126,6 +127,7 @@ RISKY: dict[str, Exchange] = {
     "a unit": every(2, Exchange(Sparse(0.3, Mean()), every=2, delay=1)),
     "half take part": Exchange(Outer(Compressed(ServerMean(), "topk"), OUTER), every=2, participation=0.5),
     "half, late": Exchange(Outer(Compressed(Mean(2), "int8"), OUTER), every=2, participation=0.5, delay=1),
+    "ring": Exchange(Outer(Ring("int8"), OUTER), every=2),
     "EF21": Exchange(EF21(Mean(), "topk"), of="gradients"),
 }
 

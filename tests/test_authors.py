@@ -9,6 +9,9 @@ there.
     halos     utnslab/halos, src/halos/simulation/exec_halos.py: HalosSimulator, whose workers are those of the test
     muloco    bentherien/muloco-1, muloco/pytorch/muloco.py: MuLoCo1; "exact": with float64 in the place of bfloat16
     templar   tplr-ai/templar, src/tplr/compress.py: batch_decompress of four nodes that send all coordinates
+    prime     PrimeIntellect-ai/prime, src/zeroband/C/csrc/collectives.cpp: ring_allreduce on three processes
+    torchft   meta-pytorch/torchft, torchft/quantization.py: fused_quantize_into_fp8, fused_reduce_fp8 and
+              fused_dequantize_from_fp8 of three nodes, in Triton's interpreter with the GPU's rounding to eight bits
 """
 
 from __future__ import annotations
@@ -27,7 +30,16 @@ from vecgym.engine import Engine
 from vecgym.simulation import RunFacts, Simulation
 from vecgym.simulation.events import Schedule, Stop, schedule, updates_of
 from vecgym.simulation.simulation import Part
-from vecgym.strategy import GPAStrategy, HALoSStrategy, HeLoCo, MuLoCoStrategy, OptimSpec, OuterOptimizer
+from vecgym.strategy import (
+    AllToAll,
+    GPAStrategy,
+    HALoSStrategy,
+    HeLoCo,
+    MuLoCoStrategy,
+    OptimSpec,
+    OuterOptimizer,
+    QuantisedRing,
+)
 from vecgym.strategy.corrections import median_norm
 from vecgym.strategy.halos import RegionRules, delivered
 
@@ -197,3 +209,19 @@ def test_the_median_norm_is_that_of_templar() -> None:
     shrunk = median_norm(moved, {}, Part.alone(StackedCollectives(4)))
     same({name: x.mean(0) for name, x in shrunk.items()}, AUTHORS["templar"], 1e-6)
     assert torch.equal(shrunk["first"][0], moved["first"][0])  # small movements stay as they are
+
+
+# -------------------------------------------------------------------------------------------------------- all-reduces
+
+
+def test_prime_and_torchft_add_codes_like_this() -> None:
+    """A code that differed by one step would change a value by a thousandth or more."""
+    three = Part.alone(StackedCollectives(3))
+    x = torch.stack([wave(k, 240) * (1 + 0.3 * k) for k in range(3)]).float()
+    same({"x": QuantisedRing()({"x": x}, three)["x"].double()}, {"x": AUTHORS["prime"]}, 2e-7)
+    shapes = {"w": (7, 12), "v": (5,)}
+    values = {
+        name: torch.stack([wave(10 * i + k, *shape) * (1 + 0.3 * k) for k in range(3)]).float()
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    same({name: x.double() for name, x in AllToAll()(values, three).items()}, AUTHORS["torchft"], 2e-7)

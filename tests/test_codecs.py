@@ -20,6 +20,7 @@ from vecgym.collectives import StackedCollectives
 from vecgym.compress import (
     E3M0,
     QSGD,
+    Cast,
     Chain,
     ChunkedTopK,
     Codec,
@@ -110,6 +111,8 @@ LARGEST_SHARE = {  # of the values, if they are to be of this kind
     "stat2": (StatQuantise(2), 1.0),
     "stat4": (StatQuantise(4), 1.0),
     "stat8": (StatQuantise(8), 1.0),
+    "bfloat16": (Cast("bfloat16"), 2.0**-16),
+    "eight-bit floats": (Cast("float8_e4m3fn"), 2.0**-8 + N / (2**10 * 448) ** 2),
     "e3m0": (E3M0(), 1 / 9 + N / 128**2),
     "int8": (Quantise(8), N / (4 * 127**2)),
     "int4": (Quantise(4), N / (4 * 7**2)),

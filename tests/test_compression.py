@@ -28,13 +28,14 @@ from tests.helpers import (
     stacked,
 )
 from tests.models import make_batches, make_model
-from tests.reference import common
+from tests.reference import common, rings
 from tests.reference import compression as reference
 from tests.reference.common import Result
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.stacked import GroupCollectives
 from vecgym.compress import (
     QSGD,
+    Cast,
     ChunkedTopK,
     Codec,
     Compressor,
@@ -96,6 +97,8 @@ CODECS: dict[str, Compressor] = {
     "natural": Natural(),
     "ternary": Ternary(),
     "chunktopk": ChunkedTopK(k=3, chunk=CHUNK),
+    "bfloat16": Cast("bfloat16"),
+    "eight-bit floats": Cast("float8_e4m3fn"),
     "powersgd": PowerSGD(RANK),
 }
 RANDOM = ("int4 stochastic", "qsgd", "natural", "ternary")  # each node by itself
@@ -147,6 +150,10 @@ def sent_bytes(method: str, x: Tensor) -> int:
         cut = grid(tuple(x.shape), CHUNK if x.dim() > 1 else CHUNK**2)
         m = cut.chunks * min(3, cut.area)
         return m * b + math.ceil(m * max(1, math.ceil(math.log2(cut.area))) / 8)
+    if method == "bfloat16":
+        return 2 * n
+    if method == "eight-bit floats":
+        return n + 4
     if method == "powersgd":
         lines, columns = (x.shape[0], n // x.shape[0]) if x.dim() > 1 else (1, n)
         return min(n, RANK * (lines + columns)) * b if x.dim() > 1 else n * b
@@ -161,6 +168,8 @@ def others(uniform: reference.Uniform) -> dict[str, reference.Codec]:
         "natural": reference.natural(uniform),
         "ternary": reference.ternary(uniform),
         "chunktopk": reference.chunked_topk(3, CHUNK),
+        "bfloat16": lambda step, name, node, p: rings.cast(torch.bfloat16)(p),
+        "eight-bit floats": lambda step, name, node, p: rings.scaled_floats(p),
     }
 
 

@@ -28,6 +28,7 @@ from vecgym.runs import multiprocess
 from vecgym.runs.verification import VerifyOptions
 from vecgym.strategy import (
     EF21,
+    AllToAll,
     Average,
     CommunicateOptimizeStrategy,
     Corrupted,
@@ -37,7 +38,9 @@ from vecgym.strategy import (
     OptimSpec,
     Outer,
     Private,
+    QuantisedRing,
     RankStrategy,
+    Ring,
     Robust,
     Stage,
     Strategy,
@@ -78,6 +81,11 @@ CASES: dict[str, Callable[[], Strategy]] = {
     ),
     "ef21": lambda: CommunicateOptimizeStrategy([Exchange(Outer(EF21(Mean(), "topk")), every=2)], "adamw", lr=1e-2),
     "a liar": lambda: CommunicateOptimizeStrategy([Exchange(Corrupted(Mean(), [1]), every=2)], "adamw", lr=1e-2),
+    "rings": lambda: CommunicateOptimizeStrategy(
+        [Exchange(Ring("bfloat16"), of="gradients"), Exchange(QuantisedRing(), every=2), Exchange(AllToAll(), every=3)],
+        "adamw",
+        lr=1e-2,
+    ),
     "private": lambda: CommunicateOptimizeStrategy(
         [Exchange(Outer(Private(Mean(), clip=0.1, noise=0.1)), every=2)], "adamw", lr=1e-2
     ),

@@ -21,6 +21,8 @@ from vecgym.models import Classifier
 from vecgym.simulation.simulation import Part, Simulation
 from vecgym.strategy import (
     EF21,
+    AllReduceStrategy,
+    AllToAll,
     CommunicateOptimizeStrategy,
     Compressed,
     Corrupted,
@@ -32,6 +34,8 @@ from vecgym.strategy import (
     GossipStrategy,
     Mean,
     Outer,
+    QuantisedRing,
+    Ring,
     Robust,
     SPARTAStrategy,
     Strategy,
@@ -101,6 +105,10 @@ def test_it_equals_the_ledger_of_the_run(name: str) -> None:
         lambda: CommunicateOptimizeStrategy([Exchange(Corrupted(Mean(), [1]), every=2)], "sgd", lr=0.1),
         lambda: CommunicateOptimizeStrategy(
             [Exchange(Corrupted(Robust("krum", f=1, nnm=True, server=True), [1], "alie"), every=2)], "sgd", lr=0.1
+        ),
+        lambda: AllReduceStrategy("sgd", lr=0.1, average=Ring("bfloat16")),
+        lambda: CommunicateOptimizeStrategy(
+            [Exchange(Outer(QuantisedRing()), every=3), Exchange(AllToAll(), every=2)], "sgd", lr=0.1
         ),
         lambda: CommunicateOptimizeStrategy([Exchange(Robust("centred_clipping", clip=1.0), every=2)], "sgd", lr=0.1),
     ],

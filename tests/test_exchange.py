@@ -30,8 +30,11 @@ from vecgym.simulation.stack import Stack, groups_of
 from vecgym.simulation.state import StateView, put_back
 from vecgym.simulation.when import Rounds, SyncWeight
 from vecgym.strategy import (
+    AllToAll,
     Corrupted,
     FedAvgStrategy,
+    QuantisedRing,
+    Ring,
     Robust,
     ServerOptimizer,
     SparseLoCoStrategy,
@@ -432,6 +435,8 @@ EXPRESSIONS: dict[str, Callable[[], Strategy]] = {
     "DiLoCo, PowerSGD": adamw(Exchange(Outer(sent_as(Mean(), PowerSGD(2))), 5)),
     "DiLoCo, EF21": adamw(Exchange(Outer(EF21(Mean(), TopK(0.1))), 5)),
     "DiLoCo, heloco": adamw(Exchange(Outer(Mean(), correct="heloco"), 5)),
+    "DiLoCo, bfloat16 in a ring": adamw(Exchange(Outer(Ring("bfloat16")), 5)),
+    "gradients, eight bits all to all": adamw(Exchange(AllToAll(), of="gradients")),
     "DiLoCo, median norm": adamw(Exchange(Outer(Mean(), correct="median_norm"), 5)),
     "DiLoCo, trimmed mean": adamw(Exchange(Outer(Robust("trimmed_mean", trim=1)), 5)),
     "DiLoCo, median of codes": adamw(Exchange(Outer(Compressed(Robust("median"), TopK(0.5))), 5)),
@@ -813,6 +818,9 @@ OF_GROUPS: dict[str, Callable[[Any], Average]] = {  # of the rates of the config
     "outer of codes": lambda lr: Outer(Compressed(Mean(), TopK(0.3)), nesterov(lr)),
     "eager": lambda lr: Eager(Mean(), nesterov(lr)),
     "noloco": lambda lr: NoLoCo(lr=lr),
+    "ring of codes": lambda lr: Ring(Quantise(8, stochastic=True)),
+    "outer of a ring": lambda lr: Outer(QuantisedRing(), nesterov(lr)),
+    "all to all": lambda lr: AllToAll(),
     "sparse": lambda lr: Sparse(PartitionedSelector(0.3), Mean()),
     "sparse codes": lambda lr: Sparse(0.5, Compressed(Mean(), Quantise(8))),
     "sparse gossip": lambda lr: Sparse(0.5, Mix("ring")),

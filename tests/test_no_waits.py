@@ -41,6 +41,7 @@ from vecgym.runs.run import Run, Task
 from vecgym.simulation import Simulation, State
 from vecgym.strategy import (
     EF21,
+    AllToAll,
     CommunicateOptimizeStrategy,
     Compressed,
     Corrupted,
@@ -54,6 +55,8 @@ from vecgym.strategy import (
     Outer,
     PartitionedSelector,
     Private,
+    QuantisedRing,
+    Ring,
     Robust,
     SparseCommunicator,
     SPARTAStrategy,
@@ -112,6 +115,8 @@ MORE: dict[str, Callable[[], Strategy]] = {
     "lies of those who know": outer(Corrupted(Robust("multi_krum", f=1), [1], lambda x, honest: -x)),
     "penalty": outer(MovementPenalty(Mean(), clip=1.0, skip_anomalies=True, warmup=2)),
     "private": outer(Private(Mean(), clip=1.0, noise=0.1)),
+    "rings": composed(Exchange(Ring("bfloat16"), of="gradients"), Exchange(Outer(QuantisedRing()), every=2)),
+    "all to all": composed(Exchange(AllToAll(), of="gradients")),
     "codes": outer(Compressed(Mean(), TopK(0.1))),
 }  # fmt: skip
 

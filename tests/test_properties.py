@@ -53,6 +53,7 @@ from vecgym.strategy import (
     EF21,
     QSR,
     AllReduceStrategy,
+    AllToAll,
     Average,
     AveragingCommunicator,
     CHOCOStrategy,
@@ -91,9 +92,11 @@ from vecgym.strategy import (
     PartitionedSelector,
     Private,
     QGMStrategy,
+    QuantisedRing,
     RandomSelector,
     RankStrategy,
     RelaySumStrategy,
+    Ring,
     Robust,
     ScaffnewStrategy,
     SCAFFOLDStrategy,
@@ -1086,7 +1089,9 @@ ARGUMENTS: dict[Any, Changes] = {
         {"communication_modules": [], "inner_optim": "sgd"},
         {**COMMON, "communication_modules": EXCHANGES},
     ),
-    AllReduceStrategy: Changes(AllReduceStrategy, {"inner_optim": "sgd"}, {**COMMON, "weighting": "examples"}),
+    AllReduceStrategy: Changes(
+        AllReduceStrategy, {"inner_optim": "sgd"}, {**COMMON, "weighting": "examples", "average": Ring("int8")}
+    ),
     FedAvgStrategy: Changes(
         FedAvgStrategy,
         {"inner_optim": "sgd", "H": 2},
@@ -1467,6 +1472,9 @@ ARGUMENTS: dict[Any, Changes] = {
         {"inner": ServerMean(), "codec": "int8", "purpose": "other"},
         also={"purpose": {"codec": RandomK(0.3)}},
     ),
+    Ring: Changes(with_average(Ring), {"codec": "int8"}, {"codec": "int4"}),
+    QuantisedRing: Changes(with_average(QuantisedRing), {}, {"codec": "int8"}),
+    AllToAll: Changes(with_average(AllToAll), {}, {"codec": "int8"}),
     StrongestCosines: Changes(with_average(StrongestCosines, of="gradients", every=1), DEMO, DEMO_VALUES),
 }
 SETTINGS = [

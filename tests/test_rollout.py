@@ -45,6 +45,7 @@ from vecgym.strategy import (
     Mean,
     MostMoved,
     Outer,
+    Ring,
     SparseLoCoStrategy,
     Strategy,
     StreamingDiLoCoStrategy,
@@ -428,6 +429,9 @@ CASES: dict[str, tuple[Make, Values]] = {
     "topk-of-everything-diloco": (
         lambda outer_lr: modules(Exchange(Outer(Compressed(Mean(), TopK(1.0)), nesterov(lr=outer_lr)), every=2)),
         {"outer_lr": 0.7},
+    ),
+    "ring-of-everything": (
+        lambda lr: AllReduceStrategy("sgd", lr=lr, average=Ring(TopK(1.0))), {"lr": 0.1},
     ),
     "topk-sparse": (lambda lr: modules(Exchange(MostMoved(0.3)), lr=lr), {"lr": 0.1}),
     "demo": (lambda lr, wd: DeMoStrategy(compression_topk=4, weight_decay=wd, lr=lr), {"lr": 0.02, "wd": 0.5}),

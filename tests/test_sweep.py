@@ -51,6 +51,7 @@ from vecgym.simulation.stack import groups_of
 from vecgym.strategy import (
     QSR,
     AllReduceStrategy,
+    AllToAll,
     Average,
     CHOCOStrategy,
     CommunicateOptimizeStrategy,
@@ -80,7 +81,9 @@ from vecgym.strategy import (
     PALSGDStrategy,
     PartitionedSelector,
     QGMStrategy,
+    QuantisedRing,
     RelaySumStrategy,
+    Ring,
     SCAFFOLDStrategy,
     ScheduledSelector,
     SGPStrategy,
@@ -400,6 +403,10 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
     "combinators": (
         lambda n, d, lr: composed(every(n, Exchange(Mean(), delay=d, late="change" if d else "value")), lr=lr),
         {"n": [1, 2], "d": [0, 1, 2], "lr": [0.1, 0.02]},
+    ),
+    "rings": (
+        lambda how, lr: AllReduceStrategy("sgd", lr=lr, average=how),
+        {"how": [Ring("bfloat16"), QuantisedRing(), AllToAll()], "lr": [0.1, 0.02]},
     ),
     "compressed gradients": (
         lambda codec, n: composed(Exchange(Compressed(Mean(), codec), every=n, of="gradients")),

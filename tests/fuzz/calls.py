@@ -448,6 +448,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.collectives.Collectives.mean": {"groups": lambda: None, "weights": lambda: None},
     "vecgym.collectives.Collectives.server_mean": {"participants": lambda: [0], "weights": lambda: None},
     "vecgym.collectives.Collectives.permute": {"source": lambda: [1, 0]},
+    "vecgym.collectives.Collectives.reduce": {"by": lambda: lambda everyone: (everyone, everyone)},
     "vecgym.compat.diloco_sim.EvalStats": {"glob": lambda: True},
     "vecgym.compat.diloco_sim.DilocoSimulatorConfig": {
         "model_cls": lambda: nn.Linear, "model_kwargs": lambda: {"in_features": DIM, "out_features": 1},
@@ -460,7 +461,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.compress.Sign": _coded(compress.Sign),
     **{f"vecgym.compress.{codec.__name__}": _coded(codec) for codec in (
         compress.Quantise, compress.StatQuantise, compress.QSGD, compress.Ternary, compress.Natural,
-        compress.ChunkedTopK)},
+        compress.ChunkedTopK, compress.Cast, compress.CentralBins)},
     **{f"vecgym.compress.{name}.encode": {"draw": drawn} for name in ("Ternary", "Natural")},
     "vecgym.compress.RandomK": _coded(lambda: compress.RandomK(0.5)),
     "vecgym.compress.RandomK.encode": {"draw": drawn},
@@ -553,7 +554,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.optim.schedule.lambda_cosine": {},
     "vecgym.optim.schedule.check_schedule": {"name": lambda: "cosine"},
     "vecgym.optim.schedule.make_schedule": {"name": lambda: "cosine"},
-    **{f"vecgym.strategy.{name}": {"codec": lambda: "int8"} for name in ("Compressed", "EF21")},
+    **{f"vecgym.strategy.{name}": {"codec": lambda: "int8"} for name in ("Compressed", "EF21", "Ring")},
     "vecgym.strategy.every": {"exchange": lambda: Exchange(Mean())},
     "vecgym.strategy.Exchange": {"shared": dict, "tick": lambda: 0},
     "vecgym.strategy.Exchange.check_optimizer": {"optimizer": dict},

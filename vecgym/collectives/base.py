@@ -195,6 +195,23 @@ class Collectives(ABC):
         self._announce("server_send", x, self._server([], self._nodes(to)))
         return x
 
+    def reduce(self, x: Tree, by: Callable[[Tree], tuple[Tree, Tree]]) -> Tree:
+        """Reduce by a function of the values of all nodes, `[L, *] -> [1, *]`, which it gets as `[1 or K, *]`.
+
+        Beside the result, it returns the codes `[1, *]` that nodes send each other on the way to it, of which the bytes
+        of a `mean` are recorded.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> comm, x = StackedCollectives(2), {"w": torch.tensor([1.0, 3.0])}
+        >>> comm.reduce(x, lambda all: ({"w": all["w"].amax(0, keepdim=True)}, {"w": torch.ones(1).half()}))
+        {'w': tensor([3.])}
+        >>> comm.ledger.totals
+        (2.0, 2.0, 2.0)
+        """
+        result, codes = by(self.everyone(x))
+        self._announce("mean", codes)
+        return result
+
     def all_gather(self, x: T, *, inplace: bool = False, readers: Groups | Links | None = None) -> T:
         """Give every node all values: `[L, *] -> [1, K, *]`. With `inplace`, the result may be a view of `x`.
 

@@ -1,7 +1,8 @@
 """Compression of the messages of nodes, and its bytes.
 
-- Codecs: Codec, the base; TopK, ChunkedTopK, RandomK; Quantise, StatQuantise, E3M0, four-bit floats; QSGD, Natural,
-  Ternary, Sign; Chain, two in sequence; PowerSGD, through two averages; a Compressor is one of these
+- Codecs: Codec, the base; TopK, ChunkedTopK, RandomK; Cast, to another type; Quantise, StatQuantise, CentralBins;
+  E3M0, four-bit floats; QSGD, Natural, Ternary, Sign; Chain, two in sequence; PowerSGD, through two averages; a
+  Compressor is one of these
 - By name: make_codec("topk"); check_fraction, check_bits
 
 Properties of the codes of n values, measured by `benchmarks/compression.py`:
@@ -13,6 +14,8 @@ Properties of the codes of n values, measured by `benchmarks/compression.py`:
 | `RandomK`; `unbiased=True`    | no; yes              | 1 - m / n; n / m - 1                               |
 | `Quantise`; `stochastic=True` | no; yes              | n / (4 (2^(bits - 1) - 1)^2), both                 |
 | `StatQuantise`                | no                   | 1                                                  |
+| `Cast("bfloat16")`            | no                   | 2^-16                                              |
+| `Cast("float8_e4m3fn")`       | no                   | 2^-8 + n / (2^10 448)^2                            |
 | `E3M0`                        | no                   | min(1, 1 / 9 + n / 128^2)                          |
 | `QSGD`; `unbiased=True`       | no; yes              | 1 - 1 / (1 + w); w = min(n / s^2, sqrt(n) / s)     |
 | `Ternary`; `unbiased=True`    | no; yes              | 1 - 1 / (1 + w); w = (sqrt(n) - 1) / 2             |
@@ -32,7 +35,10 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from vecgym.compress.codecs import (
+    CASTS,
     E3M0,
+    Cast,
+    CentralBins,
     Chain,
     ChunkedTopK,
     Codec,
@@ -49,8 +55,8 @@ from vecgym.compress.stochastic import QSGD, Natural, Ternary
 from vecgym.core import check
 
 __all__ = [
-    "E3M0", "QSGD", "Chain", "ChunkedTopK", "Codec", "Compressor", "Natural", "PowerSGD", "Quantise", "RandomK", "Sign",
-    "StatQuantise", "Ternary", "TopK", "check_bits", "check_fraction", "make_codec",
+    "E3M0", "QSGD", "Cast", "CentralBins", "Chain", "ChunkedTopK", "Codec", "Compressor", "Natural", "PowerSGD",
+    "Quantise", "RandomK", "Sign", "StatQuantise", "Ternary", "TopK", "check_bits", "check_fraction", "make_codec",
 ]  # fmt: skip
 
 Compressor: TypeAlias = Codec | PowerSGD
@@ -60,6 +66,7 @@ METHODS: dict[str, Callable[..., Compressor]] = {
     "randomk": RandomK,
     **{f"int{bits}": functools.partial(Quantise, bits) for bits in (8, 4, 2)},
     **{f"stat{bits}": functools.partial(StatQuantise, bits) for bits in (8, 4, 2)},
+    **{dtype: functools.partial(Cast, dtype) for dtype in CASTS},
     "qsgd": QSGD,
     "natural": Natural,
     "ternary": Ternary,

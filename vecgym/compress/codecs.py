@@ -17,6 +17,8 @@ The bytes of the code of a tensor of n values of b bytes, a node's payload, whic
 | `natural` | sign and exponent                           | ceil(n / 8) + ceil(n e / 8), e = 8 (float32), 11 (float64) |
 | `ternary` | five values to a byte, one scale            | ceil(n / 5) + 4          |
 | `stat2`   | index of a bin, the means of the bins       | ceil(n / 4) + 16; `stat4` and `stat8` likewise |
+| `bfloat16`| n values of two bytes; `float16` likewise, `float32` of four | 2 n |
+| `float8_e4m3fn` | n values of one byte, one scale; `float8_e5m2` likewise | n + 4 |
 | `chunktopk` | k values of each chunk, their places in it | k (b + bits / 8) per chunk, bits = 12 for 4096 |
 | `powersgd`| two matrices of r columns                   | r (rows + columns) b     |
 
@@ -49,6 +51,7 @@ DEFAULT_FRACTION = 0.01
 E3M0_LARGEST = 64  # 2^6: one of the eight exponents stands for zero
 E3M0_SIGN = 8  # the fourth bit
 TRITS = 5  # per byte: 3^5 = 243
+CASTS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 
 
 class Draw(NamedTuple):
@@ -475,6 +478,56 @@ class E3M0(Codec, steady=True):
         return _shaped(decoded.to(like.dtype), like)
 
 
+class Cast(Codec, steady=True):
+    """Values in another floating-point type, rounded to the nearest, ties to even.
+
+    The types of eight bits have a scale per tensor and node, sent in float32: scale = m / max |x|, with the largest
+    number m of the type, 448 or 57344, and x ~ q / scale. The others have none: in "float16" values beyond 65504 become
+    infinite.
+
+    Bytes: those of the type, and 4 for a scale.
+
+    Args:
+        dtype: "bfloat16", "float16", "float32" (of float64 values), "float8_e4m3fn" or "float8_e5m2", or torch's type.
+
+    >>> x = torch.tensor([[257.0, 1.01, -448.0]])
+    >>> Cast("bfloat16").decode(Cast("bfloat16").encode(x), like=x)
+    tensor([[ 256.0000,    1.0078, -448.0000]])
+    >>> Cast("float8_e4m3fn").decode(Cast("float8_e4m3fn").encode(x), like=x)
+    tensor([[ 256.,    1., -448.]])
+
+    Reference: the scale is that of torchft (github.com/meta-pytorch/torchft, torchft/quantization.py).
+    """
+
+    def __init__(self, dtype: str | torch.dtype = "bfloat16") -> None:
+        self.dtype = check.choice("dtype", str(dtype).removeprefix("torch."), CASTS)
+
+    @property
+    def type(self) -> torch.dtype:
+        """The type of torch.
+
+        >>> Cast().type
+        torch.bfloat16
+        """
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
+        flat = x.reshape(len(x), size_of(x))
+        if self.type.itemsize > 1:
+            return {"values": flat.to(self.type)}
+        scale = torch.finfo(self.type).max / _largest(flat).float()
+        scale = torch.where(scale.isinf(), 1.0, scale)  # of zeros
+        # As bytes, since torch can hardly do more with the types of eight bits than convert them.
+        return {"values": (flat * scale[:, None].to(flat.dtype)).to(self.type).view(torch.uint8), "scale": scale}
+
+    def decode(self, code: Code, like: Tensor) -> Tensor:
+        values = code["values"]
+        if "scale" in code:
+            values = values.view(self.type).to(wider(like.dtype)) / code["scale"][:, None].to(wider(like.dtype))
+        return _shaped(values.to(like.dtype), like)
+
+
 class StatQuantise(Codec, steady=True):
     """The index of a bin for each value, and the mean of the values in each bin.
 
@@ -508,17 +561,40 @@ class StatQuantise(Codec, steady=True):
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         n, count = size_of(x), 2**self.bits
         flat = x.reshape(len(x), n).to(wider(x.dtype))
-        centred = flat - flat.sum(1, keepdim=True) / max(1, n)
-        std = (centred.square().sum(1, keepdim=True) / max(1, n - 1)).sqrt()
-        width = (self.sigmas * std / count).clamp(min=torch.finfo(flat.dtype).tiny)
-        bins = (centred / width + count // 2).round_().nan_to_num_(0.0).clamp_(0, count - 1).long()
+        bins = self._places(flat).nan_to_num_(0.0).clamp_(0, count - 1).long()
         total = flat.new_zeros(len(x), count).scatter_add_(1, bins, flat)
         number = flat.new_zeros(len(x), count).scatter_add_(1, bins, torch.ones_like(flat))
         return {"values": pack(bins, self.bits), "means": (total / number.clamp_(min=1)).float()}
 
+    def _places(self, flat: Tensor) -> Tensor:
+        """Return the number of each value's bin, in an endless row of them: `[L, n]`."""
+        n, count = flat.shape[1], 2**self.bits
+        centred = flat - flat.sum(1, keepdim=True) / max(1, n)
+        std = (centred.square().sum(1, keepdim=True) / max(1, n - 1)).sqrt()
+        width = (self.sigmas * std / count).clamp(min=torch.finfo(flat.dtype).tiny)
+        return (centred / width + count // 2).round_()
+
     def decode(self, code: Code, like: Tensor) -> Tensor:
         bins = unpack(code["values"], self.bits, size_of(like)).long()
         return _shaped(code["means"].to(like.dtype).gather(1, bins), like)
+
+
+class CentralBins(StatQuantise, steady=True):
+    """`StatQuantise` with bins around 0: m = 0 and std = sqrt(|x|^2 / (n - 1)), x in bin round(x / w) + B / 2.
+
+    >>> x = torch.tensor([[-2.0, -2.2, 2.0, 2.4]])
+    >>> CentralBins(8).decode(CentralBins(8).encode(x), like=x)
+    tensor([[-2.0000, -2.2000,  2.0000,  2.4000]])
+
+    Reference: github.com/PrimeIntellect-ai/prime, src/zeroband/C/csrc/compression.cpp. Deviation: a value half-way
+    between two bins goes to the even one.
+    """
+
+    def _places(self, flat: Tensor) -> Tensor:
+        n, count = flat.shape[1], 2**self.bits
+        norm = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
+        width = (norm * (self.sigmas / count / max(1, n - 1) ** 0.5)).clamp(min=torch.finfo(flat.dtype).tiny)
+        return (flat * (1 / width)).round_() + count // 2  # rounded before it is moved, as in the program
 
 
 class Sign(Codec, steady=True):
@@ -618,8 +694,12 @@ def never_zero(scale: Tensor) -> Tensor:
 
 def _unit(flat: Tensor, levels: int) -> Tensor:
     """Return the scale at which the largest magnitude of each row is `levels`: `[L, n]` -> `[L]`."""
-    largest = torch.linalg.vector_norm(flat, math.inf, dim=1) if flat.shape[1] else flat.sum(1)  # of an empty tensor: 0
-    return never_zero(largest / levels)
+    return never_zero(_largest(flat) / levels)
+
+
+def _largest(flat: Tensor) -> Tensor:
+    """Return the largest magnitude of each row, `[L, n]` -> `[L]`; 0 of an empty one."""
+    return torch.linalg.vector_norm(flat, math.inf, dim=1) if flat.shape[1] else flat.sum(1)
 
 
 def _needed(draw: Draw | None, codec: Codec) -> Draw:

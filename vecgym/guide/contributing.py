@@ -75,7 +75,7 @@ no counts:
 | `stages` | `Average` and `Stage`, the bases; `Memory`, which they remember things in; `Stages`, the walk along them |
 | `averages`, `corrections` | `Mean`, `ServerMean`; stages: `Outer`, with its corrections, `Eager`, `Private` |
 | `robust` | `Robust` and its rules on whole vectors; the stage `Corrupted` and its attacks |
-| `coded` | `Compressed` and `EF21`, averages of codes |
+| `coded` | averages of codes: `Compressed` and `EF21`; `Ring` and others, which encode sums, too |
 | `fragments`, `moments` | which parameters are exchanged together; what an inner optimizer keeps of them |
 | `penalty` | the stage `MovementPenalty`, and EDiT |
 | a file for each algorithm, and for its relatives | settings, an average or a stage if it has one, and handlers where exchanges do not say it all |

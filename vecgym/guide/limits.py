@@ -8,6 +8,8 @@
 - About 1 ms of a step is spent in Python. AllReduce takes 1.5 times as long as one big batch on the tiny MLP, 1.3 times
   on the MLP. Stacking cannot reduce the arithmetic of convolutions, or of a large model: see
   `vecgym.guide.performance`.
+- A mean of bfloat16 or float16 is summed in float32 and rounded once. Rings round at every hop, and their errors grow with
+  the number of nodes: give `average=Ring("bfloat16")` where that matters. See `vecgym.guide.strategies`.
 - Processes are tested with gloo on CPUs, and have never been run on GPUs.
 - Asynchronous strategies are for runs in one process.
 

@@ -10,8 +10,8 @@ column "here" is empty, vecgym has nothing of the kind.
 | real library | is seen | here |
 |---|---|---|
 | gloo, `all_reduce(op=AVG)` of integers | a RuntimeError; of float16, a sum that overflows is inf, although the mean would fit | `Mean` of 60000 and 60000 in float16 is 60000; values that are exchanged are never integers, and the mean model has the first node's counts |
-| gloo, a sum of bfloat16 | each hop of the ring rounds the partial sum: 256 + 1 + 1 + 1 is 256 in some segments and 260 in others, the same on all ranks | `Mean` rounds once: 260 everywhere. |
-| gloo, a sum of float32 | the same bits on all ranks, but neither those of `x0 + x1 + x2 + x3` nor of `stack.sum(0)` | equal up to rounding; `verify` says how far |
+| gloo, a sum of bfloat16 | each hop of the ring rounds the partial sum: 256 + 1 + 1 + 1 is 256 in some segments and 260 in others, the same on all ranks | `Ring("bfloat16")` has these bits; `Mean` rounds once: 260 everywhere |
+| gloo, a sum of float32 | the same bits on all ranks, but neither those of `x0 + x1 + x2 + x3` nor of `stack.sum(0)` | `Ring("float32")` has these bits; a `Mean` equals them up to rounding, and `verify` says how far |
 | gloo, a sum of booleans | a byte of K, which is no valid boolean: `torch.equal` says True, `view(uint8)` says K | |
 | gloo, `MAX` with a nan | on rank 0 the result is nan on all ranks; on another rank it is lost | a nan reaches every mean, and a loss of nan ends a run (`on_divergence`) |
 | gloo, `reduce(dst=0)` | leaves partial sums in the tensors of all other ranks | |

@@ -19,8 +19,9 @@
   base) and on which values the nodes agree; every(n, exchange): in units of n steps; AveragingCommunicator and
   SparseCommunicator make one
 - Averages: Average, the base, with a Memory: Mean, ServerMean, Mix, Robust, MostMoved, NoLoCo, StrongestCosines;
-  Compressed and EF21, of codes. Stages around an average: Stage, the base; Outer, Eager, Sparse, Corrupted, Private,
-  MovementPenalty. ServerOptimizer: the optimizers of federated servers
+  Compressed and EF21, of codes; Ring, QuantisedRing and AllToAll, which encode sums, too. Stages around an average:
+  Stage, the base; Outer, Eager, Sparse, Corrupted, Private, MovementPenalty. ServerOptimizer: the optimizers of
+  federated servers
 - Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequentialSelector, PartitionedSelector
 - Optimizers: OptimSpec
 
@@ -44,7 +45,7 @@ from vecgym.strategy.averages import (
     ServerMean,
 )
 from vecgym.strategy.base import CommunicateOptimizeStrategy, Strategy, every
-from vecgym.strategy.coded import EF21, Compressed
+from vecgym.strategy.coded import EF21, AllToAll, Compressed, QuantisedRing, Ring
 from vecgym.strategy.decentralised import (
     ADPSGDStrategy,
     CHOCOStrategy,
@@ -93,17 +94,17 @@ from vecgym.strategy.sparta import (
 from vecgym.strategy.stages import Average, Memory, Stage
 
 __all__ = [
-    "EF21", "MLA", "QSR", "ADPSGDStrategy", "AllReduceStrategy", "AsyncStrategy", "Average", "AveragingCommunicator",
-    "CHOCOStrategy", "CommunicateOptimizeStrategy", "Compressed", "Corrupted", "D2Strategy", "DESLOCStrategy",
-    "DSMStrategy", "DeMoStrategy", "DecoupledDiLoCoStrategy", "DelayedNesterov", "DiLoCoStrategy", "EDiTStrategy",
-    "Eager", "EagerDiLoCoStrategy", "ExactDiffusionStrategy", "Exchange", "FedAvgStrategy", "FedBuff", "FedDynStrategy",
-    "FedNovaStrategy", "GPAStrategy", "GossipStrategy", "GradientTrackingStrategy", "HALoSStrategy", "HeLoCo",
-    "LateWindow", "LocalAdamStrategy", "MATCHAStrategy", "Mean", "Memory", "MimeStrategy", "Mix", "MostMoved",
+    "EF21", "MLA", "QSR", "ADPSGDStrategy", "AllReduceStrategy", "AllToAll", "AsyncStrategy", "Average",
+    "AveragingCommunicator", "CHOCOStrategy", "CommunicateOptimizeStrategy", "Compressed", "Corrupted", "D2Strategy",
+    "DESLOCStrategy", "DSMStrategy", "DeMoStrategy", "DecoupledDiLoCoStrategy", "DelayedNesterov", "DiLoCoStrategy",
+    "EDiTStrategy", "Eager", "EagerDiLoCoStrategy", "ExactDiffusionStrategy", "Exchange", "FedAvgStrategy", "FedBuff",
+    "FedDynStrategy", "FedNovaStrategy", "GPAStrategy", "GossipStrategy", "GradientTrackingStrategy", "HALoSStrategy",
+    "HeLoCo", "LateWindow", "LocalAdamStrategy", "MATCHAStrategy", "Mean", "Memory", "MimeStrategy", "Mix", "MostMoved",
     "MovementPenalty", "MuLoCoStrategy", "NoLoCo", "NoLoCoStrategy", "OptimSpec", "Outer", "OuterOptimizer",
-    "PALSGDStrategy", "PartitionedSelector", "Private", "QGMStrategy", "RandomSelector", "RankStrategy",
-    "RelaySumStrategy", "Robust", "Rounds", "RoundsOf", "SCAFFOLDStrategy", "SGPStrategy", "SPARTADiLoCoStrategy",
-    "SPARTAStrategy", "ScaffnewStrategy", "ScheduledSelector", "Selector", "Server", "ServerMean", "ServerOptimizer",
-    "ShuffledSequentialSelector", "SimpleReduceStrategy", "Sparse", "SparseCommunicator", "SparseLoCoStrategy", "Stage",
-    "Strategy", "StreamingDiLoCoStrategy", "StrongestCosines", "SyncWeight", "When", "all_gather", "all_reduce",
-    "broadcast", "every",
+    "PALSGDStrategy", "PartitionedSelector", "Private", "QGMStrategy", "QuantisedRing", "RandomSelector",
+    "RankStrategy", "RelaySumStrategy", "Ring", "Robust", "Rounds", "RoundsOf", "SCAFFOLDStrategy", "SGPStrategy",
+    "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScaffnewStrategy", "ScheduledSelector", "Selector", "Server",
+    "ServerMean", "ServerOptimizer", "ShuffledSequentialSelector", "SimpleReduceStrategy", "Sparse",
+    "SparseCommunicator", "SparseLoCoStrategy", "Stage", "Strategy", "StreamingDiLoCoStrategy", "StrongestCosines",
+    "SyncWeight", "When", "all_gather", "all_reduce", "broadcast", "every",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Mean, Weighting
 from vecgym.strategy.base import InnerOptions, Strategy, Unpack, takes_options
 from vecgym.strategy.exchange import Exchange
+from vecgym.strategy.stages import Average
 
 
 class AllReduceStrategy(Strategy, steady=True):
@@ -36,7 +37,11 @@ class AllReduceStrategy(Strategy, steady=True):
         weighting: of the gradients, see `Mean`. With "examples" and a `loss_fn` that returns a "weight", the loss is
             the mean over the tokens of all nodes. Then K gradients are computed, and the ledger does not count the
             bytes of the weights.
+        average: of the gradients, in place of `Mean`: `Ring("bfloat16")`, say, or `Robust("median")`.
         lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: see `Strategy`.
+
+    Raises:
+        ValueError: for a weighting with another average.
 
     >>> AllReduceStrategy("sgd", lr=0.1)
     AllReduceStrategy(OptimSpec(SGD, lr=0.1), Exchange(Mean(), of='gradients'))
@@ -48,9 +53,14 @@ class AllReduceStrategy(Strategy, steady=True):
     @takes_options(InnerOptions)
     def __init__(
         self, inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None, *,
-        weighting: Weighting = "equal", **inner: Unpack[InnerOptions],
+        weighting: Weighting = "equal", average: Average | None = None, **inner: Unpack[InnerOptions],
     ) -> None:  # fmt: skip
-        super().__init__(inner_optim, [Exchange(Mean(weighting=weighting), of="gradients")], **inner)
+        if average is not None and weighting != "equal":
+            raise ValueError(
+                f"weighting={weighting!r} is of a Mean, and average={average!r} takes its place: leave one of them out."
+            )
+        how = Mean(weighting=weighting) if average is None else average
+        super().__init__(inner_optim, [Exchange(how, of="gradients")], **inner)
 
 
 SimpleReduceStrategy = AllReduceStrategy  # EXO Gym's other name for it

@@ -1,23 +1,28 @@
-"""Averages of codes of the nodes' values, with error feedback."""
+"""Averages of codes of the nodes' values, with error feedback; all-reduces that encode sums, too."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vecgym.collectives.ledger import Ledger
-from vecgym.compress import Compressor, PowerSGD, make_codec
-from vecgym.compress.codecs import Draw
+from vecgym.compress import Cast, CentralBins, Codec, Compressor, PowerSGD, make_codec
+from vecgym.compress.codecs import Code, Draw
 from vecgym.core import check, tree
+from vecgym.core.devices import placed
 from vecgym.core.objects import altered, is_steady
-from vecgym.core.tree import Tree
+from vecgym.core.tree import Tree, wider
 from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy.averages import Reduction
 from vecgym.strategy.stages import Average, ExchangeFacts, Memory
+
+MAX_PIECE = 2**20  # bytes: gloo cuts longer ones
 
 
 class Compressed(Average):
@@ -51,7 +56,8 @@ class Compressed(Average):
     Args:
         inner: `Mean`, `ServerMean`, `Mix` or `Robust`.
         codec: a codec of `vecgym.compress`, or its name: "topk", "chunktopk", "randomk", "int8", "int4", "int2",
-            "stat8", "stat4", "stat2", "qsgd", "natural", "ternary", "sign" or "powersgd".
+            "stat8", "stat4", "stat2", "bfloat16" and the other types of `Cast`, "qsgd", "natural", "ternary", "sign" or
+            "powersgd".
         error_feedback: whether each node keeps a residual.
         decay: the decay of the residual, in (0, 1].
         momentum: m, in [0, 1); 0: none.
@@ -280,6 +286,183 @@ class EF21(Compressed):
             memory.shared["average"] = {name: torch.add(y, agreed[name]) for name, y in average.items()}
             read = tree.map(torch.clone, memory.shared["average"])  # the caller may overwrite it
         return straight_through(read, x, part, memory, lambda unrecorded: self.inner.agree(x, unrecorded, memory))
+
+
+# -------------------------------------------------------------------- all-reduces whose sums are encoded, too
+
+
+class Cut(NamedTuple):
+    """How a tensor is cut into segments, `size` values each but the last, and how they go round.
+
+    Attributes:
+        size: the values in a segment.
+        first: the number of a segment -> the node that it starts at.
+        step: the way round: 1 to the next node, -1 to the one before.
+    """
+
+    size: int
+    first: Callable[[Tensor], Tensor]
+    step: int
+
+
+class Ring(Average, batched=(), random=True):
+    """The mean that a ring all-reduce gives: every hop adds a node's values to a partial sum, and encodes it anew.
+
+    A tensor is cut into K segments, which are under way at once. Segment c starts at node c - 1, and the others add
+    their x_k on its way down, through c - 2, c - 3, ... to c:  s <- x_(c-1);  K - 1 times: s <- C(s) + x_k.  Node c
+    sends C(s / K) to all, so all nodes end with the same bits.
+
+    With a `Cast` all tensors are of that type: C is taken of each x_k, too, and of the last sum before it is divided.
+    So `Ring(Cast("bfloat16"))` has the bits of torch's all-reduce of bfloat16 tensors, `op=ReduceOp.AVG`, with gloo.
+
+    Errors add up from hop to hop. In the mean of unrelated values the relative error is about sqrt(K / 2) times that of
+    a code; values that are encoded once, as in `Compressed(Mean(), codec)`, keep the latter, whatever K is.
+
+    Bytes sent per node: 2 (K - 1) / K times those of the codes of the segments. Absent nodes are left out of the ring.
+    Under differentiation the codes pass derivatives straight through.
+
+    Args:
+        codec: a codec of `vecgym.compress`, or its name: "bfloat16", "int8", "stat8" and others; see `Compressed`.
+
+    Raises:
+        TypeError, ValueError: for PowerSGD and RandomK, whose codes are not of a segment by itself.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> part, x = Part.alone(StackedCollectives(4)), torch.tensor([256.0, 1.0, 1.0, 1.0])[:, None].expand(4, 8)
+    >>> 4 * Ring("bfloat16")({"w": x}, part)["w"]  # 256 + 1 is 256 in bfloat16
+    tensor([[260., 260., 256., 256., 256., 256., 260., 260.]])
+
+    Reference: github.com/pytorch/gloo, gloo/allreduce.cc, `ring`. Deviations: each tensor has its own ring, where DDP
+    joins many, so that other values are in a segment; DDP divides by K first, with the same bits for a power of two.
+    """
+
+    def __init__(self, codec: str | Codec) -> None:
+        self.codec: Codec = check.instance("codec", make_codec(codec), Codec, 'a codec such as Cast("bfloat16")')
+        if self.codec.shared:
+            raise ValueError(
+                f"{self.codec!r} draws other coordinates for each code, which cannot be added: give a codec that sends "
+                'all of them, such as "int8", or Sparse(0.1, Ring(...)).'
+            )
+        # What is encoded: each node's values, before they are added, and partial sums.
+        self._values, self._sums = isinstance(self.codec, Cast), True
+
+    @property
+    def steady(self) -> bool:  # type: ignore[override]
+        return is_steady(self.codec)
+
+    def _cut(self, shape: torch.Size, num_nodes: int) -> Cut:
+        """Return the segments of a tensor.
+
+        >>> Ring("bfloat16")._cut(torch.Size([6, 5]), num_nodes=4).size
+        8
+        """
+        n, K = math.prod(shape), num_nodes
+        num_bytes = n * self.codec.type.itemsize if isinstance(self.codec, Cast) else n
+        pieces = max(2, -(-num_bytes // (MAX_PIECE * K)))  # of a segment, of equal sizes
+        return Cut(pieces * -(-n // (pieces * K)), lambda segment: segment - 1, -1)
+
+    def agree(self, x: Tree, part: Part, memory: Memory) -> Tree:
+        with torch.no_grad():
+            read = part.comm.reduce(constant(x), lambda everyone: self._of_all(everyone, part))
+        return straight_through(read, x, part, memory, lambda unrecorded: unrecorded.comm.mean(x))
+
+    def _of_all(self, everyone: Tree, part: Part) -> tuple[Tree, Tree]:
+        """Return the means of all nodes' values, and the codes that are sent for them."""
+        means, codes, K = Tree(), Tree(), part.comm.num_nodes
+        for name, y in everyone.items():
+            shape, draw = y.shape[part.lead :], draws(f"ring {name}", part)
+            x = y.to(wider(y.dtype)).reshape(part.size, y.shape[part.lead - 1], math.prod(shape)).expand(-1, K, -1)
+            cut, done = self._cut(shape, K), []
+            whole = x.shape[-1] // max(1, cut.size)
+            split = x[..., : whole * cut.size].unflatten(-1, (whole, cut.size)), x[..., None, whole * cut.size :]
+            for i, segments in enumerate(split):  # [C, K, S, size]; the last one may be shorter
+                if segments.shape[2] and (segments.shape[3] or not whole):
+                    ids = i * whole + torch.arange(segments.shape[2])
+                    total = self._total(segments, ids, cut, draw)
+                    mean, code = self._coded(total / K, ids, draw("mean"))
+                    codes |= {f"{name}/{i}{key}": z.unflatten(0, (part.size, len(ids))) for key, z in code.items()}
+                    done.append(mean.flatten(1))
+            means[name] = torch.cat(done, 1).to(y.dtype).view(part.size, *shape)
+        return part.apart(means), part.apart(codes)
+
+    def _total(self, x: Tensor, ids: Tensor, cut: Cut, draw: Callable[[str], Draw]) -> Tensor:
+        """Return the sums over the nodes, `[C, K, S, size]` -> `[C, S, size]`, along the segments' ways."""
+        K, first, place = x.shape[1], placed(cut.first(ids), x.device), torch.arange(len(ids), device=x.device)
+
+        def given(hop: int) -> Tensor:
+            values = x[:, (first + cut.step * hop) % K, place]
+            return self._coded(values, ids, draw(f"values {hop}"))[0] if self._values else values
+
+        total = given(0)
+        for hop in range(1, K):
+            total = (self._coded(total, ids, draw(f"sum {hop}"))[0] if self._sums else total) + given(hop)
+        return self._coded(total, ids, draw(f"sum {K}"))[0] if self._values and self._sums else total
+
+    def _coded(self, x: Tensor, ids: Tensor, draw: Draw) -> tuple[Tensor, Code]:
+        """Return the values `[C, S, size]` as they are read, and their code, `[C S, ...]`."""
+        rows = x.flatten(0, 1)
+        code = self.codec.encode(rows, draw._replace(node_ids=ids.repeat(len(x))))
+        return self.codec.decode(code, rows).view_as(x), code
+
+
+class QuantisedRing(Ring, batched=(), random=True):
+    """PRIME's ring all-reduce, in which partial sums go as eight bits.
+
+    A tensor is cut into 2 K segments. Segment c starts at node floor(c / 2) + 1, and goes up to node floor(c / 2), with
+    C taken at every hop as in `Ring`; its last node sends C(s / K) to all.
+
+    Bytes sent per node: 2 (K - 1) / K P + 4 (K - 1) KiB for P values: a byte each, and 1 KiB for each segment's table.
+
+    Args:
+        codec: the code of a segment; None: `CentralBins(8)`, 256 bins of 6 / 256 standard deviations.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> part, x = Part.alone(StackedCollectives(2)), torch.tensor([[1.0, 2.0, 3.0, 4.0], [3.0, 2.0, 5.0, 0.0]])
+    >>> QuantisedRing()({"w": x}, part), part.comm.ledger.total_payload_bytes
+    ({'w': tensor([[2., 2., 4., 2.]])}, 4100.0)
+
+    Reference: github.com/PrimeIntellect-ai/prime, src/zeroband/C/csrc/collectives.cpp. Deviations: the last segment
+    may be shorter, where the program needs equal ones; that of `CentralBins`.
+    """
+
+    def __init__(self, codec: str | Codec | None = None) -> None:
+        super().__init__(CentralBins(8) if codec is None else codec)
+
+    def _cut(self, shape: torch.Size, num_nodes: int) -> Cut:
+        return Cut(-(-math.prod(shape) // (2 * num_nodes)), lambda segment: segment // 2 + 1, 1)
+
+
+class AllToAll(Ring, batched=(), random=True):
+    """torchft's quantised all-reduce: two codes, however many nodes there are.
+
+    C(1/K sum_k C(x_k)): every node sends a code of each row of a tensor to one of the nodes, the i-th of which takes
+    the i-th ceil(rows / K) rows. It adds up the decoded rows in float32, beginning with its own, and sends a code of
+    the mean to all. Of a vector each value is a row.
+
+    Bytes sent per node: 2 (K - 1) / K times those of the codes: with 8 bits a byte for each value, and 4 for each row.
+
+    Args:
+        codec: the code of a row.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> part, x = Part.alone(StackedCollectives(2)), torch.tensor([[[1.0, 448.0]], [[0.0, 400.0]]])
+    >>> AllToAll()({"w": x}, part), part.comm.ledger.total_payload_bytes  # the largest of a row is exact
+    ({'w': tensor([[[  0.4732, 424.0000]]])}, 6.0)
+
+    Reference: github.com/meta-pytorch/torchft, torchft/collectives.py, `allreduce_quantized`. Deviations: dimensions
+    from the third on belong to a row, where the program refuses them; its bytes for alignment are not counted.
+    """
+
+    def __init__(self, codec: str | Codec = "float8_e4m3fn") -> None:
+        super().__init__(codec)
+        self._values, self._sums = True, False
+
+    def _cut(self, shape: torch.Size, num_nodes: int) -> Cut:
+        each = -(-(shape[0] if shape else 1) // num_nodes) or 1
+        return Cut(math.prod(shape[1:]), lambda row: row // each, 1)
+
+
+# ------------------------------------------------------------------------------------------------- small parts
 
 
 def draws(purpose: str, part: Part) -> Callable[[str], Draw]:
