@@ -40,6 +40,8 @@ from vecgym.compress import TopK
 from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.data import partition_dirichlet
+from vecgym.engine import constancy
+from vecgym.engine.constancy import equal_but_weights
 from vecgym.models import Classifier
 from vecgym.plot import pareto_front, plot_axis, plot_heatmap, plot_pareto
 from vecgym.records import runfile
@@ -99,9 +101,8 @@ from vecgym.strategy import (
 )
 from vecgym.strategy.averages import Weighting
 from vecgym.strategy.federated import FedDynStrategy, FedNovaStrategy, ScaffnewStrategy
-from vecgym.sweeps import chunk, configurations
+from vecgym.sweeps import chunk
 from vecgym.sweeps.chunk import Chunk, Work, prepared_engine
-from vecgym.sweeps.configurations import equal_but_weights
 from vecgym.sweeps.options import points
 
 # The seeds of most sweeps here are those of the data, on purpose, and two are enough.
@@ -832,7 +833,7 @@ def test_the_distance_before_an_exchange_is_after_the_training_of_these_nodes() 
 
 def test_what_all_configurations_share_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The structure of their one model, never; and which parameters had no gradient, until there is none."""
-    monkeypatch.setattr(configurations, "_structure", None)
+    monkeypatch.setattr(constancy, "_structure", None)
     asked: list[int] = []
 
     def of_one(state: Any, table: Any) -> list[str]:
