@@ -369,7 +369,7 @@ STRATEGIES: dict[str, Row] = {
         2 * ring(K),
         outer=None,
     ),
-    "diloco-late": Row(lambda **kw: DiLoCoStrategy(H=LateWindow(2, start=3), **kw), 2 * ring(K), outer=None),
+    "diloco-late": Row(lambda **kw: DiLoCoStrategy(H=LateWindow(2, start=1), **kw), 3 * ring(K), outer=None),
     "diloco-heloco": Row(lambda **kw: DiLoCoStrategy(H=2, correction="heloco", **kw), STEPS // 2 * ring(K), outer=None),
     "diloco-median-norm": Row(
         lambda **kw: DiLoCoStrategy(H=H, correction="median_norm", **kw),
