@@ -55,6 +55,14 @@ def test_versions(tmp_path: Path) -> None:
     assert all(row["ratio"] > 0 for row in result["rows"].values())
 
 
+def test_meta(tmp_path: Path) -> None:
+    table, result = run_quick("meta.py", tmp_path, "--figure", str(tmp_path / "learned.png"))
+    assert "| constants | 24 | 4 |" in table
+    assert result["rows"][0]["steps"] == 1
+    assert len(result["rows"][0]["knots"]["when"]) == 4
+    assert (tmp_path / "learned.png").exists()
+
+
 def test_startup(tmp_path: Path) -> None:
     table, result = run_quick("startup.py", tmp_path)
     assert "| Trainer, DiLoCoStrategy |" in table

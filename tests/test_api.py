@@ -40,6 +40,7 @@ MODULES = (
     "vecgym.runs.influence",
     "vecgym.runs.memory",
     "vecgym.records.history",
+    "vecgym.meta",
     "vecgym.models",
     "vecgym.core.nodes",
     "vecgym.optim",

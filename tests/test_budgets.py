@@ -28,7 +28,7 @@ from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 PACKAGE = Path(__file__).parent.parent / "vecgym"
 FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
-MAX_UNITS = 19  # modules and packages directly in vecgym
+MAX_UNITS = 20  # modules and packages directly in vecgym; the last is `meta`, for which `runs` has no room
 MAX_FUNCTION = 40  # lines, without its docstring
 MAX_PARAMETERS = 8
 MAX_CODE_LINES = 28_013  # of the whole package

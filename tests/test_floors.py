@@ -25,7 +25,7 @@ FLOORS = [
     "strategy plot",
     "clock",
     "runs",
-    "sweeps",
+    "sweeps meta",
     "compat",
     "cli",
     "__main__",

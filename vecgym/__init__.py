@@ -63,6 +63,7 @@ if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
     from vecgym import engine as engine
     from vecgym import guide
     from vecgym import logger as logger
+    from vecgym import meta as meta
     from vecgym import models as models
     from vecgym import optim as optim
     from vecgym import plot as plot
@@ -119,7 +120,7 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _PACKAGES = {
     "availability", "clock", "collectives", "compat", "compress", "core", "data", "engine", "guide", "logger",
-    "models", "optim", "plot", "records", "runs", "simulation", "strategy", "sweeps",
+    "meta", "models", "optim", "plot", "records", "runs", "simulation", "strategy", "sweeps",
 }  # fmt: skip
 
 if not TYPE_CHECKING:  # to type checkers, an unknown name would be there

@@ -65,7 +65,8 @@ HOSTILE: dict[str, Callable[[], Any]] = {
 UNKNOWN = {"seeds": 1, "batchsize": 2, "learning_rate": 0.1, "H_": 3, "deivce": "cpu", "nesterow": True}
 LONG = (
     "max_steps", "num_epochs", "iterations", "steps", "num_steps", "samples", "num_tokens", "max_rounds", "timeout_s",
-    "eval_iters", "max_configs", "tolerance", "count", "num_layers", "step",
+    "eval_iters", "max_configs", "tolerance", "count", "num_layers", "step", "num_runs", "runs_per_step", "longer",
+    "more", "seconds",
 )  # fmt: skip
 WORK = {"2**62", "10**30", "1e300", "inf"}  # of these: as many steps, or layers, as were asked for are no hang
 
@@ -77,6 +78,7 @@ UNDERNEATH = (
     "vecgym.core.nodes", "vecgym.runs.optimize.", "vecgym.core.rng", "vecgym.core.devices",
     "vecgym.runs.rollout.", "vecgym.optim.schedule", "vecgym.simulation", "vecgym.collectives.topology",
     "vecgym.strategy.HALoSStrategy.region_of",
+    "vecgym.meta.Curve.", "vecgym.meta.Exchanges.",
     "vecgym.core.tree", "vecgym.runs.verification.", "vecgym.optim.ElementwiseRule", "vecgym.optim.PerNodeRule",
     "vecgym.optim.Optimizer.",
     "vecgym.plot.default_window", "vecgym.data.Batches.", "vecgym.OptimSpec.mapped",
@@ -97,6 +99,7 @@ ENTRANCES = {
 MADE = {
     f"vecgym.{name}" for name in (
         "clock.AsyncTimeline",
+        "meta.Report",
         "DivergenceError", "History", "Influence", "MemoryEstimate", "Nodes", "OptimizedSchedule", "ProcessError",
         "Saved", "SweepResult")
 }  # fmt: skip

@@ -26,7 +26,7 @@ import vecgym
 from tests.fuzz.place import a_new_folder, as_it_was
 from tests.helpers import begun
 from tests.test_api import MODULES, module_of, public_names
-from vecgym import availability, compress, data, logger
+from vecgym import availability, compress, data, logger, meta
 from vecgym.availability import Dropout, Facts
 from vecgym.clock import Compute, Network, price
 from vecgym.collectives import StackedCollectives, topology
@@ -35,6 +35,7 @@ from vecgym.compat import diloco_sim, exogym
 from vecgym.compress.codecs import Draw
 from vecgym.core import rng
 from vecgym.engine import Engine, ModelFacts, Plan
+from vecgym.meta.curves import Length
 from vecgym.optim import Optimizer
 from vecgym.records.history import History
 from vecgym.runs import memory
@@ -96,6 +97,7 @@ UNCALLED = {
     **{f"vecgym.TensorBoardLogger.{name}": "TensorBoard's thread writes after the folder has gone" for name in
        ("start", "resume", "log", "finish")},
     "vecgym.collectives.topology.Mixing": "made by Mixing.of",
+    "vecgym.meta.Learned": "made by learn",
     "vecgym.History.to_pandas": "needs pandas, which is not among the dependencies",
     "vecgym.SweepResult.to_pandas": "needs pandas, which is not among the dependencies",
     "vecgym.optim.Muon": "torch's own, where it has one",
@@ -222,6 +224,19 @@ def _swept() -> vecgym.SweepResult:
     return vecgym.sweep(
         Line(), examples(), examples(4), strategy=lambda H, lr: DiLoCoStrategy("sgd", H=H, lr=lr),
         grid={"H": [1, 2], "lr": [0.1, 0.2]}, num_nodes=K, keep_models=True, **SETTINGS,
+    )  # fmt: skip
+
+
+def _lines(seed: int) -> tuple[nn.Module, Tensor]:
+    return Line(), examples(20)
+
+
+@functools.cache
+def _learned() -> meta.Learned:
+    return meta.learn(
+        lambda n: DiLoCoStrategy("sgd", H=n.when, lr=n.lr), {"lr": meta.Curve(0.1), "when": meta.Exchanges(1)},
+        runs=_lines, num_nodes=K, max_steps=STEPS, batch_size=2, runs_per_step=2, steps=1, estimator="gradient",
+        device="cpu",
     )  # fmt: skip
 
 
@@ -440,6 +455,18 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.SweepResult.compare": {"axis": lambda: "H", "over": lambda: "lr"},
     "vecgym.compare": {"runs": lambda: {name: [of_seed(seed) for seed in range(3)] for name in ("FedAvg", "DiLoCo")}},
     "vecgym.load": {"path": lambda: file("run.pt")},
+    "vecgym.meta.Curve": {"start": lambda: 0.5},
+    "vecgym.meta.Exchanges": {"every": lambda: 1},
+    **{f"vecgym.meta.{name}": {
+        "z": lambda: torch.zeros(4, 1), "length": lambda: Length(STEPS), "values": lambda: torch.ones(STEPS)}
+       for name in ("Curve.values", "Exchanges.argument", "Exchanges.density", "Exchanges.values")},
+    "vecgym.meta.Report": {"gains": tuple},
+    "vecgym.meta.learn": {
+        "strategy_of": lambda: lambda n: DiLoCoStrategy("sgd", H=1, lr=n.lr), "runs": lambda: _lines,
+        "numbers": lambda: {"lr": meta.Curve(0.1)}, "max_steps": lambda: STEPS, "batch_size": lambda: 2,
+        "runs_per_step": lambda: 2, "steps": lambda: 1, "num_nodes": lambda: K, "device": lambda: "cpu"},
+    "vecgym.meta.Learned.report": {
+        "num_runs": lambda: 2, "rivals": lambda: ["constants"], "longer": lambda: None, "more": lambda: None},
     "vecgym.optimize_schedule": {"strategy": lambda: lambda w: DiLoCoStrategy("sgd", lr=0.1, sync_weight=w),
                                  "H": lambda: 1, "iterations": lambda: 1},
     "vecgym.rollout_jvp": {**_LR, "primals": lambda: [torch.tensor(0.1)], "tangents": lambda: [torch.tensor(1.0)]},
@@ -542,6 +569,8 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.runs.optimize.largest": {"weights": lambda: torch.tensor([0.1, 0.9, 0.5])},
     "vecgym.runs.optimize.project_to_budget": {"total": lambda: 2.0},
     "vecgym.runs.optimize.sinkhorn": {"z": lambda: torch.rand(3, 3, generator=torch.Generator().manual_seed(0))},
+    "vecgym.plot.plot_numbers": {
+        "curves": lambda: {"lr": [0.1, 0.2]}, "start": lambda: None, "exchanges": lambda: None, "path": lambda: None},
     "vecgym.plot.plot_sensitivity": {"gradient": lambda: torch.ones(4), "path": lambda: None},
     "vecgym.plot.plot_influence": {"values": lambda: torch.ones(4), "path": lambda: None},
     "vecgym.plot.plot_schedule": {"found": found_schedule, "path": lambda: None},
@@ -712,6 +741,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.Saved": saved,
     "vecgym.availability.Availability": lambda: Dropout(0.1),
     "vecgym.SweepResult": lambda: copy.copy(_swept()),
+    "vecgym.meta.Learned": lambda: copy.copy(_learned()),
     "vecgym.CSVLogger": started,
     "vecgym.collectives.Collectives": lambda: StackedCollectives(K),
     "vecgym.compress.Codec": lambda: compress.TopK(0.5),
@@ -898,6 +928,8 @@ ALSO: dict[str, tuple[str, ...]] = {
     "vecgym.SweepResult.compare": ("over",),
     "vecgym.plot.plot_differences": ("over",),
     "vecgym.compat.exogym.Trainer.fit": ("max_steps", "batch_size", "strategy", "num_nodes"),
+    "vecgym.meta.learn": ("batch_size", "runs_per_step", "steps", "device"),
+    "vecgym.meta.Learned.report": ("num_runs", "rivals", "longer", "more"),
     "vecgym.optimize_schedule": ("H", "iterations"),
     "vecgym.verify": ("num_nodes", "num_processes", "steps"),
     "vecgym.data.text.standard_library_text": ("num_chars",),

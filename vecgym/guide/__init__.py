@@ -36,6 +36,7 @@ Use:
 - `vecgym.guide.memory`: estimates, limits, how many nodes fit
 - `vecgym.guide.asynchronous`: nodes that do not wait for the slowest, staleness, servers
 - `vecgym.guide.gradients`: rollouts, meta-gradients, optimized schedules
+- `vecgym.guide.meta`: numbers and schedules learned over many runs, and what they are worth on others
 - `vecgym.guide.processes`: `torch.distributed`, 8 GPUs, several machines, `verify`
 - `vecgym.guide.commands`: the command line
 - `vecgym.guide.compat`: EXO Gym and diloco-sim scripts; the features of their documents

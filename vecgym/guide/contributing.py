@@ -20,7 +20,7 @@ Packages stand on floors, and import only from below. A test compares this pictu
 ```text
  9 | cli                                        | commands
  8 | compat                                     | interfaces of other simulators
- 7 | sweeps                                     | stacks of configurations
+ 7 | sweeps meta                                | stacks of configurations; numbers learned over many runs
  6 | runs                                       | Trainer, processes, checkpoints, rollouts, verification, memory
  5 | clock                                      | seconds on a network, from the ledger
  4 | strategy plot                              | algorithms, a family in a file; figures

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -143,6 +143,57 @@ def plot_schedule(
     style.finish(right, "final loss at equal bytes", "accepted steps of the descent", "loss")
     right.legend(frameon=False)
     return style.done(figure, title or f"{EngFormatter(unit='B')(found.total_bytes)} sent per node", path)
+
+
+def plot_numbers(
+    curves: Mapping[str, Tensor | np.ndarray | Sequence[float]],
+    start: Mapping[str, Tensor | np.ndarray | Sequence[float]] | None = None,
+    exchanges: Mapping[str, Tensor | np.ndarray | Sequence[float]] | None = None,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    title: str | None = None,
+) -> Figure:
+    """Draw numbers of a strategy over a run, a panel for each, and its exchanges as ticks below the curves.
+
+    Args:
+        curves: name -> a number for each step, `[T]`.
+        start: name -> another curve to compare with, dashed, such as the numbers before they were learned.
+        exchanges: name -> weights of the exchanges after each step, `[T]`: a panel for each, of their distances.
+        path, title: as for `plot_comparison`.
+
+    Raises:
+        ValueError: for shapes other than `[T]`, or nothing to draw.
+
+    >>> figure = plot_numbers({"lr": [0.1, 0.2, 0.1, 0.05]}, exchanges={"when": [0, 1, 0, 1]})
+    >>> [axes.get_title() for axes in figure.axes]
+    ['lr', 'when: 2 exchanges']
+    """
+    style.check_shared(path, title)
+    for name, given in (("curves", curves), ("start", start), ("exchanges", exchanges)):
+        if given is not None or name == "curves":
+            check.instance(name, given, Mapping, "numbers by name, {'lr': [0.1, 0.05]}")
+    others, times = start or {}, exchanges or {}
+    if not curves and not times:
+        raise ValueError("curves and exchanges are empty: give a number for each step, {'lr': [0.1, 0.05]}.")
+    figure, panels = style.new_figure(3.4 * (len(curves) + len(times)), 3.2, columns=len(curves) + len(times))
+    for axes, (name, values) in zip(panels, curves.items()):
+        for label, each, look in (("learned", values, "-"), ("start", others.get(name), "--")):
+            if each is not None:
+                y = style.vector(name, each)
+                axes.plot(np.arange(1, len(y) + 1), y, look, color=style.COLOURS[look == "--"], label=label)
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        style.finish(axes, name, "optimizer steps", "")
+    for axes, (name, values) in zip(panels[len(curves) :], times.items()):
+        weights = style.vector(name, values)
+        at = np.flatnonzero(weights > 0) + 1
+        axes.plot(at, np.diff(at, prepend=0), color=style.COLOURS[0], marker="o", markersize=4)
+        _draw_exchanges(axes, weights, 0.03, "0.2", "exchanges", axes.get_xaxis_transform())
+        axes.set_xlim(0, len(weights) + 1)
+        axes.set_ylim(bottom=0)
+        style.finish(axes, f"{name}: {len(at)} exchanges", "optimizer steps", "steps since the last one")
+    if others and curves:
+        panels[0].legend(frameon=False)
+    return style.done(figure, title, path)
 
 
 def plot_partition(

@@ -1,0 +1,103 @@
+"""Learned schedules: numbers of a strategy that are learned over many runs
+
+A gradient through one run says how *that* run would have ended better, and most of what it finds holds for no other
+(`vecgym.guide.gradients`). `vecgym.meta.learn` follows the gradient of the mean over a distribution of runs, fresh ones in
+each step, which train side by side as one program; what it finds is measured on runs that it has never seen.
+
+## A distribution of runs, and numbers
+
+`runs` is a function of a seed: it draws a model and its data. Global random generators have that seed while it runs.
+
+>>> import torch, vecgym
+>>> from vecgym.meta import Curve, Exchanges, learn
+>>> from vecgym.strategy import DiLoCoStrategy, OptimSpec
+>>> def runs(seed):
+...     x = torch.randn(640, 10)
+...     labels = (x @ torch.randn(10, 4)).argmax(1)  # another task for each seed
+...     return torch.nn.Linear(10, 4), torch.utils.data.TensorDataset(x, labels)
+>>> def loss_fn(model, batch):
+...     return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+The numbers have names, and the strategy is a function of them:
+
+>>> def strategy_of(n):
+...     outer = OptimSpec("sgd", lr=n.outer_lr, momentum=n.momentum, nesterov=True)
+...     return DiLoCoStrategy("sgd", outer, lr=n.inner_lr, H=n.when)
+>>> numbers = {
+...     "inner_lr": Curve(0.05), "outer_lr": Curve(0.7), "momentum": Curve(0.6, within=(0, 1)),
+...     "when": Exchanges(every=4),
+... }
+>>> learned = learn(
+...     strategy_of, numbers, runs=runs, loss_fn=loss_fn, num_nodes=2, batch_size=8, max_steps=8, runs_per_step=4,
+...     steps=6, device="cpu",
+... )
+>>> len(learned.rows), learned.rows[0]["estimator"] in ("gradient", "es")
+(6, True)
+
+- `Curve` is a number over the run: four knots, linear in between, that cannot leave their interval. It reaches the
+  strategy as `[T, 1]`, one for each step. Where a strategy counts exchanges and not steps (the outer rate with a plain
+  `H=12`), give it the rows of the exchanges: `outer_lr=n.outer_lr[11::12]`.
+- `Exchanges` is when to exchange, for an `H` or a `sync_weight`. Always the same number of whole exchanges, so that bytes
+  stay what they are; what is learned is how densely they lie. Forward nothing is relaxed, and nothing is rounded in the
+  end; backward, the derivative is that by the weight of an exchange.
+- `max_steps=[48, 96, 192]`: several lengths take turns, and each knot becomes a + b log T.
+- `seconds=60` instead of `steps`. With `steps`, a seed gives the same bits. `checkpoint="learned.pt"` can be gone on from,
+  and on Ctrl-C the result so far is returned.
+
+Whatever takes derivatives in `vecgym.rollout` can be learned: learning rates, momenta, betas, weight decay, `sync_weight`.
+Integers, topologies, codes and masks cannot.
+
+## Is it any good?
+
+`learned.report()` answers on unseen runs, of the lengths that were learned from, three times as long, and with twice the
+nodes: the mean difference of final losses run by run, with its 95 % interval.
+
+>>> report = learned.report(num_runs=4, rivals=["constants"], longer=2, more=None)
+>>> [(gain.rival, gain.num_steps) for gain in report.gains]
+[('start', 8), ('constants', 8), ('start', 16), ('constants', 16)]
+
+`print(report)` is the table. The rivals are *tuned*: by as many steps of the same learning, on the same runs, with less
+freedom. There are constants; constants whose first number falls along a cosine; the same with the rounds of the quadratic
+synchronization rule (arXiv 2310.14423); exchanges evenly in a tuned window at the end; and random times. All exchange
+equally often. A gain over `start` alone says only that the numbers were badly tuned.
+
+>>> strategy = learned.strategy(max_steps=100)  # an ordinary one: fit, sweep, verify, price
+>>> model, dataset = runs(0)
+>>> trainer = vecgym.Trainer(model, dataset, loss_fn=loss_fn)
+>>> averaged = trainer.fit(strategy, num_nodes=2, max_steps=100, batch_size=8, device="cpu", progress=False)
+>>> len(list(trainer.ledger))
+25
+
+`learned.plot()` draws the curves beside those at the start, and the distances of the exchanges.
+
+Measured once (seed 0 of `python benchmarks/meta.py`; a network 10-32-4 on 4 nodes, DiLoCo with AdamW inside, 96 steps with
+8 exchanges; 60 seconds of one busy core, which were 26 steps of 16 runs), on 64 unseen runs of each kind:
+
+| gain over | 96 steps | 288 steps | 96 steps, 8 nodes |
+|---|--:|--:|--:|
+| the numbers at the start | +0.0215 ± 0.0040 | +0.0038 ± 0.0025 | +0.0237 ± 0.0037 |
+| tuned constants | +0.0136 ± 0.0019 | -0.0022 ± 0.0026 | +0.0105 ± 0.0016 |
+
+What was learned for 96 steps holds for twice the nodes, and is worth nothing in runs three times as long: give these
+among the lengths in `max_steps`.
+
+## The estimator
+
+Through smooth runs, the gradient has far less variance than evolution strategies: pairs of runs with all coordinates moved
+a little, once forth and once back, which need no derivative. Where runs are close to chaos (SGD at a rate of 1.0) a
+gradient through hundreds of steps explodes, and the pairs still work. `estimator="auto"` measures the variance of both
+times their seconds at first, and again every 32 steps of a length, and takes the better one; `learned.rows` has which.
+(With `steps` in place of `seconds` it counts nominal seconds, for the sake of the bits.) A run without a finite gradient
+counts as 0, and none for more than ten times the median.
+
+Variance of the mean over 16 runs of 96 steps, times the seconds of a core that it takes, for rate and times of FedAvg with
+SGD on 4 nodes of a network 10-32-4 (`python benchmarks/meta.py --cases estimators`):
+
+| rate | gradient | evolution strategies |
+|--:|--:|--:|
+| 0.1 | 0.00001 | 0.004 |
+| 1.0 | 10^17 | 0.09 |
+| 3.0 | 10^66 | 4 |
+
+`vecgym.optimize_schedule` is for one given run: it takes a budget of bytes or of seconds on a network, and mixing matrices.
+"""
