@@ -37,6 +37,7 @@ from vecgym.strategy import (
     StreamingDiLoCoStrategy,
     SyncWeight,
 )
+from vecgym.strategy.catalogue import CATALOGUE
 
 F64 = torch.float64
 K, H, R, LR = 4, 3, 5, 0.05
@@ -308,3 +309,21 @@ def test_a_gradient_exchange_has_nodes_and_messages() -> None:
     assert isinstance(vecgym.influence(
         Line(), FedAvgStrategy("sgd", H=2, lr=0.1), torch.ones(64), num_nodes=2, max_steps=4, batch_size=2,
         eval_batch=torch.ones(4), loss_fn=lambda module, batch: module(batch)), Influence)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_the_exchanges_of_every_strategy_have_a_worth_or_the_reason_is_said(name: str) -> None:
+    """Exchanges that send: of gradients, in fragments, of a round before, or of several kinds it says what to give."""
+    strategy = CATALOGUE[name].make(H=2, inner_optim="adamw", lr=0.01)
+    exchanges = strategy.exchanges
+    plain = len(exchanges) == 1 and exchanges[0].of == "parameters" and not name.startswith(("streaming", "eager"))
+    data = TensorDataset(torch.randn(64, 3, dtype=F64), torch.randint(0, 2, (64,)))
+    given: dict[str, Any] = {"num_nodes": K, "max_steps": 4, "batch_size": 4, "eval_batch": data[:16]}
+    model = Classifier(nn.Linear(3, 2)).double()
+    if plain:
+        found = vecgym.influence(model, strategy, data, **given)
+        assert found.values.shape == (len(found.steps),)
+        assert found.values.isfinite().all()
+    else:
+        with pytest.raises(ValueError, match=r"[Gg]ive |needs? rounds"):
+            vecgym.influence(model, strategy, data, **given)

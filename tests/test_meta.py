@@ -24,6 +24,7 @@ from vecgym.meta.tasks import Tasks
 from vecgym.optim import OptimSpec
 from vecgym.simulation.when import Rounds
 from vecgym.strategy import DiLoCoStrategy, FedAvgStrategy
+from vecgym.strategy.catalogue import CATALOGUE
 
 K, T = 2, 8
 NUMBERS = {"lr": Curve(0.05), "outer_lr": Curve(0.7), "momentum": Curve(0.5, within=(0, 1)), "when": Exchanges(every=4)}
@@ -432,6 +433,24 @@ def test_mistakes_that_the_first_step_shows(changed: dict[str, Any], message: st
 def test_an_unknown_rival() -> None:
     with pytest.raises(ValueError, match="rivals='constant' is not known; did you mean 'constants'"):
         learned(steps=1).report(rivals=["constant"])
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_the_rate_of_every_strategy_can_be_learned(name: str) -> None:
+    """... unless its optimizer has groups of parameters, which take no rate for each step, and say so."""
+
+    def make(n: Any) -> Any:
+        return CATALOGUE[name].make(H=2, inner_optim="adamw" if name in ("local-adam", "des-loc") else "sgd", lr=n.lr)
+
+    if name == "muloco":
+        with pytest.raises(ValueError, match=r"one value per step"):
+            learned(strategy_of=make, numbers={"lr": Curve(0.02)}, steps=1)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", VecgymWarning)  # of rounds longer than the run
+        result = learned(strategy_of=make, numbers={"lr": Curve(0.02)}, steps=1)
+    assert result.coordinates.isfinite().all()
+    assert (result.coordinates != result.family.start).all()
 
 
 def test_learning_warns_of_nothing() -> None:
