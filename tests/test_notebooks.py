@@ -21,6 +21,7 @@ NAMES = [
     "6_federated_digits",
     "7_how_long_on_my_network",
     "8_stragglers",
+    "9_learning_how_to_communicate",
     "10_unlike_data_and_liars",
 ]
 PERSONAL = ("/root", "/home/", "/Users/", "/tmp/", "C:\\", "site-packages", 'File "/')

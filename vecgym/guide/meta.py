@@ -99,5 +99,8 @@ SGD on 4 nodes of a network 10-32-4 (`python benchmarks/meta.py --cases estimato
 | 1.0 | 10^17 | 0.09 |
 | 3.0 | 10^66 | 4 |
 
+The notebook `notebooks/9_learning_how_to_communicate.ipynb` is a longer example, with `vecgym.influence`: what was each message
+worth?
+
 `vecgym.optimize_schedule` is for one given run: it takes a budget of bytes or of seconds on a network, and mixing matrices.
 """
