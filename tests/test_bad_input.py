@@ -511,7 +511,7 @@ RAW: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "the loss of eval_batch is torch.complex64",
     ),
-    (lambda: optimized(batches=RUNS, eval_batch=[SORTED[:9]] * 4), ValueError, "lists of 4 runs.*take the mean"),
+    (lambda: optimized(batches=RUNS, eval_batch=[SORTED[:9]] * 4), ValueError, r"lists of 4 runs.*num_runs=4"),
     (
         lambda: differentiable(batches=[[torch.ones(2, 3)] * 4] * 5, eval_batch=[torch.ones(3)] * 5),
         ValueError,

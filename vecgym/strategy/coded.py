@@ -395,8 +395,10 @@ class Ring(Average, batched=(), random=True):
 
         total = given(0)
         for hop in range(1, K):
-            total = (self._coded(total, ids, draw(f"sum {hop}"))[0] if self._sums else total) + given(hop)
-        return self._coded(total, ids, draw(f"sum {K}"))[0] if self._values and self._sums else total
+            if self._sums and not (self._values and hop == 1):  # a code of a code would have another scale
+                total = self._coded(total, ids, draw(f"sum {hop}"))[0]
+            total = total + given(hop)
+        return self._coded(total, ids, draw(f"sum {K}"))[0] if self._values and self._sums and K > 1 else total
 
     def _coded(self, x: Tensor, ids: Tensor, draw: Draw) -> tuple[Tensor, Code]:
         """Return the values `[C, S, size]` as they are read, and their code, `[C S, ...]`."""
