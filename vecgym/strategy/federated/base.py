@@ -73,6 +73,17 @@ class Federated(Strategy, batched=(), random=False, steady=True):
         # "take": data go by a node's own steps, as where nodes are drawn.
         return Lockstep(run, *self.marks(run), trains=self.who_trains(run), train=self.train_method, resting="take")
 
+    def before_exchange(self, part: Part) -> None:
+        """Let the nodes of a round learn from it, before they exchange parameters, or send them to arrive later."""
+
+    def meet(self, part: Part) -> None:
+        self.before_exchange(part)
+        super().meet(part)
+
+    def agree(self, part: Part) -> None:
+        self.before_exchange(part)
+        super().agree(part)
+
     def server_params(self, part: Part) -> Tree:
         """Return the parameters `[1, *]` with which the round has begun, of a `how` that keeps them for all nodes."""
         return self.outer_parameters(part.shared, list(part.params))

@@ -132,15 +132,7 @@ class FedDynStrategy(Federated, batched=("alpha",), random=False, steady=True):
         part.optimize(grads)
         part.report(part.losses)
 
-    def meet(self, part: Part) -> None:
-        self._learn(part)
-        super().meet(part)
-
-    def agree(self, part: Part) -> None:
-        self._learn(part)
-        super().agree(part)
-
-    def _learn(self, part: Part) -> None:
+    def before_exchange(self, part: Part) -> None:
         part.own["gradient"] = tree.map(torch.sub, part.own["gradient"], self._pull(part))
 
     def _pull(self, part: Part) -> Tree:

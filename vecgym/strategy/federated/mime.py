@@ -161,15 +161,7 @@ lite=True)
         part.optimize(grads)
         part.report(part.losses)
 
-    def meet(self, part: Part) -> None:
-        self._update(part)
-        super().meet(part)
-
-    def agree(self, part: Part) -> None:
-        self._update(part)
-        super().agree(part)
-
-    def _update(self, part: Part) -> None:
+    def before_exchange(self, part: Part) -> None:
         """Let the server's optimizer take a step at theta, of which only the state is kept."""
         theta = self.outer_parameters(part.shared, list(part.params))
         held = theta, part.shared["control"], part.shared["frozen"]

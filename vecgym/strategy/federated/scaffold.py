@@ -115,15 +115,7 @@ participation=0.5))
         part.optimize(tree.map(lambda g, c, own: g + (c - own), grads, c, own))
         part.report(part.losses)
 
-    def meet(self, part: Part) -> None:
-        self._exchange_controls(part)
-        super().meet(part)
-
-    def agree(self, part: Part) -> None:
-        self._exchange_controls(part)
-        super().agree(part)
-
-    def _exchange_controls(self, part: Part) -> None:
+    def before_exchange(self, part: Part) -> None:
         """Let the participants' control variates become the means of their gradients, and move the mean of all."""
         rates, how = part.own["rates"], self.exchanges[0].how
         moved = rates > 0
