@@ -584,6 +584,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.optim.schedule.check_schedule": {"name": lambda: "cosine"},
     "vecgym.optim.schedule.make_schedule": {"name": lambda: "cosine"},
     **{f"vecgym.strategy.{name}": {"codec": lambda: "int8"} for name in ("Compressed", "EF21", "Ring")},
+    "vecgym.compress.make_codec": {"codec": lambda: "topk"},
     "vecgym.strategy.every": {"exchange": lambda: Exchange(Mean())},
     "vecgym.strategy.Exchange": {"shared": dict, "tick": lambda: 0},
     "vecgym.strategy.Exchange.check_optimizer": {"optimizer": dict},

@@ -76,20 +76,18 @@ METHODS: dict[str, Callable[..., Compressor]] = {
 }
 
 
-def make_codec(method: str | Compressor, **options: Any) -> Compressor:
+def make_codec(codec: str | Compressor, **options: Any) -> Compressor:
     """Make a codec from its name and options, or return the codec itself.
 
     >>> make_codec("topk", fraction=0.1), make_codec("int4")
     (TopK(fraction=0.1, k=None), Quantise(bits=4, stochastic=False))
     """
-    if isinstance(method, (Codec, PowerSGD)):
+    if isinstance(codec, (Codec, PowerSGD)):
         if options:
-            raise TypeError(
-                f"{method!r} already has its options: give {', '.join(options)} with a name such as 'topk'."
-            )
-        return method
-    if not isinstance(method, str):
-        raise TypeError(f"method={method!r} must be one of {', '.join(METHODS)}, or a codec such as TopK(0.01).")
-    check.choice("method", method, METHODS)
-    check.keywords(repr(method), options, inspect.signature(METHODS[method]).parameters)
-    return METHODS[method](**options)
+            raise TypeError(f"{codec!r} already has its options: give {', '.join(options)} with a name such as 'topk'.")
+        return codec
+    if not isinstance(codec, str):
+        raise TypeError(f"codec={codec!r} must be one of {', '.join(METHODS)}, or a codec such as TopK(0.01).")
+    check.choice("codec", codec, METHODS)
+    check.keywords(repr(codec), options, inspect.signature(METHODS[codec]).parameters)
+    return METHODS[codec](**options)
