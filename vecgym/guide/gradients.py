@@ -37,7 +37,7 @@ gradient 0.
 
 ## Many runs at once
 
-What is learned on one run does not hold on others. `num_runs=M` trains M runs as one program, as a sweep does, and
+Numbers that are learned on one run do not hold on others. `num_runs=M` trains M runs as one program, as a sweep does, and
 `outcome.loss.mean()` is the mean over all of them:
 
 >>> rates = torch.full((8,), 0.1, requires_grad=True)  # a rate for each run
@@ -53,7 +53,7 @@ number for each run is `lr[run]`, one for each step and run `lr[:, run, None]`. 
 only share all calls; those that differ in more share the gradients. On the tiny MLP 16 runs of 8 nodes and 100 steps
 took 0.07 (AdamW) and 0.10 (SGD) of the time of 16 calls (`python benchmarks/rollout.py`).
 
-## What each message was worth
+## The worth of each message
 
 `vecgym.influence` leaves out each exchange, each node or each message in turn, all runs as few programs, and says how
 much higher the final loss is without it. Here node 3 has wrong labels:

@@ -78,7 +78,7 @@ Measured once (seed 0 of `python benchmarks/meta.py`; a network 10-32-4 on 4 nod
 | the numbers at the start | +0.0215 ± 0.0040 | +0.0038 ± 0.0025 | +0.0237 ± 0.0037 |
 | tuned constants | +0.0136 ± 0.0019 | -0.0022 ± 0.0026 | +0.0105 ± 0.0016 |
 
-What was learned for 96 steps holds for twice the nodes, and is worth nothing in runs three times as long: give these
+Numbers learned for 96 steps hold for twice the nodes, and are worth nothing in runs three times as long: give these
 among the lengths in `max_steps`.
 
 ## The estimator
@@ -99,8 +99,8 @@ SGD on 4 nodes of a network 10-32-4 (`python benchmarks/meta.py --cases estimato
 | 1.0 | 10^17 | 0.09 |
 | 3.0 | 10^66 | 4 |
 
-The notebook `notebooks/9_learning_how_to_communicate.ipynb` is a longer example, with `vecgym.influence`: what was each message
-worth?
+The notebook `notebooks/9_learning_how_to_communicate.ipynb` is a longer example, with `vecgym.influence`: the worth of each
+message.
 
 `vecgym.optimize_schedule` is for one given run: it takes a budget of bytes or of seconds on a network, and mixing matrices.
 """

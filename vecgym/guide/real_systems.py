@@ -1,7 +1,7 @@
 """From the simulator to the real thing: where a port goes wrong
 
-A strategy that was found here is trained there, with `torch.distributed` and the libraries on top of it. This page has
-what they do where a port goes wrong without a word, or nearly so. Every row was run on a CPU with gloo: torch 2.13,
+A strategy that was found here is trained there, with `torch.distributed` and the libraries on top of it. This page lists
+their behaviour where a port goes wrong without a word, or nearly so. Every row was run on a CPU with gloo: torch 2.13,
 others in the version that the row names. `tests/test_real_systems.py` runs the rows of torch without vecgym; where the
 column "here" is empty, vecgym has nothing of the kind.
 

@@ -399,14 +399,14 @@ def learn(options: LearnOptions) -> Learned:
     """Learn numbers of a strategy that make the final loss of many runs small in the mean.
 
     Each step draws fresh runs, M of them, trains them as one program, and follows the gradient of the mean loss of
-    their averages at the end. What is learned over a single run does not hold for others; this does, as far as runs
+    their averages at the end. Numbers of a single run do not hold for others; these do, as far as runs
     are like those that `runs` draws: see `Learned.report`.
 
     Args:
         {arguments}
 
     Returns:
-        What was learned, up to now on Ctrl-C.
+        The learned numbers; on Ctrl-C those up to now.
 
     Raises:
         ValueError, TypeError: for invalid options, and what cannot be differentiated; the message has the fix.

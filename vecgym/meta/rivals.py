@@ -1,4 +1,4 @@
-"""The worth of what was learned: on runs never seen, beside rivals that are tuned in the same way, for as long.
+"""The worth of learned numbers: on runs never seen, beside rivals that are tuned in the same way, for as long.
 
 A rival is numbers with less freedom, which `learn` tunes on the same runs in as many steps.
 """
@@ -151,7 +151,7 @@ def _cosine_if_any(numbers: Numbers) -> dict[str, Learnable]:
 
 
 class Gain(NamedTuple):
-    """The loss of a rival less that of what was learned, on the same runs.
+    """The loss of a rival less that of the learned numbers, on the same runs.
 
     Attributes:
         rival: its name, or "start" for the numbers before anything was learned.

@@ -172,7 +172,7 @@ class Influence:
     def thin(self, n: int) -> Strategy:
         """Return the strategy without the n exchanges that are worth least; with messages, summed over the nodes.
 
-        Try it on other runs: what is worth little on these may matter there.
+        Try it on other runs, where an exchange may matter that is worth little on these.
         """
         if self.of == "nodes":
             raise ValueError('thin leaves out exchanges, and these values are of nodes: give of="exchanges".')
@@ -210,7 +210,7 @@ class Influence:
 
 @function_of(InfluenceOptions)
 def influence(options: InfluenceOptions) -> Influence:
-    """Find what each exchange, node or message of a strategy is worth: the final loss without it, less that with all.
+    """Find the worth of each exchange, node or message of a strategy: the final loss without it, less that with all.
 
     The loss is that of the average of the nodes on `eval_batch`, as in `rollout`. Each is left out alone, and all other
     exchanges keep their numbers and their steps. A derivative is measured against the exact values on a sample, and a
