@@ -990,7 +990,7 @@ def test_gradients_that_are_one_tensor_are_clipped_once(strategy: Any) -> None:
 
 
 FAULTS = """
-import resource, torch
+import resource, sys, torch
 from vecgym.engine.plan import keep_memory
 
 def faults():
@@ -999,14 +999,17 @@ def faults():
     del step
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-without = min(faults() for _ in range(4))
-keep_memory()
-print(without, [faults() for _ in range(4)][-1])
+if sys.argv[1] == "kept":
+    keep_memory()
+faults()
+print(min(faults(), faults()))  # not more: in the end, some small allocation holds the heap's end in any case
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator has other rules")
 def test_memory_is_kept_from_step_to_step() -> None:
-    found = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout
-    without, kept = map(int, found.split())
-    assert without > 100 > kept  # 12288 and 0 pages
+    without, kept = (
+        int(subprocess.run([sys.executable, "-c", FAULTS, which], capture_output=True, text=True, check=True).stdout)
+        for which in ("without", "kept")
+    )
+    assert without > 100 > kept  # 8192 or more, and 0 pages
