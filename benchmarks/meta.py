@@ -148,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=[*SETTINGS, "estimators"], default=["mlp"])
     parser.add_argument("--seconds", type=float, default=60, help="of learning, and of tuning each rival")
-    parser.add_argument("--seeds", type=int, default=3, help="times that everything is learned anew")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="everything is learned anew with each")
     parser.add_argument("--runs", type=int, default=64, help="unseen runs of each kind")
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=list(RIVALS))
     parser.add_argument("--parts", action="store_true", help="rivals that may change one number, too")
@@ -162,7 +162,7 @@ def main() -> None:
     print(header())
     rows = estimators(args) if "estimators" in args.cases else []
     for case in filter(SETTINGS.__contains__, args.cases):
-        for seed in range(1 if args.quick else args.seeds):
+        for seed in args.seeds[: 1 if args.quick else None]:
             result = learned_in(case, args, seed)
             report = report_of(result, args)
             print(f"\n{case}, seed {seed}: {result!r}\n", flush=True)

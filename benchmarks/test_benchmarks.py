@@ -700,3 +700,25 @@ def test_options_against_jax(against_jax: Any, tmp_path: Path) -> None:
         pass
     with pytest.raises(SystemExit):
         against_jax.parsed(["--cases", "unheard of"])
+
+
+def test_the_questions_of_what_holds(tmp_path: Path) -> None:
+    """Each question is asked with few steps: its head has all parts, and its answer a verdict."""
+    run("what_holds.py", "--quick", "--results", str(tmp_path))
+    files = sorted(tmp_path.glob("*/*.json"))
+    assert len(files) == len([*FOLDER.glob("atlas/[0-9]*.py"), *FOLDER.glob("reproductions/[0-9]*.py")])
+    for file in files:
+        found = json.loads(file.read_text())
+        assert {
+            "Question",
+            "Setting",
+            "Verdict",
+            "Claim" if file.parent.name == "reproductions" else "Expected",
+        } <= set(found["head"])
+        assert found["answers"]["tiny"]["why"]
+        assert found["answers"]["tiny"]["rows"]
+
+
+def test_questions_are_short() -> None:
+    for file in [*FOLDER.glob("atlas/*.py"), *FOLDER.glob("reproductions/*.py")]:
+        assert len(file.read_text().splitlines()) <= 60, file

@@ -1,0 +1,271 @@
+"""What the questions of `atlas/` and `reproductions/` share: data, tuned arms, paired differences, verdicts.
+
+Every arm is tuned over one grid by its mean loss over the seeds `TUNED`, and compared on others, `COMPARED`. A seed
+varies the initial weights, the order of the data and its partition. A best value at the edge of a list lengthens the
+list, up to `MOST_LONGER` times; a tuple has natural ends and stays. Losses are those of the averaged model on data that
+was held out.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from comparison import seeded
+from images import digits, mlp
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from vecgym import History, sweep
+from vecgym.core import files
+from vecgym.data import partition_dirichlet, partition_iid, partition_shards
+from vecgym.data.text import TokenWindows, encode_text, standard_library_text
+from vecgym.models import GPT
+from vecgym.strategy import Strategy
+
+TUNED, COMPARED = (100, 101), tuple(range(8))
+MOST_LONGER = 4
+VERDICTS = ("AGREES", "ORDER ONLY", "DISAGREES", "UNDECIDED")
+
+Point = dict[str, Any]
+Grid = Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A model and its data; K, batch size and steps unless a question has its own.
+
+    Args:
+        data: the number of nodes, a kind and a seed -> the sets to train on. Kinds are "like", "shards" (2 shards of
+            sorted classes, or a stretch of the text) and, for images, the alpha of a Dirichlet distribution.
+    """
+
+    name: str
+    model: Callable[[int], nn.Module]
+    data: Callable[[int, Any, int], Any]
+    held_out: Callable[[], Any]
+    num_nodes: int
+    batch_size: int
+    steps: int
+
+
+class Arm(NamedTuple):
+    """What an arm gave on the compared seeds, `values[seed][i]` the i-th measure, at its best point of the grid."""
+
+    name: str
+    best: Point
+    values: list[list[float]]
+    edge: str = ""  # the axis whose best value is the last that was tried
+
+    def column(self, i: int = -1) -> list[float]:
+        return [row[i] for row in self.values]
+
+    def mean(self, i: int = -1) -> float:
+        return statistics.fmean(self.column(i))
+
+
+class Difference(NamedTuple):
+    """Mean and standard error over paired seeds; a seed in which either diverged is left out and counted."""
+
+    mean: float
+    error: float
+    seeds: int
+    diverged: int = 0
+
+    def __str__(self) -> str:
+        more = f" ({self.diverged} of {self.seeds + self.diverged} diverged)" if self.diverged else ""
+        return f"{self.mean:+.3f} ± {self.error:.3f}{more}"
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 if the mean is more than two standard errors from 0; else 0."""
+        return 0 if not abs(self.mean) > 2 * self.error else int(math.copysign(1, self.mean))
+
+
+def difference(a: Arm | Sequence[float], b: Arm | Sequence[float], i: int = -1) -> Difference:
+    """a - b, seed by seed, of the i-th measure.
+
+    >>> difference([2.0, 3.0, 4.0], [1.0, 1.5, 2.0])
+    Difference(mean=1.5, error=0.2886751345948129, seeds=3, diverged=0)
+    """
+    first, second = (arm.column(i) if isinstance(arm, Arm) else arm for arm in (a, b))
+    found = [x - y for x, y in zip(first, second, strict=True) if math.isfinite(x) and math.isfinite(y)]
+    lost = len(first) - len(found)
+    if len(found) < 2:
+        return Difference(math.nan, math.nan, len(found), lost)
+    return Difference(statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5, len(found), lost)
+
+
+@dataclass
+class Answer:
+    """A verdict, why, and the rows that a figure shows: label -> the difference that decides."""
+
+    verdict: str
+    why: str
+    rows: dict[str, Difference] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.verdict not in VERDICTS:
+            raise ValueError(f"verdict={self.verdict!r}; allowed: {', '.join(VERDICTS)}.")
+
+
+@dataclass
+class Study:
+    """One question at one scale. Measures of its arms are kept in `file`, where an interrupted run continues."""
+
+    scale: Scale
+    file: Path | None = None
+    quick: bool = False
+    arms: dict[str, Arm] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._kept = json.loads(self.file.read_text()) if self.file is not None and self.file.exists() else {}
+
+    @property
+    def steps(self) -> int:
+        return 8 if self.quick else self.scale.steps
+
+    def arm(
+        self, name: str, strategy: Callable[..., Strategy], grid: Grid | None = None,
+        measure: Callable[[History], Iterable[float]] | None = None, **settings: Any,
+    ) -> Arm:  # fmt: skip
+        """Tune an arm over the grid, and train it at the best point with the compared seeds.
+
+        Args:
+            strategy: a function of the grid's axes.
+            measure: a history -> numbers, of which the last is minimised; None: the last validation loss.
+            settings: those of `sweep`, and `data`, the kind; `model`, a function of the seed. Their defaults are the
+                scale's; `val_interval` is None, an evaluation at the end.
+        """
+        measure = measure or (lambda history: [history.last("val_loss")])
+        tuned, compared = (TUNED[:1], COMPARED[:2]) if self.quick else (TUNED, COMPARED)
+        axes = {axis: tuple(values[:2]) if self.quick else values for axis, values in (grid or {}).items()}
+        best, edge = self._tuned(name, strategy, axes, tuned, measure, settings) if axes else ({}, "")
+        values = self._trained(name, strategy, [best], compared, measure, settings)[0]
+        self.arms[name] = Arm(name, best, values, edge)
+        return self.arms[name]
+
+    def _tuned(
+        self, name: str, strategy: Any, axes: Grid, seeds: Sequence[int], measure: Any, settings: Any
+    ) -> tuple[Point, str]:
+        for _ in range(1 + MOST_LONGER):
+            points = [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
+            found = self._trained(name, strategy, points, seeds, measure, settings)
+            means = [statistics.fmean(row[-1] for row in rows) for rows in found]
+            best = points[min(range(len(points)), key=means.__getitem__)]
+            lists = {axis: values for axis, values in axes.items() if isinstance(values, list) and len(values) > 1}
+            at_edge = {axis: values for axis, values in lists.items() if best[axis] in (values[0], values[-1])}
+            if not at_edge:
+                return best, ""
+            axes = {**axes, **{axis: _longer(values, best[axis]) for axis, values in at_edge.items()}}
+        return best, ", ".join(at_edge)
+
+    def _trained(
+        self, name: str, strategy: Any, points: list[Point], seeds: Sequence[int], measure: Any, settings: Any
+    ) -> list[list[list[float]]]:  # fmt: skip
+        """[points][seeds][measures]; those that were trained before are not trained again."""
+        wanted = {(i, seed): f"{name} {point} {seed}" for i, point in enumerate(points) for seed in seeds}
+        missing = [at for at, key in wanted.items() if key not in self._kept]
+        if missing:
+            new = self._sweep(strategy, [{**points[i], "seed": seed} for i, seed in missing], measure, dict(settings))
+            self._kept |= {wanted[at]: values for at, values in zip(missing, new)}
+            self._save()
+        return [[self._kept[wanted[i, seed]] for seed in seeds] for i in range(len(points))]
+
+    def _sweep(self, strategy: Any, points: list[Point], measure: Any, settings: dict[str, Any]) -> list[list[float]]:
+        scale, kind = self.scale, settings.pop("data", "like")
+        num_nodes = settings.pop("num_nodes", scale.num_nodes)
+        result = sweep(
+            settings.pop("model", scale.model),
+            lambda seed: scale.data(num_nodes, kind, seed), settings.pop("held_out", scale.held_out()),
+            strategy=strategy, points=points, num_nodes=num_nodes, progress=False, device="cpu",
+            **{"max_steps": self.steps, "batch_size": scale.batch_size, "val_interval": None, **settings},
+        )  # fmt: skip
+        rows = enumerate(result.rows)
+        failed = [math.inf]
+        return [failed if row["status"] == "diverged" else [float(x) for x in measure(result.history(i))]
+                for i, row in rows]  # fmt: skip
+
+    def _save(self) -> None:
+        if self.file is not None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with files.write_atomically(self.file, "w") as file:
+                json.dump(self._kept, file)
+
+
+def _longer(values: list[Any], at: Any) -> list[Any]:
+    """One more value beyond the end that was the best, by the same factor.
+
+    >>> _longer([0.01, 0.1], 0.1), _longer([4, 8], 4)
+    ([0.01, 0.1, 1.0], [2, 4, 8])
+    """
+    low, high = (values[0], values[1]), (values[-2], values[-1])
+    new = low[0] * low[0] / low[1] if at == values[0] else high[1] * high[1] / high[0]
+    new = max(1, round(new)) if isinstance(at, int) else float(f"{new:.6g}")
+    return [*dict.fromkeys([new, *values] if at == values[0] else [*values, new])]
+
+
+# ------------------------------------------------------------------------------------------------ scales
+
+BLOCK = 1000  # characters; every tenth block of the text is held out
+
+
+def _digits_of(num_nodes: int, kind: Any, seed: int) -> Any:
+    train = digits().train
+    if kind == "like":
+        return partition_iid(train, num_nodes, seed=seed).datasets(train)
+    if kind == "shards":
+        return partition_shards(train, num_nodes, seed=seed).datasets(train)
+    return partition_dirichlet(train, num_nodes, kind, min_size=16, seed=seed).datasets(train)
+
+
+@functools.cache
+def _text(num_chars: int) -> tuple[Tensor, Tensor, int]:
+    """Tokens to train on, tokens held out, and the size of the vocabulary."""
+    tokens, vocabulary = encode_text(standard_library_text(num_chars))
+    blocks = tokens[: len(tokens) // BLOCK * BLOCK].unflatten(0, (-1, BLOCK))
+    held = torch.arange(len(blocks)) % 10 == 9
+    return blocks[~held].flatten(), blocks[held].flatten(), len(vocabulary)
+
+
+def _text_scale(name: str, num_chars: int, layers: int, width: int, context: int, **sizes: int) -> Scale:
+    def data(num_nodes: int, kind: Any, seed: int) -> Any:
+        tokens = _text(num_chars)[0]
+        if kind == "like":
+            return TokenWindows(tokens, context)
+        if kind != "shards":
+            raise ValueError(f'data={kind!r}: a text has no classes. Give "like" or "shards".')
+        parts = tokens.roll(1009 * seed).tensor_split(num_nodes)
+        return lambda rank, num_nodes, train: TokenWindows(parts[rank], context)
+
+    def held_out() -> TensorDataset:
+        windows = _text(num_chars)[1].unfold(0, context + 1, context + 1)[:256]
+        return TensorDataset(windows[:, :-1], windows[:, 1:])
+
+    def model(seed: int) -> nn.Module:
+        size = _text(num_chars)[2]
+        return seeded(seed, lambda: GPT(size, context, num_layers=layers, num_heads=width // 16, width=width))
+
+    return Scale(name, model, data, held_out, **sizes)
+
+
+SCALES = {
+    scale.name: scale
+    for scale in [
+        Scale(
+            "tiny", lambda seed: seeded(seed, lambda: mlp(digits(), 32)), _digits_of, lambda: digits().test,
+            num_nodes=8, batch_size=16, steps=200,
+        ),
+        _text_scale("text", 300_000, layers=1, width=32, context=32, num_nodes=8, batch_size=2, steps=200),
+        _text_scale("gpt", 1_000_000, layers=4, width=128, context=64, num_nodes=8, batch_size=2, steps=300),
+    ]
+}  # fmt: skip
+"""2,400, 17,000 and 800,000 parameters: a network on scikit-learn's digits, and character GPTs on Python's source."""
