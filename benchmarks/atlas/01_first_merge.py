@@ -10,7 +10,7 @@ rate; ORDER ONLY if the first does not clearly hurt at 0.01, and the sixth helps
 rate; UNDECIDED if neither holds and the first merge at 0.01 has no clear sign; else DISAGREES.
 """
 
-from study import Answer, Study, difference
+from study import Answer, Difference, Study, difference
 
 from vecgym import History
 from vecgym.strategy import FedAvgStrategy
@@ -23,7 +23,8 @@ def effects(history: History) -> list[float]:
 
 
 def ask(study: Study) -> Answer:
-    H, rows, later = max(1, study.steps // 2), {}, []
+    rows: dict[str, Difference] = {}
+    H, later = max(1, study.steps // 2), []
     rates = (1e-3, 3e-3, 1e-2)
     for lr in rates:
 
