@@ -8,7 +8,7 @@ the most; ORDER ONLY if it falls clearly but stays above 0; DISAGREES if it does
 
 from functools import partial
 
-from study import Answer, Study, difference
+from study import Answer, Difference, Study, difference
 
 from vecgym.optim import OptimSpec
 from vecgym.strategy import DiLoCoStrategy
@@ -20,7 +20,7 @@ def diloco(lr: float, outer_lr: float, momentum: float, H: int) -> DiLoCoStrateg
 
 
 def ask(study: Study) -> Answer:
-    rows = {}
+    rows: dict[str, Difference] = {}
     for rounds in (5, 20):
         arms = [
             study.arm(
