@@ -3,6 +3,7 @@
 Setting: 4 nodes, 10 rounds, plain averages of the parameters; AdamW and SGD with momentum 0.9, like data and unlike
 (2 shards a node; stretches of a text); each node keeps its moments, or the first, the second or both are averaged with
 the parameters; the rate tuned for each arm; equal steps.
+A run that ends above its first loss has diverged.
 Expected: Averaging everything is best: AdamW on like data, AdamW on 2 shards (-0.05 against keeping), and SGD.
 Verdict: AGREES if in all four cases averaging everything is clearly better than keeping (two standard errors), nowhere
 clearly worse than one moment alone, and the gain of AdamW on unlike data is within a factor of 2 of 0.05; ORDER ONLY if
@@ -10,8 +11,11 @@ all but this size holds; DISAGREES if averaging everything is somewhere clearly 
 none of these.
 """
 
+import math
+
 from study import Answer, Difference, Study, difference
 
+from vecgym import History
 from vecgym.optim import OptimSpec
 from vecgym.strategy import Exchange, Mean, Strategy
 
@@ -19,7 +23,12 @@ INNER = {
     "AdamW": (OptimSpec("adamw"), {"keep": [], "first": ["exp_avg"], "second": ["exp_avg_sq"], "all": "moments"}),
     "SGD": (OptimSpec("sgd", momentum=0.9), {"keep": [], "all": "moments"}),
 }
-RATES = {"AdamW": [3e-3, 1e-2, 3e-2], "SGD": [0.03, 0.1, 0.3]}
+RATES = {"AdamW": [0.005, 0.01, 0.02], "SGD": [0.03, 0.06, 0.12]}
+
+
+def at_the_end(history: History) -> list[float]:
+    loss = history.last("val_loss")
+    return [loss if loss < history["val_loss"][0] else math.inf]
 
 
 def ask(study: Study) -> Answer:
@@ -36,7 +45,7 @@ def ask(study: Study) -> Answer:
                     return Strategy(optim, [Exchange(Mean(), every=H), *moments], lr=lr)
 
                 arms[choice] = study.arm(
-                    f"{name}, {data}, {choice}", averaging, {"lr": RATES[name]}, data=data, num_nodes=4
+                    f"{name}, {data}, {choice}", averaging, {"lr": RATES[name]}, at_the_end, data=data, num_nodes=4
                 )
             rows |= {f"{name}, {data}: {choice} - keep": difference(arm, arms["keep"])
                      for choice, arm in arms.items() if choice != "keep"}  # fmt: skip
