@@ -2,8 +2,7 @@
 
 Setting: 4 nodes, 10 rounds, plain averages of the parameters; AdamW and SGD with momentum 0.9, like data and unlike
 (2 shards a node; stretches of a text); each node keeps its moments, or the first, the second or both are averaged with
-the parameters; the rate tuned for each arm; equal steps.
-A run that ends above its first loss has diverged.
+the parameters; the rate tuned for each arm; equal steps. A run that ends above its first loss counts as diverged.
 Expected: Averaging everything is best: AdamW on like data, AdamW on 2 shards (-0.05 against keeping), and SGD.
 Verdict: AGREES if in all four cases averaging everything is clearly better than keeping (two standard errors), nowhere
 clearly worse than one moment alone, and the gain of AdamW on unlike data is within a factor of 2 of 0.05; ORDER ONLY if
@@ -51,7 +50,8 @@ def ask(study: Study) -> Answer:
                      for choice, arm in arms.items() if choice != "keep"}  # fmt: skip
             others += [difference(arms["all"], arm) for choice, arm in arms.items() if choice in ("first", "second")]
     gains = {label.partition(":")[0]: row for label, row in rows.items() if ": all" in label}
-    why = f"Averaging everything minus keeping: {', '.join(f'{case} {row}' for case, row in gains.items())}."
+    why = f"Averaging everything minus keeping: {', '.join(f'{case} {row}' for case, row in gains.items())}. "
+    why += f"AdamW, shards, first alone {rows['AdamW, shards: first - keep']}, second {rows['AdamW, shards: second - keep']}."
     if any(one.sign == 1 for one in [*gains.values(), *others]):
         return Answer("DISAGREES", why, rows)
     if all(one.sign == -1 for one in gains.values()):
