@@ -51,7 +51,8 @@ def ask(study: Study) -> Answer:
             others += [difference(arms["all"], arm) for choice, arm in arms.items() if choice in ("first", "second")]
     gains = {label.partition(":")[0]: row for label, row in rows.items() if ": all" in label}
     why = f"Averaging everything minus keeping: {', '.join(f'{case} {row}' for case, row in gains.items())}. "
-    why += f"AdamW, shards, first alone {rows['AdamW, shards: first - keep']}, second {rows['AdamW, shards: second - keep']}."
+    first, second = (rows[f"AdamW, shards: {moment} - keep"] for moment in ("first", "second"))
+    why += f"One moment alone (AdamW, shards): the first {first}, the second {second}."
     if any(one.sign == 1 for one in [*gains.values(), *others]):
         return Answer("DISAGREES", why, rows)
     if all(one.sign == -1 for one in gains.values()):
