@@ -18,9 +18,10 @@ from vecgym import History
 from vecgym.optim import OptimSpec
 from vecgym.strategy import Exchange, Mean, Strategy
 
-INNER = {
-    "AdamW": (OptimSpec("adamw"), {"keep": [], "first": ["exp_avg"], "second": ["exp_avg_sq"], "all": "moments"}),
-    "SGD": (OptimSpec("sgd", momentum=0.9), {"keep": [], "all": "moments"}),
+OPTIM = {"AdamW": OptimSpec("adamw"), "SGD": OptimSpec("sgd", momentum=0.9)}
+CHOICES = {
+    "AdamW": {"keep": [], "first": ["exp_avg"], "second": ["exp_avg_sq"], "all": ["exp_avg", "exp_avg_sq"]},
+    "SGD": {"keep": [], "all": ["momentum_buffer"]},
 }
 RATES = {"AdamW": [0.005, 0.01, 0.02], "SGD": [0.03, 0.06, 0.12]}
 
@@ -31,17 +32,16 @@ def at_the_end(history: History) -> list[float]:
 
 
 def ask(study: Study) -> Answer:
-    H = max(1, study.steps // 10)
+    H, others = max(1, study.steps // 10), []
     rows: dict[str, Difference] = {}
-    others = []
     for data in ("like", "shards"):
-        for name, (optim, choices) in INNER.items():
+        for name, choices in CHOICES.items():
             arms = {}
             for choice, slots in choices.items():
 
-                def averaging(lr: float, optim: OptimSpec = optim, slots: str | list[str] = slots) -> Strategy:
+                def averaging(lr: float, name: str = name, slots: list[str] = slots) -> Strategy:
                     moments = [Exchange(Mean(), every=H, of=slots)] if slots else []
-                    return Strategy(optim, [Exchange(Mean(), every=H), *moments], lr=lr)
+                    return Strategy(OPTIM[name], [Exchange(Mean(), every=H), *moments], lr=lr)
 
                 arms[choice] = study.arm(
                     f"{name}, {data}, {choice}", averaging, {"lr": RATES[name]}, at_the_end, data=data, num_nodes=4
