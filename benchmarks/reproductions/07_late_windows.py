@@ -42,13 +42,12 @@ def both(history: History) -> list[float]:
 
 
 def ask(study: Study) -> Answer:
-    grid, kind = {"lr": [1e-3, 3e-3, 1e-2, 3e-2]}, 0.1 if study.scale.name == "tiny" else "shards"
-    strategies = {"no window": sparse, "early": partial(sparse, begin=0.1), "late": partial(sparse, begin=0.85),
-                  "means throughout": throughout}  # fmt: skip
-    no, early, late, every = (
-        study.arm(name, partial(strategy, steps=study.steps), grid, measure=both, data=kind)
-        for name, strategy in strategies.items()
+    grid, kind = {"lr": [2e-3, 4e-3, 8e-3, 1.6e-2]}, 0.1 if study.scale.name == "tiny" else "shards"
+    no, early, late = (
+        study.arm(name, partial(sparse, steps=study.steps, begin=begin), grid, measure=both, data=kind)
+        for name, begin in (("no window", None), ("early", 0.1), ("late", 0.85))
     )
+    every = study.arm("means throughout", partial(throughout, steps=study.steps), grid, measure=both, data=kind)
     once = difference(no.column(1), no.column(0))
     nodes, merged = difference(late, early, 0), difference(late, early, 1)
     rows = {"merged - nodes": once, "late - early, nodes": nodes, "late - early, merged": merged,

@@ -11,6 +11,7 @@ the other way, else UNDECIDED.
 """
 
 from functools import partial
+from typing import Any
 
 from study import Answer, Study, difference
 
@@ -27,9 +28,9 @@ def parallel(lr: float) -> AllReduceStrategy:
 
 
 def ask(study: Study) -> Answer:
-    batch, steps, rates = 8 * study.scale.batch_size, study.steps, [3e-3, 1e-2, 3e-2]
+    batch, steps, rates = 8 * study.scale.batch_size, study.steps, [4e-3, 8e-3, 1.6e-2]
     grid = {"lr": rates, "outer_lr": [0.1, 0.2, 0.4, 0.8]}
-    large = {"num_nodes": 1, "batch_size": 4 * batch, "max_steps": max(2, steps // 4)}
+    large: dict[str, Any] = {"num_nodes": 1, "batch_size": 4 * batch, "max_steps": max(2, steps // 4)}
     one, two, eight = (
         study.arm(f"M = {M}", partial(diloco, H=max(1, steps // 40)), grid, num_nodes=M, batch_size=batch // M)
         for M in (1, 2, 8)

@@ -11,13 +11,14 @@ DISAGREES if it is clearly worse than AdamW or than Lookahead, or within 1 % of 
 """
 
 from functools import partial
+from typing import Any
 
 from study import Answer, Study, difference
 
 from vecgym.optim import OptimSpec
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
 
-RATES = [1e-3, 3e-3, 1e-2, 3e-2]
+RATES = [2e-3, 4e-3, 8e-3, 1.6e-2]
 
 
 def adamw(lr: float) -> AllReduceStrategy:
@@ -30,7 +31,7 @@ def snoo(lr: float, outer_lr: float, H: int, momentum: float = 0.0) -> DiLoCoStr
 
 
 def ask(study: Study) -> Answer:
-    alone = {"num_nodes": 1, "batch_size": 8 * study.scale.batch_size}
+    alone: dict[str, Any] = {"num_nodes": 1, "batch_size": 8 * study.scale.batch_size}
     outer, H = {"lr": RATES, "outer_lr": [0.35, 0.7, 1.4]}, max(1, study.steps // 20)
     plain = study.arm("AdamW", adamw, {"lr": RATES}, **alone)
     longer = study.arm("AdamW, 1.5 x", adamw, {"lr": RATES}, max_steps=study.steps * 3 // 2, **alone)
