@@ -1,8 +1,9 @@
 """Does outer momentum hurt the more, the staler the movements are, and does delaying it help?
 
-Setting: eight asynchronous nodes of equal speed with AdamW inside, 10 rounds each; the server makes a step for 8, 2 or
-1 arrivals, so that a movement is 0, 3 or 7 versions old. Outside no momentum, Nesterov's 0.9, or Delayed Nesterov over
-the arrivals of a round; inner and outer rate tuned for each arm; like data; equal steps, bytes and seconds.
+Setting: eight asynchronous nodes with AdamW inside, 10 rounds each. They arrive together, in four pairs or one by one
+(speeds differ by a ten-thousandth), each time for one step of the server: movements are 0, 3 or 7 versions old. Outside
+no momentum, Nesterov's 0.9, or Delayed Nesterov over the arrivals of a round; inner and outer rate tuned for each arm;
+like data; equal steps, bytes and seconds.
 Claim: momentum from stale movements is the key challenge of asynchronous training, and Delayed Nesterov meets it
 (arXiv 2401.09135, abstract: as good as waiting for all); without momentum asynchrony is no worse than waiting
 (github.com/google-deepmind/asyncdiloco, issue 1). So Nesterov is the worst, and the spread grows with staleness.
@@ -32,12 +33,12 @@ def asynchronous(lr: float, outer_lr: float, kind: str, each: int, nodes: int, H
 def ask(study: Study) -> Answer:
     nodes, arms, rows = study.scale.num_nodes, dict[tuple[int, str], Arm](), dict[str, Difference]()
     for each in (nodes, nodes // 4, 1):
-        age = nodes // each - 1
+        age, speeds = nodes // each - 1, Compute([1 + i // each * 1e-4 for i in range(nodes)])
         for kind, low in {"none": 0.4, "Nesterov": 0.1, **({} if age < 7 else {"delayed": 0.1})}.items():
             arms[age, kind] = study.arm(
                 f"age {age}, {kind}",
                 partial(asynchronous, kind=kind, each=each, nodes=nodes, H=max(1, study.steps // 10)),
-                {"lr": [3e-3, 1e-2, 3e-2], "outer_lr": [low, 2 * low, 4 * low]}, compute=Compute(1.0),
+                {"lr": [3e-3, 1e-2, 3e-2], "outer_lr": [low, 2 * low, 4 * low]}, compute=speeds,
             )  # fmt: skip
         rows[f"age {age}: Nesterov - none"] = difference(arms[age, "Nesterov"], arms[age, "none"])
     rows["age 7: Nesterov - delayed"] = difference(arms[7, "Nesterov"], arms[7, "delayed"])
