@@ -46,7 +46,8 @@ def ask(study: Study) -> Answer:
         rows[f"{data}: DES-LOC - local"] = difference(rarely, local)
         rows[f"{data}: DES-LOC - Local Adam"] = difference(rarely, both)
     helps, saved, lost = list(rows.values())[:3]
-    why = f"On like data, minus local moments: Local Adam {helps}, DES-LOC {saved}; DES-LOC minus Local Adam: {lost}."
+    unlike = rows["shards: DES-LOC - local"]
+    why = f"Minus local moments: Local Adam {helps}, DES-LOC {saved} (unlike data: {unlike}); minus Local Adam {lost}."
     if saved.sign == -1 and lost.sign != 1:
         return Answer("AGREES", why, rows)
     if helps.sign == -1:
