@@ -153,6 +153,14 @@ class Study:
         self.arms[name] = Arm(name, best, values, edge)
         return self.arms[name]
 
+    def points(
+        self, name: str, strategy: Callable[..., Strategy], points: list[Point],
+        measure: Callable[[History], Iterable[float]] | None = None, **settings: Any,
+    ) -> list[list[list[float]]]:  # fmt: skip
+        """Train all points with the compared seeds, untuned: [points][seeds][measures]. For settings see `arm`."""
+        measure = measure or (lambda history: [history.last("val_loss")])
+        return self._trained(name, strategy, points, COMPARED[:2] if self.quick else COMPARED, measure, settings)
+
     def _tuned(
         self, name: str, strategy: Any, axes: Grid, seeds: Sequence[int], measure: Any, settings: Any
     ) -> tuple[Point, str]:
