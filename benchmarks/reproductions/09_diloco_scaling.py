@@ -1,8 +1,7 @@
 """Do DiLoCo's orderings hold at equal tokens: one node before data parallelism, and fewer nodes before more?
 
 Setting: a batch of 16 is divided among M nodes; DiLoCo with AdamW inside, Nesterov 0.9, rounds of a 40th of the run;
-inner rate and outer rate (0.05 to 0.8) tuned for each arm; equal tokens. "4 B": batches of 64, a quarter of the steps,
-rounds of as many steps.
+inner and outer rate (0.05 to 0.8) tuned for each arm; equal tokens. "4 B": batches of 64 in a quarter of the steps.
 Claim: DiLoCo "can outperform data-parallel training even at small model sizes", already with M = 1; the loss grows with
 M; the best outer rate grows with M; DiLoCo "tolerates a significantly larger batch size" (arXiv 2503.09799).
 Verdict: four orderings: (1) M = 1 minus data parallel clearly (two standard errors) negative; (2) M = 8 minus M = 1
