@@ -30,7 +30,7 @@ def ask(study: Study) -> Answer:
     rows: dict[str, Difference] = {}
     costs, lowest, better = [], [], False
     for (outside, schedule), (at, _) in EXPECTED.items():
-        grid = {"lr": [0.005, 0.01, 0.02]} | ({"outer_lr": [0.2, 0.4, 0.8]} if outside == "Nesterov" else {})
+        grid = {"lr": [0.01, 0.02, 0.04]} | ({"outer_lr": [0.03, 0.1, 0.3]} if outside == "Nesterov" else {})
         arms = [
             study.arm(
                 f"{outside}, {schedule}, H = {name}",
