@@ -47,8 +47,8 @@ def ask(study: Study) -> Answer:
     costs = [rows["trimmed - mean"].mean / 0.08, rows["median - mean"].mean / 0.25]
     why = (
         f"Trimming costs {rows['trimmed - mean']} and the median {rows['median - mean']}, a liar then "
-        f"{rows['trimmed, liar - trimmed']} and {rows['median, liar - median']}; with the mean and a liar it is "
-        f"{arms['mean, liar'].mean():.2f}."
+        f"{rows['trimmed, liar - trimmed']} and {rows['median, liar - median']}; with the mean and a liar the "
+        f"{'error' if study.scale.name == 'tiny' else 'loss'} is {arms['mean, liar'].mean():.2f}."
     )
     if min(signs) == 1:
         return Answer("AGREES" if study.scale.name == "tiny" and all(0.5 <= x <= 2 for x in costs) else "ORDER ONLY",
