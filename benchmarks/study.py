@@ -164,7 +164,7 @@ class Study:
     def _tuned(
         self, name: str, strategy: Any, axes: Grid, seeds: Sequence[int], measure: Any, settings: Any
     ) -> tuple[Point, str]:
-        for _ in range(1 + MOST_LONGER):
+        for _ in range(1 if self.quick else 1 + MOST_LONGER):
             points = [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
             found = self._trained(name, strategy, points, seeds, measure, settings)
             means = [statistics.fmean(row[-1] for row in rows) for rows in found]
