@@ -1,13 +1,12 @@
 """Do DiLoCo's orderings hold at equal tokens: one node before data parallelism, and fewer nodes before more?
 
-Setting: a batch of 16 is divided among M nodes; DiLoCo with AdamW inside, Nesterov 0.9, rounds of a 40th of the run;
-inner and outer rate (0.05 to 0.8) tuned for each arm; equal tokens. "4 B": batches of 64 in a quarter of the steps.
+Setting: a batch of 16 is divided among M nodes; AdamW with a cosine, in DiLoCo Nesterov 0.9 and rounds of a 40th of a
+run; inner and outer rate (0.05 to 0.8) tuned for each arm; equal tokens. "4 B": batches of 64, 1/4 of the steps.
 Claim: DiLoCo "can outperform data-parallel training even at small model sizes", already with M = 1; the loss grows with
 M; the best outer rate grows with M; DiLoCo "tolerates a significantly larger batch size" (arXiv 2503.09799).
-Verdict: four orderings: (1) M = 1 minus data parallel clearly (two standard errors) negative; (2) M = 8 minus M = 1
-clearly positive; (3) the best outer rate of M = 8 above that of M = 1; (4) 4 B costs M = 1 clearly less than it costs
-data parallelism. AGREES if all four hold; ORDER ONLY if two or three; with fewer DISAGREES if a clear difference points
-the other way, else UNDECIDED.
+Verdict: (1) M = 1 minus data parallel clearly (two standard errors) negative; (2) M = 8 minus M = 1 clearly positive;
+(3) the best outer rate of M = 8 above that of M = 1; (4) 4 B costs M = 1 clearly less than data parallelism. AGREES if
+all four hold; ORDER ONLY if two or three; else DISAGREES if a clear difference points the other way, or UNDECIDED.
 """
 
 from functools import partial
@@ -20,11 +19,12 @@ from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
 
 
 def diloco(lr: float, outer_lr: float, H: int) -> DiLoCoStrategy:
-    return DiLoCoStrategy("adamw", OptimSpec("sgd", lr=outer_lr, momentum=0.9, nesterov=True), lr=lr, H=H)
+    outer = OptimSpec("sgd", lr=outer_lr, momentum=0.9, nesterov=True)
+    return DiLoCoStrategy("adamw", outer, lr=lr, H=H, lr_scheduler="cosine")
 
 
 def parallel(lr: float) -> AllReduceStrategy:
-    return AllReduceStrategy("adamw", lr=lr)
+    return AllReduceStrategy("adamw", lr=lr, lr_scheduler="cosine")
 
 
 def ask(study: Study) -> Answer:
