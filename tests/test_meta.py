@@ -437,15 +437,9 @@ def test_an_unknown_rival() -> None:
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_the_rate_of_every_strategy_can_be_learned(name: str) -> None:
-    """... unless its optimizer has groups of parameters, which take no rate for each step, and say so."""
-
     def make(n: Any) -> Any:
         return CATALOGUE[name].make(H=2, inner_optim="adamw" if name in ("local-adam", "des-loc") else "sgd", lr=n.lr)
 
-    if name == "muloco":
-        with pytest.raises(ValueError, match=r"one value per step"):
-            learned(strategy_of=make, numbers={"lr": Curve(0.02)}, steps=1)
-        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", VecgymWarning)  # of rounds longer than the run
         result = learned(strategy_of=make, numbers={"lr": Curve(0.02)}, steps=1)

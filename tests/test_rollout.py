@@ -193,6 +193,12 @@ WEIGHTS = torch.tensor([0.2, 0.0, 0.9, 0.5, 1.0, 0.3], dtype=F64)  # 0 and 1 are
 MATRIX = 0.5 * ring(K) + 0.5 * torch.eye(K, dtype=F64)
 EVERY_LR = {"lr": torch.tensor([[0.3], [0.1], [0.2], [0.4], [0.2], [0.1]], dtype=F64)}
 
+
+def of_biases(**options: Any) -> Any:
+    """Settings of vectors that differ from those of matrices."""
+    return lambda name, p: {} if p.dim() == 2 else options
+
+
 # name -> (a strategy of its numbers, where to differentiate)
 CASES: dict[str, tuple[Make, Values]] = {
     "sgd": (inner("sgd", dampening=0.0), {"lr": 0.3, "momentum": 0.8, "weight_decay": 0.1}),
@@ -465,11 +471,27 @@ CASES: dict[str, tuple[Make, Values]] = {
         lambda outer_lr: DiLoCoStrategy("sgd", H=2, lr=0.3, outer_lr=outer_lr),
         {"outer_lr": torch.tensor([[0.9], [0.5], [0.7]], dtype=F64)},
     ),
+    "lr-of-each-step-of-groups": (
+        lambda lr, biases: FedAvgStrategy(OptimSpec("sgd", lr=lr, param_groups=of_biases(lr=biases)), H=2),
+        {**EVERY_LR, "biases": 0.4 + 0.05 * draw(T, 1, seed=5)},
+    ),
+    "lr-of-each-step-of-a-group": (  # the rate of the others is one number
+        lambda lr, biases: FedAvgStrategy(OptimSpec("sgd", lr=lr, param_groups=of_biases(lr=biases)), H=2),
+        {"lr": 0.3, "biases": 0.4 + 0.05 * draw(T, K, seed=5)},
+    ),
+    "participation-settings-of-each-step-of-another-optimizer": (
+        lambda lr, beta, wd: FedAvgStrategy(
+            OptimSpec("sgd", lr=0.2, param_groups=of_biases(optim="adamw", lr=lr, betas=(beta, 0.9), weight_decay=wd)),
+            H=2, cosine_anneal=True, participation=0.7,
+        ),
+        {"lr": 0.05 + 0.005 * draw(T, 1, seed=5), "beta": 0.8, "wd": torch.linspace(0.2, 0.9, T, dtype=F64)[:, None]},
+    ),
 }  # fmt: skip
 
 
 EVERY_ENTRY = ("streaming-of-each-node", "lr-of-each-step", "lr-of-each-node", "lr-of-each-step-and-node",
-               "outer-lr-of-each-round", "demo-weight-decay-of-each-step")  # fmt: skip
+               "outer-lr-of-each-round", "demo-weight-decay-of-each-step", "lr-of-each-step-of-groups",
+               "lr-of-each-step-of-a-group")  # fmt: skip
 # A maximum or signs in the rule: smaller steps, to stay on one side.
 KINKED = ("adamax", "rprop", "dsm", "demo", "demo-weight-decay-of-each-step")
 
@@ -659,6 +681,12 @@ def test_a_learning_rate_per_step_is_a_schedule(columns: int, participation: flo
     trainer = Trainer(setting()[0], TensorDataset(*toy_data()))
     trainer.fit(strategy(rates), num_nodes=K, max_steps=T, batch_size=B, progress=False)
     assert trainer.history["lr"] == pytest.approx(rates.mean(1).tolist())
+
+
+def test_a_group_with_too_few_steps_says_so() -> None:
+    spec = OptimSpec("sgd", lr=0.2, param_groups=of_biases(lr=torch.ones(T - 1, 1)))
+    with pytest.raises(ValueError, match=r"shape \[5, 1\] has no value for step 5: give one for each"):
+        outcome_of(FedAvgStrategy(spec, H=2))
 
 
 def test_an_outer_rate_per_round() -> None:

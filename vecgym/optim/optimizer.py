@@ -78,6 +78,7 @@ class Optimizer:
         self.changes = self.scheduled or spec.per_step
         self._rule = spec.rule()
         self._per_node = spec.param_groups is not None or _has_several(spec.kwargs)  # as far as known before `init`
+        self._per_step = spec.param_groups is not None or spec.per_step  # likewise
         self._unit: Any = None  # of a merged one: the rule at rate 1
         self._num_rates: int | None = None  # of neighbouring rows
         self._reset_caches()
@@ -112,7 +113,8 @@ class Optimizer:
 
     def init(self, params: Tree) -> Slots:
         """Return the state before the first step, for parameters `[1 or rows, *]`."""
-        self._per_node = any(_has_several(spec.kwargs) for spec, _, _ in self.spec.groups(params))
+        specs = [self.spec, *[spec for spec, _, _ in self.spec.groups(params)]]
+        self._per_node, self._per_step = any(_has_several(x.kwargs) for x in specs), any(x.per_step for x in specs)
         return {slot: x for slot, x in self._rule.init(params).items() if slot != "step"}
 
     def lr(self, counts: Counts, max_steps: int, nodes: Sequence[int] | None = None) -> Any:
@@ -181,7 +183,7 @@ class Optimizer:
         >>> params
         {'w': tensor([0.5000, 0.0000])}
         """
-        if self.max_norm is not None or self.spec.per_step or SKIPPED in state or not params:
+        if self.max_norm is not None or self._per_step or SKIPPED in state or not params:
             return None
         rates = _is_rows(self.spec.lr) and self._unit is not None and self._few(params)
         rule = self._unit if rates else self._rule
@@ -337,7 +339,7 @@ class Optimizer:
     def _rule_at(self, counts: list[int], nodes: Sequence[int] | None) -> Any:
         """Return the rule with the values of these nodes and steps."""
         spec, rule = (self.spec, self._rule) if nodes is None or not self._per_node else self._of_nodes(tuple(nodes))
-        if not spec.per_step:
+        if not self._per_step:
             return rule
         return spec.at_each(lambda of_step: of_rows(of_step, counts if len(counts) > 1 else counts[0])).rule()
 

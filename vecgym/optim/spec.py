@@ -34,9 +34,9 @@ class OptimSpec(Settings):
     has it).
     `kwargs`: the arguments of the class; a number may be a tensor, `[]`, `[N]` (one per node), `[T, 1]` (one per step)
     or `[T, N]`, which may require grad. `param_groups(name, p)`: the hyperparameters of parameter `p` (of one node:
-    `p.dim()` is the model's) that differ from the spec's, none of them per step; a learning rate set there keeps its
-    ratio to the spec's under a schedule. A group may have another optimizer, by name or class, with its own
-    hyperparameters, `{"optim": "adamw", "lr": 3e-4}`; it then inherits none from the spec.
+    `p.dim()` is the model's) that differ from the spec's; a learning rate set there keeps its ratio to the spec's under
+    a schedule. A group may have another optimizer, by name or class, with its own hyperparameters,
+    `{"optim": "adamw", "lr": 3e-4}`; it then inherits none from the spec.
 
     Errors: ValueError for an unknown name or a value that the class refuses; TypeError for an unknown keyword
     or a class that is not an optimizer.
@@ -60,7 +60,7 @@ class OptimSpec(Settings):
         self.param_groups = param_groups
         self.kwargs = {key: tuple(v) if isinstance(v, list) else check.plain(v) for key, v in kwargs.items()}
         self._defaults = _validated(self.cls, self.kwargs)
-        self.per_step = any(x.dim() == 2 for x in leaves(self.kwargs))  # whether some values differ from step to step
+        self.per_step = any(x.dim() == 2 for x in leaves(self.kwargs))  # whether some of these differ between steps
 
     @classmethod
     def from_string(cls, name: str, **kwargs: Any) -> OptimSpec:
@@ -178,9 +178,8 @@ class OptimSpec(Settings):
         >>> spec.at_each(lambda of_step: torch.stack([of_step(1), of_step(0)])).lr
         tensor([0.0100, 0.1000])
         """
-        if not self.per_step:
-            return self
-        return self.replace(**map_leaves(lambda x: by_count(lambda step: _at(x, step)), self.kwargs))
+        changes = self.per_step or self.param_groups is not None
+        return self.mapped(lambda x: by_count(lambda step: _at(x, step))) if changes else self
 
     def mapped(self, function: Callable[[Tensor], Any]) -> OptimSpec:
         """Apply `function` to every hyperparameter that is a tensor, including those of `param_groups`.
@@ -418,6 +417,8 @@ def _extreme(key: str, value: Tensor, pick: Callable[[Tensor], Tensor]) -> Any:
 def _at(value: Any, step: int) -> Any:
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value
+    if step >= len(value):  # of a group of parameters; others are checked before the run
+        raise ValueError(f"a setting of shape {list(value.shape)} has no value for step {step}: give one for each.")
     return value[step].reshape(()) if value.shape[1] == 1 else value[step]
 
 
