@@ -2,7 +2,7 @@
 
 (a) compare.png: what several strategies reach on real text, against steps and against bytes (`vecgym compare`);
 (b) sweep.png: 16 configurations of DiLoCo with 4 seeds each in one program, as a heat map and with their Pareto front;
-(c) schedule.png: how much the final loss changes with each exchange, and a schedule found by descent;
+(c) schedule.png: how much the final loss changes with each exchange, and a schedule learned over many runs;
 (d) equivalence.png: stacked against real processes, step by step, and a strategy that is wrong;
 (e) price.png: what `vecgym price` draws for 150 million parameters on 8 nodes that are 80 ms apart;
 (f) equal_time.png: the losses of three strategies in the same simulated time on such a network.
@@ -34,8 +34,9 @@ from vecgym.core.files import write_atomically
 from vecgym.core.tree import Tree
 from vecgym.data import Batches, TokenWindows, partition_dirichlet
 from vecgym.logger import read_csv
+from vecgym.meta import Exchanges, learn
 from vecgym.models import GPT
-from vecgym.plot import plot_comparison, plot_runs, plot_schedule, plot_sensitivity
+from vecgym.plot import plot_comparison, plot_runs, plot_sensitivity
 from vecgym.plot.style import COLOURS, MARKERS
 from vecgym.records.rows import counted
 from vecgym.simulation import Part
@@ -154,7 +155,7 @@ def schedule(path: Path, quick: bool) -> None:
     y = (x @ torch.randn(10, 4, dtype=torch.float64)).argmax(1)
     train, val = TensorDataset(x[:3072], y[:3072]), TensorDataset(x[3072:], y[3072:])
     shards = partition_dirichlet(train, num_nodes, alpha=1.0, balanced=True).datasets(train)
-    batches, others = (list(Batches(shards, num_nodes, batch_size=16, seed=s).iterate(0, T)) for s in (0, 1))
+    batches = list(Batches(shards, num_nodes, batch_size=16, seed=0).iterate(0, T))
 
     def strategy(weights: Tensor) -> Strategy:
         return DiLoCoStrategy("sgd", lr=1.0, sync_weight=weights)
@@ -164,15 +165,24 @@ def schedule(path: Path, quick: bool) -> None:
     weights.requires_grad_()
     outcome = vecgym.rollout(model, strategy(weights), batches, num_nodes=num_nodes, eval_batch=val[:512])
     (gradient,) = torch.autograd.grad(outcome.loss, weights)
-    found = vecgym.optimize_schedule(
-        model, strategy, batches, num_nodes=num_nodes, eval_batch=val[:512], H=H, iterations=2 if quick else 20,
-        held_out=(others, val[512:]),
-    )  # fmt: skip
-    print(found)
     upper = plot_sensitivity(gradient, weights.detach())
     upper.suptitle(f"DiLoCo, an exchange every {H} steps")
     upper.axes[0].set_ylabel("d final loss / d weight")  # there is little height
-    lower = plot_schedule(found, title=f"The same {int(found.schedule.sum())} exchanges, where descent puts them")
+    even = {f"every {H} steps": {"when": Exchanges(H, knots=0)}}
+    for name, knots, steps, seeds in (("one run", 12, 60, [0]), ("fresh runs", 4, 24, None)):
+        found = learn(
+            lambda n: strategy(n.when.weights), {"when": Exchanges(H, knots, at_end=False)}, num_nodes=num_nodes,
+            runs=lambda seed: (model, shards, val), max_steps=T, batch_size=16, val_size=512, lr=0.2, device="cpu",
+            steps=2 if quick else steps, estimator="gradient", seeds=seeds,
+        )  # fmt: skip
+        print(name, found, found.report(2 if quick else 64, even, longer=None, more=None), sep="\n")
+        losses = [
+            float(vecgym.rollout(model, strategy(w), batches, num_nodes=num_nodes, eval_batch=val[:512]).loss)
+            for w in (weights.detach(), found.numbers(T).when.weights)
+        ]
+        print(f"in run 0: {losses[0] - losses[1]:+.3f} over every {H} steps")
+    lower = found.plot(T)
+    lower.suptitle("The same number of exchanges, learned over many runs")
     save(path, [(upper, (WIDTH, 340)), (lower, (WIDTH, 380))], across=False)
 
 

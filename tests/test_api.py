@@ -44,7 +44,6 @@ MODULES = (
     "vecgym.models",
     "vecgym.core.nodes",
     "vecgym.optim",
-    "vecgym.runs.optimize",
     "vecgym.plot",
     "vecgym.core.rng",
     "vecgym.runs.rollout",

@@ -20,13 +20,13 @@ from vecgym import (
     Trainer,
     dry_run,
     estimate_memory,
-    optimize_schedule,
     rollout,
     sweep,
     verify,
 )
 from vecgym.clock import AsyncTimeline, Compute, Network, price
 from vecgym.data import Batches
+from vecgym.meta import Curve, learn
 from vecgym.simulation.events import Arrival
 from vecgym.strategy import (
     MLA,
@@ -624,18 +624,22 @@ def test_divergence_is_told() -> None:
         fit(AsyncStrategy(OptimSpec("sgd", lr=1e200), OuterOptimizer(lr=1.0), H=2), max_updates=20)
 
 
-@pytest.mark.parametrize("function", ["sweep", "verify", "dry_run", "estimate_memory", "optimize_schedule"])
+@pytest.mark.parametrize("function", ["sweep", "verify", "dry_run", "estimate_memory", "learn"])
 def test_what_needs_steps_of_all_nodes_says_so(function: str) -> None:
     strategy, model = AsyncStrategy(SGD, OuterOptimizer(lr=0.1), H=2), make_model("MLP")
-    batch = make_data("MLP", 8, 0)
-    assert isinstance(batch, tuple)
     calls: dict[str, Callable[[], Any]] = {
         "sweep": lambda: sweep(model, data(), strategy=strategy, grid={"seed": [0]}, num_nodes=2, max_steps=2),
         "verify": lambda: verify(strategy, model, data()),
         "dry_run": lambda: dry_run(model, strategy, num_nodes=2, max_steps=2),
         "estimate_memory": lambda: estimate_memory(model, strategy, 2, 4),
-        "optimize_schedule": lambda: optimize_schedule(
-            model, lambda w: strategy, [tuple(part[None] for part in batch)], num_nodes=1, eval_batch=batch, H=1
+        "learn": lambda: learn(
+            lambda n: strategy,
+            {"lr": Curve(0.1)},
+            runs=lambda seed: (model, data()),
+            num_nodes=2,
+            max_steps=2,
+            steps=1,
+            device="cpu",
         ),
     }
     with pytest.raises(ValueError, match=r"AsyncStrategy (has no steps that all nodes take together|needs compute=)"):

@@ -27,7 +27,6 @@ from vecgym import (
     VecgymWarning,
     WandbLogger,
     load,
-    optimize_schedule,
     rollout,
     sweep,
 )
@@ -36,6 +35,7 @@ from vecgym.clock import Compute, Network
 from vecgym.core import check
 from vecgym.data import Batches, partition_dirichlet, partition_iid
 from vecgym.engine import EngineName, contract
+from vecgym.meta import Curve, learn
 from vecgym.models import Line
 from vecgym.optim import clip_grad_norm
 from vecgym.plot.runs import default_window, smooth
@@ -213,17 +213,21 @@ def test_numpys_integers_and_flags_are_integers_and_flags() -> None:
     }
 
 
+def no_runs(seed: int) -> tuple[Any, ...]:
+    raise AssertionError("these options are not valid")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), "1", None, torch.tensor(1.0), True])
 def test_numbers_are_finite_numbers(value: Any) -> None:
     labels = torch.arange(8) % 2
     calls: dict[str, Callable[[], Any]] = {
         "alpha": lambda: partition_dirichlet(labels, 2, value),
         "max_memory_usage": lambda: fit("MLP", alone(), max_memory_usage=value),
-        "budget_bytes": lambda: optimize(H=None, budget_bytes=value),
+        "seconds": lambda: learn(alone, {"lr": Curve(1.0)}, runs=no_runs, num_nodes=2, max_steps=2, seconds=value),
         "timeout": lambda: Batches(labels, 2, 1, dataloader_kwargs={"timeout": value, "num_workers": 1}),
     }
     for name, call in calls.items():
-        if value is None and name in ("max_memory_usage", "budget_bytes"):
+        if value is None and name in ("max_memory_usage", "seconds"):
             continue
         if name == "max_memory_usage" and value is True:
             continue
@@ -275,40 +279,6 @@ def test_fit_within_its_own_run_is_refused_and_leaves_it_unharmed() -> None:
     assert trainer.refused == 8
     plain, _ = fit("MLP", alone(), num_nodes=3, max_steps=3)
     assert torch.equal(params(plain), params(trainer))
-
-
-def optimize(**changes: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "model": make_model("Quadratic"), "strategy": lambda w: FedAvgStrategy("sgd", lr=0.1, sync_weight=w),
-        "batches": list(Batches(dataset("Quadratic", 8), 2, 2).iterate(0, 2)), "num_nodes": 2,
-        "eval_batch": dataset("Quadratic", 2)[:], "H": 2,
-        "iterations": 1,
-    }  # fmt: skip
-    return optimize_schedule(**{**arguments, **changes})
-
-
-BAD_SCHEDULES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"model": torch.zeros(3)}, TypeError, "model is of type Tensor"),
-    ({"strategy": FedAvgStrategy}, TypeError, "the class FedAvgStrategy; give a function of the weights"),
-    ({"strategy": FedAvgStrategy()}, TypeError, "FedAvgStrategy; give a function of the weights"),
-    ({"strategy": "fedavg"}, TypeError, "str; give a function of the weights"),
-    ({"strategy": lambda w: FedAvgStrategy("sgd", H=2)}, ValueError, "does not depend on the weights"),
-    ({"batches": None}, TypeError, "batches is of type NoneType"),
-    ({"num_nodes": 2.0}, ValueError, "num_nodes=2.0 must be an integer >= 1"),
-    ({"iterations": 0}, ValueError, "iterations=0 must be an integer >= 1"),
-    ({"iterations": True}, ValueError, "iterations=True must be an integer >= 1"),
-    ({"seed": "a"}, TypeError, "seed='a' must be an integer"),
-    ({"H": 3}, ValueError, "H=3 must be an integer from 1 to the number of steps, 2"),
-    ({"H": 0.5}, ValueError, "H=0.5 must be an integer"),
-    ({"held_out": 3}, TypeError, "held_out is of type int; give a pair"),
-    ({"held_out": (1, 2, 3)}, TypeError, "held_out is of type tuple; give a pair"),
-    ({"segments": 0}, ValueError, "segments=0 must be an integer >= 1"),
-]
-
-
-@pytest.mark.parametrize(("changes", "error", "message"), BAD_SCHEDULES, ids=_id)
-def test_bad_arguments_of_optimize_schedule(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    assert message in refusal(error, lambda: optimize(**changes))
 
 
 def test_settings_are_keywords() -> None:
@@ -459,11 +429,6 @@ def differentiable(**given: Any) -> Any:
     return rollout(Line(), strategy=FedAvgStrategy("sgd", lr=0.1), **settings)
 
 
-def optimized(**given: Any) -> Any:
-    settings = {"num_nodes": 2, "eval_batch": torch.ones(3), "batches": torch.ones(4, 2, 3), "H": 2, **given}
-    return optimize_schedule(Line(), lambda w: FedAvgStrategy("sgd", lr=0.1, sync_weight=w), **settings)
-
-
 def trained(strategy: Any = None, **given: Any) -> Any:
     settings = {"num_nodes": 3, "max_steps": 1, **given}
     return fit("MLP", CommunicateOptimizeStrategy([strategy], "sgd", lr=0.1) if strategy else alone(), **settings)
@@ -504,14 +469,12 @@ RAW: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: differentiable(params={1: 2}), ValueError, r"params must have the names .* \['1', 'w'\]"),
     (lambda: differentiable(params={"w": -1}), TypeError, r"params\['w'\] is of type int; give a tensor \[2, \*\]"),
     (lambda: differentiable(eval_batch=torch.ones(0)), ValueError, "eval_batch has no example"),
-    (lambda: optimized(eval_batch=torch.ones(0)), ValueError, "eval_batch has no example"),
-    (lambda: optimized(held_out=(torch.ones(4, 2, 3), [])), ValueError, r"held_out\[1\] holds no tensor"),
     (
-        lambda: optimized(eval_batch=torch.ones(3).to(torch.cfloat)),
+        lambda: differentiable(eval_batch=torch.ones(3).to(torch.cfloat)),
         ValueError,
         "the loss of eval_batch is torch.complex64",
     ),
-    (lambda: optimized(batches=RUNS, eval_batch=[SORTED[:9]] * 4), ValueError, r"lists of 4 runs.*num_runs=4"),
+    (lambda: differentiable(batches=RUNS, eval_batch=[SORTED[:9]] * 4), ValueError, r"lists of 4 runs.*num_runs=4"),
     (
         lambda: differentiable(batches=[[torch.ones(2, 3)] * 4] * 5, eval_batch=[torch.ones(3)] * 5),
         ValueError,

@@ -15,16 +15,18 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import vecgym
+from vecgym.collectives.topology import ring
 from vecgym.core.errors import VecgymWarning
-from vecgym.meta import Curve, Exchanges, Learned, learn
+from vecgym.meta import Curve, Exchanges, Learned, Mixing, learn
 from vecgym.meta.curves import Family, Length, whole
 from vecgym.meta.learning import ESTIMATORS, Estimate, Learner, LearnOptions, by_es, by_gradient
 from vecgym.meta.rivals import Late, Quadratic, Random, annealed
 from vecgym.meta.tasks import Tasks
 from vecgym.optim import OptimSpec
 from vecgym.simulation.when import Rounds
-from vecgym.strategy import DiLoCoStrategy, FedAvgStrategy
+from vecgym.strategy import DiLoCoStrategy, FedAvgStrategy, Strategy
 from vecgym.strategy.catalogue import CATALOGUE
+from vecgym.strategy.decentralised.gossip import GossipStrategy
 
 K, T = 2, 8
 NUMBERS = {"lr": Curve(0.05), "outer_lr": Curve(0.7), "momentum": Curve(0.5, within=(0, 1)), "when": Exchanges(every=4)}
@@ -91,15 +93,17 @@ def test_with_several_lengths_knots_are_linear_in_log_T_up_to_the_longest() -> N
     assert {steps: pytest.approx(float(x), abs=1e-5) for steps, x in at.items()} == expected
 
 
+@pytest.mark.parametrize("at_end", [True, False])
 @pytest.mark.parametrize("count", [1, 5, 39, 40])
-def test_the_number_of_exchanges_is_always_the_same_and_the_last_is_at_the_end(count: int) -> None:
+def test_the_number_of_exchanges_is_always_the_same_and_the_last_is_at_the_end(count: int, at_end: bool) -> None:
     generator = torch.Generator().manual_seed(count)
     for sharpness in (0.0, 1.0, 10.0, 100.0):
         density = (sharpness * torch.randn(40, 6, generator=generator, dtype=torch.float64)).exp()
-        weights = whole(density, count)
+        weights = whole(density, count, at_end)
         assert weights.sum(0).tolist() == [count] * 6
         assert weights.unique().tolist() == ([0, 1] if count < 40 else [1])
-        assert (weights[-1] == 1).all()
+        assert (weights[-1] == 1).all() or not at_end
+    assert whole(torch.ones(40, 1), count, at_end)[-1].item() == (at_end or count >= 39)
 
 
 @pytest.mark.parametrize("every", [1, 3, 8])
@@ -318,8 +322,14 @@ def test_on_ctrl_c_the_result_so_far_is_returned_and_a_checkpoint_goes_on_from_i
         learned(steps=4, checkpoint=path, seed=1)
 
 
-def test_the_strategy_is_an_ordinary_one_and_trains_as_it_was_learned() -> None:
-    result = learned(steps=2)
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+def test_the_strategy_is_an_ordinary_one_and_trains_as_it_was_learned(participation: float) -> None:
+    def drawing(n: Any) -> Strategy:
+        """Make a strategy that draws its clients by the seed of the run."""
+        return FedAvgStrategy("sgd", lr=n.lr, H=4, participation=participation)
+
+    made = {} if participation == 1 else {"strategy_of": drawing, "numbers": {"lr": Curve(0.05)}}
+    result = learned(steps=2, **made)
     tasks = result.tasks
     (seed,) = tasks.seeds("unseen", count=1)
     drawn = tasks.draw([seed], T, K)
@@ -334,6 +344,82 @@ def test_the_strategy_is_an_ordinary_one_and_trains_as_it_was_learned() -> None:
     assert trainer.history["val_loss"][-1] == pytest.approx(float(expected), rel=1e-10)
     assert len(list(trainer.ledger)) == T // 4
     result.strategy(max_steps=100).check(K, 100)
+
+
+def test_one_given_run_is_a_case_of_many() -> None:
+    """The same run in each step, in place of fresh ones; what is learned is told on others."""
+    drawn: list[int] = []
+
+    def noted(seed: int) -> Any:
+        drawn.append(seed)
+        return runs(seed)
+
+    numbers = {"lr": Curve(0.02), "when": Exchanges(4, knots=T, at_end=False)}
+    result = learned(
+        strategy_of=lambda n: FedAvgStrategy("sgd", lr=n.lr, H=n.when), numbers=numbers, runs=noted, seeds=[7], steps=6,
+        lr=0.3, estimator="auto",
+    )  # fmt: skip
+    assert drawn == [7] * 6
+    assert repr(result).startswith("Learned(lr and when, from 6 steps of 1 run in ")
+    losses = [row["loss"] for row in result.rows]
+    assert losses == sorted(losses, reverse=True)
+    tasks = result.tasks
+    assert float(losses_at(tasks, result.coordinates, tasks.draw([7], T, K))) < losses[-1]
+    assert result.numbers(T).when.weights.sum() == T // 4
+    report = result.report(num_runs=3, rivals=["constants"], longer=None, more=None)
+    assert [gain.rival for gain in report.gains] == ["start", "constants"]
+    assert 7 not in tasks.seeds("unseen", count=3)
+
+
+def test_nodes_may_be_absent() -> None:
+    given: dict[str, Any] = {
+        "strategy_of": lambda n: FedAvgStrategy("sgd", lr=n.lr, H=4),
+        "numbers": {"lr": Curve(0.05)},
+    }
+    absent = learned(availability=vecgym.availability.Dropout(0.4), **given)
+    assert not torch.equal(absent.coordinates, learned(**given).coordinates)
+
+
+# ------------------------------------------------------------------------------------------------------ mixing matrices
+
+SPARSE = torch.tensor([[0.6, 0.4, 0], [0.4, 0.3, 0.3], [0, 0.3, 0.7]], dtype=torch.float64)
+
+
+def gossip(n: Any) -> Strategy:
+    return GossipStrategy(n.W, inner_optim="sgd", lr=0.05)
+
+
+@pytest.mark.parametrize("start", [SPARSE, torch.stack([SPARSE, ring(3)] * (T // 2))], ids=["one", "each step"])
+def test_a_learned_matrix_stays_doubly_stochastic_and_keeps_its_links(start: Tensor) -> None:
+    given: dict[str, Any] = {"strategy_of": gossip, "numbers": {"W": Mixing(start)}, "num_nodes": 3, "lr": 0.3}
+    result = learned(**given, seeds=[1, 2], steps=5)
+    W = result.numbers(T).W
+    for dim in (-1, -2):
+        assert torch.allclose(W.sum(dim), torch.ones(start.shape[:-1], dtype=torch.float64), atol=1e-10)
+    assert torch.equal(W == 0, start == 0)
+    assert result.rows[-1]["loss"] < result.rows[0]["loss"] - 1e-5
+    before, after = (
+        vecgym.dry_run(nn.Linear(3, 1), gossip(SimpleNamespace(W=x)), 3, T).total_bytes for x in (start, W)
+    )
+    assert before == after
+    report = result.report(num_runs=2)  # not in runs of more nodes, nor, with one for each step, in longer ones
+    kinds = {(gain.num_steps, gain.num_nodes) for gain in report.gains}
+    assert kinds == ({(T, 3), (3 * T, 3)} if start.dim() == 2 else {(T, 3)})
+    assert {gain.rival for gain in report.gains} == {"start", "constants"}
+    assert result.plot().axes[0].get_title() == ("W" if start.dim() == 2 else f"W, mean of {T}")
+
+
+def test_the_gradient_by_a_matrix_equals_finite_differences() -> None:
+    """... of each run, though all train as one program."""
+    numbers = {"W": Mixing(SPARSE)}
+    tasks = Tasks(options(strategy_of=gossip, numbers=numbers, num_nodes=3), Family(numbers, [T]))
+    drawn = tasks.draw([1, 2], T, 3)
+    z = 0.3 * torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    estimate = by_gradient(tasks, z, drawn, seed=0)
+    for i, unit in enumerate(torch.eye(7, dtype=torch.float64)):
+        up, down = (losses_at(tasks, z + h * unit, drawn) for h in (1e-5, -1e-5))
+        assert torch.allclose(estimate.slopes[i], (up - down) / 2e-5, atol=1e-8)
+    assert (estimate.slopes.abs().sum(1) > 1e-4).sum() > 4
 
 
 def test_factories_of_datasets_are_called_for_each_node_and_for_validation() -> None:
@@ -403,6 +489,10 @@ def test_a_late_window_begins_later_with_its_coordinate() -> None:
         ({"numbers": {"lr": 0.1}}, r"numbers\['lr'\] is 0.1; numbers takes names"),
         ({"numbers": {"a b": Curve(0.1)}}, "numbers takes names"),
         ({"numbers": {"when": Exchanges(9)}}, r"when=Exchanges\(9\) makes no exchange in 8 steps"),
+        ({"numbers": {"W": Mixing(ring(3))}}, r"W has no value in runs of 2 nodes and 8 steps: give a matrix \[2, 2\]"),
+        ({"numbers": {"W": Mixing(ring(2)[None])}}, "W has no value in runs of 2 nodes and 8 steps"),
+        ({"seeds": []}, "seeds is of type list or empty; give a list of integers"),
+        ({"seeds": [0.5]}, "seeds=0.5 must be an integer"),
         ({"max_steps": []}, "max_steps is empty"),
         ({"max_steps": [4, 0]}, "max_steps=0 must be an integer >= 1: the steps of a run"),
         ({"estimator": "pes"}, "estimator='pes' is not known; did you mean 'es'"),
@@ -428,6 +518,19 @@ def test_invalid_options(changed: dict[str, Any], message: str) -> None:
 def test_mistakes_that_the_first_step_shows(changed: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         learned(**changed)
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        ([[1.0]], r"start takes a tensor \[K, K\]"),
+        (ring(3) * 1.1, "start: row 0 sums to 1.1"),
+        (torch.stack([ring(3), ring(3) * 1.1]), r"start\[1\]: row 0 sums to 1.1"),
+    ],
+)
+def test_what_is_no_mixing_matrix(start: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mixing(start)
 
 
 def test_an_unknown_rival() -> None:

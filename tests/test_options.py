@@ -12,10 +12,10 @@ import pytest
 from tests.fitting import dataset
 from tests.models import make_model
 from vecgym import Trainer, sweep
+from vecgym.meta.learning import LearnOptions, learn
 from vecgym.runs.influence import InfluenceOptions, influence
 from vecgym.runs.memory import MemoryOptions, estimate_memory
-from vecgym.runs.optimize import optimize_schedule
-from vecgym.runs.options import FitOptions, JvpOptions, RolloutOptions, ScheduleOptions
+from vecgym.runs.options import FitOptions, JvpOptions, RolloutOptions
 from vecgym.runs.rollout import rollout, rollout_jvp
 from vecgym.runs.verification import VerifyOptions, verify
 from vecgym.strategy import AllReduceStrategy
@@ -59,7 +59,7 @@ WITH_OPTIONS: list[tuple[Any, Any]] = [
     (rollout, RolloutOptions),
     (rollout_jvp, JvpOptions),
     (influence, InfluenceOptions),
-    (optimize_schedule, ScheduleOptions),
+    (learn, LearnOptions),
     (verify, VerifyOptions),
 ]
 

@@ -21,16 +21,15 @@ from vecgym.plot import (
     plot_axis,
     plot_comparison,
     plot_history,
+    plot_numbers,
     plot_pareto,
     plot_partition,
     plot_runs,
-    plot_schedule,
     plot_sensitivity,
     smooth,
 )
 from vecgym.plot.style import COLOURS, colours_of, line_styles
 from vecgym.records.columns import X_AXES, column_label
-from vecgym.records.optimized import OptimizedSchedule
 
 STEPS = 40
 
@@ -271,16 +270,6 @@ def test_refuses_what_cannot_be_drawn(tmp_path):
 # -------------------------------------------------------------------------------------------------- rollouts
 
 
-def make_schedule(matrices: bool = False) -> OptimizedSchedule:
-    if matrices:
-        schedule, weights, uniform = torch.eye(3), torch.eye(3), torch.full((3, 3), 1 / 3)
-    else:
-        schedule, weights, uniform = (
-            torch.tensor(x) for x in ([1.0, 0, 0, 1], [0.9, 0.2, 0.1, 0.8], [0, 1.0, 0, 1])
-        )  # fmt: skip
-    return OptimizedSchedule(schedule, weights, uniform, 0.5, 0.4, 0.7, 2e6, (0.9, 0.6, 0.4))
-
-
 def test_sensitivity_shows_each_step_and_where_the_run_exchanges() -> None:
     axes = plot_sensitivity(torch.tensor([-0.5, 0.25, -0.125]), schedule=[0, 1, 1]).axes[0]
     patches: Any = axes.patches
@@ -296,26 +285,14 @@ def test_sensitivity_shows_each_step_and_where_the_run_exchanges() -> None:
         plot_sensitivity(np.ones((2, 2)))
 
 
-def test_an_optimized_schedule_beside_the_uniform_one(tmp_path: Any) -> None:
-    figure = plot_schedule(make_schedule(), tmp_path / "schedule.png")
-    left, right = figure.axes
-    patches: Any = left.patches
-    assert [bar.get_height() for bar in patches] == pytest.approx([0.9, 0.2, 0.1, 0.8])
-    at = {line.get_label(): list(np.asarray(line.get_xdata())) for line in left.lines}
-    assert at["optimized, rounded"] == [1, 4]
-    assert at["every H"] == [2, 4]
-    heights = {line.get_label(): list(np.asarray(line.get_ydata())) for line in right.lines}
-    assert heights["descent"] == [0.9, 0.6, 0.4]
-    assert set(heights["optimized, rounded"]) == {0.5}
-    assert set(heights["every H"]) == {0.7}
-    assert (tmp_path / "schedule.png").stat().st_size > 1000
-
-
-def test_optimized_matrices_beside_those_of_the_start() -> None:
-    found, start, right = plot_schedule(make_schedule(matrices=True)).axes[:3]
-    assert np.array_equal(np.asarray(found.images[0].get_array()), np.eye(3))
-    assert np.allclose(np.asarray(start.images[0].get_array()), 1 / 3)
-    assert right.get_ylabel() == "loss"
+def test_learned_matrices_beside_curves() -> None:
+    several = torch.stack([torch.eye(3), torch.full((3, 3), 1 / 3)])
+    lr, one, mean, *_ = plot_numbers({"lr": [0.1, 0.2]}, matrices={"W": torch.eye(3), "each": several}).axes
+    assert [axes.get_title() for axes in (lr, one, mean)] == ["lr", "W", "each, mean of 2"]
+    assert np.array_equal(np.asarray(one.images[0].get_array()), np.eye(3))
+    assert np.allclose(np.asarray(mean.images[0].get_array()), several.mean(0))
+    with pytest.raises(ValueError, match=r"W has shape \[3\]; give a mixing matrix, \[K, K\] or \[T, K, K\]"):
+        plot_numbers({}, matrices={"W": torch.ones(3)})
 
 
 # ---------------------------------------------------------------------------------------------- plot_runs

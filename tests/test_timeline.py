@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from tests.test_clock import cases, random_compute, random_network
-from vecgym import OptimizedSchedule, Trainer, dry_run, optimize_schedule
-from vecgym.availability import Dropout
+from vecgym import Trainer, dry_run
 from vecgym.cli import main
 from vecgym.clock import Compute, Network, price, required_bandwidth
 from vecgym.clock.required import Question
@@ -26,7 +25,6 @@ from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.collectives.topology import Links
 from vecgym.core.errors import VecgymWarning
 from vecgym.models import Line
-from vecgym.runs.optimize import evenly
 from vecgym.strategy import DiLoCoStrategy
 
 SIZES = {f"layer{i}": 10**8 for i in range(4)}
@@ -152,62 +150,6 @@ def test_bandwidths_as_text(text: str | float, value: float) -> None:
 )
 def test_times_as_text(text: str, value: float) -> None:
     assert seconds("latency", text) == value
-
-
-def test_a_schedule_for_a_budget_of_seconds() -> None:
-    def strategy(weights: torch.Tensor) -> DiLoCoStrategy:
-        return DiLoCoStrategy("sgd", lr=0.1, sync_weight=weights)
-
-    def optimized(budget_seconds: float, model: torch.nn.Module | None = None, **options: Any) -> OptimizedSchedule:
-        return optimize_schedule(
-            model or Line(), strategy, torch.linspace(-1, 2, 20).view(10, 2, 1), num_nodes=2,
-            eval_batch=torch.tensor([1.0]), budget_seconds=budget_seconds, iterations=3, **on, **options,
-        )  # fmt: skip
-
-    on: dict[str, Any] = {"network": Network("1 Mbit/s", "100 ms"), "compute": Compute(1.0)}
-    found = optimized(10.9)
-    assert found.schedule.sum() == 4  # of 0.2 s
-    assert price(dry_run(Line(), strategy(found.schedule), 2, 10), *on.values()).seconds <= 10.9
-    wide = Line()
-    wide.unused = torch.nn.Parameter(torch.zeros(100_000))  # 3.2 s a message: it is sent, as any that takes gradients
-    with pytest.raises(ValueError, match="leaves no time for an exchange"):
-        optimized(10.9, wide)
-    with pytest.raises(ValueError, match="leaves no time for an exchange"):
-        optimized(10.1)
-    with pytest.raises(ValueError, match="what nodes that may be absent send is not known in advance"):
-        optimized(10.9, availability=Dropout(0.1))
-    with pytest.raises(ValueError, match=r"H=5, budget_bytes=None and budget_seconds=10.9: give one of them"):
-        optimized(10.9, H=5)
-    del on["network"]
-    with pytest.raises(ValueError, match=r"budget_seconds=10.9 and network=None: a budget of seconds needs network="):
-        optimized(10.9)
-    on["network"] = 1e9
-    with pytest.raises(TypeError, match=r"network is of type float; give a vecgym.clock.Network, such as"):
-        optimized(10.9)
-
-
-def test_schedules_that_take_too_long_are_not_chosen() -> None:
-    """Where nodes are unequally fast, it costs more to meet at some steps than at others."""
-
-    def strategy(weights: torch.Tensor) -> DiLoCoStrategy:
-        return DiLoCoStrategy("sgd", lr=0.1, sync_weight=weights)
-
-    network, compute = Network("1 Mbit/s", "100 ms"), Compute.lognormal(1.0, sigma=0.5, seed=4)
-
-    def taken(schedule: torch.Tensor) -> float:
-        return price(dry_run(Line(), strategy(schedule), 2, 10), network, compute).seconds
-
-    budget = taken(evenly(10, 3)) + 1e-6
-    found = optimize_schedule(
-        Line(), strategy, torch.linspace(-1, 2, 20).view(10, 2, 1).roll(3, 0), num_nodes=2, iterations=20,
-        eval_batch=torch.tensor([1.0]), budget_seconds=budget, network=network, compute=compute,
-    )  # fmt: skip
-    assert taken(found.schedule) <= budget
-    free = optimize_schedule(
-        Line(), strategy, torch.linspace(-1, 2, 20).view(10, 2, 1).roll(3, 0), num_nodes=2, iterations=20,
-        eval_batch=torch.tensor([1.0]), budget_bytes=found.total_bytes,
-    )  # fmt: skip
-    assert taken(free.schedule) > budget, "else the budget of seconds has excluded nothing here"
 
 
 # ----------------------------------------------------------------------------------------------------- the command

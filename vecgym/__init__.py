@@ -26,8 +26,8 @@ same on every node". What needs torch is imported when it is first used.
 - Optimizers: `OptimSpec`, an optimizer with its settings; `vecgym.optim`
 - Data: `vecgym.data`, with `partition_iid`, `partition_dirichlet`, `partition_shards` and others
 - Models: `vecgym.models`, with `GPT` and `Classifier`; `vecgym.data.text`, text without a download
-- Gradients: `rollout`, `rollout_jvp`, `Outcome`: whole runs as differentiable functions; `optimize_schedule`,
-  `OptimizedSchedule`
+- Gradients: `rollout`, `rollout_jvp`, `Outcome`: whole runs as differentiable functions
+- Learned numbers and schedules: `vecgym.meta`, with `learn`, from many runs or from one
 - Influence: `influence`, `Influence`: what each exchange, node or message of a run was worth
 - Sweeps: `sweep`, `SweepResult`, `Uniform`, `LogUniform`; `compare`, of separate runs
 - Files: `Trainer.fit(save_dir=..., resume=True)`, `Trainer.save`, `load`, `Saved`
@@ -36,7 +36,7 @@ same on every node". What needs torch is imported when it is first used.
 - Memory: `estimate_memory`, `MemoryEstimate`; `Trainer.fit(max_memory_usage=...)`
 - Logging: `CSVLogger`, `WandbLogger`, `TensorBoardLogger`, `Logger`
 - Figures: `vecgym.plot`, with `plot_runs` (`Trainer.plot`), `plot_comparison`, `plot_history`, `plot_sensitivity`,
-  `plot_schedule` and others
+  `plot_numbers` and others
 - Processes: `Trainer.fit(backend="processes", num_processes=W)`, `verify`
 - Underneath: `vecgym.simulation`, timetables and handlers; `vecgym.engine`, the gradients of all nodes;
   `vecgym.collectives`, exchanges, topologies and the ledger; `vecgym.compress`, codecs;
@@ -79,11 +79,9 @@ if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
     from vecgym.logger import CSVLogger, Logger, TensorBoardLogger, WandbLogger
     from vecgym.optim import OptimSpec
     from vecgym.records.history import History
-    from vecgym.records.optimized import OptimizedSchedule
     from vecgym.records.runfile import Saved, load
     from vecgym.runs.influence import Influence, influence
     from vecgym.runs.memory import MemoryEstimate, estimate_memory
-    from vecgym.runs.optimize import optimize_schedule
     from vecgym.runs.rollout import Outcome, rollout, rollout_jvp
     from vecgym.runs.trainer import LocalTrainer, Trainer
     from vecgym.runs.verification import verify
@@ -93,9 +91,9 @@ __version__ = "0.3.0"
 
 __all__ = [
     "CSVLogger", "DivergenceError", "History", "Influence", "Ledger", "LocalTrainer", "LogUniform", "Logger",
-    "MemoryEstimate", "Nodes", "OptimSpec", "OptimizedSchedule", "Outcome", "ProcessError", "Saved", "SweepResult",
+    "MemoryEstimate", "Nodes", "OptimSpec", "Outcome", "ProcessError", "Saved", "SweepResult",
     "TensorBoardLogger", "Trainer", "Uniform", "VecgymWarning", "WandbLogger", "availability", "compare", "dry_run",
-    "estimate_memory", "guide", "influence", "load", "optimize_schedule", "rollout", "rollout_jvp", "sweep", "verify",
+    "estimate_memory", "guide", "influence", "load", "rollout", "rollout_jvp", "sweep", "verify",
 ]  # fmt: skip
 
 # Where each public name is. It is imported when it is first used, so that `vecgym --help` need not wait for torch.
@@ -107,11 +105,9 @@ _HOMES = {
     "optim": ("OptimSpec",),
     "records.history": ("History",),
     "logger": ("CSVLogger", "Logger", "TensorBoardLogger", "WandbLogger"),
-    "records.optimized": ("OptimizedSchedule",),
     "records.runfile": ("Saved", "load"),
     "runs.influence": ("Influence", "influence"),
     "runs.memory": ("MemoryEstimate", "estimate_memory"),
-    "runs.optimize": ("optimize_schedule",),
     "runs.rollout": ("Outcome", "rollout", "rollout_jvp"),
     "runs.trainer": ("LocalTrainer", "Trainer"),
     "runs.verification": ("verify",),

@@ -75,10 +75,10 @@ UNDERNEATH = (
     "vecgym.collectives", "vecgym.compress", "vecgym.core.errors", "vecgym.runs.evaluation",
     "vecgym.runs.multiprocess", "vecgym.collectives.ledger", "vecgym.engine", "vecgym.runs.memory",
     "vecgym.strategy.base.",
-    "vecgym.core.nodes", "vecgym.runs.optimize.", "vecgym.core.rng", "vecgym.core.devices",
+    "vecgym.core.nodes", "vecgym.core.rng", "vecgym.core.devices",
     "vecgym.runs.rollout.", "vecgym.optim.schedule", "vecgym.simulation", "vecgym.collectives.topology",
     "vecgym.strategy.HALoSStrategy.region_of",
-    "vecgym.meta.Curve.", "vecgym.meta.Exchanges.",
+    "vecgym.meta.Curve.", "vecgym.meta.Exchanges.", "vecgym.meta.Mixing.",
     "vecgym.core.tree", "vecgym.runs.verification.", "vecgym.optim.ElementwiseRule", "vecgym.optim.PerNodeRule",
     "vecgym.optim.Optimizer.",
     "vecgym.plot.default_window", "vecgym.data.Batches.", "vecgym.OptimSpec.mapped",
@@ -100,7 +100,7 @@ MADE = {
     f"vecgym.{name}" for name in (
         "clock.AsyncTimeline",
         "meta.Report",
-        "DivergenceError", "History", "Influence", "MemoryEstimate", "Nodes", "OptimizedSchedule", "ProcessError",
+        "DivergenceError", "History", "Influence", "MemoryEstimate", "Nodes", "ProcessError",
         "Saved", "SweepResult")
 }  # fmt: skip
 # ... the methods that a run calls, of what users write or give, ...

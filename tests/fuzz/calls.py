@@ -288,11 +288,6 @@ def partition() -> data.Partition:
     return data.partition_iid(torch.arange(16) % 4, K)
 
 
-def found_schedule() -> vecgym.OptimizedSchedule:
-    one = torch.tensor([1.0, 0.0])
-    return vecgym.OptimizedSchedule(one, one, one, 1.0, 1.0, 1.0, 8.0, (1.0, 0.9))
-
-
 def check() -> Check:
     return Check("exact", 0.0, (Difference(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),))
 
@@ -445,10 +440,6 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
                          "dataset": examples, "max_steps": lambda: 1, "batch_size": lambda: 2, "num_nodes": lambda: K},
     "vecgym.OptimSpec.build": {"model_or_params": Line, "node": lambda: None},
     "vecgym.OptimSpec.groups": {},
-    "vecgym.OptimizedSchedule": {
-        **{name: lambda: torch.ones(STEPS) for name in ("schedule", "weights", "uniform")},
-        **{name: lambda: 1.0 for name in ("loss", "relaxed_loss", "uniform_loss", "total_bytes")},
-        "losses": lambda: (1.0,)},
     "vecgym.SweepResult": _CHECKED,
     "vecgym.SweepResult.to_csv": {"path": lambda: "rows.csv"},
     "vecgym.SweepResult.plot_heatmap": {"y": lambda: "lr"},
@@ -457,6 +448,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.load": {"path": lambda: file("run.pt")},
     "vecgym.meta.Curve": {"start": lambda: 0.5},
     "vecgym.meta.Exchanges": {"every": lambda: 1},
+    "vecgym.meta.Mixing": {"start": lambda: torch.full((K, K), 1 / K)},
     **{f"vecgym.meta.{name}": {
         "z": lambda: torch.zeros(4, 1), "length": lambda: Length(STEPS), "values": lambda: torch.ones(STEPS)}
        for name in ("Curve.values", "Exchanges.argument", "Exchanges.density", "Exchanges.values")},
@@ -467,8 +459,6 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
         "runs_per_step": lambda: 2, "steps": lambda: 1, "num_nodes": lambda: K, "device": lambda: "cpu"},
     "vecgym.meta.Learned.report": {
         "num_runs": lambda: 2, "rivals": lambda: ["constants"], "longer": lambda: None, "more": lambda: None},
-    "vecgym.optimize_schedule": {"strategy": lambda: lambda w: DiLoCoStrategy("sgd", lr=0.1, sync_weight=w),
-                                 "H": lambda: 1, "iterations": lambda: 1},
     "vecgym.rollout_jvp": {**_LR, "primals": lambda: [torch.tensor(0.1)], "tangents": lambda: [torch.tensor(1.0)]},
     "vecgym.verify": {"strategy": strategy, "dataset": lambda: examples().double(), "steps": lambda: 1,
                       "num_nodes": lambda: K, "num_processes": lambda: 1},
@@ -566,14 +556,10 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.optim.clip_grad_norm": {"max_norm": lambda: 1.0},
     "vecgym.optim.ensure_optim_spec": {},
     "vecgym.strategy.Exchange.weighted": {"weights": lambda: [1.0, 0.0]},
-    "vecgym.runs.optimize.largest": {"weights": lambda: torch.tensor([0.1, 0.9, 0.5])},
-    "vecgym.runs.optimize.project_to_budget": {"total": lambda: 2.0},
-    "vecgym.runs.optimize.sinkhorn": {"z": lambda: torch.rand(3, 3, generator=torch.Generator().manual_seed(0))},
     "vecgym.plot.plot_numbers": {
         "curves": lambda: {"lr": [0.1, 0.2]}, "start": lambda: None, "exchanges": lambda: None, "path": lambda: None},
     "vecgym.plot.plot_sensitivity": {"gradient": lambda: torch.ones(4), "path": lambda: None},
     "vecgym.plot.plot_influence": {"values": lambda: torch.ones(4), "path": lambda: None},
-    "vecgym.plot.plot_schedule": {"found": found_schedule, "path": lambda: None},
     "vecgym.plot.plot_partition": {"partition": partition, "path": lambda: None},
     "vecgym.plot.plot_axis": _PLOT,
     "vecgym.plot.plot_heatmap": _HEAT,
@@ -931,7 +917,6 @@ ALSO: dict[str, tuple[str, ...]] = {
     "vecgym.compat.exogym.Trainer.fit": ("max_steps", "batch_size", "strategy", "num_nodes"),
     "vecgym.meta.learn": ("batch_size", "runs_per_step", "steps", "device"),
     "vecgym.meta.Learned.report": ("num_runs", "rivals", "longer", "more"),
-    "vecgym.optimize_schedule": ("H", "iterations"),
     "vecgym.verify": ("num_nodes", "num_processes", "steps"),
     "vecgym.data.text.standard_library_text": ("num_chars",),
     "vecgym.compat.diloco_sim.DilocoSimulatorConfig": ("loss_fn", "model_kwargs", "train_dataset"),

@@ -35,7 +35,7 @@ Use:
 - `vecgym.guide.checkpoints`: saving, resuming, what a resumed run must share
 - `vecgym.guide.memory`: estimates, limits, how many nodes fit
 - `vecgym.guide.asynchronous`: nodes that do not wait for the slowest, staleness, servers
-- `vecgym.guide.gradients`: rollouts, meta-gradients, optimized schedules
+- `vecgym.guide.gradients`: rollouts, meta-gradients, the worth of each exchange
 - `vecgym.guide.meta`: numbers and schedules learned over many runs, and what they are worth on others
 - `vecgym.guide.processes`: `torch.distributed`, 8 GPUs, several machines, `verify`
 - `vecgym.guide.commands`: the command line

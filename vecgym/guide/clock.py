@@ -188,8 +188,16 @@ nodes are equally fast; `utilization` and `per_node` do not distinguish resting 
 >>> round(timeline.utilization, 2), timeline.per_node.waited[-2:]  # of a fast node, and of the slow one
 (0.48, tensor([10.8000,  2.8000], dtype=torch.float64))
 
-`vecgym.optimize_schedule(..., budget_seconds=60.0, network=..., compute=...)` looks for the best steps to exchange at
-within that time.
+How often to exchange, with so many seconds for a run: as often as there is time for.
+
+>>> def seconds(H):
+...     ledger = vecgym.dry_run(Line(), DiLoCoStrategy("sgd", H=H), num_nodes=8, max_steps=20)
+...     return price(ledger, Network("1 Gbit/s", latency="50 ms"), Compute(0.4)).seconds
+>>> next(H for H in range(1, 21) if seconds(H) <= 12)
+4
+
+`vecgym.meta.learn` finds the best steps for as many exchanges, `Exchanges(every=4)`. Where nodes are unequally fast, the
+time depends on these steps too: price `learned.strategy(max_steps)` in the same way.
 
 ## In a run
 

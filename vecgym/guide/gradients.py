@@ -85,26 +85,13 @@ Some choices are constants for derivatives: which coordinates a mask or a top-k 
 optimizers that run node by node, strategies written for one rank, models with hooks on gradients, activation
 checkpointing inside the model, and `p_sparta` as a tensor.
 
-## Optimized schedules
+## When to exchange
 
-![Above, the derivative of the final loss by the weight of an exchange at each of 48 steps; below, six exchanges placed by descent beside every 8 steps, and the loss of both](../../notebooks/figures/schedule.png)
+![Above, the derivative of the final loss by the weight of an exchange at each of 48 steps; below, six exchanges learned over many runs, and the steps between them](../../notebooks/figures/schedule.png)
 
-Above: what an exchange at each step would do to the final loss of a run that exchanges every 8 steps. Below: the same
-number of exchanges, placed by descent on that gradient. Most of the gain holds only for the batches that the descent
-saw: of 0.095, 0.010 are left on others (`python benchmarks/figures.py --figures schedule`).
-
->>> optimized = vecgym.optimize_schedule(
-...     model, lambda w: DiLoCoStrategy("sgd", lr=0.1, sync_weight=w), batches, num_nodes=4,
-...     eval_batch=dataset[:256], H=5, iterations=4,
-... )
->>> optimized.schedule.unique().tolist(), optimized.schedule.sum().item()  # [T] of 0 and 1, at the bytes of H=5
-([0.0, 1.0], 4.0)
->>> trained = DiLoCoStrategy("sgd", lr=0.1, sync_weight=optimized.schedule)  # trains with this schedule
-
-`print(optimized)` says what was gained over the uniform schedule at the same bytes, or that nothing was. A schedule is
-made for the batches that it saw: `held_out=(batches, eval_batch)` measures it on others. `mixing=W` optimizes a mixing
-matrix instead, which stays doubly stochastic and keeps its links. `vecgym.plot.plot_sensitivity` draws the gradient by
-`sync_weight`, `vecgym.plot.plot_schedule` an optimized schedule next to the uniform one.
+Above: what an exchange at each step would do to the final loss of a run that exchanges every 8 steps
+(`vecgym.plot.plot_sensitivity`). Below: the same number of exchanges, moved by descent on that gradient.
+`vecgym.meta.learn` does this for any numbers of a strategy, over many runs or over one (`vecgym.guide.meta`).
 
 ## What it costs
 

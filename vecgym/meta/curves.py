@@ -1,4 +1,4 @@
-"""The numbers of a strategy as functions of a few coordinates: curves over the run, and times of exchanges.
+"""The numbers of a strategy as functions of coordinates: curves over the run, times of exchanges, and matrices.
 
 Coordinates are columns `[n, M]`, one for each of M runs. A number is `[T, M]`: its value in each step and run.
 """
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vecgym.collectives.topology import check_doubly_stochastic
 from vecgym.core import check
 from vecgym.core.objects import Settings, altered
 from vecgym.simulation.when import SyncWeight
@@ -36,7 +37,7 @@ class Length(NamedTuple):
 
 
 class Learnable(Settings):
-    """A number, or the times of exchanges, over a run: knots at equal distances, linear in between.
+    """A number, or the times of exchanges, over a run: knots at equal distances, linear in between. Or a matrix.
 
     With several lengths of runs, each knot is a + b log T, two coordinates.
     """
@@ -64,6 +65,10 @@ class Learnable(Settings):
     @abstractmethod
     def values(self, z: Tensor, length: Length) -> Tensor:
         """Return the values in each step and run, `[T, M]`, for coordinates `[n, M]`."""
+
+    def holds(self, num_steps: int, num_nodes: int) -> bool:
+        """Whether it has a value in runs of so many steps and nodes."""
+        return True
 
     def argument(self, values: Tensor) -> Any:
         """Return a strategy's argument, for the values of one run, `[T]`."""
@@ -134,6 +139,8 @@ class Exchanges(Learnable):
     Args:
         every: T / n, the mean distance.
         knots: their number; 0: exchanges are spread evenly.
+        at_end: whether the last one follows the last step. False: exchange j follows (j - 1/2) / n of the whole. The
+            loss is that of the mean of the nodes anyway.
 
     >>> when, z = Exchanges(every=3), torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 9.0]])
     >>> weights = when.values(z, Length(6))
@@ -141,16 +148,16 @@ class Exchanges(Learnable):
     (SyncWeight([0, 0, 1, 0, 0, 1]), SyncWeight([0, 0, 0, 0, 1, 1]))
     """
 
-    def __init__(self, every: int, knots: int = KNOTS) -> None:
+    def __init__(self, every: int, knots: int = KNOTS, at_end: bool = True) -> None:
         self.every = check.integer("every", every, what="optimizer steps between two exchanges, in the mean")
-        self.knots = check.integer("knots", knots, 0)
+        self.knots, self.at_end = check.integer("knots", knots, 0), check.flag("at_end", at_end)
 
     def density(self, z: Tensor, length: Length) -> Tensor:
         """Return a density, `[T, M]`, up to a factor."""
         return self.over_run(z, length).exp() if self.knots else z.new_ones(length.steps, z.shape[1])
 
     def values(self, z: Tensor, length: Length) -> Tensor:
-        return whole(self.density(z, length), length.steps // self.every)
+        return whole(self.density(z, length), length.steps // self.every, self.at_end)
 
     def argument(self, values: Tensor) -> SyncWeight:
         return SyncWeight(values)
@@ -159,18 +166,93 @@ class Exchanges(Learnable):
         return altered(self, knots=0)
 
 
-def whole(density: Tensor, count: int) -> Tensor:
+class Mixing(Learnable):
+    """The mixing matrices of a gossip strategy: doubly stochastic, with the links of the start.
+
+    They are those to which Sinkhorn's alternate division by the sums of rows and columns brings exp(Z); what is learned
+    is Z at the links. 0 stays 0, so that bytes never change.
+
+    Args:
+        start: the matrix before anything is learned, `[K, K]`, or one for each step, `[T, K, K]`.
+
+    Raises:
+        ValueError: for matrices that are not doubly stochastic.
+
+    >>> mixing, z = Mixing(torch.tensor([[0.5, 0.5], [0.5, 0.5]])), torch.tensor([[0.0], [1.0], [1.0], [0.0]])
+    >>> mixing.values(z, Length(6))[..., 0]
+    tensor([[0.2689, 0.7311],
+            [0.7311, 0.2689]], dtype=torch.float64)
+    """
+
+    def __init__(self, start: Tensor) -> None:
+        if not isinstance(start, Tensor) or start.dim() not in (2, 3) or not len(start):
+            raise ValueError("start takes a tensor [K, K] or [T, K, K], such as vecgym.collectives.topology.ring(K).")
+        for i, matrix in enumerate(start if start.dim() == 3 else start[None]):
+            check_doubly_stochastic(matrix, f"start[{i}]" if start.dim() == 3 else "start")
+        self.start = start.detach().double()
+        self.knots = int((self.start > 0).sum())  # 0: a constant
+
+    def first(self, several: bool) -> Tensor:
+        return torch.zeros(self.knots, dtype=torch.float64)
+
+    def values(self, z: Tensor, length: Length) -> Tensor:
+        logs = self.start.log().expand(z.shape[1], *self.start.shape)
+        if self.knots:
+            logs = logs.masked_scatter(logs > -math.inf, logs[logs > -math.inf] + z.T.flatten())
+        return sinkhorn(logs).movedim(0, -1)
+
+    def holds(self, num_steps: int, num_nodes: int) -> bool:
+        return self.start.shape[-1] == num_nodes and self.start.shape[:-2] in ((), (num_steps,))
+
+    def argument(self, values: Tensor) -> Tensor:
+        return values
+
+    def constant(self) -> Mixing:
+        return altered(self, knots=0)
+
+
+def sinkhorn(z: Tensor, tolerance: float = 1e-12, max_rounds: int = 10_000) -> Tensor:
+    """Make exp(z), `[..., K, K]`, doubly stochastic by dividing rows and columns by their sums, in turn.
+
+    Entries exp(-inf) = 0 stay 0.
+
+    Raises:
+        ValueError: if this does not converge, since no doubly stochastic matrix has these zeros, say.
+
+    >>> sinkhorn(torch.tensor([[0.0, 0.0], [-math.inf, 0.0]])).round(decimals=2)
+    Traceback (most recent call last):
+    ...
+    ValueError: no doubly stochastic matrix was found with these zeros and ratios: begin with a doubly stochastic one.
+    >>> sinkhorn(torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64))
+    tensor([[0.7311, 0.2689],
+            [0.2689, 0.7311]], dtype=torch.float64)
+    """
+    linked = z > -math.inf
+    w = torch.where(linked, torch.where(linked, z, 0.0).exp(), 0.0)
+    for _ in range(max_rounds):
+        w = w / w.sum(-1, keepdim=True)
+        w = w / w.sum(-2, keepdim=True)
+        if float((w.detach().sum(-1) - 1).abs().max()) <= tolerance:
+            return w
+    raise ValueError(
+        "no doubly stochastic matrix was found with these zeros and ratios: begin with a doubly stochastic one."
+    )
+
+
+def whole(density: Tensor, count: int, at_end: bool = True) -> Tensor:
     """Return weights of 0 and 1, `[T, M]`, of which `count` in each column are 1, with the derivative of the density.
 
     >>> whole(torch.tensor([[1.0], [1.0], [1.0], [3.0]]), 2).T
     tensor([[0., 0., 1., 1.]])
+    >>> whole(torch.ones(8, 1), 2, at_end=False).T
+    tensor([[0., 1., 0., 0., 0., 1., 0., 0.]])
     """
     num_steps, num_runs = density.shape
     share = count * density / density.sum(0)  # of the exchanges, in each step
     with torch.no_grad():
         j = torch.arange(count)
-        due = torch.where(j + 1 < count, j + 1 - 1e-6, math.inf).to(share)  # the last one at the end
-        reached = torch.searchsorted(share.cumsum(0).T.contiguous(), due.repeat(num_runs, 1))
+        due = torch.where(j + 1 < count, j + 1 - 1e-6, math.inf) if at_end else j + 0.5 - 1e-6
+        reached = torch.searchsorted(share.cumsum(0).T.contiguous(), due.to(share).repeat(num_runs, 1))
         # One exchange in a step: those that come too close to one another are moved on, or back from the end.
         after = ((reached - j).cummax(1).values.clamp(max=num_steps - count) + j).T
         weights = torch.zeros_like(share).scatter_(0, after, 1.0)
@@ -181,7 +263,7 @@ class Family:
     """Strategies with numbers that are learned: coordinates -> the arguments of a strategy.
 
     Args:
-        numbers: name -> `Curve` or `Exchanges`.
+        numbers: name -> `Curve`, `Exchanges` or `Mixing`.
         lengths: of the runs that they are learned from, in steps.
 
     Attributes:
@@ -208,7 +290,7 @@ class Family:
             seed: of schedules that are drawn.
         """
         length = Length(steps, min(max(math.log(steps), self._low), self._high) - self._mean, seed)
-        values = [x.values(part, length).unbind(1) for x, part in zip(self.numbers.values(), z.split(self._sizes))]
+        values = [x.values(part, length).unbind(-1) for x, part in zip(self.numbers.values(), z.split(self._sizes))]
         return [
             SimpleNamespace(**{name: x.argument(own) for (name, x), own in zip(self.numbers.items(), of_run)})
             for of_run in zip(*values)

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from vecgym.core import check, rng
 from vecgym.core.check import Options, function_of
 from vecgym.core.errors import warn
-from vecgym.meta.curves import Exchanges, Family, Learnable
+from vecgym.meta.curves import Curve, Exchanges, Family, Learnable, Mixing
 from vecgym.meta.rivals import RIVALS, Report, gain_over, rivals_of
 from vecgym.meta.tasks import Drawn, Tasks
 from vecgym.records import runfile
 from vecgym.records.rows import counted, listed
-from vecgym.runs.options import Count, Device, OptionalCount, Seed, Segments, optional_number
+from vecgym.runs.options import Count, Device, OptionalCount, Present, Seed, Segments, optional_number
 from vecgym.strategy import Strategy
 
 Estimator = Literal["auto", "gradient", "es"]
@@ -45,6 +45,12 @@ def _numbers(name: str, value: Any) -> dict[str, Learnable]:
     return dict(value)
 
 
+def _seeds(name: str, value: Any) -> list[int] | None:
+    if value is not None and (not isinstance(value, (list, tuple, range)) or not value):
+        raise TypeError(f"{name} is {check.kind_of(value)} or empty; give a list of integers, or None for fresh runs.")
+    return None if value is None else [check.seed(name, x) for x in value]
+
+
 def _lengths(name: str, value: Any) -> tuple[int, ...]:
     values = value if isinstance(value, (list, tuple)) else [value]
     if not values:
@@ -58,7 +64,7 @@ class LearnOptions(Options):
 
     Args:
         strategy_of: the numbers, by name, -> a strategy: `lambda n: DiLoCoStrategy(lr=n.lr, H=n.when)`.
-        numbers: name -> `Curve` or `Exchanges`.
+        numbers: name -> `Curve`, `Exchanges` or `Mixing`.
         runs: a seed -> a model and its data: (model, dataset) or (model, dataset, val_dataset), with datasets as
             `Trainer` takes them: one that is dealt to the nodes, or a function (rank, num_nodes, train) -> dataset.
             Without `val_dataset`, every tenth example of a dataset is held out. The models differ in their initial
@@ -68,6 +74,8 @@ class LearnOptions(Options):
         batch_size: examples per node and step.
         max_steps: T, or a list of several lengths, which take turns: curves then depend on log T, too.
         runs_per_step: M, fresh runs in each step of learning, as one program.
+        seeds: of the same runs in each step, in place of fresh ones. A single run, `[0]`, is one given run; what it
+            teaches need not hold for another.
         seconds: how long to learn.
         steps: in its place, the number of steps; a seed then gives the same bits.
         estimator: "gradient", through whole runs; "es", antithetic evolution strategies, which need no derivative; or
@@ -77,6 +85,7 @@ class LearnOptions(Options):
         val_size: examples for the loss at the end of a run.
         segments: see `rollout`.
         checkpoint: a file, written now and then, and at the end. If it exists, learning goes on from it.
+        availability: which nodes are present in which steps; see `Trainer.fit`.
         seed: of the runs and of noise.
         device: see `Trainer.fit`.
     """
@@ -90,6 +99,7 @@ class LearnOptions(Options):
     loss_fn: Callable[[nn.Module, Any], Any] | None = None
     batch_size: Count = 16
     runs_per_step: Count = 16
+    seeds: Annotated[Sequence[int] | None, _seeds] = None
     seconds: Annotated[float | None, partial(optional_number, within="(0, inf)", what="of learning")] = None
     steps: OptionalCount = None
     estimator: Annotated[Estimator, partial(check.choice, allowed=get_args(Estimator))] = "auto"
@@ -98,6 +108,7 @@ class LearnOptions(Options):
     val_size: Count = 256
     segments: Segments = None
     checkpoint: str | os.PathLike[str] | None = None
+    availability: Present = None
     seed: Seed = 42
     device: Device = None
 
@@ -112,6 +123,11 @@ class LearnOptions(Options):
         for name, number in self.numbers.items():
             if isinstance(number, Exchanges) and number.every > (steps := min(self.lengths)):
                 raise ValueError(f"{name}={number!r} makes no exchange in {steps} steps: give every={steps}, or less.")
+            if not all(number.holds(steps, self.num_nodes) for steps in self.lengths):
+                raise ValueError(
+                    f"{name} has no value in runs of {self.num_nodes} nodes and {listed(self.lengths)} steps: give a "
+                    f"matrix [{self.num_nodes}, {self.num_nodes}], or, for runs of one length T, [T, K, K]."
+                )
         if self.checkpoint is not None:
             self.settle(checkpoint=check.path("checkpoint", self.checkpoint))
 
@@ -136,7 +152,7 @@ class Estimate(NamedTuple):
     @property
     def variance(self) -> float:
         """The variance of the mean slope, summed over coordinates; infinite if a run has none."""
-        variance = float(self.slopes.var(1).sum()) / self.slopes.shape[1]
+        variance = float(self.slopes.var(1, correction=int(self.slopes.shape[1] > 1)).sum()) / self.slopes.shape[1]
         return variance if math.isfinite(variance) else math.inf
 
     @property
@@ -225,9 +241,8 @@ class Learner:
         options, done, begin, used = self.options, self.progress, time.monotonic(), self.used
         number = len(done.rows)
         num_steps = options.lengths[number % len(options.lengths)]
-        drawn = self.tasks.draw(
-            self.tasks.seeds("runs", number, count=options.runs_per_step), num_steps, options.num_nodes
-        )
+        seeds = options.seeds or self.tasks.seeds("runs", number, count=options.runs_per_step)
+        drawn = self.tasks.draw(seeds, num_steps, options.num_nodes)
         seed = rng.key(options.seed, "meta step", number)
         name, estimate = self._estimate(drawn, seed, [row["steps"] for row in done.rows].count(num_steps))
         gradient = estimate.mean
@@ -262,7 +277,7 @@ class Learner:
     @property
     def _identity(self) -> dict[str, Any]:
         """The options that a checkpoint must have in common with the learning that goes on from it."""
-        names = ("numbers", "max_steps", "num_nodes", "batch_size", "runs_per_step", "estimator", "seed")
+        names = ("numbers", "max_steps", "num_nodes", "batch_size", "runs_per_step", "seeds", "estimator", "seed")
         return {name: repr(vars(self.options)[name]) for name in names}
 
     def _save(self, after: float) -> None:
@@ -317,7 +332,8 @@ class Learned:
     def __repr__(self) -> str:
         names = listed(list(self.family.numbers))
         used = listed(list(dict.fromkeys(row["estimator"] for row in self.rows))) if self.rows else "nothing"
-        runs = f"{counted(len(self.rows), 'step')} of {counted(self.options.runs_per_step, 'run')}"
+        num_runs = self.options.runs_per_step if self.options.seeds is None else len(self.options.seeds)
+        runs = f"{counted(len(self.rows), 'step')} of {counted(num_runs, 'run')}"
         return f"Learned({names}, from {runs} in {self.seconds:.0f} s, by {used})"
 
     def numbers(self, max_steps: int) -> Any:
@@ -339,9 +355,11 @@ class Learned:
 
         steps = max(self.options.lengths) if max_steps is None else check.integer("max_steps", max_steps)
         both = self.family.arguments(torch.stack([self.coordinates, self.family.start], 1), steps)
-        times = {name for name, number in self.family.numbers.items() if isinstance(number, Exchanges)}
-        curves, before = ({n: x[:, 0] for n, x in vars(each).items() if n not in times} for each in both)
-        return plot_numbers(curves, before, {name: vars(both[0])[name].weights for name in times}, path)
+        kinds = (Curve, Exchanges, Mixing)
+        of = [[name for name, x in self.family.numbers.items() if isinstance(x, kind)] for kind in kinds]
+        curves, before = ({name: vars(each)[name][:, 0] for name in of[0]} for each in both)
+        times = {name: vars(both[0])[name].weights for name in of[1]}
+        return plot_numbers(curves, before, times, path, matrices={name: vars(both[0])[name] for name in of[2]})
 
     def report(
         self, num_runs: int = 64, rivals: Sequence[str] | Mapping[str, Mapping[str, Learnable]] = tuple(RIVALS),
@@ -357,13 +375,14 @@ class Learned:
                 the rounds of the quadratic synchronization rule; "late window", exchanges evenly from a tuned step on;
                 "random times". All exchange equally often. Or rivals of your own, name -> numbers, as for `learn`.
             longer: also in runs so many times as long as the longest; None: not.
-            more: also in runs with so many times the nodes; None: not.
+            more: also in runs with so many times the nodes; None: not. (Mixing matrices are for their own nodes.)
         """
         num_runs, options = check.integer("num_runs", num_runs, 2), self.options
         lengths, K = list(dict.fromkeys(options.lengths)), options.num_nodes
         kinds = [(steps, K) for steps in lengths]
         kinds += [] if longer is None else [(max(lengths) * check.integer("longer", longer), K)]
         kinds += [] if more is None else [(sorted(lengths)[len(lengths) // 2], K * check.integer("more", more))]
+        kinds = [kind for kind in kinds if all(x.holds(*kind) for x in options.numbers.values())]
         each = {"": (self.tasks, self.coordinates), "start": (self.tasks, self.family.start)}
         each |= {name: self._tuned(numbers) for name, numbers in rivals_of(options.numbers, rivals).items()}
         gains = []

@@ -26,18 +26,21 @@ class Drawn(NamedTuple):
     """Some runs: the model, the batches and the validation batch of each.
 
     Attributes:
+        seeds: of each run.
         num_steps, num_nodes: of each run.
     """
 
     models: list[nn.Module]
     batches: list[Any]
     eval_batches: list[Any]
+    seeds: list[int]
     num_steps: int
     num_nodes: int
 
     def twice(self) -> Drawn:
         """Return the runs, and the same once more."""
-        return self._replace(models=self.models * 2, batches=self.batches * 2, eval_batches=self.eval_batches * 2)
+        models, batches, eval_batches, seeds, *kind = self
+        return Drawn(models * 2, batches * 2, eval_batches * 2, seeds * 2, *kind)
 
 
 class Tasks:
@@ -60,7 +63,7 @@ class Tasks:
         """Make the runs of these seeds."""
         each = [self._one(seed, num_steps, num_nodes) for seed in seeds]
         models, batches, eval_batches = (list(x) for x in zip(*each))
-        return Drawn(models, batches, eval_batches, num_steps, num_nodes)
+        return Drawn(models, batches, eval_batches, list(seeds), num_steps, num_nodes)
 
     def losses(self, z: Tensor, drawn: Drawn, seed: int = 0) -> Tensor:
         """Return the final loss of each run, `[M]`, with its own coordinates, `[n, M]`, or those of all, `[n, 1]`."""
@@ -69,10 +72,10 @@ class Tasks:
         strategies = [check.called("strategy_of", options.strategy_of, numbers) for numbers in each]
         if K not in self._engines:
             self._engines[K] = prepared(drawn.models[0], "auto", drawn.batches[0][0])
-        shared = {"num_nodes": K, "engine": self._engines[K], "seed": options.seed, "segments": options.segments}
+        shared = {"engine": self._engines[K], "segments": options.segments, "availability": options.availability}
         return rollout(
             drawn.models, strategies if len(strategies) > 1 else strategies[0], drawn.batches,
-            num_runs=len(drawn.models), eval_batch=drawn.eval_batches, **shared,
+            num_runs=len(drawn.models), num_nodes=K, eval_batch=drawn.eval_batches, seed=drawn.seeds, **shared,
         ).loss  # fmt: skip
 
     def _one(self, seed: int, num_steps: int, num_nodes: int) -> tuple[nn.Module, list[Any], Any]:

@@ -5,7 +5,6 @@ from vecgym.plot.schedules import (
     plot_influence,
     plot_numbers,
     plot_partition,
-    plot_schedule,
     plot_sensitivity,
 )
 from vecgym.plot.style import NotebookFigure
@@ -14,5 +13,5 @@ from vecgym.plot.sweeps import pareto_front, plot_axis, plot_differences, plot_h
 __all__ = [
     "NotebookFigure", "default_window", "pareto_front", "plot_axis", "plot_comparison", "plot_differences",
     "plot_heatmap", "plot_history", "plot_influence", "plot_numbers", "plot_pareto", "plot_partition", "plot_runs",
-    "plot_schedule", "plot_sensitivity", "smooth",
+    "plot_sensitivity", "smooth",
 ]  # fmt: skip

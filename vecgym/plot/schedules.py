@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Transform
 from torch import Tensor
 
 from vecgym.core import check
 from vecgym.data.partition import Partition
 from vecgym.plot import style
-from vecgym.records.optimized import OptimizedSchedule
 
 MAX_COUNTS = 30  # of bars with a number above them
 
@@ -104,53 +104,13 @@ def plot_influence(
     return style.done(figure, title, path)
 
 
-def plot_schedule(
-    found: OptimizedSchedule, path: str | os.PathLike[str] | None = None, *, title: str | None = None
-) -> Figure:
-    """Draw an optimised schedule and the uniform one (or mixing matrices and the initial ones), and the descent.
-
-    Left: the relaxed weights as bars, and below them the exchanges of each schedule. Right: the loss at each step of
-    the descent, and the losses of the final schedule and of the uniform one, which sends as many bytes.
-
-    Args:
-        found: the result of `optimize_schedule`.
-        path, title: as for `plot_comparison`. The default title tells the bytes.
-
-    >>> import torch
-    >>> from vecgym.records.optimized import OptimizedSchedule
-    >>> late, uniform = torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])
-    >>> result = OptimizedSchedule(late, late, uniform, 1.0, 1.0, 1.5, total_bytes=800.0, losses=(1.5, 1.0))
-    >>> [axes.get_xlabel() for axes in plot_schedule(result).axes]
-    ['optimizer steps', 'accepted steps of the descent']
-    """
-    style.check_shared(path, title)
-    check.instance("found", found, OptimizedSchedule, "a result of optimize_schedule")
-    if found.schedule.ndim == 1:
-        names = "optimized, rounded", "every H"
-        figure, (left, right) = style.new_figure(11, 4.2, columns=2, width_ratios=(3, 2))
-        _draw_times(left, found, names)
-    else:
-        names = "optimized", "start"
-        figure, (*panels, right) = style.new_figure(11, 4.2, columns=3)
-        for axes, name, matrices in zip(panels, names, (found.schedule, found.uniform)):
-            _draw_matrix(axes, name, matrices)
-    ours, uniform, descent = style.COLOURS[:3]
-    steps = range(1, len(found.losses) + 1)
-    right.plot(steps, found.losses, color=descent, marker="o", markersize=4, label="descent")
-    right.xaxis.set_major_locator(MaxNLocator(integer=True))
-    right.axhline(found.loss, color=ours, label=names[0])
-    right.axhline(found.uniform_loss, color=uniform, linestyle="--", label=names[1])
-    style.finish(right, "final loss at equal bytes", "accepted steps of the descent", "loss")
-    right.legend(frameon=False)
-    return style.done(figure, title or f"{EngFormatter(unit='B')(found.total_bytes)} sent per node", path)
-
-
 def plot_numbers(
     curves: Mapping[str, Tensor | np.ndarray | Sequence[float]],
     start: Mapping[str, Tensor | np.ndarray | Sequence[float]] | None = None,
     exchanges: Mapping[str, Tensor | np.ndarray | Sequence[float]] | None = None,
     path: str | os.PathLike[str] | None = None,
     *,
+    matrices: Mapping[str, Tensor | np.ndarray] | None = None,
     title: str | None = None,
 ) -> Figure:
     """Draw numbers of a strategy over a run, a panel for each, and its exchanges as ticks below the curves.
@@ -159,23 +119,25 @@ def plot_numbers(
         curves: name -> a number for each step, `[T]`.
         start: name -> another curve to compare with, dashed, such as the numbers before they were learned.
         exchanges: name -> weights of the exchanges after each step, `[T]`: a panel for each, of their distances.
+        matrices: name -> a mixing matrix, `[K, K]`, or one for each step, `[T, K, K]`, of which the mean is drawn.
         path, title: as for `plot_comparison`.
 
     Raises:
-        ValueError: for shapes other than `[T]`, or nothing to draw.
+        ValueError: for shapes other than these, or nothing to draw.
 
     >>> figure = plot_numbers({"lr": [0.1, 0.2, 0.1, 0.05]}, exchanges={"when": [0, 1, 0, 1]})
     >>> [axes.get_title() for axes in figure.axes]
     ['lr', 'when: 2 exchanges']
     """
     style.check_shared(path, title)
-    for name, given in (("curves", curves), ("start", start), ("exchanges", exchanges)):
+    for name, given in (("curves", curves), ("start", start), ("exchanges", exchanges), ("matrices", matrices)):
         if given is not None or name == "curves":
             check.instance(name, given, Mapping, "numbers by name, {'lr': [0.1, 0.05]}")
-    others, times = start or {}, exchanges or {}
-    if not curves and not times:
+    others, times, mixing = start or {}, exchanges or {}, matrices or {}
+    if not curves and not times and not mixing:
         raise ValueError("curves and exchanges are empty: give a number for each step, {'lr': [0.1, 0.05]}.")
-    figure, panels = style.new_figure(3.4 * (len(curves) + len(times)), 3.2, columns=len(curves) + len(times))
+    columns = len(curves) + len(times) + len(mixing)
+    figure, panels = style.new_figure(3.4 * columns, 3.2, columns=columns)
     for axes, (name, values) in zip(panels, curves.items()):
         for label, each, look in (("learned", values, "-"), ("start", others.get(name), "--")):
             if each is not None:
@@ -191,6 +153,8 @@ def plot_numbers(
         axes.set_xlim(0, len(weights) + 1)
         axes.set_ylim(bottom=0)
         style.finish(axes, f"{name}: {len(at)} exchanges", "optimizer steps", "steps since the last one")
+    for axes, (name, values) in zip(panels[len(curves) + len(times) :], mixing.items()):
+        _draw_matrix(axes, name, values)
     if others and curves:
         panels[0].legend(frameon=False)
     return style.done(figure, title, path)
@@ -237,17 +201,6 @@ def plot_partition(
     return style.done(figure, title or repr(partition)[len("Partition(") : -1], path)
 
 
-def _draw_times(axes: Axes, optimized: OptimizedSchedule, names: tuple[str, str]) -> None:
-    weights = style.vector("weights", optimized.weights)
-    steps = np.arange(1, len(weights) + 1)
-    axes.bar(steps, weights, width=0.85, color=style.COLOURS[2], alpha=style.LIGHT, label="relaxed weights")
-    _draw_exchanges(axes, style.vector("schedule", optimized.schedule), -0.06, style.COLOURS[0], names[0])
-    _draw_exchanges(axes, style.vector("uniform", optimized.uniform), -0.14, style.COLOURS[1], names[1])
-    axes.set_ylim(-0.2, 1.05)
-    style.finish(axes, "when to exchange", "optimizer steps", "weight of the exchange")
-    axes.legend(frameon=False, loc="upper left")
-
-
 def _draw_exchanges(
     axes: Axes, weights: np.ndarray, y: float, colour: str, label: str, transform: Transform | None = None
 ) -> None:
@@ -257,10 +210,12 @@ def _draw_exchanges(
     axes.plot(at, np.full(len(at), y), "|", transform=transform or axes.transData, **look)  # type: ignore[arg-type]
 
 
-def _draw_matrix(axes: Axes, name: str, matrices: Tensor) -> None:
+def _draw_matrix(axes: Axes, name: str, matrices: Any) -> None:
     """Draw one matrix, or the mean of several."""
-    several = matrices.ndim == 3
-    values = matrices.detach().double().cpu().numpy()
+    values = check.real(name, matrices, "a mixing matrix, [K, K] or [T, K, K]")
+    if values.ndim not in (2, 3) or 0 in values.shape:
+        raise ValueError(f"{name} has shape {list(values.shape)}; give a mixing matrix, [K, K] or [T, K, K].")
+    several = values.ndim == 3
     image = axes.imshow(values.mean(0) if several else values, vmin=0, vmax=1, cmap="viridis")
     style.finish(axes, f"{name}, mean of {len(values)}" if several else name, "from node", "to node")
     axes.grid(False)

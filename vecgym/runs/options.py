@@ -554,8 +554,6 @@ def checked_examples(num_examples: Any, num_nodes: int) -> tuple[int, ...] | Non
 
 Segments = Annotated[int | None, partial(check.optional_integer, what="None stores every step")]
 OF_PRIMALS = "rollout_jvp takes a function of the primals, such as lambda outer_lr: DiLoCoStrategy(outer_lr=outer_lr)"
-OF_WEIGHTS = "give a function of the weights, such as lambda w: DiLoCoStrategy(sync_weight=w)"
-Budget = Annotated[float | None, partial(optional_number, within="(0, inf)", what="per node in the whole run")]
 
 
 def _tensors(name: str, values: Any) -> tuple[Tensor, ...]:
@@ -569,18 +567,10 @@ def _tensors(name: str, values: Any) -> tuple[Tensor, ...]:
     return tuple(values)
 
 
-def _maker(name: str, value: Any, take: str, refused: tuple[type, ...] = (Strategy, nn.Module)) -> Any:
+def _maker(name: str, value: Any) -> Any:
     """Return a function that makes a strategy."""
-    if isinstance(value, refused) or not callable(value):
-        raise TypeError(f"{name} is {check.kind_of(value)}; {take}.")
-    return value
-
-
-def _pair(name: str, value: Any) -> Any:
-    if value is not None and not (isinstance(value, (tuple, list)) and len(value) == 2):
-        raise TypeError(f"{name} is {check.kind_of(value)}; give a pair (batches, eval_batch).")
-    if value is not None:
-        check_eval_batch(f"{name}[1]", value[1])
+    if isinstance(value, (Strategy, nn.Module)) or not callable(value):
+        raise TypeError(f"{name} is {check.kind_of(value)}; {OF_PRIMALS}.")
     return value
 
 
@@ -762,7 +752,7 @@ class JvpOptions(DifferentiableRun):
         primals, tangents: the point and the direction of the derivative.
     """
 
-    strategy: Annotated[Callable[..., Strategy], partial(_maker, take=OF_PRIMALS)]
+    strategy: Annotated[Callable[..., Strategy], _maker]
     primals: Annotated[Sequence[Tensor], _tensors]
     tangents: Annotated[Sequence[Tensor], _tensors]
 
@@ -772,52 +762,6 @@ class JvpOptions(DifferentiableRun):
         if shapes[0] != shapes[1]:
             raise ValueError(
                 f"primals have the shapes {shapes[0]} and tangents {shapes[1]}: give one tangent for each."
-            )
-
-
-@dataclass(frozen=True)
-class ScheduleOptions(DifferentiableRun):
-    """All that `optimize_schedule` takes.
-
-    Args:
-        H: a budget equal to an exchange every H steps.
-        budget_bytes: or a budget of bytes, per node in the whole run. (A matrix's own bytes must not exceed it.)
-        budget_seconds: or a budget of seconds, for the whole run: as many evenly spread exchanges as there is time for,
-            and no schedule that takes longer.
-        network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`, which determine the seconds.
-        mixing: the initial matrix or matrices, doubly stochastic.
-        iterations: maximum number of gradients of the relaxed run; then, of trials of a pair.
-        held_out: (batches, eval_batch).
-        segments: see `rollout`.
-    """
-
-    model: Annotated[nn.Module, partial(check.instance, kind=nn.Module, give="an nn.Module object")]
-    strategy: Annotated[Callable[[Tensor], Strategy], partial(_maker, take=OF_WEIGHTS, refused=(Strategy, type))]
-    _: KW_ONLY
-    H: OptionalCount = None
-    budget_bytes: Budget = None
-    budget_seconds: Annotated[float | None, partial(optional_number, within="(0, inf)", what="of the whole run")] = None
-    network: Network | None = None
-    compute: Compute | None = None
-    mixing: Tensor | None = None
-    iterations: Count = 30
-    held_out: Annotated[tuple[Any, Any] | None, _pair] = None
-    segments: Segments = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("network", "compute"):
-            value = vars(self)[name]
-            if (value is None) != (self.budget_seconds is None):
-                raise ValueError(
-                    f"budget_seconds={self.budget_seconds!r} and {name}={value!r}: a budget of seconds needs "
-                    "network=vecgym.clock.Network(1e9, 0.05) and compute=vecgym.clock.Compute(0.4)."
-                )
-        check_clocks(self.num_nodes, self.network, self.compute)
-        if self.budget_seconds is not None and self.availability is not None:
-            raise ValueError(
-                f"budget_seconds={self.budget_seconds!r} and availability={self.availability!r}: what nodes that may "
-                "be absent send is not known in advance. Give H or budget_bytes, or leave availability out."
             )
 
 

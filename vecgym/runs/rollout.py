@@ -1,8 +1,8 @@
 """Whole training runs as differentiable functions: the gradient of the outcome.
 
 `rollout` runs a strategy on a list of batches. Everything it returns can be differentiated with respect to every number
-that the strategy takes, the schedule of its exchanges, the initial parameters and the batches. `optimize_schedule`
-follows that gradient.
+that the strategy takes, the schedule of its exchanges, the initial parameters and the batches. `vecgym.meta.learn`
+follows that gradient, through many runs.
 """
 
 from __future__ import annotations
