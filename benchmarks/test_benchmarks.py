@@ -702,11 +702,12 @@ def test_options_against_jax(against_jax: Any, tmp_path: Path) -> None:
         against_jax.parsed(["--cases", "unheard of"])
 
 
-def test_the_questions_of_what_holds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("some", ["reproductions/0", "reproductions/1", "atlas/0", "atlas/1"])
+def test_the_questions_of_what_holds(some: str, tmp_path: Path) -> None:
     """Each question is asked with few steps: its head has all parts, and its answer a verdict."""
-    run("what_holds.py", "--quick", "--results", str(tmp_path))
+    run("what_holds.py", some, "--quick", "--results", str(tmp_path))
     files = sorted(tmp_path.glob("*/*.json"))
-    assert len(files) == len([*FOLDER.glob("atlas/[0-9]*.py"), *FOLDER.glob("reproductions/[0-9]*.py")])
+    assert len(files) == len([*FOLDER.glob(f"{some}[0-9]_*.py")])
     for file in files:
         found = json.loads(file.read_text())
         assert {
