@@ -33,6 +33,7 @@ from vecgym.strategy import Strategy
 
 TUNED, COMPARED = (100, 101), tuple(range(8))
 MOST_LONGER = 4
+BLOWN_UP = 100.0  # nats; a run that ends above counts as diverged
 VERDICTS = ("AGREES", "ORDER ONLY", "DISAGREES", "UNDECIDED")
 
 Point = dict[str, Any]
@@ -197,10 +198,10 @@ class Study:
             strategy=strategy, points=points, num_nodes=num_nodes, progress=False, device="cpu",
             **{"max_steps": self.steps, "batch_size": scale.batch_size, "val_interval": None, **settings},
         )  # fmt: skip
-        rows = enumerate(result.rows)
-        failed = [math.inf]
-        return [failed if row["status"] == "diverged" else [float(x) for x in measure(result.history(i))]
-                for i, row in rows]  # fmt: skip
+        ended = [row["status"] != "diverged" for row in result.rows]
+        found = [[float(x) for x in measure(result.history(i))] if ok else [] for i, ok in enumerate(ended)]
+        failed = [math.inf] * max(1, *map(len, found))
+        return [values if values and abs(values[-1]) < BLOWN_UP else failed for values in found]
 
     def _save(self) -> None:
         if self.file is not None:

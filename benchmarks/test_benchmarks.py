@@ -708,18 +708,21 @@ def test_the_questions_of_what_holds(some: str, tmp_path: Path) -> None:
     run("what_holds.py", some, "--quick", "--results", str(tmp_path))
     files = sorted(tmp_path.glob("*/*.json"))
     assert len(files) == len([*FOLDER.glob(f"{some}[0-9]_*.py")])
+    expected = "Claim" if some.startswith("reproductions") else "Expected"
     for file in files:
         found = json.loads(file.read_text())
-        assert {
-            "Question",
-            "Setting",
-            "Verdict",
-            "Claim" if file.parent.name == "reproductions" else "Expected",
-        } <= set(found["head"])
-        assert found["answers"]["tiny"]["why"]
-        assert found["answers"]["tiny"]["rows"]
+        assert {"Question", "Setting", "Verdict", expected} <= set(found["head"]), file
+        assert found["answers"]["tiny"]["why"], file
+        assert found["answers"]["tiny"]["rows"], file
 
 
 def test_questions_are_short() -> None:
     for file in [*FOLDER.glob("atlas/*.py"), *FOLDER.glob("reproductions/*.py")]:
         assert len(file.read_text().splitlines()) <= 60, file
+
+
+def test_the_guide_has_the_answers() -> None:
+    """Its tables are those that `--page` writes from the files of `results/`."""
+    what_holds = importlib.import_module("what_holds")
+    page = what_holds.PAGE.read_text()
+    assert page == what_holds.page_with(page, FOLDER / "results")

@@ -13,6 +13,7 @@ On one core a question takes about half a minute at "tiny", some minutes at "tex
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import time
@@ -21,6 +22,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from figures import FOLDER as FIGURES
+from figures import WIDTH, Size, save
 from matplotlib.figure import Figure
 from study import COMPARED, SCALES, TUNED, Answer, Study
 from workloads import header, machine
@@ -30,7 +33,6 @@ from vecgym.core import files
 FOLDER = Path(__file__).parent
 KINDS = ("reproductions", "atlas")
 PAGE = FOLDER.parent / "vecgym" / "guide" / "what_holds.py"
-FIGURES = FOLDER.parent / "notebooks" / "figures"
 
 
 def questions(wanted: list[str]) -> dict[str, Path]:
@@ -70,11 +72,12 @@ def ask(name: str, path: Path, scale: str, args: argparse.Namespace) -> None:
     module, begin = loaded(path), time.time()
     if scale not in getattr(module, "SCALES", tuple(SCALES)):
         return
-    kept = None if args.quick else args.kept / f"{name}_{scale}.json"
+    edition = hashlib.sha256(path.read_bytes()).hexdigest()[:8]  # what an older edition trained is not this one's
+    kept = None if args.quick else args.kept / f"{name}_{scale}_{edition}.json"
     study = Study(SCALES[scale], kept, args.quick)
     answer = module.ask(study)
     known |= {"head": head(module)}
-    known.setdefault("answers", {})[scale] = {**as_json(study, answer), "seconds": round(time.time() - begin)}
+    known.setdefault("answers", {})[scale] = as_json(study, answer)
     results.parent.mkdir(parents=True, exist_ok=True)
     with files.write_atomically(results, "w") as file:
         json.dump(known, file, indent=1)
@@ -94,39 +97,41 @@ def as_json(study: Study, answer: Answer) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ the page
 
 
+TITLES = {"reproductions": "claimed", "atlas": "expected"}
+
+
 def table(kind: str, results: Path) -> str:
     """The answers of a kind, one row for each question."""
-    claimed = "Claim" if kind == "reproductions" else "Expected"
-    lines = [f"| | question | {'claimed' if kind == 'reproductions' else 'expected'} | {' | '.join(SCALES)} |",
-             "|--:|---|---|" + "---|" * len(SCALES)]  # fmt: skip
+    lines = [f"| | question | {TITLES[kind]} | {' | '.join(SCALES)} |", "|--:|---|---|" + "---|" * len(SCALES)]
     for name in questions([f"{kind}/"]):
-        file = results / f"{name}.json"
-        if not file.exists():
-            continue
-        found = json.loads(file.read_text())
-        answers = [found["answers"].get(scale) for scale in SCALES]
-        cells = [f"**{one['verdict']}**. {one['why']}" if one else "not run" for one in answers]
-        number = int(Path(name).name[:2])
-        lines.append(f"| {number} | {found['head']['Question']} | {found['head'][claimed]} | {' | '.join(cells)} |")
+        if (file := results / f"{name}.json").exists():
+            found = json.loads(file.read_text())
+            head = found["head"]
+            answers = [found["answers"].get(scale) for scale in SCALES]
+            cells = [f"**{one['verdict']}**. {one['why']}" if one else "" for one in answers]
+            expected = head.get("Claim") or head["Expected"]
+            lines.append(f"| {int(Path(name).name[:2])} | {head['Question']} | {expected} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def page_with(text: str, results: Path) -> str:
-    """The page, with the tables between its marks."""
-    for kind in KINDS:
-        begin, end = f"<!-- {kind} -->\n", f"<!-- end of {kind} -->"
-        before, rest = text.split(begin)
-        text = f"{before}{begin}{table(kind, results)}\n{rest[rest.index(end) :]}"
+    """The page, each of its tables anew from the answers."""
+    for kind, title in TITLES.items():
+        begin = text.index(f"| | question | {title} ")
+        rest = text[begin:].splitlines()
+        count = next(i for i, line in enumerate(rest) if not line.startswith("|"))
+        end = begin + sum(len(line) + 1 for line in rest[:count])
+        text = f"{text[:begin]}{table(kind, results)}\n{text[end:]}"
     return text
 
 
-def figure(kind: str, results: Path) -> Figure:
+def figure(kind: str, results: Path) -> tuple[Figure, Size]:
     """One panel for each question: the differences that decide, with two standard errors, at each scale."""
     found = {name: json.loads(file.read_text()) for name in questions([f"{kind}/"])
              if (file := results / f"{name}.json").exists()}  # fmt: skip
-    rows = -(-len(found) // 3)
-    shown = Figure(figsize=(15, 2.6 * rows), layout="constrained")
-    axes = shown.subplots(rows, 3, squeeze=False)
+    rows = max(1, -(-len(found) // 2))
+    shown = Figure(layout="constrained")
+    axes = shown.subplots(rows, 2, squeeze=False)
     for axis, (name, one) in zip(axes.flat, found.items()):
         labels = list(dict.fromkeys(label for answer in one["answers"].values() for label in answer["rows"]))
         for i, (scale, answer) in enumerate(one["answers"].items()):
@@ -135,11 +140,13 @@ def figure(kind: str, results: Path) -> Figure:
                           xerr=[2 * row["error"] for _, row in points])  # fmt: skip
         axis.axvline(0, color="0.7", lw=0.8)
         axis.set_yticks([-y for y in range(len(labels))], labels, fontsize=7)
+        axis.tick_params(axis="x", labelsize=7)
         axis.set_title(Path(name).name.replace("_", " "), fontsize=8)
     for axis in axes.flat[len(found) :]:
         axis.set_visible(False)
-    axes.flat[0].legend(fontsize=7)
-    return shown
+    if found:
+        axes.flat[0].legend(fontsize=7)
+    return shown, (WIDTH, 20 + 160 * rows)
 
 
 def main() -> None:
@@ -157,7 +164,7 @@ def main() -> None:
     if args.page:
         PAGE.write_text(page_with(PAGE.read_text(), args.results))
         for kind in KINDS:
-            figure(kind, args.results).savefig(FIGURES / f"{kind}.png", dpi=80)
+            save(FIGURES / f"{kind}.png", [figure(kind, args.results)])
         return
     print(header(), flush=True)
     for scale in args.scales:

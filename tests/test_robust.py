@@ -613,7 +613,7 @@ class Sent(Average, batched=(), random=False):
         return tree.map(torch.clone, x)
 
 
-def sent(x: Tensor, liars: list[int], attack: Any, strength: Any = None, members: list[int] | None = None) -> Tensor:
+def sent(x: Tensor, liars: Sequence[int], attack: Any, strength: Any = None, members: list[int] | None = None) -> Tensor:
     comm = StackedCollectives(len(x)) if members is None else StackedCollectives(9).among(members)
     return Corrupted(Sent(), liars, attack, strength)({"w": x}, Part.alone(comm))["w"]
 
@@ -688,6 +688,7 @@ def test_an_attack_of_ones_own() -> None:
         assert_close({"": found[i]}, {"": 7 * (x[0] + x[3] + x[4]) if i in (1, 2) else x[i]}, 1e-13)
     assert torch.equal(sent(x, [1], lambda x, scale=-3: scale * x)[1], -3 * x[1])  # an argument with a default
     assert torch.equal(sent(x, [1], torch.neg)[1], -x[1])
+    assert torch.equal(sent(x, range(1, 3), torch.neg), sent(x, [1, 2], torch.neg))
 
 
 def test_a_little_is_enough_against_the_mean_of_the_nearest() -> None:

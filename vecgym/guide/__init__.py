@@ -45,6 +45,7 @@ Judge:
 
 - `vecgym.guide.performance`: measurements, and how they were made
 - `vecgym.guide.limits`: what does not work
+- `vecgym.guide.what_holds`: published findings tried here, and an atlas of what only many runs show
 - `vecgym.guide.real_systems`: where a port to real libraries goes wrong
 
 Extend:

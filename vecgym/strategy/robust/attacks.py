@@ -69,7 +69,7 @@ class Corrupted(Stage, batched=("strength",), steady=True):
 
     def __init__(self, inner: Average, nodes: Sequence[int], attack: Any = torch.neg, strength: Any = None) -> None:
         super().__init__(inner)
-        several = isinstance(nodes, (list, tuple)) and not any(isinstance(node, Tensor) for node in nodes)
+        several = isinstance(nodes, (list, tuple, range)) and not any(isinstance(node, Tensor) for node in nodes)
         self.nodes = [check.integer("nodes", x, 0, "the id of a node that lies") for x in (nodes if several else ())]
         if not several or len(set(self.nodes)) != len(nodes):
             raise ValueError(f"nodes={nodes!r} must be a list of different node ids, such as [1].")
