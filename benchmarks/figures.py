@@ -67,11 +67,11 @@ def pixels(figure: Figure, size: Size) -> np.ndarray:
     return np.asarray(canvas.buffer_rgba())[..., :3]
 
 
-def save(path: Path, parts: Sequence[tuple[Figure, Size]], across: bool = True) -> None:
+def save(path: Path, parts: Sequence[tuple[Figure, Size]], across: bool = True, colours: int = PALETTE) -> None:
     """Several figures side by side, or one below the other, as one file."""
     image = np.concatenate([pixels(*part) for part in parts], axis=1 if across else 0)
     with write_atomically(path) as file:
-        Image.fromarray(image).quantize(PALETTE, dither=Image.Dither.NONE).save(file, format="png", optimize=True)
+        Image.fromarray(image).quantize(colours, dither=Image.Dither.NONE).save(file, format="png", optimize=True)
 
 
 class Classifier(nn.Module):

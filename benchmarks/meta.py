@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from figures import WIDTH, save
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from workloads import header, machine, markdown
@@ -175,7 +176,7 @@ def main() -> None:
             own = [{**gain._asdict(), "gain": gain.gain._asdict()} for gain in report.gains]
             rows.append({"case": case, "seed": seed, "steps": len(result.rows), "gains": own, "knots": knots})
             if args.figure is not None:
-                result.plot(path=args.figure)
+                save(args.figure, [(result.plot(), (WIDTH, 230))])
     if args.json is not None:
         args.json.write_text(json.dumps({"machine": machine(), "rows": rows}))
 

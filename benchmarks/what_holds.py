@@ -16,7 +16,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
-import time
+import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,7 +69,7 @@ def ask(name: str, path: Path, scale: str, args: argparse.Namespace) -> None:
     known: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
     if scale in known.get("answers", {}) and not args.again:
         return
-    module, begin = loaded(path), time.time()
+    module = loaded(path)
     if scale not in getattr(module, "SCALES", tuple(SCALES)):
         return
     edition = hashlib.sha256(path.read_bytes()).hexdigest()[:8]  # what an older edition trained is not this one's
@@ -81,17 +81,26 @@ def ask(name: str, path: Path, scale: str, args: argparse.Namespace) -> None:
     results.parent.mkdir(parents=True, exist_ok=True)
     with files.write_atomically(results, "w") as file:
         json.dump(known, file, indent=1)
-    print(f"{name}, {scale}: {answer.verdict}. {answer.why} ({time.time() - begin:.0f} s)", flush=True)
+    print(f"{name}, {scale}: {answer.verdict}. {answer.why}", flush=True)
 
 
 def as_json(study: Study, answer: Answer) -> dict[str, Any]:
-    arms = {arm.name: {"best": {k: str(v) for k, v in arm.best.items()}, "edge": arm.edge, "loss": round(arm.mean(), 4)}
+    arms = {arm.name: {"best": {k: str(v) for k, v in arm.best.items()}, "edge": arm.edge, "loss": finite(arm.mean())}
             for arm in study.arms.values()}  # fmt: skip
-    rows = {label: {k: round(v, 5) for k, v in row._asdict().items()} for label, row in answer.rows.items()}
+    rows = {label: {k: finite(v) for k, v in row._asdict().items()} for label, row in answer.rows.items()}
     settings = {"steps": study.steps, "num_nodes": study.scale.num_nodes, "batch_size": study.scale.batch_size}
     seeds = {"tuned": list(TUNED), "compared": list(COMPARED)}
     return {"verdict": answer.verdict, "why": answer.why, "rows": rows, "arms": arms, "settings": settings,
             "seeds": seeds, "machine": machine()}  # fmt: skip
+
+
+def finite(x: float) -> float | None:
+    """A number that every reader of JSON takes: None for infinite ones and nan.
+
+    >>> finite(0.123456), finite(float("inf"))
+    (0.12346, None)
+    """
+    return round(x, 5) if math.isfinite(x) else None
 
 
 # ------------------------------------------------------------------------------------------------ the page
@@ -135,7 +144,8 @@ def figure(kind: str, results: Path) -> tuple[Figure, Size]:
     for axis, (name, one) in zip(axes.flat, found.items()):
         labels = list(dict.fromkeys(label for answer in one["answers"].values() for label in answer["rows"]))
         for i, (scale, answer) in enumerate(one["answers"].items()):
-            points = [(labels.index(label) + 0.2 * i, row) for label, row in answer["rows"].items()]
+            points = [(labels.index(label) + 0.2 * i, row) for label, row in answer["rows"].items()
+                      if row["mean"] is not None]  # fmt: skip
             axis.errorbar([row["mean"] for _, row in points], [-y for y, _ in points], fmt="o", ms=3, label=scale,
                           xerr=[2 * row["error"] for _, row in points])  # fmt: skip
         axis.axvline(0, color="0.7", lw=0.8)
@@ -164,7 +174,7 @@ def main() -> None:
     if args.page:
         PAGE.write_text(page_with(PAGE.read_text(), args.results))
         for kind in KINDS:
-            save(FIGURES / f"{kind}.png", [figure(kind, args.results)])
+            save(FIGURES / f"{kind}.png", [figure(kind, args.results)], colours=16)
         return
     print(header(), flush=True)
     for scale in args.scales:

@@ -144,8 +144,8 @@ def test_figures_are_described_and_small() -> None:
         for about, path in re.findall(r"^!\[(.*)\]\((.*)\)$", text, re.MULTILINE)
     ]
     assert sorted(path.stem for _, path in figures) == [
-        "atlas", "compare", "equal_time", "equivalence", "goodput", "meta", "price", "reproductions", "rings", "scaling",
-        "schedule", "shakespeare", "sweep",
+        "atlas", "compare", "equal_time", "equivalence", "goodput", "meta", "price", "reproductions", "rings",
+        "scaling", "schedule", "shakespeare", "sweep",
     ]  # fmt: skip
     for about, path in figures:
         data = path.read_bytes()

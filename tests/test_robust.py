@@ -613,7 +613,9 @@ class Sent(Average, batched=(), random=False):
         return tree.map(torch.clone, x)
 
 
-def sent(x: Tensor, liars: Sequence[int], attack: Any, strength: Any = None, members: list[int] | None = None) -> Tensor:
+def sent(
+    x: Tensor, liars: Sequence[int], attack: Any, strength: Any = None, members: list[int] | None = None
+) -> Tensor:
     comm = StackedCollectives(len(x)) if members is None else StackedCollectives(9).among(members)
     return Corrupted(Sent(), liars, attack, strength)({"w": x}, Part.alone(comm))["w"]
 
