@@ -681,6 +681,18 @@ def test_a_learning_rate_per_step_is_a_schedule(columns: int, participation: flo
     assert trainer.history["lr"] == pytest.approx(rates.mean(1).tolist())
 
 
+def test_equal_rates_for_each_step_of_a_group_are_one_rate() -> None:
+    model, data = setting()[0], TensorDataset(*toy_data())
+    losses = []
+    for rate in (0.02, torch.full((T, 1), 0.02, dtype=F64), torch.full((T, K), 0.02, dtype=F64)):
+        strategy = MuLoCoStrategy(H=2, lr=0.05, adamw_lr=rate, full_precision=True, cosine_anneal=True)
+        trainer = Trainer(model, data)
+        trainer.fit(strategy, num_nodes=K, max_steps=T, batch_size=B, device="cpu", progress=False)
+        losses.append(trainer.history["train_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-12)
+
+
 def test_a_group_with_too_few_steps_says_so() -> None:
     spec = OptimSpec("sgd", lr=0.2, param_groups=of_biases(lr=torch.ones(T - 1, 1)))
     with pytest.raises(ValueError, match=r"shape \[5, 1\] has no value for step 5: give one for each"):
