@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from tests.cards import CARDS
 from tests.fitting import STRATEGIES, alone, dataset, same
@@ -37,6 +39,7 @@ from vecgym.compress.dct import strongest
 from vecgym.core import devices, tree
 from vecgym.engine import Engine
 from vecgym.runs.options import FitOptions
+from vecgym.runs.recorder import Recorder
 from vecgym.runs.run import Run, Task
 from vecgym.simulation import Simulation, State
 from vecgym.strategy import (
@@ -419,11 +422,11 @@ def test_losses_on_the_host_are_read_at_once() -> None:
     assert lengths == [3, 6]
 
 
-def diverge(**settings: Any) -> Trainer:
+def diverge(dtype: torch.dtype = torch.float32, **settings: Any) -> Trainer:
     """Train three nodes on batches of 1; node 1 meets nan in the third step, at step 2."""
-    data = torch.arange(36.0)
+    data = torch.arange(36.0, dtype=dtype)
     data[7] = torch.nan
-    trainer = Trainer(Diverging(), data)
+    trainer = Trainer(Diverging().to(dtype), data)
     options: dict[str, Any] = {"max_steps": 12, "log_interval": 5, **settings}
     try:
         trainer.fit(alone(), 3, batch_size=1, shuffle=False, progress=False, device="cpu", **options)
@@ -546,3 +549,101 @@ def test_a_progress_bar_moves_between_fetches(fetches: list[int], capsys: pytest
     shown = capsys.readouterr().err
     assert "11/11" in shown
     assert "loss" in shown
+
+
+# ------------------------------------------------------------------------------ rows on the host that nobody waits for
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have losses on the host read four rows at a time; return how many were read each time."""
+    counts: list[int] = []
+    fetch = Recorder._fetch
+
+    def counted(self: Recorder) -> None:
+        if self._unread:
+            counts.append(len(self._unread))
+        fetch(self)
+
+    monkeypatch.setattr("vecgym.runs.recorder.ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(Recorder, "_fetch", counted)
+    return counts
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_history_is_the_same_whether_or_not_somebody_reads_along(strategy: str, reads: list[int]) -> None:
+    expected = fit(strategy=strategy, logger=Listener())
+    assert reads == [1] * 11
+    reads.clear()
+    trainer = fit(strategy=strategy)
+    # After steps 4, 7 (an evaluation) and 11; at once where not all nodes train.
+    assert reads == ([1] * 11 if "participation" in strategy else [4, 3, 4])
+    assert repr(numbers(trainer.history.rows)) == repr(numbers(expected.history.rows))
+    assert list(map(list, trainer.history.rows)) == list(map(list, expected.history.rows))  # columns in the same order
+    assert same(trainer.nodes.params, expected.nodes.params)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_divergence_on_the_host_is_noticed_in_its_step(dtype: torch.dtype, reads: list[int]) -> None:
+    trainer = diverge(dtype)
+    error = trainer.error  # type: ignore[attr-defined]
+    assert (error.step, error.nodes, error.noticed) == (2, [1], None)
+    assert (trainer.history["step"], reads) == ([1, 2, 3], [3])
+    assert trainer.state is not None
+    assert trainer.state.step == 3
+
+
+def test_losses_whose_sum_overflows_have_not_diverged(reads: list[int]) -> None:
+    trainer = Trainer(Diverging(), torch.full((36,), 1.5e19))  # losses of 2.25e38: the sum of three is inf
+    trainer.fit(alone(), 3, max_steps=12, batch_size=1, progress=False, device="cpu")
+    assert reads[0] == 1
+    assert np.isfinite(trainer.history["train_loss"]).all()
+
+
+def test_divergence_on_the_host_warns_once_or_not_at_all(reads: list[int]) -> None:
+    with pytest.warns(VecgymWarning, match="node 1 is nan at step 2") as caught:
+        warned = diverge(on_divergence="warn")
+    assert len(caught) == 1
+    assert warned.history["step"] == list(range(1, 13))
+    assert reads == [3, 4, 4, 1]
+    reads.clear()
+    assert repr(numbers(diverge(on_divergence="ignore").history)) == repr(numbers(warned.history))
+    assert reads == [4, 4, 4]
+
+
+@pytest.mark.parametrize("how", ["interrupt", "error"])
+def test_no_row_is_lost_within_a_block(how: str, reads: list[int], tmp_path: Path) -> None:
+    expected = fit(logger=Listener())
+    trainer = Trainer(make_model("MLP"), dataset("MLP"), dataset("MLP", 8, seed=1))
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(6, (lambda: signal.raise_signal(signal.SIGINT)) if how == "interrupt" else break_down, patch)
+        with pytest.raises((KeyboardInterrupt, OSError)):
+            fit(trainer, save_dir=tmp_path, checkpoint_interval=3)
+    reached = 7 if how == "interrupt" else 6
+    assert trainer.history["step"] == list(range(reached + 1))
+    assert np.isfinite(trainer.history["train_loss"][1:]).all()
+    resumed = Trainer(make_model("MLP"), dataset("MLP"), dataset("MLP", 8, seed=1))
+    fit(resumed, save_dir=tmp_path, resume=True)
+    for row, same_row in zip(numbers(resumed.history.rows), numbers(expected.history.rows), strict=True):
+        assert repr(sorted(row.items())) == repr(sorted(same_row.items()))
+
+
+def test_after_step_and_stop_get_complete_rows_on_the_host(reads: list[int]) -> None:
+    class Watching(Trainer[nn.Module]):
+        def after_step(self, row: dict[str, Any]) -> None:
+            rows.append(dict(row))
+
+    rows: list[dict[str, Any]] = []
+    fit(Watching(make_model("MLP"), dataset("MLP")), val_interval=None)
+    fit(val_interval=None, stop=lambda row: rows.append(dict(row)))
+    assert reads == [1] * 22
+    assert all(np.isfinite(row["train_loss"]) for row in rows if row["step"])
+
+
+def test_a_progress_bar_has_the_loss_of_the_step_that_it_shows(
+    reads: list[int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vecgym.runs.run.tqdm", partial(tqdm, mininterval=0, miniters=2))
+    fit(val_interval=None, progress=True)
+    assert reads == [2] * 5 + [1]
+    assert "loss" in capsys.readouterr().err

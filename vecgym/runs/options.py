@@ -349,7 +349,8 @@ class FitOptions(EngineOptions, Training, Simulated):
         log_interval: steps between the rows that loggers receive; the history has every step. On a device (CUDA, MPS)
             losses are fetched only at these steps, at evaluations and at checkpoints, so that no other step waits for
             the device: rows of the history arrive then, and divergence is noticed no earlier. (A trainer that overrides
-            `after_step` fetches them at every step.)
+            `after_step` fetches them at every step.) On a CPU rows of the history arrive several at a time if there is
+            no logger, `after_step` or `stop`; divergence is noticed in its step.
         network: a `vecgym.clock.Network`, with `compute`: the history then says how long the run takes on it, and bytes
             follow the network's routes. Training does not depend on it; `Trainer.timeline` computes the same later. An
             asynchronous run's order of events does depend on both; without a network its messages take no time.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ from vecgym.records.rows import Row
 from vecgym.runs.options import FitOptions
 from vecgym.simulation import RunFacts, Simulation, Timetable
 from vecgym.simulation.state import Metrics
+
+ROWS_AT_ONCE = 32  # that get their losses together, on the host, if nobody waits for them
 
 
 class StepRows:
@@ -116,11 +118,13 @@ class Recorder:
     """Turn steps into rows. A row is handed on when the next one begins, so that evaluations can join it.
 
     Losses on a device stay there, and their rows wait for them, until all are fetched together: every `log_interval`
-    steps, and whenever rows are needed.
+    steps, and whenever rows are needed. On the host, too, rows wait if nobody reads them, but not a loss that is not
+    finite.
 
     Attributes:
         options: of the run.
         interval: steps between two fetches; `log_interval`, or less if the rows are needed earlier.
+        at_once: rows on the host that get their losses together.
     """
 
     def __init__(
@@ -128,6 +132,7 @@ class Recorder:
     ) -> None:
         self.options = options
         self.interval = options.log_interval
+        self.at_once = 1 if loggers.alive else ROWS_AT_ONCE
         self.clock: RunningClock | None = None
         self.history = history
         self.ledger = simulation.comm.ledger
@@ -186,9 +191,10 @@ class Recorder:
             row["sim_seconds"], row["sim_utilization"] = self.clock.step(metrics.transfers, computing)
         self._open.append(row)
         self._unread.append((row, metrics.losses, metrics.active))
-        if fetch or on_host(metrics.losses) or step % self.interval == 0:
+        here = on_host(metrics.losses)
+        if fetch or (self._is_needed(metrics) if here else step % self.interval == 0):
             self._fetch()
-        advance(self._bar, row)
+        advance(self._bar, row, self._fetch if here else None)
 
     def add(self, **values: Any) -> None:
         """Add columns to the current row; before the first step, to a row of its own."""
@@ -216,6 +222,12 @@ class Recorder:
             self._fetch()
         self._hand_on()
         self.loggers.finish()
+
+    def _is_needed(self, metrics: Metrics) -> bool:
+        """Whether losses on the host must be read after this step."""
+        if len(self._unread) >= self.at_once or metrics.active is not None:
+            return True
+        return self.on_divergence != "ignore" and not math.isfinite(metrics.losses.sum().item())
 
     def _hand_on(self) -> None:
         rows, self._open, self._unread = self._open, [], []
@@ -258,10 +270,18 @@ class Recorder:
         return False
 
 
-def advance(bar: tqdm, row: Mapping[str, Any]) -> None:
-    """Advance a progress bar to the step of a row, and show its loss and bytes."""
+def advance(bar: tqdm, row: Mapping[str, Any], complete: Callable[[], None] | None = None) -> None:
+    """Advance a progress bar to the step of a row, and show its loss and bytes.
+
+    Args:
+        complete: gives the row its loss, if it may have none yet.
+    """
     redrawn = bar.update(row["step"] - bar.n)  # it redraws itself a few times a second, and at the end
-    if row.get("train_loss") is not None and (redrawn or bar.n == bar.total):
+    if not (redrawn or bar.n == bar.total):
+        return
+    if complete is not None:
+        complete()
+    if row.get("train_loss") is not None:
         sent = readable_bytes(row["bytes_total"])
         network_time = f", {readable_time(row['sim_seconds'])} on the network" if "sim_seconds" in row else ""
         bar.set_postfix_str(f"loss {row['train_loss']:.4f}, {sent} per node{network_time}", refresh=False)
@@ -290,11 +310,12 @@ class Loggers:
     """The user's loggers; one that fails is reported once and dropped.
 
     Attributes:
+        alive: those that have not failed.
         stopped: whether one of them has raised StopIteration, which asks for the end of the run.
     """
 
     def __init__(self, logger: Logger | Sequence[Logger] | None, interval: int) -> None:
-        self._alive = list(as_loggers(logger))
+        self.alive = list(as_loggers(logger))
         self._interval = interval
         self.stopped = False
 
@@ -318,11 +339,11 @@ class Loggers:
         return row["step"] % self._interval == 0 or "val_loss" in row
 
     def _each(self, method: str, *args: Any) -> None:
-        for logger in list(self._alive):
+        for logger in list(self.alive):
             try:
                 getattr(logger, method)(*args)
             except StopIteration:  # noqa: PERF203
                 self.stopped = True
             except Exception as error:  # whatever a logger does, the training continues
-                self._alive.remove(logger)
+                self.alive.remove(logger)
                 warn(f"{type(logger).__name__} failed and is dropped: {error!r}")

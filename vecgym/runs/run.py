@@ -107,7 +107,7 @@ class Run(Generic[M]):
         if self.simulation.run.presence is not None and session.rank == 0:
             self.simulation.run.presence.warn_never_present()
         if after_step is not None or options.stop is not None:
-            self.recorder.interval = 1
+            self.recorder.interval = self.recorder.at_once = 1
         self.checkpoints = Checkpointer(self.options, self.simulation, self.recorder, session)
         self.state = self.checkpoints.start()
         if self.checkpoints.run_id:
