@@ -281,3 +281,36 @@ def test_an_error_in_evaluation_is_the_models_own(calls: Calls) -> None:
     with pytest.raises(RuntimeError, match="not in evaluation"):
         losses(Wrong().double(), "Alone", dataset("MLP", 14, dtype=torch.float64))
     assert calls == [True, False]
+
+
+class Read(Dataset):
+    """Examples of the MLP, and how often any was read."""
+
+    def __init__(self, num_examples: int) -> None:
+        self.examples, self.count = dataset("MLP", num_examples), 0
+
+    def __len__(self) -> int:
+        return len(self.examples)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        self.count += 1
+        return self.examples[index]
+
+
+@pytest.mark.parametrize("per_node", [False, True])
+def test_a_run_reads_its_validation_set_once(per_node: bool) -> None:
+    sets = [Read(size) for size in ((10, 10, 7) if per_node else (10,))]
+    val = (lambda rank, num_nodes, train: sets[rank]) if per_node else sets[0]
+    trainer, _ = fit(val=val, data=dataset("MLP"), max_steps=4, val_interval=1)
+    assert len(trainer.history.series("val_loss")[1]) == 5
+    assert [one.count for one in sets] == [len(one) for one in sets]
+
+
+@pytest.mark.filterwarnings("ignore:the seeds do not vary")
+def test_a_sweep_reads_its_validation_set_once_for_each_seed() -> None:
+    val = Read(10)
+    sweep(
+        make_model("MLP"), dataset("MLP"), val, strategy=FedAvgStrategy, grid={"H": [1, 2], "seed": [0, 1]},
+        num_nodes=3, max_steps=4, batch_size=4, val_interval=1, device="cpu", progress=False,
+    )  # fmt: skip
+    assert val.count == 20

@@ -192,7 +192,8 @@ def _batches(distinct: Sequence[EvalBatches], num_configs: int, num_local: int) 
     If models have their own batches, they are `[n, B, ...]`: one for each node, or `[1, B, ...]` for all.
     """
     num_nodes, per_node = num_local // num_configs, distinct[0].per_node
-    for at, *batches_and_sizes in zip(distinct[0].places, *distinct):
+    # To the end of each set, which then keeps its batches.
+    for *batches_and_sizes, at in zip(*distinct, distinct[0].places, strict=True):
         batches, (size, *_) = zip(*batches_and_sizes)
         if len(distinct) > 1 and not per_node:
             batches = tuple(tree.map_leaves(lambda x: x[None], batch) for batch in batches)
