@@ -75,6 +75,26 @@ the fit 4.65 with vmap and 3.76 without (1.24 x faster than vmap, 86 x than the 
 it took 2.1 to 2.4 ms in some minutes and 3.4 to 4.4 in others. Larger models are not written down: MLP 2.4 x, CNN 1.7 x, GPTs
 1.5 x and 1.2 x faster than the loop.
 
+## What a step records, and an evaluation
+
+Shares of a step of the tiny MLP (DiLoCo, AdamW, H = 20; processor time, one thread, medians of five and three fits, on a busy
+2 x AMD EPYC), each part timed by itself, before rows of the history waited for one another:
+
+| K | step, ms | reading its losses | its other columns | ledger | progress bar | learning rates | all after the kernel |
+|--:|--:|--:|--:|--:|--:|--:|--:|
+| 8 | 0.43 | 7.6 % | 2.1 % | 0.5 % | 0.8 % | 3.1 % | 19 % |
+| 512 | 1.93 | 3.6 % | 0.9 % | 0.2 % | 0.4 % | 1.5 % | 8 % |
+
+Reading a loss takes 6 us in a loop and 30 to 40 within a step, whose kernels have filled the caches. So on a CPU, too, up to
+32 rows now get their losses together if there is no logger, `after_step` or `stop`; in each step only a sum says whether all
+are finite. Fits of K = 8 take 0.91 of the processor time (24 pairs), those of K = 512 0.95 to 1.00, which is within their
+spread. No more can be gained there than the shares that are left.
+
+An evaluation of 512 examples in batches of 8 takes 4.3 ms for K = 8 and 39 ms for K = 512, 10 and 20 steps; it was 6.1 and 43
+when the batches were read again each time. A loop over raw tensors, all batches in one, takes 0.6 and 33 ms. Of the 4.3 ms,
+1.7 are calls of the model, 1.1 sums over batches, 0.3 distances, the rest the joining of batches: recorded operations could save
+at most 1.1 ms of them.
+
 ## Compiled, or a list
 
 A list of recorded operations calls each of them from Python; compiled code has fewer of them and a wrapper around all. So
