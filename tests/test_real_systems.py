@@ -18,6 +18,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel
@@ -265,6 +266,17 @@ def test_a_loaded_optimizer_shares_its_state(make: Callable[..., torch.optim.Opt
     before = second.state[weights[1]][slot].clone()
     step(5.0)
     assert not torch.equal(second.state[weights[1]][slot], before)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_asking_for_the_state_of_adam_is_a_step(asked: bool) -> None:
+    net = nn.Linear(1, 1, bias=False)
+    before, optimizer = net.weight.detach().clone(), torch.optim.Adam(net.parameters(), 0.1)
+    if asked:
+        get_optimizer_state_dict(net, optimizer)
+    net(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    assert float(before - net.weight) == pytest.approx(0.0744 if asked else 0.1, abs=1e-4)
 
 
 def test_an_averaged_model_averages_a_count_of_batches() -> None:

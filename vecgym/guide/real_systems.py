@@ -35,6 +35,7 @@ column "here" is empty, vecgym has nothing of the kind.
 | real library | is seen | here |
 |---|---|---|
 | `load_state_dict` of an optimizer | shares tensors with the state that was given: of two copies on one machine the first one's next step changes the second one's moments. Give it a `deepcopy` | states are copied |
+| `get_optimizer_state_dict` of `torch.distributed.checkpoint`, before the first step | makes a step of gradients 0 to have a state: Adam's first movement is then 0.74 of a learning rate, ASGD's first step moves nothing, and Rprop begins with steps of 1e-6. A run with a checkpoint at step 0 differs from one without | a checkpoint at step 0 changes nothing |
 | `AveragedModel` with `use_buffers=True` | averages counts of batches as integers: after four steps the count is 1 | the mean takes the first node's |
 | Muon of torch, and of optax 0.2.8 | torch scales by sqrt(max(1, rows / columns)), optax by sqrt(max(1, columns / rows)) of its transposed convention: for a weight of 128 x 64 the same gradient makes steps of ratio sqrt(2), for 64 x 128 of 1 / sqrt(2) | `OptimSpec("muon")` is torch's |
 | AMSGrad of torch, and of optax 0.2.8 | torch takes the largest moment and corrects its bias afterwards, optax the largest corrected one: after a large first gradient torch is 2.3 times as far | torch's |
