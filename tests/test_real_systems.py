@@ -276,7 +276,7 @@ def test_asking_for_the_state_of_adam_is_a_step(asked: bool) -> None:
         get_optimizer_state_dict(net, optimizer)
     net(torch.ones(1, 1)).sum().backward()
     optimizer.step()
-    assert float(before - net.weight) == pytest.approx(0.0744 if asked else 0.1, abs=1e-4)
+    assert (before - net.weight).item() == pytest.approx(0.0744 if asked else 0.1, abs=1e-4)
 
 
 def test_an_averaged_model_averages_a_count_of_batches() -> None:
