@@ -1,4 +1,4 @@
-"""What holds: published findings tried here, and an atlas of what only many runs show
+"""Findings that hold: published ones tried here, and an atlas of answers that only many runs give
 
 A reader trusts a simulator that finds again what others measured, and comes back to one that knows what nobody can guess.
 Each row below is one question, a file of at most 60 lines in `benchmarks/reproductions/` or `benchmarks/atlas/`. Its head
