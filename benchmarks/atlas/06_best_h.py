@@ -45,7 +45,8 @@ def ask(study: Study) -> Answer:
         costs.append(difference(arms[3], arms[at]))
         rows[f"{outside}, {schedule}: longest"] = costs[-1]
         rows[f"{outside}, {schedule}: {'1 - u' if at else 'u - 1'}"] = difference(arms[1 - at], arms[at])
-    why = f"Best H: {', '.join(NAMES[i] for i in lowest)}; the longest costs {', '.join(map(str, costs))}."
+    best = ", ".join(str((1, u, 4 * u, 16 * u)[i]) for i in lowest)
+    why = f"Best H: {best}; the longest costs {', '.join(map(str, costs))}."
     if better:
         return Answer("DISAGREES", why, rows)
     if any(cost.sign != 1 for cost in costs):

@@ -3,7 +3,7 @@
 Setting: DiLoCo with AdamW inside, 4 or 16 rounds, like data or unlike data (2 shards of sorted classes a node, or a
 stretch of the text); inner and outer rate tuned for each arm; equal steps and bytes.
 Claim: with each arm tuned over its rates, outer momentum is null or worse in 25 of 26 cells of fewer than about 20
-rounds (reported to us without an address: the source was not found again, so that its models are not known).
+rounds (reported without an address; the source was not found again, and its models are not known).
 Verdict: of the cells, "better" and "worse" are those in which Nesterov's 0.9 minus none is clearly negative or positive
 (two standard errors). AGREES if none is better; DISAGREES if half of them or more are; ORDER ONLY if fewer are better
 than worse; else UNDECIDED.
