@@ -4,8 +4,7 @@ Setting: 16 nodes, x <- W (x - eta d d'x), random directions d of 32 dimensions 
 steps at each graph's best eta by the formula; the rate is that of the nodes' mean square from step 30 on.
 Claim: The mean square of x falls by 1 - r a step, r = 1 - (1 - eta)^2 - (zeta - 1) eta^2 / n(gamma), gamma =
 (1 - eta)^2 / (1 - r), n the variance reduction of a random walk; the gap "is not predictive" of performance (arXiv
-2206.03093, abstract, section 3.1, and epfml/topology-in-decentralized-learning,
-random_isotropic_quadratics.py).
+2206.03093, abstract, 3.1, and epfml/topology-in-decentralized-learning, random_isotropic_quadratics.py).
 Verdict: AGREES if each rate is within 3 % of the formula's, and a ring is clearly (two standard errors) faster than all
 to all with weight 0.1, whose gap is larger; ORDER ONLY if the latter; UNDECIDED if the former; else DISAGREES.
 """

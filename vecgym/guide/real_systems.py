@@ -48,7 +48,7 @@ column "here" is empty, vecgym has nothing of the kind.
 | real library | is seen | here |
 |---|---|---|
 | flwr 1.42, `FedAvg` | weights that are integers become 0: it scales in place. With `inplace=False` it gives 15.0, in float64, for 10 and 20 | |
-| flwr 1.42, `Krum`, `MultiKrum` and `Bulyan` of `flwr.serverapp` | take distances as x² + y² - 2xy in the arrays' precision: where clients move less than a thousandth of the weights, rounding errors select; in float16 it is always the first client. `flwr.server` takes differences | distances in float64 |
+| flwr 1.42, `Krum`, `MultiKrum` and `Bulyan` of `flwr.serverapp` | take distances as x² + y² - 2xy in the arrays' precision: movements far below the weights are lost in rounding, so average in float64. `flwr.server` takes differences | distances in float64 |
 | flwr-datasets 0.6.1, `IidPartitioner` | does not shuffle: data sorted by label give each node one label | `partition_iid` shuffles, by its `seed` |
 | byzfl 0.0.11, `Krum` | counts n - f - 1 neighbours, the paper n - f - 2 | both, `neighbours=` |
 | byzfl 0.0.11, `GeometricMedian` | makes three iterations from 0: of 1000, 1000, 1000, 1000, 1100 it returns 1001.4 | the same by default; `iterations=100` converges |
