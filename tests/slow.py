@@ -1,8 +1,8 @@
 """Which tests are slow ones: of the many cases of a test those that say again what the others say, and what is long.
 
 `pytest` runs the others, with every strategy and every property among them; `pytest -m slow` runs these, and
-`pytest -m "" FILE` both. A test may also carry the mark itself. Of what is left of a test with `MANY` cases or more, one
-in `SHARE` runs: others in each test, so that together they take every strategy, codec and model.
+`pytest -m "" FILE` both. A test may also carry the mark itself. Of the remaining cases of a test with `MANY` or more,
+one in `SHARE` runs: others in each test, so that together they take every strategy, codec and model.
 """
 
 from __future__ import annotations
