@@ -626,7 +626,7 @@ def test_divergence_is_told() -> None:
 
 @pytest.mark.parametrize("function", ["sweep", "verify", "dry_run", "estimate_memory", "learn"])
 def test_what_needs_steps_of_all_nodes_says_so(function: str) -> None:
-    strategy, model = AsyncStrategy(SGD, OuterOptimizer(lr=0.1), H=2), make_model("MLP")
+    strategy, model = AsyncStrategy(SGD, OuterOptimizer(lr=0.1), H=2), make_model("MLP", dtype=F64)
     calls: dict[str, Callable[[], Any]] = {
         "sweep": lambda: sweep(model, data(), strategy=strategy, grid={"seed": [0]}, num_nodes=2, max_steps=2),
         "verify": lambda: verify(strategy, model, data()),

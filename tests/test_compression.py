@@ -894,7 +894,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "quantised bits": (lambda: quantised({}, 3, meeting()), ValueError, "bits=3"),
     "rank": (lambda: PowerSGD(0), ValueError, "rank=0"),
     "unknown method": (lambda: Compressed(Mean(), "top-k"), ValueError, "did you mean 'topk'"),
-    "method of a wrong type": (lambda: make_codec(8), TypeError, "method=8"),  # type: ignore[arg-type]
+    "codec of a wrong type": (lambda: make_codec(8), TypeError, "codec=8"),  # type: ignore[arg-type]
     "unknown option": (
         lambda: make_codec("topk", fractoin=0.1),
         TypeError,

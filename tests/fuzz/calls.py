@@ -452,6 +452,8 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     **{f"vecgym.meta.{name}": {
         "z": lambda: torch.zeros(4, 1), "length": lambda: Length(STEPS), "values": lambda: torch.ones(STEPS)}
        for name in ("Curve.values", "Exchanges.argument", "Exchanges.density", "Exchanges.values")},
+    "vecgym.meta.Mixing.values": {"z": lambda: torch.zeros(K * K, 1), "length": lambda: Length(STEPS)},
+    "vecgym.meta.Mixing.first": {"several": lambda: False},
     "vecgym.meta.Report": {"gains": tuple},
     "vecgym.meta.learn": {
         "strategy_of": lambda: lambda n: DiLoCoStrategy("sgd", H=1, lr=n.lr), "runs": lambda: _lines,
