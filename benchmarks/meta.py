@@ -110,13 +110,15 @@ def learned_in(case: str, args: argparse.Namespace, seed: int) -> Learned:
     return learn(strategy_of, numbers, **settings, steps=1 if args.quick else max(1, round(args.seconds / per_step)))
 
 
-def report_of(result: Learned, args: argparse.Namespace) -> Report:
+def report_of(result: Learned, args: argparse.Namespace, case: str) -> Report:
     """Compare with all rivals, and with those that may change one number only."""
     numbers = result.options.numbers
     still = constants(numbers)
     only = {f"only {name}": {**still, name: numbers[name]} for name in numbers}
     rivals = {**rivals_of(numbers, ["constants"] if args.quick else args.rivals), **(only if args.parts else {})}
-    return result.report(2 if args.quick else args.runs, rivals, longer=3, more=None if args.quick else 2)
+    only_alike = case == "gpt"  # whose longer runs, and those of more nodes, take an hour of a core
+    longer, more = None if only_alike else 3, None if only_alike or args.quick else 2
+    return result.report(2 if args.quick else args.runs, rivals, longer=longer, more=more)
 
 
 def estimators(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -165,7 +167,7 @@ def main() -> None:
     for case in filter(SETTINGS.__contains__, args.cases):
         for seed in args.seeds[: 1 if args.quick else None]:
             result = learned_in(case, args, seed)
-            report = report_of(result, args)
+            report = report_of(result, args, case)
             print(f"\n{case}, seed {seed}: {result!r}\n", flush=True)
             lines = [[gain.rival, str(gain.num_steps), str(gain.num_nodes), f"{gain.rival_loss:.4f}",
                       f"{gain.loss:.4f}", str(gain)] for gain in report.gains]  # fmt: skip

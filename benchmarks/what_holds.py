@@ -1,7 +1,7 @@
 """Ask the questions of `atlas/` and `reproductions/`, and draw the tables and figures of `vecgym.guide.what_holds`.
 
 The head of each file has the question, the setting, the expectation (or the claim and its source) and the rule of the
-verdict, all written before the first run. An answer goes to `results/`. An interrupted question keeps what it trained
+verdict, written before the first run. An answer goes to `results/`. An interrupted question keeps what it trained
 in `vecgym-runs/what_holds/`. A question with an answer is not asked again, unless --again is given.
 
 python benchmarks/what_holds.py [atlas/03 reproductions ...] [--scales tiny text gpt]

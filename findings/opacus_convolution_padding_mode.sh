@@ -5,8 +5,8 @@
 # that autograd gives; if a layer is wrong, it is one with an unusual argument, such as a padding mode.
 # Seen: with padding_mode "circular", "reflect" and "replicate" the mean of the per-example gradients of the weight is off
 # by a quarter to more than the half of the largest entry, in one, two and three dimensions: they are computed as if the
-# input were padded with zeros. DP-SGD trains with these gradients. The ones of the
-# bias are right, those with "zeros" too, and with grad_sample_mode="functorch" all are right.
+# input were padded with zeros. DP-SGD trains with these gradients. The bias has right ones, so has padding with "zeros",
+# and with grad_sample_mode="functorch" all are right.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

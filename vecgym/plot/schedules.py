@@ -135,7 +135,7 @@ def plot_numbers(
             check.instance(name, given, Mapping, "numbers by name, {'lr': [0.1, 0.05]}")
     others, times, mixing = start or {}, exchanges or {}, matrices or {}
     if not curves and not times and not mixing:
-        raise ValueError("curves and exchanges are empty: give a number for each step, {'lr': [0.1, 0.05]}.")
+        raise ValueError("curves, exchanges and matrices are empty: give a number for each step, {'lr': [0.1, 0.05]}.")
     columns = len(curves) + len(times) + len(mixing)
     figure, panels = style.new_figure(3.4 * columns, 3.2, columns=columns)
     for axes, (name, values) in zip(panels, curves.items()):
