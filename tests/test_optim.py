@@ -1022,6 +1022,13 @@ def test_too_few_numbers_are_refused():
         OptimSpec("adam", betas=(0.9, 0.9, 0.9))
 
 
+@pytest.mark.parametrize(("right", "wrong"), [({"lr": 1}, {"lr": True}), ({"amsgrad": True}, {"amsgrad": 1})])
+def test_what_was_accepted_once_is_not_taken_for_an_equal_value_of_another_type(right, wrong):
+    assert OptimSpec("adam", **right).kwargs == wrong
+    with pytest.raises((TypeError, ValueError)):
+        OptimSpec("adam", **wrong)
+
+
 @pytest.mark.parametrize("ns_steps", [100, 2**62, 2.5, -1, torch.tensor([5, 100])])
 def test_muon_refuses_numbers_of_newton_schulz_steps_that_torch_refuses(ns_steps):
     params = {"w": torch.ones(2, 3, 2)}

@@ -24,6 +24,7 @@ from vecgym.core import check
 T = TypeVar("T")
 
 PLAIN = (bool, int, float, str, type(None))
+CONSTANT = (*PLAIN, complex, bytes, type, types.ModuleType)  # the types of what holds nothing that changes
 
 
 # ------------------------------------------------------------------------------------------------------- compare
@@ -261,7 +262,7 @@ def reachable(root: Any) -> Iterator[Any]:
     todo = [root]
     while todo:
         x = todo.pop()
-        if id(x) not in visited and not _is_constant(x):
+        if id(x) not in visited and not isinstance(x, CONSTANT):
             visited.add(id(x))
             yield x
             todo += reversed(_parts(x))
@@ -278,7 +279,7 @@ def replaced(x: Any, new: dict[int, Any]) -> Any:
     """
     if id(x) in new:
         return new[id(x)]
-    if _is_constant(x) or not _parts(x):
+    if isinstance(x, CONSTANT) or not _parts(x):
         return x
     if isinstance(x, functools.partial):
         func, args, keywords = replaced((x.func, x.args, x.keywords), new)
@@ -328,10 +329,6 @@ def _parts(x: Any) -> list[Any]:
         defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
         return [*_closed_over(x).values(), *defaults, *_global_tensors(x).values()]
     return list(vars(x).values()) if hasattr(x, "__dict__") else []
-
-
-def _is_constant(x: Any) -> bool:
-    return isinstance(x, (*PLAIN, complex, bytes, type, types.ModuleType))
 
 
 # ------------------------------------------------------------------------------------------------ random numbers

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vecgym.core import check
-from vecgym.core.objects import Settings, same
+from vecgym.core.objects import PLAIN, Settings, same
 from vecgym.core.tree import Tree, differentiated, leaves, map_leaves
 from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.optimizers import Joined
@@ -323,6 +323,18 @@ def _class(optim: object, argument: str = "optimizer") -> type[Optimizer]:
 
 def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the class's defaults, after a dummy has accepted the smallest and the largest of every value."""
+    if all(isinstance(value, PLAIN) for value in kwargs.values()):  # of a sweep: many specs of few kinds
+        settings = tuple((key, type(value), value) for key, value in kwargs.items())  # the type, since True == 1
+        return dict(_accepted(cls, settings))  # type: ignore[arg-type]
+    return _tried(cls, kwargs)
+
+
+@functools.lru_cache
+def _accepted(cls: type[Optimizer], settings: tuple[tuple[str, type, Any], ...]) -> dict[str, Any]:
+    return _tried(cls, {key: value for key, _, value in settings})
+
+
+def _tried(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
     parameters = _parameters(cls)  # type: ignore[arg-type]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     allowed = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -91,7 +91,8 @@ def _at_once(batches: Iterator[Piece], which: Sequence[int], repeats: int, most:
     for _, group in itertools.groupby(batches, key=form):
         alike = iter(group)
         for first in alike:
-            small = MAX_JOINED_BYTES // max(1, repeats * sum(tree.num_bytes(first[0][i]) for i in which))
+            of_set = [tree.num_bytes(batch) for batch in first[0]]
+            small = MAX_JOINED_BYTES // max(1, repeats * sum(of_set[i] for i in which))
             yield [first, *itertools.islice(alike, max(0, min(most, small) - 1))]
 
 

@@ -94,8 +94,9 @@ class Curve:
         plan, facts = config.plan, config.facts()
         rows = StepRows(config.train, facts, None if plan is None else strategy.timetable(facts))
         num_bytes, lrs, seconds = (self.columns[name].tolist() for name in ("bytes", "lr", "seconds"))
-        for t, (losses, active) in enumerate(zip(self.columns["train_losses"], self.columns["active"])):
-            trained = None if bool(active.all()) else active.nonzero().flatten().tolist()
+        everybody = self.columns["active"].all(1).tolist()
+        for t, losses in enumerate(self.columns["train_losses"]):
+            trained = None if everybody[t] else self.columns["active"][t].nonzero().flatten().tolist()
             if plan is None:
                 metrics = Metrics(losses, lrs[t], trained, strategy.outer_rate(facts, t))
             else:
