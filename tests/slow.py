@@ -25,7 +25,7 @@ VARIANTS = (
     "fedavg-randomk|demo-momentum).*"
 )
 
-MANY, SHARE = 4, 6
+MANY, SHARE = 4, 8
 WHOLE = {"test_api", "test_documents", "test_floors", "test_readme"}  # each of whose cases is a thing of its own
 
 # File and test (a part of its name): which of its cases, a regular expression of the whole id.
@@ -60,10 +60,12 @@ SLOW = [
     ("test_compression", "exchanges_equal_their_twins", ".*(K5|K1|forget).*|allreduce-.*"),
     ("test_contract", "never_overwritten", ".*-2"),
     ("test_dct", "inference_mode", ""),
-    ("test_decentralised", "a_change_of_the_rate", "D.2|exact diffusion"),
+    ("test_decentralised", "a_change_of_the_rate", ".*"),
     ("test_decentralised", "with_absent_nodes", "exact diffusion|gradient tracking, combine then adapt"),
     ("test_decentralised", "push_stops|all_matchings_stop", ""),
-    ("test_decentralised", "choco_stops", "consensus_first"),
+    ("test_decentralised", "choco_stops", ".*"),
+    ("test_decentralised", "quasi_global_momentum_stops", ".*False"),
+    ("test_decentralised", "unbiased_reach_the_optimum_of_unlike", "exact diffusion.*|.*one peer.*"),
     ("test_demo", "equals_its_twin", ".*(GPT|CNN|LSTM|one-of-each).*"),
     ("test_design", "forward_mode|second_derivatives", "GPT.*"),
     ("test_documents", "checks_the_installation", ""),
@@ -103,6 +105,7 @@ SLOW = [
     ("test_properties", "pure_step", ".*(Dropout|CNN)"),
     ("test_properties", "permuting", ".*-[58]"),
     ("test_properties", "a_value_for_each", ".*loop, exact"),
+    ("test_readme", "code_blocks_run", "README"),
     ("test_report", "a_run_with_a_ledger", "folder|saved"),
     ("test_report", "a_file_has_the_network", "compute0-network0|compute1-network1"),
     ("test_rollout", "segments", "(1|6)-.*"),
