@@ -274,7 +274,7 @@ SCALES = {
             num_nodes=8, batch_size=16, steps=200,
         ),
         _text_scale("text", 300_000, layers=1, width=32, context=32, num_nodes=8, batch_size=2, steps=200),
-        _text_scale("gpt", 1_000_000, layers=4, width=128, context=64, num_nodes=8, batch_size=2, steps=300),
+        _text_scale("gpt", 1_000_000, layers=4, width=128, context=64, num_nodes=8, batch_size=2, steps=200),
     ]
 }  # fmt: skip
 """2,400, 17,000 and 800,000 parameters: a network on scikit-learn's digits, and character GPTs on Python's source."""
