@@ -18,7 +18,7 @@ from vecgym import History, SweepResult, Trainer, VecgymWarning, compare, sweep
 from vecgym.models import Classifier
 from vecgym.plot import plot_axis, plot_differences, plot_heatmap, plot_pareto
 from vecgym.records.rows import averaged, compared, difference, t_quantile
-from vecgym.strategy import DiLoCoStrategy, FedAvgStrategy, Strategy
+from vecgym.strategy import DiLoCoStrategy, FedAvgStrategy, FedNovaStrategy, Strategy
 
 
 def make(kind: type[Strategy], lr: float = 0.01) -> Strategy:
@@ -578,3 +578,16 @@ def test_what_separate_runs_must_have() -> None:
     broken.append({"step": 3, "train_loss": math.nan})
     with pytest.warns(VecgymWarning, match="b is compared without 1 of 2 seeds|b.* without 1 of 2"):
         assert compare({"a": two, "b": [of(2.5), broken]})[1]["difference"] == 1.5
+
+
+def test_a_run_in_whose_last_step_nobody_trained_has_not_diverged() -> None:
+    x = torch.randn(160, 8, generator=torch.Generator().manual_seed(0))
+    data, runs = TensorDataset(x, x[:, :3].argmax(1)), dict[str, list[History]]()
+    for lr in (0.1, 0.2):
+        strategy = FedNovaStrategy("sgd", local_steps=[1, 3], participation=0.5, lr=lr)
+        for seed in (0, 1):  # in the second round only node 0 takes part, which rests after its first step
+            trainer = Trainer(mlp(seed), data, data)
+            trainer.fit(strategy, 2, max_steps=6, batch_size=8, device="cpu", progress=False, seed=seed)
+            assert math.isnan(trainer.history["train_loss"][-1])
+            runs.setdefault(str(lr), []).append(trainer.history)
+    assert [row["seeds"] for row in compare(runs)] == [2, 2]

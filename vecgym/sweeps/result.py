@@ -668,7 +668,9 @@ def _rows_of(name: str, histories: Iterable[History], column: str) -> Iterator[R
     """Yield a row for each run; one that diverged has no number."""
     for history in histories:
         check.column("column", column, history.columns)
-        diverged = not check.is_finite(history.last("train_loss") if "train_loss" in history.columns else 0.0)
+        trained = (row for row in reversed(history.rows) if row.get("examples_per_s", 1))  # in others none has a loss
+        loss = next((row["train_loss"] for row in trained if row.get("train_loss") is not None), 0.0)
+        diverged = not check.is_finite(loss)
         yield {"run": name, "seed": history.settings["seed"], column: math.nan if diverged else history.last(column)}
 
 
