@@ -92,6 +92,14 @@ def test_each_run_is_the_run_alone_and_so_are_its_derivatives(case: str) -> None
     assert_equal(found, torch.autograd.grad(total(apart), inputs))
 
 
+def test_each_run_has_its_own_numbers_of_examples() -> None:
+    sizes = [(5, 2, 3), (1, 1, 8), (5, 2, 3)]
+    strategy = FedAvgStrategy("sgd", H=2, lr=0.2, weighting="examples")
+    together = many(strategy, num_examples=sizes)
+    check_equal(together, [alone(strategy, i, num_examples=of_run) for i, of_run in enumerate(sizes)])
+    assert not torch.equal(together.loss[1], many(strategy).loss[1])
+
+
 # ------------------------------------------------------------------------------------------ numbers of runs and steps
 
 

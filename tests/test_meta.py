@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 import vecgym
+from vecgym import rollout
 from vecgym.collectives.topology import ring
 from vecgym.core.errors import VecgymWarning
 from vecgym.meta import Curve, Exchanges, Learned, Mixing, learn
@@ -431,6 +432,27 @@ def test_factories_of_datasets_are_called_for_each_node_and_for_validation() -> 
     drawn = tasks.draw([1, 2], 3, 4)
     assert drawn.batches[0][0][1].tolist() == [[float(node)] * 4 for node in range(4)]
     assert sorted(drawn.eval_batches[0][1].tolist()) == sorted([4.0, 5.0, 6.0, 7.0] * 3)
+
+
+def test_nodes_count_by_their_examples_in_each_run() -> None:
+    def of_run(seed: int) -> Any:
+        model, data = runs(seed)
+        counts = (4 + 4 * seed, 20)
+        return model, lambda rank, num_nodes, train: Subset(data, range(counts[rank])) if train else data
+
+    given = {"runs": of_run, "num_nodes": 2, "strategy_of": lambda n: n}
+    tasks = Tasks(options(**given), Family(NUMBERS, [T]))
+    drawn = tasks.draw([1, 2], T, 2)
+    assert drawn.sizes == [(8, 20), (12, 20)]
+    for weighting in ("examples", "equal"):
+        strategy = FedAvgStrategy("sgd", H=3, lr=0.2, weighting=weighting)
+        tasks = Tasks(options(**{**given, "strategy_of": lambda n: strategy}), Family(NUMBERS, [T]))  # noqa: B023
+        losses = tasks.losses(tasks.family.start[:, None], drawn)
+        alone = [
+            rollout(model, strategy, batches, num_nodes=2, eval_batch=held_out, seed=seed, num_examples=sizes).loss
+            for model, batches, held_out, sizes, seed in zip(*drawn[:5])
+        ]
+        assert torch.allclose(losses, torch.stack(alone), atol=1e-12)
 
 
 # --------------------------------------------------------------------------------------------------------------- rivals

@@ -26,6 +26,7 @@ class Drawn(NamedTuple):
     """Some runs: the model, the batches and the validation batch of each.
 
     Attributes:
+        sizes: of each run, the number of examples of each node.
         seeds: of each run.
         num_steps, num_nodes: of each run.
     """
@@ -33,14 +34,15 @@ class Drawn(NamedTuple):
     models: list[nn.Module]
     batches: list[Any]
     eval_batches: list[Any]
+    sizes: list[tuple[int, ...]]
     seeds: list[int]
     num_steps: int
     num_nodes: int
 
     def twice(self) -> Drawn:
         """Return the runs, and the same once more."""
-        models, batches, eval_batches, seeds, *kind = self
-        return Drawn(models * 2, batches * 2, eval_batches * 2, seeds * 2, *kind)
+        models, batches, eval_batches, sizes, seeds, *kind = self
+        return Drawn(models * 2, batches * 2, eval_batches * 2, sizes * 2, seeds * 2, *kind)
 
 
 class Tasks:
@@ -62,8 +64,8 @@ class Tasks:
     def draw(self, seeds: Sequence[int], num_steps: int, num_nodes: int) -> Drawn:
         """Make the runs of these seeds."""
         each = [self._one(seed, num_steps, num_nodes) for seed in seeds]
-        models, batches, eval_batches = (list(x) for x in zip(*each))
-        return Drawn(models, batches, eval_batches, list(seeds), num_steps, num_nodes)
+        models, batches, eval_batches, sizes = (list(x) for x in zip(*each))
+        return Drawn(models, batches, eval_batches, sizes, list(seeds), num_steps, num_nodes)
 
     def losses(self, z: Tensor, drawn: Drawn, seed: int = 0) -> Tensor:
         """Return the final loss of each run, `[M]`, with its own coordinates, `[n, M]`, or those of all, `[n, 1]`."""
@@ -75,20 +77,23 @@ class Tasks:
         shared = {"engine": self._engines[K], "segments": options.segments, "availability": options.availability}
         return rollout(
             drawn.models, strategies if len(strategies) > 1 else strategies[0], drawn.batches,
-            num_runs=len(drawn.models), num_nodes=K, eval_batch=drawn.eval_batches, seed=drawn.seeds, **shared,
+            num_runs=len(drawn.models), num_nodes=K, eval_batch=drawn.eval_batches, num_examples=drawn.sizes,
+            seed=drawn.seeds, **shared,
         ).loss  # fmt: skip
 
-    def _one(self, seed: int, num_steps: int, num_nodes: int) -> tuple[nn.Module, list[Any], Any]:
-        """Return the model, the batches and the validation batch of one run."""
+    def _one(self, seed: int, num_steps: int, num_nodes: int) -> tuple[nn.Module, list[Any], Any, tuple[int, ...]]:
+        """Return the model, the batches, the validation batch and the sizes of the shards of one run."""
         options = self.options
         with rng.private(seed):
             model, train, val = self._checked(check.called("runs", options.runs, seed))
             model = with_loss(model.to(options.device), options.loss_fn)
             made = {"seed": seed, "device": options.device}
-            batches = list(Batches(train, num_nodes, options.batch_size, **made).iterate(0, num_steps))
+            read = Batches(train, num_nodes, options.batch_size, **made)
+            batches = list(read.iterate(0, num_steps))
             held_out = EvalBatches(val, options.val_size, options.val_size, num_nodes, **made)
             batch = next(iter(held_out))[0]
-        return model, batches, tree.map_leaves(lambda x: x.flatten(0, 1), batch) if held_out.per_node else batch
+        batch = tree.map_leaves(lambda x: x.flatten(0, 1), batch) if held_out.per_node else batch
+        return model, batches, batch, tuple(read.shard_sizes)
 
     def _checked(self, made: Any) -> tuple[nn.Module, Any, Any]:
         """Return a run's model, training set and validation set."""

@@ -663,15 +663,17 @@ class RolloutOptions(DifferentiableRun):
             sqrt(T) parts need the least. For reverse mode through `torch.autograd`. None: everything is stored.
         compute, network: of an asynchronous run; see `Trainer.fit`. Node i takes row i of batch t as its own step t.
         max_updates: of an asynchronous run: updates of the server; None: as many as the batches allow.
-        num_runs: M, to train M runs as one program. Each of model, strategy, batches, eval_batch, params and seed is
-            then one for all runs, a list of M, or a function of the run, 0 to M - 1. A list is never a batch: of
-            `eval_batch` it is M batches, and of `batches` M lists of T batches, or T batches for all runs. None: one.
+        num_runs: M, to train M runs as one program. Each of model, strategy, batches, eval_batch, params, seed and
+            num_examples is then one for all runs, a list of M, or a function of the run, 0 to M - 1. A list is never a
+            batch: of `eval_batch` it is M batches, and of `batches` M lists of T batches, or T batches for all runs.
+            None: one.
     """
 
     model: Any
     strategy: Any
     _: KW_ONLY
     seed: Any = 42
+    num_examples: Any = None
     segments: Segments = None
     compute: Compute | None = None
     network: Network | None = None
@@ -724,7 +726,9 @@ def _each_run(options: RolloutOptions, num_runs: int) -> tuple[RolloutOptions, .
     return runs
 
 
-OF_RUNS = ("model", "strategy", "eval_batch", "params", "seed")  # may differ from run to run, as `batches` may
+OF_RUNS = (  # may differ from run to run, as `batches` may
+    "model", "strategy", "eval_batch", "params", "seed", "num_examples",
+)  # fmt: skip
 
 
 def _of_runs(name: str, value: Any, num_runs: int) -> list[Any]:

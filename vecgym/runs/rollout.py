@@ -363,14 +363,14 @@ def _steps_of(runs: Sequence[RolloutOptions]) -> list[list[Any]]:
 def _many(options: RolloutOptions, engine: Engine, initial: Sequence[Tree | None], each: Sequence[Any]) -> Program:
     """Return the program of all runs: the stack of a sweep with a configuration for each."""
     runs, strategies, facts = options.runs, [], []
-    presences = {run.seed: presence_of(run, len(each[0]), run.num_examples) for run in runs}
+    presences = {(run.seed, run.num_examples): presence_of(run, len(each[0]), run.num_examples) for run in runs}
     for i, run in enumerate(runs):
         if not equal_but_weights(runs[0].model, run.model):
             raise ValueError(
                 f"the models of runs 0 and {i} differ in more than the values of their trainable parameters, and "
                 "num_runs trains all runs as one program: call rollout for each."
             )
-        presence = presences[run.seed]
+        presence = presences[run.seed, run.num_examples]
         server = presence is not None and presence.server
         strategies.append(run.strategy.through_server() if server else run.strategy)
         facts.append(RunFacts(run.num_nodes, len(each[0]), run.seed, presence, run.num_examples))
