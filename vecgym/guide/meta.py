@@ -98,6 +98,12 @@ loss is lower than with constants alone by 0.010 (the inner rate), 0.008 (the ou
 (the times), on the average of the seeds; all four together give 0.015. So *how strongly* to step matters more than *when* to
 exchange: alone, the inner rate earns two thirds of the gain, and the times a third.
 
+A character GPT (2 layers of width 64, 8 nodes, 300 steps with 12 exchanges; `--cases gpt --seconds 900 --rivals constants
+--runs 16 --seeds 0`) gets 6 steps of 4 runs in 15 minutes of one core. They lower the loss on 16 unseen runs by
+0.036 ± 0.009, from 1.986 at the start to 1.949: both rates rise until two thirds of the run and fall after it, and the
+times stay even. The gain over tuned constants, 0.057 ± 0.014, says little, since six steps of tuning have made these
+worse than their start (2.007): it takes more than 15 minutes here.
+
 ## The estimator
 
 Through smooth runs, the gradient has far less variance than evolution strategies: pairs of runs with all coordinates moved
