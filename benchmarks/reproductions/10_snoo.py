@@ -45,7 +45,9 @@ def ask(study: Study) -> Answer:
         "AdamW, 1.5 x - AdamW": difference(longer, plain),
     }
     better, than_ahead, than_longer, room = rows.values()
-    why = f"SNOO minus AdamW: {better}, Lookahead: {than_ahead}, AdamW with 1.5 times the steps: {than_longer}."
+    why = f"SNOO minus AdamW: {better}, minus Lookahead: {than_ahead}, " + (
+        f"minus AdamW with 1.5 times the steps: {than_longer}."
+    )
     if room.sign != -1:
         return Answer("UNDECIDED", why + f" These gain {room}.", rows)
     if better.sign == -1:
