@@ -444,6 +444,7 @@ def test_nodes_count_by_their_examples_in_each_run() -> None:
     tasks = Tasks(options(**given), Family(NUMBERS, [T]))
     drawn = tasks.draw([1, 2], T, 2)
     assert drawn.sizes == [(8, 20), (12, 20)]
+    found = []
     for weighting in ("examples", "equal"):
         strategy = FedAvgStrategy("sgd", H=3, lr=0.2, weighting=weighting)
         tasks = Tasks(options(**{**given, "strategy_of": lambda n: strategy}), Family(NUMBERS, [T]))  # noqa: B023
@@ -453,6 +454,8 @@ def test_nodes_count_by_their_examples_in_each_run() -> None:
             for model, batches, held_out, sizes, seed in zip(*drawn[:5])
         ]
         assert torch.allclose(losses, torch.stack(alone), atol=1e-12)
+        found.append(losses)
+    assert not torch.allclose(found[0], found[1], atol=1e-6)
 
 
 # --------------------------------------------------------------------------------------------------------------- rivals

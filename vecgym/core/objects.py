@@ -24,7 +24,7 @@ from vecgym.core import check
 T = TypeVar("T")
 
 PLAIN = (bool, int, float, str, type(None))
-CONSTANT = (*PLAIN, complex, bytes, type, types.ModuleType)  # the types of what holds nothing that changes
+CONSTANT = (*PLAIN, complex, bytes, type, types.ModuleType)  # objects of these types hold no others
 
 
 # ------------------------------------------------------------------------------------------------------- compare

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from vecgym.core import check, rng, tree
+from vecgym.core.objects import reachable
 from vecgym.data import Batches, EvalBatches
 from vecgym.data.checks import is_factory
 from vecgym.engine import Engine
@@ -75,9 +76,11 @@ class Tasks:
         if K not in self._engines:
             self._engines[K] = prepared(drawn.models[0], "auto", drawn.batches[0][0])
         shared = {"engine": self._engines[K], "segments": options.segments, "availability": options.availability}
+        counted = any(getattr(x, "weighting", "") == "examples" for each in strategies for x in reachable(each))
+        sizes = drawn.sizes if counted else None  # runs of unequal sizes share no group: 1.5 times the time
         return rollout(
             drawn.models, strategies if len(strategies) > 1 else strategies[0], drawn.batches,
-            num_runs=len(drawn.models), num_nodes=K, eval_batch=drawn.eval_batches, num_examples=drawn.sizes,
+            num_runs=len(drawn.models), num_nodes=K, eval_batch=drawn.eval_batches, num_examples=sizes,
             seed=drawn.seeds, **shared,
         ).loss  # fmt: skip
 
