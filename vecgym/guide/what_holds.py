@@ -91,9 +91,9 @@ A verdict on digits is no verdict on text. From *tiny* to *text*
 - SNOO begins to help, though no more than Lookahead does without momentum (published 10), and QSR is better at equal bytes
   (published 6: by 0.030, with 800,000 parameters by 0.009);
 - SPARTA beside DiLoCo costs 0.035 at equal bytes, where it cost nothing (published 15);
-- whatever lives on unlike data fades: SCAFFOLD's lead (published 16), the price of one merge (atlas 11), the gain of
-  averaged moments (atlas 5) and of random coordinates (atlas 16); +1/2, the best power of the staleness on digits, becomes
-  0.140 worse than -1/2 (atlas 17). Stretches of one text are less unlike than two digits;
+- the effects of unlike data fade: SCAFFOLD's lead (published 16), the price of one merge (atlas 11), the gain of averaged
+  moments (atlas 5) and of random coordinates (atlas 16); +1/2, the best power of the staleness on digits, becomes 0.140
+  worse than -1/2 (atlas 17). Stretches of one text are less unlike than two digits;
 - the best H, 4 in all four cases, becomes 1 without momentum and 16 with it (atlas 6).
 
 These answers stay: outer momentum of 0.9 does not pay within 20 rounds on like data (published 2, atlas 3); the mean falls
