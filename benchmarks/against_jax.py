@@ -191,7 +191,7 @@ def measure(name: str, python: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def trained(commands: dict[str, list[str]], file: str, python: str) -> dict[str, dict[str, Any]]:
-    """What JAX's programs say of themselves after their first rounds, in float64."""
+    """The reports of JAX's programs after their first rounds, in float64."""
     subprocess.run([sys.executable, *commands["write"]], check=True)
     found = {}
     for side in (side for side in commands if side in JAX):

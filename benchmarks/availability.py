@@ -1,4 +1,4 @@
-"""What nodes that may be absent cost: runs in which a tenth of them is, against runs of those that are present.
+"""The cost of nodes that may be absent: runs in which a tenth of them is, against runs of those that are present.
 
 Each alternative is a process of its own that makes blocks of steps of whole `Trainer.fit`s; they take turns.
 

@@ -89,7 +89,7 @@ def _finish(device: torch.device) -> None:
 def in_process(
     link: multiprocess.Link, name: str, num_nodes: int, blocks: int, device_name: str, start: float
 ) -> Result:
-    """What each process does; the first one's figures count."""
+    """The work of each process; the first one's figures count."""
     device = torch.device(device_name)
     if device.type == "cuda":
         device = torch.device("cuda", link.rank % torch.cuda.device_count())

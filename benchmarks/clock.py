@@ -1,4 +1,4 @@
-"""What it costs to ask the clock: pricing a long run, and the dry run of a large model.
+"""The cost of asking the clock: pricing a long run, and the dry run of a large model.
 
 - price: 10,000 steps of 64 nodes that compute for log-normal times and average 30 parameters at every step, or at every
   hundredth.
@@ -54,7 +54,7 @@ print(json.dumps({"seconds": seconds, "wall_seconds": wall, "peak_bytes": peak *
 
 
 class Size(NamedTuple):
-    """How large the questions are."""
+    """The sizes of the questions."""
 
     price_steps: int = 10_000
     price_nodes: int = 64
@@ -73,7 +73,7 @@ def cases(strategies: list[str]) -> list[tuple[str, str]]:
 
 
 def question(kind: str, name: str, size: Size) -> Callable[[], int]:
-    """What is asked, ready to be measured; it returns the number of collectives."""
+    """The question, ready to be measured; it returns the number of collectives."""
     if kind == "price":
         ledger = averages(size, every=1 if name == "every step" else 100)
         network, compute = Network(1e9, 1e-3), Compute.lognormal(0.4, 0.3)
@@ -122,7 +122,7 @@ def measure_here(kind: str, name: str, size: Size, repeats: int) -> dict[str, An
 
 
 def measure_command(quick: bool, repeats: int) -> dict[str, Any]:
-    """What the README's command takes beyond `import torch`, each time in a new process."""
+    """The time of the README's command beyond `import torch`, each time in a new process."""
     found = re.search(r"^vecgym (price --parameters .*)$", README.read_text(), re.MULTILINE)
     assert found is not None
     argv = shlex.split(found[1]) + ["--parameters", "1M", "--H", "20"] * quick

@@ -1,4 +1,4 @@
-"""What the benchmarks of training itself share: options, strategies, runs, the table and the figure."""
+"""The common parts of the benchmarks of training itself: options, strategies, runs, the table and the figure."""
 
 from __future__ import annotations
 

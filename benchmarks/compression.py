@@ -1,4 +1,4 @@
-"""What each code costs and how far what is read is from what was meant: bits per value, bias, distortion, time.
+"""The cost and the error of each code: bits per value, bias, distortion, time.
 
 A matrix of 256 x 256 values on several nodes, from three distributions: normal; with heavy tails (Student's t, three
 degrees of freedom); and a movement, the normal one with rows that become a thousand times smaller from first to last.
@@ -120,7 +120,7 @@ def measure(codec: Codec, x: Tensor, num_nodes: int, draws: int) -> dict[str, fl
 
 
 def fed_back(codec: Codec, x: Tensor, exchanges: int) -> float | None:
-    """How far the mean of what was sent of the same x is from it, with error feedback."""
+    """The distance of x from the mean of its many messages, with error feedback."""
     if not codec.contractive:
         return None
     average, total = Compressed(Mean(), codec), torch.zeros_like(x)

@@ -111,7 +111,7 @@ OUTER = OptimSpec("sgd", lr=0.7, momentum=0.5, nesterov=True)
 
 
 def products(num_examples: int) -> tuple[TensorDataset, TensorDataset]:
-    """Which of four products of two inputs is the largest: two thirds to train on, the rest to validate on."""
+    """The largest of four products of two inputs: two thirds to train on, the rest to validate on."""
     x = torch.randn(num_examples, 20)
     y = (x[:, :8].view(-1, 4, 2).prod(2) + 0.3 * torch.randn(num_examples, 4)).argmax(1)
     data, part = TensorDataset(x, y), num_examples * 2 // 3
@@ -119,7 +119,7 @@ def products(num_examples: int) -> tuple[TensorDataset, TensorDataset]:
 
 
 def sweep(path: Path, quick: bool) -> None:
-    """How often the nodes meet and the inner learning rate, four seeds of each: 512 nodes at once."""
+    """The interval between exchanges and the inner learning rate, four seeds of each: 512 nodes at once."""
 
     def make(seed: int) -> nn.Module:
         torch.manual_seed(seed)

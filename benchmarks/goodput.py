@@ -137,7 +137,7 @@ def merged_updates(plan: Schedule, shares: Sequence[float]) -> list[float]:
 
 
 class Bench:
-    """What the runs of a seed have in common."""
+    """The common settings of a seed's runs."""
 
     def __init__(self, seed: int, steps: int, data: tuple[Any, Any], vocabulary: int) -> None:
         self.seed, self.steps, self.data, self.vocabulary = seed, steps, data, vocabulary

@@ -1,4 +1,4 @@
-"""How far off the estimate of memory is: `vecgym.estimate_memory` against the peak of a process that trains.
+"""The error of the estimate of memory: `vecgym.estimate_memory` against the peak of a process that trains.
 
 Each figure is of a fresh process, with one thread, that takes three steps with `Simulation.step`, or with `Trainer.fit`
 where it says so. The peak is that of its resident memory, less what it was just before: then torch and vecgym were
@@ -73,7 +73,7 @@ def make_strategy(name: str) -> Any:
 
 
 def observe(event: Any, draft: Any) -> None:
-    """What a run does in a step that an evaluation follows."""
+    """The work of a run in a step that an evaluation follows."""
     from vecgym.core.nodes import squared_consensus_distance
 
     if not event.reads:

@@ -58,7 +58,7 @@ COLUMNS = ("link", "nominal", "ring", "gloo", "measured")
 
 
 class Job(NamedTuple):
-    """What is measured, and what the clock says.
+    """The measured seconds, and those of the clock.
 
     Attributes:
         steps: for each step the numbers of float32 values of each all-reduce; with torch's DistributedDataParallel, of

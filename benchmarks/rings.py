@@ -1,4 +1,4 @@
-"""How far a mean is from the exact one when its sums are rounded too: once encoded, at every hop of a ring, twice.
+"""The error of a mean whose sums are rounded, too: once encoded, at every hop of a ring, twice.
 
 Each node has a matrix of 256 x 512 values. *unrelated*: normal numbers of each node by itself, as noisy gradients;
 *alike*: the same normal numbers on all nodes, and a tenth of their size of each node's own, as movements. The error is

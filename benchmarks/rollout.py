@@ -1,4 +1,4 @@
-"""What the gradient of a whole run costs: time and memory of loss + gradient over T steps, against T plain steps.
+"""The cost of the gradient of a whole run: time and memory of loss + gradient over T steps, against T plain steps.
 
 DiLoCo (H = 10) on 8 nodes; the gradient is that of the final loss of the average by the inner and the outer learning
 rate. Each of these is a process of its own, fresh for each row, and they take turns:

@@ -105,7 +105,7 @@ class Bare:
         self.state, _ = self.simulation.step(self.state, batch)
 
     def state_bytes(self) -> int:
-        """What all that evolves takes, including DiLoCo's outer parameters."""
+        """The bytes of all that evolves, DiLoCo's outer parameters included."""
         from vecgym.core import tree
 
         return tree.num_bytes([self.state.own, self.state.shared])
@@ -153,7 +153,7 @@ def serve_fit(workload: Workload, num_nodes: int, H: int, strategy: str, steps: 
 
 
 def serve_rates(workload: Workload, num_nodes: int, H: int) -> None:
-    """What the processor can do: multiply large matrices, and copy."""
+    """The rates of the processor: products of large matrices, and copies."""
     x, y = torch.randn(2, 1024, 1024).unbind()
     source = torch.randn(2**25)  # 128 MiB: more than any cache
     target = torch.empty_like(source)
@@ -172,7 +172,7 @@ def serve_rates(workload: Workload, num_nodes: int, H: int) -> None:
 
 
 def floor_counts(workload: Workload) -> dict[str, int]:
-    """What one node needs for a step at least: FLOP of forward and backward pass, and bytes to and from memory.
+    """The least that one node needs for a step: FLOP of forward and backward pass, and bytes to and from memory.
 
     Of each parameter's 4 bytes: read in the forward and in the backward pass, its gradient written, then AdamW reads
     parameter, gradient and two moments and writes three: 10 times. Activations, inputs and outer steps are left out.

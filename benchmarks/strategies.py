@@ -1,4 +1,4 @@
-"""What the exchange of each strategy costs, as a share of a training step, and the state that it keeps.
+"""The cost of each strategy's exchange, as a share of a training step, and the state that it keeps.
 
 Every strategy trains the same workload in a process of its own, and they take turns (A B C, B C A, ...), H = 20 steps
 at a time, which holds one synchronisation of FedAvg and DiLoCo. Within a step two public calls are timed, the gradients
@@ -96,7 +96,7 @@ class Timed:
         }
 
     def state_bytes(self) -> dict[str, int]:
-        """What evolves, beyond a model's buffers."""
+        """The state that evolves, beyond a model's buffers."""
         found = {name: self.state.home[name] for name in ("params", "optimizer")}
         others = [
             held for of in (self.state.own, self.state.shared) for name, held in of.items()
@@ -169,7 +169,7 @@ def checks(results: dict[str, dict[str, Any]]) -> list[tuple[str, float, float]]
 
 
 def report(results: dict[str, dict[str, Any]]) -> str:
-    """What was asked for, and every figure."""
+    """The settings, and every figure."""
     rows = [
         [what, f"<= {target:.3g}", f"{value:.3f}", "yes" if value <= target else "**no**"]
         for what, value, target in checks(results)

@@ -1,4 +1,4 @@
-"""What the questions of `atlas/` and `reproductions/` share: data, tuned arms, paired differences, verdicts.
+"""The common parts of the questions in `atlas/` and `reproductions/`: data, tuned arms, paired differences, verdicts.
 
 Every arm is tuned over one grid by its mean loss over the seeds `TUNED`, and compared on others, `COMPARED`. A seed
 varies the initial weights, the order of the data and its partition. A best value at the edge of a list lengthens the
@@ -59,7 +59,7 @@ class Scale:
 
 
 class Arm(NamedTuple):
-    """What an arm gave on the compared seeds, `values[seed][i]` the i-th measure, at its best point of the grid."""
+    """The measures of an arm on the compared seeds, `values[seed][i]` the i-th, at its best point of the grid."""
 
     name: str
     best: Point

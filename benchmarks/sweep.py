@@ -75,7 +75,7 @@ CASES = {
 
 
 class Setting:
-    """What both sides are given."""
+    """The common settings of both sides."""
 
     def __init__(self, case: Case, quick: bool) -> None:
         workload = WORKLOADS[case.workload]

@@ -70,7 +70,7 @@ def serve(files: list[int], latency_s: float) -> None:
 
 
 def packets(file: int, files: list[int]) -> Iterator[tuple[int, bytes]]:
-    """What a device has sent, a few packets at a time, and the device of each one's receiver."""
+    """The packets that a device has sent, a few at a time, and the device of each one's receiver."""
     for _ in range(AT_ONCE):
         try:
             packet = os.read(file, LARGEST)

@@ -29,7 +29,7 @@ FOLDER = Path(__file__).parent
 
 
 def run(script: str, *arguments: str) -> str:
-    """What a benchmark prints, with one thread: other tests are running."""
+    """The output of a benchmark, with one thread: other tests are running."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(FOLDER / script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
@@ -309,7 +309,7 @@ def test_sweep(tmp_path: Path) -> None:
 
 
 def test_the_loop_does_the_same_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vecgym is compared with computes what vecgym computes, outer steps included."""
+    """The alternatives compute the same as vecgym, outer steps included."""
     monkeypatch.syspath_prepend(FOLDER)
     step_time, workloads = importlib.import_module("step_time"), importlib.import_module("workloads")
     tiny = workloads.WORKLOADS["tiny"]
@@ -459,7 +459,7 @@ def test_goodput_where_nobody_fails(overlap: int, monkeypatch: pytest.MonkeyPatc
 def test_who_is_out_of_step_lowers_the_goodput_for_good(
     quorum: int, seconds: int, after: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the guide says of Decoupled DiLoCo: H = 20, and node 0 is away for half a round, or for a whole one."""
+    """The guide's figures of Decoupled DiLoCo: H = 20, and node 0 is away for half a round, or for a whole one."""
     monkeypatch.syspath_prepend(FOLDER)
     goodput = importlib.import_module("goodput")
     strategy = DecoupledDiLoCoStrategy(fragments=1, H=20, quorum=quorum)
@@ -498,7 +498,7 @@ SIX = ["AllReduce", "FedAvg", "DiLoCo", "SPARTA", "SPARTA + DiLoCo", "DeMo"]
 
 
 def compare_quick(script: str, folder: Path, *arguments: str) -> tuple[str, dict[str, dict[str, Any]]]:
-    """What is printed, and the runs by name; the figure is there."""
+    """The output, and the runs by name; the figure is there."""
     figure = folder / "figure.png"
     printed, result = run_quick(script, folder, "--figure", str(figure), *arguments)
     assert figure.stat().st_size > 10_000

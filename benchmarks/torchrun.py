@@ -32,7 +32,7 @@ Figures = dict[str, float]
 
 
 def stepper(name: str, kind: str, comm: Any) -> Callable[[], None]:
-    """What takes a step of the nodes in this process."""
+    """A function that takes a step of the nodes in this process."""
     from workloads import WORKLOADS
 
     from vecgym.core import tree

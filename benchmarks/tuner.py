@@ -32,7 +32,7 @@ SIDES = ("stacked", "one by one")
 
 
 class Tuning:
-    """What both sides do: a study of so many trials, asked for in rounds of so many."""
+    """The task of both sides: a study of so many trials, asked for in rounds of so many."""
 
     def __init__(self, quick: bool) -> None:
         import optuna

@@ -105,7 +105,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Turns:
-    """What alternatives have said of themselves, and their figures, block after block."""
+    """The reports of alternatives, and their figures, block after block."""
 
     info: dict[str, dict[str, Any]]
     figures: dict[str, list[dict[str, Any]]]

@@ -31,7 +31,7 @@ SIMULATIONS = [  # where it has been, the newest first
 
 
 def simulation_maker() -> Any:
-    """What makes a simulation of a model, a strategy and collectives, in whichever version this process has."""
+    """The maker of a simulation from a model, a strategy and collectives, in whichever version this process has."""
     for module, name in SIMULATIONS:
         with contextlib.suppress(ImportError, AttributeError):
             return getattr(importlib.import_module(module), name)

@@ -138,7 +138,7 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def machine() -> dict[str, str]:
-    """What figures depend on: date, versions, threads, processor."""
+    """The circumstances of figures: date, versions, threads, processor."""
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
         "torch": torch.__version__,

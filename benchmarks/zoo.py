@@ -141,7 +141,7 @@ class RoundBefore(Average):
 
 @dataclass
 class Result:
-    """What came of an algorithm."""
+    """The outcome of an algorithm."""
 
     num_nodes: int
     rate: float
@@ -183,7 +183,7 @@ def trained(case: Case, data: tuple[Any, Any], build: Callable[[int], nn.Module]
 
 
 def findings(found: Mapping[str, Result]) -> list[list[str]]:
-    """Which findings of the papers appear: what is compared, by how much, and yes or no."""
+    """The findings of the papers: the two sides, their difference, and yes or no."""
 
     def compared(a: str, b: str) -> tuple[float, float]:
         """The difference of the losses, and its standard error over the seeds."""

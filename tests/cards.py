@@ -1,4 +1,4 @@
-"""What is known about each strategy of the catalogue: a card each, beside its naive twin.
+"""The known facts of each strategy of the catalogue: a card each, beside its naive twin.
 
 Bytes are closed forms: a mean goes through a ring, codes through an all-gather, which takes them once to each of the
 others.

@@ -1,4 +1,4 @@
-"""What holds for all tests: one thread per process, which of them are slow, and a browser.
+"""The conditions of all tests: one thread per process, which of them are slow, and a browser.
 
 The tests run in parallel, and threads that wait for each other's cores crawl.
 """

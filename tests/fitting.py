@@ -1,4 +1,4 @@
-"""What the tests of the public interface share: strategies by name, data, and a short way to call `fit`."""
+"""The common parts of the tests of the public interface: strategies by name, data, and a short way to call `fit`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tests are slow ones: of the many cases of a test those that say again what the others say, and what is long.
+"""The slow tests: of the many cases of a test the repetitions of others, and long ones.
 
 `pytest` runs the others, with every strategy and every property among them; `pytest -m slow` runs these, and
 `pytest -m "" FILE` both. A test may also carry the mark itself. Of the remaining cases of a test with `MANY` or more,

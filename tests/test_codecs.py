@@ -1,4 +1,4 @@
-"""What is known of the codes: unbiased or contractive by their bounds, over seeds; what feeds their errors back."""
+"""Properties of the codes: unbiased or contractive by their bounds, over seeds; feedback of their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user's average or strategy may do, and what it is told when it does something else."""
+"""The contract of a user's average or strategy, and the errors of a breach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the design promises beyond training: derivatives through a run, configurations in one run, own modules."""
+"""The promises of the design beyond training: derivatives through a run, configurations in one run, own modules."""
 
 from __future__ import annotations
 

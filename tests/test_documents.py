@@ -1,4 +1,4 @@
-"""What the five documents promise (EXO Gym's four, diloco-sim's one), row by row, with "exogym" read as "vecgym".
+"""The promises of the five documents (EXO Gym's four, diloco-sim's one), row by row, with "exogym" read as "vecgym".
 
 What a document leaves open (model, data, number of steps) is small here. The table "The documents' features" of
 `vecgym.guide.compat` names the test that shows each row, or says why there is none; the last tests compare the two.

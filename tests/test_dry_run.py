@@ -1,4 +1,4 @@
-"""What a strategy sends, without training: the ledger of the real run."""
+"""The messages of a strategy, without training: the ledger of the real run."""
 
 from __future__ import annotations
 

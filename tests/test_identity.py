@@ -1,4 +1,4 @@
-"""What is noted of a run's settings: the same for the same script, wherever it is; something else for others."""
+"""The record of a run's settings: the same for the same script, wherever it is; something else for others."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_two_fits_at_the_same_time(model: str) -> None:
 
 
 def new_threads(before: list[threading.Thread]) -> list[str]:
-    """Those of vecgym that are still there; another test may have left some."""
+    """The threads of vecgym that are still there; another test may have left some."""
     return [t.name for t in threading.enumerate() if t not in before and t.name.startswith("vecgym")]
 
 

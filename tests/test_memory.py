@@ -1,4 +1,4 @@
-"""What a run takes: the table against what is counted, and batches cut so that it fits."""
+"""Memory of a run: the table against the bytes that are counted, and batches cut so that it fits."""
 
 from __future__ import annotations
 

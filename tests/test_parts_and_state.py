@@ -1,4 +1,4 @@
-"""What a model keeps besides its tensors: the mode of each part, attributes, outer variables, random numbers."""
+"""The state of a model besides its tensors: the mode of each part, attributes, outer variables, random numbers."""
 
 from __future__ import annotations
 

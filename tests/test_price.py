@@ -1,4 +1,4 @@
-"""What strategies take on a network, against formulas by hand; which bandwidth and H they need; `vecgym price`."""
+"""The seconds of strategies on a network, against formulas by hand; the bandwidth and H they need; `vecgym price`."""
 
 from __future__ import annotations
 

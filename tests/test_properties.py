@@ -1,4 +1,4 @@
-"""What is true of every strategy: one table of strategies x properties. A new strategy joins by adding rows.
+"""Properties of every strategy: one table of strategies x properties. A new strategy joins by adding rows.
 
 STRATEGIES: name -> how to make a small one and what its paper says of it.
 ARGUMENTS: class -> a value for each constructor argument that must change a run.

@@ -1,4 +1,4 @@
-"""What is made of a timeline: bars, traces, figures, the bandwidth that is needed, the command."""
+"""The products of a timeline: bars, traces, figures, the bandwidth that is needed, the command."""
 
 from __future__ import annotations
 

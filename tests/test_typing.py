@@ -1,4 +1,4 @@
-"""What type checkers and editors make of the public interface: mypy, which checks this file, fails otherwise."""
+"""The public interface before type checkers and editors: mypy, which checks this file, fails otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which operations would wait for a device, counted on a machine that has none.
+"""Operations that would wait for a device, counted on a machine that has none.
 
 What needs a device's value on the host (`.item()`, a branch, a shape that depends on values) waits until the device has
 caught up, and so does a copy to it that is not `non_blocking`: `x[[0, 1]]` and `torch.tensor(list, device=...)` make

@@ -1,4 +1,4 @@
-"""What campaigns and their report share: a case, and what may come of it."""
+"""The common parts of campaigns and their report: a case, and its outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a hostile case runs: in a folder of its own, with bounded memory, and everything put back afterwards."""
+"""The place of a hostile case: a folder of its own, with bounded memory, and everything put back afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a campaign found: counts, seconds, failures by cause with the smallest case of each, refusals by message."""
+"""Findings of a campaign: counts, seconds, failures by cause with the smallest case of each, refusals by message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the naive twins share: K separate modules, K ordinary optimizers, and the mean over them.
+"""The common parts of the naive twins: K separate modules, K ordinary optimizers, and the mean over them.
 
 A twin follows its paper's pseudo-code one line at a time, node after node, with `nn.Module`s and
 `torch.optim` as any user knows them. It is slow on purpose and imports nothing from vecgym: what it
@@ -32,7 +32,7 @@ OptimizerSpec = tuple[Callable[..., Optimizer], dict[str, Any]]  # (class, keywo
 
 @dataclass
 class Result:
-    """What a run leaves behind."""
+    """The end of a run."""
 
     losses: Tensor  # [steps, K]: each node's loss before its update; nan where it did not train
     models: list[nn.Module]  # K, after the last step

@@ -1,4 +1,4 @@
-"""What EXO Gym's own processes compute (`exogym_traces.json`), and how that was found: by the model that they train.
+"""The results of EXO Gym's own processes (`exogym_traces.json`), and how that was found: by the model that they train.
 
     PYTHONPATH=.:path/to/gym python -m tests.reference.exogym_traces      # exo-explore/gym at 9fa323c, on Linux
 

@@ -292,7 +292,7 @@ class EF21(Compressed):
 
 
 class Cut(NamedTuple):
-    """How a tensor is cut into segments, `size` values each but the last, and how they go round.
+    """The segments of a tensor, `size` values each but the last, and their way round.
 
     Attributes:
         size: the values in a segment.
