@@ -44,7 +44,7 @@ class AccountedCollectives(DistributedCollectives):
 
     @property
     def bytes_apart(self) -> int:
-        """What this process has handed over beyond what it must."""
+        """The bytes that this process has handed over beyond those it must."""
         return self.wire.handed_bytes - self.handed_before - self.expected_bytes
 
     def _announce(self, operation: str, x: Any, who: Any = None) -> None:

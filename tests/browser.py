@@ -89,7 +89,7 @@ class Browser:
             self.listen()
 
     def evaluate(self, expression: str) -> Any:
-        """What a JavaScript expression is in the page; of a promise, what it promises."""
+        """The value of a JavaScript expression in the page; of a promise, the promised one."""
         outcome = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in outcome:
             raise ValueError(f"{expression}: {outcome['exceptionDetails']['exception']['description']}")

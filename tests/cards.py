@@ -26,7 +26,7 @@ from vecgym.strategy.sparta import RandomSelector
 
 
 class Sent(NamedTuple):
-    """What the bytes of a run depend on: `params` are a node's trainable parameters, `[*]`."""
+    """The numbers that decide the bytes of a run: `params` are a node's trainable parameters, `[*]`."""
 
     params: Mapping[str, Tensor]
     num_nodes: int
@@ -140,7 +140,7 @@ def normalised(sent: Sent) -> float:
 
 
 class Card(NamedTuple):
-    """What is known about a strategy.
+    """The known facts about a strategy.
 
     Attributes:
         twin: the file in `tests/reference` that does the same in plain loops.

@@ -28,7 +28,7 @@ SHARES = 6
 
 
 def computed_by() -> dict[str, str]:
-    """What computes here: bits are compared with those of the same processor and torch."""
+    """The processor and torch of this run: bits are compared with those of the same ones."""
     import torch
 
     model = next((line for line in _cpuinfo() if line.startswith("model name")), platform.processor())
@@ -149,7 +149,7 @@ class Each:
         return make(self.name, H=2, p=0.3, inner_optim="adamw", lr=0.01, warmup_steps=2)
 
     def run(self, way: str) -> dict[str, Any]:
-        """What a run leaves; of one that is refused, that it is."""
+        """The remains of a run; of a refused one, the refusal."""
         try:
             found: dict[str, Any] = getattr(self, way)()
         except ValueError as error:

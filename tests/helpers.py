@@ -87,7 +87,7 @@ class Recording(StackedCollectives):
 
 @dataclass
 class Run:
-    """What a run of `Simulation` leaves behind, for each of its K nodes."""
+    """The remains of a run of `Simulation`, for each of its K nodes."""
 
     simulation: Simulation
     losses: Tensor  # [steps, K]
@@ -169,7 +169,7 @@ def advance(sim: Simulation, state: State, batches: Sequence[Any], *, differenti
 
 @dataclass
 class StackRun:
-    """What a run of several configurations in one program leaves behind."""
+    """The remains of a run of several configurations in one program."""
 
     losses: Tensor  # [steps, C, K]
     state: State
@@ -265,7 +265,7 @@ def assert_same_bits(a: Any, b: Any, what: str = "") -> None:
 
 
 def rows(values: Tree, order: Sequence[int]) -> Tree:
-    """Those nodes of a `[K, *]` tree, in this order."""
+    """The given nodes of a `[K, *]` tree, in this order."""
     return {name: x[list(order)] for name, x in values.items()}
 
 

@@ -284,7 +284,7 @@ def test_rates_of_nodes_at_different_times(tmp_path: Path) -> None:
 
 
 def handed(link: Any) -> list[int]:
-    """What each process hands over while the nodes of the second are absent, and when all are there."""
+    """The bytes that each process hands over while the nodes of the second are absent, and when all are there."""
     comm = DistributedCollectives(4)
     some, found = comm.among([0, 1]), []
     x = torch.arange(2.0)[:, None] + 2 * link.rank

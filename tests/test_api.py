@@ -109,7 +109,7 @@ def public_methods(cls: type) -> Iterator[tuple[str, str]]:
 
 
 def lacking(full_name: str, value: Any) -> Iterator[str]:
-    """What of a public name lacks a docstring or an example, and which of its methods a docstring."""
+    """The parts of a public name without a docstring or an example, and its methods without a docstring."""
     text = own_docstring(value)
     if ">>>" not in text:
         yield f"{full_name}: no {'example' if text else 'docstring'}"
@@ -165,14 +165,14 @@ def test_every_module_says_what_it_is_and_exports_what_exists(name: str) -> None
 
 @pytest.mark.parametrize("name", ["vecgym", "vecgym.compress", "vecgym.optim", "vecgym.strategy"])
 def test_the_overview_of_a_package_shows_all_of_it(name: str) -> None:
-    """What is exported is in the docstring, under a theme."""
+    """Every exported name is in the docstring, under a theme."""
     module = module_of(name)
     words = set(re.findall(r"\w+", module.__doc__ or ""))
     assert [public for public in module.__all__ if public not in words] == []
 
 
 def test_the_names_of_the_package_are_found_by_python_and_by_type_checkers() -> None:
-    """What is imported when it is used is what type checkers are told."""
+    """Type checkers are told the very names that are imported when they are used."""
     tests = {
         ast.unparse(node.test): node for node in ast.parse(inspect.getsource(vecgym)).body if hasattr(node, "test")
     }
@@ -231,7 +231,7 @@ def code_blocks() -> str:
 
 
 def mentioned_names() -> dict[str, list[str]]:
-    """Where README and guide say that a name is: module -> names."""
+    """The modules of the names in README and guide: module -> names."""
     found: dict[str, list[str]] = {}
     for module, names in re.findall(r"^\s*from (vecgym[\w.]*) import ([\w, ]+)", code_blocks(), re.MULTILINE):
         found.setdefault(module, []).extend(name.strip() for name in names.split(","))

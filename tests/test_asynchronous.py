@@ -48,7 +48,7 @@ SGD = OptimSpec("sgd", lr=0.05)
 
 
 def untyped(value: Any) -> Any:
-    """What a type checker would refuse."""
+    """Arguments that a type checker would refuse."""
     return value
 
 

@@ -183,7 +183,7 @@ def test_the_rate_is_that_of_the_step_whoever_is_there(model: nn.Module) -> None
 @pytest.mark.parametrize("lr", [0.01, torch.arange(1.0, 6.0, dtype=F64) / 100], ids=["one rate", "own rates"])
 @pytest.mark.parametrize("name", ["diloco", "local-adam", "gossip", "fedavg"])
 def test_rows_apart_step_in_place_as_in_copies(name: str, lr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a large model step where they are, each run of consecutive ones at its own counts."""
+    """The nodes of a large model step where they are, each run of consecutive ones at its own counts."""
     table = Trace(torch.tensor([[1, 0, 1, 1, 0], [0, 1, 0, 1, 1], [1, 1, 0, 1, 1], [1, 0, 0, 0, 1], [1] * 5]).bool())
     calls: list[Tree] = []
     runs = Part._optimize_runs
@@ -448,7 +448,7 @@ def test_what_one_node_alone_keeps_is_its_own(name: str, model: nn.Module) -> No
 
 
 def held(own: dict[str, Any]) -> dict[str, Any]:
-    """What exchanges remember of each node."""
+    """The memory of exchanges for each node."""
     return {name: x for name, x in own.items() if name not in ("params", "buffers", "optimizer")}
 
 

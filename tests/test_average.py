@@ -293,7 +293,7 @@ def test_who_takes_no_part_keeps_what_it_has(around: Callable[[Average], Average
 
 @pytest.mark.parametrize("how", [Mean(), Sparse(1.0, Mean())])
 def test_late_averages_of_those_who_took_part(how: Average) -> None:
-    """What some agreed on is written by them, whoever takes part by then."""
+    """Values that some nodes agreed on are written by these nodes, whoever takes part by then."""
     H, delay, steps = 2, 3, 11
     ours = run(Two(), of(Exchange(how, every=H, delay=delay, participation=0.6)), batches(steps), seed=SEED)
     nodes, under_way = [Node() for _ in range(K)], {}
@@ -320,7 +320,7 @@ def test_the_median_in_islands() -> None:
 
 
 def exchanges(how: Average, inplace: bool, num_exchanges: int = 6) -> Iterator[tuple[Tensor, Tensor, Part]]:
-    """What the nodes give, [K, 7], and what they get, in one exchange after the other."""
+    """The nodes' inputs, [K, 7], and their results, in one exchange after the other."""
     g = torch.Generator().manual_seed(2)
     memory = begun(how, {"w": torch.zeros(1, 7, dtype=torch.float64)}, K, inplace)
     for i in range(num_exchanges):
@@ -385,7 +385,7 @@ def test_codes_to_neighbours(inplace: bool) -> None:
      (Mean(), 3, 3 * 2)],
 )  # fmt: skip
 def test_codes_go_to_the_nodes_of_an_island(inner: Any, members: int, pairs: int) -> None:
-    """Whoever is alone, or sits out, sends nothing."""
+    """A node that is alone, or sits out, sends nothing."""
     comm, senders = StackedCollectives(5), members - (inner == Mean(island_size=2) and members % 2)
     among = comm.among(list(range(members)))
     Compressed(inner, TopK(k=2), error_feedback=False)({"w": torch.ones(members, 7)}, Part.alone(among))
@@ -744,7 +744,7 @@ def test_other_coordinates_each_time() -> None:
 @pytest.mark.parametrize("k", [1, 3, 40])
 @pytest.mark.parametrize("first", ["topk", "randomk"])
 def test_a_few_values_in_two_bits(first: str, k: int) -> None:
-    """What is read is what the second codec makes of the values of the first, where these were."""
+    """The values read are those of the second codec, given the values of the first, in their places."""
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     one = TopK(k=k) if first == "topk" else RandomK(k / 40)
     draw = Draw(lambda *ids: torch.Generator().manual_seed(sum(ids)), torch.arange(3))
@@ -764,7 +764,7 @@ def test_a_few_values_in_two_bits(first: str, k: int) -> None:
 
 
 def test_a_chain_keeps_the_books() -> None:
-    """What was not sent is what is left, and a part of it comes back."""
+    """The rest that was not sent is kept, and a part of it comes back."""
     codec = Chain(TopK(k=2), Quantise(2))
     average = Compressed(Mean(), codec, decay=0.5)
     g = torch.Generator().manual_seed(3)

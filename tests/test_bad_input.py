@@ -1,5 +1,5 @@
-"""What cannot work is refused before training starts, by a message that says what was given, what is allowed, and
-the fix; what goes wrong in training says where, and keeps what there is."""
+"""Impossible settings are refused before training starts, by a message with the value given, the allowed ones and the
+fix; errors of training name the place, and keep the results so far."""
 
 from __future__ import annotations
 

@@ -407,7 +407,7 @@ def test_a_bad_file_is_named_and_the_newest_good_one_taken(damage: Callable[[Pat
 
 
 def changed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """What someone has made by hand, or with another program."""
+    """Files made by hand, or by another program."""
     held = runfile.read(path)
     torch.save(change(held) or held, path)
 
@@ -916,7 +916,7 @@ class Bent(Line):
 
 
 class TrainedAlone(Line):
-    """Which has no loss in eval mode."""
+    """A model that has no loss in eval mode."""
 
     def forward(self, batch: Any) -> Any:
         return super().forward(batch) if self.training else self.net(batch[0])
@@ -1041,7 +1041,7 @@ def test_what_has_no_part_in_the_training_may_change(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_strategy_that_has_been_used_is_the_same(name: str) -> None:
-    """What is compared are settings; nothing that a run leaves in a strategy's objects."""
+    """Settings are compared; nothing that a run leaves in a strategy's objects is."""
     strategy = make(name)
     before = settings_of(strategy, "strategy")
     train(strategy=strategy, max_steps=STEPS, val_interval=None)

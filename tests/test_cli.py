@@ -357,7 +357,7 @@ WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 
 
 def in_a_process(code: str, **environment: str) -> str:
-    """What `code` prints in a new Python, where only `environment` may say how threads wait."""
+    """The output of `code` in a new Python, where only `environment` may say how threads wait."""
     command = [sys.executable, "-c", code]
     environment = {**{name: value for name, value in os.environ.items() if name not in WAITING}, **environment}
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout

@@ -81,7 +81,7 @@ KINDS = ("normal", "heavy tails", "one of many", "equal")
 
 
 def repeated(codec: Codec, x: Tensor, seed: int) -> Tensor:
-    """What is read of x in DRAWS independent codes, `[DRAWS, N]`: nodes draw by themselves, `RandomK` together."""
+    """Values of x as read in DRAWS independent codes, `[DRAWS, N]`: nodes draw by themselves, `RandomK` together."""
     if isinstance(codec, RandomK):
         one = [codec.decode(codec.encode(x[None], draw(1, seed, step)), x[None]) for step in range(DRAWS)]
         return torch.cat(one)

@@ -100,7 +100,7 @@ def test_compiled_gradients_are_those_of_vmap(name: str) -> None:
 
 @pytest.mark.parametrize("mean", [False, True])
 def test_too_little_work_stays_a_list(mean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a model computes in a step decides, without a clock and a compiler; in runs too short for a list, not."""
+    """A model's operations decide, without a clock and a compiler; in runs too short for a list, they do not."""
     tried: list[int] = []
 
     def counted(*given: Any) -> tuple[str, str]:
@@ -328,7 +328,7 @@ def test_what_cannot_be_combined(settings: dict[str, Any]) -> None:
 
 
 class Graph:
-    """What a CUDA graph does, on a CPU: after the first call it computes with the memory of that call.
+    """The behaviour of a CUDA graph, on a CPU: after the first call it computes with the memory of that call.
 
     Args:
         stale: what is given later is not copied there, as if it had been recorded wrongly.

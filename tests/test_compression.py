@@ -370,7 +370,7 @@ def test_powersgd_finds_the_best_approximation_by_and_by() -> None:
 
 
 def test_powersgd_recovers_from_a_matrix_of_lower_rank() -> None:
-    """What died out is drawn anew, not taken from rounding errors: another order of the nodes gives the same."""
+    """A direction that died out is drawn anew, not taken from rounding errors, whatever the order of the nodes."""
     comm = StackedCollectives(3)
     one = {"w": values(3, 12, 1) @ values(1, 1, 10)}
     full = {"w": values(3, 12, 10)}
@@ -587,7 +587,7 @@ OTHERS: dict[str, Callable[[Coded], Exchange]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_sending_everything_is_not_compressing_in_other_exchanges(name: str) -> None:
-    """What only some send, of some coordinates, or to some: with error feedback, and a reference where there is one."""
+    """Messages of some nodes, of some coordinates, or to some: with error feedback, and with any reference."""
     start, data = make_model("MLP", dtype=DOUBLE), stacked(batches(steps=12))
     examples: dict[str, Any] = {"num_examples": tuple(range(1, K + 1))}
     exact = OTHERS[name](lambda average, **settings: average)
@@ -819,7 +819,7 @@ def test_a_quantised_mean(bits: int, payload: int) -> None:
 
 
 def test_sparta_with_quantised_values_is_sparta_compressed() -> None:
-    """What `quantised` does in the place of its mean; the mask is drawn as without compression."""
+    """`quantised` acts in the place of its mean; the mask is drawn as without compression."""
     params = {"w": values(4, 200)}
     plain, coded = (Sparse(RandomSelector(0.1), how) for how in (Mean(), compressed("int8", error_feedback=False)))
     new, exact = (sparse(params, meeting(), begun(sparse, params, 4)) for sparse in (coded, plain))
@@ -964,7 +964,7 @@ def test_what_is_the_same_on_every_node_may_be_given_once(method: str) -> None:
 
 
 def test_the_reference_is_not_the_parameters() -> None:
-    """What comes after may overwrite the parameters that an exchange gave back."""
+    """A later exchange may overwrite the parameters that an exchange gave back."""
     params = {"w": values(4, 12, 10)}
     coded = compressed("int8", reference=True)
     memory = begun(coded, params, 4, inplace=True)
@@ -972,7 +972,7 @@ def test_the_reference_is_not_the_parameters() -> None:
 
 
 def test_parameters_can_be_sent_as_they_are() -> None:
-    """Where that is asked for: in islands too, and by some of the nodes."""
+    """The request is met in islands too, and by some of the nodes."""
     start, data = make_model("MLP", dtype=DOUBLE), stacked(batches(steps=12))
     cases: list[tuple[Mean, dict[str, Any]]] = [(Mean(), {}), (Mean(2), {}), (Mean(), {"participation": 0.6})]
     for mean, settings in cases:

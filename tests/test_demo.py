@@ -450,7 +450,7 @@ def test_the_direct_path_is_differentiated(name: str) -> None:
 
 
 def test_the_module_alone_is_differentiated() -> None:
-    """What an optimizer without a sign takes: gradients of the values sent, as long as no choice changes."""
+    """An optimizer without a sign takes gradients of the values sent, as long as no choice changes."""
     cosines = StrongestCosines(compression_topk=3, compression_chunk=4)
     generator = torch.Generator().manual_seed(0)
     g, h = (torch.randn(2, 4, 8, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(2))

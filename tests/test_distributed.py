@@ -132,7 +132,7 @@ def test_every_strategy_gives_the_same_numbers_on_processes() -> None:
 
 
 def test_the_table_has_every_strategy_and_average() -> None:
-    """What is exported is in some row of the table: a new strategy is tested here once it is there."""
+    """Every exported strategy is in some row of the table: a new one is tested here once it is there."""
     exported = {x for x in vars(strategy).values() if isinstance(x, type)}
     wanted = {x for x in exported if issubclass(x, (Strategy, Average))} - {Strategy, Average, Stage}
     wanted -= {RankStrategy}  # in one process only
@@ -192,7 +192,7 @@ MOVES: dict[str, Operation] = {
 
 
 def every_collective(link: multiprocess.Link) -> list[str]:
-    """What differs from the stacked collectives."""
+    """The values that differ from the stacked collectives."""
     wrong = []
     for W, wire in wires(link).items():
         for exact in (True, False):

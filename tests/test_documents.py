@@ -90,7 +90,7 @@ def test_the_best_device_present_is_taken(monkeypatch: pytest.MonkeyPatch, cuda:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
 def test_device(device: str, trainer: LocalTrainer) -> None:
-    """Where the device is not there, the error comes before anything else, and says what is."""
+    """The error about a missing device comes before anything else, and names the devices that are there."""
     present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     strategy = DiLoCoStrategy("adam", H=2)
     if not present[device]:

@@ -326,7 +326,7 @@ sdpa = F.scaled_dot_product_attention
 
 
 def padding(x: Tensor) -> Tensor:
-    """Which positions of each example are there `[B, T]`: from the data, so it differs between nodes."""
+    """The positions of each example that are there, `[B, T]`: from the data, so they differ between nodes."""
     return torch.cat([torch.ones_like(x[..., :1], dtype=torch.bool)[:, :1, 0], x[:, 1:, 0] > -1], 1)
 
 

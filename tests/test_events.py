@@ -64,7 +64,7 @@ def test_laws(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_permuted_nodes_give_a_permuted_run(seed: int) -> None:
-    """Where no two arrivals tie: of equal times the smaller id comes first."""
+    """No two arrivals tie here: of equal times the smaller id comes first."""
     rng = random.Random(seed)
     rules, _, updates = random_run(rng)
     K = len(rules.num_steps)

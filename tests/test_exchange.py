@@ -77,7 +77,7 @@ def run_facts(num_steps: int = T, table: Tensor | None = None, rejoin: str = "ow
 
 
 def happens(exchanges: Sequence[Exchange], facts: RunFacts) -> list[list[tuple[str, tuple[int, ...] | None]]]:
-    """What happens in each step, but for training, and to which rows."""
+    """The events of each step, but for training, and their rows."""
     table = Strategy("sgd", exchanges, lr=0.1).timetable(facts)
     return [[(event.what, event.rows) for event in events if not event.reads] for events in table.ticks()]
 
@@ -157,7 +157,7 @@ def test_nodes_with_longer_delays_write_later() -> None:
     "how", [NoLoCo(), Eager(Mean(), OptimSpec("sgd", lr=0.5)), Outer(Mean(island_size=3))], ids=repr
 )
 def test_nodes_with_longer_delays_have_an_outer_state_that_moves(how: Average) -> None:
-    """Where nodes have outer parameters of their own, each goes on with its own, as late as it may be."""
+    """Nodes that have outer parameters of their own go on with these, as late as it may be."""
     found = []
     for delay in (1, [0, 1, 0, 2, 1, 0]):
         simulation = simulation_with(Strategy("sgd", [Exchange(how, every=4, delay=delay)], lr=0.1), num_steps=7)
@@ -838,14 +838,14 @@ SHAPES = {"w": (3, 4), "b": (5,)}
 
 
 def first(how: Average, values: Tree, inplace: bool) -> Memory:
-    """What an average remembers before its first exchange, `[1, *]`."""
+    """The memory of an average before its first exchange, `[1, *]`."""
     memory = Memory(common=Stages(how).common, inplace=inplace)
     Stages(how).init(values, run_facts(), memory)
     return memory
 
 
 def result(how: Average, x: Tree, part: Part, memory: Memory, change: bool) -> Tree:
-    """What an average makes of values, or the change that it makes."""
+    """The result of an average of values, or the change that it makes."""
     if not change:
         return how(x, part, memory)
     stages = Stages(how)

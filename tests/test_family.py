@@ -86,7 +86,7 @@ def same_as_twin(ours: Run, theirs: Result) -> None:
 
 
 def each(values: list[Any]) -> Tree:
-    """What nodes have, one tree for each, as one stacked tree."""
+    """The nodes' trees as one stacked tree."""
     return {name: torch.stack([x[name].detach() for x in values]) for name in values[0]}
 
 

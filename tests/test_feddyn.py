@@ -139,7 +139,7 @@ def test_nodes_without_a_gradient_are_corrected_too(name: str) -> None:
 @pytest.mark.parametrize("rejoin", ["own", "shared"])
 @pytest.mark.parametrize("name", ["FedDyn, three steps", "Scaffnew"])
 def test_it_reaches_it_with_absent_nodes(name: str, rejoin: Any) -> None:
-    """What nodes remember sums to what the server does: n h, and 0."""
+    """The sum of the nodes' memories is that of the server: n h, and 0."""
     nodes = Valleys()
     taken = Taken(EXACT[name], valleys(1500), Dropout(0.2, rejoin=rejoin), model=Valley()).run(1500)
     state = taken.state

@@ -193,7 +193,7 @@ def test_these_checks_can_fail() -> None:
 
 
 def private_names(source: str) -> list[str]:
-    """What is imported from another file of the strategies although it begins with an underscore."""
+    """Names that are imported from another file of the strategies although they begin with an underscore."""
     modules = [f"{module}.{name}" for module, name in imported(source) if module.startswith("strategy")]
     names = [name for name in modules if any(part.startswith("_") for part in name.split("."))]
     aliases = {module.split(".")[-1] for module, _ in imported(source) if module.startswith("strategy")}

@@ -244,7 +244,7 @@ def wrong_bytes(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_sample(patch: pytest.MonkeyPatch) -> None:
-    """Those who train are the sample of the round, those who are averaged the first one."""
+    """The nodes that train are the sample of the round, the averaged ones the first sample."""
     right = Participation.senders
     patch.setattr(Participation, "senders", lambda *given: lambda step, rows: right(*given)(0, rows))  # type: ignore[misc]
 
@@ -316,7 +316,7 @@ def forgetful(patch: pytest.MonkeyPatch) -> None:
 
 
 def unnoticed(patch: pytest.MonkeyPatch) -> None:
-    """What a forward pass writes to a parameter is lost."""
+    """A value that a forward pass writes to a parameter is lost."""
     patch.setattr(loop, "settle", lambda values, after: None)
 
 

@@ -136,7 +136,7 @@ def test_what_has_failed_once(campaign: ModuleType) -> None:
 
 
 def test_every_public_callable_is_called() -> None:
-    """What is new has a value for each of its arguments, or a reason in `UNCALLED`, which has no others."""
+    """A new callable has a value for each of its arguments, or a reason in `UNCALLED`, which has no others."""
     assert calls.broken_calls() == {}
     assert [name for name in calls.UNCALLED if name not in calls.targets()] == []
     assert [name for name in (*calls.VALUES_OF, *calls.OBJECTS) if name not in calls.targets()] == []

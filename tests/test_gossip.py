@@ -281,7 +281,7 @@ def test_the_mean_of_the_nodes_moves_by_the_mean_of_their_gradients(name: str) -
 
 
 def exchanged(params: Tree, given: Any, num_exchanges: int, inplace: bool = True, seed: int = 42) -> list[Tree]:
-    """What exchanges alone make of these parameters, one after the other."""
+    """The results of exchanges alone on these parameters, one after the other."""
     mix = Mix(given)
     comm = StackedCollectives(len(next(iter(params.values()))))
     found = [params]

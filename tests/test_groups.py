@@ -218,7 +218,7 @@ class Tracking(Local):
 
 
 class Late(Local):
-    """What is agreed is a message, each node's own, until it is written, two steps later."""
+    """Agreed values are a message, each node's own, until they are written, two steps later."""
 
     batched = ("keep",)
 

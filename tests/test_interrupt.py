@@ -157,7 +157,7 @@ def test_fit_again_after_an_interrupt() -> None:
 
 @pytest.mark.parametrize("node_threads", [1, 2])
 def test_fit_in_another_thread(node_threads: int) -> None:
-    """Where no handler can be set."""
+    """No signal handler can be set there."""
     found: list[Trainer] = []
     before = signal.getsignal(signal.SIGINT)
     thread = threading.Thread(

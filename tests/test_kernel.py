@@ -162,7 +162,7 @@ def test_rows_are_taken_and_put_back(index: Any, pure: bool) -> None:
 
 @pytest.mark.parametrize("index", INDICES, ids=["all", "in a row", "apart"])
 def test_names_never_share_memory(index: Any) -> None:
-    """What is assigned to two names, or crosswise, is copied."""
+    """A value that is assigned to two names, or crosswise, is copied."""
     whole = {"a": torch.arange(4.0), "b": torch.arange(4.0) + 10}
     rows, expected = StateView(whole, index, 4), copy.deepcopy(whole)
     rows["a"], rows["b"] = rows["b"], rows["a"]

@@ -598,7 +598,7 @@ def test_under_torchrun_only_distributed_trains(backend: str, monkeypatch: pytes
 
 
 def in_a_group(link: multiprocess.Link) -> str:
-    """What `fit` says in a group that no environment variable tells of."""
+    """The message of `fit` in a group that no environment variable tells of."""
     try:
         fit("MLP", "FedAvg", num_nodes=2, max_steps=2)
     except ValueError as error:
@@ -613,7 +613,7 @@ def test_in_a_process_group_only_distributed_trains() -> None:
 
 
 def gloo_threads() -> int:
-    """How many threads of this process belong to process groups."""
+    """The number of threads of this process that belong to process groups."""
     return sum("gloo" in task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir())
 
 

@@ -111,7 +111,7 @@ def unrolled(spec: OptimSpec) -> Tensor:
 
 
 def test_a_rollouts_derivative_by_the_rate_of_lion_is_that_of_finite_differences() -> None:
-    """Where no sign changes in between, the loss is smooth in it."""
+    """The loss is smooth in it as long as no sign changes in between."""
     lr = torch.tensor(0.03, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(unrolled(SPECS["lion"](lr=lr)), lr)
     h = 1e-6

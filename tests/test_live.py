@@ -27,7 +27,7 @@ def trained(**settings: Any) -> Trainer[Any]:
 
 
 class Cell:
-    """What is below a cell: figures in the order in which they were there, and how often a new one was begun."""
+    """The output below a cell: figures in the order in which they were there, and the number of new ones."""
 
     def __init__(self) -> None:
         self.figures, self.begun = list[Any](), 0

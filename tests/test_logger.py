@@ -151,7 +151,7 @@ def test_wandb_offline_reads_back(quiet_wandb: Any, tmp_path: Path) -> None:
 
 
 class Online:
-    """What wandb keeps of runs on its server: id -> rows by step. It takes no step twice."""
+    """The records of runs on wandb's server: id -> rows by step. It takes no step twice."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[int, dict[str, Any]]] = {}

@@ -190,7 +190,7 @@ def test_bytes(lite: bool) -> None:
 
 @pytest.mark.parametrize("rejoin", ["own", "shared"])
 def test_absent_nodes_do_not_move_the_optimum_of_equal_ones(rejoin: Any) -> None:
-    """Those that are there agree; with one kind of data the optimum is that of all."""
+    """The nodes that are there agree; with one kind of data the optimum is that of all."""
     valleys = Valleys()
     valleys.A[:], valleys.b[:] = valleys.A[0].clone(), valleys.b[0].clone()
     batches = [(valleys.A[:, None], valleys.b[:, None])] * 900

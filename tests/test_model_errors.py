@@ -1,4 +1,4 @@
-"""What a model is told that is not what it must be, and whose error an error is."""
+"""Inputs of a model that are wrong, and errors of the model or of vecgym."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def trained(*modules: Exchange, inner: Any = "adamw", steps: int = STEPS, **sett
 
 
 def spread(values: dict[str, Tensor]) -> float:
-    """How far the nodes' values are apart."""
+    """The distance between the nodes' values."""
     return max(float((x - x[:1]).abs().max()) for x in values.values())
 
 

@@ -34,7 +34,7 @@ def cells(name: str, kind: str) -> list[dict[str, Any]]:
 
 
 def problems(code: list[dict[str, Any]]) -> list[str]:
-    """What must not be in the outputs of code cells."""
+    """Strings that must not be in the outputs of code cells."""
     found = []
     if [cell["execution_count"] for cell in code] != list(range(1, len(code) + 1)):
         found.append("not executed once, from top to bottom")

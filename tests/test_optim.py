@@ -228,7 +228,7 @@ def test_hyperparameters_per_node(name, small_run, monkeypatch):
     ("name", "option"), [(name, option) for name, options in PER_NODE.items() for option in options]
 )
 def test_one_hyperparameter_per_node_among_numbers(name, option):
-    """What meets a tensor and a number: nothing is rounded to float32 on the way."""
+    """An operation of a tensor and a number rounds nothing to float32 on the way."""
     numbers = {"sgd": {"momentum": 0.9, "dampening": 0.3}, "rmsprop": {"momentum": 0.9}}.get(name, {})
     spec = OptimSpec(name, **{**numbers, "lr": 0.03, option: tensors(PER_NODE[name][option])})
     reference = separate(spec, draw(0))
@@ -1254,7 +1254,7 @@ def test_clip_needs_a_positive_norm(max_norm):
 
 
 class Stateful(torch.optim.Optimizer):
-    """What it keeps lies in its state, its groups and its attributes, some of them made by a step."""
+    """Its memory lies in its state, its groups and its attributes, some of them made by a step."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr, "pace": 1.0})

@@ -53,7 +53,7 @@ def test_before_the_first_restart_all_bits_are_those_without() -> None:
 
 @pytest.mark.parametrize("island_size", [None, 2])
 def test_only_the_momentum_is_forgotten(island_size: int | None) -> None:
-    """What all share, or of each node where islands differ."""
+    """The shared value, or each node's where islands differ."""
     now, plain = (
         after(Strategy(ADAMW, [Exchange(Outer(Mean(island_size), restart=S), every=2)]), 6) for S in (3, None)
     )

@@ -317,7 +317,7 @@ def test_state_of_a_loss_fn_is_refused() -> None:
 
 
 class Buffered(Scaled):
-    """What the error says to do."""
+    """The advice of the error."""
 
     def __init__(self) -> None:
         super().__init__()

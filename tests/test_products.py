@@ -103,7 +103,7 @@ class Naive:
         return step >= 0 and (self.weights is not None or (step + 1) % self.every == 0)
 
     def trains(self, step: int, present: list[list[int]], seed: int) -> list[int]:
-        """Those who are drawn where a round begins; if all of them have left, some of the others."""
+        """The nodes that are drawn where a round begins; if all of them have left, some of the others."""
         if self.participation == 1:
             return present[step]
         number = step // self.every

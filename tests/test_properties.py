@@ -649,7 +649,7 @@ PLACED = {"relaysum", "choco"}
 @pytest.mark.parametrize("num_nodes", [2, 5, 8])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in PLACED])
 def test_permuting_the_nodes_permutes_the_results(name: str, num_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is drawn at random (islands, participants) is permuted along: its law does not know the nodes' names."""
+    """Random draws (islands, participants) are permuted along: their law does not know the nodes' names."""
     order = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(num_nodes)).tolist()
     where = [order.index(i) for i in range(num_nodes)]  # node i of the first run is row where[i] of the second
     start, batches = setup("CNN", num_nodes)
@@ -932,7 +932,7 @@ class Partly(nn.Module):
 
 
 def assert_stays(strategy: str, found: Tensor, given: Tensor) -> None:
-    """What all nodes have alike is their mean to the bit, unless it is sent in codes of few bits."""
+    """A value that all nodes share is their mean to the bit, unless it is sent in codes of few bits."""
     tolerance = 1e-6 if "-int" in strategy else 0  # scales are float32
     torch.testing.assert_close(found, given, rtol=tolerance, atol=tolerance)
 
@@ -1042,7 +1042,7 @@ def with_average(make: Callable[..., Average], **exchange: Any) -> Callable[...,
 
 @dataclass(frozen=True)
 class Changes:
-    """How to make a strategy of a class, the arguments of the base, and for each argument the value to try.
+    """A recipe for a strategy of a class, the arguments of the base, and for each argument the value to try.
 
     `also`: what else the base needs for an argument to have a meaning; `models`: where that is not the MLP's;
     `refused`: arguments that all strategies have, and this one refuses.

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(VERSION < (2, 13), reason="the guide says what t
 
 
 def outcome(function: Callable[[], Any]) -> Any:
-    """What a function returns, or the type of its exception."""
+    """The value that a function returns, or the type of its exception."""
     try:
         return function()
     except Exception as error:
@@ -203,7 +203,7 @@ def all_of(link: multiprocess.Link) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
-    """What each of four processes saw."""
+    """The observations of each of four processes."""
     return multiprocess.run(all_of, K)
 
 

@@ -139,7 +139,7 @@ def test_whole_runs(strategy: Any) -> None:
 
 
 def test_fewer_activations_are_alive() -> None:
-    """Those of the blocks' insides go: of 4 K blocks those of K, one of each node, remain."""
+    """Tensors from the insides of blocks go: of 4 K blocks those of K, one of each node, remain."""
     peaks = {}
     for recompute in ("no", "each"):
         engine = Engine(Blocks(recompute).double(), engine="vmap")
@@ -195,7 +195,7 @@ def test_an_operation_that_calls_functions_in_its_backward_pass_runs_nothing_aga
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
 def test_the_backward_pass_is_not_cast(engine: str) -> None:
-    """What computes in float32 under autocast has gradients of that precision."""
+    """Operations that compute in float32 under autocast have gradients of that precision."""
 
     class Precise(Blocks):
         def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:

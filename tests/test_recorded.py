@@ -246,7 +246,7 @@ def test_a_batch_with_one_tensor_twice() -> None:
 
 
 def test_lists_are_compared() -> None:
-    """What they call, on what, and the constants."""
+    """Lists differ by the operations called, by their inputs, and by the constants."""
 
     def written(compute: Callable[[Tensor], Tensor]) -> recorded.Operations:
         x = torch.ones(2)

@@ -42,7 +42,7 @@ VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def mean(how: Average, x: Tensor, among: list[int] | None = None) -> Tensor:
-    """What the nodes agree on, `[*]`, of their values, `[K, *]`."""
+    """The value `[*]` that the nodes agree on, of their values `[K, *]`."""
     comm = StackedCollectives(len(x)) if among is None else StackedCollectives(8).among(among)
     (found,) = how({"w": x}, Part.alone(comm))["w"]
     return found
@@ -244,7 +244,7 @@ def test_on_processes_and_with_absent_nodes(how: Average) -> None:
 
 
 def test_derivatives_pass_straight_through() -> None:
-    """Those of the mean, whatever the code."""
+    """Derivatives are those of the mean, whatever the code."""
     x = normal(4, 3, 10).requires_grad_()
     for how in (Ring("int8"), QuantisedRing(), AllToAll()):
         part = Part.alone(StackedCollectives(3))

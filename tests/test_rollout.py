@@ -97,7 +97,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def labels(x: Tensor) -> Tensor:
-    """What there is to learn; each node sees its inputs shifted, so that the nodes go apart."""
+    """The task to learn; each node sees its inputs shifted, so that the nodes go apart."""
     return (x @ draw(4, 3, seed=9)).argmax(-1)
 
 
@@ -542,7 +542,7 @@ RELAXED: dict[str, Callable[[Any], Strategy]] = {
 
 @pytest.mark.parametrize("name", RELAXED)
 def test_the_gradient_at_the_ends_of_a_schedule(name: str) -> None:
-    """Where a weight is 0 or 1 the derivative is that of the side that is allowed."""
+    """The derivative at a weight of 0 or 1 is that of the side that is allowed."""
     weights = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 1.0], dtype=F64, requires_grad=True)
     (found,) = torch.autograd.grad(outcome_of(RELAXED[name](weights)).loss, weights)
     for t in range(T):
@@ -1092,7 +1092,7 @@ def test_codes_pass_derivatives_straight_through() -> None:
     """The derivative of a compressed average is that of the plain one, at the values that the code gave."""
 
     class Rounded(Average):
-        """What `Compressed(Mean(), "int8")` sends without error feedback, as plain operations with .detach()."""
+        """Values that `Compressed(Mean(), "int8")` sends without error feedback, by operations with .detach()."""
 
         def agree(self, x: Any, part: Part, memory: Memory) -> Any:
             coded, plain = part.comm.mean(tree.map(self.code, x)), part.comm.mean(x)

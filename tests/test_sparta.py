@@ -172,7 +172,7 @@ def compare(ours: Run, theirs: Result) -> None:
 
 @functools.cache
 def masks(selector: str, model: str, interval: int = 1) -> Recorded:
-    """What the selector draws over a whole run; the same for any number of nodes and any engine."""
+    """The selector's draws over a whole run, the same for any number of nodes and any engine."""
     recorded = Recorded(SELECTORS[selector]())
     shapes = {name: p.shape for name, p in common.parameters(start(model)).items()}
     state = recorded.init(shapes, drawing(42))

@@ -105,7 +105,7 @@ def test_the_last_step_is_evaluated_if_it_is_interrupted_too(limit: str, tmp_pat
 
 @pytest.mark.parametrize("narrower", [{"stop": lambda row: row["step"] >= 3}, {"max_bytes": 1.0}])
 def test_a_run_that_is_at_its_end_when_it_is_resumed_is_evaluated(narrower: dict[str, Any], tmp_path: Path) -> None:
-    """How far the nodes were apart before the exchange is not known any more."""
+    """The nodes' distance before the exchange is not known any more."""
     with pytest.raises(KeyboardInterrupt):
         run(save_dir=tmp_path, logger=[CSVLogger(tmp_path), CtrlC(2)])
     wanted = run(max_steps=STEPS, val_interval=1).history.rows[3]

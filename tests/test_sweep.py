@@ -489,7 +489,7 @@ class Said(Unsaid, batched=("mu_x", "mu_y"), random=False):
 
 @pytest.mark.parametrize(("cls", "num_groups"), [(Said, 1), (Unsaid, 4)])
 def test_a_class_with_a_result_of_its_own_is_stacked(cls: Any, num_groups: int) -> None:
-    """What it says of a configuration goes by that configuration's own settings."""
+    """Messages about a configuration go by its own settings."""
     result = run_sweep(lambda lr, mu_y: cls("sgd", mu_y=mu_y, lr=lr), {"lr": [0.1, 0.02], "mu_y": [0.9, 0.5]})
     check_all(result)
     strategies = [config.strategy for config in result._runner.configs]
@@ -1011,7 +1011,7 @@ def test_interrupted_and_resumed(name: str, after: int, tmp_path: Path) -> None:
 
 
 def test_resumed_after_some_have_diverged(tmp_path: Path) -> None:
-    """Those that diverged stood between exchanges that are alike, whose states stay apart."""
+    """Configurations that diverged stood between exchanges that are alike, whose states stay apart."""
 
     def strategy(lr: float, H: int) -> Strategy:
         return DiLoCoStrategy("sgd", H=H, lr=lr, outer_lr=1e300 if (lr, H) == (0.01, 3) else 0.7)

@@ -128,7 +128,7 @@ def test_a_process_pool_gives_the_same_rows_and_bits(pool: ProcessPoolExecutor) 
 
 
 def test_points_stay_with_the_process_that_sweeps(pool: ProcessPoolExecutor) -> None:
-    """What cannot be sent may be in them, such as functions of a step."""
+    """Values that cannot be sent may be in them, such as functions of a step."""
     points = [{"rule": rule, "seed": seed} for seed in (0, 1) for rule in (lambda: 2, lambda: 3)]
     given: dict[str, Any] = {"strategy": lambda rule: DiLoCoStrategy("adamw", H=rule(), lr=0.01), "grid": None}
     given |= {"points": points, "chunk_configs": 2}
@@ -231,7 +231,7 @@ def test_other_options_work_as_without(pool: ProcessPoolExecutor) -> None:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_threads_take_turns(workers: int) -> None:
-    """What a job sets of torch, and the random numbers of `loop`, are the whole process's."""
+    """A job's settings of torch, and the random numbers of `loop`, are the whole process's."""
     settings: dict[str, Any] = {"model": make_model("Dropout", dtype=F64), "engine": "loop"}
     with ThreadPoolExecutor(workers) as threads:
         assert_same(run(threads, **settings), run(**settings))
@@ -412,7 +412,7 @@ class Marked(TensorDataset):
         vars(self).update({**state, "sent": True})
 
     def took_place(self) -> int:
-        """Which worker this is; two that begin at once have different places, for a file can be made only once."""
+        """The number of this worker; two that begin at once have different ones, for a file can be made only once."""
         for place in itertools.count(1):
             with contextlib.suppress(FileExistsError):
                 with (self.folder / str(place)).open("x") as file:
@@ -530,7 +530,7 @@ def interrupt_sweep(parent: int) -> None:
 
 
 def test_ctrl_c_saves_what_there_is(pool: ProcessPoolExecutor, tmp_path: pathlib.Path) -> None:
-    """What hears it ends after its step, what has not begun is not trained, and the rest may come to its end."""
+    """A job that hears it ends after its step; one that has not begun is not trained; the rest may come to its end."""
     (tmp_path / "begun").mkdir()
     file, steps = tmp_path / "sweep.pt", {"max_steps": 400, "val_interval": None, "chunk_configs": 2}
     dataset = Marked(tmp_path / "begun", interrupt, on=2)
@@ -747,7 +747,7 @@ class TestDask:
             run(executor_of_dask, Marked(tmp_path, fail))
 
     def test_ctrl_c(self, executor_of_dask: Executor, tmp_path: pathlib.Path) -> None:
-        """What is under way is left to itself."""
+        """A job under way is left to itself."""
         begin = time.monotonic()
         with pytest.warns(VecgymWarning, match=r"interrupted: SweepResult"):
             result = run(executor_of_dask, Marked(tmp_path, interrupt_sweep), max_steps=500, val_interval=None)

@@ -1,4 +1,4 @@
-"""What a step sends is a value that it returns; what a module keeps is its own."""
+"""A step returns the values that it sends; a module keeps its state to itself."""
 
 from __future__ import annotations
 

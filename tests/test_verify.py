@@ -394,7 +394,7 @@ def with_a_wire(link: multiprocess.Link, times: int) -> list[bool]:
 
 
 def test_bytes_that_the_ledger_does_not_mean_are_found() -> None:
-    """What proves the bytes of all strategies, in `test_distributed` and `test_absent_apart`, can fail."""
+    """The proof of the bytes of all strategies, in `test_distributed` and `test_absent_apart`, can fail."""
     assert multiprocess.run(with_a_wire, 2, (1,)) == [[True, True]] * 2
     P = sum(p.numel() for p in make_model("MLP").parameters())
     # Exact: both nodes' parameters. Twice as much is as many bytes too much, at the exchange of the next step.

@@ -235,7 +235,7 @@ def test_a_proximal_term_depends_on_every_parameter(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ["auto", "loop"])
 def test_gradients_that_are_exchanged_twice(engine: str) -> None:
-    """What nobody has after the first exchange, nobody has after the second one."""
+    """A value that nobody has after the first exchange, nobody has after the second one."""
     spec, make = OPTIMIZERS["adamw"]
     exchanges = [Exchange(Mean(), of="gradients"), Exchange(Mean(), of="gradients")]
     trainer, _ = fit(Experts().double(), Strategy(spec, exchanges), engine=engine)
@@ -285,7 +285,7 @@ def test_what_nobody_has_is_no_part_of_the_norm(max_norm: Any) -> None:
 
 @pytest.mark.parametrize("of", ["moments", ["exp_avg", "exp_avg_sq"]])
 def test_moments_of_a_scalar_that_nobody_uses_are_exchanged(of: Any) -> None:
-    """How often it was skipped, a number for each node as its moments are, is no moment."""
+    """The count of skips, a number for each node as its moments are, is no moment."""
     model = Heads().double()
     model.scale = nn.Parameter(torch.tensor(2.0).double())
     strategy = Strategy(OptimSpec("adamw", lr=0.05), [Exchange(Mean(), every=2, of=of)])

@@ -44,7 +44,7 @@ def reference_pages(guide: list[Module]) -> Iterator[Module]:
 
 
 def public_places(reference: list[Module]) -> dict[tuple[str, str], tuple[str, str]]:
-    """Where each class and function is documented first, by the module and the name of its definition."""
+    """The page on which each class and function is documented first, by the module and the name of its definition."""
     places: dict[tuple[str, str], tuple[str, str]] = {}
     for module in reference:
         for member in module.own_members:

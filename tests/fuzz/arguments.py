@@ -138,7 +138,7 @@ DECORATION = (
 
 
 def tried() -> dict[str, Target]:
-    """What is called: all public callables but those that cannot be."""
+    """All public callables, except for those that cannot be called."""
     return {
         name: target
         for name, target in targets().items()
@@ -236,7 +236,7 @@ def _good(target: Target, given: dict[str, Any], name: str) -> Any:
 
 
 def _use(result: Any) -> None:
-    """What an object refuses only when it is used, it must refuse in the same way."""
+    """An object that refuses a value only when it is used must refuse it in the same way."""
     chosen: Any = None
     model = calls.Matrix() if isinstance(result, vecgym.OptimSpec) else calls.Line()
     if isinstance(result, Strategy):

@@ -89,7 +89,7 @@ SPEEDS = ("equal", "powers", "powers", "uneven", "uneven", "drawn")
 
 @dataclass
 class Seen:
-    """What is compared of a run."""
+    """The compared parts of a run."""
 
     columns: dict[str, list[float]] = field(default_factory=dict)  # [updates]
     order: list[float] = field(default_factory=list)  # of all arrivals: the node and the time, one after the other
@@ -265,7 +265,7 @@ class Run:
         )
 
     def counts(self, trainer: Any) -> dict[str, list[float]]:
-        """How many messages of `num_bytes` nodes have sent, and were sent, in all."""
+        """The numbers of messages of `num_bytes` that nodes have sent, and were sent, in all."""
         if self.settings["kind"] == "fragments":
             return {}
         K, ledger = self.settings["num_nodes"], trainer.ledger
@@ -577,7 +577,7 @@ def again(lines: loop.Lines | None) -> loop.Lines | None:
 
 
 def messages(sizes: Sequence[int], bucket: float | None) -> int:
-    """How many there are, of tensors of so many bytes, from the last on: one that has reached a size is complete."""
+    """The number of messages of tensors of these bytes, from the last on: one that has reached a size is complete."""
     count, filled = 0, math.inf
     for size in reversed(sizes):
         if filled >= (math.inf if bucket is None else bucket):

@@ -71,7 +71,7 @@ SHARES = {"binary": (0.0, 1.0, 0.0, 0.0, 1.0), "part": (0.0, 0.5, 1.0, 0.25)}
 
 @dataclass(frozen=True)
 class Run:
-    """What both sides need to know of a run."""
+    """The facts of a run that both sides need."""
 
     num_nodes: int
     max_steps: int
@@ -88,7 +88,7 @@ class Run:
 
 
 def scale(key: str, num_nodes: int) -> Tensor:
-    """What each node's value of a setting is, in units of the one given; some settings may be 0."""
+    """Each node's value of a setting, in units of the one given; some settings may be 0."""
     low = 0.0 if key in ("momentum", "weight_decay", "mu") else 0.5
     return torch.linspace(1.0, low, num_nodes, dtype=torch.float64)
 

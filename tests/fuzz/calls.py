@@ -271,12 +271,12 @@ def state() -> State:
 
 
 def facts() -> RunFacts:
-    """What a strategy or an exchange is told before a run."""
+    """The facts that a strategy or an exchange is told before a run."""
     return RunFacts(K, STEPS, num_examples=(8, 8), names=("w",))
 
 
 def of_exchanges() -> ExchangeFacts:
-    """What an average is told."""
+    """The facts that an average is told."""
     return Exchange(Mean()).facts(facts())
 
 
@@ -861,7 +861,7 @@ def good_value(target: Target, name: str) -> Any:
 
 
 def _state(target: Target) -> Any:
-    """What `init` of an object of the class gives."""
+    """The state that `init` of an object of the class gives."""
     cls = targets()[target.owner]
     made = _object(cls)
     if not hasattr(made, "init"):
@@ -871,7 +871,7 @@ def _state(target: Target) -> Any:
 
 
 def _agreed(target: Target) -> tuple[Any, Memory]:
-    """What the nodes agreed on, and what they remember: with what a method finds that comes after they agreed."""
+    """The values that the nodes agreed on, and their memory, as a method finds them that comes after they agreed."""
     average, method = _object(targets()[target.owner]), target.name.rpartition(".")[2]
     memory = begun(average, _theta(), K)
     after = method in ("receive", "read", "write", "within")

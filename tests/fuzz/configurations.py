@@ -39,7 +39,7 @@ NUDGE = 1e-14
 
 @dataclass
 class Seen:
-    """What is compared of a run."""
+    """The compared parts of a run."""
 
     bytes: list[float] = field(default_factory=list)  # [steps]
     lr: list[float] = field(default_factory=list)  # [steps]: the mean over the nodes

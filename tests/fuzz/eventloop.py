@@ -31,7 +31,7 @@ MakeOptimizer = Callable[[int, Mapping[str, Tensor]], Optimizer]
 
 
 class Agenda:
-    """What will happen: (time, rank, who, what it is)."""
+    """The events to come: (time, rank, who, kind)."""
 
     def __init__(self) -> None:
         self.heap: list[Any] = []
@@ -98,7 +98,7 @@ def no_lines(num_nodes: int) -> Lines:
 
 @dataclass
 class Training:
-    """What every node does between two exchanges."""
+    """The work of every node between two exchanges."""
 
     model: nn.Module
     optimizer: MakeOptimizer
@@ -181,14 +181,14 @@ class Center:
         self.num_nodes = num_nodes
 
     def arrives(self, movement: Values) -> Values:
-        """What the server makes of one movement when it arrives, before it is weighted."""
+        """The server's view of one movement when it arrives, before it is weighted."""
         return movement
 
     def update(self, mean: Values) -> None:
         raise NotImplementedError
 
     def sends(self) -> Values:
-        """What a node begins a round from."""
+        """The model from which a node begins a round."""
         return {name: x.detach().clone() for name, x in self.theta.items()}
 
 
@@ -303,7 +303,7 @@ class Version:
 
 
 class Loop:
-    """What all loops have: nodes, an agenda, and the versions that are made."""
+    """The common part of all loops: nodes, an agenda, and the versions that are made."""
 
     def __init__(self, training: Training, num_nodes: int) -> None:
         self.agenda = Agenda()
@@ -346,7 +346,7 @@ def zeros(like: Values) -> Values:
 
 @dataclass
 class Round:
-    """What a node does now."""
+    """The present work of a node."""
 
     version: int  # from which it began
     movement: Values
@@ -586,7 +586,7 @@ class Pairs(Loop):
 
 @dataclass
 class Held:
-    """What a learner has of a fragment."""
+    """A learner's part of a fragment."""
 
     base: Values
     version: int = 0
@@ -597,7 +597,7 @@ class Held:
 
 @dataclass
 class Fragment:
-    """What the server has of one."""
+    """The server's part of a fragment."""
 
     names: list[str]
     share: float  # of all bytes
@@ -610,7 +610,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Merging:
-    """How learners and the server of fragments work together; `grace` is of the seconds in which a quorum came."""
+    """The loop of learners and the server of fragments; `grace` is of the seconds in which a quorum came."""
 
     parts: Sequence[Sequence[str]]
     cuts: Sequence[int]  # messages in which each is sent

@@ -240,7 +240,7 @@ def victims(kind: str, folder: Path, run: str, draw: random.Random) -> Path:
 
 @functools.cache
 def expected(reader: str, run: str) -> Any:
-    """What the good file gives; of checkpoints, what the run gives that was never interrupted."""
+    """The result of the good file; of checkpoints, that of the run that was never interrupted."""
     kind, read = READERS[reader]
     if reader in ("resume", "resume by name"):
         return numbers(train(run))

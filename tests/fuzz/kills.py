@@ -257,7 +257,7 @@ def install(disk: Disk) -> None:
 
 @dataclass
 class Ended:
-    """How a child ended: its exit code or -signal, what it reported as saved (steps or curves), and its error."""
+    """The end of a child: its exit code or -signal, what it reported as saved (steps or curves), and its error."""
 
     code: int
     reported: list[int]
@@ -348,7 +348,7 @@ def cases(seed: int, count: int) -> Iterator[Case]:
 
 
 def _drawn(draw: random.Random) -> tuple[str, tuple[str, int], int]:
-    """What happens, at which event, and for how many."""
+    """An accident, its event, and the number of its victims."""
     how = draw.choice(HOW)
     kind = "write" if how == "torn write" else draw.choice(list(EVENTS))
     return how, (kind, draw.randrange(1, EVENTS[kind])), draw.choice([1, 3, 30, 300, 5000])
@@ -377,7 +377,7 @@ def run(case: Case) -> Outcome:
 
 
 def _after(what: str, how: str, ended: Ended, folder: Path) -> Outcome:
-    """What a child that has ended may have left."""
+    """The outcome of a child that has ended."""
     if ended.code == 1 and not _may_refuse(what, how, ended.error):
         return Failure(f"{what}, {how}: {_last_line(ended.error)}", ended.error[-1500:])
     lost = _lost(what, ended, folder)
@@ -402,7 +402,7 @@ def _last_line(error: str) -> str:
 
 
 def _lost(what: str, ended: Ended, folder: Path) -> str:
-    """What was reported as saved, and is not there."""
+    """Items that were reported as saved, and are not there."""
     if not ended.reported:
         return ""
     newest = max(ended.reported)

@@ -32,7 +32,7 @@ BYTES = 8  # of a value in float64
 
 @dataclass
 class World:
-    """What the exchanges of one run share."""
+    """The state that the exchanges of one run share."""
 
     num_nodes: int
     num_examples: Sequence[int]  # of each node's shard
@@ -599,7 +599,7 @@ class Plan:
 
 @dataclass
 class Result:
-    """What a run leaves behind."""
+    """The remains of a run."""
 
     models: list[nn.Module]
     losses: list[list[float]] = field(default_factory=list)  # [steps][K]; nan where a node did not train
@@ -666,7 +666,7 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 
 
 def active(modules: Sequence[Module], t: int, num_nodes: int) -> list[int]:
-    """Those whom every module lets train."""
+    """The nodes that every module lets train."""
     present = set(range(num_nodes))
     for module in modules:
         chosen = module.active(t)
@@ -695,7 +695,7 @@ def backward(
 
 @torch.no_grad()
 def exchange_gradients(plan: Plan, thetas: list[dict[str, Tensor]], present: list[int], t: int) -> None:
-    """What the modules add to each node's gradient, and what they exchange of the gradients if all nodes train."""
+    """The terms that the modules add to each node's gradient, and the gradients they exchange if all nodes train."""
     zeros = [{name: torch.zeros_like(p) for name, p in theta.items()} for theta in thetas]
     having = [{name for name, p in theta.items() if p.grad is not None} for theta in thetas]
     if any(isinstance(module, Proximal) for module in plan.modules):  # whose term depends on every parameter

@@ -137,7 +137,7 @@ def compile_lightly(compile: Any, function: Any, **options: Any) -> Any:
 
 
 def compared(s: Settings, seed: int, width: int) -> tuple[float, str]:
-    """How far the compiled run ends from the other, and which engine ran it."""
+    """The distance between the ends of the compiled run and the other, and the engine that ran it."""
     found = []
     for flag in (True, False):
         with torch.random.fork_rng(devices=[]):

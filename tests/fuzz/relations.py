@@ -195,7 +195,7 @@ def named(s: Settings) -> str:
 
 @dataclass
 class World:
-    """What a run is given. `order`: which node of the case each node is; a part of them, or others in their places."""
+    """The inputs of a run. `order`: the case's node that each node is; a part of them, or others in their places."""
 
     settings: Settings
     seed: int
@@ -272,7 +272,7 @@ class World:
         return len(self.trainer.history.rows) - 1
 
     def column(self, name: str) -> list[float]:
-        """What there is of it after each step."""
+        """Its records after each step."""
         rows = self.trainer.history.rows[1:]
         return [float(row[name]) for row in rows if row.get(name) is not None]
 
@@ -294,7 +294,7 @@ class World:
         return floating(dict(self.average.state_dict()))
 
     def rounding(self) -> float:
-        """How far the run ends from itself if its parameters begin 1e-14 away."""
+        """The distance at which the run ends from itself if its parameters begin 1e-14 away."""
         mine, moved = self.returned(), [self.other(range(len(self.order))).fit(nudge=n).returned() for n in (1, 2)]
         return max(difference(x, mine) for x in moved)
 

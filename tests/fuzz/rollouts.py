@@ -111,7 +111,7 @@ def run(case: Case) -> Outcome:
 
 
 def value_of(outcome: Trained) -> Tensor:
-    """What is differentiated."""
+    """The function that is differentiated."""
     return outcome.loss + 0.1 * outcome.losses.nansum() + 0.1 * outcome.consensus_distance.sum()
 
 

@@ -133,7 +133,7 @@ class OuterOptimizer:
         return True
 
     def sent(self) -> Params:
-        """What a node begins from."""
+        """The model from which a node begins."""
         return self.theta
 
 
@@ -405,7 +405,7 @@ def staleness_weight(function: Staleness, staleness: int) -> float:
 
 @dataclass
 class Queue:
-    """What will happen: (time, kind, node), and when links are free."""
+    """The events to come: (time, kind, node), and the times at which links are free."""
 
     links: Links
     events: list[tuple[float, int, int]] = field(default_factory=list)

@@ -16,7 +16,7 @@ Message = tuple[Sequence[int], str, Any, float, int, bool]
 
 
 def slowest(ring: Sequence[int], num_bytes: float, latency: Pair, pace: Pair) -> tuple[float, int]:
-    """What a message takes over the slowest link of a ring, and the place that this link leads from."""
+    """The seconds of a message over the slowest link of a ring, and the place that this link leads from."""
     took = [latency(i, j) + num_bytes * pace(i, j) for i, j in zip(ring, [*ring[1:], ring[0]])]
     return max(took), took.index(max(took))
 

@@ -79,7 +79,7 @@ class Message:
 
 @dataclass
 class Copy:
-    """What a learner knows of one fragment."""
+    """A learner's knowledge of one fragment."""
 
     base: Params  # the server's value that it last merged
     version: int = 0

@@ -40,7 +40,7 @@ def gpa(
     max_norm: float | None = None,
     schedule: Schedule | None = None,
 ) -> tuple[Result, dict[str, Tensor], dict[str, Tensor]]:
-    """What the run leaves behind, the models at y; and x and z."""
+    """The remains of the run, the models at y; and x and z."""
     models = common.copy_model(model, num_nodes)
     losses = common.empty_losses(model, len(batches), num_nodes)
     thetas = [common.parameters(model_i) for model_i in models]

@@ -38,7 +38,7 @@ def noloco(
     max_norm: float | None = None,
     schedule: Schedule | None = None,
 ) -> tuple[Result, list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """What the run leaves behind, and phi and delta of each node."""
+    """The remains of the run, and phi and delta of each node."""
     models = common.copy_model(model, num_nodes)
     optimizers = common.make_optimizers(models, inner)
     losses = common.empty_losses(model, len(batches), num_nodes)

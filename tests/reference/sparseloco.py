@@ -23,7 +23,7 @@ from tests.reference.compression import assign, largest_divisor, statistical
 
 
 def places(p: Tensor, k: int, chunk: int) -> list[int]:
-    """Where the k largest values of each chunk are, chunk by chunk, as flat indices of the tensor."""
+    """The places of the k largest values of each chunk, chunk by chunk, as flat indices of the tensor."""
     matrix = p.reshape(p.shape[0], -1) if p.dim() > 1 else p.reshape(1, -1)
     height = largest_divisor(matrix.shape[0], chunk)
     width = largest_divisor(matrix.shape[1], chunk if p.dim() > 1 else chunk**2)
