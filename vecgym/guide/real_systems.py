@@ -27,7 +27,7 @@ column "here" is empty, vecgym has nothing of the kind.
 | DDP, a hook in place of none | plain DDP, `allreduce_hook` and the mean of the stacked gradients differ in their last bits with 3 ranks | equal to 1e-12 in float64 (`tests/test_ddp.py`) |
 | `PeriodicModelAverager` | averages parameters with a gradient only: a layer that is not used stays apart. After `zero_grad()` there are none, and it raises a ValueError | all parameters |
 | `PeriodicModelAverager` of period 4, and `HierarchicalModelAverager` | the first averages in calls 1, 5, 9; with `warmup_steps=3` in calls 4, 8, 12. The second, with the same warm-up, in calls 5, 9, 13 | exchanges after steps H, 2 H, 3 H |
-| PowerSGD | gives nan where a weight starts at 0, as one of LoRA's two does, from its first compressed step on: its gradient is 0, and a basis of it does not exist | there is no codec of low rank: if you write one, try a gradient of 0 |
+| PowerSGD | gives nan where a weight starts at 0, as one of LoRA's two does, from its first compressed step on: its gradient is 0, and a basis of it does not exist | `compress.PowerSGD` sends zeros as zeros and draws a direction that died out anew |
 | accelerate 1.15, `LocalSGD` | averages parameters only: the statistics of batch norm, and momentum, stay apart | likewise; batch norm is averaged at the end of a run |
 
 ## Optimizers, and states
