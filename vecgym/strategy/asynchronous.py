@@ -196,7 +196,8 @@ class AsyncStrategy(InRounds, batched=(), random=False):
         H: local steps per round.
         buffer: M.
         max_wait: seconds. A node that arrives while no node waits opens a window; nodes that arrive in it wait, and
-            begin their next rounds together when it closes.
+            begin their next rounds together when it closes. With 0 nodes that arrive at the same instant, such as
+            those of equal speed, begin together with the version that has all their movements.
         grace: the end of the window: "full", when its time is over or all nodes wait; "until_last", with the last
             arrival in it, which is known in hindsight, so that no node waits in vain.
         dylu: "dynamic local updates": H_i = max(1, floor(H v_i / max v)), with v_i the speed of node i.
