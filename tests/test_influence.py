@@ -287,6 +287,7 @@ WRONG: dict[str, tuple[Strategy, dict[str, Any], str]] = {
     ),
     "eager": (EagerDiLoCoStrategy("sgd", H=3), {"of": "messages"}, "delay of a round"),
     "weights": (FedAvgStrategy("sgd", sync_weight=[0.5] * 15), {}, "has weights already"),
+    "proximal": (FedAvgStrategy("sgd", H=3, proximal_mu=0.1), {}, 'a round has no start. Give of="nodes"'),
     "integrated": (FedAvgStrategy("sgd", H=3), {"of": "nodes", "method": "integrated"}, 'of="exchanges"'),
     "seeds": (FedAvgStrategy("sgd", H=3), {"seeds": []}, "seeds is empty"),
     "no seeds": (FedAvgStrategy("sgd", H=3), {"seeds": 0}, "seeds=0 must be an integer >= 1"),
@@ -300,6 +301,19 @@ def test_mistakes(case: str) -> None:
     strategy, settings, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
         of_square(strategy, **settings)
+
+
+def test_runs_are_those_of_fit_where_a_node_has_fewer_examples_than_a_batch() -> None:
+    def few(rank: int, num_nodes: int, train: bool) -> Tensor:
+        return torch.tensor([[0.0, 1.0, 2.0, 5.0], [0.0, 0.0, 9.0]][rank], dtype=F64)[: 4 - rank]
+
+    strategy = FedAvgStrategy("sgd", H=2, lr=0.1)
+    average = Trainer(Line().double(), few).fit(
+        strategy, 2, max_steps=4, batch_size=4, device="cpu", progress=False)  # fmt: skip
+    found = vecgym.influence(
+        Line().double(), strategy, few, num_nodes=2, max_steps=4, batch_size=4, eval_batch=torch.zeros(1, dtype=F64)
+    )
+    assert found.loss == pytest.approx(next(average.parameters()).item() ** 2, abs=1e-12)
 
 
 def test_a_gradient_exchange_has_nodes_and_messages() -> None:

@@ -16,13 +16,16 @@ from torch.utils.data import Subset, TensorDataset
 
 import vecgym
 from vecgym import rollout
+from vecgym.availability import Deadline
 from vecgym.collectives.topology import ring
 from vecgym.core.errors import VecgymWarning
+from vecgym.core.objects import altered
 from vecgym.meta import Curve, Exchanges, Learned, Mixing, learn
 from vecgym.meta.curves import Family, Length, whole
 from vecgym.meta.learning import ESTIMATORS, Estimate, Learner, LearnOptions, by_es, by_gradient
 from vecgym.meta.rivals import Late, Quadratic, Random, annealed
 from vecgym.meta.tasks import Tasks
+from vecgym.models import Line
 from vecgym.optim import OptimSpec
 from vecgym.simulation.when import Rounds
 from vecgym.strategy import DiLoCoStrategy, FedAvgStrategy, Strategy
@@ -176,15 +179,18 @@ class Quadratics:
     def __init__(self, rough: float) -> None:
         self.options, self.rough = SimpleNamespace(noise=0.1), rough
 
-    def losses(self, z: Tensor, drawn: Any, seed: int = 0) -> Tensor:
+    def losses(self, z: Tensor, drawn: Any) -> Tensor:
         phase = torch.arange(len(drawn.models), dtype=torch.float64) % 32
         smooth = (z - torch.tensor([[1.0], [-1.0]])).square().sum(0) * (1 + 0.1 * phase.sin())
         return smooth + self.rough * (1e6 * z.sum(0) + phase).sin()
 
+    def untrained(self, drawn: Any) -> float:
+        return 1.0
+
 
 class SomeRuns(SimpleNamespace):
-    def twice(self) -> SomeRuns:
-        return SomeRuns(models=self.models * 2, num_steps=self.num_steps)
+    def times(self, n: int) -> SomeRuns:
+        return SomeRuns(models=self.models * n, num_steps=self.num_steps)
 
 
 def test_evolution_strategies_estimate_the_gradient() -> None:
@@ -200,7 +206,7 @@ def test_evolution_strategies_estimate_the_gradient() -> None:
 
 def test_of_a_pair_the_run_that_diverges_is_worse_and_two_count_as_equal() -> None:
     class Cliff(Quadratics):
-        def losses(self, z: Tensor, drawn: Any, seed: int = 0) -> Tensor:
+        def losses(self, z: Tensor, drawn: Any) -> Tensor:
             return torch.where(z[0] > 0, math.nan, super().losses(z, drawn))
 
     drawn: Any = SomeRuns(models=[None] * 32, num_steps=T)
@@ -237,7 +243,47 @@ def test_auto_counts_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(ESTIMATORS, "gradient", taking(seconds))
         monkeypatch.setitem(ESTIMATORS, "es", taking(1.0))
         learner = Learner(options(steps=None, seconds=100.0))
-        assert learner._estimate(SomeRuns(num_steps=T), 0, 0)[0] == expected  # type: ignore[arg-type]
+        drawn: Any = SomeRuns(models=[None] * 3, num_steps=T)
+        assert learner._estimate(drawn, 0, 0)[0] == expected
+
+
+def line(seed: int) -> tuple[Any, ...]:
+    return Line().double(), torch.randn(64, dtype=torch.float64) + 1
+
+
+OF_A_LINE: dict[str, Any] = {
+    "runs": line, "loss_fn": None, "numbers": {"lr": Curve(0.1)}, "batch_size": 2, "estimator": "auto",
+    "strategy_of": lambda n: FedAvgStrategy("sgd", lr=n.lr, H=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seeds", [[0], [0, 1]])
+@pytest.mark.parametrize(("rate", "expected"), [(0.01, "gradient"), (1.5, "es")])
+def test_auto_sees_runs_that_explode_even_if_there_is_one(rate: float, expected: str, seeds: list[int]) -> None:
+    """Each step of SGD multiplies the distance by 1 - 2 rate."""
+    result = learned(**{**OF_A_LINE, "numbers": {"lr": Curve(rate)}}, max_steps=60, seeds=seeds, steps=1)
+    assert result.rows[0]["estimator"] == expected
+
+
+def test_a_step_measured_on_one_run_is_that_of_its_estimator() -> None:
+    given = {**OF_A_LINE, "seeds": [0], "steps": 1}
+    assert torch.equal(
+        learned(**given).coordinates, learned(**{**given, "estimator": "gradient"}).coordinates
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("estimator", ["auto", "es"])
+def test_the_unit_of_the_loss_is_of_no_importance(estimator: str) -> None:
+    """Adam's path does not depend on it, either."""
+    found = []
+    for unit in (1.0, 1e4):
+        adam = OptimSpec("adam", eps=1e-30, lr=0.1)
+        given = {**OF_A_LINE, "strategy_of": lambda n: FedAvgStrategy(adam.replace(lr=n.lr), H=2)}  # noqa: B023
+        given |= {"loss_fn": lambda m, x: unit * (next(m.parameters()) - x).square().mean()}  # noqa: B023
+        result = learned(**{**given, "estimator": estimator}, max_steps=6, steps=2)
+        found.append((result.coordinates, [row["estimator"] for row in result.rows]))
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-9)
+    assert found[0][1] == found[1][1]
 
 
 def test_a_run_without_a_gradient_does_not_stop_learning_nor_does_a_steep_one_decide() -> None:
@@ -319,8 +365,14 @@ def test_on_ctrl_c_the_result_so_far_is_returned_and_a_checkpoint_goes_on_from_i
     assert torch.equal(resumed.coordinates, whole_run.coordinates)
     assert resumed.rows == whole_run.rows
     assert torch.equal(learned(steps=4, checkpoint=path).coordinates, whole_run.coordinates)  # nothing is left to do
-    with pytest.raises(ValueError, match=r"learned.pt is of learning with seed=42, not 1"):
-        learned(steps=4, checkpoint=path, seed=1)
+    other: list[tuple[dict[str, Any], str]] = [
+        ({"seed": 1}, "seed=42, not 1"), ({"lr": 0.5}, "lr=0.08, not 0.5"),
+        ({"strategy_of": lambda n: FedAvgStrategy("sgd", lr=n.lr, H=n.when)}, r"strategy_of=DiLoCo(?s:.*)not FedAvg"),
+        ({"strategy_of": lambda n: altered(strategy_of(n), max_norm=1.0)}, "strategy"),
+    ]  # fmt: skip
+    for changed, message in other:
+        with pytest.raises(ValueError, match=rf"learned.pt is of learning with (?s:.*){message}"):
+            learned(steps=4, checkpoint=path, **changed)
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
@@ -434,6 +486,22 @@ def test_factories_of_datasets_are_called_for_each_node_and_for_validation() -> 
     assert sorted(drawn.eval_batches[0][1].tolist()) == sorted([4.0, 5.0, 6.0, 7.0] * 3)
 
 
+def of_unequal_nodes(rank: int, num_nodes: int, train: bool) -> Tensor:
+    return torch.linspace(rank, 2 * rank + 1, [11, 4, 2][rank], dtype=torch.float64)
+
+
+def test_the_loss_is_that_of_fit_where_nodes_have_unequally_many_examples() -> None:
+    """For training, in which one node has fewer than a batch, and for validation."""
+    strategy = FedAvgStrategy("sgd", H=2, lr=0.1)
+    trainer = vecgym.Trainer(Line().double(), of_unequal_nodes, of_unequal_nodes)
+    trainer.fit(strategy, 3, max_steps=6, batch_size=4, seed=7, device="cpu", progress=False, val_interval=None)
+    given = {**OF_A_LINE, "runs": lambda seed: (Line().double(), of_unequal_nodes), "num_nodes": 3, "batch_size": 4}
+    for segments in (None, 2):
+        tasks = Tasks(options(**given, segments=segments), Family({"lr": Curve(0.1)}, [6]))
+        found = tasks.losses(tasks.family.start[:, None], tasks.draw([7, 8], 6, 3))
+        assert found[0].item() == pytest.approx(trainer.history.last("val_loss"), abs=1e-12)
+
+
 def test_nodes_count_by_their_examples_in_each_run() -> None:
     def of_run(seed: int) -> Any:
         model, data = runs(seed)
@@ -451,7 +519,7 @@ def test_nodes_count_by_their_examples_in_each_run() -> None:
         losses = tasks.losses(tasks.family.start[:, None], drawn)
         alone = [
             rollout(model, strategy, batches, num_nodes=2, eval_batch=held_out, seed=seed, num_examples=sizes).loss
-            for model, batches, held_out, sizes, seed in zip(*drawn[:5])
+            for model, batches, held_out, sizes, _, seed in zip(*drawn[:6])
         ]
         assert torch.allclose(losses, torch.stack(alone), atol=1e-12)
         found.append(losses)
@@ -467,10 +535,17 @@ def test_rivals_exchange_as_often(kind: type[Exchanges], every: int) -> None:
     rival = kind(every, knots=1 if kind is Late else 0)
     for seed in range(5):
         z = torch.full((rival.knots, 3), seed - 2.0, dtype=torch.float64)
-        weights = rival.values(z, Length(60, seed=seed))
+        weights = rival.values(z, Length(60, seeds=range(seed, seed + 3)))
         assert weights.sum(0).tolist() == [60 // every] * 3
         assert weights.unique().tolist() == [0, 1]
         assert (weights[-1] == 1).all()
+
+
+def test_each_run_has_its_own_random_times_and_keeps_them_in_a_pair() -> None:
+    family = Family({"when": Random(6, knots=0)}, [48])
+    drawn = [tuple(n.when.weights.tolist()) for n in family.arguments(family.start[:, None], 48, seeds=[3, 4, 5, 3])]
+    assert len({*drawn}) == 3
+    assert drawn[0] == drawn[3]
 
 
 def test_quadratic_rounds_grow_as_the_rule_says() -> None:
@@ -524,6 +599,7 @@ def test_a_late_window_begins_later_with_its_coordinate() -> None:
         ({"strategy_of": DiLoCoStrategy()}, "strategy_of is of type DiLoCoStrategy; give a function of the numbers"),
         ({"runs": 3}, "runs is of type int; give lambda seed"),
         ({"lr": 0.0}, "lr=0.0 must be a number > 0"),
+        ({"availability": Deadline(2.0, H=2)}, "needs the nodes' compute times, which these runs do not have"),
     ],
 )
 def test_invalid_options(changed: dict[str, Any], message: str) -> None:
@@ -538,6 +614,7 @@ def test_invalid_options(changed: dict[str, Any], message: str) -> None:
         ({"runs": lambda seed: (nn.Linear(3, 1), torch.ones(3, 2))}, "a dataset of 3 examples is too small"),
         ({"strategy_of": lambda n: FedAvgStrategy("sgd", H=4)}, "the loss does not depend on the numbers"),
         ({"strategy_of": lambda n: 3}, "strategy is of type int"),
+        ({"strategy_of": lambda n: FedAvgStrategy(lr=n.rate)}, "no number 'rate': numbers has lr, outer_lr, momentum"),
     ],
 )
 def test_mistakes_that_the_first_step_shows(changed: dict[str, Any], message: str) -> None:

@@ -20,6 +20,7 @@ import vecgym.strategy
 from tests.helpers import assert_close, stacked
 from tests.models import make_batches, make_model
 from vecgym import Trainer
+from vecgym.availability import Trace
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.collectives.topology import ring
@@ -134,6 +135,38 @@ def trained_loss(strategy: Strategy, params: Any = None, batches: Any = None) ->
         for name, value in nodes.mean(state.params).items():
             evaluated.get_parameter(name).copy_(value)
         return float(evaluated(eval_batch))
+
+
+def test_examples_beyond_a_nodes_limit_do_not_count() -> None:
+    """A mean over the first is that over a batch in which these repeat."""
+    limits = (B, 2, 1)
+    strategy = DiLoCoStrategy("sgd", H=2, lr=0.3)
+    _, batches, _, _ = setting()
+    places = torch.stack([torch.arange(B) % limit for limit in limits])
+    same = [tuple(torch.stack([x[i][at] for i, at in enumerate(places)]) for x in batch) for batch in batches]
+    model, _, eval_batch, engine = setting()
+    wanted = rollout(model, strategy, same, num_nodes=K, eval_batch=eval_batch, engine=engine)
+    whole = outcome_of(strategy)
+    lr = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    found = outcome_of(DiLoCoStrategy("sgd", H=2, lr=lr), limits=limits)
+    assert_close(found.loss.detach(), wanted.loss, 1e-12)
+    assert abs(float(whole.loss - wanted.loss)) > 1e-4
+    (by_lr,) = torch.autograd.grad(found.loss, lr)
+    segments = outcome_of(DiLoCoStrategy("sgd", H=2, lr=lr), limits=limits, segments=2)
+    assert_close(torch.autograd.grad(segments.loss, lr)[0], by_lr, 1e-12)
+    assert float(by_lr) == pytest.approx(
+        slope(lambda h: float(outcome_of(DiLoCoStrategy("sgd", H=2, lr=0.3 + h), limits=limits).loss)), abs=1e-8
+    )
+    both = outcome_of(strategy, limits=[None, limits], num_runs=2)
+    assert_close(both.loss, torch.stack([whole.loss, wanted.loss]), 1e-12)
+    here = torch.ones(T, K, dtype=torch.bool)
+    here[1, 2] = here[2, 1] = False  # these nodes read one batch behind the others from then on
+    apart = Trace(here, rejoin="own")
+    wanted = rollout(
+        model, strategy, same, num_nodes=K, eval_batch=eval_batch, engine=engine, num_examples=(5, 2, 3),
+        availability=apart,
+    )  # fmt: skip
+    assert_close(outcome_of(strategy, limits=limits, availability=apart).loss, wanted.loss, 1e-12)
 
 
 def slope(f: Callable[[float], float], step: float = 1e-4) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import json
 import math
 import signal
 import sys
@@ -1704,6 +1705,7 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "no trainable parameter", {"model": lambda: make_model("MLP").requires_grad_(False)}),
     (TypeError, "model is of type str", {"model": "MLP"}),
     (TypeError, r"model\(\) returned None", {"model": lambda: None}),
+    (ValueError, r"model\(\): Expecting value: line 1", {"model": lambda: json.loads("a file that is no JSON")}),
     (TypeError, "model is of type NoneType; give an nn.Module", {"model": None}),
     (TypeError, "model and strategy are swapped", {"model": FedAvgStrategy(), "strategy": make_model("MLP")}),
     (TypeError, "model is of type TensorDataset; give", {"model": TensorDataset(torch.ones(2))}),

@@ -38,8 +38,9 @@ Linear(in_features=20, out_features=1, bias=True)
   `[(labels[rows] != -100).sum().item() for rows in partition.indices]`.
 - It must use the module that it is given, which has the parameters of a node. Parameters have the module's own names,
   and `fit` returns a module of its class.
-- `sweep`, `rollout`, `vecgym.meta.learn`, `verify` and `estimate_memory` take `loss_fn=` as well, and configurations of
-  `vecgym run`, `sweep` and `verify` may have it. A run resumes with a function of the same name, and the same loss.
+- `sweep`, `rollout`, `influence`, `vecgym.meta.learn`, `verify` and `estimate_memory` take `loss_fn=` as well, and
+  configurations of `vecgym run`, `sweep` and `verify` may have it. A run resumes with a function of the same name, and
+  the same loss.
 - Models from Hugging Face: `vecgym.guide.hugging_face`.
 
 `vecgym.models.Classifier` wraps a network that returns logits, and `vecgym.models.GPT` is a small nanoGPT.

@@ -43,6 +43,8 @@ The numbers have names, and the strategy is a function of them:
   `at_end=False`: the loss is that of the mean of the nodes in any case.
 - `Mixing` is the matrix of a gossip strategy, one for all steps or one for each: it stays doubly stochastic, and keeps the
   links of the start.
+- The loss is that of the mean of the nodes on `val_size` held-out examples; on so many of each node, all weighing the
+  same, if `runs` gives a function of the node for validation.
 - `max_steps=[48, 96, 192]`: several lengths take turns, and each knot becomes a + b log T.
 - `seconds=60` instead of `steps`. With `steps`, a seed gives the same bits. `checkpoint="learned.pt"` can be gone on from,
   and on Ctrl-C the result so far is returned.
@@ -110,8 +112,9 @@ Through smooth runs, the gradient has far less variance than evolution strategie
 a little, once forth and once back, which need no derivative. Where runs are close to chaos (SGD at a rate of 1.0) a
 gradient through hundreds of steps explodes, and the pairs still work. `estimator="auto"` measures the variance of both
 times their seconds at first, and again every 32 steps of a length, and takes the better one; `learned.rows` has which.
-(With `steps` in place of `seconds` it counts nominal seconds, for the sake of the bits.) A run without a finite gradient
-counts as 0, and none for more than ten times the median.
+(With `steps` in place of `seconds` it counts nominal seconds, for the sake of the bits. A single run has no variance: it
+is compared with itself at coordinates nearby.) A run without a finite gradient counts as 0, and none for
+more than ten times the median; no pair counts for more than the loss of an untrained model.
 
 Variance of the mean over 16 runs of 96 steps, times the seconds of a core that it takes, for rate and times of FedAvg with
 SGD on 4 nodes of a network 10-32-4 (`python benchmarks/meta.py --cases estimators`):

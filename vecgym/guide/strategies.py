@@ -248,7 +248,8 @@ Algorithms that are settings of these strategies (a test has each, written out i
 | Qsparse-local-SGD (1906.02367) | `DiLoCoStrategy("sgd", OptimSpec("sgd", lr=1.0), H, compression=TopK(fraction))` |
 | post-local SGD (1808.07217) | `FedAvgStrategy("sgd", H=lambda step: 1 if step < switch else H)` |
 
-H may be a function wherever a strategy has one: it is given the step at which a round begins, and gives the round's steps.
+H may be a function, except where each node has rounds of its own (`AsyncStrategy`, `DecoupledDiLoCoStrategy`,
+`HALoSStrategy`): it is given the step at which a round begins, and gives the round's steps.
 It may also be an object of a class below, under "when": `QSR` sees the learning rate, by itself that of the strategy:
 
 >>> from vecgym.strategy import QSR

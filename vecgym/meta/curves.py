@@ -28,12 +28,12 @@ class Length(NamedTuple):
     Attributes:
         steps: T.
         scale: log T, less its mean over the lengths that are learned from, and not beyond the longest or the shortest.
-        seed: of a schedule that is drawn.
+        seeds: of each run, for schedules that are drawn.
     """
 
     steps: int
     scale: float = 0.0
-    seed: int = 0
+    seeds: Sequence[int] = (0,)
 
 
 class Learnable(Settings):
@@ -43,6 +43,7 @@ class Learnable(Settings):
     """
 
     knots: int
+    drawn = False  # whether runs differ in it whose coordinates are the same
     _level = 0.0  # of the knots, before anything is learned
 
     def first(self, several: bool) -> Tensor:
@@ -259,6 +260,23 @@ def whole(density: Tensor, count: int, at_end: bool = True) -> Tensor:
     return weights + (share - share.detach())
 
 
+class NoSuchNumber(AttributeError, ValueError):
+    """A function of numbers asks for one that is not among them."""
+
+
+class Named(SimpleNamespace):
+    """Numbers by name, as a function of them sees them.
+
+    >>> Named(lr=0.1).rate
+    Traceback (most recent call last):
+    ...
+    vecgym.meta.curves.NoSuchNumber: there is no number 'rate': numbers has lr.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        raise NoSuchNumber(f"there is no number {name!r}: numbers has {', '.join(vars(self))}.")
+
+
 class Family:
     """Strategies with numbers that are learned: coordinates -> the arguments of a strategy.
 
@@ -283,15 +301,17 @@ class Family:
         self._sizes = list(map(len, each))
         self.start = torch.cat(each)
 
-    def arguments(self, z: Tensor, steps: int, seed: int = 0) -> list[SimpleNamespace]:
+    def arguments(self, z: Tensor, steps: int, seeds: Sequence[int] = (0,)) -> list[Named]:
         """Return the numbers of each run by name, for coordinates `[n, M]` and runs of so many steps.
 
         Args:
-            seed: of schedules that are drawn.
+            seeds: of each run, for schedules that are drawn.
         """
-        length = Length(steps, min(max(math.log(steps), self._low), self._high) - self._mean, seed)
+        if any(number.drawn for number in self.numbers.values()):
+            z = z.expand(-1, len(seeds))
+        length = Length(steps, min(max(math.log(steps), self._low), self._high) - self._mean, seeds)
         values = [x.values(part, length).unbind(-1) for x, part in zip(self.numbers.values(), z.split(self._sizes))]
         return [
-            SimpleNamespace(**{name: x.argument(own) for (name, x), own in zip(self.numbers.items(), of_run)})
+            Named(**{name: x.argument(own) for (name, x), own in zip(self.numbers.items(), of_run)})
             for of_run in zip(*values)
         ]

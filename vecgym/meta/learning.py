@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from vecgym.availability import Deadline
 from vecgym.core import check, rng
 from vecgym.core.check import Options, function_of
 from vecgym.core.errors import warn
@@ -23,15 +24,20 @@ from vecgym.meta.rivals import RIVALS, Report, gain_over, rivals_of
 from vecgym.meta.tasks import Drawn, Tasks
 from vecgym.records import runfile
 from vecgym.records.rows import counted, listed
-from vecgym.runs.options import Count, Device, OptionalCount, Present, Seed, Segments, optional_number
+from vecgym.runs.options import Count, Device, OptionalCount, Present, Seed, Segments, described, optional_number
 from vecgym.strategy import Strategy
 
 Estimator = Literal["auto", "gradient", "es"]
 NOMINAL = {"gradient": 1.25, "es": 1.0}  # the time of an estimate where a clock may not decide: measured for AdamW
 MEASURED_EVERY = 32  # steps with runs of one length
 SAVED_EVERY_S = 5.0
+NEARBY = 4  # points at which a single run is differentiated, to find the variance
 TAMED = 10.0  # times the median norm: no run's gradient counts for more
 BETAS = (0.9, 0.999)
+IDENTITY = (
+    "numbers", "max_steps", "num_nodes", "batch_size", "runs_per_step", "seeds", "estimator", "lr", "noise", "val_size",
+    "availability", "seed",
+)  # fmt: skip
 OF_STRATEGY = "a function of the numbers, such as lambda n: DiLoCoStrategy(lr=n.lr, H=n.when)"
 
 
@@ -79,12 +85,14 @@ class LearnOptions(Options):
         seconds: how long to learn.
         steps: in its place, the number of steps; a seed then gives the same bits.
         estimator: "gradient", through whole runs; "es", antithetic evolution strategies, which need no derivative; or
-            "auto": at first and now and then, the one with less variance times seconds.
+            "auto": at first and now and then, the one with less variance times seconds (of a single run, over points
+            nearby).
         lr: the largest change of a coordinate in a step, of Adam; it falls to a tenth.
         noise: of evolution strategies, the standard deviation of a coordinate.
-        val_size: examples for the loss at the end of a run.
+        val_size: examples for the loss at the end of a run; of each node, if nodes have validation sets of their own.
         segments: see `rollout`.
-        checkpoint: a file, written now and then, and at the end. If it exists, learning goes on from it.
+        checkpoint: a file, written now and then, and at the end. If it exists, learning goes on from it; the options
+            must be the same, except for the budget, and so must `runs` and `loss_fn`, which cannot be compared.
         availability: which nodes are present in which steps; see `Trainer.fit`.
         seed: of the runs and of noise.
         device: see `Trainer.fit`.
@@ -128,6 +136,11 @@ class LearnOptions(Options):
                     f"{name} has no value in runs of {self.num_nodes} nodes and {listed(self.lengths)} steps: give a "
                     f"matrix [{self.num_nodes}, {self.num_nodes}], or, for runs of one length T, [T, K, K]."
                 )
+        if isinstance(self.availability, Deadline):
+            raise ValueError(
+                f"{self.availability!r} needs the nodes' compute times, which these runs do not have: give another "
+                "availability, such as LocalSteps([8, 4], H=8)."
+            )
         if self.checkpoint is not None:
             self.settle(checkpoint=check.path("checkpoint", self.checkpoint))
 
@@ -164,25 +177,34 @@ class Estimate(NamedTuple):
 
 
 def by_gradient(tasks: Tasks, z: Tensor, drawn: Drawn, seed: int) -> Estimate:
-    """Differentiate through the runs."""
-    each = z[:, None].repeat(1, len(drawn.models)).requires_grad_()
+    """Differentiate through the runs, with the coordinates of all, `[n]`, or of each, `[n, M]`."""
+    each = _of_each(z, drawn).clone().requires_grad_()
     with torch.enable_grad():
-        losses = tasks.losses(each, drawn, seed)
+        losses = tasks.losses(each, drawn)
         if not losses.requires_grad:
             raise ValueError("the loss does not depend on the numbers: strategy_of must use them, " + OF_STRATEGY + ".")
         return Estimate(losses.detach(), torch.autograd.grad(losses.sum(), each)[0])
 
 
 def by_es(tasks: Tasks, z: Tensor, drawn: Drawn, seed: int) -> Estimate:
-    """Compare runs in pairs, with coordinates a little on either side of z: antithetic evolution strategies."""
-    shape, sigma = (len(z), len(drawn.models)), tasks.options.noise
-    noise = sigma * torch.randn(shape, generator=rng.generator(seed, "meta noise"), dtype=z.dtype)
-    both = torch.cat([z[:, None] + noise, z[:, None] - noise], 1)
+    """Compare runs in pairs, with coordinates a little on either side of z: antithetic evolution strategies.
+
+    No pair counts for more than an untrained model's loss, since one of it may diverge; if both do, they are equal.
+    """
+    z, sigma = _of_each(z, drawn), tasks.options.noise
+    noise = sigma * torch.randn(z.shape, generator=rng.generator(seed, "meta noise"), dtype=z.dtype)
+    both = torch.cat([z + noise, z - noise], 1)
     with torch.no_grad():
-        losses = tasks.losses(both, drawn.twice(), seed).double()
-    plus, minus = losses.nan_to_num(math.inf).chunk(2)
-    change = (plus - minus).nan_to_num(0).clamp(-1, 1)  # one of a pair may diverge, or both
-    return Estimate(losses.view(2, -1).mean(0), change * noise / (2 * sigma**2))
+        losses = tasks.losses(both, drawn.times(2)).double()
+    plus, minus = losses.nan_to_num(math.inf, math.inf).chunk(2)
+    most = tasks.untrained(drawn)
+    change = (plus - minus).nan_to_num(0, most, -most)
+    return Estimate(losses.view(2, -1).mean(0), change.clamp(-most, most) * noise / (2 * sigma**2))
+
+
+def _of_each(z: Tensor, drawn: Drawn) -> Tensor:
+    """Return the coordinates of each run, `[n, M]`, given these, or those of all, `[n]`."""
+    return z if z.dim() == 2 else z[:, None].expand(-1, len(drawn.models))
 
 
 ESTIMATORS = {"gradient": by_gradient, "es": by_es}
@@ -262,23 +284,29 @@ class Learner:
         if visits % MEASURED_EVERY:
             name = self.progress.chosen[drawn.num_steps]
             return name, ESTIMATORS[name](self.tasks, z, drawn, seed)
+        alone, seeing = len(drawn.models) == 1, drawn
+        if alone:  # one run has no variance: it is compared with itself at coordinates nearby
+            noise = torch.randn(len(z), NEARBY, generator=rng.generator(seed, "meta nearby"), dtype=z.dtype)
+            z, seeing = z[:, None] + options.noise * noise, drawn.times(NEARBY)
         made, cost = {}, dict(NOMINAL)
         for name, estimator in ESTIMATORS.items():
             for _ in range(1 + (not self.progress.rows and options.seconds is not None)):  # the first has to load much
                 begin = time.monotonic()
-                made[name] = estimator(self.tasks, z, drawn, seed)
+                made[name] = estimator(self.tasks, z, seeing, seed)
                 if options.seconds is not None:
                     cost[name] = time.monotonic() - begin
         best = min(made, key=lambda name: made[name].variance * cost[name])
-        return best, made[best]
+        return best, ESTIMATORS[best](self.tasks, self.progress.z, drawn, seed) if alone else made[best]
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     @property
     def _identity(self) -> dict[str, Any]:
-        """The options that a checkpoint must have in common with the learning that goes on from it."""
-        names = ("numbers", "max_steps", "num_nodes", "batch_size", "runs_per_step", "seeds", "estimator", "seed")
-        return {name: repr(vars(self.options)[name]) for name in names}
+        """The options that a checkpoint must have in common with the learning that goes on from it, as text."""
+        start = self.family.arguments(self.family.start[:, None], self.options.lengths[0])[0]
+        strategy = check.called("strategy_of", self.options.strategy_of, start)
+        same = {name: repr(vars(self.options)[name]) for name in IDENTITY}
+        return {**same, "strategy_of": repr(strategy), "settings of the strategy": str(described(strategy))}
 
     def _save(self, after: float) -> None:
         """Write a checkpoint unless the last one was written less than so many seconds ago."""
@@ -409,7 +437,7 @@ class Learned:
         for first in range(0, num_runs, self.options.runs_per_step):
             drawn = tasks.draw(seeds[first : first + self.options.runs_per_step], *kind)
             with torch.no_grad():
-                losses.append(tasks.losses(z[:, None], drawn, seed=first))
+                losses.append(tasks.losses(z[:, None], drawn))
         return torch.cat(losses)
 
 

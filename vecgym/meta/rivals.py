@@ -66,19 +66,22 @@ class Quadratic(Exchanges):
 
 
 class Random(Exchanges):
-    """Exchanges after random steps, drawn anew in each call, and after the last one.
+    """Exchanges after random steps, drawn for each run, and after the last one.
 
-    >>> Random(4).values(torch.zeros(0, 1), Length(8)).sum()
-    tensor(2., dtype=torch.float64)
+    >>> Random(4).values(torch.zeros(0, 2), Length(8, seeds=(0, 1))).sum(0)
+    tensor([2., 2.], dtype=torch.float64)
     """
 
+    drawn = True
+
     def values(self, z: Tensor, length: Length) -> Tensor:
-        generator = rng.generator(length.seed, "meta times")
         count = length.steps // self.every
-        weights = torch.zeros(length.steps, dtype=torch.float64)
-        weights[torch.randperm(length.steps - 1, generator=generator)[: count - 1]] = 1.0
+        weights = torch.zeros(length.steps, len(length.seeds), dtype=torch.float64)
+        for run, seed in enumerate(length.seeds):
+            order = torch.randperm(length.steps - 1, generator=rng.generator(seed, "meta times"))
+            weights[order[: count - 1], run] = 1.0
         weights[-1] = 1.0
-        return weights[:, None].expand(-1, z.shape[1])
+        return weights
 
 
 @cache

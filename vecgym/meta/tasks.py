@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from vecgym.core import check, rng, tree
+from vecgym.core import check, nodes, rng, tree
 from vecgym.core.objects import reachable
 from vecgym.data import Batches, EvalBatches
 from vecgym.data.checks import is_factory
@@ -28,6 +29,7 @@ class Drawn(NamedTuple):
 
     Attributes:
         sizes: of each run, the number of examples of each node.
+        limits: of each run, `Batches.limits`.
         seeds: of each run.
         num_steps, num_nodes: of each run.
     """
@@ -36,14 +38,14 @@ class Drawn(NamedTuple):
     batches: list[Any]
     eval_batches: list[Any]
     sizes: list[tuple[int, ...]]
+    limits: list[tuple[int, ...] | None]
     seeds: list[int]
     num_steps: int
     num_nodes: int
 
-    def twice(self) -> Drawn:
-        """Return the runs, and the same once more."""
-        models, batches, eval_batches, sizes, seeds, *kind = self
-        return Drawn(models * 2, batches * 2, eval_batches * 2, sizes * 2, seeds * 2, *kind)
+    def times(self, n: int) -> Drawn:
+        """Return the runs n times, one after the other."""
+        return Drawn._make([*(x * n for x in self[:-2]), self.num_steps, self.num_nodes])
 
 
 class Tasks:
@@ -65,27 +67,38 @@ class Tasks:
     def draw(self, seeds: Sequence[int], num_steps: int, num_nodes: int) -> Drawn:
         """Make the runs of these seeds."""
         each = [self._one(seed, num_steps, num_nodes) for seed in seeds]
-        models, batches, eval_batches, sizes = (list(x) for x in zip(*each))
-        return Drawn(models, batches, eval_batches, sizes, list(seeds), num_steps, num_nodes)
+        return Drawn._make([*map(list, zip(*each)), list(seeds), num_steps, num_nodes])
 
-    def losses(self, z: Tensor, drawn: Drawn, seed: int = 0) -> Tensor:
+    def losses(self, z: Tensor, drawn: Drawn) -> Tensor:
         """Return the final loss of each run, `[M]`, with its own coordinates, `[n, M]`, or those of all, `[n, 1]`."""
-        options, K = self.options, drawn.num_nodes
-        each = self.family.arguments(z, drawn.num_steps, seed)
+        options = self.options
+        each = self.family.arguments(z, drawn.num_steps, drawn.seeds)
         strategies = [check.called("strategy_of", options.strategy_of, numbers) for numbers in each]
-        if K not in self._engines:
-            self._engines[K] = prepared(drawn.models[0], "auto", drawn.batches[0][0])
-        shared = {"engine": self._engines[K], "segments": options.segments, "availability": options.availability}
+        shared = {"engine": self._engine(drawn), "segments": options.segments, "availability": options.availability}
         counted = any(getattr(x, "weighting", "") == "examples" for each in strategies for x in reachable(each))
         sizes = drawn.sizes if counted else None  # runs of unequal sizes share no group: 1.5 times the time
         return rollout(
             drawn.models, strategies if len(strategies) > 1 else strategies[0], drawn.batches,
-            num_runs=len(drawn.models), num_nodes=K, eval_batch=drawn.eval_batches, num_examples=sizes,
-            seed=drawn.seeds, **shared,
+            num_runs=len(drawn.models), num_nodes=drawn.num_nodes, eval_batch=drawn.eval_batches, num_examples=sizes,
+            limits=drawn.limits, seed=drawn.seeds, **shared,
         ).loss  # fmt: skip
 
-    def _one(self, seed: int, num_steps: int, num_nodes: int) -> tuple[nn.Module, list[Any], Any, tuple[int, ...]]:
-        """Return the model, the batches, the validation batch and the sizes of the shards of one run."""
+    @torch.no_grad()
+    def untrained(self, drawn: Drawn) -> float:
+        """Return the median loss of the runs before training, a scale that goes with the unit of the loss."""
+        engine, losses = self._engine(drawn), []
+        for model, batch in zip(drawn.models, drawn.eval_batches):
+            losses.append(engine.loss(dict(model.named_parameters()), dict(engine.buffers), batch))
+        scale = float(torch.stack(losses).abs().median())
+        return scale if 0 < scale < math.inf else 1.0
+
+    def _engine(self, drawn: Drawn) -> Engine:
+        if drawn.num_nodes not in self._engines:
+            self._engines[drawn.num_nodes] = prepared(drawn.models[0], "auto", drawn.batches[0][0])
+        return self._engines[drawn.num_nodes]
+
+    def _one(self, seed: int, num_steps: int, num_nodes: int) -> tuple[Any, ...]:
+        """Return the model, the batches, the validation batch, the sizes of the shards and the limits of one run."""
         options = self.options
         with rng.private(seed):
             model, train, val = self._checked(check.called("runs", options.runs, seed))
@@ -94,9 +107,10 @@ class Tasks:
             read = Batches(train, num_nodes, options.batch_size, **made)
             batches = list(read.iterate(0, num_steps))
             held_out = EvalBatches(val, options.val_size, options.val_size, num_nodes, **made)
-            batch = next(iter(held_out))[0]
-        batch = tree.map_leaves(lambda x: x.flatten(0, 1), batch) if held_out.per_node else batch
-        return model, batches, batch, tuple(read.shard_sizes)
+            parts = [batch for batch, _ in held_out]
+        if held_out.per_node:  # one part for the nodes that have equally many left
+            parts = [tree.map_leaves(lambda x: x.flatten(0, 1), part) for part in parts]
+        return model, batches, nodes.join_rows(parts), tuple(read.shard_sizes), read.limits
 
     def _checked(self, made: Any) -> tuple[nn.Module, Any, Any]:
         """Return a run's model, training set and validation set."""

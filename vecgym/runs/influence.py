@@ -213,8 +213,9 @@ def influence(options: InfluenceOptions) -> Influence:
     """Find the worth of each exchange, node or message of a strategy: the final loss without it, less that with all.
 
     The loss is that of the average of the nodes on `eval_batch`, as in `rollout`. Each is left out alone, and all other
-    exchanges keep their numbers and their steps. A derivative is measured against the exact values on a sample, and a
-    warning says if it ranks them otherwise, as it does for large steps.
+    exchanges keep their numbers and their steps, as do the gradients that `MimeStrategy` sends between two exchanges. A
+    derivative is measured against the exact values on a sample, and a warning says if it ranks them otherwise, as it
+    does for large steps.
 
     Args:
         {arguments}
@@ -286,7 +287,7 @@ class _Runs:
             device = next(iter(made.parameters())).device
             data = Batches(options.dataset, K, options.batch_size, seed=seed, device=device)
             self.batches.append(list(data.iterate(0, T)))
-        self.num_examples = data.shard_sizes
+        self.num_examples, self.limits = data.shard_sizes, data.limits
         self.engine: Engine = prepared(self.models[0], "auto", self.batches[0][0])
 
     def losses(self, chosen: Sequence[tuple[int, Tensor]], segments: int | None = None) -> Tensor:
@@ -299,7 +300,7 @@ class _Runs:
                 [self.models[s] for s in seeds], [_weighted(options, w) for w in weights],
                 [self.batches[s] for s in seeds], num_runs=len(seeds), num_nodes=options.num_nodes,
                 eval_batch=[options.eval_batch] * len(seeds), engine=self.engine, num_examples=self.num_examples,
-                seed=[options.seeds[s] for s in seeds], segments=segments,
+                limits=self.limits, seed=[options.seeds[s] for s in seeds], segments=segments,
             )  # fmt: skip
             found.append(outcome.loss.double())
         return torch.cat(found)
@@ -365,6 +366,11 @@ def _weighted(options: InfluenceOptions, weights: Tensor) -> Strategy:
             raise ValueError(
                 f"{exchange!r}: nodes that exchange gradients in every step would go apart without one. Give a "
                 'strategy that exchanges parameters, or of="nodes" or of="messages".'
+            )
+        if getattr(strategy, "_proximal", False):
+            raise ValueError(
+                f"{strategy!r}: proximal_mu works in rounds of H steps, and without an exchange a round has no start. "
+                'Give of="nodes" or of="messages".'
             )
         if exchange.stages.partial and not weights.requires_grad:  # 0 and 1 are exact in part, too: one group of runs
             weights = weights.clone().requires_grad_()

@@ -535,7 +535,7 @@ def described(value: Any, around: tuple[int, ...] = ()) -> Any:
 # ----------------------------------------------------------------------------------------------------- checks
 
 
-def checked_examples(num_examples: Any, num_nodes: int) -> tuple[int, ...] | None:
+def checked_examples(num_examples: Any, num_nodes: int, name: str = "num_examples") -> tuple[int, ...] | None:
     """Return the numbers of examples of all nodes, each checked, or None.
 
     >>> checked_examples([3, 4], num_nodes=2)
@@ -544,10 +544,8 @@ def checked_examples(num_examples: Any, num_nodes: int) -> tuple[int, ...] | Non
     if num_examples is None:
         return None
     if not isinstance(num_examples, (tuple, list)) or len(num_examples) != num_nodes:
-        raise ValueError(
-            f"num_examples={num_examples!r} must be a tuple of {num_nodes} integers, the examples of each node."
-        )
-    return tuple(check.integer(f"num_examples[{i}]", count) for i, count in enumerate(num_examples))
+        raise ValueError(f"{name}={num_examples!r} must be a tuple of {num_nodes} integers, the examples of each node.")
+    return tuple(check.integer(f"{name}[{i}]", count) for i, count in enumerate(num_examples))
 
 
 # ---------------------------------------------------------------------------------------------- differentiable runs
@@ -663,8 +661,10 @@ class RolloutOptions(DifferentiableRun):
             sqrt(T) parts need the least. For reverse mode through `torch.autograd`. None: everything is stored.
         compute, network: of an asynchronous run; see `Trainer.fit`. Node i takes row i of batch t as its own step t.
         max_updates: of an asynchronous run: updates of the server; None: as many as the batches allow.
-        num_runs: M, to train M runs as one program. Each of model, strategy, batches, eval_batch, params, seed and
-            num_examples is then one for all runs, a list of M, or a function of the run, 0 to M - 1. A list is never a
+        limits: of nodes that have fewer examples than B: how many of each batch are each node's own, from the first on,
+            such as `Batches.limits`. The others fill the batch and do not count. None: all are.
+        num_runs: M, to train M runs as one program. Each of model, strategy, batches, eval_batch, params, seed,
+            num_examples and limits is then one for all runs, a list of M, or a function of the run. A list is never a
             batch: of `eval_batch` it is M batches, and of `batches` M lists of T batches, or T batches for all runs.
             None: one.
     """
@@ -674,6 +674,7 @@ class RolloutOptions(DifferentiableRun):
     _: KW_ONLY
     seed: Any = 42
     num_examples: Any = None
+    limits: Any = None
     segments: Segments = None
     compute: Compute | None = None
     network: Network | None = None
@@ -686,6 +687,7 @@ class RolloutOptions(DifferentiableRun):
             self.settle(_runs=_each_run(self, num_runs))
             return
         self.settle(_runs=(self,), seed=check.seed("seed", self.seed))
+        self.settle(limits=checked_examples(self.limits, self.num_nodes, "limits"))
         super().__post_init__()
         check_strategy(self.strategy)
         check_clocks(self.num_nodes, self.network, self.compute)
@@ -727,7 +729,7 @@ def _each_run(options: RolloutOptions, num_runs: int) -> tuple[RolloutOptions, .
 
 
 OF_RUNS = (  # may differ from run to run, as `batches` may
-    "model", "strategy", "eval_batch", "params", "seed", "num_examples",
+    "model", "strategy", "eval_batch", "params", "seed", "num_examples", "limits",
 )  # fmt: skip
 
 

@@ -8,9 +8,10 @@ follows that gradient, through many runs.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -307,7 +308,8 @@ def _one(options: RolloutOptions, engine: Engine, initial: Sequence[Tree | None]
     else:
         simulation = simulation_of(
             options.model, strategy, StackedCollectives(options.num_nodes), engine=engine, max_steps=len(steps),
-            seed=options.seed, num_examples=options.num_examples, read=partial(batches_at, steps),
+            seed=options.seed, num_examples=options.num_examples,
+            read=partial(batches_at, steps, limits=options.limits),
             presence=presence_of(options, len(steps), options.num_examples),
         )  # fmt: skip
     return simulation, simulation.init(initial[0]), steps, [0]
@@ -335,8 +337,8 @@ def _updates(options: RolloutOptions, engine: Engine, initial: Tree | None, step
             f"{len(steps)} batches are too few for a first update: a round has {max(plan.rules.num_steps)} steps."
         )
     return asynchronous_simulation(
-        engine, strategy, Schedule(plan.rules, updates), partial(batches_at, steps), seed=options.seed,
-        num_examples=options.num_examples,
+        engine, strategy, Schedule(plan.rules, updates), partial(batches_at, steps, limits=options.limits),
+        seed=options.seed, num_examples=options.num_examples,
     )  # fmt: skip
 
 
@@ -377,7 +379,10 @@ def _many(options: RolloutOptions, engine: Engine, initial: Sequence[Tree | None
     order, groups = groups_of(strategies, facts)
     lists = [each[i] for i in order]
     steps = [tree.map_leaves(lambda *x: torch.cat(x), *batches) for batches in zip(*lists)]
-    stack = Stack(engine, groups, StackedCollectives(options.num_nodes), partial(batches_at, steps))
+    limits = None
+    if any(run.limits for run in runs):
+        limits = [limit for i in order for limit in runs[i].limits or (sys.maxsize,) * options.num_nodes]
+    stack = Stack(engine, groups, StackedCollectives(options.num_nodes), partial(batches_at, steps, limits=limits))
     same = isinstance(options.model, nn.Module)
     own = [engine.params if same else dict(run.model.named_parameters()) for run in runs]
     first = [{n: own[i][n].detach()[None] for n in engine.params} if x is None else x for i, x in enumerate(initial)]
@@ -402,11 +407,14 @@ def _evaluated_each(
 
 
 def batches_at(
-    steps: Sequence[Any], requests: Iterable[tuple[Sequence[int], Any]]
+    steps: Sequence[Any], requests: Iterable[tuple[Sequence[int], Any]], limits: Sequence[int] | None = None
 ) -> Iterator[tuple[Any, list[int] | None]]:  # fmt: skip
     """Yield what nodes read, each its row of the batch `[K, B, ...]` at its own step, and how many examples each has.
 
     The examples of a smaller batch fill the first places, and repeat. None: all have equally many.
+
+    Args:
+        limits: how many examples of each row are a node's own at most; see `rollout`.
 
     Raises:
         ValueError: for examples of different shapes, or tensors of a batch with unequally many.
@@ -421,7 +429,8 @@ def batches_at(
         if isinstance(counts, int):
             whole = steps[counts]
             complete = len(rows) == len(tree.leaves(whole)[0])
-            yield whole if complete else nodes.take_rows(whole, torch.tensor(rows)), None
+            some = None if limits is None else [limits[row] for row in rows]
+            yield whole if complete else nodes.take_rows(whole, torch.tensor(rows)), some
             continue
         own = [tree.map_leaves(lambda x: x[row], steps[n]) for row, n in zip(rows, counts)]  # noqa: B023
         sizes: list[int] | None = None
@@ -435,6 +444,9 @@ def batches_at(
             sizes = [shape[0][0] for shape in shapes]
             places = [torch.arange(max(sizes)) % size for size in sizes]
             own = [tree.map_leaves(lambda x: x[placed(at, x.device)], b) for b, at in zip(own, places)]  # noqa: B023
+        if limits is not None:
+            counts_of = sizes or [shape[0][0] for shape in shapes]
+            sizes = [min(size, limits[row]) for size, row in zip(counts_of, rows)]
         yield tree.map_leaves(lambda *x: torch.stack(x), *own), sizes
 
 
@@ -503,7 +515,8 @@ class _Segment:
         first = state.tick if simulation.run.presence is None else 0  # a node that was absent reads earlier ones
         ahead = any(getattr(table, "reads_ahead", False) for table in simulation.tables)
         own = [step if first <= t and (ahead or t < until) else None for t, step in enumerate(steps)]
-        self.reads = simulation.settings, own
+        self.reads, read = (simulation.settings, own), cast("partial[Any]", simulation.read)
+        self.limits = read.keywords["limits"]
         self.outside = _differentiable_tensors(self.reads)
         tensors, self._before = _flatten(vars(state))
         self.tensors = [*tensors, *self.outside]
@@ -512,7 +525,7 @@ class _Segment:
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         new = {id(x): value for x, value in zip(self.outside, tensors[len(tensors) - len(self.outside) :])}
         settings, steps = replaced(self.reads, new)
-        simulation = self.simulation.of(settings, partial(batches_at, steps))
+        simulation = self.simulation.of(settings, partial(batches_at, steps, limits=self.limits))
         state, record = _run(simulation, State(**_filled(self._before, tensors)), self.until)
         outputs, self._after = _flatten({"state": vars(state), "record": record})
         return outputs

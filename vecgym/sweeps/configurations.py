@@ -323,7 +323,8 @@ def _called(what: str, function: Any, point: Point, wanted: type) -> Any:
     try:
         result = function(**axes)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{call}: {error}") from error
+        kind = TypeError if isinstance(error, TypeError) else ValueError  # a subclass may need other arguments
+        raise kind(f"{call}: {error}") from error
     if not isinstance(result, wanted):
         raise TypeError(f"{call} returned {result!r}; give {WANTED[what]}.")
     return result

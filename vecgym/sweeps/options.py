@@ -218,8 +218,8 @@ class SweepOptions(EngineOptions, Training, SweepTask):
         strategy: a function of axes that returns a `Strategy`; or a `Strategy`; None: the grid has an axis
             "strategy" of strategies.
         grid: axis -> its values. Axes are arguments of `strategy`, `model` and the datasets, and the settings
-            "num_nodes", "batch_size", "minibatch_size", "max_steps", "num_epochs", "max_updates", "max_seconds", "seed"
-            and "shuffle".
+            "num_nodes", "batch_size", "minibatch_size", "max_steps", "num_epochs", "max_updates", "max_seconds",
+            "seed", "shuffle" and "availability".
         points: in place of a grid, a list of configurations with the same axes, {axis: value} each, such as the
             suggestions of a tuner. Rows are in this order; a point may occur twice.
         num_nodes: K, unless it is an axis.
