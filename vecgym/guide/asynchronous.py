@@ -172,7 +172,7 @@ the nodes), whichever comes first. The history has a row for each update:
 
 `sim_seconds`, `version`, `num_arrived`, `staleness` (the mean of the update's arrivals) and `staleness_max`,
 `local_steps_total`, `num_dropped` with a `delay_threshold`, and `nodes_per_call`, see below. `train_losses` holds the mean loss of each round in the update,
-nan for the other nodes. Validation is of the server's model, which `fit` returns and `save` stores, every `val_interval`
+nan for the other nodes. Validation is of the server's model (in AD-PSGD, which has none, of the mean of the nodes), which `fit` returns and `save` stores, every `val_interval`
 updates or `val_seconds` of simulated time. `trainer.plot(x="sim_seconds")` draws loss over time; `trainer.timeline().plot()` who did what when. The ledger has
 every message, up and down, with its node. Checkpoints resume at any update.
 

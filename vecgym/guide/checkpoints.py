@@ -37,8 +37,9 @@ Files of `CSVLogger` and `TensorBoardLogger` have no row lost or doubled, and `W
 - **Safety.** A file appears completely or not at all, even if the program is killed meanwhile. A damaged or foreign
   file is reported, and the next older one is used; values that somebody has edited are not recognised. A pipe or
   device of that name is never opened. If the disk is full, the run warns and continues.
-- **What must match.** Strategy, model, K, seed and batch size are checked, and a different one is refused with the
-  difference. Other data of the same length only causes a warning. More steps are refused only where the learning rates
+- **What must match.** Strategy, model, K, seed, batch size, `shuffle`, `autocast`, `collate_fn` and `availability` (with its
+  `compute`) are checked, in asynchronous runs also `compute` and `network`; a different one is refused with the difference.
+  Other data of the same length only causes a warning. More steps are refused only where the learning rates
   depend on their number (`"cosine"`): give such a schedule its own length,
   `lr_scheduler=vecgym.optim.schedule.lambda_cosine(max_steps=1000, cosine_anneal=True)`, or give all `max_steps` and
   end earlier (`stop=`, `max_seconds=`, `max_bytes=`). A new run in the folder of another is refused.
@@ -63,7 +64,7 @@ Checkpoints and `sweep(resume=)` compare what a run is given, and a little of wh
 | numbers, texts, tensors in settings and strategies | value |
 | functions and classes: schedules, `loss_fn`, `param_groups`, topologies, `collate_fn` | qualified name; schedules also by the learning rates of some steps |
 | other objects | class, and what their attributes hold; random generators by kind, torch's also by seed |
-| the model | modules, and shapes and dtypes of parameters and buffers; and **its loss**, to 1e-3 |
+| the model | modules, and shapes and dtypes of parameters and buffers; and **its loss**, to 1e-3, or 3e-2 with autocast or 16-bit parameters |
 | data | number of examples, and a digest of the first batch |
 
 The loss is that of node 0's first batch, by the plain module in eval mode. Every checkpoint has it at its own

@@ -115,8 +115,8 @@ remedies: 3 times fewer exchanges, given enough bandwidth; one message per excha
 for all links; `[K]`, of each node's link (`up=` and `down=` where they differ); or a matrix `[K, K]`, which
 `Network.regions` makes of fast links inside and slow ones between. `all_reduce` and `all_gather` say which algorithm
 carries them: "ring", "halving_doubling", "tree" or "server"; means and sums also "gloo", the ring of
-`torch.distributed` on CPUs; all-gathers also "direct". "server" changes what a node's link carries, and the bytes of a
-run with such a network. The latency is one way, half of what a ping takes. The formulas are in `vecgym.clock.cost`.
+`torch.distributed` on CPUs; all-gathers also "direct". "server", and "tree" of all-gathers, change what a node's link
+carries, and the bytes of a run with such a network. The latency is one way, half of what a ping takes. The formulas are in `vecgym.clock.cost`.
 With a matrix the ring goes from each node on to the nearest, and stretches of it are turned round where that helps
 (2-opt): one order for each group of nodes, settled for the median of the messages that it first exchanges. Its slowest
 link is not always that of the best order: for 8 places on a map it is 1 % slower, the mean of 200, and 37 % at most;

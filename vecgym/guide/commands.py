@@ -46,7 +46,8 @@ vecgym report runs/diloco-20 runs/diloco-50 --output both.html
 `--set` passes an argument to the function, or else replaces an item of the dict that it returns. In the same way,
 `vecgym sweep FILE.py:function` takes the arguments of `vecgym.sweep`; it writes rows, figures, and which configurations
 shared a program. `vecgym verify FILE.py:function` compares the strategy that the function returns with itself on
-processes. Earlier results are replaced only with `--overwrite`.
+processes. `run` and `sweep` replace earlier results only with `--overwrite`; `compare`,
+`plot` and `report` always do.
 
 `vecgym compare --seeds 3` trains each strategy with three seeds. Losses are then means ± over 3 seeds (the standard
 deviation), and a second table has the differences to the first strategy, seed by seed, with their 95 % intervals.
@@ -67,7 +68,7 @@ has measurements.
 | code | meaning |
 |--:|---|
 | 0 | done |
-| 1 | an error: one line on stderr, with the line of your code that it came through; `--traceback` shows all of it |
+| 1 | an error: one line on stderr, with the line of your code that it came through; `--traceback` shows all of it; or `verify` found a difference |
 | 2 | an invalid command line |
 | 130 | interrupted with Ctrl-C |
 """

@@ -141,7 +141,7 @@ The table lists what they show, with `exogym` read as `vecgym`. The last column 
 | 3 | `compression_method="topk"`, `quantization_bits=8` | unchanged | `bandwidth_optimized_sparta` |
 | 3 | H chosen by hardware | unchanged | `hardware_specific_tuning` |
 | 1, 2, 3 | arguments by position; defaults | the same | `positions`, `defaults` |
-| 3 | `pip install exogym[wandb]`, `[gpt]`, `[demo]`, `[examples]`, `[all]`, `[dev]` | the same extras, and `[tensorboard]`; GPT and DeMo need no extra package | `installation_extras`, `the_library_needs_its_dependencies_only` |
+| 3 | `pip install exogym[wandb]`, `[gpt]`, `[demo]`, `[examples]`, `[all]`, `[dev]` | the same extras, and others; GPT and DeMo need no extra package | `installation_extras`, `the_library_needs_its_dependencies_only` |
 | 3 | `python -c "from exogym import LocalTrainer ..."` | the same | `the_command_that_checks_the_installation` |
 | 3 | Python 3.8 | 3.10 | torch 2.14, the newest tested version, needs it |
 | 3 | `black`, `flake8`, `mypy`, `pytest` | `ruff`, `mypy`, `pytest`: `.ci/run` | for developers |

@@ -58,7 +58,8 @@ Linear(in_features=20, out_features=1, bias=True)
   node has its own: `self.register_buffer("calls", torch.tensor(0))`, then `self.calls += 1`. In an attribute, a global or
   a generator of its own it is refused, if a later result depends on it; caches and features need not be buffers.
 - `fit` returns a new module and leaves yours untouched.
-- A parameter without influence on the loss in the first step is assumed never to have any, and is not updated.
+- Where `vmap` runs the model, a parameter to which torch gives no gradient in the first step is assumed never to have one,
+  and is not updated. Models that take the loop may use it later.
 
 ## Datasets
 
@@ -106,8 +107,9 @@ array([0.52, 0.77, 0.67, 0.44, 0.78, 0.33, 0.47, 0.78])
 - The last batch of an epoch may be smaller, on all nodes alike; `drop_last` drops it.
 - A node with a shorter dataset repeats its examples until the longest dataset is through. A node with fewer than
   `batch_size` examples uses all of them as its batch.
-- All nodes make the same number of steps, but with `fit(availability=LocalSteps(...))`: unequal steps, or local epochs,
-  in a round of a strategy that exchanges parameters. A local epoch has each of the node's examples once.
+- All nodes make the same number of steps, unless some are absent or sampled, have `local_steps=`, or do not wait for the
+  others. `fit(availability=LocalSteps(...))` gives unequal steps, or local epochs, in a round of a strategy that exchanges
+  parameters. A local epoch has each of the node's examples once.
 
 ## Engines
 
@@ -130,7 +132,7 @@ a model is evaluated in the form in which it is trained. Autocast gives layers a
 With a small model, most of a step is not arithmetic: it is Python, vmap and autograd. So `"auto"` writes down which
 operations `vmap` calls, once for each shape of a batch, and then calls these (`"recorded"` in the settings). Every bit
 is that of `"vmap"`: gradients, losses, buffers, and the masks of dropout. It does so for at most 100,000 parameters a
-node, in runs of 50 steps and more, where it is at least 5 % faster, and where a forward does the same in every step. To
+node in runs of 50 steps and more, and up to 200,000 in runs of 200 and more, where it is at least 5 % faster, and where a forward does the same in every step. To
 be sure of that, it reads the code of the forward. A shape that is rare, such as an epoch's last batch, is written down
 at its 50th step. `vmap` computes, and the reason is in the settings, for a forward that
 
@@ -143,7 +145,8 @@ Functions, modules, and numbers outside the model are fine. They are compared be
 such as a global number that a callback sets, `vmap` computes from then on, with the new value.
 
 Where `vmap` cannot run a model, a message names the line of the model, and the loop takes over. The CPU cores then work
-on different nodes. This happens with LSTMs, random numbers of numpy and Python, Python branches on tensor values, hooks on
+on different nodes, if each has 1 GFLOP to do in a step, and unless the model draws random numbers, has hooks, or can write
+outside of itself. This happens with LSTMs, random numbers of numpy and Python, Python branches on tensor values, hooks on
 gradients, embeddings with `max_norm` or `scale_grad_by_freq`, `torch.autograd.grad` in a forward (`torch.func.grad` can
 be in one), and, with an older torch such as 2.6, activation checkpointing. Hooks on `p.grad` are refused.
 

@@ -81,9 +81,9 @@ DiLoCo with AdamW (0.96), and did not for averages with SGD at 0.5 (0.30, with t
 that of the averages, 0.48, by 0.036 +- 0.004.
 
 Some choices are constants for derivatives: which coordinates a mask or a top-k selects, and the sign in DeMo.
-`compressed` passes derivatives straight through its code. Refused, with an error that says what to do instead:
-optimizers that run node by node, strategies written for one rank, models with hooks on gradients, activation
-checkpointing inside the model, and `p_sparta` as a tensor.
+`Compressed` passes derivatives straight through its code. Refused, with an error that says what to do instead:
+optimizers that run node by node, strategies written for one rank, models with hooks on gradients, a spectral norm, a
+forward that writes to its parameters or activation checkpointing inside, and `p_sparta` as a tensor.
 
 ## When to exchange
 

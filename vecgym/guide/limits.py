@@ -16,13 +16,15 @@
 ## Models
 
 - `vmap` has no fast form of some operations (LSTMs, Python branches on tensor values; activation checkpointing with an
-  older torch, such as 2.6). Such models run node by node, and the CPU cores work on different nodes.
+  older torch, such as 2.6). Such models run node by node; with much arithmetic in a step, the CPU cores work on different
+  nodes.
 - Models with hooks on gradients run node by node. They cannot be rolled out, and hooks on `p.grad` are refused.
 - Embeddings with `max_norm` or `scale_grad_by_freq` run node by node, because vmap would compute them wrongly.
 - Random numbers of a model, such as dropout, are keyed by seed, step and node, but engines and chunk sizes draw them in
   different orders. They are reproducible for one engine and chunk size, and differ between them. Such models are not
   spread over CPU threads, since all threads share torch's one generator.
-- A parameter that has no influence on the loss in the first step is assumed never to have any, and is not updated.
+- Where `vmap` runs a model, a parameter to which torch gives no gradient in the first step is assumed never to have one, and
+  is not updated. Models that take the loop may use it later.
 - Batch-norm statistics are not exchanged during a run. They are averaged at its end.
 
 ## Sweeps and rollouts

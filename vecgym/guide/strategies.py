@@ -38,7 +38,7 @@ code goes to each of the others.
 | `FedDynStrategy` | the mean of the parameters; a linear and a quadratic term in each node's loss: unlike data, and yet the optimum | AR / H |
 | `ScaffnewStrategy` | the mean of the parameters where a coin says so; a correction of each gradient: the same | p · AR |
 | `DiLoCoStrategy` | one step of an outer optimizer on the nodes' mean movement, every H steps | AR / H |
-| ... with `compression="topk"`, `"int8"` and others | the movements, compressed, with error feedback | N times the code's / H |
+| ... with `compression="topk"`, `"int8"` and others | the movements, compressed, with error feedback | N times the code's / H; `"powersgd"`: 2 N / K times |
 | ... with `correction="heloco"` or `"median_norm"` | the movements, turned where they point against the momentum, or shrunk to the median norm | AR / H |
 | `EDiTStrategy` | the same, with a small weight for large movements, none for anomalies, and a clip | AR / H |
 | `DSMStrategy` | a step by the sign of a momentum of the nodes' mean movement, every H steps | AR / H |
@@ -114,7 +114,7 @@ There are two counts. They agree on the savings of rarer exchanges, and not on t
   count: DeMo's 110.32 MB a step, SparseLoCo's factor of 146.
 
 Mean and sum can be taken on the way, so that a link carries at most twice the payload, however many nodes there are. Codes
-cannot be added: each goes to each of the others. On 64 nodes, 16,040 parameters in 40 tensors, bytes a step:
+cannot be added: each goes to each of the others. (PowerSGD's two factors are averaged, as values are.) On 64 nodes, 16,040 parameters in 40 tensors, bytes a step:
 
 >>> from vecgym.strategy import DeMoStrategy
 >>> forty = torch.nn.ParameterList(torch.zeros(401) for _ in range(40))
@@ -249,7 +249,8 @@ Algorithms that are settings of these strategies (a test has each, written out i
 | post-local SGD (1808.07217) | `FedAvgStrategy("sgd", H=lambda step: 1 if step < switch else H)` |
 
 H may be a function, except where each node has rounds of its own (`AsyncStrategy`, `DecoupledDiLoCoStrategy`,
-`HALoSStrategy`): it is given the step at which a round begins, and gives the round's steps.
+`HALoSStrategy`, and with `local_steps=`): it is given the step at which a round begins, and gives the round's steps.
+DES-LOC needs `Hu` and `Hv`, too, then.
 It may also be an object of a class below, under "when": `QSR` sees the learning rate, by itself that of the strategy:
 
 >>> from vecgym.strategy import QSR
@@ -280,8 +281,8 @@ act in the order of the list:
 | what a node keeps | `keep=` the share of its own value |
 
 `every(n, exchange)` lets an exchange count in units of n steps. Methods of `Compressed` are `"topk"`, `"chunktopk"`,
-`"randomk"`, `"int8"`, `"int4"`, `"int2"`, `"stat8"`, `"stat4"`, `"stat2"`, `"bfloat16"`, `"float16"`, `"float8_e4m3fn"`,
-`"qsgd"`, `"natural"`, `"ternary"`, `"sign"`, `"powersgd"`, or a codec from `vecgym.compress`, whose page has the bytes and
+`"randomk"`, `"int8"`, `"int4"`, `"int2"`, `"stat8"`, `"stat4"`, `"stat2"`, `"float32"`, `"bfloat16"`, `"float16"`,
+`"float8_e4m3fn"`, `"float8_e5m2"`, `"qsgd"`, `"natural"`, `"ternary"`, `"sign"`, `"powersgd"`, or a codec from `vecgym.compress`, whose page has the bytes and
 the error of each. DiLoCo in islands of four, with half of the nodes in each round and 5 % of the coordinates sent:
 
 >>> from vecgym.compress import TopK
@@ -303,8 +304,8 @@ says whom one has to trust, and what is not counted.
 `fit(..., availability=...)` sets the nodes that are present in each step, for any strategy. They train and exchange among
 themselves, and means, graphs, weights and bytes concern only them. The other nodes keep their state, and their losses are
 nan. A node's data and random numbers go by its own step count. So does its learning rate, unless nodes are drawn for each
-round, or parameters are stored once for all nodes (AllReduce with `rejoin="shared"` and one rate for all nodes): then a
-schedule goes by the run's steps; `help(vecgym.availability)` has the rule. The history has a column `num_present`. At
+round, or parameters are stored once for all nodes (AllReduce with `rejoin="shared"` or `"neighbour"`, and one rate for
+all nodes): then a schedule goes by the run's steps; `help(vecgym.availability)` has the rule. The history has a column `num_present`. At
 least one node must be present in every step; this is checked before the first.
 
 | `vecgym.availability` | the nodes that are present |
@@ -337,7 +338,7 @@ next round. (With `rejoin="own"`, as with `resting="keep"`, there is none, and t
 ...                        availability=Dropout(0.3, mean_steps=5, rejoin="shared"))
 
 **The evaluated model.** The run's model is the mean of the nodes that were present in the last step, unless the strategy has
-another `result(state)`: in an asynchronous one it is the server's. With `participation=` it is the mean of the round's
+another `result(state)`: in an asynchronous one with a server it is the server's. With `participation=` it is the mean of the round's
 clients until the server sends its result (with `resting="keep"`, of all clients that have trained so far). Buffers, such
 as batch norm's statistics, are means over the nodes that have trained, among those present, or among all if clients are
 sampled. There is no other average: the validation loss, the result of `fit`, `save` and checkpoints, `result.model(i)` of a
@@ -348,9 +349,10 @@ nobody trains: of personal models look at `val_losses`, `val_loss_local` and `va
 validation set. The column `num_never_present` counts the nodes that have not been present so
 far; a warning before the first step names those that never are.
 
-A run in which some nodes are never present equals one without them, to the bit with their ids as the keys of random numbers:
-on a CPU, and with three quarters of the nodes or more present with `exact=True`. (Without it all nodes then train at once,
-and absent nodes are reset, which is faster.) `rollout` and `verify` take `availability`, too. On real processes an absent
+A run in which some nodes are never present equals one without them, to the bit on a CPU, with their ids as the keys of
+random numbers. Absent nodes are not computed. Where nodes exchange gradients and have parameters of their own
+(`rejoin="own"`), the mean is rounded in another way. (MATCHA has one graph for all nodes, with the absent ones.) `rollout`
+and `verify` take `availability`, too. On real processes an absent
 node sends nothing; a node that is present sends its process the state that all nodes store once, which is not counted.
 `Exchange(..., lost=0.1)` loses messages, as in DiLoCo's paper.
 
@@ -359,7 +361,7 @@ node sends nothing; a node that is present sends its process the state that all 
 An optimizer is a name, an `OptimSpec`, or any subclass of `torch.optim.Optimizer`, including your own. SGD, Adam,
 AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, Adadelta and Rprop update all nodes in one call. Any other class runs
 node by node, with the same result as on K machines. `"lion"` and `"muon"`, which torch lacks or has since
-2.9, update all nodes in one call, too, and so do a server's `"fedadam"`, `"fedyogi"` and `"fedadagrad"`. Muon is for matrices; `param_groups` gives the other parameters another optimizer:
+2.9, `FullPrecisionMuon` and `DionMuon` update all nodes in one call, too, and so do a server's `"fedadam"`, `"fedyogi"` and `"fedadagrad"`. Muon is for matrices; `param_groups` gives the other parameters another optimizer:
 
 >>> def groups(name, p):
 ...     return {} if p.dim() == 2 else {"optim": "adamw", "lr": 3e-4}
@@ -371,8 +373,9 @@ OptimSpec(Adam, lr=0.001)
 >>> AllReduceStrategy(OptimSpec(torch.optim.SGD, lr=0.1, momentum=0.9)).inner_optim
 OptimSpec(SGD, lr=0.1, momentum=0.9)
 
-Every strategy takes `lr`, `max_norm` (clips each node's gradient), `lr_scheduler` and `warmup_steps`. The scheduler is
-`"cosine"`, `"lambda_cosine"` or a function from the step to a factor.
+Every strategy takes `lr`, `max_norm`, `lr_scheduler` and `warmup_steps`. `max_norm` clips each node's gradient; where
+gradients are averaged, their mean, except in DeMo. SCAFFOLD, Mime, and FedNova with a proximal term refuse it. The scheduler
+is `"constant"`, `"cosine"`, `"lambda_cosine"` or a function from the step to a factor.
 
 ## A strategy of your own
 

@@ -238,8 +238,8 @@ prints a best loss of 0.0965, and "96 trials, of which 8 failed" (Optuna 5.0).
 
 ## What shares a program
 
-Configurations are stacked if they agree in K, batch size, number of steps and the structure of the model, and in
-whether they keep one copy of the parameters for all nodes, as AllReduce does. `result.explain()` shows the programs. A
+Configurations are stacked if they agree in K, batch and minibatch size, number of steps, the form of the examples and the
+structure of the model, in whether there is an `availability`, and in whether they keep one copy of the parameters for all nodes, as AllReduce does. `result.explain()` shows the programs. A
 program that is too large for memory, or larger than pays off, is cut into several (`chunk_configs`,
 `max_memory_bytes`). For strategies with one copy of the parameters that point comes early: from a small MLP on, each configuration of AllReduce is
 faster alone.

@@ -124,7 +124,7 @@ True
 | method of `Strategy` | when | what it does |
 |---|---|---|
 | `check(num_nodes, max_steps)` | before the run | raise a `ValueError` if the strategy cannot work; warn of settings without effect |
-| `marks(run)`, `who_trains(run)`, `timetable(run)` | before the run | list the events besides training: `Mark(what, when, lag, who, of)`, handled by the method with the name `what`; return a function (step, present nodes) → the nodes that train; all events, if these two are not enough |
+| `marks(run)`, `who_trains(run)`, `timetable(run)` | before the run | list the events besides training: `Mark(what, when, lag, who, of, always)`, handled by the method with the name `what`; return a function (step, present nodes) → the nodes that train; all events, if these two are not enough |
 | `init(run, params)` | once | return each node's own state and the shared state: trees of tensors `[1, *]`, by name |
 | `train(part)`, `train_jointly(part)` | each step | gradients and the optimizer's step of each node by itself; with an exchange in between. `train_method = "local"` names another method |
 | `rejoin(part)` | when nodes return | set the parameters with which they begin |

@@ -86,7 +86,7 @@ def rollout(options: RolloutOptions) -> Outcome:
     With an asynchronous strategy the order of events is fixed, and `losses` has a row for each update of the server:
     means over the rounds in it, nan for the other nodes.
 
-    Treated as constants: which coordinates a mask or a top-k selects. The codes of `compressed` (rounding, top-k) pass
+    Treated as constants: which coordinates a mask or a top-k selects. The codes of `Compressed` (rounding, top-k) pass
     derivatives straight through. Running statistics of batch norm are differentiated.
 
     With `num_runs=M` M runs train side by side, as the stack of a sweep does, in a fraction of the time of M calls; the
