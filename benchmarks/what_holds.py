@@ -141,12 +141,14 @@ def figure(kind: str, results: Path) -> tuple[Figure, Size]:
     rows = max(1, -(-len(found) // 2))
     shown = Figure(layout="constrained")
     axes = shown.subplots(rows, 2, squeeze=False)
+    scales = [scale for scale in SCALES if any(scale in one["answers"] for one in found.values())]
     for axis, (name, one) in zip(axes.flat, found.items()):
         labels = list(dict.fromkeys(label for answer in one["answers"].values() for label in answer["rows"]))
-        for i, (scale, answer) in enumerate(one["answers"].items()):
+        for scale, answer in one["answers"].items():
+            i = scales.index(scale)
             points = [(labels.index(label) + 0.2 * i, row) for label, row in answer["rows"].items()
                       if row["mean"] is not None]  # fmt: skip
-            axis.errorbar([row["mean"] for _, row in points], [-y for y, _ in points], fmt="o", ms=3, label=scale,
+            axis.errorbar([row["mean"] for _, row in points], [-y for y, _ in points], fmt="o", ms=3, c=f"C{i}",
                           xerr=[2 * row["error"] for _, row in points])  # fmt: skip
         axis.axvline(0, color="0.7", lw=0.8)
         axis.set_yticks([-y for y in range(len(labels))], labels, fontsize=7)
@@ -155,6 +157,8 @@ def figure(kind: str, results: Path) -> tuple[Figure, Size]:
     for axis in axes.flat[len(found) :]:
         axis.set_visible(False)
     if found:
+        for i, scale in enumerate(scales):
+            axes.flat[0].errorbar([], [], xerr=[], fmt="o", ms=3, c=f"C{i}", label=scale)
         axes.flat[0].legend(fontsize=7)
     return shown, (WIDTH, 20 + 160 * rows)
 

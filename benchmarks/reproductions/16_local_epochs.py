@@ -1,9 +1,8 @@
 """Do more local steps save rounds, and does SCAFFOLD need fewer than FedAvg on unlike clients?
 
-Setting: 10 rounds of 5 or 20 local steps of SGD (of 7 or 30 at "gpt"), all clients in each, the rate tuned for each
-arm; like data, and clients with 2 shards of sorted classes (or a stretch of the text) each. Equal rounds: 4 times the
-steps with 20, and for SCAFFOLD twice FedAvg's bytes. The papers count rounds to an accuracy; this is the loss after
-equal rounds.
+Setting: 10 rounds of 5 or 20 local steps of SGD, all clients in each, the rate tuned for each arm; like data, and
+clients with 2 shards of sorted classes (or a stretch of the text) each. Equal rounds: 4 times the steps with 20, and
+for SCAFFOLD twice FedAvg's bytes. The papers count rounds to an accuracy; this is the loss after equal rounds.
 Claim: FedAvg needs 626 rounds to 99 % on MNIST as SGD, 34 with 1 and 20 with 5 local epochs of batch 10 (arXiv
 1602.05629, table 2); SCAFFOLD "requires significantly fewer communication rounds and is not affected by data
 heterogeneity" (1910.06378).
