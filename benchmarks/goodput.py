@@ -151,7 +151,7 @@ class Bench:
         return seeded(self.seed, lambda: GPT(self.vocabulary, CONTEXT, 1, 2, WIDTH))  # type: ignore[return-value]
 
     def there(self, dropout: Dropout | None, num_steps: int) -> Tensor:
-        """Who is there, `[num_steps, K]`, as a run of this seed draws it."""
+        """The nodes that are there, `[num_steps, K]`, as a run of this seed draws it."""
         if dropout is None:
             return torch.ones(num_steps, K, dtype=torch.bool)
         return dropout.present(Facts(K, num_steps, self.seed, self.compute))(0, num_steps)

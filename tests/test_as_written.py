@@ -330,7 +330,7 @@ def test_torch_func_within_a_loss(name: str, body: str, engine: str) -> None:
 
 
 def test_torch_func_that_vmap_would_change_runs_in_a_loop() -> None:
-    """Whatever the cause, it is found by comparing."""
+    """A difference of any cause is found by comparing."""
     torch.manual_seed(0)
     level = lambda: len(torch._C._functorch.get_interpreter_stack() or ())  # noqa: E731
     loss = lambda m, x: vmap(lambda z: m(z).sum() * (1.0 if level() == 1 else 2.0))(x).square().mean()  # noqa: E731

@@ -146,7 +146,7 @@ def test_an_arrival_moves_halos_by_the_papers_rates() -> None:
 
 
 class Given(nn.Module):
-    """Whose gradients are the batch."""
+    """A model whose gradients are the batch."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()

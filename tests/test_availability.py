@@ -296,7 +296,7 @@ class Naive:
         return self.table[step].nonzero().flatten().tolist()
 
     def begin(self, step: int, outer: dict[str, Tensor] | None = None) -> list[int]:
-        """Who returns takes the outer parameters, or the mean of those who were there before."""
+        """A node that returns takes the outer parameters, or the mean of the nodes that were there before."""
         there, before = self.present(step), self.present(step - 1) if step else self.present(0)
         if self.rejoin == "shared":
             for name in self.thetas[0]:
@@ -414,7 +414,7 @@ def test_rates_of_an_outer_optimizer_go_by_the_exchange(which: str) -> None:
 
 
 def share_optimizer(naive: Naive) -> None:
-    """Who returns takes the momentum of one who was there."""
+    """A node that returns takes the momentum of one that was there."""
     begin = naive.begin
 
     def sharing(step: int) -> list[int]:

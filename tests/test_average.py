@@ -224,7 +224,7 @@ def test_streaming_diloco(delay: int, alpha: float, differentiable: bool) -> Non
 
 @pytest.mark.parametrize("delay", [0, 3])
 def test_streaming_diloco_of_those_who_take_part(delay: int) -> None:
-    """Who trains when a fragment is sent takes part, and takes the step later; all others keep what they have."""
+    """A node that trains when a fragment is sent takes part, and takes the step later; others keep their values."""
     H, steps = 4, 19
     exchange = Exchange(Outer(Mean(), SLOW), H, fragments=2, offsets=[4, 6], delay=delay, keep=0.5, participation=0.6)
     ours = run(Two(), of(exchange), batches(steps), seed=SEED)

@@ -102,7 +102,7 @@ def test_a_node_that_is_never_there_does_not_move_with_the_others() -> None:
     "there", [Trace([[True, True, True, False]] * 10), Deadline(3.0, H=4), LocalSteps([1, 4, 4, 2], H=4)]
 )
 def test_computing_is_of_all_nodes_and_the_whole_time(there: Availability) -> None:
-    """Who is never there, waits, or has ended before the others, does not compute."""
+    """A node that is never there, waits, or has ended before the others, does not compute."""
     clock: dict[str, Any] = {"network": NETWORK, "compute": Compute([0.5, 0.7, 1.0, 4.0])}
     trainer = trained(steps=10, availability=there, **clock)
     timeline, computing = trainer.timeline(**clock), trainer.ledger.computing()

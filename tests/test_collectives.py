@@ -334,7 +334,7 @@ WHO: dict[str, Any] = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_bytes_equal_the_closed_form(operation: str) -> None:
-    """Whatever the values, stored once or K times."""
+    """The law holds for all values, stored once or K times."""
     sent, participants = BYTES[operation]
     for rows, factor in ((K, 1.0), (1, 1.0), (K, 0.0)):
         comm = StackedCollectives(K)

@@ -32,7 +32,7 @@ F64 = torch.float64
 
 
 def some_table(seed: int, share: float = 0.5) -> Tensor:
-    """Who is there, bool [T, K]: in every step somebody."""
+    """The nodes that are there, bool [T, K]: one at least in every step."""
     table = torch.rand(T, K, generator=torch.Generator().manual_seed(seed)) < share
     table[:, 1] |= ~table.any(1)
     return table

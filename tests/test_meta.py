@@ -247,6 +247,11 @@ def test_auto_counts_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
         assert learner._estimate(drawn, 0, 0)[0] == expected
 
 
+class Falling:
+    def __call__(self, step: int) -> float:
+        return 1.0 / (step + 1)
+
+
 def line(seed: int) -> tuple[Any, ...]:
     return Line().double(), torch.randn(64, dtype=torch.float64) + 1
 
@@ -365,6 +370,13 @@ def test_on_ctrl_c_the_result_so_far_is_returned_and_a_checkpoint_goes_on_from_i
     assert torch.equal(resumed.coordinates, whole_run.coordinates)
     assert resumed.rows == whole_run.rows
     assert torch.equal(learned(steps=4, checkpoint=path).coordinates, whole_run.coordinates)  # nothing is left to do
+    of_functions = {
+        "strategy_of": lambda n: FedAvgStrategy("sgd", lr=n.lr, H=n.when, lr_scheduler=Falling()),
+        "availability": lambda step: torch.tensor([True, step < 4]), "checkpoint": tmp_path / "functions.pt",
+    }  # fmt: skip
+    learned(steps=1, **of_functions)
+    again = {**of_functions, "availability": lambda step: torch.tensor([True, step < 4])}  # as in another process
+    assert len(learned(steps=2, **again).rows) == 2
     other: list[tuple[dict[str, Any], str]] = [
         ({"seed": 1}, "seed=42, not 1"), ({"lr": 0.5}, "lr=0.08, not 0.5"),
         ({"strategy_of": lambda n: FedAvgStrategy("sgd", lr=n.lr, H=n.when)}, r"strategy_of=DiLoCo(?s:.*)not FedAvg"),

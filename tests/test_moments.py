@@ -219,7 +219,7 @@ class Watcher(Average):
 
 
 def by_experience(watcher: Average | None = None) -> Strategy:
-    """Who takes part changes at every second step."""
+    """The participants change at every second step."""
     exchanges = [AveragingCommunicator(H=2, participation=0.6), Exchange(watcher or Watcher())]
     return CommunicateOptimizeStrategy(exchanges, "adamw", lr=0.01)
 

@@ -89,7 +89,7 @@ def test_what_cannot_be_made_again_is_refused() -> None:
 
 
 class WithOptimizer:
-    """Whose optimizer alone holds its parameter, and keeps state of another dtype."""
+    """A model whose optimizer alone holds its parameter, and keeps state of another dtype."""
 
     def __init__(self, value: float) -> None:
         self.last: Any = None

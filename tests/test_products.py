@@ -344,7 +344,7 @@ def test_who_returns_after_a_late_exchange_is_sent_the_mean_of_those_present() -
 
 
 def test_an_outer_step_of_each_node_is_none_of_a_server() -> None:
-    """Who sits out keeps what it has: a message of each node's own has nothing for it."""
+    """A node that sits out keeps its value: a message of each node's own has nothing for it."""
     optim = OptimSpec("sgd", lr=1.0, momentum=0.9)
     of_each = [Eager(ServerMean(), optim), Outer(ServerMean(), OptimSpec("sgd", lr=torch.tensor([1.0, 0.5, 1.0])))]
     for how in of_each:

@@ -233,7 +233,7 @@ class Row:
 
     @classmethod
     def of(cls, name: str, card: Card) -> Row:
-        """That of the catalogue, which the commands and the benchmarks know too."""
+        """The row of the catalogue, which the commands and the benchmarks know too."""
         knobs = Knobs(H=H)
         return cls(
             functools.partial(CATALOGUE[name].make, H=H),

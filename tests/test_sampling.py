@@ -153,7 +153,7 @@ def test_a_lapse_of_a_node_is_no_round() -> None:
 
 
 def test_steps_without_a_batch_are_no_absence() -> None:
-    """Who takes another kind of step passes over a batch: its count is the run's."""
+    """A node that takes another kind of step passes over a batch: its count is the run's."""
     seen: list[Tensor] = []
 
     class Watching(nn.Module):

@@ -812,7 +812,7 @@ class Resting(Strategy):
 
 
 def test_the_distance_before_an_exchange_is_after_the_training_of_these_nodes() -> None:
-    """Whatever the nodes of other configurations do: some have exchanged before others train."""
+    """Other configurations have no influence: some have exchanged before others train."""
     strategies: dict[str, Strategy] = {
         "resting": Resting("sgd", [Exchange(Mean(), every=2)], lr=0.1), "averaging": FedAvgStrategy("sgd", H=2, lr=0.1),
     }  # fmt: skip

@@ -181,7 +181,7 @@ def with_accuracy(module: nn.Module, batch: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
 @pytest.mark.parametrize("empty", [(), (0, 1, 2, 3, 17)], ids=["all", "some examples"])
 def test_a_validation_loss_is_the_mean_over_the_tokens(empty: Any, engine: str) -> None:
-    """Whatever the batch size; and so is every metric. The weight is no metric."""
+    """The loss is the same for each batch size; and so is every metric. The weight is no metric."""
     data = tokens(empty)
     for batch_size in (2, 16):
         settings = {"batch_size": batch_size, "engine": engine, "max_steps": 3}

@@ -418,7 +418,7 @@ class Rounds(Loop):
         self.taken, self.held = [], []
 
     def upcoming(self) -> float:
-        """When the next movement arrives if those who wait go on waiting."""
+        """The arrival of the next movement if the waiting nodes go on waiting."""
         trial, found = copy.deepcopy(self.lines), min(self.on_the_way.values(), default=math.inf)
         for end, i in sorted((end, i) for i, end in self.computing.items()):
             found = min(found, trial.to_server(i, end))

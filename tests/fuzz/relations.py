@@ -319,7 +319,7 @@ WORLDS: dict[type, type[World]] = {str: World, list: Product}
 
 
 def table_of(s: Settings, num_nodes: int, draw: Random) -> Tensor | None:
-    """Who is there; in each step somebody is. Those who never are have no more data than others."""
+    """The nodes that are there, some in each step. Nodes that never are have no more data than others."""
     if not (s["availability"] or s["never"]) or kind_of(s).late:
         return None
     chance = s["availability"] or 1.0

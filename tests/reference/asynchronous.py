@@ -291,7 +291,7 @@ def of_node(values: Sequence[float] | float, node: int) -> float:
 
 
 class Links:
-    """When each link is free again. Messages, of a share of num_bytes, are queued in the order of the calls."""
+    """The times at which links are free. Messages, of a share of num_bytes, are queued in the order of the calls."""
 
     def __init__(self, network: Network, num_nodes: int) -> None:
         self.network = network
@@ -300,14 +300,14 @@ class Links:
         self.node_down = [0.0] * num_nodes
 
     def upload(self, node: int, ready: float, share: float = 1.0) -> float:
-        """When node's message, ready at this time, arrives at the server."""
+        """The arrival at the server of node's message, ready at this time."""
         size, network = share * self.network.num_bytes, self.network
         self.node_up[node] = max(ready, self.node_up[node]) + size * of_node(network.up_pace, node)
         self.server_in = max(ready, self.server_in) + size * network.server_pace
         return max(self.node_up[node], self.server_in) + of_node(network.latency, node)
 
     def download(self, node: int, ready: float, share: float = 1.0) -> float:
-        """When the server's message, ready at this time, arrives at node."""
+        """The arrival at node of the server's message, ready at this time."""
         size, network = share * self.network.num_bytes, self.network
         self.node_down[node] = max(ready, self.node_down[node]) + size * of_node(network.down_pace, node)
         self.server_out = max(ready, self.server_out) + size * network.server_pace
@@ -375,7 +375,7 @@ def round_end(
     step_seconds: Callable[[int, int], float], begins: Begins | None, node: int, own_step: int, num_steps: int,
     time: float,
 ) -> float:  # fmt: skip
-    """When a round ends that begins at `time`. `begins`: nodes that are absent begin no step before they are back."""
+    """The end of a round that begins at `time`. `begins`: nodes that are absent begin no step before they are back."""
     if begins is None:
         return time + round_seconds(step_seconds, node, own_step, num_steps)
     for step in range(own_step, own_step + num_steps):
@@ -425,12 +425,12 @@ class Queue:
             self.push(self.links.upload(node, time), ARRIVAL, node)
 
     def next_arrival(self) -> float:
-        """When the next message arrives if those who wait go on waiting; inf if all wait."""
+        """The arrival of the next message if the waiting nodes go on waiting; inf if all wait."""
         return copy.deepcopy(self).pop_arrival()[0] if self.events else math.inf
 
 
 def closing_time(queue: Queue, grace: Grace, opened: float, now: float, max_wait: float) -> float | None:
-    """When the window closes, if nothing else arrives before; else None."""
+    """The end of the window, if nothing else arrives before; else None."""
     upcoming = queue.next_arrival()
     if upcoming <= opened + max_wait and upcoming < math.inf:
         return None

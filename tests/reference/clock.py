@@ -125,7 +125,7 @@ def run(
     all_reduce: str = "ring",
     server: tuple[Sequence[float], float, Sequence[float], Sequence[float]] = ((), 0.0, (), ()),
 ) -> list[list[float]]:
-    """When each node ended each step, with what it was sent for the next, `[T][K]`.
+    """The end of each step on each node, with what it was sent for the next, `[T][K]`.
 
     Args:
         compute: seconds of each step and node.
@@ -180,7 +180,7 @@ def passed(
     latency: Pair, pace: Pair, own_link: tuple[Sequence[float], Sequence[float]] | None, all_reduce: str,
     server: tuple[Sequence[float], float, Sequence[float], Sequence[float]],
 ) -> dict[int, float]:  # fmt: skip
-    """When one message is at each node that it is for; the links are taken as long as it needs."""
+    """The times at which one message is at each node that it is for; the links are taken as long as it needs."""
     if kind in ("mix", "permute"):
         return neighbours(who, size, leaves, up, down, latency, pace, own_link)
     if kind.startswith("server"):
@@ -202,7 +202,7 @@ def in_two_threads(
     groups: Sequence[Sequence[int]], size: float, leaves: Sequence[float], up: list[float], down: list[float],
     latency: Pair, pace: Pair, threads: dict[Any, list[float]],
 ) -> dict[int, float]:  # fmt: skip
-    """When an all-reduce of gloo is done, of which each group has two threads, one link, and hands them on in order."""
+    """The end of an all-reduce of gloo, of which each group has two threads, one link, and hands them on in order."""
     arrived = {}
     for group in groups:
         if len(group) > 1:
@@ -221,7 +221,7 @@ def neighbours(
     pairs: Sequence[tuple[int, int]], size: float, leaves: Sequence[float], up: list[float], down: list[float],
     latency: Pair, pace: Pair, own_link: tuple[Sequence[float], Sequence[float]] | None,
 ) -> dict[int, float]:  # fmt: skip
-    """When each receiver has all of its messages; those of a node go side by side, and its next when they are there."""
+    """The arrival of each receiver's last message; those of a node go side by side, its next when they are there."""
     begun = {j: max(leaves[j], up[j]) for j, _ in pairs}
     taken_until = {}
     for j in begun:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -305,8 +306,9 @@ class Learner:
         """The options that a checkpoint must have in common with the learning that goes on from it, as text."""
         start = self.family.arguments(self.family.start[:, None], self.options.lengths[0])[0]
         strategy = check.called("strategy_of", self.options.strategy_of, start)
-        same = {name: repr(vars(self.options)[name]) for name in IDENTITY}
-        return {**same, "strategy_of": repr(strategy), "settings of the strategy": str(described(strategy))}
+        same = {**{name: vars(self.options)[name] for name in IDENTITY}, "strategy_of": strategy}
+        texts = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in same.items()}  # of another process
+        return {**texts, "settings of the strategy": str(described(strategy))}
 
     def _save(self, after: float) -> None:
         """Write a checkpoint unless the last one was written less than so many seconds ago."""

@@ -86,9 +86,8 @@ class Tasks:
     @torch.no_grad()
     def untrained(self, drawn: Drawn) -> float:
         """Return the median loss of the runs before training, a scale that goes with the unit of the loss."""
-        engine, losses = self._engine(drawn), []
-        for model, batch in zip(drawn.models, drawn.eval_batches):
-            losses.append(engine.loss(dict(model.named_parameters()), dict(engine.buffers), batch))
+        engine, pairs = self._engine(drawn), zip(drawn.models, drawn.eval_batches)
+        losses = [engine.loss(dict(model.named_parameters()), dict(engine.buffers), batch) for model, batch in pairs]
         scale = float(torch.stack(losses).abs().median())
         return scale if 0 < scale < math.inf else 1.0
 

@@ -445,8 +445,7 @@ def batches_at(
             places = [torch.arange(max(sizes)) % size for size in sizes]
             own = [tree.map_leaves(lambda x: x[placed(at, x.device)], b) for b, at in zip(own, places)]  # noqa: B023
         if limits is not None:
-            counts_of = sizes or [shape[0][0] for shape in shapes]
-            sizes = [min(size, limits[row]) for size, row in zip(counts_of, rows)]
+            sizes = [min(n, limits[row]) for n, row in zip(sizes or [shape[0][0] for shape in shapes], rows)]
         yield tree.map_leaves(lambda *x: torch.stack(x), *own), sizes
 
 
