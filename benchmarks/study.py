@@ -2,8 +2,8 @@
 
 Every arm is tuned over one grid by its mean loss over the seeds `TUNED`, and compared on others, `COMPARED`. A seed
 varies the initial weights, the order of the data and its partition. A best value at the edge of a list lengthens the
-list, up to `MOST_LONGER` times; a tuple has natural ends and stays. Losses are those of the averaged model on data that
-was held out.
+list, up to `MOST_LONGER` times; a tuple has natural ends and stays. A large model walks the grid instead of training
+all of its points, see `Study._walked`. Losses are those of the averaged model on data that was held out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ VERDICTS = ("AGREES", "ORDER ONLY", "DISAGREES", "UNDECIDED")
 
 Point = dict[str, Any]
 Grid = Mapping[str, Sequence[Any]]
+Trained = Callable[[list[Point], Sequence[int]], list[list[list[float]]]]  # points, seeds -> [points][seeds][measures]
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Scale:
     Args:
         data: the number of nodes, a kind and a seed -> the sets to train on. Kinds are "like", "shards" (2 shards of
             sorted classes, or a stretch of the text) and, for images, the alpha of a Dirichlet distribution.
+        walks: tune by a walk on the grid.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Scale:
     num_nodes: int
     batch_size: int
     steps: int
+    walks: bool = False
 
 
 class Arm(NamedTuple):
@@ -149,7 +153,9 @@ class Study:
         measure = measure or (lambda history: [history.last("val_loss")])
         tuned, compared = (TUNED[:1], COMPARED[:2]) if self.quick else (TUNED, COMPARED)
         axes = {axis: tuple(values[:2]) if self.quick else values for axis, values in (grid or {}).items()}
-        best, edge = self._tuned(name, strategy, axes, tuned, measure, settings) if axes else ({}, "")
+        trained = partial(self._trained, name, strategy, measure=measure, settings=settings)
+        tune = self._walked if self.scale.walks and not self.quick else self._tuned
+        best, edge = tune(axes, tuned, trained) if axes else ({}, "")
         values = self._trained(name, strategy, [best], compared, measure, settings)[0]
         self.arms[name] = Arm(name, best, values, edge)
         return self.arms[name]
@@ -162,20 +168,38 @@ class Study:
         measure = measure or (lambda history: [history.last("val_loss")])
         return self._trained(name, strategy, points, COMPARED[:2] if self.quick else COMPARED, measure, settings)
 
-    def _tuned(
-        self, name: str, strategy: Any, axes: Grid, seeds: Sequence[int], measure: Any, settings: Any
-    ) -> tuple[Point, str]:
+    def _tuned(self, axes: Grid, seeds: Sequence[int], trained: Trained) -> tuple[Point, str]:
+        """Return the best point of the whole grid, and the axes on which it is still at the edge."""
         for _ in range(1 if self.quick else 1 + MOST_LONGER):
             points = [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
-            found = self._trained(name, strategy, points, seeds, measure, settings)
+            found = trained(points, seeds)
             means = [statistics.fmean(row[-1] for row in rows) for rows in found]
             best = points[min(range(len(points)), key=means.__getitem__)]
-            lists = {axis: values for axis, values in axes.items() if isinstance(values, list) and len(values) > 1}
-            at_edge = {axis: values for axis, values in lists.items() if best[axis] in (values[0], values[-1])}
+            at_edge = _at_edge(axes, best)
             if not at_edge:
                 return best, ""
-            axes = {**axes, **{axis: _longer(values, best[axis]) for axis, values in at_edge.items()}}
+            axes = {**axes, **{axis: _longer(axes[axis], best[axis]) for axis in at_edge}}
         return best, ", ".join(at_edge)
+
+    def _walked(self, axes: Grid, seeds: Sequence[int], trained: Trained) -> tuple[Point, str]:
+        """Return the end of a walk from the middle of the grid, and the axes on which it is still at the edge.
+
+        The end is no worse than every point that differs on one axis, by one value. The walk has the first seed, and
+        goes on from its end with all of them.
+        """
+        at = {axis: values[(len(values) - 1) // 2] for axis, values in axes.items()}
+        left = dict.fromkeys(axes, MOST_LONGER)
+        for some in (seeds[:1], seeds):
+            before = None
+            while at != before:
+                before = at
+                longer = [axis for axis in _at_edge(axes, at) if left[axis]]
+                axes = {**axes, **{axis: _longer(axes[axis], at[axis]) for axis in longer}}
+                left |= {axis: left[axis] - 1 for axis in longer}
+                near = _near(axes, at)
+                means = [statistics.fmean(row[-1] for row in rows) for rows in trained(near, some)]
+                at = near[min(range(len(near)), key=means.__getitem__)]
+        return at, ", ".join(_at_edge(axes, at))
 
     def _trained(
         self, name: str, strategy: Any, points: list[Point], seeds: Sequence[int], measure: Any, settings: Any
@@ -210,7 +234,30 @@ class Study:
                 json.dump(self._kept, file)
 
 
-def _longer(values: list[Any], at: Any) -> list[Any]:
+def _at_edge(axes: Grid, point: Point) -> list[str]:
+    """Name the axes, lists of several values, of which a point has the first or the last.
+
+    >>> _at_edge({"lr": [0.1, 0.2], "H": [2, 4, 8], "momentum": (0.5, 0.8)}, {"lr": 0.1, "H": 4, "momentum": 0.8})
+    ['lr']
+    """
+    lists = {axis: values for axis, values in axes.items() if isinstance(values, list) and len(values) > 1}
+    return [axis for axis, values in lists.items() if point[axis] in (values[0], values[-1])]
+
+
+def _near(axes: Grid, point: Point) -> list[Point]:
+    """Return a point, and all that differ from it on one axis, by one value.
+
+    >>> _near({"lr": [0.1, 0.2, 0.4], "H": (2, 4)}, {"lr": 0.2, "H": 2})
+    [{'lr': 0.2, 'H': 2}, {'lr': 0.1, 'H': 2}, {'lr': 0.4, 'H': 2}, {'lr': 0.2, 'H': 4}]
+    """
+    found = [point]
+    for axis, values in axes.items():
+        place = list(values).index(point[axis])
+        found += [{**point, axis: values[i]} for i in (place - 1, place + 1) if 0 <= i < len(values)]
+    return found
+
+
+def _longer(values: Sequence[Any], at: Any) -> list[Any]:
     """One more value beyond the end that was the best, by the same factor.
 
     >>> _longer([0.01, 0.1], 0.1), _longer([4, 8], 4)
@@ -245,7 +292,7 @@ def _text(num_chars: int) -> tuple[Tensor, Tensor, int]:
     return blocks[~held].flatten(), blocks[held].flatten(), len(vocabulary)
 
 
-def _text_scale(name: str, num_chars: int, layers: int, width: int, context: int, **sizes: int) -> Scale:
+def _text_scale(name: str, num_chars: int, layers: int, width: int, context: int, **sizes: Any) -> Scale:
     def data(num_nodes: int, kind: Any, seed: int) -> Any:
         tokens = _text(num_chars)[0]
         if kind == "like":
@@ -274,7 +321,8 @@ SCALES = {
             num_nodes=8, batch_size=16, steps=200,
         ),
         _text_scale("text", 300_000, layers=1, width=32, context=32, num_nodes=8, batch_size=2, steps=200),
-        _text_scale("gpt", 1_000_000, layers=4, width=128, context=64, num_nodes=8, batch_size=2, steps=200),
+        _text_scale("gpt", 1_000_000, layers=4, width=128, context=64, num_nodes=8, batch_size=2, steps=200,
+                     walks=True),
     ]
 }  # fmt: skip
 """2,400, 17,000 and 800,000 parameters: a network on scikit-learn's digits, and character GPTs on Python's source."""

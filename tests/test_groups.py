@@ -434,7 +434,7 @@ def test_initial_parameters_of_each_configuration() -> None:
         simulation = alone(cases[config], config)[0]
         expected = run(simulation, simulation.init({name: p[place : place + 1] for name, p in start.items()}))
         assert_close(stack.alone(state, place).own, expected.own, f"{config}")
-        assert stack.result(state, place).params["a.weight"].shape == (K, 6, 3)
+        assert stack.result(stack.alone(state, place), place).params["a.weight"].shape == (K, 6, 3)
 
 
 def test_gradients_elsewhere_have_another_name() -> None:

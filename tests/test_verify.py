@@ -593,7 +593,7 @@ class Shrunk(Strategy, batched=("share",), random=False):
 def test_a_result_of_its_own_is_that_of_each_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_a_stack(Shrunk(0.5, lr=0.1)).passed
     assert checked(Shrunk(0.5, lr=0.1)).passed
-    of_first = lambda self, state, config=0: self._result(0, self.alone(state, config), self.groups[0].members[0])  # noqa: E731
+    of_first = lambda self, state, config=0: self._result(0, state, self.groups[0].members[0])  # noqa: E731
     monkeypatch.setattr(Stack, "result", of_first)
     finding = in_a_stack(Shrunk(0.5, lr=0.1)).finding
     assert str(finding).startswith("step 0, strategy result.first.weight of node 0 with half the numbers: differs by")

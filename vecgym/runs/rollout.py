@@ -394,7 +394,7 @@ def _evaluated_each(
 ) -> Outcome:
     """Return the outcomes of all runs, stacked."""
     alone = [stack.alone(state, c) for c in places]
-    results = [stack.result(state, c) for c in places]
+    results = [stack.result(one, c) for one, c in zip(alone, places)]
     losses = [_loss(stack.engine, x, result, run.eval_batch) for x, result, run in zip(alone, results, runs)]
     by_node, distances, sent = [x.unflatten(1, (len(runs), -1)).transpose(0, 1)[places] for x in record]
     rows = max(len(x) for one in alone for x in one.params.values())

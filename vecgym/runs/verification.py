@@ -403,7 +403,7 @@ class InStack(Form):
 
     @property
     def result(self) -> Tree:
-        params: Tree = self.simulation.result(self.stack.state, self.place).params
+        params: Tree = self.simulation.result(self.state, self.place).params
         return params
 
 

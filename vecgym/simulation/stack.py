@@ -229,10 +229,10 @@ class Stack(Simulation):
         return max(number for number, group in enumerate(self.groups) if group.first <= row)
 
     def result(self, state: State, config: int = 0) -> Result:
-        """Return the parameters, and the nodes, whose mean is one configuration's model, by its own algorithm."""
+        """Return the parameters, and the nodes, whose mean is one configuration's model, from its state `alone`."""
         number, K = self.group_with(config), self.run.num_nodes
         group = self.groups[number]
-        return self._result(number, self.alone(state, config), group.members[config - group.first // K])
+        return self._result(number, state, group.members[config - group.first // K])
 
     # --------------------------------------------------------------------------------------------------------- events
 

@@ -380,8 +380,8 @@ class Chunk:
         other |= any(type(config.strategy).result is not Strategy.result for config in self.configs)
         if len(self.configs) == 1 or unlike or any(self.presences) or other:
             for c in self.running:
-                measured, result = self.simulation.alone(self.state, c), self.simulation.result(self.state, c)
-                columns[c] = self._evaluated([self.configs[c]], measured, result)[0]
+                measured = self.simulation.alone(self.state, c)
+                columns[c] = self._evaluated([self.configs[c]], measured, self.simulation.result(measured, c))[0]
         else:
             own, shared = self.state.own, self.state.shared
             params, buffers = self.simulation.parameters(own, shared), self.simulation.buffers(own, shared)
@@ -400,9 +400,9 @@ class Chunk:
         """Return the curve of a configuration so far."""
         average = None
         if status == FINISHED and self.options.keep_models:
-            result = self.simulation.result(self.state, c)
-            params, buffers = result.params, self.simulation.alone(self.state, c).buffers
-            values = nodes.mean(params, result.members) | nodes.mean(buffers, result.of_buffers)
+            alone = self.simulation.alone(self.state, c)
+            result = self.simulation.result(alone, c)
+            values = nodes.mean(result.params, result.members) | nodes.mean(alone.buffers, result.of_buffers)
             average = {n: x.detach().to("cpu", copy=True) for n, x in values.items()}
         ledger = None if self.presences[c] is None else self.ledgers[self._groups[c]].state()
         return self.records.curve(c, self.state.step, status, average, ledger)
