@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -726,3 +727,35 @@ def test_the_guide_has_the_answers() -> None:
     what_holds = importlib.import_module("what_holds")
     page = what_holds.PAGE.read_text()
     assert page == what_holds.page_with(page, FOLDER / "results")
+
+
+@pytest.mark.parametrize("walks", [True, False])
+def test_an_arm_is_tuned_where_no_neighbour_is_better(walks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grid's lists are too high; the second seed moves the best rate by one value."""
+    monkeypatch.syspath_prepend(FOLDER)
+    study = importlib.import_module("study")
+    trained: list[dict[str, Any]] = []
+
+    def losses(
+        self: Any, strategy: Any, points: list[dict[str, Any]], measure: Any, settings: dict[str, Any]
+    ) -> list[list[float]]:
+        trained.extend(points)
+        best = {100: -3.0, 101: -4.4}  # the exponents of 10; the mean's is -4, of the nearest value
+        bowl = [(np.log10(p["lr"]) - best.get(p["seed"], 0.0)) ** 2 + (p["momentum"] - 0.5) ** 2 for p in points]
+        return [[5.0, 1.0 + float(x)] for x in bowl]
+
+    monkeypatch.setattr(study.Study, "_sweep", losses)
+    asked = study.Study(dataclasses.replace(study.SCALES["gpt"], walks=walks))
+    arm = asked.arm("bowl", DeMoStrategy, {"lr": [1e-2, 1e-1, 1.0], "momentum": (0.0, 0.5, 0.8, 0.9)})
+    assert arm.best == {"lr": 1e-4, "momentum": 0.5}
+    assert arm.edge == ""
+    assert len(trained) == len({str(point) for point in trained}) == (22 if walks else 48) + 8
+
+
+def test_a_walk_says_where_it_had_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    study = importlib.import_module("study")
+    monkeypatch.setattr(study.Study, "_sweep", lambda self, strategy, points, *_: [[point["lr"]] for point in points])
+    arm = study.Study(study.SCALES["gpt"]).arm("slope", DeMoStrategy, {"lr": [0.1, 0.2]})
+    assert arm.best == {"lr": pytest.approx(0.1 / 2**4)}
+    assert arm.edge == "lr"

@@ -88,7 +88,8 @@ def as_json(study: Study, answer: Answer) -> dict[str, Any]:
     arms = {arm.name: {"best": {k: str(v) for k, v in arm.best.items()}, "edge": arm.edge, "loss": finite(arm.mean())}
             for arm in study.arms.values()}  # fmt: skip
     rows = {label: {k: finite(v) for k, v in row._asdict().items()} for label, row in answer.rows.items()}
-    settings = {"steps": study.steps, "num_nodes": study.scale.num_nodes, "batch_size": study.scale.batch_size}
+    settings = {"steps": study.steps, "num_nodes": study.scale.num_nodes, "batch_size": study.scale.batch_size,
+                "walks": study.scale.walks}  # fmt: skip
     seeds = {"tuned": list(TUNED), "compared": list(COMPARED)}
     return {"verdict": answer.verdict, "why": answer.why, "rows": rows, "arms": arms, "settings": settings,
             "seeds": seeds, "machine": machine()}  # fmt: skip
