@@ -405,6 +405,8 @@ def test_compressed_sparta_is_checked() -> None:
         SPARTAStrategy(SGD, quantization_bits=7)
     with pytest.raises(RuntimeError, match="quantization_bits need all nodes at once"):
         fit(OfMyOwn(SGD, quantization_bits=8))
+    with pytest.raises(RuntimeError, match="async_sparta_delay, compression_method"):
+        fit(OfMyOwn(SGD, async_sparta_delay=2))
 
 
 def test_memory_options_of_the_documents() -> None:

@@ -114,12 +114,14 @@ def correlation(params: Tree, num_nodes: int) -> float:
 
     >>> round(correlation({"w": torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])}, 2), 6)
     -1.0
+    >>> round(correlation({"w": torch.tensor([[1.0, 2.0], [2.0, 1.0]]), "b": torch.tensor([3.0, 3.0])}, 2), 6)
+    0.5
     """
     wide = [x for x in params.values() if x.is_floating_point() and x.shape[0] > 1]
     if num_nodes == 1 or all(torch.equal(x, x[:1].expand_as(x)) for x in wide):
         return 1.0
     # The vectors are long and need not be concatenated: means and Gram matrix are sums over the tensors.
-    values = [expanded(x, num_nodes).flatten(1).double() for x in params.values() if x.is_floating_point()]
+    values = [expanded(x, num_nodes).reshape(num_nodes, -1).double() for x in params.values() if x.is_floating_point()]
     length = sum(x.shape[1] for x in values)
     center = torch.stack([x.sum(1) for x in values]).sum(0, keepdim=True).T / length  # [K, 1]
     gram = torch.stack([(x - center) @ (x - center).T for x in values]).sum(0)  # [K, K]

@@ -41,7 +41,7 @@ import it.
 | the sampler never reshuffles; a factory's data is always shuffled, whatever `shuffle` says | a new order in each epoch; `shuffle` |
 | all nodes are seeded alike: dropout is correlated | each node has its own seed |
 | after the first evaluation node 0 stays in `eval()` mode; the average is evaluated on other batches | both in `eval()` mode, on the same examples |
-| `FedAvgStrategy(inner_optim=...)`, DeMo's learning rate and `max_norm`, `sparta_interval`, `async_sparta_delay`, `lr=`, `outer_lr=` are ignored | used |
+| `FedAvgStrategy(inner_optim=...)`, DeMo's learning rate and `max_norm`, `sparta_interval`, `async_sparta_delay`, `lr=`, `outer_lr=` are ignored | used (the delay is refused rank by rank) |
 | the documents' `SPARTAStrategy(compression_method=, quantization_bits=)` is not in the code | works, but for strategies that run rank by rank |
 | options that a strategy does not know (`H` or `p` of AllReduce) are stored and ignored | ignored with a warning; unknown ones are refused |
 | a warm-up of one step by default: the first learning rate is 0 | the same |

@@ -102,28 +102,29 @@ the trial out.
 ## How many nodes fit on how many GPUs
 
 P parameters of 4 bytes, everything in float32, AdamW (two moments). Each node needs 4 P for its parameters, 4 P for its
-gradient, and 8 P for the moments:
+gradient, and 8 P for the moments. Where nodes are computed in chunks, gradients stay in memory during an exchange, which
+writes new parameters beside them:
 
 | | bytes per node | once per process |
 |---|--:|--:|
 | AllReduce | 0 | 16 P, gradients in flight 4 P |
 | FedAvg, SPARTA | 16 P | the mean: 4 P |
-| DiLoCo, Streaming DiLoCo | 16 P | outer parameters, momentum, movement: 12 P |
-| eager DiLoCo | 28 P | the mean: 4 P |
-| gossip | 16 P + 4 P for the mixed parameters | |
+| DiLoCo, Streaming DiLoCo | 16 P; in chunks 20 P | outer parameters, momentum, movement: 12 P |
+| eager DiLoCo | 28 P; in an exchange 8 to 13 P more | the mean: 4 P |
+| gossip | 16 P, and the mixed values of one parameter at a time | |
 | DeMo | gradient and residual: 8 P | parameters, mean: 8 P |
 | SGD in place of AdamW; with momentum | 8 P less; 4 P less | |
 
 Add the activations A of the nodes computed at a time (`chunk_size`; with 1, those of one node). A GPU of 80 GB, 8 of
-which stay free, then holds L = (72 GB - 12 P - A) / 16 P nodes of DiLoCo, and K = W L. By this arithmetic, with A = 2,
+which stay free, then holds L = (72 GB - 12 P - A) / 20 P nodes of DiLoCo, and K = W L. By this arithmetic, with A = 2,
 5, 12 and 12 GB (nothing here was measured):
 
 | DiLoCo, AdamW | 1 GPU | 8 GPUs | 64 GPUs |
 |---|--:|--:|--:|
-| P = 10 million: 0.16 GB per node | K = 436 | 3488 | 27904 |
-| P = 124 million: 2.0 GB per node | K = 33 | 264 | 2112 |
-| P = 1.3 billion: 21 GB per node | K = 2 | 16 | 128 |
-| P = 2.1 billion: 34 GB per node, the largest | K = 1 | 8 | 64 |
+| P = 10 million: 0.2 GB per node | K = 349 | 2792 | 22336 |
+| P = 124 million: 2.5 GB per node | K = 26 | 208 | 1664 |
+| P = 1.3 billion: 26 GB per node | K = 1 | 8 | 64 |
+| P = 1.8 billion: 36 GB per node, the largest | K = 1 | 8 | 64 |
 
 A node is never split over GPUs. Exchanges are joined into messages of 25 MiB. In a round of DiLoCo each process sends
 2 (W - 1) / W · 4 P bytes, whatever L is, while the ledger counts what K separate nodes would send.

@@ -30,15 +30,18 @@ whatever W is.
   (`pip install vecgym[processes]`) these may be defined anywhere: in a notebook cell, in a function, as a lambda.
   Without it, they must be defined at the top level of a module (write the cell to a file with `%%writefile`); the error
   names the offender.
-- **A process that raises or dies** ends the run with one `vecgym.ProcessError`, which names the process, its nodes, and
-  the place in its code. No process is left behind, logged rows stay, and `trainer.history` has them.
+- **A process that raises or dies** ends the run with one `vecgym.ProcessError`, which names the process, its nodes and,
+  if it raised, the place in its code. A loss that is not finite is a `DivergenceError`, as in one process, and a
+  ValueError, TypeError or FileNotFoundError before the first row stays one. No process is left behind, logged rows
+  stay, and `trainer.history` has them.
 - **A process that hangs** is noticed when no process has exchanged anything and no row has come for `timeout_s`. The
   error names the process that the others wait for, but not where it is: set a shorter `timeout_s`, and look with a
   debugger such as py-spy. `vecgym verify` says which exchanges differ between the processes.
 - **Ctrl-C** ends the run after a whole step, and a second one at once. The processes ignore it; the one that started
   them passes it on.
-- **Not supported**: strategies written for one rank, and derivatives through a run. Dropout masks differ from those of
-  a single process, unless `engine="loop"` or `exact=True` is set; these key the masks by node.
+- **Not supported**: strategies written for one rank, asynchronous ones, hooks on gradients, and derivatives through a
+  run. `Trainer.after_step` is not called, and `trainer.state` is None. Dropout masks differ from those of a single
+  process, unless `engine="loop"` or `exact=True` is set; these key the masks by node.
 
 ## 8 GPUs, and several machines
 

@@ -25,8 +25,9 @@
 - bytes sent and received over a node's link, its payload, which papers report (`vecgym.guide.strategies`, "Which bytes"),
   and the bandwidth that the bytes sent imply;
 - `epsilon`, the privacy spent, if `vecgym.strategy.Private` counts it;
-- the consensus distance before and after the exchange, and the correlation between nodes;
-- steps and examples per second, and memory.
+- at evaluations, the consensus distance before and after the exchange, and memory; with `correlation_interval=`, the
+  correlation between nodes;
+- steps and examples per second.
 
 `trainer.history.columns` lists the columns, `vecgym.records.columns.COLUMNS` says what each is,
 `trainer.history.settings` what the run was given, and `to_pandas()` makes a data frame. `trainer.ledger` has every
@@ -123,10 +124,11 @@ True
   `max_seconds`). That step is evaluated, logged and saved as a last one, and `fit` returns its model.
 - With `save_dir=`, `resume=True` and a wider limit it goes on, with the bits of a run that never stopped. `max_steps`
   stays what it was, so a cosine is no obstacle; it is cut where the run ends. `stop` sees the earlier rows first.
-- On several processes all stop after the same step. `consensus_distance_before` is missing there if the last step has an
-  exchange and was not to be evaluated anyway, and in a resumed run that a narrower limit ends at once.
+- On several processes all stop after the same step. `consensus_distance_before` is missing there unless the last step
+  was to be evaluated anyway, and in a resumed run that a narrower limit ends at once.
 - A logger, or an override of `Trainer.after_step`, may raise StopIteration. A logger gets a row when the next step has
   been taken, and on `backend="processes"` some steps later; `stop` and `after_step` end the run at once.
+  (Processes that `fit` starts do not call `after_step`.)
 
 The progress bar shows loss, bytes and steps per second; `progress=False` turns it off. In a notebook `fit(live=True)`
 shows a figure of the loss against steps and against bytes below the cell, and draws it anew while the run goes on.
@@ -154,7 +156,7 @@ saved ones. For a slide, say what is to be on it:
 | argument | what it says |
 |---|---|
 | `panels` | "loss", or any columns; of a column with a number for each node, the median and the middle 80 % |
-| `log_x` | a logarithmic axis: by itself for bytes, and for simulated seconds in which runs differ more than tenfold |
+| `log_x` | a logarithmic axis: by itself for bytes of several runs, and for simulated seconds if runs differ tenfold |
 | `xlim` | where the horizontal axis begins and ends; the vertical one follows |
 | `legend` | "inside", or "outside", below the panels |
 

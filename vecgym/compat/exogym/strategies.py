@@ -266,7 +266,7 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
     """After every step, the mean of a random subset of the parameters.
 
     EXO Gym's documents, not its code, have `compression_method` and `quantization_bits`: see
-    `vecgym.strategy.SPARTAStrategy`. They need all nodes at once.
+    `vecgym.strategy.SPARTAStrategy`. Like a delay, they need all nodes at once.
     """
 
     def __init__(
@@ -289,11 +289,11 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
         return native.SPARTAStrategy(self.p_sparta, delay=self.async_sparta_delay, **coding, **common)
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        if self._coded() is not None:
+        if self.async_sparta_delay or self._coded() is not None:
             raise ValueError(
                 f"{type(self).__name__} runs rank by rank, since it has methods of its own or lr_scheduler is a class; "
-                "compression_method and quantization_bits need all nodes at once: leave them out, or use "
-                'SPARTAStrategy with lr_scheduler="cosine" or None.'
+                "async_sparta_delay, compression_method and quantization_bits need all nodes at once: leave them out, "
+                'or use SPARTAStrategy with lr_scheduler="cosine" or None.'
             )
         super()._init_node(model, rank, num_nodes)
 
