@@ -493,6 +493,19 @@ class Unused(nn.Module):
         return self.used(x)
 
 
+class WrittenCopy(nn.Module):
+    """The input is added in place to a copy of a parameter: one copy for all nodes where they share it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        copy = self.offset.expand_as(x).clone()
+        copy += x
+        return copy
+
+
 class PlainTensor(nn.Module):
     """A tensor that is no buffer, and a list of them."""
 
@@ -559,6 +572,7 @@ BODIES: dict[str, Callable[[], nn.Module]] = {
     "weight_norm": lambda: weight_norm(nn.Linear(8, 8)),
     "spectral_norm": lambda: spectral_norm(nn.Linear(8, 8)),
     "plain tensor": PlainTensor,
+    "copy of a parameter in place": WrittenCopy,
     "unused": Unused,
     "constant buffer": lambda: Masked(persistent=True),
     "constant buffer, not persistent": lambda: Masked(persistent=False),
@@ -566,7 +580,9 @@ BODIES: dict[str, Callable[[], nn.Module]] = {
     "replaced buffers": lambda: RunningMean(inplace=False),
     "buffers in place": lambda: RunningMean(inplace=True),
 }
-MAY_FALL_BACK = {"GRU", "RNN", "weight_norm", "spectral_norm", "Embedding, scale_grad_by_freq"}
+MAY_FALL_BACK = {
+    "GRU", "RNN", "weight_norm", "spectral_norm", "Embedding, scale_grad_by_freq", "copy of a parameter in place",
+}  # fmt: skip
 
 
 def body(name: str) -> nn.Module:

@@ -512,6 +512,35 @@ def test_parameters_without_elements(strategy: str, exact: bool, tmp_path: Path)
     assert nodes.buffers["nothing"].shape == (4, 0)
 
 
+class Choosing(torch.nn.Module):
+    """Some batches leave `b` out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.a(x) + self.b(x) if x[0, 0] > 0 else self.a(x)).square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce", "FedAvg"])
+def test_gradients_of_parameters_that_some_nodes_leave_out(strategy: str) -> None:
+    """The last node of one process leaves `b` out, and the first of the other: messages join the same tensors."""
+    torch.manual_seed(0)
+    shards = [torch.randn(8, 4).abs() * sign for sign in (1, -1, -1, 1)]
+    found = []
+    each: list[dict[str, Any]] = [{}, {"backend": "processes", "num_processes": 2}]
+    for settings in each:
+        torch.manual_seed(1)
+        trainer = Trainer(Choosing(), lambda rank, num_nodes, train: shards[rank])
+        with pytest.warns(VecgymWarning, match="vmap cannot run this model"):
+            trainer.fit(
+                STRATEGIES[strategy](), 4, max_steps=3, batch_size=4, progress=False, device="cpu", **settings
+            )  # fmt: skip
+        found.append(trainer.nodes.params)
+    torch.testing.assert_close(found[1], found[0])
+
+
 # ------------------------------------------------------------------------------------------------------------ signals
 
 SLOW = (

@@ -170,12 +170,14 @@ def unstacked(batch: Any, dim: int = 0) -> list[Any]:
 def dense(grads: Tree, params: Tree, size: int) -> tuple[Tree, Missing]:
     """Return gradients `[size, *]` of all parameters, 0 for those without one, and the names of the latter.
 
+    They have the order of the parameters, which processes need to join the same ones into a message.
+
     >>> grads, missing = dense({"w": torch.ones(2, 1)}, {"v": torch.ones(1, 1), "w": torch.ones(1, 1)}, size=2)
     >>> grads["v"].tolist(), missing
     ([[0.0], [0.0]], {'v': frozenset({0, 1})})
+    >>> list(dense({"w": torch.ones(2, 1), "v": torch.ones(2, 1)}, {"v": torch.ones(1), "w": torch.ones(1)}, size=2)[0])
+    ['v', 'w']
     """
-    if len(grads) == len(params):
-        return grads, {}
     missing = dict.fromkeys([name for name in params if name not in grads], frozenset(range(size)))
     zeros = {name: params[name].new_zeros(size, *params[name].shape[1:]) for name in missing}
     return {name: zeros[name] if name in zeros else grads[name] for name in params}, missing

@@ -154,7 +154,7 @@ class Engine:
         of_one = tree.map_leaves(lambda x: plain(x)[0], batch)
         stacked = None if engine == "loop" else self._backends["vmap"]
         required = engine != "auto"
-        facts = outside(lambda: examine(self._stateless, of_one, stacked, required))
+        facts = outside(lambda: examine(self._stateless, of_one, stacked, required, mean))
         self.facts = facts = facts if agree is None else agree(facts)
         self._stateless.learn(facts.random, facts.mutated, facts.written, facts.unused, facts.host_random)
         if required and facts.vmap_error is not None:

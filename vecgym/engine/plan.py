@@ -30,7 +30,7 @@ from vecgym.core import check, rng, tree
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.engine import hooks
-from vecgym.engine.backend import Backend, Local, difference, first_part
+from vecgym.engine.backend import Backend, Local, difference, first_part, timed
 from vecgym.engine.constancy import Snapshot
 from vecgym.engine.contract import (
     WEIGHT,
@@ -106,12 +106,13 @@ class ModelFacts:
 
 
 @plain_attention()
-def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required: bool = False) -> ModelFacts:
+def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required: bool, mean: bool) -> ModelFacts:
     """Run one node forward and backward on a batch `[B, ...]`: check its results, and record facts.
 
     Args:
         stacked: also try whether this backend can run two nodes; the model then learns its facts.
         required: raise the error of that try, instead of recording it.
+        mean: whether the run needs the gradient of the nodes' mean loss, at parameters that they share.
     """
     check_modes(model.model)
     # Copies, since a forward pass may write to them.
@@ -151,12 +152,12 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
     if unsafe := observer.unsafe or alone or (hooked and f"{hooked}, which sees one node at a time"):
         return replace(facts, vmap_error=vmap_error(unsafe))
     expected = of_one if observer.transforms and not random else None
-    return _in_one_call(model, batch, stacked, facts, expected, required, keeps=bool(left))
+    return _in_one_call(model, batch, stacked, facts, expected, required, bool(left), mean)
 
 
 def _in_one_call(
     model: StatelessModel, batch: Any, stacked: Backend, facts: ModelFacts, expected: Local | None, required: bool,
-    keeps: bool,
+    keeps: bool, mean: bool,
 ) -> ModelFacts:  # fmt: skip
     """Add to the facts whether vmap can run the model, and which operations it runs node by node.
 
@@ -165,7 +166,7 @@ def _in_one_call(
     """
     model.learn(facts.random, facts.mutated)
     try:
-        slow = [_slow_operations(model, batch, stacked, expected, size) for size in ((2, 3) if keeps else (2,))]
+        slow = [_slow_operations(model, batch, stacked, expected, n, mean) for n in ((2, 3) if keeps else (2,))]
         return replace(facts, vmap_slow=slow[0], chooses=False)
     except Exception as error:  # whatever the model's code raises: the loop can run it
         refusal = vmap_error(cause(error))
@@ -323,17 +324,21 @@ def _local(model: StatelessModel, loss: Tensor, after: Tree, grads: Any) -> Loca
 
 
 def _slow_operations(
-    model: StatelessModel, batch: Any, stacked: Backend, expected: Local | None, size: int
+    model: StatelessModel, batch: Any, stacked: Backend, expected: Local | None, size: int, mean: bool
 ) -> tuple[str, ...]:
     """Run equal nodes at once; return the operations that torch warns it runs node by node.
+
+    Parameters that the nodes share, for the gradient of the mean loss, are no batch to vmap: an operation that writes
+    into a copy of them works only at each node's own.
 
     Raises:
         RuntimeError: if they differ from the `expected` results of a forward with transforms of torch.func.
     """
-    part = first_part(model, tree.map_leaves(lambda x: torch.stack([x] * size), batch), mean=False)
+    batches = tree.map_leaves(lambda x: torch.stack([x] * size), batch)
     with warnings.catch_warnings(record=True) as caught, seeded(0, model.device):
         warnings.simplefilter("always")
-        local = stacked.gradients(part, lambda: tree.map(torch.empty_like, part.params))
+        for shared in sorted({mean, mean and expected is None and not model.weighted}, reverse=True):
+            local, _ = timed(stacked, first_part(model, batches, shared), shared)
     if expected is not None and (off := difference(expected, local, model.autocast)):
         raise RuntimeError(f"its use of torch.func has other results within vmap: {off}")
     messages = [str(w.message) for w in caught if "batching rule for " in str(w.message)]

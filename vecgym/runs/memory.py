@@ -226,11 +226,12 @@ class Estimator:
         self, engine: Engine, strategy: Strategy, num_nodes: int, max_steps: int, batch: Any,
         minibatch_size: int | None, num_local: int | None = None,
     ) -> None:  # fmt: skip
-        if batch is not None:
-            with torch.enable_grad():
-                engine.prepare(tree.map_leaves(lambda x: x[None], _examples(batch, minibatch_size)), num_passes=0)
         self.engine, self.batch = engine, batch
         self.strategy = as_strategy(strategy, engine.model)
+        if batch is not None:
+            of_one = tree.map_leaves(lambda x: x[None], _examples(batch, minibatch_size))
+            with torch.enable_grad():
+                engine.prepare(of_one, mean=self.strategy.mean_gradient, num_passes=0)
         self.num_nodes, self.max_steps = num_nodes, max_steps
         self.num_local = num_nodes if num_local is None else num_local
         self.P, self.frozen_bytes = tree.num_bytes(engine.params), tree.num_bytes(engine.frozen)

@@ -214,7 +214,7 @@ class VerifyOptions(Modelled):
         engine = Engine(self.model, engine=self.engine, chunk_size=chunk_size, node_threads=1)
         # Every process inspects the model on the same batch of node 0, with the same result.
         with torch.enable_grad():
-            engine.prepare(self.converted(self.batches([0]).batch(0)), num_passes=self.steps)
+            engine.prepare(self.converted(self.batches([0]).batch(0)), None, self.strategy.mean_gradient, self.steps)
         num_examples = self.num_examples or tuple(self.batches().shard_sizes)
         return simulation_of(
             self.model, self.strategy, comm, engine=engine, max_steps=self.steps, seed=self.seed,
