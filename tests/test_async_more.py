@@ -29,7 +29,7 @@ from vecgym.collectives.topology import Links
 from vecgym.core import tree
 from vecgym.data import Batches
 from vecgym.runs import multiprocess
-from vecgym.simulation.events import Arrival, Restart, Stop, Update, Wires, schedule
+from vecgym.simulation.events import Arrival, Restart, Stop, Update, Wires, schedule, settled
 from vecgym.strategy import (
     ADPSGDStrategy,
     AsyncStrategy,
@@ -367,7 +367,7 @@ def test_laws_of_pairs(seed: int) -> None:
             changed[event.neighbour] += 1
     if linked:  # one exchange at a time at each node, as long as its slowest end takes
         swaps = sorted((e.time, i, e) for i, e in arrivals if neighbour(e.node, e.first_step) != e.node)
-        for time, _, event in sorted(swaps, key=lambda swap: (swap[2].end, swap[2].node)):
+        for time, _, event in sorted(swaps, key=lambda swap: (settled(swap[2].end), swap[2].node)):
             pair_ = (event.node, neighbour(event.node, event.first_step))
             over = time - wires.latency[0]
             begin = over - 2.0 * max(*(wires.up[i] for i in pair_), 0.2)

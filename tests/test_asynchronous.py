@@ -30,10 +30,13 @@ from vecgym.meta import Curve, learn
 from vecgym.simulation.events import Arrival
 from vecgym.strategy import (
     MLA,
+    ADPSGDStrategy,
     AsyncStrategy,
+    DecoupledDiLoCoStrategy,
     DelayedNesterov,
     DiLoCoStrategy,
     FedBuff,
+    HALoSStrategy,
     HeLoCo,
     OptimSpec,
     OuterOptimizer,
@@ -644,3 +647,25 @@ def test_what_needs_steps_of_all_nodes_says_so(function: str) -> None:
     }
     with pytest.raises(ValueError, match=r"AsyncStrategy (has no steps that all nodes take together|needs compute=)"):
         calls[function]()
+
+
+@pytest.mark.parametrize("strategy", [
+    AsyncStrategy(SGD, OuterOptimizer(OptimSpec("sgd", lr=0.5)), H=2), HALoSStrategy(SGD, 2, H=2, local_updates=2),
+    ADPSGDStrategy(SGD), DecoupledDiLoCoStrategy(SGD, H=2),
+])  # fmt: skip
+def test_arrivals_at_one_time_whatever_the_unit(strategy: Any) -> None:
+    """In seconds, tenths and thirds of them, and where everybody is always there."""
+
+    def order(unit: float, **settings: Any) -> list[Any]:
+        trainer = Trainer(make_model("MLP", dtype=F64), data())
+        trainer.fit(
+            strategy, 3, max_updates=12, compute=Compute([1.0 * unit, 3.0 * unit, 6.0 * unit]), val_size=0,
+            batch_size=B, progress=False, device="cpu", **settings,
+        )  # fmt: skip
+        names = ("staleness", "train_loss")
+        return [[row.get(name) for name in names] for row in trainer.history.rows[1:]]
+
+    expected = order(1.0)
+    assert order(0.1) == expected
+    assert order(1 / 3) == expected
+    assert order(0.1, availability=lambda step: [0, 1, 2]) == expected

@@ -15,8 +15,9 @@ from tests.helpers import assert_close, run, stacked
 from tests.models import make_batches, make_model
 from vecgym import sweep
 from vecgym.collectives import StackedCollectives
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.simulation import Mark, Part
+from vecgym.simulation import Mark, Part, State
 from vecgym.simulation.timetable import RunFacts
 from vecgym.strategy import (
     Average,
@@ -369,3 +370,41 @@ def test_a_collective_takes_tensors_by_name() -> None:
     for operation in (comm.mean, comm.sum, comm.all_gather):
         with pytest.raises(TypeError, match=f"comm.{operation.__name__} takes .*'a' is of type dict: call it for each"):
             operation({"a": {"w": torch.ones(2)}})
+
+
+class Cut(Strategy):
+    """Its gradients have another shape than the parameters."""
+
+    def train(self, part: Part) -> None:
+        gradients = part.gradients()
+        part.report(part.losses)
+        part.optimize({name: g[..., :1] for name, g in gradients.items()})
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adam", "adamw", "adagrad", "rmsprop"])
+def test_a_gradient_of_another_shape_is_refused(optim: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"gradient of 'first.weight' has the shape \[.*; the parameter has \[.*nodes first"
+    ):
+        fit("MLP", Cut(optim, lr=0.1), num_nodes=3, max_steps=2)
+
+
+class Partial(Strategy):
+    """Its model has the nodes' mean, but for one parameter, which is 0."""
+
+    def result(self, state: State) -> Tree:
+        return {"first.weight": torch.zeros_like(state.params["first.weight"])}
+
+
+def test_names_that_a_result_leaves_out_are_the_nodes() -> None:
+    """The evaluated model is the returned one, in a fit and in a sweep."""
+    val = dataset("MLP", 8, seed=1)
+    trainer, model = fit("MLP", Partial("sgd", lr=0.1), num_nodes=3, max_steps=3, val=val)
+    with torch.no_grad():
+        loss = float(model.eval()(val[:8]))
+    assert trainer.history.last("val_loss") == pytest.approx(loss, rel=1e-5)
+    result = sweep(
+        make_model("MLP"), dataset("MLP"), val, strategy=lambda lr: Partial("sgd", lr=lr), grid={"lr": [0.1, 0.2]},
+        num_nodes=3, max_steps=3, batch_size=4, progress=False, device="cpu",
+    )  # fmt: skip
+    assert result.rows[0]["val_loss"] == pytest.approx(loss, rel=1e-5)

@@ -368,3 +368,11 @@ def test_a_dry_run_is_priced_as_the_run() -> None:
     dry, ran = (price(ledger, network, compute) for ledger in (dry_run(model(), strategy, 4, 7), real(strategy)))
     assert dry.seconds == ran.seconds
     assert torch.equal(dry.step_seconds, ran.step_seconds)
+
+
+def test_a_number_of_parameters_is_in_float32(request: pytest.FixtureRequest) -> None:
+    strategy = DiLoCoStrategy("sgd", lr=0.1, H=3)
+    expected = dry_run("1M", strategy, 4, 6).total_bytes
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    torch.set_default_dtype(torch.float64)
+    assert dry_run("1M", strategy, 4, 6).total_bytes == expected

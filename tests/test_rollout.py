@@ -866,6 +866,19 @@ def of_three(x: Tensor) -> Strategy:
 THREE = torch.tensor([0.3, 0.7, 0.9], dtype=F64)
 
 
+@pytest.mark.parametrize("participation", [0.3, 0.5])
+def test_segments_where_nodes_sit_out_rounds(participation: float) -> None:
+    """A node that sat out a round reads batches of steps before the segment."""
+    found = []
+    for segments in (None, 2, 3):
+        lr = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+        strategy = FedAvgStrategy("sgd", H=2, lr=lr, participation=participation)
+        loss = outcome_of(strategy, segments=segments).loss
+        found.append(torch.stack([loss, *torch.autograd.grad(loss, lr)]))
+    for other in found[1:]:
+        assert_close(other, found[0], 1e-12)
+
+
 @pytest.mark.parametrize("segments", [None, 1, 2, 4])
 def test_second_derivatives(segments: int | None) -> None:
     """torch.func.hessian, the gradient of the gradient, and differences of gradients agree."""

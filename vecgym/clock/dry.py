@@ -26,7 +26,7 @@ from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.per_rank import as_strategy
 from vecgym.strategy.simulated import nothing_to_read
 
-META: dict[str, Any] = {"bias": False, "device": "meta"}
+META: dict[str, Any] = {"bias": False, "device": "meta", "dtype": torch.float32}
 Sent = dict[Any, tuple[Transfer, ...]]  # by the key of events
 # Of a tick: a key, and events that are handled together; equal keys send the same.
 Parts = list[tuple[Any, list[Event]]]

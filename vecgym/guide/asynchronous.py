@@ -25,7 +25,7 @@ node, constant or drawn.
 Node i begins a round from the server's parameters of version v. It makes H_i steps of its own inner optimizer, whose
 state stays on the node, and sends its movement Delta_i = start_i - theta_i. When that arrives, the server is s versions
 further: the *staleness*. Of every `buffer` arrivals the server makes one update of the mean of w(s_i) Delta_i, a new
-version. Then the node is sent the server's parameters, and begins again. Arrivals of one time go by the node's id, and
+version. Then the node is sent the server's parameters, and begins again. Arrivals of one time (to 12 digits) go by the node's id, and
 all of them are taken before any of these nodes is sent parameters.
 
 - `staleness`: w(s) is 1 ("none"), (1 + s)^(-1/2) ("inverse_sqrt"), or a function of yours.

@@ -511,7 +511,9 @@ class _Segment:
     def __init__(self, simulation: Simulation, state: State, steps: Sequence[Any], until: int) -> None:
         self.simulation, self.until = simulation, until
         self.step = state.tick
-        first = state.tick if simulation.run.presence is None else 0  # a node that was absent reads earlier ones
+        each = zip(simulation.tables, simulation.groups)
+        every = all(getattr(x, "trains", x) is None and group.run.presence is None for x, group in each)
+        first = state.tick if every else 0  # a node that sat out a step reads earlier batches
         ahead = any(getattr(table, "reads_ahead", False) for table in simulation.tables)
         own = [step if first <= t and (ahead or t < until) else None for t, step in enumerate(steps)]
         self.reads, read = (simulation.settings, own), cast("partial[Any]", simulation.read)

@@ -482,10 +482,25 @@ def updates_of(events: Sequence[Happening]) -> list[list[Happening]]:
 Entry = tuple[float, int, int, int]  # of an agenda: (time, kind, who, what)
 
 
-class Agenda:
-    """Future events in the order of time: a heap of (time, kind, who, what), with a handler for each kind.
+def settled(time: float) -> float:
+    """Round to 12 digits: times are equal if they are so on paper, however their sums were rounded.
 
-    Events at equal times are ordered by kind, then by the index of the node, region or fragment.
+    >>> 0.1 + 0.2 == 0.3, settled(0.1 + 0.2) == settled(0.3)
+    (False, True)
+    """
+    return float(f"{time:.12g}")
+
+
+def keyed(time: float, kind: int, who: int, what: int = 0) -> tuple[float, int, int, int, float]:
+    """Return an entry in the form in which a heap orders it, with its time at the end."""
+    return settled(time), kind, who, what, time
+
+
+class Agenda:
+    """Future events in the order of time: a heap of `keyed` entries, with a handler for each kind.
+
+    Events at equal times, to 12 digits, are ordered by kind, then by the index of the node, region or fragment. They
+    happen at the time of the first of them.
 
     >>> class Ticks(Agenda):
     ...     def handlers(self):
@@ -502,20 +517,21 @@ class Agenda:
     """
 
     def __init__(self) -> None:
-        self.queue: list[Entry] = []
+        self.queue: list[tuple[float, int, int, int, float]] = []
 
     def handlers(self) -> Sequence[Callable[[float, int, int], Iterable[Happening]]]:
         """Return the handlers by kind; each is called with (time, who, what)."""
         raise NotImplementedError
 
     def push(self, time: float, kind: int, who: int, what: int = 0) -> None:
-        heapq.heappush(self.queue, (time, kind, who, what))
+        heapq.heappush(self.queue, keyed(time, kind, who, what))
 
     def events(self) -> Iterator[Happening]:
-        handlers = self.handlers()
+        handlers, now = self.handlers(), 0.0
         while True:
-            time, kind, who, what = heapq.heappop(self.queue)
-            yield from handlers[kind](time, who, what)
+            key, kind, who, what, time = heapq.heappop(self.queue)
+            now = now if key == settled(now) else time
+            yield from handlers[kind](now, who, what)
 
 
 class Begun(NamedTuple):
@@ -552,11 +568,9 @@ class RoundsAgenda(Agenda):
         if self.rules.absences is not None:
             self.push(time, STEPS, node)
             return
-        took = 0.0
-        for step in range(first, self.steps[node]):
-            took += self.step_seconds(node, step)
-        self.began[node] = Begun(time, time + took, version)
-        self.push(*self.ends(time + took, node))
+        end = time + math.fsum(self.step_seconds(node, step) for step in range(first, self.steps[node]))
+        self.began[node] = Begun(time, end, version)
+        self.push(*self.ends(end, node))
 
     def step(self, time: float, node: int, num_done: int) -> Iterable[Happening]:
         """Let a node begin its next step, end its round, or wait until it is back."""
@@ -581,7 +595,7 @@ class RoundsAgenda(Agenda):
         self.rounds[node] += 1
         return Arrival(
             time, node, self.rounds[node] - 1, begun.version, version - begun.version, self.steps[node] - count, count,
-            begun.begin, begun.end,
+            begun.begin, min(begun.end, time),
         )  # fmt: skip
 
 
@@ -632,7 +646,7 @@ class _Rounds(RoundsAgenda):
             yield Update(time, self.version, self.buffered)
             self.buffered = 0
         if len(self.waiting) == len(self.rounds) or (
-            self.rules.grace == "until_last" and self._following() > self.closes
+            self.rules.grace == "until_last" and settled(self._following()) > settled(self.closes)
         ):
             yield from self._closes(time, self.window, 0)
 
@@ -643,15 +657,15 @@ class _Rounds(RoundsAgenda):
         """
         queue, links = self.queue[:], self.links.ahead()
         while queue:
-            time, kind, node, what = heapq.heappop(queue)
+            _, kind, node, what, time = heapq.heappop(queue)
             if kind == CLOSES and node == self.window:
                 return math.inf
             if kind == MOVES and what == ARRIVES:
                 return time
             if kind == STEPS:
-                heapq.heappush(queue, self.next_step(time, node, what))
+                heapq.heappush(queue, keyed(*self.next_step(time, node, what)))
             elif kind == MOVES:
-                heapq.heappush(queue, (self._send(links, node, time), MOVES, node, ARRIVES))
+                heapq.heappush(queue, keyed(self._send(links, node, time), MOVES, node, ARRIVES))
         return math.inf
 
     def _closes(self, time: float, window: int, _: int) -> Iterator[Happening]:

@@ -23,6 +23,7 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
 from vecgym.engine.backend import Missing, missing_within, sizes_of
 from vecgym.optim.optimizer import SKIPPED
+from vecgym.optim.rules import check_shapes
 from vecgym.simulation.plain import Plain
 from vecgym.simulation.state import Index, Result, SplitView, State, StateView, put_back
 from vecgym.simulation.timetable import Due, Event, RunFacts, Timetable
@@ -295,6 +296,7 @@ class Part:
                 max_steps = simulation.tables[self.event.group or 0].max_steps
                 lr = inner.lr(self._later(self.counts), max_steps) if lr is None else _each_row(lr, self.size, num_rows)
             held, made = (home.flat("params"), home.flat("optimizer")), self._later(self.made)
+            check_shapes(held[0], grads)
             if self.missing or not (self.stays and simulation.plain.step(inner, held, grads, made, lr)):
                 params, slots = inner.step(
                     held[0], grads, held[1], made, lr, inplace=self.inplace, nodes=self._ids if own else None,
@@ -579,7 +581,10 @@ class Simulation:
 
     def _result(self, group: int, state: State, algorithm: Any) -> Result:
         rule = getattr(algorithm, "result", None)
-        return Result(state.params if rule is None else rule(state), *self.averaged(state.tick, group))
+        params = state.params if rule is None else rule(state)
+        if params is not state.params:  # names that the rule leaves out have the nodes' values
+            params = {**state.params, **params}
+        return Result(params, *self.averaged(state.tick, group))
 
     def averaged(self, tick: int, group: int = 0) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
         """Return the nodes whose parameters' and whose buffers' means are the run's model before a tick.
