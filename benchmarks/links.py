@@ -36,7 +36,7 @@ PROBE_S = 1.0  # of data at the bandwidth that was asked for
 
 
 def reason_not_to() -> str:
-    """Why there can be no namespaces here; "": they can."""
+    """The reason that there can be no namespaces here; "" if there can."""
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:

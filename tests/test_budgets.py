@@ -31,7 +31,7 @@ FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PAC
 MAX_UNITS = 20  # modules and packages directly in vecgym; the last is `meta`, for which `runs` has no room
 MAX_FUNCTION = 40  # lines, without its docstring
 MAX_PARAMETERS = 8
-MAX_CODE_LINES = 28_295  # of the whole package
+MAX_CODE_LINES = 28_280  # of the whole package
 MAX_MODULES = 170  # that hold code
 MAX_CLAUSES = 0  # docstrings that begin with a clause, such as "What is sent." for "The message."
 # Modules in a package, and floors: modules in the longest chain of imports inside it. What is above that is named.

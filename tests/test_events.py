@@ -102,7 +102,7 @@ def test_apart_by_a_little_every_staleness_is_the_number_of_others() -> None:
 
 
 def test_to_look_ahead_sends_nothing() -> None:
-    """Whether node 1's message comes before the window closes is tried; it does not, and is sent once all the same."""
+    """The look at node 1's message, which comes after the window closes, is a trial: the message is sent once."""
     wires = Wires(1.0, up=[0.0, 3.0], down=[0.0, 0.0], latency=[0.0, 0.0])
     rules = Rules((1, 1), max_wait=0.5, grace="until_last", wires=wires)
     events = schedule(rules, lambda node, step: [1.0, 1.2][node], Stop(updates=5))

@@ -369,7 +369,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(make: Any, availability: Any, tm
 @pytest.mark.parametrize("make", [AllReduceStrategy, lambda spec: FedAvgStrategy(spec, H=4)])
 @pytest.mark.parametrize("exact", [False, True])
 def test_processes_agree(make: Any, exact: bool) -> None:
-    """Whether anybody has a gradient is known to all of them."""
+    """All of them know that one of them has a gradient."""
     spec = OptimSpec("adamw", lr=0.05, weight_decay=0.1)
     several: dict[str, Any] = {"backend": "processes", "num_processes": K, "exact": exact}
     runs = [fit(Experts().double(), make(spec), **options)[0] for options in ({}, several)]

@@ -361,22 +361,6 @@ def check_names(params: Tree, grads: Tree) -> None:
         raise ValueError(f"params and grads must have the same names; only one of them has {odd}")
 
 
-def check_shapes(params: Tree, grads: Tree) -> None:
-    """Raise a ValueError unless the gradients of some nodes, `[1 or L, *]`, have the shapes of the parameters.
-
-    torch's fused kernels trust the shapes: they would read beyond a gradient that is smaller.
-
-    >>> check_shapes({"w": torch.ones(3, 2)}, {"w": torch.ones(3, 1)})
-    Traceback (most recent call last):
-    ...
-    ValueError: the gradient of 'w' has the shape [3, 1]; the parameter has [3, 2], the nodes first.
-    """
-    for name, g in grads.items():
-        if name in params and g.shape[1:] != params[name].shape[1:]:
-            shapes = f"{list(g.shape)}; the parameter has {list(params[name].shape)}, the nodes first"
-            raise ValueError(f"the gradient of {name!r} has the shape {shapes}.")
-
-
 def count_nodes(counts: Iterable[int]) -> int:
     """Return L, from the number of nodes of each tensor and hyperparameter: 1 matches every L."""
     several = set(counts) - {1}

@@ -511,9 +511,8 @@ class _Segment:
     def __init__(self, simulation: Simulation, state: State, steps: Sequence[Any], until: int) -> None:
         self.simulation, self.until = simulation, until
         self.step = state.tick
-        each = zip(simulation.tables, simulation.groups)
-        every = all(getattr(x, "trains", x) is None and group.run.presence is None for x, group in each)
-        first = state.tick if every else 0  # a node that sat out a step reads earlier batches
+        # A node that sat out a step reads batches of earlier ones.
+        first = state.tick if all(getattr(table, "all_train", False) for table in simulation.tables) else 0
         ahead = any(getattr(table, "reads_ahead", False) for table in simulation.tables)
         own = [step if first <= t and (ahead or t < until) else None for t, step in enumerate(steps)]
         self.reads, read = (simulation.settings, own), cast("partial[Any]", simulation.read)

@@ -25,7 +25,6 @@ from vecgym.collectives.wire import Disagreement, Wire
 from vecgym.core import check, tree
 from vecgym.core.check import function_of
 from vecgym.core.objects import altered, same
-from vecgym.core.tree import Tree
 from vecgym.data import Batches
 from vecgym.engine import Engine, hooks
 from vecgym.engine.contract import check_model
@@ -301,6 +300,7 @@ class Form:
     """One of the forms that are compared, and its state so far."""
 
     how = "with all in one process"
+    which: tuple[int, ...] = ()  # the configuration of a stack
 
     def __init__(self, options: VerifyOptions, comm: Any, exact: bool, simulation: Any = None) -> None:
         self.comm = comm
@@ -318,18 +318,12 @@ class Form:
         return row
 
     @property
-    def result(self) -> Tree:
-        """The parameters whose mean is the run's model."""
-        params: Tree = self.simulation.result(self.state).params
-        return params
-
-    @property
     def values(self) -> dict[str, Any]:
         """All that a step computes, by kind."""
         state, algorithm = self.state, self.simulation.algorithm
         rest = {n: x for n, x in {**state.shared, **state.own}.items() if n not in ("params", "buffers", "optimizer")}
         if type(algorithm).result is not Strategy.result:
-            rest["result"] = self.result
+            rest["result"] = self.simulation.result(self.state, *self.which).params
         return {"params": state.params, "buffers": state.buffers, "losses": self.losses,
                 "optimizer": state.home["optimizer"], "strategy": rest}  # fmt: skip
 
@@ -391,7 +385,7 @@ class InStack(Form):
 
     def __init__(self, stack: StackForm, config: int) -> None:
         self.stack, self.place, self.comm = stack, stack.order.index(config), StackedCollectives(stack.comm.num_nodes)
-        self.simulation = stack.simulation
+        self.simulation, self.which = stack.simulation, (self.place,)
 
     def step(self, step: int) -> TickRecord:
         """Take what the stack has made of this configuration in a step."""
@@ -400,11 +394,6 @@ class InStack(Form):
         self.losses = stack.losses[self.place * K :][:K]
         self.comm.ledger.add(step, stack.row.sent_by(self.simulation.group_with(self.place)))
         return stack.row
-
-    @property
-    def result(self) -> Tree:
-        params: Tree = self.simulation.result(self.state, self.place).params
-        return params
 
 
 class Comparison:

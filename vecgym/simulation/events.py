@@ -491,13 +491,8 @@ def settled(time: float) -> float:
     return float(f"{time:.12g}")
 
 
-def keyed(time: float, kind: int, who: int, what: int = 0) -> tuple[float, int, int, int, float]:
-    """Return an entry in the form in which a heap orders it, with its time at the end."""
-    return settled(time), kind, who, what, time
-
-
 class Agenda:
-    """Future events in the order of time: a heap of `keyed` entries, with a handler for each kind.
+    """Future events in the order of time: a heap of (time, kind, who, what), with a handler for each kind.
 
     Events at equal times, to 12 digits, are ordered by kind, then by the index of the node, region or fragment. They
     happen at the time of the first of them.
@@ -524,7 +519,7 @@ class Agenda:
         raise NotImplementedError
 
     def push(self, time: float, kind: int, who: int, what: int = 0) -> None:
-        heapq.heappush(self.queue, keyed(time, kind, who, what))
+        heapq.heappush(self.queue, (settled(time), kind, who, what, time))
 
     def events(self) -> Iterator[Happening]:
         handlers, now = self.handlers(), 0.0
@@ -655,17 +650,18 @@ class _Rounds(RoundsAgenda):
 
         No message is sent: if they begin again now, their messages may come first.
         """
-        queue, links = self.queue[:], self.links.ahead()
-        while queue:
-            _, kind, node, what, time = heapq.heappop(queue)
+        trial, links = copy.copy(self), self.links.ahead()
+        trial.queue = self.queue[:]
+        while trial.queue:
+            _, kind, node, what, time = heapq.heappop(trial.queue)
             if kind == CLOSES and node == self.window:
                 return math.inf
             if kind == MOVES and what == ARRIVES:
                 return time
             if kind == STEPS:
-                heapq.heappush(queue, keyed(*self.next_step(time, node, what)))
+                trial.push(*self.next_step(time, node, what))
             elif kind == MOVES:
-                heapq.heappush(queue, keyed(self._send(links, node, time), MOVES, node, ARRIVES))
+                trial.push(self._send(links, node, time), MOVES, node, ARRIVES)
         return math.inf
 
     def _closes(self, time: float, window: int, _: int) -> Iterator[Happening]:

@@ -23,9 +23,8 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
 from vecgym.engine.backend import Missing, missing_within, sizes_of
 from vecgym.optim.optimizer import SKIPPED
-from vecgym.optim.rules import check_shapes
 from vecgym.simulation.plain import Plain
-from vecgym.simulation.state import Index, Result, SplitView, State, StateView, put_back
+from vecgym.simulation.state import Index, Result, SplitView, State, StateView, check_values, put_back
 from vecgym.simulation.timetable import Due, Event, RunFacts, Timetable
 
 Request = tuple[list[int], "int | list[int]"]  # rows of this process, and the index of the batch that each reads
@@ -296,7 +295,9 @@ class Part:
                 max_steps = simulation.tables[self.event.group or 0].max_steps
                 lr = inner.lr(self._later(self.counts), max_steps) if lr is None else _each_row(lr, self.size, num_rows)
             held, made = (home.flat("params"), home.flat("optimizer")), self._later(self.made)
-            check_shapes(held[0], grads)
+            # torch's fused kernels trust the shapes: they would read beyond a gradient that is smaller.
+            most = max(map(len, held[0].values()), default=1)
+            check_values(grads, held[0], most, self.algorithm, f".{self.event.what}", "gradients")
             if self.missing or not (self.stays and simulation.plain.step(inner, held, grads, made, lr)):
                 params, slots = inner.step(
                     held[0], grads, held[1], made, lr, inplace=self.inplace, nodes=self._ids if own else None,
@@ -582,8 +583,7 @@ class Simulation:
     def _result(self, group: int, state: State, algorithm: Any) -> Result:
         rule = getattr(algorithm, "result", None)
         params = state.params if rule is None else rule(state)
-        if params is not state.params:  # names that the rule leaves out have the nodes' values
-            params = {**state.params, **params}
+        params = params if params is state.params else {**state.params, **params}  # it may leave out names
         return Result(params, *self.averaged(state.tick, group))
 
     def averaged(self, tick: int, group: int = 0) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:

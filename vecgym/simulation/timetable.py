@@ -182,6 +182,7 @@ class Lockstep:
         self, run: RunFacts, *marks: Mark, trains: Who | None = None, train: str = "train", resting: str | None = None
     ) -> None:
         self.run, self.trains, self.train, self.resting = run, trains, train, resting
+        self.all_train = trains is None and run.presence is None  # in every step
         self.sampled = resting is not None or (run.presence is not None and run.presence.sampled)
         self.marks = [mark._replace(when=as_when(mark.when, "H")) for mark in marks]
         self.length = self.max_steps = run.num_steps
@@ -217,7 +218,7 @@ class Lockstep:
 
     def made(self, step: int) -> list[int]:
         """Count the steps in which each node has trained before this one."""
-        if self.trains is None and self.run.presence is None:
+        if self.all_train:
             return [step] * self.run.num_nodes
         if step not in self._made:
             begin = max((before for before in self._made if before < step), default=0)
@@ -257,7 +258,7 @@ class Lockstep:
         >>> Lockstep(RunFacts(num_nodes=2), trains=lambda step, rows: rows[step % 2 :]).counts(3, (1,))
         (3, (3,))
         """
-        if self.trains is None and self.run.presence is None:
+        if self.all_train:
             return step, None
         steps = self.made(step)
         made = tuple(steps) if rows is None else tuple(steps[row] for row in rows)
